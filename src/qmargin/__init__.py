@@ -1,0 +1,84 @@
+"""Sparse alpha-divergence losses with a probabilistic margin for biometric verification."""
+
+from qmargin.errors import MarginWarning, QMarginError
+from qmargin.losses.functional import (
+    TauSolution,
+    fenchel_young_loss,
+    log_partition,
+    softargmax,
+    solve_tau,
+)
+from qmargin.losses.module import LossOutput, MarginLoss, margin_loss, margin_loss_with_stats
+from qmargin.losses.presets import (
+    adaface,
+    arcface,
+    arcface_speaker,
+    cosface,
+    cosface_speaker,
+    elasticface,
+    entmax_face,
+    entmax_speaker,
+    magface,
+    q_margin,
+    q_margin_face,
+    q_margin_speaker,
+    q_margin_speaker_strict,
+    sparsemax_face,
+    sphereface,
+)
+from qmargin.maths.adaptive import AdaFaceMargin, ElasticMargin, MagFaceMargin
+from qmargin.maths.divergences import Alpha, Divergence, JensenShannon
+from qmargin.maths.margins import (
+    AngularMargin,
+    CombinedMargin,
+    CosineMargin,
+    Margin,
+    PerClass,
+    PriorMargin,
+    SumMargin,
+    TargetTerm,
+)
+
+__version__ = "0.1.0"
+__all__ = [
+    "AdaFaceMargin",
+    "Alpha",
+    "AngularMargin",
+    "CombinedMargin",
+    "CosineMargin",
+    "Divergence",
+    "ElasticMargin",
+    "JensenShannon",
+    "LossOutput",
+    "MagFaceMargin",
+    "Margin",
+    "MarginLoss",
+    "MarginWarning",
+    "PerClass",
+    "PriorMargin",
+    "QMarginError",
+    "SumMargin",
+    "TargetTerm",
+    "TauSolution",
+    "adaface",
+    "arcface",
+    "arcface_speaker",
+    "cosface",
+    "cosface_speaker",
+    "elasticface",
+    "entmax_face",
+    "entmax_speaker",
+    "fenchel_young_loss",
+    "log_partition",
+    "magface",
+    "margin_loss",
+    "margin_loss_with_stats",
+    "q_margin",
+    "q_margin_face",
+    "q_margin_speaker",
+    "q_margin_speaker_strict",
+    "softargmax",
+    "solve_tau",
+    "sparsemax_face",
+    "sphereface",
+]

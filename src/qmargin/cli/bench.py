@@ -1,0 +1,320 @@
+"""``qmargin bench loss``: the dense loss timed next to cross-entropy and the entmax package."""
+
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+import qmargin
+from qmargin.cli.tables import output_console, print_table, progress_bar
+from qmargin.errors import BackendError
+
+TARGET_COSINE = 0.4  # a sample in mid-training: above chance, not yet beyond the margin
+MOST_SOLVER_ROWS = 32  # the counts of table two hardly vary over rows; more would only cost time
+
+
+@dataclass(frozen=True)
+class LossBenchmark:
+    """What to measure; the fields are the command's options."""
+
+    rows: int = 256
+    classes: int = 100_000
+    alphas: tuple[float, ...] = (1.0, 1.25, 1.5, 2.0)
+    scale: float = 32.0
+    margin: float = 0.2
+    dim: int = 512
+    repeats: int = 5
+    device: str = "cpu"
+    threads: int | None = None
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One loss in the race: ``loss(source, labels)`` has one value per row, ``[B]``."""
+
+    name: str
+    alpha: float
+    loss: Callable[[Tensor, Tensor], Tensor]
+    is_ours: bool = False
+    wants_cosines: bool = False
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Median seconds of forward + backward, and how far the losses are from ours."""
+
+    name: str
+    alpha: float
+    seconds: float
+    seconds_all: list[float]
+    versus_cross_entropy: float
+    versus_ours: float | None
+    loss_difference: float | None
+
+
+@dataclass(frozen=True)
+class SolverCount:
+    """Evaluations of the mass that a solver needed over the rows of a batch."""
+
+    alpha: float
+    solver: str
+    bracket: str
+    mean_evaluations: float
+    max_evaluations: int
+    max_mass_error: float
+
+
+def run_loss_benchmark(settings: LossBenchmark, *, json_path: Path | None = None) -> None:
+    """Measure, print two tables and write the numbers to ``json_path`` if it is given."""
+    _check_device(settings.device)
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    console = output_console()
+    cosines, labels = cosine_batch(settings)
+    others, missing = entmax_contenders(settings)
+    timings = time_contenders([*own_contenders(settings), *others], cosines, labels, settings)
+    counts = count_evaluations(cosines, labels, settings)
+    print_table(
+        console,
+        f"forward + backward on [{settings.rows}, {settings.classes}] float32, "
+        f"{_machine()['threads']} threads, medians of {settings.repeats}",
+        ["loss", "alpha", "ms", "x cross-entropy", "x ours", "max |loss - ours|"],
+        [*map(_timing_row, timings), *([reason, "", "", "", "", ""] for reason in missing)],
+    )
+    print_table(
+        console,
+        f"evaluations of the mass per row, scale {settings.scale:g}, margin {settings.margin:g}",
+        ["solver", "bracket", "alpha", "mean", "max", "max |mass - 1|"],
+        [_count_row(count) for count in counts],
+    )
+    if json_path is not None:
+        record = {
+            "settings": asdict(settings),
+            "machine": _machine(),
+            "not_measured": missing,
+            "timings": [asdict(timing) for timing in timings],
+            "evaluations": [asdict(count) for count in counts],
+        }
+        json_path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+
+
+def _check_device(name: str) -> None:
+    """Raise unless tensors can be made on the device."""
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:  # torch asserts when it was built without CUDA
+        reason = str(error).splitlines()[0]
+        raise BackendError(f"device {name!r} cannot be used ({reason}); try cpu") from error
+
+
+def cosine_batch(settings: LossBenchmark) -> tuple[Tensor, Tensor]:
+    """Cosines ``[B, k]`` of random directions, targets near 0.4, and labels ``[B]``."""
+    generator = torch.Generator().manual_seed(settings.seed)
+    embeddings = torch.randn(settings.rows, settings.dim, generator=generator)
+    prototypes = torch.randn(settings.classes, settings.dim, generator=generator)
+    labels = torch.randint(settings.classes, (settings.rows,), generator=generator)
+    spread = torch.randn(settings.rows, 1, generator=generator) * 0.1
+    cosines = functional.normalize(embeddings) @ functional.normalize(prototypes).t()  # [B, k]
+    cosines.scatter_(1, labels[:, None], (TARGET_COSINE + spread).clamp(-1.0, 1.0))
+    return cosines.to(settings.device), labels.to(settings.device)
+
+
+def own_contenders(settings: LossBenchmark) -> list[Contender]:
+    """Cross-entropy first, as the unit of the ratios, then our losses for every alpha."""
+    contenders = [
+        Contender(
+            "F.cross_entropy",
+            1.0,
+            lambda logits, labels: functional.cross_entropy(logits, labels, reduction="none"),
+        )
+    ]
+    for alpha in settings.alphas:
+
+        def plain(logits: Tensor, labels: Tensor, alpha: float = alpha) -> Tensor:
+            return qmargin.fenchel_young_loss(logits, labels, alpha=alpha)
+
+        margin_loss = qmargin.MarginLoss(
+            qmargin.Alpha(alpha), qmargin.PriorMargin(settings.margin), scale=settings.scale
+        )
+        contenders.append(Contender("qmargin.fenchel_young_loss", alpha, plain, is_ours=True))
+        contenders.append(Contender("qmargin.q_margin", alpha, margin_loss, wants_cosines=True))
+    return contenders
+
+
+def entmax_contenders(settings: LossBenchmark) -> tuple[list[Contender], list[str]]:
+    """What the entmax package offers for each alpha, and why something is not measured."""
+    try:
+        import entmax
+    except ImportError:
+        return [], ["entmax: not installed, so not measured (pip install entmax)"]
+    contenders = []
+    for alpha in settings.alphas:
+        if alpha == 1.0:
+            continue  # the package divides by alpha - 1
+
+        def bisect(logits: Tensor, labels: Tensor, alpha: float = alpha) -> Tensor:
+            return _tensor(entmax.entmax_bisect_loss(logits, labels, alpha))
+
+        exact = {1.5: entmax.entmax15_loss, 2.0: entmax.sparsemax_loss}.get(alpha)
+        for top in (None, 100) if exact is not None else ():
+
+            def sort(
+                logits: Tensor,
+                labels: Tensor,
+                loss: Callable[..., object] = exact,
+                top: int | None = top,
+            ) -> Tensor:
+                return _tensor(loss(logits, labels, top))
+
+            contenders.append(Contender(f"entmax.{exact.__name__} k={top}", alpha, sort))
+        contenders.append(Contender("entmax.entmax_bisect_loss", alpha, bisect))
+    return contenders, []
+
+
+def _tensor(value: object) -> Tensor:
+    assert isinstance(value, Tensor)
+    return value
+
+
+def time_contenders(
+    contenders: list[Contender], cosines: Tensor, labels: Tensor, settings: LossBenchmark
+) -> list[Timing]:
+    """Time every contender in turns, so that a slow spell of the machine meets all of them."""
+    logits = settings.scale * cosines
+    seconds: list[list[float]] = [[] for _ in contenders]
+    losses: list[Tensor] = []
+    with progress_bar() as progress:
+        task = progress.add_task("timing", total=len(contenders) * (settings.repeats + 1))
+        for turn in range(settings.repeats + 1):
+            for index, contender in enumerate(contenders):
+                source = cosines if contender.wants_cosines else logits
+                elapsed, loss = _timed_step(contender, source, labels)
+                if turn == 0:  # the first turn only warms up and keeps the values
+                    losses.append(loss)
+                else:
+                    seconds[index].append(elapsed)
+                progress.advance(task)
+    return _timings(contenders, seconds, losses)
+
+
+def _timed_step(contender: Contender, source: Tensor, labels: Tensor) -> tuple[float, Tensor]:
+    source = source.detach().requires_grad_()
+    _wait_for(source)
+    start = time.perf_counter()
+    loss = contender.loss(source, labels)
+    loss.mean().backward()
+    _wait_for(source)
+    return time.perf_counter() - start, loss.detach()
+
+
+def _wait_for(tensor: Tensor) -> None:
+    if tensor.is_cuda:
+        torch.cuda.synchronize(tensor.device)
+
+
+def _timings(
+    contenders: list[Contender], seconds: list[list[float]], losses: list[Tensor]
+) -> list[Timing]:
+    medians = [statistics.median(values) for values in seconds]
+    ours = {c.alpha: index for index, c in enumerate(contenders) if c.is_ours}
+    timings = []
+    for index, contender in enumerate(contenders):
+        own = ours.get(contender.alpha)
+        same_loss = own is not None and own != index and not contender.wants_cosines
+        timings.append(
+            Timing(
+                contender.name,
+                contender.alpha,
+                medians[index],
+                seconds[index],
+                medians[index] / medians[0],
+                None if own is None else medians[index] / medians[own],
+                float((losses[index] - losses[own]).abs().max()) if same_loss else None,
+            )
+        )
+    return timings
+
+
+def count_evaluations(
+    cosines: Tensor, labels: Tensor, settings: LossBenchmark
+) -> list[SolverCount]:
+    """Evaluations that each solver needs on the first rows, with the margin's reference."""
+    rows = slice(0, MOST_SOLVER_ROWS)
+    logits = settings.scale * cosines[rows]
+    log_reference = torch.zeros_like(logits)  # full size, because solve_tau knows no target
+    log_reference.scatter_(1, labels[rows, None], -settings.scale * settings.margin)
+    return [
+        _count(logits, log_reference, alpha, solver, bracket)
+        for alpha in settings.alphas
+        for solver, bracket in _solvers(alpha)
+    ]
+
+
+def _count(
+    logits: Tensor, log_reference: Tensor, alpha: float, solver: str, bracket: str
+) -> SolverCount:
+    solutions = [  # one call per row, because a call counts for its slowest row
+        qmargin.solve_tau(row, alpha=alpha, log_reference=reference, solver=solver, bracket=bracket)
+        for row, reference in zip(logits, log_reference, strict=True)
+    ]
+    evaluations = [int(solution.num_evaluations) for solution in solutions]
+    return SolverCount(
+        alpha,
+        solver,
+        bracket,
+        statistics.mean(evaluations),
+        max(evaluations),
+        max(float(solution.mass_error) for solution in solutions),
+    )
+
+
+def _solvers(alpha: float) -> list[tuple[str, str]]:
+    bisections = [("bisection", "tight"), ("bisection", "paper")]
+    return bisections if alpha > 2.0 else [("newton", "tight"), *bisections]
+
+
+def _timing_row(timing: Timing) -> list[str]:
+    return [
+        timing.name,
+        f"{timing.alpha:g}",
+        f"{1e3 * timing.seconds:.1f}",
+        f"{timing.versus_cross_entropy:.2f}",
+        "" if timing.versus_ours is None else f"{timing.versus_ours:.2f}",
+        "" if timing.loss_difference is None else f"{timing.loss_difference:.1e}",
+    ]
+
+
+def _count_row(count: SolverCount) -> list[str]:
+    return [
+        count.solver,
+        count.bracket,
+        f"{count.alpha:g}",
+        f"{count.mean_evaluations:.1f}",
+        str(count.max_evaluations),
+        f"{count.max_mass_error:.1e}",
+    ]
+
+
+def _machine() -> dict[str, Any]:
+    versions = {}
+    for package in ("qmargin", "torch", "entmax"):
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            versions[package] = "not installed"
+    return {
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "threads": torch.get_num_threads(),
+        **versions,
+    }

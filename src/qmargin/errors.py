@@ -1,0 +1,29 @@
+"""Everything this package raises or warns about on purpose."""
+
+
+class QMarginError(Exception):
+    """Base of all our errors; catch it to catch every mistake we can name."""
+
+
+class ConfigError(QMarginError, ValueError):
+    """A setting is outside its domain."""
+
+
+class ShapeError(QMarginError, ValueError):
+    """A tensor has the wrong shape or dtype."""
+
+
+class DataError(QMarginError, ValueError):
+    """A value inside the data (a label, a score, a file's content) is impossible."""
+
+
+class BackendError(QMarginError, RuntimeError):
+    """No implementation can serve this call on this machine."""
+
+
+class ProtocolError(QMarginError, ValueError):
+    """An evaluation asks for something its trials cannot answer."""
+
+
+class MarginWarning(UserWarning):
+    """A loss is well defined, but its margin cannot be reached by any embedding."""

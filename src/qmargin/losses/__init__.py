@@ -1,0 +1,1 @@
+"""Losses: autograd, modules and the published presets."""

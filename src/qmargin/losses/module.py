@@ -1,0 +1,243 @@
+"""``MarginLoss``: a divergence times a margin, and the statistics of a step."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from qmargin.errors import ConfigError, ShapeError
+from qmargin.losses.autograd import FenchelYoung
+from qmargin.losses.functional import check_floating, check_labels
+from qmargin.losses.generic import generic_loss, solve_generic
+from qmargin.maths.divergences import Alpha, Divergence
+from qmargin.maths.margins import Margin, TargetTerm, warn_if_unreachable
+
+REDUCTIONS = ("none", "mean", "sum")
+
+
+class LossOutput(NamedTuple):
+    """What the solver knows about each row; only the loss carries gradients."""
+
+    loss: Tensor  # [B]
+    tau: Tensor  # [B]
+    support_size: Tensor  # [B] classes with positive posterior
+    target_posterior: Tensor  # [B]
+    mass_error: Tensor  # [B] |sum of the posterior - 1|
+
+
+def margin_loss_with_stats(
+    cosines: Tensor,
+    labels: Tensor,
+    *,
+    divergence: Divergence,
+    margin: Margin,
+    scale: float,
+    norms: Tensor | None = None,
+    ignore_index: int = -100,
+    debug: bool = False,
+) -> LossOutput:
+    """Loss of each row with threshold, support size and target posterior.
+
+    The target is lifted out of its row: the margin turns its cosine into a logit and a log reference,
+    two vectors, and every other class keeps reference measure one. No mask of shape ``[B, k]`` is
+    built.
+
+    Args:
+        cosines: ``[B, k]`` (or ``[..., k]``); half precision is computed in float32.
+        labels: Class of each row, integers ``[B]``.
+        divergence: Shape of the posterior.
+        margin: What is asked of the target.
+        scale: ``s``, the factor from cosines to logits.
+        norms: Lengths of the embeddings ``[B]``, for margins that follow them.
+        ignore_index: Rows with this label have zero loss and gradient; their statistics are those
+            of class 0.
+        debug: Check labels on every device, at the price of waiting for it.
+    """
+    _check_scale(scale)
+    cosines = check_floating(cosines, "cosines")
+    is_ignored = (labels == ignore_index).reshape(-1)
+    labels = check_labels(torch.where(labels == ignore_index, 0, labels), cosines, debug=debug)
+    if norms is not None and norms.shape != labels.shape:
+        raise ShapeError(
+            f"norms have shape {tuple(norms.shape)} for labels {tuple(labels.shape)}; "
+            "pass embeddings.norm(dim=1)"
+        )
+    shape, flat_labels = labels.shape, labels.reshape(-1)
+    rows = cosines.reshape(-1, cosines.shape[-1])
+    # One number per row is cheap in float64, and s * m can be far larger than what is left of it.
+    target_cosines = rows.gather(1, flat_labels[:, None]).squeeze(1).double()
+    flat_norms = None if norms is None else norms.reshape(-1)
+    marked = torch.where(is_ignored, -1, flat_labels)
+    term = margin(target_cosines, scale, labels=marked, norms=flat_norms)
+    if isinstance(divergence, Alpha):
+        output = _alpha_loss(rows, flat_labels, term, divergence, scale)
+    else:
+        output = _generic_loss(rows, flat_labels, term, divergence, scale)
+    if term.penalty is not None:
+        output = output._replace(loss=output.loss + term.penalty.to(output.loss.dtype))
+    output = output._replace(loss=torch.where(is_ignored, 0.0, output.loss))
+    return LossOutput(*(part.reshape(shape) for part in output))
+
+
+def margin_loss(
+    cosines: Tensor,
+    labels: Tensor,
+    *,
+    divergence: Divergence,
+    margin: Margin,
+    scale: float,
+    norms: Tensor | None = None,
+) -> Tensor:
+    """Loss of each row, ``[B]``; arguments as for ``margin_loss_with_stats``."""
+    return margin_loss_with_stats(
+        cosines, labels, divergence=divergence, margin=margin, scale=scale, norms=norms
+    ).loss
+
+
+def _alpha_loss(
+    rows: Tensor, labels: Tensor, term: TargetTerm, divergence: Alpha, scale: float
+) -> LossOutput:
+    outputs = FenchelYoung.apply(
+        rows,
+        None,
+        divergence.as_tensor(),
+        labels,
+        term.logits,
+        term.log_reference,
+        None,
+        float(scale),
+    )
+    loss, _, _, tau, support_size, mass_error, target_posterior, _, _ = outputs
+    return LossOutput(loss, tau, support_size, target_posterior, mass_error)
+
+
+def _generic_loss(
+    rows: Tensor, labels: Tensor, term: TargetTerm, divergence: Divergence, scale: float
+) -> LossOutput:
+    """The same through the generic solver, which does need full ``[B, k]`` matrices."""
+    index = labels[:, None]
+    logits = (rows.double() * scale).scatter(1, index, term.logits[:, None])
+    reference = torch.zeros_like(logits).scatter(1, index, term.log_reference[:, None])
+    target = torch.zeros_like(logits).scatter(1, index, 1.0)
+    loss = generic_loss(logits, target, reference, divergence)
+    with torch.no_grad():
+        tau, posterior = solve_generic(logits, reference, divergence)
+    return LossOutput(
+        loss.to(rows.dtype),
+        tau.squeeze(1).to(rows.dtype),
+        (posterior > 0).sum(1),
+        posterior.gather(1, index).squeeze(1).to(rows.dtype),
+        (posterior.sum(1) - 1.0).abs().to(rows.dtype),
+    )
+
+
+class MarginLoss(nn.Module):
+    """A loss is a divergence times a margin, at a scale.
+
+    It holds no state of its own. A divergence whose alpha is a parameter, and a margin that is a
+    module (AdaFace keeps running statistics), are registered as usual.
+
+    Args:
+        divergence: ``Alpha(1.25)``, or any other ``Divergence``.
+        margin: ``PriorMargin(0.2)``, ``CosineMargin(0.35)``, ``AngularMargin(0.5)``, a sum, ...
+        scale: ``s``, positive.
+        reduction: ``"none"`` (one value per row), ``"mean"`` or ``"sum"``.
+        ignore_index: Rows with this label have zero loss and zero gradient, and do not count in
+            the mean.
+        debug: Check the range of labels on a GPU too, which waits for the device.
+
+    Example:
+        >>> from qmargin.maths.margins import PriorMargin
+        >>> loss_fn = MarginLoss(Alpha(1.25), PriorMargin(0.2), scale=32.0)
+        >>> loss_fn(torch.tensor([[0.9, 0.1, 0.0], [0.2, 0.3, 0.1]]), torch.tensor([0, 0]))
+        tensor([0.0000, 3.2711])
+    """
+
+    def __init__(
+        self,
+        divergence: Divergence,
+        margin: Margin,
+        *,
+        scale: float,
+        reduction: str = "none",
+        ignore_index: int = -100,
+        debug: bool = False,
+    ) -> None:
+        super().__init__()
+        _check_scale(scale)
+        if reduction not in REDUCTIONS:
+            raise ConfigError(f"reduction is {reduction!r}; known ones are {', '.join(REDUCTIONS)}")
+        if ignore_index >= 0:
+            raise ConfigError(
+                f"ignore_index is {ignore_index}; it must be negative, so that it is no class"
+            )
+        self.divergence = divergence
+        self.margin = margin
+        self.scale = float(scale)
+        self.reduction = reduction
+        self.ignore_index = ignore_index
+        self.debug = debug
+        if isinstance(divergence, Alpha) and isinstance(divergence.alpha, nn.Parameter):
+            self.alpha = divergence.alpha
+        if self.alpha_value is not None:
+            warn_if_unreachable(margin, alpha=self.alpha_value, scale=self.scale)
+
+    @property
+    def alpha_value(self) -> float | None:
+        """Order of the divergence as a number; None for other divergences."""
+        return self.divergence.order + 1.0 if isinstance(self.divergence, Alpha) else None
+
+    @property
+    def effective_margin(self) -> float | None:
+        """The cosine gap the margin adds (M12); None where that is not one number."""
+        if self.alpha_value is None:
+            return None
+        return self.margin.effective(self.alpha_value, self.scale)
+
+    def with_stats(
+        self, cosines: Tensor, labels: Tensor, norms: Tensor | None = None
+    ) -> LossOutput:
+        """Unreduced loss with tau, support size, target posterior and residual, per row."""
+        return margin_loss_with_stats(
+            cosines,
+            labels,
+            divergence=self.divergence,
+            margin=self.margin,
+            scale=self.scale,
+            norms=norms,
+            ignore_index=self.ignore_index,
+            debug=self.debug,
+        )
+
+    def forward(self, cosines: Tensor, labels: Tensor, norms: Tensor | None = None) -> Tensor:
+        """Loss per row ``[B]``, or reduced over the rows that are not ignored."""
+        loss = self.with_stats(cosines, labels, norms).loss
+        if self.reduction == "none":
+            return loss
+        if self.reduction == "sum":
+            return loss.sum()
+        if loss.numel() == 0:
+            raise ShapeError(
+                "the batch is empty, so its mean loss is undefined; skip empty batches "
+                "or use reduction='none'"
+            )
+        return loss.sum() / (labels != self.ignore_index).sum()
+
+    def extra_repr(self) -> str:
+        """Shown by ``print(loss_fn)``."""
+        parts = [f"{self.divergence}", f"scale={self.scale:g}"]
+        if not isinstance(self.margin, nn.Module):
+            parts.insert(1, f"{self.margin}")
+        if self.effective_margin is not None:
+            parts.append(f"effective_margin={self.effective_margin:.3g}")
+        return ", ".join(parts)
+
+
+def _check_scale(scale: float) -> None:
+    if not (isinstance(scale, (int, float)) and math.isfinite(scale) and scale > 0):
+        raise ConfigError(
+            f"scale is {scale!r}; it must be a positive finite number (32 to 64 are common)"
+        )

@@ -1,0 +1,1 @@
+"""Definitions in plain PyTorch: divergences, margins, the threshold, the loss."""

@@ -1,0 +1,190 @@
+r"""Divergences: the shape of the posterior.
+
+A divergence is a convex generator ``f`` with ``f(1) = 0`` and ``f'(1) = 0``. Everything the solver,
+the loss and the gradients need of it are six elementwise functions and one number.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from qmargin.errors import ConfigError, ShapeError
+
+SMALL_ORDER = 0.1
+"""Below this ``|alpha - 1|`` powers are taken through ``log1p`` of the slack, above it through
+``log`` of the height ``1 + (alpha - 1) * slack``: each form is the accurate one on its side."""
+
+
+class Divergence(Protocol):
+    """Six elementwise functions and one number, ``edge``: the shape of the posterior."""
+
+    @property
+    def edge(self) -> float:
+        """Slack ``f'(0)`` at and below which a class leaves the support; may be ``-inf`` (M3)."""
+
+    def generator(self, ratio: Tensor) -> Tensor:
+        """``f(u)``: the convex function that generates the divergence."""
+
+    def derivative(self, ratio: Tensor) -> Tensor:
+        """``f'(u)``: the slack at which a class has the ratio ``u = p / q``."""
+
+    def curvature(self, ratio: Tensor) -> Tensor:
+        """``f''(u)``."""
+
+    def link(self, slack: Tensor) -> Tensor:
+        """``(f*)'(v)``: the ratio ``p / q`` of a class with slack ``v``, zero at the edge (M1)."""
+
+    def link_slope(self, slack: Tensor) -> Tensor:
+        """``(f*)''(v)``: how fast the ratio grows with the slack."""
+
+    def excess(self, slack: Tensor) -> Tensor:
+        """``f*(v) + f(0)``: the class's share of the loss, zero off the support (M6)."""
+
+
+@dataclass(frozen=True, eq=False)
+class Alpha:
+    r"""The alpha-divergence, ``f(u) = (u^a - 1 - a(u - 1)) / (a (a - 1))``.
+
+    ``alpha = 1`` is the Kullback-Leibler divergence (softmax cross-entropy), ``alpha = 2`` gives
+    SparseMax, and every ``alpha > 1`` makes posteriors that are exactly zero for most classes.
+
+    Args:
+        alpha: Order of the divergence, a positive number, or a tensor with one element when the
+            order itself is to be learned.
+
+    Example:
+        >>> Alpha(1.5).link(torch.tensor([-3.0, -1.0, 0.0, 1.0]))
+        tensor([0.0000, 0.2500, 1.0000, 2.2500])
+        >>> Alpha(2.0).edge
+        -1.0
+    """
+
+    alpha: float | Tensor
+
+    def __post_init__(self) -> None:
+        check_alpha(self.alpha)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Alpha) and float(self.alpha) == float(other.alpha)
+
+    def __hash__(self) -> int:
+        return hash(("Alpha", float(self.alpha)))
+
+    @property
+    def order(self) -> float:
+        """``alpha - 1`` as a plain number."""
+        return float(self.alpha) - 1.0
+
+    def as_tensor(self) -> Tensor:
+        """``alpha`` as a tensor: itself when it is learnable, else a float64 constant."""
+        if isinstance(self.alpha, Tensor):
+            return self.alpha
+        return torch.tensor(self.alpha, dtype=torch.float64)
+
+    @property
+    def edge(self) -> float:
+        """``-1 / (alpha - 1)`` for ``alpha > 1``, else ``-inf`` (M3)."""
+        return -1.0 / self.order if self.order > 0 else -math.inf
+
+    def generator(self, ratio: Tensor) -> Tensor:
+        """``f(u)``, through its limit at ``alpha = 1`` and at ``u = 0``."""
+        b = self.order
+        if b == 0.0:
+            return torch.special.xlogy(ratio, ratio) - (ratio - 1.0)
+        is_zero = ratio == 0  # there f' may be infinite, f never is
+        safe = torch.where(is_zero, 1.0, ratio)
+        product = torch.where(is_zero, 0.0, safe * self.derivative(safe))
+        return (product - (ratio - 1.0)) / (1.0 + b)
+
+    def derivative(self, ratio: Tensor) -> Tensor:
+        """``f'(u) = (u^(alpha-1) - 1) / (alpha-1)``, ``log u`` at ``alpha = 1``."""
+        b = self.order
+        log_ratio = ratio.log()
+        return log_ratio if b == 0.0 else torch.expm1(b * log_ratio) / b
+
+    def curvature(self, ratio: Tensor) -> Tensor:
+        """``f''(u) = u^(alpha-2)``."""
+        return ratio.pow(self.order - 1.0)
+
+    def link(self, slack: Tensor) -> Tensor:
+        """``[1 + (alpha-1) v]_+ ^ (1/(alpha-1))``, ``exp(v)`` at ``alpha = 1`` (M1)."""
+        return self.log_link(slack).exp()
+
+    def log_link(self, slack: Tensor) -> Tensor:
+        """Logarithm of ``link``, ``-inf`` off the support."""
+        b = self.order
+        if b == 0.0:
+            return slack
+        if abs(b) < SMALL_ORDER:
+            return torch.log1p((b * slack).clamp_min(-1.0)) / b
+        return (1.0 + b * slack).clamp_min(0.0).log() / b
+
+    def link_slope(self, slack: Tensor) -> Tensor:
+        """``link(v)^(2 - alpha)`` on the support, zero elsewhere."""
+        log_link = self.log_link(slack)
+        is_active = log_link > -math.inf
+        return torch.where(is_active, ((1.0 - self.order) * log_link).exp(), 0.0)
+
+    def excess(self, slack: Tensor) -> Tensor:
+        """``link(v)^alpha / alpha``, since ``f*(v) = (link(v)^alpha - 1) / alpha`` and ``f(0) = 1 / alpha``."""
+        alpha = 1.0 + self.order
+        return (alpha * self.log_link(slack)).exp() / alpha
+
+
+@dataclass(frozen=True)
+class JensenShannon:
+    """The Jensen-Shannon divergence, ``f(u) = u log u - (u + 1) log((u + 1) / 2)``.
+
+    Here to show that a divergence is one record: nothing else in the package knows it. It has no
+    edge, so posteriors are never sparse, and slack stays below ``log 2``.
+    """
+
+    @property
+    def edge(self) -> float:
+        """No class ever leaves the support."""
+        return -math.inf
+
+    def generator(self, ratio: Tensor) -> Tensor:
+        """``f(u)``."""
+        return torch.special.xlogy(ratio, ratio) - (ratio + 1.0) * ((ratio + 1.0) / 2.0).log()
+
+    def derivative(self, ratio: Tensor) -> Tensor:
+        """``log(2u / (u + 1))``."""
+        return math.log(2.0) - torch.log1p(1.0 / ratio)
+
+    def curvature(self, ratio: Tensor) -> Tensor:
+        """``1 / (u (u + 1))``."""
+        return 1.0 / (ratio * (ratio + 1.0))
+
+    def link(self, slack: Tensor) -> Tensor:
+        """``e^v / (2 - e^v)``."""
+        return slack.exp() / (2.0 - slack.exp())
+
+    def link_slope(self, slack: Tensor) -> Tensor:
+        """``2 e^v / (2 - e^v)^2``."""
+        return 2.0 * slack.exp() / (2.0 - slack.exp()).square()
+
+    def excess(self, slack: Tensor) -> Tensor:
+        """``f*(v) + f(0) = log 2 - log(2 - e^v)``."""
+        return -torch.log1p(-0.5 * slack.exp())
+
+
+def check_alpha(alpha: float | Tensor) -> None:
+    """Raise unless ``alpha`` is a positive finite number or a floating tensor with one element."""
+    if isinstance(alpha, Tensor):
+        if alpha.numel() != 1 or not alpha.is_floating_point():
+            raise ShapeError(
+                f"alpha has shape {tuple(alpha.shape)} and dtype {alpha.dtype}; a learnable order "
+                "is a floating tensor with one element, e.g. torch.tensor(1.25)"
+            )
+        return
+    if not (isinstance(alpha, (int, float)) and math.isfinite(alpha) and alpha > 0):
+        raise ConfigError(
+            f"alpha is {alpha!r}; it must be a finite number above 0 "
+            "(1 is cross-entropy, 1.25 the paper's best for faces, 2 SparseMax)"
+        )

@@ -1,0 +1,205 @@
+r"""The normaliser ``tau`` of the alpha-divergence posterior, row by row (M2, M4, M5).
+
+Rows are solved in float64. The unknown is not ``tau`` itself but its distance from an *anchor*, the
+class that bounds ``tau`` from below: differences of logits are exact where sums with ``tau`` are
+not. With ``b = alpha - 1`` the unknown, called ``level``, is
+
+* the anchor's height ``x = 1 + b (theta_a - tau)`` when ``|b| >= SMALL_ORDER``: it stays relatively
+  accurate when it is tiny, as for two million equal logits at ``alpha = 2``;
+* the anchor's slack ``v = theta_a - tau`` when ``b`` is small: it stays accurate through
+  ``alpha = 1``.
+
+The height or slack of any other class is then ``level - step * gap``, with ``gap = theta_a -
+theta_j`` and ``step`` equal to ``b`` or to 1.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from qmargin.maths.divergences import SMALL_ORDER
+
+MAX_STEPS = 64  # Newton drops at least one class or one bit per step; float64 has 53 bits
+MAX_HALVINGS = 256  # the paper's bracket can be 1e28 wide: 93 halvings to 1, 53 more to rounding
+
+
+class Solution(NamedTuple):
+    """Where a row's threshold lies, relative to its anchor."""
+
+    anchor: Tensor  # [B] logit of the anchor class
+    level: Tensor  # [B] its height or slack at the root
+    num_evaluations: int  # passes over the classes
+
+
+class RowSums(NamedTuple):
+    """All the solver ever sees: the posterior's mass and its slope ``-d mass / d tau``, ``[B]`` each."""
+
+    mass: Tensor
+    slope: Tensor
+
+
+def level_step(order: float) -> float:
+    """How much the level falls per unit of logit: ``b`` for heights, 1 for slacks."""
+    return 1.0 if abs(order) < SMALL_ORDER else order
+
+
+def level_cost(log_ratio: Tensor, order: float) -> Tensor:
+    """Level at which a class has the given ``log(p / q)``: ``f'`` or ``1 + b f'`` of the ratio."""
+    if order == 0.0:
+        return log_ratio
+    if abs(order) < SMALL_ORDER:
+        return torch.expm1(order * log_ratio) / order
+    return torch.exp(order * log_ratio)  # 1 + expm1 would lose what is below rounding of one
+
+
+def level_change(log_factor: Tensor, order: float) -> Tensor:
+    """Change of level when a ratio of one is multiplied by ``exp(log_factor)``."""
+    if order == 0.0:
+        return log_factor
+    change = torch.expm1(order * log_factor)
+    return change / order if abs(order) < SMALL_ORDER else change
+
+
+def log_ratio(levels: Tensor, order: float) -> Tensor:
+    """Logarithm of ``p / q`` at the given levels, ``-inf`` off the support (M1)."""
+    if order == 0.0:
+        return levels
+    if abs(order) < SMALL_ORDER:
+        return torch.log1p((order * levels).clamp_min(-1.0)) / order
+    return levels.clamp_min(0.0).log() / order
+
+
+def heights(levels: Tensor, order: float) -> Tensor:
+    """``x = 1 + b v`` at the given levels, not clipped at zero."""
+    return 1.0 + order * levels if abs(order) < SMALL_ORDER else levels
+
+
+def slacks(levels: Tensor, order: float) -> Tensor:
+    """``v = theta - tau`` at the given levels."""
+    return levels if abs(order) < SMALL_ORDER else (levels - 1.0) / order
+
+
+def row_sums(gaps: Tensor, log_reference: Tensor | None, level: Tensor, order: float) -> RowSums:
+    """Mass and slope of each row at a trial level.
+
+    Args:
+        gaps: Anchor's logit minus each logit, float64 ``[B, k]``.
+        log_reference: ``[B, k]``, or None when every class has reference measure one.
+        level: Trial level of the anchor, ``[B]``.
+        order: ``alpha - 1``.
+    """
+    levels = torch.sub(level[:, None], gaps, alpha=level_step(order))  # [B, k]
+    if order == 1.0 and log_reference is None:  # SparseMax: no powers
+        return RowSums(levels.clamp_min(0.0).sum(1), (levels > 0).sum(1, dtype=levels.dtype))
+    if order == 0.5 and log_reference is None:
+        positive = levels.clamp_min_(0.0)
+        return RowSums(positive.square().sum(1), positive.sum(1))
+    log_posterior = log_ratio(levels, order)
+    if log_reference is not None:
+        log_posterior = log_posterior + log_reference
+    posterior = log_posterior.exp_()
+    if order == 0.0:
+        mass = posterior.sum(1)
+        return RowSums(mass, mass)
+    height = heights(levels, order)
+    return RowSums(posterior.sum(1), torch.where(height > 0, posterior / height, 0.0).sum(1))
+
+
+def bound_from_below(
+    logits: Tensor, log_reference: Tensor | None, order: float
+) -> tuple[Tensor, Tensor]:
+    """Anchor logit and starting level of each row, ``tau_low`` in disguise (M4).
+
+    The anchor maximises ``theta_j - f'(1 / q_j)``: it is the class that would first hold the whole
+    mass as ``tau`` falls, so the level at which it does is a lower bound of ``tau``.
+    """
+    if log_reference is None:
+        anchor = logits.amax(1)
+        return anchor, level_cost(torch.zeros_like(anchor), order)
+    cost = level_cost(-log_reference, order)  # where each class alone has mass one
+    index = (logits - slacks(cost, order)).argmax(1, keepdim=True)
+    return logits.gather(1, index).squeeze(1), cost.gather(1, index).squeeze(1)
+
+
+def solve_newton(
+    logits: Tensor, log_reference: Tensor | None, order: float, *, tolerance: float
+) -> Solution:
+    """Root by Newton's method on ``mass ** (alpha - 1)`` (M5).
+
+    Monotone from ``tau_low`` and never overshooting for every ``alpha <= 2``, because there the
+    power of the mass is convex (``alpha > 1``), log-linear (``alpha = 1``) or concave
+    (``alpha < 1``) in the direction that keeps a tangent's root on the left.
+    """
+    anchor, level = bound_from_below(logits, log_reference, order)
+    gaps = anchor[:, None] - logits
+    for step in range(1, MAX_STEPS + 1):
+        sums = row_sums(gaps, log_reference, level, order)
+        log_mass = sums.mass.log()
+        update = sums.mass / sums.slope * level_change(-log_mass, order)
+        level = level + update
+        is_done = (log_mass.abs() <= tolerance) | (update.abs() <= 4e-16 * level.abs())
+        if order == 0.0 or bool((is_done | level.isnan()).all()):  # log-sum-exp: one step is exact
+            break
+    return Solution(anchor, level, step)
+
+
+def solve_bisection(
+    logits: Tensor, log_reference: Tensor | None, order: float, *, bracket: str, tolerance: float
+) -> Solution:
+    """Root by halving a bracket: the paper's algorithm, valid for every ``alpha`` (M2).
+
+    ``bracket="paper"`` starts from the largest logit alone; ``"tight"`` from the better of two
+    bounds on each side, which keeps the width small when the largest logit has a tiny reference
+    measure. The level is halved, not ``tau``: the two differ by an exact shift and factor.
+    """
+    step = level_step(order)
+    if log_reference is None:
+        log_reference = torch.zeros_like(logits[:, :1]).expand_as(logits)
+    top = logits.argmax(1, keepdim=True)
+    if bracket == "paper":
+        anchor = logits.gather(1, top).squeeze(1)
+        left = level_cost(-log_reference.gather(1, top).squeeze(1), order)  # at tau_min
+    else:
+        anchor, left = bound_from_below(logits, log_reference, order)
+    gaps = anchor[:, None] - logits
+    top_gap = gaps.gather(1, top).squeeze(1)
+    right = step * top_gap + level_cost(-log_reference.logsumexp(1), order)  # at tau_max
+    if bracket != "paper":
+        uniform = step * gaps + level_cost(-log_reference - math.log(logits.shape[1]), order)
+        if step > 0:
+            right = torch.maximum(right, uniform.amin(1))
+        else:
+            right = torch.minimum(right, uniform.amax(1))
+    for count in range(1, MAX_HALVINGS + 1):
+        level = 0.5 * (left + right)
+        mass = row_sums(gaps, log_reference, level, order).mass
+        is_left = mass > 1.0
+        left, right = torch.where(is_left, level, left), torch.where(is_left, right, level)
+        width = (left - right).abs()
+        is_done = (width <= 4e-16 * level.abs()) | ((mass - 1.0).abs() <= tolerance)
+        if bool((is_done | mass.isnan()).all()):
+            break
+    return Solution(anchor, level, count)
+
+
+def solve_rows(
+    logits: Tensor,
+    log_reference: Tensor | None,
+    order: float,
+    *,
+    solver: str = "auto",
+    bracket: str = "tight",
+    tolerance: float = 1e-14,
+) -> Solution:
+    """Solve every row: Newton where it is proven (``alpha <= 2``), bisection above or on request."""
+    if solver == "auto":
+        solver = "newton" if order <= 1.0 else "bisection"
+    if solver == "newton":
+        return solve_newton(logits, log_reference, order, tolerance=tolerance)
+    return solve_bisection(
+        logits, log_reference, order, bracket=bracket, tolerance=tolerance
+    )

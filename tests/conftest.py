@@ -1,0 +1,41 @@
+"""What every test gets: a seed, one thread per worker, NaN in uninitialised memory, GPU skips."""
+
+import os
+import random
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+
+def pytest_configure() -> None:
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        torch.set_num_threads(1)  # workers already fill the cores; more threads only wait
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def _fixed_seeds() -> None:
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _uninitialised_memory_is_nan(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Make ``torch.empty`` return NaN, so that reading what was never written shows."""
+    if "gpu" in request.keywords:  # some CUDA operations have no deterministic form
+        yield
+        return
+    torch.use_deterministic_algorithms(True)  # what fill_uninitialized_memory, on by default, needs
+    yield
+    torch.use_deterministic_algorithms(False)

@@ -1,0 +1,1 @@
+"""What several tests share: the definition, error budgets and rows worth testing."""

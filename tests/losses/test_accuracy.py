@@ -1,0 +1,382 @@
+"""The numbers this library promises, against the definition in 80 digits."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import qmargin
+from helpers.budget import POSTERIOR_TOLERANCE, assert_loss, assert_posterior
+from helpers.cases import (
+    ALPHAS,
+    LOGIT_SCALES,
+    NUM_IDENTITIES,
+    Rows,
+    grid_rows,
+    grid_truth,
+    random_cosines,
+    satisfying_gap,
+)
+from helpers.definition import AlphaGenerator, exact, margin_solution, mp
+from helpers.extended import extended
+
+SCALE_IDS = [f"scale{scale:g}" for scale in LOGIT_SCALES]
+ALPHA_IDS = [f"alpha{alpha:.7g}" for alpha in ALPHAS]
+on_grid = pytest.mark.parametrize("scale", LOGIT_SCALES, ids=SCALE_IDS)
+for_alphas = pytest.mark.parametrize("alpha", ALPHAS, ids=ALPHA_IDS)
+
+
+# ---------------------------------------------------------------- the definition itself
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_definition_gives_softmax_and_its_cross_entropy(seed: int) -> None:
+    """M1 at alpha = 1, and the log-partition is logsumexp."""
+    logits = np.random.default_rng(seed).standard_normal(20)
+    solution = exact(AlphaGenerator(1.0), logits)
+    posterior = np.exp(logits) / np.exp(logits).sum()
+    np.testing.assert_allclose(solution.posterior, posterior, atol=1e-16)
+    assert float(solution.log_partition) == pytest.approx(np.log(np.exp(logits).sum()), rel=1e-15)
+    assert float(solution.loss(4)) == pytest.approx(-np.log(posterior[4]), rel=1e-14)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_definition_gives_the_projection_onto_the_simplex(seed: int) -> None:
+    """M1 at alpha = 2 is SparseMax, found here by sorting."""
+    logits = np.random.default_rng(seed).standard_normal(20)
+    ordered = np.sort(logits)[::-1]
+    sums = np.cumsum(ordered)
+    size = int((1 + np.arange(1, 21) * ordered > sums).sum())
+    posterior = np.maximum(logits - (sums[size - 1] - 1) / size, 0)
+    solution = exact(AlphaGenerator(2.0), logits)
+    np.testing.assert_allclose(solution.posterior, posterior, atol=1e-15)
+    assert solution.support_size == size
+
+
+@for_alphas
+def test_definition_spreads_equal_logits_evenly(alpha: float) -> None:
+    """``p = 1 / k`` and ``tau = theta - f'(1 / k)`` for k equal logits."""
+    generator = AlphaGenerator(alpha)
+    solution = exact(generator, np.full(NUM_IDENTITIES, 0.5))
+    assert abs(solution.posteriors[0] * NUM_IDENTITIES - 1) < 1e-60
+    assert abs(solution.tau - 0.5 + generator.f_prime(mp.one / NUM_IDENTITIES)) < 1e-60
+
+
+@for_alphas
+def test_definition_agrees_in_both_precisions(alpha: float) -> None:
+    for scale in LOGIT_SCALES:
+        rows = grid_rows(alpha, scale)
+        for row in range(scale == 1.0, len(rows.names), 9):
+            logits, log_reference = rows.logits[row], rows.log_reference[row]
+            label = int(rows.labels[row])
+            digits, wide = (
+                exact(AlphaGenerator(alpha), logits, log_reference),
+                extended(alpha, logits, log_reference),
+            )
+            np.testing.assert_allclose(wide.posterior, digits.posterior, rtol=0, atol=1e-14)
+            assert float(wide.slope) == pytest.approx(digits.slope, rel=1e-9)
+            assert float(wide.loss(label)) == pytest.approx(
+                float(digits.loss(label)), rel=1e-9, abs=1e-9
+            )
+
+
+def test_definition_equals_the_solver_form_of_the_loss() -> None:
+    """M6: ``tau + sum q excess(theta - tau) + target_cost(q_y) - theta_y`` is the loss."""
+    generator = AlphaGenerator(1.25)
+    rows = grid_rows(1.25, 10.0)
+    for row in range(0, len(rows.names), 5):
+        label = int(rows.labels[row])
+        solution = exact(generator, rows.logits[row], rows.log_reference[row])
+        terms = zip(solution.thetas, solution.log_qs, solution.counts, strict=True)
+        excess = mp.fsum(
+            count * mp.exp(log_q) * generator.f_prime_inverse(theta - solution.tau) ** mp.mpf(1.25)
+            for theta, log_q, count in terms
+        ) / mp.mpf(1.25)
+        q = mp.exp(solution.log_q(label))
+        cost = q * generator.f(1 / q) - q * generator.f(mp.zero)
+        loss = solution.tau + excess + cost - solution.theta(label)
+        assert abs(loss - solution.loss(label)) < 1e-40
+
+
+# ---------------------------------------------------------------- posteriors
+
+
+def _posterior_truth(alpha: float, scale: float, rows: Rows, **kwargs: object) -> np.ndarray:
+    return np.stack([s.posterior for s in grid_truth(alpha, scale, **kwargs)])
+
+
+@on_grid
+@for_alphas
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+def test_posterior_is_accurate(alpha: float, scale: float, dtype: torch.dtype) -> None:
+    """M1, M2: 1e-6 in float32 and 1e-12 in float64, in every entry and in the sum."""
+    rows = grid_rows(alpha, scale, dtype=dtype)
+    posterior = qmargin.softargmax(rows.logits, alpha=alpha, log_reference=rows.log_reference)
+    assert posterior.dtype == dtype
+    truth = _posterior_truth(alpha, scale, rows, dtype=dtype)
+    assert_posterior(posterior, truth, names=rows.names)
+
+
+@pytest.mark.parametrize("num_classes", [257, 1000])
+@for_alphas
+def test_posterior_is_accurate_with_more_classes(alpha: float, num_classes: int) -> None:
+    for scale in LOGIT_SCALES[1::2]:
+        rows = grid_rows(alpha, scale, num_classes=num_classes)
+        posterior = qmargin.softargmax(rows.logits, alpha=alpha, log_reference=rows.log_reference)
+        truth = _posterior_truth(alpha, scale, rows, num_classes=num_classes)
+        assert_posterior(posterior, truth, names=rows.names)
+
+
+@for_alphas
+def test_posterior_of_one_class_is_one(alpha: float) -> None:
+    for log_reference in (0.0, -3.0, -60.0):
+        logits = torch.tensor(LOGIT_SCALES)[:, None]
+        for sign in (1, -1):
+            posterior = qmargin.softargmax(sign * logits, alpha=alpha, log_reference=log_reference)
+            torch.testing.assert_close(posterior, torch.ones_like(logits), rtol=0, atol=1e-6)
+        labels = torch.zeros(len(LOGIT_SCALES), dtype=torch.int64)
+        loss = qmargin.fenchel_young_loss(logits, labels, alpha=alpha, log_reference=log_reference)
+        assert_loss(loss, [0.0] * len(labels), names=SCALE_IDS)
+
+
+@for_alphas
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+def test_two_million_equal_logits_share_evenly(alpha: float, dtype: torch.dtype) -> None:
+    """``p = 1 / k``, without a loss of mass where ``1 + (alpha-1)(theta - tau)`` is 1e-13."""
+    tolerance = POSTERIOR_TOLERANCE[dtype]
+    for value in (1e-3, 1.0, 1e4):
+        logits = torch.full((1, NUM_IDENTITIES), value, dtype=dtype)
+        posterior = qmargin.softargmax(logits, alpha=alpha).double()
+        assert abs(float(posterior.sum()) - 1) <= tolerance
+        assert float((posterior - 1 / NUM_IDENTITIES).abs().max()) <= tolerance
+
+
+@for_alphas
+def test_loss_of_two_million_equal_logits(alpha: float) -> None:
+    """The loss with the target among the equals, and with the target lowered."""
+    logits = torch.full((1, NUM_IDENTITIES), 0.75)
+    label = torch.tensor([17])
+    for log_q in (0.0, -7.0):
+        reference = torch.zeros(NUM_IDENTITIES)
+        reference[17] = log_q
+        truth = exact(AlphaGenerator(alpha), logits[0], reference)
+        loss = qmargin.fenchel_young_loss(logits, label, alpha=alpha, log_reference=reference)
+        assert_loss(loss, [float(truth.loss(17))], names=[f"log q_y {log_q:g}"])
+
+
+@on_grid
+@for_alphas
+def test_half_precision_inputs_are_computed_in_float32(alpha: float, scale: float) -> None:
+    rows = grid_rows(alpha, scale)
+    for dtype in (torch.float16, torch.bfloat16):
+        logits = rows.logits.clamp(-6e4, 6e4).to(dtype)
+        halves = qmargin.softargmax(logits, alpha=alpha, log_reference=rows.log_reference)
+        singles = qmargin.softargmax(logits.float(), alpha=alpha, log_reference=rows.log_reference)
+        assert halves.dtype == torch.float32
+        assert torch.equal(halves, singles)
+        reference = rows.log_reference.to(dtype)
+        arguments = {"alpha": alpha, "log_reference": reference}
+        upcast = {"alpha": alpha, "log_reference": reference.float()}
+        for function in (
+            qmargin.log_partition,
+            lambda x, labels=rows.labels, **kw: qmargin.fenchel_young_loss(x, labels, **kw),
+            lambda x, **kw: qmargin.solve_tau(x, **kw).tau,
+        ):
+            assert torch.equal(function(logits, **arguments), function(logits.float(), **upcast))
+
+
+# ---------------------------------------------------------------- tau and the log-partition
+
+
+def _check_tau(rows: Rows, solution: qmargin.TauSolution, truth: list, alpha: float) -> None:
+    """``tau`` to the accuracy that the mass determines it to; support up to ties with the edge."""
+    dtype = rows.logits.dtype
+    tolerance = POSTERIOR_TOLERANCE[dtype]
+    edge = AlphaGenerator(alpha).edge
+    for row, true in enumerate(truth):
+        name, tau = rows.names[row], float(true.tau)
+        logits = rows.logits[row].double()
+        size = max(1.0, abs(tau), float(logits.abs().max()))
+        unit = torch.finfo(solution.tau.dtype).eps * size
+        error = abs(float(solution.tau[row]) - tau)
+        assert error <= 4 * unit + tolerance / true.slope, f"{name}: tau off by {error:.2e}"
+        # a float64 tau moves the mass by its own spacing times the slope
+        allowed = tolerance + 4 * torch.finfo(torch.float64).eps * size * true.slope
+        assert float(solution.mass_error[row]) <= allowed, f"{name}: {solution.mass_error[row]}"
+        # a positive posterior may be too small to be a number, and the edge is known to rounding
+        is_positive = torch.from_numpy(true.posterior > 1e-30)
+        least = int((is_positive & (logits > tau + edge + 4 * unit)).sum())
+        most = int((logits > tau + edge - 4 * unit).sum())
+        found = int(solution.support_size[row])
+        assert least <= found <= most, f"{name}: support {found}, truth {true.support_size}"
+
+
+@on_grid
+@for_alphas
+def test_tau_support_and_mass(alpha: float, scale: float) -> None:
+    """M2, M3: the solver's three answers, in float32 and float64."""
+    for dtype in (torch.float32, torch.float64):
+        rows = grid_rows(alpha, scale, dtype=dtype)
+        solution = qmargin.solve_tau(rows.logits, alpha=alpha, log_reference=rows.log_reference)
+        _check_tau(rows, solution, grid_truth(alpha, scale, dtype=dtype), alpha)
+
+
+@on_grid
+@for_alphas
+def test_log_partition_is_accurate(alpha: float, scale: float) -> None:
+    """The maximum itself: the paper's plus ``(sum q - 1) / alpha``."""
+    for dtype in (torch.float32, torch.float64):
+        rows = grid_rows(alpha, scale, dtype=dtype)
+        value = qmargin.log_partition(rows.logits, alpha=alpha, log_reference=rows.log_reference)
+        total = np.exp(rows.log_reference.double().numpy()).sum(axis=1)
+        truth = [
+            float(solution.softmax_f) + (q - 1) / alpha
+            for solution, q in zip(grid_truth(alpha, scale, dtype=dtype), total, strict=True)
+        ]
+        unit = 4 * torch.finfo(dtype).eps * float(rows.logits.abs().max())
+        assert_loss(value, truth, names=rows.names, absolute=unit + 20 * torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("alpha", [0.5, 1.0, 1.01, 1.25, 1.5, 1.75, 2.0])
+@pytest.mark.parametrize("scale", [1e-1, 1.0, 10.0])
+def test_bisection_finds_the_same_tau(alpha: float, scale: float) -> None:
+    """The paper's solver on the tight bracket, and Newton's, agree with the definition."""
+    rows = grid_rows(alpha, scale, dtype=torch.float64)
+    truth = grid_truth(alpha, scale, dtype=torch.float64)
+    for solver in ("newton", "bisection"):
+        solution = qmargin.solve_tau(
+            rows.logits, alpha=alpha, log_reference=rows.log_reference, solver=solver
+        )
+        _check_tau(rows, solution, truth, alpha)
+
+
+@pytest.mark.parametrize("alpha", [0.5, 1.0, 1.25, 1.5, 2.0, 3.0])
+def test_bisection_on_the_bracket_of_the_paper_agrees(alpha: float) -> None:
+    """``tau`` between ``theta_t - f'(1 / q_t)`` and ``theta_t - f'(1 / sum q)``, t the argmax."""
+    logits = 10.0 * random_cosines(8, 500, seed=5).double()
+    reference = torch.zeros_like(logits)
+    reference[:, 3] = torch.linspace(0.0, -6.0, 8, dtype=torch.float64)
+    logits[::2, 3] = 4.0  # the argmax in every other row
+    common = {"alpha": alpha, "log_reference": reference}
+    tight = qmargin.solve_tau(logits, solver="bisection", bracket="tight", **common)
+    paper = qmargin.solve_tau(logits, solver="bisection", bracket="paper", **common)
+    best = qmargin.solve_tau(logits, **common)
+    for row in range(8):
+        true = extended(alpha, logits[row], reference[row])
+        for solution in (tight, paper, best):
+            assert float(solution.tau[row]) == pytest.approx(float(true.tau), rel=0, abs=1e-11)
+            assert float(solution.mass_error[row]) <= 1e-10
+
+
+@pytest.mark.parametrize(("alpha", "limit"), [(1.25, 8), (2.0, 16)])
+@pytest.mark.parametrize("scale", [5.0, 10.0, 20.0, 35.0, 64.0])
+def test_few_evaluations_reach_float32_accuracy(alpha: float, limit: int, scale: float) -> None:
+    """M5: at most 8 evaluations at alpha 1.25 and 16 at 2, on cosine logits."""
+    cosines = random_cosines(6, 100_000, seed=int(scale))
+    cosines[:, 0] = torch.tensor([-0.1, 0.1, 0.3, 0.5, 0.7, 0.95])
+    reference = torch.zeros(100_000)
+    reference[0] = -scale * 0.2
+    logits = scale * cosines
+    solution = qmargin.solve_tau(logits, alpha=alpha, log_reference=reference, solver="newton")
+    assert int(solution.num_evaluations) <= limit
+    assert float(solution.mass_error.max()) <= 1e-6
+
+
+# ---------------------------------------------------------------- losses
+
+
+@on_grid
+@for_alphas
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+def test_loss_is_accurate(alpha: float, scale: float, dtype: torch.dtype) -> None:
+    """M6: 1e-5 relative or 1e-6 absolute in float32; rows that meet their margin are exactly 0."""
+    rows = grid_rows(alpha, scale, dtype=dtype)
+    loss = qmargin.fenchel_young_loss(
+        rows.logits, rows.labels, alpha=alpha, log_reference=rows.log_reference
+    )
+    truth = grid_truth(alpha, scale, dtype=dtype)
+    values = [float(s.loss(int(y))) for s, y in zip(truth, rows.labels, strict=True)]
+    assert loss.dtype == dtype
+    assert bool((loss >= 0).all())
+    # The truth here is long double, good to 1e-11 of the largest term of the loss near alpha = 1
+    absolute = 1e-6 if dtype == torch.float32 else 1e-11 * max(1.0, scale)
+    assert_loss(loss, values, names=rows.names, absolute=absolute)
+
+
+@pytest.mark.parametrize("alpha", [1.01, 1.25, 1.5, 2.0, 3.0])
+def test_nearly_satisfied_rows_keep_their_digits(alpha: float) -> None:
+    """A loss of 1e-9 is still known to 1e-4 of itself, though ``f'(1 / q_y)`` is thousands."""
+    log_q = -min(7.0, 7.0 / (alpha - 1.0))
+    gap = satisfying_gap(alpha, log_q)
+    rng = np.random.default_rng(3)
+    logits, names = [], []
+    for missing in (0.5, 0.1, 0.01, 1e-3):
+        row = -3.0 - rng.random(40)
+        row[1] = 0.0
+        row[0] = gap - missing
+        logits.append(row)
+        names.append(f"{missing:g} short of a gap of {gap:g}")
+    batch = torch.tensor(np.stack(logits), dtype=torch.float32)
+    reference = torch.zeros(40)
+    reference[0] = log_q
+    truth = [float(exact(AlphaGenerator(alpha), row, reference).loss(0)) for row in batch]
+    labels = torch.zeros(len(names), dtype=torch.int64)
+    loss = qmargin.fenchel_young_loss(batch, labels, alpha=alpha, log_reference=reference)
+    assert_loss(loss, truth, names=names, relative=1e-4, absolute=1e-12)
+
+
+def _identities(scale: float, margin: float, alpha: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows over all identities: far from, near and (where there is such a thing) at the margin."""
+    parts = (0.5, 0.97, 0.999, 1.001) if alpha > 1 else ()
+    cosines = random_cosines(1 + len(parts), NUM_IDENTITIES, seed=11)
+    labels = torch.tensor([5, 1_000_003, 77, 2_059_905, 9])[: len(cosines)]
+    cosines.scatter_(1, labels[:, None], -1.0)
+    best = cosines.amax(dim=1)
+    gap = satisfying_gap(alpha, -scale * margin) / scale
+    target = torch.tensor([0.1] + [float(best[i + 1]) + part * gap for i, part in enumerate(parts)])
+    assert float(target.max()) < 1.0
+    return cosines.scatter_(1, labels[:, None], target[:, None]), labels
+
+
+IDENTITY_SETTINGS = [
+    pytest.param(1.25, 35.0, 0.2, id="face"),
+    pytest.param(1.5, 10.0, 0.1, id="speaker", marks=pytest.mark.slow),
+    pytest.param(2.0, 10.0, 0.1, id="sparsemax", marks=pytest.mark.slow),
+    pytest.param(1.0, 64.0, 0.35, id="cosface", marks=pytest.mark.slow),
+    pytest.param(0.5, 10.0, 0.1, id="heavy-tail", marks=pytest.mark.slow),
+    pytest.param(3.0, 5.0, 0.05, id="alpha3", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("alpha", "scale", "margin"), IDENTITY_SETTINGS)
+def test_loss_over_all_identities(alpha: float, scale: float, margin: float) -> None:
+    """M6 at 2,059,906 classes in float32: 1e-5 relative or 1e-6 absolute; satisfied rows are 0."""
+    cosines, labels = _identities(scale, margin, alpha)
+    loss_fn = qmargin.MarginLoss(qmargin.Alpha(alpha), qmargin.PriorMargin(margin), scale=scale)
+    output = loss_fn.with_stats(cosines, labels)
+    reference = np.zeros(NUM_IDENTITIES)
+    truth, target_posterior = [], []
+    for row, label in zip(cosines, labels.tolist(), strict=True):
+        reference[label] = -scale * margin
+        solution = extended(alpha, row, reference, scale=scale)
+        reference[label] = 0.0
+        truth.append(float(solution.loss(label)))
+        target_posterior.append(solution.posterior[label])
+    names = [f"row {row}" for row in range(len(truth))]
+    assert_loss(output.loss, truth, names=names)
+    np.testing.assert_allclose(output.target_posterior.numpy(), target_posterior, atol=2e-6)
+    assert float(output.mass_error.max()) <= 1e-6
+    if alpha > 1:
+        assert float(output.loss[4]) == 0.0
+        assert abs(truth[4]) < 1e-12
+
+
+def test_loss_of_equal_cosines_over_all_identities() -> None:
+    """All identities alike: the loss grows with the number of classes, not with rounding."""
+    cosines = torch.full((1, NUM_IDENTITIES), 0.03)
+    label = torch.tensor([123])
+    for alpha, scale, margin in ((1.25, 35.0, 0.2), (2.0, 10.0, 0.1)):
+        loss_fn = qmargin.MarginLoss(qmargin.Alpha(alpha), qmargin.PriorMargin(margin), scale=scale)
+        truth = margin_solution(alpha, cosines[0], 123, scale=scale, kind="prior", margin=margin)
+        assert_loss(loss_fn(cosines, label), [float(truth.loss(123))], names=["equal"])

@@ -1,0 +1,78 @@
+"""The public names and their signatures are a promise; ``make api`` rewrites the snapshot.
+
+The snapshot shows names, kinds and defaults of parameters, not annotations: those are checked by
+mypy and print differently from one Python to the next.
+"""
+
+import inspect
+from pathlib import Path
+
+import qmargin
+
+SNAPSHOT = Path(__file__).with_name("public_api.txt")
+HEADER = "# Names and signatures of qmargin.__all__. Rewrite with `make api`, then read the diff.\n"
+
+
+def signature_of(value: object) -> str:
+    parameters = inspect.signature(value).parameters.values()  # type: ignore[arg-type]
+    bare = [p.replace(annotation=inspect.Parameter.empty) for p in parameters]
+    return str(inspect.Signature(bare))
+
+
+def public_members(cls: type) -> dict[str, object]:
+    """Members that our own classes define; what torch or Exception add is not our promise."""
+    members = {}
+    for base in reversed(cls.__mro__):
+        if base.__module__.startswith("qmargin"):
+            members.update(
+                {name: member for name, member in vars(base).items() if not name.startswith("_")}
+            )
+    return members
+
+
+def describe_class(name: str, cls: type) -> list[str]:
+    if issubclass(cls, Exception):
+        bases = [base.__name__ for base in cls.__bases__]
+        return [f"class {name}({', '.join(bases)})"]
+    is_protocol = getattr(cls, "_is_protocol", False)
+    lines = [f"protocol {name}" if is_protocol else f"class {name}{signature_of(cls)}"]
+    for member, value in sorted(public_members(cls).items()):
+        if isinstance(value, classmethod | staticmethod):
+            kind = type(value).__name__
+            lines.append(f"    {kind} {member}{signature_of(getattr(cls, member))}")
+        elif isinstance(value, property):
+            lines.append(f"    property {member}")
+        elif inspect.isfunction(value):
+            lines.append(f"    {member}{signature_of(value)}")
+    return lines
+
+
+def describe(name: str) -> list[str]:
+    value = getattr(qmargin, name)
+    if isinstance(value, type):
+        return describe_class(name, value)
+    if callable(value):
+        return [f"{name}{signature_of(value)}"]
+    return [f"{name}: {type(value).__name__}"]
+
+
+def snapshot() -> str:
+    blocks = ["\n".join(describe(name)) for name in sorted(qmargin.__all__)]
+    return HEADER + "\n" + "\n".join(blocks) + "\n"
+
+
+def test_the_public_api_is_the_promised_one() -> None:
+    assert snapshot() == SNAPSHOT.read_text(encoding="utf-8"), "see the diff after `make api`"
+
+
+def test_every_public_name_has_a_docstring() -> None:
+    undocumented = [name for name in qmargin.__all__ if not getattr(qmargin, name).__doc__]
+    assert not undocumented
+
+
+def test_public_names_are_unique() -> None:
+    assert len(set(qmargin.__all__)) == len(qmargin.__all__)
+
+
+if __name__ == "__main__":
+    SNAPSHOT.write_text(snapshot(), encoding="utf-8")
