@@ -63,7 +63,7 @@ api: $(DEV)
 	$(BIN)/python tests/test_public_api.py
 
 docs: $(DOCS)
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "site/index.html"
 
 bench: $(DEV)

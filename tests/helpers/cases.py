@@ -138,3 +138,9 @@ def cosine_batch(rows: int, num_classes: int, *, seed: int) -> tuple[Tensor, Ten
     labels = torch.randint(num_classes, (rows,), generator=generator)
     lifted = torch.linspace(-0.2, 0.9, rows)
     return cosines.scatter(1, labels[:, None], lifted[:, None]), labels
+
+
+def spread_cosines(rows: int = 5, num_classes: int = 12) -> tuple[Tensor, Tensor]:
+    """A small batch whose cosines fill most of [-1, 1]."""
+    cosines, labels = cosine_batch(rows, num_classes, seed=8)
+    return (4 * cosines).clamp(-1, 1), labels

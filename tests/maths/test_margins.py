@@ -7,9 +7,10 @@ import warnings
 import mpmath
 import pytest
 import torch
-from helpers.definition import AlphaGenerator, exact
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from helpers.definition import AlphaGenerator, exact
 from qmargin.errors import ConfigError, MarginWarning
 from qmargin.maths.margins import (
     AngularMargin,

@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+
 from qmargin.errors import ConfigError, ShapeError
 from qmargin.maths.margins import AngularMargin, CombinedMargin, CosineMargin, PerClass, PriorMargin
 

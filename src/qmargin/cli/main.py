@@ -42,7 +42,13 @@ def _add_bench_loss(subjects: "argparse._SubParsersAction[argparse.ArgumentParse
         "--alphas", type=_positive, nargs="+", default=[1.0, 1.25, 1.5, 2.0], help="orders to time"
     )
     parser.add_argument("--scale", type=_positive, default=32.0, help="logits = scale * cosines")
-    parser.add_argument("--margin", type=float, default=0.2, help="margin of the q_margin rows")
+    parser.add_argument(
+        "--effective-margin",
+        type=_positive,
+        default=0.5,
+        metavar="GAP",
+        help="cosine gap that the q_margin rows add",
+    )
     parser.add_argument("--dim", type=_count, default=512, help="embedding size of the cosines")
     parser.add_argument("--repeats", type=_count, default=5, help="timed turns; medians are shown")
     parser.add_argument("--device", default="cpu", help="where to run, such as cpu or cuda")

@@ -42,9 +42,7 @@ def print_table(
     for row in rows:
         table.add_row(*row)
     console.print(title, style="bold", highlight=False)
-    console.print()
     console.print(table)
-    console.print()
 
 
 def progress_bar() -> Progress:

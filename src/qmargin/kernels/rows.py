@@ -1,12 +1,12 @@
 """The loss and the posterior of whole batches, block by block, in float64.
 
 A block of rows is lifted to float64, solved, and rounded back: no float64 copy of the batch ever
-exists. On a CPU and for ``alpha > 1`` a block is first reduced to its *candidates*, the classes above
-``tau_low + edge``: all others are certainly outside the support (M13), so the solve that follows
-touches hundreds of numbers where the row has a hundred thousand, and is exact (M8).
+exists. On a CPU and for ``alpha > 1`` a block is first reduced to its *candidates*, the classes
+above ``tau_low + edge``: all others are certainly outside the support (M13), so the solve that
+follows touches hundreds of numbers where the row has a hundred thousand, and is exact (M8).
 
-A margin changes only the target, so the target's column may be lifted out: then ``labels`` names it,
-and its logit and log reference arrive as vectors.
+A margin changes only the target, so the target's column may be lifted out: then ``labels`` names
+it, and its logit and log reference arrive as vectors.
 """
 
 from __future__ import annotations
@@ -20,10 +20,17 @@ import torch
 from torch import Tensor
 
 from qmargin.maths.objective import distribution_loss, label_loss, log_partition, posterior_rows
-from qmargin.maths.threshold import level_cost, slacks, solve_rows
+from qmargin.maths.threshold import (
+    bound_from_below,
+    level_cost,
+    slacks,
+    solve_newton,
+    solve_rows,
+)
 
-CPU_BLOCK = 1 << 19  # logits per block: a float64 copy and its temporaries stay in cache
+CPU_BLOCK = 1 << 21  # logits per block: float64 copies stay small, parallel regions few
 GPU_BLOCK = 1 << 25
+GROUP = 32  # classes whose maximum stands for all of them when tau is bounded
 WORTH_PACKING = 4  # pack candidates when at most 1 in 4 classes is one
 
 
@@ -45,18 +52,21 @@ class Rows:
         size = max(1, limit // max(1, self.values.shape[1]))
         for start in range(0, self.values.shape[0], size):
             where = slice(start, start + size)
-            yield where, Rows(
-                self.values[where],
-                self.scale,
-                self.order,
-                *(
-                    None if part is None else part[where]
-                    for part in (
-                        self.log_reference,
-                        self.labels,
-                        self.target_logits,
-                        self.target_log_reference,
-                    )
+            yield (
+                where,
+                Rows(
+                    self.values[where],
+                    self.scale,
+                    self.order,
+                    *(
+                        None if part is None else part[where]
+                        for part in (
+                            self.log_reference,
+                            self.labels,
+                            self.target_logits,
+                            self.target_log_reference,
+                        )
+                    ),
                 ),
             )
 
@@ -95,6 +105,10 @@ def solve(
     tolerance = 1e-14 if dtype == torch.float64 else 1e-9
     parts, num_evaluations = [], 0
     for where, block in rows.blocks():
+        if rows.order == 0.0 and rows.labels is not None and rows.log_reference is None:
+            parts.append(_cross_entropy(block))
+            num_evaluations = 1
+            continue
         listed = candidates(block) if distribution is None and solver == "auto" else None
         if listed is None:
             listed = everything(block)
@@ -115,7 +129,7 @@ def solve(
         merged[index] = merged[index].to(dtype)
     merged[1], merged[2] = merged[1].double(), merged[2].double()
     merged[4] = merged[4].long()
-    return Outcome(*merged, torch.tensor(num_evaluations))
+    return Outcome._make([*merged, torch.tensor(num_evaluations)])
 
 
 def _describe(
@@ -140,6 +154,27 @@ def _describe(
     return value, anchor, level, tau, support_size, (mass - 1.0).abs(), target, deficit
 
 
+def _cross_entropy(block: Rows) -> tuple[Tensor, ...]:
+    """The closed form at ``alpha = 1`` with a lifted target: one exponential per class."""
+    assert block.labels is not None and block.target_logits is not None
+    assert block.target_log_reference is not None
+    logits = block.values.double().mul_(block.scale)
+    logits.scatter_(1, block.labels[:, None], -math.inf)
+    is_masked = (logits == -math.inf).sum(1) - 1
+    target = block.target_logits.double()
+    joint = target + block.target_log_reference.double()
+    anchor = torch.maximum(logits.amax(1), joint)
+    others = logits.sub_(anchor[:, None]).exp_().sum(1)
+    own = (joint - anchor).exp()
+    mass = others + own
+    level = -mass.log()
+    deficit = others / mass
+    value = torch.where(deficit < 0.5, -torch.log1p(-deficit), mass.log() - (joint - anchor))
+    support_size = block.values.shape[1] - is_masked - (target == -math.inf).long()
+    error = torch.zeros_like(mass) * mass  # normalised by construction, NaN in a broken row
+    return value, anchor, level, anchor - level, support_size, error, own / mass, deficit
+
+
 def everything(block: Rows) -> Listed:
     """All classes of a block, in order, in float64."""
     logits = block.values.double() * block.scale
@@ -158,7 +193,7 @@ def candidates(block: Rows) -> Listed | None:
     if block.labels is not None:
         values = values.scatter(1, block.labels[:, None], -math.inf)
     tau_low = _tau_low(block, values)
-    floor = (tau_low - 1.0 / order) / block.scale  # [B] certainly inactive at and below
+    floor = (tau_low - 1.0 / order) / block.scale  # [B] certainly inactive at and below (M3)
     floor = (floor - 1e-6 * floor.abs() - 1e-30).to(values.dtype)  # rounded values stay candidates
     is_candidate = values > floor[:, None]
     counts = is_candidate.sum(1)
@@ -184,16 +219,31 @@ def candidates(block: Rows) -> Listed | None:
 
 
 def _tau_low(block: Rows, values: Tensor) -> Tensor:
-    """Lower bound of ``tau`` from every class, the lifted target included (M4)."""
-    if block.log_reference is None:
-        tau_low = values.amax(1).double() * block.scale
+    """Lower bound of ``tau``: the root over a few classes that matter most (M13).
+
+    The classes are the maxima of groups and the lifted target; every Newton iterate is a lower
+    bound itself, so it need not converge. With a reference measure of its own per class, or above
+    ``alpha = 2``, the best bound of a single class serves (M4).
+    """
+    order, scale = block.order, block.scale
+    if block.log_reference is not None:
+        cost = slacks(level_cost(-block.log_reference.double(), order), order)
+        maxima = (values.double() * scale - cost).amax(1, keepdim=True)
     else:
-        cost = slacks(level_cost(-block.log_reference.double(), block.order), block.order)
-        tau_low = (values.double() * block.scale - cost).amax(1)
-    if block.target_logits is None or block.target_log_reference is None:
-        return tau_low
-    cost = slacks(level_cost(-block.target_log_reference.double(), block.order), block.order)
-    return torch.maximum(tau_low, block.target_logits.double() - cost)
+        grouped = values.shape[1] // GROUP * GROUP
+        maxima = values[:, :grouped].unflatten(1, (-1, GROUP)).amax(2)
+        if grouped < values.shape[1]:
+            maxima = torch.cat([maxima, values[:, grouped:].amax(1, keepdim=True)], 1)
+        maxima = maxima.double() * scale
+    reference = torch.zeros_like(maxima)
+    if block.target_logits is not None and block.target_log_reference is not None:
+        maxima = torch.cat([maxima, block.target_logits.double()[:, None]], 1)
+        reference = torch.cat([reference, block.target_log_reference.double()[:, None]], 1)
+    if order > 1.0:
+        anchor, level = bound_from_below(maxima, reference, order)
+    else:
+        anchor, level, _ = solve_newton(maxima, reference, order, tolerance=1e-3)
+    return anchor - slacks(level, order)
 
 
 def _append_target(
@@ -217,7 +267,11 @@ def posterior(rows: Rows, anchor: Tensor, level: Tensor, weights: Tensor | None)
     out = torch.zeros_like(rows.values, memory_format=torch.contiguous_format)
     for where, block in rows.blocks():
         _fill_posterior(
-            out[where], block, anchor[where], level[where], None if weights is None else weights[where]
+            out[where],
+            block,
+            anchor[where],
+            level[where],
+            None if weights is None else weights[where],
         )
     return out
 
@@ -230,7 +284,9 @@ def _fill_posterior(
         floor = (anchor - slacks(level, order) - 1.0 / order) / block.scale
         floor = (floor - 1e-6 * floor.abs() - 1e-30).to(values.dtype)
         is_candidate = values > floor[:, None]
-        if int(is_candidate.sum()) * WORTH_PACKING <= values.numel() and not bool(level.isnan().any()):
+        if int(is_candidate.sum()) * WORTH_PACKING <= values.numel() and not bool(
+            level.isnan().any()
+        ):
             _fill_sparse(out, block, anchor, level, weights, is_candidate)
             return
     listed = everything(Rows(values, block.scale, order, block.log_reference))

@@ -1,9 +1,9 @@
 """Differentiation: the row operations as torch operators, and two autograd functions over them.
 
 Operators (``torch.library``) keep the data-dependent part opaque, so that ``torch.compile`` traces
-through without a break, and ``vmap`` folds its dimension into the rows. ``FenchelYoung`` is the value
-and ``Posterior`` its gradient; the backward of each is written with differentiable pieces and with
-``Posterior`` itself, which gives second derivatives without a third function.
+through without a break, and ``vmap`` folds its dimension into the rows. ``FenchelYoung`` is the
+value and ``Posterior`` its gradient; the backward of each is written with differentiable pieces and
+with ``Posterior`` itself, which gives second derivatives without a third function.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from qmargin.errors import ConfigError
 from qmargin.kernels import rows as row_kernels
-from qmargin.kernels.rows import Rows
+from qmargin.kernels.rows import Outcome, Rows
 
 
 def _rows(
@@ -32,8 +32,8 @@ def _rows(
     order = float(alpha.detach().double() - 1.0)
     if not -1.0 < order < math.inf:
         raise ConfigError(
-            f"alpha is {order + 1.0!r}; it must be a finite number above 0, clamp a learnable alpha "
-            "after each update, e.g. alpha.data.clamp_(1.0, 2.0)"
+            f"alpha is {order + 1.0!r}; it must be a finite number above 0, clamp a learnable "
+            "alpha after each update, e.g. alpha.data.clamp_(1.0, 2.0)"
         )
     return Rows(values, scale, order, log_reference, labels, target_logits, target_log_reference)
 
@@ -52,10 +52,12 @@ def solve_rows(
     bracket: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Operator form of ``kernels.rows.solve``: ``values`` is ``[B, k]``."""
-    rows = _rows(
-        values, log_reference, alpha, labels, target_logits, target_log_reference, scale
-    )
-    return tuple(row_kernels.solve(rows, distribution, solver=solver, bracket=bracket))
+    rows = _rows(values, log_reference, alpha, labels, target_logits, target_log_reference, scale)
+    solved = row_kernels.solve(rows, distribution, solver=solver, bracket=bracket)
+    return (
+        solved.value, solved.anchor, solved.level, solved.tau, solved.support_size,
+        solved.mass_error, solved.target_posterior, solved.target_deficit, solved.num_evaluations,
+    )  # fmt: skip
 
 
 @solve_rows.register_fake
@@ -115,7 +117,8 @@ def _fold_batch(operator: Callable[..., Any]) -> Callable[..., Any]:
             )
         else:
             each = [
-                operator(*(v[i] if isinstance(v, Tensor) else v for v in moved)) for i in range(size)
+                operator(*(v[i] if isinstance(v, Tensor) else v for v in moved))
+                for i in range(size)
             ]
             single = isinstance(each[0], Tensor)
             each = [(value,) for value in each] if single else each
@@ -171,7 +174,10 @@ class Posterior(torch.autograd.Function):
         logits: Tensor, log_reference: Tensor | None, alpha: Tensor, anchor: Tensor, level: Tensor
     ) -> Tensor:
         """Posterior ``[B, k]`` of rows with the given solution (M1)."""
-        return weighted_posterior(logits, log_reference, alpha, None, anchor, level, None, 1.0)
+        posterior: Tensor = weighted_posterior(
+            logits, log_reference, alpha, None, anchor, level, None, 1.0
+        )
+        return posterior
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -219,7 +225,7 @@ class FenchelYoung(torch.autograd.Function):
         scale: float,
     ) -> tuple[Tensor, ...]:
         """The value ``[B]`` and, not differentiable, what the solver knows about each row."""
-        return solve_rows(
+        outputs: tuple[Tensor, ...] = solve_rows(
             values,
             log_reference,
             alpha,
@@ -231,6 +237,7 @@ class FenchelYoung(torch.autograd.Function):
             "auto",
             "tight",
         )
+        return outputs
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -277,7 +284,7 @@ def _full_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         reference = torch.zeros_like(logits) if reference is None else reference
         reference = reference.scatter(1, index, target_log_reference[:, None].to(logits.dtype))
         distribution = torch.zeros_like(logits).scatter(1, index, 1.0)
-    p = Posterior.apply(logits, reference, alpha, anchor, level)
+    p = posterior_of(logits, reference, alpha, anchor, level)
     order = (alpha - 1.0).to(p)
     grad = grad[:, None]
     grad_logits = grad * (p if distribution is None else p - distribution)
@@ -324,3 +331,51 @@ def _envelope(p: Tensor, reference: Tensor | None, order: Tensor) -> tuple[Tenso
     in_reference = torch.where(is_active, p * height, 0.0) / alpha
     in_alpha = p * (slack / alpha - bend) / alpha
     return in_reference, in_alpha
+
+
+def posterior_of(
+    logits: Tensor, log_reference: Tensor | None, alpha: Tensor, anchor: Tensor, level: Tensor
+) -> Tensor:
+    """Differentiable posterior ``[B, k]`` of solved rows."""
+    apply: Callable[..., Tensor] = Posterior.apply
+    return apply(logits, log_reference, alpha, anchor, level)
+
+
+def value_of(
+    values: Tensor,
+    log_reference: Tensor | None,
+    alpha: Tensor,
+    *,
+    labels: Tensor | None = None,
+    target_logits: Tensor | None = None,
+    target_log_reference: Tensor | None = None,
+    distribution: Tensor | None = None,
+    scale: float = 1.0,
+) -> Outcome:
+    """Differentiable value of each row, with what the solver knows about it."""
+    apply: Callable[..., tuple[Tensor, ...]] = FenchelYoung.apply
+    outputs = apply(
+        values,
+        log_reference,
+        alpha,
+        labels,
+        target_logits,
+        target_log_reference,
+        distribution,
+        scale,
+    )
+    return Outcome._make(outputs)
+
+
+@torch.no_grad()
+def solution_of(
+    logits: Tensor,
+    log_reference: Tensor | None,
+    alpha: Tensor,
+    *,
+    solver: str = "auto",
+    bracket: str = "tight",
+) -> Outcome:
+    """The solved rows, without gradients."""
+    outputs = solve_rows(logits, log_reference, alpha, None, None, None, None, 1.0, solver, bracket)
+    return Outcome._make(outputs)

@@ -1,14 +1,15 @@
-"""The operators as functions: posterior, log-partition, loss and threshold, for any alpha and any q."""
+"""The operators as functions: posterior, log-partition, loss and threshold, any alpha, any q."""
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from qmargin.errors import ConfigError, DataError, ShapeError
-from qmargin.losses.autograd import FenchelYoung, Posterior, solve_rows
+from qmargin.losses.autograd import posterior_of, solution_of, value_of
 from qmargin.losses.generic import generic_log_partition, generic_loss, solve_generic
 from qmargin.maths.divergences import Alpha, Divergence
 
@@ -32,12 +33,12 @@ def softargmax(
     log_reference: Tensor | float | None = None,
     divergence: Divergence | None = None,
 ) -> Tensor:
-    """Posterior ``p_j = q_j [1 + (alpha-1)(theta_j - tau)]_+^(1/(alpha-1))`` over the last dim (M1).
+    """Posterior ``q_j [1 + (alpha-1)(theta_j - tau)]_+^(1/(alpha-1))`` over the last dim (M1).
 
     Args:
         logits: ``[..., k]``; ``-inf`` masks a class out. Half precision is computed as, and
             returned in, float32.
-        alpha: Order of the divergence in ``(0, inf)``, 1 included; a one-element tensor is learnable.
+        alpha: Order of the divergence in ``(0, inf)``, 1 included; a tensor is learnable.
         log_reference: Log of the reference measure, broadcastable to the logits; 0 by default.
         divergence: Any other divergence, instead of ``alpha``.
 
@@ -55,14 +56,11 @@ def softargmax(
     reference = _check_reference(log_reference, logits)
     if not isinstance(divergence, Alpha):
         reference = torch.zeros_like(logits) if reference is None else reference
-        posterior = solve_generic(logits.double(), reference.double(), divergence).posterior
-        return posterior.to(logits.dtype)
+        generic = solve_generic(logits.double(), reference.double(), divergence)
+        return generic.posterior.to(logits.dtype)
     rows, row_reference, order = _as_rows(logits, reference, divergence)
-    with torch.no_grad():
-        anchor, level = solve_rows(
-            *(rows, row_reference, order, None, None, None, None, 1.0, "auto", "tight")
-        )[1:3]
-    posterior: Tensor = Posterior.apply(rows, row_reference, order, anchor, level)
+    solved = solution_of(rows, row_reference, order)
+    posterior = posterior_of(rows, row_reference, order, solved.anchor, solved.level)
     return posterior.reshape(logits.shape)
 
 
@@ -75,10 +73,10 @@ def log_partition(
 ) -> Tensor:
     """The generalised log-sum-exp, ``[...]``; its gradient is ``softargmax``.
 
-    It is ``max_p <p, theta> - D(p:q)`` with ``D(p:q) = sum_j p_j f'(p_j / q_j) / alpha``: log-sum-exp
-    at ``alpha = 1``, the paper's operator for a reference measure that sums to one, and the paper's
-    plus ``(sum_j q_j - 1) / alpha`` otherwise: that constant would drown the value in float32, and
-    it cancels in every loss.
+    It is ``max_p <p, theta> - D(p:q)`` with ``D(p:q) = sum_j p_j f'(p_j / q_j) / alpha``:
+    log-sum-exp at ``alpha = 1``, and the paper's operator for a reference measure that sums to one.
+    Otherwise it is the paper's plus ``(sum_j q_j - 1) / alpha``: that constant cancels in every
+    loss, and with it the value would drown in float32.
 
     Example:
         >>> log_partition(torch.tensor([1.0, 0.0]), alpha=1.0)
@@ -92,7 +90,7 @@ def log_partition(
         value = generic_log_partition(logits.double(), reference.double(), divergence)
         return value.to(logits.dtype)
     rows, row_reference, order = _as_rows(logits, reference, divergence)
-    value = FenchelYoung.apply(rows, row_reference, order, None, None, None, None, 1.0)[0]
+    value = value_of(rows, row_reference, order).value
     return value.reshape(logits.shape[:-1])
 
 
@@ -135,17 +133,22 @@ def fenchel_young_loss(
     rows, row_reference, order = _as_rows(logits, reference, divergence)
     if target.is_floating_point():
         flat = distribution.reshape(rows.shape)
-        value = FenchelYoung.apply(rows, row_reference, order, None, None, None, flat, 1.0)[0]
+        value = value_of(rows, row_reference, order, distribution=flat).value
     else:
         labels = target.reshape(-1)
         index = labels[:, None]
-        own = rows.gather(1, index).squeeze(1)
+        own = take_target(rows, labels)
         own_reference = torch.zeros_like(own)
         if row_reference is not None:
             own_reference = row_reference.gather(1, index).squeeze(1)
-        value = FenchelYoung.apply(
-            *(rows, row_reference, order, labels, own, own_reference, None, 1.0)
-        )[0]
+        value = value_of(
+            rows,
+            row_reference,
+            order,
+            labels=labels,
+            target_logits=own,
+            target_log_reference=own_reference,
+        ).value
     return value.reshape(logits.shape[:-1])
 
 
@@ -163,8 +166,8 @@ def solve_tau(
         logits: ``[..., k]``.
         alpha: Order of the divergence.
         log_reference: As for ``softargmax``.
-        solver: ``"newton"`` (proven for ``alpha <= 2``), ``"bisection"`` (the paper's), or ``"auto"``:
-            Newton up to 2, bisection above.
+        solver: ``"newton"`` (proven for ``alpha <= 2``), ``"bisection"`` (the paper's), or
+            ``"auto"``: Newton up to 2, bisection above.
         bracket: Where bisection starts: ``"tight"``, or ``"paper"`` for the paper's own bracket.
 
     Example:
@@ -185,12 +188,20 @@ def solve_tau(
     logits = check_floating(logits)
     reference = _check_reference(log_reference, logits)
     rows, row_reference, order = _as_rows(logits, reference, divergence)
-    with torch.no_grad():
-        solved = solve_rows(
-            *(rows, row_reference, order, None, None, None, None, 1.0, solver, bracket)
-        )
+    solved = solution_of(rows, row_reference, order, solver=solver, bracket=bracket)
     shape = logits.shape[:-1]
-    return TauSolution(*(solved[i].reshape(shape) for i in (3, 4, 5)), solved[8])
+    return TauSolution(
+        solved.tau.reshape(shape),
+        solved.support_size.reshape(shape),
+        solved.mass_error.reshape(shape),
+        solved.num_evaluations,
+    )
+
+
+def take_target(rows: Tensor, labels: Tensor) -> Tensor:
+    """The target's entry of each row ``[B]``; one that is masked out passes no gradient."""
+    own = rows.gather(1, labels[:, None]).squeeze(1)
+    return torch.where(own == -math.inf, own.detach(), own)
 
 
 def check_labels(labels: Tensor, logits: Tensor, *, debug: bool = False) -> Tensor:
@@ -213,7 +224,8 @@ def check_labels(labels: Tensor, logits: Tensor, *, debug: bool = False) -> Tens
         raise ShapeError(
             f"labels are on {labels.device} and logits on {logits.device}; move one of them"
         )
-    return checked_labels(labels, logits.shape[-1], debug)
+    checked: Tensor = checked_labels(labels, logits.shape[-1], debug)
+    return checked
 
 
 @torch.library.custom_op("qmargin::checked_labels", mutates_args=())
@@ -236,7 +248,9 @@ def _(labels: Tensor, num_classes: int, debug: bool) -> Tensor:
 
 
 @checked_labels.register_vmap
-def _(info, in_dims, labels, num_classes, debug):  # type: ignore[no-untyped-def]
+def _(
+    info: object, in_dims: tuple[int, None, None], labels: Tensor, num_classes: int, debug: bool
+) -> tuple[Tensor, int]:
     return checked_labels(labels, num_classes, debug), in_dims[0]
 
 
@@ -258,7 +272,7 @@ def check_floating(logits: Tensor, name: str = "logits") -> Tensor:
         raise ShapeError(f"{name} are {kind}; they must be a floating tensor, call .float() first")
     if logits.dim() == 0 or logits.shape[-1] == 0:
         raise ShapeError(
-            f"{name} have shape {tuple(logits.shape)}; the last dimension must hold at least one class"
+            f"{name} have shape {tuple(logits.shape)}; the last dimension holds at least one class"
         )
     return logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
 
@@ -272,7 +286,7 @@ def _check_reference(log_reference: Tensor | float | None, logits: Tensor) -> Te
     except RuntimeError:
         raise ShapeError(
             f"log_reference has shape {tuple(reference.shape)}, which does not broadcast to logits "
-            f"{tuple(logits.shape)}; give a scalar, one value per class [k], per row [..., 1] or all"
+            f"{tuple(logits.shape)}; give a scalar, one per class [k], one per row [..., 1] or all"
         ) from None
 
 

@@ -1,4 +1,4 @@
-"""Any f-divergence by bisection and automatic differentiation: the one solver that needs no formula.
+"""Any f-divergence by bisection and automatic differentiation: a solver that needs no formula.
 
 It serves divergences without a closed form (the proof is ``JensenShannon``) and checks those with
 one. It is dense, keeps its intermediates for autograd, and is the slowest way to a right answer.
@@ -53,9 +53,7 @@ def _bisect(logits: Tensor, log_reference: Tensor, divergence: Divergence) -> Te
     return 0.5 * (low + high)
 
 
-def generic_log_partition(
-    logits: Tensor, log_reference: Tensor, divergence: Divergence
-) -> Tensor:
+def generic_log_partition(logits: Tensor, log_reference: Tensor, divergence: Divergence) -> Tensor:
     """``max_p <p, theta> - D_f(p:q)`` plus ``(sum_j q_j - 1) f(0)``, ``[...]`` (M6).
 
     The constant is zero for a reference measure that sums to one; without it the value would be a
@@ -70,7 +68,7 @@ def generic_log_partition(
 def generic_loss(
     logits: Tensor, target: Tensor, log_reference: Tensor, divergence: Divergence
 ) -> Tensor:
-    """Fenchel-Young loss against a distribution ``[..., k]``: M6, every term zero off the support."""
+    """Fenchel-Young loss against a distribution ``[..., k]``; terms vanish off the support (M6)."""
     reference = log_reference.exp()
     ratio = target / reference
     at_zero = divergence.generator(torch.zeros_like(ratio))

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from qmargin.errors import ConfigError, ShapeError
-from qmargin.losses.autograd import FenchelYoung
-from qmargin.losses.functional import check_floating, check_labels
+from qmargin.losses.autograd import value_of
+from qmargin.losses.functional import check_floating, check_labels, take_target
 from qmargin.losses.generic import generic_loss, solve_generic
 from qmargin.maths.divergences import Alpha, Divergence
 from qmargin.maths.margins import Margin, TargetTerm, warn_if_unreachable
@@ -41,9 +41,9 @@ def margin_loss_with_stats(
 ) -> LossOutput:
     """Loss of each row with threshold, support size and target posterior.
 
-    The target is lifted out of its row: the margin turns its cosine into a logit and a log reference,
-    two vectors, and every other class keeps reference measure one. No mask of shape ``[B, k]`` is
-    built.
+    The target is lifted out of its row: the margin turns its cosine into a logit and a log
+    reference, two vectors, and every other class keeps reference measure one. No mask of shape
+    ``[B, k]`` is built.
 
     Args:
         cosines: ``[B, k]`` (or ``[..., k]``); half precision is computed in float32.
@@ -68,7 +68,7 @@ def margin_loss_with_stats(
     shape, flat_labels = labels.shape, labels.reshape(-1)
     rows = cosines.reshape(-1, cosines.shape[-1])
     # One number per row is cheap in float64, and s * m can be far larger than what is left of it.
-    target_cosines = rows.gather(1, flat_labels[:, None]).squeeze(1).double()
+    target_cosines = take_target(rows, flat_labels).double()
     flat_norms = None if norms is None else norms.reshape(-1)
     marked = torch.where(is_ignored, -1, flat_labels)
     term = margin(target_cosines, scale, labels=marked, norms=flat_norms)
@@ -100,18 +100,18 @@ def margin_loss(
 def _alpha_loss(
     rows: Tensor, labels: Tensor, term: TargetTerm, divergence: Alpha, scale: float
 ) -> LossOutput:
-    outputs = FenchelYoung.apply(
+    solved = value_of(
         rows,
         None,
         divergence.as_tensor(),
-        labels,
-        term.logits,
-        term.log_reference,
-        None,
-        float(scale),
+        labels=labels,
+        target_logits=term.logits,
+        target_log_reference=term.log_reference,
+        scale=float(scale),
     )
-    loss, _, _, tau, support_size, mass_error, target_posterior, _, _ = outputs
-    return LossOutput(loss, tau, support_size, target_posterior, mass_error)
+    return LossOutput(
+        solved.value, solved.tau, solved.support_size, solved.target_posterior, solved.mass_error
+    )
 
 
 def _generic_loss(
@@ -137,8 +137,8 @@ def _generic_loss(
 class MarginLoss(nn.Module):
     """A loss is a divergence times a margin, at a scale.
 
-    It holds no state of its own. A divergence whose alpha is a parameter, and a margin that is a
-    module (AdaFace keeps running statistics), are registered as usual.
+    It holds no state of its own. An alpha or a margin that is a parameter, and a margin that is a
+    module (AdaFace keeps running statistics), are registered, so that an optimizer finds them.
 
     Args:
         divergence: ``Alpha(1.25)``, or any other ``Divergence``.
@@ -182,6 +182,9 @@ class MarginLoss(nn.Module):
         self.debug = debug
         if isinstance(divergence, Alpha) and isinstance(divergence.alpha, nn.Parameter):
             self.alpha = divergence.alpha
+        for name, value in vars(margin).items() if not isinstance(margin, nn.Module) else ():
+            if isinstance(value, nn.Parameter):  # a learnable margin reaches the optimizer
+                self.register_parameter(f"margin_{name}", value)
         if self.alpha_value is not None:
             warn_if_unreachable(margin, alpha=self.alpha_value, scale=self.scale)
 

@@ -1,12 +1,12 @@
 """Published losses by name: each is two parts and a scale.
 
-Defaults are the settings its authors, or the Q-Margin paper, recommend. The ``_face`` and ``_speaker``
-presets are the best rows of the paper's tables.
+Defaults are the settings its authors, or the Q-Margin paper, recommend. The ``_face`` and
+``_speaker`` presets are the best rows of the paper's tables.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from qmargin.losses.module import MarginLoss
 from qmargin.maths.adaptive import AdaFaceMargin, ElasticMargin, MagFaceMargin
@@ -54,7 +54,11 @@ def cosface_speaker(**options: Any) -> MarginLoss:
 
 
 def arcface(
-    *, scale: float = 64.0, margin: float = 0.5, gradient: str = "exact", **options: Any
+    *,
+    scale: float = 64.0,
+    margin: float = 0.5,
+    gradient: Literal["exact", "straight_through"] = "exact",
+    **options: Any,
 ) -> MarginLoss:
     """ArcFace: cross-entropy with an angular margin in radians; the settings for faces.
 
@@ -77,7 +81,7 @@ def entmax_face(
 
 
 def entmax_speaker(**options: Any) -> MarginLoss:
-    """EntMax with an angular margin as in the paper's speaker table: alpha 1.75, scale 5, margin 0.1."""
+    """EntMax with an angular margin as in the speaker table: alpha 1.75, scale 5, margin 0.1."""
     return entmax_face(alpha=1.75, scale=5.0, margin=0.1, **options)
 
 

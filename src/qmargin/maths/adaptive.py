@@ -44,7 +44,7 @@ class StatefulMargin(nn.Module):
         return ModuleSumMargin(other, self)
 
 
-class ModuleSumMargin(nn.Module):
+class ModuleSumMargin(StatefulMargin):
     """A prior margin and a geometric one with state: the ``+`` of the two builds it.
 
     Example:
@@ -55,7 +55,9 @@ class ModuleSumMargin(nn.Module):
     def __init__(self, left: Margin, right: Margin) -> None:
         super().__init__()
         if isinstance(left, ModuleSumMargin) or isinstance(right, ModuleSumMargin):
-            raise ConfigError("cannot add to a sum: it has its prior and its geometric margin")
+            raise ConfigError(
+                "cannot add to a sum: it already has one PriorMargin and one geometric margin"
+            )
         self.prior: PriorMargin
         self.geometric: Margin
         self.prior, self.geometric = ordered_summands(left, right)
@@ -73,9 +75,9 @@ class ModuleSumMargin(nn.Module):
         prior = self.prior(target_cosines, scale, labels=labels)
         return term._replace(log_reference=prior.log_reference)
 
-    def effective(self, alpha: float, scale: float) -> float | None:
-        """Return ``None``: the gap differs from row to row."""
-        return None
+    def extra_repr(self) -> str:
+        """The prior margin; the other is shown as a submodule."""
+        return f"{self.prior}"
 
 
 class AdaFaceMargin(StatefulMargin):
@@ -255,12 +257,10 @@ class ElasticMargin(StatefulMargin):
     are pushed hardest. That is the paper's rule; the authors' code indexes with the sorting
     permutation where its inverse is meant, and so hands them out in another order.
 
-    The default deviation is that of the authors' layers. Their training configuration sets 0.05,
-    and for ElasticFace+ 0.0175 (``"arc"``) and 0.02 (``"cos"``).
-
     Args:
         margin: Mean; by default 0.5 radians for ``"arc"`` and 0.35 for ``"cos"``.
-        std: Deviation of the draws, not negative.
+        std: Deviation of the draws, not negative; by default the published 0.05, and for
+            ElasticFace+ 0.0175 (``"arc"``) or 0.02 (``"cos"``).
         variant: ``"arc"`` for an angular margin, ``"cos"`` for a cosine margin.
         plus: Hand the draws out by cosine.
         seed: Draw from a generator of this margin's own, seeded so; its position is part of
@@ -275,7 +275,7 @@ class ElasticMargin(StatefulMargin):
     def __init__(
         self,
         margin: float | None = None,
-        std: float = 0.0125,
+        std: float | None = None,
         *,
         variant: Literal["arc", "cos"] = "arc",
         plus: bool = False,
@@ -287,6 +287,8 @@ class ElasticMargin(StatefulMargin):
         low, high = (0.0, math.pi) if variant == "arc" else (-math.inf, math.inf)
         mean = {"arc": 0.5, "cos": 0.35}[variant] if margin is None else margin
         self.margin = check_number(mean, "margin of ElasticFace", low=low, high=high)
+        if std is None:
+            std = {"arc": 0.0175, "cos": 0.02}[variant] if plus else 0.05
         self.std = check_number(std, "std of ElasticFace", low=0.0)
         self.variant = variant
         self.plus = plus

@@ -95,7 +95,8 @@ class Alpha:
         """``f(u)``, through its limit at ``alpha = 1`` and at ``u = 0``."""
         b = self.order
         if b == 0.0:
-            return torch.special.xlogy(ratio, ratio) - (ratio - 1.0)
+            entropy: Tensor = torch.special.xlogy(ratio, ratio)
+            return entropy - (ratio - 1.0)
         is_zero = ratio == 0  # there f' may be infinite, f never is
         safe = torch.where(is_zero, 1.0, ratio)
         product = torch.where(is_zero, 0.0, safe * self.derivative(safe))
@@ -131,7 +132,7 @@ class Alpha:
         return torch.where(is_active, ((1.0 - self.order) * log_link).exp(), 0.0)
 
     def excess(self, slack: Tensor) -> Tensor:
-        """``link(v)^alpha / alpha``, since ``f*(v) = (link(v)^alpha - 1) / alpha`` and ``f(0) = 1 / alpha``."""
+        """``link(v)^alpha / alpha``: ``f* = (link^alpha - 1) / alpha`` and ``f(0) = 1 / alpha``."""
         alpha = 1.0 + self.order
         return (alpha * self.log_link(slack)).exp() / alpha
 
@@ -151,7 +152,8 @@ class JensenShannon:
 
     def generator(self, ratio: Tensor) -> Tensor:
         """``f(u)``."""
-        return torch.special.xlogy(ratio, ratio) - (ratio + 1.0) * ((ratio + 1.0) / 2.0).log()
+        entropy: Tensor = torch.special.xlogy(ratio, ratio)
+        return entropy - (ratio + 1.0) * ((ratio + 1.0) / 2.0).log()
 
     def derivative(self, ratio: Tensor) -> Tensor:
         """``log(2u / (u + 1))``."""

@@ -31,7 +31,7 @@ def posterior_rows(
 
 
 def others_gain(others_mass: Tensor, log_target: Tensor, order: float) -> Tensor:
-    r"""``phi(r)``, what a target that lost the mass ``r`` to the others costs, without cancellation.
+    r"""``phi(r)``, the cost of a target that lost the mass ``r``, without cancellation.
 
     Args:
         others_mass: ``r``, the posterior mass of all classes but the target.
@@ -74,7 +74,9 @@ def label_loss(
     # 1 - r is exact for a small r; the direct value is, when the target has almost nothing.
     is_small = others_mass < 0.5
     log_target = torch.where(
-        is_small, torch.log1p(-others_mass.clamp_max(0.5)), log_reference + log_ratio(target_level, b)
+        is_small,
+        torch.log1p(-others_mass.clamp_max(0.5)),
+        log_reference + log_ratio(target_level, b),
     )
     active = excess + (-b * log_reference).exp() * others_gain(others_mass, log_target, b)
     alpha = 1.0 + b
@@ -117,8 +119,8 @@ def log_partition(
 ) -> Tensor:
     """``max_p <p, theta> - D(p:q)``, ``[B]``: log-sum-exp at ``alpha = 1``.
 
-    ``D(p:q) = sum_j p_j f'(p_j / q_j) / alpha``, which is the paper's ``D_f`` whenever the reference
-    measure sums to one and differs from it by the constant ``(sum_j q_j - 1) / alpha`` otherwise.
+    ``D(p:q) = sum_j p_j f'(p_j / q_j) / alpha``, which is the paper's ``D_f`` whenever the
+    reference measure sums to one; otherwise they differ by ``(sum_j q_j - 1) / alpha``.
     """
     gaps = torch.where(posterior > 0, posterior * (anchor[:, None] - logits), 0.0).sum(1)
     return anchor - (slacks(level, order) + order * gaps) / (1.0 + order)

@@ -36,7 +36,7 @@ class Solution(NamedTuple):
 
 
 class RowSums(NamedTuple):
-    """All the solver ever sees: the posterior's mass and its slope ``-d mass / d tau``, ``[B]`` each."""
+    """All the solver ever sees: the posterior's mass and its slope in ``-tau``, ``[B]`` each."""
 
     mass: Tensor
     slope: Tensor
@@ -136,7 +136,9 @@ def solve_newton(
     """
     anchor, level = bound_from_below(logits, log_reference, order)
     gaps = anchor[:, None] - logits
-    for step in range(1, MAX_STEPS + 1):
+    num_evaluations = 0
+    while num_evaluations < MAX_STEPS:
+        num_evaluations += 1
         sums = row_sums(gaps, log_reference, level, order)
         log_mass = sums.mass.log()
         update = sums.mass / sums.slope * level_change(-log_mass, order)
@@ -144,7 +146,7 @@ def solve_newton(
         is_done = (log_mass.abs() <= tolerance) | (update.abs() <= 4e-16 * level.abs())
         if order == 0.0 or bool((is_done | level.isnan()).all()):  # log-sum-exp: one step is exact
             break
-    return Solution(anchor, level, step)
+    return Solution(anchor, level, num_evaluations)
 
 
 def solve_bisection(
@@ -174,7 +176,9 @@ def solve_bisection(
             right = torch.maximum(right, uniform.amin(1))
         else:
             right = torch.minimum(right, uniform.amax(1))
-    for count in range(1, MAX_HALVINGS + 1):
+    num_evaluations = 0
+    while num_evaluations < MAX_HALVINGS:
+        num_evaluations += 1
         level = 0.5 * (left + right)
         mass = row_sums(gaps, log_reference, level, order).mass
         is_left = mass > 1.0
@@ -183,7 +187,7 @@ def solve_bisection(
         is_done = (width <= 4e-16 * level.abs()) | ((mass - 1.0).abs() <= tolerance)
         if bool((is_done | mass.isnan()).all()):
             break
-    return Solution(anchor, level, count)
+    return Solution(anchor, level, num_evaluations)
 
 
 def solve_rows(
@@ -195,11 +199,9 @@ def solve_rows(
     bracket: str = "tight",
     tolerance: float = 1e-14,
 ) -> Solution:
-    """Solve every row: Newton where it is proven (``alpha <= 2``), bisection above or on request."""
+    """Solve every row: Newton where proven (``alpha <= 2``), bisection above or on request."""
     if solver == "auto":
         solver = "newton" if order <= 1.0 else "bisection"
     if solver == "newton":
         return solve_newton(logits, log_reference, order, tolerance=tolerance)
-    return solve_bisection(
-        logits, log_reference, order, bracket=bracket, tolerance=tolerance
-    )
+    return solve_bisection(logits, log_reference, order, bracket=bracket, tolerance=tolerance)

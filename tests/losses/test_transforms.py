@@ -1,0 +1,304 @@
+"""Compilers, functional transforms, layouts and shapes."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, hessian, jacrev, vmap
+
+import qmargin
+from helpers.cases import cosine_batch
+
+ALPHAS = (0.5, 1.0, 1.25, 2.0, 3.0)
+for_alphas = pytest.mark.parametrize("alpha", ALPHAS)
+BACKENDS = [
+    "aot_eager",
+    pytest.param(
+        "inductor",
+        marks=pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler"),
+    ),
+]
+
+
+def logits_and_labels(
+    rows: int = 4, num_classes: int = 11, dtype: torch.dtype = torch.float64
+) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(rows, num_classes, generator=generator, dtype=dtype)
+    return logits, torch.randint(num_classes, (rows,), generator=generator)
+
+
+OPERATORS = {
+    "softargmax": lambda x, y, a: qmargin.softargmax(x, alpha=a, log_reference=-0.5),
+    "log_partition": lambda x, y, a: qmargin.log_partition(x, alpha=a, log_reference=-0.5),
+    "loss": lambda x, y, a: qmargin.fenchel_young_loss(x, y, alpha=a, log_reference=-0.5),
+    "tau": lambda x, y, a: qmargin.solve_tau(x, alpha=a, log_reference=-0.5).tau,
+}
+for_operators = pytest.mark.parametrize("operator", OPERATORS)
+
+
+# ---------------------------------------------------------------- torch.compile
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # the compiler's own deprecation warnings are not ours
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("alpha", [1.0, 1.25, 2.0])
+def test_losses_compile_into_one_graph(backend: str, alpha: float) -> None:
+    torch._dynamo.reset()
+    cosines, labels = cosine_batch(6, 40, seed=3)
+    loss_fn = qmargin.MarginLoss(
+        qmargin.Alpha(alpha), qmargin.PriorMargin(0.1), scale=8.0, reduction="mean"
+    )
+    compiled = torch.compile(loss_fn, fullgraph=True, backend=backend)
+    results = []
+    for function in (loss_fn, compiled):
+        leaf = cosines.clone().requires_grad_()
+        loss = function(leaf, labels)
+        loss.backward()
+        results.append((loss.detach(), leaf.grad))
+    torch.testing.assert_close(results[1], results[0], rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("backend", BACKENDS)
+@for_operators
+def test_operators_compile_into_one_graph(backend: str, operator: str) -> None:
+    torch._dynamo.reset()
+    logits, labels = logits_and_labels(dtype=torch.float32)
+    function = OPERATORS[operator]
+    compiled = torch.compile(function, fullgraph=True, backend=backend)
+    results = []
+    for call in (function, compiled):
+        leaf = logits.clone().requires_grad_(operator != "tau")
+        value = call(leaf, labels, 1.5)
+        if operator != "tau":
+            value.square().sum().backward()
+        results.append((value.detach(), leaf.grad))
+    torch.testing.assert_close(results[1], results[0], rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "preset", ["q_margin", "cosface", "arcface", "entmax_face", "sparsemax_face"]
+)
+def test_presets_compile_into_one_graph(preset: str) -> None:
+    torch._dynamo.reset()
+    cosines, labels = cosine_batch(5, 30, seed=3)
+    loss_fn = getattr(qmargin, preset)()
+    compiled = torch.compile(loss_fn, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(
+        compiled(cosines, labels), loss_fn(cosines, labels), rtol=1e-6, atol=1e-6
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_loss_takes_new_batch_sizes() -> None:
+    torch._dynamo.reset()
+    loss_fn = qmargin.q_margin()
+    compiled = torch.compile(loss_fn, fullgraph=True, backend="aot_eager")
+    for rows in (3, 5, 8):
+        cosines, labels = cosine_batch(rows, 30, seed=rows)
+        torch.testing.assert_close(
+            compiled(cosines, labels), loss_fn(cosines, labels), rtol=1e-6, atol=1e-6
+        )
+
+
+# ---------------------------------------------------------------- torch.func
+
+
+@for_operators
+@for_alphas
+def test_vmap_is_a_loop_over_rows(operator: str, alpha: float) -> None:
+    logits, labels = logits_and_labels()
+    function = OPERATORS[operator]
+    mapped = vmap(lambda x, y: function(x, y, alpha))(logits, labels)
+    torch.testing.assert_close(mapped, function(logits, labels, alpha), rtol=0, atol=1e-13)
+
+
+@for_alphas
+def test_vmap_over_batches_and_over_another_dim(alpha: float) -> None:
+    logits, labels = logits_and_labels(rows=6)
+    stacked = logits.reshape(2, 3, -1)
+    expected = qmargin.fenchel_young_loss(logits, labels, alpha=alpha).reshape(2, 3)
+
+    def loss(x: Tensor, y: Tensor) -> Tensor:
+        return qmargin.fenchel_young_loss(x, y, alpha=alpha)
+
+    mapped = vmap(loss)(stacked, labels.reshape(2, 3))
+    torch.testing.assert_close(mapped, expected, rtol=0, atol=1e-13)
+    moved = vmap(loss, in_dims=(1, 1), out_dims=1)(stacked, labels.reshape(2, 3))
+    torch.testing.assert_close(moved, expected, rtol=0, atol=1e-13)
+    nested = vmap(vmap(loss))(stacked, labels.reshape(2, 3))
+    torch.testing.assert_close(nested, expected, rtol=0, atol=1e-13)
+
+
+@for_alphas
+def test_vmap_over_the_reference_alone(alpha: float) -> None:
+    logits, _ = logits_and_labels(rows=1)
+    references = torch.linspace(-1, 0, 3, dtype=torch.float64)[:, None].expand(3, 11)
+    mapped = vmap(lambda q: qmargin.softargmax(logits[0], alpha=alpha, log_reference=q))(references)
+    expected = qmargin.softargmax(logits.expand(3, 11), alpha=alpha, log_reference=references)
+    torch.testing.assert_close(mapped, expected, rtol=0, atol=1e-13)
+
+
+@for_alphas
+def test_grad_is_posterior_minus_target(alpha: float) -> None:
+    """M7 through ``torch.func``."""
+    logits, labels = logits_and_labels()
+    per_row = vmap(grad(lambda x, y: qmargin.fenchel_young_loss(x, y, alpha=alpha)))(logits, labels)
+    expected = qmargin.softargmax(logits, alpha=alpha)
+    expected[torch.arange(4), labels] -= 1.0
+    torch.testing.assert_close(per_row, expected, rtol=0, atol=1e-12)
+
+
+@for_alphas
+def test_jacrev_and_hessian(alpha: float) -> None:
+    logits, _ = logits_and_labels(num_classes=6)
+    row = logits[0] * 0.2
+
+    def posterior(x: Tensor) -> Tensor:
+        return qmargin.softargmax(x, alpha=alpha)
+
+    def partition(x: Tensor) -> Tensor:
+        return qmargin.log_partition(x, alpha=alpha)
+
+    jacobian = jacrev(posterior)(row)
+    torch.testing.assert_close(jacobian, jacobian.T, rtol=0, atol=1e-10)
+    torch.testing.assert_close(
+        jacobian.sum(0), torch.zeros(6, dtype=torch.float64), rtol=0, atol=1e-10
+    )
+    torch.testing.assert_close(jacrev(jacrev(partition))(row), jacobian, rtol=0, atol=1e-9)
+    expected = torch.autograd.functional.hessian(partition, row)
+    torch.testing.assert_close(jacobian, expected, rtol=0, atol=1e-9)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # raised inside forward mode itself
+def test_forward_over_reverse_is_either_right_or_refused() -> None:
+    """``torch.func.hessian`` uses forward mode, which custom functions may not offer."""
+    logits, _ = logits_and_labels(num_classes=6)
+
+    def partition(x: Tensor) -> Tensor:
+        return qmargin.log_partition(x, alpha=1.25)
+
+    try:
+        value = hessian(partition)(logits[0])
+    except (RuntimeError, NotImplementedError):
+        return
+    torch.testing.assert_close(value, jacrev(jacrev(partition))(logits[0]), rtol=0, atol=1e-9)
+
+
+def test_grad_with_respect_to_alpha() -> None:
+    logits, labels = logits_and_labels()
+    order = torch.tensor(1.3, dtype=torch.float64)
+
+    def loss(a: Tensor) -> Tensor:
+        return qmargin.fenchel_young_loss(logits, labels, alpha=a).sum()
+
+    slope = (loss(order + 1e-6) - loss(order - 1e-6)) / 2e-6
+    torch.testing.assert_close(grad(loss)(order), slope, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize(
+    "preset", ["q_margin", "cosface", "arcface", "entmax_face", "sparsemax_face"]
+)
+def test_per_sample_gradients_of_a_model(preset: str) -> None:
+    """``vmap(grad)`` over samples equals one backward per sample."""
+    torch.manual_seed(0)
+    model = nn.Linear(8, 12, bias=False, dtype=torch.float64)
+    parameters = dict(model.named_parameters())
+    features = torch.randn(5, 8, dtype=torch.float64)
+    labels = torch.tensor([0, 3, 11, 5, 3])
+    loss_fn = getattr(qmargin, preset)()
+
+    def loss(weights: dict[str, Tensor], feature: Tensor, label: Tensor) -> Tensor:
+        cosines = torch.tanh(functional_call(model, weights, (feature,)))
+        return loss_fn(cosines[None], label[None]).sum()
+
+    per_sample = vmap(grad(loss), in_dims=(None, 0, 0))(parameters, features, labels)["weight"]
+    for sample in range(5):
+        expected = grad(loss)(parameters, features[sample], labels[sample])["weight"]
+        torch.testing.assert_close(per_sample[sample], expected, rtol=1e-9, atol=1e-9)
+
+
+# ---------------------------------------------------------------- layouts and shapes
+
+
+@for_operators
+@for_alphas
+def test_layout_does_not_matter(operator: str, alpha: float) -> None:
+    """Transposed, strided, offset and expanded inputs give what their copies give."""
+    logits, labels = logits_and_labels(rows=4, num_classes=9)
+    function = OPERATORS[operator]
+    expected = function(logits, labels, alpha)
+    wide = torch.full((8, 20), 7.0, dtype=torch.float64)
+    wide[1::2, 1:19:2] = logits
+    views = {
+        "transposed": logits.T.contiguous().T,
+        "strided": wide[1::2, 1:19:2],
+    }
+    for name, view in views.items():
+        assert not view.is_contiguous(), name
+        assert torch.equal(function(view, labels, alpha), expected), name
+    strided_labels = torch.stack([labels, labels], dim=1)[:, 0]
+    assert torch.equal(function(logits, strided_labels, alpha), expected)
+    expanded = logits[:1].expand(4, 9)
+    assert torch.equal(
+        function(expanded, labels, alpha), function(expanded.contiguous(), labels, alpha)
+    )
+
+
+@for_alphas
+def test_layout_does_not_matter_to_gradients(alpha: float) -> None:
+    cosines, labels = cosine_batch(6, 25, seed=1)
+    loss_fn = qmargin.MarginLoss(qmargin.Alpha(alpha), qmargin.PriorMargin(0.05), scale=5.0)
+    weights = torch.linspace(1, 2, 6)
+    gradients = []
+    for copy in (lambda x: x, lambda x: x.T.contiguous().T):
+        leaf = cosines.clone().requires_grad_()
+        (loss_fn(copy(leaf), labels) * weights).sum().backward()
+        gradients.append(leaf.grad)
+    assert torch.equal(gradients[0], gradients[1])
+
+
+@for_operators
+@pytest.mark.parametrize("shape", [(), (1,), (2, 3), (2, 1, 3), (0,), (3, 0)], ids=str)
+def test_any_leading_shape(operator: str, shape: tuple[int, ...]) -> None:
+    """Classes on the last dim; everything before it is kept, empty batches included."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(*shape, 7, generator=generator, dtype=torch.float64)
+    labels = torch.randint(7, shape, generator=generator)
+    value = OPERATORS[operator](logits, labels, 1.25)
+    expected = OPERATORS[operator](logits.reshape(-1, 7), labels.reshape(-1), 1.25)
+    assert value.shape == (logits.shape if operator == "softargmax" else shape)
+    torch.testing.assert_close(value.reshape(expected.shape), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("shape", [(), (2, 3), (0,)], ids=str)
+def test_any_leading_shape_of_a_module(shape: tuple[int, ...]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    cosines = torch.rand(*shape, 7, generator=generator) * 2 - 1
+    labels = torch.randint(7, shape, generator=generator)
+    loss_fn = qmargin.q_margin()
+    loss = loss_fn(cosines, labels)
+    assert loss.shape == shape
+    expected = loss_fn(cosines.reshape(-1, 7), labels.reshape(-1))
+    torch.testing.assert_close(loss.reshape(-1), expected, rtol=0, atol=0)
+
+
+def test_rows_do_not_depend_on_their_neighbours() -> None:
+    """A row gives the same bits alone, in a batch, and in another order."""
+    cosines, labels = cosine_batch(7, 300, seed=2)
+    for alpha in ALPHAS:
+        loss_fn = qmargin.MarginLoss(qmargin.Alpha(alpha), qmargin.PriorMargin(0.05), scale=5.0)
+        together = loss_fn(cosines, labels)
+        alone = torch.cat([loss_fn(cosines[i : i + 1], labels[i : i + 1]) for i in range(7)])
+        backwards = loss_fn(cosines.flip(0), labels.flip(0)).flip(0)
+        assert torch.equal(together, alone)
+        assert torch.equal(together, backwards)
