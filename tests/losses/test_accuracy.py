@@ -25,6 +25,13 @@ SCALE_IDS = [f"scale{scale:g}" for scale in LOGIT_SCALES]
 ALPHA_IDS = [f"alpha{alpha:.7g}" for alpha in ALPHAS]
 on_grid = pytest.mark.parametrize("scale", LOGIT_SCALES, ids=SCALE_IDS)
 for_alphas = pytest.mark.parametrize("alpha", ALPHAS, ids=ALPHA_IDS)
+for_alphas_slowly = pytest.mark.parametrize(  # bisection over two million classes takes seconds
+    "alpha",
+    [
+        pytest.param(a, id=i, marks=[pytest.mark.slow] * (a > 2))
+        for a, i in zip(ALPHAS, ALPHA_IDS, strict=True)
+    ],
+)
 
 
 # ---------------------------------------------------------------- the definition itself
@@ -140,7 +147,7 @@ def test_posterior_of_one_class_is_one(alpha: float) -> None:
         assert_loss(loss, [0.0] * len(labels), names=SCALE_IDS)
 
 
-@for_alphas
+@for_alphas_slowly
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 def test_two_million_equal_logits_share_evenly(alpha: float, dtype: torch.dtype) -> None:
     """``p = 1 / k``, without a loss of mass where ``1 + (alpha-1)(theta - tau)`` is 1e-13."""
@@ -152,7 +159,7 @@ def test_two_million_equal_logits_share_evenly(alpha: float, dtype: torch.dtype)
         assert float((posterior - 1 / NUM_IDENTITIES).abs().max()) <= tolerance
 
 
-@for_alphas
+@for_alphas_slowly
 def test_loss_of_two_million_equal_logits(alpha: float) -> None:
     """The loss with the target among the equals, and with the target lowered."""
     logits = torch.full((1, NUM_IDENTITIES), 0.75)
@@ -298,10 +305,10 @@ def test_loss_is_accurate(alpha: float, scale: float, dtype: torch.dtype) -> Non
     truth = grid_truth(alpha, scale, dtype=dtype)
     values = [float(s.loss(int(y))) for s, y in zip(truth, rows.labels, strict=True)]
     assert loss.dtype == dtype
-    assert bool((loss >= 0).all())
     # The truth here is long double, good to 1e-11 of the largest term of the loss near alpha = 1
     absolute = 1e-6 if dtype == torch.float32 else 1e-11 * max(1.0, scale)
     assert_loss(loss, values, names=rows.names, absolute=absolute)
+    assert bool((loss >= 0).all())
 
 
 @pytest.mark.parametrize("alpha", [1.01, 1.25, 1.5, 2.0, 3.0])
@@ -323,7 +330,9 @@ def test_nearly_satisfied_rows_keep_their_digits(alpha: float) -> None:
     truth = [float(exact(AlphaGenerator(alpha), row, reference).loss(0)) for row in batch]
     labels = torch.zeros(len(names), dtype=torch.int64)
     loss = qmargin.fenchel_young_loss(batch, labels, alpha=alpha, log_reference=reference)
-    assert_loss(loss, truth, names=names, relative=1e-4, absolute=1e-12)
+    # above 2 the posterior leaves the edge like a square root, where float64 is coarse
+    absolute = 1e-12 if alpha <= 2 else 1e-9
+    assert_loss(loss, truth, names=names, relative=1e-4, absolute=absolute)
 
 
 def _identities(scale: float, margin: float, alpha: float) -> tuple[torch.Tensor, torch.Tensor]:

@@ -316,7 +316,7 @@ def _full_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _envelope(p: Tensor, reference: Tensor | None, order: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradient of ``-D(p:q)`` in ``log q`` and its summands in alpha, at fixed ``p``, ``[B, k]`` each.
+    """Gradient of ``-D(p:q)`` in ``log q``, and its summands in alpha, at fixed ``p``, ``[B, k]``.
 
     With ``l = log(p / q)`` and ``z = b l``: ``D = sum p L / alpha``, ``L = f'(p / q) = l phi1(z)``,
     ``dL / d log q = -exp(z)`` and ``dL / d alpha = l^2 (phi1(z) - phi2(z))``, finite through

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from qmargin.maths.divergences import SMALL_ORDER
 
-MAX_STEPS = 64  # Newton drops at least one class or one bit per step; float64 has 53 bits
+MAX_STEPS = 256  # cosine logits take 4 to 15; a measure of e^-200 at alpha < 1 has taken 90
 MAX_HALVINGS = 256  # the paper's bracket can be 1e28 wide: 93 halvings to 1, 53 more to rounding
 
 
@@ -121,7 +121,14 @@ def bound_from_below(
         anchor = logits.amax(1)
         return anchor, level_cost(torch.zeros_like(anchor), order)
     cost = level_cost(-log_reference, order)  # where each class alone has mass one
-    index = (logits - slacks(cost, order)).argmax(1, keepdim=True)
+    bounds = logits - slacks(cost, order)
+    best = bounds.amax(1, keepdim=True)
+    # Ties to rounding go to the class with the lowest level: the others' heights are then sums, not
+    # differences. (A NaN anywhere makes `best` NaN and the row stays broken.)
+    rounding = 1e-15 * (logits.abs() + slacks(cost, order).abs())
+    is_best = (bounds >= best - rounding) & (bounds > -math.inf)
+    index = torch.where(is_best, cost, math.inf).argmin(1, keepdim=True)
+    logits = torch.where(best.isnan(), best, logits)
     return logits.gather(1, index).squeeze(1), cost.gather(1, index).squeeze(1)
 
 
@@ -176,6 +183,31 @@ def solve_bisection(
             right = torch.maximum(right, uniform.amin(1))
         else:
             right = torch.minimum(right, uniform.amax(1))
+    level, num_evaluations = _halve(gaps, log_reference, left, right, order, tolerance)
+    if order <= 1.0:
+        return Solution(anchor, level, num_evaluations)
+    # Above alpha = 2 a ratio is a root of its height, so a class just inside the edge feels the
+    # rounding of the anchor's level. Anchor at the lowest active class, whose own height is then
+    # relatively accurate, and halve what rounding left open.
+    levels = level[:, None] - step * gaps
+    lowest = torch.where(levels > 0, levels, math.inf).argmin(1, keepdim=True)
+    width = 1e-14 * level.abs()
+    anchor = torch.where(level.isnan(), level, logits.gather(1, lowest).squeeze(1))
+    level = levels.gather(1, lowest).squeeze(1)
+    gaps = anchor[:, None] - logits
+    level, more = _halve(gaps, log_reference, level + width, level - width, order, tolerance)
+    return Solution(anchor, level, num_evaluations + more)
+
+
+def _halve(
+    gaps: Tensor,
+    log_reference: Tensor,
+    left: Tensor,
+    right: Tensor,
+    order: float,
+    tolerance: float,
+) -> tuple[Tensor, int]:
+    """Halve brackets of levels until the mass is one to ``tolerance``, or rounding stops it."""
     num_evaluations = 0
     while num_evaluations < MAX_HALVINGS:
         num_evaluations += 1
@@ -187,7 +219,7 @@ def solve_bisection(
         is_done = (width <= 4e-16 * level.abs()) | ((mass - 1.0).abs() <= tolerance)
         if bool((is_done | mass.isnan()).all()):
             break
-    return Solution(anchor, level, num_evaluations)
+    return level, num_evaluations
 
 
 def solve_rows(

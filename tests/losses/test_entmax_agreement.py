@@ -1,0 +1,116 @@
+"""Agreement with the ``entmax`` package, wherever that package is accurate.
+
+With a reference measure of one, ``entmax`` maximises the same thing: it maps logits ``z`` to
+``p = [(alpha-1) z - t]_+^(1/(alpha-1))``, which is our ``[1 + (alpha-1)(z - tau)]_+^(1/(alpha-1))``
+with ``t = (alpha-1) tau - 1``. Its loss is
+``<p, z> - z_y + (1 - sum p^alpha) / (alpha (alpha-1))``.
+The regulariser ``(sum p^alpha - 1) / (alpha (alpha-1))`` is ``D_f(p : 1)`` less the constant
+``(k - 1) / alpha``, which is also what the target's own divergence contributes; so the losses are
+equal, with no factor between them.
+"""
+
+from __future__ import annotations
+
+import entmax
+import pytest
+import torch
+from torch import Tensor
+
+import qmargin
+
+CLOSE = {"rtol": 0, "atol": 1e-10}
+LOOSE = {"rtol": 0, "atol": 1e-9}  # fifty halvings of a bracket, then a power
+BISECTED = (1.25, 1.5, 1.75, 2.0)
+for_scales = pytest.mark.parametrize("scale", [0.1, 1.0, 5.0, 30.0])
+
+
+def rows(scale: float, num_classes: int = 40) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    logits = scale * torch.randn(16, num_classes, generator=generator, dtype=torch.float64)
+    logits[0] = 0.0  # all equal
+    logits[1, :5] = logits[1].max()  # ties
+    return logits, torch.randint(num_classes, (16,), generator=generator)
+
+
+@for_scales
+def test_sparsemax(scale: float) -> None:
+    """M1 at alpha = 2."""
+    logits, labels = rows(scale)
+    torch.testing.assert_close(
+        qmargin.softargmax(logits, alpha=2.0), entmax.sparsemax(logits, dim=-1), **CLOSE
+    )
+    torch.testing.assert_close(
+        qmargin.fenchel_young_loss(logits, labels, alpha=2.0),
+        entmax.sparsemax_loss(logits, labels),
+        **CLOSE,
+    )
+
+
+@for_scales
+def test_entmax15(scale: float) -> None:
+    """M1 at alpha = 1.5."""
+    logits, labels = rows(scale)
+    torch.testing.assert_close(
+        qmargin.softargmax(logits, alpha=1.5), entmax.entmax15(logits, dim=-1), **CLOSE
+    )
+    torch.testing.assert_close(
+        qmargin.fenchel_young_loss(logits, labels, alpha=1.5),
+        entmax.entmax15_loss(logits, labels),
+        **CLOSE,
+    )
+
+
+@for_scales
+@pytest.mark.parametrize("alpha", BISECTED)
+def test_entmax_by_bisection(alpha: float, scale: float) -> None:
+    """M1, M6 at any alpha above one: posterior, loss, and the gradient of the loss."""
+    logits, labels = rows(scale)
+    theirs = entmax.entmax_bisect(logits, alpha=alpha, dim=-1, n_iter=60)
+    torch.testing.assert_close(qmargin.softargmax(logits, alpha=alpha), theirs, **LOOSE)
+    gradients = []
+    for loss_of in (
+        lambda x: qmargin.fenchel_young_loss(x, labels, alpha=alpha),
+        lambda x: entmax.entmax_bisect_loss(x, labels, alpha=alpha, n_iter=60),
+    ):
+        leaf = logits.clone().requires_grad_()
+        loss = loss_of(leaf)
+        gradients.append((loss.detach(), torch.autograd.grad(loss.sum(), leaf)[0]))
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=0, atol=1e-8)
+
+
+@pytest.mark.parametrize("alpha", BISECTED)
+def test_gradients_of_the_posterior(alpha: float) -> None:
+    """The Jacobian, with respect to logits and to a learnable alpha."""
+    logits, _ = rows(1.0)
+    weights = torch.linspace(-1, 1, 40, dtype=torch.float64)
+    results = []
+    for mapping in (
+        lambda x, a: qmargin.softargmax(x, alpha=a),
+        lambda x, a: entmax.entmax_bisect(x, alpha=a, dim=-1, n_iter=60),
+    ):
+        leaf = logits.clone().requires_grad_()
+        order = torch.tensor(alpha, dtype=torch.float64, requires_grad=True)
+        value = (mapping(leaf, order) * weights).sum()
+        results.append(torch.autograd.grad(value, (leaf, order)))
+    torch.testing.assert_close(results[0][0], results[1][0], rtol=0, atol=1e-8)
+    torch.testing.assert_close(
+        results[0][1].reshape(()), results[1][1].reshape(()), rtol=1e-6, atol=1e-6
+    )
+
+
+def test_float32_agrees_too() -> None:
+    logits, labels = rows(5.0)
+    single = logits.float()
+    for alpha, mapping, loss in (
+        (2.0, entmax.sparsemax, entmax.sparsemax_loss),
+        (1.5, entmax.entmax15, entmax.entmax15_loss),
+    ):
+        torch.testing.assert_close(
+            qmargin.softargmax(single, alpha=alpha), mapping(single, dim=-1), rtol=0, atol=2e-6
+        )
+        torch.testing.assert_close(
+            qmargin.fenchel_young_loss(single, labels, alpha=alpha),
+            loss(single, labels),
+            rtol=1e-5,
+            atol=2e-5,
+        )
