@@ -1,43 +1,47 @@
 """Sparse alpha-divergence losses with a probabilistic margin for biometric verification."""
 
-from qmargin.errors import MarginWarning, QMarginError
-from qmargin.losses.functional import (
-    TauSolution,
-    fenchel_young_loss,
-    log_partition,
-    softargmax,
-    solve_tau,
-)
-from qmargin.losses.module import LossOutput, MarginLoss, margin_loss, margin_loss_with_stats
-from qmargin.losses.presets import (
-    adaface,
-    arcface,
-    arcface_speaker,
-    cosface,
-    cosface_speaker,
-    elasticface,
-    entmax_face,
-    entmax_speaker,
-    magface,
-    q_margin,
-    q_margin_face,
-    q_margin_speaker,
-    q_margin_speaker_strict,
-    sparsemax_face,
-    sphereface,
-)
-from qmargin.maths.adaptive import AdaFaceMargin, ElasticMargin, MagFaceMargin
-from qmargin.maths.divergences import Alpha, Divergence, JensenShannon
-from qmargin.maths.margins import (
-    AngularMargin,
-    CombinedMargin,
-    CosineMargin,
-    Margin,
-    PerClass,
-    PriorMargin,
-    SumMargin,
-    TargetTerm,
-)
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from qmargin.errors import MarginWarning, QMarginError
+    from qmargin.losses.functional import (
+        TauSolution,
+        fenchel_young_loss,
+        log_partition,
+        softargmax,
+        solve_tau,
+    )
+    from qmargin.losses.module import LossOutput, MarginLoss, margin_loss, margin_loss_with_stats
+    from qmargin.losses.presets import (
+        adaface,
+        arcface,
+        arcface_speaker,
+        cosface,
+        cosface_speaker,
+        elasticface,
+        entmax_face,
+        entmax_speaker,
+        magface,
+        q_margin,
+        q_margin_face,
+        q_margin_speaker,
+        q_margin_speaker_strict,
+        sparsemax_face,
+        sphereface,
+    )
+    from qmargin.maths.adaptive import AdaFaceMargin, ElasticMargin, MagFaceMargin
+    from qmargin.maths.divergences import Alpha, Divergence, JensenShannon
+    from qmargin.maths.margins import (
+        AngularMargin,
+        CombinedMargin,
+        CosineMargin,
+        Margin,
+        PerClass,
+        PriorMargin,
+        SumMargin,
+        TargetTerm,
+    )
 
 __version__ = "0.1.0"
 __all__ = [
@@ -82,3 +86,34 @@ __all__ = [
     "sparsemax_face",
     "sphereface",
 ]
+
+_HOMES = {  # imported on first use, so that `qmargin --help` need not wait for torch
+    "qmargin.errors": "MarginWarning QMarginError",
+    "qmargin.losses.functional": (
+        "TauSolution fenchel_young_loss log_partition softargmax solve_tau "
+    ),
+    "qmargin.losses.module": "LossOutput MarginLoss margin_loss margin_loss_with_stats",
+    "qmargin.losses.presets": (
+        "adaface arcface arcface_speaker cosface cosface_speaker elasticface entmax_face "
+        "entmax_speaker magface q_margin q_margin_face q_margin_speaker "
+        "q_margin_speaker_strict sparsemax_face sphereface "
+    ),
+    "qmargin.maths.adaptive": "AdaFaceMargin ElasticMargin MagFaceMargin",
+    "qmargin.maths.divergences": "Alpha Divergence JensenShannon",
+    "qmargin.maths.margins": (
+        "AngularMargin CombinedMargin CosineMargin Margin PerClass PriorMargin SumMargin "
+        "TargetTerm "
+    ),
+}
+
+
+def __getattr__(name: str) -> object:
+    for home, names in _HOMES.items():
+        if name in names.split():
+            globals()[name] = value = getattr(import_module(home), name)
+            return value
+    raise AttributeError(f"module 'qmargin' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

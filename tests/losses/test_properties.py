@@ -13,6 +13,7 @@ from torch import Tensor
 
 import qmargin
 from helpers.cases import random_cosines
+from helpers.definition import AlphaGenerator, exact
 
 properties = settings(max_examples=60, deadline=None, derandomize=True, database=None)
 alphas = st.one_of(
@@ -56,6 +57,25 @@ def test_posterior_sums_to_one(alpha: float, scale: float, num_classes: int, see
     torch.testing.assert_close(
         posterior.sum(-1), torch.ones(3, dtype=torch.float64), rtol=0, atol=1e-12
     )
+
+
+@properties
+@given(
+    alpha=st.one_of(st.sampled_from([0.9, 0.95, 1.05, 1.1]), alphas),
+    scale=st.sampled_from([1e-3, 0.1, 1.0, 30.0, 1e3]),
+    num_classes=st.integers(1, 8),
+    seed=seeds,
+)
+def test_posterior_matches_the_definition_for_any_reference(
+    alpha: float, scale: float, num_classes: int, seed: int
+) -> None:
+    """M1, M2: every class may have a reference down to e^-200, also between alpha 0.9 and 1.1."""
+    depth = min(200.0, 64.0 / max(abs(alpha - 1.0), 0.1))
+    logits, log_reference, _ = batch(num_classes, seed, scale, rows=1, reference=depth)
+    log_reference[:, seed % num_classes] = 0.0
+    posterior = qmargin.softargmax(logits, alpha=alpha, log_reference=log_reference)
+    truth = exact(AlphaGenerator(alpha), logits[0], log_reference[0]).posterior
+    torch.testing.assert_close(posterior[0], torch.from_numpy(truth), rtol=0, atol=1e-12)
 
 
 @properties

@@ -158,7 +158,7 @@ def _cross_entropy(block: Rows) -> tuple[Tensor, ...]:
     """The closed form at ``alpha = 1`` with a lifted target: one exponential per class."""
     assert block.labels is not None and block.target_logits is not None
     assert block.target_log_reference is not None
-    logits = block.values.double().mul_(block.scale)
+    logits = block.values.double() * block.scale
     logits.scatter_(1, block.labels[:, None], -math.inf)
     is_masked = (logits == -math.inf).sum(1) - 1
     target = block.target_logits.double()

@@ -265,7 +265,7 @@ class FenchelYoung(torch.autograd.Function):
                 grad_values = grad_values - weights[:, None] * distribution
             grad_target = None
             if target_logits is not None:
-                grad_target = (-grad * deficit).to(target_logits.dtype)
+                grad_target = torch.where(grad == 0, 0.0, -grad * deficit).to(target_logits.dtype)
             return grad_values, None, None, None, grad_target, None, None, None
         return _full_backward(ctx, grad)
 

@@ -47,7 +47,7 @@ def softargmax(
 
     Example:
         >>> softargmax(torch.tensor([1.0, 0.0, -2.0]), alpha=1.5)
-        tensor([0.7812, 0.2188, 0.0000])
+        tensor([0.8307, 0.1693, 0.0000])
         >>> softargmax(torch.tensor([1.0, 0.0, -2.0]), alpha=1.0)
         tensor([0.7054, 0.2595, 0.0351])
     """
@@ -210,6 +210,13 @@ def check_labels(labels: Tensor, logits: Tensor, *, debug: bool = False) -> Tens
     The range is checked where that needs no wait for a device: on a CPU always, elsewhere only when
     ``debug`` asks for it.
     """
+    check_label_tensor(labels, logits)
+    checked: Tensor = checked_labels(labels, logits.shape[-1], debug)
+    return checked
+
+
+def check_label_tensor(labels: Tensor, logits: Tensor) -> None:
+    """Raise unless labels are integers, one per row, on the device of the logits."""
     if labels.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
         raise ShapeError(
             f"labels have dtype {labels.dtype}; class indices are integers (torch.int64), "
@@ -224,8 +231,6 @@ def check_labels(labels: Tensor, logits: Tensor, *, debug: bool = False) -> Tens
         raise ShapeError(
             f"labels are on {labels.device} and logits on {logits.device}; move one of them"
         )
-    checked: Tensor = checked_labels(labels, logits.shape[-1], debug)
-    return checked
 
 
 @torch.library.custom_op("qmargin::checked_labels", mutates_args=())

@@ -70,9 +70,10 @@ def generic_loss(
 ) -> Tensor:
     """Fenchel-Young loss against a distribution ``[..., k]``; terms vanish off the support (M6)."""
     reference = log_reference.exp()
-    ratio = target / reference
+    has_target = target > 0
+    ratio = torch.where(has_target, target, reference) / reference
     at_zero = divergence.generator(torch.zeros_like(ratio))
-    cost = torch.where(target > 0, reference * (divergence.generator(ratio) - at_zero), 0.0).sum(-1)
-    score = torch.where(target > 0, target * logits, 0.0).sum(-1)
+    cost = torch.where(has_target, reference * (divergence.generator(ratio) - at_zero), 0.0).sum(-1)
+    score = torch.where(has_target, target * logits, 0.0).sum(-1)
     value = generic_log_partition(logits, log_reference, divergence)
     return value + at_zero[..., 0] + cost - score

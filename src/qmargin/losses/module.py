@@ -10,7 +10,12 @@ from torch import Tensor, nn
 
 from qmargin.errors import ConfigError, ShapeError
 from qmargin.losses.autograd import value_of
-from qmargin.losses.functional import check_floating, check_labels, take_target
+from qmargin.losses.functional import (
+    check_floating,
+    check_label_tensor,
+    check_labels,
+    take_target,
+)
 from qmargin.losses.generic import generic_loss, solve_generic
 from qmargin.maths.divergences import Alpha, Divergence
 from qmargin.maths.margins import Margin, TargetTerm, warn_if_unreachable
@@ -58,6 +63,7 @@ def margin_loss_with_stats(
     """
     _check_scale(scale)
     cosines = check_floating(cosines, "cosines")
+    check_label_tensor(labels, cosines)
     is_ignored = (labels == ignore_index).reshape(-1)
     labels = check_labels(torch.where(labels == ignore_index, 0, labels), cosines, debug=debug)
     if norms is not None and norms.shape != labels.shape:
@@ -153,7 +159,7 @@ class MarginLoss(nn.Module):
         >>> from qmargin.maths.margins import PriorMargin
         >>> loss_fn = MarginLoss(Alpha(1.25), PriorMargin(0.2), scale=32.0)
         >>> loss_fn(torch.tensor([[0.9, 0.1, 0.0], [0.2, 0.3, 0.1]]), torch.tensor([0, 0]))
-        tensor([0.0000, 3.2711])
+        tensor([ 0.0000, 15.8497])
     """
 
     def __init__(

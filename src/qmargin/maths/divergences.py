@@ -15,9 +15,15 @@ from torch import Tensor
 
 from qmargin.errors import ConfigError, ShapeError
 
-SMALL_ORDER = 0.1
-"""Below this ``|alpha - 1|`` powers are taken through ``log1p`` of the slack, above it through
-``log`` of the height ``1 + (alpha - 1) * slack``: each form is the accurate one on its side."""
+
+def uses_slack(order: float) -> bool:
+    """Whether powers are taken through ``log1p`` of the slack, or ``log`` of the height.
+
+    With ``b = alpha - 1`` and the height ``x = 1 + b v``, ``log1p(b v)`` is the accurate form near
+    ``alpha = 1`` and ``log(x)`` away from it. Below one a rare class can have a height of
+    ``exp(-200 |b|)``, which only the second form resolves, so the limits are not symmetric.
+    """
+    return -1e-3 < order < 0.1
 
 
 class Divergence(Protocol):
@@ -70,15 +76,16 @@ class Alpha:
         check_alpha(self.alpha)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Alpha) and float(self.alpha) == float(other.alpha)
+        return isinstance(other, Alpha) and self.order == other.order
 
     def __hash__(self) -> int:
-        return hash(("Alpha", float(self.alpha)))
+        return hash(("Alpha", self.order))
 
     @property
     def order(self) -> float:
         """``alpha - 1`` as a plain number."""
-        return float(self.alpha) - 1.0
+        alpha = self.alpha.detach() if isinstance(self.alpha, Tensor) else self.alpha
+        return float(alpha) - 1.0
 
     def as_tensor(self) -> Tensor:
         """``alpha`` as a tensor: itself when it is learnable, else a float64 constant."""
@@ -121,7 +128,7 @@ class Alpha:
         b = self.order
         if b == 0.0:
             return slack
-        if abs(b) < SMALL_ORDER:
+        if uses_slack(b):
             return torch.log1p((b * slack).clamp_min(-1.0)) / b
         return (1.0 + b * slack).clamp_min(0.0).log() / b
 

@@ -110,7 +110,7 @@ def distribution_loss(
         torch.where(has_target, both, only_posterior),
         torch.where(has_target, only_target, 0.0),
     )
-    terms = torch.where(has_target & (levels == -math.inf), math.inf, terms)  # a masked class
+    terms = torch.where(has_target & levels.isinf(), math.inf, terms)  # a masked class
     return terms.sum(1) / alpha
 
 

@@ -4,10 +4,9 @@ Rows are solved in float64. The unknown is not ``tau`` itself but its distance f
 class that bounds ``tau`` from below: differences of logits are exact where sums with ``tau`` are
 not. With ``b = alpha - 1`` the unknown, called ``level``, is
 
-* the anchor's height ``x = 1 + b (theta_a - tau)`` when ``|b| >= SMALL_ORDER``: it stays relatively
-  accurate when it is tiny, as for two million equal logits at ``alpha = 2``;
-* the anchor's slack ``v = theta_a - tau`` when ``b`` is small: it stays accurate through
-  ``alpha = 1``.
+* the anchor's height ``x = 1 + b (theta_a - tau)``: it stays relatively accurate when it is tiny,
+  as for two million equal logits at ``alpha = 2``;
+* near ``alpha = 1``, the anchor's slack ``v = theta_a - tau``, accurate through the limit.
 
 The height or slack of any other class is then ``level - step * gap``, with ``gap = theta_a -
 theta_j`` and ``step`` equal to ``b`` or to 1.
@@ -21,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qmargin.maths.divergences import SMALL_ORDER
+from qmargin.maths.divergences import uses_slack
 
 MAX_STEPS = 256  # cosine logits take 4 to 15; a measure of e^-200 at alpha < 1 has taken 90
 MAX_HALVINGS = 256  # the paper's bracket can be 1e28 wide: 93 halvings to 1, 53 more to rounding
@@ -44,14 +43,14 @@ class RowSums(NamedTuple):
 
 def level_step(order: float) -> float:
     """How much the level falls per unit of logit: ``b`` for heights, 1 for slacks."""
-    return 1.0 if abs(order) < SMALL_ORDER else order
+    return 1.0 if uses_slack(order) else order
 
 
 def level_cost(log_ratio: Tensor, order: float) -> Tensor:
     """Level at which a class has the given ``log(p / q)``: ``f'`` or ``1 + b f'`` of the ratio."""
     if order == 0.0:
         return log_ratio
-    if abs(order) < SMALL_ORDER:
+    if uses_slack(order):
         return torch.expm1(order * log_ratio) / order
     return torch.exp(order * log_ratio)  # 1 + expm1 would lose what is below rounding of one
 
@@ -61,30 +60,30 @@ def level_change(log_factor: Tensor, order: float) -> Tensor:
     if order == 0.0:
         return log_factor
     change = torch.expm1(order * log_factor)
-    return change / order if abs(order) < SMALL_ORDER else change
+    return change / order if uses_slack(order) else change
 
 
 def log_ratio(levels: Tensor, order: float) -> Tensor:
     """Logarithm of ``p / q`` at the given levels, ``-inf`` off the support (M1)."""
     if order == 0.0:
         return levels
-    if abs(order) < SMALL_ORDER:
+    if uses_slack(order):
         return torch.log1p((order * levels).clamp_min(-1.0)) / order
     return levels.clamp_min(0.0).log() / order
 
 
 def heights(levels: Tensor, order: float) -> Tensor:
     """``x = 1 + b v`` at the given levels, not clipped at zero."""
-    return 1.0 + order * levels if abs(order) < SMALL_ORDER else levels
+    return 1.0 + order * levels if uses_slack(order) else levels
 
 
 def slacks(levels: Tensor, order: float) -> Tensor:
     """``v = theta - tau`` at the given levels."""
-    return levels if abs(order) < SMALL_ORDER else (levels - 1.0) / order
+    return levels if uses_slack(order) else (levels - 1.0) / order
 
 
 def row_sums(gaps: Tensor, log_reference: Tensor | None, level: Tensor, order: float) -> RowSums:
-    """Mass and slope of each row at a trial level.
+    """Mass and slope of each row at a trial level: sums over classes, hence over shards (M11).
 
     Args:
         gaps: Anchor's logit minus each logit, float64 ``[B, k]``.
@@ -123,6 +122,7 @@ def bound_from_below(
     cost = level_cost(-log_reference, order)  # where each class alone has mass one
     bounds = logits - slacks(cost, order)
     best = bounds.amax(1, keepdim=True)
+    best = torch.where((log_reference == math.inf).any(1, keepdim=True), math.nan, best)
     # Ties to rounding go to the class with the lowest level: the others' heights are then sums, not
     # differences. (A NaN anywhere makes `best` NaN and the row stays broken.)
     rounding = 1e-15 * (logits.abs() + slacks(cost, order).abs())
