@@ -19,18 +19,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qmargin.maths.objective import distribution_loss, label_loss, log_partition, posterior_rows
-from qmargin.maths.threshold import (
-    bound_from_below,
-    level_cost,
-    slacks,
-    solve_newton,
-    solve_rows,
+from qmargin.kernels.candidates import (
+    GROUP,
+    certain_floor,
+    classes_above,
+    group_maxima,
+    tau_from_maxima,
+    tau_from_singles,
 )
+from qmargin.maths.objective import distribution_loss, label_loss, log_partition, posterior_rows
+from qmargin.maths.threshold import slacks, solve_rows
 
-CPU_BLOCK = 1 << 21  # logits per block: float64 copies stay small, parallel regions few
+CPU_BLOCK = 1 << 21  # logits per block: copies stay small, parallel regions few
 GPU_BLOCK = 1 << 25
-GROUP = 32  # classes whose maximum stands for all of them when tau is bounded
 WORTH_PACKING = 4  # pack candidates when at most 1 in 4 classes is one
 
 
@@ -76,7 +77,6 @@ class Listed(NamedTuple):
 
     logits: Tensor  # [B, K] float64, -inf where a list is shorter
     log_reference: Tensor | None  # [B, K]
-    columns: Tensor | None  # [B, K'] class of each entry; None when K' is every class in order
 
 
 class Outcome(NamedTuple):
@@ -155,24 +155,29 @@ def _describe(
 
 
 def _cross_entropy(block: Rows) -> tuple[Tensor, ...]:
-    """The closed form at ``alpha = 1`` with a lifted target: one exponential per class."""
+    """The closed form at ``alpha = 1`` with a lifted target: one exponential per class.
+
+    Differences from the row's maximum are taken before the scale is applied, so that working in
+    the dtype of the values costs a class ``x exp(-x)`` times rounding and no more.
+    """
     assert block.labels is not None and block.target_logits is not None
     assert block.target_log_reference is not None
-    logits = block.values.double() * block.scale
-    logits.scatter_(1, block.labels[:, None], -math.inf)
-    is_masked = (logits == -math.inf).sum(1) - 1
+    values = block.values.scatter(1, block.labels[:, None], -math.inf)
+    highest = values.amax(1)
+    is_masked = (values == -math.inf).sum(1) - 1
+    shift = torch.where(highest == -math.inf, 0.0, highest)  # every other class masked out
+    mass = values.sub_(shift[:, None]).mul_(block.scale).exp_().sum(1).double()
+    anchor = shift.double() * block.scale
     target = block.target_logits.double()
-    joint = target + block.target_log_reference.double()
-    anchor = torch.maximum(logits.amax(1), joint)
-    others = logits.sub_(anchor[:, None]).exp_().sum(1)
-    own = (joint - anchor).exp()
-    mass = others + own
-    level = -mass.log()
-    deficit = others / mass
-    value = torch.where(deficit < 0.5, -torch.log1p(-deficit), mass.log() - (joint - anchor))
+    joint = (target - anchor) + block.target_log_reference.double()
+    total = torch.logaddexp(mass.log(), joint)  # tau, relative to the anchor
+    total = torch.where(mass.isnan() | (joint == math.inf), math.nan, total)
+    deficit = (mass.log() - total).exp()
+    value = torch.where(deficit < 0.5, -torch.log1p(-deficit), total - joint)
     support_size = block.values.shape[1] - is_masked - (target == -math.inf).long()
-    error = torch.zeros_like(mass) * mass  # normalised by construction, NaN in a broken row
-    return value, anchor, level, anchor - level, support_size, error, own / mass, deficit
+    error = torch.zeros_like(total) * total  # normalised by construction, NaN in a broken row
+    own = (joint - total).exp()
+    return value, anchor, -total, anchor + total, support_size, error, own, deficit
 
 
 def everything(block: Rows) -> Listed:
@@ -180,82 +185,50 @@ def everything(block: Rows) -> Listed:
     logits = block.values.double() * block.scale
     reference = None if block.log_reference is None else block.log_reference.double()
     if block.labels is None:
-        return Listed(logits, reference, None)
+        return Listed(logits, reference)
     logits = logits.scatter(1, block.labels[:, None], -math.inf)
-    return _append_target(block, logits, reference, None)
+    return _append_target(block, logits, reference)
 
 
 def candidates(block: Rows) -> Listed | None:
     """The classes of a block that may be active, packed; None when packing would not pay."""
     values, order = block.values, block.order
-    if values.device.type != "cpu" or order <= 0 or values.shape[1] < 64:
+    if values.device.type != "cpu" or order <= 0 or values.shape[1] < 2 * GROUP:
         return None
-    if block.labels is not None:
-        values = values.scatter(1, block.labels[:, None], -math.inf)
-    tau_low = _tau_low(block, values)
-    floor = (tau_low - 1.0 / order) / block.scale  # [B] certainly inactive at and below (M3)
-    floor = (floor - 1e-6 * floor.abs() - 1e-30).to(values.dtype)  # rounded values stay candidates
-    is_candidate = values > floor[:, None]
-    counts = is_candidate.sum(1)
+    groups = group_maxima(values, block.labels)
+    if block.log_reference is None:
+        tau_low = tau_from_maxima(
+            groups, block.scale, order, block.target_logits, block.target_log_reference
+        )
+    else:
+        tau_low = tau_from_singles(values, block.log_reference, block.scale, order)
+    floor = certain_floor(tau_low, order, block.scale, values.dtype)
+    row, column = classes_above(values, groups, floor, block.labels)
+    counts = torch.bincount(row, minlength=len(values))
     width = int(counts.max())
-    if width * WORTH_PACKING > values.shape[1]:
+    if width == 0 or width * WORTH_PACKING > values.shape[1]:
         return None
-    row, column = is_candidate.nonzero(as_tuple=True)
-    starts = counts.cumsum(0) - counts
-    position = torch.arange(len(row)) - starts[row]
-    columns = torch.full((len(counts), width), -1)
-    columns[row, position] = column
-    logits = torch.full(columns.shape, -math.inf, dtype=torch.float64)
+    position = torch.arange(len(row)) - (counts.cumsum(0) - counts)[row]
+    logits = torch.full((len(counts), width), -math.inf, dtype=torch.float64)
     logits[row, position] = values[row, column].double() * block.scale
     # A row with NaN or +inf has no finite bound: keep it broken instead of losing the evidence.
-    logits[:, :1] += (tau_low * 0.0)[:, None] if width else 0.0
+    logits[:, :1] += (tau_low * 0.0)[:, None]
     reference = None
     if block.log_reference is not None:
         reference = torch.zeros_like(logits)
         reference[row, position] = block.log_reference[row, column].double()
     if block.labels is None:
-        return Listed(logits, reference, columns) if width else None
-    return _append_target(block, logits, reference, columns)
+        return Listed(logits, reference)
+    return _append_target(block, logits, reference)
 
 
-def _tau_low(block: Rows, values: Tensor) -> Tensor:
-    """Lower bound of ``tau``: the root over a few classes that matter most (M13).
-
-    The classes are the maxima of groups and the lifted target; every Newton iterate is a lower
-    bound itself, so it need not converge. With a reference measure of its own per class, or above
-    ``alpha = 2``, the best bound of a single class serves (M4).
-    """
-    order, scale = block.order, block.scale
-    if block.log_reference is not None:
-        cost = slacks(level_cost(-block.log_reference.double(), order), order)
-        maxima = (values.double() * scale - cost).amax(1, keepdim=True)
-    else:
-        grouped = values.shape[1] // GROUP * GROUP
-        maxima = values[:, :grouped].unflatten(1, (-1, GROUP)).amax(2)
-        if grouped < values.shape[1]:
-            maxima = torch.cat([maxima, values[:, grouped:].amax(1, keepdim=True)], 1)
-        maxima = maxima.double() * scale
-    reference = torch.zeros_like(maxima)
-    if block.target_logits is not None and block.target_log_reference is not None:
-        maxima = torch.cat([maxima, block.target_logits.double()[:, None]], 1)
-        reference = torch.cat([reference, block.target_log_reference.double()[:, None]], 1)
-    if order > 1.0:
-        anchor, level = bound_from_below(maxima, reference, order)
-    else:
-        anchor, level, _ = solve_newton(maxima, reference, order, tolerance=1e-3)
-    return anchor - slacks(level, order)
-
-
-def _append_target(
-    block: Rows, logits: Tensor, reference: Tensor | None, columns: Tensor | None
-) -> Listed:
+def _append_target(block: Rows, logits: Tensor, reference: Tensor | None) -> Listed:
     assert block.target_logits is not None and block.target_log_reference is not None
     if reference is None:
         reference = torch.zeros_like(logits)
     return Listed(
         torch.cat([logits, block.target_logits.double()[:, None]], 1),
         torch.cat([reference, block.target_log_reference.double()[:, None]], 1),
-        columns,
     )
 
 
@@ -280,14 +253,15 @@ def _fill_posterior(
     out: Tensor, block: Rows, anchor: Tensor, level: Tensor, weights: Tensor | None
 ) -> None:
     values, order = block.values, block.order
-    if values.device.type == "cpu" and order > 0:
-        floor = (anchor - slacks(level, order) - 1.0 / order) / block.scale
-        floor = (floor - 1e-6 * floor.abs() - 1e-30).to(values.dtype)
-        is_candidate = values > floor[:, None]
-        if int(is_candidate.sum()) * WORTH_PACKING <= values.numel() and not bool(
-            level.isnan().any()
-        ):
-            _fill_sparse(out, block, anchor, level, weights, is_candidate)
+    if order == 0.0 and block.log_reference is None:
+        _fill_exponential(out, block, anchor, level, weights)
+        return
+    if values.device.type == "cpu" and order > 0 and not bool(level.isnan().any()):
+        tau = anchor - slacks(level, order)
+        floor = certain_floor(tau, order, block.scale, values.dtype)
+        row, column = classes_above(values, group_maxima(values, None), floor, block.labels)
+        if len(row) * WORTH_PACKING <= values.numel():
+            _fill_sparse(out, block, anchor, level, weights, row, column)
             return
     listed = everything(Rows(values, block.scale, order, block.log_reference))
     result, _ = posterior_rows(listed.logits, listed.log_reference, anchor, level, order)
@@ -298,15 +272,31 @@ def _fill_posterior(
     out.copy_(torch.where(values == -math.inf, 0.0, result))
 
 
+def _fill_exponential(
+    out: Tensor, block: Rows, anchor: Tensor, level: Tensor, weights: Tensor | None
+) -> None:
+    """``alpha = 1``: exponentials relative to the anchor, then one exact factor per row."""
+    shift = (anchor / block.scale).to(out.dtype)
+    factor = (level + (shift.double() * block.scale - anchor)).exp()
+    if weights is not None:
+        factor = factor * weights.double()
+    torch.sub(block.values, shift[:, None], out=out)
+    out.mul_(block.scale).exp_().mul_(factor.to(out.dtype)[:, None])
+    if weights is not None:
+        out.masked_fill_(weights[:, None] == 0, 0.0)
+    if block.labels is not None:
+        out.scatter_(1, block.labels[:, None], 0.0)
+
+
 def _fill_sparse(
     out: Tensor,
     block: Rows,
     anchor: Tensor,
     level: Tensor,
     weights: Tensor | None,
-    is_candidate: Tensor,
+    row: Tensor,
+    column: Tensor,
 ) -> None:
-    row, column = is_candidate.nonzero(as_tuple=True)
     logits = block.values[row, column].double() * block.scale
     reference = None
     if block.log_reference is not None:
@@ -315,6 +305,4 @@ def _fill_sparse(
     result = result.squeeze(1)
     if weights is not None:
         result = result * weights.double()[row]
-    if block.labels is not None:
-        result = torch.where(column == block.labels[row], 0.0, result)
     out[row, column] = result.to(out.dtype)

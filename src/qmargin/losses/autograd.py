@@ -204,6 +204,35 @@ class Posterior(torch.autograd.Function):
         return grad_logits, grad_reference, grad_alpha, None, None
 
 
+class LiftTarget(torch.autograd.Function):
+    """Splits a batch into its rows and the target's entry of each.
+
+    A plain ``gather`` would make its gradient a second ``[B, k]`` matrix of zeros and add it to the
+    first; here the target's gradient is put into the rows' gradient where it belongs.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(rows: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """The rows, unchanged, and their targets ``[B]``."""
+        return rows.view_as(rows), rows.gather(1, labels[:, None]).squeeze(1)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: tuple[Tensor, ...]) -> None:
+        """Keep the labels, and which targets are masked out: those pass no gradient."""
+        ctx.save_for_backward(inputs[1], output[1] == -math.inf)
+
+    @staticmethod
+    def backward(ctx: Any, grad_rows: Tensor, grad_target: Tensor) -> tuple[Tensor, None]:
+        """The rows' gradient with the target's added; in place, since the rows' is fresh."""
+        labels, is_masked = ctx.saved_tensors
+        own = torch.where(is_masked, 0.0, grad_target)[:, None]
+        if torch.is_grad_enabled():
+            return grad_rows.scatter_add(1, labels[:, None], own), None
+        return grad_rows.scatter_add_(1, labels[:, None], own), None
+
+
 class FenchelYoung(torch.autograd.Function):
     """Loss for a lifted or distributed target, or the log-partition when there is none.
 
@@ -331,6 +360,12 @@ def _envelope(p: Tensor, reference: Tensor | None, order: Tensor) -> tuple[Tenso
     in_reference = torch.where(is_active, p * height, 0.0) / alpha
     in_alpha = p * (slack / alpha - bend) / alpha
     return in_reference, in_alpha
+
+
+def lift_target(rows: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows ``[B, k]`` for ``value_of`` alone, and the target's entry of each, ``[B]``."""
+    apply: Callable[..., tuple[Tensor, Tensor]] = LiftTarget.apply
+    return apply(rows, labels)
 
 
 def posterior_of(

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from qmargin.errors import ConfigError, DataError, ShapeError
-from qmargin.losses.autograd import posterior_of, solution_of, value_of
+from qmargin.losses.autograd import lift_target, posterior_of, solution_of, value_of
 from qmargin.losses.generic import generic_log_partition, generic_loss, solve_generic
 from qmargin.maths.divergences import Alpha, Divergence
 
@@ -137,7 +136,7 @@ def fenchel_young_loss(
     else:
         labels = target.reshape(-1)
         index = labels[:, None]
-        own = take_target(rows, labels)
+        rows, own = lift_target(rows, labels)
         own_reference = torch.zeros_like(own)
         if row_reference is not None:
             own_reference = row_reference.gather(1, index).squeeze(1)
@@ -196,12 +195,6 @@ def solve_tau(
         solved.mass_error.reshape(shape),
         solved.num_evaluations,
     )
-
-
-def take_target(rows: Tensor, labels: Tensor) -> Tensor:
-    """The target's entry of each row ``[B]``; one that is masked out passes no gradient."""
-    own = rows.gather(1, labels[:, None]).squeeze(1)
-    return torch.where(own == -math.inf, own.detach(), own)
 
 
 def check_labels(labels: Tensor, logits: Tensor, *, debug: bool = False) -> Tensor:

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from qmargin.errors import ConfigError, ShapeError
-from qmargin.losses.autograd import value_of
+from qmargin.losses.autograd import lift_target, value_of
 from qmargin.losses.functional import (
     check_floating,
     check_label_tensor,
     check_labels,
-    take_target,
 )
 from qmargin.losses.generic import generic_loss, solve_generic
 from qmargin.maths.divergences import Alpha, Divergence
@@ -74,10 +73,10 @@ def margin_loss_with_stats(
     shape, flat_labels = labels.shape, labels.reshape(-1)
     rows = cosines.reshape(-1, cosines.shape[-1])
     # One number per row is cheap in float64, and s * m can be far larger than what is left of it.
-    target_cosines = take_target(rows, flat_labels).double()
+    rows, target_cosines = lift_target(rows, flat_labels)
     flat_norms = None if norms is None else norms.reshape(-1)
     marked = torch.where(is_ignored, -1, flat_labels)
-    term = margin(target_cosines, scale, labels=marked, norms=flat_norms)
+    term = margin(target_cosines.double(), scale, labels=marked, norms=flat_norms)
     if isinstance(divergence, Alpha):
         output = _alpha_loss(rows, flat_labels, term, divergence, scale)
     else:
