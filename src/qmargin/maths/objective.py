@@ -55,22 +55,34 @@ def others_gain(others_mass: Tensor, log_target: Tensor, order: float) -> Tensor
 def label_loss(
     posterior: Tensor, levels: Tensor, log_reference: Tensor, order: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss and target posterior of rows whose target is the *last* column (M6).
+    """Loss, ``p_y`` and ``1 - p_y`` of rows whose target is the *last* column, ``[B]`` each (M6).
 
     Args:
         posterior: ``[B, K]``, float64.
         levels: Their levels, ``[B, K]``.
         log_reference: Of the target, ``[B]``.
         order: ``alpha - 1``.
+    """
+    others, height = posterior[:, :-1], heights(levels[:, :-1], order)
+    excess = torch.where(others > 0, others * height, 0.0).sum(1)
+    others_mass = others.sum(1)
+    loss, target = loss_from_sums(excess, others_mass, levels[:, -1], log_reference, order)
+    return loss, target, others_mass
 
-    Returns:
-        The loss, ``p_y`` and ``1 - p_y``, ``[B]`` each, every one accurate on its own.
+
+def loss_from_sums(
+    excess: Tensor, others_mass: Tensor, target_level: Tensor, log_reference: Tensor, order: float
+) -> tuple[Tensor, Tensor]:
+    """Loss and target posterior, ``[B]`` each and accurate on their own, from sums over the others.
+
+    Args:
+        excess: Sum of ``p_j x_j`` over the classes that are not the target, ``[B]`` float64.
+        others_mass: Sum of their ``p_j``, ``[B]``.
+        target_level: ``[B]``.
+        log_reference: Of the target, ``[B]``.
+        order: ``alpha - 1``.
     """
     b = order
-    height = heights(levels, b)
-    others, target_level = posterior[:, :-1], levels[:, -1]
-    excess = torch.where(others > 0, others * height[:, :-1], 0.0).sum(1)
-    others_mass = others.sum(1)
     # 1 - r is exact for a small r; the direct value is, when the target has almost nothing.
     is_small = others_mass < 0.5
     log_target = torch.where(
@@ -78,15 +90,12 @@ def label_loss(
         torch.log1p(-others_mass.clamp_max(0.5)),
         log_reference + log_ratio(target_level, b),
     )
-    active = excess + (-b * log_reference).exp() * others_gain(others_mass, log_target, b)
-    alpha = 1.0 + b
+    loss = excess + (-b * log_reference).exp() * others_gain(others_mass, log_target, b)
     if b > 0:  # a target outside the support: linear in its missing height
+        height = heights(target_level, b)
         missing = slacks(level_cost(-log_reference, b), b) - slacks(target_level, b)
-        inactive = excess + missing - height[:, -1]
-        is_inactive = height[:, -1] <= 0
-        active = torch.where(is_inactive, inactive, active)
-    target = torch.where(is_small, 1.0 - others_mass, log_target.exp())
-    return active / alpha, target, others_mass
+        loss = torch.where(height <= 0, excess + missing - height, loss)
+    return loss / (1.0 + b), torch.where(is_small, 1.0 - others_mass, log_target.exp())
 
 
 def distribution_loss(

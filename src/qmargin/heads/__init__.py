@@ -1,0 +1,1 @@
+"""The classifier over all identities: prototypes, and the ways to take a step with them."""
