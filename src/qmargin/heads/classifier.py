@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from qmargin.errors import ConfigError, DataError, ShapeError
 from qmargin.heads.sparse import LIST_CAPACITY, sparse_rows
-from qmargin.kernels import head_reference
+from qmargin.kernels.dispatch import Call, load_backend
 from qmargin.kernels.head_reference import ClassGradient
 from qmargin.losses.functional import checked_labels
 from qmargin.losses.module import MarginLoss
@@ -101,7 +101,8 @@ class MarginClassifier(nn.Module):
     @property
     def kernels(self) -> Any:
         """The operations of the sparse step for this device."""
-        return head_reference
+        prototypes = self.prototypes
+        return load_backend(Call(prototypes.device.type, prototypes.dtype, self.screen_dtype))
 
     def refresh(self) -> None:
         """Bring the screened copy up to date if the prototypes changed since it was made."""

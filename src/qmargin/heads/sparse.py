@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from qmargin.kernels import head_reference
 from qmargin.kernels.head_reference import GROUP, ClassGradient, SolvedRows
 from qmargin.maths.objective import loss_from_sums
 from qmargin.maths.threshold import heights, level_step
@@ -62,14 +61,14 @@ class SparseStep:
         )
         slack = self.slack(rounded)  # [B], in cosine
         edge = (tau_low - 1.0 / order) / scale
-        groups, starts = kernels.list_groups(maxima, edge - 2.0 * slack)
+        groups, rows, starts = kernels.list_groups(maxima, edge - 2.0 * slack)
         del maxima
         self.num_pairs = len(groups)
         prototypes = head.prototypes.detach()
         scores = kernels.rescore(
-            self.embeddings, prototypes, head.inverse_norms, self.labels, groups, starts
+            self.embeddings, prototypes, head.inverse_norms, self.labels, groups, rows
         )
-        terms = (scores, groups, starts, target_logits, target_log_reference)
+        terms = (scores, groups, rows, starts, target_logits, target_log_reference)
         options = {"scale": scale, "order": order, "floor": edge - slack}
         self.solved = kernels.solve_lists(*terms, **options, capacity=head.list_capacity)
         self.num_overflowed = int(self.solved.has_overflowed.sum())

@@ -29,7 +29,8 @@ class SolvedRows(NamedTuple):
     others_mass: Tensor  # [B] float64, posterior mass of all classes but the target
     excess: Tensor  # [B] float64, sum of p * x over them
     mass_error: Tensor  # [B] float64
-    columns: Tensor  # [n] int64: active classes
+    rows: Tensor  # [n]: the batch's active entries, row by row
+    columns: Tensor  # [n]: their classes
     posterior: Tensor  # [n] in the dtype of the scores
     starts: Tensor  # [B + 1] int64: where each row's list begins
     has_overflowed: Tensor  # [B] bool: lists that were too short; their other fields are void
@@ -101,12 +102,13 @@ def bound_tau(
     return anchor - slacks(level, order)
 
 
-def list_groups(maxima: Tensor, floor: Tensor) -> tuple[Tensor, Tensor]:
-    """Groups above each row's floor, row by row: ``groups [n]`` and ``starts [B + 1]``, int64."""
+def list_groups(maxima: Tensor, floor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Pairs above each row's floor, row by row: ``groups [n]``, ``rows [n]``, ``starts [B + 1]``."""
     is_listed = maxima > floor[:, None].to(maxima.dtype)
     counts = is_listed.sum(1)
     starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
-    return is_listed.nonzero(as_tuple=True)[1], starts
+    rows, groups = is_listed.nonzero(as_tuple=True)
+    return groups, rows, starts
 
 
 def rescore(
@@ -115,11 +117,10 @@ def rescore(
     inverse_norms: Tensor,
     labels: Tensor,
     groups: Tensor,
-    starts: Tensor,
+    rows: Tensor,
 ) -> Tensor:
     """Exact cosines of every listed pair, ``[n, GROUP]``; ``-inf`` for targets and padding."""
     num_classes = len(prototypes)
-    rows = _row_of_entry(starts, len(groups))
     scores = embeddings.new_empty((len(groups), GROUP))
     member = torch.arange(GROUP, device=groups.device)
     order = groups.argsort(stable=True)  # each group's prototypes are read once
@@ -137,14 +138,10 @@ def rescore(
     return scores
 
 
-def _row_of_entry(starts: Tensor, total: int) -> Tensor:
-    rows = torch.arange(len(starts) - 1, device=starts.device)
-    return rows.repeat_interleave(starts.diff(), output_size=total)
-
-
 def solve_lists(
     scores: Tensor,
     groups: Tensor,
+    rows: Tensor,
     starts: Tensor,
     target_logits: Tensor,
     target_log_reference: Tensor,
@@ -159,6 +156,7 @@ def solve_lists(
     Args:
         scores: ``[n, GROUP]`` cosines.
         groups: ``[n]``.
+        rows: ``[n]``.
         starts: ``[B + 1]``.
         target_logits: ``[B]`` float64.
         target_log_reference: ``[B]`` float64.
@@ -167,7 +165,6 @@ def solve_lists(
         floor: ``[B]``: cosines at or below it are certainly inactive.
         capacity: Entries a row's list may hold per listed pair; more is an overflow.
     """
-    rows = _row_of_entry(starts, len(groups))
     is_candidate = scores > floor[rows, None].to(scores.dtype)
     pair, member = is_candidate.nonzero(as_tuple=True)
     row, columns = rows[pair], groups[pair] * GROUP + member
@@ -194,6 +191,7 @@ def solve_lists(
         others.sum(1),
         excess,
         (posterior.sum(1) - 1.0).abs(),
+        row[is_active],
         columns[is_active],
         entry[is_active].to(scores.dtype),
         torch.nn.functional.pad(active_counts.cumsum(0), (1, 0)),
@@ -205,22 +203,20 @@ def embedding_gradient(
     solved: SolvedRows, prototypes: Tensor, inverse_norms: Tensor, weights: Tensor
 ) -> Tensor:
     """``weight_r * sum_j p_rj w_j``, ``[B, d]``: gradient of the cosines of the others."""
-    total = len(solved.columns)
-    rows = _row_of_entry(solved.starts, total)
     gradient = prototypes.new_zeros((len(weights), prototypes.shape[1]))
-    for first in range(0, total, BLOCK_ENTRIES):
+    for first in range(0, len(solved.rows), BLOCK_ENTRIES):
         part = slice(first, first + BLOCK_ENTRIES)
-        columns = solved.columns[part]
-        factor = solved.posterior[part] * weights[rows[part]] * inverse_norms[columns]
-        gradient.index_add_(0, rows[part], prototypes[columns] * factor[:, None])
+        rows, columns = solved.rows[part], solved.columns[part]
+        factor = solved.posterior[part] * weights[rows] * inverse_norms[columns]
+        gradient.index_add_(0, rows, prototypes[columns] * factor[:, None])
     return gradient
 
 
 class ClassGradient(NamedTuple):
     """Gradient of the cosines' classes as a sparse matrix, sorted by class."""
 
-    columns: Tensor  # [n] int64, ascending
-    rows: Tensor  # [n] int64
+    columns: Tensor  # [n], ascending
+    rows: Tensor  # [n]
     values: Tensor  # [n]
 
 
@@ -228,10 +224,10 @@ def sort_by_class(
     solved: SolvedRows, labels: Tensor, weights: Tensor, target_weights: Tensor
 ) -> ClassGradient:
     """Every (class, row) with a gradient, the targets included, in ascending order of class."""
-    rows = _row_of_entry(solved.starts, len(solved.columns))
-    columns = torch.cat([solved.columns, labels])
+    rows = solved.rows
+    columns = torch.cat([solved.columns, labels.to(solved.columns.dtype)])
     values = torch.cat([solved.posterior * weights[rows], target_weights.to(weights.dtype)])
-    rows = torch.cat([rows, torch.arange(len(labels), device=rows.device)])
+    rows = torch.cat([rows, torch.arange(len(labels), dtype=rows.dtype, device=rows.device)])
     columns, order = columns.sort(stable=True)
     return ClassGradient(columns, rows[order], values[order])
 

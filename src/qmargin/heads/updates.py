@@ -1,0 +1,390 @@
+"""Optimizers for ``MarginClassifier(gradient="fused")``: the prototypes' gradient is never built.
+
+In fused mode a backward pass leaves ``head.pending`` instead of ``prototypes.grad``: what is needed
+to make the gradient, one block of classes at a time. Anything that is a ``PendingGradient`` will do;
+the sparse step's pair of a ``ClassGradient`` and its embeddings is wrapped in ``SparsePending``.
+The optimizers here consume it in one sweep that steps the prototypes, their momentum and the copy
+that the next forward pass screens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from qmargin.errors import ConfigError, DataError
+from qmargin.kernels import update_reference
+from qmargin.kernels.head_reference import ClassGradient
+from qmargin.kernels.update_reference import class_parts, gradient_blocks
+
+if TYPE_CHECKING:
+    from qmargin.heads.classifier import MarginClassifier
+
+
+class PendingGradient(Protocol):
+    """The prototypes' gradient, to be made block by block.
+
+    A path needs to write ``blocks`` only: a class that derives from this one inherits the rest, and
+    replaces ``is_finite`` where it knows the answer without making the gradient.
+    """
+
+    def blocks(self) -> Iterator[tuple[slice, Tensor]]:
+        """Consecutive ranges of classes, ascending, all of them; the gradient ``[n, d]`` of each.
+
+        The gradient is that of the raw prototypes, the length of each included. It can be asked for
+        any number of times as long as the prototypes stay as they are. Within one pass, a consumer
+        may overwrite the gradient it got, and may step those classes (their prototypes, inverse
+        norms and copy), before it asks for the next range.
+        """
+        ...
+
+    def norm(self) -> Tensor:
+        """Euclidean norm of the whole gradient, a float64 scalar."""
+        return norm_of(rows for _, rows in self.blocks())
+
+    def is_finite(self) -> Tensor:
+        """Whether every element is finite, a boolean scalar on the device; no sync."""
+        return self.norm().isfinite()
+
+
+def norm_of(parts: Iterable[Tensor]) -> Tensor:
+    """Euclidean norm of tensors that are never held together, a float64 scalar."""
+    norms = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]
+    return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+
+
+@dataclass(frozen=True)
+class SparsePending(PendingGradient):
+    """What the sparse step leaves: entries for the active classes only."""
+
+    head: MarginClassifier
+    gradient: ClassGradient
+    embeddings: Tensor  # [B, d], unit
+
+    def blocks(self) -> Iterator[tuple[slice, Tensor]]:
+        """All classes; the gradient of inactive ones is zero."""
+        head = self.head
+        return gradient_blocks(
+            self.gradient, self.embeddings, head.prototypes.detach(), head.inverse_norms
+        )
+
+    def norm(self) -> Tensor:
+        """From the active classes alone, some at a time."""
+        head = self.head
+        prototypes = head.prototypes.detach()
+        parts = class_parts(self.gradient)
+        return norm_of(
+            head.kernels.prototype_gradient(part, self.embeddings, prototypes, head.inverse_norms)[
+                1
+            ]
+            for part in parts
+        ).to(prototypes.device)
+
+    def is_finite(self) -> Tensor:
+        """From a bound of the gradient's elements, which costs a look at the lists."""
+        if not len(self.gradient.values):
+            return self.head.inverse_norms.new_ones((), dtype=torch.bool)
+        weight = self.gradient.values.abs().sum(dtype=torch.float64)
+        largest = self.embeddings.abs().amax() * self.head.inverse_norms.amax()
+        bound = weight * largest.double() * (1 + self.embeddings.shape[1])  # projection included
+        return bound < torch.finfo(self.embeddings.dtype).max  # false for NaN
+
+
+def as_pending(head: MarginClassifier, left: Any) -> PendingGradient:
+    """What a backward pass left in ``head.pending``, as a ``PendingGradient``."""
+    if isinstance(left, tuple):
+        gradient, embeddings = left
+        return SparsePending(head, gradient, embeddings)
+    pending: PendingGradient = left
+    return pending
+
+
+class _FusedSGD(torch.optim.Optimizer):
+    """What both optimizers share.
+
+    The gradient's scale travels as the ``.grad`` of a parameter of its own, a single number: one for
+    a new gradient, infinity for one that is not finite. ``torch.amp.GradScaler`` finds it among the
+    ``param_groups``, unscales and checks it like any gradient, and needs to know nothing of us.
+    """
+
+    _only_active: bool
+
+    def __init__(
+        self,
+        head: MarginClassifier,
+        lr: float,
+        momentum: float = 0.9,
+        weight_decay: float = 5e-4,
+        nesterov: bool = False,
+        *,
+        error_if_nonfinite: bool = False,
+    ) -> None:
+        if head.gradient != "fused":
+            raise ConfigError(
+                f"gradient is {head.gradient!r} and leaves prototypes.grad; build the head with "
+                "gradient='fused' or use torch.optim.SGD"
+            )
+        for name, value in (("lr", lr), ("momentum", momentum), ("weight_decay", weight_decay)):
+            if not 0.0 <= value < math.inf:
+                raise ConfigError(f"{name} is {value}; it must be finite and at least 0")
+        if nesterov and momentum == 0.0:
+            raise ConfigError("nesterov needs momentum, which is 0; raise it or drop nesterov")
+        self.head, self.error_if_nonfinite = head, error_if_nonfinite
+        self._seen: Any = None
+        self._pending: PendingGradient | None = None
+        self._scale = nn.Parameter(torch.ones_like(head.prototypes[0, 0]))
+        self._num_skipped = torch.zeros((), dtype=torch.int64, device=head.prototypes.device)
+        defaults = {  # the keys of torch.optim.SGD: each loads the other's state
+            "lr": lr,
+            "momentum": momentum,
+            "dampening": 0.0,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+            "maximize": False,
+        }
+        super().__init__([head.prototypes, self._scale], defaults)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """One group: the prototypes, and the scale of their pending gradient."""
+        self._attach()
+        groups: list[dict[str, Any]] = self.__dict__["param_groups"]
+        return groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.__dict__["param_groups"] = groups
+
+    @property
+    def num_skipped(self) -> int:
+        """Steps that were skipped because the gradient was not finite; waits for the device."""
+        return int(self._num_skipped)
+
+    @torch.no_grad()
+    def _attach(self) -> PendingGradient | None:
+        """Meet what backward left since the last call."""
+        left = self.head.pending
+        if left is not self._seen:
+            self._seen = left
+            self._pending = None if left is None else as_pending(self.head, left)
+            self._scale.grad = None
+            if self._pending is not None:
+                scale = torch.where(self._pending.is_finite(), 1.0, math.inf)
+                self._scale.grad = scale.to(self._scale)
+        return self._pending
+
+    def grad_norm(self) -> Tensor:
+        """Euclidean norm of the pending gradient, scaled as it is now; zero without one."""
+        pending, scale = self._attach(), self._scale.grad
+        if pending is None or scale is None:
+            return torch.zeros_like(self._scale.detach())
+        with torch.no_grad():
+            return (pending.norm() * scale.abs()).to(scale.dtype)
+
+    def scale_gradient_(self, factor: float | Tensor) -> None:
+        """Multiply the pending gradient, if there is one, without making it or waiting."""
+        self._attach()
+        if self._scale.grad is not None:
+            self._scale.grad.mul_(factor)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the pending gradient."""
+        self.head.pending = None
+        self._attach()
+        self.head.prototypes.grad = None
+
+    @torch.no_grad()
+    def step(  # type: ignore[override]
+        self, closure: Callable[[], float] | None = None
+    ) -> float | None:
+        """Apply and consume the pending gradient; without one, do nothing.
+
+        A gradient that is not finite, or whose scale is not, changes nothing at all: the step is
+        counted in ``num_skipped``, or raises with ``error_if_nonfinite``.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        head = self.head
+        if head.prototypes.grad is not None:
+            raise ConfigError(
+                f"gradient is {head.gradient!r} and left prototypes.grad, which this optimizer "
+                "does not read; clear it and use gradient='fused', or use torch.optim.SGD"
+            )
+        pending, scale = self._attach(), self._scale.grad
+        if pending is None or scale is None:
+            return loss
+        is_finite = scale.isfinite()
+        if self.error_if_nonfinite and not bool(is_finite):
+            raise DataError(
+                f"the prototypes' gradient times its scale of {float(scale)} is not finite; "
+                "look for NaN in the embeddings, or skip such steps with error_if_nonfinite=False"
+            )
+        head.refresh()  # no work, unless someone else changed the prototypes since forward
+        error = self._update(pending, scale)
+        if self._only_active:  # the others' errors still stand
+            error = torch.maximum(error, head.copy_error)
+        head.copy_error = torch.where(is_finite, error, head.copy_error)
+        self._num_skipped += ~is_finite
+        torch.autograd.graph.increment_version(head.prototypes)  # kernels write behind its back
+        head._version = head.prototypes._version
+        self.zero_grad()
+        return loss
+
+    def _update(self, pending: PendingGradient, scale: Tensor) -> Tensor:
+        """Run the sweep; the largest error of the rows of the copy that it wrote."""
+        head, group = self.head, self.param_groups[0]
+        prototypes = head.prototypes.detach()
+        tensors = (prototypes, self._momentum_buffer(group), head.inverse_norms, head.copy)
+        rule = {name: float(group[name]) for name in ("lr", "momentum", "weight_decay")}
+        options = {"grad_scale": scale, "only_active": self._only_active, **rule}
+        options["nesterov"] = bool(group["nesterov"])
+        if isinstance(pending, SparsePending):
+            update = _operation(head, "sgd_update")
+            error: Tensor = update(pending.gradient, pending.embeddings, *tensors, **options)
+            return error
+        update = _operation(head, "sgd_update_rows")
+        error = prototypes.new_zeros(())
+        for classes, rows in pending.blocks():
+            error = torch.maximum(error, update(classes, rows, *tensors, **options))
+        return error
+
+    def _momentum_buffer(self, group: dict[str, Any]) -> Tensor | None:
+        if float(group["momentum"]) == 0.0:
+            return None
+        state = self.state[self.head.prototypes]
+        if state.get("momentum_buffer") is None:  # zeros: as torch, whose first buffer is g
+            state["momentum_buffer"] = torch.zeros_like(
+                self.head.prototypes, memory_format=torch.contiguous_format
+            )
+        buffer: Tensor = state["momentum_buffer"]
+        return buffer
+
+    def state_dict(self) -> dict[str, Any]:
+        """Settings and momentum, in the layout of ``torch.optim.SGD`` over the prototypes."""
+        state: dict[str, Any] = super().state_dict()
+        groups = [{**group, "params": [0]} for group in state["param_groups"]]
+        return {**state, "param_groups": groups}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what ``state_dict`` gave, here or in ``torch.optim.SGD`` over the prototypes."""
+        for group in state_dict["param_groups"]:
+            for name in ("dampening", "maximize"):
+                if group.get(name):
+                    raise ConfigError(f"the saved {name} is {group[name]}; it must be 0 here")
+        groups = [{**group, "params": [0, 1]} for group in state_dict["param_groups"]]
+        super().load_state_dict({**state_dict, "param_groups": groups})
+
+
+def _operation(head: MarginClassifier, name: str) -> Callable[..., Tensor]:
+    """The device's kernel of that name where it has one, else the plain operation."""
+    operation: Callable[..., Tensor] = getattr(head.kernels, name, getattr(update_reference, name))
+    return operation
+
+
+class ExactSGD(_FusedSGD):
+    """Momentum SGD with weight decay over all classes, in one sweep without a gradient matrix.
+
+    Equal to ``torch.optim.SGD`` on the dense gradient, to rounding: a class without a gradient still
+    moves along its momentum and decays.
+
+    Args:
+        head: A ``MarginClassifier`` with ``gradient="fused"``.
+        lr: Learning rate; schedulers of ``torch.optim.lr_scheduler`` change it as usual.
+        momentum: Share of the momentum that is kept; 0 saves its memory.
+        weight_decay: Times the prototype, added to the gradient.
+        nesterov: Look ahead along the new momentum.
+        error_if_nonfinite: Raise instead of skipping a step whose gradient is not finite. It makes
+            a GPU wait.
+
+    Example:
+        >>> import qmargin
+        >>> from qmargin.heads.classifier import MarginClassifier
+        >>> head = MarginClassifier(4, 100, qmargin.q_margin(), path="sparse", gradient="fused")
+        >>> optimizer = ExactSGD(head, lr=0.1)
+        >>> head(torch.randn(8, 4), torch.arange(8)).backward()
+        >>> optimizer.step()
+        >>> head.prototypes.grad is None and head.pending is None
+        True
+    """
+
+    _only_active = False
+
+
+class SparseSGD(_FusedSGD):
+    """Momentum SGD that touches active classes only: a different optimizer than ``ExactSGD``.
+
+    A class is active in a step if its gradient is not exactly zero. In that step its prototype,
+    momentum and weight decay follow ``torch.optim.SGD`` on that row alone. In every other step the
+    row does not change at all: it does not decay, and its momentum waits, undiminished, for the next
+    step in which the class is active. So time spent in the step does not grow with the number of
+    classes, a rarely active class decays less than a busy one, and what pushed it long ago still
+    pushes it with the weight of the step before. Where all classes are active, as at ``alpha = 1``,
+    the two optimizers are the same.
+
+    Args:
+        head: A ``MarginClassifier`` with ``gradient="fused"``.
+        lr: Learning rate; schedulers of ``torch.optim.lr_scheduler`` change it as usual.
+        momentum: Share of a row's momentum that is kept when it is active.
+        weight_decay: Times the prototype, added to the gradient of an active row.
+        nesterov: Look ahead along the new momentum.
+        error_if_nonfinite: Raise instead of skipping a step whose gradient is not finite. It makes
+            a GPU wait.
+    """
+
+    _only_active = True
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: Iterable[Tensor],
+    optimizers: Sequence[ExactSGD | SparseSGD],
+    max_norm: float,
+    *,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """Clip gradients and pending gradients together, by their global Euclidean norm.
+
+    As ``torch.nn.utils.clip_grad_norm_`` over all of them at once. The norm of a pending gradient is
+    summed over parts of the classes; the gradient is then scaled without being made.
+
+    Args:
+        parameters: Of the backbone, and any others; those without ``.grad`` do not count. Gradients
+            may be dense or sparse.
+        optimizers: Whose pending gradients count as well.
+        max_norm: The norm is at most this afterwards.
+        error_if_nonfinite: Raise, before anything is scaled, if the norm is not finite.
+
+    Returns:
+        The global norm before clipping, a scalar.
+    """
+    scales = {id(optimizer._scale) for optimizer in optimizers}
+    grads = [p.grad for p in parameters if p.grad is not None and id(p) not in scales]
+    norms = [torch.linalg.vector_norm(_values(grad)) for grad in grads]
+    norms += [optimizer.grad_norm() for optimizer in optimizers]
+    if not norms:
+        return torch.zeros(())
+    device, dtype = norms[0].device, torch.promote_types(norms[0].dtype, norms[-1].dtype)
+    total = torch.linalg.vector_norm(torch.stack([norm.to(device, dtype) for norm in norms]))
+    if error_if_nonfinite and not bool(total.isfinite()):
+        raise DataError(
+            f"the global norm of the gradients is {float(total)}; nothing was clipped, look for NaN "
+            "in the embeddings or set error_if_nonfinite=False"
+        )
+    factor = (max_norm / (total + 1e-6)).clamp_max(1.0)
+    for grad in grads:
+        _values(grad).mul_(factor.to(grad.device))
+    for optimizer in optimizers:
+        optimizer.scale_gradient_(factor.to(optimizer.head.prototypes.device))
+    return total
+
+
+def _values(grad: Tensor) -> Tensor:
+    """The stored numbers of a dense or (coalesced) sparse gradient."""
+    return grad._values() if grad.is_sparse else grad

@@ -1,0 +1,68 @@
+"""Which implementation serves a call, and why not the others."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
+
+import torch
+
+from qmargin.errors import BackendError
+
+
+@dataclass(frozen=True)
+class Call:
+    """What dispatch looks at: nothing that needs the device to answer."""
+
+    device: str
+    dtype: torch.dtype
+    screen_dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A module with the operations of the sparse head."""
+
+    name: str
+    module: str
+    why_not: Callable[[Call], str | None]  # a reason, or None when it can run
+
+
+def _why_not_triton(call: Call) -> str | None:
+    if call.device != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        return f"tensors are on {call.device}, not cuda"
+    if find_spec("triton") is None:
+        return "triton is not installed"
+    if call.dtype != torch.float32:
+        return f"prototypes are {call.dtype}, kernels take torch.float32"
+    if call.screen_dtype not in (torch.float16, torch.bfloat16):
+        return f"the screened copy is {call.screen_dtype}, kernels take float16 or bfloat16"
+    return None
+
+
+BACKENDS = (  # the first that can run wins
+    Backend("triton", "qmargin.kernels.triton.head", _why_not_triton),
+    Backend("reference", "qmargin.kernels.head_reference", lambda call: None),
+)
+
+
+def choose_backend(call: Call, name: str = "auto") -> Backend:
+    """Return the named backend, or the first that can run; raise with every reason."""
+    reasons = {}
+    for backend in BACKENDS:
+        if name in ("auto", backend.name):
+            reasons[backend.name] = backend.why_not(call)
+            if reasons[backend.name] is None:
+                return backend
+    known = ", ".join(backend.name for backend in BACKENDS)
+    detail = "; ".join(f"{key}: {reason}" for key, reason in reasons.items())
+    raise BackendError(f"no backend {name!r} for this call ({detail or 'known: ' + known})")
+
+
+def load_backend(call: Call, name: str = "auto") -> ModuleType:
+    """The module of the chosen backend."""
+    return import_module(choose_backend(call, name).module)

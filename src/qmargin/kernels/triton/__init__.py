@@ -1,0 +1,1 @@
+"""The sparse head's operations as Triton kernels, with the names of ``head_reference``."""
