@@ -38,14 +38,13 @@ def make_batch(head, rows, low=0.3, high=0.7):
         return cosine * own + (1 - cosine**2).sqrt() * noise, labels
 
 
-def exact_tau(head, embeddings, labels, rows):
-    """Float64 tau of a few rows over all classes, from the stored prototypes."""
+def exact(head, embeddings, labels, rows):
+    """Float64 loss and tau of a few rows over all classes, from the stored prototypes."""
     unit = torch.nn.functional.normalize(embeddings[:rows].double())
     parts = []
     for block in head.prototypes.detach().split(1 << 18):
         parts.append(unit @ torch.nn.functional.normalize(block.double()).t())
-    cosines = torch.cat(parts, 1)
-    return head.loss.with_stats(cosines, labels[:rows]).tau, cosines
+    return head.loss.with_stats(torch.cat(parts, 1), labels[:rows])
 
 
 def main():
@@ -79,39 +78,36 @@ def report(head, embeddings, labels, gemm, name):
     head.refresh()
     leaf = embeddings.clone().requires_grad_()
     unit = torch.nn.functional.normalize(embeddings)
-    rounded = unit.to(head.copy.dtype)
-    step = SparseStep(head, unit, labels)
-    term = head.loss.margin(step.target_cosines().double(), scale, labels=labels)
-    stages = {}
-    maxima = kernels.group_maxima(rounded, head.copy, labels, head.num_classes)
-    stages["screen"] = lambda: kernels.group_maxima(rounded, head.copy, labels, head.num_classes)
-    stages["bound"] = lambda: kernels.bound_tau(
-        maxima, term.logits, term.log_reference, scale=scale, order=order
-    )
-    tau_low = stages["bound"]()
-    slack = step.slack(rounded)
-    edge = (tau_low - 1.0 / order) / scale
-    stages["list"] = lambda: kernels.list_groups(maxima, edge - 2.0 * slack)
-    groups, rows, starts = stages["list"]()
-    prototypes = head.prototypes.detach()
-    stages["rescore"] = lambda: kernels.rescore(
-        unit, prototypes, head.inverse_norms, labels, groups, rows
-    )
+    prototypes, norms = head.prototypes.detach(), head.inverse_norms
+    prepared = kernels.prepare_rows(unit, labels, prototypes, norms, head.copy.dtype)
+    step = SparseStep(head, prepared, labels)
+    term = head.loss.margin(prepared.target_cosines.double(), scale, labels=labels)
+    terms = (term.logits, term.log_reference)
+    numbers = {"scale": scale, "order": order}
+    slack = step.slack()
+    stages = {
+        "prepare": lambda: kernels.prepare_rows(unit, labels, prototypes, norms, head.copy.dtype),
+        "screen": lambda: kernels.group_maxima(
+            prepared.rounded, head.copy, labels, head.num_classes
+        ),
+        "list": lambda: kernels.list_pairs(maxima, *terms, slack, **numbers),
+        "sort": lambda: pairs.groups.sort(stable=True),
+        "rescore": lambda: kernels.rescore(unit, prototypes, norms, labels, pairs),
+        "solve": lambda: kernels.solve_lists(
+            scores, pairs, *terms, **numbers, capacity=head.list_capacity
+        ),
+        "embedding gradient": lambda: kernels.embedding_gradient(
+            solved, labels, prototypes, norms, weights, weights
+        ),
+        "sort by class": lambda: kernels.sort_by_class(solved, labels, weights, weights),
+        "prototype gradient": lambda: kernels.prototype_gradient(gradient, unit, prototypes, norms),
+    }
+    maxima = stages["screen"]()
+    pairs = stages["list"]()
     scores = stages["rescore"]()
-    stages["solve"] = lambda: kernels.solve_lists(
-        scores, groups, rows, starts, term.logits, term.log_reference,
-        scale=scale, order=order, floor=edge - slack, capacity=head.list_capacity,
-    )  # fmt: skip
     solved = stages["solve"]()
     weights = torch.full((len(unit),), scale / len(unit), device="cuda")
-    stages["embedding gradient"] = lambda: kernels.embedding_gradient(
-        solved, prototypes, head.inverse_norms, weights
-    )
-    stages["sort by class"] = lambda: kernels.sort_by_class(solved, labels, weights, -weights)
     gradient = stages["sort by class"]()
-    stages["prototype gradient"] = lambda: kernels.prototype_gradient(
-        gradient, unit, prototypes, head.inverse_norms
-    )
 
     def forward():
         return sparse_rows(head, leaf / leaf.norm(dim=1, keepdim=True), labels, None)[0].mean()
@@ -128,14 +124,15 @@ def report(head, embeddings, labels, gemm, name):
     times = {stage: median_ms(function) for stage, function in stages.items()}
     times["forward"] = median_ms(forward)
     times["forward + backward"] = median_ms(both)
-    truth, _ = exact_tau(head, embeddings, labels, 16)
-    tau = solved.anchor - (solved.level - 1.0) / order
-    error = (tau[:16] - truth.double()).abs().max()
+    truth = exact(head, embeddings, labels, 16)
+    error = (solved.tau[:16] - truth.tau.double()).abs().max()
+    loss_error = ((solved.loss[:16] - truth.loss) / truth.loss).abs().max()
     print(
-        f"{name}: " + ", ".join(f"{stage} {ms:.2f}" for stage, ms in times.items())
-        + f" | ratio {times['forward + backward'] / gemm:.2f} | pairs/row {len(groups) / len(unit):.0f}"
+        f"{name}: "
+        + ", ".join(f"{stage} {ms:.2f}" for stage, ms in times.items())
+        + f" | ratio {times['forward + backward'] / gemm:.2f} | pairs/row {len(pairs.groups) / len(unit):.0f}"
         + f" active/row {len(solved.columns) / len(unit):.0f} overflow"
-        + f" {int(solved.has_overflowed.sum())} peak {peak:.2f} GiB | tau error {error:.1e}"
+        + f" {int(solved.has_overflowed.sum())} peak {peak:.2f} GiB | tau error {error:.1e} loss {loss_error:.1e}"
         + f" mass error {solved.mass_error.max():.1e} slack {slack.max():.1e}",
         flush=True,
     )

@@ -2,37 +2,41 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from qmargin.errors import ConfigError, DataError, ShapeError
-from qmargin.heads.sparse import LIST_CAPACITY, sparse_rows
+from qmargin.heads.choice import Choice, choose_path
+from qmargin.heads.chunked import ChunkedStep, chunked_rows
+from qmargin.heads.dense import dense_rows
+from qmargin.heads.memory import check_memory
+from qmargin.heads.paper import paper_rows
+from qmargin.heads.sampled import sampled_rows
+from qmargin.heads.sparse import LIST_CAPACITY, SparseStep, sparse_rows
+from qmargin.heads.step import BlockUpdate, RowsUpdate, StepRecord, StepStats
 from qmargin.kernels.dispatch import Call, load_backend
 from qmargin.kernels.head_reference import ClassGradient
-from qmargin.losses.functional import checked_labels
+from qmargin.losses.functional import check_floating, check_label_tensor, checked_labels
 from qmargin.losses.module import MarginLoss
 from qmargin.maths.divergences import Alpha
 
-PATHS = ("auto", "sparse", "chunked", "dense", "sampled", "paper")
+__all__ = ["MarginClassifier", "StepStats"]
+
+PATHS: dict[str, Callable[..., tuple[Tensor, StepRecord]]] = {
+    "sparse": sparse_rows,
+    "chunked": chunked_rows,
+    "dense": dense_rows,
+    "sampled": sampled_rows,
+    "paper": paper_rows,
+}
 GRADIENTS = ("dense", "sparse", "fused")
 PADDING = 256  # the screen's tiles: a copy of the prototypes has a multiple of this many rows
-
-
-@dataclass(frozen=True)
-class StepStats:
-    """What the last step did."""
-
-    path: str
-    reason: str
-    support_mean: float
-    support_max: int
-    num_candidates: float  # classes scored exactly, per row
-    num_overflowed: int
-    mass_error: float
-    active_share: float  # of all classes, how many got a gradient
+NUM_MEASURED = 4  # steps whose support decides the next path
 
 
 class MarginClassifier(nn.Module):
@@ -42,17 +46,38 @@ class MarginClassifier(nn.Module):
         embedding_dim: ``d``.
         num_classes: ``k``, any number.
         loss: A ``MarginLoss``; its reduction is replaced by the mean over the batch.
-        path: How a step is taken: ``"sparse"``, ``"chunked"``, ``"dense"``, ``"sampled"``,
-            ``"paper"``, or ``"auto"``.
+        path: How a step is taken: ``"sparse"`` (exact lists of active classes, ``alpha > 1``),
+            ``"chunked"`` (blocks of classes, any alpha), ``"dense"`` (all cosines, any
+            divergence), ``"sampled"`` (Partial FC), ``"paper"`` (top K percent and bisection), or
+            ``"auto"``, which chooses between the first three and says why in ``last_step``.
         gradient: What backward leaves: ``"dense"`` or ``"sparse"`` (COO) in ``prototypes.grad``, or
             ``"fused"`` for the optimizers of ``qmargin.heads.updates``, which never build it.
-        screen_dtype: Precision of the copy that is screened; the prototypes' own by default on a
-            CPU, float16 on a GPU.
+        screen_dtype: Precision of the copy that is screened; by default the prototypes' own, and
+            float16 for float32 prototypes on a GPU.
+        sample_rate: Share of the classes that ``"sampled"`` takes.
+        top_percent: Percentage of the classes that ``"paper"`` takes.
+        seed: Of the samples; the position in their sequence is part of ``state_dict()``.
+        device: Where the prototypes live.
+        dtype: Of the prototypes: float32, or float64.
+
+    Two more settings are attributes: ``list_capacity`` (entries in a sparse list per listed group)
+    and ``chunk_dtype`` (operands of ``"chunked"``, see ``qmargin.heads.chunked``).
+
+    Prototypes may be changed by any in-place operation on the parameter. After a change that
+    PyTorch cannot see (through ``.data``), call ``refresh(force=True)``.
+
+    Example:
+        >>> from qmargin.losses.presets import q_margin
+        >>> head = MarginClassifier(8, 1000, q_margin(), path="sparse")
+        >>> head(torch.randn(4, 8), torch.tensor([0, 7, 7, 999])).backward()
+        >>> head.prototypes.grad.shape, head.last_step.path
+        (torch.Size([1000, 8]), 'sparse')
     """
 
-    inverse_norms: Tensor
-    copy: Tensor
-    copy_error: Tensor
+    inverse_norms: Tensor  # [k]
+    copy: Tensor  # [K, d] unit prototypes in the precision of the screen, K >= k
+    copy_error: Tensor  # scalar: length of the largest rounding error in the copy
+    prototypes: nn.Parameter  # [k, d]
 
     def __init__(
         self,
@@ -63,14 +88,13 @@ class MarginClassifier(nn.Module):
         path: str = "auto",
         gradient: str = "dense",
         screen_dtype: torch.dtype | None = None,
+        sample_rate: float = 0.1,
+        top_percent: float = 5.0,
+        seed: int = 0,
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
-        if path not in PATHS:
-            raise ConfigError(f"path is {path!r}; known paths are {', '.join(PATHS)}")
-        if gradient not in GRADIENTS:
-            raise ConfigError(f"gradient is {gradient!r}; known ones are {', '.join(GRADIENTS)}")
         if embedding_dim < 1 or num_classes < 1:
             raise ConfigError(
                 f"embedding_dim is {embedding_dim} and num_classes {num_classes}; "
@@ -78,25 +102,46 @@ class MarginClassifier(nn.Module):
             )
         self.embedding_dim, self.num_classes = embedding_dim, num_classes
         self.loss, self.path, self.gradient = loss, path, gradient
+        self.sample_rate, self.top_percent, self.seed = sample_rate, top_percent, seed
         self.list_capacity = LIST_CAPACITY
+        self.chunk_dtype: torch.dtype | None = None
+        self._asked_screen_dtype = screen_dtype
+        self._num_samples = 0
+        self.pending: Any = None  # what fused optimizers read, see heads/pending.py
+        self._step: StepRecord | None = None
+        self._reason = ""
+        self._previous: str | None = None
+        self._shares: deque[float] = deque(maxlen=NUM_MEASURED)
+        self._home: tuple[Any, ...] | None = None
+        self._version = -1
+        self._check_settings(dtype)
+        self._check_memory(torch.empty((), device=device, dtype=dtype))
         weights = torch.empty(num_classes, embedding_dim, device=device, dtype=dtype)
         self.prototypes = nn.Parameter(weights.normal_(0.0, 0.01))
-        self.screen_dtype = screen_dtype or (
-            torch.float16 if self.prototypes.is_cuda else self.prototypes.dtype
-        )
-        self.pending: tuple[ClassGradient, Tensor] | None = None
-        self._version = -1
-        self._step: Any = None
 
     @property
     def order(self) -> float:
-        """``alpha - 1``."""
-        if not isinstance(self.loss.divergence, Alpha):
+        """``alpha - 1``, for paths that need it as a number."""
+        divergence = self.loss.divergence
+        if not isinstance(divergence, Alpha):
             raise ConfigError(
-                f"the divergence is {self.loss.divergence}; only Alpha has sparse and chunked "
-                "steps, use path='dense'"
+                f"path {self.path!r} takes the divergence Alpha and this is {divergence}; "
+                "use path='dense'"
             )
-        return self.loss.divergence.order
+        if _is_learned(divergence):
+            raise ConfigError(
+                f"path {self.path!r} has no gradient for alpha and this alpha requires one; "
+                "use path='dense', or detach it"
+            )
+        return divergence.order
+
+    @property
+    def screen_dtype(self) -> torch.dtype:
+        """Precision of the copy that is screened."""
+        if self._asked_screen_dtype is not None:
+            return self._asked_screen_dtype
+        native = self.prototypes.dtype
+        return torch.float16 if self.prototypes.is_cuda and native == torch.float32 else native
 
     @property
     def kernels(self) -> Any:
@@ -104,58 +149,205 @@ class MarginClassifier(nn.Module):
         prototypes = self.prototypes
         return load_backend(Call(prototypes.device.type, prototypes.dtype, self.screen_dtype))
 
-    def refresh(self) -> None:
-        """Bring the screened copy up to date if the prototypes changed since it was made."""
-        if self._version == self.prototypes._version:
-            return
-        k, d = self.prototypes.shape
-        padded = -(-k // PADDING) * PADDING
+    @property
+    def last_step(self) -> StepStats | None:
+        """What the last forward pass did, None before the first; reading it waits for a GPU."""
+        if self._step is None:
+            return None
+        stats = self._step.stats()
+        reasons = [reason for reason in (self._reason, stats.reason) if reason]
+        return replace(stats, reason="; ".join(reasons))
+
+    def refresh(self, *, force: bool = False) -> None:
+        """Bring the screened copy up to date if the prototypes changed or moved since."""
         prototypes = self.prototypes.detach()
-        if self._version < 0:
+        home = (prototypes.data_ptr(), prototypes.device, prototypes.dtype, self.screen_dtype)
+        if home != self._home:
+            k, d = prototypes.shape
+            padded = -(-k // PADDING) * PADDING
             self.copy = prototypes.new_zeros((padded, d), dtype=self.screen_dtype)
             self.inverse_norms = prototypes.new_empty(k)
+        elif self._version == self.prototypes._version and not force:
+            return
         self.copy_error = self.kernels.refresh_copy(prototypes, self.copy, self.inverse_norms)
-        self._version = self.prototypes._version
+        self._home, self._version = home, self.prototypes._version
 
     def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
         """Mean loss of a batch of embeddings ``[B, d]`` (any length) with labels ``[B]``."""
-        self._check(embeddings, labels)
-        self.refresh()
-        wide = embeddings.to(self.prototypes.dtype)
-        norms = wide.norm(dim=1)
-        unit = wide / norms[:, None]
-        rows, self._step = sparse_rows(self, unit, labels, norms)
-        return rows.mean()
+        self._check_settings(self.prototypes.dtype)
+        embeddings = self._check_batch(embeddings, labels)
+        is_ignored = labels == self.loss.ignore_index
+        marked = torch.where(is_ignored, 0, labels)
+        marked = checked_labels(marked, self.num_classes, self.loss.debug)
+        marked = marked.masked_fill_(is_ignored, -1)  # as margins expect it
+        self._step = None  # what it kept is free for this step
+        choice = self._choose(len(labels))
+        with torch.autocast(embeddings.device.type, enabled=False):
+            wide = embeddings.to(self.prototypes.dtype)
+            wide = torch.where(is_ignored[:, None], 1.0, wide)  # nothing there may spoil the rest
+            norms = wide.norm(dim=1)
+            self._check_norms(norms)
+            if choice.path in ("sparse", "chunked") or self.gradient == "fused":
+                self.refresh()
+            rows, self._step = PATHS[choice.path](self, wide / norms[:, None], marked, norms)
+        self._reason, self._previous = choice.reason, choice.path
+        self._measure()
+        return rows.masked_fill(is_ignored, 0.0).sum() / (~is_ignored).sum()
+
+    def _choose(self, num_rows: int) -> Choice:
+        """The path of this step."""
+        if self.path != "auto":
+            return Choice(self.path, f"path={self.path!r} was asked for")
+        divergence = self.loss.divergence
+        is_known = isinstance(divergence, Alpha) and not _is_learned(divergence)
+        return choose_path(
+            order=self.order if is_known else None,
+            device=self.prototypes.device.type,
+            num_logits=num_rows * self.num_classes,
+            group_share=sum(self._shares) / len(self._shares) if self._shares else None,
+            previous=self._previous,
+        )
+
+    def _measure(self) -> None:
+        """Note how much of the classes a sparse step listed, or a chunked one would have to."""
+        if self.path == "auto" and isinstance(self._step, SparseStep | ChunkedStep):
+            self._shares.append(self._step.group_share())
 
     def receive_gradient(self, gradient: ClassGradient, embeddings: Tensor) -> Tensor | None:
-        """Turn the sparse gradient into what was asked for."""
+        """Turn the sparse step's gradient into what was asked for."""
         if self.gradient == "fused":
-            self.pending = (gradient, embeddings)
+            self.leave_pending((gradient, embeddings))
             return None
         prototypes = self.prototypes.detach()
         classes, rows = self.kernels.prototype_gradient(
             gradient, embeddings, prototypes, self.inverse_norms
         )
         if self.gradient == "sparse":
-            return torch.sparse_coo_tensor(
-                classes[None], rows, prototypes.shape, is_coalesced=True, check_invariants=False
-            )
+            return _coo(classes, rows, prototypes)
         return torch.zeros_like(prototypes).index_copy_(0, classes, rows)
 
-    def _check(self, embeddings: Tensor, labels: Tensor) -> None:
+    def receive(self, update: BlockUpdate) -> Tensor | None:
+        """Turn any other path's gradient into what was asked for."""
+        if self.gradient == "fused":
+            self.leave_pending(update)
+            return None
+        prototypes = self.prototypes.detach()
+        if self.gradient == "sparse":
+            parts = []
+            for where, rows in update.blocks():
+                active = (rows != 0).any(1).nonzero().flatten()
+                parts.append((where.start + active, rows[active]))
+            classes, rows = (torch.cat(column) for column in zip(*parts, strict=True))
+            return _coo(classes, rows, prototypes)
+        if isinstance(update, RowsUpdate):
+            return update.as_dense()
+        gradient = torch.empty_like(prototypes)
+        for where, rows in update.blocks():
+            gradient[where] = rows
+        return gradient
+
+    def leave_pending(self, pending: Any) -> None:
+        """Keep what an optimizer of ``qmargin.heads.updates`` will consume: one batch at a time."""
+        if self.pending is not None:
+            raise ConfigError(
+                "a gradient is pending and gradient='fused' holds only one; call the optimizer's "
+                "step() or zero_grad() before the next backward, or accumulate with "
+                "gradient='dense' or 'sparse'"
+            )
+        self.pending = pending
+
+    def next_seed(self) -> int:
+        """Seed of the next sample of classes: a function of ``seed`` and of the samples so far."""
+        self._num_samples += 1
+        return (self.seed * 0x9E3779B97F4A7C15 + self._num_samples) % (1 << 63)
+
+    def get_extra_state(self) -> Tensor:
+        """Seed and number of the samples of classes, as a tensor that any format can store."""
+        return torch.tensor([self.seed, self._num_samples])
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Go on where ``get_extra_state`` was called."""
+        self.seed, self._num_samples = (int(number) for number in state)
+
+    def extra_repr(self) -> str:
+        """Shown by ``print(head)``."""
+        text = f"{self.embedding_dim}, {self.num_classes}, path={self.path!r}"
+        return f"{text}, gradient={self.gradient!r}, screen_dtype={self.screen_dtype}"
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy or a pickle holds: no step in flight, and no copy that can be made again."""
+        fresh = {"pending": None, "_step": None, "_home": None, "_version": -1}
+        state = {**self.__dict__, **fresh, "_shares": deque(self._shares, NUM_MEASURED)}
+        return {
+            name: state[name] for name in state.keys() - {"copy", "inverse_norms", "copy_error"}
+        }
+
+    def _check_settings(self, dtype: torch.dtype) -> None:
+        if self.path not in ("auto", *PATHS):
+            known = ", ".join(("auto", *PATHS))
+            raise ConfigError(f"path is {self.path!r}; known paths are {known}")
+        if self.gradient not in GRADIENTS:
+            known = ", ".join(GRADIENTS)
+            raise ConfigError(f"gradient is {self.gradient!r}; known ones are {known}")
+        if dtype not in (torch.float32, torch.float64):
+            raise ConfigError(
+                f"prototypes are {dtype}; keep them in torch.float32 (or float64) and choose the "
+                "precision of the screen with screen_dtype"
+            )
+        if self.path in ("sparse", "chunked", "paper"):
+            order = self.order
+            if order <= 0.0 and self.path != "chunked":
+                raise ConfigError(
+                    f"path {self.path!r} lives on posteriors that are zero for most classes and "
+                    f"alpha is {1.0 + order:g}; use path='chunked', or an alpha above 1"
+                )
+
+    def _check_memory(self, like: Tensor) -> None:
+        native, numbers = like.element_size(), self.num_classes * self.embedding_dim
+        parts = {"prototypes": numbers * native}
+        if self.path in ("auto", "sparse", "chunked") or self.gradient == "fused":
+            default = torch.float16 if like.is_cuda and native == 4 else like.dtype
+            parts["screened copy"] = numbers * (self._asked_screen_dtype or default).itemsize
+        if self.gradient == "dense":
+            parts["gradient"] = numbers * native
+        subject = f"a head of {self.num_classes:,} classes x {self.embedding_dim:,}"
+        check_memory(parts, like.device, subject=subject)
+
+    def _check_batch(self, embeddings: Tensor, labels: Tensor) -> Tensor:
+        embeddings = check_floating(embeddings, "embeddings")
         if embeddings.dim() != 2 or embeddings.shape[1] != self.embedding_dim:
             raise ShapeError(
                 f"embeddings have shape {tuple(embeddings.shape)}; "
                 f"this head takes [B, {self.embedding_dim}]"
             )
-        if labels.shape != embeddings.shape[:1] or labels.is_floating_point():
-            raise ShapeError(
-                f"labels have shape {tuple(labels.shape)} and dtype {labels.dtype}; "
-                f"this batch needs {len(embeddings)} integers"
-            )
         if embeddings.device != self.prototypes.device:
-            raise DataError(
+            raise ShapeError(
                 f"embeddings are on {embeddings.device} and prototypes on "
                 f"{self.prototypes.device}; move one of them"
             )
-        checked_labels(labels, self.num_classes, self.loss.debug)
+        check_label_tensor(labels, embeddings)
+        if len(labels) == 0:
+            raise ShapeError("the batch is empty, so its mean loss is undefined; skip it")
+        return embeddings
+
+    def _check_norms(self, norms: Tensor) -> None:
+        """Refuse rows without a direction; on a GPU, where that would wait, their loss is NaN."""
+        if norms.is_cuda and not self.loss.debug:
+            return
+        is_bad = ~((norms > 0) & norms.isfinite())
+        if bool(is_bad.any()):
+            row = int(is_bad.nonzero()[0])
+            raise DataError(
+                f"the embedding of row {row} has length {float(norms[row]):g}, so it has no "
+                "direction; look for NaN, inf or a dead layer, or mark the row with ignore_index"
+            )
+
+
+def _is_learned(divergence: Alpha) -> bool:
+    return isinstance(divergence.alpha, Tensor) and divergence.alpha.requires_grad
+
+
+def _coo(classes: Tensor, rows: Tensor, like: Tensor) -> Tensor:
+    return torch.sparse_coo_tensor(
+        classes[None], rows, like.shape, is_coalesced=True, check_invariants=False
+    )

@@ -1,115 +1,33 @@
 """Optimizers for ``MarginClassifier(gradient="fused")``: the prototypes' gradient is never built.
 
 In fused mode a backward pass leaves ``head.pending`` instead of ``prototypes.grad``: what is needed
-to make the gradient, one block of classes at a time. Anything that is a ``PendingGradient`` will do;
-the sparse step's pair of a ``ClassGradient`` and its embeddings is wrapped in ``SparsePending``.
-The optimizers here consume it in one sweep that steps the prototypes, their momentum and the copy
-that the next forward pass screens.
+to make the gradient, one block of classes at a time. The optimizers here consume it in one sweep
+that steps the prototypes, their momentum and the copy that the next forward pass screens.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from qmargin.errors import ConfigError, DataError
+from qmargin.heads.pending import PendingGradient, SparsePending, as_pending
 from qmargin.kernels import update_reference
-from qmargin.kernels.head_reference import ClassGradient
-from qmargin.kernels.update_reference import class_parts, gradient_blocks
 
 if TYPE_CHECKING:
     from qmargin.heads.classifier import MarginClassifier
 
 
-class PendingGradient(Protocol):
-    """The prototypes' gradient, to be made block by block.
-
-    A path needs to write ``blocks`` only: a class that derives from this one inherits the rest, and
-    replaces ``is_finite`` where it knows the answer without making the gradient.
-    """
-
-    def blocks(self) -> Iterator[tuple[slice, Tensor]]:
-        """Consecutive ranges of classes, ascending, all of them; the gradient ``[n, d]`` of each.
-
-        The gradient is that of the raw prototypes, the length of each included. It can be asked for
-        any number of times as long as the prototypes stay as they are. Within one pass, a consumer
-        may overwrite the gradient it got, and may step those classes (their prototypes, inverse
-        norms and copy), before it asks for the next range.
-        """
-        ...
-
-    def norm(self) -> Tensor:
-        """Euclidean norm of the whole gradient, a float64 scalar."""
-        return norm_of(rows for _, rows in self.blocks())
-
-    def is_finite(self) -> Tensor:
-        """Whether every element is finite, a boolean scalar on the device; no sync."""
-        return self.norm().isfinite()
-
-
-def norm_of(parts: Iterable[Tensor]) -> Tensor:
-    """Euclidean norm of tensors that are never held together, a float64 scalar."""
-    norms = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]
-    return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
-
-
-@dataclass(frozen=True)
-class SparsePending(PendingGradient):
-    """What the sparse step leaves: entries for the active classes only."""
-
-    head: MarginClassifier
-    gradient: ClassGradient
-    embeddings: Tensor  # [B, d], unit
-
-    def blocks(self) -> Iterator[tuple[slice, Tensor]]:
-        """All classes; the gradient of inactive ones is zero."""
-        head = self.head
-        return gradient_blocks(
-            self.gradient, self.embeddings, head.prototypes.detach(), head.inverse_norms
-        )
-
-    def norm(self) -> Tensor:
-        """From the active classes alone, some at a time."""
-        head = self.head
-        prototypes = head.prototypes.detach()
-        parts = class_parts(self.gradient)
-        return norm_of(
-            head.kernels.prototype_gradient(part, self.embeddings, prototypes, head.inverse_norms)[
-                1
-            ]
-            for part in parts
-        ).to(prototypes.device)
-
-    def is_finite(self) -> Tensor:
-        """From a bound of the gradient's elements, which costs a look at the lists."""
-        if not len(self.gradient.values):
-            return self.head.inverse_norms.new_ones((), dtype=torch.bool)
-        weight = self.gradient.values.abs().sum(dtype=torch.float64)
-        largest = self.embeddings.abs().amax() * self.head.inverse_norms.amax()
-        bound = weight * largest.double() * (1 + self.embeddings.shape[1])  # projection included
-        return bound < torch.finfo(self.embeddings.dtype).max  # false for NaN
-
-
-def as_pending(head: MarginClassifier, left: Any) -> PendingGradient:
-    """What a backward pass left in ``head.pending``, as a ``PendingGradient``."""
-    if isinstance(left, tuple):
-        gradient, embeddings = left
-        return SparsePending(head, gradient, embeddings)
-    pending: PendingGradient = left
-    return pending
-
-
 class _FusedSGD(torch.optim.Optimizer):
     """What both optimizers share.
 
-    The gradient's scale travels as the ``.grad`` of a parameter of its own, a single number: one for
-    a new gradient, infinity for one that is not finite. ``torch.amp.GradScaler`` finds it among the
-    ``param_groups``, unscales and checks it like any gradient, and needs to know nothing of us.
+    The gradient's scale travels as the ``.grad`` of a parameter of its own, a single number: one
+    for a new gradient, infinity for one that is not finite. ``torch.amp.GradScaler`` finds it among
+    the ``param_groups``, unscales and checks it like any gradient, and needs to know nothing of us.
     """
 
     _only_active: bool
@@ -291,8 +209,8 @@ def _operation(head: MarginClassifier, name: str) -> Callable[..., Tensor]:
 class ExactSGD(_FusedSGD):
     """Momentum SGD with weight decay over all classes, in one sweep without a gradient matrix.
 
-    Equal to ``torch.optim.SGD`` on the dense gradient, to rounding: a class without a gradient still
-    moves along its momentum and decays.
+    Equal to ``torch.optim.SGD`` on the dense gradient, to rounding: a class without a gradient
+    still moves along its momentum and decays.
 
     Args:
         head: A ``MarginClassifier`` with ``gradient="fused"``.
@@ -322,11 +240,11 @@ class SparseSGD(_FusedSGD):
 
     A class is active in a step if its gradient is not exactly zero. In that step its prototype,
     momentum and weight decay follow ``torch.optim.SGD`` on that row alone. In every other step the
-    row does not change at all: it does not decay, and its momentum waits, undiminished, for the next
-    step in which the class is active. So time spent in the step does not grow with the number of
-    classes, a rarely active class decays less than a busy one, and what pushed it long ago still
-    pushes it with the weight of the step before. Where all classes are active, as at ``alpha = 1``,
-    the two optimizers are the same.
+    row does not change at all: it does not decay, and its momentum waits, undiminished, for the
+    next step in which the class is active. So a step costs what its active classes cost, a
+    rarely active class decays less than a busy one, and what pushed it long ago still
+    pushes it as if it were the step before. Where all classes are active, as at ``alpha = 1``, the
+    two optimizers are the same.
 
     Args:
         head: A ``MarginClassifier`` with ``gradient="fused"``.
@@ -351,8 +269,8 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Clip gradients and pending gradients together, by their global Euclidean norm.
 
-    As ``torch.nn.utils.clip_grad_norm_`` over all of them at once. The norm of a pending gradient is
-    summed over parts of the classes; the gradient is then scaled without being made.
+    As ``torch.nn.utils.clip_grad_norm_`` over all of them at once. The norm of a pending gradient
+    is summed over parts of the classes; the gradient is then scaled without being made.
 
     Args:
         parameters: Of the backbone, and any others; those without ``.grad`` do not count. Gradients
@@ -366,16 +284,18 @@ def clip_grad_norm_(
     """
     scales = {id(optimizer._scale) for optimizer in optimizers}
     grads = [p.grad for p in parameters if p.grad is not None and id(p) not in scales]
-    norms = [torch.linalg.vector_norm(_values(grad)) for grad in grads]
+    norms = [torch.linalg.vector_norm(_values(_merged(grad))) for grad in grads]
     norms += [optimizer.grad_norm() for optimizer in optimizers]
     if not norms:
         return torch.zeros(())
     device, dtype = norms[0].device, torch.promote_types(norms[0].dtype, norms[-1].dtype)
-    total = torch.linalg.vector_norm(torch.stack([norm.to(device, dtype) for norm in norms]))
+    total: Tensor = torch.linalg.vector_norm(
+        torch.stack([norm.to(device, dtype) for norm in norms])
+    )
     if error_if_nonfinite and not bool(total.isfinite()):
         raise DataError(
-            f"the global norm of the gradients is {float(total)}; nothing was clipped, look for NaN "
-            "in the embeddings or set error_if_nonfinite=False"
+            f"the global norm of the gradients is {float(total)}; nothing was clipped, look for "
+            "NaN in the embeddings or set error_if_nonfinite=False"
         )
     factor = (max_norm / (total + 1e-6)).clamp_max(1.0)
     for grad in grads:
@@ -385,6 +305,12 @@ def clip_grad_norm_(
     return total
 
 
+def _merged(grad: Tensor) -> Tensor:
+    """The gradient with each element stored once."""
+    return grad.coalesce() if grad.is_sparse else grad
+
+
 def _values(grad: Tensor) -> Tensor:
-    """The stored numbers of a dense or (coalesced) sparse gradient."""
-    return grad._values() if grad.is_sparse else grad
+    """The stored numbers of a dense or sparse gradient; a view."""
+    values: Tensor = grad._values() if grad.is_sparse else grad
+    return values

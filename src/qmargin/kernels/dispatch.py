@@ -21,6 +21,7 @@ class Call:
     device: str
     dtype: torch.dtype
     screen_dtype: torch.dtype
+    may_interpret: bool = False  # run kernels in Triton's interpreter: right, and very slow
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,8 @@ class Backend:
 
 
 def _why_not_triton(call: Call) -> str | None:
-    if call.device != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+    is_interpreted = call.may_interpret and os.environ.get("TRITON_INTERPRET") == "1"
+    if call.device != "cuda" and not is_interpreted:
         return f"tensors are on {call.device}, not cuda"
     if find_spec("triton") is None:
         return "triton is not installed"

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qmargin.maths.objective import posterior_rows
+from qmargin.maths.objective import label_loss, posterior_rows
 from qmargin.maths.threshold import bound_from_below, heights, slacks, solve_newton, solve_rows
 
 GROUP = 32
@@ -21,19 +21,46 @@ BLOCK_CLASSES = 1 << 14  # classes scored at a time: [B, 16384] stays in cache f
 BLOCK_ENTRIES = 1 << 16  # gathered prototypes at a time
 
 
-class SolvedRows(NamedTuple):
-    """The posterior of a batch as lists, row by row, with what the loss needs."""
+class PreparedRows(NamedTuple):
+    """A batch ready for the screen."""
 
-    anchor: Tensor  # [B] float64, logit
-    level: Tensor  # [B] float64
+    embeddings: Tensor  # [B, d] unit length
+    rounded: Tensor  # [B, d] in the dtype of the copy
+    rounding: Tensor  # [B] length of what rounding took away
+    target_cosines: Tensor  # [B] with the row's own class, from the master prototypes
+
+
+class Pairs(NamedTuple):
+    """Rows and the groups that may hold active classes of theirs, row by row."""
+
+    groups: Tensor  # [n]
+    rows: Tensor  # [n]
+    starts: Tensor  # [B + 1]: where each row's pairs begin
+    floor: Tensor  # [B]: exact cosines at or below it are certainly inactive
+    slack: Tensor  # [B]: how far a screened cosine may be from the exact one
+
+
+class Candidates(NamedTuple):
+    """Classes that can be active, row by row, with their exact cosines."""
+
+    rows: Tensor  # [n]
+    columns: Tensor  # [n]
+    scores: Tensor  # [n]
+    starts: Tensor  # [B + 1]
+
+
+class SolvedRows(NamedTuple):
+    """Loss and posterior of a batch, the posterior as lists, row by row."""
+
+    loss: Tensor  # [B] float64
+    tau: Tensor  # [B] float64
     others_mass: Tensor  # [B] float64, posterior mass of all classes but the target
-    excess: Tensor  # [B] float64, sum of p * x over them
+    in_reference: Tensor  # [B] float64, gradient of the loss in the target's log reference
     mass_error: Tensor  # [B] float64
-    rows: Tensor  # [n]: the batch's active entries, row by row
+    rows: Tensor  # [n]: the batch's candidates, row by row
     columns: Tensor  # [n]: their classes
-    posterior: Tensor  # [n] in the dtype of the scores
-    starts: Tensor  # [B + 1] int64: where each row's list begins
-    has_overflowed: Tensor  # [B] bool: lists that were too short; their other fields are void
+    posterior: Tensor  # [n], zero for candidates that turned out inactive
+    starts: Tensor  # [B + 1]: where each row's list begins
 
 
 def refresh_copy(prototypes: Tensor, copy: Tensor, inverse_norms: Tensor) -> Tensor:
@@ -57,6 +84,20 @@ def refresh_copy(prototypes: Tensor, copy: Tensor, inverse_norms: Tensor) -> Ten
         copy[start : start + len(block)] = rounded
         largest = torch.maximum(largest, (unit - rounded.to(unit.dtype)).norm(dim=1).amax())
     return largest
+
+
+def prepare_rows(
+    embeddings: Tensor,
+    labels: Tensor,
+    prototypes: Tensor,
+    inverse_norms: Tensor,
+    screen_dtype: torch.dtype,
+) -> PreparedRows:
+    """Rounded embeddings, the length of their rounding errors (F3), and the target's cosines."""
+    rounded = embeddings.to(screen_dtype)
+    rounding = (embeddings - rounded.to(embeddings.dtype)).norm(dim=1)
+    own = prototypes[labels] * inverse_norms[labels][:, None]
+    return PreparedRows(embeddings, rounded, rounding, (embeddings * own).sum(1))
 
 
 def group_maxima(embeddings: Tensor, copy: Tensor, labels: Tensor, num_classes: int) -> Tensor:
@@ -102,108 +143,124 @@ def bound_tau(
     return anchor - slacks(level, order)
 
 
-def list_groups(maxima: Tensor, floor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Pairs above each row's floor, row by row: ``groups [n]``, ``rows [n]``, ``starts [B + 1]``."""
-    is_listed = maxima > floor[:, None].to(maxima.dtype)
-    counts = is_listed.sum(1)
-    starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+def list_pairs(
+    maxima: Tensor,
+    target_logits: Tensor,
+    target_log_reference: Tensor,
+    slack: Tensor,
+    *,
+    scale: float,
+    order: float,
+) -> Pairs:
+    """Pairs that may hold active classes, given that maxima are within ``slack`` of the truth (F3).
+
+    Args:
+        maxima: ``[B, g]`` cosines.
+        target_logits: ``[B]`` float64.
+        target_log_reference: ``[B]`` float64.
+        slack: ``[B]`` float64, in cosine.
+        scale: ``s``.
+        order: ``alpha - 1``, positive.
+    """
+    tau_low = bound_tau(maxima, target_logits, target_log_reference, scale=scale, order=order)
+    edge = (tau_low - 1.0 / order) / scale
+    is_listed = maxima.double() > (edge - 2.0 * slack)[:, None]
+    starts = torch.nn.functional.pad(is_listed.sum(1).cumsum(0), (1, 0))
     rows, groups = is_listed.nonzero(as_tuple=True)
-    return groups, rows, starts
+    return Pairs(groups, rows, starts, edge - slack, slack)
 
 
-def rescore(
-    embeddings: Tensor,
+def score_candidates(
+    prepared: PreparedRows,
+    copy: Tensor,
     prototypes: Tensor,
     inverse_norms: Tensor,
     labels: Tensor,
-    groups: Tensor,
-    rows: Tensor,
-) -> Tensor:
-    """Exact cosines of every listed pair, ``[n, GROUP]``; ``-inf`` for targets and padding."""
-    num_classes = len(prototypes)
-    scores = embeddings.new_empty((len(groups), GROUP))
+    pairs: Pairs,
+) -> Candidates:
+    """Exact cosines of the classes in listed pairs that can be active, row by row.
+
+    Scores come from the master prototypes; ``copy`` is there for kernels, which filter with it.
+    """
+    num_classes, groups, rows = len(prototypes), pairs.groups, pairs.rows
     member = torch.arange(GROUP, device=groups.device)
+    scores = prototypes.new_empty((len(groups), GROUP))
     order = groups.argsort(stable=True)  # each group's prototypes are read once
     step = max(1, BLOCK_ENTRIES // GROUP)
     for first in range(0, len(groups), step):
-        pairs = order[first : first + step]
-        columns = groups[pairs][:, None] * GROUP + member
-        is_void = (columns >= num_classes) | (columns == labels[rows[pairs]][:, None])
-        columns = columns.clamp_max(num_classes - 1)
-        needed, position = torch.unique_consecutive(groups[pairs], return_inverse=True)
-        block_columns = (needed[:, None] * GROUP + member).clamp_max(num_classes - 1)
-        unit = prototypes[block_columns] * inverse_norms[block_columns][..., None]
-        product = torch.bmm(unit[position], embeddings[rows[pairs]][:, :, None]).squeeze(2)
-        scores[pairs] = product.masked_fill(is_void, -math.inf)
-    return scores
+        some = order[first : first + step]
+        needed, position = torch.unique_consecutive(groups[some], return_inverse=True)
+        block = (needed[:, None] * GROUP + member).clamp_max(num_classes - 1)
+        unit = prototypes[block] * inverse_norms[block][..., None]
+        vectors = prepared.embeddings[rows[some]][:, :, None]
+        scores[some] = torch.bmm(unit[position], vectors).squeeze(2)
+    columns = groups[:, None] * GROUP + member
+    is_candidate = scores.double() > pairs.floor[rows, None]
+    is_candidate &= (columns < num_classes) & (columns != labels[rows][:, None])
+    pair, which = is_candidate.nonzero(as_tuple=True)
+    counts = torch.bincount(rows[pair], minlength=len(labels))
+    starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+    return Candidates(rows[pair], columns[pair, which], scores[pair, which], starts)
 
 
 def solve_lists(
-    scores: Tensor,
-    groups: Tensor,
-    rows: Tensor,
-    starts: Tensor,
+    candidates: Candidates,
     target_logits: Tensor,
     target_log_reference: Tensor,
     *,
     scale: float,
     order: float,
-    floor: Tensor,
-    capacity: int,
 ) -> SolvedRows:
-    """Root, posterior and loss terms from the exact scores of the listed pairs.
+    """Root, posterior and loss of every row from the exact scores of its candidates.
 
     Args:
-        scores: ``[n, GROUP]`` cosines.
-        groups: ``[n]``.
-        rows: ``[n]``.
-        starts: ``[B + 1]``.
+        candidates: Every class that can be active.
         target_logits: ``[B]`` float64.
         target_log_reference: ``[B]`` float64.
         scale: ``s``.
         order: ``alpha - 1``, positive.
-        floor: ``[B]``: cosines at or below it are certainly inactive.
-        capacity: Entries a row's list may hold per listed pair; more is an overflow.
     """
-    is_candidate = scores > floor[rows, None].to(scores.dtype)
-    pair, member = is_candidate.nonzero(as_tuple=True)
-    row, columns = rows[pair], groups[pair] * GROUP + member
-    counts = torch.bincount(row, minlength=len(starts) - 1)
-    has_overflowed = counts > capacity * starts.diff()
+    rows, columns, scores, starts = candidates
+    counts = starts.diff()
     width = int(counts.max()) if len(counts) else 0
-    begins = counts.cumsum(0) - counts
-    position = torch.arange(len(row), device=row.device) - begins[row]
+    position = torch.arange(len(rows), device=rows.device) - starts[rows]
     logits = scores.new_full((len(counts), width + 1), -math.inf, dtype=torch.float64)
-    logits[row, position] = scores[pair, member].double() * scale
+    logits[rows, position] = scores.double() * scale
     logits[:, -1] = target_logits
     reference = torch.zeros_like(logits)
     reference[:, -1] = target_log_reference
     anchor, level, _ = solve_rows(logits, reference, order)
     posterior, levels = posterior_rows(logits, reference, anchor, level, order)
-    others = posterior[:, :-1]
-    excess = torch.where(others > 0, others * heights(levels[:, :-1], order), 0.0).sum(1)
-    entry = others[row, position]
-    is_active = entry > 0
-    active_counts = torch.bincount(row[is_active], minlength=len(counts))
+    loss, target, others_mass = label_loss(posterior, levels, target_log_reference, order)
+    height = heights(levels[:, -1], order).clamp_min(0.0)
+    in_reference = (target * height - (-order * target_log_reference).exp()) / (1.0 + order)
     return SolvedRows(
-        anchor,
-        level,
-        others.sum(1),
-        excess,
+        loss,
+        anchor - slacks(level, order),
+        others_mass,
+        in_reference,
         (posterior.sum(1) - 1.0).abs(),
-        row[is_active],
-        columns[is_active],
-        entry[is_active].to(scores.dtype),
-        torch.nn.functional.pad(active_counts.cumsum(0), (1, 0)),
-        has_overflowed,
+        rows,
+        columns,
+        posterior[rows, position].to(scores.dtype),
+        starts,
     )
 
 
 def embedding_gradient(
-    solved: SolvedRows, prototypes: Tensor, inverse_norms: Tensor, weights: Tensor
+    solved: SolvedRows,
+    labels: Tensor,
+    prototypes: Tensor,
+    inverse_norms: Tensor,
+    weights: Tensor,
+    target_weights: Tensor,
 ) -> Tensor:
-    """``weight_r * sum_j p_rj w_j``, ``[B, d]``: gradient of the cosines of the others."""
-    gradient = prototypes.new_zeros((len(weights), prototypes.shape[1]))
+    """Gradient of the unit embeddings, ``[B, d]``.
+
+    It is ``weight_r sum_j p_rj w_j`` over the others, plus ``target_weight_r w_y``.
+    """
+    own = (inverse_norms[labels] * target_weights)[:, None]
+    gradient = prototypes[labels] * own
     for first in range(0, len(solved.rows), BLOCK_ENTRIES):
         part = slice(first, first + BLOCK_ENTRIES)
         rows, columns = solved.rows[part], solved.columns[part]

@@ -4,14 +4,16 @@ One sweep over blocks of classes builds the gradient of a block, steps its proto
 their unit copy and inverse norms while they are at hand. Nothing of size ``[k, d]`` is allocated.
 A kernel with the same signature may stand in for ``sgd_update`` and for ``sgd_update_rows``.
 
-The rule is that of ``torch.optim.SGD`` without dampening. With ``g = scale * gradient + decay * w``:
-``v <- momentum * v + g``, then ``w <- w - lr * v``, or ``w - lr * (g + momentum * v)`` with Nesterov.
-A buffer of zeros before the first step is the same as torch's first buffer, which is ``g`` itself.
+The rule is that of ``torch.optim.SGD`` without dampening. With ``g = grad_scale * gradient +
+weight_decay * w``, ``v <- momentum * v + g`` and then ``w <- w - lr * v``, or with Nesterov
+``w <- w - lr * (g + momentum * v)``. Buffers start at zero, which makes the first one ``g`` itself,
+as in torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -60,8 +62,8 @@ def sgd_update(
         momentum: Share of the buffer that is kept.
         weight_decay: Added to the gradient, times the prototype.
         nesterov: Look ahead along the new buffer.
-        grad_scale: 0-dim tensor on the device, multiplies the gradient. If it is not finite, nothing
-            is written.
+        grad_scale: 0-dim tensor on the device, multiplies the gradient. If it is not finite,
+            nothing is written.
         only_active: Step only classes that have an entry other than zero in ``gradient``; otherwise
             every class.
 
@@ -75,8 +77,8 @@ def sgd_update(
     state = (prototypes, momentum_buffer, inverse_norms, copy)
     if only_active:
         for part in class_parts(with_entries(gradient)):
-            classes, rows = prototype_gradient(part, embeddings, prototypes, inverse_norms)
-            largest = torch.maximum(largest, _step_listed(classes.long(), rows, *state, rule))
+            active, rows = prototype_gradient(part, embeddings, prototypes, inverse_norms)
+            largest = torch.maximum(largest, _step_listed(active.long(), rows, *state, rule))
         return largest
     for classes, rows in gradient_blocks(gradient, embeddings, prototypes, inverse_norms):
         largest = torch.maximum(largest, _step_block(rows, *_views(classes, *state), rule))
@@ -100,8 +102,8 @@ def sgd_update_rows(
 ) -> Tensor:
     """Step a range of consecutive classes, given the gradient of its prototypes.
 
-    As ``sgd_update``, but for ``classes`` with the gradient ``rows`` ``[n, d]``, which is overwritten.
-    With ``only_active`` the classes whose gradient is zero throughout are left alone.
+    As ``sgd_update``, for the range ``classes`` with the gradient ``rows`` ``[n, d]``, which is
+    overwritten. With ``only_active``, classes whose gradient is zero throughout are left alone.
     """
     if not bool(grad_scale.isfinite()):
         return prototypes.new_zeros(())
@@ -125,7 +127,7 @@ def gradient_blocks(
     starts = range(0, k, BLOCK_CLASSES)
     edges = torch.tensor([*starts, k], device=gradient.columns.device)
     cuts = torch.searchsorted(gradient.columns.long(), edges).tolist()
-    for start, first, last in zip(starts, cuts[:-1], cuts[1:], strict=True):
+    for start, (first, last) in zip(starts, pairwise(cuts), strict=True):
         stop = min(start + BLOCK_CLASSES, k)
         block = prototypes.new_zeros((stop - start, d))
         if first < last:
@@ -140,7 +142,7 @@ def class_parts(gradient: ClassGradient) -> Iterator[ClassGradient]:
     columns = gradient.columns
     cuts = torch.searchsorted(columns, columns[BLOCK_CLASSES::BLOCK_CLASSES].contiguous()).tolist()
     edges = sorted({0, *cuts, len(columns)})
-    for first, last in zip(edges[:-1], edges[1:], strict=True):
+    for first, last in pairwise(edges):
         yield _entries(gradient, slice(first, last))
 
 

@@ -1,4 +1,4 @@
-"""Bound and list: the root over group maxima, and the groups that can matter (F1, F4, F5, F6)."""
+"""Bound and list: the root over group maxima, and the pairs that can matter (F1, F4, F5, F6)."""
 
 from __future__ import annotations
 
@@ -7,80 +7,60 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from qmargin.kernels.head_reference import Pairs
+
 BLOCK = 4096
-NUM_STEPS = 5  # every iterate is a lower bound; five are within a thousandth of the root
+# Newton runs on the maxima of BLOCK strided sets of groups, which stay in registers: a subset too,
+# so still a lower bound (F1), and one that lists hardly more groups than all the maxima would.
+COARSE_STEPS = 6
 ROUNDING = 1e-5  # of float32 sums over the maxima, in units of the height
 
 
 @triton.jit
+def _moved(level, mass, slope, order):
+    """Newton on the norm of the mass: climb towards the root, never fall."""
+    move = mass / slope * (tl.exp2(-order * tl.log2(mass)) - 1.0)
+    return tl.where(mass > 1.0, level + move, level)
+
+
+@triton.jit
+def _powers(height, power, log2_reference):
+    """Posterior and slope of classes at a height; zero off the support."""
+    safe = tl.where(height > 0, height, 1.0)
+    posterior = tl.where(height > 0, tl.exp2(log2_reference + power * tl.log2(safe)), 0.0)
+    return posterior, posterior / safe
+
+
+@triton.jit
 def _bound(
-    MAXIMA, TARGET_LOGIT, TARGET_LOG_REFERENCE, TAU, num_groups, scale, order,
+    MAXIMA, TARGET_LOGIT, TARGET_LOG_REFERENCE, SLACK, FLOOR, COUNT, num_groups, scale, order,
     STEPS: tl.constexpr, ROUNDING: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     base = MAXIMA + row.to(tl.int64) * num_groups
-    running = tl.full((BLOCK,), float("-inf"), tl.float32)
+    coarse = tl.full((BLOCK,), float("-inf"), tl.float32)
     for start in range(0, num_groups, BLOCK):
         group = start + tl.arange(0, BLOCK)
         value = tl.load(base + group, mask=group < num_groups, other=float("-inf"))
-        running = tl.maximum(running, value)
-    best = tl.max(running, 0)
+        coarse = tl.maximum(coarse, value)
+    best = tl.max(coarse, 0)
     best = tl.where(best == float("-inf"), -1.0, best)  # only the target is left
     # Heights relative to the best other class: x_j = level + order * scale * (c_j - best).
     anchor = best.to(tl.float64) * scale
-    log_reference = tl.load(TARGET_LOG_REFERENCE + row)
+    log2_reference = tl.load(TARGET_LOG_REFERENCE + row).to(tl.float32) * 1.4426950408889634
     gap = (tl.load(TARGET_LOGIT + row) - anchor).to(tl.float32) * order
-    log2_reference = log_reference.to(tl.float32) * 1.4426950408889634
-    alone = tl.exp2(-order * log2_reference)  # height at which the target holds all the mass
-    level = tl.minimum(1.0, alone - gap)
+    level = tl.minimum(1.0, tl.exp2(-order * log2_reference) - gap)
     power = 1.0 / order
     for _ in range(STEPS):
-        target = level + gap
-        log2_target = tl.log2(tl.maximum(target, 1e-30))
-        mass = tl.where(target > 0, tl.exp2(log2_reference + power * log2_target), 0.0)
-        slope = tl.where(target > 0, tl.exp2(log2_reference + (power - 1.0) * log2_target), 0.0)
-        masses = tl.zeros((BLOCK,), tl.float32)
-        slopes = tl.zeros((BLOCK,), tl.float32)
-        for start in range(0, num_groups, BLOCK):
-            group = start + tl.arange(0, BLOCK)
-            value = tl.load(base + group, mask=group < num_groups, other=float("-inf"))
-            height = level + (value - best) * (order * scale)
-            log2_height = tl.log2(tl.maximum(height, 1e-30))
-            posterior = tl.where(height > 0, tl.exp2(power * log2_height), 0.0)
-            masses += posterior
-            slopes += tl.where(height > 0, posterior / height, 0.0)
-        mass += tl.sum(masses, 0)
-        slope += tl.sum(slopes, 0)
-        move = mass / slope * (tl.exp2(-order * tl.log2(mass)) - 1.0)
-        # A target that holds everything alone is exact; otherwise climb, never fall.
-        level = tl.where(mass > 1.0, level + move, level)
+        mass, slope = _powers(level + gap, power, log2_reference)
+        masses, slopes = _powers(level + (coarse - best) * (order * scale), power, 0.0)
+        level = _moved(level, mass + tl.sum(masses, 0), slope + tl.sum(slopes, 0), order)
     level += ROUNDING * (1.0 + tl.abs(level))  # a higher level is a lower tau
-    tl.store(TAU + row, anchor - (level.to(tl.float64) - 1.0) / order)
-
-
-def bound_tau(
-    maxima: Tensor,
-    target_logits: Tensor,
-    target_log_reference: Tensor,
-    *,
-    scale: float,
-    order: float,
-) -> Tensor:
-    """See ``head_reference.bound_tau``; float32 sums, with their rounding taken off the bound."""
-    num_rows, num_groups = maxima.shape
-    tau = torch.empty(num_rows, dtype=torch.float64, device=maxima.device)
-    _bound[(num_rows,)](
-        maxima, target_logits, target_log_reference, tau, num_groups, scale, order,
-        NUM_STEPS if order <= 1.0 else 0, ROUNDING, BLOCK, num_warps=8,
-    )  # fmt: skip
-    return tau
-
-
-@triton.jit
-def _count(MAXIMA, FLOOR, COUNT, num_groups, BLOCK: tl.constexpr):
-    row = tl.program_id(0)
-    base = MAXIMA + row.to(tl.int64) * num_groups
-    floor = tl.load(FLOOR + row)
+    slack = tl.load(SLACK + row)
+    edge = best.to(tl.float64) - level.to(tl.float64) / (order * scale)
+    tl.store(FLOOR + row, edge - slack)
+    floor = (edge - 2.0 * slack).to(tl.float32)
+    floor -= 2.4e-7 * tl.abs(floor)  # not above the float64 floor
     counts = tl.zeros((BLOCK,), tl.int32)
     for start in range(0, num_groups, BLOCK):
         group = start + tl.arange(0, BLOCK)
@@ -90,11 +70,13 @@ def _count(MAXIMA, FLOOR, COUNT, num_groups, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _list(MAXIMA, FLOOR, STARTS, GROUPS, ROWS, num_groups, BLOCK: tl.constexpr):
+def _list(MAXIMA, FLOOR, SLACK, STARTS, GROUPS, ROWS, num_groups, BLOCK: tl.constexpr):
     row = tl.program_id(0)
     base = MAXIMA + row.to(tl.int64) * num_groups
-    floor = tl.load(FLOOR + row)
+    floor = (tl.load(FLOOR + row) - tl.load(SLACK + row)).to(tl.float32)
+    floor -= 2.4e-7 * tl.abs(floor)
     position = tl.load(STARTS + row)
+    end = tl.load(STARTS + row + 1)
     for start in range(0, num_groups, BLOCK):
         group = start + tl.arange(0, BLOCK)
         value = tl.load(base + group, mask=group < num_groups, other=float("-inf"))
@@ -102,27 +84,34 @@ def _list(MAXIMA, FLOOR, STARTS, GROUPS, ROWS, num_groups, BLOCK: tl.constexpr):
         count = tl.sum(is_listed, 0)
         if count > 0:
             place = position + tl.cumsum(is_listed, 0) - 1
-            tl.store(GROUPS + place, group, mask=is_listed > 0)
-            tl.store(ROWS + place, row, mask=is_listed > 0)
+            fits = (is_listed > 0) & (place < end)
+            tl.store(GROUPS + place, group, mask=fits)
+            tl.store(ROWS + place, row, mask=fits)
         position += count
 
 
-def list_groups(maxima: Tensor, floor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Groups and rows of the pairs above the floor, int32 ``[n]``, and ``starts``, int64."""
+def list_pairs(
+    maxima: Tensor,
+    target_logits: Tensor,
+    target_log_reference: Tensor,
+    slack: Tensor,
+    *,
+    scale: float,
+    order: float,
+) -> Pairs:
+    """See ``head_reference.list_pairs``; float32 sums, their rounding taken off the bound."""
     num_rows, num_groups = maxima.shape
-    floor = _round_down(floor)
+    floor = torch.empty(num_rows, dtype=torch.float64, device=maxima.device)
     counts = torch.empty(num_rows, dtype=torch.int32, device=maxima.device)
-    _count[(num_rows,)](maxima, floor, counts, num_groups, BLOCK, num_warps=8)
+    _bound[(num_rows,)](
+        maxima, target_logits, target_log_reference, slack, floor, counts, num_groups, scale, order,
+        COARSE_STEPS if order <= 1.0 else 0, ROUNDING, BLOCK, num_warps=8,
+    )  # fmt: skip
     starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
     total = int(starts[-1])  # the step waits for the device here: lists need their length
-    groups = torch.empty(total, dtype=torch.int32, device=maxima.device)
-    rows = torch.empty_like(groups)
+    groups, rows = torch.empty((2, total), dtype=torch.int32, device=maxima.device).unbind()
     if total:
-        _list[(num_rows,)](maxima, floor, starts, groups, rows, num_groups, BLOCK, num_warps=8)
-    return groups, rows, starts
-
-
-def _round_down(floor: Tensor) -> Tensor:
-    """A float32 floor that is not above the float64 one."""
-    rounded = floor.float()
-    return torch.where(rounded.double() > floor, rounded.nextafter(rounded - 1.0), rounded)
+        _list[(num_rows,)](
+            maxima, floor, slack, starts, groups, rows, num_groups, 1024, num_warps=4
+        )
+    return Pairs(groups, rows, starts, floor, slack)

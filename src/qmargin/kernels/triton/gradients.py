@@ -15,14 +15,15 @@ SPLIT = 8  # programs per row; their parts are added in a fixed order, so result
 
 @triton.jit
 def _embedding_gradient(
-    COLUMNS, POSTERIOR, STARTS, PROTOTYPES, INVERSE_NORMS, WEIGHTS, PARTS, num_rows, depth,
-    SPLIT: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr,
+    COLUMNS, POSTERIOR, STARTS, LABELS, PROTOTYPES, INVERSE_NORMS, WEIGHTS, TARGET_WEIGHTS, PARTS,
+    num_rows, depth, SPLIT: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     part = tl.program_id(1)
     begin = tl.load(STARTS + row)
     end = tl.load(STARTS + row + 1)
     dimension = tl.arange(0, DEPTH)
+    is_value = dimension < depth
     total = tl.zeros((DEPTH,), dtype=tl.float32)
     for start in range(begin + part * BLOCK, end, BLOCK * SPLIT):
         entry = start + tl.arange(0, BLOCK)
@@ -31,23 +32,32 @@ def _embedding_gradient(
         value = tl.load(POSTERIOR + entry, mask=inside, other=0.0)
         value *= tl.load(INVERSE_NORMS + column, mask=inside, other=0.0)
         place = column[:, None].to(tl.int64) * depth + dimension[None, :]
-        is_value = inside[:, None] & (dimension[None, :] < depth)
-        prototype = tl.load(PROTOTYPES + place, mask=is_value, other=0.0)
+        prototype = tl.load(PROTOTYPES + place, mask=inside[:, None] & is_value[None, :], other=0.0)
         total += tl.sum(value[:, None] * prototype, 0)
     total *= tl.load(WEIGHTS + row)
+    if part == 0:
+        label = tl.load(LABELS + row).to(tl.int64)
+        own = tl.load(TARGET_WEIGHTS + row) * tl.load(INVERSE_NORMS + label)
+        total += own * tl.load(PROTOTYPES + label * depth + dimension, mask=is_value, other=0.0)
     out = PARTS + (part * num_rows + row).to(tl.int64) * depth
-    tl.store(out + dimension, total, mask=dimension < depth)
+    tl.store(out + dimension, total, mask=is_value)
 
 
 def embedding_gradient(
-    solved: SolvedRows, prototypes: Tensor, inverse_norms: Tensor, weights: Tensor
+    solved: SolvedRows,
+    labels: Tensor,
+    prototypes: Tensor,
+    inverse_norms: Tensor,
+    weights: Tensor,
+    target_weights: Tensor,
 ) -> Tensor:
     """See ``head_reference.embedding_gradient``."""
     num_rows, depth = len(weights), prototypes.shape[1]
     parts = torch.empty((SPLIT, num_rows, depth), dtype=torch.float32, device=prototypes.device)
     _embedding_gradient[(num_rows, SPLIT)](
-        solved.columns, solved.posterior, solved.starts, prototypes, inverse_norms, weights, parts,
-        num_rows, depth, SPLIT, power_of_two(depth), 8, num_warps=4,
+        solved.columns, solved.posterior, solved.starts, labels, prototypes, inverse_norms,
+        weights, target_weights, parts, num_rows, depth, SPLIT, power_of_two(depth), 8,
+        num_warps=4,
     )  # fmt: skip
     return parts.sum(0)
 

@@ -3,27 +3,38 @@
 from __future__ import annotations
 
 from qmargin.kernels.head_reference import (
+    Candidates,
     ClassGradient,
+    Pairs,
+    PreparedRows,
     SolvedRows,
     refresh_copy,
     sort_by_class,
 )
-from qmargin.kernels.triton.bound import bound_tau, list_groups
+from qmargin.kernels.triton.bound import list_pairs
 from qmargin.kernels.triton.gradients import embedding_gradient, prototype_gradient
-from qmargin.kernels.triton.rescore import rescore
+from qmargin.kernels.triton.prepare import prepare_rows
+from qmargin.kernels.triton.rescore import score_candidates
 from qmargin.kernels.triton.screen import group_maxima
 from qmargin.kernels.triton.solve import solve_lists
+from qmargin.kernels.triton.update import sgd_update
+from qmargin.kernels.update_reference import sgd_update_rows
 
 __all__ = [
+    "Candidates",
     "ClassGradient",
+    "Pairs",
+    "PreparedRows",
     "SolvedRows",
-    "bound_tau",
     "embedding_gradient",
     "group_maxima",
-    "list_groups",
+    "list_pairs",
+    "prepare_rows",
     "prototype_gradient",
     "refresh_copy",
-    "rescore",
+    "score_candidates",
+    "sgd_update",
+    "sgd_update_rows",
     "solve_lists",
     "sort_by_class",
 ]

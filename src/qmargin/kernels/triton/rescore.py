@@ -1,4 +1,8 @@
-"""Rescore: exact scores of the listed pairs, group by group, from the master prototypes."""
+"""Filter and rescore: which classes of the listed groups can be active, and their exact scores.
+
+The filter repeats the screen's products for the listed pairs, group by group, and keeps one bit per
+class. Only classes whose bit is set are scored from the master prototypes, in float32.
+"""
 
 from __future__ import annotations
 
@@ -7,65 +11,149 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qmargin.kernels.head_reference import GROUP
+from qmargin.kernels.head_reference import GROUP, Candidates, Pairs, PreparedRows
+from qmargin.kernels.triton.tuning import power_of_two
+
+SPLIT = 8
+PAIRS = 64  # pairs a program expands at a time
 
 
 @triton.jit
-def _rescore(
-    EMBEDDINGS, PROTOTYPES, INVERSE_NORMS, LABELS, PAIR_ROWS, ORDER, SEGMENTS, SCORES,
-    num_classes, depth,
-    GROUP: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
+def _filter(
+    ROUNDED, COPY, LABELS, FLOOR, SLACK, PAIR_ROWS, ORDER, SEGMENTS, MASKS, num_classes, depth,
+    GROUP: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     group = tl.program_id(0)
     begin = tl.load(SEGMENTS + group)
     end = tl.load(SEGMENTS + group + 1)
     if begin == end:
         return
-    classes = group * GROUP + tl.arange(0, GROUP)
-    is_class = classes < num_classes
-    inverse = tl.load(INVERSE_NORMS + classes, mask=is_class, other=0.0)
-    prototypes = PROTOTYPES + classes[:, None].to(tl.int64) * depth
+    member = tl.arange(0, GROUP)
+    classes = group * GROUP + member
+    prototypes = COPY + classes[:, None].to(tl.int64) * depth
     for start in range(begin, end, BR):
         entry = start + tl.arange(0, BR)
         is_entry = entry < end
         pair = tl.load(ORDER + entry, mask=is_entry, other=0)
         row = tl.load(PAIR_ROWS + pair, mask=is_entry, other=0)
         label = tl.load(LABELS + row, mask=is_entry, other=-1)
-        embeddings = EMBEDDINGS + row[:, None].to(tl.int64) * depth
+        floor = tl.load(FLOOR + row, mask=is_entry, other=0.0)
+        floor = (floor - tl.load(SLACK + row, mask=is_entry, other=0.0)).to(tl.float32)
+        floor -= 2.4e-7 * tl.abs(floor)  # not above the float64 floor
+        embeddings = ROUNDED + row[:, None].to(tl.int64) * depth
         products = tl.zeros((BR, GROUP), dtype=tl.float32)
         for offset in range(0, depth, BK):
             column = offset + tl.arange(0, BK)
             inside = column[None, :] < depth
             x = tl.load(embeddings + column[None, :], mask=is_entry[:, None] & inside, other=0.0)
-            w = tl.load(prototypes + column[None, :], mask=is_class[:, None] & inside, other=0.0)
-            products = tl.dot(x, w.T, products, input_precision=PRECISION)
-        scores = products * inverse[None, :]
-        is_void = (classes[None, :] == label[:, None]) | (classes[None, :] >= num_classes)
-        scores = tl.where(is_void, float("-inf"), scores)
-        place = pair[:, None].to(tl.int64) * GROUP + tl.arange(0, GROUP)[None, :]
-        tl.store(SCORES + place, scores, mask=is_entry[:, None])
+            w = tl.load(prototypes + column[None, :], mask=inside, other=0.0)
+            products = tl.dot(x, w.T, products)
+        is_candidate = (products > floor[:, None]) & (classes[None, :] < num_classes)
+        is_candidate = is_candidate & (classes[None, :] != label[:, None])
+        bits = tl.sum(is_candidate.to(tl.int32) << member[None, :], 1)
+        tl.store(MASKS + pair, bits, mask=is_entry)
 
 
-def rescore(
-    embeddings: Tensor,
+@triton.jit
+def _count(MASKS, STARTS, COUNT, GROUP: tl.constexpr, PAIRS: tl.constexpr):
+    row = tl.program_id(0)
+    begin = tl.load(STARTS + row)
+    end = tl.load(STARTS + row + 1)
+    member = tl.arange(0, GROUP)
+    counts = tl.zeros((PAIRS,), dtype=tl.int32)
+    for start in range(begin, end, PAIRS):
+        pair = start + tl.arange(0, PAIRS)
+        bits = tl.load(MASKS + pair, mask=pair < end, other=0)
+        counts += tl.sum((bits[:, None] >> member[None, :]) & 1, 1)
+    tl.store(COUNT + row, tl.sum(counts, 0))
+
+
+@triton.jit
+def _expand(
+    MASKS, GROUPS, STARTS, LIST_STARTS, ROWS, COLUMNS, GROUP: tl.constexpr, PAIRS: tl.constexpr
+):
+    row = tl.program_id(0)
+    begin = tl.load(STARTS + row)
+    end = tl.load(STARTS + row + 1)
+    position = tl.load(LIST_STARTS + row)
+    member = tl.arange(0, GROUP)
+    for start in range(begin, end, PAIRS):
+        pair = start + tl.arange(0, PAIRS)
+        bits = tl.load(MASKS + pair, mask=pair < end, other=0)
+        group = tl.load(GROUPS + pair, mask=pair < end, other=0)
+        is_set = tl.reshape((bits[:, None] >> member[None, :]) & 1, (PAIRS * GROUP,))
+        column = tl.reshape(group[:, None] * GROUP + member[None, :], (PAIRS * GROUP,))
+        place = position + tl.cumsum(is_set, 0) - 1
+        tl.store(COLUMNS + place, column, mask=is_set > 0)
+        tl.store(ROWS + place, row, mask=is_set > 0)
+        position += tl.sum(is_set, 0)
+
+
+@triton.jit
+def _score(
+    COLUMNS, STARTS, EMBEDDINGS, PROTOTYPES, INVERSE_NORMS, SCORES, depth,
+    SPLIT: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    part = tl.program_id(1)
+    begin = tl.load(STARTS + row)
+    end = tl.load(STARTS + row + 1)
+    dimension = tl.arange(0, DEPTH)
+    is_value = dimension < depth
+    x = tl.load(EMBEDDINGS + row.to(tl.int64) * depth + dimension, mask=is_value, other=0.0)
+    for start in range(begin + part * BLOCK, end, BLOCK * SPLIT):
+        entry = start + tl.arange(0, BLOCK)
+        inside = entry < end
+        column = tl.load(COLUMNS + entry, mask=inside, other=0)
+        place = column[:, None].to(tl.int64) * depth + dimension[None, :]
+        w = tl.load(PROTOTYPES + place, mask=inside[:, None] & is_value[None, :], other=0.0)
+        cosine = tl.sum(w * x[None, :], 1) * tl.load(INVERSE_NORMS + column, mask=inside, other=0.0)
+        tl.store(SCORES + entry, cosine, mask=inside)
+
+
+def score_candidates(
+    prepared: PreparedRows,
+    copy: Tensor,
     prototypes: Tensor,
     inverse_norms: Tensor,
     labels: Tensor,
-    groups: Tensor,
-    rows: Tensor,
-) -> Tensor:
-    """Exact cosines ``[n, GROUP]`` of the listed pairs; see ``head_reference.rescore``."""
+    pairs: Pairs,
+) -> Candidates:
+    """See ``head_reference.score_candidates``."""
     num_classes, depth = prototypes.shape
-    num_groups = -(-num_classes // GROUP)
-    scores = torch.empty((len(groups), GROUP), dtype=torch.float32, device=groups.device)
+    num_rows, device = len(labels), prototypes.device
+    masks = _candidate_bits(prepared.rounded, copy, labels, pairs, num_classes)
+    counts = torch.empty(num_rows, dtype=torch.int32, device=device)
+    _count[(num_rows,)](masks, pairs.starts, counts, GROUP, PAIRS, num_warps=4)
+    starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+    total = int(starts[-1])  # the second and last wait for the device
+    rows, columns = torch.empty((2, total), dtype=torch.int32, device=device).unbind()
+    scores = torch.empty(total, dtype=torch.float32, device=device)
+    if total:
+        _expand[(num_rows,)](
+            masks, pairs.groups, pairs.starts, starts, rows, columns, GROUP, PAIRS, num_warps=4
+        )
+        _score[(num_rows, SPLIT)](
+            columns, starts, prepared.embeddings, prototypes, inverse_norms, scores, depth,
+            SPLIT, power_of_two(depth), 8, num_warps=4,
+        )  # fmt: skip
+    return Candidates(rows, columns, scores, starts)
+
+
+def _candidate_bits(
+    rounded: Tensor, copy: Tensor, labels: Tensor, pairs: Pairs, num_classes: int
+) -> Tensor:
+    """One int32 per pair: bit ``j`` is set when the group's class ``j`` may be active."""
+    groups = pairs.groups
+    masks = torch.empty_like(groups)
     if not len(groups):
-        return scores
-    ordered, order = groups.sort(stable=True)
+        return masks
+    num_groups = -(-num_classes // GROUP)
+    ordered, order = groups.sort(stable=True)  # each group's prototypes are read once
     bounds = torch.arange(num_groups + 1, dtype=torch.int32, device=groups.device)
     segments = torch.searchsorted(ordered, bounds, out_int32=True)
-    _rescore[(num_groups,)](
-        embeddings, prototypes, inverse_norms, labels.to(torch.int32), rows,
-        order.to(torch.int32), segments, scores, num_classes, depth,
-        GROUP, 16, 64, "tf32x3", num_warps=4, num_stages=3,
+    _filter[(num_groups,)](
+        rounded, copy, labels, pairs.floor, pairs.slack, pairs.rows, order, segments, masks,
+        num_classes, rounded.shape[1], GROUP, 16, 128, num_warps=2, num_stages=3,
     )  # fmt: skip
-    return scores
+    return masks

@@ -57,7 +57,7 @@ def group_maxima(embeddings: Tensor, copy: Tensor, labels: Tensor, num_classes: 
     _screen[(programs,)](
         TensorDescriptor.from_tensor(embeddings, [tiles.rows, tiles.depth]),
         TensorDescriptor.from_tensor(copy, [tiles.classes, tiles.depth]),
-        labels.to(torch.int32),
+        labels,
         maxima,
         num_rows,
         num_classes,

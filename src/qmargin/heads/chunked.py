@@ -1,0 +1,188 @@
+"""The dense step by blocks of classes: any alpha, and no ``[B, k]`` tensor at any time.
+
+Forward solves every row over blocks that are computed and forgotten (``heads.chunks``), and pulls
+the embeddings' gradient out of the posterior while it is at hand. Backward computes the blocks once
+more, for the prototypes' gradient alone: at ``alpha = 1`` a step has four products.
+
+**Which logits.** The others' cosines are products of operands in ``head.chunk_dtype``: by default
+the prototypes' own precision on a CPU, the precision of the screened copy on a GPU. With half
+operands the loss is that of the *rounded* unit vectors, summed in float32, and its gradient is
+taken as if rounding were the identity; posteriors are rounded to half precision before they are
+multiplied, never before they are summed. The target's cosine always comes from the prototypes
+themselves. Set ``head.chunk_dtype = torch.float32`` for exact products on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from qmargin.heads.chunks import HALF_FACTOR, Chunks, SolvedBlocks, Target, product
+from qmargin.heads.pending import PendingGradient
+from qmargin.heads.step import StepStats, target_gradients
+from qmargin.kernels.head_reference import GROUP
+from qmargin.maths.objective import loss_from_sums
+from qmargin.maths.threshold import level_step
+
+if TYPE_CHECKING:
+    from qmargin.heads.classifier import MarginClassifier
+
+
+@dataclass
+class ChunkedStep:
+    """One forward and backward pass; what the autograd functions share."""
+
+    chunks: Chunks
+    solved: SolvedBlocks | None = None
+    weights: Tensor | None = None  # [B], gradient of the others' cosines per posterior
+
+    def stats(self) -> StepStats:
+        """Summarise the step."""
+        assert self.solved is not None
+        num_classes = self.chunks.head.num_classes
+        return StepStats(
+            path="chunked",
+            reason="",
+            support_mean=float(self.solved.support_size.mean()),
+            support_max=int(self.solved.support_size.max()),
+            num_candidates=float(num_classes),
+            num_overflowed=0,
+            mass_error=float(self.solved.mass_error.max()),
+            active_share=float(self.solved.num_active) / num_classes,
+        )
+
+    def group_share(self) -> float:
+        """Share of a row's groups that hold an active class, were active classes scattered."""
+        assert self.solved is not None
+        if self.chunks.order <= 0.0:
+            return 1.0
+        share = float(self.solved.support_size.mean()) / self.chunks.head.num_classes
+        return 1.0 - (1.0 - min(share, 1.0)) ** GROUP
+
+
+@dataclass(frozen=True)
+class ChunkedPending(PendingGradient):
+    """The prototypes' gradient of a chunked step, computed block by block when asked for.
+
+    It reads the prototypes: use it before they change, or step each block before the next.
+    """
+
+    chunks: Chunks
+    solved: SolvedBlocks
+    weights: Tensor  # [B]
+    target_weights: Tensor  # [B], gradient of the targets' cosines
+
+    def blocks(self) -> Iterator[tuple[slice, Tensor]]:
+        """Consecutive classes and the gradient of their prototypes, ``[n, d]``."""
+        chunks = self.chunks
+        embeddings = chunks.embeddings
+        inverse_norms = chunks.head.inverse_norms
+        own = embeddings * self.target_weights[:, None]
+        for where, _, posterior, _ in chunks.posteriors(self.solved.anchor, self.solved.level):
+            rows = self._push(posterior).to(embeddings.dtype)
+            local = chunks.labels - where.start
+            is_here = (local >= 0) & (local < len(rows))
+            rows.index_add_(
+                0, local.clamp(0, len(rows) - 1), torch.where(is_here[:, None], own, 0.0)
+            )
+            unit = chunks.unit(where)
+            rows.sub_((rows * unit).sum(1, keepdim=True) * unit)  # what would only lengthen it
+            yield where, rows.mul_(inverse_norms[where][:, None])
+
+    def is_finite(self) -> Tensor:
+        """From a bound of the gradient's elements, without making it."""
+        embeddings, inverse_norms = self.chunks.embeddings, self.chunks.head.inverse_norms
+        weight = self.weights.abs().sum() + self.target_weights.abs().sum()
+        weight = weight.double() + 0.0 * self.solved.level.sum()  # NaN where the root is
+        largest = embeddings.abs().amax() * inverse_norms.amax()
+        bound = weight * largest.double() * (1 + embeddings.shape[1])  # with projection
+        return bound < torch.finfo(embeddings.dtype).max  # false for NaN
+
+    def _push(self, posterior: Tensor) -> Tensor:
+        """``posterior^T @ (weights * embeddings)``, ``[n, d]``."""
+        embeddings, dtype = self.chunks.embeddings, self.chunks.operand_dtype
+        if dtype == embeddings.dtype:
+            return posterior.to(dtype).t() @ (embeddings * self.weights[:, None])
+        largest = self.weights.abs().amax().clamp_min(torch.finfo(self.weights.dtype).tiny)
+        pushed = (embeddings * (self.weights / largest)[:, None]).to(dtype)
+        return product((posterior * HALF_FACTOR).to(dtype).t(), pushed) * (largest / HALF_FACTOR)
+
+
+class TargetCosine(torch.autograd.Function):
+    """The target's cosine. Its backward runs last and hands over the prototypes' gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, embeddings: Tensor, prototypes: Tensor, step: ChunkedStep) -> Tensor:
+        """Cosines ``[B]``, from the prototypes themselves."""
+        unit = step.chunks.unit(step.chunks.labels)
+        ctx.step = step
+        ctx.save_for_backward(unit)
+        return (embeddings * unit).sum(1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        """The target's share of both gradients, and the others' share of the prototypes'."""
+        (unit,) = ctx.saved_tensors
+        step: ChunkedStep = ctx.step
+        received = None
+        if ctx.needs_input_grad[1]:
+            assert step.solved is not None and step.weights is not None
+            pending = ChunkedPending(step.chunks, step.solved, step.weights, grad)
+            received = step.chunks.head.receive(pending)
+        return unit * grad[:, None], received, None
+
+
+class ChunkedRows(torch.autograd.Function):
+    """Loss of each row from sums over blocks."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, embeddings: Tensor, logits: Tensor, log_reference: Tensor, step: ChunkedStep
+    ) -> Tensor:
+        """Loss ``[B]``."""
+        order = step.chunks.order
+        target = Target(logits, log_reference)
+        solved = step.chunks.solve(target, pulls=ctx.needs_input_grad[0])
+        step.solved = solved._replace(pulled=None)
+        level = solved.level - level_step(order) * (solved.anchor - logits)
+        loss, posterior = loss_from_sums(
+            solved.excess, solved.others_mass, level, log_reference, order
+        )
+        ctx.step = step
+        ctx.save_for_backward(log_reference, level, posterior, solved.pulled)
+        return loss.to(embeddings.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor, Tensor, None]:
+        """``p - y`` for the logits (M7); the envelope's gradient for the target's measure."""
+        step: ChunkedStep = ctx.step
+        log_reference, level, posterior, pulled = ctx.saved_tensors
+        assert step.solved is not None
+        step.weights = grad * step.chunks.scale
+        own = None if pulled is None else pulled * step.weights[:, None]
+        in_logits, in_reference = target_gradients(
+            grad, step.solved.others_mass, posterior, level, log_reference, step.chunks.order
+        )
+        return own, in_logits, in_reference, None
+
+
+def chunked_rows(
+    head: MarginClassifier, embeddings: Tensor, labels: Tensor, norms: Tensor | None
+) -> tuple[Tensor, ChunkedStep]:
+    """Loss of each row ``[B]`` for unit embeddings, and the step's record."""
+    step = ChunkedStep(Chunks(head, embeddings.detach(), labels.clamp_min(0)))
+    target: Callable[..., Tensor] = TargetCosine.apply
+    rows: Callable[..., Tensor] = ChunkedRows.apply
+    cosines = target(embeddings, head.prototypes, step)
+    term = head.loss.margin(cosines.double(), head.loss.scale, labels=labels, norms=norms)
+    loss = rows(embeddings, term.logits, term.log_reference, step)
+    if term.penalty is not None:
+        loss = loss + term.penalty.to(loss.dtype)
+    return loss, step

@@ -1,0 +1,286 @@
+"""Row sums over blocks of classes: the root, and what the loss needs, without a ``[B, k]`` tensor.
+
+Blocks of cosines are computed, reduced to sums (M11) and forgotten. At ``alpha = 1`` one pass keeps
+a running log-sum-exp. Otherwise a first pass collects the maxima of groups of classes, whose root
+bounds ``tau`` from below (M13), each Newton step (M5) is one more pass, and a last one sums up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from qmargin.heads.step import drop_targets_
+from qmargin.kernels.head_reference import GROUP
+from qmargin.maths.objective import posterior_rows
+from qmargin.maths.threshold import (
+    RowSums,
+    bound_from_below,
+    heights,
+    level_change,
+    level_cost,
+    level_step,
+    row_sums,
+    solve_newton,
+)
+
+if TYPE_CHECKING:
+    from qmargin.heads.classifier import MarginClassifier
+
+CHUNK_LOGITS = {"cpu": 1 << 21, "cuda": 1 << 25}  # in a block; about six such tensors live at once
+MAX_PASSES = 100
+HALF_FACTOR = 2.0**15  # posteriors are at most one: so scaled they use the range of float16
+
+
+class SolvedBlocks(NamedTuple):
+    """The root of a batch and sums at it, over all classes but the target where not said otherwise.
+
+    ``[B]`` float64 each.
+    """
+
+    anchor: Tensor  # logit
+    level: Tensor
+    others_mass: Tensor
+    excess: Tensor  # sum of p * x
+    support_size: Tensor  # target included
+    mass_error: Tensor  # target included
+    num_active: Tensor  # scalar: classes in the support of any row, or the target of one
+    pulled: Tensor | None  # [B, d]: sum of p times unit prototype
+
+
+class Target(NamedTuple):
+    """What the margin made of each row's own class, ``[B]`` float64 each."""
+
+    logits: Tensor
+    log_reference: Tensor
+
+    def sums(self, anchor: Tensor, level: Tensor, order: float) -> RowSums:
+        """Its share of the mass and the slope."""
+        gap = (anchor - self.logits)[:, None]
+        return row_sums(gap, self.log_reference[:, None], level, order)
+
+
+def product(left: Tensor, right: Tensor) -> Tensor:
+    """``left @ right``; half operands are summed, and returned, in float32."""
+    if left.dtype not in (torch.float16, torch.bfloat16):
+        return left @ right
+    if left.is_cuda and hasattr(torch.ops.aten.mm, "dtype"):  # torch 2.8 and later
+        result: Tensor = torch.ops.aten.mm.dtype(left, right, torch.float32)
+        return result
+    return left.float() @ right.float()
+
+
+class Chunks:
+    """A batch against all prototypes, block by block."""
+
+    def __init__(self, head: MarginClassifier, embeddings: Tensor, labels: Tensor) -> None:
+        self.head, self.embeddings, self.labels = head, embeddings, labels
+        self.prototypes = head.prototypes.detach()
+        self.scale, self.order = head.loss.scale, head.order
+        native = self.prototypes.dtype
+        default = head.screen_dtype if embeddings.is_cuda else native
+        self.operand_dtype = head.chunk_dtype or default
+        self.operand = embeddings.to(self.operand_dtype)
+        # Above alpha = 2 a posterior is a root of its height: float32 would show at the edge.
+        self.dtype = torch.float64 if self.order > 1.0 else native
+        limit = CHUNK_LOGITS.get(embeddings.device.type, CHUNK_LOGITS["cuda"])
+        num_rows, num_groups = len(embeddings), -(-head.num_classes // GROUP)
+        self.group = GROUP * -(-4 * num_rows * num_groups // limit)  # maxima: a quarter of a block
+        self.size = self.group * max(1, limit // (num_rows * self.group))
+
+    def blocks(self) -> Iterator[tuple[slice, Tensor]]:
+        """Consecutive classes and their unit prototypes in the precision of the operands."""
+        head = self.head
+        for start in range(0, head.num_classes, self.size):
+            where = slice(start, min(start + self.size, head.num_classes))
+            if head.copy.dtype == self.operand_dtype:
+                yield where, head.copy[where]
+            else:
+                yield where, self.unit(where).to(self.operand_dtype)
+
+    def unit(self, where: slice | Tensor) -> Tensor:
+        """Unit prototypes of some classes, ``[n, d]``, in their own precision."""
+        return self.prototypes[where] * self.head.inverse_norms[where][:, None]
+
+    def cosines(self, where: slice, unit: Tensor) -> Tensor:
+        """Cosines ``[B, n]``, ``-inf`` at targets."""
+        cosines = product(self.operand, unit.t()).to(self.dtype)
+        drop_targets_(cosines, self.labels - where.start)
+        return cosines
+
+    def pull(self, posterior: Tensor, unit: Tensor) -> Tensor:
+        """``posterior @ unit``, ``[B, d]``, for posteriors between zero and one."""
+        if unit.dtype == self.prototypes.dtype:
+            return posterior.to(unit.dtype) @ unit
+        return product((posterior * HALF_FACTOR).to(unit.dtype), unit) / HALF_FACTOR
+
+    def _shifted(self, anchor: Tensor, level: Tensor) -> tuple[Tensor, Tensor]:
+        """The anchor as a rounded cosine, and the level there: differences of cosines are exact."""
+        shift = (anchor / self.scale).to(self.dtype)
+        missing = anchor - shift.double() * self.scale
+        return shift[:, None], (level - level_step(self.order) * missing).to(self.dtype)
+
+    def posteriors(
+        self, anchor: Tensor, level: Tensor
+    ) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
+        """By blocks: classes, unit prototypes, posterior and levels ``[B, n]`` (M1)."""
+        shift, level = self._shifted(anchor, level)
+        zero = torch.zeros_like(level)
+        for where, unit in self.blocks():
+            logits = self.cosines(where, unit).sub_(shift).mul_(self.scale)
+            yield where, unit, *posterior_rows(logits, None, zero, level, self.order)
+
+    def row_sums(self, anchor: Tensor, level: Tensor) -> RowSums:
+        """Mass and slope of the others at a trial level (M11)."""
+        mass = slope = torch.zeros_like(level)
+        shift, level = self._shifted(anchor, level)
+        for where, unit in self.blocks():
+            gaps = self.cosines(where, unit).sub_(shift).mul_(-self.scale)
+            sums = row_sums(gaps, None, level, self.order)
+            mass, slope = mass + sums.mass.double(), slope + sums.slope.double()
+        return RowSums(mass, slope)
+
+    def maxima(self) -> Tensor:
+        """Largest cosine of each group of consecutive classes, targets left out."""
+        parts = []
+        for where, unit in self.blocks():
+            cosines = self.cosines(where, unit)
+            missing = -cosines.shape[1] % self.group
+            if missing:
+                cosines = torch.nn.functional.pad(cosines, (0, missing), value=-torch.inf)
+            parts.append(cosines.unflatten(1, (-1, self.group)).amax(2))
+        return torch.cat(parts, 1)
+
+    def solve(self, target: Target, *, pulls: bool) -> SolvedBlocks:
+        """The root and the sums at it; ``pulled`` only if asked for."""
+        if self.order == 0.0:
+            return log_sum_exp(self, target, pulls=pulls)
+        rounding = torch.finfo(self.dtype).eps
+        search = RootSearch.from_maxima(self, target)
+        # Newton squares a small error, so the first search leaves its last step to `sum_up` to
+        # check. Where many classes lie at the edge that can fail, and a second search goes on.
+        search.run(rounding**0.5)
+        solved = sum_up(self, target, search.anchor, search.level, pulls=pulls)
+        if bool((solved.mass_error > 64 * rounding).any()):
+            search.run(16 * rounding)
+            solved = sum_up(self, target, search.anchor, search.level, pulls=pulls)
+        return solved
+
+
+def log_sum_exp(chunks: Chunks, target: Target, *, pulls: bool) -> SolvedBlocks:
+    """``alpha = 1``: everything in one pass, relative to a running maximum."""
+    scale, embeddings = chunks.scale, chunks.embeddings
+    top = embeddings.new_full((len(embeddings),), -torch.inf)
+    mass = torch.zeros_like(target.logits)
+    pulled = torch.zeros_like(embeddings) if pulls else None
+    for where, unit in chunks.blocks():
+        cosines = chunks.cosines(where, unit)
+        higher = torch.maximum(top, cosines.amax(1))
+        shift = torch.where(higher == -torch.inf, 0.0, higher)  # only the target so far
+        shrink = ((top - shift) * scale).exp()
+        part = cosines.sub_(shift[:, None]).mul_(scale).exp_()
+        mass = mass * shrink.double() + part.sum(1).double()
+        if pulled is not None:
+            pulled = pulled.mul_(shrink[:, None]).add_(chunks.pull(part, unit))
+        top = higher
+    anchor = torch.where(top == -torch.inf, 0.0, top.double() * scale)
+    joint = target.logits - anchor + target.log_reference
+    total = torch.logaddexp(mass.log(), joint)  # tau, relative to the anchor
+    others = (mass.log() - total).exp()
+    if pulled is not None:
+        pulled = pulled.mul_((-total).exp().to(pulled.dtype)[:, None])
+    count = torch.full_like(others, chunks.head.num_classes)
+    error = (others + (joint - total).exp() - 1.0).abs()
+    return SolvedBlocks(anchor, -total, others, others, count, error, count.mean(), pulled)
+
+
+@dataclass
+class RootSearch:
+    """A root between two levels of its anchor, narrowed by passes over the blocks."""
+
+    chunks: Chunks
+    target: Target
+    anchor: Tensor  # [B]
+    level: Tensor  # [B], where the next pass looks
+    low: Tensor  # [B], mass below one: kept up to date above alpha = 2 only
+    high: Tensor  # [B], mass above one
+
+    @classmethod
+    def from_maxima(cls, chunks: Chunks, target: Target) -> RootSearch:
+        """Begin at the root over group maxima and the target, a lower bound of ``tau`` (M13)."""
+        order = chunks.order
+        logits = torch.cat([chunks.maxima().double() * chunks.scale, target.logits[:, None]], 1)
+        reference = torch.zeros_like(logits)
+        reference[:, -1] = target.log_reference
+        if order > 1.0:
+            anchor, level = bound_from_below(logits, reference, order)
+        else:
+            anchor, level, _ = solve_newton(logits, reference, order, tolerance=1e-6)
+        measure = torch.full_like(level, chunks.head.num_classes - 1.0).log()
+        measure = torch.logaddexp(measure, target.log_reference)
+        low = level_step(order) * (anchor - logits.amax(1)) + level_cost(-measure, order)  # M4
+        return cls(chunks, target, anchor, level, low, level)
+
+    def run(self, tolerance: float) -> None:
+        """Step until every mass was within ``tolerance`` of one before the last step."""
+        order, rounding = self.chunks.order, torch.finfo(self.chunks.dtype).eps
+        for index in range(MAX_PASSES):
+            others = self.chunks.row_sums(self.anchor, self.level)
+            own = self.target.sums(self.anchor, self.level, order)
+            mass = others.mass + own.mass
+            log_mass = mass.log()
+            update = mass / (others.slope + own.slope) * level_change(-log_mass, order)
+            is_done = update.abs() <= rounding * self.level.abs()
+            following = self.level + update
+            if order > 1.0:
+                following = self._inside(following, log_mass, halve=index % 3 == 2)
+                is_done |= self.high - self.low <= rounding * self.level.abs()
+            self.level = torch.where(is_done, self.level, following)
+            if bool((is_done | (log_mass.abs() <= tolerance) | log_mass.isnan()).all()):
+                break
+
+    def _inside(self, following: Tensor, log_mass: Tensor, *, halve: bool) -> Tensor:
+        """The proposed level if it lies in the bracket, else the middle.
+
+        Above ``alpha = 2`` Newton is not proven; halving now and then bounds the number of steps.
+        """
+        self.high = torch.where(log_mass > 0, self.level, self.high)
+        self.low = torch.where(log_mass > 0, self.low, self.level)
+        middle = 0.5 * (self.low + self.high)
+        is_inside = (following > self.low) & (following < self.high)
+        return middle if halve else torch.where(is_inside, following, middle)
+
+
+def sum_up(
+    chunks: Chunks, target: Target, anchor: Tensor, level: Tensor, *, pulls: bool
+) -> SolvedBlocks:
+    """Everything the loss, the statistics and the embeddings' gradient need, in one pass."""
+    order = chunks.order
+    mass = excess = support = torch.zeros_like(level)
+    num_active = mass.sum()
+    pulled = torch.zeros_like(chunks.embeddings) if pulls else None
+    for where, unit, posterior, levels in chunks.posteriors(anchor, level):
+        if pulled is not None:
+            pulled += chunks.pull(posterior, unit)
+        is_active = posterior > 0
+        mass = mass + posterior.sum(1).double()
+        support = support + is_active.sum(1)
+        levels = heights(levels, order).mul_(posterior)
+        excess = excess + torch.where(is_active, levels, 0.0).sum(1).double()
+        num_active = num_active + _num_active(is_active, chunks.labels - where.start)
+    own = target.sums(anchor, level, order).mass
+    error = (mass + own - 1.0).abs()
+    return SolvedBlocks(anchor, level, mass, excess, support + (own > 0), error, num_active, pulled)
+
+
+def _num_active(is_active: Tensor, local_labels: Tensor) -> Tensor:
+    """Columns that are active in any row or a target, a scalar."""
+    width = is_active.shape[1]
+    has_gradient = torch.nn.functional.pad(is_active.any(0), (0, 1))
+    is_elsewhere = (local_labels < 0) | (local_labels >= width)
+    has_gradient[local_labels.masked_fill(is_elsewhere, width)] = True
+    return has_gradient[:width].sum()

@@ -1,0 +1,184 @@
+"""The paper's own procedure: the top K percent of the logits, bisection on them, a runtime check.
+
+All cosines ``[B, k]`` exist, in half precision on a GPU as in mixed-precision training. The largest
+of each row are found by sorting in half precision, and the root over them is the root over all
+classes if no class left out can be active (M8). The check allows for the rounding of the sort: it
+asks of the largest cosine that could have been left out, not of the smallest that was kept. A batch
+that fails it is solved again with twice as many, up to all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from qmargin.errors import ConfigError
+from qmargin.heads.dense import unit_prototypes
+from qmargin.heads.step import StepStats, target_gradients
+from qmargin.losses.autograd import lift_target
+from qmargin.maths.objective import label_loss, posterior_rows
+from qmargin.maths.threshold import slacks, solve_bisection
+
+if TYPE_CHECKING:
+    from qmargin.heads.classifier import MarginClassifier
+
+BLOCK_LOGITS = {"cpu": 1 << 21, "cuda": 1 << 25}  # solved at a time, in float64
+
+
+@dataclass
+class PaperStep:
+    """One forward and backward pass; what the autograd function and the record share."""
+
+    scale: float
+    order: float
+    num_classes: int
+    percent: float
+    labels: Tensor  # [B]
+    index: Tensor | None = None  # [B, K]: classes kept; None for all
+    posterior: Tensor | None = None  # [B, K]
+    support_size: Tensor | None = None  # [B], target included
+    mass_error: Tensor | None = None  # [B]
+    num_kept: int = 0
+    num_widened: int = 0  # times that K was doubled
+    num_violated: int = 0  # rows that failed the first check
+
+    def stats(self) -> StepStats:
+        """Summarise the step."""
+        assert self.posterior is not None
+        assert self.support_size is not None and self.mass_error is not None
+        is_active = self.posterior > 0
+        if self.index is None:
+            active = is_active.any(0).nonzero().flatten()
+        else:
+            active = self.index[is_active]
+        active = torch.cat([active, self.labels]).unique()
+        reason = f"the top {self.percent:g} % passed the check"
+        if self.num_widened:
+            reason = f"{self.num_violated} rows failed the check of the top {self.percent:g} %"
+            reason += f", which was doubled {self.num_widened} times"
+        return StepStats(
+            path="paper",
+            reason=reason,
+            support_mean=float(self.support_size.double().mean()),
+            support_max=int(self.support_size.max()),
+            num_candidates=float(self.num_kept),
+            num_overflowed=self.num_violated,
+            mass_error=float(self.mass_error.max()),
+            active_share=len(active) / self.num_classes,
+        )
+
+
+def largest_left_out(floor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Bound of the values that a half-precision sort put at or below ``floor``, float64."""
+    wide = floor.double()
+    if dtype == torch.float16:
+        return wide
+    return wide + 2.0**-11 * wide.abs() + 2.0**-25  # half a step of float16, normal or not
+
+
+def solve_kept(
+    step: PaperStep, kept: Tensor, target_logits: Tensor, log_reference: Tensor
+) -> tuple[Tensor, ...]:
+    """Bisection on the kept cosines ``[B, K]``, by blocks of rows; see the last line."""
+    wide = torch.float64 if kept.dtype == torch.float64 else torch.float32
+    tolerance = 1e-14 if wide == torch.float64 else 1e-9
+    limit = BLOCK_LOGITS.get(kept.device.type, BLOCK_LOGITS["cuda"])
+    parts = []
+    for rows in torch.arange(len(kept), device=kept.device).split(max(1, limit // kept.shape[1])):
+        logits = kept[rows].double() * step.scale
+        logits = torch.cat([logits, target_logits[rows, None]], 1)
+        reference = torch.zeros_like(logits)
+        reference[:, -1] = log_reference[rows]
+        anchor, level, _ = solve_bisection(
+            logits, reference, step.order, bracket="paper", tolerance=tolerance
+        )
+        posterior, levels = posterior_rows(logits, reference, anchor, level, step.order)
+        loss, own, others = label_loss(posterior, levels, reference[:, -1], step.order)
+        loss = torch.where(level.isnan(), level, loss)
+        tau = anchor - slacks(level, step.order)
+        error = (posterior.sum(1) - 1.0).abs()
+        support = (posterior > 0).sum(1)
+        parts.append(
+            (posterior[:, :-1].to(wide), tau, loss, others, own, levels[:, -1], support, error)
+        )
+    return tuple(torch.cat(list(column)) for column in zip(*parts, strict=True))
+
+
+class PaperRows(torch.autograd.Function):
+    """Loss of each row from the kept cosines."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, cosines: Tensor, logits: Tensor, log_reference: Tensor, step: PaperStep
+    ) -> Tensor:
+        """Loss ``[B]`` of cosines ``[B, k]`` with the target lifted out."""
+        others = cosines.scatter(1, step.labels[:, None], -math.inf)
+        rounded = others.half()
+        num_classes = others.shape[1]
+        step.num_kept = math.ceil(step.percent / 100.0 * num_classes)
+        while True:
+            kept, is_exact = others, torch.ones_like(logits, dtype=torch.bool)
+            step.index = None
+            if step.num_kept < num_classes:
+                top = rounded.topk(step.num_kept, sorted=False)
+                step.index, floor = top.indices, top.values.amin(1)
+                kept = others.gather(1, step.index)
+            solved = solve_kept(step, kept, logits, log_reference)
+            posterior, tau, loss, others_mass, own, level, step.support_size, error = solved
+            if step.index is not None:
+                bound = step.scale * largest_left_out(floor, others.dtype)
+                is_exact = (bound <= tau - 1.0 / step.order) | tau.isnan()
+            num_violated = int((~is_exact).sum())
+            if num_violated == 0:
+                break
+            step.num_violated = step.num_violated or num_violated
+            step.num_widened += 1
+            step.num_kept = min(2 * step.num_kept, num_classes)
+        step.posterior, step.mass_error = posterior, error
+        ctx.step, ctx.shape = step, cosines.shape
+        ctx.save_for_backward(log_reference, level, own, others_mass)
+        return loss.to(posterior.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        """``p - y`` for the logits (M7); the envelope's gradient for the target's measure."""
+        log_reference, level, own, others_mass = ctx.saved_tensors
+        step: PaperStep = ctx.step
+        assert step.posterior is not None
+        values = step.posterior * (grad * step.scale)[:, None]
+        if step.index is not None:
+            values = values.new_zeros(ctx.shape).scatter_(1, step.index, values)
+        in_logits, in_reference = target_gradients(
+            grad, others_mass, own, level, log_reference, step.order
+        )
+        return values, in_logits, in_reference, None
+
+
+def paper_rows(
+    head: MarginClassifier, embeddings: Tensor, labels: Tensor, norms: Tensor | None
+) -> tuple[Tensor, PaperStep]:
+    """Loss of each row ``[B]`` for unit embeddings, and the step's record."""
+    if not 0.0 < head.top_percent <= 100.0:
+        raise ConfigError(f"top_percent is {head.top_percent!r}; choose a percentage in (0, 100]")
+    loss = head.loss
+    columns = labels.clamp_min(0)
+    step = PaperStep(loss.scale, head.order, head.num_classes, head.top_percent, columns)
+    unit = unit_prototypes(head)
+    if embeddings.is_cuda and embeddings.dtype == torch.float32:
+        cosines = embeddings.half() @ unit.half().t()  # [B, k], as the paper has them
+    else:
+        cosines = embeddings @ unit.t()
+    cosines, target_cosines = lift_target(cosines, columns)
+    term = loss.margin(target_cosines.double(), loss.scale, labels=labels, norms=norms)
+    rows: Callable[..., Tensor] = PaperRows.apply
+    value = rows(cosines, term.logits, term.log_reference, step)
+    if term.penalty is not None:
+        value = value + term.penalty.to(value.dtype)
+    return value.to(embeddings.dtype), step

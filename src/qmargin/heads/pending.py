@@ -1,0 +1,116 @@
+"""A gradient of the prototypes that was not built: what ``gradient="fused"`` leaves to optimizers.
+
+A backward pass leaves one of two things in ``head.pending``: the sparse step's pair of a
+``ClassGradient`` and its embeddings, or an object that yields the gradient block by block. Here
+both become a ``PendingGradient``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from qmargin.kernels.head_reference import ClassGradient
+from qmargin.kernels.update_reference import class_parts, gradient_blocks
+
+if TYPE_CHECKING:
+    from qmargin.heads.classifier import MarginClassifier
+    from qmargin.heads.step import BlockUpdate
+
+
+@runtime_checkable
+class PendingGradient(Protocol):
+    """The prototypes' gradient, to be made block by block.
+
+    A path needs to write ``blocks`` only. One whose blocks are costly derives from this class and
+    answers ``is_finite`` without making them: an optimizer asks before it steps the first block.
+    """
+
+    def blocks(self) -> Iterator[tuple[slice, Tensor]]:
+        """Consecutive ranges of classes, ascending, all of them; the gradient ``[n, d]`` of each.
+
+        The gradient is that of the raw prototypes, the length of each included. It can be asked for
+        any number of times as long as the prototypes stay as they are. Within one pass, a consumer
+        may overwrite the gradient it got, and may step those classes (their prototypes, inverse
+        norms and copy), before it asks for the next range.
+        """
+        ...
+
+    def norm(self) -> Tensor:
+        """Euclidean norm of the whole gradient, a float64 scalar."""
+        return norm_of(rows for _, rows in self.blocks())
+
+    def is_finite(self) -> Tensor:
+        """Whether every element is finite, a boolean scalar on the device; no sync."""
+        return self.norm().isfinite()
+
+
+def norm_of(parts: Iterable[Tensor]) -> Tensor:
+    """Euclidean norm of tensors that are never held together, a float64 scalar."""
+    norms = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms) if norms else torch.zeros(0))
+    return total.double()
+
+
+def is_bounded(weights: Tensor, embeddings: Tensor, inverse_norms: Tensor) -> Tensor:
+    """Whether no gradient made of these can have an element that is not finite.
+
+    A boolean scalar. For gradients of cosines that add up to at most ``weights`` in absolute value,
+    of any shape, every element of a prototype's gradient is at most the sum of the weights, times
+    the largest element of the embeddings, times the inverse norm, times ``1 + d`` for the part
+    along the prototype that is taken out.
+    """
+    total = weights.abs().sum(dtype=torch.float64) * (1 + embeddings.shape[1])
+    bound = total * embeddings.abs().amax() * inverse_norms.amax()
+    return bound < torch.finfo(embeddings.dtype).max  # false for NaN
+
+
+@dataclass(frozen=True)
+class SparsePending(PendingGradient):
+    """What the sparse step leaves: entries for the active classes only."""
+
+    head: MarginClassifier
+    gradient: ClassGradient
+    embeddings: Tensor  # [B, d], unit
+
+    def blocks(self) -> Iterator[tuple[slice, Tensor]]:
+        """All classes; the gradient of inactive ones is zero."""
+        head = self.head
+        return gradient_blocks(
+            self.gradient, self.embeddings, head.prototypes.detach(), head.inverse_norms
+        )
+
+    def norm(self) -> Tensor:
+        """From the active classes alone, some at a time."""
+        head = self.head
+        tensors = (self.embeddings, head.prototypes.detach(), head.inverse_norms)
+        rows_of = head.kernels.prototype_gradient
+        norm = norm_of(rows_of(part, *tensors)[1] for part in class_parts(self.gradient))
+        return norm.to(self.embeddings.device)
+
+    def is_finite(self) -> Tensor:
+        """From a bound of the gradient's elements, which costs a look at the lists."""
+        return is_bounded(self.gradient.values, self.embeddings, self.head.inverse_norms)
+
+
+@dataclass(frozen=True)
+class BlockPending(PendingGradient):
+    """A gradient of which nothing is known but its blocks."""
+
+    update: BlockUpdate
+
+    def blocks(self) -> Iterator[tuple[slice, Tensor]]:
+        """Those of the update."""
+        return self.update.blocks()
+
+
+def as_pending(head: MarginClassifier, left: Any) -> PendingGradient:
+    """What a backward pass left in ``head.pending``, as a ``PendingGradient``."""
+    if isinstance(left, tuple):
+        gradient, embeddings = left
+        return SparsePending(head, gradient, embeddings)
+    return left if isinstance(left, PendingGradient) else BlockPending(left)

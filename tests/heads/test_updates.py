@@ -1,0 +1,586 @@
+"""Fused optimizers against ``torch.optim.SGD`` on a gradient that exists."""
+
+import copy
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import qmargin
+from qmargin.errors import ConfigError, DataError, QMarginError
+from qmargin.heads.classifier import MarginClassifier
+from qmargin.heads.pending import PendingGradient, as_pending
+from qmargin.heads.updates import ExactSGD, SparseSGD, clip_grad_norm_
+from qmargin.kernels import head_reference, update_reference
+
+NUM_CLASSES, DIM, ROWS = 331, 12, 24
+SETTINGS = [  # alpha, scale, margin
+    (1.25, 20.0, qmargin.PriorMargin(0.2)),
+    (1.5, 10.0, qmargin.PriorMargin(0.1)),
+    (2.0, 4.0, qmargin.AngularMargin(0.3)),
+    (3.0, 2.0, qmargin.CosineMargin(0.2)),
+    (2.0, 20.0, qmargin.PriorMargin(0.02)),  # few active classes
+]
+OPTIMIZERS = [ExactSGD, SparseSGD]
+
+
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many blocks, the last one incomplete."""
+    monkeypatch.setattr(update_reference, "BLOCK_CLASSES", 50)
+
+
+def make_head(
+    gradient: str = "fused",
+    *,
+    setting: int = 0,
+    dtype: torch.dtype = torch.float64,
+    num_classes: int = NUM_CLASSES,
+    screen_dtype: torch.dtype | None = None,
+) -> MarginClassifier:
+    alpha, scale, margin = SETTINGS[setting]
+    head = MarginClassifier(
+        DIM,
+        num_classes,
+        qmargin.MarginLoss(qmargin.Alpha(alpha), margin, scale=scale),
+        path="sparse",
+        gradient=gradient,
+        screen_dtype=screen_dtype,
+        dtype=dtype,
+    )
+    generator = torch.Generator().manual_seed(1)
+    weights = torch.randn(num_classes, DIM, generator=generator, dtype=torch.float64)
+    with torch.no_grad():
+        head.prototypes.copy_(weights)
+    return head
+
+
+def batch(step: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    """Embeddings and labels; labels repeat within a batch."""
+    generator = torch.Generator().manual_seed(step)
+    embeddings = torch.randn(ROWS, DIM, generator=generator, dtype=torch.float64)
+    return embeddings.to(dtype), torch.randint(NUM_CLASSES, (ROWS,), generator=generator) // 3
+
+
+def plain_loss(head: MarginClassifier, embeddings: Tensor, labels: Tensor) -> Tensor:
+    """The head's loss from all cosines: shares nothing with the sparse step but the loss."""
+    unit = nn.functional.normalize
+    loss: Tensor = head.loss(unit(embeddings) @ unit(head.prototypes).t(), labels)
+    return loss.mean()
+
+
+def tensors_of(head: MarginClassifier, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Everything a step may change, as it is now."""
+    buffers = [state["momentum_buffer"] for state in optimizer.state.values()]
+    kept = [head.prototypes.detach(), head.copy, head.inverse_norms, head.copy_error, *buffers]
+    return [tensor.clone() for tensor in kept]
+
+
+def train(head: MarginClassifier, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        head(*batch(step, head.prototypes.dtype)).backward()
+        optimizer.step()
+
+
+class Blocks:
+    """A gradient that comes block by block, as the chunked path leaves it."""
+
+    def __init__(self, gradient: Tensor) -> None:
+        self.gradient = gradient
+
+    def blocks(self) -> Iterator[tuple[slice, Tensor]]:
+        for start in range(0, len(self.gradient), 90):
+            part = slice(start, min(start + 90, len(self.gradient)))
+            yield part, self.gradient[part].clone()
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("setting", range(len(SETTINGS)))
+def test_exact_sgd_equals_torch_sgd_on_all_cosines(setting: int, nesterov: bool) -> None:
+    fused, plain = make_head(setting=setting), make_head("dense", setting=setting)
+    options = {"lr": 0.5, "momentum": 0.9, "weight_decay": 5e-3, "nesterov": nesterov}
+    optimizer, expected = ExactSGD(fused, **options), torch.optim.SGD([plain.prototypes], **options)
+    schedules = [
+        torch.optim.lr_scheduler.MultiStepLR(one, [10, 20], gamma=0.3)
+        for one in (optimizer, expected)
+    ]
+    for step in range(30):
+        embeddings, labels = batch(step)
+        expected.zero_grad()
+        loss = plain_loss(plain, embeddings, labels)
+        loss.backward()
+        optimizer.zero_grad()
+        fused_loss = fused(embeddings, labels)
+        fused_loss.backward()
+        torch.testing.assert_close(fused_loss, loss, rtol=1e-9, atol=1e-12)
+        for one, schedule in zip((optimizer, expected), schedules, strict=True):
+            one.step()
+            schedule.step()
+    assert optimizer.param_groups[0]["lr"] == expected.param_groups[0]["lr"] == 0.5 * 0.3 * 0.3
+    torch.testing.assert_close(fused.prototypes, plain.prototypes, rtol=1e-9, atol=1e-10)
+    assert (plain.prototypes - make_head().prototypes).abs().amax() > 0.1  # training did something
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_exact_sgd_equals_torch_sgd_in_float32(momentum: float) -> None:
+    heads = make_head(dtype=torch.float32), make_head("dense", dtype=torch.float32)
+    options = {"lr": 0.2, "momentum": momentum, "weight_decay": 5e-4}
+    optimizer, expected = (
+        ExactSGD(heads[0], **options),
+        torch.optim.SGD([heads[1].prototypes], **options),
+    )
+    train(heads[0], optimizer, range(30))
+    train(heads[1], expected, range(30))
+    torch.testing.assert_close(heads[0].prototypes, heads[1].prototypes, rtol=1e-5, atol=1e-6)
+    assert bool(optimizer.state) == (momentum > 0)
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("optimizer_class", OPTIMIZERS)
+def test_blocks_of_a_dense_gradient_give_the_same_step(
+    optimizer_class: type[ExactSGD | SparseSGD], nesterov: bool
+) -> None:
+    """At alpha 1 every class is active: both optimizers are torch's."""
+    fused, plain = make_head(), make_head("dense")
+    plain.loss = qmargin.arcface(scale=16.0)
+    options = {"lr": 0.3, "momentum": 0.9, "weight_decay": 1e-3, "nesterov": nesterov}
+    optimizer = optimizer_class(fused, **options)
+    expected = torch.optim.SGD([plain.prototypes], **options)
+    fused.refresh()
+    for step in range(5):
+        plain_loss(plain, *batch(step)).backward()
+        fused.pending = Blocks(plain.prototypes.grad)
+        torch.testing.assert_close(optimizer.grad_norm(), plain.prototypes.grad.norm())
+        optimizer.step()
+        expected.step()
+        expected.zero_grad()
+    torch.testing.assert_close(fused.prototypes, plain.prototypes, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("path", ["sparse", "chunked", "dense", "sampled", "paper", "arcface"])
+def test_every_path_can_be_fused(path: str) -> None:
+    fused, plain = make_head(), make_head("dense")
+    for head in (fused, plain):
+        head.path = "chunked" if path == "arcface" else path
+        if path == "arcface":
+            head.loss = qmargin.arcface(scale=16.0)
+    train(fused, ExactSGD(fused, 0.3, 0.9, 1e-3), range(4))
+    sgd = torch.optim.SGD([plain.prototypes], 0.3, momentum=0.9, weight_decay=1e-3)
+    train(plain, sgd, range(4))
+    torch.testing.assert_close(fused.prototypes, plain.prototypes, rtol=1e-10, atol=1e-11)
+
+
+@pytest.mark.parametrize("from_blocks", [False, True])
+@pytest.mark.parametrize("setting", [3, 4])
+def test_sparse_sgd_leaves_inactive_rows_alone(setting: int, from_blocks: bool) -> None:
+    """A row's momentum and weight decay act only in steps in which its class is active."""
+    lr, momentum, decay = 0.4, 0.9, 1e-2
+    head, twin = make_head(setting=setting), make_head("dense", setting=setting)
+    optimizer = SparseSGD(head, lr, momentum, decay)
+    weights = twin.prototypes.detach().clone()
+    buffer: dict[int, Tensor] = {}
+    num_active = torch.zeros(NUM_CLASSES, dtype=torch.int64)
+    for step in (0, 1, 2, 0, 1, 2, 0, 0, 1, 2, 1, 0):
+        twin.prototypes.grad = None
+        plain_loss(twin, *batch(step)).backward()
+        head(*batch(step)).backward()
+        if from_blocks:
+            head.pending = Blocks(twin.prototypes.grad)
+        optimizer.step()
+        is_active = twin.prototypes.grad.any(1)
+        num_active += is_active
+        for row in is_active.nonzero().flatten().tolist():
+            gradient = twin.prototypes.grad[row] + decay * weights[row]
+            buffer[row] = momentum * buffer[row] + gradient if row in buffer else gradient
+            weights[row] -= lr * buffer[row]
+        with torch.no_grad():
+            twin.prototypes.copy_(weights)
+    torch.testing.assert_close(head.prototypes.detach(), weights, rtol=1e-9, atol=1e-10)
+    idle = num_active == 0
+    assert idle.any() and ((num_active > 0) & (num_active < 12)).sum() > 10
+    assert torch.equal(head.prototypes[idle], make_head().prototypes[idle])
+
+
+def test_a_satisfied_target_is_not_active() -> None:
+    """Its entry is listed, with a value of zero; neither decay nor momentum may touch the row."""
+    head = make_head(setting=1)
+    optimizer = SparseSGD(head, 0.1, weight_decay=0.5)
+    with torch.no_grad():
+        head.prototypes.abs_()
+        head.prototypes[1:].neg_()  # far from the first one
+    before = head.prototypes.detach().clone()
+    loss = head(head.prototypes.detach()[:1], torch.tensor([0]))
+    loss.backward()
+    assert loss == 0.0 and len(head.pending[0].columns) == 1
+    optimizer.step()
+    assert torch.equal(head.prototypes, before)
+
+
+@pytest.mark.parametrize("screen_dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("optimizer_class", OPTIMIZERS)
+def test_a_step_leaves_the_copy_as_a_refresh_would(
+    optimizer_class: type[ExactSGD | SparseSGD],
+    screen_dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    head = make_head(dtype=torch.float32, screen_dtype=screen_dtype)
+    optimizer = optimizer_class(head, 0.3)
+    train(head, optimizer, range(3))
+    found = head.copy.clone(), head.inverse_norms.clone(), head.copy_error.clone()
+
+    with monkeypatch.context() as patch:  # the next forward pass must not refresh again
+        patch.setattr(head_reference, "refresh_copy", None)
+        head(*batch(0, torch.float32))
+
+    head._version = -1
+    head.refresh()
+    assert torch.equal(found[0], head.copy)
+    assert torch.equal(found[1], head.inverse_norms)
+    if optimizer_class is ExactSGD:
+        assert torch.equal(found[2], head.copy_error)
+    else:  # the largest error so far, still a bound
+        assert head.copy_error <= found[2] <= 2.0 * head.copy_error
+
+
+def test_prototypes_changed_by_someone_else_are_refreshed_first() -> None:
+    head = make_head(dtype=torch.float32)
+    optimizer = SparseSGD(head, 0.1)
+    head(*batch(0, torch.float32)).backward()
+    with torch.no_grad():
+        head.prototypes.mul_(3.0)
+    optimizer.step()
+    norms = head.prototypes.detach().norm(dim=1)
+    torch.testing.assert_close(head.inverse_norms, 1.0 / norms)
+
+
+class Backbone(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layer = nn.Linear(DIM, DIM, dtype=torch.float64)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        result: Tensor = self.layer(inputs)
+        return result
+
+
+@pytest.mark.parametrize("max_norm", [0.05, 1e6])
+def test_clipping_equals_torch_on_the_dense_gradient(max_norm: float) -> None:
+    head, plain, bones, plain_bones = make_head(), make_head("dense"), Backbone(), Backbone()
+    optimizer = ExactSGD(head, 0.5)
+    expected = torch.optim.SGD([plain.prototypes], 0.5, momentum=0.9, weight_decay=5e-4)
+    for step in range(4):
+        inputs, labels = batch(step)
+        for one in (bones, plain_bones, optimizer, expected):
+            one.zero_grad()
+        head(bones(inputs), labels).backward()
+        plain(plain_bones(inputs), labels).backward()
+        every = [*plain_bones.parameters(), plain.prototypes]
+        truth = torch.nn.utils.clip_grad_norm_(every, max_norm)
+        # Passing the optimizer's own parameters as well must not count anything twice.
+        given = [*bones.parameters(), *optimizer.param_groups[0]["params"]]
+        norm = clip_grad_norm_(given, [optimizer], max_norm)
+        torch.testing.assert_close(norm, truth, rtol=1e-10, atol=0.0)
+        assert max_norm > 1.0 or truth > max_norm
+        for one, other in zip(bones.parameters(), plain_bones.parameters(), strict=True):
+            torch.testing.assert_close(one.grad, other.grad, rtol=1e-10, atol=1e-14)
+        torch.testing.assert_close(optimizer.grad_norm(), plain.prototypes.grad.norm())
+        optimizer.step()
+        expected.step()
+    torch.testing.assert_close(head.prototypes, plain.prototypes, rtol=1e-10, atol=1e-11)
+
+
+def test_clipping_takes_sparse_gradients() -> None:
+    dense, sparse = make_head("dense"), make_head("sparse")
+    for head in (dense, sparse):
+        head(*batch(0)).backward()
+    truth = torch.nn.utils.clip_grad_norm_([dense.prototypes], 0.01)
+    torch.testing.assert_close(clip_grad_norm_([sparse.prototypes], [], 0.01), truth)
+    torch.testing.assert_close(sparse.prototypes.grad.to_dense(), dense.prototypes.grad)
+    assert clip_grad_norm_([], [], 1.0) == 0.0
+
+
+def test_a_norm_that_is_not_finite_can_be_an_error() -> None:
+    head = make_head()
+    optimizer = ExactSGD(head, 0.1)
+    head(*batch(0)).backward()
+    head.pending[0].values[0] = math.nan
+    with pytest.raises(DataError, match="nothing was clipped"):
+        clip_grad_norm_([], [optimizer], 1.0, error_if_nonfinite=True)
+
+
+@pytest.mark.parametrize("is_unscaled_first", [False, True])
+@pytest.mark.parametrize("optimizer_class", OPTIMIZERS)
+def test_a_grad_scaler_treats_it_like_any_optimizer(
+    optimizer_class: type[ExactSGD | SparseSGD], is_unscaled_first: bool
+) -> None:
+    head, plain = make_head(), make_head()
+    optimizer, expected = optimizer_class(head, 0.3), optimizer_class(plain, 0.3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+    for step in range(5):
+        optimizer.zero_grad()
+        scaler.scale(head(*batch(step))).backward()
+        if is_unscaled_first:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+    train(plain, expected, range(5))
+    assert scaler.get_scale() == 4096.0
+    torch.testing.assert_close(head.prototypes, plain.prototypes, rtol=1e-11, atol=1e-12)
+
+
+def test_a_grad_scaler_sees_an_overflow() -> None:
+    head = make_head()
+    optimizer = ExactSGD(head, 0.3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(head(*batch(0))).backward()
+    head.pending[0].values[3] = math.inf
+    before = tensors_of(head, optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 512.0
+    for old, new in zip(before, tensors_of(head, optimizer), strict=True):
+        assert torch.equal(old, new)
+
+
+def test_scaling_the_gradient_equals_scaling_the_loss() -> None:
+    head, plain = make_head(), make_head()
+    optimizer, expected = ExactSGD(head, 0.3), ExactSGD(plain, 0.3)
+    head(*batch(0)).backward()
+    norm = optimizer.grad_norm()
+    optimizer.scale_gradient_(0.5)
+    optimizer.scale_gradient_(torch.tensor(0.5))
+    torch.testing.assert_close(optimizer.grad_norm(), 0.25 * norm)
+    (0.25 * plain(*batch(0))).backward()
+    optimizer.step()
+    expected.step()
+    torch.testing.assert_close(head.prototypes, plain.prototypes, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("where", ["embeddings", "values", "blocks", "scale"])
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+@pytest.mark.parametrize("optimizer_class", OPTIMIZERS)
+def test_a_gradient_that_is_not_finite_changes_nothing(
+    optimizer_class: type[ExactSGD | SparseSGD], poison: float, where: str
+) -> None:
+    head = make_head()
+    optimizer = optimizer_class(head, 0.3)
+    train(head, optimizer, range(2))
+    head(*batch(2)).backward()
+    before = tensors_of(head, optimizer)
+    if where == "scale":
+        optimizer.scale_gradient_(poison)
+    elif where == "blocks":
+        rows = torch.zeros_like(head.prototypes)
+        rows[-1, 0] = poison  # the last block: all others would have been stepped
+        head.pending = Blocks(rows)
+    else:
+        gradient, embeddings = head.pending
+        (gradient.values if where == "values" else embeddings).view(-1)[-1] = poison
+    optimizer.error_if_nonfinite = True
+    with pytest.raises(DataError, match="not finite"):
+        optimizer.step()
+    optimizer.error_if_nonfinite = False
+    optimizer.step()
+    assert optimizer.num_skipped == 1
+    assert head.pending is None
+    for old, new in zip(before, tensors_of(head, optimizer), strict=True):
+        assert torch.equal(old, new)
+    train(head, optimizer, range(2, 4))  # and the run goes on
+    assert head.prototypes.isfinite().all() and optimizer.num_skipped == 1
+
+
+@pytest.mark.parametrize("optimizer_class", OPTIMIZERS)
+@pytest.mark.parametrize("poison", [math.nan, math.inf, 0.0])
+def test_broken_embeddings_change_nothing(
+    optimizer_class: type[ExactSGD | SparseSGD], poison: float
+) -> None:
+    """Whether the head refuses the batch or lets it through, no prototype may notice."""
+    head = make_head(dtype=torch.float32)
+    optimizer = optimizer_class(head, 0.3)
+    train(head, optimizer, range(2))
+    before = tensors_of(head, optimizer)
+    embeddings, labels = batch(2, torch.float32)
+    embeddings[5] = poison
+    try:
+        head(embeddings, labels).backward()
+        optimizer.step()
+    except QMarginError:
+        assert head.pending is None
+    else:
+        assert optimizer.num_skipped == 1
+    for old, new in zip(before, tensors_of(head, optimizer), strict=True):
+        assert torch.equal(old, new)
+
+
+@pytest.mark.parametrize("optimizer_class", OPTIMIZERS)
+def test_state_survives_a_round_trip(optimizer_class: type[ExactSGD | SparseSGD]) -> None:
+    whole, part = make_head(), make_head()
+    straight, first = optimizer_class(whole, 0.3), optimizer_class(part, 0.3)
+    train(whole, straight, range(8))
+    train(part, first, range(4))
+    first.param_groups[0]["lr"] = 0.3
+    saved = copy.deepcopy(first.state_dict())
+    resumed = make_head()
+    resumed.load_state_dict(part.state_dict())
+    second = optimizer_class(resumed, 99.0)
+    second.load_state_dict(saved)
+    assert second.param_groups[0]["lr"] == 0.3
+    train(resumed, second, range(4, 8))
+    assert torch.equal(resumed.prototypes, whole.prototypes)
+
+
+def test_state_is_that_of_torch_sgd() -> None:
+    """A run may change between fused and dense gradients in the middle."""
+    options = {"lr": 0.3, "momentum": 0.9, "weight_decay": 5e-4}
+    truth = make_head("dense")
+    train(truth, torch.optim.SGD([truth.prototypes], **options), range(9))
+    dense = make_head("dense")
+    sgd = torch.optim.SGD([dense.prototypes], **options)
+    train(dense, sgd, range(3))
+
+    fused = make_head()
+    fused.load_state_dict(dense.state_dict())
+    exact = ExactSGD(fused, 1.0)
+    exact.load_state_dict(copy.deepcopy(sgd.state_dict()))
+    train(fused, exact, range(3, 6))
+
+    dense.load_state_dict(fused.state_dict())
+    sgd.load_state_dict(copy.deepcopy(exact.state_dict()))
+    train(dense, sgd, range(6, 9))
+    torch.testing.assert_close(dense.prototypes, truth.prototypes, rtol=1e-10, atol=1e-11)
+
+    other = torch.optim.SGD([dense.prototypes], 0.1, momentum=0.9, dampening=0.5)
+    with pytest.raises(ConfigError, match="dampening"):
+        exact.load_state_dict(other.state_dict())
+
+
+def test_a_second_backward_before_a_step_is_an_error() -> None:
+    head = make_head()
+    optimizer = ExactSGD(head, 0.1)
+    head(*batch(0)).backward()
+    loss = head(*batch(1))
+    with pytest.raises(ConfigError, match="zero_grad"):
+        loss.backward()
+    optimizer.zero_grad()
+    head(*batch(1)).backward()
+    optimizer.step()
+    head(*batch(2)).backward()  # a step consumes what was pending
+    first, second = head(*batch(3)), head(*batch(4))
+    optimizer.step()
+    with pytest.raises(ConfigError, match="zero_grad"):
+        (first + second).backward()
+
+
+def test_without_a_gradient_nothing_happens() -> None:
+    head = make_head()
+    optimizer = ExactSGD(head, 0.1, weight_decay=0.5)
+    before = head.prototypes.detach().clone()
+    optimizer.step()
+    head(*batch(0)).backward()
+    optimizer.zero_grad()
+    optimizer.step()
+    optimizer.scale_gradient_(0.5)
+    assert optimizer.grad_norm() == 0.0
+    assert torch.equal(head.prototypes, before)
+
+
+def test_a_closure_is_called() -> None:
+    head, plain = make_head(), make_head()
+    optimizer, expected = ExactSGD(head, 0.1), ExactSGD(plain, 0.1)
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        loss = head(*batch(0))
+        loss.backward()
+        return float(loss.detach())
+
+    assert optimizer.step(closure) > 0.0
+    train(plain, expected, range(1))
+    assert torch.equal(head.prototypes, plain.prototypes)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lr": -1.0}, "lr is -1.0"),
+        ({"lr": math.nan}, "lr is nan"),
+        ({"lr": 0.1, "momentum": -0.1}, "momentum is -0.1"),
+        ({"lr": 0.1, "weight_decay": math.inf}, "weight_decay is inf"),
+        ({"lr": 0.1, "momentum": 0.0, "nesterov": True}, "nesterov needs momentum"),
+    ],
+)
+def test_settings_are_checked(options: dict[str, float], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ExactSGD(make_head(), **options)
+
+
+@pytest.mark.parametrize("gradient", ["dense", "sparse"])
+def test_other_gradients_are_refused(gradient: str) -> None:
+    with pytest.raises(ConfigError, match="gradient='fused'"):
+        ExactSGD(make_head(gradient), 0.1)
+    head = make_head()
+    optimizer = ExactSGD(head, 0.1)
+    head.gradient = gradient
+    head(*batch(0)).backward()
+    with pytest.raises(ConfigError, match=r"left prototypes\.grad"):
+        optimizer.step()
+
+
+def test_pending_gradients_agree_with_the_dense_one() -> None:
+    head, dense = make_head(), make_head("dense")
+    for one in (head, dense):
+        one(*batch(0)).backward()
+    truth = dense.prototypes.grad
+    for left in (head.pending, Blocks(truth)):
+        pending = as_pending(head, left)
+        assert isinstance(pending, PendingGradient)
+        assert as_pending(head, pending) is pending
+        blocks = list(pending.blocks())
+        assert [part.start for part, _ in blocks[1:]] == [part.stop for part, _ in blocks[:-1]]
+        torch.testing.assert_close(torch.cat([rows for _, rows in blocks]), truth)
+        torch.testing.assert_close(pending.norm(), truth.norm())
+        assert pending.is_finite()
+
+
+class LargestAllocation(TorchDispatchMode):
+    """Elements of the largest storage that an operation made."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        given = {
+            leaf.untyped_storage().data_ptr()
+            for leaf in tree_leaves((args, kwargs))
+            if isinstance(leaf, Tensor)
+        }
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor) and leaf.untyped_storage().data_ptr() not in given:
+                size = leaf.untyped_storage().nbytes() // max(1, leaf.element_size())
+                self.elements = max(self.elements, size)
+        return result
+
+
+@pytest.mark.parametrize("optimizer_class", OPTIMIZERS)
+def test_no_step_allocates_a_matrix_of_all_prototypes(
+    optimizer_class: type[ExactSGD | SparseSGD],
+) -> None:
+    num_classes = 4001
+    head = make_head(setting=1, num_classes=num_classes)
+    optimizer = optimizer_class(head, 0.1)
+    train(head, optimizer, range(1))  # the momentum is made here
+    loss = head(*batch(1))
+    with LargestAllocation() as largest:
+        loss.backward()
+        clip_grad_norm_([], [optimizer], 0.1)
+        optimizer.step()
+    assert 50 * DIM <= largest.elements < num_classes * DIM // 10
+    with LargestAllocation() as largest:
+        torch.zeros_like(head.prototypes)
+    assert largest.elements == num_classes * DIM  # the measurement works

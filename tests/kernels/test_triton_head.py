@@ -1,0 +1,151 @@
+"""Every kernel against its plain twin: on a GPU for real, elsewhere in Triton's interpreter."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from qmargin.kernels import head_reference as plain
+from qmargin.kernels import update_reference
+from qmargin.kernels.triton import head as fused
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's masked lanes
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SHAPES = [(300, 64, 5), (97, 40, 20), (1, 8, 3), (33, 100, 1), (1000, 128, 3)]  # k, d, B
+SETTINGS = [
+    (1.25, 20.0, 0.2),
+    (1.5, 10.0, 0.1),
+    (2.0, 2.0, 0.1),
+    (1.05, 30.0, 0.1),
+    (3.0, 3.0, 0.05),
+]
+
+
+class Batch:
+    """Prototypes, their copy and a batch, with targets near and far."""
+
+    def __init__(self, num_classes, dim, rows, dtype=torch.float16):
+        torch.manual_seed(num_classes)
+        self.num_classes = num_classes
+        self.prototypes = 0.01 * torch.randn(num_classes, dim)
+        self.copy = torch.zeros(-(-num_classes // 256) * 256, dim, dtype=dtype)
+        self.inverse_norms = torch.empty(num_classes)
+        error = plain.refresh_copy(self.prototypes, self.copy, self.inverse_norms)
+        self.labels = torch.randint(num_classes, (rows,))
+        own = self.prototypes[self.labels] * self.inverse_norms[self.labels][:, None]
+        mixed = torch.randn(rows, dim) / dim**0.5 + 2 * torch.rand(rows, 1) * own
+        self.embeddings = torch.nn.functional.normalize(mixed)
+        for name, value in vars(self).items():
+            if isinstance(value, torch.Tensor):
+                setattr(self, name, value.to(DEVICE))
+        self.prepared = self.run(plain).prepared
+        self.slack = self.prepared.rounding.double() + error.to(DEVICE) + dim * 1.2e-7
+
+    def run(self, kernels):
+        self.prepared = kernels.prepare_rows(
+            self.embeddings, self.labels, self.prototypes, self.inverse_norms, self.copy.dtype
+        )
+        return self
+
+    def maxima(self):
+        rounded, copy = self.prepared.rounded.float(), self.copy.float()
+        return plain.group_maxima(rounded, copy, self.labels, self.num_classes)
+
+    def terms(self, scale, margin):
+        logits = self.prepared.target_cosines.double() * scale
+        return logits, torch.full_like(logits, -scale * margin)
+
+    def candidates(self, kernels, pairs):
+        state = (self.copy, self.prototypes, self.inverse_norms, self.labels)
+        return kernels.score_candidates(self.prepared, *state, pairs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_prepare_and_screen(shape, dtype):
+    batch = Batch(*shape, dtype)
+    expected, found = batch.prepared, batch.run(fused).prepared
+    # The interpreter cuts bfloat16 off where hardware rounds; the length of what is lost is
+    # measured either way, and that is what certifies the screen.
+    lost = (found.embeddings - found.rounded.float()).norm(dim=1)
+    torch.testing.assert_close(found.rounding, lost, atol=1e-9, rtol=1e-5)
+    torch.testing.assert_close(found.rounded, expected.rounded, atol=0.0, rtol=1e-2)
+    if dtype == torch.float16 or DEVICE == "cuda":
+        assert torch.equal(found.rounded, expected.rounded)
+    torch.testing.assert_close(found.target_cosines, expected.target_cosines, atol=1e-6, rtol=0)
+    if dtype == torch.bfloat16 and DEVICE == "cpu":
+        return  # the interpreter has no products of bfloat16; the GPU run covers them
+    maxima = fused.group_maxima(expected.rounded, batch.copy, batch.labels, batch.num_classes)
+    batch.prepared = expected
+    torch.testing.assert_close(maxima, batch.maxima(), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("alpha, scale, margin", SETTINGS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_pairs_scores_and_solution(shape, alpha, scale, margin):
+    """The fused floor may be lower, never higher; what follows agrees to float32 rounding."""
+    batch, numbers = Batch(*shape), {"scale": scale, "order": alpha - 1.0}
+    terms, maxima = batch.terms(scale, margin), batch.maxima()
+    expected = plain.list_pairs(maxima, *terms, batch.slack, **numbers)
+    pairs = fused.list_pairs(maxima, *terms, batch.slack, **numbers)
+    assert bool((pairs.floor <= expected.floor).all())
+    assert bool((pairs.floor > expected.floor - 0.1).all())
+    listed = set(zip(pairs.rows.tolist(), pairs.groups.tolist(), strict=True))
+    assert listed >= set(zip(expected.rows.tolist(), expected.groups.tolist(), strict=True))
+    candidates, certain = batch.candidates(fused, pairs), batch.candidates(plain, pairs)
+    entries = zip(candidates.rows.tolist(), candidates.columns.tolist(), strict=True)
+    scores = dict(zip(entries, candidates.scores.tolist(), strict=True))
+    for row, column, score in zip(*(part.tolist() for part in certain[:3]), strict=True):
+        assert scores[row, column] == pytest.approx(score, abs=1e-6)  # none is missing
+    wanted = plain.solve_lists(candidates, *terms, **numbers)
+    solved = fused.solve_lists(candidates, *terms, **numbers)
+    torch.testing.assert_close(solved.loss, wanted.loss, atol=1e-9, rtol=1e-7)
+    torch.testing.assert_close(solved.tau, wanted.tau, atol=1e-9, rtol=0)
+    torch.testing.assert_close(solved.others_mass, wanted.others_mass, atol=1e-10, rtol=1e-6)
+    torch.testing.assert_close(solved.in_reference, wanted.in_reference, atol=1e-7, rtol=1e-6)
+    assert float(solved.mass_error.max()) < 1e-9
+    torch.testing.assert_close(solved.posterior, wanted.posterior, atol=1e-7, rtol=1e-5)
+    _check_gradients(batch, solved, wanted)
+
+
+def _check_gradients(batch, solved, wanted):
+    weights = torch.rand(len(batch.labels), device=DEVICE)
+    state = (batch.prototypes, batch.inverse_norms)
+    found = fused.embedding_gradient(solved, batch.labels, *state, weights, -weights)
+    expected = plain.embedding_gradient(wanted, batch.labels, *state, weights, -weights)
+    torch.testing.assert_close(found, expected, atol=2e-6, rtol=1e-4)
+    gradient = fused.sort_by_class(solved, batch.labels, weights, -weights)
+    classes, rows = fused.prototype_gradient(gradient, batch.embeddings, *state)
+    plain_classes, plain_rows = plain.prototype_gradient(gradient, batch.embeddings, *state)
+    assert torch.equal(classes, plain_classes.long())
+    torch.testing.assert_close(rows, plain_rows, atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("only_active", [False, True])
+@pytest.mark.parametrize("momentum, nesterov", [(0.9, False), (0.9, True), (0.0, False)])
+@pytest.mark.parametrize("num_classes, dim", [(100, 64), (37, 40), (16, 130)])
+def test_update(num_classes, dim, momentum, nesterov, only_active):
+    torch.manual_seed(0)
+    columns = torch.randint(num_classes, (30,)).sort().values
+    gradient = plain.ClassGradient(columns, torch.randint(6, (30,)), torch.randn(30))
+    embeddings = torch.nn.functional.normalize(torch.randn(6, dim))
+    start, buffer = 0.1 * torch.randn(num_classes, dim), 0.01 * torch.randn(num_classes, dim)
+    results = []
+    for kernels in (update_reference, fused):
+        prototypes, momenta = start.clone().to(DEVICE), buffer.clone().to(DEVICE)
+        copy = torch.zeros(256, dim, dtype=torch.float16, device=DEVICE)
+        inverse = torch.empty(num_classes, device=DEVICE)
+        plain.refresh_copy(prototypes, copy, inverse)
+        error = kernels.sgd_update(
+            plain.ClassGradient(*(part.to(DEVICE) for part in gradient)),
+            embeddings.to(DEVICE), prototypes, momenta if momentum else None, inverse, copy,
+            lr=0.1, momentum=momentum, weight_decay=5e-4, nesterov=nesterov,
+            grad_scale=torch.tensor(0.7, device=DEVICE), only_active=only_active,
+        )  # fmt: skip
+        results.append((prototypes, momenta, inverse, error))
+        assert (
+            float((copy[:num_classes].float() - prototypes * inverse[:, None]).abs().max()) < 3e-4
+        )
+    for found, expected in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
