@@ -11,6 +11,7 @@ import torch
 import qmargin
 from qmargin.heads.classifier import MarginClassifier
 from qmargin.heads.sparse import SparseStep, sparse_rows
+from qmargin.heads.unit import unit_rows
 
 
 def median_ms(function, repeats=10, warm=3):
@@ -73,6 +74,11 @@ def main():
         report(head, embeddings, labels, gemm, (alpha, scale, margin))
 
 
+def whole(head, leaf, labels):
+    leaf.grad = head.pending = None
+    head(leaf, labels).backward()
+
+
 def report(head, embeddings, labels, gemm, name):
     kernels, order, scale = head.kernels, head.order, head.loss.scale
     head.refresh()
@@ -91,11 +97,10 @@ def report(head, embeddings, labels, gemm, name):
             prepared.rounded, head.copy, labels, head.num_classes
         ),
         "list": lambda: kernels.list_pairs(maxima, *terms, slack, **numbers),
-        "sort": lambda: pairs.groups.sort(stable=True),
-        "rescore": lambda: kernels.rescore(unit, prototypes, norms, labels, pairs),
-        "solve": lambda: kernels.solve_lists(
-            scores, pairs, *terms, **numbers, capacity=head.list_capacity
+        "candidates": lambda: kernels.score_candidates(
+            prepared, head.copy, prototypes, norms, labels, pairs
         ),
+        "solve": lambda: kernels.solve_lists(candidates, *terms, **numbers),
         "embedding gradient": lambda: kernels.embedding_gradient(
             solved, labels, prototypes, norms, weights, weights
         ),
@@ -104,13 +109,13 @@ def report(head, embeddings, labels, gemm, name):
     }
     maxima = stages["screen"]()
     pairs = stages["list"]()
-    scores = stages["rescore"]()
+    candidates = stages["candidates"]()
     solved = stages["solve"]()
     weights = torch.full((len(unit),), scale / len(unit), device="cuda")
     gradient = stages["sort by class"]()
 
     def forward():
-        return sparse_rows(head, leaf / leaf.norm(dim=1, keepdim=True), labels, None)[0].mean()
+        return sparse_rows(head, unit_rows(leaf, kernels)[0], labels, None)[0].mean()
 
     def both():
         leaf.grad = None
@@ -124,15 +129,27 @@ def report(head, embeddings, labels, gemm, name):
     times = {stage: median_ms(function) for stage, function in stages.items()}
     times["forward"] = median_ms(forward)
     times["forward + backward"] = median_ms(both)
+    head.pending = None
+    times["module"] = median_ms(lambda: whole(head, leaf, labels))
+    buffer = torch.zeros_like(prototypes)
+    one = torch.ones((), device="cuda")
+    for only_active in (True, False):
+        stage = "row-sparse SGD" if only_active else "exact SGD"
+        times[stage] = median_ms(
+            lambda only=only_active: kernels.sgd_update(
+                gradient, unit, prototypes, buffer, norms, head.copy, lr=0.0, momentum=0.9,
+                weight_decay=5e-4, nesterov=False, grad_scale=one, only_active=only,
+            )  # fmt: skip
+        )
+    del buffer
     truth = exact(head, embeddings, labels, 16)
     error = (solved.tau[:16] - truth.tau.double()).abs().max()
-    loss_error = ((solved.loss[:16] - truth.loss) / truth.loss).abs().max()
+    loss_error = ((solved.loss[:16] - truth.loss) / truth.loss.clamp_min(1e-3)).abs().max()
     print(
         f"{name}: "
         + ", ".join(f"{stage} {ms:.2f}" for stage, ms in times.items())
         + f" | ratio {times['forward + backward'] / gemm:.2f} | pairs/row {len(pairs.groups) / len(unit):.0f}"
-        + f" active/row {len(solved.columns) / len(unit):.0f} overflow"
-        + f" {int(solved.has_overflowed.sum())} peak {peak:.2f} GiB | tau error {error:.1e} loss {loss_error:.1e}"
+        + f" candidates/row {len(solved.columns) / len(unit):.0f} peak {peak:.2f} GiB | tau error {error:.1e} loss {loss_error:.1e}"
         + f" mass error {solved.mass_error.max():.1e} slack {slack.max():.1e}",
         flush=True,
     )

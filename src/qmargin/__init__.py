@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from qmargin.errors import MarginWarning, QMarginError
+    from qmargin.heads.classifier import MarginClassifier
+    from qmargin.heads.step import StepStats
     from qmargin.losses.functional import (
         TauSolution,
         fenchel_young_loss,
@@ -56,11 +58,13 @@ __all__ = [
     "LossOutput",
     "MagFaceMargin",
     "Margin",
+    "MarginClassifier",
     "MarginLoss",
     "MarginWarning",
     "PerClass",
     "PriorMargin",
     "QMarginError",
+    "StepStats",
     "SumMargin",
     "TargetTerm",
     "TauSolution",
@@ -89,6 +93,8 @@ __all__ = [
 
 _HOMES = {  # imported on first use, so that `qmargin --help` need not wait for torch
     "qmargin.errors": "MarginWarning QMarginError",
+    "qmargin.heads.classifier": "MarginClassifier",
+    "qmargin.heads.step": "StepStats",
     "qmargin.losses.functional": (
         "TauSolution fenchel_young_loss log_partition softargmax solve_tau "
     ),

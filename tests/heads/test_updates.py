@@ -2,29 +2,25 @@
 
 import copy
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch import Tensor
 
 import qmargin
-from qmargin.errors import ConfigError, DataError, QMarginError
-from qmargin.heads.classifier import MarginClassifier
-from qmargin.heads.pending import PendingGradient, as_pending
-from qmargin.heads.updates import ExactSGD, SparseSGD, clip_grad_norm_
+from helpers.fused import (
+    NUM_CLASSES,
+    SETTINGS,
+    Blocks,
+    batch,
+    make_head,
+    plain_loss,
+    train,
+)
+from qmargin.errors import ConfigError
+from qmargin.heads.updates import ExactSGD, SparseSGD
 from qmargin.kernels import head_reference, update_reference
 
-NUM_CLASSES, DIM, ROWS = 331, 12, 24
-SETTINGS = [  # alpha, scale, margin
-    (1.25, 20.0, qmargin.PriorMargin(0.2)),
-    (1.5, 10.0, qmargin.PriorMargin(0.1)),
-    (2.0, 4.0, qmargin.AngularMargin(0.3)),
-    (3.0, 2.0, qmargin.CosineMargin(0.2)),
-    (2.0, 20.0, qmargin.PriorMargin(0.02)),  # few active classes
-]
 OPTIMIZERS = [ExactSGD, SparseSGD]
 
 
@@ -32,71 +28,6 @@ OPTIMIZERS = [ExactSGD, SparseSGD]
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many blocks, the last one incomplete."""
     monkeypatch.setattr(update_reference, "BLOCK_CLASSES", 50)
-
-
-def make_head(
-    gradient: str = "fused",
-    *,
-    setting: int = 0,
-    dtype: torch.dtype = torch.float64,
-    num_classes: int = NUM_CLASSES,
-    screen_dtype: torch.dtype | None = None,
-) -> MarginClassifier:
-    alpha, scale, margin = SETTINGS[setting]
-    head = MarginClassifier(
-        DIM,
-        num_classes,
-        qmargin.MarginLoss(qmargin.Alpha(alpha), margin, scale=scale),
-        path="sparse",
-        gradient=gradient,
-        screen_dtype=screen_dtype,
-        dtype=dtype,
-    )
-    generator = torch.Generator().manual_seed(1)
-    weights = torch.randn(num_classes, DIM, generator=generator, dtype=torch.float64)
-    with torch.no_grad():
-        head.prototypes.copy_(weights)
-    return head
-
-
-def batch(step: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
-    """Embeddings and labels; labels repeat within a batch."""
-    generator = torch.Generator().manual_seed(step)
-    embeddings = torch.randn(ROWS, DIM, generator=generator, dtype=torch.float64)
-    return embeddings.to(dtype), torch.randint(NUM_CLASSES, (ROWS,), generator=generator) // 3
-
-
-def plain_loss(head: MarginClassifier, embeddings: Tensor, labels: Tensor) -> Tensor:
-    """The head's loss from all cosines: shares nothing with the sparse step but the loss."""
-    unit = nn.functional.normalize
-    loss: Tensor = head.loss(unit(embeddings) @ unit(head.prototypes).t(), labels)
-    return loss.mean()
-
-
-def tensors_of(head: MarginClassifier, optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Everything a step may change, as it is now."""
-    buffers = [state["momentum_buffer"] for state in optimizer.state.values()]
-    kept = [head.prototypes.detach(), head.copy, head.inverse_norms, head.copy_error, *buffers]
-    return [tensor.clone() for tensor in kept]
-
-
-def train(head: MarginClassifier, optimizer: torch.optim.Optimizer, steps: range) -> None:
-    for step in steps:
-        optimizer.zero_grad()
-        head(*batch(step, head.prototypes.dtype)).backward()
-        optimizer.step()
-
-
-class Blocks:
-    """A gradient that comes block by block, as the chunked path leaves it."""
-
-    def __init__(self, gradient: Tensor) -> None:
-        self.gradient = gradient
-
-    def blocks(self) -> Iterator[tuple[slice, Tensor]]:
-        for start in range(0, len(self.gradient), 90):
-            part = slice(start, min(start + 90, len(self.gradient)))
-            yield part, self.gradient[part].clone()
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
@@ -258,166 +189,6 @@ def test_prototypes_changed_by_someone_else_are_refreshed_first() -> None:
     torch.testing.assert_close(head.inverse_norms, 1.0 / norms)
 
 
-class Backbone(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.layer = nn.Linear(DIM, DIM, dtype=torch.float64)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        result: Tensor = self.layer(inputs)
-        return result
-
-
-@pytest.mark.parametrize("max_norm", [0.05, 1e6])
-def test_clipping_equals_torch_on_the_dense_gradient(max_norm: float) -> None:
-    head, plain, bones, plain_bones = make_head(), make_head("dense"), Backbone(), Backbone()
-    optimizer = ExactSGD(head, 0.5)
-    expected = torch.optim.SGD([plain.prototypes], 0.5, momentum=0.9, weight_decay=5e-4)
-    for step in range(4):
-        inputs, labels = batch(step)
-        for one in (bones, plain_bones, optimizer, expected):
-            one.zero_grad()
-        head(bones(inputs), labels).backward()
-        plain(plain_bones(inputs), labels).backward()
-        every = [*plain_bones.parameters(), plain.prototypes]
-        truth = torch.nn.utils.clip_grad_norm_(every, max_norm)
-        # Passing the optimizer's own parameters as well must not count anything twice.
-        given = [*bones.parameters(), *optimizer.param_groups[0]["params"]]
-        norm = clip_grad_norm_(given, [optimizer], max_norm)
-        torch.testing.assert_close(norm, truth, rtol=1e-10, atol=0.0)
-        assert max_norm > 1.0 or truth > max_norm
-        for one, other in zip(bones.parameters(), plain_bones.parameters(), strict=True):
-            torch.testing.assert_close(one.grad, other.grad, rtol=1e-10, atol=1e-14)
-        torch.testing.assert_close(optimizer.grad_norm(), plain.prototypes.grad.norm())
-        optimizer.step()
-        expected.step()
-    torch.testing.assert_close(head.prototypes, plain.prototypes, rtol=1e-10, atol=1e-11)
-
-
-def test_clipping_takes_sparse_gradients() -> None:
-    dense, sparse = make_head("dense"), make_head("sparse")
-    for head in (dense, sparse):
-        head(*batch(0)).backward()
-    truth = torch.nn.utils.clip_grad_norm_([dense.prototypes], 0.01)
-    torch.testing.assert_close(clip_grad_norm_([sparse.prototypes], [], 0.01), truth)
-    torch.testing.assert_close(sparse.prototypes.grad.to_dense(), dense.prototypes.grad)
-    assert clip_grad_norm_([], [], 1.0) == 0.0
-
-
-def test_a_norm_that_is_not_finite_can_be_an_error() -> None:
-    head = make_head()
-    optimizer = ExactSGD(head, 0.1)
-    head(*batch(0)).backward()
-    head.pending[0].values[0] = math.nan
-    with pytest.raises(DataError, match="nothing was clipped"):
-        clip_grad_norm_([], [optimizer], 1.0, error_if_nonfinite=True)
-
-
-@pytest.mark.parametrize("is_unscaled_first", [False, True])
-@pytest.mark.parametrize("optimizer_class", OPTIMIZERS)
-def test_a_grad_scaler_treats_it_like_any_optimizer(
-    optimizer_class: type[ExactSGD | SparseSGD], is_unscaled_first: bool
-) -> None:
-    head, plain = make_head(), make_head()
-    optimizer, expected = optimizer_class(head, 0.3), optimizer_class(plain, 0.3)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
-    for step in range(5):
-        optimizer.zero_grad()
-        scaler.scale(head(*batch(step))).backward()
-        if is_unscaled_first:
-            scaler.unscale_(optimizer)
-        scaler.step(optimizer)
-        scaler.update()
-    train(plain, expected, range(5))
-    assert scaler.get_scale() == 4096.0
-    torch.testing.assert_close(head.prototypes, plain.prototypes, rtol=1e-11, atol=1e-12)
-
-
-def test_a_grad_scaler_sees_an_overflow() -> None:
-    head = make_head()
-    optimizer = ExactSGD(head, 0.3)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    scaler.scale(head(*batch(0))).backward()
-    head.pending[0].values[3] = math.inf
-    before = tensors_of(head, optimizer)
-    scaler.step(optimizer)
-    scaler.update()
-    assert scaler.get_scale() == 512.0
-    for old, new in zip(before, tensors_of(head, optimizer), strict=True):
-        assert torch.equal(old, new)
-
-
-def test_scaling_the_gradient_equals_scaling_the_loss() -> None:
-    head, plain = make_head(), make_head()
-    optimizer, expected = ExactSGD(head, 0.3), ExactSGD(plain, 0.3)
-    head(*batch(0)).backward()
-    norm = optimizer.grad_norm()
-    optimizer.scale_gradient_(0.5)
-    optimizer.scale_gradient_(torch.tensor(0.5))
-    torch.testing.assert_close(optimizer.grad_norm(), 0.25 * norm)
-    (0.25 * plain(*batch(0))).backward()
-    optimizer.step()
-    expected.step()
-    torch.testing.assert_close(head.prototypes, plain.prototypes, rtol=1e-12, atol=1e-13)
-
-
-@pytest.mark.parametrize("where", ["embeddings", "values", "blocks", "scale"])
-@pytest.mark.parametrize("poison", [math.nan, math.inf])
-@pytest.mark.parametrize("optimizer_class", OPTIMIZERS)
-def test_a_gradient_that_is_not_finite_changes_nothing(
-    optimizer_class: type[ExactSGD | SparseSGD], poison: float, where: str
-) -> None:
-    head = make_head()
-    optimizer = optimizer_class(head, 0.3)
-    train(head, optimizer, range(2))
-    head(*batch(2)).backward()
-    before = tensors_of(head, optimizer)
-    if where == "scale":
-        optimizer.scale_gradient_(poison)
-    elif where == "blocks":
-        rows = torch.zeros_like(head.prototypes)
-        rows[-1, 0] = poison  # the last block: all others would have been stepped
-        head.pending = Blocks(rows)
-    else:
-        gradient, embeddings = head.pending
-        (gradient.values if where == "values" else embeddings).view(-1)[-1] = poison
-    optimizer.error_if_nonfinite = True
-    with pytest.raises(DataError, match="not finite"):
-        optimizer.step()
-    optimizer.error_if_nonfinite = False
-    optimizer.step()
-    assert optimizer.num_skipped == 1
-    assert head.pending is None
-    for old, new in zip(before, tensors_of(head, optimizer), strict=True):
-        assert torch.equal(old, new)
-    train(head, optimizer, range(2, 4))  # and the run goes on
-    assert head.prototypes.isfinite().all() and optimizer.num_skipped == 1
-
-
-@pytest.mark.parametrize("optimizer_class", OPTIMIZERS)
-@pytest.mark.parametrize("poison", [math.nan, math.inf, 0.0])
-def test_broken_embeddings_change_nothing(
-    optimizer_class: type[ExactSGD | SparseSGD], poison: float
-) -> None:
-    """Whether the head refuses the batch or lets it through, no prototype may notice."""
-    head = make_head(dtype=torch.float32)
-    optimizer = optimizer_class(head, 0.3)
-    train(head, optimizer, range(2))
-    before = tensors_of(head, optimizer)
-    embeddings, labels = batch(2, torch.float32)
-    embeddings[5] = poison
-    try:
-        head(embeddings, labels).backward()
-        optimizer.step()
-    except QMarginError:
-        assert head.pending is None
-    else:
-        assert optimizer.num_skipped == 1
-    for old, new in zip(before, tensors_of(head, optimizer), strict=True):
-        assert torch.equal(old, new)
-
-
 @pytest.mark.parametrize("optimizer_class", OPTIMIZERS)
 def test_state_survives_a_round_trip(optimizer_class: type[ExactSGD | SparseSGD]) -> None:
     whole, part = make_head(), make_head()
@@ -530,57 +301,3 @@ def test_other_gradients_are_refused(gradient: str) -> None:
     head(*batch(0)).backward()
     with pytest.raises(ConfigError, match=r"left prototypes\.grad"):
         optimizer.step()
-
-
-def test_pending_gradients_agree_with_the_dense_one() -> None:
-    head, dense = make_head(), make_head("dense")
-    for one in (head, dense):
-        one(*batch(0)).backward()
-    truth = dense.prototypes.grad
-    for left in (head.pending, Blocks(truth)):
-        pending = as_pending(head, left)
-        assert isinstance(pending, PendingGradient)
-        assert as_pending(head, pending) is pending
-        blocks = list(pending.blocks())
-        assert [part.start for part, _ in blocks[1:]] == [part.stop for part, _ in blocks[:-1]]
-        torch.testing.assert_close(torch.cat([rows for _, rows in blocks]), truth)
-        torch.testing.assert_close(pending.norm(), truth.norm())
-        assert pending.is_finite()
-
-
-class LargestAllocation(TorchDispatchMode):
-    """Elements of the largest storage that an operation made."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        given = {
-            leaf.untyped_storage().data_ptr()
-            for leaf in tree_leaves((args, kwargs))
-            if isinstance(leaf, Tensor)
-        }
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor) and leaf.untyped_storage().data_ptr() not in given:
-                size = leaf.untyped_storage().nbytes() // max(1, leaf.element_size())
-                self.elements = max(self.elements, size)
-        return result
-
-
-@pytest.mark.parametrize("optimizer_class", OPTIMIZERS)
-def test_no_step_allocates_a_matrix_of_all_prototypes(
-    optimizer_class: type[ExactSGD | SparseSGD],
-) -> None:
-    num_classes = 4001
-    head = make_head(setting=1, num_classes=num_classes)
-    optimizer = optimizer_class(head, 0.1)
-    train(head, optimizer, range(1))  # the momentum is made here
-    loss = head(*batch(1))
-    with LargestAllocation() as largest:
-        loss.backward()
-        clip_grad_norm_([], [optimizer], 0.1)
-        optimizer.step()
-    assert 50 * DIM <= largest.elements < num_classes * DIM // 10
-    with LargestAllocation() as largest:
-        torch.zeros_like(head.prototypes)
-    assert largest.elements == num_classes * DIM  # the measurement works

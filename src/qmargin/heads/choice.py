@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 SMALL_LOGITS = 1 << 22  # below this, all cosines of a batch cost less than going without them
-UNKNOWN_LOGITS = 1 << 26  # above this, lists of unknown length are not risked
 # Share of a row's groups of classes that lists may hold: above the first they lose to `chunked`,
 # below the second they are tried again. Two numbers, so that a share in between changes nothing.
 LISTS_LOSE = {"cpu": 0.2, "cuda": 0.3}
@@ -25,7 +24,7 @@ def choose_path(
     device: str,
     num_logits: int,
     group_share: float | None,
-    previous: str | None,
+    was_chunked: bool,
 ) -> Choice:
     """The path for the next step.
 
@@ -35,11 +34,11 @@ def choose_path(
         num_logits: ``B * k``.
         group_share: Share of a row's groups that hold, or may hold, active classes, measured in
             the last steps; None before the first.
-        previous: The path before.
+        was_chunked: Whether the step before was chunked.
 
     Example:
         >>> choose_path(
-        ...     order=0.0, device="cpu", num_logits=10**9, group_share=None, previous=None
+        ...     order=0.0, device="cpu", num_logits=10**9, group_share=None, was_chunked=False
         ... )
         Choice(path='chunked', reason='alpha is 1: every class is active')
     """
@@ -50,11 +49,9 @@ def choose_path(
             return Choice("dense", f"{num_logits:,} logits are few and alpha is {1 + order:g}")
         return Choice("chunked", f"alpha is {1 + order:g}: every class is active")
     if group_share is None:
-        if num_logits <= UNKNOWN_LOGITS:
-            return Choice("sparse", f"alpha is {1 + order:g}: few classes are active")
-        return Choice("chunked", "the support is not known yet and its lists could be too long")
+        return Choice("sparse", f"alpha is {1 + order:g}: few classes are active")
     lose = LISTS_LOSE.get(device, LISTS_LOSE["cuda"])
-    limit = lose * LISTS_WIN if previous == "chunked" else lose
+    limit = lose * LISTS_WIN if was_chunked else lose
     share = f"{100 * group_share:.2g} % of the groups hold active classes"
     if group_share > limit:
         return Choice("chunked", f"{share}, lists pay below {100 * limit:.2g} %")

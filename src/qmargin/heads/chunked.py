@@ -40,6 +40,7 @@ class ChunkedStep:
     chunks: Chunks
     solved: SolvedBlocks | None = None
     weights: Tensor | None = None  # [B], gradient of the others' cosines per posterior
+    num_overflowed: int = 0  # rows of a sparse step that this one replaced
 
     def stats(self) -> StepStats:
         """Summarise the step."""
@@ -47,11 +48,11 @@ class ChunkedStep:
         num_classes = self.chunks.head.num_classes
         return StepStats(
             path="chunked",
-            reason="",
+            reason="its lists would have been too long" if self.num_overflowed else "",
             support_mean=float(self.solved.support_size.mean()),
             support_max=int(self.solved.support_size.max()),
             num_candidates=float(num_classes),
-            num_overflowed=0,
+            num_overflowed=self.num_overflowed,
             mass_error=float(self.solved.mass_error.max()),
             active_share=float(self.solved.num_active) / num_classes,
         )

@@ -19,13 +19,12 @@ from qmargin.kernels.head_reference import GROUP
 from qmargin.maths.objective import posterior_rows
 from qmargin.maths.threshold import (
     RowSums,
-    bound_from_below,
     heights,
     level_change,
     level_cost,
     level_step,
     row_sums,
-    solve_newton,
+    solve_rows,
 )
 
 if TYPE_CHECKING:
@@ -87,6 +86,7 @@ class Chunks:
         self.operand = embeddings.to(self.operand_dtype)
         # Above alpha = 2 a posterior is a root of its height: float32 would show at the edge.
         self.dtype = torch.float64 if self.order > 1.0 else native
+        self.rounding = torch.finfo(native).eps
         limit = CHUNK_LOGITS.get(embeddings.device.type, CHUNK_LOGITS["cuda"])
         num_rows, num_groups = len(embeddings), -(-head.num_classes // GROUP)
         self.group = GROUP * -(-4 * num_rows * num_groups // limit)  # maxima: a quarter of a block
@@ -159,7 +159,7 @@ class Chunks:
         """The root and the sums at it; ``pulled`` only if asked for."""
         if self.order == 0.0:
             return log_sum_exp(self, target, pulls=pulls)
-        rounding = torch.finfo(self.dtype).eps
+        rounding = self.rounding
         search = RootSearch.from_maxima(self, target)
         # Newton squares a small error, so the first search leaves its last step to `sum_up` to
         # check. Where many classes lie at the edge that can fail, and a second search goes on.
@@ -216,19 +216,18 @@ class RootSearch:
         logits = torch.cat([chunks.maxima().double() * chunks.scale, target.logits[:, None]], 1)
         reference = torch.zeros_like(logits)
         reference[:, -1] = target.log_reference
-        if order > 1.0:
-            anchor, level = bound_from_below(logits, reference, order)
-        else:
-            anchor, level, _ = solve_newton(logits, reference, order, tolerance=1e-6)
+        tolerance = 1e-6 if order <= 1.0 else 1e-14  # above alpha = 2 it must not pass the root
+        anchor, level, _ = solve_rows(logits, reference, order, tolerance=tolerance)
         measure = torch.full_like(level, chunks.head.num_classes - 1.0).log()
         measure = torch.logaddexp(measure, target.log_reference)
         low = level_step(order) * (anchor - logits.amax(1)) + level_cost(-measure, order)  # M4
-        return cls(chunks, target, anchor, level, low, level)
+        return cls(chunks, target, anchor, level, low, level + 1e-12 * (1.0 + level.abs()))
 
     def run(self, tolerance: float) -> None:
         """Step until every mass was within ``tolerance`` of one before the last step."""
         order, rounding = self.chunks.order, torch.finfo(self.chunks.dtype).eps
-        for index in range(MAX_PASSES):
+        error = torch.full_like(self.level, torch.inf)
+        for _ in range(MAX_PASSES):
             others = self.chunks.row_sums(self.anchor, self.level)
             own = self.target.sums(self.anchor, self.level, order)
             mass = others.mass + own.mass
@@ -237,22 +236,23 @@ class RootSearch:
             is_done = update.abs() <= rounding * self.level.abs()
             following = self.level + update
             if order > 1.0:
-                following = self._inside(following, log_mass, halve=index % 3 == 2)
+                following = self._inside(following, log_mass, error)
                 is_done |= self.high - self.low <= rounding * self.level.abs()
             self.level = torch.where(is_done, self.level, following)
-            if bool((is_done | (log_mass.abs() <= tolerance) | log_mass.isnan()).all()):
+            error = log_mass.abs()
+            if bool((is_done | (error <= tolerance) | error.isnan()).all()):
                 break
 
-    def _inside(self, following: Tensor, log_mass: Tensor, *, halve: bool) -> Tensor:
-        """The proposed level if it lies in the bracket, else the middle.
+    def _inside(self, following: Tensor, log_mass: Tensor, error: Tensor) -> Tensor:
+        """The proposed level if it lies in the bracket and the error has halved, else the middle.
 
-        Above ``alpha = 2`` Newton is not proven; halving now and then bounds the number of steps.
+        Above ``alpha = 2`` Newton is not proven: so each pass halves the error or the bracket.
         """
         self.high = torch.where(log_mass > 0, self.level, self.high)
         self.low = torch.where(log_mass > 0, self.low, self.level)
         middle = 0.5 * (self.low + self.high)
-        is_inside = (following > self.low) & (following < self.high)
-        return middle if halve else torch.where(is_inside, following, middle)
+        is_good = (following > self.low) & (following < self.high) & (log_mass.abs() < 0.5 * error)
+        return torch.where(is_good, following, middle)
 
 
 def sum_up(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -17,8 +18,9 @@ from qmargin.heads.dense import dense_rows
 from qmargin.heads.memory import check_memory
 from qmargin.heads.paper import paper_rows
 from qmargin.heads.sampled import sampled_rows
-from qmargin.heads.sparse import LIST_CAPACITY, SparseStep, sparse_rows
+from qmargin.heads.sparse import LIST_CAPACITY, ListOverflow, SparseStep, sparse_rows
 from qmargin.heads.step import BlockUpdate, RowsUpdate, StepRecord, StepStats
+from qmargin.heads.unit import unit_rows
 from qmargin.kernels.dispatch import Call, load_backend
 from qmargin.kernels.head_reference import ClassGradient
 from qmargin.losses.functional import check_floating, check_label_tensor, checked_labels
@@ -27,8 +29,25 @@ from qmargin.maths.divergences import Alpha
 
 __all__ = ["MarginClassifier", "StepStats"]
 
+
+def sparse_or_chunked_rows(
+    head: MarginClassifier, embeddings: Tensor, labels: Tensor, norms: Tensor | None
+) -> tuple[Tensor, StepRecord]:
+    """A sparse step, or a chunked one if its lists would outgrow their capacity."""
+    margin = head.loss.margin
+    saved = deepcopy(margin.state_dict()) if isinstance(margin, nn.Module) else None
+    try:
+        return sparse_rows(head, embeddings, labels, norms)
+    except ListOverflow:
+        if isinstance(margin, nn.Module) and saved is not None:
+            margin.load_state_dict(saved)  # its running statistics have seen this batch
+        rows, step = chunked_rows(head, embeddings, labels, norms)
+        step.num_overflowed = len(labels)
+        return rows, step
+
+
 PATHS: dict[str, Callable[..., tuple[Tensor, StepRecord]]] = {
-    "sparse": sparse_rows,
+    "sparse": sparse_or_chunked_rows,
     "chunked": chunked_rows,
     "dense": dense_rows,
     "sampled": sampled_rows,
@@ -60,8 +79,9 @@ class MarginClassifier(nn.Module):
         device: Where the prototypes live.
         dtype: Of the prototypes: float32, or float64.
 
-    Two more settings are attributes: ``list_capacity`` (entries in a sparse list per listed group)
-    and ``chunk_dtype`` (operands of ``"chunked"``, see ``qmargin.heads.chunked``).
+    Two more settings are attributes: ``list_capacity`` (groups of classes that a sparse step may
+    list per row, on average; above it the step is redone as a chunked one) and ``chunk_dtype``
+    (operands of ``"chunked"``, see ``qmargin.heads.chunked``).
 
     Prototypes may be changed by any in-place operation on the parameter. After a change that
     PyTorch cannot see (through ``.data``), call ``refresh(force=True)``.
@@ -110,7 +130,6 @@ class MarginClassifier(nn.Module):
         self.pending: Any = None  # what fused optimizers read, see heads/pending.py
         self._step: StepRecord | None = None
         self._reason = ""
-        self._previous: str | None = None
         self._shares: deque[float] = deque(maxlen=NUM_MEASURED)
         self._home: tuple[Any, ...] | None = None
         self._version = -1
@@ -158,6 +177,7 @@ class MarginClassifier(nn.Module):
         reasons = [reason for reason in (self._reason, stats.reason) if reason]
         return replace(stats, reason="; ".join(reasons))
 
+    @torch.inference_mode(False)  # training goes on with what an evaluation made
     def refresh(self, *, force: bool = False) -> None:
         """Bring the screened copy up to date if the prototypes changed or moved since."""
         prototypes = self.prototypes.detach()
@@ -180,18 +200,19 @@ class MarginClassifier(nn.Module):
         marked = torch.where(is_ignored, 0, labels)
         marked = checked_labels(marked, self.num_classes, self.loss.debug)
         marked = marked.masked_fill_(is_ignored, -1)  # as margins expect it
-        self._step = None  # what it kept is free for this step
         choice = self._choose(len(labels))
+        self._step = None  # what it kept is free for this step
         with torch.autocast(embeddings.device.type, enabled=False):
             wide = embeddings.to(self.prototypes.dtype)
             wide = torch.where(is_ignored[:, None], 1.0, wide)  # nothing there may spoil the rest
-            norms = wide.norm(dim=1)
+            unit, norms = unit_rows(wide, self.kernels)
             self._check_norms(norms)
             if choice.path in ("sparse", "chunked") or self.gradient == "fused":
                 self.refresh()
-            rows, self._step = PATHS[choice.path](self, wide / norms[:, None], marked, norms)
-        self._reason, self._previous = choice.reason, choice.path
-        self._measure()
+            rows, self._step = PATHS[choice.path](self, unit, marked, norms)
+        self._reason = choice.reason
+        if self.path == "auto" and isinstance(self._step, SparseStep | ChunkedStep):
+            self._shares.append(self._step.group_share())
         return rows.masked_fill(is_ignored, 0.0).sum() / (~is_ignored).sum()
 
     def _choose(self, num_rows: int) -> Choice:
@@ -205,13 +226,8 @@ class MarginClassifier(nn.Module):
             device=self.prototypes.device.type,
             num_logits=num_rows * self.num_classes,
             group_share=sum(self._shares) / len(self._shares) if self._shares else None,
-            previous=self._previous,
+            was_chunked=isinstance(self._step, ChunkedStep),
         )
-
-    def _measure(self) -> None:
-        """Note how much of the classes a sparse step listed, or a chunked one would have to."""
-        if self.path == "auto" and isinstance(self._step, SparseStep | ChunkedStep):
-            self._shares.append(self._step.group_share())
 
     def receive_gradient(self, gradient: ClassGradient, embeddings: Tensor) -> Tensor | None:
         """Turn the sparse step's gradient into what was asked for."""
@@ -278,9 +294,9 @@ class MarginClassifier(nn.Module):
         """What a copy or a pickle holds: no step in flight, and no copy that can be made again."""
         fresh = {"pending": None, "_step": None, "_home": None, "_version": -1}
         state = {**self.__dict__, **fresh, "_shares": deque(self._shares, NUM_MEASURED)}
-        return {
-            name: state[name] for name in state.keys() - {"copy", "inverse_norms", "copy_error"}
-        }
+        for name in ("copy", "inverse_norms", "copy_error"):
+            state.pop(name, None)
+        return state
 
     def _check_settings(self, dtype: torch.dtype) -> None:
         if self.path not in ("auto", *PATHS):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from qmargin.heads.step import StepStats
-from qmargin.kernels.head_reference import PreparedRows, SolvedRows
+from qmargin.kernels.head_reference import GROUP, PreparedRows, SolvedRows
 
 if TYPE_CHECKING:
     from qmargin.heads.classifier import MarginClassifier
@@ -37,13 +37,13 @@ class SparseStep:
     labels: Tensor  # [B]
     solved: SolvedRows | None = None
     num_pairs: int = 0
-    num_overflowed: int = 0
     target_logits: Tensor | None = None  # [B]
     weights: Tensor | None = None  # [B], gradient of the others' cosines per posterior
 
     def solve(self, target_logits: Tensor, target_log_reference: Tensor) -> SolvedRows:
         """Find the support and the posterior of every row (F1-F7)."""
         head, prepared = self.head, self.prepared
+        self.target_logits = target_logits.detach()
         kernels, prototypes = head.kernels, head.prototypes.detach()
         options = {"scale": head.loss.scale, "order": head.order}
         maxima = kernels.group_maxima(prepared.rounded, head.copy, self.labels, head.num_classes)
@@ -61,12 +61,38 @@ class SparseStep:
         )
         return self.solved
 
+    def group_share(self) -> float:
+        """Share of all (row, group) pairs that were listed: what the step's cost grows with."""
+        num_groups = -(-self.head.num_classes // GROUP)
+        return self.num_pairs / max(1, len(self.labels) * num_groups)
+
+    def stats(self) -> StepStats:
+        """Summarise the step; waits for the device."""
+        solved = self.solved
+        assert solved is not None and self.target_logits is not None
+        is_active = solved.posterior > 0
+        rows = solved.rows[is_active].long()
+        support = torch.bincount(rows, minlength=len(self.labels))
+        support += self.target_logits > solved.tau - 1.0 / self.head.order  # the target (M3)
+        classes = torch.cat([solved.columns[is_active].long(), self.labels]).unique()
+        return StepStats(
+            path="sparse",
+            reason="",
+            support_mean=float(support.double().mean()),
+            support_max=int(support.max()),
+            num_candidates=len(solved.rows) / max(1, len(self.labels)),
+            num_overflowed=0,
+            mass_error=float(solved.mass_error.max()),
+            active_share=len(classes) / self.head.num_classes,
+        )
+
     def slack(self) -> Tensor:
         """How far a screened cosine can be from the exact one, per row, float64 (F3)."""
-        embeddings = self.prepared.embeddings
-        # Sums of d products of unit vectors, in the dtype of the embeddings.
-        accumulated = embeddings.shape[1] * torch.finfo(embeddings.dtype).eps
-        return self.prepared.rounding.double() + (self.head.copy_error + accumulated)
+        rounding, copy_error = self.prepared.rounding.double(), self.head.copy_error
+        # Two sums of d products of unit vectors: the screen's and the exact score's own.
+        unit = torch.finfo(self.prepared.embeddings.dtype).eps
+        accumulated = 2 * self.head.embedding_dim * unit
+        return rounding * (1.0 + copy_error) + (copy_error + accumulated)
 
 
 class TargetCosine(torch.autograd.Function):
@@ -102,13 +128,14 @@ class SparseRows(torch.autograd.Function):
         return step.solve(logits, log_reference).loss.to(step.prepared.embeddings.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
         """``p - y`` for the logits (M7); the envelope's gradient for the target's measure."""
         step: SparseStep = ctx.step
         solved = step.solved
         assert solved is not None
         step.weights = grad * step.head.loss.scale
-        return -grad * solved.others_mass, grad * solved.in_reference, None
+        in_reference = grad * solved.in_reference if ctx.needs_input_grad[1] else None
+        return -grad * solved.others_mass, in_reference, None
 
 
 def sparse_rows(

@@ -100,4 +100,5 @@ def tau_from_maxima(
 def tau_from_singles(values: Tensor, log_reference: Tensor, scale: float, order: float) -> Tensor:
     """Lower bound of ``tau`` where every class has a reference measure of its own (M4)."""
     cost = slacks(level_cost(-log_reference.double(), order), order)
-    return (values.double() * scale - cost).amax(1)
+    bound = (values.double() * scale - cost).amax(1)
+    return torch.where((log_reference == math.inf).any(1), math.nan, bound)  # as in the solver

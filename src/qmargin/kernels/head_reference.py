@@ -86,6 +86,18 @@ def refresh_copy(prototypes: Tensor, copy: Tensor, inverse_norms: Tensor) -> Ten
     return largest
 
 
+def unit_rows(embeddings: Tensor) -> tuple[Tensor, Tensor]:
+    """Embeddings divided by their lengths, ``[B, d]``, and the lengths ``[B]``."""
+    norms = embeddings.norm(dim=1)
+    return embeddings / norms[:, None], norms
+
+
+def unit_gradient(gradient: Tensor, unit: Tensor, norms: Tensor) -> Tensor:
+    """Gradient of the embeddings from that of the unit embeddings: its tangent, over the length."""
+    radial = (gradient * unit).sum(1, keepdim=True)
+    return (gradient - radial * unit) / norms[:, None]
+
+
 def prepare_rows(
     embeddings: Tensor,
     labels: Tensor,
@@ -103,10 +115,12 @@ def prepare_rows(
 def group_maxima(embeddings: Tensor, copy: Tensor, labels: Tensor, num_classes: int) -> Tensor:
     """Largest cosine of each group, ``[B, ceil(k / GROUP)]``, the target and padding left out."""
     num_groups = -(-num_classes // GROUP)
+    if embeddings.dtype in (torch.float16, torch.bfloat16):
+        embeddings = embeddings.float()  # products and maxima are float32, as F3 takes for granted
     maxima = embeddings.new_full((len(embeddings), num_groups), -math.inf)
     for start in range(0, num_classes, BLOCK_CLASSES):
         stop = min(start + BLOCK_CLASSES, num_classes)
-        cosines = embeddings @ copy[start:stop].t()  # [B, block]
+        cosines = embeddings @ copy[start:stop].to(embeddings.dtype).t()  # [B, block]
         _drop_targets_(cosines, labels - start)
         full = (stop - start) // GROUP
         first = start // GROUP

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -28,7 +28,7 @@ from qmargin.kernels.candidates import (
     tau_from_singles,
 )
 from qmargin.maths.objective import distribution_loss, label_loss, log_partition, posterior_rows
-from qmargin.maths.threshold import slacks, solve_rows
+from qmargin.maths.threshold import Solution, slacks, solve_rows
 
 CPU_BLOCK = 1 << 21  # logits per block: copies stay small, parallel regions few
 GPU_BLOCK = 1 << 25
@@ -53,23 +53,8 @@ class Rows:
         size = max(1, limit // max(1, self.values.shape[1]))
         for start in range(0, self.values.shape[0], size):
             where = slice(start, start + size)
-            yield (
-                where,
-                Rows(
-                    self.values[where],
-                    self.scale,
-                    self.order,
-                    *(
-                        None if part is None else part[where]
-                        for part in (
-                            self.log_reference,
-                            self.labels,
-                            self.target_logits,
-                            self.target_log_reference,
-                        )
-                    ),
-                ),
-            )
+            tensors = {name: x[where] for name, x in vars(self).items() if isinstance(x, Tensor)}
+            yield where, replace(self, **tensors)
 
 
 class Listed(NamedTuple):
@@ -101,41 +86,44 @@ def solve(
     bracket: str = "tight",
 ) -> Outcome:
     """Solve every row; its loss for a lifted or a distributed target, else its log-partition."""
-    dtype = rows.values.dtype
-    tolerance = 1e-14 if dtype == torch.float64 else 1e-9
-    parts, num_evaluations = [], 0
-    for where, block in rows.blocks():
-        if rows.order == 0.0 and rows.labels is not None and rows.log_reference is None:
-            parts.append(_cross_entropy(block))
-            num_evaluations = 1
-            continue
-        listed = candidates(block) if distribution is None and solver == "auto" else None
-        if listed is None:
-            listed = everything(block)
-        anchor, level, count = solve_rows(
-            listed.logits,
-            listed.log_reference,
-            rows.order,
-            solver=solver,
-            bracket=bracket,
-            tolerance=tolerance,
-        )
-        num_evaluations = max(num_evaluations, count)
-        target = None if distribution is None else distribution[where]
-        parts.append(_describe(block, listed, anchor, level, target))
-    columns = zip(*parts, strict=True) if parts else [[rows.values.new_zeros(0)]] * 8
-    merged = [torch.cat(list(column)) for column in columns]
-    for index in (0, 3, 5, 6, 7):
-        merged[index] = merged[index].to(dtype)
-    merged[1], merged[2] = merged[1].double(), merged[2].double()
-    merged[4] = merged[4].long()
-    return Outcome._make([*merged, torch.tensor(num_evaluations)])
+    parts = [
+        _solve_block(block, None if distribution is None else distribution[where], solver, bracket)
+        for where, block in rows.blocks()
+    ]
+    if not parts:
+        parts = [_no_rows(rows.values)]
+    *columns, counts = zip(*parts, strict=True)
+    merged = Outcome(*(torch.cat(column) for column in columns), torch.stack(counts).amax())
+    rounded = {
+        name: getattr(merged, name).to(rows.values.dtype)
+        for name in ("value", "tau", "mass_error", "target_posterior", "target_deficit")
+    }
+    return merged._replace(**rounded)
+
+
+def _solve_block(block: Rows, distribution: Tensor | None, solver: str, bracket: str) -> Outcome:
+    order = block.order
+    if order == 0.0 and block.labels is not None and block.log_reference is None:
+        return _cross_entropy(block)
+    listed = candidates(block) if distribution is None and solver == "auto" else None
+    if listed is None:
+        listed = everything(block)
+    tolerance = 1e-14 if block.values.dtype == torch.float64 else 1e-9
+    solution = solve_rows(
+        *listed, order, solver=solver, bracket=bracket, tolerance=tolerance
+    )
+    return _describe(block, listed, solution, distribution)
+
+
+def _no_rows(values: Tensor) -> Outcome:
+    none = torch.zeros(0, dtype=torch.float64, device=values.device)
+    return Outcome(*[none] * 8, torch.tensor(0))._replace(support_size=none.long())
 
 
 def _describe(
-    block: Rows, listed: Listed, anchor: Tensor, level: Tensor, distribution: Tensor | None
-) -> tuple[Tensor, ...]:
-    order = block.order
+    block: Rows, listed: Listed, solution: Solution, distribution: Tensor | None
+) -> Outcome:
+    order, (anchor, level, count) = block.order, solution
     posterior, levels = posterior_rows(listed.logits, listed.log_reference, anchor, level, order)
     mass = posterior.sum(1)
     target = deficit = torch.zeros_like(mass)
@@ -149,12 +137,20 @@ def _describe(
     else:
         value = log_partition(posterior, listed.logits, anchor, level, order)
     value = torch.where(mass.isnan(), mass, value)  # a broken row never has a finite value
-    support_size = (posterior > 0).sum(1)
-    tau = anchor - slacks(level, order)
-    return value, anchor, level, tau, support_size, (mass - 1.0).abs(), target, deficit
+    return Outcome(
+        value=value,
+        anchor=anchor,
+        level=level,
+        tau=anchor - slacks(level, order),
+        support_size=(posterior > 0).sum(1),
+        mass_error=(mass - 1.0).abs(),
+        target_posterior=target,
+        target_deficit=deficit,
+        num_evaluations=torch.tensor(count),
+    )
 
 
-def _cross_entropy(block: Rows) -> tuple[Tensor, ...]:
+def _cross_entropy(block: Rows) -> Outcome:
     """The closed form at ``alpha = 1`` with a lifted target: one exponential per class.
 
     Differences from the row's maximum are taken before the scale is applied, so that working in
@@ -175,9 +171,18 @@ def _cross_entropy(block: Rows) -> tuple[Tensor, ...]:
     deficit = (mass.log() - total).exp()
     value = torch.where(deficit < 0.5, -torch.log1p(-deficit), total - joint)
     support_size = block.values.shape[1] - is_masked - (target == -math.inf).long()
-    error = torch.zeros_like(total) * total  # normalised by construction, NaN in a broken row
     own = (joint - total).exp()
-    return value, anchor, -total, anchor + total, support_size, error, own, deficit
+    return Outcome(
+        value=value,
+        anchor=anchor,
+        level=-total,
+        tau=anchor + total,
+        support_size=support_size,
+        mass_error=(own + deficit - 1.0).abs(),
+        target_posterior=own,
+        target_deficit=deficit,
+        num_evaluations=torch.tensor(1),
+    )
 
 
 def everything(block: Rows) -> Listed:
@@ -281,7 +286,9 @@ def _fill_exponential(
     if weights is not None:
         factor = factor * weights.double()
     torch.sub(block.values, shift[:, None], out=out)
-    out.mul_(block.scale).exp_().mul_(factor.to(out.dtype)[:, None])
+    # Where every other class is masked out the factor may overflow, and 0 * inf is no gradient.
+    largest = torch.finfo(out.dtype).max
+    out.mul_(block.scale).exp_().mul_(factor.clamp_max(largest).to(out.dtype)[:, None])
     if weights is not None:
         out.masked_fill_(weights[:, None] == 0, 0.0)
     if block.labels is not None:

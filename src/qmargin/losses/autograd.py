@@ -1,135 +1,21 @@
-"""Differentiation: the row operations as torch operators, and two autograd functions over them.
+"""Differentiation: autograd functions over the row operators.
 
-Operators (``torch.library``) keep the data-dependent part opaque, so that ``torch.compile`` traces
-through without a break, and ``vmap`` folds its dimension into the rows. ``FenchelYoung`` is the
-value and ``Posterior`` its gradient; the backward of each is written with differentiable pieces and
-with ``Posterior`` itself, which gives second derivatives without a third function.
+``FenchelYoung`` is the value and ``Posterior`` its gradient; the backward of each is written with
+differentiable pieces and with ``Posterior`` itself, which gives second derivatives without a third
+function.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from qmargin.errors import ConfigError
-from qmargin.kernels import rows as row_kernels
-from qmargin.kernels.rows import Outcome, Rows
-
-
-def _rows(
-    values: Tensor,
-    log_reference: Tensor | None,
-    alpha: Tensor,
-    labels: Tensor | None,
-    target_logits: Tensor | None,
-    target_log_reference: Tensor | None,
-    scale: float,
-) -> Rows:
-    order = float(alpha.detach().double() - 1.0)
-    if not -1.0 < order < math.inf:
-        raise ConfigError(
-            f"alpha is {order + 1.0!r}; it must be a finite number above 0, clamp a learnable "
-            "alpha after each update, e.g. alpha.data.clamp_(1.0, 2.0)"
-        )
-    return Rows(values, scale, order, log_reference, labels, target_logits, target_log_reference)
-
-
-@torch.library.custom_op("qmargin::solve_rows", mutates_args=())
-def solve_rows(
-    values: Tensor,
-    log_reference: Tensor | None,
-    alpha: Tensor,
-    labels: Tensor | None,
-    target_logits: Tensor | None,
-    target_log_reference: Tensor | None,
-    distribution: Tensor | None,
-    scale: float,
-    solver: str,
-    bracket: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Operator form of ``kernels.rows.solve``: ``values`` is ``[B, k]``."""
-    rows = _rows(values, log_reference, alpha, labels, target_logits, target_log_reference, scale)
-    solved = row_kernels.solve(rows, distribution, solver=solver, bracket=bracket)
-    return (
-        solved.value, solved.anchor, solved.level, solved.tau, solved.support_size,
-        solved.mass_error, solved.target_posterior, solved.target_deficit, solved.num_evaluations,
-    )  # fmt: skip
-
-
-@solve_rows.register_fake
-def _(values: Tensor, *_: Any) -> tuple[Tensor, ...]:
-    row = values.new_empty(values.shape[0])
-    wide = row.to(torch.float64)
-    count = row.to(torch.int64)
-    scalar = torch.empty((), dtype=torch.int64)
-    return (
-        row, wide, wide.clone(), row.clone(), count, row.clone(), row.clone(), row.clone(), scalar,
-    )  # fmt: skip
-
-
-@torch.library.custom_op("qmargin::weighted_posterior", mutates_args=())
-def weighted_posterior(
-    values: Tensor,
-    log_reference: Tensor | None,
-    alpha: Tensor,
-    labels: Tensor | None,
-    anchor: Tensor,
-    level: Tensor,
-    weights: Tensor | None,
-    scale: float,
-) -> Tensor:
-    """Operator form of ``kernels.rows.posterior``."""
-    rows = _rows(values, log_reference, alpha, labels, None, None, scale)
-    return row_kernels.posterior(rows, anchor, level, weights)
-
-
-@weighted_posterior.register_fake
-def _(values: Tensor, *_: Any) -> Tensor:
-    return torch.empty_like(values, memory_format=torch.contiguous_format)
-
-
-def _fold_batch(operator: Callable[..., Any]) -> Callable[..., Any]:
-    """A vmap rule: the mapped dimension joins the rows; a mapped alpha is looped over."""
-
-    def rule(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
-        size = info.batch_size
-
-        def pieces(value: Any, dim: int | None) -> Any:
-            if not isinstance(value, Tensor):
-                return value
-            return value.movedim(dim, 0) if dim is not None else value.expand(size, *value.shape)
-
-        moved = [pieces(value, dim) for value, dim in zip(args, in_dims, strict=True)]
-        if in_dims[2] is None:
-            moved[2] = None  # one alpha for all rows
-            flat = [v.flatten(0, 1) if isinstance(v, Tensor) else v for v in moved]
-            flat[2] = args[2]
-            outputs = operator(*flat)
-            single = isinstance(outputs, Tensor)
-            outputs = (outputs,) if single else outputs
-            split = tuple(
-                value.unflatten(0, (size, -1)) if value.dim() else value.expand(size)
-                for value in outputs
-            )
-        else:
-            each = [
-                operator(*(v[i] if isinstance(v, Tensor) else v for v in moved))
-                for i in range(size)
-            ]
-            single = isinstance(each[0], Tensor)
-            each = [(value,) for value in each] if single else each
-            split = tuple(torch.stack(values) for values in zip(*each, strict=True))
-        return (split[0], 0) if single else (split, (0,) * len(split))
-
-    return rule
-
-
-torch.library.register_vmap(solve_rows, _fold_batch(solve_rows))
-torch.library.register_vmap(weighted_posterior, _fold_batch(weighted_posterior))
+from qmargin.kernels.rows import Outcome
+from qmargin.losses.operators import solve_rows, weighted_posterior
 
 
 def _polynomial(z: Tensor, offset: int) -> Tensor:
@@ -189,7 +75,7 @@ class Posterior(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """``w (g - <w, g> / <w, 1>)`` with ``w = p / x``, and likewise for the other inputs."""
         posterior, log_reference, alpha = ctx.saved_tensors
-        b = (alpha - 1.0).to(posterior)
+        b = (alpha.double() - 1.0).to(posterior)  # in float32 the difference would lose digits
         ratio, is_active = _log_ratio(posterior, log_reference)
         weight = torch.where(is_active, posterior * (-b * ratio).exp(), 0.0)  # [B, k]
         grad = torch.where(is_active, grad, 0.0)
@@ -237,7 +123,8 @@ class FenchelYoung(torch.autograd.Function):
     """Loss for a lifted or distributed target, or the log-partition when there is none.
 
     Inputs: values ``[B, k]``, log_reference ``[B, k]``, alpha (one element), labels ``[B]``,
-    target_logits ``[B]``, target_log_reference ``[B]``, distribution ``[B, k]``, scale.
+    target_logits ``[B]``, target_log_reference ``[B]``, distribution ``[B, k]``, is_ignored ``[B]``
+    (rows whose value the caller discards: they may hold anything), scale.
     """
 
     generate_vmap_rule = True
@@ -251,6 +138,7 @@ class FenchelYoung(torch.autograd.Function):
         target_logits: Tensor | None,
         target_log_reference: Tensor | None,
         distribution: Tensor | None,
+        is_ignored: Tensor | None,
         scale: float,
     ) -> tuple[Tensor, ...]:
         """The value ``[B]`` and, not differentiable, what the solver knows about each row."""
@@ -279,87 +167,128 @@ class FenchelYoung(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         """``p - y`` for the logits (M7), and the envelope's gradient for everything else."""
-        values, log_reference, alpha, labels, target_logits, _, _, anchor, level, deficit = (
+        needs = ctx.needs_input_grad
+        if needs[1] or needs[2] or needs[5] or torch.is_grad_enabled():
+            return _full_backward(ctx, grad)
+        values, log_reference, alpha, labels, target_logits, _, distribution, _, *solved = (
             ctx.saved_tensors
         )
-        needs = ctx.needs_input_grad
-        only_logits = not (needs[1] or needs[2] or needs[5])
-        if only_logits and not torch.is_grad_enabled():
-            weights = grad * ctx.scale if ctx.scale != 1.0 else grad
-            grad_values = weighted_posterior(
-                values, log_reference, alpha, labels, anchor, level, weights, ctx.scale
-            )
-            distribution = ctx.saved_tensors[6]
-            if distribution is not None:
-                grad_values = grad_values - weights[:, None] * distribution
-            grad_target = None
-            if target_logits is not None:
-                grad_target = torch.where(grad == 0, 0.0, -grad * deficit).to(target_logits.dtype)
-            return grad_values, None, None, None, grad_target, None, None, None
-        return _full_backward(ctx, grad)
+        anchor, level, deficit = solved
+        weights = grad * ctx.scale if ctx.scale != 1.0 else grad
+        grad_values = weighted_posterior(
+            values, log_reference, alpha, labels, anchor, level, weights, ctx.scale
+        )
+        if distribution is not None:
+            grad_values = grad_values - weights[:, None] * distribution
+            grad_values = torch.where(values == -math.inf, 0.0, grad_values)
+        grad_target = None
+        if target_logits is not None:
+            grad_target = torch.where(grad == 0, 0.0, -grad * deficit).to(target_logits.dtype)
+        return grad_values, None, None, None, grad_target, None, None, None, None
 
 
 def _full_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """Every gradient, in differentiable pieces: for second derivatives, reference and alpha."""
     (
         values, log_reference, alpha, labels, target_logits, target_log_reference, distribution,
-        anchor, level, _,
+        is_ignored, anchor, level, _,
     ) = ctx.saved_tensors  # fmt: skip
     logits = values if ctx.scale == 1.0 else values * ctx.scale
+    if is_ignored is not None:  # any finite row will do: its gradient is multiplied by zero
+        logits = torch.where(is_ignored[:, None], 0.0, logits)
+        anchor = torch.where(is_ignored, 0.0, anchor)
+        level = torch.where(is_ignored, 1.0, level)
     reference = log_reference
     if labels is not None:
         index = labels[:, None]
         logits = logits.scatter(1, index, target_logits[:, None].to(logits.dtype))
         reference = torch.zeros_like(logits) if reference is None else reference
         reference = reference.scatter(1, index, target_log_reference[:, None].to(logits.dtype))
-        distribution = torch.zeros_like(logits).scatter(1, index, 1.0)
     p = posterior_of(logits, reference, alpha, anchor, level)
-    order = (alpha - 1.0).to(p)
-    grad = grad[:, None]
-    grad_logits = grad * (p if distribution is None else p - distribution)
-    grad_reference, value_alpha = _envelope(p, reference, order)
-    if distribution is not None:
-        target_reference, target_alpha = _envelope(distribution, reference, order)
-        grad_reference, value_alpha = grad_reference - target_reference, value_alpha - target_alpha
-    grad_reference = grad * grad_reference
-    grad_alpha = (grad * value_alpha).sum().to(alpha).reshape(alpha.shape)
-    if labels is None:
-        grad_target = grad_target_reference = None
+    order = alpha.double() - 1.0
+    if labels is not None:
+        rows = _with_label(p, index, log_reference, target_log_reference.double(), order)
     else:
-        grad_target = grad_logits.gather(1, index).squeeze(1).to(target_logits.dtype)
-        grad_target_reference = grad_reference.gather(1, index).squeeze(1).to(target_logits.dtype)
-        grad_logits = grad_logits.scatter(1, index, 0.0)
-        grad_reference = grad_reference.scatter(1, index, 0.0)
-    grad_values = grad_logits if ctx.scale == 1.0 else grad_logits * ctx.scale
-    grad_values = torch.where(values == -math.inf, 0.0, grad_values)
+        rows = _with_distribution(p, distribution, log_reference, order)
+    column = grad[:, None]
+    grad_values = torch.where(values == -math.inf, 0.0, column * rows.logits * ctx.scale)
+    grad_reference = grad_target = grad_target_reference = None
+    if log_reference is not None:
+        grad_reference = column * rows.reference
+    if labels is not None:
+        grad_target = (grad * rows.target).to(target_logits.dtype)
+        grad_target_reference = (grad * rows.target_reference).to(target_log_reference.dtype)
+    grad_alpha = (grad * rows.alpha).sum().to(alpha).reshape(alpha.shape)
     return (
-        grad_values,
-        None if log_reference is None else grad_reference,
-        grad_alpha,
-        None,
-        grad_target,
-        grad_target_reference,
-        None,
-        None,
+        grad_values, grad_reference, grad_alpha, None, grad_target, grad_target_reference,
+        None, None, None,
+    )  # fmt: skip
+
+
+class RowGradients(NamedTuple):
+    """Gradients of one row's value."""
+
+    logits: Tensor  # [B, k], zero for a lifted target
+    reference: Tensor  # [B, k]
+    alpha: Tensor  # [B], float64
+    target: Tensor | None = None  # [B], float64
+    target_reference: Tensor | None = None
+
+
+def _with_label(
+    p: Tensor, index: Tensor, log_reference: Tensor | None, own_reference: Tensor, order: Tensor
+) -> RowGradients:
+    """Gradients for a lifted target, whose own entries are differences and taken in float64."""
+    others = p.scatter(1, index, 0.0)
+    deficit = others.sum(1, dtype=torch.float64)  # 1 - p_y with all its digits
+    own = p.gather(1, index).squeeze(1).double()
+    own = torch.where(own < 1e-3, own, 1.0 - deficit)
+    one = torch.ones_like(own)
+    in_alpha = _alpha_slope(others, log_reference, order.to(p)).sum(1, dtype=torch.float64)
+    in_alpha = in_alpha + _alpha_slope(own, own_reference, order)
+    in_own = _reference_slope(own, own_reference, order)
+    return RowGradients(
+        others,
+        _reference_slope(others, log_reference, order.to(p)),
+        in_alpha - _alpha_slope(one, own_reference, order),
+        -deficit,
+        in_own - _reference_slope(one, own_reference, order),
     )
 
 
-def _envelope(p: Tensor, reference: Tensor | None, order: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradient of ``-D(p:q)`` in ``log q``, and its summands in alpha, at fixed ``p``, ``[B, k]``.
+def _with_distribution(
+    p: Tensor, target: Tensor | None, log_reference: Tensor | None, order: Tensor
+) -> RowGradients:
+    """Gradients of the log-partition, less those of what the target itself costs."""
+    b = order.to(p)
+    in_reference = _reference_slope(p, log_reference, b)
+    in_alpha = _alpha_slope(p, log_reference, b)
+    if target is None:
+        return RowGradients(p, in_reference, in_alpha.sum(1, dtype=torch.float64))
+    in_reference = in_reference - _reference_slope(target, log_reference, b)
+    in_alpha = in_alpha - _alpha_slope(target, log_reference, b)
+    return RowGradients(p - target, in_reference, in_alpha.sum(1, dtype=torch.float64))
 
-    With ``l = log(p / q)`` and ``z = b l``: ``D = sum p L / alpha``, ``L = f'(p / q) = l phi1(z)``,
-    ``dL / d log q = -exp(z)`` and ``dL / d alpha = l^2 (phi1(z) - phi2(z))``, finite through
-    ``alpha = 1``.
+
+def _reference_slope(p: Tensor, reference: Tensor | None, order: Tensor) -> Tensor:
+    """Gradient of ``-D(p:q)`` in ``log q`` at fixed ``p``: ``p exp(b l) / alpha``, elementwise.
+
+    With ``l = log(p / q)``: ``D = sum p L / alpha`` and ``L = f'(p / q)``.
     """
     ratio, is_active = _log_ratio(p, reference)
-    alpha = order + 1.0
-    z = order * ratio
-    height = z.exp()
-    slack = ratio * _phi1(z)
+    return torch.where(is_active, p * (order * ratio).exp(), 0.0) / (order + 1.0)
+
+
+def _alpha_slope(p: Tensor, reference: Tensor | None, order: Tensor) -> Tensor:
+    """Summands of the gradient of ``-D(p:q)`` in alpha at fixed ``p``, elementwise.
+
+    With ``z = b l``: ``L = l phi1(z)`` and ``dL / d alpha = l^2 (phi1(z) - phi2(z))``, finite
+    through ``alpha = 1``.
+    """
+    ratio, _ = _log_ratio(p, reference)
+    alpha, z = order + 1.0, order * ratio
     bend = ratio.square() * (_phi1(z) - _phi2(z))
-    in_reference = torch.where(is_active, p * height, 0.0) / alpha
-    in_alpha = p * (slack / alpha - bend) / alpha
-    return in_reference, in_alpha
+    return p * (ratio * _phi1(z) / alpha - bend) / alpha
 
 
 def lift_target(rows: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -385,6 +314,7 @@ def value_of(
     target_logits: Tensor | None = None,
     target_log_reference: Tensor | None = None,
     distribution: Tensor | None = None,
+    is_ignored: Tensor | None = None,
     scale: float = 1.0,
 ) -> Outcome:
     """Differentiable value of each row, with what the solver knows about it."""
@@ -397,6 +327,7 @@ def value_of(
         target_logits,
         target_log_reference,
         distribution,
+        is_ignored,
         scale,
     )
     return Outcome._make(outputs)

@@ -25,7 +25,7 @@ from qmargin.maths.margins import (
     geometric_term,
     ordered_summands,
 )
-from qmargin.maths.settings import check_number, describe
+from qmargin.maths.settings import check_number, describe, register_learnable
 
 __all__ = ["AdaFaceMargin", "ElasticMargin", "MagFaceMargin", "ModuleSumMargin"]
 
@@ -61,6 +61,7 @@ class ModuleSumMargin(StatefulMargin):
         self.prior: PriorMargin
         self.geometric: Margin
         self.prior, self.geometric = ordered_summands(left, right)
+        register_learnable(self, self.prior, "prior")
 
     def forward(
         self,
@@ -264,8 +265,9 @@ class ElasticMargin(StatefulMargin):
         variant: ``"arc"`` for an angular margin, ``"cos"`` for a cosine margin.
         plus: Hand the draws out by cosine.
         seed: Draw from a generator of this margin's own, seeded so; its position is part of
-            ``state_dict()``. ``torch.compile`` cannot trace such a generator: leave the seed out
-            there and use ``torch.manual_seed``.
+            ``state_dict()`` and is taken up again on the same kind of device; on another kind the
+            draws start anew from the seed. ``torch.compile`` cannot trace such a generator: leave
+            the seed out there and use ``torch.manual_seed``.
 
     Example:
         >>> ElasticMargin(variant="cos").eval()(torch.tensor([0.5]), 64.0).logits
@@ -294,6 +296,7 @@ class ElasticMargin(StatefulMargin):
         self.plus = plus
         self.seed = seed
         self._generator: torch.Generator | None = None
+        self._position: dict[str, Any] = {}  # loaded, and taken up by the first draw
 
     def forward(
         self,
@@ -331,20 +334,21 @@ class ElasticMargin(StatefulMargin):
             return None
         if self._generator is None or self._generator.device != device:
             self._generator = torch.Generator(device).manual_seed(self.seed)
+            position, self._position = self._position, {}
+            if position and torch.device(position["device"]).type == device.type:
+                self._generator.set_state(position["generator"].cpu())
         return self._generator
 
     def get_extra_state(self) -> dict[str, Any]:
         """Position of the margin's own generator, so that a resumed run draws on."""
         if self._generator is None:
-            return {}
+            return self._position
         device = str(self._generator.device)
         return {"device": device, "generator": self._generator.get_state()}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Take up the position that ``get_extra_state`` gave."""
-        if self.seed is not None and state:
-            self._generator = torch.Generator(state["device"])
-            self._generator.set_state(state["generator"].cpu())
+        self._generator, self._position = None, state
 
     def extra_repr(self) -> str:
         """Settings, for ``print``."""
@@ -359,9 +363,10 @@ def _checked_norms(norms: Tensor | None, cosines: Tensor, name: str) -> Tensor:
             f"{name} follows the lengths of embeddings and got none: "
             f"call loss_fn(cosines, labels, norms=embeddings.norm(dim=1))"
         )
-    if norms.shape != cosines.shape or not norms.is_floating_point():
+    is_fit = isinstance(norms, Tensor) and norms.is_floating_point()
+    if not is_fit or norms.shape != cosines.shape or norms.device != cosines.device:
         raise ShapeError(
-            f"norms for {name} must be floating-point of shape {list(cosines.shape)}, "
-            f"got {describe(norms)}: call loss_fn(cosines, labels, norms=embeddings.norm(dim=1))"
+            f"norms for {name} must be floating-point of shape {list(cosines.shape)} on "
+            f"{cosines.device.type}, got {describe(norms)}: call loss_fn(cosines, labels, norms=embeddings.norm(dim=1))"
         )
     return as_working(norms).where(norms.isfinite(), math.nan)

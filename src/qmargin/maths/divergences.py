@@ -1,7 +1,7 @@
 r"""Divergences: the shape of the posterior.
 
 A divergence is a convex generator ``f`` with ``f(1) = 0`` and ``f'(1) = 0``. Everything the solver,
-the loss and the gradients need of it are six elementwise functions and one number.
+the loss and the gradients need of it are five elementwise functions and one number.
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ import torch
 from torch import Tensor
 
 from qmargin.errors import ConfigError, ShapeError
+from qmargin.maths.settings import check_positive, describe
+
+LARGEST_ALPHA = 16.0  # above it heights leave float64: 1e-20 of mass would be 1e-300 high
 
 
 def uses_slack(order: float) -> bool:
@@ -26,8 +29,17 @@ def uses_slack(order: float) -> bool:
     return -1e-3 < order < 0.1
 
 
+def log_ratio(levels: Tensor, order: float) -> Tensor:
+    """Logarithm of ``p / q`` at the given slacks or heights, ``-inf`` off the support (M1)."""
+    if order == 0.0:
+        return levels
+    if uses_slack(order):
+        return torch.log1p((order * levels).clamp_min(-1.0)) / order
+    return levels.clamp_min(0.0).log() / order
+
+
 class Divergence(Protocol):
-    """Six elementwise functions and one number, ``edge``: the shape of the posterior."""
+    """Five elementwise functions and one number, ``edge``: the shape of the posterior."""
 
     @property
     def edge(self) -> float:
@@ -38,9 +50,6 @@ class Divergence(Protocol):
 
     def derivative(self, ratio: Tensor) -> Tensor:
         """``f'(u)``: the slack at which a class has the ratio ``u = p / q``."""
-
-    def curvature(self, ratio: Tensor) -> Tensor:
-        """``f''(u)``."""
 
     def link(self, slack: Tensor) -> Tensor:
         """``(f*)'(v)``: the ratio ``p / q`` of a class with slack ``v``, zero at the edge (M1)."""
@@ -60,8 +69,8 @@ class Alpha:
     SparseMax, and every ``alpha > 1`` makes posteriors that are exactly zero for most classes.
 
     Args:
-        alpha: Order of the divergence, a positive number, or a tensor with one element when the
-            order itself is to be learned.
+        alpha: Order of the divergence, a number in ``(0, 16]``, or a tensor with one element when
+            the order itself is to be learned. The posterior's accuracy is tested in that range.
 
     Example:
         >>> Alpha(1.5).link(torch.tensor([-3.0, -1.0, 0.0, 1.0]))
@@ -73,7 +82,7 @@ class Alpha:
     alpha: float | Tensor
 
     def __post_init__(self) -> None:
-        check_alpha(self.alpha)
+        object.__setattr__(self, "alpha", check_alpha(self.alpha))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Alpha) and self.order == other.order
@@ -91,7 +100,7 @@ class Alpha:
         """``alpha`` as a tensor: itself when it is learnable, else a float64 constant."""
         if isinstance(self.alpha, Tensor):
             return self.alpha
-        return torch.tensor(self.alpha, dtype=torch.float64)
+        return torch.tensor(self.alpha, dtype=torch.float64, device="cpu")
 
     @property
     def edge(self) -> float:
@@ -115,10 +124,6 @@ class Alpha:
         log_ratio = ratio.log()
         return log_ratio if b == 0.0 else torch.expm1(b * log_ratio) / b
 
-    def curvature(self, ratio: Tensor) -> Tensor:
-        """``f''(u) = u^(alpha-2)``."""
-        return ratio.pow(self.order - 1.0)
-
     def link(self, slack: Tensor) -> Tensor:
         """``[1 + (alpha-1) v]_+ ^ (1/(alpha-1))``, ``exp(v)`` at ``alpha = 1`` (M1)."""
         return self.log_link(slack).exp()
@@ -126,11 +131,7 @@ class Alpha:
     def log_link(self, slack: Tensor) -> Tensor:
         """Logarithm of ``link``, ``-inf`` off the support."""
         b = self.order
-        if b == 0.0:
-            return slack
-        if uses_slack(b):
-            return torch.log1p((b * slack).clamp_min(-1.0)) / b
-        return (1.0 + b * slack).clamp_min(0.0).log() / b
+        return log_ratio(slack if uses_slack(b) else 1.0 + b * slack, b)
 
     def link_slope(self, slack: Tensor) -> Tensor:
         """``link(v)^(2 - alpha)`` on the support, zero elsewhere."""
@@ -166,10 +167,6 @@ class JensenShannon:
         """``log(2u / (u + 1))``."""
         return math.log(2.0) - torch.log1p(1.0 / ratio)
 
-    def curvature(self, ratio: Tensor) -> Tensor:
-        """``1 / (u (u + 1))``."""
-        return 1.0 / (ratio * (ratio + 1.0))
-
     def link(self, slack: Tensor) -> Tensor:
         """``e^v / (2 - e^v)``."""
         return slack.exp() / (2.0 - slack.exp())
@@ -183,17 +180,30 @@ class JensenShannon:
         return -torch.log1p(-0.5 * slack.exp())
 
 
-def check_alpha(alpha: float | Tensor) -> None:
-    """Raise unless ``alpha`` is a positive finite number or a floating tensor with one element."""
+def check_alpha(alpha: float | Tensor) -> float | Tensor:
+    """Return ``alpha`` as a float or a floating tensor with one element, or raise.
+
+    The value of a tensor is checked where it is used: reading it here would stop the device.
+    """
     if isinstance(alpha, Tensor):
         if alpha.numel() != 1 or not alpha.is_floating_point():
             raise ShapeError(
-                f"alpha has shape {tuple(alpha.shape)} and dtype {alpha.dtype}; a learnable order "
-                "is a floating tensor with one element, e.g. torch.tensor(1.25)"
+                f"alpha is {describe(alpha)}; a learnable order is a floating tensor with one "
+                "element, e.g. torch.tensor(1.25)"
             )
-        return
-    if not (isinstance(alpha, (int, float)) and math.isfinite(alpha) and alpha > 0):
+        return alpha
+    number = check_positive(
+        alpha, "alpha", "choose one above 0 (1 is cross-entropy, 1.25 best for faces, 2 SparseMax)"
+    )
+    if not torch.compiler.is_compiling():
+        check_alpha_range(number)
+    return number
+
+
+def check_alpha_range(alpha: float) -> None:
+    """Raise unless the value of ``alpha``, given or learned, is in ``(0, LARGEST_ALPHA]``."""
+    if not 0.0 < alpha <= LARGEST_ALPHA:
         raise ConfigError(
-            f"alpha is {alpha!r}; it must be a finite number above 0 "
-            "(1 is cross-entropy, 1.25 the paper's best for faces, 2 SparseMax)"
+            f"alpha is {alpha:g}; choose one in (0, {LARGEST_ALPHA:g}], and clamp a learnable one "
+            "after each update, e.g. alpha.data.clamp_(1.0, 2.0)"
         )

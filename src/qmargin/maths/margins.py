@@ -17,6 +17,7 @@ Rules that hold for every margin here:
 from __future__ import annotations
 
 import math
+import sys
 import warnings
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
@@ -26,7 +27,15 @@ from torch import Tensor, nn
 
 from qmargin.errors import ConfigError, MarginWarning
 from qmargin.maths.angles import as_working, widened_cosines, wound_cosines
-from qmargin.maths.settings import ByValue, PerClass, Setting, check_number, check_setting, resolve
+from qmargin.maths.settings import (
+    ByValue,
+    PerClass,
+    Setting,
+    check_number,
+    check_positive,
+    check_setting,
+    resolve,
+)
 
 __all__ = [
     "AngularMargin",
@@ -356,26 +365,41 @@ def ordered_summands(left: Margin, right: Margin) -> tuple[PriorMargin, Margin]:
     return prior, geometric
 
 
-def warn_if_unreachable(margin: Margin, *, alpha: float, scale: float, stacklevel: int = 3) -> None:
-    """Warn when no pair of cosines can make the gap that a margin asks for (M12)."""
+def warn_if_unreachable(margin: Margin, *, alpha: float, scale: float) -> None:
+    """Warn, at the line that called this package, when no pair of cosines has the gap (M12)."""
     gap = margin.effective(alpha, scale)
     if gap is None or gap <= LARGEST_GAP:
         return
-    remedy = "lower the margin"
-    if isinstance(margin, PriorMargin):
-        largest = PriorMargin.from_effective(LARGEST_GAP, alpha=alpha, scale=scale).margin
-        remedy = f"lower the margin below {largest:.3g}, or choose it by PriorMargin.from_effective"
     warnings.warn(
         f"the effective margin is {gap:.3g} at alpha={alpha:g}, scale={scale:g}, but cosines "
-        f"differ by at most {LARGEST_GAP:g}: {remedy}",
+        f"differ by at most {LARGEST_GAP:g}: {_remedy(margin, alpha, scale)}",
         MarginWarning,
-        stacklevel=stacklevel,
+        stacklevel=_frames_inside(),
     )
+
+
+def _remedy(margin: Margin, alpha: float, scale: float) -> str:
+    """What to lower, and below which number."""
+    room, name = LARGEST_GAP, "margin"
+    if isinstance(margin, SumMargin):
+        room -= margin.geometric.effective(alpha, scale) or 0.0
+        margin = margin.prior if room > 0.0 else margin.geometric
+        name = type(margin).__name__
+    if not isinstance(margin, PriorMargin):
+        return f"lower the {name} below {LARGEST_GAP:g}"
+    largest = PriorMargin.from_effective(room, alpha=alpha, scale=scale).margin
+    return f"lower the {name} below {largest:.3g}, or choose it by PriorMargin.from_effective"
+
+
+def _frames_inside() -> int:
+    """Stack level, for a warning raised by the caller, of the first frame outside the package."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals["__name__"].startswith("qmargin."):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def _rate(alpha: float, scale: float) -> float:
     """``(alpha - 1) s``, after checking both."""
-    for name, value in (("alpha", alpha), ("scale", scale)):
-        if check_number(value, name) <= 0.0:
-            raise ConfigError(f"{name} is {value:g}: choose a positive number")
-    return (alpha - 1.0) * scale
+    alpha = check_positive(alpha, "alpha", "choose a positive number")
+    return (alpha - 1.0) * check_positive(scale, "scale", "choose a positive number")

@@ -49,7 +49,7 @@ def others_gain(others_mass: Tensor, log_target: Tensor, order: float) -> Tensor
         series = (series + (1.0 + (-1.0) ** power * b ** (power - 1)) / power) * r
     series = series * r
     small = series if b == 0.0 else -torch.expm1(-b * series) / b
-    return torch.where(r < 0.02, small, exact)
+    return torch.where(r * max(1.0, abs(b)) < 0.02, small, exact)
 
 
 def label_loss(

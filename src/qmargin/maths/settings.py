@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from numbers import Real
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from qmargin.errors import ConfigError, ShapeError
 
@@ -89,10 +90,31 @@ def describe(value: object) -> str:
     return repr(value)
 
 
+def settings_in(owner: object) -> Iterator[tuple[str, object]]:
+    """Every value inside a margin of margins, named by its path: ``prior_margin_values``."""
+    for field in fields(owner) if isinstance(owner, ByValue) else ():  # type: ignore[arg-type]
+        value = getattr(owner, field.name)
+        yield field.name, value
+        yield from ((f"{field.name}_{name}", inner) for name, inner in settings_in(value))
+
+
+def register_learnable(module: nn.Module, owner: object, prefix: str) -> None:
+    """Register the parameters inside a margin, so that an optimizer of the module finds them."""
+    for name, value in settings_in(owner):
+        if isinstance(value, nn.Parameter):
+            module.register_parameter(f"{prefix}_{name}", value)
+
+
 def check_number(
     value: object, name: str, *, low: float = -math.inf, high: float = math.inf
 ) -> float:
-    """Return a finite number in ``[low, high)`` as a float, or raise ``ConfigError``."""
+    """Return a finite number in ``[low, high)`` as a float, or raise ``ConfigError``.
+
+    NumPy's numbers are numbers; a bool is not. Inside a compiled graph the number may be symbolic
+    and passes unchecked.
+    """
+    if torch.compiler.is_compiling():
+        return float(value)  # type: ignore[arg-type]
     if isinstance(value, bool) or not isinstance(value, Real):
         raise ConfigError(f"{name} is {describe(value)}: give a finite number")
     number = float(value)
@@ -101,6 +123,14 @@ def check_number(
     if not low <= number < high:
         limits = f"at least {low:g}" if math.isinf(high) else f"in [{low:g}, {high:.6g})"
         raise ConfigError(f"{name} is {number:g}: choose a value {limits}")
+    return number
+
+
+def check_positive(value: object, name: str, remedy: str) -> float:
+    """Return a positive finite number as a float, or raise ``ConfigError`` with the remedy."""
+    number = check_number(value, name)
+    if not torch.compiler.is_compiling() and number <= 0.0:
+        raise ConfigError(f"{name} is {number:g}: {remedy}")
     return number
 
 

@@ -15,11 +15,13 @@ theta_j`` and ``step`` equal to ``b`` or to 1.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from qmargin.maths.divergences import log_ratio as log_ratio
 from qmargin.maths.divergences import uses_slack
 
 MAX_STEPS = 256  # cosine logits take 4 to 15; a measure of e^-200 at alpha < 1 has taken 90
@@ -61,15 +63,6 @@ def level_change(log_factor: Tensor, order: float) -> Tensor:
         return log_factor
     change = torch.expm1(order * log_factor)
     return change / order if uses_slack(order) else change
-
-
-def log_ratio(levels: Tensor, order: float) -> Tensor:
-    """Logarithm of ``p / q`` at the given levels, ``-inf`` off the support (M1)."""
-    if order == 0.0:
-        return levels
-    if uses_slack(order):
-        return torch.log1p((order * levels).clamp_min(-1.0)) / order
-    return levels.clamp_min(0.0).log() / order
 
 
 def heights(levels: Tensor, order: float) -> Tensor:
@@ -183,43 +176,66 @@ def solve_bisection(
             right = torch.maximum(right, uniform.amin(1))
         else:
             right = torch.minimum(right, uniform.amax(1))
-    level, num_evaluations = _halve(gaps, log_reference, left, right, order, tolerance)
+    level, num_evaluations = _halve(
+        lambda trial: row_sums(gaps, log_reference, trial, order).mass, left, right, tolerance
+    )
+    solution = Solution(anchor, level, num_evaluations)
     if order <= 1.0:
-        return Solution(anchor, level, num_evaluations)
-    # Above alpha = 2 a ratio is a root of its height, so a class just inside the edge feels the
-    # rounding of the anchor's level. Anchor at the lowest active class, whose own height is then
-    # relatively accurate, and halve what rounding left open.
-    levels = level[:, None] - step * gaps
-    lowest = torch.where(levels > 0, levels, math.inf).argmin(1, keepdim=True)
-    width = 1e-14 * level.abs()
-    anchor = torch.where(level.isnan(), level, logits.gather(1, lowest).squeeze(1))
-    level = levels.gather(1, lowest).squeeze(1)
-    gaps = anchor[:, None] - logits
-    level, more = _halve(gaps, log_reference, level + width, level - width, order, tolerance)
-    return Solution(anchor, level, num_evaluations + more)
+        return solution
+    return _refine_edge(logits, log_reference, solution, order, tolerance)
+
+
+def _refine_edge(
+    logits: Tensor, log_reference: Tensor, solution: Solution, order: float, tolerance: float
+) -> Solution:
+    """Anchor a row at its lowest active class and halve that class's own posterior.
+
+    Above ``alpha = 2`` a ratio is a high root of its height: at ``alpha = 12`` a class 1e-16 above
+    the edge has a ratio of 0.04, so the rounding of any other class's level would show. The lowest
+    active class has no cancellation: its height is a power of its posterior, which is halved, and
+    the heights of the others are sums. A class is active if the others hold less than one where its
+    own height is zero.
+    """
+    anchor, level, num_evaluations = solution
+    reach = level + 1e-14 * level.abs()  # what rounding has left open
+    is_open = order * (anchor[:, None] - logits) < reach[:, None]
+    is_open &= log_reference > -math.inf
+    while True:
+        index = torch.where(is_open, logits, math.inf).argmin(1, keepdim=True)
+        anchor = torch.where(level.isnan(), level, logits.gather(1, index).squeeze(1))
+        own = log_reference.gather(1, index).squeeze(1)
+        gaps = anchor[:, None] - logits
+        num_evaluations += 1
+        is_idle = row_sums(gaps, log_reference, torch.zeros_like(level), order).mass >= 1.0
+        if not bool((is_idle & is_open.any(1)).any()):
+            break
+        is_open &= ~(is_idle[:, None] & (logits <= anchor[:, None]))
+
+    def mass_at(posterior: Tensor) -> Tensor:
+        trial = level_cost(posterior.log() - own, order)
+        return row_sums(gaps, log_reference, trial, order).mass
+
+    # Every entry grows with this one, so none is further off than the mass is from one.
+    posterior, more = _halve(mass_at, torch.ones_like(level), torch.zeros_like(level), tolerance)
+    return Solution(anchor, level_cost(posterior.log() - own, order), num_evaluations + more)
 
 
 def _halve(
-    gaps: Tensor,
-    log_reference: Tensor,
-    left: Tensor,
-    right: Tensor,
-    order: float,
-    tolerance: float,
+    mass_at: Callable[[Tensor], Tensor], left: Tensor, right: Tensor, tolerance: float
 ) -> tuple[Tensor, int]:
-    """Halve brackets of levels until the mass is one to ``tolerance``, or rounding stops it."""
+    """Halve brackets until the mass is one to ``tolerance``, or rounding stops it."""
     num_evaluations = 0
     while num_evaluations < MAX_HALVINGS:
         num_evaluations += 1
-        level = 0.5 * (left + right)
-        mass = row_sums(gaps, log_reference, level, order).mass
+        middle = 0.5 * (left + right)
+        mass = mass_at(middle)
         is_left = mass > 1.0
-        left, right = torch.where(is_left, level, left), torch.where(is_left, right, level)
+        left, right = torch.where(is_left, middle, left), torch.where(is_left, right, middle)
         width = (left - right).abs()
-        is_done = (width <= 4e-16 * level.abs()) | ((mass - 1.0).abs() <= tolerance)
+        is_done = (width <= 4e-16 * middle.abs()) | ((mass - 1.0).abs() <= tolerance)
         if bool((is_done | mass.isnan()).all()):
             break
-    return level, num_evaluations
+    return middle, num_evaluations
 
 
 def solve_rows(

@@ -56,7 +56,7 @@ def embedding_gradient(
     parts = torch.empty((SPLIT, num_rows, depth), dtype=torch.float32, device=prototypes.device)
     _embedding_gradient[(num_rows, SPLIT)](
         solved.columns, solved.posterior, solved.starts, labels, prototypes, inverse_norms,
-        weights, target_weights, parts, num_rows, depth, SPLIT, power_of_two(depth), 8,
+        weights, target_weights, parts, num_rows, depth, SPLIT, power_of_two(depth), 16,
         num_warps=4,
     )  # fmt: skip
     return parts.sum(0)

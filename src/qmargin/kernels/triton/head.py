@@ -9,14 +9,15 @@ from qmargin.kernels.head_reference import (
     PreparedRows,
     SolvedRows,
     refresh_copy,
-    sort_by_class,
 )
 from qmargin.kernels.triton.bound import list_pairs
+from qmargin.kernels.triton.entries import sort_by_class
 from qmargin.kernels.triton.gradients import embedding_gradient, prototype_gradient
 from qmargin.kernels.triton.prepare import prepare_rows
 from qmargin.kernels.triton.rescore import score_candidates
 from qmargin.kernels.triton.screen import group_maxima
 from qmargin.kernels.triton.solve import solve_lists
+from qmargin.kernels.triton.unit import unit_gradient, unit_rows
 from qmargin.kernels.triton.update import sgd_update
 from qmargin.kernels.update_reference import sgd_update_rows
 
@@ -37,4 +38,6 @@ __all__ = [
     "sgd_update_rows",
     "solve_lists",
     "sort_by_class",
+    "unit_gradient",
+    "unit_rows",
 ]

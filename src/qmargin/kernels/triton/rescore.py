@@ -14,7 +14,7 @@ from torch import Tensor
 from qmargin.kernels.head_reference import GROUP, Candidates, Pairs, PreparedRows
 from qmargin.kernels.triton.tuning import power_of_two
 
-SPLIT = 8
+SPLIT = 32  # programs per row
 PAIRS = 64  # pairs a program expands at a time
 
 
@@ -135,7 +135,7 @@ def score_candidates(
         )
         _score[(num_rows, SPLIT)](
             columns, starts, prepared.embeddings, prototypes, inverse_norms, scores, depth,
-            SPLIT, power_of_two(depth), 8, num_warps=4,
+            SPLIT, power_of_two(depth), 8, num_warps=1 if depth <= 512 else 4,
         )  # fmt: skip
     return Candidates(rows, columns, scores, starts)
 
@@ -152,8 +152,11 @@ def _candidate_bits(
     ordered, order = groups.sort(stable=True)  # each group's prototypes are read once
     bounds = torch.arange(num_groups + 1, dtype=torch.int32, device=groups.device)
     segments = torch.searchsorted(ordered, bounds, out_int32=True)
+    per_group = len(groups) / num_groups
+    rows = 16 if per_group < 24 else 32 if per_group < 40 else 64
     _filter[(num_groups,)](
         rounded, copy, labels, pairs.floor, pairs.slack, pairs.rows, order, segments, masks,
-        num_classes, rounded.shape[1], GROUP, 16, 128, num_warps=2, num_stages=3,
+        num_classes, rounded.shape[1], GROUP, rows, 128, num_warps=1,
+        num_stages=3 if rows == 16 else 2,
     )  # fmt: skip
     return masks

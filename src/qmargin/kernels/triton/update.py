@@ -10,7 +10,7 @@ from torch import Tensor
 from qmargin.kernels.head_reference import ClassGradient
 from qmargin.kernels.triton.tuning import power_of_two
 
-CLASSES = 16  # prototypes per program: the least a product of tiles takes
+CLASSES = 4  # prototypes per program: rows enough for wide loads, entries few enough to loop over
 
 
 @triton.jit
@@ -18,7 +18,7 @@ def _sgd(
     COLUMNS, ROWS, VALUES, SEGMENTS, EMBEDDINGS, PROTOTYPES, BUFFER, INVERSE_NORMS, COPY,
     GRAD_SCALE, LARGEST, lr, momentum, weight_decay, num_classes, depth,
     HAS_BUFFER: tl.constexpr, NESTEROV: tl.constexpr, ONLY_ACTIVE: tl.constexpr,
-    CLASSES: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr,
+    CLASSES: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     begin = tl.load(SEGMENTS + program)
@@ -29,26 +29,21 @@ def _sgd(
         return
     classes = program * CLASSES + tl.arange(0, CLASSES)
     dimension = tl.arange(0, DEPTH)
+    is_value = dimension < depth
     gradient = tl.zeros((CLASSES, DEPTH), dtype=tl.float32)
     num_entries = tl.zeros((CLASSES,), dtype=tl.int32)
-    for start in range(begin, end, BLOCK):
-        entry = start + tl.arange(0, BLOCK)
-        inside = entry < end
-        column = tl.load(COLUMNS + entry, mask=inside, other=-1)
-        row = tl.load(ROWS + entry, mask=inside, other=0)
-        value = tl.load(VALUES + entry, mask=inside, other=0.0)
-        place = row[:, None].to(tl.int64) * depth + dimension[None, :]
-        is_value = inside[:, None] & (dimension[None, :] < depth)
-        x = tl.load(EMBEDDINGS + place, mask=is_value, other=0.0) * value[:, None]
-        # Which class an entry belongs to, as a matrix of zeros and ones: exact in any precision.
-        belongs = column[None, :] == classes[:, None]
-        num_entries += tl.sum((belongs & (value[None, :] != 0.0)).to(tl.int32), 1)
-        gradient = tl.dot(belongs.to(tl.float32), x, gradient, input_precision="tf32x3")
+    for entry in range(begin, end):
+        value = tl.load(VALUES + entry)
+        row = tl.load(ROWS + entry).to(tl.int64)
+        x = tl.load(EMBEDDINGS + row * depth + dimension, mask=is_value, other=0.0)
+        belongs = tl.load(COLUMNS + entry) == classes
+        num_entries += (belongs & (value != 0.0)).to(tl.int32)
+        gradient += tl.where(belongs, value, 0.0)[:, None] * x[None, :]
     is_stepped = classes < num_classes
     if ONLY_ACTIVE:
         is_stepped = is_stepped & (num_entries > 0)
     place = classes[:, None].to(tl.int64) * depth + dimension[None, :]
-    mask = is_stepped[:, None] & (dimension[None, :] < depth)
+    mask = is_stepped[:, None] & is_value[None, :]
     prototype = tl.load(PROTOTYPES + place, mask=mask, other=0.0)
     inverse = tl.load(INVERSE_NORMS + classes, mask=is_stepped, other=0.0)
     unit = prototype * inverse[:, None]
@@ -101,7 +96,7 @@ def sgd_update(
         columns, gradient.rows, gradient.values, segments, embeddings, prototypes,
         prototypes if momentum_buffer is None else momentum_buffer, inverse_norms, copy,
         grad_scale.to(torch.float32), largest, lr, momentum, weight_decay, num_classes, depth,
-        momentum_buffer is not None, nesterov, only_active, CLASSES, wide, 16,
-        num_warps=4 if wide <= 128 else 8 if wide <= 512 else 16,
+        momentum_buffer is not None, nesterov, only_active, CLASSES, wide,
+        num_warps=1 if wide <= 128 else 4 if wide <= 1024 else 8,
     )  # fmt: skip
     return largest.sqrt()

@@ -1,0 +1,244 @@
+"""Gradients that are pending: norm, scale, clipping, non-finite ones, and their memory."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from helpers.fused import (
+    DIM,
+    Blocks,
+    batch,
+    make_head,
+    tensors_of,
+    train,
+)
+from qmargin.errors import DataError, QMarginError
+from qmargin.heads.pending import PendingGradient, as_pending
+from qmargin.heads.updates import ExactSGD, SparseSGD, clip_grad_norm_
+from qmargin.kernels import update_reference
+
+OPTIMIZERS = [ExactSGD, SparseSGD]
+
+
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many blocks, the last one incomplete."""
+    monkeypatch.setattr(update_reference, "BLOCK_CLASSES", 50)
+
+
+class Backbone(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layer = nn.Linear(DIM, DIM, dtype=torch.float64)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        result: Tensor = self.layer(inputs)
+        return result
+
+
+@pytest.mark.parametrize("max_norm", [0.05, 1e6])
+def test_clipping_equals_torch_on_the_dense_gradient(max_norm: float) -> None:
+    head, plain, bones, plain_bones = make_head(), make_head("dense"), Backbone(), Backbone()
+    optimizer = ExactSGD(head, 0.5)
+    expected = torch.optim.SGD([plain.prototypes], 0.5, momentum=0.9, weight_decay=5e-4)
+    for step in range(4):
+        inputs, labels = batch(step)
+        for one in (bones, plain_bones, optimizer, expected):
+            one.zero_grad()
+        head(bones(inputs), labels).backward()
+        plain(plain_bones(inputs), labels).backward()
+        every = [*plain_bones.parameters(), plain.prototypes]
+        truth = torch.nn.utils.clip_grad_norm_(every, max_norm)
+        # Passing the optimizer's own parameters as well must not count anything twice.
+        given = [*bones.parameters(), *optimizer.param_groups[0]["params"]]
+        norm = clip_grad_norm_(given, [optimizer], max_norm)
+        torch.testing.assert_close(norm, truth, rtol=1e-10, atol=0.0)
+        assert max_norm > 1.0 or truth > max_norm
+        for one, other in zip(bones.parameters(), plain_bones.parameters(), strict=True):
+            torch.testing.assert_close(one.grad, other.grad, rtol=1e-10, atol=1e-14)
+        torch.testing.assert_close(optimizer.grad_norm(), plain.prototypes.grad.norm())
+        optimizer.step()
+        expected.step()
+    torch.testing.assert_close(head.prototypes, plain.prototypes, rtol=1e-10, atol=1e-11)
+
+
+def test_clipping_takes_sparse_gradients() -> None:
+    dense, sparse = make_head("dense"), make_head("sparse")
+    for head in (dense, sparse):
+        head(*batch(0)).backward()
+    truth = torch.nn.utils.clip_grad_norm_([dense.prototypes], 0.01)
+    torch.testing.assert_close(clip_grad_norm_([sparse.prototypes], [], 0.01), truth)
+    torch.testing.assert_close(sparse.prototypes.grad.to_dense(), dense.prototypes.grad)
+    assert clip_grad_norm_([], [], 1.0) == 0.0
+
+
+def test_a_norm_that_is_not_finite_can_be_an_error() -> None:
+    head = make_head()
+    optimizer = ExactSGD(head, 0.1)
+    head(*batch(0)).backward()
+    head.pending[0].values[0] = math.nan
+    with pytest.raises(DataError, match="nothing was clipped"):
+        clip_grad_norm_([], [optimizer], 1.0, error_if_nonfinite=True)
+
+
+@pytest.mark.parametrize("is_unscaled_first", [False, True])
+@pytest.mark.parametrize("optimizer_class", OPTIMIZERS)
+def test_a_grad_scaler_treats_it_like_any_optimizer(
+    optimizer_class: type[ExactSGD | SparseSGD], is_unscaled_first: bool
+) -> None:
+    head, plain = make_head(), make_head()
+    optimizer, expected = optimizer_class(head, 0.3), optimizer_class(plain, 0.3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+    for step in range(5):
+        optimizer.zero_grad()
+        scaler.scale(head(*batch(step))).backward()
+        if is_unscaled_first:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+    train(plain, expected, range(5))
+    assert scaler.get_scale() == 4096.0
+    torch.testing.assert_close(head.prototypes, plain.prototypes, rtol=1e-11, atol=1e-12)
+
+
+def test_a_grad_scaler_sees_an_overflow() -> None:
+    head = make_head()
+    optimizer = ExactSGD(head, 0.3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(head(*batch(0))).backward()
+    head.pending[0].values[3] = math.inf
+    before = tensors_of(head, optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 512.0
+    for old, new in zip(before, tensors_of(head, optimizer), strict=True):
+        assert torch.equal(old, new)
+
+
+def test_scaling_the_gradient_equals_scaling_the_loss() -> None:
+    head, plain = make_head(), make_head()
+    optimizer, expected = ExactSGD(head, 0.3), ExactSGD(plain, 0.3)
+    head(*batch(0)).backward()
+    norm = optimizer.grad_norm()
+    optimizer.scale_gradient_(0.5)
+    optimizer.scale_gradient_(torch.tensor(0.5))
+    torch.testing.assert_close(optimizer.grad_norm(), 0.25 * norm)
+    (0.25 * plain(*batch(0))).backward()
+    optimizer.step()
+    expected.step()
+    torch.testing.assert_close(head.prototypes, plain.prototypes, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("where", ["embeddings", "values", "blocks", "scale"])
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+@pytest.mark.parametrize("optimizer_class", OPTIMIZERS)
+def test_a_gradient_that_is_not_finite_changes_nothing(
+    optimizer_class: type[ExactSGD | SparseSGD], poison: float, where: str
+) -> None:
+    head = make_head()
+    optimizer = optimizer_class(head, 0.3)
+    train(head, optimizer, range(2))
+    head(*batch(2)).backward()
+    before = tensors_of(head, optimizer)
+    if where == "scale":
+        optimizer.scale_gradient_(poison)
+    elif where == "blocks":
+        rows = torch.zeros_like(head.prototypes)
+        rows[-1, 0] = poison  # the last block: all others would have been stepped
+        head.pending = Blocks(rows)
+    else:
+        gradient, embeddings = head.pending
+        (gradient.values if where == "values" else embeddings).view(-1)[-1] = poison
+    optimizer.error_if_nonfinite = True
+    with pytest.raises(DataError, match="not finite"):
+        optimizer.step()
+    optimizer.error_if_nonfinite = False
+    optimizer.step()
+    assert optimizer.num_skipped == 1
+    assert head.pending is None
+    for old, new in zip(before, tensors_of(head, optimizer), strict=True):
+        assert torch.equal(old, new)
+    train(head, optimizer, range(2, 4))  # and the run goes on
+    assert head.prototypes.isfinite().all() and optimizer.num_skipped == 1
+
+
+@pytest.mark.parametrize("optimizer_class", OPTIMIZERS)
+@pytest.mark.parametrize("poison", [math.nan, math.inf, 0.0])
+def test_broken_embeddings_change_nothing(
+    optimizer_class: type[ExactSGD | SparseSGD], poison: float
+) -> None:
+    """Whether the head refuses the batch or lets it through, no prototype may notice."""
+    head = make_head(dtype=torch.float32)
+    optimizer = optimizer_class(head, 0.3)
+    train(head, optimizer, range(2))
+    before = tensors_of(head, optimizer)
+    embeddings, labels = batch(2, torch.float32)
+    embeddings[5] = poison
+    try:
+        head(embeddings, labels).backward()
+        optimizer.step()
+    except QMarginError:
+        assert head.pending is None
+    else:
+        assert optimizer.num_skipped == 1
+    for old, new in zip(before, tensors_of(head, optimizer), strict=True):
+        assert torch.equal(old, new)
+
+
+def test_pending_gradients_agree_with_the_dense_one() -> None:
+    head, dense = make_head(), make_head("dense")
+    for one in (head, dense):
+        one(*batch(0)).backward()
+    truth = dense.prototypes.grad
+    for left in (head.pending, Blocks(truth)):
+        pending = as_pending(head, left)
+        assert isinstance(pending, PendingGradient)
+        assert as_pending(head, pending) is pending
+        blocks = list(pending.blocks())
+        assert [part.start for part, _ in blocks[1:]] == [part.stop for part, _ in blocks[:-1]]
+        torch.testing.assert_close(torch.cat([rows for _, rows in blocks]), truth)
+        torch.testing.assert_close(pending.norm(), truth.norm())
+        assert pending.is_finite()
+
+
+class LargestAllocation(TorchDispatchMode):
+    """Elements of the largest storage that an operation made."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        given = {
+            leaf.untyped_storage().data_ptr()
+            for leaf in tree_leaves((args, kwargs))
+            if isinstance(leaf, Tensor)
+        }
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor) and leaf.untyped_storage().data_ptr() not in given:
+                size = leaf.untyped_storage().nbytes() // max(1, leaf.element_size())
+                self.elements = max(self.elements, size)
+        return result
+
+
+@pytest.mark.parametrize("optimizer_class", OPTIMIZERS)
+def test_no_step_allocates_a_matrix_of_all_prototypes(
+    optimizer_class: type[ExactSGD | SparseSGD],
+) -> None:
+    num_classes = 4001
+    head = make_head(setting=1, num_classes=num_classes)
+    optimizer = optimizer_class(head, 0.1)
+    train(head, optimizer, range(1))  # the momentum is made here
+    loss = head(*batch(1))
+    with LargestAllocation() as largest:
+        loss.backward()
+        clip_grad_norm_([], [optimizer], 0.1)
+        optimizer.step()
+    assert 50 * DIM <= largest.elements < num_classes * DIM // 10
+    with LargestAllocation() as largest:
+        torch.zeros_like(head.prototypes)
+    assert largest.elements == num_classes * DIM  # the measurement works
