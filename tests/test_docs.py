@@ -1,4 +1,4 @@
-"""Every Python block of the README, the tutorials and the guides runs."""
+"""Every Python block of the README and the documentation runs; other links lead somewhere."""
 
 import re
 from pathlib import Path
@@ -12,7 +12,10 @@ PAGES = [
     ROOT / "docs" / "index.md",
     *sorted((ROOT / "docs" / "tutorial").glob("*.md")),
     *sorted((ROOT / "docs" / "guide").glob("*.md")),
+    *sorted((ROOT / "docs" / "decisions").glob("*.md")),
+    *sorted((ROOT / "docs" / "benchmarks").glob("*.md")),
 ]
+LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
 
 
 def python_blocks(path: Path) -> list[tuple[int, str]]:
@@ -42,3 +45,23 @@ def test_python_blocks_run(path: Path, tmp_path: Path, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("path", PAGES[:1], ids=["README.md"])
 def test_the_readme_has_an_example(path: Path) -> None:
     assert python_blocks(path)
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("*.md")), ids=lambda path: path.name)
+def test_links_outside_the_site_lead_somewhere(path: Path) -> None:
+    """Inside the site ``make docs`` looks; these pages are not part of it."""
+    targets = LINK.findall(path.read_text(encoding="utf-8"))
+    assert [target for target in targets if not (ROOT / target).exists()] == []
+
+
+def test_formulas_of_docstrings_become_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("griffe", reason="comes with the docs extra")
+    monkeypatch.syspath_prepend(str(ROOT / "docs" / "extensions"))
+    from formulas import with_text_formulas
+
+    docstring = (
+        "Of :math:`a`.\n\n    .. math::\n\n        x = \\frac{a + 1}{2},\n        \\qquad y\n\nEnd"
+    )
+    assert with_text_formulas(docstring) == (
+        "Of `a`.\n\n    ```text\n    x = (a + 1)/2\n    y\n    ```\n\nEnd"
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -234,6 +235,127 @@ def test_non_finite_margins_are_refused(margin: float) -> None:
         with pytest.raises(errors.ConfigError) as error:
             kind(margin)
         assert_message(error, f"{margin:g}")
+
+
+def test_numbers_of_numpy_are_numbers_and_bools_are_not() -> None:
+    cosines, labels = spread_cosines()
+    expected = make_loss(1.25, scale=32.0)(cosines, labels)
+    for scale in (np.float32(32), np.float64(32), np.int64(32), 32):
+        loss_fn = make_loss(np.float32(1.25), scale=scale)
+        assert torch.equal(loss_fn(cosines, labels), expected)
+        assert type(loss_fn.scale) is float
+        assert qmargin.PriorMargin(0.1).effective(np.float32(1.25), scale) == pytest.approx(
+            qmargin.PriorMargin(0.1).effective(1.25, 32.0)
+        )
+    for call in (
+        lambda: make_loss(scale=True),
+        lambda: qmargin.Alpha(True),
+        lambda: qmargin.PriorMargin.from_effective(0.1, alpha=True, scale=5.0),
+    ):
+        with pytest.raises(errors.ConfigError) as error:
+            call()
+        assert_message(error, "True")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "remedy"),
+    [
+        ("divergence", 1.25, "Alpha(1.25)"),
+        ("divergence", qmargin.JensenShannon, "Alpha(1.25)"),
+        ("divergence", None, "Alpha(1.25)"),
+        ("margin", 0.2, "PriorMargin(0.2)"),
+        ("margin", qmargin.PriorMargin, "PriorMargin(0.2)"),
+        ("margin", None, "PriorMargin(0.2)"),
+        ("ignore_index", None, "-100"),
+        ("ignore_index", -1.0, "-100"),
+        ("ignore_index", 3, "-100"),
+        ("scale", "32", "number"),
+    ],
+)
+def test_settings_of_a_wrong_type_are_refused(name: str, value: object, remedy: str) -> None:
+    cosines, labels = spread_cosines()
+    settings = {
+        "divergence": qmargin.Alpha(1.25),
+        "margin": qmargin.PriorMargin(0.1),
+        "scale": 5.0,
+        name: value,
+    }
+    for call in (
+        lambda: qmargin.MarginLoss(settings.pop("divergence"), settings.pop("margin"), **settings),
+        lambda: qmargin.margin_loss(cosines, labels, **settings),
+    ):
+        whole = dict(settings)
+        with pytest.raises(errors.ConfigError) as error:
+            call()
+        assert_message(error, name, repr(value), remedy)
+        settings = whole
+
+
+def test_a_number_is_no_divergence_for_an_operator() -> None:
+    cosines, labels = spread_cosines()
+    for call in (
+        lambda: qmargin.softargmax(cosines, divergence=1.25),
+        lambda: qmargin.log_partition(cosines, divergence=1.25),
+        lambda: qmargin.fenchel_young_loss(cosines, labels, divergence=1.25),
+    ):
+        with pytest.raises(errors.ConfigError) as error:
+            call()
+        assert_message(error, "1.25", "Alpha(1.25)")
+
+
+def test_lists_and_arrays_are_told_to_become_tensors() -> None:
+    cosines, labels = spread_cosines()
+    loss_fn = qmargin.magface()
+    norms = torch.full((5,), 20.0)
+    for call in (
+        lambda: loss_fn(cosines.numpy(), labels, norms),
+        lambda: loss_fn(cosines, labels.tolist(), norms),
+        lambda: qmargin.fenchel_young_loss(cosines, labels.tolist(), alpha=1.25),
+        lambda: qmargin.fenchel_young_loss(cosines.numpy(), labels, alpha=1.25),
+    ):
+        with pytest.raises(errors.ShapeError) as error:
+            call()
+        assert_message(error, "torch.as_tensor")
+    for wrong in (norms.tolist(), norms.long(), norms.to("meta")):
+        with pytest.raises(errors.ShapeError) as error:
+            loss_fn(cosines, labels, wrong)
+        assert_message(error, "norms")
+        with pytest.raises(errors.ShapeError) as error:
+            qmargin.MagFaceMargin()(cosines[:, 0], 5.0, norms=wrong)
+        assert_message(error, "norms")
+
+
+@pytest.mark.parametrize("reference", ["a", object(), [0.0, "b"], {}], ids=repr)
+def test_a_reference_of_a_wrong_type_is_refused(reference: object) -> None:
+    cosines, _ = spread_cosines()
+    with pytest.raises(errors.ShapeError) as error:
+        qmargin.softargmax(cosines, alpha=1.25, log_reference=reference)
+    assert_message(error, "log_reference", "(5, 12)")
+
+
+def test_targets_on_another_device_are_refused() -> None:
+    cosines, labels = spread_cosines()
+    for target in (labels.to("meta"), cosines.softmax(-1).to("meta")):
+        with pytest.raises(errors.ShapeError) as error:
+            qmargin.fenchel_young_loss(cosines, target, alpha=1.25)
+        assert_message(error, "meta", "cpu", "move")
+
+
+@pytest.mark.parametrize("length", [5, 13])
+def test_a_value_per_class_for_another_number_of_classes_is_refused(length: int) -> None:
+    cosines, labels = spread_cosines()
+    per_class = qmargin.PerClass(torch.zeros(length))
+    prior = qmargin.PriorMargin(per_class)
+    for margin in (
+        prior,
+        qmargin.CombinedMargin(cosine=per_class),
+        qmargin.PriorMargin(0.1) + qmargin.CosineMargin(per_class),
+        prior + qmargin.ElasticMargin(),
+    ):
+        loss_fn = qmargin.MarginLoss(qmargin.Alpha(1.25), margin, scale=5.0)
+        with pytest.raises(errors.ShapeError) as error:
+            loss_fn(cosines, labels)
+        assert_message(error, str(length), "12", "PerClass")
 
 
 def test_unknown_names_list_the_known_ones() -> None:

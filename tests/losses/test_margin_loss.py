@@ -303,3 +303,10 @@ def test_equal_settings_are_equal_and_printed() -> None:
     text = repr(qmargin.q_margin_face())
     for part in ("1.25", "0.2", "35", "0.54"):
         assert part in text
+
+
+def test_sphereface_has_the_defaults_of_its_authors() -> None:
+    """OpenSphere: s 30, m 1.5."""
+    loss_fn = qmargin.sphereface()
+    assert loss_fn.scale == 30.0
+    assert loss_fn.margin == qmargin.CombinedMargin(multiplier=1.5)

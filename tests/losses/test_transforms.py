@@ -110,6 +110,38 @@ def test_compiled_loss_takes_new_batch_sizes() -> None:
         )
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_losses_compile_one_after_the_other(dynamic: bool | None) -> None:
+    """From the second loss on, settings are symbolic numbers: no reset in between."""
+    torch._dynamo.reset()
+    cosines, labels = cosine_batch(5, 30, seed=3)
+    losses = [qmargin.q_margin(), qmargin.cosface(), qmargin.q_margin(alpha=1.5, scale=10.0)]
+    losses += [qmargin.arcface(), qmargin.arcface(scale=10.0, margin=0.1)]
+    for loss_fn in losses:
+        compiled = torch.compile(loss_fn, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+        torch.testing.assert_close(compiled(cosines, labels), loss_fn(cosines, labels))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("kind", [qmargin.PriorMargin, qmargin.CosineMargin, qmargin.AngularMargin])
+def test_settings_may_vary_inside_a_compiled_function(dynamic: bool | None, kind: type) -> None:
+    torch._dynamo.reset()
+    cosines, labels = cosine_batch(5, 30, seed=3)
+
+    def loss(alpha: float, margin: float, scale: float) -> Tensor:
+        return qmargin.margin_loss(
+            cosines, labels, divergence=qmargin.Alpha(alpha), margin=kind(margin), scale=scale
+        )
+
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for settings in ((1.25, 0.1, 8.0), (1.5, 0.2, 9.0), (1.75, 0.3, 10.0), (1.0, 0.3, 10.0)):
+        torch.testing.assert_close(compiled(*settings), loss(*settings))
+
+
 # ---------------------------------------------------------------- torch.func
 
 

@@ -363,3 +363,13 @@ def test_settings_are_shown_and_compared():
     assert "seed=4" in repr(ElasticMargin(seed=4))
     for margin in (AdaFaceMargin(), MagFaceMargin(), ElasticMargin()):
         assert margin.effective(1.0, SCALE) is None
+
+
+def test_a_generator_saved_on_another_device_loads_and_starts_from_its_seed():
+    """A CUDA generator's position means nothing to a CPU; loading must not ask for the device."""
+    cosines = torch.linspace(-0.5, 0.5, 6)
+    fresh, loaded = ElasticMargin(seed=3), ElasticMargin(seed=3)
+    position = {"device": "cuda:1", "generator": torch.zeros(16, dtype=torch.uint8)}
+    loaded.load_state_dict({"_extra_state": position})
+    assert loaded.get_extra_state()["device"] == "cuda:1"  # until the first draw
+    assert torch.equal(loaded(cosines, 1.0).logits, fresh(cosines, 1.0).logits)

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers.definition import AlphaGenerator, exact
+import qmargin
 from qmargin.errors import ConfigError, MarginWarning
 from qmargin.maths.margins import (
     AngularMargin,
@@ -355,3 +356,27 @@ def test_unknown_gradients_are_refused(gradient):
 def test_multipliers_must_be_positive(multiplier):
     with pytest.raises(ConfigError, match=r"multiplier of a margin is .*: choose"):
         CombinedMargin(multiplier=multiplier)
+
+
+def test_the_warning_points_at_the_line_of_the_caller():
+    for build in (
+        lambda: qmargin.MarginLoss(qmargin.Alpha(1.25), PriorMargin(0.5), scale=32.0),
+        lambda: qmargin.q_margin(margin=0.5),
+        lambda: (
+            qmargin.q_margin_face(reduction="mean", ignore_index=-1)
+            and qmargin.cosface_speaker()
+            and qmargin.cosface(margin=2.5)
+        ),
+    ):
+        with pytest.warns(MarginWarning) as caught:
+            build()
+        assert caught[0].filename == __file__
+
+
+def test_the_remedy_of_a_sum_has_a_number():
+    margin = PriorMargin(0.5) + CosineMargin(0.5)
+    largest = PriorMargin.from_effective(1.5, alpha=1.25, scale=32.0).margin
+    with pytest.warns(MarginWarning, match=f"lower the PriorMargin below {largest:.3g}"):
+        warn_if_unreachable(margin, alpha=1.25, scale=32.0)
+    with pytest.warns(MarginWarning, match="lower the CosineMargin below 2"):
+        warn_if_unreachable(PriorMargin(0.5) + CosineMargin(2.5), alpha=1.25, scale=32.0)

@@ -52,7 +52,7 @@ def choose_path(
         return Choice("sparse", f"alpha is {1 + order:g}: few classes are active")
     lose = LISTS_LOSE.get(device, LISTS_LOSE["cuda"])
     limit = lose * LISTS_WIN if was_chunked else lose
-    share = f"{100 * group_share:.2g} % of the groups hold active classes"
+    share = f"{100 * group_share:.3g} % of the groups hold active classes"
     if group_share > limit:
-        return Choice("chunked", f"{share}, lists pay below {100 * limit:.2g} %")
+        return Choice("chunked", f"{share}, lists pay below {100 * limit:.3g} %")
     return Choice("sparse", f"{share}, few enough for lists")

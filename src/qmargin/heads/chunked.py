@@ -62,8 +62,9 @@ class ChunkedStep:
         assert self.solved is not None
         if self.chunks.order <= 0.0:
             return 1.0
-        share = float(self.solved.support_size.mean()) / self.chunks.head.num_classes
-        return 1.0 - (1.0 - min(share, 1.0)) ** GROUP
+        num_others = (self.solved.support_size - 1.0).clamp_min(0.0)  # lists leave the target out
+        share = float(num_others.mean()) / self.chunks.head.num_classes
+        return 1.0 - (1.0 - share) ** GROUP
 
 
 @dataclass(frozen=True)

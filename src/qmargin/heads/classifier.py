@@ -23,8 +23,9 @@ from qmargin.heads.step import BlockUpdate, RowsUpdate, StepRecord, StepStats
 from qmargin.heads.unit import unit_rows
 from qmargin.kernels.dispatch import Call, load_backend
 from qmargin.kernels.head_reference import ClassGradient
-from qmargin.losses.functional import check_floating, check_label_tensor, checked_labels
+from qmargin.losses.checks import check_floating, check_label_tensor, check_margin
 from qmargin.losses.module import MarginLoss
+from qmargin.losses.operators import checked_labels
 from qmargin.maths.divergences import Alpha
 
 __all__ = ["MarginClassifier", "StepStats"]
@@ -134,6 +135,7 @@ class MarginClassifier(nn.Module):
         self._home: tuple[Any, ...] | None = None
         self._version = -1
         self._check_settings(dtype)
+        check_margin(loss.margin, num_classes)
         self._check_memory(torch.empty((), device=device, dtype=dtype))
         weights = torch.empty(num_classes, embedding_dim, device=device, dtype=dtype)
         self.prototypes = nn.Parameter(weights.normal_(0.0, 0.01))

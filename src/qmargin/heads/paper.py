@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,18 +41,16 @@ class PaperStep:
     percent: float
     labels: Tensor  # [B]
     index: Tensor | None = None  # [B, K]: classes kept; None for all
-    posterior: Tensor | None = None  # [B, K]
-    support_size: Tensor | None = None  # [B], target included
-    mass_error: Tensor | None = None  # [B]
+    solved: SolvedKept | None = None
     num_kept: int = 0
     num_widened: int = 0  # times that K was doubled
     num_violated: int = 0  # rows that failed the first check
 
     def stats(self) -> StepStats:
         """Summarise the step."""
-        assert self.posterior is not None
-        assert self.support_size is not None and self.mass_error is not None
-        is_active = self.posterior > 0
+        solved = self.solved
+        assert solved is not None
+        is_active = solved.posterior > 0
         if self.index is None:
             active = is_active.any(0).nonzero().flatten()
         else:
@@ -65,11 +63,11 @@ class PaperStep:
         return StepStats(
             path="paper",
             reason=reason,
-            support_mean=float(self.support_size.double().mean()),
-            support_max=int(self.support_size.max()),
+            support_mean=float(solved.support_size.double().mean()),
+            support_max=int(solved.support_size.max()),
             num_candidates=float(self.num_kept),
             num_overflowed=self.num_violated,
-            mass_error=float(self.mass_error.max()),
+            mass_error=float(solved.mass_error.max()),
             active_share=len(active) / self.num_classes,
         )
 
@@ -82,32 +80,68 @@ def largest_left_out(floor: Tensor, dtype: torch.dtype) -> Tensor:
     return wide + 2.0**-11 * wide.abs() + 2.0**-25  # half a step of float16, normal or not
 
 
-def solve_kept(
-    step: PaperStep, kept: Tensor, target_logits: Tensor, log_reference: Tensor
-) -> tuple[Tensor, ...]:
-    """Bisection on the kept cosines ``[B, K]``, by blocks of rows; see the last line."""
-    wide = torch.float64 if kept.dtype == torch.float64 else torch.float32
-    tolerance = 1e-14 if wide == torch.float64 else 1e-9
+class SolvedKept(NamedTuple):
+    """The solution over the kept classes and the target, ``[B]`` float64 if not said otherwise."""
+
+    posterior: Tensor  # [B, K], without the target
+    tau: Tensor
+    loss: Tensor
+    others_mass: Tensor
+    target_posterior: Tensor
+    target_level: Tensor
+    support_size: Tensor  # int64
+    mass_error: Tensor
+
+
+def solve_kept(step: PaperStep, kept: Tensor, target: Tensor, log_reference: Tensor) -> SolvedKept:
+    """Bisection from the paper's bracket on the kept cosines ``[B, K]``, by blocks of rows."""
+    dtype = torch.float64 if kept.dtype == torch.float64 else torch.float32
+    tolerance = 1e-14 if dtype == torch.float64 else 1e-9
     limit = BLOCK_LOGITS.get(kept.device.type, BLOCK_LOGITS["cuda"])
+    size = max(1, limit // kept.shape[1])
     parts = []
-    for rows in torch.arange(len(kept), device=kept.device).split(max(1, limit // kept.shape[1])):
-        logits = kept[rows].double() * step.scale
-        logits = torch.cat([logits, target_logits[rows, None]], 1)
+    for start in range(0, len(kept), size):
+        rows = slice(start, start + size)
+        logits = torch.cat([kept[rows].double() * step.scale, target[rows, None]], 1)
         reference = torch.zeros_like(logits)
         reference[:, -1] = log_reference[rows]
         anchor, level, _ = solve_bisection(
             logits, reference, step.order, bracket="paper", tolerance=tolerance
         )
         posterior, levels = posterior_rows(logits, reference, anchor, level, step.order)
-        loss, own, others = label_loss(posterior, levels, reference[:, -1], step.order)
-        loss = torch.where(level.isnan(), level, loss)
-        tau = anchor - slacks(level, step.order)
-        error = (posterior.sum(1) - 1.0).abs()
-        support = (posterior > 0).sum(1)
-        parts.append(
-            (posterior[:, :-1].to(wide), tau, loss, others, own, levels[:, -1], support, error)
+        loss, own, others_mass = label_loss(posterior, levels, reference[:, -1], step.order)
+        part = SolvedKept(
+            posterior[:, :-1].to(dtype),
+            anchor - slacks(level, step.order),
+            torch.where(level.isnan(), level, loss),  # a broken row never has a finite loss
+            others_mass,
+            own,
+            levels[:, -1],
+            (posterior > 0).sum(1),
+            (posterior.sum(1) - 1.0).abs(),
         )
-    return tuple(torch.cat(list(column)) for column in zip(*parts, strict=True))
+        parts.append(part)
+    return SolvedKept(*(torch.cat(column) for column in zip(*parts, strict=True)))
+
+
+def solve_top(step: PaperStep, others: Tensor, target: Tensor, reference: Tensor) -> SolvedKept:
+    """Solve on the largest cosines of each row, on twice as many while any row fails the check."""
+    num_classes, rounded = others.shape[1], others.half()
+    step.num_kept = math.ceil(step.percent / 100.0 * num_classes)
+    while step.num_kept < num_classes:
+        top = rounded.topk(step.num_kept, sorted=False)
+        step.index = top.indices
+        solved = solve_kept(step, others.gather(1, top.indices), target, reference)
+        bound = step.scale * largest_left_out(top.values.amin(1), others.dtype)
+        is_violated = bound > solved.tau - 1.0 / step.order  # M8; false for NaN
+        num_violated = int(is_violated.sum())
+        if num_violated == 0:
+            return solved
+        step.num_violated = step.num_violated or num_violated
+        step.num_widened += 1
+        step.num_kept = min(2 * step.num_kept, num_classes)
+    step.index = None
+    return solve_kept(step, others, target, reference)
 
 
 class PaperRows(torch.autograd.Function):
@@ -119,44 +153,30 @@ class PaperRows(torch.autograd.Function):
     ) -> Tensor:
         """Loss ``[B]`` of cosines ``[B, k]`` with the target lifted out."""
         others = cosines.scatter(1, step.labels[:, None], -math.inf)
-        rounded = others.half()
-        num_classes = others.shape[1]
-        step.num_kept = math.ceil(step.percent / 100.0 * num_classes)
-        while True:
-            kept, is_exact = others, torch.ones_like(logits, dtype=torch.bool)
-            step.index = None
-            if step.num_kept < num_classes:
-                top = rounded.topk(step.num_kept, sorted=False)
-                step.index, floor = top.indices, top.values.amin(1)
-                kept = others.gather(1, step.index)
-            solved = solve_kept(step, kept, logits, log_reference)
-            posterior, tau, loss, others_mass, own, level, step.support_size, error = solved
-            if step.index is not None:
-                bound = step.scale * largest_left_out(floor, others.dtype)
-                is_exact = (bound <= tau - 1.0 / step.order) | tau.isnan()
-            num_violated = int((~is_exact).sum())
-            if num_violated == 0:
-                break
-            step.num_violated = step.num_violated or num_violated
-            step.num_widened += 1
-            step.num_kept = min(2 * step.num_kept, num_classes)
-        step.posterior, step.mass_error = posterior, error
+        solved = solve_top(step, others, logits, log_reference)
+        step.solved = solved
         ctx.step, ctx.shape = step, cosines.shape
-        ctx.save_for_backward(log_reference, level, own, others_mass)
-        return loss.to(posterior.dtype)
+        ctx.save_for_backward(log_reference)
+        return solved.loss.to(solved.posterior.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         """``p - y`` for the logits (M7); the envelope's gradient for the target's measure."""
-        log_reference, level, own, others_mass = ctx.saved_tensors
+        (log_reference,) = ctx.saved_tensors
         step: PaperStep = ctx.step
-        assert step.posterior is not None
-        values = step.posterior * (grad * step.scale)[:, None]
+        solved = step.solved
+        assert solved is not None
+        values = solved.posterior * (grad * step.scale)[:, None]
         if step.index is not None:
             values = values.new_zeros(ctx.shape).scatter_(1, step.index, values)
         in_logits, in_reference = target_gradients(
-            grad, others_mass, own, level, log_reference, step.order
+            grad,
+            solved.others_mass,
+            solved.target_posterior,
+            solved.target_level,
+            log_reference,
+            step.order,
         )
         return values, in_logits, in_reference, None
 

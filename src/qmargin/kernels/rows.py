@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -53,8 +53,10 @@ class Rows:
         size = max(1, limit // max(1, self.values.shape[1]))
         for start in range(0, self.values.shape[0], size):
             where = slice(start, start + size)
-            tensors = {name: x[where] for name, x in vars(self).items() if isinstance(x, Tensor)}
-            yield where, replace(self, **tensors)
+            parts: dict[str, Any] = {
+                name: part[where] for name, part in vars(self).items() if isinstance(part, Tensor)
+            }
+            yield where, replace(self, **parts)
 
 
 class Listed(NamedTuple):
@@ -93,7 +95,7 @@ def solve(
     if not parts:
         parts = [_no_rows(rows.values)]
     *columns, counts = zip(*parts, strict=True)
-    merged = Outcome(*(torch.cat(column) for column in columns), torch.stack(counts).amax())
+    merged = Outcome._make([*map(torch.cat, columns), torch.stack(counts).amax()])
     rounded = {
         name: getattr(merged, name).to(rows.values.dtype)
         for name in ("value", "tau", "mass_error", "target_posterior", "target_deficit")
@@ -109,15 +111,13 @@ def _solve_block(block: Rows, distribution: Tensor | None, solver: str, bracket:
     if listed is None:
         listed = everything(block)
     tolerance = 1e-14 if block.values.dtype == torch.float64 else 1e-9
-    solution = solve_rows(
-        *listed, order, solver=solver, bracket=bracket, tolerance=tolerance
-    )
+    solution = solve_rows(*listed, order, solver=solver, bracket=bracket, tolerance=tolerance)
     return _describe(block, listed, solution, distribution)
 
 
 def _no_rows(values: Tensor) -> Outcome:
     none = torch.zeros(0, dtype=torch.float64, device=values.device)
-    return Outcome(*[none] * 8, torch.tensor(0))._replace(support_size=none.long())
+    return Outcome._make([none] * 8 + [torch.tensor(0)])._replace(support_size=none.long())
 
 
 def _describe(

@@ -215,7 +215,7 @@ def _full_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     grad_reference = grad_target = grad_target_reference = None
     if log_reference is not None:
         grad_reference = column * rows.reference
-    if labels is not None:
+    if rows.target is not None and rows.target_reference is not None:
         grad_target = (grad * rows.target).to(target_logits.dtype)
         grad_target_reference = (grad * rows.target_reference).to(target_log_reference.dtype)
     grad_alpha = (grad * rows.alpha).sum().to(alpha).reshape(alpha.shape)

@@ -7,9 +7,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qmargin.errors import ConfigError, DataError, ShapeError
+from qmargin.errors import ConfigError
 from qmargin.losses.autograd import lift_target, posterior_of, solution_of, value_of
+from qmargin.losses.checks import (
+    check_distribution,
+    check_divergence,
+    check_labels,
+    check_reference,
+)
+from qmargin.losses.checks import check_floating as check_floating
+from qmargin.losses.checks import check_label_tensor as check_label_tensor
 from qmargin.losses.generic import generic_log_partition, generic_loss, solve_generic
+from qmargin.losses.operators import checked_labels as checked_labels
+from qmargin.losses.operators import target_fault
 from qmargin.maths.divergences import Alpha, Divergence
 
 SOLVERS = ("auto", "newton", "bisection")
@@ -52,14 +62,13 @@ def softargmax(
     """
     divergence = _divergence(alpha, divergence)
     logits = check_floating(logits)
-    reference = _check_reference(log_reference, logits)
+    reference = check_reference(log_reference, logits)
     if not isinstance(divergence, Alpha):
-        reference = torch.zeros_like(logits) if reference is None else reference
-        generic = solve_generic(logits.double(), reference.double(), divergence)
+        generic = solve_generic(*_as_wide(logits, reference), divergence)
         return generic.posterior.to(logits.dtype)
-    rows, row_reference, order = _as_rows(logits, reference, divergence)
-    solved = solution_of(rows, row_reference, order)
-    posterior = posterior_of(rows, row_reference, order, solved.anchor, solved.level)
+    rows, row_reference, alpha_tensor = _as_rows(logits, reference, divergence)
+    solved = solution_of(rows, row_reference, alpha_tensor)
+    posterior = posterior_of(rows, row_reference, alpha_tensor, solved.anchor, solved.level)
     return posterior.reshape(logits.shape)
 
 
@@ -83,13 +92,12 @@ def log_partition(
     """
     divergence = _divergence(alpha, divergence)
     logits = check_floating(logits)
-    reference = _check_reference(log_reference, logits)
+    reference = check_reference(log_reference, logits)
     if not isinstance(divergence, Alpha):
-        reference = torch.zeros_like(logits) if reference is None else reference
-        value = generic_log_partition(logits.double(), reference.double(), divergence)
+        value = generic_log_partition(*_as_wide(logits, reference), divergence)
         return value.to(logits.dtype)
-    rows, row_reference, order = _as_rows(logits, reference, divergence)
-    value = value_of(rows, row_reference, order).value
+    rows, row_reference, alpha_tensor = _as_rows(logits, reference, divergence)
+    value = value_of(rows, row_reference, alpha_tensor).value
     return value.reshape(logits.shape[:-1])
 
 
@@ -100,15 +108,19 @@ def fenchel_young_loss(
     alpha: float | Tensor | None = None,
     log_reference: Tensor | float | None = None,
     divergence: Divergence | None = None,
+    debug: bool = False,
 ) -> Tensor:
     """Fenchel-Young loss of each row, ``[...]``, never negative (M6).
 
     Args:
         logits: ``[..., k]``.
-        target: Integer labels ``[...]``, or distributions ``[..., k]`` whose rows sum to one.
+        target: Integer labels ``[...]``, or distributions ``[..., k]`` whose rows sum to one. A NaN
+            in a distribution gives NaN for that row.
         alpha: As for ``softargmax``.
         log_reference: As for ``softargmax``.
         divergence: As for ``softargmax``.
+        debug: Check the values of the target on every device, at the price of waiting for it; on a
+            CPU they are always checked.
 
     Example:
         >>> fenchel_young_loss(torch.tensor([[1.0, 0.0]]), torch.tensor([0]), alpha=1.0)
@@ -118,37 +130,48 @@ def fenchel_young_loss(
     """
     divergence = _divergence(alpha, divergence)
     logits = check_floating(logits)
-    reference = _check_reference(log_reference, logits)
-    if target.is_floating_point():
-        distribution = _check_distribution(target, logits)
-    else:
-        target = check_labels(target, logits)
+    reference = check_reference(log_reference, logits)
+    if isinstance(target, Tensor) and target.is_floating_point():
+        distribution = check_distribution(target, logits)
+        fault: Tensor = target_fault(target, debug)  # of the target as given: rounding is its own
+        value = _distribution_loss(logits, distribution, reference, divergence)
+        return value + fault.to(value.dtype)
+    labels = check_labels(target, logits, debug=debug)
+    if isinstance(divergence, Alpha):
+        return _label_loss(logits, labels, reference, divergence)
+    one_hot = torch.zeros_like(logits).scatter(-1, labels[..., None], 1.0)
+    return _distribution_loss(logits, one_hot, reference, divergence)
+
+
+def _distribution_loss(
+    logits: Tensor, distribution: Tensor, reference: Tensor | None, divergence: Divergence
+) -> Tensor:
     if not isinstance(divergence, Alpha):
-        reference = torch.zeros_like(logits) if reference is None else reference
-        if not target.is_floating_point():
-            distribution = torch.zeros_like(logits).scatter(-1, target[..., None], 1.0)
-        value = generic_loss(logits.double(), distribution, reference.double(), divergence)
-        return value.to(logits.dtype)
-    rows, row_reference, order = _as_rows(logits, reference, divergence)
-    if target.is_floating_point():
-        flat = distribution.reshape(rows.shape)
-        value = value_of(rows, row_reference, order, distribution=flat).value
-    else:
-        labels = target.reshape(-1)
-        index = labels[:, None]
-        rows, own = lift_target(rows, labels)
-        own_reference = torch.zeros_like(own)
-        if row_reference is not None:
-            own_reference = row_reference.gather(1, index).squeeze(1)
-        value = value_of(
-            rows,
-            row_reference,
-            order,
-            labels=labels,
-            target_logits=own,
-            target_log_reference=own_reference,
-        ).value
-    return value.reshape(logits.shape[:-1])
+        wide, wide_reference = _as_wide(logits, reference)
+        return generic_loss(wide, distribution, wide_reference, divergence).to(logits.dtype)
+    rows, row_reference, alpha = _as_rows(logits, reference, divergence)
+    solved = value_of(rows, row_reference, alpha, distribution=distribution.reshape(rows.shape))
+    return solved.value.reshape(logits.shape[:-1])
+
+
+def _label_loss(
+    logits: Tensor, labels: Tensor, reference: Tensor | None, divergence: Alpha
+) -> Tensor:
+    rows, row_reference, alpha = _as_rows(logits, reference, divergence)
+    labels = labels.reshape(-1)
+    rows, own = lift_target(rows, labels)
+    own_reference = torch.zeros_like(own)
+    if row_reference is not None:
+        own_reference = row_reference.gather(1, labels[:, None]).squeeze(1)
+    solved = value_of(
+        rows,
+        row_reference,
+        alpha,
+        labels=labels,
+        target_logits=own,
+        target_log_reference=own_reference,
+    )
+    return solved.value.reshape(logits.shape[:-1])
 
 
 def solve_tau(
@@ -160,6 +183,8 @@ def solve_tau(
     bracket: str = "tight",
 ) -> TauSolution:
     """The normaliser ``tau`` of each row, with support size and residual (M2). No gradients.
+
+    It is the alpha-divergence's solver, so it takes no other divergence.
 
     Args:
         logits: ``[..., k]``.
@@ -185,9 +210,9 @@ def solve_tau(
             "use solver='bisection' or 'auto'"
         )
     logits = check_floating(logits)
-    reference = _check_reference(log_reference, logits)
-    rows, row_reference, order = _as_rows(logits, reference, divergence)
-    solved = solution_of(rows, row_reference, order, solver=solver, bracket=bracket)
+    reference = check_reference(log_reference, logits)
+    rows, row_reference, alpha_tensor = _as_rows(logits, reference, divergence)
+    solved = solution_of(rows, row_reference, alpha_tensor, solver=solver, bracket=bracket)
     shape = logits.shape[:-1]
     return TauSolution(
         solved.tau.reshape(shape),
@@ -197,106 +222,15 @@ def solve_tau(
     )
 
 
-def check_labels(labels: Tensor, logits: Tensor, *, debug: bool = False) -> Tensor:
-    """Integer labels ``[...]`` in range for logits ``[..., k]``, as int64.
-
-    The range is checked where that needs no wait for a device: on a CPU always, elsewhere only when
-    ``debug`` asks for it.
-    """
-    check_label_tensor(labels, logits)
-    checked: Tensor = checked_labels(labels, logits.shape[-1], debug)
-    return checked
-
-
-def check_label_tensor(labels: Tensor, logits: Tensor) -> None:
-    """Raise unless labels are integers, one per row, on the device of the logits."""
-    if labels.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
-        raise ShapeError(
-            f"labels have dtype {labels.dtype}; class indices are integers (torch.int64), "
-            "and a target distribution is floating"
-        )
-    if labels.shape != logits.shape[:-1]:
-        raise ShapeError(
-            f"labels have shape {tuple(labels.shape)} for logits {tuple(logits.shape)}; "
-            f"one label per row is {tuple(logits.shape[:-1])}"
-        )
-    if labels.device != logits.device:
-        raise ShapeError(
-            f"labels are on {labels.device} and logits on {logits.device}; move one of them"
-        )
-
-
-@torch.library.custom_op("qmargin::checked_labels", mutates_args=())
-def checked_labels(labels: Tensor, num_classes: int, debug: bool) -> Tensor:
-    """Operator that lets a range check live inside a compiled graph; returns int64 labels."""
-    if labels.numel() and (labels.device.type == "cpu" or debug):
-        is_bad = (labels < 0) | (labels >= num_classes)
-        if bool(is_bad.any()):
-            row = int(is_bad.flatten().nonzero()[0])
-            raise DataError(
-                f"label {int(labels.flatten()[row])} at row {row} is outside 0..{num_classes - 1}; "
-                "check the class count, or mark rows to skip with ignore_index"
-            )
-    return labels.to(torch.int64, copy=True)
-
-
-@checked_labels.register_fake
-def _(labels: Tensor, num_classes: int, debug: bool) -> Tensor:
-    return torch.empty_like(labels, dtype=torch.int64)
-
-
-@checked_labels.register_vmap
-def _(
-    info: object, in_dims: tuple[int, None, None], labels: Tensor, num_classes: int, debug: bool
-) -> tuple[Tensor, int]:
-    return checked_labels(labels, num_classes, debug), in_dims[0]
-
-
 def _divergence(alpha: float | Tensor | None, divergence: Divergence | None) -> Divergence:
     if (alpha is None) == (divergence is None):
         raise ConfigError(
             f"alpha is {alpha!r} and divergence is {divergence!r}; give exactly one of them"
         )
     if divergence is not None:
-        return divergence
+        return check_divergence(divergence)
     assert alpha is not None
     return Alpha(alpha)
-
-
-def check_floating(logits: Tensor, name: str = "logits") -> Tensor:
-    """The tensor, half precision lifted to float32, or an error that names it."""
-    if not isinstance(logits, Tensor) or not logits.is_floating_point():
-        kind = logits.dtype if isinstance(logits, Tensor) else type(logits).__name__
-        raise ShapeError(f"{name} are {kind}; they must be a floating tensor, call .float() first")
-    if logits.dim() == 0 or logits.shape[-1] == 0:
-        raise ShapeError(
-            f"{name} have shape {tuple(logits.shape)}; the last dimension holds at least one class"
-        )
-    return logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
-
-
-def _check_reference(log_reference: Tensor | float | None, logits: Tensor) -> Tensor | None:
-    if log_reference is None:
-        return None
-    reference = torch.as_tensor(log_reference, dtype=logits.dtype, device=logits.device)
-    try:
-        return reference.broadcast_to(logits.shape)
-    except RuntimeError:
-        raise ShapeError(
-            f"log_reference has shape {tuple(reference.shape)}, which does not broadcast to logits "
-            f"{tuple(logits.shape)}; give a scalar, one per class [k], one per row [..., 1] or all"
-        ) from None
-
-
-def _check_distribution(target: Tensor, logits: Tensor) -> Tensor:
-    if target.shape != logits.shape:
-        raise ShapeError(
-            f"target has shape {tuple(target.shape)} for logits {tuple(logits.shape)}; a target "
-            "distribution has the shape of the logits, labels are integers without the class dim"
-        )
-    if target.requires_grad:
-        raise ConfigError("target requires grad; a target is a constant, pass target.detach()")
-    return target.to(logits.dtype)
 
 
 def _as_rows(
@@ -307,3 +241,9 @@ def _as_rows(
     rows = logits.reshape(-1, num_classes)
     flat = None if reference is None else reference.reshape(-1, num_classes)
     return rows, flat, divergence.as_tensor()
+
+
+def _as_wide(logits: Tensor, reference: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Logits and a reference in float64, for the generic solver."""
+    wide = logits.double()
+    return wide, torch.zeros_like(wide) if reference is None else reference.double()

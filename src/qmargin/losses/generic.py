@@ -6,6 +6,7 @@ one. It is dense, keeps its intermediates for autograd, and is the slowest way t
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -29,6 +30,7 @@ def solve_generic(logits: Tensor, log_reference: Tensor, divergence: Divergence)
     A Newton step from the exact root changes nothing but carries the root's first derivative; a
     second one carries the derivatives up to order three.
     """
+    logits = _without_masked(logits)
     reference = log_reference.exp()
     with torch.no_grad():
         tau = _bisect(logits.detach(), log_reference.detach(), divergence)
@@ -38,6 +40,11 @@ def solve_generic(logits: Tensor, log_reference: Tensor, divergence: Divergence)
         slope = (reference * divergence.link_slope(slack)).sum(-1, keepdim=True)
         tau = tau + (mass - 1.0) / slope
     return GenericSolution(tau, reference * divergence.link(logits - tau))
+
+
+def _without_masked(logits: Tensor) -> Tensor:
+    """The logits, those of ``-inf`` as constants: a masked class passes no gradient."""
+    return torch.where(logits == -math.inf, logits.detach(), logits)
 
 
 def _bisect(logits: Tensor, log_reference: Tensor, divergence: Divergence) -> Tensor:
@@ -59,6 +66,7 @@ def generic_log_partition(logits: Tensor, log_reference: Tensor, divergence: Div
     The constant is zero for a reference measure that sums to one; without it the value would be a
     difference of two sums over all classes.
     """
+    logits = _without_masked(logits)
     tau, _ = solve_generic(logits, log_reference, divergence)
     excess = divergence.excess(logits - tau)
     at_zero = divergence.generator(torch.zeros_like(tau)).squeeze(-1)
@@ -69,6 +77,7 @@ def generic_loss(
     logits: Tensor, target: Tensor, log_reference: Tensor, divergence: Divergence
 ) -> Tensor:
     """Fenchel-Young loss against a distribution ``[..., k]``; terms vanish off the support (M6)."""
+    logits = _without_masked(logits)
     reference = log_reference.exp()
     has_target = target > 0
     ratio = torch.where(has_target, target, reference) / reference

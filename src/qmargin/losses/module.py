@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -10,14 +9,20 @@ from torch import Tensor, nn
 
 from qmargin.errors import ConfigError, ShapeError
 from qmargin.losses.autograd import lift_target, value_of
-from qmargin.losses.functional import (
+from qmargin.losses.checks import (
+    check_divergence,
     check_floating,
+    check_ignore_index,
     check_label_tensor,
     check_labels,
+    check_margin,
+    check_norms,
+    check_scale,
 )
 from qmargin.losses.generic import generic_loss, solve_generic
 from qmargin.maths.divergences import Alpha, Divergence
 from qmargin.maths.margins import Margin, TargetTerm, warn_if_unreachable
+from qmargin.maths.settings import register_learnable
 
 REDUCTIONS = ("none", "mean", "sum")
 
@@ -56,31 +61,30 @@ def margin_loss_with_stats(
         margin: What is asked of the target.
         scale: ``s``, the factor from cosines to logits.
         norms: Lengths of the embeddings ``[B]``, for margins that follow them.
-        ignore_index: Rows with this label have zero loss and gradient; their statistics are those
-            of class 0.
+        ignore_index: Rows with this label have zero loss and gradient, whatever they hold; their
+            statistics mean nothing.
         debug: Check labels on every device, at the price of waiting for it.
     """
-    _check_scale(scale)
+    scale = check_scale(scale)
+    check_divergence(divergence)
+    ignore_index = check_ignore_index(ignore_index)
     cosines = check_floating(cosines, "cosines")
+    check_margin(margin, cosines.shape[-1])
     check_label_tensor(labels, cosines)
-    is_ignored = (labels == ignore_index).reshape(-1)
+    check_norms(norms, labels)
+    shape, is_ignored = labels.shape, (labels == ignore_index).reshape(-1)
     labels = check_labels(torch.where(labels == ignore_index, 0, labels), cosines, debug=debug)
-    if norms is not None and norms.shape != labels.shape:
-        raise ShapeError(
-            f"norms have shape {tuple(norms.shape)} for labels {tuple(labels.shape)}; "
-            "pass embeddings.norm(dim=1)"
-        )
-    shape, flat_labels = labels.shape, labels.reshape(-1)
-    rows = cosines.reshape(-1, cosines.shape[-1])
+    rows, targets = lift_target(cosines.reshape(-1, cosines.shape[-1]), labels.reshape(-1))
+    # Ignored rows may hold anything, NaN included, and none of it may reach a gradient.
+    targets = torch.where(is_ignored, 0.0, targets)
+    norms = None if norms is None else torch.where(is_ignored, 1.0, norms.reshape(-1))
+    marked = torch.where(is_ignored, -1, labels.reshape(-1))
     # One number per row is cheap in float64, and s * m can be far larger than what is left of it.
-    rows, target_cosines = lift_target(rows, flat_labels)
-    flat_norms = None if norms is None else norms.reshape(-1)
-    marked = torch.where(is_ignored, -1, flat_labels)
-    term = margin(target_cosines.double(), scale, labels=marked, norms=flat_norms)
+    term = margin(targets.double(), scale, labels=marked, norms=norms)
     if isinstance(divergence, Alpha):
-        output = _alpha_loss(rows, flat_labels, term, divergence, scale)
+        output = _alpha_loss(rows, marked, term, divergence, scale)
     else:
-        output = _generic_loss(rows, flat_labels, term, divergence, scale)
+        output = _generic_loss(rows, marked, term, divergence, scale)
     if term.penalty is not None:
         output = output._replace(loss=output.loss + term.penalty.to(output.loss.dtype))
     output = output._replace(loss=torch.where(is_ignored, 0.0, output.loss))
@@ -95,24 +99,35 @@ def margin_loss(
     margin: Margin,
     scale: float,
     norms: Tensor | None = None,
+    ignore_index: int = -100,
+    debug: bool = False,
 ) -> Tensor:
     """Loss of each row, ``[B]``; arguments as for ``margin_loss_with_stats``."""
     return margin_loss_with_stats(
-        cosines, labels, divergence=divergence, margin=margin, scale=scale, norms=norms
+        cosines,
+        labels,
+        divergence=divergence,
+        margin=margin,
+        scale=scale,
+        norms=norms,
+        ignore_index=ignore_index,
+        debug=debug,
     ).loss
 
 
 def _alpha_loss(
     rows: Tensor, labels: Tensor, term: TargetTerm, divergence: Alpha, scale: float
 ) -> LossOutput:
+    """A negative label marks a row to ignore."""
     solved = value_of(
         rows,
         None,
         divergence.as_tensor(),
-        labels=labels,
+        labels=labels.clamp_min(0),
         target_logits=term.logits,
         target_log_reference=term.log_reference,
-        scale=float(scale),
+        is_ignored=labels < 0,
+        scale=scale,
     )
     return LossOutput(
         solved.value, solved.tau, solved.support_size, solved.target_posterior, solved.mass_error
@@ -123,8 +138,9 @@ def _generic_loss(
     rows: Tensor, labels: Tensor, term: TargetTerm, divergence: Divergence, scale: float
 ) -> LossOutput:
     """The same through the generic solver, which does need full ``[B, k]`` matrices."""
-    index = labels[:, None]
-    logits = (rows.double() * scale).scatter(1, index, term.logits[:, None])
+    index = labels.clamp_min(0)[:, None]
+    logits = torch.where(labels[:, None] < 0, 0.0, rows.double() * scale)
+    logits = logits.scatter(1, index, term.logits[:, None])
     reference = torch.zeros_like(logits).scatter(1, index, term.log_reference[:, None])
     target = torch.zeros_like(logits).scatter(1, index, 1.0)
     loss = generic_loss(logits, target, reference, divergence)
@@ -172,24 +188,18 @@ class MarginLoss(nn.Module):
         debug: bool = False,
     ) -> None:
         super().__init__()
-        _check_scale(scale)
+        check_margin(margin)
         if reduction not in REDUCTIONS:
             raise ConfigError(f"reduction is {reduction!r}; known ones are {', '.join(REDUCTIONS)}")
-        if ignore_index >= 0:
-            raise ConfigError(
-                f"ignore_index is {ignore_index}; it must be negative, so that it is no class"
-            )
-        self.divergence = divergence
+        self.divergence = check_divergence(divergence)
         self.margin = margin
-        self.scale = float(scale)
+        self.scale = check_scale(scale)
         self.reduction = reduction
-        self.ignore_index = ignore_index
+        self.ignore_index = check_ignore_index(ignore_index)
         self.debug = debug
         if isinstance(divergence, Alpha) and isinstance(divergence.alpha, nn.Parameter):
             self.alpha = divergence.alpha
-        for name, value in vars(margin).items() if not isinstance(margin, nn.Module) else ():
-            if isinstance(value, nn.Parameter):  # a learnable margin reaches the optimizer
-                self.register_parameter(f"margin_{name}", value)
+        register_learnable(self, margin, "margin")  # a margin that is a module has its own
         if self.alpha_value is not None:
             warn_if_unreachable(margin, alpha=self.alpha_value, scale=self.scale)
 
@@ -242,10 +252,3 @@ class MarginLoss(nn.Module):
         if self.effective_margin is not None:
             parts.append(f"effective_margin={self.effective_margin:.3g}")
         return ", ".join(parts)
-
-
-def _check_scale(scale: float) -> None:
-    if not (isinstance(scale, (int, float)) and math.isfinite(scale) and scale > 0):
-        raise ConfigError(
-            f"scale is {scale!r}; it must be a positive finite number (32 to 64 are common)"
-        )

@@ -51,8 +51,7 @@ def solve_rows(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Operator form of ``kernels.rows.solve``: ``values`` is ``[B, k]``."""
     rows = _rows(values, log_reference, alpha, labels, target_logits, target_log_reference, scale)
-    solved = row_kernels.solve(rows, distribution, solver=solver, bracket=bracket)
-    return tuple(solved)
+    return row_kernels.solve(rows, distribution, solver=solver, bracket=bracket)
 
 
 @solve_rows.register_fake

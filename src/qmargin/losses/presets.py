@@ -90,8 +90,11 @@ def sparsemax_face(*, scale: float = 1.9, margin: float = 0.2, **options: Any) -
     return MarginLoss(Alpha(2.0), AngularMargin(margin), scale=scale, **options)
 
 
-def sphereface(*, scale: float = 64.0, multiplier: float = 1.5, **options: Any) -> MarginLoss:
-    """SphereFace: cross-entropy with a multiplied angle."""
+def sphereface(*, scale: float = 30.0, multiplier: float = 1.5, **options: Any) -> MarginLoss:
+    """SphereFace: cross-entropy with a multiplied angle.
+
+    The defaults are those of OpenSphere, its authors' later code: s 30, m 1.5 (SphereFace-R).
+    """
     return MarginLoss(Alpha(1.0), CombinedMargin(multiplier=multiplier), scale=scale, **options)
 
 

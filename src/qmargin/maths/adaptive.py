@@ -367,6 +367,7 @@ def _checked_norms(norms: Tensor | None, cosines: Tensor, name: str) -> Tensor:
     if not is_fit or norms.shape != cosines.shape or norms.device != cosines.device:
         raise ShapeError(
             f"norms for {name} must be floating-point of shape {list(cosines.shape)} on "
-            f"{cosines.device.type}, got {describe(norms)}: call loss_fn(cosines, labels, norms=embeddings.norm(dim=1))"
+            f"{cosines.device.type}, got {describe(norms)}: "
+            f"call loss_fn(cosines, labels, norms=embeddings.norm(dim=1))"
         )
     return as_working(norms).where(norms.isfinite(), math.nan)

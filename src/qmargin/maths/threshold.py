@@ -217,13 +217,14 @@ def _refine_edge(
 
     # Every entry grows with this one, so none is further off than the mass is from one.
     posterior, more = _halve(mass_at, torch.ones_like(level), torch.zeros_like(level), tolerance)
-    return Solution(anchor, level_cost(posterior.log() - own, order), num_evaluations + more)
+    refined = torch.where(level.isnan(), level, level_cost(posterior.log() - own, order))
+    return Solution(anchor, refined, num_evaluations + more)
 
 
 def _halve(
     mass_at: Callable[[Tensor], Tensor], left: Tensor, right: Tensor, tolerance: float
 ) -> tuple[Tensor, int]:
-    """Halve brackets until the mass is one to ``tolerance``, or rounding stops it."""
+    """Halve brackets ``[B]`` until the mass is one to ``tolerance``, or rounding stops it."""
     num_evaluations = 0
     while num_evaluations < MAX_HALVINGS:
         num_evaluations += 1
@@ -235,7 +236,7 @@ def _halve(
         is_done = (width <= 4e-16 * middle.abs()) | ((mass - 1.0).abs() <= tolerance)
         if bool((is_done | mass.isnan()).all()):
             break
-    return middle, num_evaluations
+    return torch.where(mass.isnan(), mass, middle), num_evaluations  # a broken row stays broken
 
 
 def solve_rows(

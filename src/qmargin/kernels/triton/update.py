@@ -10,40 +10,30 @@ from torch import Tensor
 from qmargin.kernels.head_reference import ClassGradient
 from qmargin.kernels.triton.tuning import power_of_two
 
-CLASSES = 4  # prototypes per program: rows enough for wide loads, entries few enough to loop over
+CLASSES = 2  # prototypes per program of the sweep over all of them
 
 
 @triton.jit
-def _sgd(
-    COLUMNS, ROWS, VALUES, SEGMENTS, EMBEDDINGS, PROTOTYPES, BUFFER, INVERSE_NORMS, COPY,
-    GRAD_SCALE, LARGEST, lr, momentum, weight_decay, num_classes, depth,
-    HAS_BUFFER: tl.constexpr, NESTEROV: tl.constexpr, ONLY_ACTIVE: tl.constexpr,
-    CLASSES: tl.constexpr, DEPTH: tl.constexpr,
+def _add_entry(gradient, num_entries, entry, COLUMNS, ROWS, VALUES, EMBEDDINGS, classes, dimension,
+               depth):  # fmt: skip
+    """Add one entry's embedding to the gradient of its class."""
+    value = tl.load(VALUES + entry)
+    row = tl.load(ROWS + entry).to(tl.int64)
+    x = tl.load(EMBEDDINGS + row * depth + dimension, mask=dimension < depth, other=0.0)
+    share = tl.where(tl.load(COLUMNS + entry) == classes, value, 0.0)
+    num_entries += (share != 0.0).to(tl.int32)
+    gradient += share[:, None] * x[None, :]
+    return gradient, num_entries
+
+
+@triton.jit
+def _step(
+    gradient, is_stepped, classes, dimension, PROTOTYPES, BUFFER, INVERSE_NORMS, COPY, LARGEST,
+    grad_scale, lr, momentum, weight_decay, depth, HAS_BUFFER: tl.constexpr, NESTEROV: tl.constexpr,
 ):  # fmt: skip
-    program = tl.program_id(0)
-    begin = tl.load(SEGMENTS + program)
-    end = tl.load(SEGMENTS + program + 1)
-    grad_scale = tl.load(GRAD_SCALE)
-    is_finite = tl.abs(grad_scale) < float("inf")
-    if (is_finite == 0) | (ONLY_ACTIVE & (begin == end)):
-        return
-    classes = program * CLASSES + tl.arange(0, CLASSES)
-    dimension = tl.arange(0, DEPTH)
-    is_value = dimension < depth
-    gradient = tl.zeros((CLASSES, DEPTH), dtype=tl.float32)
-    num_entries = tl.zeros((CLASSES,), dtype=tl.int32)
-    for entry in range(begin, end):
-        value = tl.load(VALUES + entry)
-        row = tl.load(ROWS + entry).to(tl.int64)
-        x = tl.load(EMBEDDINGS + row * depth + dimension, mask=is_value, other=0.0)
-        belongs = tl.load(COLUMNS + entry) == classes
-        num_entries += (belongs & (value != 0.0)).to(tl.int32)
-        gradient += tl.where(belongs, value, 0.0)[:, None] * x[None, :]
-    is_stepped = classes < num_classes
-    if ONLY_ACTIVE:
-        is_stepped = is_stepped & (num_entries > 0)
+    """Step a few prototypes and rewrite what is kept of them."""
     place = classes[:, None].to(tl.int64) * depth + dimension[None, :]
-    mask = is_stepped[:, None] & is_value[None, :]
+    mask = is_stepped[:, None] & (dimension[None, :] < depth)
     prototype = tl.load(PROTOTYPES + place, mask=mask, other=0.0)
     inverse = tl.load(INVERSE_NORMS + classes, mask=is_stepped, other=0.0)
     unit = prototype * inverse[:, None]
@@ -69,6 +59,62 @@ def _sgd(
     tl.atomic_max(LARGEST, error)  # a maximum does not depend on the order
 
 
+@triton.jit
+def _sweep(
+    COLUMNS, ROWS, VALUES, SEGMENTS, EMBEDDINGS, PROTOTYPES, BUFFER, INVERSE_NORMS, COPY,
+    GRAD_SCALE, LARGEST, lr, momentum, weight_decay, num_classes, depth,
+    HAS_BUFFER: tl.constexpr, NESTEROV: tl.constexpr, CLASSES: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """All classes, a few to a program."""
+    program = tl.program_id(0)
+    grad_scale = tl.load(GRAD_SCALE)
+    if tl.abs(grad_scale) < float("inf"):
+        classes = program * CLASSES + tl.arange(0, CLASSES)
+        dimension = tl.arange(0, DEPTH)
+        gradient = tl.zeros((CLASSES, DEPTH), dtype=tl.float32)
+        num_entries = tl.zeros((CLASSES,), dtype=tl.int32)
+        for entry in range(tl.load(SEGMENTS + program), tl.load(SEGMENTS + program + 1)):
+            gradient, num_entries = _add_entry(
+                gradient, num_entries, entry, COLUMNS, ROWS, VALUES, EMBEDDINGS, classes,
+                dimension, depth,
+            )  # fmt: skip
+        _step(
+            gradient, classes < num_classes, classes, dimension, PROTOTYPES, BUFFER, INVERSE_NORMS,
+            COPY, LARGEST, grad_scale, lr, momentum, weight_decay, depth, HAS_BUFFER, NESTEROV,
+        )  # fmt: skip
+
+
+@triton.jit
+def _active(
+    COLUMNS, ROWS, VALUES, EMBEDDINGS, PROTOTYPES, BUFFER, INVERSE_NORMS, COPY,
+    GRAD_SCALE, LARGEST, lr, momentum, weight_decay, num_entries, depth,
+    HAS_BUFFER: tl.constexpr, NESTEROV: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """Active classes only: a program per entry, of which the first of a class does the work."""
+    entry = tl.program_id(0)
+    column = tl.load(COLUMNS + entry)
+    before = tl.load(COLUMNS + tl.maximum(entry - 1, 0))
+    is_first = (entry == 0) | (before != column)
+    grad_scale = tl.load(GRAD_SCALE)
+    if is_first & (tl.abs(grad_scale) < float("inf")):
+        classes = column + tl.arange(0, 1)
+        dimension = tl.arange(0, DEPTH)
+        gradient = tl.zeros((1, DEPTH), dtype=tl.float32)
+        count = tl.zeros((1,), dtype=tl.int32)
+        is_same = 1
+        while is_same > 0:
+            gradient, count = _add_entry(
+                gradient, count, entry, COLUMNS, ROWS, VALUES, EMBEDDINGS, classes, dimension, depth
+            )
+            entry += 1
+            after = tl.load(COLUMNS + tl.minimum(entry, num_entries - 1))
+            is_same = ((entry < num_entries) & (after == column)).to(tl.int32)
+        _step(
+            gradient, count > 0, classes, dimension, PROTOTYPES, BUFFER, INVERSE_NORMS, COPY,
+            LARGEST, grad_scale, lr, momentum, weight_decay, depth, HAS_BUFFER, NESTEROV,
+        )  # fmt: skip
+
+
 def sgd_update(
     gradient: ClassGradient,
     embeddings: Tensor,
@@ -86,17 +132,26 @@ def sgd_update(
 ) -> Tensor:
     """See ``update_reference.sgd_update``."""
     num_classes, depth = prototypes.shape
-    programs = triton.cdiv(num_classes, CLASSES)
-    edges = torch.arange(programs + 1, dtype=torch.int32, device=prototypes.device) * CLASSES
     columns = gradient.columns.to(torch.int32)
-    segments = torch.searchsorted(columns, edges, out_int32=True)
     largest = torch.zeros((), dtype=torch.float32, device=prototypes.device)
     wide = power_of_two(depth)
-    _sgd[(programs,)](
-        columns, gradient.rows, gradient.values, segments, embeddings, prototypes,
-        prototypes if momentum_buffer is None else momentum_buffer, inverse_norms, copy,
-        grad_scale.to(torch.float32), largest, lr, momentum, weight_decay, num_classes, depth,
-        momentum_buffer is not None, nesterov, only_active, CLASSES, wide,
-        num_warps=1 if wide <= 128 else 4 if wide <= 1024 else 8,
-    )  # fmt: skip
+    entries = (columns, gradient.rows, gradient.values)
+    state = (prototypes, prototypes if momentum_buffer is None else momentum_buffer)
+    kept = (inverse_norms, copy, grad_scale.to(torch.float32), largest)
+    rule = (lr, momentum, weight_decay)
+    flags = (momentum_buffer is not None, nesterov)
+    warps = 1 if wide <= 512 else 4
+    if only_active and len(columns):
+        _active[(len(columns),)](
+            *entries, embeddings, *state, *kept, *rule, len(columns), depth, *flags, wide,
+            num_warps=warps,
+        )  # fmt: skip
+    elif not only_active:
+        programs = triton.cdiv(num_classes, CLASSES)
+        edges = torch.arange(programs + 1, dtype=torch.int32, device=prototypes.device) * CLASSES
+        segments = torch.searchsorted(columns, edges, out_int32=True)
+        _sweep[(programs,)](
+            *entries, segments, embeddings, *state, *kept, *rule, num_classes, depth, *flags,
+            CLASSES, wide, num_warps=warps,
+        )  # fmt: skip
     return largest.sqrt()

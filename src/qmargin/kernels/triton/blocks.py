@@ -1,0 +1,195 @@
+"""Sums and posteriors over all classes without a ``[B, k]`` matrix: epilogues of the same product.
+
+``row_sums`` is one pass over the prototypes for any trial level; at ``alpha = 1`` it is a
+log-sum-exp. ``posterior_block`` writes the posterior of one block of classes in half precision, for
+the products with prototypes and embeddings that follow.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from qmargin.kernels.triton.tuning import num_programs, screen_tiles
+
+FACTOR = 2.0**15  # posteriors are at most one: so scaled they use the range of float16
+
+
+@triton.jit
+def _cosines(embeddings, copy, LABELS, row_tile, class_tile, num_rows, num_classes, first,
+             DEPTH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
+    """Tile of cosines, ``-inf`` at targets and past the last class; its rows."""
+    products = tl.zeros((BM, BN), dtype=tl.float32)
+    for depth in range(0, DEPTH, BK):
+        x = embeddings.load([row_tile * BM, depth])
+        w = copy.load([first + class_tile * BN, depth])
+        products = tl.dot(x, w.T, products)
+    rows = row_tile * BM + tl.arange(0, BM)
+    classes = first + class_tile * BN + tl.arange(0, BN)
+    labels = tl.load(LABELS + rows, mask=rows < num_rows, other=-1)
+    is_void = (classes[None, :] == labels[:, None]) | (classes[None, :] >= num_classes)
+    return tl.where(is_void, float("-inf"), products), rows
+
+
+@triton.jit
+def _row_sums(
+    embeddings, copy, LABELS, SHIFT, LEVEL, FIRST_SUM, SECOND_SUM, num_rows, num_classes,
+    num_tiles, row_tiles, class_tiles, scale, order,
+    DEPTH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    IS_SOFTMAX: tl.constexpr, PROGRAMS: tl.constexpr,
+):  # fmt: skip
+    for tile in tl.range(tl.program_id(0), num_tiles, PROGRAMS, flatten=True):
+        row_tile = tile % row_tiles
+        class_tile = tile // row_tiles
+        cosines, rows = _cosines(
+            embeddings, copy, LABELS, row_tile, class_tile, num_rows, num_classes, 0,
+            DEPTH, BM, BN, BK,
+        )  # fmt: skip
+        inside = rows < num_rows
+        if IS_SOFTMAX:  # the tile's maximum, and its sum of exponentials relative to it
+            first = tl.max(cosines, 1)
+            shift = tl.where(first == float("-inf"), 0.0, first)
+            rate = scale * 1.4426950408889634
+            second = tl.sum(tl.exp2((cosines - shift[:, None]) * rate), 1)
+        else:  # mass and slope at the trial level
+            shift = tl.load(SHIFT + rows, mask=inside, other=0.0)
+            level = tl.load(LEVEL + rows, mask=inside, other=0.0)
+            height = level[:, None] + (cosines - shift[:, None]) * (order * scale)
+            safe = tl.where(height > 0, height, 1.0)
+            mass = tl.where(height > 0, tl.exp2(tl.log2(safe) / order), 0.0)
+            first = tl.sum(mass, 1)
+            second = tl.sum(mass / safe, 1)
+        place = rows.to(tl.int64) * class_tiles + class_tile
+        tl.store(FIRST_SUM + place, first, mask=inside)
+        tl.store(SECOND_SUM + place, second, mask=inside)
+
+
+@triton.jit
+def _posterior(
+    embeddings, copy, LABELS, SHIFT, LEVEL, OUT, num_rows, num_classes, first, width,
+    num_tiles, row_tiles, scale, order, factor,
+    DEPTH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    IS_SOFTMAX: tl.constexpr, PROGRAMS: tl.constexpr,
+):  # fmt: skip
+    for tile in tl.range(tl.program_id(0), num_tiles, PROGRAMS, flatten=True):
+        row_tile = tile % row_tiles
+        class_tile = tile // row_tiles
+        cosines, rows = _cosines(
+            embeddings, copy, LABELS, row_tile, class_tile, num_rows, num_classes, first,
+            DEPTH, BM, BN, BK,
+        )  # fmt: skip
+        inside = rows < num_rows
+        shift = tl.load(SHIFT + rows, mask=inside, other=0.0)
+        level = tl.load(LEVEL + rows, mask=inside, other=0.0)
+        if IS_SOFTMAX:
+            logits = level[:, None] + (cosines - shift[:, None]) * scale
+            posterior = tl.exp2(logits * 1.4426950408889634)
+        else:
+            height = level[:, None] + (cosines - shift[:, None]) * (order * scale)
+            safe = tl.where(height > 0, height, 1.0)
+            posterior = tl.where(height > 0, tl.exp2(tl.log2(safe) / order), 0.0)
+        columns = class_tile * BN + tl.arange(0, BN)
+        place = rows[:, None].to(tl.int64) * width + columns[None, :]
+        mask = inside[:, None] & (columns[None, :] < width)
+        tl.store(OUT + place, (posterior * factor).to(OUT.dtype.element_ty), mask=mask)
+
+
+def _launch(embeddings: Tensor, copy: Tensor, num_classes: int) -> tuple[list, dict]:
+    """Descriptors, tile counts and sizes of a product over ``num_classes`` classes."""
+    tiles = screen_tiles(len(embeddings))
+    row_tiles = triton.cdiv(len(embeddings), tiles.rows)
+    class_tiles = triton.cdiv(num_classes, tiles.classes)
+    descriptors = [
+        TensorDescriptor.from_tensor(embeddings, [tiles.rows, tiles.depth]),
+        TensorDescriptor.from_tensor(copy, [tiles.classes, tiles.depth]),
+    ]
+    programs = min(num_programs(embeddings.device), row_tiles * class_tiles)
+    return descriptors, {
+        "row_tiles": row_tiles,
+        "class_tiles": class_tiles,
+        "programs": programs,
+        "tiles": tiles,
+    }
+
+
+def log_sum_exp(
+    embeddings: Tensor, copy: Tensor, labels: Tensor, num_classes: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Largest other cosine ``[B]``, and ``sum exp(s (c - largest))`` over the others, float64."""
+    first, second = _sums(embeddings, copy, labels, num_classes, None, None, scale, 0.0)
+    largest = first.amax(1)
+    shift = torch.where(largest == -torch.inf, 0.0, largest)
+    shrink = ((first - shift[:, None]) * scale).exp()
+    return largest, (second * shrink).sum(1, dtype=torch.float64)
+
+
+def row_sums(
+    embeddings: Tensor,
+    copy: Tensor,
+    labels: Tensor,
+    num_classes: int,
+    shift: Tensor,
+    level: Tensor,
+    scale: float,
+    order: float,
+) -> tuple[Tensor, Tensor]:
+    """Mass and slope ``[B]`` float64 of the others; ``level`` is the height at cosine ``shift``."""
+    sums = _sums(embeddings, copy, labels, num_classes, shift, level, scale, order)
+    mass, slope = (part.sum(1, dtype=torch.float64) for part in sums)
+    return mass, slope
+
+
+def _sums(
+    embeddings: Tensor,
+    copy: Tensor,
+    labels: Tensor,
+    num_classes: int,
+    shift: Tensor | None,
+    level: Tensor | None,
+    scale: float,
+    order: float,
+) -> tuple[Tensor, Tensor]:
+    descriptors, sizes = _launch(embeddings, copy, num_classes)
+    tiles, num_rows = sizes["tiles"], len(embeddings)
+    shape = (2, num_rows, sizes["class_tiles"])
+    first, second = torch.empty(shape, dtype=torch.float32, device=embeddings.device).unbind()
+    void = first if shift is None or level is None else None
+    _row_sums[(sizes["programs"],)](
+        *descriptors, labels, shift if void is None else void, level if void is None else void,
+        first, second, num_rows, num_classes, sizes["row_tiles"] * sizes["class_tiles"],
+        sizes["row_tiles"], sizes["class_tiles"], scale, order,
+        embeddings.shape[1], tiles.rows, tiles.classes, tiles.depth, void is not None,
+        sizes["programs"], num_warps=tiles.warps, num_stages=tiles.stages,
+    )  # fmt: skip
+    return first, second
+
+
+def posterior_block(
+    embeddings: Tensor,
+    copy: Tensor,
+    labels: Tensor,
+    num_classes: int,
+    where: slice,
+    shift: Tensor,
+    level: Tensor,
+    scale: float,
+    order: float,
+) -> Tensor:
+    """``FACTOR`` times the posterior of some classes, ``[B, n]`` in the dtype of the copy.
+
+    ``level`` is the height at cosine ``shift``, or the log of the posterior there at ``alpha = 1``.
+    """
+    width = where.stop - where.start
+    descriptors, sizes = _launch(embeddings, copy, width)
+    tiles, num_rows = sizes["tiles"], len(embeddings)
+    out = torch.empty((num_rows, width), dtype=copy.dtype, device=embeddings.device)
+    _posterior[(sizes["programs"],)](
+        *descriptors, labels, shift, level, out, num_rows, num_classes, where.start, width,
+        sizes["row_tiles"] * sizes["class_tiles"], sizes["row_tiles"], scale, order, FACTOR,
+        embeddings.shape[1], tiles.rows, tiles.classes, tiles.depth, order == 0.0,
+        sizes["programs"], num_warps=tiles.warps, num_stages=tiles.stages,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,379 @@
+"""The head as a module: choice of path, statistics, state, and what it refuses."""
+
+import copy
+import io
+import math
+from itertools import pairwise
+from unittest import mock
+
+import pytest
+import torch
+
+import qmargin
+from helpers.heads import (
+    Batch,
+    assert_same,
+    make_head,
+    make_loss,
+    random_batch,
+    step,
+    truth_of,
+)
+from qmargin.errors import ConfigError, DataError, QMarginError, ShapeError
+from qmargin.heads import choice, memory
+from qmargin.heads.choice import choose_path
+from qmargin.heads.classifier import MarginClassifier
+
+EXACT = ("sparse", "chunked", "dense", "paper")
+
+
+# auto
+
+
+def decide(**changes: object) -> choice.Choice:
+    settings = {
+        "order": 0.25,
+        "device": "cpu",
+        "num_logits": 10**9,
+        "group_share": None,
+        "was_chunked": False,
+    }
+    return choose_path(**{**settings, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "path"),
+    [
+        ({}, "sparse"),
+        ({"order": 0.0}, "chunked"),
+        ({"order": -0.5}, "chunked"),
+        ({"order": 0.0, "num_logits": 1000}, "dense"),
+        ({"order": None}, "dense"),
+        ({"group_share": 0.01}, "sparse"),
+        ({"group_share": 0.9}, "chunked"),
+        ({"group_share": 0.9, "device": "cuda"}, "chunked"),
+        ({"group_share": 0.1}, "sparse"),  # between the limits nothing changes
+        ({"group_share": 0.1, "was_chunked": True}, "chunked"),
+        ({"group_share": 0.01, "was_chunked": True}, "sparse"),
+        ({"group_share": 0.01, "device": "other"}, "sparse"),
+    ],
+)
+def test_choice_follows_alpha_size_and_support(changes: dict[str, object], path: str) -> None:
+    chosen = decide(**changes)
+    assert chosen.path == path
+    assert chosen.reason
+    assert "\n" not in chosen.reason
+
+
+def test_auto_follows_the_support_and_does_not_flutter() -> None:
+    batch = random_batch(1031, dim=64, rows=8)
+    head = make_head(make_loss(1.25, 64.0), batch, path="auto")
+    paths, reasons = [], []
+    for scale in [64.0] * 3 + [4.0] * 6 + [64.0] * 6:  # few active classes, then most, then few
+        head.loss.scale = scale
+        outcome = step(head, batch)
+        assert_same(outcome, truth_of(head.loss, batch), tolerance=2e-5)
+        paths.append(outcome.stats.path)
+        reasons.append(outcome.stats.reason)
+    assert paths[:4] == ["sparse"] * 4  # the first large support is met by the sparse path
+    assert "chunked" in paths[4:9]
+    assert paths[8] == paths[9] == "chunked"
+    assert paths[-1] == "sparse"
+    changes = sum(one != other for one, other in pairwise(paths))
+    assert changes == 2
+    assert "groups" in reasons[-1]
+
+
+def test_auto_takes_what_only_dense_can_do() -> None:
+    batch = random_batch(33)
+    alpha = torch.nn.Parameter(torch.tensor(1.5))
+    for divergence in (qmargin.Alpha(alpha), qmargin.JensenShannon()):
+        loss = qmargin.MarginLoss(divergence, qmargin.CosineMargin(0.1), scale=4.0)
+        assert step(make_head(loss, batch), batch).stats.path == "dense"
+    assert alpha.grad is not None
+    assert step(make_head(make_loss(1.0), batch), batch).stats.path == "dense"
+
+
+def test_auto_avoids_a_matrix_of_many_cosines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "SMALL_LOGITS", 100)
+    batch = random_batch(33)
+    stats = step(make_head(qmargin.arcface(), batch), batch).stats
+    assert stats.path == "chunked"
+    assert stats.active_share == 1.0
+    assert stats.support_max == 33
+
+
+# batches
+
+
+@pytest.mark.parametrize("path", [*EXACT, "sampled"])
+def test_ignored_rows_do_not_count(path: str) -> None:
+    batch = random_batch(97, seed=1)
+    labels = batch.labels.clone()
+    labels[[1, 4]] = -100
+    embeddings = batch.embeddings.clone()
+    embeddings[1] = math.nan  # whatever is in there
+    embeddings[4] = 0.0
+    margin = qmargin.AdaFaceMargin()
+    head = make_head(
+        make_loss(1.5, margin=copy.deepcopy(margin)),
+        batch,
+        path=path,
+        dtype=torch.float64,
+        sample_rate=1.0,
+    )
+    outcome = step(head, Batch(embeddings, labels, batch.prototypes))
+    kept = [0, 2, 3, 5]
+    part = Batch(batch.embeddings[kept], batch.labels[kept], batch.prototypes)
+    loss = make_loss(1.5, margin=margin)
+    truth = truth_of(loss, part)
+    assert (outcome.embeddings[[1, 4]] == 0).all()
+    outcome.embeddings[[1, 4]] = 0.0
+    packed = type(outcome)(outcome.loss, outcome.embeddings[kept], outcome.prototypes)
+    assert_same(packed, truth, tolerance=1e-9)
+    torch.testing.assert_close(head.loss.margin.running_mean, loss.margin.running_mean)
+
+
+def test_a_batch_of_ignored_rows_has_no_mean() -> None:
+    batch = random_batch(33)
+    head = make_head(make_loss(1.5), batch)
+    assert head(batch.embeddings, torch.full((6,), -100)).isnan()
+
+
+@pytest.mark.parametrize("path", EXACT)
+def test_embeddings_in_half_precision_and_under_autocast(path: str) -> None:
+    batch = random_batch(97)
+    loss = make_loss(1.5)
+    truth = truth_of(loss, Batch(batch.embeddings.bfloat16(), batch.labels, batch.prototypes))
+    head = make_head(loss, batch, path=path)
+    embeddings = batch.embeddings.bfloat16().requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        value = head(embeddings, batch.labels.int())
+    value.backward()
+    torch.testing.assert_close(value.double(), truth.loss, rtol=1e-5, atol=1e-6)
+    assert embeddings.grad.dtype == torch.bfloat16
+    assert head.prototypes.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("path", EXACT)
+def test_evaluation_needs_no_gradients_and_leaves_none(path: str) -> None:
+    batch = random_batch(97)
+    loss = make_loss(1.5)
+    head = make_head(loss, batch, path=path, dtype=torch.float64)
+    truth = truth_of(loss, batch)
+    for context in (torch.no_grad(), torch.inference_mode()):
+        with context:
+            value = head(batch.embeddings.double(), batch.labels)
+        torch.testing.assert_close(value, truth.loss)
+    head(batch.embeddings.double(), batch.labels).backward()  # embeddings without gradients
+    torch.testing.assert_close(head.prototypes.grad, truth.prototypes)
+    assert_same(step(head, batch), truth, tolerance=1e-9)
+
+
+@pytest.mark.parametrize("path", EXACT)
+def test_frozen_prototypes(path: str) -> None:
+    batch = random_batch(97)
+    loss = make_loss(1.5)
+    head = make_head(loss, batch, path=path, dtype=torch.float64)
+    head.prototypes.requires_grad_(False)
+    embeddings = batch.embeddings.double().requires_grad_()
+    head(embeddings, batch.labels).backward()
+    torch.testing.assert_close(embeddings.grad, truth_of(loss, batch).embeddings)
+    assert head.prototypes.grad is None
+
+
+# state
+
+
+@pytest.mark.parametrize("path", ["sparse", "chunked", "auto"])
+def test_the_copy_follows_the_prototypes(path: str) -> None:
+    batch = random_batch(257)
+    other = Batch(batch.embeddings, batch.labels, random_batch(257, seed=8).prototypes)
+    loss = make_loss(1.5)
+    head = make_head(loss, batch, path=path)
+    step(head, batch)
+    head.load_state_dict(make_head(loss, other).state_dict())
+    assert_same(step(head, other), truth_of(loss, other), tolerance=2e-5)
+    torch.optim.SGD([head.prototypes], 0.3).step()
+    stepped = Batch(batch.embeddings, batch.labels, head.prototypes.detach().clone())
+    assert_same(step(head, stepped), truth_of(loss, stepped), tolerance=2e-5)
+    head.prototypes.data.copy_(batch.prototypes)  # behind PyTorch's back
+    head.refresh(force=True)
+    assert_same(step(head, batch), truth_of(loss, batch), tolerance=2e-5)
+    assert_same(step(head.double(), batch), truth_of(loss, batch), tolerance=1e-9)
+    assert_same(step(head.float(), batch), truth_of(loss, batch), tolerance=2e-5)
+
+
+def test_nothing_is_copied_while_the_prototypes_stay() -> None:
+    batch = random_batch(97)
+    head = make_head(make_loss(1.5), batch, path="sparse")
+    step(head, batch)
+    with mock.patch.object(MarginClassifier, "kernels", None):
+        head.refresh()  # would need kernels to do anything
+    with torch.no_grad():
+        head.prototypes.mul_(2.0)
+    with mock.patch.object(MarginClassifier, "kernels", None), pytest.raises(AttributeError):
+        head.refresh()
+
+
+@pytest.mark.parametrize("path", [*EXACT, "sampled"])
+def test_copies_and_pickles_are_heads_of_their_own(path: str) -> None:
+    batch = random_batch(97)
+    head = make_head(make_loss(1.5), batch, path=path, gradient="fused")
+    head(batch.embeddings.clone().requires_grad_(), batch.labels).backward()  # a step is in flight
+    file = io.BytesIO()
+    torch.save(head, file)
+    file.seek(0)
+    for twin in (copy.deepcopy(head), torch.load(file, weights_only=False)):
+        assert twin.last_step is None
+        assert twin.pending is None
+        twin.gradient = "dense"
+        step(twin, batch)
+        with torch.no_grad():
+            twin.prototypes.add_(1.0)
+        torch.testing.assert_close(head.prototypes.detach(), batch.prototypes)
+    assert head.last_step is not None
+
+
+def test_state_dict_holds_prototypes_and_the_position_of_samples() -> None:
+    head = MarginClassifier(8, 10, qmargin.adaface(), path="sampled", seed=7)
+    state = head.state_dict()
+    assert set(state) == {
+        "prototypes",
+        "_extra_state",
+        "loss.margin.running_mean",
+        "loss.margin.running_std",
+    }
+    assert state["_extra_state"].tolist() == [7, 0]
+    assert all(isinstance(value, torch.Tensor) for value in state.values())
+
+
+def test_print_shows_the_settings() -> None:
+    text = repr(MarginClassifier(8, 10, qmargin.q_margin(), path="sparse"))
+    for part in ("8, 10", "path='sparse'", "gradient='dense'", "float32", "MarginLoss"):
+        assert part in text
+
+
+def test_last_step_says_why() -> None:
+    batch = random_batch(33)
+    head = make_head(make_loss(1.5), batch, path="chunked")
+    assert head.last_step is None
+    stats = step(head, batch).stats
+    assert "asked" in stats.reason
+    assert isinstance(stats, qmargin.StepStats)
+
+
+# refusals
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"path": "fast"}, "known paths are auto, sparse"),
+        ({"gradient": "none"}, "known ones are dense, sparse, fused"),
+        ({"dtype": torch.float16}, "float32"),
+        ({"dtype": torch.bfloat16}, "screen_dtype"),
+        ({"num_classes": 0}, "at least 1"),
+        ({"embedding_dim": 0}, "at least 1"),
+    ],
+)
+def test_settings_that_cannot_be(options: dict[str, object], message: str) -> None:
+    settings = {"embedding_dim": 8, "num_classes": 10, "loss": qmargin.q_margin(), **options}
+    with pytest.raises(ConfigError, match=message):
+        MarginClassifier(**settings)
+
+
+def test_settings_are_checked_again_when_they_change() -> None:
+    batch = random_batch(33)
+    head = make_head(make_loss(1.5), batch)
+    head.path = "fast"
+    with pytest.raises(ConfigError, match="known paths"):
+        head(batch.embeddings, batch.labels)
+    with pytest.raises(ConfigError, match="keep them in"):
+        make_head(make_loss(1.5), batch).half()(batch.embeddings.half(), batch.labels)
+
+
+def test_a_margin_for_other_classes_is_refused() -> None:
+    margin = qmargin.PriorMargin(qmargin.PerClass(torch.zeros(9)))
+    with pytest.raises(ShapeError, match="9 values and there are 10"):
+        MarginClassifier(8, 10, make_loss(1.5, margin=margin))
+
+
+@pytest.mark.parametrize("path", ["sparse", "chunked", "paper"])
+def test_paths_without_a_gradient_for_alpha_refuse_a_learnable_one(path: str) -> None:
+    alpha = torch.nn.Parameter(torch.tensor(1.5))
+    loss = qmargin.MarginLoss(qmargin.Alpha(alpha), qmargin.PriorMargin(0.1), scale=8.0)
+    with pytest.raises(ConfigError, match="use path='dense'"):
+        MarginClassifier(8, 10, loss, path=path)
+    MarginClassifier(8, 10, loss, path="dense")
+    other = qmargin.MarginLoss(qmargin.JensenShannon(), qmargin.PriorMargin(0.1), scale=8.0)
+    with pytest.raises(ConfigError, match="use path='dense'"):
+        MarginClassifier(8, 10, other, path=path)
+
+
+@pytest.mark.parametrize("path", ["sparse", "paper"])
+def test_paths_for_sparse_posteriors_refuse_softmax(path: str) -> None:
+    with pytest.raises(ConfigError, match="use path='chunked'"):
+        MarginClassifier(8, 10, qmargin.arcface(), path=path)
+
+
+def test_a_head_that_cannot_fit_is_refused_with_what_it_needs() -> None:
+    for gradient, listed in (("dense", "gradient"), ("fused", "screened copy")):
+        with pytest.raises(ConfigError, match=r"needs [\d,.]+ GiB .*are free") as caught:
+            MarginClassifier(512, 10**11, qmargin.q_margin(), gradient=gradient)
+        assert listed in str(caught.value)
+        assert "prototypes 190,734.9 GiB" in str(caught.value)
+
+
+def test_available_memory_is_known_without_the_linux_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(memory.Path, "exists", lambda path: False)
+    total = memory.available_memory(cpu)
+    assert total is None or total > 2**28
+    monkeypatch.setattr(memory.os, "sysconf", mock.Mock(side_effect=ValueError))
+    assert memory.available_memory(cpu) is None
+    assert memory.available_memory(torch.device("meta")) is None
+    memory.check_memory({"prototypes": 2**60}, cpu, subject="a head")  # nobody can tell
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"embeddings": torch.ones(6, 5)}, ShapeError, r"\[B, 16\]"),
+        ({"embeddings": torch.ones(16)}, ShapeError, r"\[B, 16\]"),
+        ({"embeddings": torch.ones(6, 16).int()}, ShapeError, "floating"),
+        ({"embeddings": torch.ones(6, 16, device="meta")}, ShapeError, "move one"),
+        ({"labels": torch.zeros(5).long()}, ShapeError, "labels"),
+        ({"labels": torch.zeros(6)}, ShapeError, "integers"),
+        ({"labels": torch.full((6,), 33)}, DataError, "label 33 at row 0"),
+        ({"labels": torch.tensor([0, 0, -1, 0, 0, 0])}, DataError, "label -1 at row 2"),
+    ],
+)
+def test_batches_that_cannot_be(
+    change: dict[str, torch.Tensor], error: type[QMarginError], message: str
+) -> None:
+    batch = random_batch(33)
+    head = make_head(make_loss(1.5), batch)
+    inputs = {"embeddings": batch.embeddings, "labels": batch.labels, **change}
+    with pytest.raises(error, match=message):
+        head(**inputs)
+
+
+def test_an_empty_batch_is_refused() -> None:
+    head = MarginClassifier(8, 10, qmargin.q_margin())
+    with pytest.raises(ShapeError, match="empty"):
+        head(torch.ones(0, 8), torch.zeros(0).long())
+
+
+@pytest.mark.parametrize("value", [0.0, math.nan, math.inf])
+@pytest.mark.parametrize("path", [*EXACT, "sampled"])
+def test_an_embedding_without_direction_is_named(path: str, value: float) -> None:
+    batch = random_batch(33)
+    embeddings = batch.embeddings.clone()
+    embeddings[3] = value
+    head = make_head(make_loss(1.5), batch, path=path)
+    before = head.prototypes.detach().clone()
+    with pytest.raises(DataError, match="row 3"):
+        head(embeddings, batch.labels)
+    assert torch.equal(head.prototypes, before)
+    assert head.prototypes.grad is None

@@ -1,0 +1,92 @@
+"""Paths on a GPU: the same numbers, half-precision products, no waiting where none is needed."""
+
+import pytest
+import torch
+
+import qmargin
+from helpers.heads import Batch, Outcome, assert_same, make_head, make_loss, random_batch, truth_of
+from qmargin.heads.updates import ExactSGD
+
+pytestmark = pytest.mark.gpu
+
+
+def gpu_step(head: qmargin.MarginClassifier, batch: Batch) -> Outcome:
+    """A forward and a backward pass; the results come back to the CPU."""
+    embeddings = batch.embeddings.to("cuda", head.prototypes.dtype).requires_grad_()
+    head.prototypes.grad = None
+    loss = head(embeddings, batch.labels.cuda())
+    loss.backward()
+    return Outcome(
+        loss.detach().cpu(), embeddings.grad.cpu(), head.prototypes.grad.cpu(), head.last_step
+    )
+
+
+@pytest.mark.parametrize("alpha", [1.0, 1.25, 2.0])
+@pytest.mark.parametrize("path", ["sparse", "chunked", "dense", "paper", "sampled"])
+def test_path_matches_the_definition(path: str, alpha: float) -> None:
+    if alpha == 1.0 and path in ("sparse", "paper"):
+        pytest.skip("for alpha above 1")
+    for num_classes in (1, 33, 1031):
+        batch = random_batch(num_classes, dim=64, rows=16)
+        loss = make_loss(alpha)
+        truth = truth_of(loss, batch)
+        for dtype, tolerance in ((torch.float64, 1e-9), (torch.float32, 2e-5)):
+            options = {"path": path, "dtype": dtype, "sample_rate": 1.0, "device": "cuda"}
+            head = make_head(loss, batch, **options)
+            head.chunk_dtype = dtype
+            is_half = path == "paper" and dtype == torch.float32  # cosines are stored in half
+            limit = 2e-2 if is_half else tolerance
+            assert_same(gpu_step(head, batch), truth, tolerance=limit, note=(num_classes, dtype))
+
+
+@pytest.mark.parametrize("alpha", [1.0, 1.25])
+@pytest.mark.parametrize("screen", [torch.float16, torch.bfloat16])
+def test_half_operands_are_as_good_as_their_rounding(alpha: float, screen: torch.dtype) -> None:
+    batch = random_batch(5003, dim=128, rows=64)
+    loss = make_loss(alpha)
+    head = make_head(loss, batch, path="chunked", device="cuda", screen_dtype=screen)
+    tolerance = 50 * torch.finfo(screen).eps
+    assert_same(gpu_step(head, batch), truth_of(loss, batch), tolerance=tolerance)
+
+
+def test_moving_a_head_moves_everything() -> None:
+    batch = random_batch(257, dim=64)
+    loss = make_loss(1.5)
+    head = make_head(loss, batch, path="sparse")
+    head(batch.embeddings, batch.labels)
+    truth = truth_of(loss, batch)
+    assert_same(gpu_step(head.cuda(), batch), truth, tolerance=2e-5)
+    assert head.copy.dtype == torch.float16
+    head.cpu()(batch.embeddings, batch.labels)
+    assert head.copy.dtype == torch.float32
+
+
+def test_softmax_by_blocks_never_waits_for_the_device() -> None:
+    batch = random_batch(5003, dim=64, rows=64)
+    head = make_head(qmargin.arcface(), batch, path="chunked", device="cuda", gradient="fused")
+    optimizer = ExactSGD(head, 0.1)
+    embeddings, labels = batch.embeddings.cuda().requires_grad_(), batch.labels.cuda()
+    for is_warm in (False, True):
+        torch.cuda.set_sync_debug_mode("error" if is_warm else "default")
+        try:
+            head(embeddings, labels).backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        optimizer.step()
+
+
+def test_bad_embeddings_give_a_loss_that_is_not_finite() -> None:
+    batch = random_batch(257, dim=64)
+    embeddings = batch.embeddings.cuda()
+    embeddings[2] = torch.nan
+    for path in ("sparse", "chunked", "dense", "paper"):
+        head = make_head(make_loss(1.5), batch, path=path, device="cuda")
+        assert not bool(head(embeddings, batch.labels.cuda()).isfinite()), path
+    head.loss.debug = True
+    with pytest.raises(qmargin.QMarginError, match="row 2"):
+        head(embeddings, batch.labels.cuda())
+
+
+def test_a_head_larger_than_the_gpu_is_refused() -> None:
+    with pytest.raises(qmargin.QMarginError, match="GiB"):
+        qmargin.MarginClassifier(512, 10**9, qmargin.q_margin(), device="cuda")
