@@ -137,8 +137,18 @@ def report(head, embeddings, labels, gemm, name):
         stage = "row-sparse SGD" if only_active else "exact SGD"
         times[stage] = median_ms(
             lambda only=only_active: kernels.sgd_update(
-                gradient, unit, prototypes, buffer, norms, head.copy, lr=0.0, momentum=0.9,
-                weight_decay=5e-4, nesterov=False, grad_scale=one, only_active=only,
+                gradient,
+                unit,
+                prototypes,
+                buffer,
+                norms,
+                head.copy,
+                lr=0.0,
+                momentum=0.9,
+                weight_decay=5e-4,
+                nesterov=False,
+                grad_scale=one,
+                only_active=only,
             )  # fmt: skip
         )
     del buffer

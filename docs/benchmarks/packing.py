@@ -1,7 +1,8 @@
 """What packing candidates saves on a CPU, and what the shape of the groups costs.
 
-Run `python docs/benchmarks/packing.py` on a quiet machine; it takes a few minutes. The batch is
-that of `qmargin bench loss`: 256 rows, 100,000 classes, scale 32, effective margin 0.5.
+Run `python docs/benchmarks/packing.py`; it takes a few minutes. The batch is that of `qmargin bench
+loss`: 256 rows, 100,000 classes, scale 32, effective margin 0.5. Times are CPU time of one thread, which
+other work on the machine disturbs less than a clock on the wall.
 """
 
 import statistics
@@ -25,14 +26,14 @@ DENSE: Mode = (lambda block: None, 10**12)
 
 
 def medians(calls: dict[Hashable, Callable[[], object]], repeats: int) -> dict[Hashable, float]:
-    """Median milliseconds of each call, taken in turns after one that warms up."""
+    """Median CPU milliseconds of each call, taken in turns after one that warms up."""
     seconds: dict[Hashable, list[float]] = {key: [] for key in calls}
     for turn in range(repeats + 1):
         for key, call in calls.items():
-            start = time.perf_counter()
+            start = time.process_time()
             call()
             if turn:
-                seconds[key].append(time.perf_counter() - start)
+                seconds[key].append(time.process_time() - start)
     return {key: 1e3 * statistics.median(values) for key, values in seconds.items()}
 
 
@@ -69,7 +70,7 @@ def timed_step(
     """Milliseconds, loss and gradient of a step with or without packing."""
     rows.candidates, rows.WORTH_PACKING = mode  # type: ignore[assignment]
     call = partial(step, loss_fn, cosines, labels)
-    result = medians({"step": call}, 5)["step"], *call()
+    result = medians({"step": call}, 3)["step"], *call()
     rows.candidates, rows.WORTH_PACKING = PACKED  # type: ignore[assignment]
     return result
 
@@ -112,7 +113,7 @@ def compare_groups(settings: LossBenchmark, cosines: Tensor, labels: Tensor) -> 
     for size in GROUPS:
         for alpha in ALPHAS:
             calls[size, alpha] = partial(whole_step, size, alpha)
-    times = medians(calls, 9)
+    times = medians(calls, 7)
     columns = ("strided", "contiguous", *ALPHAS)
     lines = [
         "| group | strided maxima, ms | contiguous maxima, ms | "
@@ -128,6 +129,7 @@ def compare_groups(settings: LossBenchmark, cosines: Tensor, labels: Tensor) -> 
 
 def main() -> None:
     """Print both tables."""
+    torch.set_num_threads(1)
     settings = LossBenchmark()
     cosines, labels = cosine_batch(settings)
     lines = compare_packing(settings, cosines, labels)

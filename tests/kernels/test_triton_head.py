@@ -5,8 +5,10 @@ import torch
 
 pytest.importorskip("triton")
 
+from qmargin.heads.chunks import project_rows
 from qmargin.kernels import head_reference as plain
 from qmargin.kernels import update_reference
+from qmargin.kernels.triton import blocks
 from qmargin.kernels.triton import head as fused
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's masked lanes
@@ -149,3 +151,42 @@ def test_update(num_classes, dim, momentum, nesterov, only_active):
         )
     for found, expected in zip(results[1], results[0], strict=True):
         torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("alpha", [1.0, 1.25, 2.0])
+@pytest.mark.parametrize("shape", [(700, 64, 5), (257, 40, 3), (1, 8, 2)])
+def test_blocks(shape, alpha):
+    """Row sums and posteriors of blocks against plain sums over the same rounded operands."""
+    batch, scale, order = Batch(*shape), 20.0, alpha - 1.0
+    operands = (batch.prepared.rounded, batch.copy, batch.labels, batch.num_classes)
+    cosines = operands[0].double() @ batch.copy[: batch.num_classes].double().t()
+    cosines.scatter_(1, batch.labels[:, None], -torch.inf)
+    largest, mass = blocks.log_sum_exp(*operands, scale)
+    torch.testing.assert_close(largest.double(), cosines.amax(1), atol=1e-6, rtol=0)
+    shift = torch.where(largest == -torch.inf, 0.0, largest)
+    gaps = scale * (cosines - shift[:, None].double())
+    torch.testing.assert_close(mass, gaps.exp().sum(1), atol=1e-4, rtol=1e-5)
+    if order == 0.0:
+        level = torch.full_like(shift, -1.0)
+        expected = (gaps - 1.0).exp()
+    else:
+        level = torch.full_like(shift, 0.8)
+        height = (0.8 + order * gaps).clamp_min(0.0)
+        expected = height ** (1.0 / order)
+        sums = blocks.row_sums(*operands, shift, level, scale, order)
+        slope = torch.where(height > 0, expected / height.clamp_min(1e-300), 0.0).sum(1)
+        torch.testing.assert_close(sums[0], expected.sum(1), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(sums[1], slope, atol=1e-4, rtol=1e-5)
+    where = slice(batch.num_classes // 3, batch.num_classes)
+    found = blocks.posterior_block(*operands, where, shift, level, scale, order)
+    found = found.double() / blocks.FACTOR
+    torch.testing.assert_close(found, expected[:, where], atol=1e-7, rtol=1e-3)
+
+
+def test_projection():
+    batch = Batch(37, 40, 3)
+    gradient = torch.randn_like(batch.prototypes)
+    state = (batch.prototypes, batch.inverse_norms, torch.tensor(0.5, device=DEVICE))
+    expected = project_rows(gradient.clone(), *state)
+    found = blocks.project_rows_(gradient.clone(), *state)
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-5)

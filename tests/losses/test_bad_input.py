@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -280,15 +281,10 @@ def test_settings_of_a_wrong_type_are_refused(name: str, value: object, remedy: 
         "scale": 5.0,
         name: value,
     }
-    for call in (
-        lambda: qmargin.MarginLoss(settings.pop("divergence"), settings.pop("margin"), **settings),
-        lambda: qmargin.margin_loss(cosines, labels, **settings),
-    ):
-        whole = dict(settings)
+    for function in (qmargin.MarginLoss, partial(qmargin.margin_loss, cosines, labels)):
         with pytest.raises(errors.ConfigError) as error:
-            call()
+            function(**settings)
         assert_message(error, name, repr(value), remedy)
-        settings = whole
 
 
 def test_a_number_is_no_divergence_for_an_operator() -> None:
@@ -325,7 +321,7 @@ def test_lists_and_arrays_are_told_to_become_tensors() -> None:
         assert_message(error, "norms")
 
 
-@pytest.mark.parametrize("reference", ["a", object(), [0.0, "b"], {}], ids=repr)
+@pytest.mark.parametrize("reference", ["a", [0.0, "b"], {}], ids=repr)
 def test_a_reference_of_a_wrong_type_is_refused(reference: object) -> None:
     cosines, _ = spread_cosines()
     with pytest.raises(errors.ShapeError) as error:

@@ -8,7 +8,7 @@ import torch
 
 import qmargin
 from helpers.budget import assert_loss, assert_posterior
-from helpers.definition import AlphaGenerator, exact
+from helpers.definition import AlphaGenerator, exact, mp
 from qmargin import errors
 from qmargin.maths.objective import others_gain
 
@@ -71,15 +71,13 @@ def test_alpha_above_the_tested_range_is_refused(alpha: float) -> None:
         lambda: qmargin.solve_tau(logits, alpha=alpha),
         lambda: qmargin.softargmax(logits, alpha=torch.tensor(alpha, dtype=torch.float64)),
     ):
-        with pytest.raises(errors.ConfigError, match="alpha is .*16"):
+        with pytest.raises(errors.ConfigError, match=r"alpha is .*16"):
             call()
 
 
 @pytest.mark.parametrize("order", [7.0, 11.0, 15.0])
 def test_the_cost_of_lost_mass_is_accurate(order: float) -> None:
     """M6: ``phi(r) = (1 - (1 - r)^b (1 + b r)) / b``, on both sides of where its series ends."""
-    from helpers.definition import mp
-
     mass = torch.logspace(-8, -0.5, 60, dtype=torch.float64)
     truth = [float((1 - (1 - mp.mpf(r)) ** order * (1 + order * mp.mpf(r))) / order)
              for r in mass.tolist()]  # fmt: skip

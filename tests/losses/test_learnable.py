@@ -83,7 +83,7 @@ def test_gradients_of_learnable_settings_keep_their_digits(alpha: float) -> None
         torch.testing.assert_close(narrow[name], wide[name], rtol=3e-5, atol=1e-12)
 
 
-@pytest.mark.parametrize("value", [0.3, 1.1, 1.7])
+@pytest.mark.parametrize("value", [0.02, 0.3, 1.7])
 def test_a_float32_alpha_on_float64_logits_has_the_gradient_of_its_value(value: float) -> None:
     logits = torch.randn(4, 9, dtype=torch.float64)
     labels = torch.tensor([0, 3, 5, 8])

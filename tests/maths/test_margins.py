@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers.definition import AlphaGenerator, exact
 import qmargin
+from helpers.definition import AlphaGenerator, exact
 from qmargin.errors import ConfigError, MarginWarning
 from qmargin.maths.margins import (
     AngularMargin,
@@ -20,8 +20,8 @@ from qmargin.maths.margins import (
     PriorMargin,
     SumMargin,
     TargetTerm,
-    warn_if_unreachable,
 )
+from qmargin.maths.reach import warn_if_unreachable
 
 ANGULAR = (0.0, 0.2, 0.5, 1.5, 3.0)
 COMBINED = ((1.0, 0.3, 0.2), (0.9, 0.4, 0.15), (1.35, 0.0, 0.0), (4.0, 0.0, 0.0), (2.5, 1.0, 0.1))

@@ -1,11 +1,13 @@
 """Argument parsing and nothing else: torch is imported by the command that needs it."""
 
 import argparse
+import shlex
 import sys
 from collections.abc import Callable, Sequence
-from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
+import qmargin
 from qmargin.errors import QMarginError
 
 
@@ -20,11 +22,12 @@ def build_parser() -> argparse.ArgumentParser:
         prog="qmargin",
         description="Alpha-divergence losses with probabilistic margins (Q-Margin).",
     )
-    parser.add_argument("--version", action="version", version=f"qmargin {version('qmargin')}")
+    parser.add_argument("--version", action="version", version=f"qmargin {qmargin.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     bench = commands.add_parser("bench", help="measure speed on this machine")
     subjects = bench.add_subparsers(title="what to measure", metavar="SUBJECT", required=True)
     _add_bench_loss(subjects)
+    _add_bench_head(subjects)
     return parser
 
 
@@ -58,6 +61,50 @@ def _add_bench_loss(subjects: "argparse._SubParsersAction[argparse.ArgumentParse
     parser.set_defaults(run=_run_bench_loss)
 
 
+def _add_bench_head(subjects: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = subjects.add_parser(
+        "head",
+        help="every path of MarginClassifier against the bare products, memory and errors",
+        description="Time every way to take a step of the head on this machine, in turns with one "
+        "product of the same size, with the memory it takes and its errors against float64.",
+    )
+    add = parser.add_argument
+    add("--rows", type=_count, help="samples in the batch (1024 on a GPU, 256 on a CPU)")
+    add("--dim", type=_count, help="embedding size (512; 128 on a CPU)")
+    add("--classes", type=_count, help="identities (2059906; 200000 on a CPU)")
+    add("--alpha", type=_positive, default=1.25, help="order of the divergence (1.25)")
+    add("--scale", type=_positive, default=35.0, help="logits = scale * cosines (35)")
+    add("--margin", type=float, default=0.2, help="prior margin (0.2)")
+    add("--paths", type=_names, default=_HEAD_PATHS, metavar="NAMES", help=f"({_HEAD_PATHS})")
+    screens = ("float16", "bfloat16", "float32")
+    add("--screen", choices=screens, help="precision of products (float16; float32 on a CPU)")
+    add("--device", default="auto", help="auto, cpu or cuda (auto)")
+    add("--parts", type=_names, default=_HEAD_PARTS, metavar="NAMES", help=_HEAD_PARTS_HELP)
+    add("--settings", choices=("default", "issue"), default="default", help=_HEAD_SETTINGS_HELP)
+    add("--growth", action="store_true", help="add the part growth")
+    add("--growth-classes", type=_count, nargs="+", default=_GROWTH, metavar="K", help="its sizes")
+    add("--end-to-end", action="store_true", help="add the part end-to-end")
+    add("--backbone", default="iresnet100", help="of the part end-to-end (iresnet100)")
+    add("--batch", type=_count, default=512, help="images of the part end-to-end (512)")
+    add("--repeats", type=_count, default=10, help="timed turns; medians are shown (10)")
+    add("--seconds", type=_positive, default=10.0, help="fewer turns for rows slower than this")
+    add("--seed", type=int, default=0, help="seed of prototypes and batch (0)")
+    add("--commit", help="recorded in the file (default: ask git)")
+    add("--json", type=Path, metavar="FILE", help="also write everything here, after every row")
+    parser.set_defaults(run=_run_bench_head)
+
+
+_HEAD_PATHS = "sparse,chunked,dense,sampled,paper,common"
+_HEAD_PARTS = "products,paths,settings,errors"
+_HEAD_PARTS_HELP = f"of products,paths,settings,growth,errors,end-to-end ({_HEAD_PARTS})"
+_HEAD_SETTINGS_HELP = "seven settings of alpha, scale and margin instead of the given one"
+_GROWTH = (100_000, 250_000, 500_000, 1_000_000, 2_000_000, 4_000_000, 8_000_000)
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(filter(None, text.split(",")))
+
+
 def _count(text: str) -> int:
     value = int(text)
     if value < 1:
@@ -80,6 +127,21 @@ def _run_bench_loss(arguments: argparse.Namespace) -> None:
     json_path = settings.pop("json")
     settings["alphas"] = tuple(settings["alphas"])
     run_loss_benchmark(LossBenchmark(**settings), json_path=json_path)
+
+
+def _run_bench_head(arguments: argparse.Namespace) -> None:
+    from qmargin.cli.bench_head import resolve_benchmark, run_head_benchmark
+
+    options: dict[str, Any] = vars(arguments).copy()
+    extra = {name: options.pop(name) for name in ("growth", "end_to_end")}
+    parts = options.pop("parts")
+    parts += tuple(name.replace("_", "-") for name, is_asked in extra.items() if is_asked)
+    del options["run"]
+    saved = {"json_path": options.pop("json"), "commit": options.pop("commit")}
+    options["growth_classes"] = tuple(options["growth_classes"])
+    options["grid"] = options.pop("settings")
+    command = "qmargin " + shlex.join(sys.argv[1:])
+    run_head_benchmark(resolve_benchmark(options), parts, command=command, **saved)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,33 +1,76 @@
-"""Tables and progress that look right in a terminal and stay plain text in a file."""
+"""Tables and progress: rich in a terminal that has it, plain Markdown everywhere else."""
+
+from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, Protocol
 
-from rich import box
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
-
-PLAIN_WIDTH = 120  # a pipe has no width of its own, and wrapped cells are hard to search
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
-def output_console() -> Console:
-    """Console on standard output: colours in a terminal, plain text elsewhere."""
-    if sys.stdout.isatty():
-        return Console()
-    return Console(width=PLAIN_WIDTH, no_color=True)
+class ProgressBar(Protocol):
+    """What the commands use of a progress bar."""
+
+    def add_task(self, description: str, *, total: float | None = None) -> Any:
+        """Begin a bar; returns what ``advance`` takes."""
+
+    def advance(self, task_id: Any) -> None:
+        """One more is done."""
+
+
+class _NoProgress:
+    """Shows nothing."""
+
+    def add_task(self, description: str, *, total: float | None = None) -> None:
+        """Do nothing."""
+
+    def advance(self, task_id: Any) -> None:
+        """Do nothing."""
+
+
+def output_console() -> Console | None:
+    """A rich console on standard output; None outside a terminal, or without the rich package."""
+    if not sys.stdout.isatty() or find_spec("rich") is None:
+        return None
+    from rich.console import Console
+
+    return Console()
+
+
+def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table that can also be read as it is: the first column holds text.
+
+    Example:
+        >>> print(markdown_table(["loss", "ms"], [["ours", "1.5"], ["theirs", "12"]]))
+        | loss   |  ms |
+        |--------|-----|
+        | ours   | 1.5 |
+        | theirs |  12 |
+    """
+    widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
+
+    def line(cells: Sequence[str]) -> str:
+        first = cells[0].ljust(widths[0])
+        others = [cell.rjust(width) for cell, width in zip(cells[1:], widths[1:], strict=True)]
+        return "| " + " | ".join([first, *others]) + " |"
+
+    rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
+    return "\n".join([line(columns), rule, *map(line, rows)])
 
 
 def print_table(
-    console: Console, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]
+    console: Console | None, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]
 ) -> None:
     """Print ``rows`` under ``columns``: the first holds text, the others numbers.
 
-    Outside a terminal the table is Markdown, so that it can be pasted into a page.
+    Without a console the table is Markdown, so that it can be pasted into a page.
 
     Example:
-        >>> console = Console(width=40, no_color=True, force_terminal=False)
-        >>> print_table(console, "Times", ["loss", "ms"], [["ours", "1.5"]])
+        >>> print_table(None, "Times", ["loss", "ms"], [["ours", "1.5"]])
         Times
         <BLANKLINE>
         | loss |  ms |
@@ -35,8 +78,14 @@ def print_table(
         | ours | 1.5 |
         <BLANKLINE>
     """
-    style = box.SIMPLE_HEAD if console.is_terminal else box.MARKDOWN
-    table = Table(box=style, header_style="bold")
+    if console is None:
+        sys.stdout.write(f"{title}\n\n{markdown_table(columns, rows)}\n\n")
+        sys.stdout.flush()
+        return
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, header_style="bold")
     for index, column in enumerate(columns):
         table.add_column(column, justify="left" if index == 0 else "right", overflow="fold")
     for row in rows:
@@ -45,15 +94,24 @@ def print_table(
     console.print(table)
 
 
-def progress_bar() -> Progress:
+def progress_bar() -> AbstractContextManager[ProgressBar]:
     """Progress with a bar, a count and the time left, on standard error, terminals only."""
-    console = Console(stderr=True)
+    if not sys.stderr.isatty() or find_spec("rich") is None:
+        return nullcontext(_NoProgress())
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
         TimeRemainingColumn(),
-        console=console,
+        console=Console(stderr=True),
         transient=True,
-        disable=not console.is_terminal,
     )

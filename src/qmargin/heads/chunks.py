@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from qmargin.heads.classifier import MarginClassifier
 
 CHUNK_LOGITS = {"cpu": 1 << 21, "cuda": 1 << 25}  # in a block; about six such tensors live at once
+FUSED_LOGITS = 1 << 26  # where only a half-precision block and its gradient rows live
 MAX_PASSES = 100
 HALF_FACTOR = 2.0**15  # posteriors are at most one: so scaled they use the range of float16
 
@@ -63,14 +66,29 @@ class Target(NamedTuple):
         return row_sums(gap, self.log_reference[:, None], level, order)
 
 
-def product(left: Tensor, right: Tensor) -> Tensor:
+def product(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
     """``left @ right``; half operands are summed, and returned, in float32."""
     if left.dtype not in (torch.float16, torch.bfloat16):
-        return left @ right
-    if left.is_cuda and hasattr(torch.ops.aten.mm, "dtype"):  # torch 2.8 and later
-        result: Tensor = torch.ops.aten.mm.dtype(left, right, torch.float32)
+        return torch.mm(left, right, out=out)
+    if left.is_cuda and hasattr(torch.ops.aten.mm, "dtype_out"):  # torch 2.8 and later
+        if out is None:
+            shape = (left.shape[0], right.shape[1])
+            out = torch.empty(shape, dtype=torch.float32, device=left.device)
+        result: Tensor = torch.ops.aten.mm.dtype_out(left, right, torch.float32, out=out)
         return result
-    return left.float() @ right.float()
+    return torch.mm(left.float(), right.float(), out=out)
+
+
+def project_rows(
+    gradient: Tensor, prototypes: Tensor, inverse_norms: Tensor, factor: Tensor
+) -> Tensor:
+    """``factor`` times the gradient of prototypes ``[n, d]`` from that of their unit vectors.
+
+    In place.
+    """
+    unit = prototypes * inverse_norms[:, None]
+    gradient.sub_((gradient * unit).sum(1, keepdim=True) * unit)  # what would only lengthen it
+    return gradient.mul_((inverse_norms * factor)[:, None])
 
 
 class Chunks:
@@ -87,16 +105,41 @@ class Chunks:
         # Above alpha = 2 a posterior is a root of its height: float32 would show at the edge.
         self.dtype = torch.float64 if self.order > 1.0 else native
         self.rounding = torch.finfo(native).eps
+        self.fused = self._fused_kernels()
         limit = CHUNK_LOGITS.get(embeddings.device.type, CHUNK_LOGITS["cuda"])
+        limit = FUSED_LOGITS if self.fused is not None else limit
         num_rows, num_groups = len(embeddings), -(-head.num_classes // GROUP)
         self.group = GROUP * -(-4 * num_rows * num_groups // limit)  # maxima: a quarter of a block
         self.size = self.group * max(1, limit // (num_rows * self.group))
 
+    def _fused_kernels(self) -> ModuleType | None:
+        """Kernels that fold what follows a product into it: ``alpha = 1`` and half operands."""
+        head = self.head
+        is_half = self.operand_dtype in (torch.float16, torch.bfloat16)
+        if self.order != 0.0 or not is_half or head.copy.dtype != self.operand_dtype:
+            return None
+        if head.embedding_dim % 8 or not head.kernels.__name__.endswith("triton.head"):
+            return None
+        return import_module("qmargin.kernels.triton.blocks")
+
+    def ranges(self) -> Iterator[slice]:
+        """Consecutive blocks of classes."""
+        for start in range(0, self.head.num_classes, self.size):
+            yield slice(start, min(start + self.size, self.head.num_classes))
+
+    def half_posteriors(self, anchor: Tensor, level: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """By blocks: classes, and ``HALF_FACTOR`` times the posterior ``[B, n]`` in half."""
+        assert self.fused is not None
+        shift, start = self._shifted(anchor, level)
+        numbers = (shift.squeeze(1), start, self.scale, self.order)
+        batch = (self.operand, self.head.copy, self.labels, self.head.num_classes)
+        for where in self.ranges():
+            yield where, self.fused.posterior_block(*batch, where, *numbers)
+
     def blocks(self) -> Iterator[tuple[slice, Tensor]]:
         """Consecutive classes and their unit prototypes in the precision of the operands."""
         head = self.head
-        for start in range(0, head.num_classes, self.size):
-            where = slice(start, min(start + self.size, head.num_classes))
+        for where in self.ranges():
             if head.copy.dtype == self.operand_dtype:
                 yield where, head.copy[where]
             else:
@@ -174,6 +217,10 @@ class Chunks:
 def log_sum_exp(chunks: Chunks, target: Target, *, pulls: bool) -> SolvedBlocks:
     """``alpha = 1``: everything in one pass, relative to a running maximum."""
     scale, embeddings = chunks.scale, chunks.embeddings
+    if chunks.fused is not None:  # leaves the embeddings' gradient to the backward pass
+        batch = (chunks.operand, chunks.head.copy, chunks.labels, chunks.head.num_classes)
+        top, mass = chunks.fused.log_sum_exp(*batch, scale)
+        return _log_sum_exp_at(chunks, target, top, mass, None)
     top = embeddings.new_full((len(embeddings),), -torch.inf)
     mass = torch.zeros_like(target.logits)
     pulled = torch.zeros_like(embeddings) if pulls else None
@@ -187,6 +234,14 @@ def log_sum_exp(chunks: Chunks, target: Target, *, pulls: bool) -> SolvedBlocks:
         if pulled is not None:
             pulled = pulled.mul_(shrink[:, None]).add_(chunks.pull(part, unit))
         top = higher
+    return _log_sum_exp_at(chunks, target, top, mass, pulled)
+
+
+def _log_sum_exp_at(
+    chunks: Chunks, target: Target, top: Tensor, mass: Tensor, pulled: Tensor | None
+) -> SolvedBlocks:
+    """The solution from the others' largest cosine and their mass relative to it."""
+    scale = chunks.scale
     anchor = torch.where(top == -torch.inf, 0.0, top.double() * scale)
     joint = target.logits - anchor + target.log_reference
     total = torch.logaddexp(mass.log(), joint)  # tau, relative to the anchor

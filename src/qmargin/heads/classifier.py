@@ -198,10 +198,9 @@ class MarginClassifier(nn.Module):
         """Mean loss of a batch of embeddings ``[B, d]`` (any length) with labels ``[B]``."""
         self._check_settings(self.prototypes.dtype)
         embeddings = self._check_batch(embeddings, labels)
-        is_ignored = labels == self.loss.ignore_index
-        marked = torch.where(is_ignored, 0, labels)
-        marked = checked_labels(marked, self.num_classes, self.loss.debug)
-        marked = marked.masked_fill_(is_ignored, -1)  # as margins expect it
+        is_ignored = labels == self.loss.ignore_index  # a negative number, as margins expect it
+        if not labels.is_cuda or self.loss.debug:
+            checked_labels(labels.masked_fill(is_ignored, 0), self.num_classes, self.loss.debug)
         choice = self._choose(len(labels))
         self._step = None  # what it kept is free for this step
         with torch.autocast(embeddings.device.type, enabled=False):
@@ -211,7 +210,7 @@ class MarginClassifier(nn.Module):
             self._check_norms(norms)
             if choice.path in ("sparse", "chunked") or self.gradient == "fused":
                 self.refresh()
-            rows, self._step = PATHS[choice.path](self, unit, marked, norms)
+            rows, self._step = PATHS[choice.path](self, unit, labels.long(), norms)
         self._reason = choice.reason
         if self.path == "auto" and isinstance(self._step, SparseStep | ChunkedStep):
             self._shares.append(self._step.group_share())

@@ -21,7 +21,7 @@ from qmargin.kernels.head_reference import GROUP, PreparedRows, SolvedRows
 if TYPE_CHECKING:
     from qmargin.heads.classifier import MarginClassifier
 
-LIST_CAPACITY = 8192  # listed groups per row, on average, above which lists lose to blocks
+LIST_CAPACITY = 32768  # listed groups per row, on average, above which lists lose to blocks
 
 
 class ListOverflow(Exception):
@@ -90,8 +90,9 @@ class SparseStep:
         """How far a screened cosine can be from the exact one, per row, float64 (F3)."""
         rounding, copy_error = self.prepared.rounding.double(), self.head.copy_error
         # Two sums of d products of unit vectors: the screen's and the exact score's own.
-        unit = torch.finfo(self.prepared.embeddings.dtype).eps
-        accumulated = 2 * self.head.embedding_dim * unit
+        screened = torch.float64 if self.prepared.rounded.dtype == torch.float64 else torch.float32
+        unit = torch.finfo(screened).eps + torch.finfo(self.prepared.embeddings.dtype).eps
+        accumulated = self.head.embedding_dim * unit
         return rounding * (1.0 + copy_error) + (copy_error + accumulated)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
@@ -65,6 +66,7 @@ def choose_backend(call: Call, name: str = "auto") -> Backend:
     raise BackendError(f"no backend {name!r} for this call ({detail or 'known: ' + known})")
 
 
+@lru_cache  # asked several times a step, and looking for triton on disk is slow
 def load_backend(call: Call, name: str = "auto") -> ModuleType:
     """The module of the chosen backend."""
     return import_module(choose_backend(call, name).module)

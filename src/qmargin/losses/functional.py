@@ -47,7 +47,7 @@ def softargmax(
     Args:
         logits: ``[..., k]``; ``-inf`` masks a class out. Half precision is computed as, and
             returned in, float32.
-        alpha: Order of the divergence in ``(0, inf)``, 1 included; a tensor is learnable.
+        alpha: Order of the divergence in ``(0, 16]``, 1 included; a tensor is learnable.
         log_reference: Log of the reference measure, broadcastable to the logits; 0 by default.
         divergence: Any other divergence, instead of ``alpha``.
 

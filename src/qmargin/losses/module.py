@@ -21,7 +21,8 @@ from qmargin.losses.checks import (
 )
 from qmargin.losses.generic import generic_loss, solve_generic
 from qmargin.maths.divergences import Alpha, Divergence
-from qmargin.maths.margins import Margin, TargetTerm, warn_if_unreachable
+from qmargin.maths.margins import Margin, TargetTerm
+from qmargin.maths.reach import warn_if_unreachable
 from qmargin.maths.settings import register_learnable
 
 REDUCTIONS = ("none", "mean", "sum")

@@ -7,20 +7,24 @@ the products with prototypes and embeddings that follow.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from qmargin.kernels.triton.tuning import num_programs, screen_tiles
+from qmargin.kernels.triton.tuning import ScreenTiles, num_programs, power_of_two, screen_tiles
 
 FACTOR = 2.0**15  # posteriors are at most one: so scaled they use the range of float16
 
 
 @triton.jit
-def _cosines(embeddings, copy, LABELS, row_tile, class_tile, num_rows, num_classes, first,
-             DEPTH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
+def _cosines(
+    embeddings, copy, LABELS, row_tile, class_tile, num_rows, num_classes, first,
+    DEPTH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
     """Tile of cosines, ``-inf`` at targets and past the last class; its rows."""
     products = tl.zeros((BM, BN), dtype=tl.float32)
     for depth in range(0, DEPTH, BK):
@@ -97,22 +101,26 @@ def _posterior(
         tl.store(OUT + place, (posterior * factor).to(OUT.dtype.element_ty), mask=mask)
 
 
-def _launch(embeddings: Tensor, copy: Tensor, num_classes: int) -> tuple[list, dict]:
-    """Descriptors, tile counts and sizes of a product over ``num_classes`` classes."""
-    tiles = screen_tiles(len(embeddings))
-    row_tiles = triton.cdiv(len(embeddings), tiles.rows)
-    class_tiles = triton.cdiv(num_classes, tiles.classes)
-    descriptors = [
-        TensorDescriptor.from_tensor(embeddings, [tiles.rows, tiles.depth]),
-        TensorDescriptor.from_tensor(copy, [tiles.classes, tiles.depth]),
-    ]
-    programs = min(num_programs(embeddings.device), row_tiles * class_tiles)
-    return descriptors, {
-        "row_tiles": row_tiles,
-        "class_tiles": class_tiles,
-        "programs": programs,
-        "tiles": tiles,
-    }
+class _Launch(NamedTuple):
+    """Operands and sizes of a product over some classes."""
+
+    operands: tuple[TensorDescriptor, TensorDescriptor]
+    row_tiles: int
+    class_tiles: int
+    programs: int
+    tiles: ScreenTiles
+
+    @classmethod
+    def of(cls, embeddings: Tensor, copy: Tensor, num_classes: int) -> _Launch:
+        tiles = screen_tiles(len(embeddings))
+        row_tiles = triton.cdiv(len(embeddings), tiles.rows)
+        class_tiles = triton.cdiv(num_classes, tiles.classes)
+        operands = (
+            TensorDescriptor.from_tensor(embeddings, [tiles.rows, tiles.depth]),
+            TensorDescriptor.from_tensor(copy, [tiles.classes, tiles.depth]),
+        )
+        programs = min(num_programs(embeddings.device), row_tiles * class_tiles)
+        return cls(operands, row_tiles, class_tiles, programs, tiles)
 
 
 def log_sum_exp(
@@ -152,17 +160,17 @@ def _sums(
     scale: float,
     order: float,
 ) -> tuple[Tensor, Tensor]:
-    descriptors, sizes = _launch(embeddings, copy, num_classes)
-    tiles, num_rows = sizes["tiles"], len(embeddings)
-    shape = (2, num_rows, sizes["class_tiles"])
+    launch = _Launch.of(embeddings, copy, num_classes)
+    tiles, num_rows = launch.tiles, len(embeddings)
+    shape = (2, num_rows, launch.class_tiles)
     first, second = torch.empty(shape, dtype=torch.float32, device=embeddings.device).unbind()
     void = first if shift is None or level is None else None
-    _row_sums[(sizes["programs"],)](
-        *descriptors, labels, shift if void is None else void, level if void is None else void,
-        first, second, num_rows, num_classes, sizes["row_tiles"] * sizes["class_tiles"],
-        sizes["row_tiles"], sizes["class_tiles"], scale, order,
+    _row_sums[(launch.programs,)](
+        *launch.operands, labels, shift if void is None else void, level if void is None else void,
+        first, second, num_rows, num_classes, launch.row_tiles * launch.class_tiles,
+        launch.row_tiles, launch.class_tiles, scale, order,
         embeddings.shape[1], tiles.rows, tiles.classes, tiles.depth, void is not None,
-        sizes["programs"], num_warps=tiles.warps, num_stages=tiles.stages,
+        launch.programs, num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     return first, second
 
@@ -183,13 +191,37 @@ def posterior_block(
     ``level`` is the height at cosine ``shift``, or the log of the posterior there at ``alpha = 1``.
     """
     width = where.stop - where.start
-    descriptors, sizes = _launch(embeddings, copy, width)
-    tiles, num_rows = sizes["tiles"], len(embeddings)
+    launch = _Launch.of(embeddings, copy, width)
+    tiles, num_rows = launch.tiles, len(embeddings)
     out = torch.empty((num_rows, width), dtype=copy.dtype, device=embeddings.device)
-    _posterior[(sizes["programs"],)](
-        *descriptors, labels, shift, level, out, num_rows, num_classes, where.start, width,
-        sizes["row_tiles"] * sizes["class_tiles"], sizes["row_tiles"], scale, order, FACTOR,
+    _posterior[(launch.programs,)](
+        *launch.operands, labels, shift, level, out, num_rows, num_classes, where.start, width,
+        launch.row_tiles * launch.class_tiles, launch.row_tiles, scale, order, FACTOR,
         embeddings.shape[1], tiles.rows, tiles.classes, tiles.depth, order == 0.0,
-        sizes["programs"], num_warps=tiles.warps, num_stages=tiles.stages,
+        launch.programs, num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     return out
+
+
+@triton.jit
+def _project(GRADIENT, FACTOR, PROTOTYPES, INVERSE_NORMS, depth, DEPTH: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    dimension = tl.arange(0, DEPTH)
+    inside = dimension < depth
+    inverse = tl.load(INVERSE_NORMS + row)
+    unit = tl.load(PROTOTYPES + row * depth + dimension, mask=inside, other=0.0) * inverse
+    g = tl.load(GRADIENT + row * depth + dimension, mask=inside, other=0.0)
+    g = (g - tl.sum(g * unit, 0) * unit) * (inverse * tl.load(FACTOR))
+    tl.store(GRADIENT + row * depth + dimension, g, mask=inside)
+
+
+def project_rows_(
+    gradient: Tensor, prototypes: Tensor, inverse_norms: Tensor, factor: Tensor
+) -> Tensor:
+    """``factor`` times the gradient of prototypes ``[n, d]`` from that of their unit vectors."""
+    depth = gradient.shape[1]
+    wide = power_of_two(depth)
+    _project[(len(gradient),)](
+        gradient, factor, prototypes, inverse_norms, depth, wide, num_warps=1 if wide <= 512 else 4
+    )
+    return gradient

@@ -1,0 +1,187 @@
+"""The results page from the files of ``qmargin bench head --json``: no number is typed by hand.
+
+Run: ``python -m qmargin.cli.bench_head_page FILE.json ... > docs/benchmarks/head.md``. Parts may
+come from several files; of a part that is in more than one, the last file's counts.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from qmargin.cli.bench_head_tables import TABLES, table_cells
+from qmargin.cli.tables import markdown_table
+
+TEXTS = {
+    "products": """One product `[B, d] x [d, k]` in the precision of the screen, output written. A dense
+softmax head needs three: logits, gradient of the embeddings, gradient of the prototypes. "Padded" means
+that k is rounded up to a multiple of 128, so that each row of the output begins at a multiple of 16 bytes.
+The padded product is the unit of every ratio on this page; it is timed again in turns with every step.""",
+    "paths": """A step from embeddings to gradients, and with an update. The sparse step leaves its gradient
+of the prototypes as lists that the update consumes; "`.grad` of active rows" builds the rows as well. A
+chunked step's gradient is made block by block and dropped where no update is timed. `sampled` is not the
+loss over all classes. `paper` is the paper's procedure on all cosines in half precision. The common head
+is the plain PyTorch of most training code: unit vectors, a product under autocast, a clamp, the margin by
+index, cross-entropy, `torch.optim.SGD`. "Extra GiB" is the peak beyond prototypes, momentum and the
+screened copy.""",
+    "settings": """Small scales and alphas near 1 make supports large. `auto` is what a head does by
+default, after some steps that measure the support; `sparse` falls back to `chunked` where its lists
+would be too long, and the note says so.""",
+    "growth": """The sparse path for more and more classes, on one device.""",
+    "errors": """Largest absolute errors of `tau` and of the loss over 16 rows, against float64 over all
+classes from the same stored prototypes; `chunked` and `paper` multiply rounded vectors and say so in their
+documentation. Gradients are relative to the largest element of the dense gradient in float64, over fewer
+classes; the row `dense` is plain float32 and shows what rounding alone does.""",
+    "end-to-end": """Backbone forward and backward (channels last, bfloat16 autocast, random images), head,
+clipping and both updates, on one device with all classes. Every head takes turns with the backbone
+alone; "head ms" is the difference. The last column repeats the paper's throughput table (WebFace42M,
+ResNet-100, eight GPUs, classes split among them): compare its ratios, not its numbers. The network is
+untrained, so supports are those of the first steps.""",
+}
+
+
+@dataclass(frozen=True)
+class Goal:
+    """A number that the head is to reach, and where it is measured."""
+
+    claim: str
+    part: str
+    names: dict[str, Any]  # fields and facts that select the rows
+    field: str
+    limit: float
+    form: str = ".2f"
+
+    def measured(self, parts: dict[str, Section]) -> float | None:
+        """Worst of the selected rows; None if there is none with a number."""
+        rows = parts[self.part].rows if self.part in parts else []
+        values = [_lookup(row, self.field) for row in rows if self._selects(row)]
+        found = [value for value in values if value is not None]
+        return max(found, default=None)
+
+    def _selects(self, row: dict[str, Any]) -> bool:
+        return all(_lookup(row, name) == value for name, value in self.names.items())
+
+
+@dataclass(frozen=True)
+class Section:
+    """Rows of a part and the file they come from."""
+
+    rows: list[dict[str, Any]]
+    record: dict[str, Any]
+
+
+def _lookup(row: dict[str, Any], name: str) -> Any:
+    return row[name] if name in row else row["facts"].get(name)
+
+
+_FB = "forward + backward"
+_BASE = "sparse, alpha 1.25"
+
+
+def _setting(alpha: float, scale: float, limit: float) -> Goal:
+    names = {"name": "sparse", "step": _FB, "alpha": alpha, "scale": scale}
+    claim = f"sparse, alpha {alpha:g}, scale {scale:g}, {_FB}, x GEMM"
+    return Goal(claim, "settings", names, "ratio", limit)
+
+
+def _path(name: str, update: str, limit: float, field: str = "ratio") -> Goal:
+    step = _FB + update
+    unit = "x GEMM" if field == "ratio" else "extra GiB"
+    return Goal(f"{name}, {step}, {unit}", "paths", {"name": name, "step": step}, field, limit)
+
+
+GOALS = (
+    _path(_BASE, "", 2.0),
+    _path(_BASE, " + SparseSGD", 2.3),
+    _path(_BASE, " + ExactSGD", 3.6),
+    _path(_BASE, " + SparseSGD", 1.0, "peak_gib"),
+    _path(_BASE, " + ExactSGD", 1.0, "peak_gib"),
+    _path("chunked, ArcFace", "", 5.5),
+    _path("chunked, CosFace", "", 5.5),
+    _path("chunked, ArcFace", " + ExactSGD", 1.0, "peak_gib"),
+    _path("chunked, CosFace", " + ExactSGD", 1.0, "peak_gib"),
+    _setting(1.5, 10.0, 2.0),
+    _setting(1.75, 5.0, 2.0),
+    _setting(2.0, 1.9, 2.0),
+    _setting(1.25, 64.0, 2.0),
+    _setting(1.25, 20.0, 3.0),
+    Goal("sparse, error of tau", "errors", {"name": "sparse"}, "tau_error", 2e-6, ".1e"),
+)
+
+
+def read_sections(paths: Sequence[Path]) -> dict[str, Section]:
+    """Parts of all files, in the order of the tables."""
+    found: dict[str, Section] = {}
+    for path in paths:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        for part, rows in record["parts"].items():
+            found[part] = Section(rows, record)
+    return {part: found[part] for part in TABLES if part in found}
+
+
+def render_page(paths: Sequence[Path]) -> str:
+    """The page, as Markdown."""
+    sections = read_sections(paths)
+    lines = ["# The head on one device", "", *_machines(sections), ""]
+    if any(goal.measured(sections) is not None for goal in GOALS):
+        lines += ["## Goals", "", _goals(sections), ""]
+    for part, section in sections.items():
+        settings, columns = section.record["settings"], table_cells(part, section.rows)
+        table = markdown_table(*_escaped(*columns))
+        text = [f"## {TABLES[part].title}", "", TEXTS[part], "", _sizes(part, settings), "", table]
+        lines += [*text, ""]
+    return "\n".join(lines)
+
+
+def _machines(sections: dict[str, Section]) -> list[str]:
+    """Each run once: command, commit, date, machine, versions."""
+    lines = []
+    records = {id(section.record): section.record for section in sections.values()}
+    for record in records.values():
+        machine = record["machine"]
+        versions = [f"{name} {machine[name]}" for name in ("torch", "triton", "cuda", "python")
+                    if machine.get(name)]  # fmt: skip
+        parts = [part for part, section in sections.items() if section.record is record]
+        lines += [
+            f"- {', '.join(parts)}: `{record['command']}`, commit `{machine['commit']}`, "
+            f"{record['date']}, {machine['device']}, {', '.join(versions)}"
+        ]
+    return lines
+
+
+def _goals(sections: dict[str, Section]) -> str:
+    rows = []
+    for goal in GOALS:
+        value = goal.measured(sections)
+        if value is None:
+            rows.append([goal.claim, format(goal.limit, goal.form), "not measured", ""])
+            continue
+        is_met = "yes" if value <= goal.limit else "no"
+        rows.append([goal.claim, format(goal.limit, goal.form), format(value, goal.form), is_met])
+    return markdown_table(["what", "at most", "measured", "met"], rows)
+
+
+def _sizes(part: str, settings: dict[str, Any]) -> str:
+    is_whole = part == "end-to-end"
+    sizes = [f"B {settings['batch'] if is_whole else settings['rows']}", f"d {settings['dim']}"]
+    if part != "growth":
+        sizes.append(f"k {settings['classes']:,}")
+    if is_whole:
+        sizes.append(str(settings["backbone"]))
+    if part not in ("settings", "products"):
+        sizes.append("alpha {alpha:g}, scale {scale:g}, margin {margin:g}".format(**settings))
+    return f"{', '.join(sizes)}, {settings['screen']} screen. Medians, in milliseconds."
+
+
+def _escaped(columns: list[str], rows: list[list[str]]) -> tuple[list[str], list[list[str]]]:
+    """Text that cannot end a cell early."""
+    escape: Callable[[str], str] = lambda text: text.replace("|", "\\|")  # noqa: E731
+    return columns, [[escape(cell) for cell in row] for row in rows]
+
+
+if __name__ == "__main__":
+    sys.stdout.write(render_page([Path(name) for name in sys.argv[1:]]))

@@ -1,0 +1,179 @@
+"""Time and memory of steps on the device at hand, and the rows that hold them."""
+
+from __future__ import annotations
+
+import gc
+import platform
+import shutil
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import qmargin
+from qmargin.errors import BackendError
+
+WARM_TURNS = 3  # the first compiles kernels, the second may still grow the allocator's pools
+FEWEST_TURNS = 3
+Step = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement: what it was, and what came out, or why nothing did."""
+
+    name: str
+    step: str = ""  # what was timed, such as "forward + backward"
+    ms: float | None = None  # median
+    ms_all: list[float] = field(default_factory=list)
+    reference_ms: float | None = None  # of the reference that took turns with it, median
+    ratio: float | None = None  # to that reference
+    peak_gib: float | None = None
+    failed: str | None = None  # why there is no number
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+def once_ms(step: Step, device: torch.device) -> float:
+    """Milliseconds of one call, launches included: the device is idle before and after."""
+    if device.type != "cuda":
+        start = time.perf_counter()
+        step()
+        return 1e3 * (time.perf_counter() - start)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize(device)
+    begin.record()
+    step()
+    end.record()
+    torch.cuda.synchronize(device)
+    return begin.elapsed_time(end)
+
+
+def time_turns(
+    steps: Sequence[Step], device: torch.device, *, repeats: int, seconds: float
+) -> list[list[float]]:
+    """Milliseconds of every call of each step, all in turns, after some that warm up.
+
+    Turns, so that a change of the clock meets all of them.
+
+    Args:
+        steps: What to time.
+        device: Where they run.
+        repeats: Turns.
+        seconds: Slow steps get fewer turns, three at least, to stay near this time.
+    """
+    turn_ms = 0.0
+    for _ in range(WARM_TURNS):
+        turn_ms = sum(once_ms(step, device) for step in steps)
+        if turn_ms > 1e3 * seconds / 4:
+            break
+    affordable = int(1e3 * seconds / max(turn_ms, 1e-6))
+    turns = min(repeats, max(FEWEST_TURNS, affordable))
+    times: list[list[float]] = [[] for _ in steps]
+    for _ in range(turns):
+        for own, step in zip(times, steps, strict=True):
+            own.append(once_ms(step, device))
+    return times
+
+
+def peak_gib(step: Step, device: torch.device, known_bytes: int = 0) -> float | None:
+    """Most memory that a call has allocated, less what is known; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    step()
+    torch.cuda.synchronize(device)
+    return (torch.cuda.max_memory_allocated(device) - known_bytes) / 2**30
+
+
+def allocated_bytes(device: torch.device) -> int:
+    """Bytes of live tensors on a GPU; zero on a CPU, which does not count them."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
+def guarded(name: str, step: str, measure: Callable[[], Row], facts: dict[str, Any]) -> Row:
+    """The measured row, or one that says what went wrong, so that the others can go on."""
+    try:
+        return measure()
+    except Exception as error:  # whatever it is belongs in its row
+        lines = str(error).splitlines() or [""]
+        failed = f"{type(error).__name__}: {lines[0][:160]}"
+    clean_up()  # out here the traceback, and the tensors in its frames, are gone
+    return Row(name, step, failed=failed, facts=facts)
+
+
+def clean_up() -> None:
+    """Give back what nobody uses."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def median(times: Sequence[float]) -> float:
+    """Of one step's turns."""
+    return statistics.median(times)
+
+
+def resolve_device(name: str) -> torch.device:
+    """The device of that name, ``auto`` being a GPU where there is one."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:  # torch asserts when it was built without CUDA
+        reason = str(error).splitlines()[0]
+        raise BackendError(f"device {name!r} cannot be used ({reason}); try cpu") from error
+
+
+def describe_machine(device: torch.device, commit: str | None) -> dict[str, Any]:
+    """What a number depends on besides the settings."""
+    machine: dict[str, Any] = {
+        "device": "CPU",
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "threads": torch.get_num_threads(),
+        "qmargin": qmargin.__version__,
+        "torch": torch.__version__,
+        "triton": _version("triton"),
+        "commit": commit or _commit(),
+    }
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        machine["device"] = properties.name
+        machine["memory_gib"] = round(properties.total_memory / 2**30, 1)
+        machine["cuda"] = torch.version.cuda
+    return machine
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    """Of the sources that run, with a plus if they were changed since; None without git."""
+    git = shutil.which("git")
+    if git is None:
+        return None
+    here = Path(__file__).parent
+
+    def ask(*arguments: str) -> str | None:
+        result = subprocess.run(
+            [git, *arguments], cwd=here, capture_output=True, text=True, timeout=60
+        )
+        return result.stdout.strip() if result.returncode == 0 else None
+
+    head = ask("rev-parse", "--short", "HEAD")
+    return head if head is None else head + ("+" if ask("status", "--porcelain", ".") else "")

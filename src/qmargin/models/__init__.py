@@ -1,0 +1,1 @@
+"""Backbones: networks that map inputs to embeddings, and know nothing of losses."""
