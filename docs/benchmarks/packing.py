@@ -1,8 +1,8 @@
 """What packing candidates saves on a CPU, and what the shape of the groups costs.
 
 Run `python docs/benchmarks/packing.py`; it takes a few minutes. The batch is that of `qmargin bench
-loss`: 256 rows, 100,000 classes, scale 32, effective margin 0.5. Times are CPU time of one thread, which
-other work on the machine disturbs less than a clock on the wall.
+loss`: 256 rows, 100,000 classes, scale 32, effective margin 0.5. Times are CPU time of one thread,
+which other work on the machine disturbs less than it does a clock on the wall.
 """
 
 import statistics

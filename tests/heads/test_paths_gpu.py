@@ -61,6 +61,7 @@ def test_moving_a_head_moves_everything() -> None:
     assert head.copy.dtype == torch.float32
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_softmax_by_blocks_never_waits_for_the_device() -> None:
     batch = random_batch(5003, dim=64, rows=64)
     head = make_head(qmargin.arcface(), batch, path="chunked", device="cuda", gradient="fused")

@@ -153,6 +153,30 @@ def test_update(num_classes, dim, momentum, nesterov, only_active):
         torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("only_active", [False, True])
+@pytest.mark.parametrize("momentum, nesterov", [(0.9, True), (0.0, False)])
+def test_update_of_given_rows(momentum, nesterov, only_active):
+    torch.manual_seed(0)
+    start, buffer = 0.1 * torch.randn(50, 40), 0.01 * torch.randn(50, 40)
+    rows = torch.randn(20, 40)
+    rows[3:9] = 0.0
+    results = []
+    for kernels in (update_reference, fused):
+        prototypes, momenta = start.clone().to(DEVICE), buffer.clone().to(DEVICE)
+        copy = torch.zeros(256, 40, dtype=torch.float16, device=DEVICE)
+        inverse = torch.empty(50, device=DEVICE)
+        plain.refresh_copy(prototypes, copy, inverse)
+        state = (prototypes, momenta if momentum else None, inverse, copy)
+        error = kernels.sgd_update_rows(
+            slice(7, 27), rows.clone().to(DEVICE), *state,
+            lr=0.1, momentum=momentum, weight_decay=5e-4, nesterov=nesterov,
+            grad_scale=torch.tensor(0.7, device=DEVICE), only_active=only_active,
+        )  # fmt: skip
+        results.append((prototypes, momenta, inverse, error))
+    for found, expected in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
+
+
 @pytest.mark.parametrize("alpha", [1.0, 1.25, 2.0])
 @pytest.mark.parametrize("shape", [(700, 64, 5), (257, 40, 3), (1, 8, 2)])
 def test_blocks(shape, alpha):

@@ -43,7 +43,7 @@ class CommonHead(nn.Module):
 
     def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
         """Mean loss of embeddings ``[B, d]`` with labels ``[B]``."""
-        weight = self.weight
+        weight: Tensor = self.weight
         if self.rate < 1.0:
             classes = self._sample(labels)
             weight, labels = weight[classes], torch.searchsorted(classes, labels)

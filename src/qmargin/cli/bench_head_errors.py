@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 import qmargin
-from qmargin.cli.bench_head_parts import ISSUE_SETTINGS
+from qmargin.cli.bench_head_parts import grid_of
 from qmargin.cli.bench_head_steps import HeadBenchmark, Workbench
 from qmargin.cli.bench_timing import Row, clean_up, guarded
 from qmargin.heads.chunked import ChunkedStep
@@ -30,26 +31,22 @@ EXACT_PATHS = ("sparse", "chunked", "paper")
 
 def errors(bench: HeadBenchmark) -> Iterator[Row]:
     """Tau and loss against float64 over all classes; gradients against float64 over fewer."""
-    grid = ISSUE_SETTINGS if bench.grid == "issue" else ((bench.alpha, bench.scale, bench.margin),)
-    workbench = Workbench(bench)
-    wanted = [path for path in EXACT_PATHS if path in bench.paths]
-    for alpha, scale, margin in grid:
-        loss = qmargin.q_margin(alpha=alpha, scale=scale, margin=margin)
-        facts = {"alpha": alpha, "scale": scale, "margin": margin}
-        workbench.head.loss = loss
-        truth = exact_rows(workbench.head, workbench.leaf.detach(), workbench.labels)
-        for path in wanted:
-            yield guarded(
-                path,
-                "tau and loss",
-                lambda path=path, facts=facts, truth=truth: _row_errors(  # type: ignore[misc]
-                    workbench, path, truth, facts
-                ),
-                facts,
-            )
-    del workbench
+    yield from _all_row_errors(bench)
     clean_up()
     yield from _gradient_errors(bench)
+
+
+def _all_row_errors(bench: HeadBenchmark) -> Iterator[Row]:
+    workbench = Workbench(bench)
+    head = workbench.head
+    for alpha, scale, margin in grid_of(bench):
+        head.loss = qmargin.q_margin(alpha=alpha, scale=scale, margin=margin)
+        facts = {"alpha": alpha, "scale": scale, "margin": margin}
+        truth = exact_rows(head, workbench.leaf.detach(), workbench.labels)
+        for path in EXACT_PATHS:
+            if path in bench.paths:
+                measure = partial(_row_errors, workbench, path, truth, facts)
+                yield guarded(path, "tau and loss", measure, facts)
 
 
 @torch.no_grad()
@@ -69,13 +66,14 @@ def _row_errors(workbench: Workbench, path: str, truth: LossOutput, facts: dict[
     head.refresh()
     unit, norms = unit_rows(workbench.leaf.detach(), head.kernels)
     loss, record = PATHS[path](head, unit, workbench.labels, norms)
+    stats = record.stats()
     tau = _tau(record)[:CHECKED_ROWS].double()
     loss = loss.detach()[:CHECKED_ROWS].double()
     found = {
         "tau_error": float((tau - truth.tau.double()).abs().max()),
         "loss_error": float((loss - truth.loss.double()).abs().max()),
-        "mass_error": record.stats().mass_error,
-        "path_taken": record.stats().path,
+        "mass_error": stats.mass_error,
+        "path_taken": stats.path,
         "rows": len(tau),
     }
     return Row(path, "tau and loss", facts={**facts, **found})
@@ -88,7 +86,7 @@ def _tau(record: object) -> Tensor:
         solved = record.solved
         assert solved is not None
         return solved.anchor - slacks(solved.level, record.chunks.order)
-    tau: Tensor = record.solved.tau  # type: ignore[union-attr]
+    tau: Tensor = record.solved.tau
     return tau
 
 

@@ -33,6 +33,11 @@ ISSUE_SETTINGS = (  # alpha, scale, margin: the paper's best rows, and supports 
 )
 
 
+def grid_of(bench: HeadBenchmark) -> tuple[tuple[float, float, float], ...]:
+    """Settings of alpha, scale and margin that were asked for."""
+    return ISSUE_SETTINGS if bench.grid == "issue" else ((bench.alpha, bench.scale, bench.margin),)
+
+
 def products(bench: HeadBenchmark) -> Iterator[Row]:
     """Bare products: what any dense head must do, and what one of them costs."""
     facts = {"padded_classes": -(-bench.classes // PADDING) * PADDING}
@@ -123,8 +128,7 @@ def _measure_common(workbench: Workbench, rate: float, *, has_update: bool) -> R
 def settings(bench: HeadBenchmark) -> Iterator[Row]:
     """The sparse path at several settings, beside what `auto` does and beside `chunked`."""
     workbench = Workbench(bench)
-    grid = ISSUE_SETTINGS if bench.grid == "issue" else ((bench.alpha, bench.scale, bench.margin),)
-    for alpha, scale, margin in grid:
+    for alpha, scale, margin in grid_of(bench):
         loss = qmargin.q_margin(alpha=alpha, scale=scale, margin=margin)
         facts = {"alpha": alpha, "scale": scale, "margin": margin}
         for path, optimizer in (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -30,7 +31,7 @@ from qmargin.heads.updates import ExactSGD, SparseSGD
 FORWARD_BACKWARD = "forward + backward"
 PADDING = 128  # classes: keeps every row pitch of a [B, k] matrix a multiple of 16 bytes
 # A learning rate of zero does all the work of an update and leaves every turn the same prototypes.
-RULE = {"lr": 0.0, "momentum": 0.9, "weight_decay": 5e-4}
+RULE: dict[str, Any] = {"lr": 0.0, "momentum": 0.9, "weight_decay": 5e-4}
 OPTIMIZERS = {"SparseSGD": SparseSGD, "ExactSGD": ExactSGD}
 
 
@@ -146,6 +147,9 @@ class Workbench:
     def measure(self, variant: Variant) -> Row:
         """Time a variant in turns with the product, and what memory it takes."""
         self.forget()
+        self.head._shares.clear()  # supports that `auto` measured with another loss
+        if self.device.type == "cuda":
+            gc.collect()  # no optimizer of an earlier row may count as this one's memory
         missing = self._missing_memory(variant)
         if missing is not None:
             return Row(variant.name, variant.step, failed=missing, facts=variant.facts)
@@ -169,9 +173,10 @@ class Workbench:
                 finish_gradient(head)
 
         own, reference = self.bench.time(step, self.gemm)
-        stats = None if head.last_step is None else asdict(head.last_step)
+        stats = step_stats(head)
         self.forget()
-        buffer = optimizer and optimizer.state[head.prototypes].get("momentum_buffer")
+        state = {} if optimizer is None else optimizer.state[head.prototypes]
+        buffer = state.get("momentum_buffer")
         peak = peak_gib(step, self.device, self.known_bytes(buffer))
         return self.row(variant.name, variant.step, own, reference, peak, variant.facts, stats)
 
@@ -197,6 +202,15 @@ class Workbench:
         if needed:
             needed += 3 * self.head.prototypes.nbytes
         return memory_reason(needed, self.device)
+
+
+def step_stats(head: MarginClassifier) -> dict[str, Any] | None:
+    """What the last step did, if there is memory left to tell."""
+    try:
+        stats = head.last_step
+    except torch.OutOfMemoryError:
+        return None
+    return None if stats is None else asdict(stats)
 
 
 def memory_reason(needed: float, device: torch.device) -> str | None:

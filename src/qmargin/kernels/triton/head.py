@@ -18,8 +18,7 @@ from qmargin.kernels.triton.rescore import score_candidates
 from qmargin.kernels.triton.screen import group_maxima
 from qmargin.kernels.triton.solve import solve_lists
 from qmargin.kernels.triton.unit import unit_gradient, unit_rows
-from qmargin.kernels.triton.update import sgd_update
-from qmargin.kernels.update_reference import sgd_update_rows
+from qmargin.kernels.triton.update import sgd_update, sgd_update_rows
 
 __all__ = [
     "Candidates",

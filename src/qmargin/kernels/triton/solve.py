@@ -113,12 +113,12 @@ def _solve(
         entry = start + tl.arange(0, BLOCK)
         score = tl.load(SCORES + entry, mask=entry < end, other=float("-inf")).to(tl.float64)
         height = level + (score - best) * rate
-        posterior, _ = _powers(height, power, 0.0)
+        posterior, slope = _powers(height, power, 0.0)
         others += tl.sum(posterior, 0)
         excess += tl.sum(tl.where(height > 0, posterior * height, 0.0), 0)
         tl.store(POSTERIOR + entry, posterior.to(tl.float32), mask=entry < end)
     own = level + gap
-    own_mass, _ = _powers(own, power, log_reference)
+    own_mass, own_slope = _powers(own, power, log_reference)
     target = tl.where(others < 0.5, 1.0 - others, own_mass)
     tl.store(LOSS + row, _loss(excess, others, own, own_mass, alone, order))
     tl.store(TAU + row, best * scale - (level - 1.0) / order)

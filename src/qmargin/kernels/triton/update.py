@@ -27,18 +27,19 @@ def _add_entry(gradient, num_entries, entry, COLUMNS, ROWS, VALUES, EMBEDDINGS, 
 
 
 @triton.jit
-def _step(
-    gradient, is_stepped, classes, dimension, PROTOTYPES, BUFFER, INVERSE_NORMS, COPY, LARGEST,
-    grad_scale, lr, momentum, weight_decay, depth, HAS_BUFFER: tl.constexpr, NESTEROV: tl.constexpr,
-):  # fmt: skip
-    """Step a few prototypes and rewrite what is kept of them."""
-    place = classes[:, None].to(tl.int64) * depth + dimension[None, :]
-    mask = is_stepped[:, None] & (dimension[None, :] < depth)
-    prototype = tl.load(PROTOTYPES + place, mask=mask, other=0.0)
-    inverse = tl.load(INVERSE_NORMS + classes, mask=is_stepped, other=0.0)
+def _tangent(gradient, prototype, inverse):
+    """Gradient of prototypes from that of their unit vectors."""
     unit = prototype * inverse[:, None]
     radial = tl.sum(gradient * unit, 1)
-    gradient = (gradient - radial[:, None] * unit) * (inverse * grad_scale)[:, None]
+    return (gradient - radial[:, None] * unit) * inverse[:, None]
+
+
+@triton.jit
+def _apply(
+    gradient, prototype, place, mask, is_stepped, classes, PROTOTYPES, BUFFER, INVERSE_NORMS, COPY,
+    LARGEST, lr, momentum, weight_decay, HAS_BUFFER: tl.constexpr, NESTEROV: tl.constexpr,
+):  # fmt: skip
+    """Step a few prototypes and rewrite what is kept of them."""
     gradient += weight_decay * prototype
     move = gradient
     if HAS_BUFFER:
@@ -57,6 +58,49 @@ def _step(
     error = unit - rounded.to(tl.float32)
     error = tl.max(tl.where(is_stepped, tl.sum(error * error, 1), 0.0), 0)
     tl.atomic_max(LARGEST, error)  # a maximum does not depend on the order
+
+
+@triton.jit
+def _step(
+    gradient, is_stepped, classes, dimension, PROTOTYPES, BUFFER, INVERSE_NORMS, COPY, LARGEST,
+    grad_scale, lr, momentum, weight_decay, depth, HAS_BUFFER: tl.constexpr, NESTEROV: tl.constexpr,
+):  # fmt: skip
+    """Step a few prototypes from the gradient of their unit vectors."""
+    place = classes[:, None].to(tl.int64) * depth + dimension[None, :]
+    mask = is_stepped[:, None] & (dimension[None, :] < depth)
+    prototype = tl.load(PROTOTYPES + place, mask=mask, other=0.0)
+    inverse = tl.load(INVERSE_NORMS + classes, mask=is_stepped, other=0.0)
+    gradient = _tangent(gradient, prototype, inverse) * grad_scale
+    _apply(
+        gradient, prototype, place, mask, is_stepped, classes, PROTOTYPES, BUFFER, INVERSE_NORMS,
+        COPY, LARGEST, lr, momentum, weight_decay, HAS_BUFFER, NESTEROV,
+    )  # fmt: skip
+
+
+@triton.jit
+def _given(
+    GRADIENT, PROTOTYPES, BUFFER, INVERSE_NORMS, COPY, GRAD_SCALE, LARGEST,
+    lr, momentum, weight_decay, depth,
+    HAS_BUFFER: tl.constexpr, NESTEROV: tl.constexpr, ONLY_ACTIVE: tl.constexpr,
+    DEPTH: tl.constexpr,
+):  # fmt: skip
+    """A range of classes whose gradient is given, one to a program."""
+    grad_scale = tl.load(GRAD_SCALE)
+    if tl.abs(grad_scale) < float("inf"):
+        classes = tl.program_id(0) + tl.arange(0, 1)
+        dimension = tl.arange(0, DEPTH)
+        place = classes[:, None].to(tl.int64) * depth + dimension[None, :]
+        inside = (classes[:, None] >= 0) & (dimension[None, :] < depth)
+        gradient = tl.load(GRADIENT + place, mask=inside, other=0.0)
+        is_stepped = classes >= 0
+        if ONLY_ACTIVE:
+            is_stepped = tl.sum((gradient != 0.0).to(tl.int32), 1) > 0
+        mask = is_stepped[:, None] & inside
+        prototype = tl.load(PROTOTYPES + place, mask=mask, other=0.0)
+        _apply(
+            gradient * grad_scale, prototype, place, mask, is_stepped, classes, PROTOTYPES, BUFFER,
+            INVERSE_NORMS, COPY, LARGEST, lr, momentum, weight_decay, HAS_BUFFER, NESTEROV,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -154,4 +198,32 @@ def sgd_update(
             *entries, segments, embeddings, *state, *kept, *rule, num_classes, depth, *flags,
             CLASSES, wide, num_warps=warps,
         )  # fmt: skip
+    return largest.sqrt()
+
+
+def sgd_update_rows(
+    classes: slice,
+    rows: Tensor,
+    prototypes: Tensor,
+    momentum_buffer: Tensor | None,
+    inverse_norms: Tensor,
+    copy: Tensor,
+    *,
+    lr: float,
+    momentum: float,
+    weight_decay: float,
+    nesterov: bool,
+    grad_scale: Tensor,
+    only_active: bool,
+) -> Tensor:
+    """See ``update_reference.sgd_update_rows``."""
+    largest = torch.zeros((), dtype=torch.float32, device=prototypes.device)
+    wide = power_of_two(prototypes.shape[1])
+    buffer = prototypes if momentum_buffer is None else momentum_buffer
+    _given[(len(rows),)](
+        rows.contiguous(), prototypes[classes], buffer[classes], inverse_norms[classes],
+        copy[classes], grad_scale.to(torch.float32), largest, lr, momentum, weight_decay,
+        prototypes.shape[1], momentum_buffer is not None, nesterov, only_active, wide,
+        num_warps=1 if wide <= 512 else 4,
+    )  # fmt: skip
     return largest.sqrt()
