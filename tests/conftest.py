@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported
 

@@ -1,5 +1,6 @@
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -196,6 +197,18 @@ def test_a_promised_gradient_is_made() -> None:
         )
         finish_gradient(head)
     assert sum(len(rows) for _, rows in blocks) == head.num_classes
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_the_batch_is_near_its_targets_and_no_other(dim: int) -> None:
+    """Noise from the prototypes' own seed would be one of the prototypes."""
+    bench = replace(SMALL, rows=64, dim=dim, classes=5000)
+    workbench = Workbench(bench)
+    embeddings = workbench.leaf.detach()
+    cosines = embeddings @ nn.functional.normalize(workbench.head.prototypes.detach()).t()
+    targets = cosines.gather(1, workbench.labels[:, None])
+    assert 0.29 < float(targets.min()) < float(targets.max()) < 0.71
+    assert float(cosines.scatter(1, workbench.labels[:, None], -1.0).max()) < 5.5 * dim**-0.5
 
 
 def test_updates_leave_every_turn_the_same_prototypes() -> None:

@@ -30,6 +30,7 @@ from qmargin.heads.updates import ExactSGD, SparseSGD
 
 FORWARD_BACKWARD = "forward + backward"
 PADDING = 128  # classes: keeps every row pitch of a [B, k] matrix a multiple of 16 bytes
+BATCH_SEED = 1 << 20
 # A learning rate of zero does all the work of an update and leaves every turn the same prototypes.
 RULE: dict[str, Any] = {"lr": 0.0, "momentum": 0.9, "weight_decay": 5e-4}
 OPTIMIZERS = {"SparseSGD": SparseSGD, "ExactSGD": ExactSGD}
@@ -97,7 +98,8 @@ class Variant:
 def make_batch(prototypes: Tensor, rows: int, seed: int) -> tuple[Tensor, Tensor]:
     """Embeddings ``[B, d]`` and labels ``[B]`` as in mid-training: target cosines 0.3 to 0.7."""
     device, (num_classes, dim) = prototypes.device, prototypes.shape
-    generator = torch.Generator(device).manual_seed(seed)
+    # Not the prototypes' seed: the noise would repeat their numbers, and be one of them.
+    generator = torch.Generator(device).manual_seed(seed + BATCH_SEED)
     labels = torch.randint(num_classes, (rows,), device=device, generator=generator)
     own = functional.normalize(prototypes.detach()[labels])
     noise = torch.randn(rows, dim, device=device, generator=generator)

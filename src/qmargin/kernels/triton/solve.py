@@ -118,7 +118,7 @@ def _solve(
         excess += tl.sum(tl.where(height > 0, posterior * height, 0.0), 0)
         tl.store(POSTERIOR + entry, posterior.to(tl.float32), mask=entry < end)
     own = level + gap
-    own_mass, own_slope = _powers(own, power, log_reference)
+    own_mass, _own_slope = _powers(own, power, log_reference)
     target = tl.where(others < 0.5, 1.0 - others, own_mass)
     tl.store(LOSS + row, _loss(excess, others, own, own_mass, alone, order))
     tl.store(TAU + row, best * scale - (level - 1.0) / order)
