@@ -75,3 +75,17 @@ def test_posterior_leaves_the_lifted_target_to_its_own_gradient(order):
     assert bool((result.gather(1, rows.labels[:, None]) == 0).all())
     torch.testing.assert_close(result.sum(1), solved.target_deficit)
     assert math.isclose(float((solved.target_posterior + solved.target_deficit).sum()), 7.0)
+
+
+def test_rows_whose_target_alone_is_active_stay_packed():
+    """No other candidate at all: the fast path still serves, and the loss is exactly zero."""
+    cosines, labels, targets = batch()
+    rows = Rows(cosines, 60.0, 1.0, None, labels, 60.0 * (targets + 2.0), torch.zeros_like(targets))
+    listed = candidates(rows)
+    assert listed is not None
+    assert listed.logits.shape[1] == 2
+    assert bool((solve(rows).value == 0).all())
+    broken = cosines.clone()
+    broken[2, 17] = math.nan
+    rows = Rows(broken, 60.0, 1.0, None, labels, 60.0 * (targets + 2.0), torch.zeros_like(targets))
+    assert solve(rows).value.isnan().tolist() == [row == 2 for row in range(7)]

@@ -35,10 +35,18 @@ class SparseStep:
     head: MarginClassifier
     prepared: PreparedRows
     labels: Tensor  # [B]
+    maxima: Tensor | None = None  # [B, g], until it is used
     solved: SolvedRows | None = None
     num_pairs: int = 0
     target_logits: Tensor | None = None  # [B]
     weights: Tensor | None = None  # [B], gradient of the others' cosines per posterior
+
+    def screen(self) -> None:
+        """Launch the screen: what the host does next, the margin above all, hides behind it."""
+        head = self.head
+        self.maxima = head.kernels.group_maxima(
+            self.prepared.rounded, head.copy, self.labels, head.num_classes
+        )
 
     def solve(self, target_logits: Tensor, target_log_reference: Tensor) -> SolvedRows:
         """Find the support and the posterior of every row (F1-F7)."""
@@ -46,19 +54,16 @@ class SparseStep:
         self.target_logits = target_logits.detach()
         kernels, prototypes = head.kernels, head.prototypes.detach()
         options = {"scale": head.loss.scale, "order": head.order}
-        maxima = kernels.group_maxima(prepared.rounded, head.copy, self.labels, head.num_classes)
-        slack = self.slack()
-        pairs = kernels.list_pairs(maxima, target_logits, target_log_reference, slack, **options)
-        del maxima
+        terms = (target_logits, target_log_reference)
+        pairs = kernels.list_pairs(self.maxima, *terms, self.slack(), **options)
+        self.maxima = None
         self.num_pairs = len(pairs.groups)
         if self.num_pairs > head.list_capacity * len(self.labels):
             raise ListOverflow
         candidates = kernels.score_candidates(
             prepared, head.copy, prototypes, head.inverse_norms, self.labels, pairs
         )
-        self.solved = kernels.solve_lists(
-            candidates, target_logits, target_log_reference, **options
-        )
+        self.solved = kernels.solve_lists(candidates, *terms, **options)
         return self.solved
 
     def group_share(self) -> float:
@@ -148,6 +153,7 @@ def sparse_rows(
         embeddings.detach(), columns, head.prototypes.detach(), head.inverse_norms, head.copy.dtype
     )
     step = SparseStep(head, prepared, columns)
+    step.screen()
     target_cosine: Callable[..., Tensor] = TargetCosine.apply
     row_loss: Callable[..., Tensor] = SparseRows.apply
     cosine = target_cosine(embeddings, head.prototypes, step).double()

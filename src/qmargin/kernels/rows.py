@@ -210,8 +210,8 @@ def candidates(block: Rows) -> Listed | None:
     floor = certain_floor(tau_low, order, block.scale, values.dtype)
     row, column = classes_above(values, groups, floor, block.labels)
     counts = torch.bincount(row, minlength=len(values))
-    width = int(counts.max())
-    if width == 0 or width * WORTH_PACKING > values.shape[1]:
+    width = max(1, int(counts.max()))  # one even for rows whose target alone can be active
+    if width * WORTH_PACKING > values.shape[1]:
         return None
     position = torch.arange(len(row)) - (counts.cumsum(0) - counts)[row]
     logits = torch.full((len(counts), width), -math.inf, dtype=torch.float64)

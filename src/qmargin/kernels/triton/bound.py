@@ -107,7 +107,8 @@ def list_pairs(
         maxima, target_logits, target_log_reference, slack, floor, counts, num_groups, scale, order,
         COARSE_STEPS if order <= 1.0 else 0, ROUNDING, BLOCK, num_warps=8,
     )  # fmt: skip
-    starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+    starts = torch.zeros(num_rows + 1, dtype=torch.int64, device=counts.device)
+    torch.cumsum(counts, 0, out=starts[1:])
     total = int(starts[-1])  # the step waits for the device here: lists need their length
     groups, rows = torch.empty((2, total), dtype=torch.int32, device=maxima.device).unbind()
     if total:

@@ -125,7 +125,8 @@ def score_candidates(
     masks = _candidate_bits(prepared.rounded, copy, labels, pairs, num_classes)
     counts = torch.empty(num_rows, dtype=torch.int32, device=device)
     _count[(num_rows,)](masks, pairs.starts, counts, GROUP, PAIRS, num_warps=4)
-    starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+    starts = torch.zeros(num_rows + 1, dtype=torch.int64, device=counts.device)
+    torch.cumsum(counts, 0, out=starts[1:])
     total = int(starts[-1])  # the second and last wait for the device
     rows, columns = torch.empty((2, total), dtype=torch.int32, device=device).unbind()
     scores = torch.empty(total, dtype=torch.float32, device=device)
