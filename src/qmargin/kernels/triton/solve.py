@@ -113,7 +113,7 @@ def _solve(
         entry = start + tl.arange(0, BLOCK)
         score = tl.load(SCORES + entry, mask=entry < end, other=float("-inf")).to(tl.float64)
         height = level + (score - best) * rate
-        posterior, slope = _powers(height, power, 0.0)
+        posterior, _slopes = _powers(height, power, 0.0)  # a name of its own: types are fixed
         others += tl.sum(posterior, 0)
         excess += tl.sum(tl.where(height > 0, posterior * height, 0.0), 0)
         tl.store(POSTERIOR + entry, posterior.to(tl.float32), mask=entry < end)
