@@ -14,7 +14,7 @@ from qmargin.errors import QMarginError
 def build_parser() -> argparse.ArgumentParser:
     """Parser of the whole command line.
 
-    Example:
+    Examples:
         >>> build_parser().parse_args(["bench", "loss", "--alphas", "1.5", "2"]).alphas
         [1.5, 2.0]
     """

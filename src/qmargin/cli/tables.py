@@ -44,7 +44,7 @@ def output_console() -> Console | None:
 def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A Markdown table that can also be read as it is: the first column holds text.
 
-    Example:
+    Examples:
         >>> print(markdown_table(["loss", "ms"], [["ours", "1.5"], ["theirs", "12"]]))
         | loss   |  ms |
         |--------|-----|
@@ -69,7 +69,7 @@ def print_table(
 
     Without a console the table is Markdown, so that it can be pasted into a page.
 
-    Example:
+    Examples:
         >>> print_table(None, "Times", ["loss", "ms"], [["ours", "1.5"]])
         Times
         <BLANKLINE>

@@ -36,7 +36,7 @@ def choose_path(
             the last steps; None before the first.
         was_chunked: Whether the step before was chunked.
 
-    Example:
+    Examples:
         >>> choose_path(
         ...     order=0.0, device="cpu", num_logits=10**9, group_share=None, was_chunked=False
         ... )

@@ -87,7 +87,7 @@ class MarginClassifier(nn.Module):
     Prototypes may be changed by any in-place operation on the parameter. After a change that
     PyTorch cannot see (through ``.data``), call ``refresh(force=True)``.
 
-    Example:
+    Examples:
         >>> from qmargin.losses.presets import q_margin
         >>> head = MarginClassifier(8, 1000, q_margin(), path="sparse")
         >>> head(torch.randn(4, 8), torch.tensor([0, 7, 7, 999])).backward()

@@ -54,7 +54,7 @@ def sample_classes(labels: Tensor, num_classes: int, *, rate: float, seed: int) 
 
     If the labels alone are more than that, they are all there is.
 
-    Example:
+    Examples:
         >>> sample_classes(torch.tensor([7, 3, 7]), 10, rate=0.4, seed=0)
         tensor([1, 3, 5, 7])
         >>> sample_classes(torch.tensor([7, 3, 7]), 10, rate=0.1, seed=0)

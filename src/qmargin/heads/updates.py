@@ -221,7 +221,7 @@ class ExactSGD(_FusedSGD):
         error_if_nonfinite: Raise instead of skipping a step whose gradient is not finite. It makes
             a GPU wait.
 
-    Example:
+    Examples:
         >>> import qmargin
         >>> from qmargin.heads.classifier import MarginClassifier
         >>> head = MarginClassifier(4, 100, qmargin.q_margin(), path="sparse", gradient="fused")

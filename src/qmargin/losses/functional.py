@@ -54,7 +54,7 @@ def softargmax(
     Returns:
         A tensor like ``logits`` whose rows sum to one.
 
-    Example:
+    Examples:
         >>> softargmax(torch.tensor([1.0, 0.0, -2.0]), alpha=1.5)
         tensor([0.8307, 0.1693, 0.0000])
         >>> softargmax(torch.tensor([1.0, 0.0, -2.0]), alpha=1.0)
@@ -86,7 +86,7 @@ def log_partition(
     Otherwise it is the paper's plus ``(sum_j q_j - 1) / alpha``: that constant cancels in every
     loss, and with it the value would drown in float32.
 
-    Example:
+    Examples:
         >>> log_partition(torch.tensor([1.0, 0.0]), alpha=1.0)
         tensor(1.3133)
     """
@@ -122,7 +122,7 @@ def fenchel_young_loss(
         debug: Check the values of the target on every device, at the price of waiting for it; on a
             CPU they are always checked.
 
-    Example:
+    Examples:
         >>> fenchel_young_loss(torch.tensor([[1.0, 0.0]]), torch.tensor([0]), alpha=1.0)
         tensor([0.3133])
         >>> fenchel_young_loss(torch.tensor([[3.0, 0.0]]), torch.tensor([0]), alpha=1.5)
@@ -194,7 +194,7 @@ def solve_tau(
             ``"auto"``: Newton up to 2, bisection above.
         bracket: Where bisection starts: ``"tight"``, or ``"paper"`` for the paper's own bracket.
 
-    Example:
+    Examples:
         >>> solution = solve_tau(torch.zeros(1, 4), alpha=2.0)
         >>> solution.tau, solution.support_size
         (tensor([0.7500]), tensor([4]))

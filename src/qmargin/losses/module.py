@@ -171,7 +171,7 @@ class MarginLoss(nn.Module):
             the mean.
         debug: Check the range of labels on a GPU too, which waits for the device.
 
-    Example:
+    Examples:
         >>> from qmargin.maths.margins import PriorMargin
         >>> loss_fn = MarginLoss(Alpha(1.25), PriorMargin(0.2), scale=32.0)
         >>> loss_fn(torch.tensor([[0.9, 0.1, 0.0], [0.2, 0.3, 0.1]]), torch.tensor([0, 0]))

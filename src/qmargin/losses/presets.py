@@ -21,7 +21,7 @@ def q_margin(
 
     The defaults are where the paper advises to start; its effective margin is 0.49.
 
-    Example:
+    Examples:
         >>> q_margin()
         MarginLoss(Alpha(alpha=1.25), PriorMargin(margin=0.2), scale=32, effective_margin=0.494)
     """

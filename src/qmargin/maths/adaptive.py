@@ -47,7 +47,7 @@ class StatefulMargin(nn.Module):
 class ModuleSumMargin(StatefulMargin):
     """A prior margin and a geometric one with state: the ``+`` of the two builds it.
 
-    Example:
+    Examples:
         >>> (PriorMargin(0.1) + ElasticMargin().eval())(torch.tensor([1.0]), 10.0).log_reference
         tensor([-1.])
     """
@@ -103,7 +103,7 @@ class AdaFaceMargin(StatefulMargin):
         concentration: ``h``, not negative.
         momentum: Share of the new batch in the running statistics, in [0, 1].
 
-    Example:
+    Examples:
         >>> margin = AdaFaceMargin().eval()
         >>> margin(torch.tensor([0.5, 0.5]), 64.0, norms=torch.tensor([20.0, 20.0])).logits
         tensor([6.4000, 6.4000])
@@ -201,7 +201,7 @@ class MagFaceMargin(StatelessMargin):
         upper_margin: ``u_m`` in radians, in [lower_margin, pi).
         penalty_weight: ``lambda_g``, not negative.
 
-    Example:
+    Examples:
         >>> margin = MagFaceMargin()
         >>> term = margin(torch.tensor([1.0, 1.0]), 1.0, norms=torch.tensor([10.0, 110.0]))
         >>> term.logits, term.penalty
@@ -269,7 +269,7 @@ class ElasticMargin(StatefulMargin):
             draws start anew from the seed. ``torch.compile`` cannot trace such a generator: leave
             the seed out there and use ``torch.manual_seed``.
 
-    Example:
+    Examples:
         >>> ElasticMargin(variant="cos").eval()(torch.tensor([0.5]), 64.0).logits
         tensor([9.6000])
     """

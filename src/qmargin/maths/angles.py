@@ -29,7 +29,7 @@ def keep_non_finite(shifted: Tensor, cosines: Tensor) -> Tensor:
 def sine(cosines: Tensor) -> Tensor:
     """``sin(arccos c)`` for cosines in [-1, 1]; its derivative is ``-c / max(sin, SMALLEST_SINE)``.
 
-    Example:
+    Examples:
         >>> sine(torch.tensor([1.0, 0.6, -1.0]))
         tensor([0.0000, 0.8000, 0.0000])
     """
@@ -51,7 +51,7 @@ def widened_cosines(cosines: Tensor, margin: float | Tensor) -> Tensor:
     Returns:
         A tensor like ``cosines``, never decreasing in them.
 
-    Example:
+    Examples:
         >>> widened_cosines(torch.tensor([1.0, 0.0, -1.0]), math.pi / 2)
         tensor([ 6.1232e-17, -1.0000e+00, -2.0000e+00])
     """

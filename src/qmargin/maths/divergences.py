@@ -72,7 +72,7 @@ class Alpha:
         alpha: Order of the divergence, a number in ``(0, 16]``, or a tensor with one element when
             the order itself is to be learned. The posterior's accuracy is tested in that range.
 
-    Example:
+    Examples:
         >>> Alpha(1.5).link(torch.tensor([-3.0, -1.0, 0.0, 1.0]))
         tensor([0.0000, 0.2500, 1.0000, 2.2500])
         >>> Alpha(2.0).edge

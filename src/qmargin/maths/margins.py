@@ -123,7 +123,7 @@ class PriorMargin(StatelessMargin):
     Args:
         margin: ``m``, any finite number or a tensor; in cosine units at ``alpha = 1`` (M10).
 
-    Example:
+    Examples:
         >>> PriorMargin(0.25)(torch.tensor([0.5]), 32.0)
         TargetTerm(logits=tensor([16.]), log_reference=tensor([-8.]), penalty=None)
     """
@@ -139,7 +139,7 @@ class PriorMargin(StatelessMargin):
 
         .. math:: m = \log(1 + (\alpha - 1) s\, m_\text{eff}) / ((\alpha - 1) s)
 
-        Example:
+        Examples:
             >>> round(PriorMargin.from_effective(0.5, alpha=1.25, scale=32.0).margin, 4)
             0.2012
         """
@@ -169,7 +169,7 @@ class PriorMargin(StatelessMargin):
         For ``alpha > 1`` a row has zero loss from a gap of ``m_eff + 1 / ((alpha - 1) s)`` on; the
         second part is there without a margin too. The limit at ``alpha = 1`` is ``m``.
 
-        Example:
+        Examples:
             >>> round(PriorMargin(0.2).effective(1.25, 35.0), 2)
             0.54
         """
@@ -191,7 +191,7 @@ class CosineMargin(StatelessMargin):
     Args:
         margin: ``m`` in cosine units, any finite number or a tensor.
 
-    Example:
+    Examples:
         >>> CosineMargin(0.25)(torch.tensor([0.5]), 32.0).logits
         tensor([8.])
     """
@@ -228,7 +228,7 @@ class AngularMargin(StatelessMargin):
         gradient: ``"exact"``, or ``"straight_through"`` for ``s`` everywhere, as in common code
             that adds the margin outside autograd; the values are the same.
 
-    Example:
+    Examples:
         >>> AngularMargin(0.5)(torch.tensor([1.0, 0.0, -1.0]), 1.0).logits
         tensor([ 0.8776, -0.4794, -1.1224])
     """
@@ -272,7 +272,7 @@ class CombinedMargin(StatelessMargin):
         angular: ``m2`` in radians, in [0, pi).
         cosine: ``m3`` in cosine units.
 
-    Example:
+    Examples:
         >>> CombinedMargin(multiplier=2.0)(torch.tensor([1.0, 0.0, -1.0]), 1.0).logits
         tensor([ 1., -1., -3.])
     """
@@ -318,7 +318,7 @@ class SumMargin(StatelessMargin):
         prior: Gives ``log q_y``.
         geometric: Gives ``theta_y``.
 
-    Example:
+    Examples:
         >>> (CosineMargin(0.25) + PriorMargin(0.5))(torch.tensor([0.5]), 32.0)
         TargetTerm(logits=tensor([8.]), log_reference=tensor([-16.]), penalty=None)
     """

@@ -39,7 +39,7 @@ class PerClass(ByValue):
     Args:
         values: Floating-point tensor ``[num_classes]``.
 
-    Example:
+    Examples:
         >>> PerClass(torch.tensor([0.1, 0.4])).lookup(torch.tensor([1, 0, 1]), torch.zeros(3))
         tensor([0.4000, 0.1000, 0.4000])
     """

@@ -122,7 +122,7 @@ def _stage(in_channels: int, channels: int, num_blocks: int) -> nn.Sequential:
 def iresnet(depth: int, embedding_dim: int = 512, *, dropout: float = 0.0) -> IResNet:
     """The network of a depth: 18, 34, 50, 100 or 200.
 
-    Example:
+    Examples:
         >>> with torch.device("meta"):
         ...     network = iresnet(100)
         >>> sum(parameter.numel() for parameter in network.parameters())

@@ -33,7 +33,7 @@ def register_backbone(name: str, factory: Callable[..., nn.Module]) -> None:
 def create_backbone(name: str, *, embedding_dim: int = 512, **options: Any) -> nn.Module:
     """Build a backbone with fresh weights.
 
-    Example:
+    Examples:
         >>> create_backbone("iresnet18", embedding_dim=128).embedding_dim
         128
     """
@@ -48,7 +48,7 @@ def create_backbone(name: str, *, embedding_dim: int = 512, **options: Any) -> n
 def list_backbones() -> list[str]:
     """Names that ``create_backbone`` knows, in order of registration.
 
-    Example:
+    Examples:
         >>> list_backbones()[:5]
         ['iresnet18', 'iresnet34', 'iresnet50', 'iresnet100', 'iresnet200']
     """
