@@ -214,3 +214,14 @@ def test_projection():
     expected = project_rows(gradient.clone(), *state)
     found = blocks.project_rows_(gradient.clone(), *state)
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-5)
+
+
+def test_unit_rows():
+    embeddings, gradient = torch.randn(2, 5, 40, device=DEVICE).unbind()
+    unit, norms = fused.unit_rows(embeddings)
+    expected = plain.unit_rows(embeddings)
+    torch.testing.assert_close(unit, expected[0])
+    torch.testing.assert_close(norms, expected[1])
+    torch.testing.assert_close(
+        fused.unit_gradient(gradient, unit, norms), plain.unit_gradient(gradient, *expected)
+    )
