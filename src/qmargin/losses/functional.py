@@ -84,7 +84,7 @@ def log_partition(
     It is ``max_p <p, theta> - D(p:q)`` with ``D(p:q) = sum_j p_j f'(p_j / q_j) / alpha``:
     log-sum-exp at ``alpha = 1``, and the paper's operator for a reference measure that sums to one.
     Otherwise it is the paper's plus ``(sum_j q_j - 1) / alpha``: that constant cancels in every
-    loss, and with it the value would drown in float32.
+    loss, and without it the value would drown in float32.
 
     Examples:
         >>> log_partition(torch.tensor([1.0, 0.0]), alpha=1.0)
