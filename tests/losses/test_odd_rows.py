@@ -9,26 +9,11 @@ import torch
 
 import qmargin
 from helpers.cases import spread_cosines
+from helpers.operators import make_loss, operators
 from qmargin import errors
 
 ALPHAS = (0.5, 1.0, 1.25, 2.0, 3.0)
 for_alphas = pytest.mark.parametrize("alpha", ALPHAS)
-
-
-def make_loss(alpha: float = 1.25, **options: object) -> qmargin.MarginLoss:
-    settings = {"scale": 5.0, **options}
-    return qmargin.MarginLoss(qmargin.Alpha(alpha), qmargin.PriorMargin(0.05), **settings)
-
-
-def operators(alpha: float) -> dict[str, object]:
-    """Every operator as a function of logits and labels."""
-    return {
-        "softargmax": lambda x, y: qmargin.softargmax(x, alpha=alpha),
-        "log_partition": lambda x, y: qmargin.log_partition(x, alpha=alpha),
-        "loss": lambda x, y: qmargin.fenchel_young_loss(x, y, alpha=alpha),
-        "tau": lambda x, y: qmargin.solve_tau(x, alpha=alpha).tau,
-        "module": make_loss(alpha),
-    }
 
 
 # ---------------------------------------------------------------- masked classes

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from qmargin.heads.step import drop_targets_
-from qmargin.kernels.head_reference import GROUP
+from qmargin.kernels.head_reference import GROUP, drop_targets_
 from qmargin.maths.objective import posterior_rows
 from qmargin.maths.threshold import (
     RowSums,

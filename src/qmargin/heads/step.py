@@ -90,15 +90,6 @@ class RowsUpdate:
         return gradient.index_copy_(0, self.classes, self.rows)
 
 
-def drop_targets_(cosines: Tensor, local_labels: Tensor) -> None:
-    """Mask each row's target where it lies among these columns, without waiting for the device."""
-    num_columns = cosines.shape[1]
-    is_here = (local_labels >= 0) & (local_labels < num_columns)
-    index = local_labels.clamp(0, num_columns - 1)[:, None]
-    kept = cosines.gather(1, index)
-    cosines.scatter_(1, index, kept.masked_fill(is_here[:, None], -torch.inf))
-
-
 def target_gradients(
     grad: Tensor,
     others_mass: Tensor,

@@ -121,7 +121,7 @@ def group_maxima(embeddings: Tensor, copy: Tensor, labels: Tensor, num_classes: 
     for start in range(0, num_classes, BLOCK_CLASSES):
         stop = min(start + BLOCK_CLASSES, num_classes)
         cosines = embeddings @ copy[start:stop].to(embeddings.dtype).t()  # [B, block]
-        _drop_targets_(cosines, labels - start)
+        drop_targets_(cosines, labels - start)
         full = (stop - start) // GROUP
         first = start // GROUP
         grouped = cosines[:, : full * GROUP].unflatten(1, (full, GROUP)) if full else None
@@ -132,10 +132,13 @@ def group_maxima(embeddings: Tensor, copy: Tensor, labels: Tensor, num_classes: 
     return maxima
 
 
-def _drop_targets_(cosines: Tensor, local_labels: Tensor) -> None:
-    """Mask the target where it lies in this block of columns."""
-    rows = ((local_labels >= 0) & (local_labels < cosines.shape[1])).nonzero().flatten()
-    cosines[rows, local_labels[rows]] = -math.inf
+def drop_targets_(cosines: Tensor, local_labels: Tensor) -> None:
+    """Mask each row's target where it lies among these columns, without waiting for the device."""
+    num_columns = cosines.shape[1]
+    is_here = (local_labels >= 0) & (local_labels < num_columns)
+    index = local_labels.clamp(0, num_columns - 1)[:, None]
+    kept = cosines.gather(1, index)
+    cosines.scatter_(1, index, kept.masked_fill(is_here[:, None], -torch.inf))
 
 
 def bound_tau(
