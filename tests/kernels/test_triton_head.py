@@ -8,7 +8,7 @@ pytest.importorskip("triton")
 from qmargin.heads.chunks import project_rows
 from qmargin.kernels import head_reference as plain
 from qmargin.kernels import update_reference
-from qmargin.kernels.triton import blocks
+from qmargin.kernels.triton import blocks, support
 from qmargin.kernels.triton import head as fused
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's masked lanes
@@ -59,8 +59,11 @@ class Batch:
         return logits, torch.full_like(logits, -scale * margin)
 
     def candidates(self, kernels, pairs):
+        return kernels.score_candidates(self.rows(), pairs)
+
+    def rows(self):
         state = (self.copy, self.prototypes, self.inverse_norms, self.labels)
-        return kernels.score_candidates(self.prepared, *state, pairs)
+        return plain.Rows(self.prepared, *state)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -109,6 +112,27 @@ def test_pairs_scores_and_solution(shape, alpha, scale, margin):
     assert float(solved.mass_error.max()) < 1e-9
     torch.testing.assert_close(solved.posterior, wanted.posterior, atol=1e-7, rtol=1e-5)
     _check_gradients(batch, solved, wanted)
+
+
+@pytest.mark.parametrize("expected", [None, (1, 1), (10**5, 1), (1, 10**5), (10**5, 10**5)])
+def test_support_whatever_lengths_are_expected(expected, monkeypatch):
+    """Lists too short, by either length, make the batch start over; spare room changes nothing."""
+    monkeypatch.setattr(support, "ROOM", 8)
+    batch, numbers = Batch(1000, 64, 5), {"scale": 20.0, "order": 0.25}
+    terms = (batch.maxima(), *batch.terms(20.0, 0.2), batch.slack)
+    guess = None if expected is None else plain.Lengths(*expected)
+    options = {**numbers, "limit": 10**6, "expected": guess}
+    wanted, _ = plain.find_support(batch.rows(), *terms, **options)
+    solved, lengths = fused.find_support(batch.rows(), *terms, **options)
+    assert lengths.pairs > 16 and lengths.candidates == len(solved.rows) > 16
+    torch.testing.assert_close(solved.loss, wanted.loss, atol=1e-7, rtol=1e-6)
+    torch.testing.assert_close(solved.tau, wanted.tau, atol=1e-5, rtol=0)
+    is_active = solved.posterior > 0
+    found = torch.stack([solved.rows, solved.columns])[:, is_active].t().tolist()
+    is_active = wanted.posterior > 0
+    assert found == torch.stack([wanted.rows, wanted.columns])[:, is_active].t().tolist()
+    with pytest.raises(plain.ListOverflow):
+        fused.find_support(batch.rows(), *terms, **{**options, "limit": lengths.pairs - 1})
 
 
 def _check_gradients(batch, solved, wanted):
@@ -218,8 +242,11 @@ def test_projection():
 
 def test_unit_rows():
     embeddings, gradient = torch.randn(2, 5, 40, device=DEVICE).unbind()
-    unit, norms = fused.unit_rows(embeddings)
-    expected = plain.unit_rows(embeddings)
+    labels = torch.tensor([3, 0, -100, 7, 1], device=DEVICE)
+    embeddings[2] = torch.nan  # ignored
+    unit, norms = fused.unit_rows(embeddings, labels, -100)
+    expected = plain.unit_rows(embeddings, labels, -100)
+    assert bool(unit.isfinite().all())
     torch.testing.assert_close(unit, expected[0])
     torch.testing.assert_close(norms, expected[1])
     torch.testing.assert_close(

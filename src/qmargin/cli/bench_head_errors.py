@@ -15,11 +15,11 @@ import qmargin
 from qmargin.cli.bench_head_parts import grid_of
 from qmargin.cli.bench_head_steps import HeadBenchmark, Workbench
 from qmargin.cli.bench_timing import Row, clean_up, guarded
+from qmargin.heads.batch import unit_rows
 from qmargin.heads.chunked import ChunkedStep
 from qmargin.heads.classifier import PATHS, MarginClassifier
 from qmargin.heads.paper import PaperStep
 from qmargin.heads.sparse import SparseStep
-from qmargin.heads.unit import unit_rows
 from qmargin.losses.module import LossOutput
 from qmargin.maths.threshold import slacks
 
@@ -64,7 +64,7 @@ def _row_errors(workbench: Workbench, path: str, truth: LossOutput, facts: dict[
     head.path = path
     head.top_percent = 5.0
     head.refresh()
-    unit, norms = unit_rows(workbench.leaf.detach(), head.kernels)
+    unit, norms = unit_rows(workbench.leaf.detach(), workbench.labels, -1, head.kernels)
     loss, record = PATHS[path](head, unit, workbench.labels, norms)
     stats = record.stats()
     tau = _tau(record)[:CHECKED_ROWS].double()

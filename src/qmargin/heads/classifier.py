@@ -12,17 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from qmargin.errors import ConfigError, DataError, ShapeError
+from qmargin.heads.batch import mean_rows, unit_rows
 from qmargin.heads.choice import Choice, choose_path
 from qmargin.heads.chunked import ChunkedStep, chunked_rows
 from qmargin.heads.dense import dense_rows
 from qmargin.heads.memory import check_memory
 from qmargin.heads.paper import paper_rows
 from qmargin.heads.sampled import sampled_rows
-from qmargin.heads.sparse import LIST_CAPACITY, ListOverflow, SparseStep, sparse_rows
+from qmargin.heads.sparse import LIST_CAPACITY, SparseStep, sparse_rows
 from qmargin.heads.step import BlockUpdate, RowsUpdate, StepRecord, StepStats
-from qmargin.heads.unit import unit_rows
 from qmargin.kernels.dispatch import Call, load_backend
-from qmargin.kernels.head_reference import ClassGradient
+from qmargin.kernels.head_reference import ClassGradient, Lengths, ListOverflow
 from qmargin.losses.checks import check_floating, check_label_tensor, check_margin
 from qmargin.losses.module import MarginLoss
 from qmargin.losses.operators import checked_labels
@@ -127,6 +127,7 @@ class MarginClassifier(nn.Module):
         self.list_capacity = LIST_CAPACITY
         self.chunk_dtype: torch.dtype | None = None
         self._asked_screen_dtype = screen_dtype
+        self.lengths: Lengths | None = None  # of the last sparse step's lists
         self._num_samples = 0
         self.pending: Any = None  # what fused optimizers read, see heads/pending.py
         self._step: StepRecord | None = None
@@ -198,15 +199,15 @@ class MarginClassifier(nn.Module):
         """Mean loss of a batch of embeddings ``[B, d]`` (any length) with labels ``[B]``."""
         self._check_settings(self.prototypes.dtype)
         embeddings = self._check_batch(embeddings, labels)
-        is_ignored = labels == self.loss.ignore_index  # a negative number, as margins expect it
+        ignored = self.loss.ignore_index  # a negative number, as margins expect it
         if not labels.is_cuda or self.loss.debug:
-            checked_labels(labels.masked_fill(is_ignored, 0), self.num_classes, self.loss.debug)
+            counted = labels.masked_fill(labels == ignored, 0)
+            checked_labels(counted, self.num_classes, self.loss.debug)
         choice = self._choose(len(labels))
         self._step = None  # what it kept is free for this step
         with torch.autocast(embeddings.device.type, enabled=False):
             wide = embeddings.to(self.prototypes.dtype)
-            wide = torch.where(is_ignored[:, None], 1.0, wide)  # nothing there may spoil the rest
-            unit, norms = unit_rows(wide, self.kernels)
+            unit, norms = unit_rows(wide, labels, ignored, self.kernels)
             self._check_norms(norms)
             if choice.path in ("sparse", "chunked") or self.gradient == "fused":
                 self.refresh()
@@ -214,7 +215,7 @@ class MarginClassifier(nn.Module):
         self._reason = choice.reason
         if self.path == "auto" and isinstance(self._step, SparseStep | ChunkedStep):
             self._shares.append(self._step.group_share())
-        return rows.masked_fill(is_ignored, 0.0).sum() / (~is_ignored).sum()
+        return mean_rows(rows, labels, ignored)
 
     def _choose(self, num_rows: int) -> Choice:
         """The path of this step."""

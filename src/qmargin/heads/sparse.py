@@ -16,16 +16,12 @@ import torch
 from torch import Tensor
 
 from qmargin.heads.step import StepStats
-from qmargin.kernels.head_reference import GROUP, PreparedRows, SolvedRows
+from qmargin.kernels.head_reference import GROUP, PreparedRows, Rows, SolvedRows
 
 if TYPE_CHECKING:
     from qmargin.heads.classifier import MarginClassifier
 
 LIST_CAPACITY = 32768  # listed groups per row, on average, above which lists lose to blocks
-
-
-class ListOverflow(Exception):
-    """The lists of a batch would outgrow their capacity: redo it by blocks of classes (F7)."""
 
 
 @dataclass
@@ -55,15 +51,13 @@ class SparseStep:
         kernels, prototypes = head.kernels, head.prototypes.detach()
         options = {"scale": head.loss.scale, "order": head.order}
         terms = (target_logits, target_log_reference)
-        pairs = kernels.list_pairs(self.maxima, *terms, self.slack(), **options)
-        self.maxima = None
-        self.num_pairs = len(pairs.groups)
-        if self.num_pairs > head.list_capacity * len(self.labels):
-            raise ListOverflow
-        candidates = kernels.score_candidates(
-            prepared, head.copy, prototypes, head.inverse_norms, self.labels, pairs
+        maxima, self.maxima = self.maxima, None
+        rows = Rows(prepared, head.copy, prototypes, head.inverse_norms, self.labels)
+        limit = head.list_capacity * len(self.labels)
+        self.solved, head.lengths = kernels.find_support(
+            rows, maxima, *terms, self.slack(), **options, limit=limit, expected=head.lengths
         )
-        self.solved = kernels.solve_lists(candidates, *terms, **options)
+        self.num_pairs = head.lengths.pairs
         return self.solved
 
     def group_share(self) -> float:

@@ -30,6 +30,27 @@ class PreparedRows(NamedTuple):
     target_cosines: Tensor  # [B] with the row's own class, from the master prototypes
 
 
+class Rows(NamedTuple):
+    """A batch and the prototypes it is scored with."""
+
+    prepared: PreparedRows
+    copy: Tensor  # [K, d] rounded unit prototypes
+    prototypes: Tensor  # [k, d]
+    inverse_norms: Tensor  # [k]
+    labels: Tensor  # [B]
+
+
+class Lengths(NamedTuple):
+    """Of a batch's lists: those of one step are a good guess for the next."""
+
+    pairs: int
+    candidates: int
+
+
+class ListOverflow(Exception):
+    """The lists of a batch would outgrow their limit: redo it by blocks of classes (F7)."""
+
+
 class Pairs(NamedTuple):
     """Rows and the groups that may hold active classes of theirs, row by row."""
 
@@ -86,8 +107,12 @@ def refresh_copy(prototypes: Tensor, copy: Tensor, inverse_norms: Tensor) -> Ten
     return largest
 
 
-def unit_rows(embeddings: Tensor) -> tuple[Tensor, Tensor]:
-    """Embeddings divided by their lengths, ``[B, d]``, and the lengths ``[B]``."""
+def unit_rows(embeddings: Tensor, labels: Tensor, ignored: int) -> tuple[Tensor, Tensor]:
+    """Embeddings divided by their lengths, ``[B, d]``, and the lengths ``[B]``.
+
+    Rows whose label is ``ignored`` are taken as all ones, whatever they hold.
+    """
+    embeddings = torch.where((labels == ignored)[:, None], 1.0, embeddings)
     norms = embeddings.norm(dim=1)
     return embeddings / norms[:, None], norms
 
@@ -187,18 +212,12 @@ def list_pairs(
     return Pairs(groups, rows, starts, edge - slack, slack)
 
 
-def score_candidates(
-    prepared: PreparedRows,
-    copy: Tensor,
-    prototypes: Tensor,
-    inverse_norms: Tensor,
-    labels: Tensor,
-    pairs: Pairs,
-) -> Candidates:
+def score_candidates(batch: Rows, pairs: Pairs) -> Candidates:
     """Exact cosines of the classes in listed pairs that can be active, row by row.
 
-    Scores come from the master prototypes; ``copy`` is there for kernels, which filter with it.
+    Scores come from the master prototypes; the copy is there for kernels, which filter with it.
     """
+    prepared, _, prototypes, inverse_norms, labels = batch
     num_classes, groups, rows = len(prototypes), pairs.groups, pairs.rows
     member = torch.arange(GROUP, device=groups.device)
     scores = prototypes.new_empty((len(groups), GROUP))
@@ -262,6 +281,41 @@ def solve_lists(
         posterior[rows, position].to(scores.dtype),
         starts,
     )
+
+
+def find_support(
+    batch: Rows,
+    maxima: Tensor,
+    target_logits: Tensor,
+    target_log_reference: Tensor,
+    slack: Tensor,
+    *,
+    scale: float,
+    order: float,
+    limit: int,
+    expected: Lengths | None,
+) -> tuple[SolvedRows, Lengths]:
+    """From group maxima to the solution: ``list_pairs``, ``score_candidates``, ``solve_lists``.
+
+    Args:
+        batch: What is scored.
+        maxima: See ``list_pairs``, as the next three.
+        target_logits: ``[B]`` float64.
+        target_log_reference: ``[B]`` float64.
+        slack: ``[B]`` float64, in cosine.
+        scale: ``s``.
+        order: ``alpha - 1``, positive.
+        limit: Most pairs that may be listed; beyond it ``ListOverflow`` is raised.
+        expected: Lengths of an earlier batch's lists: a hint for kernels that would otherwise wait
+            for the device to learn them. Wrong ones cost time, never truth.
+    """
+    terms = (target_logits, target_log_reference)
+    pairs = list_pairs(maxima, *terms, slack, scale=scale, order=order)
+    if len(pairs.groups) > limit:
+        raise ListOverflow
+    candidates = score_candidates(batch, pairs)
+    solved = solve_lists(candidates, *terms, scale=scale, order=order)
+    return solved, Lengths(len(pairs.groups), len(candidates.rows))
 
 
 def embedding_gradient(

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qmargin.kernels.head_reference import Pairs
+from qmargin.kernels.triton.starts import list_starts
 
 BLOCK = 4096
 # Newton runs on the maxima of BLOCK strided sets of groups, which stay in registers: a subset too,
@@ -90,6 +91,38 @@ def _list(MAXIMA, FLOOR, SLACK, STARTS, GROUPS, ROWS, num_groups, BLOCK: tl.cons
         position += count
 
 
+def bound_pairs(
+    maxima: Tensor,
+    target_logits: Tensor,
+    target_log_reference: Tensor,
+    slack: Tensor,
+    *,
+    scale: float,
+    order: float,
+) -> tuple[Tensor, Tensor]:
+    """Floor of each row ``[B]`` (see ``Pairs``) and how many groups it lists, ``[B]``."""
+    num_rows, num_groups = maxima.shape
+    floor = torch.empty(num_rows, dtype=torch.float64, device=maxima.device)
+    counts = torch.empty(num_rows, dtype=torch.int32, device=maxima.device)
+    _bound[(num_rows,)](
+        maxima, target_logits, target_log_reference, slack, floor, counts, num_groups, scale, order,
+        COARSE_STEPS if order <= 1.0 else 0, ROUNDING, BLOCK, num_warps=8,
+    )  # fmt: skip
+    return floor, counts
+
+
+def write_pairs(maxima: Tensor, floor: Tensor, slack: Tensor, starts: Tensor, room: int) -> Pairs:
+    """The lists, in ``room`` entries: what is left of it holds a group past the last."""
+    num_rows, num_groups = maxima.shape
+    groups = torch.full((room,), num_groups, dtype=torch.int32, device=maxima.device)
+    rows = torch.empty_like(groups)
+    if room:
+        _list[(num_rows,)](
+            maxima, floor, slack, starts, groups, rows, num_groups, 1024, num_warps=4
+        )
+    return Pairs(groups, rows, starts, floor, slack)
+
+
 def list_pairs(
     maxima: Tensor,
     target_logits: Tensor,
@@ -100,19 +133,8 @@ def list_pairs(
     order: float,
 ) -> Pairs:
     """See ``head_reference.list_pairs``; float32 sums, their rounding taken off the bound."""
-    num_rows, num_groups = maxima.shape
-    floor = torch.empty(num_rows, dtype=torch.float64, device=maxima.device)
-    counts = torch.empty(num_rows, dtype=torch.int32, device=maxima.device)
-    _bound[(num_rows,)](
-        maxima, target_logits, target_log_reference, slack, floor, counts, num_groups, scale, order,
-        COARSE_STEPS if order <= 1.0 else 0, ROUNDING, BLOCK, num_warps=8,
-    )  # fmt: skip
-    starts = torch.zeros(num_rows + 1, dtype=torch.int64, device=counts.device)
-    torch.cumsum(counts, 0, out=starts[1:])
-    total = int(starts[-1])  # the step waits for the device here: lists need their length
-    groups, rows = torch.empty((2, total), dtype=torch.int32, device=maxima.device).unbind()
-    if total:
-        _list[(num_rows,)](
-            maxima, floor, slack, starts, groups, rows, num_groups, 1024, num_warps=4
-        )
-    return Pairs(groups, rows, starts, floor, slack)
+    terms = (target_logits, target_log_reference, slack)
+    floor, counts = bound_pairs(maxima, *terms, scale=scale, order=order)
+    total = torch.empty(1, dtype=torch.int64, device=maxima.device)
+    starts = list_starts(counts, total, None)
+    return write_pairs(maxima, floor, slack, starts, int(total))

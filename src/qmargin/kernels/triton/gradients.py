@@ -30,9 +30,11 @@ def _embedding_gradient(
         inside = entry < end
         column = tl.load(COLUMNS + entry, mask=inside, other=0)
         value = tl.load(POSTERIOR + entry, mask=inside, other=0.0)
-        value *= tl.load(INVERSE_NORMS + column, mask=inside, other=0.0)
+        is_active = value != 0.0  # the others' prototypes are not even read
+        value *= tl.load(INVERSE_NORMS + column, mask=is_active, other=0.0)
         place = column[:, None].to(tl.int64) * depth + dimension[None, :]
-        prototype = tl.load(PROTOTYPES + place, mask=inside[:, None] & is_value[None, :], other=0.0)
+        mask = is_active[:, None] & is_value[None, :]
+        prototype = tl.load(PROTOTYPES + place, mask=mask, other=0.0)
         total += tl.sum(value[:, None] * prototype, 0)
     total *= tl.load(WEIGHTS + row)
     if part == 0:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from qmargin.kernels.head_reference import (
     Candidates,
     ClassGradient,
+    Lengths,
     Pairs,
     PreparedRows,
+    Rows,
     SolvedRows,
     refresh_copy,
 )
@@ -17,16 +19,20 @@ from qmargin.kernels.triton.prepare import prepare_rows
 from qmargin.kernels.triton.rescore import score_candidates
 from qmargin.kernels.triton.screen import group_maxima
 from qmargin.kernels.triton.solve import solve_lists
+from qmargin.kernels.triton.support import find_support
 from qmargin.kernels.triton.unit import unit_gradient, unit_rows
 from qmargin.kernels.triton.update import sgd_update, sgd_update_rows
 
 __all__ = [
     "Candidates",
     "ClassGradient",
+    "Lengths",
     "Pairs",
     "PreparedRows",
+    "Rows",
     "SolvedRows",
     "embedding_gradient",
+    "find_support",
     "group_maxima",
     "list_pairs",
     "prepare_rows",

@@ -6,12 +6,15 @@ class. Only classes whose bit is set are scored from the master prototypes, in f
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from qmargin.kernels.head_reference import GROUP, Candidates, Pairs, PreparedRows
+from qmargin.kernels.head_reference import GROUP, Candidates, Pairs, Rows
+from qmargin.kernels.triton.starts import list_starts
 from qmargin.kernels.triton.tuning import power_of_two
 
 SPLIT = 32  # programs per row
@@ -76,6 +79,7 @@ def _expand(
     begin = tl.load(STARTS + row)
     end = tl.load(STARTS + row + 1)
     position = tl.load(LIST_STARTS + row)
+    last = tl.load(LIST_STARTS + row + 1)
     member = tl.arange(0, GROUP)
     for start in range(begin, end, PAIRS):
         pair = start + tl.arange(0, PAIRS)
@@ -84,8 +88,9 @@ def _expand(
         is_set = tl.reshape((bits[:, None] >> member[None, :]) & 1, (PAIRS * GROUP,))
         column = tl.reshape(group[:, None] * GROUP + member[None, :], (PAIRS * GROUP,))
         place = position + tl.cumsum(is_set, 0) - 1
-        tl.store(COLUMNS + place, column, mask=is_set > 0)
-        tl.store(ROWS + place, row, mask=is_set > 0)
+        fits = (is_set > 0) & (place < last)
+        tl.store(COLUMNS + place, column, mask=fits)
+        tl.store(ROWS + place, row, mask=fits)
         position += tl.sum(is_set, 0)
 
 
@@ -111,53 +116,61 @@ def _score(
         tl.store(SCORES + entry, cosine, mask=inside)
 
 
-def score_candidates(
-    prepared: PreparedRows,
-    copy: Tensor,
-    prototypes: Tensor,
-    inverse_norms: Tensor,
-    labels: Tensor,
-    pairs: Pairs,
-) -> Candidates:
+def score_candidates(batch: Rows, pairs: Pairs) -> Candidates:
     """See ``head_reference.score_candidates``."""
-    num_classes, depth = prototypes.shape
-    num_rows, device = len(labels), prototypes.device
-    masks = _candidate_bits(prepared.rounded, copy, labels, pairs, num_classes)
-    counts = torch.empty(num_rows, dtype=torch.int32, device=device)
-    _count[(num_rows,)](masks, pairs.starts, counts, GROUP, PAIRS, num_warps=4)
-    starts = torch.zeros(num_rows + 1, dtype=torch.int64, device=counts.device)
-    torch.cumsum(counts, 0, out=starts[1:])
-    total = int(starts[-1])  # the second and last wait for the device
-    rows, columns = torch.empty((2, total), dtype=torch.int32, device=device).unbind()
-    scores = torch.empty(total, dtype=torch.float32, device=device)
-    if total:
-        _expand[(num_rows,)](
-            masks, pairs.groups, pairs.starts, starts, rows, columns, GROUP, PAIRS, num_warps=4
-        )
-        _score[(num_rows, SPLIT)](
-            columns, starts, prepared.embeddings, prototypes, inverse_norms, scores, depth,
-            SPLIT, power_of_two(depth), 8, num_warps=1 if depth <= 512 else 4,
-        )  # fmt: skip
-    return Candidates(rows, columns, scores, starts)
+    masks, counts = candidate_bits(batch, pairs)
+    total = torch.empty(1, dtype=torch.int64, device=masks.device)
+    starts = list_starts(counts, total, None)
+    return score_entries(batch, *expand_bits(masks, pairs, starts, int(total)), starts)
 
 
-def _candidate_bits(
-    rounded: Tensor, copy: Tensor, labels: Tensor, pairs: Pairs, num_classes: int
-) -> Tensor:
-    """One int32 per pair: bit ``j`` is set when the group's class ``j`` may be active."""
-    groups = pairs.groups
+def candidate_bits(batch: Rows, pairs: Pairs) -> tuple[Tensor, Tensor]:
+    """One int32 per pair, whose bit ``j`` is set when the group's class ``j`` may be active.
+
+    And how many bits are set in each row, ``[B]``.
+    """
+    rounded, groups, num_classes = batch.prepared.rounded, pairs.groups, len(batch.prototypes)
+    num_rows = len(batch.labels)
     masks = torch.empty_like(groups)
+    counts = torch.zeros(num_rows, dtype=torch.int32, device=groups.device)
     if not len(groups):
-        return masks
+        return masks, counts
     num_groups = -(-num_classes // GROUP)
     ordered, order = groups.sort(stable=True)  # each group's prototypes are read once
-    bounds = torch.arange(num_groups + 1, dtype=torch.int32, device=groups.device)
-    segments = torch.searchsorted(ordered, bounds, out_int32=True)
+    segments = torch.searchsorted(ordered, _numbers(num_groups + 1, groups.device), out_int32=True)
     per_group = len(groups) / num_groups
     rows = 16 if per_group < 24 else 32 if per_group < 40 else 64
     _filter[(num_groups,)](
-        rounded, copy, labels, pairs.floor, pairs.slack, pairs.rows, order, segments, masks,
-        num_classes, rounded.shape[1], GROUP, rows, 128, num_warps=1,
+        rounded, batch.copy, batch.labels, pairs.floor, pairs.slack, pairs.rows, order, segments,
+        masks, num_classes, rounded.shape[1], GROUP, rows, 128, num_warps=1,
         num_stages=3 if rows == 16 else 2,
     )  # fmt: skip
-    return masks
+    _count[(num_rows,)](masks, pairs.starts, counts, GROUP, PAIRS, num_warps=4)
+    return masks, counts
+
+
+@lru_cache(maxsize=4)
+def _numbers(count: int, device: torch.device) -> Tensor:
+    return torch.arange(count, dtype=torch.int32, device=device)
+
+
+def expand_bits(masks: Tensor, pairs: Pairs, starts: Tensor, room: int) -> tuple[Tensor, Tensor]:
+    """Row and class of every set bit, row by row, in lists of ``room`` entries."""
+    rows, columns = torch.empty((2, room), dtype=torch.int32, device=masks.device).unbind()
+    if room:
+        _expand[(len(starts) - 1,)](
+            masks, pairs.groups, pairs.starts, starts, rows, columns, GROUP, PAIRS, num_warps=4
+        )
+    return rows, columns
+
+
+def score_entries(batch: Rows, rows: Tensor, columns: Tensor, starts: Tensor) -> Candidates:
+    """Exact cosines of listed classes."""
+    prototypes, depth = batch.prototypes, batch.prototypes.shape[1]
+    scores = torch.empty(columns.shape, dtype=torch.float32, device=columns.device)
+    if len(columns):
+        _score[(len(batch.labels), SPLIT)](
+            columns, starts, batch.prepared.embeddings, prototypes, batch.inverse_norms, scores,
+            depth, SPLIT, power_of_two(depth), 8, num_warps=1 if depth <= 512 else 4,
+        )  # fmt: skip
+    return Candidates(rows, columns, scores, starts)

@@ -11,11 +11,12 @@ from qmargin.kernels.triton.tuning import power_of_two
 
 
 @triton.jit
-def _unit(EMBEDDINGS, UNIT, NORMS, depth, DEPTH: tl.constexpr):
+def _unit(EMBEDDINGS, LABELS, UNIT, NORMS, ignored, depth, DEPTH: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     dimension = tl.arange(0, DEPTH)
     inside = dimension < depth
     x = tl.load(EMBEDDINGS + row * depth + dimension, mask=inside, other=0.0)
+    x = tl.where(inside & (tl.load(LABELS + row) == ignored), 1.0, x)
     norm = tl.sqrt(tl.sum(x * x, 0))
     tl.store(NORMS + row, norm)
     tl.store(UNIT + row * depth + dimension, x / norm, mask=inside)
@@ -32,14 +33,16 @@ def _unit_gradient(GRADIENT, UNIT, NORMS, OUT, depth, DEPTH: tl.constexpr):
     tl.store(OUT + row * depth + dimension, g, mask=inside)
 
 
-def unit_rows(embeddings: Tensor) -> tuple[Tensor, Tensor]:
+def unit_rows(embeddings: Tensor, labels: Tensor, ignored: int) -> tuple[Tensor, Tensor]:
     """See ``head_reference.unit_rows``."""
     embeddings = embeddings.contiguous()
     num_rows, depth = embeddings.shape
     unit = torch.empty_like(embeddings)
     norms = torch.empty(num_rows, dtype=embeddings.dtype, device=embeddings.device)
     if num_rows:
-        _unit[(num_rows,)](embeddings, unit, norms, depth, power_of_two(depth), num_warps=4)
+        _unit[(num_rows,)](
+            embeddings, labels, unit, norms, ignored, depth, power_of_two(depth), num_warps=4
+        )
     return unit, norms
 
 
