@@ -79,10 +79,10 @@ def test_every_launch_compiles(recorded):
     launches.test_prepare_and_screen((300, 64, 5), torch.float16)
     for only_active in (False, True):
         launches.test_update(37, 40, 0.9, True, only_active)
-        launches.test_update_of_given_rows(0.0, False, only_active)
+        launches.test_update_of_given_rows(0.0, False, only_active, 0.3)
     for alpha in (1.0, 1.25):
         launches.test_blocks((700, 64, 5), alpha)
-    launches.test_projection()
+    launches.test_entries()
     launches.test_unit_rows()
     names = {entry[1] for entry in recorded.values()}
     assert {"_screen", "_bound", "_filter", "_score", "_solve", "_sweep", "_posterior"} <= names

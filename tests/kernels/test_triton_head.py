@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from qmargin.heads.chunks import project_rows
+from qmargin.heads.chunks import add_entries_
 from qmargin.kernels import head_reference as plain
 from qmargin.kernels import update_reference
 from qmargin.kernels.triton import blocks, support
@@ -177,9 +177,10 @@ def test_update(num_classes, dim, momentum, nesterov, only_active):
         torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("factor", [None, 0.3])
 @pytest.mark.parametrize("only_active", [False, True])
 @pytest.mark.parametrize("momentum, nesterov", [(0.9, True), (0.0, False)])
-def test_update_of_given_rows(momentum, nesterov, only_active):
+def test_update_of_given_rows(momentum, nesterov, only_active, factor):
     torch.manual_seed(0)
     start, buffer = 0.1 * torch.randn(50, 40), 0.01 * torch.randn(50, 40)
     rows = torch.randn(20, 40)
@@ -195,6 +196,7 @@ def test_update_of_given_rows(momentum, nesterov, only_active):
             slice(7, 27), rows.clone().to(DEVICE), *state,
             lr=0.1, momentum=momentum, weight_decay=5e-4, nesterov=nesterov,
             grad_scale=torch.tensor(0.7, device=DEVICE), only_active=only_active,
+            unit_factor=None if factor is None else torch.tensor(factor, device=DEVICE),
         )  # fmt: skip
         results.append((prototypes, momenta, inverse, error))
     for found, expected in zip(results[1], results[0], strict=True):
@@ -225,19 +227,51 @@ def test_blocks(shape, alpha):
         slope = torch.where(height > 0, expected / height.clamp_min(1e-300), 0.0).sum(1)
         torch.testing.assert_close(sums[0], expected.sum(1), atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(sums[1], slope, atol=1e-4, rtol=1e-5)
-    where = slice(batch.num_classes // 3, batch.num_classes)
-    found = blocks.posterior_block(*operands, where, shift, level, scale, order)
-    found = found.double() / blocks.FACTOR
-    torch.testing.assert_close(found, expected[:, where], atol=1e-7, rtol=1e-3)
+    first = batch.num_classes // 3
+    where = slice(first, max(first + 1, batch.num_classes * 4 // 5))
+    options = (where, shift, level, scale, order)
+    block = blocks.posterior_block(*operands, *options, with_sums=True)
+    width, expected = where.stop - where.start, expected[:, where]
+    found = block.weights[:, :width].double() / blocks.FACTOR
+    torch.testing.assert_close(found, expected, atol=1e-7, rtol=1e-3)
+    assert not bool(block.weights[:, width:].any())
+    _check_sums(block, expected, cosines[:, where], order)
+    assert torch.equal(blocks.posterior_block(*operands, *options).weights, block.weights)
 
 
-def test_projection():
-    batch = Batch(37, 40, 3)
-    gradient = torch.randn_like(batch.prototypes)
-    state = (batch.prototypes, batch.inverse_norms, torch.tensor(0.5, device=DEVICE))
-    expected = project_rows(gradient.clone(), *state)
-    found = blocks.project_rows_(gradient.clone(), *state)
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-5)
+def _check_sums(block, expected, cosines, order):
+    width = expected.shape[1]
+    if order == 0.0:
+        torch.testing.assert_close(block.sums[0].amax(1).double(), cosines.amax(1))
+        mass = block.sums[1].sum(1, dtype=torch.float64)
+        torch.testing.assert_close(mass, expected.sum(1), atol=1e-5, rtol=1e-5)
+        return
+    mass, excess, count = block.sums.sum(2, dtype=torch.float64)
+    torch.testing.assert_close(mass, expected.sum(1), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(excess, (expected * expected**order).sum(1), atol=1e-5, rtol=1e-5)
+    assert torch.equal(count, (expected > 0).sum(1).double())
+    assert torch.equal(block.active[:, :width].any(0), (expected > 0).any(0))
+
+
+def test_weights_are_cut_off_at_the_largest_number():
+    batch = Batch(300, 64, 5)
+    operands = (batch.prepared.rounded, batch.copy, batch.labels, batch.num_classes)
+    low = torch.full((5,), -2.0, device=DEVICE)
+    numbers = (slice(0, 300), low, torch.zeros_like(low), 64.0, 0.0)
+    weights = blocks.posterior_block(*operands, *numbers).weights
+    assert float(weights.max()) == torch.finfo(torch.float16).max
+
+
+def test_entries():
+    embeddings = torch.randn(6, 40, device=DEVICE)
+    columns = torch.tensor([1, 4, 4, 4, 30, 31], dtype=torch.int32, device=DEVICE)
+    entries = torch.tensor([2, 0, 1, 5, 3, 4], device=DEVICE)
+    gradient = plain.ClassGradient(columns, entries, torch.randn(6, device=DEVICE))
+    for where in (slice(0, 31), slice(4, 6), slice(5, 30)):
+        found, expected = torch.ones(2, where.stop - where.start, 40, device=DEVICE).unbind()
+        blocks.add_entries_(found, gradient, embeddings, where)
+        add_entries_(expected, gradient, embeddings, where)
+        torch.testing.assert_close(found, expected)
 
 
 def test_unit_rows():

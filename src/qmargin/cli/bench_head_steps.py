@@ -232,7 +232,7 @@ def finish_gradient(head: MarginClassifier) -> None:
     pending = head.pending
     if pending is None or isinstance(pending, tuple | RowsUpdate):
         return
-    for _ in as_pending(head, pending).blocks():
+    for _ in as_pending(head, pending).raw_blocks():
         pass
 
 

@@ -22,17 +22,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from qmargin.heads.chunks import (
-    HALF_FACTOR,
-    Chunks,
-    SolvedBlocks,
-    Target,
-    product,
-    project_rows,
-)
+from qmargin.heads.chunks import HALF_FACTOR, Chunks, SolvedBlocks, Target
+from qmargin.heads.fused_chunks import make_chunks
 from qmargin.heads.pending import PendingGradient
 from qmargin.heads.step import StepStats, target_gradients
-from qmargin.kernels.head_reference import GROUP
+from qmargin.kernels.head_reference import GROUP, ClassGradient
+from qmargin.kernels.update_reference import project_rows
 from qmargin.maths.objective import loss_from_sums
 from qmargin.maths.threshold import level_step
 
@@ -48,7 +43,6 @@ class ChunkedStep:
     solved: SolvedBlocks | None = None
     weights: Tensor | None = None  # [B], gradient of the others' cosines per posterior
     num_overflowed: int = 0  # rows of a sparse step that this one replaced
-    gradient: Tensor | None = None  # [k, d] of the others, where it was made with the embeddings'
 
     def stats(self) -> StepStats:
         """Summarise the step."""
@@ -87,21 +81,28 @@ class ChunkedPending(PendingGradient):
     weights: Tensor  # [B]
     target_weights: Tensor  # [B], gradient of the targets' cosines
 
+    def raw_blocks(self) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
+        """See ``PendingGradient``: gradients of unit prototypes, up to a factor."""
+        chunks, solved, weights = self.chunks, self.solved, self.weights
+        embeddings, dtype = chunks.embeddings, chunks.operand_dtype
+        factor = torch.ones_like(weights[0])
+        largest = factor
+        if dtype != embeddings.dtype:  # bring posteriors and weights into the range of half
+            largest = weights.abs().amax().clamp_min(torch.finfo(weights.dtype).tiny)
+            factor = largest / HALF_FACTOR
+        weighted = (embeddings * (weights / largest)[:, None]).to(dtype)
+        columns, rows = chunks.labels.to(torch.int32).sort(stable=True)
+        targets = ClassGradient(columns, rows, self.target_weights[rows] / factor)
+        for where, block in chunks.pushes(solved.anchor, solved.level, weighted, targets):
+            yield where, block, factor
+
     def blocks(self) -> Iterator[tuple[slice, Tensor]]:
         """Consecutive classes and the gradient of their prototypes, ``[n, d]``."""
         chunks = self.chunks
-        embeddings = chunks.embeddings
-        inverse_norms = chunks.head.inverse_norms
-        own = embeddings * self.target_weights[:, None]
-        push = Push(chunks, self.solved, self.weights)
-        own = own / push.factor  # the rows get it back
-        for where, rows in push.blocks():
-            local = chunks.labels - where.start
-            is_here = (local >= 0) & (local < len(rows))
-            rows.index_add_(
-                0, local.clamp(0, len(rows) - 1), torch.where(is_here[:, None], own, 0.0)
-            )
-            yield where, push.project(rows, chunks.prototypes[where], inverse_norms[where])
+        for where, rows, factor in self.raw_blocks():
+            assert factor is not None
+            lengths = chunks.head.inverse_norms[where]
+            yield where, project_rows(rows, chunks.prototypes[where], lengths, factor)
 
     def is_finite(self) -> Tensor:
         """From a bound of the gradient's elements, without making it."""
@@ -111,60 +112,6 @@ class ChunkedPending(PendingGradient):
         largest = embeddings.abs().amax() * inverse_norms.amax()
         bound = weight * largest.double() * (1 + embeddings.shape[1])  # with projection
         return bound < torch.finfo(embeddings.dtype).max  # false for NaN
-
-
-class Push:
-    """The others' share of the prototypes' gradient, block by block, up to a common factor."""
-
-    def __init__(self, chunks: Chunks, solved: SolvedBlocks, weights: Tensor) -> None:
-        self.chunks, self.solved = chunks, solved
-        embeddings, dtype = chunks.embeddings, chunks.operand_dtype
-        self.is_native = dtype == embeddings.dtype
-        # In half precision posteriors and weights are brought into range, and the rows back.
-        largest = weights.abs().amax().clamp_min(torch.finfo(weights.dtype).tiny)
-        factor = torch.ones_like(largest) if self.is_native else largest
-        self.weighted = (embeddings * (weights / factor)[:, None]).to(dtype)
-        self.factor = factor if self.is_native else factor / HALF_FACTOR
-
-    def blocks(
-        self, pulled: Tensor | None = None, out: Tensor | None = None
-    ) -> Iterator[tuple[slice, Tensor]]:
-        """Classes and ``sum_b weight_b p_bj x_b / factor``, ``[n, d]``, in ``out`` if given.
-
-        With fused kernels, ``sum_j p_bj w_j`` is added to ``pulled`` on the way.
-        """
-        chunks, solved, weighted = self.chunks, self.solved, self.weighted
-        if chunks.fused is not None:
-            for where, posterior in chunks.half_posteriors(solved.anchor, solved.level):
-                if pulled is not None:
-                    add_pull_(pulled, posterior, chunks.head.copy[where])
-                rows = product(posterior.t(), weighted, None if out is None else out[where])
-                yield where, rows
-            return
-        for where, _, posterior, _ in chunks.posteriors(solved.anchor, solved.level):
-            scaled = posterior if self.is_native else posterior * HALF_FACTOR
-            rows = product(scaled.to(weighted.dtype).t(), weighted)
-            yield where, rows.to(chunks.embeddings.dtype)
-
-    def project(self, rows: Tensor, prototypes: Tensor, inverse_norms: Tensor) -> Tensor:
-        """Tangents of the rows times the factor, over the prototypes' lengths; in place."""
-        fused = self.chunks.fused
-        function = project_rows if fused is None else fused.project_rows_
-        result: Tensor = function(rows, prototypes, inverse_norms, self.factor)
-        return result
-
-
-def add_pull_(pulled: Tensor, posterior: Tensor, unit: Tensor) -> None:
-    """Add ``sum_j p_bj w_j`` of a block of scaled half posteriors."""
-    pulled.add_(product(posterior, unit), alpha=1.0 / HALF_FACTOR)
-
-
-def pulled_rows(chunks: Chunks, solved: SolvedBlocks) -> Tensor:
-    """``sum_j p_bj w_j`` over the others, ``[B, d]``, with fused kernels."""
-    pulled = torch.zeros_like(chunks.embeddings)
-    for where, posterior in chunks.half_posteriors(solved.anchor, solved.level):
-        add_pull_(pulled, posterior, chunks.head.copy[where])
-    return pulled
 
 
 class TargetCosine(torch.autograd.Function):
@@ -187,21 +134,9 @@ class TargetCosine(torch.autograd.Function):
         received = None
         if ctx.needs_input_grad[1]:
             assert step.solved is not None and step.weights is not None
-            if step.gradient is not None:
-                return unit * grad[:, None], self_share(step, unit, grad), None
             pending = ChunkedPending(step.chunks, step.solved, step.weights, grad)
             received = step.chunks.head.receive(pending)
         return unit * grad[:, None], received, None
-
-
-def self_share(step: ChunkedStep, unit: Tensor, grad: Tensor) -> Tensor:
-    """The prototypes' gradient ``[k, d]`` with the targets' own share added."""
-    chunks = step.chunks
-    assert step.gradient is not None
-    cosines = (chunks.embeddings * unit).sum(1, keepdim=True)
-    length = (grad * chunks.head.inverse_norms[chunks.labels])[:, None]
-    own = (chunks.embeddings - cosines * unit) * length
-    return step.gradient.index_add_(0, chunks.labels, own)
 
 
 class ChunkedRows(torch.autograd.Function):
@@ -232,8 +167,6 @@ class ChunkedRows(torch.autograd.Function):
         log_reference, level, posterior, pulled = ctx.saved_tensors
         assert step.solved is not None
         step.weights = grad * step.chunks.scale
-        if pulled is None and ctx.needs_input_grad[0]:
-            pulled = _pulled_in_backward(step)
         own = None if pulled is None else pulled * step.weights[:, None]
         in_logits, in_reference = target_gradients(
             grad, step.solved.others_mass, posterior, level, log_reference, step.chunks.order
@@ -241,26 +174,11 @@ class ChunkedRows(torch.autograd.Function):
         return own, in_logits, in_reference, None
 
 
-def _pulled_in_backward(step: ChunkedStep) -> Tensor:
-    """Pull the embeddings' gradient; if a dense one of the prototypes is due, make both at once."""
-    chunks, solved, weights = step.chunks, step.solved, step.weights
-    assert solved is not None and weights is not None
-    head = chunks.head
-    if head.gradient != "dense" or not head.prototypes.requires_grad:
-        return pulled_rows(chunks, solved)
-    pulled = torch.zeros_like(chunks.embeddings)
-    step.gradient = torch.empty_like(chunks.prototypes)
-    push = Push(chunks, solved, weights)
-    for where, rows in push.blocks(pulled, step.gradient):
-        push.project(rows, chunks.prototypes[where], head.inverse_norms[where])
-    return pulled
-
-
 def chunked_rows(
     head: MarginClassifier, embeddings: Tensor, labels: Tensor, norms: Tensor | None
 ) -> tuple[Tensor, ChunkedStep]:
     """Loss of each row ``[B]`` for unit embeddings, and the step's record."""
-    step = ChunkedStep(Chunks(head, embeddings.detach(), labels.clamp_min(0)))
+    step = ChunkedStep(make_chunks(head, embeddings.detach(), labels.clamp_min(0)))
     target: Callable[..., Tensor] = TargetCosine.apply
     rows: Callable[..., Tensor] = ChunkedRows.apply
     cosines = target(embeddings, head.prototypes, step)

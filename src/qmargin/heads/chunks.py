@@ -9,14 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from qmargin.kernels.head_reference import GROUP, drop_targets_
+from qmargin.kernels.head_reference import GROUP, ClassGradient, drop_targets_
 from qmargin.maths.objective import posterior_rows
 from qmargin.maths.threshold import (
     RowSums,
@@ -32,7 +30,6 @@ if TYPE_CHECKING:
     from qmargin.heads.classifier import MarginClassifier
 
 CHUNK_LOGITS = {"cpu": 1 << 21, "cuda": 1 << 25}  # in a block; about six such tensors live at once
-FUSED_LOGITS = 1 << 26  # where only a half-precision block and its gradient rows live
 MAX_PASSES = 100
 HALF_FACTOR = 2.0**15  # posteriors are at most one: so scaled they use the range of float16
 
@@ -78,20 +75,21 @@ def product(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
     return torch.mm(left.float(), right.float(), out=out)
 
 
-def project_rows(
-    gradient: Tensor, prototypes: Tensor, inverse_norms: Tensor, factor: Tensor
-) -> Tensor:
-    """``factor`` times the gradient of prototypes ``[n, d]`` from that of their unit vectors.
+class Sums(NamedTuple):
+    """Sums over all classes but the target at some level, ``[B]`` float64 each."""
 
-    In place.
-    """
-    unit = prototypes * inverse_norms[:, None]
-    gradient.sub_((gradient * unit).sum(1, keepdim=True) * unit)  # what would only lengthen it
-    return gradient.mul_((inverse_norms * factor)[:, None])
+    mass: Tensor
+    excess: Tensor  # sum of p * x
+    support_size: Tensor
+    num_active: Tensor  # scalar: classes in the support of any row, or the target of one
+    pulled: Tensor | None  # [B, d]: sum of p times unit prototype
 
 
 class Chunks:
-    """A batch against all prototypes, block by block."""
+    """A batch against all prototypes, block by block.
+
+    ``heads.fused_chunks`` overrides the passes over the blocks with kernels.
+    """
 
     def __init__(self, head: MarginClassifier, embeddings: Tensor, labels: Tensor) -> None:
         self.head, self.embeddings, self.labels = head, embeddings, labels
@@ -104,36 +102,19 @@ class Chunks:
         # Above alpha = 2 a posterior is a root of its height: float32 would show at the edge.
         self.dtype = torch.float64 if self.order > 1.0 else native
         self.rounding = torch.finfo(native).eps
-        self.fused = self._fused_kernels()
-        limit = CHUNK_LOGITS.get(embeddings.device.type, CHUNK_LOGITS["cuda"])
-        limit = FUSED_LOGITS if self.fused is not None else limit
+        limit = self.block_logits()
         num_rows, num_groups = len(embeddings), -(-head.num_classes // GROUP)
         self.group = GROUP * -(-4 * num_rows * num_groups // limit)  # maxima: a quarter of a block
         self.size = self.group * max(1, limit // (num_rows * self.group))
 
-    def _fused_kernels(self) -> ModuleType | None:
-        """Kernels that fold what follows a product into it: ``alpha = 1`` and half operands."""
-        head = self.head
-        is_half = self.operand_dtype in (torch.float16, torch.bfloat16)
-        if self.order != 0.0 or not is_half or head.copy.dtype != self.operand_dtype:
-            return None
-        if head.embedding_dim % 8 or not head.kernels.__name__.endswith("triton.head"):
-            return None
-        return import_module("qmargin.kernels.triton.blocks")
+    def block_logits(self) -> int:
+        """Logits in a block: what bounds the memory."""
+        return CHUNK_LOGITS.get(self.embeddings.device.type, CHUNK_LOGITS["cuda"])
 
     def ranges(self) -> Iterator[slice]:
         """Consecutive blocks of classes."""
         for start in range(0, self.head.num_classes, self.size):
             yield slice(start, min(start + self.size, self.head.num_classes))
-
-    def half_posteriors(self, anchor: Tensor, level: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """By blocks: classes, and ``HALF_FACTOR`` times the posterior ``[B, n]`` in half."""
-        assert self.fused is not None
-        shift, start = self._shifted(anchor, level)
-        numbers = (shift.squeeze(1), start, self.scale, self.order)
-        batch = (self.operand, self.head.copy, self.labels, self.head.num_classes)
-        for where in self.ranges():
-            yield where, self.fused.posterior_block(*batch, where, *numbers)
 
     def blocks(self) -> Iterator[tuple[slice, Tensor]]:
         """Consecutive classes and their unit prototypes in the precision of the operands."""
@@ -160,28 +141,46 @@ class Chunks:
             return posterior.to(unit.dtype) @ unit
         return product((posterior * HALF_FACTOR).to(unit.dtype), unit) / HALF_FACTOR
 
-    def _shifted(self, anchor: Tensor, level: Tensor) -> tuple[Tensor, Tensor]:
+    def shifted(self, anchor: Tensor, level: Tensor) -> tuple[Tensor, Tensor]:
         """The anchor as a rounded cosine, and the level there: differences of cosines are exact."""
         shift = (anchor / self.scale).to(self.dtype)
         missing = anchor - shift.double() * self.scale
-        return shift[:, None], (level - level_step(self.order) * missing).to(self.dtype)
+        return shift, (level - level_step(self.order) * missing).to(self.dtype)
 
     def posteriors(
         self, anchor: Tensor, level: Tensor
     ) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
         """By blocks: classes, unit prototypes, posterior and levels ``[B, n]`` (M1)."""
-        shift, level = self._shifted(anchor, level)
+        shift, level = self.shifted(anchor, level)
         zero = torch.zeros_like(level)
         for where, unit in self.blocks():
-            logits = self.cosines(where, unit).sub_(shift).mul_(self.scale)
+            logits = self.cosines(where, unit).sub_(shift[:, None]).mul_(self.scale)
             yield where, unit, *posterior_rows(logits, None, zero, level, self.order)
+
+    def softmax_sums(self, *, pulls: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Largest cosine of the others, mass and ``pulled`` relative to it, in one pass."""
+        scale, embeddings = self.scale, self.embeddings
+        top = embeddings.new_full((len(embeddings),), -torch.inf)
+        mass = torch.zeros_like(top, dtype=torch.float64)
+        pulled = torch.zeros_like(embeddings) if pulls else None
+        for where, unit in self.blocks():
+            cosines = self.cosines(where, unit)
+            higher = torch.maximum(top, cosines.amax(1))
+            shift = torch.where(higher == -torch.inf, 0.0, higher)  # only the target so far
+            shrink = ((top - shift) * scale).exp()
+            part = cosines.sub_(shift[:, None]).mul_(scale).exp_()
+            mass = mass * shrink.double() + part.sum(1).double()
+            if pulled is not None:
+                pulled = pulled.mul_(shrink[:, None]).add_(self.pull(part, unit))
+            top = higher
+        return top, mass, pulled
 
     def row_sums(self, anchor: Tensor, level: Tensor) -> RowSums:
         """Mass and slope of the others at a trial level (M11)."""
         mass = slope = torch.zeros_like(level)
-        shift, level = self._shifted(anchor, level)
+        shift, level = self.shifted(anchor, level)
         for where, unit in self.blocks():
-            gaps = self.cosines(where, unit).sub_(shift).mul_(-self.scale)
+            gaps = self.cosines(where, unit).sub_(shift[:, None]).mul_(-self.scale)
             sums = row_sums(gaps, None, level, self.order)
             mass, slope = mass + sums.mass.double(), slope + sums.slope.double()
         return RowSums(mass, slope)
@@ -196,6 +195,44 @@ class Chunks:
                 cosines = torch.nn.functional.pad(cosines, (0, missing), value=-torch.inf)
             parts.append(cosines.unflatten(1, (-1, self.group)).amax(2))
         return torch.cat(parts, 1)
+
+    def sums_at(self, anchor: Tensor, level: Tensor, *, pulls: bool) -> Sums:
+        """What the loss, the statistics and the embeddings' gradient need, in one pass."""
+        mass = excess = support = torch.zeros_like(level)
+        num_active = mass.sum()
+        pulled = torch.zeros_like(self.embeddings) if pulls else None
+        for where, unit, posterior, levels in self.posteriors(anchor, level):
+            if pulled is not None:
+                pulled += self.pull(posterior, unit)
+            is_active = posterior > 0
+            mass = mass + posterior.sum(1).double()
+            support = support + is_active.sum(1)
+            levels = heights(levels, self.order).mul_(posterior)
+            excess = excess + torch.where(is_active, levels, 0.0).sum(1).double()
+            num_active = num_active + self.num_active(is_active.any(0), where)
+        return Sums(mass, excess, support, num_active, pulled)
+
+    def num_active(self, is_active: Tensor, where: slice) -> Tensor:
+        """Classes of a block that are active in some row or a target, a scalar."""
+        local, width = self.labels - where.start, where.stop - where.start
+        has_gradient = torch.nn.functional.pad(is_active, (0, 1))
+        is_elsewhere = (local < 0) | (local >= width)
+        has_gradient[local.masked_fill(is_elsewhere, width)] = True
+        return has_gradient[:width].sum()
+
+    def pushes(
+        self, anchor: Tensor, level: Tensor, weighted: Tensor, targets: ClassGradient
+    ) -> Iterator[tuple[slice, Tensor]]:
+        """Classes and ``sum_b f p_bj weighted_b``, ``[n, d]``, plus the targets' own entries.
+
+        ``f`` is ``HALF_FACTOR`` for operands in half precision, else one.
+        """
+        is_native = weighted.dtype == self.embeddings.dtype
+        for where, _, posterior, _ in self.posteriors(anchor, level):
+            scaled = posterior if is_native else posterior * HALF_FACTOR
+            rows = product(scaled.to(weighted.dtype).t(), weighted).to(self.embeddings.dtype)
+            add_entries_(rows, targets, self.embeddings, where)
+            yield where, rows
 
     def solve(self, target: Target, *, pulls: bool) -> SolvedBlocks:
         """The root and the sums at it; ``pulled`` only if asked for."""
@@ -213,35 +250,19 @@ class Chunks:
         return solved
 
 
+def add_entries_(rows: Tensor, gradient: ClassGradient, embeddings: Tensor, where: slice) -> None:
+    """Add the entries of some classes, times their embeddings, to the classes' rows ``[n, d]``."""
+    columns, entries, values = gradient
+    is_here = (columns >= where.start) & (columns < where.stop)
+    own = torch.where(is_here[:, None], embeddings[entries.long()] * values[:, None], 0.0)
+    local = (columns.long() - where.start).clamp(0, len(rows) - 1)
+    rows.index_add_(0, local, own)
+
+
 def log_sum_exp(chunks: Chunks, target: Target, *, pulls: bool) -> SolvedBlocks:
-    """``alpha = 1``: everything in one pass, relative to a running maximum."""
-    scale, embeddings = chunks.scale, chunks.embeddings
-    if chunks.fused is not None:  # leaves the embeddings' gradient to the backward pass
-        batch = (chunks.operand, chunks.head.copy, chunks.labels, chunks.head.num_classes)
-        top, mass = chunks.fused.log_sum_exp(*batch, scale)
-        return _log_sum_exp_at(chunks, target, top, mass, None)
-    top = embeddings.new_full((len(embeddings),), -torch.inf)
-    mass = torch.zeros_like(target.logits)
-    pulled = torch.zeros_like(embeddings) if pulls else None
-    for where, unit in chunks.blocks():
-        cosines = chunks.cosines(where, unit)
-        higher = torch.maximum(top, cosines.amax(1))
-        shift = torch.where(higher == -torch.inf, 0.0, higher)  # only the target so far
-        shrink = ((top - shift) * scale).exp()
-        part = cosines.sub_(shift[:, None]).mul_(scale).exp_()
-        mass = mass * shrink.double() + part.sum(1).double()
-        if pulled is not None:
-            pulled = pulled.mul_(shrink[:, None]).add_(chunks.pull(part, unit))
-        top = higher
-    return _log_sum_exp_at(chunks, target, top, mass, pulled)
-
-
-def _log_sum_exp_at(
-    chunks: Chunks, target: Target, top: Tensor, mass: Tensor, pulled: Tensor | None
-) -> SolvedBlocks:
-    """The solution from the others' largest cosine and their mass relative to it."""
-    scale = chunks.scale
-    anchor = torch.where(top == -torch.inf, 0.0, top.double() * scale)
+    """``alpha = 1``: the solution from sums relative to the others' largest cosine."""
+    top, mass, pulled = chunks.softmax_sums(pulls=pulls)
+    anchor = torch.where(top == -torch.inf, 0.0, top.double() * chunks.scale)
     joint = target.logits - anchor + target.log_reference
     total = torch.logaddexp(mass.log(), joint)  # tau, relative to the anchor
     others = (mass.log() - total).exp()
@@ -312,29 +333,9 @@ class RootSearch:
 def sum_up(
     chunks: Chunks, target: Target, anchor: Tensor, level: Tensor, *, pulls: bool
 ) -> SolvedBlocks:
-    """Everything the loss, the statistics and the embeddings' gradient need, in one pass."""
-    order = chunks.order
-    mass = excess = support = torch.zeros_like(level)
-    num_active = mass.sum()
-    pulled = torch.zeros_like(chunks.embeddings) if pulls else None
-    for where, unit, posterior, levels in chunks.posteriors(anchor, level):
-        if pulled is not None:
-            pulled += chunks.pull(posterior, unit)
-        is_active = posterior > 0
-        mass = mass + posterior.sum(1).double()
-        support = support + is_active.sum(1)
-        levels = heights(levels, order).mul_(posterior)
-        excess = excess + torch.where(is_active, levels, 0.0).sum(1).double()
-        num_active = num_active + _num_active(is_active, chunks.labels - where.start)
-    own = target.sums(anchor, level, order).mass
-    error = (mass + own - 1.0).abs()
-    return SolvedBlocks(anchor, level, mass, excess, support + (own > 0), error, num_active, pulled)
-
-
-def _num_active(is_active: Tensor, local_labels: Tensor) -> Tensor:
-    """Columns that are active in any row or a target, a scalar."""
-    width = is_active.shape[1]
-    has_gradient = torch.nn.functional.pad(is_active.any(0), (0, 1))
-    is_elsewhere = (local_labels < 0) | (local_labels >= width)
-    has_gradient[local_labels.masked_fill(is_elsewhere, width)] = True
-    return has_gradient[:width].sum()
+    """The solution at a root, with the target's share."""
+    sums = chunks.sums_at(anchor, level, pulls=pulls)
+    own = target.sums(anchor, level, chunks.order).mass
+    error, support = (sums.mass + own - 1.0).abs(), sums.support_size + (own > 0)
+    rest = (sums.num_active, sums.pulled)
+    return SolvedBlocks(anchor, level, sums.mass, sums.excess, support, error, *rest)

@@ -40,6 +40,14 @@ class PendingGradient(Protocol):
         """
         ...
 
+    def raw_blocks(self) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
+        """The same for a consumer that reads the prototypes anyway.
+
+        Where the third item is not None, that number times the rows is the gradient of the *unit*
+        prototypes, and ``update_reference.project_rows`` makes the other of it.
+        """
+        return ((where, rows, None) for where, rows in self.blocks())
+
     def norm(self) -> Tensor:
         """Euclidean norm of the whole gradient, a float64 scalar."""
         return norm_of(rows for _, rows in self.blocks())

@@ -169,8 +169,9 @@ class _FusedSGD(torch.optim.Optimizer):
             return error
         update = _operation(head, "sgd_update_rows")
         error = prototypes.new_zeros(())
-        for classes, rows in pending.blocks():
-            error = torch.maximum(error, update(classes, rows, *tensors, **options))
+        for classes, rows, factor in pending.raw_blocks():
+            part = update(classes, rows, *tensors, unit_factor=factor, **options)
+            error = torch.maximum(error, part)
         return error
 
     def _momentum_buffer(self, group: dict[str, Any]) -> Tensor | None:

@@ -99,21 +99,38 @@ def sgd_update_rows(
     nesterov: bool,
     grad_scale: Tensor,
     only_active: bool,
+    unit_factor: Tensor | None,
 ) -> Tensor:
     """Step a range of consecutive classes, given the gradient of its prototypes.
 
     As ``sgd_update``, for the range ``classes`` with the gradient ``rows`` ``[n, d]``, which is
     overwritten. With ``only_active``, classes whose gradient is zero throughout are left alone.
+    With ``unit_factor``, a scalar on the device, that times ``rows`` is the gradient of the unit
+    prototypes.
     """
     if not bool(grad_scale.isfinite()):
         return prototypes.new_zeros(())
     rule = _Rule(lr, momentum, weight_decay, nesterov, grad_scale)
     rows = rows.to(prototypes.dtype)
     views = _views(classes, prototypes, momentum_buffer, inverse_norms, copy)
+    if unit_factor is not None:
+        rows = project_rows(rows, views[0], views[2], unit_factor)
     if not only_active:
         return _step_block(rows, *views, rule)
     active = (rows != 0).any(1).nonzero().flatten()
     return _step_listed(active, rows[active], *views, rule)
+
+
+def project_rows(
+    gradient: Tensor, prototypes: Tensor, inverse_norms: Tensor, factor: Tensor
+) -> Tensor:
+    """``factor`` times the gradient of prototypes ``[n, d]`` from that of their unit vectors.
+
+    In place.
+    """
+    unit = prototypes * inverse_norms[:, None]
+    gradient.sub_((gradient * unit).sum(1, keepdim=True) * unit)  # what would only lengthen it
+    return gradient.mul_((inverse_norms * factor)[:, None])
 
 
 def gradient_blocks(

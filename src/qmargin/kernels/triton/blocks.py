@@ -2,7 +2,8 @@
 
 ``row_sums`` is one pass over the prototypes for any trial level; at ``alpha = 1`` it is a
 log-sum-exp. ``posterior_block`` writes the posterior of one block of classes in half precision, for
-the products with prototypes and embeddings that follow.
+the products with prototypes and embeddings that follow, and sums it up on the way. ``add_entries_``
+adds the targets' share to a block of gradients.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from qmargin.kernels.head_reference import ClassGradient
 from qmargin.kernels.triton.tuning import ScreenTiles, num_programs, power_of_two, screen_tiles
 
 FACTOR = 2.0**15  # posteriors are at most one: so scaled they use the range of float16
@@ -73,10 +75,10 @@ def _row_sums(
 
 @triton.jit
 def _posterior(
-    embeddings, copy, LABELS, SHIFT, LEVEL, OUT, num_rows, num_classes, first, width,
-    num_tiles, row_tiles, scale, order, factor,
+    embeddings, copy, out, LABELS, SHIFT, LEVEL, SUMS, ACTIVE, num_rows, num_classes, first,
+    num_tiles, row_tiles, class_tiles, size, scale, order, factor, largest,
     DEPTH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    IS_SOFTMAX: tl.constexpr, PROGRAMS: tl.constexpr,
+    IS_SOFTMAX: tl.constexpr, WITH_SUMS: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     for tile in tl.range(tl.program_id(0), num_tiles, PROGRAMS, flatten=True):
         row_tile = tile % row_tiles
@@ -88,17 +90,30 @@ def _posterior(
         inside = rows < num_rows
         shift = tl.load(SHIFT + rows, mask=inside, other=0.0)
         level = tl.load(LEVEL + rows, mask=inside, other=0.0)
+        place = rows.to(tl.int64) * class_tiles + class_tile
         if IS_SOFTMAX:
-            logits = level[:, None] + (cosines - shift[:, None]) * scale
-            posterior = tl.exp2(logits * 1.4426950408889634)
+            rate = scale * 1.4426950408889634
+            logits = level[:, None] * 1.4426950408889634 + (cosines - shift[:, None]) * rate
+            posterior = tl.exp2(logits)
+            if WITH_SUMS:  # the tile's maximum, and its sum of exponentials relative to the shift
+                tl.store(SUMS + place, tl.max(cosines, 1), mask=inside)
+                tl.store(SUMS + size + place, tl.sum(posterior, 1), mask=inside)
         else:
             height = level[:, None] + (cosines - shift[:, None]) * (order * scale)
             safe = tl.where(height > 0, height, 1.0)
             posterior = tl.where(height > 0, tl.exp2(tl.log2(safe) / order), 0.0)
-        columns = class_tile * BN + tl.arange(0, BN)
-        place = rows[:, None].to(tl.int64) * width + columns[None, :]
-        mask = inside[:, None] & (columns[None, :] < width)
-        tl.store(OUT + place, (posterior * factor).to(OUT.dtype.element_ty), mask=mask)
+            if WITH_SUMS:  # mass, excess, support; and which classes are active in any row
+                is_active = (posterior > 0) & inside[:, None]
+                tl.store(SUMS + place, tl.sum(posterior, 1), mask=inside)
+                tl.store(SUMS + size + place, tl.sum(posterior * safe, 1), mask=inside)
+                count = tl.sum(is_active.to(tl.float32), 1)
+                tl.store(SUMS + 2 * size + place, count, mask=inside)
+                classes = class_tile * BN + tl.arange(0, BN)
+                width = class_tiles * BN
+                flags = tl.max(is_active.to(tl.int8), 0)
+                tl.store(ACTIVE + row_tile * width + classes, flags)
+        scaled = tl.minimum(posterior * factor, largest)
+        out.store([row_tile * BM, class_tile * BN], scaled.to(out.dtype))
 
 
 class _Launch(NamedTuple):
@@ -175,6 +190,14 @@ def _sums(
     return first, second
 
 
+class Weighed(NamedTuple):
+    """A block of posteriors and its sums, by tiles of classes."""
+
+    weights: Tensor  # [B, n] in the dtype of the copy, the factor times the posterior
+    sums: Tensor | None  # alpha = 1: maxima and masses, [2, B, t]; else mass, excess, support
+    active: Tensor | None  # [r, m] int8, m >= n, not at alpha = 1: flags by tiles of rows
+
+
 def posterior_block(
     embeddings: Tensor,
     copy: Tensor,
@@ -185,43 +208,68 @@ def posterior_block(
     level: Tensor,
     scale: float,
     order: float,
-) -> Tensor:
-    """``FACTOR`` times the posterior of some classes, ``[B, n]`` in the dtype of the copy.
+    *,
+    factor: float = FACTOR,
+    with_sums: bool = False,
+) -> Weighed:
+    """``factor`` times the posterior of some classes, cut off at the largest number of the dtype.
 
     ``level`` is the height at cosine ``shift``, or the log of the posterior there at ``alpha = 1``.
+    A multiple of eight columns is written, zeros past the last class, for the products to come.
     """
-    width = where.stop - where.start
+    width = -(-(where.stop - where.start) // 8) * 8
     launch = _Launch.of(embeddings, copy, width)
-    tiles, num_rows = launch.tiles, len(embeddings)
-    out = torch.empty((num_rows, width), dtype=copy.dtype, device=embeddings.device)
+    tiles, num_rows, is_softmax = launch.tiles, len(embeddings), order == 0.0
+    out = torch.empty((num_rows, width), dtype=copy.dtype, device=copy.device)
+    sums = active = None
+    if with_sums:
+        shape = (2 if is_softmax else 3, num_rows, launch.class_tiles)
+        sums = torch.empty(shape, dtype=torch.float32, device=copy.device)
+        if not is_softmax:
+            flags = (launch.row_tiles, launch.class_tiles * tiles.classes)
+            active = torch.empty(flags, dtype=torch.int8, device=copy.device)
     _posterior[(launch.programs,)](
-        *launch.operands, labels, shift, level, out, num_rows, num_classes, where.start, width,
-        launch.row_tiles * launch.class_tiles, launch.row_tiles, scale, order, FACTOR,
-        embeddings.shape[1], tiles.rows, tiles.classes, tiles.depth, order == 0.0,
-        launch.programs, num_warps=tiles.warps, num_stages=tiles.stages,
+        *launch.operands, TensorDescriptor.from_tensor(out, [tiles.rows, tiles.classes]), labels,
+        shift, level, shift if sums is None else sums, labels if active is None else active,
+        num_rows, min(where.stop, num_classes), where.start, launch.row_tiles * launch.class_tiles,
+        launch.row_tiles, launch.class_tiles, num_rows * launch.class_tiles, scale, order, factor,
+        torch.finfo(copy.dtype).max, embeddings.shape[1], tiles.rows, tiles.classes, tiles.depth,
+        is_softmax, with_sums, launch.programs, num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
-    return out
+    return Weighed(out, sums, active)
 
 
 @triton.jit
-def _project(GRADIENT, FACTOR, PROTOTYPES, INVERSE_NORMS, depth, DEPTH: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    dimension = tl.arange(0, DEPTH)
-    inside = dimension < depth
-    inverse = tl.load(INVERSE_NORMS + row)
-    unit = tl.load(PROTOTYPES + row * depth + dimension, mask=inside, other=0.0) * inverse
-    g = tl.load(GRADIENT + row * depth + dimension, mask=inside, other=0.0)
-    g = (g - tl.sum(g * unit, 0) * unit) * (inverse * tl.load(FACTOR))
-    tl.store(GRADIENT + row * depth + dimension, g, mask=inside)
+def _add_entries(
+    ROWS, COLUMNS, ENTRIES, VALUES, EMBEDDINGS, first, width, num_entries, depth,
+    DEPTH: tl.constexpr,
+):  # fmt: skip
+    """A program per entry, of which the first of a class does the work: sums keep their order."""
+    entry = tl.program_id(0)
+    column = tl.load(COLUMNS + entry)
+    before = tl.load(COLUMNS + tl.maximum(entry - 1, 0))
+    is_first = (entry == 0) | (before != column)
+    if is_first & (column >= first) & (column < first + width):
+        dimension = tl.arange(0, DEPTH)
+        inside = dimension < depth
+        place = ROWS + (column - first).to(tl.int64) * depth + dimension
+        total = tl.load(place, mask=inside, other=0.0)
+        is_same = 1
+        while is_same > 0:
+            row = tl.load(ENTRIES + entry).to(tl.int64)
+            x = tl.load(EMBEDDINGS + row * depth + dimension, mask=inside, other=0.0)
+            total += tl.load(VALUES + entry) * x
+            entry += 1
+            after = tl.load(COLUMNS + tl.minimum(entry, num_entries - 1))
+            is_same = ((entry < num_entries) & (after == column)).to(tl.int32)
+        tl.store(place, total, mask=inside)
 
 
-def project_rows_(
-    gradient: Tensor, prototypes: Tensor, inverse_norms: Tensor, factor: Tensor
-) -> Tensor:
-    """``factor`` times the gradient of prototypes ``[n, d]`` from that of their unit vectors."""
-    depth = gradient.shape[1]
+def add_entries_(rows: Tensor, gradient: ClassGradient, embeddings: Tensor, where: slice) -> None:
+    """Add the entries of some classes, times their embeddings, to the classes' rows ``[n, d]``."""
+    depth, num_entries = rows.shape[1], len(gradient.columns)
     wide = power_of_two(depth)
-    _project[(len(gradient),)](
-        gradient, factor, prototypes, inverse_norms, depth, wide, num_warps=1 if wide <= 512 else 4
-    )
-    return gradient
+    _add_entries[(num_entries,)](
+        rows, gradient.columns, gradient.rows, gradient.values, embeddings, where.start,
+        where.stop - where.start, num_entries, depth, wide, num_warps=1 if wide <= 512 else 4,
+    )  # fmt: skip

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from qmargin.kernels.head_reference import Lengths, ListOverflow, Rows, SolvedRows
+from qmargin.kernels.reading import Reading
 from qmargin.kernels.triton.bound import bound_pairs, write_pairs
 from qmargin.kernels.triton.rescore import candidate_bits, expand_bits, score_entries
 from qmargin.kernels.triton.solve import solve_lists
@@ -49,13 +50,13 @@ def find_support(
     masks, counts = candidate_bits(batch, pairs)
     room = None if expected is None else _with_spare(expected.candidates)
     starts = list_starts(counts, totals[1:], room)
-    lengths = _Reading(totals)
+    lengths = Reading(totals)
     if room is None:
-        room = lengths.wait().candidates
+        room = int(lengths.wait()[1])
     rows, columns = expand_bits(masks, pairs, starts, room)
     candidates = score_entries(batch, rows, columns, starts)
     solved = solve_lists(candidates, *terms, **numbers)
-    found = lengths.wait()
+    found = Lengths(*lengths.wait().tolist())
     if found.pairs > limit:
         raise ListOverflow
     if found.pairs > len(pairs.groups) or found.candidates > room:
@@ -70,21 +71,3 @@ def find_support(
 
 def _with_spare(length: int) -> int:
     return -(-(length + length // 4) // ROOM) * ROOM
-
-
-class _Reading:
-    """Two lengths on their way to the host."""
-
-    def __init__(self, totals: Tensor) -> None:
-        self.totals, self.event = totals, None
-        if totals.is_cuda:
-            self.totals = torch.empty(2, dtype=torch.int64, pin_memory=True)
-            self.totals.copy_(totals, non_blocking=True)
-            self.event = torch.cuda.Event()
-            self.event.record()
-
-    def wait(self) -> Lengths:
-        """The lengths, as soon as the kernels before are done."""
-        if self.event is not None:
-            self.event.synchronize()
-        return Lengths(*self.totals.tolist())

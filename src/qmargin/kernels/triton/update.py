@@ -79,10 +79,10 @@ def _step(
 
 @triton.jit
 def _given(
-    GRADIENT, PROTOTYPES, BUFFER, INVERSE_NORMS, COPY, GRAD_SCALE, LARGEST,
+    GRADIENT, PROTOTYPES, BUFFER, INVERSE_NORMS, COPY, GRAD_SCALE, UNIT_FACTOR, LARGEST,
     lr, momentum, weight_decay, depth,
     HAS_BUFFER: tl.constexpr, NESTEROV: tl.constexpr, ONLY_ACTIVE: tl.constexpr,
-    DEPTH: tl.constexpr,
+    OF_UNIT: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """A range of classes whose gradient is given, one to a program."""
     grad_scale = tl.load(GRAD_SCALE)
@@ -97,6 +97,9 @@ def _given(
             is_stepped = tl.sum((gradient != 0.0).to(tl.int32), 1) > 0
         mask = is_stepped[:, None] & inside
         prototype = tl.load(PROTOTYPES + place, mask=mask, other=0.0)
+        if OF_UNIT:
+            inverse = tl.load(INVERSE_NORMS + classes, mask=is_stepped, other=0.0)
+            gradient = _tangent(gradient, prototype, inverse) * tl.load(UNIT_FACTOR)
         _apply(
             gradient * grad_scale, prototype, place, mask, is_stepped, classes, PROTOTYPES, BUFFER,
             INVERSE_NORMS, COPY, LARGEST, lr, momentum, weight_decay, HAS_BUFFER, NESTEROV,
@@ -215,6 +218,7 @@ def sgd_update_rows(
     nesterov: bool,
     grad_scale: Tensor,
     only_active: bool,
+    unit_factor: Tensor | None,
 ) -> Tensor:
     """See ``update_reference.sgd_update_rows``."""
     largest = torch.zeros((), dtype=torch.float32, device=prototypes.device)
@@ -222,8 +226,10 @@ def sgd_update_rows(
     buffer = prototypes if momentum_buffer is None else momentum_buffer
     _given[(len(rows),)](
         rows.contiguous(), prototypes[classes], buffer[classes], inverse_norms[classes],
-        copy[classes], grad_scale.to(torch.float32), largest, lr, momentum, weight_decay,
-        prototypes.shape[1], momentum_buffer is not None, nesterov, only_active, wide,
+        copy[classes], grad_scale.to(torch.float32),
+        largest if unit_factor is None else unit_factor.to(torch.float32), largest,
+        lr, momentum, weight_decay, prototypes.shape[1],
+        momentum_buffer is not None, nesterov, only_active, unit_factor is not None, wide,
         num_warps=1 if wide <= 512 else 4,
     )  # fmt: skip
     return largest.sqrt()

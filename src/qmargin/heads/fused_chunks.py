@@ -1,0 +1,135 @@
+"""The passes of ``heads.chunks`` with kernels that fold what follows a product into it.
+
+For half-precision operands and ``1 <= alpha <= 2``. A pass over the classes is then one product,
+and a block exists only as its posterior in half precision, for the product that comes after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from qmargin.heads.chunks import HALF_FACTOR, Chunks, Sums, product
+from qmargin.kernels.head_reference import ClassGradient
+from qmargin.maths.threshold import RowSums
+
+if TYPE_CHECKING:
+    from qmargin.heads.classifier import MarginClassifier
+
+FUSED_LOGITS = 1 << 26  # in a block, of which only its half posterior and its gradient rows live
+TILE = 256  # classes: a block of whole tiles wastes none
+NUM_COARSE = 8192  # sets of classes whose maxima bound the root
+# Weights of the softmax pass are relative to a guess of the largest cosine, times this: room for
+# cosines above the guess, and for the many far below it.
+GUESS_FACTOR = 2.0**4
+
+
+def make_chunks(head: MarginClassifier, embeddings: Tensor, labels: Tensor) -> Chunks:
+    """Chunks for a batch, fused where kernels can serve it."""
+    dtype = head.chunk_dtype or head.screen_dtype
+    is_half = dtype in (torch.float16, torch.bfloat16) and head.copy.dtype == dtype
+    has_kernels = head.kernels.__name__.endswith("triton.head") and head.embedding_dim % 8 == 0
+    if is_half and has_kernels and 0.0 <= head.order <= 1.0:
+        return FusedChunks(head, embeddings, labels)
+    return Chunks(head, embeddings, labels)
+
+
+class FusedChunks(Chunks):
+    """See ``Chunks``; blocks are never seen as cosines."""
+
+    def __init__(self, head: MarginClassifier, embeddings: Tensor, labels: Tensor) -> None:
+        super().__init__(head, embeddings, labels)
+        self.kernels: Any = import_module("qmargin.kernels.triton.blocks")
+        self.screen: Any = import_module("qmargin.kernels.triton.screen")
+        self.size = max(TILE, self.size // TILE * TILE)
+        self.batch = (self.operand, head.copy, labels, head.num_classes)
+
+    def block_logits(self) -> int:
+        """See ``Chunks``."""
+        return FUSED_LOGITS
+
+    def weighed(
+        self, shift: Tensor, level: Tensor, **options: Any
+    ) -> Iterator[tuple[slice, slice, Any]]:
+        """By blocks: classes, the same with padding, and the kernel's ``Weighed``."""
+        for where in self.ranges():
+            block = self.kernels.posterior_block(
+                *self.batch, where, shift, level, self.scale, self.order, **options
+            )
+            yield where, slice(where.start, where.start + block.weights.shape[1]), block
+
+    def softmax_sums(self, *, pulls: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+        """See ``Chunks``; waits for the device where it pulls."""
+        if not pulls:
+            top, mass = self.kernels.log_sum_exp(*self.batch, self.scale)
+            return top, mass, None
+        first = min(self.size, self.head.num_classes)
+        guess, _ = self.kernels.log_sum_exp(*self.batch[:3], first, self.scale)
+        guess = torch.where(guess == -torch.inf, 0.0, guess)
+        pulled = torch.zeros_like(self.embeddings)
+        options = {"factor": GUESS_FACTOR, "with_sums": True}
+        tops, masses = [], []
+        for _, padded, block in self.weighed(guess, torch.zeros_like(guess), **options):
+            pulled.add_(product(block.weights, self.head.copy[padded]), alpha=1.0 / GUESS_FACTOR)
+            tops.append(block.sums[0].amax(1))
+            masses.append(block.sums[1].sum(1, dtype=torch.float64))
+        top, mass = torch.stack(tops).amax(0), torch.stack(masses).sum(0)
+        above = (top - guess).double() * self.scale
+        room = torch.finfo(self.operand_dtype).max / GUESS_FACTOR
+        if bool((above >= torch.tensor(min(room, 2.0**100)).log()).any()):
+            return self._softmax_sums_apart()  # the guess was far too low: some weights were cut
+        factor = torch.where(top == -torch.inf, 1.0, (-above).exp())
+        return top, mass * factor, pulled.mul_(factor.to(pulled.dtype)[:, None])
+
+    def _softmax_sums_apart(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The sums first, the pull in a pass of its own when they are known."""
+        top, mass = self.kernels.log_sum_exp(*self.batch, self.scale)
+        shift = torch.where(top == -torch.inf, 0.0, top)
+        pulled = torch.zeros_like(self.embeddings)
+        for _, padded, block in self.weighed(shift, torch.zeros_like(shift)):
+            pulled.add_(product(block.weights, self.head.copy[padded]), alpha=1.0 / HALF_FACTOR)
+        return top, mass, pulled
+
+    def row_sums(self, anchor: Tensor, level: Tensor) -> RowSums:
+        """See ``Chunks``."""
+        shift, level = self.shifted(anchor, level)
+        return RowSums(*self.kernels.row_sums(*self.batch, shift, level, self.scale, self.order))
+
+    def maxima(self) -> Tensor:
+        """Maxima of sets of groups: fewer than of groups, and almost as good a bound."""
+        maxima: Tensor = self.screen.group_maxima(*self.batch)
+        whole = maxima.shape[1] // NUM_COARSE * NUM_COARSE
+        if whole == 0:
+            return maxima
+        coarse: Tensor = maxima[:, :whole].unflatten(1, (-1, NUM_COARSE)).amax(1)
+        rest = maxima[:, whole:]
+        coarse[:, : rest.shape[1]] = torch.maximum(coarse[:, : rest.shape[1]], rest)
+        return coarse
+
+    def sums_at(self, anchor: Tensor, level: Tensor, *, pulls: bool) -> Sums:
+        """See ``Chunks``."""
+        shift, start = self.shifted(anchor, level)
+        totals = level.new_zeros((3, len(level)))
+        num_active = totals.new_zeros(())
+        pulled = torch.zeros_like(self.embeddings) if pulls else None
+        for where, padded, block in self.weighed(shift, start, with_sums=True):
+            if pulled is not None:
+                pulled.add_(product(block.weights, self.head.copy[padded]), alpha=1 / HALF_FACTOR)
+            totals += block.sums.sum(2, dtype=torch.float64)
+            width = where.stop - where.start
+            num_active = num_active + self.num_active(block.active[:, :width].any(0), where)
+        mass, excess, support = totals.unbind()
+        return Sums(mass, excess, support, num_active, pulled)
+
+    def pushes(
+        self, anchor: Tensor, level: Tensor, weighted: Tensor, targets: ClassGradient
+    ) -> Iterator[tuple[slice, Tensor]]:
+        """See ``Chunks``."""
+        for where, _, block in self.weighed(*self.shifted(anchor, level)):
+            rows = product(block.weights.t(), weighted)[: where.stop - where.start]
+            self.kernels.add_entries_(rows, targets, self.embeddings, where)
+            yield where, rows

@@ -1,0 +1,80 @@
+"""Passes with kernels against plain ones on the same rounded operands; elsewhere than on a GPU, in
+Triton's interpreter."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from helpers.heads import make_head, make_loss, random_batch
+from qmargin.heads import fused_chunks
+from qmargin.heads.chunks import Chunks, Target
+from qmargin.heads.fused_chunks import FusedChunks
+from qmargin.kernels.head_reference import ClassGradient
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's masked lanes
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def make_pair(alpha, num_classes, scale=16.0):
+    batch = random_batch(num_classes, rows=5)
+    options = {"screen_dtype": torch.float16, "path": "chunked"}
+    head = make_head(make_loss(alpha, scale), batch, **options).to(DEVICE)
+    head.chunk_dtype = torch.float16
+    head.refresh()
+    unit = torch.nn.functional.normalize(batch.embeddings).to(DEVICE)
+    return [make(head, unit, batch.labels.to(DEVICE)) for make in (Chunks, FusedChunks)]
+
+
+def assert_solutions_agree(plain, fused):
+    for name in ("others_mass", "excess", "support_size", "num_active", "pulled"):
+        found, expected = getattr(fused, name).double(), getattr(plain, name).double()
+        torch.testing.assert_close(found, expected, atol=2e-4, rtol=2e-3)
+    assert float(fused.mass_error.max()) < 1e-4
+
+
+@pytest.mark.parametrize("num_classes", [1, 33, 700])
+@pytest.mark.parametrize("alpha", [1.0, 1.25, 1.5, 2.0])
+def test_solution_and_gradient(alpha, num_classes, monkeypatch):
+    monkeypatch.setattr(fused_chunks, "FUSED_LOGITS", 5 * 288)  # several blocks
+    monkeypatch.setattr(fused_chunks, "NUM_COARSE", 4)
+    plain, fused = make_pair(alpha, num_classes)
+    target = Target(
+        *torch.tensor([[3.0, -1.0, 9.0, 0.0, 15.0], [-0.8] * 5], device=DEVICE).double()
+    )
+    expected, found = (chunks.solve(target, pulls=True) for chunks in (plain, fused))
+    assert_solutions_agree(expected, found)
+    weighted = torch.randn_like(plain.embeddings).half()
+    columns, rows = plain.labels.int().sort(stable=True)
+    targets = ClassGradient(columns, rows, torch.randn(5, device=DEVICE))
+    pushed = []
+    for chunks in (plain, fused):
+        level = (expected.anchor, expected.level)
+        parts = list(chunks.pushes(*level, weighted, targets))
+        assert [part[0].start for part in parts] == [where.start for where in chunks.ranges()]
+        pushed.append(torch.cat([part[1] for part in parts]))
+    scale = float(pushed[0].abs().max())
+    torch.testing.assert_close(pushed[1] / scale, pushed[0] / scale, atol=2e-3, rtol=0)
+
+
+@pytest.mark.parametrize("scale", [16.0, 200.0])
+def test_a_softmax_whose_largest_cosine_comes_late(scale, monkeypatch):
+    """The guess from the first block can be so low that weights are cut off: then sums go first."""
+    monkeypatch.setattr(fused_chunks, "FUSED_LOGITS", 5 * 64)
+    plain, fused = make_pair(1.0, 700, scale)
+    apart = []
+    ask = FusedChunks._softmax_sums_apart
+    monkeypatch.setattr(
+        FusedChunks, "_softmax_sums_apart", lambda chunks: apart.append(1) or ask(chunks)
+    )
+    for chunks in (plain, fused):
+        chunks.head.prototypes.data[650] = 2.0 * chunks.embeddings[1]
+        chunks.labels[1] = 0
+    plain.head.refresh(force=True)
+    top, mass, pulled = plain.softmax_sums(pulls=True)
+    found = fused.softmax_sums(pulls=True)
+    assert bool(apart) == (scale == 200.0)
+    torch.testing.assert_close(found[0], top, atol=1e-6, rtol=0)
+    torch.testing.assert_close(found[1], mass, atol=0, rtol=1e-4)
+    torch.testing.assert_close(found[2], pulled, atol=1e-3, rtol=2e-3)
