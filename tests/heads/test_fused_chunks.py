@@ -10,7 +10,7 @@ from helpers.heads import make_head, make_loss, random_batch
 from qmargin.heads import fused_chunks
 from qmargin.heads.chunks import Chunks, Target
 from qmargin.heads.fused_chunks import FusedChunks
-from qmargin.kernels.head_reference import ClassGradient
+from qmargin.kernels.head_records import ClassGradient
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's masked lanes
 

@@ -62,27 +62,36 @@ def test_moving_a_head_moves_everything() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
-def test_softmax_by_blocks_never_waits_for_the_device() -> None:
+def test_backward_never_waits_for_the_device() -> None:
     batch = random_batch(5003, dim=64, rows=64)
-    head = make_head(qmargin.arcface(), batch, path="chunked", device="cuda", gradient="fused")
-    optimizer = ExactSGD(head, 0.1)
     embeddings, labels = batch.embeddings.cuda().requires_grad_(), batch.labels.cuda()
-    for is_warm in (False, True):
-        torch.cuda.set_sync_debug_mode("error" if is_warm else "default")
-        try:
-            head(embeddings, labels).backward()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        optimizer.step()
+    for path, loss in (("chunked", qmargin.arcface()), ("sparse", make_loss(1.5))):
+        head = make_head(loss, batch, path=path, device="cuda", gradient="fused")
+        optimizer = ExactSGD(head, 0.1)
+        for is_warm in (False, True):
+            loss = head(embeddings, labels)
+            torch.cuda.set_sync_debug_mode("error" if is_warm else "default")
+            try:
+                loss.backward()
+                optimizer.step()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
 
 
 def test_bad_embeddings_give_a_loss_that_is_not_finite() -> None:
     batch = random_batch(257, dim=64)
     embeddings = batch.embeddings.cuda()
     embeddings[2] = torch.nan
+    embeddings.requires_grad_()
     for path in ("sparse", "chunked", "dense", "paper"):
-        head = make_head(make_loss(1.5), batch, path=path, device="cuda")
-        assert not bool(head(embeddings, batch.labels.cuda()).isfinite()), path
+        head = make_head(make_loss(1.5), batch, path=path, device="cuda", gradient="fused")
+        optimizer = ExactSGD(head, 0.1)
+        loss = head(embeddings, batch.labels.cuda())
+        assert not bool(loss.isfinite()), path
+        loss.backward()
+        before = head.prototypes.detach().clone()
+        optimizer.step()
+        assert optimizer.num_skipped == 1 and torch.equal(before, head.prototypes), path
     head.loss.debug = True
     with pytest.raises(qmargin.QMarginError, match="row 2"):
         head(embeddings, batch.labels.cuda())

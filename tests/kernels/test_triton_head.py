@@ -6,6 +6,7 @@ import torch
 pytest.importorskip("triton")
 
 from qmargin.heads.chunks import add_entries_
+from qmargin.kernels import head_records as records
 from qmargin.kernels import head_reference as plain
 from qmargin.kernels import update_reference
 from qmargin.kernels.triton import blocks, support
@@ -63,7 +64,7 @@ class Batch:
 
     def rows(self):
         state = (self.copy, self.prototypes, self.inverse_norms, self.labels)
-        return plain.Rows(self.prepared, *state)
+        return records.Rows(self.prepared, *state)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -116,14 +117,22 @@ def test_pairs_scores_and_solution(shape, alpha, scale, margin):
 
 @pytest.mark.parametrize("expected", [None, (1, 1), (10**5, 1), (1, 10**5), (10**5, 10**5)])
 def test_support_whatever_lengths_are_expected(expected, monkeypatch):
-    """Lists too short, by either length, make the batch start over; spare room changes nothing."""
+    """Lists too short, by either length, are found out; spare room changes nothing."""
     monkeypatch.setattr(support, "ROOM", 8)
     batch, numbers = Batch(1000, 64, 5), {"scale": 20.0, "order": 0.25}
     terms = (batch.maxima(), *batch.terms(20.0, 0.2), batch.slack)
-    guess = None if expected is None else plain.Lengths(*expected)
-    options = {**numbers, "limit": 10**6, "expected": guess}
-    wanted, _ = plain.find_support(batch.rows(), *terms, **options)
-    solved, lengths = fused.find_support(batch.rows(), *terms, **options)
+    guess = None if expected is None else records.Lengths(*expected)
+    options = {**numbers, "limit": 10**6, "expected": guess, "has_gradient": True}
+    certain = plain.find_support(batch.rows(), *terms, **options)
+    wanted = certain.solved
+    support_found = fused.find_support(batch.rows(), *terms, **options)
+    lengths = support_found.confirm()
+    if expected is not None and 1 in expected:
+        assert lengths is None
+        options["expected"] = None
+        support_found = fused.find_support(batch.rows(), *terms, **options)
+        lengths = support_found.confirm()
+    solved = support_found.solved
     assert lengths.pairs > 16 and lengths.candidates == len(solved.rows) > 16
     torch.testing.assert_close(solved.loss, wanted.loss, atol=1e-7, rtol=1e-6)
     torch.testing.assert_close(solved.tau, wanted.tau, atol=1e-5, rtol=0)
@@ -131,17 +140,28 @@ def test_support_whatever_lengths_are_expected(expected, monkeypatch):
     found = torch.stack([solved.rows, solved.columns])[:, is_active].t().tolist()
     is_active = wanted.posterior > 0
     assert found == torch.stack([wanted.rows, wanted.columns])[:, is_active].t().tolist()
-    with pytest.raises(plain.ListOverflow):
-        fused.find_support(batch.rows(), *terms, **{**options, "limit": lengths.pairs - 1})
+    torch.testing.assert_close(support_found.pulled, certain.pulled, atol=2e-6, rtol=1e-4)
+    assert len(support_found.order.columns) == lengths.candidates + 5
+    weights = torch.rand(5, device=DEVICE)
+    gradient = fused.class_gradient(support_found.order, solved, weights, -weights)
+    expected = plain.class_gradient(certain.order, wanted, weights, -weights)
+    found = gradient.columns[gradient.values != 0]
+    assert torch.equal(found.long(), expected.columns[expected.values != 0].long())
+    with pytest.raises(records.ListOverflow):
+        options["limit"] = lengths.pairs - 1
+        fused.find_support(batch.rows(), *terms, **options).confirm()
 
 
 def _check_gradients(batch, solved, wanted):
     weights = torch.rand(len(batch.labels), device=DEVICE)
     state = (batch.prototypes, batch.inverse_norms)
-    found = fused.embedding_gradient(solved, batch.labels, *state, weights, -weights)
-    expected = plain.embedding_gradient(wanted, batch.labels, *state, weights, -weights)
+    found, expected = fused.pull_rows(solved, *state), plain.pull_rows(wanted, *state)
     torch.testing.assert_close(found, expected, atol=2e-6, rtol=1e-4)
-    gradient = fused.sort_by_class(solved, batch.labels, weights, -weights)
+    order = fused.class_order(solved.columns, batch.labels)
+    gradient = fused.class_gradient(order, solved, weights, -weights)
+    expected = plain.class_gradient(order, wanted, weights, -weights)
+    for part, sure in zip(gradient, expected, strict=True):
+        torch.testing.assert_close(part, sure.to(part.dtype), atol=1e-7, rtol=1e-5)
     classes, rows = fused.prototype_gradient(gradient, batch.embeddings, *state)
     plain_classes, plain_rows = plain.prototype_gradient(gradient, batch.embeddings, *state)
     assert torch.equal(classes, plain_classes.long())
@@ -154,7 +174,7 @@ def _check_gradients(batch, solved, wanted):
 def test_update(num_classes, dim, momentum, nesterov, only_active):
     torch.manual_seed(0)
     columns = torch.randint(num_classes, (30,)).sort().values
-    gradient = plain.ClassGradient(columns, torch.randint(6, (30,)), torch.randn(30))
+    gradient = records.ClassGradient(columns, torch.randint(6, (30,)), torch.randn(30))
     embeddings = torch.nn.functional.normalize(torch.randn(6, dim))
     start, buffer = 0.1 * torch.randn(num_classes, dim), 0.01 * torch.randn(num_classes, dim)
     results = []
@@ -164,7 +184,7 @@ def test_update(num_classes, dim, momentum, nesterov, only_active):
         inverse = torch.empty(num_classes, device=DEVICE)
         plain.refresh_copy(prototypes, copy, inverse)
         error = kernels.sgd_update(
-            plain.ClassGradient(*(part.to(DEVICE) for part in gradient)),
+            records.ClassGradient(*(part.to(DEVICE) for part in gradient)),
             embeddings.to(DEVICE), prototypes, momenta if momentum else None, inverse, copy,
             lr=0.1, momentum=momentum, weight_decay=5e-4, nesterov=nesterov,
             grad_scale=torch.tensor(0.7, device=DEVICE), only_active=only_active,
@@ -203,7 +223,7 @@ def test_update_of_given_rows(momentum, nesterov, only_active, factor):
         torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("alpha", [1.0, 1.25, 2.0])
+@pytest.mark.parametrize("alpha", [1.0, 1.25, 1.3, 2.0])
 @pytest.mark.parametrize("shape", [(700, 64, 5), (257, 40, 3), (1, 8, 2)])
 def test_blocks(shape, alpha):
     """Row sums and posteriors of blocks against plain sums over the same rounded operands."""
@@ -266,7 +286,7 @@ def test_entries():
     embeddings = torch.randn(6, 40, device=DEVICE)
     columns = torch.tensor([1, 4, 4, 4, 30, 31], dtype=torch.int32, device=DEVICE)
     entries = torch.tensor([2, 0, 1, 5, 3, 4], device=DEVICE)
-    gradient = plain.ClassGradient(columns, entries, torch.randn(6, device=DEVICE))
+    gradient = records.ClassGradient(columns, entries, torch.randn(6, device=DEVICE))
     for where in (slice(0, 31), slice(4, 6), slice(5, 30)):
         found, expected = torch.ones(2, where.stop - where.start, 40, device=DEVICE).unbind()
         blocks.add_entries_(found, gradient, embeddings, where)

@@ -65,7 +65,10 @@ def _row_errors(workbench: Workbench, path: str, truth: LossOutput, facts: dict[
     head.top_percent = 5.0
     head.refresh()
     unit, norms = unit_rows(workbench.leaf.detach(), workbench.labels, -1, head.kernels)
+    head.lengths = None
     loss, record = PATHS[path](head, unit, workbench.labels, norms)
+    if isinstance(record, SparseStep):
+        record.confirm()
     stats = record.stats()
     tau = _tau(record)[:CHECKED_ROWS].double()
     loss = loss.detach()[:CHECKED_ROWS].double()

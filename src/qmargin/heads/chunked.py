@@ -24,9 +24,9 @@ from torch.autograd.function import once_differentiable
 
 from qmargin.heads.chunks import HALF_FACTOR, Chunks, SolvedBlocks, Target
 from qmargin.heads.fused_chunks import make_chunks
-from qmargin.heads.pending import PendingGradient
+from qmargin.heads.pending import PendingGradient, is_bounded
 from qmargin.heads.step import StepStats, target_gradients
-from qmargin.kernels.head_reference import GROUP, ClassGradient
+from qmargin.kernels.head_records import GROUP, ClassGradient
 from qmargin.kernels.update_reference import project_rows
 from qmargin.maths.objective import loss_from_sums
 from qmargin.maths.threshold import level_step
@@ -106,12 +106,11 @@ class ChunkedPending(PendingGradient):
 
     def is_finite(self) -> Tensor:
         """From a bound of the gradient's elements, without making it."""
-        embeddings, inverse_norms = self.chunks.embeddings, self.chunks.head.inverse_norms
-        weight = self.weights.abs().sum() + self.target_weights.abs().sum()
-        weight = weight.double() + 0.0 * self.solved.level.sum()  # NaN where the root is
-        largest = embeddings.abs().amax() * inverse_norms.amax()
-        bound = weight * largest.double() * (1 + embeddings.shape[1])  # with projection
-        return bound < torch.finfo(embeddings.dtype).max  # false for NaN
+        weights = torch.cat([self.weights, self.target_weights.to(self.weights.dtype)])
+        has_root = self.solved.level.sum().isfinite()
+        chunks = self.chunks
+        depth = chunks.embeddings.shape[1]
+        return has_root & is_bounded(weights, chunks.head.inverse_norms, depth)
 
 
 class TargetCosine(torch.autograd.Function):

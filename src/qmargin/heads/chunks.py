@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from qmargin.kernels.head_reference import GROUP, ClassGradient, drop_targets_
+from qmargin.kernels.head_records import GROUP, ClassGradient
+from qmargin.kernels.head_reference import drop_targets_
 from qmargin.maths.objective import posterior_rows
 from qmargin.maths.threshold import (
     RowSums,
@@ -336,6 +337,8 @@ def sum_up(
     """The solution at a root, with the target's share."""
     sums = chunks.sums_at(anchor, level, pulls=pulls)
     own = target.sums(anchor, level, chunks.order).mass
-    error, support = (sums.mass + own - 1.0).abs(), sums.support_size + (own > 0)
+    # Heights that are not numbers are not above zero, and would count as inactive.
+    mass = torch.where(target.logits.isnan(), torch.nan, sums.mass)
+    error, support = (mass + own - 1.0).abs(), sums.support_size + (own > 0)
     rest = (sums.num_active, sums.pulled)
-    return SolvedBlocks(anchor, level, sums.mass, sums.excess, support, error, *rest)
+    return SolvedBlocks(anchor, level, mass, sums.excess, support, error, *rest)

@@ -22,7 +22,7 @@ from qmargin.heads.sampled import sampled_rows
 from qmargin.heads.sparse import LIST_CAPACITY, SparseStep, sparse_rows
 from qmargin.heads.step import BlockUpdate, RowsUpdate, StepRecord, StepStats
 from qmargin.kernels.dispatch import Call, load_backend
-from qmargin.kernels.head_reference import ClassGradient, Lengths, ListOverflow
+from qmargin.kernels.head_records import ClassGradient, Lengths, ListOverflow
 from qmargin.losses.checks import check_floating, check_label_tensor, check_margin
 from qmargin.losses.module import MarginLoss
 from qmargin.losses.operators import checked_labels
@@ -31,24 +31,8 @@ from qmargin.maths.divergences import Alpha
 __all__ = ["MarginClassifier", "StepStats"]
 
 
-def sparse_or_chunked_rows(
-    head: MarginClassifier, embeddings: Tensor, labels: Tensor, norms: Tensor | None
-) -> tuple[Tensor, StepRecord]:
-    """A sparse step, or a chunked one if its lists would outgrow their capacity."""
-    margin = head.loss.margin
-    saved = deepcopy(margin.state_dict()) if isinstance(margin, nn.Module) else None
-    try:
-        return sparse_rows(head, embeddings, labels, norms)
-    except ListOverflow:
-        if isinstance(margin, nn.Module) and saved is not None:
-            margin.load_state_dict(saved)  # its running statistics have seen this batch
-        rows, step = chunked_rows(head, embeddings, labels, norms)
-        step.num_overflowed = len(labels)
-        return rows, step
-
-
 PATHS: dict[str, Callable[..., tuple[Tensor, StepRecord]]] = {
-    "sparse": sparse_or_chunked_rows,
+    "sparse": sparse_rows,
     "chunked": chunked_rows,
     "dense": dense_rows,
     "sampled": sampled_rows,
@@ -211,11 +195,45 @@ class MarginClassifier(nn.Module):
             self._check_norms(norms)
             if choice.path in ("sparse", "chunked") or self.gradient == "fused":
                 self.refresh()
-            rows, self._step = PATHS[choice.path](self, unit, labels.long(), norms)
+            take = self._take_sparse if choice.path == "sparse" else self._take
+            loss, self._step = take(choice.path, unit, labels.long(), norms)
         self._reason = choice.reason
         if self.path == "auto" and isinstance(self._step, SparseStep | ChunkedStep):
             self._shares.append(self._step.group_share())
-        return mean_rows(rows, labels, ignored)
+        return loss
+
+    def _take(
+        self, path: str, unit: Tensor, labels: Tensor, norms: Tensor
+    ) -> tuple[Tensor, StepRecord]:
+        """Mean loss of a batch by some path, and the record of the step."""
+        rows, step = PATHS[path](self, unit, labels, norms)
+        return mean_rows(rows, labels, self.loss.ignore_index), step
+
+    def _take_sparse(
+        self, path: str, unit: Tensor, labels: Tensor, norms: Tensor
+    ) -> tuple[Tensor, StepRecord]:
+        """A sparse step; a chunked one if its lists would outgrow their capacity."""
+        margin = self.loss.margin
+        saved = deepcopy(margin.state_dict()) if isinstance(margin, nn.Module) else None
+
+        def take_again(path: str) -> tuple[Tensor, StepRecord]:
+            if isinstance(margin, nn.Module) and saved is not None:
+                margin.load_state_dict(saved)  # its running statistics have seen this batch
+            return self._take(path, unit, labels, norms)
+
+        try:
+            loss, step = self._take(path, unit, labels, norms)
+            if isinstance(step, SparseStep) and not step.confirm():
+                loss, step = take_again(path)
+                assert (
+                    isinstance(step, SparseStep) and step.confirm()
+                )  # its lengths were waited for
+        except ListOverflow:
+            self.lengths = None
+            loss, step = take_again("chunked")
+            assert isinstance(step, ChunkedStep)
+            step.num_overflowed = len(labels)
+        return loss, step
 
     def _choose(self, num_rows: int) -> Choice:
         """The path of this step."""

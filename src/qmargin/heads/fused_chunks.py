@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from qmargin.heads.chunks import HALF_FACTOR, Chunks, Sums, product
-from qmargin.kernels.head_reference import ClassGradient
+from qmargin.kernels.head_records import ClassGradient
 from qmargin.maths.threshold import RowSums
 
 if TYPE_CHECKING:
     from qmargin.heads.classifier import MarginClassifier
 
-FUSED_LOGITS = 1 << 26  # in a block, of which only its half posterior and its gradient rows live
+FUSED_LOGITS = 1 << 27  # in a block, of which only its half posterior and its gradient rows live
 TILE = 256  # classes: a block of whole tiles wastes none
 NUM_COARSE = 8192  # sets of classes whose maxima bound the root
 # Weights of the softmax pass are relative to a guess of the largest cosine, times this: room for

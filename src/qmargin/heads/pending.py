@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from qmargin.kernels.head_reference import ClassGradient
+from qmargin.kernels.head_records import ClassGradient
 from qmargin.kernels.update_reference import class_parts, gradient_blocks
 
 if TYPE_CHECKING:
@@ -64,17 +64,17 @@ def norm_of(parts: Iterable[Tensor]) -> Tensor:
     return total.double()
 
 
-def is_bounded(weights: Tensor, embeddings: Tensor, inverse_norms: Tensor) -> Tensor:
+def is_bounded(weights: Tensor, inverse_norms: Tensor, depth: int) -> Tensor:
     """Whether no gradient made of these can have an element that is not finite.
 
     A boolean scalar. For gradients of cosines that add up to at most ``weights`` in absolute value,
     of any shape, every element of a prototype's gradient is at most the sum of the weights, times
-    the largest element of the embeddings, times the inverse norm, times ``1 + d`` for the part
-    along the prototype that is taken out.
+    the inverse norm, times ``1 + d`` for the part along the prototype that is taken out: elements
+    of unit embeddings are at most one. (An embedding that is not finite has no finite weight.)
     """
-    total = weights.abs().sum(dtype=torch.float64) * (1 + embeddings.shape[1])
-    bound = total * embeddings.abs().amax() * inverse_norms.amax()
-    return bound < torch.finfo(embeddings.dtype).max  # false for NaN
+    total = torch.linalg.vector_norm(weights, 1, dtype=torch.float64)
+    bound: Tensor = total * inverse_norms.amax()
+    return bound < torch.finfo(inverse_norms.dtype).max / (2 + depth)  # false for NaN
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,8 @@ class SparsePending(PendingGradient):
 
     def is_finite(self) -> Tensor:
         """From a bound of the gradient's elements, which costs a look at the lists."""
-        return is_bounded(self.gradient.values, self.embeddings, self.head.inverse_norms)
+        depth = self.embeddings.shape[1]
+        return is_bounded(self.gradient.values, self.head.inverse_norms, depth)
 
 
 @dataclass(frozen=True)

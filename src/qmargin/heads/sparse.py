@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from qmargin.heads.step import StepStats
-from qmargin.kernels.head_reference import GROUP, PreparedRows, Rows, SolvedRows
+from qmargin.kernels.head_records import GROUP, PreparedRows, Rows, SolvedRows, Support
 
 if TYPE_CHECKING:
     from qmargin.heads.classifier import MarginClassifier
@@ -32,7 +32,7 @@ class SparseStep:
     prepared: PreparedRows
     labels: Tensor  # [B]
     maxima: Tensor | None = None  # [B, g], until it is used
-    solved: SolvedRows | None = None
+    support: Support | None = None
     num_pairs: int = 0
     target_logits: Tensor | None = None  # [B]
     weights: Tensor | None = None  # [B], gradient of the others' cosines per posterior
@@ -44,7 +44,9 @@ class SparseStep:
             self.prepared.rounded, head.copy, self.labels, head.num_classes
         )
 
-    def solve(self, target_logits: Tensor, target_log_reference: Tensor) -> SolvedRows:
+    def solve(
+        self, target_logits: Tensor, target_log_reference: Tensor, *, has_gradient: bool
+    ) -> SolvedRows:
         """Find the support and the posterior of every row (F1-F7)."""
         head, prepared = self.head, self.prepared
         self.target_logits = target_logits.detach()
@@ -54,11 +56,24 @@ class SparseStep:
         maxima, self.maxima = self.maxima, None
         rows = Rows(prepared, head.copy, prototypes, head.inverse_norms, self.labels)
         limit = head.list_capacity * len(self.labels)
-        self.solved, head.lengths = kernels.find_support(
-            rows, maxima, *terms, self.slack(), **options, limit=limit, expected=head.lengths
-        )
-        self.num_pairs = head.lengths.pairs
+        hints = {"limit": limit, "expected": head.lengths, "has_gradient": has_gradient}
+        self.support = kernels.find_support(rows, maxima, *terms, self.slack(), **options, **hints)
         return self.solved
+
+    @property
+    def solved(self) -> SolvedRows:
+        """The solution; certain once the step is confirmed."""
+        assert self.support is not None
+        return self.support.solved
+
+    def confirm(self) -> bool:
+        """Whether the lists were long enough; if not, the step must be taken again."""
+        assert self.support is not None
+        self.head.lengths = self.support.confirm()
+        if self.head.lengths is None:
+            return False
+        self.num_pairs = self.head.lengths.pairs
+        return True
 
     def group_share(self) -> float:
         """Share of all (row, group) pairs that were listed: what the step's cost grows with."""
@@ -68,7 +83,7 @@ class SparseStep:
     def stats(self) -> StepStats:
         """Summarise the step; waits for the device."""
         solved = self.solved
-        assert solved is not None and self.target_logits is not None
+        assert self.target_logits is not None
         is_active = solved.posterior > 0
         rows = solved.rows[is_active].long()
         support = torch.bincount(rows, minlength=len(self.labels))
@@ -108,14 +123,13 @@ class TargetCosine(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
         """Gradients of the embeddings and of the prototypes, all classes together."""
         step: SparseStep = ctx.step
-        head, solved, weights = step.head, step.solved, step.weights
-        assert solved is not None and weights is not None
-        kernels, prototypes = head.kernels, head.prototypes.detach()
-        own = kernels.embedding_gradient(
-            solved, step.labels, prototypes, head.inverse_norms, weights, grad
-        )
-        gradient = kernels.sort_by_class(solved, step.labels, weights, grad)
-        return own, head.receive_gradient(gradient, step.prepared.embeddings), None
+        head, support, weights = step.head, step.support, step.weights
+        assert support is not None and support.pulled is not None and weights is not None
+        assert support.order is not None
+        targets, embeddings = step.prepared.targets, step.prepared.embeddings
+        own = torch.addcmul(support.pulled * weights[:, None], targets, grad[:, None])
+        gradient = head.kernels.class_gradient(support.order, support.solved, weights, grad)
+        return own, head.receive_gradient(gradient, embeddings), None
 
 
 class SparseRows(torch.autograd.Function):
@@ -125,14 +139,14 @@ class SparseRows(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, log_reference: Tensor, step: SparseStep) -> Tensor:
         """Loss ``[B]``."""
         ctx.step = step
-        return step.solve(logits, log_reference).loss.to(step.prepared.embeddings.dtype)
+        solved = step.solve(logits, log_reference, has_gradient=ctx.needs_input_grad[0])
+        return solved.loss.to(step.prepared.embeddings.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
         """``p - y`` for the logits (M7); the envelope's gradient for the target's measure."""
         step: SparseStep = ctx.step
         solved = step.solved
-        assert solved is not None
         step.weights = grad * step.head.loss.scale
         in_reference = grad * solved.in_reference if ctx.needs_input_grad[1] else None
         return -grad * solved.others_mass, in_reference, None
@@ -141,7 +155,7 @@ class SparseRows(torch.autograd.Function):
 def sparse_rows(
     head: MarginClassifier, embeddings: Tensor, labels: Tensor, norms: Tensor | None
 ) -> tuple[Tensor, SparseStep]:
-    """Loss of each row ``[B]`` for unit embeddings, and the step's record."""
+    """Loss of each row ``[B]`` for unit embeddings, and the step's record, to be confirmed."""
     columns = labels.clamp_min(0)  # a negative label marks a row that the caller discards
     prepared = head.kernels.prepare_rows(
         embeddings.detach(), columns, head.prototypes.detach(), head.inverse_norms, head.copy.dtype

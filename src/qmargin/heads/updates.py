@@ -138,14 +138,14 @@ class _FusedSGD(torch.optim.Optimizer):
         pending, scale = self._attach(), self._scale.grad
         if pending is None or scale is None:
             return loss
-        is_finite = scale.isfinite()
-        if self.error_if_nonfinite and not bool(is_finite):
+        if self.error_if_nonfinite and not bool(scale.isfinite()):
             raise DataError(
                 f"the prototypes' gradient times its scale of {float(scale)} is not finite; "
                 "look for NaN in the embeddings, or skip such steps with error_if_nonfinite=False"
             )
         head.refresh()  # no work, unless someone else changed the prototypes since forward
-        error = self._update(pending, scale)
+        error = self._update(pending, scale)  # launched before the bookkeeping: a GPU waits less
+        is_finite = scale.isfinite()
         if self._only_active:  # the others' errors still stand
             error = torch.maximum(error, head.copy_error)
         head.copy_error = torch.where(is_finite, error, head.copy_error)

@@ -8,80 +8,29 @@ makes a ``[B, k]`` tensor.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from qmargin.kernels.head_records import (
+    GROUP,
+    Candidates,
+    ClassGradient,
+    ClassOrder,
+    Lengths,
+    ListOverflow,
+    Pairs,
+    PreparedRows,
+    Rows,
+    SolvedRows,
+    Support,
+)
+from qmargin.kernels.reading import Reading
 from qmargin.maths.objective import label_loss, posterior_rows
 from qmargin.maths.threshold import bound_from_below, heights, slacks, solve_newton, solve_rows
 
-GROUP = 32
 BLOCK_CLASSES = 1 << 14  # classes scored at a time: [B, 16384] stays in cache for usual batches
 BLOCK_ENTRIES = 1 << 16  # gathered prototypes at a time
-
-
-class PreparedRows(NamedTuple):
-    """A batch ready for the screen."""
-
-    embeddings: Tensor  # [B, d] unit length
-    rounded: Tensor  # [B, d] in the dtype of the copy
-    rounding: Tensor  # [B] length of what rounding took away
-    target_cosines: Tensor  # [B] with the row's own class, from the master prototypes
-
-
-class Rows(NamedTuple):
-    """A batch and the prototypes it is scored with."""
-
-    prepared: PreparedRows
-    copy: Tensor  # [K, d] rounded unit prototypes
-    prototypes: Tensor  # [k, d]
-    inverse_norms: Tensor  # [k]
-    labels: Tensor  # [B]
-
-
-class Lengths(NamedTuple):
-    """Of a batch's lists: those of one step are a good guess for the next."""
-
-    pairs: int
-    candidates: int
-
-
-class ListOverflow(Exception):
-    """The lists of a batch would outgrow their limit: redo it by blocks of classes (F7)."""
-
-
-class Pairs(NamedTuple):
-    """Rows and the groups that may hold active classes of theirs, row by row."""
-
-    groups: Tensor  # [n]
-    rows: Tensor  # [n]
-    starts: Tensor  # [B + 1]: where each row's pairs begin
-    floor: Tensor  # [B]: exact cosines at or below it are certainly inactive
-    slack: Tensor  # [B]: how far a screened cosine may be from the exact one
-
-
-class Candidates(NamedTuple):
-    """Classes that can be active, row by row, with their exact cosines."""
-
-    rows: Tensor  # [n]
-    columns: Tensor  # [n]
-    scores: Tensor  # [n]
-    starts: Tensor  # [B + 1]
-
-
-class SolvedRows(NamedTuple):
-    """Loss and posterior of a batch, the posterior as lists, row by row."""
-
-    loss: Tensor  # [B] float64
-    tau: Tensor  # [B] float64
-    others_mass: Tensor  # [B] float64, posterior mass of all classes but the target
-    in_reference: Tensor  # [B] float64, gradient of the loss in the target's log reference
-    mass_error: Tensor  # [B] float64
-    rows: Tensor  # [n]: the batch's candidates, row by row
-    columns: Tensor  # [n]: their classes
-    posterior: Tensor  # [n], zero for candidates that turned out inactive
-    starts: Tensor  # [B + 1]: where each row's list begins
 
 
 def refresh_copy(prototypes: Tensor, copy: Tensor, inverse_norms: Tensor) -> Tensor:
@@ -134,7 +83,7 @@ def prepare_rows(
     rounded = embeddings.to(screen_dtype)
     rounding = (embeddings - rounded.to(embeddings.dtype)).norm(dim=1)
     own = prototypes[labels] * inverse_norms[labels][:, None]
-    return PreparedRows(embeddings, rounded, rounding, (embeddings * own).sum(1))
+    return PreparedRows(embeddings, rounded, rounding, own, (embeddings * own).sum(1))
 
 
 def group_maxima(embeddings: Tensor, copy: Tensor, labels: Tensor, num_classes: int) -> Tensor:
@@ -294,7 +243,8 @@ def find_support(
     order: float,
     limit: int,
     expected: Lengths | None,
-) -> tuple[SolvedRows, Lengths]:
+    has_gradient: bool,
+) -> Support:
     """From group maxima to the solution: ``list_pairs``, ``score_candidates``, ``solve_lists``.
 
     Args:
@@ -305,9 +255,11 @@ def find_support(
         slack: ``[B]`` float64, in cosine.
         scale: ``s``.
         order: ``alpha - 1``, positive.
-        limit: Most pairs that may be listed; beyond it ``ListOverflow`` is raised.
+        limit: Most pairs that may be listed; beyond it ``ListOverflow`` is raised, here or by
+            ``Support.confirm``.
         expected: Lengths of an earlier batch's lists: a hint for kernels that would otherwise wait
             for the device to learn them. Wrong ones cost time, never truth.
+        has_gradient: Also make what a backward pass will need.
     """
     terms = (target_logits, target_log_reference)
     pairs = list_pairs(maxima, *terms, slack, scale=scale, order=order)
@@ -315,49 +267,46 @@ def find_support(
         raise ListOverflow
     candidates = score_candidates(batch, pairs)
     solved = solve_lists(candidates, *terms, scale=scale, order=order)
-    return solved, Lengths(len(pairs.groups), len(candidates.rows))
+    lengths = Lengths(len(pairs.groups), len(candidates.rows))
+    pulled = sorted_classes = None
+    if has_gradient:
+        pulled = pull_rows(solved, batch.prototypes, batch.inverse_norms)
+        sorted_classes = class_order(solved.columns, batch.labels)
+    return Support(solved, pulled, sorted_classes, Reading(torch.tensor(lengths)), lengths, limit)
 
 
-def embedding_gradient(
-    solved: SolvedRows,
-    labels: Tensor,
-    prototypes: Tensor,
-    inverse_norms: Tensor,
-    weights: Tensor,
-    target_weights: Tensor,
-) -> Tensor:
-    """Gradient of the unit embeddings, ``[B, d]``.
-
-    It is ``weight_r sum_j p_rj w_j`` over the others, plus ``target_weight_r w_y``.
-    """
-    own = (inverse_norms[labels] * target_weights)[:, None]
-    gradient = prototypes[labels] * own
+def pull_rows(solved: SolvedRows, prototypes: Tensor, inverse_norms: Tensor) -> Tensor:
+    """``sum_j p_rj w_j`` over the others, ``[B, d]``: what pushes on the unit embeddings."""
+    pulled = prototypes.new_zeros((len(solved.loss), prototypes.shape[1]))
     for first in range(0, len(solved.rows), BLOCK_ENTRIES):
         part = slice(first, first + BLOCK_ENTRIES)
         rows, columns = solved.rows[part], solved.columns[part]
-        factor = solved.posterior[part] * weights[rows] * inverse_norms[columns]
-        gradient.index_add_(0, rows, prototypes[columns] * factor[:, None])
-    return gradient
+        factor = solved.posterior[part] * inverse_norms[columns]
+        pulled.index_add_(0, rows, prototypes[columns] * factor[:, None])
+    return pulled
 
 
-class ClassGradient(NamedTuple):
-    """Gradient of the cosines' classes as a sparse matrix, sorted by class."""
-
-    columns: Tensor  # [n], ascending
-    rows: Tensor  # [n]
-    values: Tensor  # [n]
+def class_order(columns: Tensor, labels: Tensor) -> ClassOrder:
+    """Candidates' classes and the rows' own, sorted."""
+    both = torch.cat([columns, labels.to(columns.dtype)])
+    return ClassOrder(*both.sort(stable=True), len(columns))
 
 
-def sort_by_class(
-    solved: SolvedRows, labels: Tensor, weights: Tensor, target_weights: Tensor
+def class_gradient(
+    order: ClassOrder, solved: SolvedRows, weights: Tensor, target_weights: Tensor
 ) -> ClassGradient:
     """Every (class, row) with a gradient, the targets included, in ascending order of class."""
-    rows = solved.rows
-    columns = torch.cat([solved.columns, labels.to(solved.columns.dtype)])
-    values = torch.cat([solved.posterior * weights[rows], target_weights.to(weights.dtype)])
-    rows = torch.cat([rows, torch.arange(len(labels), dtype=rows.dtype, device=rows.device)])
-    columns, order = columns.sort(stable=True)
-    return ClassGradient(columns, rows[order], values[order])
+    targets = torch.arange(len(weights), dtype=solved.rows.dtype, device=solved.rows.device)
+    is_target = order.order >= order.num_candidates
+    candidate = torch.where(is_target, 0, order.order)
+    target = torch.where(is_target, order.order - order.num_candidates, 0)
+    if not len(solved.rows):
+        return ClassGradient(order.columns, targets[target], target_weights[target])
+    rows = torch.where(is_target, targets[target], solved.rows[candidate])
+    values = solved.posterior[candidate] * weights[rows]
+    return ClassGradient(
+        order.columns, rows, torch.where(is_target, target_weights[target], values)
+    )
 
 
 def prototype_gradient(

@@ -19,7 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qmargin.kernels.head_reference import ClassGradient, prototype_gradient, refresh_copy
+from qmargin.kernels.head_records import ClassGradient
+from qmargin.kernels.head_reference import prototype_gradient, refresh_copy
 
 BLOCK_CLASSES = 1 << 13  # prototypes updated at a time: 16 MiB each for gradient and temporaries
 

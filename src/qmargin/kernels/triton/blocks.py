@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from qmargin.kernels.head_reference import ClassGradient
+from qmargin.kernels.head_records import ClassGradient
 from qmargin.kernels.triton.tuning import ScreenTiles, num_programs, power_of_two, screen_tiles
 
 FACTOR = 2.0**15  # posteriors are at most one: so scaled they use the range of float16
@@ -41,11 +41,27 @@ def _cosines(
 
 
 @triton.jit
+def _powers(height, order, POWER: tl.constexpr):
+    """Posterior and slope at a height; zero off the support. ``POWER`` is ``1 / order``, or 0."""
+    safe = tl.where(height > 0, height, 1.0)
+    if POWER > 0:  # a few products, where logarithms would cost more than the matrix product
+        slope = tl.where(height > 0, 1.0, 0.0)
+        for _ in tl.static_range(POWER - 1):
+            slope *= safe
+        posterior = slope * safe
+    else:
+        logarithm = tl.log2(safe) / order
+        posterior = tl.where(height > 0, tl.exp2(logarithm), 0.0)
+        slope = posterior / safe
+    return posterior, slope
+
+
+@triton.jit
 def _row_sums(
     embeddings, copy, LABELS, SHIFT, LEVEL, FIRST_SUM, SECOND_SUM, num_rows, num_classes,
     num_tiles, row_tiles, class_tiles, scale, order,
     DEPTH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    IS_SOFTMAX: tl.constexpr, PROGRAMS: tl.constexpr,
+    POWER: tl.constexpr, IS_SOFTMAX: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     for tile in tl.range(tl.program_id(0), num_tiles, PROGRAMS, flatten=True):
         row_tile = tile % row_tiles
@@ -64,10 +80,9 @@ def _row_sums(
             shift = tl.load(SHIFT + rows, mask=inside, other=0.0)
             level = tl.load(LEVEL + rows, mask=inside, other=0.0)
             height = level[:, None] + (cosines - shift[:, None]) * (order * scale)
-            safe = tl.where(height > 0, height, 1.0)
-            mass = tl.where(height > 0, tl.exp2(tl.log2(safe) / order), 0.0)
+            mass, slope = _powers(height, order, POWER)
             first = tl.sum(mass, 1)
-            second = tl.sum(mass / safe, 1)
+            second = tl.sum(slope, 1)
         place = rows.to(tl.int64) * class_tiles + class_tile
         tl.store(FIRST_SUM + place, first, mask=inside)
         tl.store(SECOND_SUM + place, second, mask=inside)
@@ -78,7 +93,8 @@ def _posterior(
     embeddings, copy, out, LABELS, SHIFT, LEVEL, SUMS, ACTIVE, num_rows, num_classes, first,
     num_tiles, row_tiles, class_tiles, size, scale, order, factor, largest,
     DEPTH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    IS_SOFTMAX: tl.constexpr, WITH_SUMS: tl.constexpr, PROGRAMS: tl.constexpr,
+    POWER: tl.constexpr, IS_SOFTMAX: tl.constexpr, WITH_SUMS: tl.constexpr,
+    PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     for tile in tl.range(tl.program_id(0), num_tiles, PROGRAMS, flatten=True):
         row_tile = tile % row_tiles
@@ -100,12 +116,12 @@ def _posterior(
                 tl.store(SUMS + size + place, tl.sum(posterior, 1), mask=inside)
         else:
             height = level[:, None] + (cosines - shift[:, None]) * (order * scale)
-            safe = tl.where(height > 0, height, 1.0)
-            posterior = tl.where(height > 0, tl.exp2(tl.log2(safe) / order), 0.0)
+            posterior, _slope = _powers(height, order, POWER)
             if WITH_SUMS:  # mass, excess, support; and which classes are active in any row
                 is_active = (posterior > 0) & inside[:, None]
+                excess = tl.where(posterior > 0, posterior * height, 0.0)
                 tl.store(SUMS + place, tl.sum(posterior, 1), mask=inside)
-                tl.store(SUMS + size + place, tl.sum(posterior * safe, 1), mask=inside)
+                tl.store(SUMS + size + place, tl.sum(excess, 1), mask=inside)
                 count = tl.sum(is_active.to(tl.float32), 1)
                 tl.store(SUMS + 2 * size + place, count, mask=inside)
                 classes = class_tile * BN + tl.arange(0, BN)
@@ -136,6 +152,12 @@ class _Launch(NamedTuple):
         )
         programs = min(num_programs(embeddings.device), row_tiles * class_tiles)
         return cls(operands, row_tiles, class_tiles, programs, tiles)
+
+
+def _whole(order: float) -> int:
+    """``1 / order`` if that is a small whole number, as for alpha 1.25, 1.5 and 2; else 0."""
+    power = round(1.0 / order) if order > 0.05 else 0
+    return power if power and abs(power * order - 1.0) < 1e-12 else 0
 
 
 def log_sum_exp(
@@ -184,8 +206,8 @@ def _sums(
         *launch.operands, labels, shift if void is None else void, level if void is None else void,
         first, second, num_rows, num_classes, launch.row_tiles * launch.class_tiles,
         launch.row_tiles, launch.class_tiles, scale, order,
-        embeddings.shape[1], tiles.rows, tiles.classes, tiles.depth, void is not None,
-        launch.programs, num_warps=tiles.warps, num_stages=tiles.stages,
+        embeddings.shape[1], tiles.rows, tiles.classes, tiles.depth, _whole(order),
+        void is not None, launch.programs, num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     return first, second
 
@@ -234,7 +256,8 @@ def posterior_block(
         num_rows, min(where.stop, num_classes), where.start, launch.row_tiles * launch.class_tiles,
         launch.row_tiles, launch.class_tiles, num_rows * launch.class_tiles, scale, order, factor,
         torch.finfo(copy.dtype).max, embeddings.shape[1], tiles.rows, tiles.classes, tiles.depth,
-        is_softmax, with_sums, launch.programs, num_warps=tiles.warps, num_stages=tiles.stages,
+        _whole(order), is_softmax, with_sums, launch.programs, num_warps=tiles.warps,
+        num_stages=tiles.stages,
     )  # fmt: skip
     return Weighed(out, sums, active)
 

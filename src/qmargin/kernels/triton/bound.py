@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qmargin.kernels.head_reference import Pairs
+from qmargin.kernels.head_records import Pairs
 from qmargin.kernels.triton.starts import list_starts
 
 BLOCK = 4096

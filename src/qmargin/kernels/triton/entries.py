@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qmargin.kernels.head_reference import ClassGradient, SolvedRows
+from qmargin.kernels.head_records import ClassGradient, ClassOrder, SolvedRows
 
 BLOCK = 1024
 
@@ -30,16 +30,16 @@ def _gather(ORDER, ROWS, POSTERIOR, WEIGHTS, TARGET_WEIGHTS, OUT_ROWS, OUT_VALUE
     tl.store(OUT_VALUES + place, value, mask=inside)
 
 
-def sort_by_class(
-    solved: SolvedRows, labels: Tensor, weights: Tensor, target_weights: Tensor
+def class_gradient(
+    order: ClassOrder, solved: SolvedRows, weights: Tensor, target_weights: Tensor
 ) -> ClassGradient:
-    """See ``head_reference.sort_by_class``."""
-    columns, order = torch.cat([solved.columns, labels.to(torch.int32)]).sort(stable=True)
+    """See ``head_reference.class_gradient``."""
+    columns = order.columns
     rows = torch.empty_like(columns)
     values = torch.empty(columns.shape, dtype=torch.float32, device=columns.device)
     if len(columns):
         _gather[(triton.cdiv(len(columns), BLOCK),)](
-            order, solved.rows, solved.posterior, weights, target_weights, rows, values,
-            len(solved.columns), len(columns), BLOCK, num_warps=4,
+            order.order, solved.rows, solved.posterior, weights, target_weights, rows, values,
+            order.num_candidates, len(columns), BLOCK, num_warps=4,
         )  # fmt: skip
     return ClassGradient(columns, rows, values)

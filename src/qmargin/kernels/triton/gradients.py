@@ -1,4 +1,4 @@
-"""Gradients of embeddings and prototypes from the lists: only active classes are touched."""
+"""Pull of the prototypes and their gradient, from the lists: only active classes are touched."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qmargin.kernels.head_reference import ClassGradient, SolvedRows
+from qmargin.kernels.head_records import ClassGradient, SolvedRows
 from qmargin.kernels.triton.tuning import power_of_two
 
 SPLIT = 8  # programs per row; their parts are added in a fixed order, so results repeat
 
 
 @triton.jit
-def _embedding_gradient(
-    COLUMNS, POSTERIOR, STARTS, LABELS, PROTOTYPES, INVERSE_NORMS, WEIGHTS, TARGET_WEIGHTS, PARTS,
-    num_rows, depth, SPLIT: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr,
+def _pull(
+    COLUMNS, POSTERIOR, STARTS, PROTOTYPES, INVERSE_NORMS, PARTS, num_rows, depth,
+    SPLIT: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     part = tl.program_id(1)
@@ -36,30 +36,17 @@ def _embedding_gradient(
         mask = is_active[:, None] & is_value[None, :]
         prototype = tl.load(PROTOTYPES + place, mask=mask, other=0.0)
         total += tl.sum(value[:, None] * prototype, 0)
-    total *= tl.load(WEIGHTS + row)
-    if part == 0:
-        label = tl.load(LABELS + row).to(tl.int64)
-        own = tl.load(TARGET_WEIGHTS + row) * tl.load(INVERSE_NORMS + label)
-        total += own * tl.load(PROTOTYPES + label * depth + dimension, mask=is_value, other=0.0)
     out = PARTS + (part * num_rows + row).to(tl.int64) * depth
     tl.store(out + dimension, total, mask=is_value)
 
 
-def embedding_gradient(
-    solved: SolvedRows,
-    labels: Tensor,
-    prototypes: Tensor,
-    inverse_norms: Tensor,
-    weights: Tensor,
-    target_weights: Tensor,
-) -> Tensor:
-    """See ``head_reference.embedding_gradient``."""
-    num_rows, depth = len(weights), prototypes.shape[1]
+def pull_rows(solved: SolvedRows, prototypes: Tensor, inverse_norms: Tensor) -> Tensor:
+    """See ``head_reference.pull_rows``."""
+    num_rows, depth = len(solved.loss), prototypes.shape[1]
     parts = torch.empty((SPLIT, num_rows, depth), dtype=torch.float32, device=prototypes.device)
-    _embedding_gradient[(num_rows, SPLIT)](
-        solved.columns, solved.posterior, solved.starts, labels, prototypes, inverse_norms,
-        weights, target_weights, parts, num_rows, depth, SPLIT, power_of_two(depth), 16,
-        num_warps=4,
+    _pull[(num_rows, SPLIT)](
+        solved.columns, solved.posterior, solved.starts, prototypes, inverse_norms, parts,
+        num_rows, depth, SPLIT, power_of_two(depth), 16, num_warps=4,
     )  # fmt: skip
     return parts.sum(0)
 

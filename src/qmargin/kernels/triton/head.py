@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
-from qmargin.kernels.head_reference import (
-    Candidates,
-    ClassGradient,
-    Lengths,
-    Pairs,
-    PreparedRows,
-    Rows,
-    SolvedRows,
-    refresh_copy,
-)
+from qmargin.kernels.head_reference import class_order, refresh_copy
 from qmargin.kernels.triton.bound import list_pairs
-from qmargin.kernels.triton.entries import sort_by_class
-from qmargin.kernels.triton.gradients import embedding_gradient, prototype_gradient
+from qmargin.kernels.triton.entries import class_gradient
+from qmargin.kernels.triton.gradients import prototype_gradient, pull_rows
 from qmargin.kernels.triton.prepare import prepare_rows
 from qmargin.kernels.triton.rescore import score_candidates
 from qmargin.kernels.triton.screen import group_maxima
@@ -24,25 +15,19 @@ from qmargin.kernels.triton.unit import unit_gradient, unit_rows
 from qmargin.kernels.triton.update import sgd_update, sgd_update_rows
 
 __all__ = [
-    "Candidates",
-    "ClassGradient",
-    "Lengths",
-    "Pairs",
-    "PreparedRows",
-    "Rows",
-    "SolvedRows",
-    "embedding_gradient",
+    "class_gradient",
+    "class_order",
     "find_support",
     "group_maxima",
     "list_pairs",
     "prepare_rows",
     "prototype_gradient",
+    "pull_rows",
     "refresh_copy",
     "score_candidates",
     "sgd_update",
     "sgd_update_rows",
     "solve_lists",
-    "sort_by_class",
     "unit_gradient",
     "unit_rows",
 ]

@@ -13,18 +13,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qmargin.kernels.head_reference import GROUP, Candidates, Pairs, Rows
-from qmargin.kernels.triton.starts import list_starts
+from qmargin.kernels.head_records import GROUP, Candidates, Pairs, Rows
+from qmargin.kernels.triton.starts import NO_LIMIT
 from qmargin.kernels.triton.tuning import power_of_two
 
-SPLIT = 32  # programs per row
-PAIRS = 64  # pairs a program expands at a time
+ENTRIES = 8  # that a program scores at a time
+PAIRS = 64  # that a program expands
 
 
 @triton.jit
 def _filter(
-    ROUNDED, COPY, LABELS, FLOOR, SLACK, PAIR_ROWS, ORDER, SEGMENTS, MASKS, num_classes, depth,
-    GROUP: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr,
+    ROUNDED, COPY, LABELS, FLOOR, SLACK, PAIR_ROWS, ORDER, SEGMENTS, MASKS, COUNTS,
+    num_classes, depth, GROUP: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     group = tl.program_id(0)
     begin = tl.load(SEGMENTS + group)
@@ -55,43 +55,39 @@ def _filter(
         is_candidate = is_candidate & (classes[None, :] != label[:, None])
         bits = tl.sum(is_candidate.to(tl.int32) << member[None, :], 1)
         tl.store(MASKS + pair, bits, mask=is_entry)
+        tl.store(COUNTS + pair, tl.sum(is_candidate.to(tl.int32), 1), mask=is_entry)
 
 
 @triton.jit
-def _count(MASKS, STARTS, COUNT, GROUP: tl.constexpr, PAIRS: tl.constexpr):
-    row = tl.program_id(0)
-    begin = tl.load(STARTS + row)
-    end = tl.load(STARTS + row + 1)
-    member = tl.arange(0, GROUP)
-    counts = tl.zeros((PAIRS,), dtype=tl.int32)
-    for start in range(begin, end, PAIRS):
-        pair = start + tl.arange(0, PAIRS)
-        bits = tl.load(MASKS + pair, mask=pair < end, other=0)
-        counts += tl.sum((bits[:, None] >> member[None, :]) & 1, 1)
-    tl.store(COUNT + row, tl.sum(counts, 0))
+def _candidate_starts(
+    ENDS, PAIR_STARTS, STARTS, TOTAL, num_rows, room, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Where each row's candidates begin: where the candidates of the pairs before it end."""
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = row <= num_rows
+    pair = tl.load(PAIR_STARTS + row, mask=inside, other=0)
+    start = tl.load(ENDS + pair - 1, mask=inside & (pair > 0), other=0).to(tl.int64)
+    tl.store(STARTS + row, tl.minimum(start, room), mask=inside)
+    tl.store(TOTAL + row - num_rows, start, mask=row == num_rows)
 
 
 @triton.jit
 def _expand(
-    MASKS, GROUPS, STARTS, LIST_STARTS, ROWS, COLUMNS, GROUP: tl.constexpr, PAIRS: tl.constexpr
-):
-    row = tl.program_id(0)
-    begin = tl.load(STARTS + row)
-    end = tl.load(STARTS + row + 1)
-    position = tl.load(LIST_STARTS + row)
-    last = tl.load(LIST_STARTS + row + 1)
+    MASKS, ENDS, GROUPS, PAIR_ROWS, ROWS, COLUMNS, num_pairs, room,
+    GROUP: tl.constexpr, PAIRS: tl.constexpr,
+):  # fmt: skip
+    pair = tl.program_id(0) * PAIRS + tl.arange(0, PAIRS)
+    inside = pair < num_pairs
+    bits = tl.load(MASKS + pair, mask=inside, other=0)
     member = tl.arange(0, GROUP)
-    for start in range(begin, end, PAIRS):
-        pair = start + tl.arange(0, PAIRS)
-        bits = tl.load(MASKS + pair, mask=pair < end, other=0)
-        group = tl.load(GROUPS + pair, mask=pair < end, other=0)
-        is_set = tl.reshape((bits[:, None] >> member[None, :]) & 1, (PAIRS * GROUP,))
-        column = tl.reshape(group[:, None] * GROUP + member[None, :], (PAIRS * GROUP,))
-        place = position + tl.cumsum(is_set, 0) - 1
-        fits = (is_set > 0) & (place < last)
-        tl.store(COLUMNS + place, column, mask=fits)
-        tl.store(ROWS + place, row, mask=fits)
-        position += tl.sum(is_set, 0)
+    is_set = (bits[:, None] >> member[None, :]) & 1
+    end = tl.load(ENDS + pair, mask=inside, other=0)
+    place = (end - tl.sum(is_set, 1))[:, None] + tl.cumsum(is_set, 1) - 1
+    fits = (is_set > 0) & (place < room) & inside[:, None]
+    group = tl.load(GROUPS + pair, mask=inside, other=0)
+    row = tl.load(PAIR_ROWS + pair, mask=inside, other=0)
+    tl.store(COLUMNS + place, group[:, None] * GROUP + member[None, :], mask=fits)
+    tl.store(ROWS + place, tl.broadcast_to(row[:, None], (PAIRS, GROUP)), mask=fits)
 
 
 @triton.jit
@@ -101,12 +97,16 @@ def _score(
 ):  # fmt: skip
     row = tl.program_id(0)
     part = tl.program_id(1)
-    begin = tl.load(STARTS + row)
-    end = tl.load(STARTS + row + 1)
+    first = tl.load(STARTS + row)
+    # Parts of a list are ranges of classes. Rows vary fastest, so programs that run together share
+    # a range, and find each other's prototypes in cache.
+    share = tl.cdiv(tl.load(STARTS + row + 1) - first, SPLIT)
+    begin = first + part * share
+    end = tl.minimum(begin + share, tl.load(STARTS + row + 1))
     dimension = tl.arange(0, DEPTH)
     is_value = dimension < depth
     x = tl.load(EMBEDDINGS + row.to(tl.int64) * depth + dimension, mask=is_value, other=0.0)
-    for start in range(begin + part * BLOCK, end, BLOCK * SPLIT):
+    for start in range(begin, end, BLOCK):
         entry = start + tl.arange(0, BLOCK)
         inside = entry < end
         column = tl.load(COLUMNS + entry, mask=inside, other=0)
@@ -118,21 +118,21 @@ def _score(
 
 def score_candidates(batch: Rows, pairs: Pairs) -> Candidates:
     """See ``head_reference.score_candidates``."""
-    masks, counts = candidate_bits(batch, pairs)
+    masks, ends = candidate_bits(batch, pairs)
     total = torch.empty(1, dtype=torch.int64, device=masks.device)
-    starts = list_starts(counts, total, None)
-    return score_entries(batch, *expand_bits(masks, pairs, starts, int(total)), starts)
+    starts = candidate_starts(ends, pairs, total, None)
+    return score_entries(
+        batch, *expand_bits(masks, ends, pairs, int(total), len(batch.prototypes)), starts
+    )
 
 
 def candidate_bits(batch: Rows, pairs: Pairs) -> tuple[Tensor, Tensor]:
     """One int32 per pair, whose bit ``j`` is set when the group's class ``j`` may be active.
 
-    And how many bits are set in each row, ``[B]``.
+    And how many bits are set up to and including each pair.
     """
     rounded, groups, num_classes = batch.prepared.rounded, pairs.groups, len(batch.prototypes)
-    num_rows = len(batch.labels)
-    masks = torch.empty_like(groups)
-    counts = torch.zeros(num_rows, dtype=torch.int32, device=groups.device)
+    masks, counts = torch.zeros((2, *groups.shape), dtype=torch.int32, device=groups.device)
     if not len(groups):
         return masks, counts
     num_groups = -(-num_classes // GROUP)
@@ -142,11 +142,10 @@ def candidate_bits(batch: Rows, pairs: Pairs) -> tuple[Tensor, Tensor]:
     rows = 16 if per_group < 24 else 32 if per_group < 40 else 64
     _filter[(num_groups,)](
         rounded, batch.copy, batch.labels, pairs.floor, pairs.slack, pairs.rows, order, segments,
-        masks, num_classes, rounded.shape[1], GROUP, rows, 128, num_warps=1,
+        masks, counts, num_classes, rounded.shape[1], GROUP, rows, 128, num_warps=1,
         num_stages=3 if rows == 16 else 2,
     )  # fmt: skip
-    _count[(num_rows,)](masks, pairs.starts, counts, GROUP, PAIRS, num_warps=4)
-    return masks, counts
+    return masks, counts.cumsum(0, dtype=torch.int32)
 
 
 @lru_cache(maxsize=4)
@@ -154,23 +153,41 @@ def _numbers(count: int, device: torch.device) -> Tensor:
     return torch.arange(count, dtype=torch.int32, device=device)
 
 
-def expand_bits(masks: Tensor, pairs: Pairs, starts: Tensor, room: int) -> tuple[Tensor, Tensor]:
-    """Row and class of every set bit, row by row, in lists of ``room`` entries."""
-    rows, columns = torch.empty((2, room), dtype=torch.int32, device=masks.device).unbind()
-    if room:
-        _expand[(len(starts) - 1,)](
-            masks, pairs.groups, pairs.starts, starts, rows, columns, GROUP, PAIRS, num_warps=4
-        )
+def candidate_starts(ends: Tensor, pairs: Pairs, total: Tensor, room: int | None) -> Tensor:
+    """See ``list_starts``, for the candidates of pairs."""
+    num_rows = len(pairs.starts) - 1
+    starts = torch.empty_like(pairs.starts)
+    _candidate_starts[(triton.cdiv(num_rows + 1, 1024),)](
+        ends, pairs.starts, starts, total, num_rows, NO_LIMIT if room is None else room, 1024,
+        num_warps=4,
+    )  # fmt: skip
+    return starts
+
+
+def expand_bits(
+    masks: Tensor, ends: Tensor, pairs: Pairs, room: int, num_classes: int
+) -> tuple[Tensor, Tensor]:
+    """Row and class of every set bit, row by row; what is left of ``room`` is past the classes."""
+    columns = torch.full((room,), num_classes, dtype=torch.int32, device=masks.device)
+    rows = torch.empty_like(columns)
+    if room and len(masks):
+        _expand[(triton.cdiv(len(masks), PAIRS),)](
+            masks, ends, pairs.groups, pairs.rows, rows, columns, len(masks), room, GROUP, PAIRS,
+            num_warps=4,
+        )  # fmt: skip
     return rows, columns
 
 
 def score_entries(batch: Rows, rows: Tensor, columns: Tensor, starts: Tensor) -> Candidates:
     """Exact cosines of listed classes."""
     prototypes, depth = batch.prototypes, batch.prototypes.shape[1]
+    num_rows = len(batch.labels)
     scores = torch.empty(columns.shape, dtype=torch.float32, device=columns.device)
     if len(columns):
-        _score[(len(batch.labels), SPLIT)](
+        split = power_of_two(-(-len(columns) // (num_rows * 2 * ENTRIES)))
+        split = min(max(split, 32), 1024)
+        _score[(num_rows, split)](
             columns, starts, batch.prepared.embeddings, prototypes, batch.inverse_norms, scores,
-            depth, SPLIT, power_of_two(depth), 8, num_warps=1 if depth <= 512 else 4,
+            depth, split, power_of_two(depth), ENTRIES, num_warps=1 if depth <= 512 else 4,
         )  # fmt: skip
     return Candidates(rows, columns, scores, starts)

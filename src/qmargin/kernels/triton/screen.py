@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from qmargin.kernels.head_reference import GROUP
+from qmargin.kernels.head_records import GROUP
 from qmargin.kernels.triton.tuning import num_programs, screen_tiles
 
 

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qmargin.kernels.head_reference import Candidates, SolvedRows
+from qmargin.kernels.head_records import Candidates, SolvedRows
 
 BLOCK = 1024
 MAX_STEPS = 64
@@ -87,13 +87,16 @@ def _solve(
     gap = (tl.load(TARGET_LOGIT + row) - best * scale) * order
     alone = tl.exp(-order * log_reference)  # the target's height when it holds all the mass
     level = tl.minimum(1.0, alone - gap)
-    step = 0
-    is_moving = 1
-    while (step < STEPS) & (is_moving > 0):
-        mass, slope = _sums(SCORES, begin, end, level, best, rate, power, log_reference, gap, BLOCK)
-        level += mass / slope * (tl.exp(-order * tl.log(mass)) - 1.0)
-        is_moving = (tl.abs(mass - 1.0) > 1e-12).to(tl.int32)
-        step += 1
+    if STEPS > 0:
+        step = 0
+        is_moving = 1
+        while (step < STEPS) & (is_moving > 0):
+            mass, slope = _sums(
+                SCORES, begin, end, level, best, rate, power, log_reference, gap, BLOCK
+            )
+            level += mass / slope * (tl.exp(-order * tl.log(mass)) - 1.0)
+            is_moving = (tl.abs(mass - 1.0) > 1e-12).to(tl.int32)
+            step += 1
     if HALVINGS > 0:
         # Bounds: all mass on one class, or spread evenly over the list and the target.
         share = tl.exp(-order * tl.log((end - begin + 1).to(tl.float64)))

@@ -3,7 +3,8 @@
 The lengths of the lists are known to the device alone, and waiting for them twice a step leaves it
 idle while the host catches up. So lists get the room that the last step's needed and a quarter
 more, all kernels are launched, and only then are the true lengths read, while the device still
-works. A list that was too short makes the batch start over, with a wait for each length.
+works (``Support.confirm``). A list that was too short makes the batch start over, with a wait for
+each length.
 """
 
 from __future__ import annotations
@@ -13,10 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qmargin.kernels.head_reference import Lengths, ListOverflow, Rows, SolvedRows
+from qmargin.kernels.head_records import Lengths, ListOverflow, Rows, Support
+from qmargin.kernels.head_reference import class_order
 from qmargin.kernels.reading import Reading
 from qmargin.kernels.triton.bound import bound_pairs, write_pairs
-from qmargin.kernels.triton.rescore import candidate_bits, expand_bits, score_entries
+from qmargin.kernels.triton.gradients import pull_rows
+from qmargin.kernels.triton.rescore import (
+    candidate_bits,
+    candidate_starts,
+    expand_bits,
+    score_entries,
+)
 from qmargin.kernels.triton.solve import solve_lists
 from qmargin.kernels.triton.starts import list_starts
 
@@ -34,7 +42,8 @@ def find_support(
     order: float,
     limit: int,
     expected: Lengths | None,
-) -> tuple[SolvedRows, Lengths]:
+    has_gradient: bool,
+) -> Support:
     """See ``head_reference.find_support``."""
     terms = (target_logits, target_log_reference)
     numbers: dict[str, Any] = {"scale": scale, "order": order}
@@ -47,26 +56,20 @@ def find_support(
         if room > limit:
             raise ListOverflow
     pairs = write_pairs(maxima, floor, slack, starts, room)
-    masks, counts = candidate_bits(batch, pairs)
+    masks, ends = candidate_bits(batch, pairs)
     room = None if expected is None else _with_spare(expected.candidates)
-    starts = list_starts(counts, totals[1:], room)
+    starts = candidate_starts(ends, pairs, totals[1:], room)
     lengths = Reading(totals)
     if room is None:
         room = int(lengths.wait()[1])
-    rows, columns = expand_bits(masks, pairs, starts, room)
+    rows, columns = expand_bits(masks, ends, pairs, room, len(batch.prototypes))
     candidates = score_entries(batch, rows, columns, starts)
     solved = solve_lists(candidates, *terms, **numbers)
-    found = Lengths(*lengths.wait().tolist())
-    if found.pairs > limit:
-        raise ListOverflow
-    if found.pairs > len(pairs.groups) or found.candidates > room:
-        return find_support(
-            batch, maxima, *terms, slack, **numbers, limit=limit, expected=None
-        )  # fmt: skip
-    length = found.candidates
-    return solved._replace(
-        rows=rows[:length], columns=columns[:length], posterior=solved.posterior[:length]
-    ), found
+    pulled = sorted_classes = None
+    if has_gradient:
+        pulled = pull_rows(solved, batch.prototypes, batch.inverse_norms)
+        sorted_classes = class_order(columns, batch.labels)
+    return Support(solved, pulled, sorted_classes, lengths, Lengths(len(pairs.groups), room), limit)
 
 
 def _with_spare(length: int) -> int:

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qmargin.kernels.head_reference import ClassGradient
+from qmargin.kernels.head_records import ClassGradient
 from qmargin.kernels.triton.tuning import power_of_two
 
 CLASSES = 2  # prototypes per program of the sweep over all of them
