@@ -19,6 +19,7 @@ import torch
 import qmargin
 from qmargin.errors import BackendError
 
+BURST = 4  # calls of a step in a turn on a GPU
 WARM_TURNS = 3  # the first compiles kernels, the second may still grow the allocator's pools
 FEWEST_TURNS = 3
 Step = Callable[[], object]
@@ -44,7 +45,11 @@ class Row:
 
 
 def once_ms(step: Step, device: torch.device) -> float:
-    """Milliseconds of one call, launches included: the device is idle before and after."""
+    """Milliseconds of one call, launches included.
+
+    On a GPU, of one among ``BURST``: as in training, a call may be launched while the device still
+    works on the one before. The device is idle before the first and after the last.
+    """
     if device.type != "cuda":
         start = time.perf_counter()
         step()
@@ -52,10 +57,11 @@ def once_ms(step: Step, device: torch.device) -> float:
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize(device)
     begin.record()
-    step()
+    for _ in range(BURST):
+        step()
     end.record()
     torch.cuda.synchronize(device)
-    return float(begin.elapsed_time(end))
+    return float(begin.elapsed_time(end)) / BURST
 
 
 def time_turns(

@@ -174,10 +174,14 @@ class ChunkedRows(torch.autograd.Function):
 
 
 def chunked_rows(
-    head: MarginClassifier, embeddings: Tensor, labels: Tensor, norms: Tensor | None
+    head: MarginClassifier,
+    embeddings: Tensor,
+    labels: Tensor,
+    norms: Tensor | None,
+    maxima: Tensor | None = None,
 ) -> tuple[Tensor, ChunkedStep]:
     """Loss of each row ``[B]`` for unit embeddings, and the step's record."""
-    step = ChunkedStep(make_chunks(head, embeddings.detach(), labels.clamp_min(0)))
+    step = ChunkedStep(make_chunks(head, embeddings.detach(), labels.clamp_min(0), maxima))
     target: Callable[..., Tensor] = TargetCosine.apply
     rows: Callable[..., Tensor] = ChunkedRows.apply
     cosines = target(embeddings, head.prototypes, step)

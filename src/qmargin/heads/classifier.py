@@ -118,6 +118,8 @@ class MarginClassifier(nn.Module):
         self._reason = ""
         self._shares: deque[float] = deque(maxlen=NUM_MEASURED)
         self._home: tuple[Any, ...] | None = None
+        self._kernels: Any = None
+        self._kernels_key: tuple[Any, ...] | None = None
         self._version = -1
         self._check_settings(dtype)
         check_margin(loss.margin, num_classes)
@@ -152,8 +154,11 @@ class MarginClassifier(nn.Module):
     @property
     def kernels(self) -> Any:
         """The operations of the sparse step for this device."""
-        prototypes = self.prototypes
-        return load_backend(Call(prototypes.device.type, prototypes.dtype, self.screen_dtype))
+        key = (self.prototypes.device, self.prototypes.dtype, self._asked_screen_dtype)
+        if key != self._kernels_key:
+            call = Call(key[0].type, key[1], self.screen_dtype)
+            self._kernels_key, self._kernels = key, load_backend(call)
+        return self._kernels
 
     @property
     def last_step(self) -> StepStats | None:
@@ -203,10 +208,10 @@ class MarginClassifier(nn.Module):
         return loss
 
     def _take(
-        self, path: str, unit: Tensor, labels: Tensor, norms: Tensor
+        self, path: str, unit: Tensor, labels: Tensor, norms: Tensor, **hints: Any
     ) -> tuple[Tensor, StepRecord]:
         """Mean loss of a batch by some path, and the record of the step."""
-        rows, step = PATHS[path](self, unit, labels, norms)
+        rows, step = PATHS[path](self, unit, labels, norms, **hints)
         return mean_rows(rows, labels, self.loss.ignore_index), step
 
     def _take_sparse(
@@ -216,10 +221,10 @@ class MarginClassifier(nn.Module):
         margin = self.loss.margin
         saved = deepcopy(margin.state_dict()) if isinstance(margin, nn.Module) else None
 
-        def take_again(path: str) -> tuple[Tensor, StepRecord]:
+        def take_again(path: str, **hints: Any) -> tuple[Tensor, StepRecord]:
             if isinstance(margin, nn.Module) and saved is not None:
                 margin.load_state_dict(saved)  # its running statistics have seen this batch
-            return self._take(path, unit, labels, norms)
+            return self._take(path, unit, labels, norms, **hints)
 
         try:
             loss, step = self._take(path, unit, labels, norms)
@@ -228,9 +233,9 @@ class MarginClassifier(nn.Module):
                 assert (
                     isinstance(step, SparseStep) and step.confirm()
                 )  # its lengths were waited for
-        except ListOverflow:
+        except ListOverflow as overflow:
             self.lengths = None
-            loss, step = take_again("chunked")
+            loss, step = take_again("chunked", maxima=overflow.maxima)
             assert isinstance(step, ChunkedStep)
             step.num_overflowed = len(labels)
         return loss, step
@@ -313,6 +318,7 @@ class MarginClassifier(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         """What a copy or a pickle holds: no step in flight, and no copy that can be made again."""
         fresh = {"pending": None, "_step": None, "_home": None, "_version": -1}
+        fresh |= {"_kernels": None, "_kernels_key": None}
         state = {**self.__dict__, **fresh, "_shares": deque(self._shares, NUM_MEASURED)}
         for name in ("copy", "inverse_norms", "copy_error"):
             state.pop(name, None)

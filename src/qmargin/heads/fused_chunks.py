@@ -21,28 +21,40 @@ if TYPE_CHECKING:
     from qmargin.heads.classifier import MarginClassifier
 
 FUSED_LOGITS = 1 << 27  # in a block, of which only its half posterior and its gradient rows live
-TILE = 256  # classes: a block of whole tiles wastes none
 NUM_COARSE = 8192  # sets of classes whose maxima bound the root
+TILE = 256  # classes: a block of whole tiles wastes none
 # Weights of the softmax pass are relative to a guess of the largest cosine, times this: room for
 # cosines above the guess, and for the many far below it.
 GUESS_FACTOR = 2.0**4
 
 
-def make_chunks(head: MarginClassifier, embeddings: Tensor, labels: Tensor) -> Chunks:
-    """Chunks for a batch, fused where kernels can serve it."""
+def make_chunks(
+    head: MarginClassifier, embeddings: Tensor, labels: Tensor, maxima: Tensor | None = None
+) -> Chunks:
+    """Chunks for a batch, fused where kernels can serve it.
+
+    Fused ones save a pass over the classes if the ``maxima`` of a sparse step's groups are known.
+    """
     dtype = head.chunk_dtype or head.screen_dtype
     is_half = dtype in (torch.float16, torch.bfloat16) and head.copy.dtype == dtype
     has_kernels = head.kernels.__name__.endswith("triton.head") and head.embedding_dim % 8 == 0
     if is_half and has_kernels and 0.0 <= head.order <= 1.0:
-        return FusedChunks(head, embeddings, labels)
+        return FusedChunks(head, embeddings, labels, maxima)
     return Chunks(head, embeddings, labels)
 
 
 class FusedChunks(Chunks):
     """See ``Chunks``; blocks are never seen as cosines."""
 
-    def __init__(self, head: MarginClassifier, embeddings: Tensor, labels: Tensor) -> None:
+    def __init__(
+        self,
+        head: MarginClassifier,
+        embeddings: Tensor,
+        labels: Tensor,
+        group_maxima: Tensor | None = None,
+    ) -> None:
         super().__init__(head, embeddings, labels)
+        self.group_maxima = group_maxima
         self.kernels: Any = import_module("qmargin.kernels.triton.blocks")
         self.screen: Any = import_module("qmargin.kernels.triton.screen")
         self.size = max(TILE, self.size // TILE * TILE)
@@ -101,11 +113,13 @@ class FusedChunks(Chunks):
 
     def maxima(self) -> Tensor:
         """Maxima of sets of groups: fewer than of groups, and almost as good a bound."""
-        maxima: Tensor = self.screen.group_maxima(*self.batch)
+        maxima, self.group_maxima = self.group_maxima, None
+        if maxima is None:
+            maxima = self.screen.group_maxima(*self.batch)
         whole = maxima.shape[1] // NUM_COARSE * NUM_COARSE
         if whole == 0:
             return maxima
-        coarse: Tensor = maxima[:, :whole].unflatten(1, (-1, NUM_COARSE)).amax(1)
+        coarse = maxima[:, :whole].reshape(len(maxima), -1, NUM_COARSE).amax(1)
         rest = maxima[:, whole:]
         coarse[:, : rest.shape[1]] = torch.maximum(coarse[:, : rest.shape[1]], rest)
         return coarse

@@ -21,7 +21,7 @@ from qmargin.kernels.head_records import GROUP, PreparedRows, Rows, SolvedRows, 
 if TYPE_CHECKING:
     from qmargin.heads.classifier import MarginClassifier
 
-LIST_CAPACITY = 32768  # listed groups per row, on average, above which lists lose to blocks
+LIST_CAPACITY = 8192  # listed groups per row, on average, above which lists lose to blocks
 
 
 @dataclass

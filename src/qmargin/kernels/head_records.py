@@ -42,6 +42,10 @@ class Lengths(NamedTuple):
 class ListOverflow(Exception):
     """The lists of a batch would outgrow their limit: redo it by blocks of classes (F7)."""
 
+    def __init__(self, maxima: Tensor | None = None) -> None:
+        super().__init__()
+        self.maxima = maxima  # of groups, if they are still there
+
 
 class Pairs(NamedTuple):
     """Rows and the groups that may hold active classes of theirs, row by row."""

@@ -264,7 +264,7 @@ def find_support(
     terms = (target_logits, target_log_reference)
     pairs = list_pairs(maxima, *terms, slack, scale=scale, order=order)
     if len(pairs.groups) > limit:
-        raise ListOverflow
+        raise ListOverflow(maxima)
     candidates = score_candidates(batch, pairs)
     solved = solve_lists(candidates, *terms, scale=scale, order=order)
     lengths = Lengths(len(pairs.groups), len(candidates.rows))

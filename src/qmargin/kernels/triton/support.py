@@ -54,7 +54,7 @@ def find_support(
     if room is None:
         room = int(totals[0])
         if room > limit:
-            raise ListOverflow
+            raise ListOverflow(maxima)
     pairs = write_pairs(maxima, floor, slack, starts, room)
     masks, ends = candidate_bits(batch, pairs)
     room = None if expected is None else _with_spare(expected.candidates)

@@ -19,7 +19,8 @@ def _add_entry(gradient, num_entries, entry, COLUMNS, ROWS, VALUES, EMBEDDINGS, 
     """Add one entry's embedding to the gradient of its class."""
     value = tl.load(VALUES + entry)
     row = tl.load(ROWS + entry).to(tl.int64)
-    x = tl.load(EMBEDDINGS + row * depth + dimension, mask=dimension < depth, other=0.0)
+    width = tl.where(value != 0.0, depth, 0)  # many entries are candidates that were not active
+    x = tl.load(EMBEDDINGS + row * depth + dimension, mask=dimension < width, other=0.0)
     share = tl.where(tl.load(COLUMNS + entry) == classes, value, 0.0)
     num_entries += (share != 0.0).to(tl.int32)
     gradient += share[:, None] * x[None, :]
