@@ -188,15 +188,15 @@ def test_a_promised_gradient_is_made() -> None:
     head.path = "chunked"
     head(workbench.leaf, workbench.labels).backward()
     blocks = []
-    original = type(head.pending).blocks
+    original = type(head.pending).raw_blocks
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             type(head.pending),
-            "blocks",
+            "raw_blocks",
             lambda self: (blocks.append(block) or block for block in original(self)),
         )
         finish_gradient(head)
-    assert sum(len(rows) for _, rows in blocks) == head.num_classes
+    assert sum(len(rows) for _, rows, _ in blocks) == head.num_classes
 
 
 @pytest.mark.parametrize("dim", [64, 128])

@@ -17,9 +17,11 @@ from qmargin.cli.bench_head_steps import HeadBenchmark, Workbench
 from qmargin.cli.bench_timing import Row, clean_up, guarded
 from qmargin.heads.batch import unit_rows
 from qmargin.heads.chunked import ChunkedStep
-from qmargin.heads.classifier import PATHS, MarginClassifier
+from qmargin.heads.classifier import PATHS, STEPS, MarginClassifier
 from qmargin.heads.paper import PaperStep
 from qmargin.heads.sparse import SparseStep
+from qmargin.heads.step import StepRecord
+from qmargin.kernels.head_records import ListOverflow
 from qmargin.losses.module import LossOutput
 from qmargin.maths.threshold import slacks
 
@@ -64,11 +66,10 @@ def _row_errors(workbench: Workbench, path: str, truth: LossOutput, facts: dict[
     head.path = path
     head.top_percent = 5.0
     head.refresh()
-    unit, norms = unit_rows(workbench.leaf.detach(), workbench.labels, -1, head.kernels)
-    head.lengths = None
-    loss, record = PATHS[path](head, unit, workbench.labels, norms)
-    if isinstance(record, SparseStep):
-        record.confirm()
+    try:
+        loss, record = _solved(head, path, workbench.leaf.detach(), workbench.labels)
+    except ListOverflow:
+        return Row(path, "tau and loss", failed="too many for lists, takes chunked", facts=facts)
     stats = record.stats()
     tau = _tau(record)[:CHECKED_ROWS].double()
     loss = loss.detach()[:CHECKED_ROWS].double()
@@ -80,6 +81,22 @@ def _row_errors(workbench: Workbench, path: str, truth: LossOutput, facts: dict[
         "rows": len(tau),
     }
     return Row(path, "tau and loss", facts={**facts, **found})
+
+
+def _solved(
+    head: MarginClassifier, path: str, embeddings: Tensor, labels: Tensor
+) -> tuple[Tensor, StepRecord]:
+    """Loss of each row, and the step's record."""
+    unit, norms = unit_rows(embeddings, labels, -1, head.kernels)
+    if path in PATHS:
+        return PATHS[path](head, unit, labels, norms)
+    head.lengths = None
+    step = STEPS[path](head, unit, labels)
+    loss = head.loss
+    term = loss.margin(step.target_cosines().double(), loss.scale, labels=labels, norms=norms)
+    solution = step.solve(term.logits, term.log_reference, has_gradient=False)
+    step.confirm()
+    return solution.loss, step
 
 
 def _tau(record: object) -> Tensor:

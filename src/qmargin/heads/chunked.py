@@ -14,18 +14,25 @@ themselves. Set ``head.chunk_dtype = torch.float32`` for exact products on a GPU
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from qmargin.heads.chunks import HALF_FACTOR, Chunks, SolvedBlocks, Target
+from qmargin.heads.chunks import (
+    HALF_FACTOR,
+    Chunks,
+    SoftmaxSums,
+    SolvedBlocks,
+    Target,
+    log_sum_exp,
+)
 from qmargin.heads.fused_chunks import make_chunks
 from qmargin.heads.pending import PendingGradient, is_bounded
-from qmargin.heads.step import StepStats, target_gradients
+from qmargin.heads.step import StepStats, reference_gradient
+from qmargin.heads.step_loss import RowSolution
 from qmargin.kernels.head_records import GROUP, ClassGradient
 from qmargin.kernels.update_reference import project_rows
 from qmargin.maths.objective import loss_from_sums
@@ -37,12 +44,55 @@ if TYPE_CHECKING:
 
 @dataclass
 class ChunkedStep:
-    """One forward and backward pass; what the autograd functions share."""
+    """One forward and backward pass."""
 
+    head: MarginClassifier
     chunks: Chunks
+    targets: Tensor  # [B, d], unit prototypes of the rows' own classes
+    softmax: SoftmaxSums | None = None
     solved: SolvedBlocks | None = None
-    weights: Tensor | None = None  # [B], gradient of the others' cosines per posterior
+    weights: tuple[Tensor, Tensor] | None = None  # [B] each, see ``SolvableStep.make_gradient``
     num_overflowed: int = 0  # rows of a sparse step that this one replaced
+
+    def target_cosines(self) -> Tensor:
+        """See ``SolvableStep``; from the prototypes themselves."""
+        return (self.chunks.embeddings * self.targets).sum(1)
+
+    def solve(
+        self, target_logits: Tensor, target_log_reference: Tensor, *, has_gradient: bool
+    ) -> RowSolution:
+        """See ``SolvableStep``."""
+        order = self.chunks.order
+        target = Target(target_logits, target_log_reference)
+        if self.softmax is not None:
+            solved = log_sum_exp(self.chunks, target, self.softmax)
+        else:
+            solved = self.chunks.solve(target, pulls=has_gradient)
+        self.solved = solved
+        level = solved.level - level_step(order) * (solved.anchor - target_logits)
+        loss, posterior = loss_from_sums(
+            solved.excess, solved.others_mass, level, target_log_reference, order
+        )
+        in_reference = reference_gradient(posterior, level, target_log_reference, order)
+        return RowSolution(loss, -solved.others_mass, in_reference)
+
+    def make_gradient(self, weights: Tensor, target_weights: Tensor) -> Tensor:
+        """See ``SolvableStep``."""
+        assert self.solved is not None
+        self.weights = (weights, target_weights)
+        own = self.targets * target_weights[:, None]
+        pulled = self.solved.pulled
+        return own if pulled is None else own.addcmul_(pulled, weights[:, None])
+
+    def hand_over(self, factor: Tensor) -> Tensor | None:
+        """See ``SolvableStep``."""
+        assert self.solved is not None and self.weights is not None
+        weights = (part * factor for part in self.weights)
+        return self.head.receive(ChunkedPending(self.chunks, self.solved, *weights))
+
+    def confirm(self) -> bool:
+        """Whether the sums hold; if not, the step must be taken again, with certainty."""
+        return self.softmax is None or self.softmax.confirm()
 
     def stats(self) -> StepStats:
         """Summarise the step."""
@@ -113,80 +163,27 @@ class ChunkedPending(PendingGradient):
         return has_root & is_bounded(weights, chunks.head.inverse_norms, depth)
 
 
-class TargetCosine(torch.autograd.Function):
-    """The target's cosine. Its backward runs last and hands over the prototypes' gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, embeddings: Tensor, prototypes: Tensor, step: ChunkedStep) -> Tensor:
-        """Cosines ``[B]``, from the prototypes themselves."""
-        unit = step.chunks.unit(step.chunks.labels)
-        ctx.step = step
-        ctx.save_for_backward(unit)
-        return (embeddings * unit).sum(1)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
-        """The target's share of both gradients, and the others' share of the prototypes'."""
-        (unit,) = ctx.saved_tensors
-        step: ChunkedStep = ctx.step
-        received = None
-        if ctx.needs_input_grad[1]:
-            assert step.solved is not None and step.weights is not None
-            pending = ChunkedPending(step.chunks, step.solved, step.weights, grad)
-            received = step.chunks.head.receive(pending)
-        return unit * grad[:, None], received, None
-
-
-class ChunkedRows(torch.autograd.Function):
-    """Loss of each row from sums over blocks."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, embeddings: Tensor, logits: Tensor, log_reference: Tensor, step: ChunkedStep
-    ) -> Tensor:
-        """Loss ``[B]``."""
-        order = step.chunks.order
-        target = Target(logits, log_reference)
-        solved = step.chunks.solve(target, pulls=ctx.needs_input_grad[0])
-        step.solved = solved._replace(pulled=None)
-        level = solved.level - level_step(order) * (solved.anchor - logits)
-        loss, posterior = loss_from_sums(
-            solved.excess, solved.others_mass, level, log_reference, order
-        )
-        ctx.step = step
-        ctx.save_for_backward(log_reference, level, posterior, solved.pulled)
-        return loss.to(embeddings.dtype)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor, Tensor, None]:
-        """``p - y`` for the logits (M7); the envelope's gradient for the target's measure."""
-        step: ChunkedStep = ctx.step
-        log_reference, level, posterior, pulled = ctx.saved_tensors
-        assert step.solved is not None
-        step.weights = grad * step.chunks.scale
-        own = None if pulled is None else pulled * step.weights[:, None]
-        in_logits, in_reference = target_gradients(
-            grad, step.solved.others_mass, posterior, level, log_reference, step.chunks.order
-        )
-        return own, in_logits, in_reference, None
-
-
-def chunked_rows(
+def chunked_step(
     head: MarginClassifier,
     embeddings: Tensor,
     labels: Tensor,
-    norms: Tensor | None,
+    *,
     maxima: Tensor | None = None,
-) -> tuple[Tensor, ChunkedStep]:
-    """Loss of each row ``[B]`` for unit embeddings, and the step's record."""
-    step = ChunkedStep(make_chunks(head, embeddings.detach(), labels.clamp_min(0), maxima))
-    target: Callable[..., Tensor] = TargetCosine.apply
-    rows: Callable[..., Tensor] = ChunkedRows.apply
-    cosines = target(embeddings, head.prototypes, step)
-    term = head.loss.margin(cosines.double(), head.loss.scale, labels=labels, norms=norms)
-    loss = rows(embeddings, term.logits, term.log_reference, step)
-    if term.penalty is not None:
-        loss = loss + term.penalty.to(loss.dtype)
-    return loss, step
+    is_certain: bool = False,
+) -> ChunkedStep:
+    """A step for unit embeddings; at ``alpha = 1`` its sums are launched.
+
+    Args:
+        head: Prototypes and loss.
+        embeddings: ``[B, d]``.
+        labels: ``[B]``; a negative one marks a row that does not count.
+        maxima: Of a sparse step's groups, if there was one.
+        is_certain: Take no short cut that would have to be confirmed.
+    """
+    columns = labels.clamp_min(0)
+    chunks = make_chunks(head, embeddings.detach(), columns, maxima)
+    step = ChunkedStep(head, chunks, chunks.unit(columns))
+    if chunks.order == 0.0:
+        pulls = torch.is_grad_enabled() and embeddings.requires_grad
+        step.softmax = chunks.softmax_sums(pulls=pulls, is_certain=is_certain)
+    return step

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from qmargin.kernels.head_records import GROUP, ClassGradient
 from qmargin.kernels.head_reference import drop_targets_
+from qmargin.kernels.reading import Reading
 from qmargin.maths.objective import posterior_rows
 from qmargin.maths.threshold import (
     RowSums,
@@ -84,6 +85,19 @@ class Sums(NamedTuple):
     support_size: Tensor
     num_active: Tensor  # scalar: classes in the support of any row, or the target of one
     pulled: Tensor | None  # [B, d]: sum of p times unit prototype
+
+
+class SoftmaxSums(NamedTuple):
+    """Sums over the others at ``alpha = 1``, relative to their largest cosine."""
+
+    top: Tensor  # [B], that cosine
+    mass: Tensor  # [B] float64
+    pulled: Tensor | None  # [B, d]
+    is_doubtful: Reading | None = None  # says afterwards whether a short cut failed
+
+    def confirm(self) -> bool:
+        """Wait for what is known only afterwards: whether the sums hold."""
+        return self.is_doubtful is None or not bool(self.is_doubtful.wait())
 
 
 class Chunks:
@@ -158,8 +172,8 @@ class Chunks:
             logits = self.cosines(where, unit).sub_(shift[:, None]).mul_(self.scale)
             yield where, unit, *posterior_rows(logits, None, zero, level, self.order)
 
-    def softmax_sums(self, *, pulls: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Largest cosine of the others, mass and ``pulled`` relative to it, in one pass."""
+    def softmax_sums(self, *, pulls: bool, is_certain: bool = False) -> SoftmaxSums:
+        """Everything that ``alpha = 1`` needs of the others, in one pass."""
         scale, embeddings = self.scale, self.embeddings
         top = embeddings.new_full((len(embeddings),), -torch.inf)
         mass = torch.zeros_like(top, dtype=torch.float64)
@@ -174,7 +188,7 @@ class Chunks:
             if pulled is not None:
                 pulled = pulled.mul_(shrink[:, None]).add_(self.pull(part, unit))
             top = higher
-        return top, mass, pulled
+        return SoftmaxSums(top, mass, pulled)
 
     def row_sums(self, anchor: Tensor, level: Tensor) -> RowSums:
         """Mass and slope of the others at a trial level (M11)."""
@@ -238,7 +252,7 @@ class Chunks:
     def solve(self, target: Target, *, pulls: bool) -> SolvedBlocks:
         """The root and the sums at it; ``pulled`` only if asked for."""
         if self.order == 0.0:
-            return log_sum_exp(self, target, pulls=pulls)
+            return log_sum_exp(self, target, self.softmax_sums(pulls=pulls, is_certain=True))
         rounding = self.rounding
         search = RootSearch.from_maxima(self, target)
         # Newton squares a small error, so the first search leaves its last step to `sum_up` to
@@ -260,15 +274,15 @@ def add_entries_(rows: Tensor, gradient: ClassGradient, embeddings: Tensor, wher
     rows.index_add_(0, local, own)
 
 
-def log_sum_exp(chunks: Chunks, target: Target, *, pulls: bool) -> SolvedBlocks:
+def log_sum_exp(chunks: Chunks, target: Target, sums: SoftmaxSums) -> SolvedBlocks:
     """``alpha = 1``: the solution from sums relative to the others' largest cosine."""
-    top, mass, pulled = chunks.softmax_sums(pulls=pulls)
+    top, mass, pulled, _ = sums
     anchor = torch.where(top == -torch.inf, 0.0, top.double() * chunks.scale)
     joint = target.logits - anchor + target.log_reference
     total = torch.logaddexp(mass.log(), joint)  # tau, relative to the anchor
     others = (mass.log() - total).exp()
     if pulled is not None:
-        pulled = pulled.mul_((-total).exp().to(pulled.dtype)[:, None])
+        pulled = pulled * (-total).exp().to(pulled.dtype)[:, None]
     count = torch.full_like(others, chunks.head.num_classes)
     error = (others + (joint - total).exp() - 1.0).abs()
     return SolvedBlocks(anchor, -total, others, others, count, error, count.mean(), pulled)

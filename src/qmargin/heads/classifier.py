@@ -14,13 +14,14 @@ from torch import Tensor, nn
 from qmargin.errors import ConfigError, DataError, ShapeError
 from qmargin.heads.batch import mean_rows, unit_rows
 from qmargin.heads.choice import Choice, choose_path
-from qmargin.heads.chunked import ChunkedStep, chunked_rows
+from qmargin.heads.chunked import ChunkedStep, chunked_step
 from qmargin.heads.dense import dense_rows
 from qmargin.heads.memory import check_memory
 from qmargin.heads.paper import paper_rows
 from qmargin.heads.sampled import sampled_rows
-from qmargin.heads.sparse import LIST_CAPACITY, SparseStep, sparse_rows
+from qmargin.heads.sparse import LIST_CAPACITY, SparseStep, sparse_step
 from qmargin.heads.step import BlockUpdate, RowsUpdate, StepRecord, StepStats
+from qmargin.heads.step_loss import step_loss
 from qmargin.kernels.dispatch import Call, load_backend
 from qmargin.kernels.head_records import ClassGradient, Lengths, ListOverflow
 from qmargin.losses.checks import check_floating, check_label_tensor, check_margin
@@ -31,9 +32,11 @@ from qmargin.maths.divergences import Alpha
 __all__ = ["MarginClassifier", "StepStats"]
 
 
+STEPS: dict[str, Callable[..., SparseStep | ChunkedStep]] = {
+    "sparse": sparse_step,
+    "chunked": chunked_step,
+}
 PATHS: dict[str, Callable[..., tuple[Tensor, StepRecord]]] = {
-    "sparse": sparse_rows,
-    "chunked": chunked_rows,
     "dense": dense_rows,
     "sampled": sampled_rows,
     "paper": paper_rows,
@@ -200,39 +203,36 @@ class MarginClassifier(nn.Module):
             self._check_norms(norms)
             if choice.path in ("sparse", "chunked") or self.gradient == "fused":
                 self.refresh()
-            take = self._take_sparse if choice.path == "sparse" else self._take
-            loss, self._step = take(choice.path, unit, labels.long(), norms)
+            loss, self._step = self._take(choice.path, unit, labels.long(), norms)
         self._reason = choice.reason
         if self.path == "auto" and isinstance(self._step, SparseStep | ChunkedStep):
             self._shares.append(self._step.group_share())
         return loss
 
     def _take(
-        self, path: str, unit: Tensor, labels: Tensor, norms: Tensor, **hints: Any
-    ) -> tuple[Tensor, StepRecord]:
-        """Mean loss of a batch by some path, and the record of the step."""
-        rows, step = PATHS[path](self, unit, labels, norms, **hints)
-        return mean_rows(rows, labels, self.loss.ignore_index), step
-
-    def _take_sparse(
         self, path: str, unit: Tensor, labels: Tensor, norms: Tensor
     ) -> tuple[Tensor, StepRecord]:
-        """A sparse step; a chunked one if its lists would outgrow their capacity."""
+        """Mean loss of a batch by some path, and the record of the step."""
+        if path not in STEPS:
+            rows, record = PATHS[path](self, unit, labels, norms)
+            return mean_rows(rows, labels, self.loss.ignore_index), record
         margin = self.loss.margin
         saved = deepcopy(margin.state_dict()) if isinstance(margin, nn.Module) else None
 
-        def take_again(path: str, **hints: Any) -> tuple[Tensor, StepRecord]:
+        def take(path: str, **hints: Any) -> tuple[Tensor, SparseStep | ChunkedStep]:
+            step = STEPS[path](self, unit, labels, **hints)
+            return step_loss(step, unit, labels, norms), step
+
+        def take_again(path: str, **hints: Any) -> tuple[Tensor, SparseStep | ChunkedStep]:
             if isinstance(margin, nn.Module) and saved is not None:
                 margin.load_state_dict(saved)  # its running statistics have seen this batch
-            return self._take(path, unit, labels, norms, **hints)
+            return take(path, **hints)
 
         try:
-            loss, step = self._take(path, unit, labels, norms)
-            if isinstance(step, SparseStep) and not step.confirm():
-                loss, step = take_again(path)
-                assert (
-                    isinstance(step, SparseStep) and step.confirm()
-                )  # its lengths were waited for
+            loss, step = take(path)
+            if not step.confirm():  # a guess failed; the second time there are none
+                loss, step = take_again(path, **({} if path == "sparse" else {"is_certain": True}))
+                step.confirm()
         except ListOverflow as overflow:
             self.lengths = None
             loss, step = take_again("chunked", maxima=overflow.maxima)
@@ -325,8 +325,8 @@ class MarginClassifier(nn.Module):
         return state
 
     def _check_settings(self, dtype: torch.dtype) -> None:
-        if self.path not in ("auto", *PATHS):
-            known = ", ".join(("auto", *PATHS))
+        if self.path not in ("auto", *STEPS, *PATHS):
+            known = ", ".join(("auto", *STEPS, *PATHS))
             raise ConfigError(f"path is {self.path!r}; known paths are {known}")
         if self.gradient not in GRADIENTS:
             known = ", ".join(GRADIENTS)

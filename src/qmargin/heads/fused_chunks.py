@@ -6,6 +6,7 @@ and a block exists only as its posterior in half precision, for the product that
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -13,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from qmargin.heads.chunks import HALF_FACTOR, Chunks, Sums, product
+from qmargin.heads.chunks import HALF_FACTOR, Chunks, SoftmaxSums, Sums, product
 from qmargin.kernels.head_records import ClassGradient
+from qmargin.kernels.reading import Reading
 from qmargin.maths.threshold import RowSums
 
 if TYPE_CHECKING:
@@ -74,11 +76,10 @@ class FusedChunks(Chunks):
             )
             yield where, slice(where.start, where.start + block.weights.shape[1]), block
 
-    def softmax_sums(self, *, pulls: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-        """See ``Chunks``; waits for the device where it pulls."""
-        if not pulls:
-            top, mass = self.kernels.log_sum_exp(*self.batch, self.scale)
-            return top, mass, None
+    def softmax_sums(self, *, pulls: bool, is_certain: bool = False) -> SoftmaxSums:
+        """See ``Chunks``; the pull goes along with the sums if it is not to be certain."""
+        if is_certain or not pulls:
+            return self._sums_first(pulls=pulls)
         first = min(self.size, self.head.num_classes)
         guess, _ = self.kernels.log_sum_exp(*self.batch[:3], first, self.scale)
         guess = torch.where(guess == -torch.inf, 0.0, guess)
@@ -91,20 +92,23 @@ class FusedChunks(Chunks):
             masses.append(block.sums[1].sum(1, dtype=torch.float64))
         top, mass = torch.stack(tops).amax(0), torch.stack(masses).sum(0)
         above = (top - guess).double() * self.scale
-        room = torch.finfo(self.operand_dtype).max / GUESS_FACTOR
-        if bool((above >= torch.tensor(min(room, 2.0**100)).log()).any()):
-            return self._softmax_sums_apart()  # the guess was far too low: some weights were cut
+        # Where the guess was far too low, weights were cut off and masses may have overflowed.
+        room = min(torch.finfo(self.operand_dtype).max / GUESS_FACTOR, 2.0**100)
+        is_doubtful = Reading((above >= math.log(room)).any())
         factor = torch.where(top == -torch.inf, 1.0, (-above).exp())
-        return top, mass * factor, pulled.mul_(factor.to(pulled.dtype)[:, None])
+        pulled.mul_(factor.to(pulled.dtype)[:, None])
+        return SoftmaxSums(top, mass * factor, pulled, is_doubtful)
 
-    def _softmax_sums_apart(self) -> tuple[Tensor, Tensor, Tensor]:
+    def _sums_first(self, *, pulls: bool) -> SoftmaxSums:
         """The sums first, the pull in a pass of its own when they are known."""
         top, mass = self.kernels.log_sum_exp(*self.batch, self.scale)
+        if not pulls:
+            return SoftmaxSums(top, mass, None)
         shift = torch.where(top == -torch.inf, 0.0, top)
         pulled = torch.zeros_like(self.embeddings)
         for _, padded, block in self.weighed(shift, torch.zeros_like(shift)):
             pulled.add_(product(block.weights, self.head.copy[padded]), alpha=1.0 / HALF_FACTOR)
-        return top, mass, pulled
+        return SoftmaxSums(top, mass, pulled)
 
     def row_sums(self, anchor: Tensor, level: Tensor) -> RowSums:
         """See ``Chunks``."""

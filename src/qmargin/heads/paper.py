@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from qmargin.errors import ConfigError
 from qmargin.heads.dense import unit_prototypes
-from qmargin.heads.step import StepStats, target_gradients
+from qmargin.heads.step import StepStats, reference_gradient
 from qmargin.losses.autograd import lift_target
 from qmargin.maths.objective import label_loss, posterior_rows
 from qmargin.maths.threshold import slacks, solve_bisection
@@ -170,15 +170,11 @@ class PaperRows(torch.autograd.Function):
         values = solved.posterior * (grad * step.scale)[:, None]
         if step.index is not None:
             values = values.new_zeros(ctx.shape).scatter_(1, step.index, values)
-        in_logits, in_reference = target_gradients(
-            grad,
-            solved.others_mass,
-            solved.target_posterior,
-            solved.target_level,
-            log_reference,
-            step.order,
+        in_reference = reference_gradient(
+            solved.target_posterior, solved.target_level, log_reference, step.order
         )
-        return values, in_logits, in_reference, None
+        wide = grad.double()
+        return values, -wide * solved.others_mass, wide * in_reference, None
 
 
 def paper_rows(

@@ -8,15 +8,22 @@ rounding moves a cosine by no more than the measured lengths of the rounding err
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from qmargin.heads.step import StepStats
-from qmargin.kernels.head_records import GROUP, PreparedRows, Rows, SolvedRows, Support
+from qmargin.heads.step_loss import RowSolution
+from qmargin.kernels.head_records import (
+    GROUP,
+    ClassGradient,
+    PreparedRows,
+    Rows,
+    SolvedRows,
+    Support,
+)
 
 if TYPE_CHECKING:
     from qmargin.heads.classifier import MarginClassifier
@@ -35,7 +42,7 @@ class SparseStep:
     support: Support | None = None
     num_pairs: int = 0
     target_logits: Tensor | None = None  # [B]
-    weights: Tensor | None = None  # [B], gradient of the others' cosines per posterior
+    gradient: ClassGradient | None = None
 
     def screen(self) -> None:
         """Launch the screen: what the host does next, the margin above all, hides behind it."""
@@ -46,7 +53,7 @@ class SparseStep:
 
     def solve(
         self, target_logits: Tensor, target_log_reference: Tensor, *, has_gradient: bool
-    ) -> SolvedRows:
+    ) -> RowSolution:
         """Find the support and the posterior of every row (F1-F7)."""
         head, prepared = self.head, self.prepared
         self.target_logits = target_logits.detach()
@@ -58,7 +65,29 @@ class SparseStep:
         limit = head.list_capacity * len(self.labels)
         hints = {"limit": limit, "expected": head.lengths, "has_gradient": has_gradient}
         self.support = kernels.find_support(rows, maxima, *terms, self.slack(), **options, **hints)
-        return self.solved
+        solved = self.solved
+        return RowSolution(solved.loss, -solved.others_mass, solved.in_reference)
+
+    def target_cosines(self) -> Tensor:
+        """See ``SolvableStep``."""
+        return self.prepared.target_cosines
+
+    def make_gradient(self, weights: Tensor, target_weights: Tensor) -> Tensor:
+        """See ``SolvableStep``."""
+        support = self.support
+        assert support is not None and support.pulled is not None and support.order is not None
+        self.gradient = self.head.kernels.class_gradient(
+            support.order, support.solved, weights, target_weights
+        )
+        pulled = support.pulled * weights[:, None]
+        return torch.addcmul(pulled, self.prepared.targets, target_weights[:, None])
+
+    def hand_over(self, factor: Tensor) -> Tensor | None:
+        """See ``SolvableStep``."""
+        assert self.gradient is not None
+        values = self.gradient.values * factor
+        gradient = self.gradient._replace(values=values)
+        return self.head.receive_gradient(gradient, self.prepared.embeddings)
 
     @property
     def solved(self) -> SolvedRows:
@@ -69,10 +98,13 @@ class SparseStep:
     def confirm(self) -> bool:
         """Whether the lists were long enough; if not, the step must be taken again."""
         assert self.support is not None
-        self.head.lengths = self.support.confirm()
-        if self.head.lengths is None:
+        found = self.head.lengths = self.support.confirm()
+        if found is None:
             return False
-        self.num_pairs = self.head.lengths.pairs
+        self.num_pairs = found.pairs
+        if self.gradient is not None:  # what was made of spare entries comes last
+            length = found.candidates + len(self.labels)
+            self.gradient = ClassGradient(*(part[:length] for part in self.gradient))
         return True
 
     def group_share(self) -> float:
@@ -110,63 +142,12 @@ class SparseStep:
         return rounding * (1.0 + copy_error) + (copy_error + accumulated)
 
 
-class TargetCosine(torch.autograd.Function):
-    """The target's cosine. Its backward runs last and makes both gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, embeddings: Tensor, prototypes: Tensor, step: SparseStep) -> Tensor:
-        """Cosines ``[B]``."""
-        ctx.step = step
-        return step.prepared.target_cosines
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
-        """Gradients of the embeddings and of the prototypes, all classes together."""
-        step: SparseStep = ctx.step
-        head, support, weights = step.head, step.support, step.weights
-        assert support is not None and support.pulled is not None and weights is not None
-        assert support.order is not None
-        targets, embeddings = step.prepared.targets, step.prepared.embeddings
-        own = torch.addcmul(support.pulled * weights[:, None], targets, grad[:, None])
-        gradient = head.kernels.class_gradient(support.order, support.solved, weights, grad)
-        return own, head.receive_gradient(gradient, embeddings), None
-
-
-class SparseRows(torch.autograd.Function):
-    """Loss of each row from the lists."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, log_reference: Tensor, step: SparseStep) -> Tensor:
-        """Loss ``[B]``."""
-        ctx.step = step
-        solved = step.solve(logits, log_reference, has_gradient=ctx.needs_input_grad[0])
-        return solved.loss.to(step.prepared.embeddings.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
-        """``p - y`` for the logits (M7); the envelope's gradient for the target's measure."""
-        step: SparseStep = ctx.step
-        solved = step.solved
-        step.weights = grad * step.head.loss.scale
-        in_reference = grad * solved.in_reference if ctx.needs_input_grad[1] else None
-        return -grad * solved.others_mass, in_reference, None
-
-
-def sparse_rows(
-    head: MarginClassifier, embeddings: Tensor, labels: Tensor, norms: Tensor | None
-) -> tuple[Tensor, SparseStep]:
-    """Loss of each row ``[B]`` for unit embeddings, and the step's record, to be confirmed."""
-    columns = labels.clamp_min(0)  # a negative label marks a row that the caller discards
+def sparse_step(head: MarginClassifier, embeddings: Tensor, labels: Tensor) -> SparseStep:
+    """A step for unit embeddings, its screen launched."""
+    columns = labels.clamp_min(0)  # a negative label marks a row that does not count
     prepared = head.kernels.prepare_rows(
         embeddings.detach(), columns, head.prototypes.detach(), head.inverse_norms, head.copy.dtype
     )
     step = SparseStep(head, prepared, columns)
     step.screen()
-    target_cosine: Callable[..., Tensor] = TargetCosine.apply
-    row_loss: Callable[..., Tensor] = SparseRows.apply
-    cosine = target_cosine(embeddings, head.prototypes, step).double()
-    term = head.loss.margin(cosine, head.loss.scale, labels=labels, norms=norms)
-    loss = row_loss(term.logits, term.log_reference, step)
-    if term.penalty is not None:
-        loss = loss + term.penalty.to(loss.dtype)
-    return loss, step
+    return step

@@ -90,16 +90,9 @@ class RowsUpdate:
         return gradient.index_copy_(0, self.classes, self.rows)
 
 
-def target_gradients(
-    grad: Tensor,
-    others_mass: Tensor,
-    target_posterior: Tensor,
-    target_level: Tensor,
-    log_reference: Tensor,
-    order: float,
-) -> tuple[Tensor, Tensor]:
-    """Gradients in the target's logit and log reference, ``[B]`` each (M7)."""
-    wide = grad.double()
+def reference_gradient(
+    target_posterior: Tensor, target_level: Tensor, log_reference: Tensor, order: float
+) -> Tensor:
+    """Gradient of the loss in the target's log reference, ``[B]``: the envelope's (M7)."""
     height = heights(target_level, order).clamp_min(0.0)
-    lost = target_posterior * height - (-order * log_reference).exp()
-    return -wide * others_mass, wide * lost / (1.0 + order)
+    return (target_posterior * height - (-order * log_reference).exp()) / (1.0 + order)

@@ -1,0 +1,152 @@
+"""The loss of a sparse or chunked step, with both gradients made in the forward pass.
+
+A mean loss is linear in the gradient that comes into it, so its own gradients can be made before
+that is known and multiplied by it later. What a backward pass would launch kernel by kernel is
+launched while the device is still busy with the forward pass; backward itself is a product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from qmargin.maths.margins import TargetTerm
+
+if TYPE_CHECKING:
+    from qmargin.heads.classifier import MarginClassifier
+
+
+class RowSolution(NamedTuple):
+    """Loss of each row and its gradient in the target's term, ``[B]`` float64 each (M7)."""
+
+    loss: Tensor
+    in_logits: Tensor
+    in_reference: Tensor
+
+
+class SolvableStep(Protocol):
+    """What a path's step offers."""
+
+    head: MarginClassifier
+
+    def target_cosines(self) -> Tensor:
+        """Cosines with the rows' own classes, ``[B]``."""
+
+    def solve(
+        self, target_logits: Tensor, target_log_reference: Tensor, *, has_gradient: bool
+    ) -> RowSolution:
+        """Solve every row; with what ``make_gradient`` needs, if there is to be one."""
+
+    def make_gradient(self, weights: Tensor, target_weights: Tensor) -> Tensor:
+        """Gradient of the unit embeddings, ``[B, d]``; what makes the prototypes' is kept.
+
+        Args:
+            weights: Gradient of the others' cosines per posterior, ``[B]``.
+            target_weights: Gradient of the targets' cosines, ``[B]``.
+        """
+
+    def hand_over(self, factor: Tensor) -> Tensor | None:
+        """Gradient of the prototypes times a scalar: what the head's ``gradient`` asks for."""
+
+
+class StepLoss(torch.autograd.Function):
+    """A loss whose gradients are known."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        loss: Tensor,
+        step: SolvableStep,
+        known: tuple[Tensor | None, ...],
+        prototypes: Tensor,
+        *inputs: Tensor | None,
+    ) -> Tensor:
+        """The loss; ``known`` are the gradients of the inputs, but not the prototypes'."""
+        ctx.step, ctx.known = step, known
+        return loss.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        """The known gradients times the one that comes in."""
+        _, _, _, is_pushed, *wanted = ctx.needs_input_grad
+        known = (
+            part * grad if is_wanted and part is not None else None
+            for part, is_wanted in zip(ctx.known, wanted, strict=True)
+        )
+        return None, None, None, ctx.step.hand_over(grad) if is_pushed else None, *known
+
+
+def step_loss(step: SolvableStep, embeddings: Tensor, labels: Tensor, norms: Tensor) -> Tensor:
+    """Mean loss over the rows that count, for unit embeddings ``[B, d]`` of lengths ``[B]``."""
+    head = step.head
+    loss_of, dtype = head.loss, embeddings.dtype
+    is_enabled = torch.is_grad_enabled()
+    cosines, lengths = (
+        tensor.detach().requires_grad_(is_enabled)
+        for tensor in (step.target_cosines().double(), norms)
+    )
+    term = loss_of.margin(cosines, loss_of.scale, labels=labels, norms=lengths)
+    is_learned = is_enabled and _has_other_leaves(term, (cosines, lengths))
+    inputs = (head.prototypes, embeddings)
+    has_gradient = is_enabled and (is_learned or any(part.requires_grad for part in inputs))
+    solved = step.solve(
+        term.logits.detach(), term.log_reference.detach(), has_gradient=has_gradient
+    )
+    counts = labels != loss_of.ignore_index
+    shares = counts.to(torch.float64) / counts.sum()
+    rows = solved.loss if term.penalty is None else solved.loss + term.penalty.detach()
+    loss = torch.dot(torch.where(counts, rows, 0.0), shares).to(dtype)
+    if not has_gradient:
+        return loss
+    in_term = (solved.in_logits * shares, solved.in_reference * shares, shares)
+    target_weights, in_lengths = _through_margin(
+        term, in_term, (cosines, lengths), keeps_graph=is_learned
+    )
+    own = step.make_gradient((shares * loss_of.scale).to(dtype), target_weights.to(dtype))
+    apply: Callable[..., Tensor] = StepLoss.apply
+    if is_learned:  # the margin's own graph takes its share
+        return apply(loss, step, (own, in_lengths, *in_term), *inputs, norms, *term)
+    return apply(loss, step, (own, in_lengths), *inputs, norms)
+
+
+def _through_margin(
+    term: TargetTerm,
+    in_term: tuple[Tensor, ...],
+    leaves: tuple[Tensor, Tensor],
+    *,
+    keeps_graph: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Gradients of the targets' cosines, and of the lengths where the margin looks at them."""
+    pairs = [
+        (output, grad)
+        for output, grad in zip(term, in_term, strict=True)
+        if output is not None and output.requires_grad
+    ]
+    if not pairs:
+        return torch.zeros_like(leaves[0]), None
+    outputs, grads = zip(*pairs, strict=True)
+    in_cosines, in_lengths = torch.autograd.grad(
+        outputs, leaves, grads, retain_graph=keeps_graph, allow_unused=True
+    )
+    return torch.zeros_like(leaves[0]) if in_cosines is None else in_cosines, in_lengths
+
+
+def _has_other_leaves(term: TargetTerm, leaves: tuple[Tensor, Tensor]) -> bool:
+    """Whether a margin's term depends on tensors of its own that require a gradient."""
+    nodes = [output.grad_fn for output in term if output is not None]
+    seen = set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if variable is not None and all(variable is not leaf for leaf in leaves):
+            return True
+        nodes += [following for following, _ in node.next_functions]
+    return False
