@@ -31,6 +31,14 @@ THIRD_PARTY = {  # the first entry that a file's path starts with
     "losses": "torch",
     "heads": "torch",
     "models": "torch",
+    "data": "torch numpy",
+    "training": "torch numpy safetensors yaml",
+    "recipes": "",
+    "evaluation": "numpy scipy torch safetensors",
+    "report/figures.py": "matplotlib PIL",
+    "report/media.py": "PIL",
+    "report": "numpy",
+    "cli/bench_metrics_worker.py": "numpy sklearn",
     "cli": "torch numpy rich entmax",
     "__init__.py": "torch",
     "__main__.py": "",
@@ -103,4 +111,11 @@ def test_importing_the_package_needs_torch_and_nothing_else() -> None:
 
 def test_parsing_arguments_does_not_import_torch() -> None:
     """``qmargin --help`` and ``--version`` must answer at once."""
-    assert "torch" not in modules_after("import qmargin.cli.main as m; m.build_parser()")
+    loaded = modules_after("import qmargin.cli.main as m; m.build_parser()")
+    assert not {"torch", "numpy", "scipy", "matplotlib", "rich"} & loaded
+
+
+def test_metrics_and_reports_do_not_import_torch() -> None:
+    """They read scores of any tool, on machines without a GPU."""
+    statement = "import qmargin, qmargin.report, qmargin.evaluation.evaluate; qmargin.metrics.eer"
+    assert not {"torch", "matplotlib", "PIL"} & modules_after(statement)

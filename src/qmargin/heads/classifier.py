@@ -376,6 +376,7 @@ class MarginClassifier(nn.Module):
         """Refuse rows without a direction; on a GPU, where that would wait, their loss is NaN."""
         if norms.is_cuda and not self.loss.debug:
             return
+        norms = norms.detach()
         is_bad = ~((norms > 0) & norms.isfinite())
         if bool(is_bad.any()):
             row = int(is_bad.nonzero()[0])

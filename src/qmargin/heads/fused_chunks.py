@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 FUSED_LOGITS = 1 << 27  # in a block, of which only its half posterior and its gradient rows live
 NUM_COARSE = 8192  # sets of classes whose maxima bound the root
+PULL_BLOCKS = 2  # at a time in passes that make no gradient rows: fewer launches, as much memory
 TILE = 256  # classes: a block of whole tiles wastes none
 # Weights of the softmax pass are relative to a guess of the largest cosine, times this: room for
 # cosines above the guess, and for the many far below it.
@@ -67,10 +68,12 @@ class FusedChunks(Chunks):
         return FUSED_LOGITS
 
     def weighed(
-        self, shift: Tensor, level: Tensor, **options: Any
+        self, shift: Tensor, level: Tensor, num_blocks: int = 1, **options: Any
     ) -> Iterator[tuple[slice, slice, Any]]:
-        """By blocks: classes, the same with padding, and the kernel's ``Weighed``."""
-        for where in self.ranges():
+        """By some blocks at a time: classes, also with padding, and the kernel's ``Weighed``."""
+        size, num_classes = num_blocks * self.size, self.head.num_classes
+        for start in range(0, num_classes, size):
+            where = slice(start, min(start + size, num_classes))
             block = self.kernels.posterior_block(
                 *self.batch, where, shift, level, self.scale, self.order, **options
             )
@@ -84,13 +87,13 @@ class FusedChunks(Chunks):
         guess, _ = self.kernels.log_sum_exp(*self.batch[:3], first, self.scale)
         guess = torch.where(guess == -torch.inf, 0.0, guess)
         pulled = torch.zeros_like(self.embeddings)
-        options = {"factor": GUESS_FACTOR, "with_sums": True}
-        tops, masses = [], []
+        options = {"factor": GUESS_FACTOR, "with_sums": True, "num_blocks": PULL_BLOCKS}
+        sums = []
         for _, padded, block in self.weighed(guess, torch.zeros_like(guess), **options):
             pulled.add_(product(block.weights, self.head.copy[padded]), alpha=1.0 / GUESS_FACTOR)
-            tops.append(block.sums[0].amax(1))
-            masses.append(block.sums[1].sum(1, dtype=torch.float64))
-        top, mass = torch.stack(tops).amax(0), torch.stack(masses).sum(0)
+            sums.append(block.sums)
+        tops, masses = torch.cat(sums, 2)
+        top, mass = tops.amax(1), masses.sum(1, dtype=torch.float64)
         above = (top - guess).double() * self.scale
         # Where the guess was far too low, weights were cut off and masses may have overflowed.
         room = min(torch.finfo(self.operand_dtype).max / GUESS_FACTOR, 2.0**100)
@@ -106,7 +109,7 @@ class FusedChunks(Chunks):
             return SoftmaxSums(top, mass, None)
         shift = torch.where(top == -torch.inf, 0.0, top)
         pulled = torch.zeros_like(self.embeddings)
-        for _, padded, block in self.weighed(shift, torch.zeros_like(shift)):
+        for _, padded, block in self.weighed(shift, torch.zeros_like(shift), PULL_BLOCKS):
             pulled.add_(product(block.weights, self.head.copy[padded]), alpha=1.0 / HALF_FACTOR)
         return SoftmaxSums(top, mass, pulled)
 
@@ -134,7 +137,8 @@ class FusedChunks(Chunks):
         totals = level.new_zeros((3, len(level)))
         num_active = totals.new_zeros(())
         pulled = torch.zeros_like(self.embeddings) if pulls else None
-        for where, padded, block in self.weighed(shift, start, with_sums=True):
+        options = {"with_sums": True, "num_blocks": PULL_BLOCKS}
+        for where, padded, block in self.weighed(shift, start, **options):
             if pulled is not None:
                 pulled.add_(product(block.weights, self.head.copy[padded]), alpha=1 / HALF_FACTOR)
             totals += block.sums.sum(2, dtype=torch.float64)
