@@ -87,9 +87,9 @@ class FusedChunks(Chunks):
         guess, _ = self.kernels.log_sum_exp(*self.batch[:3], first, self.scale)
         guess = torch.where(guess == -torch.inf, 0.0, guess)
         pulled = torch.zeros_like(self.embeddings)
-        options = {"factor": GUESS_FACTOR, "with_sums": True, "num_blocks": PULL_BLOCKS}
+        options: dict[str, Any] = {"factor": GUESS_FACTOR, "with_sums": True}
         sums = []
-        for _, padded, block in self.weighed(guess, torch.zeros_like(guess), **options):
+        for _, padded, block in self.weighed(guess, 0.0 * guess, PULL_BLOCKS, **options):
             pulled.add_(product(block.weights, self.head.copy[padded]), alpha=1.0 / GUESS_FACTOR)
             sums.append(block.sums)
         tops, masses = torch.cat(sums, 2)
@@ -137,8 +137,7 @@ class FusedChunks(Chunks):
         totals = level.new_zeros((3, len(level)))
         num_active = totals.new_zeros(())
         pulled = torch.zeros_like(self.embeddings) if pulls else None
-        options = {"with_sums": True, "num_blocks": PULL_BLOCKS}
-        for where, padded, block in self.weighed(shift, start, **options):
+        for where, padded, block in self.weighed(shift, start, PULL_BLOCKS, with_sums=True):
             if pulled is not None:
                 pulled.add_(product(block.weights, self.head.copy[padded]), alpha=1 / HALF_FACTOR)
             totals += block.sums.sum(2, dtype=torch.float64)
