@@ -38,7 +38,7 @@ def make_chunks(
 
     Fused ones save a pass over the classes if the ``maxima`` of a sparse step's groups are known.
     """
-    dtype = head.chunk_dtype or head.screen_dtype
+    dtype = head.chunk_dtype or (head.screen_dtype if embeddings.is_cuda else embeddings.dtype)
     is_half = dtype in (torch.float16, torch.bfloat16) and head.copy.dtype == dtype
     has_kernels = head.kernels.__name__.endswith("triton.head") and head.embedding_dim % 8 == 0
     if is_half and has_kernels and 0.0 <= head.order <= 1.0:
@@ -74,10 +74,14 @@ class FusedChunks(Chunks):
         size, num_classes = num_blocks * self.size, self.head.num_classes
         for start in range(0, num_classes, size):
             where = slice(start, min(start + size, num_classes))
-            block = self.kernels.posterior_block(
-                *self.batch, where, shift, level, self.scale, self.order, **options
+            padded = slice(start, start + -(-(where.stop - start) // 8) * 8)
+            numbers = (shift, level, self.scale, self.order)
+            # No name for the block here: it must be gone before the next is made.
+            yield (
+                where,
+                padded,
+                self.kernels.posterior_block(*self.batch, where, *numbers, **options),
             )
-            yield where, slice(where.start, where.start + block.weights.shape[1]), block
 
     def softmax_sums(self, *, pulls: bool, is_certain: bool = False) -> SoftmaxSums:
         """See ``Chunks``; the pull goes along with the sums if it is not to be certain."""
@@ -92,6 +96,7 @@ class FusedChunks(Chunks):
         for _, padded, block in self.weighed(guess, 0.0 * guess, PULL_BLOCKS, **options):
             pulled.add_(product(block.weights, self.head.copy[padded]), alpha=1.0 / GUESS_FACTOR)
             sums.append(block.sums)
+            del block
         tops, masses = torch.cat(sums, 2)
         top, mass = tops.amax(1), masses.sum(1, dtype=torch.float64)
         above = (top - guess).double() * self.scale
@@ -111,6 +116,7 @@ class FusedChunks(Chunks):
         pulled = torch.zeros_like(self.embeddings)
         for _, padded, block in self.weighed(shift, torch.zeros_like(shift), PULL_BLOCKS):
             pulled.add_(product(block.weights, self.head.copy[padded]), alpha=1.0 / HALF_FACTOR)
+            del block
         return SoftmaxSums(top, mass, pulled)
 
     def row_sums(self, anchor: Tensor, level: Tensor) -> RowSums:
@@ -143,6 +149,7 @@ class FusedChunks(Chunks):
             totals += block.sums.sum(2, dtype=torch.float64)
             width = where.stop - where.start
             num_active = num_active + self.num_active(block.active[:, :width].any(0), where)
+            del block
         mass, excess, support = totals.unbind()
         return Sums(mass, excess, support, num_active, pulled)
 
@@ -152,5 +159,7 @@ class FusedChunks(Chunks):
         """See ``Chunks``."""
         for where, _, block in self.weighed(*self.shifted(anchor, level)):
             rows = product(block.weights.t(), weighted)[: where.stop - where.start]
+            del block
             self.kernels.add_entries_(rows, targets, self.embeddings, where)
             yield where, rows
+            del rows

@@ -169,7 +169,7 @@ def expand_bits(
 ) -> tuple[Tensor, Tensor]:
     """Row and class of every set bit, row by row; what is left of ``room`` is past the classes."""
     columns = torch.full((room,), num_classes, dtype=torch.int32, device=masks.device)
-    rows = torch.empty_like(columns)
+    rows = torch.zeros_like(columns)  # what is made of spare entries is dropped, but must be safe
     if room and len(masks):
         _expand[(triton.cdiv(len(masks), PAIRS),)](
             masks, ends, pairs.groups, pairs.rows, rows, columns, len(masks), room, GROUP, PAIRS,

@@ -1,0 +1,73 @@
+"""Whole steps of the head on the Triton kernels: in the interpreter, where there is no GPU."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from helpers.heads import assert_same, make_head, make_loss, random_batch, step, truth_of
+from qmargin.heads import classifier
+from qmargin.heads.updates import ExactSGD, SparseSGD
+from qmargin.kernels.dispatch import Call, load_backend
+from qmargin.kernels.triton import support
+
+if torch.cuda.is_available():
+    pytest.skip("test_paths_gpu.py runs them for real", allow_module_level=True)
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's masked lanes
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch):
+    def load(call):
+        return load_backend(Call(call.device, call.dtype, call.screen_dtype, may_interpret=True))
+
+    monkeypatch.setattr(classifier, "load_backend", load)
+    monkeypatch.setattr(support, "ROOM", 64)
+
+
+def half_head(alpha, batch, **options):
+    head = make_head(make_loss(alpha), batch, screen_dtype=torch.float16, **options)
+    head.chunk_dtype = torch.float16
+    assert head.kernels.__name__.endswith("triton.head")
+    return head
+
+
+@pytest.mark.parametrize("alpha", [1.25, 2.0])
+def test_sparse_steps_with_lengths_unknown_known_and_too_short(alpha):
+    batch = random_batch(700, dim=64, rows=6)
+    head = half_head(alpha, batch, path="sparse")
+    truth = truth_of(make_loss(alpha), batch)
+    assert head.lengths is None
+    for _ in range(2):
+        assert_same(step(head, batch), truth, tolerance=2e-5)
+        assert head.last_step.path == "sparse"
+    found = head.lengths
+    head.lengths = found._replace(candidates=1)
+    assert_same(step(head, batch), truth, tolerance=2e-5)
+    assert head.lengths == found
+    for _ in range(2):  # the second without a length to expect
+        head.list_capacity = 0
+        assert_same(step(head, batch), truth, tolerance=5e-3)
+        assert head.last_step.path == "chunked" and head.lengths is None
+
+
+def test_softmax_by_blocks():
+    batch = random_batch(700, dim=64, rows=6)
+    truth = truth_of(make_loss(1.0), batch)
+    assert_same(step(half_head(1.0, batch, path="chunked"), batch), truth, tolerance=5e-3)
+
+
+@pytest.mark.parametrize("optimizer", [ExactSGD, SparseSGD])
+@pytest.mark.parametrize("path", ["sparse", "chunked"])
+def test_updates(optimizer, path):
+    batch = random_batch(300, dim=64, rows=6)
+    plain = make_head(make_loss(1.25), batch, path="sparse", gradient="fused")
+    heads = (half_head(1.25, batch, path=path, gradient="fused"), plain)
+    for head in heads:
+        update = optimizer(head, 0.1)
+        for _ in range(2):
+            head(batch.embeddings, batch.labels).backward()
+            update.step()
+    tolerance = 1e-5 if path == "sparse" else 2e-3
+    torch.testing.assert_close(heads[0].prototypes, plain.prototypes, atol=tolerance, rtol=0)
