@@ -10,12 +10,14 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constr
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check format lint types test test-fast test-slow api docs bench demo clean
+.PHONY: help setup check format lint types test test-fast test-slow browser any-browser api docs \
+	bench demo clean
 
 help:
 	@echo "make setup   virtual environment, package in editable mode, development extras"
 	@echo "make check   format, lint, types, layers, fast tests: what every change must pass"
 	@echo "make test    all CPU tests, including slow ones"
+	@echo "make browser install Debian's chromium where there is no browser, for the report's tests"
 	@echo "make format  rewrite the code in the house format"
 	@echo "make api     rewrite the snapshot of the public names, tests/public_api.txt"
 	@echo "make docs    build the site into site/, fail on a broken link"
@@ -53,11 +55,18 @@ types: $(DEV)
 # `test` is made of two runs so that `make check test` runs the fast ones once.
 test: test-fast test-slow
 
-test-fast: $(DEV)
+test-fast: $(DEV) any-browser
 	$(PYTEST) -m "not slow and not gpu"
 
 test-slow: $(DEV)
 	$(PYTEST) -m "slow and not gpu"
+
+# Tests of the report's page need a browser and are skipped, with a reason, where none can be had.
+browser:
+	@.ci/browser
+
+any-browser:
+	@.ci/browser || true
 
 api: $(DEV)
 	$(BIN)/python tests/test_public_api.py

@@ -32,6 +32,8 @@ THIRD_PARTY = {  # the first entry that a file's path starts with
     "heads": "torch",
     "models": "torch",
     "data": "torch numpy",
+    "training/display.py": "torch rich",
+    "training/trackers.py": "torch tensorboard wandb",
     "training": "torch numpy safetensors yaml",
     "recipes": "",
     "evaluation": "numpy scipy torch safetensors",

@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from qmargin import metrics
     from qmargin.errors import MarginWarning, QMarginError
     from qmargin.heads.classifier import MarginClassifier
     from qmargin.heads.step import StepStats
@@ -81,6 +82,7 @@ __all__ = [
     "magface",
     "margin_loss",
     "margin_loss_with_stats",
+    "metrics",
     "q_margin",
     "q_margin_face",
     "q_margin_speaker",
@@ -114,6 +116,8 @@ _HOMES = {  # imported on first use, so that `qmargin --help` need not wait for 
 
 
 def __getattr__(name: str) -> object:
+    if name == "metrics":
+        return import_module("qmargin.metrics")
     for home, names in _HOMES.items():
         if name in names.split():
             globals()[name] = value = getattr(import_module(home), name)

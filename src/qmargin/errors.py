@@ -17,12 +17,24 @@ class DataError(QMarginError, ValueError):
     """A value inside the data (a label, a score, a file's content) is impossible."""
 
 
+class CorruptSample(DataError):
+    """A sample's bytes cannot be read; a loader replaces it and counts it."""
+
+
 class BackendError(QMarginError, RuntimeError):
     """No implementation can serve this call on this machine."""
 
 
 class ProtocolError(QMarginError, ValueError):
     """An evaluation asks for something its trials cannot answer."""
+
+
+class CheckpointError(QMarginError, RuntimeError):
+    """A checkpoint cannot be written, or what is on disk is not a whole one."""
+
+
+class RankError(QMarginError, RuntimeError):
+    """Another rank of a run died, hung or failed."""
 
 
 class MarginWarning(UserWarning):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers.speakers import make_speakers
 from qmargin.cli.main import build_parser, main
 
 
@@ -22,7 +23,8 @@ def run_qmargin(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_help_names_the_commands() -> None:
     result = run_qmargin("--help")
     assert result.returncode == 0
-    assert "bench" in result.stdout
+    for name in ("evaluate", "report", "bench"):
+        assert f"    {name} " in result.stdout
 
 
 def test_version_is_the_installed_one(capsys: pytest.CaptureFixture[str]) -> None:
@@ -52,10 +54,55 @@ def test_our_errors_are_one_line_without_a_traceback(capsys: pytest.CaptureFixtu
     assert error.count("\n") == 1
 
 
-def test_every_option_of_bench_loss_is_documented() -> None:
+def test_scores_become_a_result_and_a_page(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_speakers().write_scores(tmp_path / "ours.txt")
+    result, out = tmp_path / "result.json", tmp_path / "report"
+    options = ["--replicates", "20", "--fars", "0.1"]
+    assert main(["evaluate", "scores", f"{tmp_path}/ours.txt", "--out", str(result), *options]) == 0
+    assert main(["report", str(result), "--out", str(out), "--no-figures"]) == 0
+    assert "TAR at FAR 0.1" in capsys.readouterr().out
+    assert "<strong><bdi>ours</bdi></strong>" in (out / "index.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["evaluate", "scores", "nan.txt", "--out", "r.json"], "nan.txt, line 2: the score is NaN"),
+        (["evaluate", "scores", "none.txt", "--out", "r.json"], "none.txt: No such file or"),
+        (["evaluate", "scores", "one.txt", "--out", "r.json"], "one.txt: there are 0 impostor"),
+        (
+            ["evaluate", "trials", "list.txt", "--embeddings", "e.bin", "--out", "r.json"],
+            "e.bin is not a file of embeddings",
+        ),
+        (["report", "nan.txt", "--out", "page"], "nan.txt is not JSON"),
+        (["bench", "metrics", "--scores", "1"], "genuine=1000000 of scores=1 leaves no impostors"),
+    ],
+)
+def test_what_cannot_be_measured_exits_with_two_and_writes_nothing(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("nan.txt").write_text("a b 0.5 target\na c nan nontarget\n")
+    Path("one.txt").write_text("a b 0.5 target\n")
+    Path("list.txt").write_text("1 a b\n0 a c\n")
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"qmargin: error: {message}")
+    assert error.count("\n") == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["list.txt", "nan.txt", "one.txt"]
+
+
+@pytest.mark.parametrize("subject", ["loss", "metrics"])
+def test_every_option_of_a_benchmark_is_documented(subject: str) -> None:
     page = Path(__file__).parents[2] / "docs" / "reference" / "command-line.md"
-    text = page.read_text(encoding="utf-8")
-    arguments = build_parser().parse_args(["bench", "loss"])
+    text = page.read_text(encoding="utf-8").partition(f"## qmargin bench {subject}")[2]
+    arguments = build_parser().parse_args(["bench", subject])
     for name in vars(arguments):
         assert name == "run" or f"`--{name.replace('_', '-')}`" in text
 

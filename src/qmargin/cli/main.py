@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import qmargin
+from qmargin.cli.bench_metrics import add_bench_metrics
+from qmargin.cli.evaluate import add_evaluate
+from qmargin.cli.report import add_report
 from qmargin.errors import QMarginError
 
 
@@ -24,10 +27,13 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"qmargin {qmargin.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    add_evaluate(commands)
+    add_report(commands)
     bench = commands.add_parser("bench", help="measure speed on this machine")
     subjects = bench.add_subparsers(title="what to measure", metavar="SUBJECT", required=True)
     _add_bench_loss(subjects)
     _add_bench_head(subjects)
+    add_bench_metrics(subjects)
     return parser
 
 
@@ -154,7 +160,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     run: Callable[[argparse.Namespace], None] = arguments.run
     try:
         run(arguments)
-    except (QMarginError, OSError) as error:
+    except OSError as error:
+        place = f"{error.filename}: " if error.filename else ""
+        sys.stderr.write(f"qmargin: error: {place}{error.strerror or error}\n")
+        return 2
+    except QMarginError as error:
         sys.stderr.write(f"qmargin: error: {error}\n")
         return 2
     return 0

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.progress import Progress
 
 
 class ProgressBar(Protocol):
@@ -96,21 +97,24 @@ def print_table(
 
 def progress_bar() -> AbstractContextManager[ProgressBar]:
     """Progress with a bar, a count and the time left, on standard error, terminals only."""
+    return rich_bars("{task.completed:.0f}/{task.total:.0f}") or nullcontext(_NoProgress())
+
+
+def rich_bars(amount: str) -> Progress | None:
+    """Bars on standard error that vanish at the end; None outside a terminal, or without rich.
+
+    Args:
+        amount: How much of a task is done, as a format of rich.
+    """
     if not sys.stderr.isatty() or find_spec("rich") is None:
-        return nullcontext(_NoProgress())
+        return None
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-    )
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
-        MofNCompleteColumn(),
+        TextColumn(amount),
         TimeRemainingColumn(),
         console=Console(stderr=True),
         transient=True,

@@ -1,0 +1,248 @@
+"""``qmargin evaluate``: scores, or embeddings and a trial list, to a table and ``result.json``."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qmargin.cli.progress import BarProgress, PlainProgress, stage_progress
+from qmargin.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from qmargin.evaluation.options import EvaluationOptions
+    from qmargin.evaluation.result import Result, Source
+    from qmargin.evaluation.score_files import ScoreSet
+
+_Progress = PlainProgress | BarProgress
+
+_FORMAT_HELP = (
+    "auto, csv, tsv, npz, or the order of columns without a header: enrol-test-score-label, "
+    "enrol-test-label-score, enrol-test-score, score-label, label-score (auto)"
+)
+_TRIALS_FORMAT_HELP = (
+    "auto, csv, tsv, enrol-test-label (Kaldi), label-enrol-test (VoxCeleb), enrol-test (auto)"
+)
+
+
+def add_evaluate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command to a parser."""
+    parser = commands.add_parser("evaluate", help="measure a verification system, with intervals")
+    kinds = parser.add_subparsers(title="what to evaluate", metavar="WHAT", required=True)
+    _add_scores(kinds)
+    _add_trials(kinds)
+
+
+def _add_scores(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = kinds.add_parser(
+        "scores",
+        help="a file of scores that any tool made",
+        description="Read scores and labels (text in the usual column orders, CSV, TSV, NPZ), "
+        "measure, print a table and write result.json.",
+    )
+    add = parser.add_argument
+    add("file", type=Path, metavar="FILE", help="scores")
+    add("--format", default="auto", metavar="NAME", help=_FORMAT_HELP)
+    add("--trials", type=Path, metavar="FILE", help="trial list that has the labels")
+    add("--trials-format", default="auto", metavar="NAME", help=_TRIALS_FORMAT_HELP)
+    add("--ignore-extra", action="store_true", help="skip scores that are not in the trial list")
+    _add_common(parser)
+    parser.set_defaults(run=_run_scores)
+
+
+def _add_trials(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = kinds.add_parser(
+        "trials",
+        help="a trial list with embeddings",
+        description="Score the trials by the cosine of their embeddings, in float64, and evaluate. "
+        "A run that was stopped goes on where it was.",
+    )
+    add = parser.add_argument
+    add("file", type=Path, metavar="TRIALS", help="trial list with labels")
+    add(
+        "--embeddings", type=Path, required=True, metavar="FILE", help=".npz .safetensors .ark .scp"
+    )
+    add("--trials-format", default="auto", metavar="NAME", help=_TRIALS_FORMAT_HELP)
+    add("--cohort", type=Path, metavar="FILE", help="embeddings of other subjects, for --as-norm")
+    add("--as-norm", type=int, metavar="N", help="normalise by the N nearest of the cohort (300)")
+    add("--center", type=Path, metavar="FILE", help="subtract the mean of these embeddings first")
+    add("--scores", type=Path, metavar="FILE", help="where the scores go (OUT with .scores.tsv)")
+    add("--restart", action="store_true", help="begin again where a part of other inputs is found")
+    _add_common(parser)
+    parser.set_defaults(run=_run_trials)
+
+
+def _add_common(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--out", type=Path, required=True, metavar="FILE", help="result.json to write")
+    add("--name", metavar="SYSTEM", help="name of the system (that of the file)")
+    add("--protocol", metavar="NAME", help="name of the trials (that of their file)")
+    add("--fars", type=float, nargs="+", default=[1e-2, 1e-3, 1e-4, 1e-5], metavar="FAR")
+    add("--p-target", type=float, nargs="+", default=[0.01, 0.05], metavar="P", help="of minDCF")
+    rules = ("conservative", "nearest", "interpolated")
+    add("--rule", choices=rules, default=rules[0], help="choice of thresholds (conservative)")
+    add("--subjects", default="auto", metavar="HOW", help=_SUBJECTS_HELP)
+    add("--groups", type=Path, metavar="FILE", help="lines of subject,group: adds rates per group")
+    add("--group-far", type=float, metavar="FAR", help="FAR of the groups' common threshold")
+    add("--replicates", type=int, default=1000, help="of the bootstrap; 0 for no intervals (1000)")
+    add("--level", type=float, default=0.95, help="of the intervals (0.95)")
+    add("--seed", type=int, default=0, help="of the bootstrap (0)")
+    add("--hardest", type=int, default=20, metavar="N", help="hardest trials to keep (20)")
+    add("--model-card", type=Path, metavar="FILE", help="JSON object of texts, kept in the result")
+
+
+_SUBJECTS_HELP = (
+    "file of lines `name subject`, or path (folders in the names), or none; auto looks for "
+    "columns in the file, then for paths that agree with the labels (auto)"
+)
+
+
+def _run_scores(arguments: argparse.Namespace) -> None:
+    from qmargin.cli.evaluate_table import print_result
+    from qmargin.evaluation.score_files import read_scores
+    from qmargin.evaluation.trials import read_trials
+
+    _check_out(arguments.out)
+    with stage_progress() as progress:
+        trials = None
+        if arguments.trials is not None:
+            trials = read_trials(
+                arguments.trials,
+                format=arguments.trials_format,
+                progress=partial(progress, "reading trials"),
+            )
+        score_set = read_scores(
+            arguments.file,
+            trials=trials,
+            format=arguments.format,
+            ignore_extra=arguments.ignore_extra,
+            progress=partial(progress, "reading scores"),
+        )
+        protocol = arguments.trials or arguments.file
+        result = _measure(arguments, score_set, progress, (arguments.file, protocol))
+    print_result(result, arguments.out)
+
+
+def _run_trials(arguments: argparse.Namespace) -> None:
+    from qmargin.cli.evaluate_table import print_result
+    from qmargin.evaluation.embeddings import read_embeddings
+    from qmargin.evaluation.score_files import read_scores
+    from qmargin.evaluation.scoring import CohortNorm, score_trials
+    from qmargin.evaluation.trials import read_trials
+
+    _check_out(arguments.out)
+    if (arguments.as_norm is not None) and arguments.cohort is None:
+        raise ConfigError(f"--as-norm {arguments.as_norm} needs a cohort: give --cohort FILE")
+    with stage_progress() as progress:
+        trials = read_trials(arguments.file, format=arguments.trials_format)
+        if trials.is_genuine is None:
+            raise DataError(f"{arguments.file} has no labels: give a trial list that has them")
+        embeddings = read_embeddings(arguments.embeddings)
+        norm, center = None, None
+        if arguments.cohort is not None:
+            norm = CohortNorm(
+                read_embeddings(arguments.cohort, role="cohort"), arguments.as_norm or 300
+            )
+        if arguments.center is not None:
+            center = read_embeddings(arguments.center, role="center")
+        path = score_trials(
+            embeddings,
+            trials,
+            out=arguments.scores or arguments.out.with_suffix(".scores.tsv"),
+            norm=norm,
+            center=center,
+            restart=arguments.restart,
+            progress=partial(progress, "scoring"),
+        )
+        score_set = read_scores(path, trials=trials)
+        others = [embeddings, *([norm.cohort] if norm else []), *([center] if center else [])]
+        sources = (*score_set.sources, *(other.source for other in others))
+        score_set = replace(score_set, sources=sources)
+        files = (arguments.embeddings, arguments.file)
+        result = _measure(arguments, score_set, progress, files)
+    print_result(result, arguments.out)
+
+
+def _check_out(path: Path) -> None:
+    """Refuse a place that cannot be written before any work is done."""
+    if path.is_dir() or not path.parent.is_dir():
+        raise ConfigError(
+            f"--out {path} is not a file in an existing folder: make the folder first"
+        )
+
+
+def _measure(
+    arguments: argparse.Namespace,
+    score_set: ScoreSet,
+    progress: _Progress,
+    files: tuple[Path, Path],
+) -> Result:
+    """Evaluate and write the result; system and protocol have names after their files."""
+    from qmargin.evaluation.evaluate import evaluate_scores
+    from qmargin.evaluation.result import write_result
+
+    result = evaluate_scores(
+        score_set,
+        _options(arguments, *files),
+        command="qmargin " + shlex.join(sys.argv[1:]),
+        progress=progress,
+    )
+    write_result(arguments.out, result)
+    return result
+
+
+def _options(arguments: argparse.Namespace, system: Path, protocol: Path) -> EvaluationOptions:
+    from qmargin.evaluation.evaluate import default_name
+    from qmargin.evaluation.options import EvaluationOptions
+
+    files, sources = _mappings(arguments)
+    return EvaluationOptions(
+        name=arguments.name or default_name(system),
+        protocol=arguments.protocol or default_name(protocol),
+        fars=tuple(arguments.fars),
+        p_targets=tuple(arguments.p_target),
+        rule=arguments.rule,
+        subjects="auto" if "subjects" in files else arguments.subjects,
+        subject_of=files.get("subjects"),
+        group_of=files.get("groups"),
+        group_far=arguments.group_far,
+        num_replicates=arguments.replicates,
+        seed=arguments.seed,
+        level=arguments.level,
+        num_hardest=arguments.hardest,
+        model_card=_model_card(arguments.model_card),
+        sources=sources,
+    )
+
+
+def _mappings(
+    arguments: argparse.Namespace,
+) -> tuple[dict[str, dict[str, str]], tuple[Source, ...]]:
+    """Files of subjects and of groups, where they are given."""
+    from qmargin.evaluation.subjects import read_mapping
+
+    paths: dict[str, Any] = {"groups": arguments.groups}
+    if arguments.subjects not in ("auto", "path", "none"):
+        paths["subjects"] = arguments.subjects
+    read = {role: read_mapping(path, role=role) for role, path in paths.items() if path is not None}
+    return {role: mapping for role, (mapping, _) in read.items()}, tuple(
+        source for _, source in read.values()
+    )
+
+
+def _model_card(path: Path | None) -> dict[str, str] | None:
+    import json
+
+    if path is None:
+        return None
+    try:
+        content = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise DataError(f"{path} is not JSON ({error})") from error
+    if not isinstance(content, dict) or not all(isinstance(v, str) for v in content.values()):
+        raise DataError(f"{path} is not a JSON object whose values are all texts")
+    return content

@@ -1,0 +1,66 @@
+"""``qmargin report``: results in, a page with tables and figures out."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+
+def add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command to the parser."""
+    parser = commands.add_parser(
+        "report",
+        help="a page, tables and figures from results",
+        description="Write one self-contained HTML page that compares results of `qmargin "
+        "evaluate`, with tables (Markdown, LaTeX, CSV) and figures (SVG, PDF) beside it. Results "
+        "on the same trials are compared in pairs.",
+    )
+    add = parser.add_argument
+    add("results", nargs="+", type=Path, metavar="RESULT", help="result.json of a system")
+    add("--out", type=Path, required=True, metavar="DIR", help="folder to write into")
+    add("--title", default="Verification report", help="of the page (%(default)s)")
+    add(
+        "--media",
+        type=Path,
+        metavar="ROOT",
+        help="show the hardest pairs: their keys are images or recordings under this folder, "
+        "which are copied into the page",
+    )
+    add(
+        "--journal",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="show the sparsity of the training that wrote this journal.jsonl; may be repeated",
+    )
+    add("--level", type=_level, default=0.95, help="of intervals of differences (%(default)s)")
+    add(
+        "--no-figures",
+        action="store_true",
+        help="draw no SVG and PDF figures, which need matplotlib (qmargin[figures])",
+    )
+    parser.set_defaults(run=run_report)
+
+
+def run_report(arguments: argparse.Namespace) -> None:
+    """Write the report and say where it is."""
+    from qmargin.report import ReportOptions, write_report
+
+    options = ReportOptions(
+        title=arguments.title,
+        level=arguments.level,
+        media=arguments.media,
+        journals=tuple(arguments.journal),
+        has_figures=not arguments.no_figures,
+    )
+    for path in write_report(arguments.results, arguments.out, options):
+        sys.stdout.write(f"{path} ({path.stat().st_size / 1000:,.0f} KB)\n")
+
+
+def _level(text: str) -> float:
+    value = float(text)
+    if not 0.0 < value < 1.0:
+        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1")
+    return value

@@ -1,0 +1,1 @@
+"""Scores from embeddings and files, and results from scores."""

@@ -1,0 +1,191 @@
+"""Exact operating points over all pairs of an embedding matrix, without storing their scores."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qmargin.errors import BackendError, ConfigError, ProtocolError, ShapeError
+from qmargin.evaluation.files import Progress
+from qmargin.evaluation.pair_blocks import NUM_BINS, Ints, PairBlocks
+from qmargin.evaluation.pair_counts import ImpostorCounts
+from qmargin.evaluation.pair_plans import plan_det, plan_eer, plan_min_dcf, plan_tar
+from qmargin.evaluation.pair_scores import (
+    Floats,
+    Hardest,
+    Rows,
+    ScoredPair,
+    exact_scores,
+    genuine_pairs,
+    unit_rows,
+)
+from qmargin.metrics.crossing import Eer, MinDcf
+from qmargin.metrics.curve import DetCurve
+from qmargin.metrics.operating import TarAtFar, check_measurable
+
+
+@dataclass(frozen=True, eq=False)
+class AllPairs:
+    """What all pairs of an embedding matrix give.
+
+    Attributes:
+        tar: TAR at each of the false acceptance rates asked for.
+        eer: The equal error rate.
+        min_dcf: The least cost at each prior.
+        det: About a hundred points of the exact curve, both ends among them.
+        hardest_impostors: Pairs of different subjects with the largest scores, largest first.
+        hardest_genuine: Pairs of one subject with the smallest scores, smallest first.
+        num_genuine: Pairs of one subject.
+        num_impostors: Pairs of different subjects.
+        num_rescored: Impostor pairs that were scored exactly; it may depend on the blocks.
+    """
+
+    tar: tuple[TarAtFar, ...]
+    eer: Eer
+    min_dcf: tuple[MinDcf, ...]
+    det: DetCurve
+    hardest_impostors: tuple[ScoredPair, ...]
+    hardest_genuine: tuple[ScoredPair, ...]
+    num_genuine: int
+    num_impostors: int
+    num_rescored: int
+
+
+def evaluate_all_pairs(
+    embeddings: Any,
+    subjects: Sequence[Any] | NDArray[Any],
+    fars: Iterable[float],
+    *,
+    p_targets: Iterable[float] = (0.01, 0.05),
+    num_hardest: int = 20,
+    block: int = 4096,
+    device: str = "cpu",
+    dtype: Literal["float32", "float64"] = "float32",
+    progress: Progress | None = None,
+) -> AllPairs:
+    """Exact operating points over all ``n (n - 1) / 2`` pairs of rows.
+
+    The score of a pair is the cosine of its rows in float64. Products of blocks in ``dtype`` only
+    tell which pairs can decide a result; those are scored in float64. Hence neither the blocks nor
+    the device nor ``dtype`` changes a result. Memory holds the embeddings, one block, and the
+    scores of the genuine pairs.
+
+    Args:
+        embeddings: ``[n, d]`` array or tensor of any floating dtype.
+        subjects: ``[n]`` subject of each row, names or numbers.
+        fars: False acceptance rates at which to measure TAR.
+        p_targets: Priors at which to measure minDCF.
+        num_hardest: How many of the hardest pairs of each kind to return.
+        block: Rows on each side of a block.
+        device: Where products are computed, such as ``"cuda"``.
+        dtype: Precision of the products, ``"float32"`` or ``"float64"``.
+        progress: Called with the number of blocks done and their total, over two passes.
+
+    Raises:
+        DataError: If an embedding is zero or not finite.
+        ProtocolError: If no two rows share a subject, or all do, or a rate is too small for the
+            number of impostor pairs.
+
+    Examples:
+        >>> rows = [[1.0, 0.0], [0.8, 0.6], [0.0, 1.0], [-0.6, 0.8]]
+        >>> found = evaluate_all_pairs(rows, ["a", "a", "b", "b"], fars=[0.25])
+        >>> found.num_genuine, found.num_impostors, found.tar[0].tar, found.eer.eer
+        (2, 4, 1.0, 0.0)
+    """
+    unit = unit_rows(embeddings)
+    order, groups = _sorted_subjects(subjects, len(unit))
+    unit = unit[order]
+    blocks = PairBlocks(unit, groups, block=block, device=device, dtype=dtype)
+    genuine, hardest_genuine = _genuine(unit, groups, order, num_hardest)
+    fars = tuple(float(far) for far in fars)
+    num_impostors = len(unit) * (len(unit) - 1) // 2 - len(genuine)
+    _check_measurable(len(genuine), num_impostors, fars)
+
+    counts = ImpostorCounts(blocks.count(progress), blocks.bins)
+    if len(counts) != num_impostors:
+        raise BackendError(
+            f"{len(counts)} of {num_impostors} products on {device} lie between -1 and 1: "
+            f"use another device, or dtype='float64'"
+        )
+    tar = [plan_tar(counts, genuine, far) for far in fars]
+    eer = plan_eer(counts, genuine)
+    min_dcf = [plan_min_dcf(counts, genuine, float(p_target)) for p_target in p_targets]
+    det = plan_det(counts, genuine)
+    hardest = _find(blocks, counts, order, num_hardest=num_hardest, progress=progress)
+    return AllPairs(
+        tar=tuple(answer() for answer in tar),
+        eer=eer(),
+        min_dcf=tuple(answer() for answer in min_dcf),
+        det=det(),
+        hardest_impostors=hardest.pairs(),
+        hardest_genuine=hardest_genuine,
+        num_genuine=len(genuine),
+        num_impostors=num_impostors,
+        num_rescored=int(counts.counts[counts.is_open].sum()),
+    )
+
+
+def _find(
+    blocks: PairBlocks,
+    counts: ImpostorCounts,
+    order: Rows,
+    *,
+    num_hardest: int,
+    progress: Progress | None,
+) -> Hardest:
+    """Score the pairs in open bins, and keep the hardest of all."""
+    hardest = Hardest(min(num_hardest, len(counts)), sign=1)
+    floor = NUM_BINS
+    if hardest.num_kept:
+        floor = counts.open_rank(hardest.num_kept)
+        counts.open_bins(floor, NUM_BINS)
+
+    def found(first: Rows, second: Rows, scores: Floats, places: Ints) -> None:
+        counts.update(scores)
+        high = np.flatnonzero(places >= floor)
+        if len(high):
+            hardest.update(order[first[high]], order[second[high]], scores[high])
+
+    blocks.find(counts.counts, counts.is_open, found, progress)
+    counts.settle()
+    return hardest
+
+
+def _sorted_subjects(subjects: Any, length: int) -> tuple[Rows, NDArray[np.intp]]:
+    """An order of the rows in which subjects are together, and the subject's number of each."""
+    names = np.asarray(subjects)
+    if names.shape != (length,):
+        raise ShapeError(
+            f"subjects have shape {names.shape}, there are {length} embeddings: give one for each"
+        )
+    numbers = np.unique(names, return_inverse=True)[1].astype(np.intp)
+    order = np.argsort(numbers, kind="stable")
+    return order, numbers[order]
+
+
+def _genuine(
+    unit: Floats, groups: NDArray[np.intp], order: Rows, num_hardest: int
+) -> tuple[Floats, tuple[ScoredPair, ...]]:
+    """Sorted scores of all genuine pairs, and the lowest of them."""
+    if num_hardest < 0:
+        raise ConfigError(f"num_hardest={num_hardest} is negative: give a number of pairs")
+    hardest = Hardest(num_hardest, sign=-1)
+    parts = [np.empty(0)]
+    for first, second in genuine_pairs(groups):
+        parts.append(exact_scores(unit, first, second))
+        hardest.update(order[first], order[second], parts[-1])
+    return np.sort(np.concatenate(parts)), hardest.pairs()
+
+
+def _check_measurable(num_genuine: int, num_impostors: int, fars: tuple[float, ...]) -> None:
+    for number, what in ((num_genuine, "share one"), (num_impostors, "are of different ones")):
+        if number == 0:
+            raise ProtocolError(
+                f"0 pairs of embeddings {what}, at least 1 is needed: check the subjects"
+            )
+    for far in fars:
+        check_measurable(far, num_impostors)

@@ -1,0 +1,122 @@
+"""Accuracy with a threshold from the other folds: the protocol of LFW and its relatives."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from qmargin.errors import ConfigError, DataError, ProtocolError, ShapeError
+from qmargin.metrics.checks import Scores, checked_scores, count_accepted
+from qmargin.metrics.curve import rejecting_threshold, staircase
+
+
+@dataclass(frozen=True, eq=False)
+class KFoldAccuracy:
+    """Accuracy over folds.
+
+    Attributes:
+        mean: Mean accuracy of the folds.
+        std: Their standard deviation, with ``num_folds - 1`` in the denominator.
+        accuracies: Accuracy of each fold at the threshold of the others.
+        thresholds: Those thresholds.
+    """
+
+    mean: float
+    std: float
+    accuracies: NDArray[np.float64]
+    thresholds: NDArray[np.float64]
+
+    @property
+    def standard_error(self) -> float:
+        """Of the mean, as the LFW tables print it."""
+        return float(self.std / np.sqrt(len(self.accuracies)))
+
+
+def kfold_accuracy(
+    scores: ArrayLike,
+    is_genuine: ArrayLike,
+    *,
+    num_folds: int = 10,
+    folds: ArrayLike | None = None,
+) -> KFoldAccuracy:
+    """Accuracy of each fold at the threshold that is best on the others.
+
+    It lies halfway between two neighbouring scores of the other folds, the lowest two between which
+    the errors are fewest.
+
+    Args:
+        scores: Scores of the trials.
+        is_genuine: Whether each trial is of one subject.
+        num_folds: Number of folds of equal size, in the order of the trials; where ``folds`` is
+            None.
+        folds: The fold of each trial, any whole numbers.
+
+    Raises:
+        ShapeError: If the arguments differ in length.
+        ProtocolError: If a fold is empty, or the others lack genuine or impostor trials.
+
+    Examples:
+        >>> result = kfold_accuracy([0.9, 0.2, 0.8, 0.1], [1, 0, 1, 0], num_folds=2)
+        >>> result.mean, result.thresholds
+        (1.0, array([0.45, 0.55]))
+    """
+    scores = checked_scores(scores, "trial")
+    labels = _checked_labels(is_genuine, len(scores))
+    home = _fold_of_trials(len(scores), num_folds) if folds is None else np.asarray(folds)
+    if home.shape != scores.shape:
+        raise ShapeError(f"folds have shape {home.shape} but there are {len(scores)} scores")
+    names = np.unique(home)
+    if len(names) < 2:
+        raise ProtocolError(
+            f"there is {len(names)} fold: at least 2 are needed to choose thresholds"
+        )
+    results = [_fold_accuracy(scores, labels, home == name) for name in names]
+    accuracies, thresholds = np.array(results, np.float64).T
+    mean, std = float(accuracies.mean()), float(accuracies.std(ddof=1))
+    return KFoldAccuracy(mean, std, accuracies, thresholds)
+
+
+def _checked_labels(is_genuine: ArrayLike, num_trials: int) -> NDArray[np.bool_]:
+    labels = np.asarray(is_genuine)
+    if labels.shape != (num_trials,):
+        raise ShapeError(f"labels have shape {labels.shape} but there are {num_trials} scores")
+    if not np.isin(labels, (0, 1)).all():
+        index = int(np.flatnonzero(~np.isin(labels, (0, 1)))[0])
+        raise DataError(f"label {index} is {labels[index]}: pass 1 or True for genuine, else 0")
+    return labels.astype(np.bool_)
+
+
+def _fold_of_trials(num_trials: int, num_folds: int) -> NDArray[np.int64]:
+    if num_folds < 2:
+        raise ConfigError(f"num_folds={num_folds} is too few: at least 2 are needed")
+    if num_trials < num_folds:
+        raise ProtocolError(
+            f"{num_trials} trials do not fill {num_folds} folds: add trials or ask for fewer folds"
+        )
+    return np.arange(num_trials, dtype=np.int64) * num_folds // num_trials
+
+
+def _fold_accuracy(
+    scores: Scores, labels: NDArray[np.bool_], is_test: NDArray[np.bool_]
+) -> tuple[float, float]:
+    """Accuracy of the fold and the threshold of the others."""
+    genuine, impostor = scores[~is_test & labels], scores[~is_test & ~labels]
+    checked_scores(genuine, "genuine training")
+    checked_scores(impostor, "impostor training")
+    steps = staircase(genuine, impostor)
+    errors = np.append(steps.false_accepts + steps.false_rejects, len(genuine))
+    best = int(np.argmin(errors))
+    if best == len(steps.values):
+        threshold = rejecting_threshold(scores)
+    else:
+        threshold = _halfway(steps.values[max(best - 1, 0)], steps.values[best])
+    right = count_accepted(scores[is_test & labels], threshold)
+    wrong = count_accepted(scores[is_test & ~labels], threshold)
+    num_impostors = np.count_nonzero(is_test & ~labels)
+    return (right + num_impostors - wrong) / np.count_nonzero(is_test), threshold
+
+
+def _halfway(low: float, high: float) -> float:
+    """A threshold that rejects ``low`` and accepts ``high``; ``high`` itself if they are equal."""
+    middle = 0.5 * float(low) + 0.5 * float(high)
+    return middle if np.isfinite(middle) and middle > low else float(high)

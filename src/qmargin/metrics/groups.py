@@ -1,0 +1,238 @@
+"""Error rates per group of subjects at one common threshold, and how far apart they are.
+
+The vocabulary is that of ISO/IEC 19795-10: a false match rate (FMR) and a false non-match rate
+(FNMR) per demographic group. An impostor pair belongs to a group if both its subjects do.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qmargin.errors import ConfigError, DataError, ProtocolError
+from qmargin.metrics.checks import round_up
+from qmargin.metrics.subjects import Trials
+from qmargin.metrics.sufficiency import ENOUGH_FALSE_ACCEPTS, Status, rule_of_three
+
+
+@dataclass(frozen=True)
+class GroupRate:
+    """Errors of one kind in one group.
+
+    Attributes:
+        rate: Errors over trials; None without trials.
+        errors: Number of errors.
+        trials: Number of trials.
+        status: ``"ok"``; ``"few"`` with fewer than 30 errors; ``"not measurable"`` without trials.
+        message: One sentence for a reader.
+    """
+
+    rate: float | None
+    errors: int
+    trials: int
+    status: Status
+    message: str
+
+
+@dataclass(frozen=True)
+class Group:
+    """One group at the common threshold."""
+
+    name: str
+    num_subjects: int
+    fmr: GroupRate
+    fnmr: GroupRate
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How far one rate differs between groups; None where it is not defined.
+
+    Attributes:
+        max_over_geometric_mean: NIST's ratio; 1 where all are equal. With a group at zero the
+            geometric mean is zero and the ratio is not defined.
+        max_over_min: The inequity of this rate alone; infinite with a group at zero and another
+            above it.
+        gini: Gini coefficient with the correction ``n / (n - 1)``, from 0 (equal) to 1.
+        num_groups: Groups that have the rate.
+        note: What a reader must know: groups left out, groups at zero, groups with few errors.
+    """
+
+    max_over_geometric_mean: float | None
+    max_over_min: float | None
+    gini: float | None
+    num_groups: int
+    note: str | None
+
+
+@dataclass(frozen=True)
+class GroupRates:
+    """Rates per group and their spread.
+
+    Attributes:
+        threshold: Accept if and only if ``score >= threshold``, the same for all groups.
+        groups: Sorted by name.
+        fmr: Spread of the false match rate.
+        fnmr: Spread of the false non-match rate.
+        ineq: ``(max FMR / min FMR)^beta * (max FNMR / min FNMR)^(1 - beta)``.
+        garbe: ``alpha * Gini(FMR) + (1 - alpha) * Gini(FNMR)``.
+        num_cross_impostors: Impostor pairs of two groups, which count in no group.
+        num_ungrouped_trials: Trials with a subject that has no group.
+    """
+
+    threshold: float
+    groups: tuple[Group, ...]
+    fmr: Spread
+    fnmr: Spread
+    ineq: float | None
+    garbe: float | None
+    num_cross_impostors: int
+    num_ungrouped_trials: int
+
+
+def group_rates(
+    trials: Trials,
+    groups: Mapping[str, str],
+    threshold: float,
+    *,
+    beta: float = 0.5,
+    alpha: float = 0.5,
+) -> GroupRates:
+    """FMR and FNMR of every group at one threshold, INEQ and GARBE.
+
+    Args:
+        trials: Scores, labels and subjects.
+        groups: Group of each subject, by the subject's name. Trials of a subject without a group
+            are counted, but not used.
+        threshold: Accept if and only if ``score >= threshold``; NaN accepts nothing.
+        beta: Weight of FMR in INEQ, in [0, 1].
+        alpha: Weight of FMR in GARBE, in [0, 1].
+
+    Raises:
+        ProtocolError: If no subject of the trials has a group.
+    """
+    for name, weight in (("beta", beta), ("alpha", alpha)):
+        if not 0.0 <= weight <= 1.0:
+            raise ConfigError(f"{name}={weight!r} is outside [0, 1]: give the share of FMR")
+    names, members = _members(trials, groups)
+    enrol, test = members[trials.enrol_subject], members[trials.test_subject]
+    is_grouped = (enrol >= 0) & (test >= 0)
+    is_cross = is_grouped & (enrol != test)
+    _check_genuine(trials, is_cross, groups)
+    is_accepted = trials.scores >= round_up(threshold, trials.scores.dtype)
+    is_inside = is_grouped & ~is_cross
+    counts = [
+        [np.bincount(enrol[rows], minlength=len(names)) for rows in (kind, kind & is_error)]
+        for kind, is_error in (
+            (is_inside & ~trials.is_genuine, is_accepted),
+            (is_inside & trials.is_genuine, ~is_accepted),
+        )
+    ]
+    num_subjects = np.bincount(members[members >= 0], minlength=len(names))
+    rows = tuple(
+        Group(name, int(num_subjects[index]), *(_rate(*pair, index=index) for pair in counts))
+        for index, name in enumerate(names)
+    )
+    fmr, fnmr = spread([row.fmr for row in rows]), spread([row.fnmr for row in rows])
+    return GroupRates(
+        threshold=float(threshold),
+        groups=rows,
+        fmr=fmr,
+        fnmr=fnmr,
+        ineq=_ineq(fmr.max_over_min, fnmr.max_over_min, beta),
+        garbe=_weighted(fmr.gini, fnmr.gini, alpha),
+        num_cross_impostors=int(is_cross.sum()),
+        num_ungrouped_trials=int((~is_grouped).sum()),
+    )
+
+
+def spread(rates: Sequence[GroupRate]) -> Spread:
+    """How far the rates of the groups differ; groups without trials are left out and noted.
+
+    Examples:
+        >>> rates = [GroupRate(rate, 50, 100, "ok", "") for rate in (0.5, 0.5, 1.0)]
+        >>> found = spread(rates)
+        >>> found.max_over_min, round(found.max_over_geometric_mean, 4), found.gini
+        (2.0, 1.5874, 0.25)
+    """
+    values = np.array([each.rate for each in rates if each.rate is not None], dtype=np.float64)
+    num_groups, note = len(values), _note(rates)
+    if num_groups < 2:
+        return Spread(None, None, None, num_groups, "; ".join(filter(None, ["one group", note])))
+    largest, smallest = float(values.max()), float(values.min())
+    if largest == 0.0:  # all are equal, but at a rate that nobody knows
+        return Spread(None, None, None, num_groups, note)
+    ratio = None if smallest == 0.0 else largest / math.exp(np.log(values).mean())
+    differences = np.abs(values[:, None] - values).sum()
+    gini = differences / (2 * num_groups * (num_groups - 1) * values.mean())
+    inequity = math.inf if smallest == 0.0 else largest / smallest
+    return Spread(ratio, inequity, float(gini), num_groups, note)
+
+
+def _members(trials: Trials, groups: Mapping[str, str]) -> tuple[list[str], NDArray[np.int64]]:
+    """Names of the groups, and the index of each subject's group, -1 for none."""
+    known = [groups.get(name) for name in trials.subject_names]
+    names = sorted({group for group in known if group is not None})
+    if not names:
+        raise ProtocolError(
+            f"none of the {len(known)} subjects of the trials has a group: "
+            f"name the groups' subjects as the trials do, such as {trials.subject_names[0]!r}"
+        )
+    index = {group: position for position, group in enumerate(names)}
+    return names, np.array([-1 if group is None else index[group] for group in known])
+
+
+def _check_genuine(trials: Trials, is_cross: NDArray[np.bool_], groups: Mapping[str, str]) -> None:
+    wrong = np.flatnonzero(is_cross & trials.is_genuine)
+    if wrong.size:
+        row = int(wrong[0])
+        names = [
+            trials.subject_names[side[row]] for side in (trials.enrol_subject, trials.test_subject)
+        ]
+        raise DataError(
+            f"trial {row} is genuine but its sides {names[0]!r} and {names[1]!r} are in the groups "
+            f"{groups[names[0]]!r} and {groups[names[1]]!r}: correct the label or the groups"
+        )
+
+
+def _rate(trials: NDArray[np.int64], errors: NDArray[np.int64], *, index: int) -> GroupRate:
+    num_trials, num_errors = int(trials[index]), int(errors[index])
+    if num_trials == 0:
+        return GroupRate(None, 0, 0, "not measurable", "no trials")
+    if num_errors == 0:
+        message = f"no errors in {num_trials:,} trials, below {rule_of_three(num_trials):.1e}"
+        return GroupRate(0.0, 0, num_trials, "few", message)
+    message = f"{num_errors:,} errors in {num_trials:,} trials"
+    status: Status = "few" if num_errors < ENOUGH_FALSE_ACCEPTS else "ok"
+    return GroupRate(num_errors / num_trials, num_errors, num_trials, status, message)
+
+
+def _note(rates: Sequence[GroupRate]) -> str | None:
+    counts = {
+        "without trials, left out": sum(each.rate is None for each in rates),
+        "without errors": sum(each.rate == 0.0 for each in rates),
+        f"with fewer than {ENOUGH_FALSE_ACCEPTS} errors": sum(
+            each.status == "few" and each.rate != 0.0 for each in rates
+        ),
+    }
+    total = len(rates)
+    parts = [f"{count} of {total} groups {what}" for what, count in counts.items() if count]
+    return "; ".join(parts) or None
+
+
+def _ineq(fmr: float | None, fnmr: float | None, beta: float) -> float | None:
+    logs = [None if each is None else math.log(each) for each in (fmr, fnmr)]
+    total = _weighted(logs[0], logs[1], beta)
+    return None if total is None else math.exp(total)
+
+
+def _weighted(first: float | None, second: float | None, share: float) -> float | None:
+    """Weighted mean; a part of weight zero may be unknown or infinite."""
+    parts = [(value, part) for value, part in ((first, share), (second, 1.0 - share)) if part > 0]
+    if any(value is None for value, _ in parts):
+        return None
+    return sum(value * part for value, part in parts if value is not None)

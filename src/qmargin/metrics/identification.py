@@ -1,0 +1,180 @@
+"""One-to-many search: who is it, and is it anybody at all."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from qmargin.errors import ConfigError, DataError, ProtocolError, ShapeError
+from qmargin.metrics.checks import Scores, check_rate, checked_scores
+from qmargin.metrics.operating import tars_at_fars
+
+ROWS = 256  # searches looked at together
+
+
+@dataclass(frozen=True)
+class FnirAtFpir:
+    """False negative identification rate where the false positive one is limited.
+
+    Attributes:
+        fpir_target: The false positive identification rate that was asked for.
+        fnir: Share of the searches with a mate whose mate is below the threshold.
+        fpir: Share of the searches without a mate in which somebody reaches the threshold.
+        false_positives: Their number.
+        threshold: Accept if and only if ``score >= threshold``.
+    """
+
+    fpir_target: float
+    fnir: float
+    fpir: float
+    false_positives: int
+    threshold: float
+
+
+@dataclass(frozen=True)
+class Identification:
+    """What :func:`identify` found.
+
+    Attributes:
+        ranks: The ranks that were asked for.
+        rank_rates: Share of the searches with a mate whose mate is at that rank or better.
+        fnirs: One record for every ``fpir``.
+        num_mated: Number of searches whose subject is in the gallery.
+        num_nonmated: Number of the others.
+    """
+
+    ranks: tuple[int, ...]
+    rank_rates: tuple[float, ...]
+    fnirs: tuple[FnirAtFpir, ...]
+    num_mated: int
+    num_nonmated: int
+
+    @property
+    def rank1(self) -> float:
+        """Share of the searches with a mate in which nobody else scores as high as the mate."""
+        return self.rank_rates[self.ranks.index(1)]
+
+
+def identify(
+    scores: ArrayLike,
+    probe_subjects: ArrayLike,
+    gallery_subjects: ArrayLike,
+    fpirs: Sequence[float] = (),
+    *,
+    ranks: Sequence[int] = (1,),
+) -> Identification:
+    """Rank rates, and false negatives at a limited rate of false positives.
+
+    A subject with several gallery entries has the score of the best of them. The rank of a mate
+    counts every other subject that scores as high or higher, so ties are never in its favour. The
+    threshold of an FPIR comes from the largest score of every search without a mate, by the rule of
+    :func:`qmargin.metrics.tar_at_far`.
+
+    Args:
+        scores: Scores ``[probes, gallery]``.
+        probe_subjects: Subject of each probe, ``[probes]``.
+        gallery_subjects: Subject of each gallery entry, ``[gallery]``.
+        fpirs: False positive identification rates, in (0, 1].
+        ranks: Ranks to report; rank 1 is always among them.
+
+    Raises:
+        ShapeError: If the shapes do not fit.
+        DataError: If a score is NaN.
+        ProtocolError: If no probe has a mate, or an FPIR is not measurable with the probes that
+            have none.
+
+    Examples:
+        >>> scores = [[0.9, 0.1], [0.2, 0.3], [0.4, 0.1]]
+        >>> result = identify(scores, ["ann", "ann", "cy"], ["ann", "bob"], [1.0])
+        >>> result.rank1, result.fnirs[0].fnir
+        (0.5, 0.0)
+    """
+    probes, gallery = np.asarray(probe_subjects), np.asarray(gallery_subjects)
+    matrix = _checked_matrix(scores, probes, gallery)
+    ranks = tuple(sorted({1, *ranks}))
+    if ranks[0] < 1:
+        raise ConfigError(f"rank {ranks[0]} does not exist: ranks start at 1")
+    names, columns = np.unique(gallery, return_inverse=True)
+    mates, others, best = _search(matrix, _positions(probes, names), columns)
+    has_mate = others >= 0
+    if not has_mate.any():
+        raise ProtocolError(
+            f"none of {len(probes)} probes has its subject in the gallery: add mates"
+        )
+    place = others[has_mate] + 1
+    return Identification(
+        ranks=ranks,
+        rank_rates=tuple(float(np.mean(place <= rank)) for rank in ranks),
+        fnirs=_fnirs_at_fpirs(mates[has_mate], best[~has_mate], fpirs),
+        num_mated=int(has_mate.sum()),
+        num_nonmated=int((~has_mate).sum()),
+    )
+
+
+def _checked_matrix(scores: ArrayLike, probes: NDArray[Any], gallery: NDArray[Any]) -> Scores:
+    matrix = np.asarray(scores)
+    if matrix.ndim != 2 or matrix.shape != (probes.size, gallery.size):
+        raise ShapeError(
+            f"scores have shape {matrix.shape} but there are {probes.size} probes and "
+            f"{gallery.size} gallery entries: pass [probes, gallery]"
+        )
+    if not matrix.size:
+        raise ProtocolError(f"scores have shape {matrix.shape}: at least one search is needed")
+    if matrix.dtype not in (np.float32, np.float64):
+        matrix = matrix.astype(np.float64)
+    row_least = matrix.min(axis=1)
+    if np.isnan(row_least).any():
+        row = int(np.flatnonzero(np.isnan(row_least))[0])
+        column = int(np.flatnonzero(np.isnan(matrix[row]))[0])
+        raise DataError(
+            f"the score of probe {row} and gallery entry {column} is NaN: score it again"
+        )
+    return matrix
+
+
+def _positions(probes: NDArray[Any], names: NDArray[Any]) -> NDArray[np.int64]:
+    """Place of each probe's subject among the gallery's, -1 if it is not there."""
+    place = np.minimum(np.searchsorted(names, probes), len(names) - 1)
+    return np.where(names[place] == probes, place, -1).astype(np.int64)
+
+
+def _search(
+    matrix: Scores, positions: NDArray[np.int64], columns: NDArray[np.intp]
+) -> tuple[Scores, NDArray[np.int64], Scores]:
+    """Per search: the mate's score, how many others reach it (-1: no mate), the largest score."""
+    order = np.argsort(columns, kind="stable")
+    starts = np.flatnonzero(np.diff(columns[order], prepend=-1))
+    is_plain = len(starts) == len(order) and bool(np.all(order == np.arange(len(order))))
+    mates = np.empty(len(matrix), matrix.dtype)
+    others = np.empty(len(matrix), np.int64)
+    best = np.empty(len(matrix), matrix.dtype)
+    for start in range(0, len(matrix), ROWS):
+        rows = slice(start, start + ROWS)
+        block = matrix[rows] if is_plain else np.maximum.reduceat(matrix[rows][:, order], starts, 1)
+        place = positions[rows]
+        mates[rows] = block[np.arange(len(block)), place]
+        reach = (block >= mates[rows, None]).sum(axis=1) - 1  # without the mate itself
+        others[rows] = np.where(place < 0, -1, reach)
+        best[rows] = block.max(axis=1)
+    return mates, others, best
+
+
+def _fnirs_at_fpirs(mates: Scores, best: Scores, fpirs: Sequence[float]) -> tuple[FnirAtFpir, ...]:
+    if not fpirs:
+        return ()
+    for fpir in fpirs:
+        check_rate(fpir, "fpir")
+    checked_scores(best, "non-mated")
+    points = tars_at_fars(mates, best, fpirs)
+    return tuple(
+        FnirAtFpir(
+            fpir_target=point.far_target,
+            fnir=(len(mates) - round(point.tar * len(mates))) / len(mates),
+            fpir=point.far,
+            false_positives=point.false_accepts,
+            threshold=point.threshold,
+        )
+        for point in points
+    )

@@ -1,0 +1,207 @@
+"""Scores relative to those of a cohort: Z-norm, T-norm, S-norm and adaptive S-norm."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from qmargin.errors import ConfigError, DataError, ShapeError
+
+
+class Moments(NamedTuple):
+    """Mean and standard deviation of each row's cohort scores."""
+
+    mean: NDArray[np.float64]
+    std: NDArray[np.float64]
+
+    def apply(self, scores: NDArray[np.float64], rows: NDArray[Any]) -> NDArray[np.float64]:
+        """Scores in standard deviations above the mean of the row that each belongs to."""
+        normalised: NDArray[np.float64] = (scores - self.mean[rows]) / self.std[rows]
+        return normalised
+
+
+def z_norm(
+    scores: ArrayLike, enrol_cohort: ArrayLike, *, enrol_index: ArrayLike | None = None
+) -> NDArray[np.float64]:
+    """Scores in standard deviations above what the enrolled model gives to a cohort.
+
+    Args:
+        scores: Scores of trials ``[n]`` with ``enrol_index``, or of all pairs ``[E, T]`` without.
+        enrol_cohort: Scores of each enrolled model against the cohort, ``[E, C]``.
+        enrol_index: Row of ``enrol_cohort`` of each trial, ``[n]``.
+
+    Returns:
+        An array like ``scores``, in float64.
+
+    Examples:
+        >>> z_norm([3.0], [[0.0, 2.0]], enrol_index=[0])
+        array([2.])
+    """
+    trials = _checked_trials(scores, enrol_index)
+    return _normalised(trials, cohort_moments(enrol_cohort, "enrol_cohort"), enrol_index, axis=0)
+
+
+def t_norm(
+    scores: ArrayLike, test_cohort: ArrayLike, *, test_index: ArrayLike | None = None
+) -> NDArray[np.float64]:
+    """Scores in standard deviations above what the cohort's models give to the test.
+
+    Args:
+        scores: Scores of trials ``[n]`` with ``test_index``, or of all pairs ``[E, T]`` without.
+        test_cohort: Scores of each test against the cohort, ``[T, C]``.
+        test_index: Row of ``test_cohort`` of each trial, ``[n]``.
+
+    Returns:
+        An array like ``scores``, in float64.
+
+    Examples:
+        >>> t_norm([[3.0, 5.0]], [[0.0, 2.0], [4.0, 8.0]])
+        array([[ 2. , -0.5]])
+    """
+    trials = _checked_trials(scores, test_index)
+    return _normalised(trials, cohort_moments(test_cohort, "test_cohort"), test_index, axis=1)
+
+
+def s_norm(
+    scores: ArrayLike,
+    enrol_cohort: ArrayLike,
+    test_cohort: ArrayLike,
+    *,
+    enrol_index: ArrayLike | None = None,
+    test_index: ArrayLike | None = None,
+) -> NDArray[np.float64]:
+    """Mean of Z-norm and T-norm.
+
+    Args:
+        scores: Scores of trials ``[n]`` with both indices, or of all pairs ``[E, T]`` without.
+        enrol_cohort: Scores of each enrolled model against the cohort, ``[E, C]``.
+        test_cohort: Scores of each test against the cohort, ``[T, C]``.
+        enrol_index: Row of ``enrol_cohort`` of each trial, ``[n]``.
+        test_index: Row of ``test_cohort`` of each trial, ``[n]``.
+
+    Returns:
+        An array like ``scores``, in float64.
+
+    Examples:
+        >>> s_norm([[3.0]], [[0.0, 2.0]], [[1.0, 3.0]])
+        array([[1.5]])
+    """
+    return _symmetric(scores, enrol_cohort, test_cohort, None, enrol_index, test_index)
+
+
+def as_norm(
+    scores: ArrayLike,
+    enrol_cohort: ArrayLike,
+    test_cohort: ArrayLike,
+    *,
+    top_n: int = 300,
+    enrol_index: ArrayLike | None = None,
+    test_index: ArrayLike | None = None,
+) -> NDArray[np.float64]:
+    """S-norm in which every model and every test sees only the cohort members nearest to it.
+
+    Args:
+        scores: Scores of trials ``[n]`` with both indices, or of all pairs ``[E, T]`` without.
+        enrol_cohort: Scores of each enrolled model against the cohort, ``[E, C]``.
+        test_cohort: Scores of each test against the cohort, ``[T, C]``.
+        top_n: How many of the largest cohort scores of each row count.
+        enrol_index: Row of ``enrol_cohort`` of each trial, ``[n]``.
+        test_index: Row of ``test_cohort`` of each trial, ``[n]``.
+
+    Returns:
+        An array like ``scores``, in float64.
+
+    Raises:
+        ConfigError: If the cohort has fewer than ``top_n`` members.
+        DataError: If a score is not finite, or the cohort scores of a row are all equal.
+
+    Examples:
+        >>> as_norm([[3.0]], [[0.0, 2.0, -9.0]], [[1.0, 3.0, -9.0]], top_n=2)
+        array([[1.5]])
+    """
+    return _symmetric(scores, enrol_cohort, test_cohort, top_n, enrol_index, test_index)
+
+
+def _symmetric(
+    scores: ArrayLike,
+    enrol_cohort: ArrayLike,
+    test_cohort: ArrayLike,
+    top_n: int | None,
+    enrol_index: ArrayLike | None,
+    test_index: ArrayLike | None,
+) -> NDArray[np.float64]:
+    if (enrol_index is None) != (test_index is None):
+        raise ShapeError("only one of enrol_index and test_index is given: pass both or none")
+    trials = _checked_trials(scores, enrol_index)
+    by_enrol = cohort_moments(enrol_cohort, "enrol_cohort", top_n)
+    by_test = cohort_moments(test_cohort, "test_cohort", top_n)
+    normalised = _normalised(trials, by_enrol, enrol_index, axis=0)
+    normalised += _normalised(trials, by_test, test_index, axis=1)
+    normalised *= 0.5
+    return normalised
+
+
+def _checked_trials(scores: ArrayLike, index: ArrayLike | None) -> NDArray[np.float64]:
+    trials = np.asarray(scores, np.float64)
+    wanted = 2 if index is None else 1
+    if trials.ndim != wanted:
+        form = "[enrolled, tests] without indices" if wanted == 2 else "[trials] with an index"
+        raise ShapeError(f"scores have shape {trials.shape}: pass {form}")
+    if np.isnan(trials).any():
+        place = tuple(int(i[0]) for i in np.nonzero(np.isnan(trials)))
+        raise DataError(f"score {place} is NaN: remove the trial or score it again")
+    return trials
+
+
+def cohort_moments(cohort: ArrayLike, name: str, top_n: int | None = None) -> Moments:
+    """Mean and standard deviation of each row of cohort scores, or of its largest.
+
+    Args:
+        cohort: Scores against the cohort, ``[rows, C]``.
+        name: What they are, for the messages.
+        top_n: How many of the largest of each row count; None for all.
+    """
+    matrix: NDArray[Any] = np.asarray(cohort, np.float64)
+    if matrix.ndim != 2:
+        raise ShapeError(f"{name} has shape {matrix.shape}: pass [rows, cohort members]")
+    size = matrix.shape[1]
+    least = 2 if top_n is None else top_n
+    if least < 2 or size < least:
+        raise ConfigError(
+            f"top {least} of {size} cohort scores in {name} have no spread to divide by: "
+            "use at least 2 and at most all of them"
+        )
+    if not np.isfinite(matrix).all():
+        row, column = (int(i[0]) for i in np.nonzero(~np.isfinite(matrix)))
+        raise DataError(f"{name}[{row}, {column}] is {matrix[row, column]}: score it again")
+    if top_n is not None and top_n < size:
+        matrix = np.partition(matrix, size - top_n, axis=1)[:, size - top_n :]
+    if (flat := matrix.max(axis=1) == matrix.min(axis=1)).any():
+        row = int(np.flatnonzero(flat)[0])
+        raise DataError(
+            f"the cohort scores of row {row} of {name} are all equal: use a wider cohort"
+        )
+    return Moments(matrix.mean(axis=1), matrix.std(axis=1))
+
+
+def _normalised(
+    trials: NDArray[np.float64], moments: Moments, index: ArrayLike | None, *, axis: int
+) -> NDArray[np.float64]:
+    num_rows = len(moments.mean)
+    if index is None:
+        if trials.shape[axis] != num_rows:
+            raise ShapeError(
+                f"scores have shape {trials.shape} but the cohort matrix has {num_rows} rows: "
+                f"axis {axis} of the scores must have as many"
+            )
+        shape = (-1, 1) if axis == 0 else (1, -1)
+        return (trials - moments.mean.reshape(shape)) / moments.std.reshape(shape)
+    rows = np.asarray(index)
+    if rows.shape != trials.shape:
+        raise ShapeError(f"the index has shape {rows.shape} but there are {len(trials)} scores")
+    if rows.size and not 0 <= rows.min() <= rows.max() < num_rows:
+        wrong = int(np.flatnonzero((rows < 0) | (rows >= num_rows))[0])
+        raise DataError(
+            f"trial {wrong} points to row {rows[wrong]} but the cohort has {num_rows} rows"
+        )
+    return moments.apply(trials, rows)

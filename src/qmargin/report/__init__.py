@@ -1,0 +1,5 @@
+"""Pages, tables and figures from results."""
+
+from qmargin.report.write import ReportOptions, write_report
+
+__all__ = ["ReportOptions", "write_report"]

@@ -1,0 +1,132 @@
+"""Images and recordings of trials, small enough to travel inside the page."""
+
+from __future__ import annotations
+
+import base64
+import io
+import warnings
+import wave
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from qmargin.errors import ConfigError
+
+IMAGE_SIDE = 160  # pixels of the longer side
+LONGEST_AUDIO = 5.0  # seconds of a WAV file that are kept
+MOST_FILE_BYTES = 2_000_000  # of a recording that cannot be cut
+MOST_BYTES = 32_000_000  # of all media in a page
+MOST_PIXELS = 50_000_000  # of an image that is opened at all
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".ppm")
+AUDIO_SUFFIXES = (".wav", ".flac", ".ogg", ".opus", ".mp3")
+_IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "PPM")
+_AUDIO_TYPES = {b"RIFF": "wav", b"fLaC": "flac", b"OggS": "ogg", b"ID3": "mpeg", b"\xff": "mpeg"}
+
+
+@dataclass(frozen=True)
+class Medium:
+    """One file as a data URI; ``uri`` is empty where ``problem`` says why it is not shown."""
+
+    kind: str  # image, audio or none
+    uri: str = ""
+    problem: str = ""
+
+
+@dataclass
+class MediaFolder:
+    """Media under one folder, named by the keys of trials; nothing outside it is ever read."""
+
+    root: Path
+    _spent: int = 0
+    _known: dict[str, Medium] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.root = Path(self.root).resolve()
+        if not self.root.is_dir():
+            raise ConfigError(
+                f"the media folder {self.root} is not a folder: give the root of the keys"
+            )
+
+    def embedded(self, key: str) -> Medium:
+        """The medium of a key for the page, as long as the page is not too large."""
+        found = self.medium(key)
+        if self._spent + len(found.uri) > MOST_BYTES:
+            return Medium("none", problem="left out, the page is large enough")
+        self._spent += len(found.uri)
+        return found
+
+    def medium(self, key: str) -> Medium:
+        """The medium of a key; read once."""
+        if key not in self._known:
+            self._known[key] = self._made(key)
+        return self._known[key]
+
+    def find(self, key: str) -> Path | None:
+        """The file of a key, with its suffix or without, if it lies inside the folder."""
+        for suffix in ("", *IMAGE_SUFFIXES, *AUDIO_SUFFIXES):
+            try:
+                path = (self.root / f"{key}{suffix}").resolve()
+                if path.is_relative_to(self.root) and path.is_file():
+                    return path
+            except (OSError, ValueError, RuntimeError):  # too long, a null, a loop of links
+                return None
+        return None
+
+    def _made(self, key: str) -> Medium:
+        path = self.find(key)
+        if path is None:
+            return Medium("none", problem="no such file")
+        if path.suffix.lower() in IMAGE_SUFFIXES:
+            return _image(path)
+        if path.suffix.lower() in AUDIO_SUFFIXES:
+            return _audio(path)
+        return Medium("none", problem="neither image nor audio")
+
+
+def _image(path: Path) -> Medium:
+    from PIL import Image, ImageOps
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with Image.open(path, formats=_IMAGE_FORMATS) as image:
+                if image.width * image.height > MOST_PIXELS:
+                    return Medium("none", problem="image too large")
+                image.draft("RGB", (2 * IMAGE_SIDE, 2 * IMAGE_SIDE))
+                small = ImageOps.exif_transpose(image).convert("RGB")
+                small.thumbnail((IMAGE_SIDE, IMAGE_SIDE))
+    except Exception:  # a decoder may fail in any way on a broken file; the page goes on
+        return Medium("none", problem="unreadable image")
+    buffer = io.BytesIO()
+    small.save(buffer, "JPEG", quality=82, optimize=True)
+    return Medium("image", _data_uri("image/jpeg", buffer.getvalue()))
+
+
+def _audio(path: Path) -> Medium:
+    with path.open("rb") as file:
+        start = file.read(4)
+    kinds = [kind for magic, kind in _AUDIO_TYPES.items() if start.startswith(magic)]
+    if not kinds:
+        return Medium("none", problem="unreadable audio")
+    content = _first_seconds(path) if kinds[0] == "wav" else None
+    if content is None:
+        if path.stat().st_size > MOST_FILE_BYTES:
+            return Medium("none", problem="recording too large")
+        content = path.read_bytes()
+    return Medium("audio", _data_uri(f"audio/{kinds[0]}", content))
+
+
+def _first_seconds(path: Path) -> bytes | None:
+    """The beginning of a WAV file as a file of its own; None for encodings that cannot be cut."""
+    buffer = io.BytesIO()
+    try:
+        with wave.open(str(path), "rb") as source, wave.open(buffer, "wb") as target:
+            target.setparams(source.getparams())
+            target.writeframes(source.readframes(int(LONGEST_AUDIO * source.getframerate())))
+    except (wave.Error, EOFError, ValueError):
+        return None
+    content = buffer.getvalue()
+    return content if len(content) <= MOST_FILE_BYTES else None
+
+
+def _data_uri(kind: str, content: bytes) -> str:
+    return f"data:{kind};base64,{base64.b64encode(content).decode('ascii')}"

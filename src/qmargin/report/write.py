@@ -1,0 +1,123 @@
+"""A report on disk: the page, the tables and the figures, from the same results."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from qmargin.errors import ConfigError
+from qmargin.evaluation.files import write_atomically
+from qmargin.evaluation.records import encode
+from qmargin.report.comparison import PairedDifference, paired_differences
+from qmargin.report.figures import has_matplotlib, write_figures
+from qmargin.report.journal import read_journal
+from qmargin.report.media import MediaFolder
+from qmargin.report.page import PageContent, render_page
+from qmargin.report.systems import Panel, load_panels
+from qmargin.report.tables import csv_table, latex_table, markdown_tables
+
+
+@dataclass(frozen=True)
+class ReportOptions:
+    """What a report shows beside the results.
+
+    Attributes:
+        title: Of the page.
+        level: Of the intervals of paired differences.
+        media: Folder under which the keys of trials name images or recordings.
+        journals: Files of trainings whose sparsity is shown.
+        has_figures: Whether to draw SVG and PDF figures, which needs matplotlib.
+    """
+
+    title: str = "Verification report"
+    level: float = 0.95
+    media: Path | None = None
+    journals: tuple[Path, ...] = ()
+    has_figures: bool = True
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.level < 1.0:
+            raise ConfigError(f"level is {self.level}, outside (0, 1): give for example 0.95")
+        if self.has_figures and not has_matplotlib():
+            raise ConfigError(
+                "figures need the package matplotlib, which is missing: install qmargin[figures], "
+                "or leave them out"
+            )
+
+
+def write_report(
+    results: Sequence[str | Path], out: str | Path, options: ReportOptions | None = None
+) -> list[Path]:
+    """Write a report of one or more results; returns its files, the page first.
+
+    Args:
+        results: Files that ``qmargin evaluate`` wrote, in the order in which they are shown.
+        out: Folder of the report; made if it is missing.
+        options: What else to show.
+
+    Raises:
+        DataError: If a result or a journal cannot be read; nothing is written then.
+    """
+    options = options or ReportOptions()
+    panels = load_panels(results)
+    differences = [paired_differences(panel, options.level) for panel in panels]
+    media = None if options.media is None else MediaFolder(options.media)
+    content = PageContent(
+        title=options.title,
+        panels=panels,
+        differences=differences,
+        level=options.level,
+        media=media,
+        journals=[read_journal(path) for path in options.journals],
+    )
+    texts = _texts(content)
+    folder = Path(out)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in texts.items():
+        write_atomically(folder / name, text.encode("utf-8"))
+    written = [folder / name for name in texts]
+    return written + (
+        write_figures(panels, folder / "figures", media) if options.has_figures else []
+    )
+
+
+def _texts(content: PageContent) -> dict[str, str]:
+    panels = content.panels
+    metrics = _metrics(content.title, panels, content.differences)
+    return {
+        "index.html": render_page(content),
+        "metrics.json": json.dumps(metrics, indent=1, allow_nan=False) + "\n",
+        "tables.md": markdown_tables(panels),
+        "tables.tex": latex_table(panels),
+        "tables.csv": csv_table(panels),
+    }
+
+
+def _metrics(
+    title: str, panels: Sequence[Panel], differences: Sequence[list[PairedDifference]]
+) -> dict[str, Any]:
+    """What the page shows, for programs; numbers as in ``result.json``."""
+    return {
+        "format": "qmargin-report",
+        "version": 1,
+        "title": title,
+        "panels": [
+            {
+                "title": panel.title,
+                "headline_far": panel.headline_far(),
+                "leader": panel.leader().label,
+                "systems": [_system(entry.label, entry.result) for entry in panel.entries],
+                "differences": [encode(asdict(made), "differences") for made in found],
+            }
+            for panel, found in zip(panels, differences, strict=True)
+        ],
+    }
+
+
+def _system(label: str, result: Any) -> dict[str, Any]:
+    parts = ("protocol", "metrics", "groups", "sources", "trials_sha256", "created")
+    found = {part: encode(getattr(result, part), part) for part in parts}
+    return {"name": label, **found, "model_card": result.system.model_card}

@@ -1,0 +1,191 @@
+"""``qmargin evaluate`` from files to a table and ``result.json``."""
+
+import argparse
+import io
+from pathlib import Path
+
+import pytest
+
+from helpers.speakers import make_speakers
+from qmargin.cli.evaluate import add_evaluate
+from qmargin.cli.evaluate_table import _safe
+from qmargin.cli.progress import PlainProgress, stage_progress
+from qmargin.errors import ConfigError, DataError, ProtocolError
+from qmargin.evaluation.result import Result, read_result
+
+
+def parse(*arguments: object) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="qmargin")
+    add_evaluate(parser.add_subparsers(required=True))
+    return parser.parse_args(["evaluate", *map(str, arguments)])
+
+
+def evaluated(*arguments: object) -> Result:
+    parsed = parse(*arguments)
+    parsed.run(parsed)
+    return read_result(parsed.out)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    speakers = make_speakers()
+    speakers.write_scores(tmp_path / "system.txt")
+    speakers.write_trials(tmp_path / "trials.txt")
+    speakers.write_embeddings(tmp_path / "model.npz")
+    lines = [f"id{i:02d},{'f' if i % 2 else 'm'}\n" for i in range(12)]
+    (tmp_path / "groups.csv").write_text("subject,group\n" + "".join(lines))
+    return tmp_path
+
+
+def test_scores_to_a_result_and_a_table(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = folder / "result.json"
+    options = ["--out", out, "--replicates", 30, "--fars", 0.1, 1e-5, "--groups"]
+    result = evaluated("scores", folder / "system.txt", *options, folder / "groups.csv")
+    printed = capsys.readouterr().out
+    assert result.system.name == "system"
+    assert [source.role for source in result.sources] == ["scores", "groups"]
+    assert result.protocol.interval.num_replicates == 30
+    assert "TAR at FAR 0.1" in printed
+    assert "not measurable" in printed
+    assert "subject bootstrap, 95%, 30 replicates" in printed
+    assert "INEQ" in printed
+    assert printed.endswith(f"{out}\n")
+
+
+def test_trials_with_embeddings_give_the_same_result(folder: Path) -> None:
+    quick = ["--replicates", 20, "--name", "one"]
+    trials = evaluated(
+        "trials", folder / "trials.txt", "--embeddings", folder / "model.npz",
+        "--out", folder / "a.json", *quick,
+    )  # fmt: skip
+    scores = evaluated("scores", folder / "system.txt", "--out", folder / "b.json", *quick)
+    assert trials.trials_sha256 == scores.trials_sha256
+    for first, second in zip(trials.metrics.tar, scores.metrics.tar, strict=True):
+        assert (first.tar, first.interval) == (second.tar, second.interval)
+    assert [source.role for source in trials.sources] == ["scores", "trials", "embeddings"]
+    again = evaluated(
+        "scores", folder / "a.scores.tsv", "--trials", folder / "trials.txt",
+        "--out", folder / "c.json", *quick,
+    )  # fmt: skip
+    assert again.metrics == trials.metrics
+
+
+def test_norms_and_subjects_are_options(folder: Path) -> None:
+    (folder / "utt2spk").write_text("".join(f"{key} {key[:4]}\n" for key in make_speakers().keys))
+    result = evaluated(
+        "trials", folder / "trials.txt", "--embeddings", folder / "model.npz",
+        "--cohort", folder / "model.npz", "--as-norm", 20, "--center", folder / "model.npz",
+        "--subjects", folder / "utt2spk", "--scores", folder / "kept.tsv",
+        "--out", folder / "a.json", "--replicates", 0,
+    )  # fmt: skip
+    roles = [source.role for source in result.sources]
+    assert roles == ["scores", "trials", "embeddings", "cohort", "center", "subjects"]
+    assert result.protocol.num_subjects == 12
+    assert (folder / "kept.tsv").exists()
+
+
+def test_a_model_card_is_kept(folder: Path) -> None:
+    card = folder / "card.json"
+    card.write_text('{"data": "made up"}')
+    options = ["--out", folder / "a.json", "--replicates", 0, "--model-card", card]
+    assert evaluated("scores", folder / "system.txt", *options).system.model_card == {
+        "data": "made up"
+    }
+    for content in ('{"a": 1}', "[", "[]"):
+        card.write_text(content)
+        with pytest.raises(DataError, match=r"card\.json is not"):
+            evaluated("scores", folder / "system.txt", *options)
+
+
+def test_nothing_is_written_when_something_is_wrong(folder: Path) -> None:
+    out = folder / "result.json"
+    scores = folder / "bad.txt"
+    scores.write_text("a b 0.5 1\na c nan 0\n")
+    with pytest.raises(DataError, match=r"bad\.txt, line 2: the score is NaN"):
+        evaluated("scores", scores, "--out", out)
+    scores.write_text("a b 0.5 1\na c 0.25 1\n")
+    with pytest.raises(ProtocolError, match=r"bad\.txt: there are 0 impostor trials"):
+        evaluated("scores", scores, "--out", out)
+    assert not out.exists()
+
+
+def test_a_folder_that_is_not_there_is_refused_before_the_work(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="not a file in an existing folder"):
+        evaluated("scores", "no such file", "--out", folder / "none" / "result.json")
+    with pytest.raises(ConfigError, match="needs a cohort"):
+        evaluated(
+            "trials", folder / "trials.txt", "--embeddings", folder / "model.npz",
+            "--as-norm", 5, "--out", folder / "r.json",
+        )  # fmt: skip
+
+
+def test_unlabelled_trials_are_refused(folder: Path) -> None:
+    (folder / "trials.txt").write_text("a b\n")
+    with pytest.raises(DataError, match=r"trials\.txt has no labels"):
+        evaluated(
+            "trials", folder / "trials.txt", "--embeddings", folder / "model.npz",
+            "--out", folder / "r.json",
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "arguments", [["scores", "f"], ["scores", "f", "--out", "o", "--rule", "best"], ["fly"]]
+)
+def test_usage_errors_exit_with_two(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        parse(*arguments)
+    assert stop.value.code == 2
+
+
+def test_every_option_is_documented() -> None:
+    page = Path(__file__).parents[2] / "docs" / "guide" / "evaluating-scores.md"
+    text = page.read_text(encoding="utf-8")
+    names = {
+        *vars(parse("scores", "f", "--out", "o")),
+        *vars(parse("trials", "t", "--embeddings", "e", "--out", "o")),
+    }
+    for name in names - {"run", "file"}:
+        assert f"`--{name.replace('_', '-')}`" in text
+
+
+def test_names_cannot_steer_the_terminal(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name = "\x1b[31mred\x1b[0m|\n[bold]x"
+    evaluated(
+        "scores", folder / "system.txt", "--out", folder / "r.json", "--replicates", 0,
+        "--name", name,
+    )  # fmt: skip
+    printed = capsys.readouterr().out
+    assert "\x1b" not in printed
+    assert printed.startswith("?[31mred?[0m\\|?[bold]x on ")
+    console = pytest.importorskip("rich.console").Console()
+    assert _safe("[bold]x", console) == "\\[bold]x"
+
+
+def test_progress_is_a_line_now_and_then_outside_a_terminal() -> None:
+    stream, seconds = io.StringIO(), iter([0.0, 4.0, 6.0, 7.0, 7.5])
+    progress = PlainProgress(stream, clock=lambda: next(seconds))
+    for done in (1, 2, 3, 4):
+        progress("scoring", done, 4)
+    progress("bootstrap", 1, 4)
+    assert stream.getvalue() == "scoring: 3 of 4 (75 %)\n"
+
+
+def test_progress_outside_a_terminal_is_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    with stage_progress() as progress:
+        assert isinstance(progress, PlainProgress)
+
+
+def test_progress_in_a_terminal_is_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("rich")
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    stream = Terminal()
+    monkeypatch.setattr("sys.stderr", stream)
+    monkeypatch.setenv("TERM", "xterm")
+    with stage_progress() as progress:
+        progress("scoring", 1, 4)
+        progress("scoring", 4, 4)
+    assert "scoring" in stream.getvalue()

@@ -1,0 +1,226 @@
+"""All pairs in blocks against all pairs scored one by one."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from qmargin.errors import BackendError, ConfigError, DataError, ProtocolError, ShapeError
+from qmargin.evaluation import pair_counts
+from qmargin.evaluation.all_pairs import evaluate_all_pairs
+from qmargin.metrics.crossing import eer, min_dcf
+from qmargin.metrics.curve import det_curve
+from qmargin.metrics.operating import tar_at_far
+
+FARS = (0.001, 0.01, 0.3, 1.0)
+PRIORS = (0.01, 0.5, 0.95)
+KINDS = ["smooth", "duplicates", "equal", "separate", "opposite", "anisotropic"]
+
+
+def case(kind, *, seed=0, num_subjects=40, num_samples=5, dim=24):
+    rng = np.random.default_rng(seed)
+    centres = np.repeat(rng.normal(size=(num_subjects, dim)), num_samples, axis=0)
+    noise = rng.normal(size=centres.shape)
+    rows = {
+        "smooth": centres + 1.5 * noise,
+        "duplicates": np.round(centres[:, :3] + 0.5 * noise[:, :3]) + np.array([0.5, 0, 0]),
+        "equal": np.ones_like(centres),
+        "separate": centres + 0.01 * noise,
+        "opposite": centres * np.where(rng.random((len(centres), 1)) < 0.5, 1, -1),
+        "anisotropic": 30 + centres + noise,
+    }[kind]
+    subjects = np.repeat([f"s{index}" for index in range(num_subjects)], num_samples)
+    order = rng.permutation(len(rows))
+    return rows[order], subjects[order]
+
+
+def scored_one_by_one(rows, subjects):
+    """The definition: float64 unit rows, a sum of products for every pair."""
+    rows = np.asarray(rows, dtype=np.float64)
+    rows = rows / np.abs(rows).max(axis=1, keepdims=True)
+    unit = rows / np.sqrt((rows * rows).sum(axis=1, keepdims=True))
+    first, second = np.triu_indices(len(unit), k=1)
+    pairs = zip(first, second, strict=True)
+    scores = np.array([(unit[one] * unit[other]).sum() for one, other in pairs])
+    return first, second, scores, subjects[first] == subjects[second]
+
+
+def assert_same(found, other):
+    for field in dataclasses.fields(found):
+        left, right = getattr(found, field.name), getattr(other, field.name)
+        if field.name == "det":
+            for name in ("thresholds", "far", "frr"):
+                np.testing.assert_array_equal(getattr(left, name), getattr(right, name))
+        elif field.name != "num_rescored":
+            assert left == right
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("kind", KINDS)
+def test_results_are_those_of_pairs_scored_one_by_one(kind, dtype):
+    rows, subjects = case(kind)
+    rows = rows.astype(dtype)
+    found = evaluate_all_pairs(rows, subjects, FARS, p_targets=PRIORS, num_hardest=15, block=64)
+    first, second, scores, is_genuine = scored_one_by_one(rows, subjects)
+    genuine, impostor = scores[is_genuine], scores[~is_genuine]
+    assert (found.num_genuine, found.num_impostors) == (len(genuine), len(impostor))
+    assert found.tar == tuple(tar_at_far(genuine, impostor, far) for far in FARS)
+    assert found.eer == eer(genuine, impostor)
+    assert found.min_dcf == tuple(min_dcf(genuine, impostor, prior) for prior in PRIORS)
+    for pairs, rows_of, sign in (
+        (found.hardest_impostors, ~is_genuine, -1),
+        (found.hardest_genuine, is_genuine, 1),
+    ):
+        chosen = np.flatnonzero(rows_of)
+        chosen = chosen[np.lexsort([second[chosen], first[chosen], sign * scores[chosen]])][:15]
+        expected = zip(first[chosen], second[chosen], scores[chosen], strict=True)
+        assert list(map(tuple, pairs)) == list(expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_points_of_the_det_curve_are_on_the_exact_one(kind):
+    rows, subjects = case(kind)
+    found = evaluate_all_pairs(rows, subjects, []).det
+    _, _, scores, is_genuine = scored_one_by_one(rows, subjects)
+    exact = det_curve(scores[is_genuine], scores[~is_genuine])
+    points = {*zip(exact.far.tolist(), exact.frr.tolist(), strict=True)}
+    assert {*zip(found.far.tolist(), found.frr.tolist(), strict=True)} <= points
+    assert (found.far[0], found.frr[0], found.thresholds[0]) == (1.0, 0.0, exact.thresholds[0])
+    assert (found.far[-1], found.frr[-1], found.thresholds[-1]) == (0.0, 1.0, np.inf)
+    assert (np.diff(found.thresholds) > 0).all()
+    for far, frr, threshold in zip(found.far, found.frr, found.thresholds, strict=True):
+        assert far == (scores[~is_genuine] >= threshold).mean()
+        assert frr == pytest.approx((scores[is_genuine] < threshold).mean(), abs=1e-15)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_blocks_and_precision_change_nothing(kind):
+    rows, subjects = case(kind, num_subjects=15)
+    base = evaluate_all_pairs(rows, subjects, FARS, p_targets=PRIORS)
+    for block in (7, 32, 74):
+        assert_same(evaluate_all_pairs(rows, subjects, FARS, p_targets=PRIORS, block=block), base)
+    other = evaluate_all_pairs(rows, subjects, FARS, p_targets=PRIORS, dtype="float64", block=20)
+    assert_same(other, base)
+
+
+def test_a_block_can_be_one_pair():
+    rows, subjects = case("smooth", num_subjects=5, num_samples=3)
+    base = evaluate_all_pairs(rows, subjects, [0.1])
+    assert_same(evaluate_all_pairs(rows, subjects, [0.1], block=1), base)
+
+
+def test_order_of_rows_and_names_of_subjects_change_nothing():
+    rows, subjects = case("smooth")
+    base = evaluate_all_pairs(rows, subjects, FARS, num_hardest=0)
+    order = np.random.default_rng(1).permutation(len(rows))
+    numbers = np.unique(subjects, return_inverse=True)[1]
+    assert_same(evaluate_all_pairs(rows[order], numbers[order], FARS, num_hardest=0), base)
+
+
+def test_few_of_many_pairs_are_scored_twice():
+    rows, subjects = case("smooth", num_subjects=300, num_samples=6, dim=32)
+    found = evaluate_all_pairs(rows, subjects, FARS, p_targets=PRIORS, block=512)
+    assert found.num_impostors > 1_600_000
+    assert found.num_rescored < 0.02 * found.num_impostors
+    for block in (700, 5000):
+        assert_same(evaluate_all_pairs(rows, subjects, FARS, p_targets=PRIORS, block=block), found)
+
+
+def test_tensors_give_what_arrays_give():
+    rows, subjects = case("smooth")
+    base = evaluate_all_pairs(rows.astype(np.float32), subjects, FARS)
+    tensor = torch.from_numpy(rows).float().requires_grad_()
+    assert_same(evaluate_all_pairs(tensor, subjects.tolist(), FARS), base)
+
+
+def test_length_of_rows_does_not_matter():
+    rows, subjects = case("smooth")
+    powers = 2.0 ** np.random.default_rng(2).integers(-700, 700, size=(len(rows), 1))
+    assert_same(
+        evaluate_all_pairs(rows * powers, subjects, FARS), evaluate_all_pairs(rows, subjects, FARS)
+    )
+
+
+def test_many_equal_scores_are_counted_together(monkeypatch):
+    rows, subjects = case("duplicates")
+    base = evaluate_all_pairs(rows, subjects, FARS)
+    monkeypatch.setattr(pair_counts, "MAX_HELD", 50)
+    assert_same(evaluate_all_pairs(rows, subjects, FARS, block=16), base)
+
+
+def test_reduced_precision_elsewhere_is_not_used_and_not_changed():
+    rows, subjects = case("smooth")
+    base = evaluate_all_pairs(rows, subjects, FARS)
+    torch.set_float32_matmul_precision("medium")
+    try:
+        assert_same(evaluate_all_pairs(rows, subjects, FARS), base)
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.parametrize("error", [1e-3, 3e-5])
+def test_products_worse_than_their_precision_are_refused(monkeypatch, error):
+    rows, subjects = case("equal")
+    exact = torch.mm
+    noise = iter([0.0, -error])
+
+    def noisy(left, right, *, out):
+        exact(left, right, out=out)
+        out += next(noise)
+
+    monkeypatch.setattr(torch, "mm", noisy)
+    with pytest.raises(BackendError, match="use another device"):
+        evaluate_all_pairs(rows, subjects, FARS)
+
+
+def test_progress_counts_blocks_of_both_passes():
+    rows, subjects = case("smooth", num_subjects=10)
+    seen = []
+    evaluate_all_pairs(rows, subjects, [0.1], block=20, progress=lambda *pair: seen.append(pair))
+    assert seen == [(done, 12) for done in range(1, 13)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_devices_agree_bit_by_bit(kind):
+    rows, subjects = case(kind)
+    base = evaluate_all_pairs(rows, subjects, FARS)
+    assert_same(evaluate_all_pairs(rows, subjects, FARS, device="cuda", block=50), base)
+
+
+def test_impossible_input_is_refused():
+    rows, subjects = case("smooth")
+    wrong = rows.copy()
+    wrong[7, 3] = np.nan
+    with pytest.raises(DataError, match="embedding 7 is not finite"):
+        evaluate_all_pairs(wrong, subjects, FARS)
+    wrong[7] = 0.0
+    with pytest.raises(DataError, match="embedding 7 is zero"):
+        evaluate_all_pairs(wrong, subjects, FARS)
+    with pytest.raises(ShapeError, match=r"shape \(24,\)"):
+        evaluate_all_pairs(rows[0], subjects, FARS)
+    with pytest.raises(ShapeError, match="there are 200 embeddings"):
+        evaluate_all_pairs(rows, subjects[1:], FARS)
+    with pytest.raises(ProtocolError, match="0 pairs of embeddings are of different"):
+        evaluate_all_pairs(rows, ["one"] * 200, FARS)
+    with pytest.raises(ProtocolError, match="0 pairs of embeddings share"):
+        evaluate_all_pairs(rows, np.arange(200), FARS)
+    with pytest.raises(ProtocolError, match="FAR=1e-06 is not measurable"):
+        evaluate_all_pairs(rows, subjects, [1e-6])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"block": 0}, "block=0"),
+        ({"dtype": "float16"}, "dtype='float16'"),
+        ({"num_hardest": -1}, "num_hardest=-1"),
+        ({"p_targets": [0.0]}, "p_target=0"),
+    ],
+)
+def test_impossible_settings_are_refused(options, message):
+    rows, subjects = case("smooth", num_subjects=5)
+    with pytest.raises(ConfigError, match=message):
+        evaluate_all_pairs(rows, subjects, [0.1], **options)

@@ -1,0 +1,166 @@
+"""A real browser: chromium without a window, spoken to over its devtools pipe."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import select
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+TIMEOUT = 60.0  # seconds for one answer
+# The browser reads commands from descriptor 3 and answers on 4.
+LAUNCH = (
+    "import os, sys; reader, writer = map(int, sys.argv[1:3]); "
+    "spare = [os.dup(reader) for _ in range(8)]; "  # so that 3 and 4 are not in use below
+    "reader, writer = os.dup(reader), os.dup(writer); "
+    "os.dup2(reader, 3); os.dup2(writer, 4); "
+    "[os.set_inheritable(n, True) for n in (3, 4)]; "
+    "os.execvp(sys.argv[3], sys.argv[3:])"
+)
+
+
+def find_browser() -> str | None:
+    return next((path for name in NAMES if (path := shutil.which(name))), None)
+
+
+class Browser:
+    """One tab; everything it logs, requests and throws is kept in ``events``."""
+
+    def __init__(self, reader: int, writer: int) -> None:
+        self._reader, self._writer = reader, writer
+        self._buffer = b""
+        self._last = 0
+        self._session: str | None = None
+        self.events: list[dict[str, Any]] = []
+        target = self.call("Target.createTarget", url="about:blank")["targetId"]
+        attached = self.call("Target.attachToTarget", targetId=target, flatten=True)
+        self._session = attached["sessionId"]
+        for domain in ("Page", "Runtime", "Log", "Network"):
+            self.call(f"{domain}.enable")
+
+    def call(self, method: str, **parameters: Any) -> dict[str, Any]:
+        self._last += 1
+        message: dict[str, Any] = {"id": self._last, "method": method, "params": parameters}
+        if self._session is not None:
+            message["sessionId"] = self._session
+        data = json.dumps(message).encode() + b"\0"
+        while data:
+            data = data[os.write(self._writer, data) :]
+        while True:
+            answer = self._receive()
+            if answer.get("id") == self._last:
+                assert "error" not in answer, f"{method}: {answer['error']}"
+                return answer["result"]
+            self.events.append(answer)
+
+    def wait_for(self, method: str) -> dict[str, Any]:
+        found = [event for event in self.events if event.get("method") == method]
+        while not found:
+            self.events.append(self._receive())
+            found = [event for event in self.events[-1:] if event.get("method") == method]
+        return found[0]
+
+    def open(self, page: Path) -> None:
+        self.events.clear()
+        self.call("Page.navigate", url=page.resolve().as_uri())
+        self.wait_for("Page.loadEventFired")
+
+    def evaluate(self, expression: str) -> Any:
+        answer = self.call(
+            "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
+        )
+        assert "exceptionDetails" not in answer, answer["exceptionDetails"]
+        return answer["result"].get("value")
+
+    def resize(self, width: int, height: int, *, is_mobile: bool = False) -> None:
+        self.call(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=is_mobile,
+        )
+
+    def prefer(self, scheme: str) -> None:
+        feature = {"name": "prefers-color-scheme", "value": scheme}
+        self.call("Emulation.setEmulatedMedia", features=[feature])
+
+    def hover(self, x: float, y: float) -> None:
+        self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+
+    def press(self, key: str, code: int) -> None:
+        for kind in ("keyDown", "keyUp"):
+            self.call(
+                "Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code
+            )
+
+    def screenshot(self, path: Path, *, whole: bool = True) -> bytes:
+        options: dict[str, Any] = {"format": "png", "captureBeyondViewport": whole}
+        if whole:
+            size = self.call("Page.getLayoutMetrics")["cssContentSize"]
+            options["clip"] = {**size, "x": 0, "y": 0, "scale": 1}
+        image = base64.b64decode(self.call("Page.captureScreenshot", **options)["data"])
+        path.write_bytes(image)
+        return image
+
+    def problems(self) -> list[str]:
+        """Console errors, broken rules of the content security policy, exceptions."""
+        kinds = ("Runtime.exceptionThrown", "Log.entryAdded", "Runtime.consoleAPICalled")
+        return [json.dumps(event) for event in self.events if event.get("method") in kinds]
+
+    def requested(self) -> list[str]:
+        sent = [e for e in self.events if e.get("method") == "Network.requestWillBeSent"]
+        return [event["params"]["request"]["url"] for event in sent]
+
+    def _receive(self) -> dict[str, Any]:
+        deadline = time.monotonic() + TIMEOUT
+        while b"\0" not in self._buffer:
+            ready, _, _ = select.select([self._reader], [], [], deadline - time.monotonic())
+            chunk = os.read(self._reader, 1 << 20) if ready else b""
+            assert chunk, "the browser gave no answer"
+            self._buffer += chunk
+        message, _, self._buffer = self._buffer.partition(b"\0")
+        return json.loads(message)
+
+
+@contextmanager
+def running_browser(executable: str, folder: Path) -> Iterator[Browser]:
+    """A browser with a fresh profile in ``folder``, gone when the block ends."""
+    to_browser, commands = os.pipe()
+    answers, from_browser = os.pipe()
+    options = [
+        "--headless=new",
+        "--no-sandbox",  # needed in containers; the page is our own
+        "--remote-debugging-pipe",
+        "--disable-gpu",
+        "--disable-dev-shm-usage",
+        "--no-first-run",
+        "--hide-scrollbars",
+        f"--user-data-dir={folder}",
+    ]
+    launch = [sys.executable, "-c", LAUNCH, str(to_browser), str(from_browser)]
+    with (folder / "browser.log").open("wb") as log:
+        process = subprocess.Popen(
+            [*launch, executable, *options],
+            pass_fds=(to_browser, from_browser),
+            stdout=log,
+            stderr=log,
+        )
+    os.close(to_browser)
+    os.close(from_browser)
+    try:
+        yield Browser(answers, commands)
+    finally:
+        os.close(commands)
+        os.close(answers)
+        process.terminate()
+        process.wait(timeout=TIMEOUT)

@@ -1,0 +1,68 @@
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+
+from helpers.results import HOSTILE, hostile_result, synthetic_result
+from qmargin.report.figures import sensitivity_plot, write_figures
+from qmargin.report.media import MediaFolder
+from qmargin.report.systems import arrange
+
+pytest.importorskip("matplotlib", reason="comes with the figures extra")
+
+
+def names_in(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def test_figures_are_svg_and_pdf_and_the_same_every_time(tmp_path: Path) -> None:
+    panels = arrange([synthetic_result("A", groups=("g", "h")), synthetic_result("B", seed=1)])
+    for run in ("one", "two"):
+        write_figures(panels, tmp_path / run, None)
+    assert names_in(tmp_path / "one") == {"det.svg", "det.pdf", "groups.svg", "groups.pdf"}
+    for name in names_in(tmp_path / "one"):
+        first, second = ((tmp_path / run / name).read_bytes() for run in ("one", "two"))
+        assert first == second
+        assert first.startswith(b"%PDF-") or ElementTree.fromstring(first).tag.endswith("svg")
+
+
+def test_hostile_names_are_drawn_as_text(tmp_path: Path) -> None:
+    panels = arrange([hostile_result(index) for index in range(len(HOSTILE))])
+    for path in write_figures(panels, tmp_path, None):
+        if path.suffix == ".svg":
+            root = ElementTree.fromstring(path.read_bytes())
+            assert not [e for e in root.iter() if str(e.tag).rpartition("}")[2] == "script"]
+
+
+def test_names_of_all_scripts_do_not_warn(tmp_path: Path) -> None:
+    write_figures(arrange([synthetic_result("声纹 𓀀 _hidden")]), tmp_path, None)
+
+
+def test_sensitivity_has_a_line_for_each_alpha_and_margin() -> None:
+    settings = [("1.25", "10", "0.2"), ("1.25", "32", "0.2"), ("1.5", "10", "0.2")]
+    results = [
+        synthetic_result(
+            f"s{i}", seed=i, card={"loss": "Q-Margin", "alpha": a, "scale": s, "margin": m}
+        )
+        for i, (a, s, m) in enumerate(settings)
+    ]
+    (panel,) = arrange(results)
+    figure = sensitivity_plot(panel)
+    lines = figure.axes[0].get_lines()
+    assert [line.get_xdata().tolist() for line in lines] == [[10.0, 32.0], [10.0]]
+    tar = results[1].metrics.tar[1].tar
+    assert lines[0].get_ydata()[1] == pytest.approx(100 * tar)
+    assert sensitivity_plot(arrange([synthetic_result()])[0]) is None
+
+
+def test_pairs_of_images_become_a_grid(tmp_path: Path) -> None:
+    from PIL import Image
+
+    keys = tuple(f"face{i}.png" for i in range(4))
+    for key in keys[:3]:
+        Image.new("RGB", (40, 40), "red").save(tmp_path / key)
+    media = MediaFolder(tmp_path)
+    panels = arrange([synthetic_result(keys=keys)])
+    write_figures(panels, tmp_path / "out", media)
+    assert {"hardest.svg", "hardest.pdf"} <= names_in(tmp_path / "out")
+    assert (tmp_path / "out" / "hardest.svg").read_text().count("<image") == 2 * 2 * 2
