@@ -11,9 +11,12 @@ from torch import nn
 
 from qmargin.errors import ConfigError
 from qmargin.models.iresnet import BLOCKS, iresnet
+from qmargin.models.small import SmallConv, SmallMLP
 
 _BACKBONES: dict[str, Callable[..., nn.Module]] = {
-    f"iresnet{depth}": partial(iresnet, depth) for depth in BLOCKS
+    **{f"iresnet{depth}": partial(iresnet, depth) for depth in BLOCKS},
+    "small_mlp": SmallMLP,
+    "small_conv": SmallConv,
 }
 
 

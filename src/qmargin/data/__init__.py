@@ -1,0 +1,1 @@
+"""Inputs of training: datasets, their order, and batches on every rank."""

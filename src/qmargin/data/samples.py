@@ -1,0 +1,189 @@
+"""What a dataset is, labels checked before the first step, and what happens to corrupt samples."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from qmargin.data.order import check_count, derived_seed
+from qmargin.errors import ConfigError, CorruptSample, DataError
+
+MAX_ATTEMPTS = 32
+_CHUNK = 1 << 20
+_log = logging.getLogger("qmargin.data")
+
+
+class Dataset(Protocol):
+    """Samples by index, with everything that a loader and its error messages need."""
+
+    @property
+    def num_classes(self) -> int:
+        """Number of identities: labels are below it."""
+        ...
+
+    @property
+    def labels(self) -> NDArray[Any] | None:
+        """One label per sample, or ``None`` where they are only known once samples are read."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def read(self, index: int, seed: int) -> tuple[Tensor, int]:
+        """The sample's input and label; its augmentation is drawn from ``seed`` and nothing else.
+
+        Raises:
+            CorruptSample: The sample's bytes are damaged or not what they should be.
+        """
+        ...
+
+    def sample_id(self, index: int) -> str:
+        """A name for logs, such as a file name or a key."""
+        ...
+
+    def source(self, index: int) -> str:
+        """Where the sample's label is written, such as ``train.lst, row 7``."""
+        ...
+
+
+def check_labels(dataset: Dataset) -> None:
+    """Raise ``DataError`` unless every label is an integer in ``[0, num_classes)``.
+
+    The message names the first bad label with its file and row, and how many there are. Floating
+    labels are accepted when their values are integers. A dataset without a list of labels passes;
+    the loader checks each label as it is read.
+    """
+    labels = dataset.labels
+    if labels is None:
+        return
+    labels = np.asarray(labels)
+    if labels.shape != (len(dataset),):
+        raise DataError(
+            f"there are labels of shape {list(labels.shape)} for {len(dataset)} samples; "
+            "one label per sample is needed"
+        )
+    if labels.dtype.kind not in "iuf":
+        raise DataError(f"labels have dtype {labels.dtype}; they must be integers")
+    first, count = -1, 0
+    for start in range(0, len(labels), _CHUNK):
+        bad = np.flatnonzero(_is_bad(labels[start : start + _CHUNK], dataset.num_classes))
+        if count == 0 and bad.size:
+            first = start + int(bad[0])
+        count += bad.size
+    if count:
+        raise DataError(
+            f"{dataset.source(first)}: label {labels[first]} of sample "
+            f"{dataset.sample_id(first)!r} is not an integer in [0, {dataset.num_classes}) "
+            f"({count} of {len(labels)} labels are not); correct the list or the number of classes"
+        )
+
+
+def _is_bad(labels: NDArray[Any], num_classes: int) -> NDArray[np.bool_]:
+    bad = ~((labels >= 0) & (labels < num_classes))  # NaN is neither
+    if labels.dtype.kind == "f":
+        bad |= labels != np.floor(labels)
+    return bad
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """A corrupt sample, and what was wrong with it."""
+
+    index: int
+    sample_id: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One sample as read: itself, or its replacement."""
+
+    index: int
+    inputs: Tensor
+    label: int
+    replaced: tuple[Replacement, ...]
+
+
+def read_sample(dataset: Dataset, index: int, *, seed: int, epoch: int) -> Sample:
+    """Read a sample, or, where it is corrupt, another that depends only on seed, epoch and index.
+
+    Raises:
+        DataError: The label is out of range, or too many replacements were corrupt themselves.
+    """
+    replaced: list[Replacement] = []
+    place = index
+    for attempt in range(MAX_ATTEMPTS):
+        if attempt:
+            place = derived_seed(seed, epoch, index, attempt) % len(dataset)
+        try:
+            inputs, label = dataset.read(place, derived_seed(seed, epoch, index))
+        except CorruptSample as error:
+            replaced.append(Replacement(place, dataset.sample_id(place), str(error)))
+            continue
+        _check_label(dataset, place, label)
+        return Sample(place, inputs, int(label), tuple(replaced))
+    raise DataError(
+        f"sample {dataset.sample_id(index)!r} and {MAX_ATTEMPTS - 1} drawn in its place are all "
+        f"corrupt, the last because: {replaced[-1].reason}; check the data"
+    )
+
+
+def _check_label(dataset: Dataset, index: int, label: int) -> None:
+    if label != int(label) or not 0 <= label < dataset.num_classes:
+        raise DataError(
+            f"{dataset.source(index)}: label {label} of sample {dataset.sample_id(index)!r} is not "
+            f"an integer in [0, {dataset.num_classes})"
+        )
+
+
+class CorruptBudget:
+    """Counts the corrupt samples of an epoch, logs them, and stops a run that has too many.
+
+    What an epoch meets follows from the order of samples, so the counts of the ranks add up to the
+    same number for any number of ranks. A loader checks what its own rank met; a loop over several
+    ranks adds the counts up and passes the sum to ``check``.
+
+    Args:
+        limit: Corrupt samples allowed in one epoch, or ``None`` for any number.
+        epoch: Epoch that ``count`` belongs to, for a run that starts in its middle.
+        count: Corrupt samples met in that epoch before.
+
+    Examples:
+        >>> budget = CorruptBudget(limit=1)
+        >>> budget.add(0, [Replacement(7, "a.jpg", "zero bytes")])
+        >>> budget.count
+        1
+        >>> budget.add(1, [])
+        >>> budget.epoch, budget.count
+        (1, 0)
+    """
+
+    def __init__(self, limit: int | None, *, epoch: int = 0, count: int = 0) -> None:
+        self.limit = None if limit is None else check_count(limit, "max_corrupt")
+        self.epoch = check_count(epoch, "epoch")
+        self.count = check_count(count, "the count of corrupt samples")
+
+    def add(self, epoch: int, replaced: Iterable[Replacement]) -> None:
+        """Count what one batch met, and raise ``DataError`` above the limit."""
+        if epoch < self.epoch:
+            raise ConfigError(f"epoch {epoch} comes after epoch {self.epoch}; start a new budget")
+        if epoch > self.epoch:
+            self.epoch, self.count = epoch, 0
+        for item in replaced:
+            self.count += 1
+            _log.warning("corrupt sample %r replaced: %s", item.sample_id, item.reason)
+            self.check(self.count, last=item.sample_id)
+
+    def check(self, count: int, *, last: str | None = None) -> None:
+        """Raise ``DataError`` when ``count`` corrupt samples are more than the limit allows."""
+        if self.limit is not None and count > self.limit:
+            where = "" if last is None else f", the last is {last!r}"
+            raise DataError(
+                f"{count} corrupt samples in epoch {self.epoch}{where}; max_corrupt allows "
+                f"{self.limit}: repair the data, or raise max_corrupt"
+            )

@@ -1,0 +1,91 @@
+"""Identities made from a seed: for tests, examples and runs without any file."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from qmargin.data.order import check_count, derived_seed
+from qmargin.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class SyntheticIdentities:
+    """A cloud of samples around one random centre per identity.
+
+    A sample is its identity's centre, plus noise of its own, plus noise that is drawn anew each
+    time it is read, as an augmentation is. All are Gaussian per element.
+
+    Args:
+        num_classes: Number of identities.
+        samples_per_class: Samples of each; sample ``i`` belongs to identity
+            ``i // samples_per_class``.
+        shape: Shape of one input: ``(d,)`` for vectors, ``(3, 32, 32)`` for images.
+        noise: Standard deviation of what tells samples of one identity apart; centres have one.
+        augmentation: Standard deviation of what tells two readings of a sample apart.
+        seed: Another seed makes other identities, such as those to validate on.
+
+    Examples:
+        >>> dataset = SyntheticIdentities(10, 4, shape=(8,))
+        >>> inputs, label = dataset.read(39, seed=0)
+        >>> len(dataset), list(inputs.shape), label, dataset.sample_id(39)
+        (40, [8], 9, 'identity-9/sample-3')
+    """
+
+    num_classes: int
+    samples_per_class: int
+    shape: Sequence[int] = (64,)
+    noise: float = 0.5
+    augmentation: float = 0.1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_count(self.num_classes, "num_classes", low=1)
+        check_count(self.samples_per_class, "samples_per_class", low=1)
+        object.__setattr__(self, "shape", tuple(self.shape))
+        if not self.shape:
+            raise ConfigError("shape is empty; give the size of an input, such as (64,)")
+        for size in self.shape:
+            check_count(size, "a size in shape", low=1)
+        for name in ("noise", "augmentation"):
+            value = getattr(self, name)
+            if not 0.0 <= value < math.inf:
+                raise ConfigError(f"{name} is {value}; it must be finite and at least 0")
+
+    def __len__(self) -> int:
+        return self.num_classes * self.samples_per_class
+
+    @property
+    def labels(self) -> NDArray[np.int64]:
+        """Identity of each sample, ``[n]``."""
+        return np.repeat(np.arange(self.num_classes), self.samples_per_class)
+
+    def read(self, index: int, seed: int) -> tuple[Tensor, int]:
+        """The sample with the augmentation of ``seed``, and its identity."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        label = index // self.samples_per_class
+        inputs = self._normal(0, label)
+        inputs += self.noise * self._normal(1, index)
+        if self.augmentation:
+            inputs += self.augmentation * self._normal(2, index, seed)
+        return inputs, label
+
+    def _normal(self, *key: int) -> Tensor:
+        generator = torch.Generator().manual_seed(derived_seed(self.seed, *key))
+        return torch.randn(tuple(self.shape), generator=generator)
+
+    def sample_id(self, index: int) -> str:
+        """Identity and number of a sample."""
+        label, number = divmod(index, self.samples_per_class)
+        return f"identity-{label}/sample-{number}"
+
+    def source(self, index: int) -> str:
+        """Synthetic labels are computed, not written anywhere."""
+        return f"synthetic identities of seed {self.seed}, sample {index}"

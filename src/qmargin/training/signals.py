@@ -1,0 +1,100 @@
+"""SIGTERM and SIGINT: once means save and stop, twice means now.
+
+A signal is only noted. The loop passes ``StopRequest.number`` to ``agreement.vote`` at each step;
+all ranks then save the same step and leave with status ``128 + number``: 143 after SIGTERM, 130
+after Ctrl-C. A second signal ends the process at once with the same status, even while its main
+thread waits inside a collective or for a GPU.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Any
+
+from qmargin.errors import ConfigError
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+ONE_REQUEST_S = 0.5
+"""Signals closer together than this are one request: launchers tend to pass one on twice."""
+
+
+def exit_status(number: int) -> int:
+    """Status of a run that a signal stopped, as shells count.
+
+    Examples:
+        >>> exit_status(signal.SIGTERM), exit_status(signal.SIGINT)
+        (143, 130)
+    """
+    return 128 + number
+
+
+class StopRequest:
+    """Notes the first signal and obeys the second; use it in a ``with`` block, in the main thread.
+
+    Python runs its handlers between two bytecodes of the main thread, which may never come. What
+    the interpreter writes to its wake-up socket arrives at once; a thread counts signals there.
+
+    Args:
+        leave: Called in that thread with the exit status, on the second request.
+
+    Examples:
+        >>> with StopRequest() as request:
+        ...     request.number
+        0
+    """
+
+    def __init__(self, leave: Callable[[int], Any] = os._exit) -> None:
+        self.number = 0
+        """Number of the signal that asked to stop, or 0."""
+        self._leave = leave
+        self._handlers: dict[signal.Signals, Any] = {}
+        self._old_fd = -1
+
+    def __enter__(self) -> StopRequest:
+        if threading.current_thread() is not threading.main_thread():
+            raise ConfigError(
+                "signals can only be caught in the main thread; enter StopRequest there"
+            )
+        self._reader, self._writer = socket.socketpair()
+        self._writer.setblocking(False)
+        self._thread = threading.Thread(target=self._count, name="qmargin-signals", daemon=True)
+        self._thread.start()
+        self._old_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        for number in SIGNALS:
+            self._handlers[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(self._old_fd)
+        self._writer.close()  # ends the thread
+        self._thread.join()
+        self._reader.close()
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.number == 0:
+            self.number = number
+
+    def _count(self) -> None:
+        first: float | None = None
+        while arrived := self._reader.recv(64):
+            for number in arrived:
+                if number not in SIGNALS:  # such as SIGCHLD, when a data worker ends
+                    continue
+                now = time.monotonic()
+                if first is None:
+                    first, self.number = now, self.number or number
+                elif now - first > ONE_REQUEST_S:
+                    self._leave(exit_status(number))

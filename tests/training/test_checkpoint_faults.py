@@ -1,0 +1,198 @@
+"""Damaged checkpoints, and saves that are killed."""
+
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from helpers.processes import finish, start
+from helpers.saving import (
+    SAVED,
+    TinyRun,
+    fingerprint,
+    random_state,
+    resume,
+    save_and_die,
+    save_for_ever,
+)
+from qmargin.errors import CheckpointError
+from qmargin.training.checkpoint import (
+    load_checkpoint,
+    newest,
+    open_checkpoint,
+    save_checkpoint,
+)
+from qmargin.training.folders import list_leftovers, list_steps
+from qmargin.training.manifest import Manifest
+
+FILES = ("manifest.json", "backbone.safetensors", "head-00000-of-00001.safetensors", "loop.json")
+
+
+def flip(path: Path, bit: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[bit // 8 % len(content)] ^= 1 << bit % 8
+    path.write_bytes(content)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def remove(path: Path) -> None:
+    path.unlink()
+
+
+def grow(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + b" ")
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("damage", [cut, empty, remove, grow, lambda path: flip(path, 1001)])
+def test_a_damaged_checkpoint_is_skipped_for_an_older_one(tmp_path: Path, name, damage) -> None:
+    for step in (1, 2):
+        save_checkpoint(tmp_path, random_state(step))
+    bad = tmp_path / "step-000002"
+    damage(bad / name)
+    search = newest(tmp_path)
+    assert search.checkpoint is not None and search.checkpoint.step == 1
+    assert len(search.skipped) == 1
+    assert "step-000002" in search.skipped[0] and name in search.skipped[0]
+    with pytest.raises(CheckpointError, match=name):  # asked for by name, it is an error
+        open_checkpoint(bad)
+
+
+def test_no_flipped_bit_goes_unnoticed(tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path, random_state(1))
+    generator = random.Random(0)
+    for file in sorted(path.iterdir()):
+        whole = file.read_bytes()
+        for _ in range(20):
+            flip(file, generator.randrange(8 * len(whole)))
+            with pytest.raises(CheckpointError):
+                open_checkpoint(path)
+            file.write_bytes(whole)
+    assert open_checkpoint(path).step == 1
+
+
+def test_every_checkpoint_bad_is_an_error_and_not_a_fresh_start(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        save_checkpoint(tmp_path, random_state(step))
+        cut(tmp_path / f"step-{step:06d}" / "manifest.json")
+    with pytest.raises(CheckpointError, match="none of the 3 checkpoints") as caught:
+        newest(tmp_path)
+    assert all(f"step-00000{step}" in str(caught.value) for step in (1, 2, 3))
+
+
+def test_no_checkpoint_at_all_is_no_error(tmp_path: Path) -> None:
+    assert newest(tmp_path / "missing").checkpoint is None
+    (tmp_path / "step-000007.tmp-0a0b").mkdir()
+    search = newest(tmp_path)
+    assert search.checkpoint is None and search.skipped == (
+        "step-000007.tmp-0a0b: never completed",
+    )
+    save_checkpoint(tmp_path, random_state(1))
+    assert not list_leftovers(tmp_path)
+
+
+def test_a_checkpoint_under_the_name_of_another_step_is_skipped(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, random_state(1)).rename(tmp_path / "step-000009")
+    save_checkpoint(tmp_path, random_state(1))
+    search = newest(tmp_path)
+    assert search.checkpoint is not None and search.checkpoint.step == 1
+    assert "manifest is that of step 1" in search.skipped[0]
+
+
+@pytest.mark.parametrize("name", ["../loop.json", "/etc/passwd", ".hidden", "a/b", "manifest.json"])
+def test_a_manifest_cannot_point_elsewhere(tmp_path: Path, name: str) -> None:
+    manifest = open_checkpoint(save_checkpoint(tmp_path, random_state(1))).manifest
+    text = manifest.to_text().replace('"loop.json"', f'"{name}"')
+    with pytest.raises(CheckpointError, match="not allowed"):
+        Manifest.from_text(text)
+
+
+def test_a_manifest_of_the_future_says_so(tmp_path: Path) -> None:
+    manifest = open_checkpoint(save_checkpoint(tmp_path, random_state(1))).manifest
+    with pytest.raises(CheckpointError, match="has version 2 and this program knows 1"):
+        Manifest.from_text(manifest.to_text().replace('"version": 1', '"version": 2'))
+    with pytest.raises(CheckpointError, match="damaged"):
+        Manifest.from_text('{"body": ' + "[" * 100_000)
+
+
+def test_a_kill_at_every_event_of_a_save_loses_nothing(tmp_path: Path) -> None:
+    """Death at each open, mkdir, rename and deletion of a save that also prunes, one by one."""
+    for step in (1, 2):
+        save_checkpoint(tmp_path, random_state(step), keep=2)
+    deaths, step = 0, 3
+    while True:
+        process = start(save_and_die, tmp_path, step, deaths)
+        code = finish(process)
+        if code == 0:
+            break
+        assert code == -signal.SIGKILL
+        deaths += 1
+        search = newest(tmp_path)
+        assert search.checkpoint is not None
+        found = search.checkpoint.step
+        assert found in (2, step)
+        assert all("never completed" in reason for reason in search.skipped)
+        loaded = load_checkpoint(search.checkpoint)
+        assert fingerprint(dict(loaded.backbone)) == fingerprint(dict(random_state(found).backbone))
+        if found == step:  # save the same step again, from the same two before it
+            turn_back(tmp_path, step)
+    assert deaths > 20
+    assert list(list_steps(tmp_path)) == [3, 2]
+    assert not list_leftovers(tmp_path)
+
+
+def turn_back(folder: Path, step: int) -> None:
+    """Bring the folder back to what it was before ``step`` was saved."""
+    for path in folder.iterdir():
+        for file in path.iterdir():
+            file.unlink()
+        path.rmdir()
+    for earlier in (step - 2, step - 1):
+        save_checkpoint(folder, random_state(earlier), keep=2)
+
+
+def notes(folder: Path, rank: int = 0) -> list[str]:
+    path = folder / f"{SAVED}{rank}"
+    return path.read_text().split() if path.exists() else []
+
+
+@pytest.mark.slow
+def test_50_kills_at_random_moments_lose_nothing_and_change_no_bit(tmp_path: Path) -> None:
+    """One run, killed 50 times while it saves all the time, against one that was left alone."""
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    generator, num_unfinished, step = random.Random(5), 0, 0
+    for trial in range(50):
+        enough = len(notes(tmp_path)) + 1 + trial % 2  # in every other life, a save at least
+        process = start(save_for_ever, folder)
+        deadline = time.monotonic() + 60
+        while len(notes(tmp_path)) < enough and time.monotonic() < deadline:
+            time.sleep(0.002)
+        time.sleep(generator.uniform(0.0, 0.05))
+        process.kill()
+        assert finish(process) == -signal.SIGKILL
+        num_unfinished += bool(list_leftovers(folder))
+        told = max((int(note) for note in notes(tmp_path) if note != "ready"), default=0)
+        search = newest(folder)
+        assert not [reason for reason in search.skipped if "never completed" not in reason]
+        complete = max(told, step)
+        step = search.checkpoint.step if search.checkpoint else 0
+        assert step in (complete, complete + 1)  # renamed, and killed before it said so
+        assert len(list_steps(folder)) <= 3
+    assert num_unfinished > 10  # the kills did hit saves
+    resumed, alone = resume(folder), TinyRun()
+    for _ in range(3):
+        resumed.step()
+    while alone.num_steps < resumed.num_steps:
+        alone.step()
+    assert step >= 25
+    assert fingerprint(resumed.tensors()) == fingerprint(alone.tensors())

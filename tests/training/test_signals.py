@@ -1,0 +1,144 @@
+"""Signals: once is a request, twice is an order."""
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+from helpers.ranks import ranks_running
+from qmargin.errors import ConfigError
+from qmargin.training.signals import ONE_REQUEST_S, StopRequest, exit_status
+
+SIGNALS = [signal.SIGTERM, signal.SIGINT]
+LOOP = """
+from qmargin.training.agreement import vote
+from qmargin.training.signals import StopRequest, exit_status
+with start_process_group(30, device="cpu") as process, StopRequest() as request:
+    for step in range(10**9):
+        stop = vote(process, stop=request.number).stop
+        if stop:
+            say("saved", step)
+            sys.exit(exit_status(stop))
+        if step == 3:
+            say("ready")
+"""
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_the_first_signal_is_noted_and_handlers_come_back(number: signal.Signals) -> None:
+    before = [signal.getsignal(each) for each in SIGNALS]
+    with StopRequest() as request:
+        assert request.number == 0
+        os.kill(os.getpid(), number)
+        assert request.number == number
+    assert [signal.getsignal(each) for each in SIGNALS] == before
+    descriptor = signal.set_wakeup_fd(-1)
+    signal.set_wakeup_fd(descriptor)
+    assert descriptor == -1
+
+
+def test_a_signal_passed_on_twice_is_one_request() -> None:
+    statuses: list[int] = []
+    with StopRequest(leave=statuses.append) as request:
+        for _ in range(3):
+            os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert request.number == signal.SIGTERM
+        time.sleep(0.05)
+    assert statuses == []
+
+
+def test_other_signals_do_not_count() -> None:
+    old = signal.signal(signal.SIGUSR1, lambda number, frame: None)
+    try:
+        with StopRequest() as request:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            time.sleep(0.05)
+            assert request.number == 0
+    finally:
+        signal.signal(signal.SIGUSR1, old)
+
+
+def test_signals_belong_to_the_main_thread() -> None:
+    caught: list[Exception] = []
+
+    def enter() -> None:
+        try:
+            StopRequest().__enter__()
+        except ConfigError as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    assert "main thread" in str(caught[0])
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_to_one_rank_stops_all_at_the_same_step(number: signal.Signals) -> None:
+    with ranks_running(LOOP, 3) as ranks:
+        for rank in ranks:
+            rank.wait_for("ready")
+        ranks[1].process.send_signal(number)
+        assert [rank.wait() for rank in ranks] == [exit_status(number)] * 3
+        assert len({rank.output().splitlines()[-1] for rank in ranks}) == 1
+        assert ranks[0].output().splitlines()[-1].startswith("saved ")
+        assert all(rank.errors() == "" for rank in ranks)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    "wait", ["time.sleep(1000)", "select.select([], [], [])", "wait_in_torch()"]
+)
+def test_a_second_signal_is_obeyed_wherever_the_main_thread_is(wait: str) -> None:
+    script = f"""
+import select, threading
+import torch.distributed as dist
+from qmargin.training.signals import StopRequest
+def wait_in_torch():  # a call that no Python handler can interrupt, as a collective is
+    dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False).get("never")
+with StopRequest():
+    say("ready")
+    {wait}
+"""
+    with ranks_running(script, 1) as ranks:
+        ranks[0].wait_for("ready")
+        ranks[0].process.send_signal(signal.SIGTERM)
+        time.sleep(2 * ONE_REQUEST_S)
+        assert ranks[0].process.poll() is None
+        ranks[0].process.send_signal(signal.SIGTERM)
+        assert ranks[0].wait(5) == exit_status(signal.SIGTERM)
+
+
+@pytest.mark.dist
+def test_data_workers_outlive_the_first_signal_to_the_whole_group() -> None:
+    """Job managers and Ctrl-C signal every process; the rank still needs batches to finish."""
+    script = """
+from qmargin.data.loader import build_loader
+from qmargin.data.order import GlobalOrder
+from qmargin.data.synthetic import SyntheticIdentities
+from qmargin.training.signals import StopRequest, exit_status
+os.setpgrp()
+order = GlobalOrder(64, seed=0, batch_size=8)
+stream = build_loader(SyntheticIdentities(8, 8, shape=(4,)), order, num_workers=2)
+with StopRequest() as request, stream:
+    for batch in stream:
+        if batch.step == 3:
+            say("ready")
+        if request.number:
+            break
+        time.sleep(0.001)
+    for batch in range(40):
+        last = next(stream).step
+    say("read on")
+    sys.exit(exit_status(request.number))
+"""
+    for number in SIGNALS:
+        with ranks_running(script, 1) as ranks:
+            ranks[0].wait_for("ready")
+            os.killpg(ranks[0].process.pid, number)
+            assert ranks[0].wait(20) == exit_status(number), ranks[0].errors()
+            assert "read on" in ranks[0].output()
