@@ -244,8 +244,22 @@ def test_state_dict_holds_prototypes_and_the_position_of_samples() -> None:
         "loss.margin.running_mean",
         "loss.margin.running_std",
     }
-    assert state["_extra_state"].tolist() == [7, 0]
+    assert state["_extra_state"].tolist() == [7, 0, 0]
     assert all(isinstance(value, torch.Tensor) for value in state.values())
+
+
+def test_a_copy_chooses_the_same_path() -> None:
+    """What ``auto`` has measured is part of the state: a resumed run goes on as it would have."""
+    batch = random_batch(1031)
+    head = make_head(make_loss(1.5), batch)
+    for _ in range(2):
+        head(batch.embeddings, batch.labels)
+    other = make_head(make_loss(1.5), batch)
+    other.load_state_dict(head.state_dict())
+    for each in (head, other):
+        each(batch.embeddings, batch.labels)
+    assert "groups hold active classes" in other.last_step.reason
+    assert other.last_step == head.last_step
 
 
 def test_print_shows_the_settings() -> None:

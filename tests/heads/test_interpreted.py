@@ -19,8 +19,9 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpr
 
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch):
-    def load(call):
-        return load_backend(Call(call.device, call.dtype, call.screen_dtype, may_interpret=True))
+    def load(call, name):
+        call = Call(call.device, call.dtype, call.screen_dtype, may_interpret=True)
+        return load_backend(call, name)
 
     monkeypatch.setattr(classifier, "load_backend", load)
     monkeypatch.setattr(support, "ROOM", 64)

@@ -31,6 +31,7 @@ from qmargin.heads.chunks import (
 )
 from qmargin.heads.fused_chunks import make_chunks
 from qmargin.heads.pending import PendingGradient, is_bounded
+from qmargin.heads.ranked import own_labels
 from qmargin.heads.step import StepStats, reference_gradient
 from qmargin.heads.step_loss import RowSolution
 from qmargin.kernels.head_records import GROUP, ClassGradient
@@ -56,7 +57,7 @@ class ChunkedStep:
 
     def target_cosines(self) -> Tensor:
         """See ``SolvableStep``; from the prototypes themselves."""
-        return (self.chunks.embeddings * self.targets).sum(1)
+        return self.head.ranks.sum_((self.chunks.embeddings * self.targets).sum(1))
 
     def solve(
         self, target_logits: Tensor, target_log_reference: Tensor, *, has_gradient: bool
@@ -180,9 +181,15 @@ def chunked_step(
         maxima: Of a sparse step's groups, if there was one.
         is_certain: Take no short cut that would have to be confirmed.
     """
-    columns = labels.clamp_min(0)
-    chunks = make_chunks(head, embeddings.detach(), columns, maxima)
-    step = ChunkedStep(head, chunks, chunks.unit(columns))
+    local, columns = own_labels(head, labels)
+    chunks = make_chunks(head, embeddings.detach(), local, maxima)
+    if len(head.shard):
+        targets = chunks.unit(columns)
+    else:
+        targets = torch.zeros_like(chunks.embeddings)
+    if head.ranks.world > 1:
+        targets = torch.where((local >= 0)[:, None], targets, 0.0)
+    step = ChunkedStep(head, chunks, targets)
     if chunks.order == 0.0:
         pulls = torch.is_grad_enabled() and embeddings.requires_grad
         step.softmax = chunks.softmax_sums(pulls=pulls, is_certain=is_certain)

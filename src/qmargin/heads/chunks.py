@@ -30,6 +30,7 @@ from qmargin.maths.threshold import (
 
 if TYPE_CHECKING:
     from qmargin.heads.classifier import MarginClassifier
+    from qmargin.heads.collectives import Ranks
 
 CHUNK_LOGITS = {"cpu": 1 << 21, "cuda": 1 << 25}  # in a block; about six such tensors live at once
 MAX_PASSES = 100
@@ -99,6 +100,17 @@ class SoftmaxSums(NamedTuple):
         """Wait for what is known only afterwards: whether the sums hold."""
         return self.is_doubtful is None or not bool(self.is_doubtful.wait())
 
+    def over(self, ranks: Ranks, scale: float) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Top and mass over all ranks; ``pulled`` is this rank's share, relative to that top."""
+        if ranks.world == 1:
+            return self.top, self.mass, self.pulled
+        top = ranks.max_(self.top.clone())
+        factor = ((self.top - top).double() * scale).exp()
+        factor = torch.where(self.top == -torch.inf, 0.0, factor)
+        mass = ranks.sum_(self.mass * factor)
+        pulled = self.pulled
+        return top, mass, None if pulled is None else pulled * factor.to(pulled.dtype)[:, None]
+
 
 class Chunks:
     """A batch against all prototypes, block by block.
@@ -108,7 +120,7 @@ class Chunks:
 
     def __init__(self, head: MarginClassifier, embeddings: Tensor, labels: Tensor) -> None:
         self.head, self.embeddings, self.labels = head, embeddings, labels
-        self.prototypes = head.prototypes.detach()
+        self.prototypes, self.ranks = head.prototypes.detach(), head.ranks
         self.scale, self.order = head.loss.scale, head.order
         native = self.prototypes.dtype
         default = head.screen_dtype if embeddings.is_cuda else native
@@ -118,7 +130,7 @@ class Chunks:
         self.dtype = torch.float64 if self.order > 1.0 else native
         self.rounding = torch.finfo(native).eps
         limit = self.block_logits()
-        num_rows, num_groups = len(embeddings), -(-head.num_classes // GROUP)
+        num_rows, num_groups = len(embeddings), max(1, -(-len(head.shard) // GROUP))
         self.group = GROUP * -(-4 * num_rows * num_groups // limit)  # maxima: a quarter of a block
         self.size = self.group * max(1, limit // (num_rows * self.group))
 
@@ -128,8 +140,9 @@ class Chunks:
 
     def ranges(self) -> Iterator[slice]:
         """Consecutive blocks of classes."""
-        for start in range(0, self.head.num_classes, self.size):
-            yield slice(start, min(start + self.size, self.head.num_classes))
+        num_classes = len(self.prototypes)
+        for start in range(0, num_classes, self.size):
+            yield slice(start, min(start + self.size, num_classes))
 
     def blocks(self) -> Iterator[tuple[slice, Tensor]]:
         """Consecutive classes and their unit prototypes in the precision of the operands."""
@@ -202,7 +215,7 @@ class Chunks:
 
     def maxima(self) -> Tensor:
         """Largest cosine of each group of consecutive classes, targets left out."""
-        parts = []
+        parts = [self.embeddings.new_empty((len(self.embeddings), 0), dtype=self.dtype)]
         for where, unit in self.blocks():
             cosines = self.cosines(where, unit)
             missing = -cosines.shape[1] % self.group
@@ -276,7 +289,7 @@ def add_entries_(rows: Tensor, gradient: ClassGradient, embeddings: Tensor, wher
 
 def log_sum_exp(chunks: Chunks, target: Target, sums: SoftmaxSums) -> SolvedBlocks:
     """``alpha = 1``: the solution from sums relative to the others' largest cosine."""
-    top, mass, pulled, _ = sums
+    top, mass, pulled = sums.over(chunks.ranks, chunks.scale)
     anchor = torch.where(top == -torch.inf, 0.0, top.double() * chunks.scale)
     joint = target.logits - anchor + target.log_reference
     total = torch.logaddexp(mass.log(), joint)  # tau, relative to the anchor
@@ -308,9 +321,14 @@ class RootSearch:
         reference[:, -1] = target.log_reference
         tolerance = 1e-6 if order <= 1.0 else 1e-14  # above alpha = 2 it must not pass the root
         anchor, level, _ = solve_rows(logits, reference, order, tolerance=tolerance)
+        best = logits.amax(1)
+        if chunks.ranks.world > 1:  # the largest bound of any rank, seen from a common anchor
+            common, best = chunks.ranks.max_(anchor.clone()), chunks.ranks.max_(best)
+            level = level - level_step(order) * (anchor - common)
+            anchor, level = common, -chunks.ranks.max_(-level)
         measure = torch.full_like(level, chunks.head.num_classes - 1.0).log()
         measure = torch.logaddexp(measure, target.log_reference)
-        low = level_step(order) * (anchor - logits.amax(1)) + level_cost(-measure, order)  # M4
+        low = level_step(order) * (anchor - best) + level_cost(-measure, order)  # M4
         return cls(chunks, target, anchor, level, low, level + 1e-12 * (1.0 + level.abs()))
 
     def run(self, tolerance: float) -> None:
@@ -319,6 +337,7 @@ class RootSearch:
         error = torch.full_like(self.level, torch.inf)
         for _ in range(MAX_PASSES):
             others = self.chunks.row_sums(self.anchor, self.level)
+            others = RowSums(*self.chunks.ranks.sum_(torch.stack(others)))
             own = self.target.sums(self.anchor, self.level, order)
             mass = others.mass + own.mass
             log_mass = mass.log()
@@ -350,6 +369,10 @@ def sum_up(
 ) -> SolvedBlocks:
     """The solution at a root, with the target's share."""
     sums = chunks.sums_at(anchor, level, pulls=pulls)
+    if chunks.ranks.world > 1:
+        parts = chunks.ranks.sum_(torch.stack([sums.mass, sums.excess, sums.support_size.double()]))
+        num_active = chunks.ranks.sum_(sums.num_active.clone())
+        sums = Sums(parts[0], parts[1], parts[2], num_active, sums.pulled)
     own = target.sums(anchor, level, chunks.order).mass
     # Heights that are not numbers are not above zero, and would count as inactive.
     mass = torch.where(target.logits.isnan(), torch.nan, sums.mass)

@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from qmargin.errors import ConfigError, DataError, ShapeError
+from qmargin.errors import ConfigError, ShapeError
 from qmargin.heads.batch import mean_rows, unit_rows
+from qmargin.heads.checks import check_batch, check_head_memory, check_norms, check_settings
 from qmargin.heads.choice import Choice, choose_path
 from qmargin.heads.chunked import ChunkedStep, chunked_step
+from qmargin.heads.collectives import Ranks, equal_share, gather_rows
 from qmargin.heads.dense import dense_rows
-from qmargin.heads.memory import check_memory
 from qmargin.heads.paper import paper_rows
 from qmargin.heads.sampled import sampled_rows
+from qmargin.heads.shard import ClassShard, draw_prototypes
 from qmargin.heads.sparse import LIST_CAPACITY, SparseStep, sparse_step
 from qmargin.heads.step import BlockUpdate, RowsUpdate, StepRecord, StepStats
 from qmargin.heads.step_loss import step_loss
 from qmargin.kernels.dispatch import Call, load_backend
 from qmargin.kernels.head_records import ClassGradient, Lengths, ListOverflow
-from qmargin.losses.checks import check_floating, check_label_tensor, check_margin
+from qmargin.losses.checks import check_margin
 from qmargin.losses.module import MarginLoss
 from qmargin.losses.operators import checked_labels
 from qmargin.maths.divergences import Alpha
@@ -41,7 +44,6 @@ PATHS: dict[str, Callable[..., tuple[Tensor, StepRecord]]] = {
     "sampled": sampled_rows,
     "paper": paper_rows,
 }
-GRADIENTS = ("dense", "sparse", "fused")
 PADDING = 256  # the screen's tiles: a copy of the prototypes has a multiple of this many rows
 NUM_MEASURED = 4  # steps whose support decides the next path
 
@@ -64,6 +66,10 @@ class MarginClassifier(nn.Module):
         sample_rate: Share of the classes that ``"sampled"`` takes.
         top_percent: Percentage of the classes that ``"paper"`` takes.
         seed: Of the samples; the position in their sequence is part of ``state_dict()``.
+        group: Process group whose ranks share the classes: each has the prototypes of a range,
+            ``shard``, passes its own rows to ``forward``, and gets the mean loss over all rows,
+            the same on every rank. Their gradients are made for a backbone under
+            ``DistributedDataParallel``. None for one rank.
         device: Where the prototypes live.
         dtype: Of the prototypes: float32, or float64.
 
@@ -99,6 +105,7 @@ class MarginClassifier(nn.Module):
         sample_rate: float = 0.1,
         top_percent: float = 5.0,
         seed: int = 0,
+        group: dist.ProcessGroup | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
@@ -109,6 +116,8 @@ class MarginClassifier(nn.Module):
                 "both must be at least 1"
             )
         self.embedding_dim, self.num_classes = embedding_dim, num_classes
+        self.ranks = Ranks(group)
+        self.shard = ClassShard.of(num_classes, self.ranks.rank, self.ranks.world)
         self.loss, self.path, self.gradient = loss, path, gradient
         self.sample_rate, self.top_percent, self.seed = sample_rate, top_percent, seed
         self.list_capacity = LIST_CAPACITY
@@ -124,11 +133,13 @@ class MarginClassifier(nn.Module):
         self._kernels: Any = None
         self._kernels_key: tuple[Any, ...] | None = None
         self._version = -1
-        self._check_settings(dtype)
+        self._was_chunked = False
+        check_settings(self, dtype, (*STEPS, *PATHS))
         check_margin(loss.margin, num_classes)
-        self._check_memory(torch.empty((), device=device, dtype=dtype))
-        weights = torch.empty(num_classes, embedding_dim, device=device, dtype=dtype)
-        self.prototypes = nn.Parameter(weights.normal_(0.0, 0.01))
+        check_head_memory(self, torch.empty((), device=device, dtype=dtype), screen_dtype)
+        weights = torch.empty(len(self.shard), embedding_dim, device=device, dtype=dtype)
+        drawn = int(torch.randint(1 << 62, ()))  # from the generator that torch.manual_seed seeds
+        self.prototypes = nn.Parameter(draw_prototypes(self.shard, weights, drawn))
 
     @property
     def order(self) -> float:
@@ -160,7 +171,8 @@ class MarginClassifier(nn.Module):
         key = (self.prototypes.device, self.prototypes.dtype, self._asked_screen_dtype)
         if key != self._kernels_key:
             call = Call(key[0].type, key[1], self.screen_dtype)
-            self._kernels_key, self._kernels = key, load_backend(call)
+            name = "auto" if len(self.shard) else "reference"  # kernels need a class to look at
+            self._kernels_key, self._kernels = key, load_backend(call, name)
         return self._kernels
 
     @property
@@ -187,11 +199,25 @@ class MarginClassifier(nn.Module):
         self.copy_error = self.kernels.refresh_copy(prototypes, self.copy, self.inverse_norms)
         self._home, self._version = home, self.prototypes._version
 
-    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
-        """Mean loss of a batch of embeddings ``[B, d]`` (any length) with labels ``[B]``."""
-        self._check_settings(self.prototypes.dtype)
-        embeddings = self._check_batch(embeddings, labels)
-        ignored = self.loss.ignore_index  # a negative number, as margins expect it
+    def forward(
+        self, embeddings: Tensor, labels: Tensor, sizes: Sequence[int] | None = None
+    ) -> Tensor:
+        """Mean loss of a batch of embeddings ``[B, d]`` (any length) with labels ``[B]``.
+
+        With several ranks each passes its own rows, some of them none, and gets the mean over all;
+        ``sizes``, how many rows each has, saves asking them.
+        """
+        check_settings(self, self.prototypes.dtype, (*STEPS, *PATHS))
+        embeddings = check_batch(self, embeddings, labels)
+        ranks, ignored = self.ranks, self.loss.ignore_index  # a negative number, for the margins
+        if ranks.world > 1:
+            if sizes is None:
+                asked = ranks.integers(len(labels), device=labels.device)
+                sizes = [size for (size,) in asked]
+            embeddings = gather_rows(embeddings.to(self.prototypes.dtype), ranks, sizes)
+            labels = ranks.gather(labels, sizes)
+        if len(labels) == 0:
+            raise ShapeError("the batch is empty, so its mean loss is undefined; skip it")
         if not labels.is_cuda or self.loss.debug:
             counted = labels.masked_fill(labels == ignored, 0)
             checked_labels(counted, self.num_classes, self.loss.debug)
@@ -200,11 +226,12 @@ class MarginClassifier(nn.Module):
         with torch.autocast(embeddings.device.type, enabled=False):
             wide = embeddings.to(self.prototypes.dtype)
             unit, norms = unit_rows(wide, labels, ignored, self.kernels)
-            self._check_norms(norms)
+            check_norms(norms, debug=self.loss.debug)
             if choice.path in ("sparse", "chunked") or self.gradient == "fused":
                 self.refresh()
             loss, self._step = self._take(choice.path, unit, labels.long(), norms)
         self._reason = choice.reason
+        self._was_chunked = isinstance(self._step, ChunkedStep)
         if self.path == "auto" and isinstance(self._step, SparseStep | ChunkedStep):
             self._shares.append(self._step.group_share())
         return loss
@@ -214,6 +241,8 @@ class MarginClassifier(nn.Module):
     ) -> tuple[Tensor, StepRecord]:
         """Mean loss of a batch by some path, and the record of the step."""
         if path not in STEPS:
+            # These look at all classes, on every rank.
+            unit, norms = equal_share(unit, self.ranks), equal_share(norms, self.ranks)
             rows, record = PATHS[path](self, unit, labels, norms)
             return mean_rows(rows, labels, self.loss.ignore_index), record
         margin = self.loss.margin
@@ -251,7 +280,7 @@ class MarginClassifier(nn.Module):
             device=self.prototypes.device.type,
             num_logits=num_rows * self.num_classes,
             group_share=sum(self._shares) / len(self._shares) if self._shares else None,
-            was_chunked=isinstance(self._step, ChunkedStep),
+            was_chunked=self._was_chunked,
         )
 
     def receive_gradient(self, gradient: ClassGradient, embeddings: Tensor) -> Tensor | None:
@@ -303,16 +332,23 @@ class MarginClassifier(nn.Module):
         return (self.seed * 0x9E3779B97F4A7C15 + self._num_samples) % (1 << 63)
 
     def get_extra_state(self) -> Tensor:
-        """Seed and number of the samples of classes, as a tensor that any format can store."""
-        return torch.tensor([self.seed, self._num_samples])
+        """What the next samples and the next choice of path depend on, as integers."""
+        shares = torch.tensor(list(self._shares), dtype=torch.float64).view(torch.int64)
+        numbers = [self.seed, self._num_samples, int(self._was_chunked)]
+        return torch.cat([torch.tensor(numbers, dtype=torch.int64), shares])
 
     def set_extra_state(self, state: Tensor) -> None:
         """Go on where ``get_extra_state`` was called."""
-        self.seed, self._num_samples = (int(number) for number in state)
+        self.seed, self._num_samples, was_chunked = (int(number) for number in state[:3])
+        self._was_chunked = bool(was_chunked)
+        shares = state[3:].cpu().clone().view(torch.float64)
+        self._shares = deque(shares.tolist(), maxlen=NUM_MEASURED)
 
     def extra_repr(self) -> str:
         """Shown by ``print(head)``."""
         text = f"{self.embedding_dim}, {self.num_classes}, path={self.path!r}"
+        if not self.shard.is_whole:
+            text += f", classes {self.shard.start} to {self.shard.stop - 1}"
         return f"{text}, gradient={self.gradient!r}, screen_dtype={self.screen_dtype}"
 
     def __getstate__(self) -> dict[str, Any]:
@@ -323,67 +359,6 @@ class MarginClassifier(nn.Module):
         for name in ("copy", "inverse_norms", "copy_error"):
             state.pop(name, None)
         return state
-
-    def _check_settings(self, dtype: torch.dtype) -> None:
-        if self.path not in ("auto", *STEPS, *PATHS):
-            known = ", ".join(("auto", *STEPS, *PATHS))
-            raise ConfigError(f"path is {self.path!r}; known paths are {known}")
-        if self.gradient not in GRADIENTS:
-            known = ", ".join(GRADIENTS)
-            raise ConfigError(f"gradient is {self.gradient!r}; known ones are {known}")
-        if dtype not in (torch.float32, torch.float64):
-            raise ConfigError(
-                f"prototypes are {dtype}; keep them in torch.float32 (or float64) and choose the "
-                "precision of the screen with screen_dtype"
-            )
-        if self.path in ("sparse", "chunked", "paper"):
-            order = self.order
-            if order <= 0.0 and self.path != "chunked":
-                raise ConfigError(
-                    f"path {self.path!r} lives on posteriors that are zero for most classes and "
-                    f"alpha is {1.0 + order:g}; use path='chunked', or an alpha above 1"
-                )
-
-    def _check_memory(self, like: Tensor) -> None:
-        native, numbers = like.element_size(), self.num_classes * self.embedding_dim
-        parts = {"prototypes": numbers * native}
-        if self.path in ("auto", "sparse", "chunked") or self.gradient == "fused":
-            default = torch.float16 if like.is_cuda and native == 4 else like.dtype
-            parts["screened copy"] = numbers * (self._asked_screen_dtype or default).itemsize
-        if self.gradient == "dense":
-            parts["gradient"] = numbers * native
-        subject = f"a head of {self.num_classes:,} classes x {self.embedding_dim:,}"
-        check_memory(parts, like.device, subject=subject)
-
-    def _check_batch(self, embeddings: Tensor, labels: Tensor) -> Tensor:
-        embeddings = check_floating(embeddings, "embeddings")
-        if embeddings.dim() != 2 or embeddings.shape[1] != self.embedding_dim:
-            raise ShapeError(
-                f"embeddings have shape {tuple(embeddings.shape)}; "
-                f"this head takes [B, {self.embedding_dim}]"
-            )
-        if embeddings.device != self.prototypes.device:
-            raise ShapeError(
-                f"embeddings are on {embeddings.device} and prototypes on "
-                f"{self.prototypes.device}; move one of them"
-            )
-        check_label_tensor(labels, embeddings)
-        if len(labels) == 0:
-            raise ShapeError("the batch is empty, so its mean loss is undefined; skip it")
-        return embeddings
-
-    def _check_norms(self, norms: Tensor) -> None:
-        """Refuse rows without a direction; on a GPU, where that would wait, their loss is NaN."""
-        if norms.is_cuda and not self.loss.debug:
-            return
-        norms = norms.detach()
-        is_bad = ~((norms > 0) & norms.isfinite())
-        if bool(is_bad.any()):
-            row = int(is_bad.nonzero()[0])
-            raise DataError(
-                f"the embedding of row {row} has length {float(norms[row]):g}, so it has no "
-                "direction; look for NaN, inf or a dead layer, or mark the row with ignore_index"
-            )
 
 
 def _is_learned(divergence: Alpha) -> bool:

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from qmargin.heads.collectives import gather_classes
+from qmargin.heads.shard import ClassShard
 from qmargin.heads.step import RowsUpdate, StepStats
 from qmargin.losses.module import LossOutput
 
@@ -39,13 +41,18 @@ class UnitPrototypes(torch.autograd.Function):
         unit, inverse, classes = ctx.saved_tensors
         rows = (grad - (grad * unit).sum(1, keepdim=True) * unit) * inverse
         head: MarginClassifier = ctx.head
-        return head.receive(RowsUpdate(rows, head.num_classes, classes)), None, None
+        return head.receive(RowsUpdate(rows, len(head.shard), classes)), None, None
 
 
 def unit_prototypes(head: MarginClassifier, classes: Tensor | None = None) -> Tensor:
-    """Differentiable unit prototypes, ``[k, d]`` or those of ``classes``."""
+    """Differentiable unit prototypes of all ranks, ``[k, d]`` or those of ``classes``."""
     apply: Callable[..., Tensor] = UnitPrototypes.apply
-    return apply(head.prototypes, classes, head)
+    ranks = head.ranks
+    if ranks.world == 1:
+        return apply(head.prototypes, classes, head)
+    shards = [ClassShard.of(head.num_classes, rank, ranks.world) for rank in range(ranks.world)]
+    unit = gather_classes(apply(head.prototypes, None, head), ranks, [len(part) for part in shards])
+    return unit if classes is None else unit[classes]
 
 
 @dataclass

@@ -61,7 +61,7 @@ class FusedChunks(Chunks):
         self.kernels: Any = import_module("qmargin.kernels.triton.blocks")
         self.screen: Any = import_module("qmargin.kernels.triton.screen")
         self.size = max(TILE, self.size // TILE * TILE)
-        self.batch = (self.operand, head.copy, labels, head.num_classes)
+        self.batch = (self.operand, head.copy, labels, len(head.shard))
 
     def block_logits(self) -> int:
         """See ``Chunks``."""
@@ -71,7 +71,7 @@ class FusedChunks(Chunks):
         self, shift: Tensor, level: Tensor, num_blocks: int = 1, **options: Any
     ) -> Iterator[tuple[slice, slice, Any]]:
         """By some blocks at a time: classes, also with padding, and the kernel's ``Weighed``."""
-        size, num_classes = num_blocks * self.size, self.head.num_classes
+        size, num_classes = num_blocks * self.size, len(self.prototypes)
         for start in range(0, num_classes, size):
             where = slice(start, min(start + size, num_classes))
             padded = slice(start, start + -(-(where.stop - start) // 8) * 8)
@@ -87,7 +87,7 @@ class FusedChunks(Chunks):
         """See ``Chunks``; the pull goes along with the sums if it is not to be certain."""
         if is_certain or not pulls:
             return self._sums_first(pulls=pulls)
-        first = min(self.size, self.head.num_classes)
+        first = min(self.size, len(self.prototypes))
         guess, _ = self.kernels.log_sum_exp(*self.batch[:3], first, self.scale)
         guess = torch.where(guess == -torch.inf, 0.0, guess)
         pulled = torch.zeros_like(self.embeddings)
@@ -102,10 +102,11 @@ class FusedChunks(Chunks):
         above = (top - guess).double() * self.scale
         # Where the guess was far too low, weights were cut off and masses may have overflowed.
         room = min(torch.finfo(self.operand_dtype).max / GUESS_FACTOR, 2.0**100)
-        is_doubtful = Reading((above >= math.log(room)).any())
+        is_doubtful = (above >= math.log(room)).any().to(torch.int32)
+        is_doubtful = self.ranks.max_(is_doubtful)  # all ranks begin again, or none
         factor = torch.where(top == -torch.inf, 1.0, (-above).exp())
         pulled.mul_(factor.to(pulled.dtype)[:, None])
-        return SoftmaxSums(top, mass * factor, pulled, is_doubtful)
+        return SoftmaxSums(top, mass * factor, pulled, Reading(is_doubtful))
 
     def _sums_first(self, *, pulls: bool) -> SoftmaxSums:
         """The sums first, the pull in a pass of its own when they are known."""

@@ -73,7 +73,7 @@ def is_bounded(weights: Tensor, inverse_norms: Tensor, depth: int) -> Tensor:
     of unit embeddings are at most one. (An embedding that is not finite has no finite weight.)
     """
     total = torch.linalg.vector_norm(weights, 1, dtype=torch.float64)
-    bound: Tensor = total * inverse_norms.amax()
+    bound: Tensor = total * (inverse_norms.amax() if len(inverse_norms) else 0.0)
     return bound < torch.finfo(inverse_norms.dtype).max / (2 + depth)  # false for NaN
 
 

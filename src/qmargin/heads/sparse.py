@@ -9,11 +9,12 @@ rounding moves a cosine by no more than the measured lengths of the rounding err
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from qmargin.heads.ranked import find_support_of_ranks, own_labels
 from qmargin.heads.step import StepStats
 from qmargin.heads.step_loss import RowSolution
 from qmargin.kernels.head_records import (
@@ -37,18 +38,23 @@ class SparseStep:
 
     head: MarginClassifier
     prepared: PreparedRows
-    labels: Tensor  # [B]
+    labels: Tensor  # [B] among this rank's classes, -1 where another rank has the row's own
     maxima: Tensor | None = None  # [B, g], until it is used
     support: Support | None = None
     num_pairs: int = 0
     target_logits: Tensor | None = None  # [B]
     gradient: ClassGradient | None = None
 
+    @property
+    def others_support(self) -> Tensor | None:
+        """Active classes of each row on all ranks, the target left out; None with one rank."""
+        return self.support.others_support if self.support is not None else None
+
     def screen(self) -> None:
         """Launch the screen: what the host does next, the margin above all, hides behind it."""
         head = self.head
         self.maxima = head.kernels.group_maxima(
-            self.prepared.rounded, head.copy, self.labels, head.num_classes
+            self.prepared.rounded, head.copy, self.labels, len(head.shard)
         )
 
     def solve(
@@ -58,13 +64,15 @@ class SparseStep:
         head, prepared = self.head, self.prepared
         self.target_logits = target_logits.detach()
         kernels, prototypes = head.kernels, head.prototypes.detach()
-        options = {"scale": head.loss.scale, "order": head.order}
-        terms = (target_logits, target_log_reference)
+        numbers: dict[str, Any] = {"scale": head.loss.scale, "order": head.order}
+        numbers |= {"limit": head.list_capacity * len(self.labels), "has_gradient": has_gradient}
         maxima, self.maxima = self.maxima, None
         rows = Rows(prepared, head.copy, prototypes, head.inverse_norms, self.labels)
-        limit = head.list_capacity * len(self.labels)
-        hints = {"limit": limit, "expected": head.lengths, "has_gradient": has_gradient}
-        self.support = kernels.find_support(rows, maxima, *terms, self.slack(), **options, **hints)
+        given = (rows, maxima, target_logits, target_log_reference, self.slack())
+        if head.ranks.world > 1:
+            self.support = find_support_of_ranks(kernels, head.ranks, *given, **numbers)
+        else:
+            self.support = kernels.find_support(*given, expected=head.lengths, **numbers)
         solved = self.solved
         return RowSolution(solved.loss, -solved.others_mass, solved.in_reference)
 
@@ -76,9 +84,13 @@ class SparseStep:
         """See ``SolvableStep``."""
         support = self.support
         assert support is not None and support.pulled is not None and support.order is not None
+        if self.head.ranks.world > 1:  # the owner has the others' targets
+            target_weights = torch.where(self.labels >= 0, target_weights, 0.0)
         self.gradient = self.head.kernels.class_gradient(
             support.order, support.solved, weights, target_weights
         )
+        if not len(self.head.shard):  # the targets stand at class 0, which is not there
+            self.gradient = ClassGradient(*(part[:0] for part in self.gradient))
         pulled = support.pulled * weights[:, None]
         return torch.addcmul(pulled, self.prepared.targets, target_weights[:, None])
 
@@ -109,7 +121,7 @@ class SparseStep:
 
     def group_share(self) -> float:
         """Share of all (row, group) pairs that were listed: what the step's cost grows with."""
-        num_groups = -(-self.head.num_classes // GROUP)
+        num_groups = -(-self.head.num_classes // GROUP)  # of all ranks, as are the pairs
         return self.num_pairs / max(1, len(self.labels) * num_groups)
 
     def stats(self) -> StepStats:
@@ -117,10 +129,13 @@ class SparseStep:
         solved = self.solved
         assert self.target_logits is not None
         is_active = solved.posterior > 0
-        rows = solved.rows[is_active].long()
-        support = torch.bincount(rows, minlength=len(self.labels))
-        support += self.target_logits > solved.tau - 1.0 / self.head.order  # the target (M3)
-        classes = torch.cat([solved.columns[is_active].long(), self.labels]).unique()
+        support = self.others_support
+        if support is None:
+            rows = solved.rows[is_active].long()
+            support = torch.bincount(rows, minlength=len(self.labels))
+        support = support + (self.target_logits > solved.tau - 1.0 / self.head.order)  # M3
+        labels = self.labels[self.labels >= 0]
+        classes = torch.cat([solved.columns[is_active].long(), labels]).unique()
         return StepStats(
             path="sparse",
             reason="",
@@ -129,7 +144,7 @@ class SparseStep:
             num_candidates=len(solved.rows) / max(1, len(self.labels)),
             num_overflowed=0,
             mass_error=float(solved.mass_error.max()),
-            active_share=len(classes) / self.head.num_classes,
+            active_share=len(classes) / max(1, len(self.head.shard)),
         )
 
     def slack(self) -> Tensor:
@@ -144,10 +159,20 @@ class SparseStep:
 
 def sparse_step(head: MarginClassifier, embeddings: Tensor, labels: Tensor) -> SparseStep:
     """A step for unit embeddings, its screen launched."""
-    columns = labels.clamp_min(0)  # a negative label marks a row that does not count
-    prepared = head.kernels.prepare_rows(
-        embeddings.detach(), columns, head.prototypes.detach(), head.inverse_norms, head.copy.dtype
-    )
-    step = SparseStep(head, prepared, columns)
+    local, columns = own_labels(head, labels)
+    if len(head.shard):
+        prepared = head.kernels.prepare_rows(
+            embeddings.detach(), columns, head.prototypes.detach(), head.inverse_norms,
+            head.copy.dtype,
+        )  # fmt: skip
+    else:
+        rounded, nothing = embeddings.detach().to(head.copy.dtype), embeddings.detach() * 0.0
+        prepared = PreparedRows(embeddings.detach(), rounded, nothing[:, 0], nothing, nothing[:, 0])
+    if head.ranks.world > 1:
+        is_own = local >= 0
+        cosines = head.ranks.sum_(torch.where(is_own, prepared.target_cosines, 0.0))
+        targets = torch.where(is_own[:, None], prepared.targets, 0.0)
+        prepared = prepared._replace(targets=targets, target_cosines=cosines)
+    step = SparseStep(head, prepared, local)
     step.screen()
     return step

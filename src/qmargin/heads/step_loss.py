@@ -107,6 +107,8 @@ def step_loss(step: SolvableStep, embeddings: Tensor, labels: Tensor, norms: Ten
     target_weights, in_lengths = _through_margin(
         term, in_term, (cosines, lengths), keeps_graph=is_learned
     )
+    if in_lengths is not None:  # every rank has all of it
+        in_lengths = in_lengths / head.ranks.world
     own = step.make_gradient((shares * loss_of.scale).to(dtype), target_weights.to(dtype))
     apply: Callable[..., Tensor] = StepLoss.apply
     if is_learned:  # the margin's own graph takes its share

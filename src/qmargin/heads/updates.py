@@ -55,7 +55,7 @@ class _FusedSGD(torch.optim.Optimizer):
         self.head, self.error_if_nonfinite = head, error_if_nonfinite
         self._seen: Any = None
         self._pending: PendingGradient | None = None
-        self._scale = nn.Parameter(torch.ones_like(head.prototypes[0, 0]))
+        self._scale = nn.Parameter(head.prototypes.detach().new_ones(()))
         self._num_skipped = torch.zeros((), dtype=torch.int64, device=head.prototypes.device)
         defaults = {  # the keys of torch.optim.SGD: each loads the other's state
             "lr": lr,
@@ -92,17 +92,22 @@ class _FusedSGD(torch.optim.Optimizer):
             self._pending = None if left is None else as_pending(self.head, left)
             self._scale.grad = None
             if self._pending is not None:
-                scale = torch.where(self._pending.is_finite(), 1.0, math.inf)
-                self._scale.grad = scale.to(self._scale)
+                is_finite = self._pending.is_finite()
+                if self.head.ranks.world > 1:  # a step is skipped by all ranks or by none
+                    is_finite = self.head.ranks.max_((~is_finite).to(torch.int32)) == 0
+                self._scale.grad = torch.where(is_finite, 1.0, math.inf).to(self._scale)
         return self._pending
 
     def grad_norm(self) -> Tensor:
-        """Euclidean norm of the pending gradient, scaled as it is now; zero without one."""
+        """Euclidean norm of the pending gradient of all ranks, as scaled now; zero without one."""
         pending, scale = self._attach(), self._scale.grad
         if pending is None or scale is None:
             return torch.zeros_like(self._scale.detach())
         with torch.no_grad():
-            return (pending.norm() * scale.abs()).to(scale.dtype)
+            norm = pending.norm()
+            if self.head.ranks.world > 1:
+                norm = self.head.ranks.sum_(norm.square()).sqrt()
+            return (norm * scale.abs()).to(scale.dtype)
 
     def scale_gradient_(self, factor: float | Tensor) -> None:
         """Multiply the pending gradient, if there is one, without making it or waiting."""

@@ -108,6 +108,7 @@ class Support:
     lengths: Reading
     room: Lengths  # that the lists had
     limit: int  # of the pairs
+    others_support: Tensor | None = None  # [B] over all ranks, where there are several
 
     def confirm(self) -> Lengths | None:
         """Wait for the true lengths and cut the lists to them; None if they were too short."""

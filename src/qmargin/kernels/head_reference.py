@@ -8,6 +8,7 @@ makes a ``[B, k]`` tensor.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -142,6 +143,7 @@ def list_pairs(
     *,
     scale: float,
     order: float,
+    reduce: Callable[[Tensor], Tensor] | None = None,
 ) -> Pairs:
     """Pairs that may hold active classes, given that maxima are within ``slack`` of the truth (F3).
 
@@ -152,9 +154,11 @@ def list_pairs(
         slack: ``[B]`` float64, in cosine.
         scale: ``s``.
         order: ``alpha - 1``, positive.
+        reduce: Makes one bound of those of several ranks, each from its own classes: the largest.
     """
     tau_low = bound_tau(maxima, target_logits, target_log_reference, scale=scale, order=order)
     edge = (tau_low - 1.0 / order) / scale
+    edge = edge if reduce is None else reduce(edge)
     is_listed = maxima.double() > (edge - 2.0 * slack)[:, None]
     starts = torch.nn.functional.pad(is_listed.sum(1).cumsum(0), (1, 0))
     rows, groups = is_listed.nonzero(as_tuple=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
@@ -123,6 +125,20 @@ def write_pairs(maxima: Tensor, floor: Tensor, slack: Tensor, starts: Tensor, ro
     return Pairs(groups, rows, starts, floor, slack)
 
 
+@triton.jit
+def _count_listed(MAXIMA, FLOOR, SLACK, COUNT, num_groups, BLOCK: tl.constexpr):
+    row = tl.program_id(0)
+    base = MAXIMA + row.to(tl.int64) * num_groups
+    floor = (tl.load(FLOOR + row) - tl.load(SLACK + row)).to(tl.float32)
+    floor -= 2.4e-7 * tl.abs(floor)
+    counts = tl.zeros((BLOCK,), tl.int32)
+    for start in range(0, num_groups, BLOCK):
+        group = start + tl.arange(0, BLOCK)
+        value = tl.load(base + group, mask=group < num_groups, other=float("-inf"))
+        counts += (value > floor).to(tl.int32)
+    tl.store(COUNT + row, tl.sum(counts, 0))
+
+
 def list_pairs(
     maxima: Tensor,
     target_logits: Tensor,
@@ -131,10 +147,15 @@ def list_pairs(
     *,
     scale: float,
     order: float,
+    reduce: Callable[[Tensor], Tensor] | None = None,
 ) -> Pairs:
     """See ``head_reference.list_pairs``; float32 sums, their rounding taken off the bound."""
     terms = (target_logits, target_log_reference, slack)
     floor, counts = bound_pairs(maxima, *terms, scale=scale, order=order)
+    if reduce is not None:
+        floor = reduce(floor + slack) - slack
+        num_rows, num_groups = maxima.shape
+        _count_listed[(num_rows,)](maxima, floor, slack, counts, num_groups, BLOCK, num_warps=8)
     total = torch.empty(1, dtype=torch.int64, device=maxima.device)
     starts = list_starts(counts, total, None)
     return write_pairs(maxima, floor, slack, starts, int(total))

@@ -1,0 +1,87 @@
+"""``journal.jsonl``: what happened in a run, one JSON object per line."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+JOURNAL = "journal.jsonl"
+ABANDONED = "journal-abandoned.jsonl"
+
+
+class Journal:
+    """Appends events; written by one rank.
+
+    A run that goes on from a checkpoint goes on from the journal of that moment. What the run wrote
+    after it, and will now do again, is moved to ``journal-abandoned.jsonl``: no step is listed
+    twice, and nothing is lost.
+
+    Args:
+        folder: The output folder.
+        offset: Bytes that stay; 0 for a run that starts.
+
+    Examples:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     journal = Journal(folder)
+        ...     journal.write("step", {"step": 1, "loss": float("inf")})
+        ...     journal.close()
+        ...     record = json.loads((Path(folder) / JOURNAL).read_text())
+        >>> record["event"], record["step"], record["loss"]
+        ('step', 1, 'inf')
+    """
+
+    def __init__(self, folder: str | Path, *, offset: int = 0) -> None:
+        path = Path(folder) / JOURNAL
+        _cut(path, offset)
+        self._file = path.open("ab")
+
+    def write(self, event: str, values: Mapping[str, Any] | None = None) -> None:
+        """Append an event; each line reaches the system at once, so that a kill loses none."""
+        record = {"event": event, "time": round(time.time(), 3), **(values or {})}
+        self._file.write(json.dumps(plain(record), allow_nan=False).encode() + b"\n")
+        self._file.flush()
+
+    def sync(self) -> int:
+        """Bring all lines to the disk; their length in bytes, for a checkpoint."""
+        os.fsync(self._file.fileno())
+        return self._file.tell()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def plain(value: Any) -> Any:
+    """A value as strict JSON has it: numbers that are not finite become texts.
+
+    Examples:
+        >>> plain({"loss": float("nan"), "ids": ("a", "b")})
+        {'loss': 'nan', 'ids': ['a', 'b']}
+    """
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return value
+
+
+def _cut(path: Path, offset: int) -> None:
+    """Keep the first bytes of a journal, up to a whole line; move the rest."""
+    if not path.exists():
+        return
+    content = path.read_bytes()
+    kept = content[:offset]
+    kept = kept[: kept.rfind(b"\n") + 1]
+    rest = content[len(kept) :]
+    if rest:
+        with path.with_name(ABANDONED).open("ab") as file:
+            file.write(rest if rest.endswith(b"\n") else rest + b"\n")
+        os.truncate(path, len(kept))

@@ -1,0 +1,148 @@
+"""``--dry-run``: everything a run needs is built, and two steps are taken, without any output."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass
+
+import torch
+
+from qmargin.data.samples import Dataset, read_sample
+from qmargin.errors import ConfigError
+from qmargin.heads.memory import available_memory
+from qmargin.training.build import build_dataset
+from qmargin.training.memory import check_fits, estimate_memory, gib
+from qmargin.training.process import Process, start_process_group
+from qmargin.training.recipe import Recipe
+from qmargin.training.session import Session, build_session
+from qmargin.training.step import StepResult, take_step
+from qmargin.training.together import together
+
+NUM_STEPS = 2
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What two steps of a recipe took, on this rank.
+
+    Attributes:
+        recipe: That was tried.
+        world: Number of ranks.
+        device: Of this rank.
+        rank: This rank.
+        num_samples: Of the data.
+        num_classes: Of the data.
+        total_steps: Of the run.
+        estimate: Bytes by purpose, as estimated beforehand.
+        peak: Most bytes in use; of the whole process on a CPU.
+        available: Bytes that were free before; None where nobody can tell.
+        seconds: Of each step; the first has one-time costs in it.
+        losses: Of each step.
+        path: That the head took last, and why.
+    """
+
+    recipe: Recipe
+    world: int
+    device: str
+    rank: int
+    num_samples: int
+    num_classes: int
+    total_steps: int
+    estimate: dict[str, int]
+    peak: int
+    available: int | None
+    seconds: tuple[float, ...]
+    losses: tuple[float, ...]
+    path: str
+
+    def lines(self) -> list[str]:
+        """A report for people."""
+        parts = ", ".join(f"{name} {gib(size)}" for name, size in self.estimate.items() if size)
+        rate = self.recipe.data.batch_size / self.seconds[-1]
+        free = "unknown" if self.available is None else gib(self.available)
+        hours = self.total_steps * self.seconds[-1] / 3600
+        return [
+            f"recipe     {self.recipe.name}, sha256 {self.recipe.sha256[:16]}",
+            f"data       {self.num_samples:,} samples of {self.num_classes:,} classes",
+            f"ranks      {self.world}, this one on {self.device}",
+            f"length     {self.total_steps:,} steps, about {hours:.3g} h at the rate below",
+            f"memory     about {gib(sum(self.estimate.values()))} expected per rank ({parts})",
+            f"           {gib(self.peak)} at the peak, {free} were free",
+            f"steps      {', '.join(f'{1000 * value:,.1f} ms' for value in self.seconds)}; the "
+            f"last is {rate:,.0f} samples/s",
+            f"losses     {', '.join(f'{loss:.6g}' for loss in self.losses)}",
+            f"head       {self.path}",
+        ]
+
+
+def rehearse(recipe: Recipe, *, dataset: Dataset | None = None, device: str = "auto") -> Rehearsal:
+    """Build everything, take two steps, and say what they took; nothing is written.
+
+    Raises:
+        ConfigError: The recipe does not fit into memory; the message holds the estimate.
+    """
+    with start_process_group(recipe.run.timeout_s, device=device) as process:
+        available = available_memory(process.device)
+        estimate = together(process, lambda: _estimated(recipe, process, dataset))
+        try:
+            session = build_session(recipe, process, dataset)
+            seconds, results = _two_steps(session)
+        except torch.OutOfMemoryError as error:
+            raise ConfigError(
+                f"this recipe was estimated at {gib(sum(estimate.values()))} on {process.device} "
+                f"and ran out of memory ({error}); use a smaller data.batch_size, more "
+                "optimizer.accumulation, more ranks or fewer classes"
+            ) from error
+        stats = session.head.last_step
+        return Rehearsal(
+            recipe=recipe,
+            world=process.world,
+            device=str(process.device),
+            rank=process.rank,
+            num_samples=session.order.n,
+            num_classes=session.head.num_classes,
+            total_steps=session.total_steps,
+            estimate=estimate,
+            peak=_peak(process.device),
+            available=available,
+            seconds=seconds,
+            losses=tuple(result.loss for result in results),
+            path="no step was taken" if stats is None else f"{stats.path}: {stats.reason}",
+        )
+
+
+def _estimated(recipe: Recipe, process: Process, dataset: Dataset | None) -> dict[str, int]:
+    samples = build_dataset(recipe) if dataset is None else dataset
+    shape = tuple(read_sample(samples, 0, seed=recipe.seed, epoch=0).inputs.shape)
+    classes = samples.num_classes
+    estimate = estimate_memory(recipe, process, num_classes=classes, input_shape=shape)
+    check_fits(estimate, process)
+    return estimate
+
+
+def _two_steps(session: Session) -> tuple[tuple[float, ...], list[StepResult]]:
+    device, seconds, results = session.process.device, [], []
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    with session.stream() as batches:
+        for _ in range(min(NUM_STEPS, session.total_steps)):
+            began = time.perf_counter()
+            with session.process.naming_ranks():
+                results.append(take_step(session, batches))
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            seconds.append(time.perf_counter() - began)
+            session.progress.step += 1
+    return tuple(seconds), results
+
+
+def _peak(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        import resource
+    except ImportError:  # Windows
+        return 0
+    largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return largest if sys.platform == "darwin" else 1024 * largest

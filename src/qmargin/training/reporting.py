@@ -1,0 +1,130 @@
+"""Everything a run tells: journal, status, display and trackers, from the first rank only."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from qmargin.training.display import Display, NoDisplay, open_display
+from qmargin.training.journal import Journal
+from qmargin.training.process import Process
+from qmargin.training.recipe import Recipe
+from qmargin.training.status import write_status
+from qmargin.training.trackers import TRACKERS, Tracker, numbers_of
+
+
+class Meter:
+    """Samples per second and the time left, over the steps since the last record."""
+
+    def __init__(self, step: int) -> None:
+        self._step, self._began = step, time.perf_counter()
+        self._samples = 0
+
+    def add(self, samples: int) -> None:
+        """Count the samples of a step."""
+        self._samples += samples
+
+    def read(self, step: int, total_steps: int) -> dict[str, float]:
+        """Rates since the last call."""
+        now = time.perf_counter()
+        elapsed = max(now - self._began, 1e-9)
+        seconds = elapsed / max(step - self._step, 1)
+        rates = {
+            "samples_per_s": self._samples / elapsed,
+            "seconds": seconds,
+            "eta_s": seconds * (total_steps - step),
+        }
+        self._step, self._began, self._samples = step, now, 0
+        return rates
+
+
+class Reporter:
+    """Tells what happens; on ranks other than the first, and without a folder, nobody listens.
+
+    Args:
+        folder: The output folder; None to write nothing.
+        process: This rank.
+        recipe: Of the run.
+        step: At which the run starts or goes on.
+        total_steps: Of the run.
+        journal_bytes: Of the journal that stay.
+        trackers: Names of ``TRACKERS``.
+    """
+
+    def __init__(
+        self,
+        folder: Path | None,
+        process: Process,
+        recipe: Recipe,
+        *,
+        step: int,
+        total_steps: int,
+        journal_bytes: int = 0,
+        trackers: Sequence[str] = (),
+    ) -> None:
+        self._folder = folder if process.is_first else None
+        self._display: Display = NoDisplay()
+        self._journal: Journal | None = None
+        self._trackers: list[Tracker] = []
+        self._status: dict[str, Any] = {
+            "state": "running",
+            "recipe": recipe.name,
+            "recipe_sha256": recipe.sha256,
+            "world": process.world,
+            "step": step,
+            "total_steps": total_steps,
+        }
+        if self._folder is not None:
+            self._journal = Journal(self._folder, offset=journal_bytes)
+            self._display = open_display(total_steps, start=step)
+            self._trackers = [TRACKERS[name](recipe, self._folder, step) for name in trackers]
+
+    def event(self, name: str, **values: Any) -> None:
+        """Add an event to the journal."""
+        if self._journal is not None:
+            self._journal.write(name, values)
+
+    def note(self, text: str) -> None:
+        """Show a sentence."""
+        self._display.note(text)
+
+    def step(self, record: Mapping[str, Any]) -> None:
+        """Tell everyone about a step."""
+        self.event("step", **record)
+        self._display.step(record)
+        self._track(record, record["step"])
+        names = ("step", "epoch", "loss", "lr", "samples_per_s", "eta_s")
+        self.status(**{name: record[name] for name in names})
+
+    def validation(self, metrics: Mapping[str, float], step: int) -> None:
+        """Tell everyone about the results of hooks."""
+        self.event("validation", step=step, metrics=dict(metrics))
+        texts = [f"{name} {value:.4g}" for name, value in metrics.items()]
+        self.note(f"validation at step {step}: {', '.join(texts)}")
+        self._track({f"validation/{name}": value for name, value in metrics.items()}, step)
+        self.status(metrics=dict(metrics))
+
+    def status(self, **values: Any) -> None:
+        """Change values of the status."""
+        self._status.update(values)
+        if self._folder is not None:
+            write_status(self._folder, self._status)
+
+    def sync(self) -> int:
+        """Bytes of the journal, all on the disk; 0 where there is none."""
+        return 0 if self._journal is None else self._journal.sync()
+
+    def close(self) -> None:
+        """Leave the terminal as it was, and write what is left."""
+        self._display.close()
+        for tracker in self._trackers:
+            tracker.close()
+        if self._journal is not None:
+            self._journal.close()
+
+    def _track(self, record: Mapping[str, Any], step: int) -> None:
+        numbers = numbers_of(record)
+        for tracker in self._trackers:
+            tracker.log(numbers, step)

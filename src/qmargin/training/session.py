@@ -1,0 +1,279 @@
+"""Everything a run holds in memory, built from its recipe; and its way to and from checkpoints."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from qmargin.data.loader import BatchStream, build_loader
+from qmargin.data.order import GlobalOrder
+from qmargin.data.samples import CorruptBudget, Dataset, check_labels
+from qmargin.errors import CheckpointError, ConfigError, DataError
+from qmargin.heads.classifier import MarginClassifier
+from qmargin.training.averaging import MovingAverage
+from qmargin.training.build import build_backbone, build_dataset, build_head
+from qmargin.training.checkpoint import Checkpoint, CheckpointState, HeadRows, load_checkpoint
+from qmargin.training.optim import Optimizers, build_optimizers
+from qmargin.training.process import Process
+from qmargin.training.recipe import Recipe
+from qmargin.training.recipe_files import to_yaml
+from qmargin.training.resharding import join_rows, split_rows
+from qmargin.training.spikes import SpikeWatch
+from qmargin.training.state import PROTOTYPES
+from qmargin.training.together import together
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+LOADER_PATIENCE = 0.8  # of the ranks' timeout: who waits for data says so before the others do
+
+
+@dataclass
+class Progress:
+    """How far a run is; equal on every rank."""
+
+    step: int = 0
+    num_skipped: int = 0
+    rollbacks: list[int] = field(default_factory=list)  # the steps that were gone back to
+
+
+@dataclass
+class Session:
+    """The objects of a run on one rank."""
+
+    recipe: Recipe
+    process: Process
+    dataset: Dataset
+    order: GlobalOrder
+    backbone: nn.Module
+    model: nn.Module  # the backbone, wrapped for several ranks
+    head: MarginClassifier
+    optimizers: Optimizers
+    scaler: torch.amp.GradScaler
+    average: MovingAverage | None
+    budget: CorruptBudget
+    spikes: SpikeWatch
+    progress: Progress = field(default_factory=Progress)
+
+    def __post_init__(self) -> None:
+        self._buffers = [*self.backbone.buffers(), *self.head.buffers()]
+        self._kept = [buffer.detach().clone() for buffer in self._buffers]
+
+    @property
+    def total_steps(self) -> int:
+        """Steps at whose end the run is complete."""
+        run = self.recipe.run
+        steps = run.epochs * self.order.steps_per_epoch
+        return steps if run.max_steps is None else min(steps, run.max_steps)
+
+    @property
+    def epoch(self) -> int:
+        """Epoch of the step about to be taken."""
+        return self.order.epoch_of(self.progress.step)
+
+    def stream(self) -> BatchStream:
+        """Batches of this rank from the step about to be taken."""
+        return build_loader(
+            self.dataset,
+            self.order,
+            start_step=self.progress.step,
+            stop_step=self.total_steps,
+            rank=self.process.rank,
+            world=self.process.world,
+            num_workers=self.recipe.data.num_workers,
+            pin_memory=self.process.device.type == "cuda",
+            timeout_s=LOADER_PATIENCE * self.recipe.run.timeout_s,
+        )
+
+    def autocast(self) -> torch.autocast:
+        """Around the backbone."""
+        dtype = DTYPES[self.recipe.precision.dtype]
+        is_enabled = dtype != torch.float32
+        return torch.autocast(self.process.device.type, dtype=dtype, enabled=is_enabled)
+
+    def without_sync(self, is_apart: bool) -> AbstractContextManager[Any]:
+        """Around a part of a batch whose gradient is not the last one to be added."""
+        if is_apart and isinstance(self.model, DistributedDataParallel):
+            return self.model.no_sync()
+        return nullcontext()
+
+    @torch.no_grad()
+    def share_buffers_(self) -> None:
+        """Give every rank the running statistics of rank 0, which are those that are saved."""
+        if self.process.world > 1:
+            with self.process.naming_ranks():
+                for buffer in self.backbone.buffers():
+                    dist.broadcast(buffer, src=0)
+
+    @torch.no_grad()
+    def keep_buffers_(self) -> None:
+        """Remember running statistics, which a forward pass changes."""
+        if self._buffers:
+            torch._foreach_copy_(self._kept, self._buffers)
+
+    @torch.no_grad()
+    def put_back_buffers_(self) -> None:
+        """Undo what a step that is skipped did to running statistics."""
+        if self._buffers:
+            torch._foreach_copy_(self._buffers, self._kept)
+
+
+def build_session(recipe: Recipe, process: Process, dataset: Dataset | None = None) -> Session:
+    """Build everything, at step 0; labels are checked first.
+
+    Args:
+        recipe: What to build.
+        process: This rank; every rank must call.
+        dataset: Instead of the recipe's own.
+    """
+
+    def read() -> tuple[Dataset, GlobalOrder]:
+        found = build_dataset(recipe) if dataset is None else dataset
+        check_labels(found)
+        batch, is_short = recipe.data.batch_size, recipe.data.drop_last
+        return found, GlobalOrder(len(found), recipe.seed, batch, drop_last=is_short)
+
+    def make() -> tuple[nn.Module, MarginClassifier]:
+        device, classes = process.device, samples.num_classes
+        options: dict[str, Any] = {} if process.world == 1 else {"group": dist.group.WORLD}
+        head = build_head(recipe, num_classes=classes, device=device, **options)
+        return build_backbone(recipe, device=device), head.to(device)
+
+    samples, order = together(process, read)
+    backbone, head = together(process, make)
+    run = recipe.run
+    return Session(
+        recipe=recipe,
+        process=process,
+        dataset=samples,
+        order=order,
+        backbone=backbone,
+        model=_wrapped(recipe, process, backbone),
+        head=head,
+        optimizers=build_optimizers(recipe, backbone, head),
+        scaler=torch.amp.GradScaler(process.device.type, enabled=recipe.precision.dtype == "fp16"),
+        average=None if run.ema_decay is None else MovingAverage(run.ema_decay),
+        budget=CorruptBudget(recipe.data.max_corrupt),
+        spikes=SpikeWatch(run.spike_factor, run.spike_window),
+    )
+
+
+def snapshot(session: Session, *, journal_bytes: int = 0) -> CheckpointState:
+    """This rank's part of a checkpoint; its tensors are those of the run, not copies."""
+    head, optimizers, progress = session.head, session.optimizers, session.progress
+    rest, rows = split_rows(optimizers.head.state_dict(), head.prototypes.shape)
+    others = {name: value for name, value in head.state_dict().items() if name != PROTOTYPES}
+    parts: dict[str, Any] = {
+        "optimizer": optimizers.backbone.state_dict(),
+        "head_optimizer": rest,
+        "head_state": others,
+        "scaler": session.scaler.state_dict(),
+    }
+    if session.average is not None:
+        parts["ema"] = session.average.state_dict()
+    tensors = {PROTOTYPES: head.prototypes.detach(), **rows}
+    return CheckpointState(
+        step=progress.step,
+        backbone=session.backbone.state_dict(),
+        head=HeadRows(head.shard.start, head.num_classes, tensors),
+        parts=parts,
+        loop={
+            "epoch": session.epoch,
+            "position": progress.step % session.order.steps_per_epoch,
+            "num_samples": session.order.n,
+            "num_skipped": progress.num_skipped,
+            "rollbacks": list(progress.rollbacks),
+            "corrupt": {"epoch": session.budget.epoch, "count": session.budget.count},
+            "losses": session.spikes.losses,
+            "journal_bytes": journal_bytes,
+        },
+        recipe_yaml=to_yaml(session.recipe),
+        recipe_sha256=session.recipe.sha256,
+    )
+
+
+def restore_(session: Session, checkpoint: Checkpoint) -> Mapping[str, Any]:
+    """Put the weights and optimizers of a checkpoint into a session.
+
+    Returns:
+        The state of the loop, for ``restore_progress_``.
+    """
+
+    def load() -> Mapping[str, Any]:
+        shard = session.head.shard
+        state = load_checkpoint(checkpoint, start=shard.start, stop=shard.stop)
+        try:
+            _load_(session, state)
+        except (RuntimeError, ValueError, KeyError) as error:
+            if isinstance(error, CheckpointError):
+                raise
+            raise ConfigError(
+                f"{checkpoint.path} does not fit this recipe ({error}); resume with the recipe "
+                "beside it, or start a new run in another folder"
+            ) from error
+        return state.loop
+
+    return together(session.process, load)
+
+
+def restore_progress_(session: Session, step: int, loop: Mapping[str, Any]) -> None:
+    """Go on at a step with the counters that a checkpoint holds."""
+    if loop["num_samples"] != session.order.n:
+        raise DataError(
+            f"the run was saved with {loop['num_samples']:,} samples and the data has "
+            f"{session.order.n:,}; the order of samples would change, restore the data"
+        )
+    session.progress = Progress(step, loop["num_skipped"], list(loop["rollbacks"]))
+    corrupt = loop["corrupt"]
+    session.budget = CorruptBudget(session.budget.limit, **corrupt)
+    run = session.recipe.run
+    session.spikes = SpikeWatch(run.spike_factor, run.spike_window, loop["losses"])
+
+
+def _load_(session: Session, state: CheckpointState) -> None:
+    session.backbone.load_state_dict(dict(state.backbone))
+    assert state.head is not None
+    rows = dict(state.head.tensors)
+    with torch.no_grad():
+        session.head.prototypes.copy_(rows.pop(PROTOTYPES))
+    session.head.load_state_dict(state.parts["head_state"], strict=False)
+    optimizers = session.optimizers
+    _load_optimizer_(optimizers.backbone, state.parts["optimizer"])
+    _load_optimizer_(optimizers.head, join_rows(state.parts["head_optimizer"], rows))
+    if session.scaler.is_enabled() and state.parts["scaler"]:
+        session.scaler.load_state_dict(state.parts["scaler"])
+    if session.average is not None and "ema" in state.parts:
+        session.average.load_state_dict(state.parts["ema"], device=session.process.device)
+
+
+def _load_optimizer_(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Load momentum and the like; rates and decays stay those of the recipe, which may change."""
+    settings = [
+        {name: value for name, value in group.items() if name != "params"}
+        for group in optimizer.param_groups
+    ]
+    optimizer.load_state_dict(state)
+    for group, own in zip(optimizer.param_groups, settings, strict=True):
+        group.update(own)
+
+
+def _wrapped(recipe: Recipe, process: Process, backbone: nn.Module) -> nn.Module:
+    if recipe.precision.compile:
+        backbone.compile()
+    if process.world == 1:
+        return backbone
+    place = [process.device.index] if process.device.type == "cuda" else None
+    # Running statistics are those of rank 0, see share_buffers_; a broadcast in every forward pass
+    # would cost time, and would hang when a rank has no batch to pass forward.
+    known = inspect.signature(DistributedDataParallel).parameters
+    renamed = "forward_sync_buffers"  # since torch 2.13
+    options: dict[str, Any] = {renamed if renamed in known else "broadcast_buffers": False}
+    return DistributedDataParallel(
+        backbone, device_ids=place, gradient_as_bucket_view=True, **options
+    )

@@ -1,0 +1,125 @@
+"""The beginning of a run: its folder, its lock, and the checkpoint it goes on from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from qmargin.errors import ConfigError
+from qmargin.training.checkpoint import (
+    Checkpoint,
+    Search,
+    agree_on_newest,
+    open_checkpoint,
+    read_recipe,
+)
+from qmargin.training.folders import check_writable, turn_away
+from qmargin.training.lock import RunLock
+from qmargin.training.process import Process
+from qmargin.training.recipe import Recipe
+from qmargin.training.recipe_changes import check_resume
+from qmargin.training.recipe_files import from_yaml
+from qmargin.training.together import control_exchange, together
+
+CHECKPOINTS = "checkpoints"
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run begins.
+
+    Attributes:
+        checkpoint: The one to go on from; None to start at step 0.
+        notes: What the user should know: checkpoints that were passed over, changes of the recipe.
+        changes: Lines of ``recipe_changes.diff``.
+    """
+
+    checkpoint: Checkpoint | None
+    notes: tuple[str, ...] = ()
+    changes: tuple[str, ...] = ()
+
+
+@contextmanager
+def locked(folder: Path, process: Process) -> Iterator[None]:
+    """Hold the folder for this run; every rank must be able to write to it."""
+    lock = RunLock(folder)
+
+    def take() -> None:
+        if process.is_first:
+            lock.acquire()
+            check_writable(folder)
+
+    def probe() -> None:
+        check_writable(folder / CHECKPOINTS)
+
+    together(process, take)
+    try:
+        together(process, probe)
+        yield
+    finally:
+        lock.release()
+
+
+def find_start(
+    recipe: Recipe, folder: Path, process: Process, *, resume: bool | str | Path = False
+) -> Start:
+    """Decide where to begin, the same on every rank.
+
+    Args:
+        recipe: That was asked for.
+        folder: The output folder.
+        process: This rank.
+        resume: True for the newest whole checkpoint, or the path of one; False for a new run.
+
+    Raises:
+        ConfigError: There are checkpoints and nobody asked to resume, or the recipe has changed in
+            a way that does not fit them.
+        CheckpointError: No checkpoint is whole, or not the named one.
+    """
+    if not isinstance(resume, bool):
+        search = _named(Path(resume), folder, process)
+    else:
+        search = find_newest(folder / CHECKPOINTS, process)
+    if search.checkpoint is None:
+        note = f"there is no checkpoint in {folder} yet; starting at step 0"
+        return Start(None, (*_passed_over(search), note) if resume else ())
+    if resume is False:
+        raise ConfigError(
+            f"{folder} holds a run that is at step {search.checkpoint.step}; add --resume to go on "
+            "with it, or choose another output folder"
+        )
+    saved = from_yaml(read_recipe(search.checkpoint))
+    changes = check_resume(saved, recipe)
+    notes = [*_passed_over(search), f"going on from {search.checkpoint.path}"]
+    notes += [f"the recipe has changed: {line}" for line in changes]
+    return Start(search.checkpoint, tuple(notes), tuple(changes))
+
+
+def find_newest(checkpoints: Path, process: Process) -> Search:
+    """The newest whole checkpoint, the same on every rank."""
+    exchange = control_exchange(process)
+    return agree_on_newest(checkpoints, rank=process.rank, world=process.world, exchange=exchange)
+
+
+def _named(path: Path, folder: Path, process: Process) -> Search:
+    """A checkpoint by its path; later ones are renamed, so that they do not come back."""
+    checkpoint = together(process, lambda: open_checkpoint(path, check=process.is_first))
+
+    def clear() -> list[str]:
+        is_own = path.resolve().parent == (folder / CHECKPOINTS).resolve()
+        if not is_own:
+            raise ConfigError(
+                f"{path} is not in {folder / CHECKPOINTS}; name a checkpoint of the run itself"
+            )
+        if not process.is_first:
+            return []
+        later = turn_away(folder / CHECKPOINTS, checkpoint.step)
+        return [f"{item.name}: set aside" for item in later]
+
+    return Search(checkpoint, tuple(together(process, clear)))
+
+
+def _passed_over(search: Search) -> list[str]:
+    return [f"passed over {reason}" for reason in search.skipped]

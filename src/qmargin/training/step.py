@@ -1,0 +1,239 @@
+"""One training step: read, embed, agree, solve, clip, update.
+
+All ranks take a step or none does. What a rank finds in its own part (an error, a value that is not
+finite, a signal) is put to a vote before the head lets rows of one rank reach the classes of all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import compress
+
+import torch
+from torch import Tensor
+
+from qmargin.data.loader import Batch
+from qmargin.data.order import GlobalOrder, derived_seed
+from qmargin.training.agreement import Verdict, all_agree, vote
+from qmargin.training.build import set_loss_
+from qmargin.training.optim import clip_gradients_
+from qmargin.training.process import seed_everything
+from qmargin.training.schedules import learning_rate, loss_settings
+from qmargin.training.session import Session
+
+BAD_INPUT = "an embedding is not finite, or has no direction"
+BAD_GRADIENT = "the gradient is not finite"
+OVERFLOW = "the scaled gradient overflowed"
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What became of a step; equal on every rank, but for the samples."""
+
+    loss: float = math.nan
+    grad_norm: float = math.nan
+    skipped: str | None = None  # why nothing was updated
+    samples: tuple[str, ...] = ()  # of this rank: those to blame for a step that was skipped
+    replaced: tuple[str, ...] = ()  # of this rank: corrupt ones
+    num_corrupt: int = 0
+    stop: int = 0
+
+
+def take_step(
+    session: Session,
+    batches: Iterator[Batch],
+    *,
+    stop: int = 0,
+    failure: BaseException | None = None,
+) -> StepResult:
+    """Take the step that the session's progress names; the progress itself is not changed.
+
+    Args:
+        session: Model, head, optimizers.
+        batches: Of this rank, at that step.
+        stop: Number of the signal that asked this rank to stop, or 0.
+        failure: What went wrong on this rank before; every rank raises then.
+    """
+    prepare_step_(session)
+    session.keep_buffers_()
+    batch, verdict = _read(session, batches, stop, failure)
+    result = StepResult(
+        replaced=tuple(item.sample_id for item in batch.replaced),
+        num_corrupt=verdict.num_corrupt,
+        stop=verdict.stop,
+    )
+    process, shares = session.process, _shares(session)
+    num_rows, first = sum(map(sum, shares)), 0
+    losses = []
+    for index, share in enumerate(shares):
+        part = slice(first, first := first + share[process.rank])
+        with session.without_sync(index + 1 < len(shares)):
+            embeddings, failure = _embed(session, batch.inputs[part])
+            is_usable = usable_rows(embeddings)  # the step's first wait for a GPU
+            is_finite = bool(is_usable.all())
+            if not vote(process, error=failure, is_finite=is_finite).is_finite:
+                bad = tuple(compress(batch.ids[part], (~is_usable).tolist()))
+                return _skip(session, replace(result, samples=bad), BAD_INPUT)
+            labels = batch.labels[part].to(process.device, non_blocking=True)
+            loss = session.head(embeddings, labels, share) * (sum(share) / num_rows)
+            session.scaler.scale(loss).backward()
+        losses.append(loss.detach())
+    return _update(session, replace(result, samples=batch.ids), torch.stack(losses).sum())
+
+
+def prepare_step_(session: Session) -> None:
+    """Learning rate, loss and seeds of a step: functions of the recipe, the step and the rank."""
+    recipe, step = session.recipe, session.progress.step
+    per_epoch = session.order.steps_per_epoch
+    session.optimizers.zero_grad()
+    session.optimizers.set_learning_rate(learning_rate(recipe, step, per_epoch))
+    set_loss_(session.head, recipe, loss_settings(recipe, step, per_epoch))
+    seed_everything(derived_seed(recipe.seed, step), rank=session.process.rank)
+
+
+def part_sizes(num_rows: int, *, world: int, parts: int) -> list[list[int]]:
+    """Rows of each rank in each part of a batch: ``[parts][world]``.
+
+    Every rank cuts its share into ``parts``; any rank can tell the size of all parts of all ranks,
+    so that the losses of parts can be weighted without talking.
+
+    Examples:
+        >>> part_sizes(7, world=2, parts=2)
+        [[2, 2], [2, 1]]
+    """
+    shares = _cut(num_rows, world)
+    return [list(row) for row in zip(*(_cut(share, parts) for share in shares), strict=True)]
+
+
+def batch_rows(order: GlobalOrder, step: int) -> int:
+    """Rows of a step over all ranks; fewer than a batch at the end of some epochs.
+
+    Examples:
+        >>> order = GlobalOrder(10, seed=0, batch_size=4, drop_last=False)
+        >>> [batch_rows(order, step) for step in range(4)]
+        [4, 4, 2, 4]
+    """
+    first = step % order.steps_per_epoch * order.batch_size
+    return min(order.batch_size, order.n - first)
+
+
+@torch.no_grad()
+def usable_rows(embeddings: Tensor) -> Tensor:
+    """Rows that have a finite length above zero, ``[B]``, on the CPU: this waits for a GPU."""
+    norms = embeddings.float().norm(dim=1)
+    is_usable: Tensor = (norms > 0) & norms.isfinite()
+    return is_usable.cpu()
+
+
+def _shares(session: Session) -> list[list[int]]:
+    """Rows of each rank in each part of the step; parts without rows are left out."""
+    num_rows = batch_rows(session.order, session.progress.step)
+    parts = session.recipe.optimizer.accumulation
+    shares = part_sizes(num_rows, world=session.process.world, parts=parts)
+    return [share for share in shares if sum(share)]
+
+
+def _cut(count: int, parts: int) -> list[int]:
+    share, extra = divmod(count, parts)
+    return [share + (index < extra) for index in range(parts)]
+
+
+def _read(
+    session: Session, batches: Iterator[Batch], stop: int, failure: BaseException | None
+) -> tuple[Batch, Verdict]:
+    """This rank's part of the batch, once every rank has one.
+
+    The vote comes before the forward pass, in which the ranks of a wrapped backbone may meet.
+    """
+    batch = None
+    if failure is None:
+        try:
+            batch = next(batches)
+        except Exception as error:
+            failure = error
+    num_corrupt = 0 if batch is None else len(batch.replaced)
+    verdict = vote(session.process, error=failure, stop=stop, num_corrupt=num_corrupt)
+    assert batch is not None  # or the vote has raised
+    return batch, verdict
+
+
+def _embed(session: Session, inputs: Tensor) -> tuple[Tensor, Exception | None]:
+    """Embeddings of a part, or none and what went wrong."""
+    device = session.process.device
+    try:
+        inputs = inputs.to(device, non_blocking=True)
+        if session.recipe.precision.channels_last and inputs.dim() == 4:
+            inputs = inputs.contiguous(memory_format=torch.channels_last)
+        with session.autocast():
+            return session.model(inputs), None
+    except Exception as error:
+        return torch.zeros(0, 1, device=device), error
+
+
+def _update(session: Session, result: StepResult, loss: Tensor) -> StepResult:
+    """Clip and step, if every rank's gradient is finite."""
+    optimizers, scaler = session.optimizers, session.scaler
+    for optimizer in optimizers:
+        scaler.unscale_(optimizer)
+    norm, is_fine = _clip(session)
+    numbers = torch.stack([number.to(loss.device).double() for number in (loss, norm, is_fine)])
+    value, size, is_fine_here = numbers.tolist()  # the step's second wait for a GPU
+    result = replace(result, loss=value, grad_norm=size)
+    is_finite = is_fine_here == 1.0 and math.isfinite(value)
+    if not all_agree(session.process, is_finite):
+        if not scaler.is_enabled():
+            return _skip(session, result, BAD_GRADIENT)
+        # set by hand: the prototypes of another rank may be the only ones that overflowed
+        scaler.update(scaler.get_scale() * scaler.get_backoff_factor())
+        is_spent = scaler.get_scale() < 1.0
+        if is_spent:
+            return _skip(session, result, BAD_GRADIENT)
+        return _skip(session, replace(result, samples=()), OVERFLOW)
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    scaler.update()
+    if session.average is not None:
+        session.average.update(session.backbone.state_dict())
+    return replace(result, samples=())
+
+
+def _clip(session: Session) -> tuple[Tensor, Tensor]:
+    """Norm of the gradient, and whether all of this rank's gradients are finite.
+
+    The norm is that of the backbone alone where the head's is not asked for: it costs time.
+    """
+    part, optimizers = session.recipe.optimizer, session.optimizers
+    if part.clip_norm is None:
+        norm = _norm(optimizers.backbone)
+    else:
+        is_fused = session.head.gradient == "fused"  # its norm is over all ranks already
+        norm = clip_gradients_(
+            optimizers,
+            part.clip_norm,
+            with_head=part.clip_head,
+            sum_over_shards=None if is_fused else session.head.ranks.sum_,
+        )
+        if part.clip_head:
+            return norm, norm.isfinite()
+    # a fused gradient shows here as its scale, which is infinite if the gradient is not finite
+    return norm, norm.isfinite() & _norm(optimizers.head).to(norm.device).isfinite()
+
+
+@torch.no_grad()
+def _norm(optimizer: torch.optim.Optimizer) -> Tensor:
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    grads = [weight.grad for weight in weights if weight.grad is not None]
+    values = [grad.coalesce()._values() if grad.is_sparse else grad for grad in grads]
+    if not values:
+        return torch.zeros((), dtype=torch.float64)
+    norms = [norm.double() for norm in torch._foreach_norm(values)]
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return total
+
+
+def _skip(session: Session, result: StepResult, reason: str) -> StepResult:
+    session.optimizers.zero_grad()
+    session.put_back_buffers_()
+    return replace(result, skipped=reason)

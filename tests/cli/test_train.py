@@ -1,0 +1,227 @@
+"""``qmargin train`` and ``qmargin doctor``, as a user meets them."""
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import time
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from helpers.runs import events, losses, status
+from qmargin.cli import doctor
+from qmargin.cli.doctor import add_doctor
+from qmargin.cli.train import add_train
+from qmargin.errors import ConfigError, RankError
+from qmargin.training import loop, trackers
+
+SHORT = ["--device", "cpu", "--set", "run.max_steps=4", "--set", "run.log_every=2"]
+COMMAND = """
+import argparse, sys
+from qmargin.cli.train import add_train
+parser = argparse.ArgumentParser(prog="qmargin")
+add_train(parser.add_subparsers(required=True))
+arguments = parser.parse_args(sys.argv[1:])
+arguments.run(arguments)
+"""
+
+
+def run(*arguments: str) -> None:
+    parser = argparse.ArgumentParser(prog="qmargin")
+    commands = parser.add_subparsers(required=True)
+    add_train(commands)
+    add_doctor(commands)
+    parsed = parser.parse_args(arguments)
+    parsed.run(parsed)
+
+
+def test_training_writes_a_line_per_interval(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run("train", "debug", "--out", str(tmp_path), *SHORT)
+    captured = capsys.readouterr()
+    lines = captured.err.splitlines()
+    assert captured.out == "" and len(lines) == 3
+    assert lines[0].startswith("step 2/4, epoch 0, loss 2")
+    for part in ("lr ", "margin 0.2 (0.4941)", "support ", "samples/s", " left"):
+        assert part in lines[0]
+    assert lines[-1] == "finished at step 4 of 4"
+
+
+def test_resume_goes_on(tmp_path: Path) -> None:
+    run("train", "debug", "--out", str(tmp_path), *SHORT)
+    longer = ["--set", "run.max_steps=6"]
+    run("train", "debug", "--out", str(tmp_path), *SHORT, *longer, "--resume")
+    assert list(losses(tmp_path)) == [2, 4, 6]
+    named = str(tmp_path / "checkpoints" / "step-000004")
+    run("train", "debug", "--out", str(tmp_path), *SHORT, *longer, "--resume-from", named)
+    assert [record["step"] for record in events(tmp_path, "start")] == [0, 4]
+    assert list(losses(tmp_path)) == [2, 4, 6]
+
+
+def test_a_folder_is_needed() -> None:
+    with pytest.raises(ConfigError, match="--out is missing; name the folder"):
+        run("train", "debug")
+
+
+def test_a_dry_run_reports_and_writes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run("train", "debug", "--dry-run", "--device", "cpu")
+    text = capsys.readouterr().out
+    for part in ("3,200 samples of 200 classes", "300 steps", "at the peak", "samples/s"):
+        assert part in text
+    assert "activations" in text and "losses     2" in text
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_dry_run_refuses_what_cannot_fit() -> None:
+    """Two hundred million classes: refused with the estimate, before anything is allocated."""
+    settings = ["data.num_classes=200000000", "data.options.samples_per_class=1"]
+    began = time.monotonic()
+    with pytest.raises(ConfigError, match=r"needs about 7\d\.\d GiB on cpu .*prototypes 23\.8 GiB"):
+        run("train", "debug", "--dry-run", "--device", "cpu", *(f"--set={s}" for s in settings))
+    assert time.monotonic() - began < 20
+
+
+def test_a_dry_run_counts_what_the_backbone_keeps() -> None:
+    """Half precision and more parts need less."""
+    from qmargin.training.memory import activation_bytes
+
+    settings = ["model.backbone=small_conv", "data.options.shape=[3, 32, 32]"]
+    recipe = _recipe(*settings)
+    full = activation_bytes(recipe, (64, 3, 32, 32))
+    # three convolutions: 16, 32 and 64 channels at half the size each, input, norm and relu of each
+    assert 64 * 4 * (3 * 32 * 32 + 16 * 16 * 16) < full < 64 * 4 * 4 * 16 * 32 * 32
+    assert activation_bytes(recipe, (32, 3, 32, 32)) == pytest.approx(full / 2, rel=0.01)
+    half = activation_bytes(_recipe(*settings, "precision.dtype=bf16"), (64, 3, 32, 32))
+    assert half < 0.9 * full
+
+
+def _recipe(*settings: str) -> Any:
+    from dataclasses import replace
+
+    from qmargin.recipes import get_recipe
+    from qmargin.training.recipe import ModelPart
+    from qmargin.training.recipe_files import apply_settings
+
+    recipe = get_recipe("debug")
+    return apply_settings(replace(recipe, model=ModelPart("small_conv", 32)), settings)
+
+
+def test_trackers_get_the_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    logged: list[tuple[str, float, int]] = []
+
+    class SummaryWriter:
+        def __init__(self, folder: str, purge_step: int) -> None:
+            assert (folder, purge_step) == (str(tmp_path / "tensorboard"), 0)
+
+        def add_scalar(self, name: str, value: float, step: int) -> None:
+            logged.append((name, value, step))
+
+        def close(self) -> None:
+            logged.append(("closed", 0.0, 0))
+
+    module = types.ModuleType("torch.utils.tensorboard")
+    module.SummaryWriter = SummaryWriter  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+    monkeypatch.setattr(trackers, "find_spec", lambda name: object())
+    run("train", "debug", "--out", str(tmp_path), *SHORT, "--track", "tensorboard")
+    assert ("loss", losses(tmp_path)[2], 2) in logged and logged[-1][0] == "closed"
+    assert not any(isinstance(value, str) for _, value, _ in logged)
+
+
+def test_wandb_goes_on_with_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[dict[str, Any]] = []
+
+    class Run:
+        id = "abc123"
+
+        def log(self, numbers: dict[str, float], step: int) -> None:
+            begun[-1].setdefault("steps", []).append(step)
+
+        def finish(self) -> None:
+            begun[-1]["is_finished"] = True
+
+    def init(**options: Any) -> Run:
+        begun.append(options)
+        return Run()
+
+    module = types.ModuleType("wandb")
+    module.init = init  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    monkeypatch.setattr(trackers, "find_spec", lambda name: object())
+    run("train", "debug", "--out", str(tmp_path), *SHORT, "--track", "wandb")
+    more = ["--resume", "--set", "run.max_steps=6"]
+    run("train", "debug", "--out", str(tmp_path), *SHORT, *more, "--track", "wandb")
+    assert [options["id"] for options in begun] == [None, "abc123"]
+    assert [options["steps"] for options in begun] == [[2, 4], [6]]
+    assert begun[0]["config"]["loss"]["margin"] == 0.2 and begun[1]["is_finished"]
+
+
+def test_a_tracker_that_is_not_installed_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trackers, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"not installed; pip install 'qmargin\[wandb\]'"):
+        run("train", "debug", "--out", str(tmp_path / "out"), "--track", "wandb")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_lost_rank_has_an_exit_status_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def lose(*details: object, **options: object) -> None:
+        raise RankError("rank 3 gave no sign of life")
+
+    monkeypatch.setattr(loop, "train", lose)
+    with pytest.raises(SystemExit) as stop:
+        run("train", "debug", "--out", str(tmp_path))
+    assert stop.value.code == 75
+    assert capsys.readouterr().err == "qmargin: error: rank 3 gave no sign of life\n"
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_signals_have_their_exit_status(number: signal.Signals, code: int, tmp_path: Path) -> None:
+    settings = ["run.epochs=500", "run.log_every=1", "run.save_every_steps=9000"]
+    command = [sys.executable, "-W", "error", "-c", COMMAND, "train", "debug", "--device", "cpu"]
+    process = subprocess.Popen(
+        [*command, "--out", str(tmp_path), *(f"--set={setting}" for setting in settings)],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert process.stderr is not None
+    assert "step 1/25000" in process.stderr.readline()
+    process.send_signal(number)
+    errors = process.communicate(timeout=60)[1]
+    assert process.returncode == code, errors
+    assert status(tmp_path)["state"] == "stopped" and len(list(tmp_path.glob("*/step-*"))) == 1
+
+
+def test_the_doctor_says_what_runs_and_why_not_the_rest(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    run("doctor", "--out", str(tmp_path / "not" / "yet"))
+    lines = capsys.readouterr().out.splitlines()
+    table = {line[:15].strip(): line[15:].strip() for line in lines}
+    assert table["torch"] == torch.__version__
+    assert "not triton: tensors are on cpu" in table["head on cpu"]
+    assert "threads" in table["cpu"] and "GiB" in table["free memory"]
+    assert "GiB" in table["free disk"] and str(tmp_path) in table["free disk"]
+    assert {"triton", "tensorboard", "wandb", "matplotlib", "several ranks"} <= set(table)
+
+
+def test_the_doctor_names_what_is_missing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "find_spec", lambda name: None)
+    run("doctor")
+    assert "not installed; needed for `qmargin train --track wandb`" in capsys.readouterr().out

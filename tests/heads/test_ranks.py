@@ -1,0 +1,193 @@
+"""Classes split over 1 to 4 ranks with gloo: loss and every gradient as with one rank."""
+
+import os
+import pickle
+import socket
+import traceback
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+
+import qmargin
+from helpers.heads import make_loss, random_batch
+from qmargin.heads.classifier import MarginClassifier
+from qmargin.heads.updates import ExactSGD, SparseSGD
+
+pytestmark = [pytest.mark.dist]
+
+ROWS, DIM = 10, 16
+PRESETS = {
+    "q_margin": lambda: qmargin.q_margin(alpha=1.25, scale=16.0, margin=0.1),
+    "cosface": lambda: qmargin.cosface(scale=16.0),
+    "arcface": lambda: qmargin.arcface(scale=16.0),
+    "entmax": lambda: qmargin.entmax_face(scale=8.0),
+    "sparsemax": lambda: qmargin.sparsemax_face(scale=4.0),
+    "adaface": lambda: qmargin.adaface(scale=16.0),
+    "magface": lambda: qmargin.MarginLoss(
+        qmargin.Alpha(1.5), qmargin.MagFaceMargin(lower_norm=1.0, upper_norm=20.0), scale=8.0
+    ),
+    "alpha 3": lambda: make_loss(3.0, 3.0),
+}
+# Path, preset, classes, dtype: every path, every preset, fewer classes than ranks.
+CASES = [
+    *((path, "q_margin", k, dt)
+      for path in ("sparse", "chunked", "dense", "paper", "sampled", "auto")
+      for k in (1, 3, 97, 331) for dt in (torch.float64,)),
+    *((path, preset, 97, torch.float32)
+      for preset in PRESETS for path in ("sparse", "chunked", "dense")
+      if not (path == "sparse" and preset in ("cosface", "arcface", "adaface"))),
+]  # fmt: skip
+
+
+def make_head(case, group):
+    path, preset, num_classes, dtype = case
+    torch.manual_seed(0)
+    head = MarginClassifier(
+        DIM, num_classes, PRESETS[preset](), path=path, dtype=dtype, group=group, sample_rate=0.5
+    )
+    prototypes = random_batch(num_classes, DIM, ROWS).prototypes.to(dtype)
+    with torch.no_grad():
+        head.prototypes.copy_(prototypes[head.shard.start : head.shard.stop])
+    return head
+
+
+def outcome(case, group=None, sizes=None):
+    """Loss, gradient of the rank's rows and of its prototypes; rows may be ignored or few."""
+    rank = 0 if group is None else dist.get_rank(group)
+    sizes = sizes or [ROWS]
+    head = make_head(case, group)
+    batch = random_batch(case[2], DIM, ROWS)
+    batch.labels[3] = -100
+    start = sum(sizes[:rank])
+    mine = slice(start, start + sizes[rank])
+    embeddings = batch.embeddings[mine].to(case[3]).requires_grad_()
+    losses = []
+    for given in (None, sizes):  # asked for, and told
+        embeddings.grad = head.prototypes.grad = None
+        loss = head(embeddings, batch.labels[mine], *(() if given is None else (given,)))
+        loss.backward()
+        losses.append(float(loss.detach()))
+        stats = head.last_step
+    return {
+        "loss": losses[-1],
+        "rows": embeddings.grad,
+        "prototypes": head.prototypes.grad,
+        "path": stats.path,
+        "support": (stats.support_mean, stats.support_max),
+    }
+
+
+def optimized(case, group=None):
+    """Prototypes and momentum after three steps of each fused optimizer, with clipping."""
+    found = []
+    rank, world = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+    for kind in (ExactSGD, SparseSGD):
+        head = make_head(case, group)
+        head.gradient = "fused"
+        optimizer = kind(head, 0.3)
+        for step in range(4):
+            batch = random_batch(case[2], DIM, 12, seed=step)
+            mine = slice(rank * 12 // world, (rank + 1) * 12 // world)
+            embeddings = batch.embeddings[mine].to(case[3]).requires_grad_()
+            loss = head(embeddings, batch.labels[mine])
+            factor = torch.nan if step == 2 else 1.0  # one step that all ranks must skip
+            (loss * factor).backward()
+            qmargin.heads.updates.clip_grad_norm_([], [optimizer], 0.5)
+            optimizer.step()
+        assert optimizer.num_skipped == 1
+        found.append(
+            (head.prototypes.detach(), optimizer.state[head.prototypes]["momentum_buffer"])
+        )
+    return found
+
+
+def work(rank, world, port, folder):
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
+    torch.set_num_threads(1)
+    limit = timedelta(seconds=20)  # a rank that fails must not hang the others
+    dist.init_process_group("gloo", rank=rank, world_size=world, timeout=limit)
+    group, found = dist.group.WORLD, {}
+    sizes = [ROWS // world + (r < ROWS % world) for r in range(world)]
+    if world == 4:
+        sizes = [7, 0, 2, 1]  # uneven, and a rank without rows
+    try:
+        for case in CASES:
+            note = case
+            found[case] = outcome(case, group, sizes)
+        for path in ("sparse", "chunked", "dense"):
+            case = (path, "q_margin", 97, torch.float64)
+            found["optimized", path] = optimized(case, group)
+        found["overflow"] = overflowed(group)
+    except Exception:
+        found = f"{note}: {traceback.format_exc()}"
+    Path(folder, str(rank)).write_bytes(pickle.dumps(found))
+    if isinstance(found, dict):
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def overflowed(group):
+    """One rank's lists too long: all ranks go on by blocks, and agree."""
+    case = ("sparse", "q_margin", 331, torch.float64)
+    head = make_head(case, group)
+    head.list_capacity = 1 if head.ranks.rank == 0 else 100
+    batch = random_batch(331, DIM, ROWS)
+    loss = head(batch.embeddings.double(), batch.labels)
+    return head.last_step.path, float(loss.detach())
+
+
+@pytest.fixture(scope="module", params=[2, 3, 4])
+def found(request, tmp_path_factory):
+    """Everything that the ranks of one world found, by rank."""
+    world, folder = request.param, tmp_path_factory.mktemp("ranks")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    multiprocessing.spawn(work, (world, port, str(folder)), nprocs=world)
+    results = [pickle.loads((folder / str(rank)).read_bytes()) for rank in range(world)]
+    failed = [result for result in results if not isinstance(result, dict)]
+    failed.sort(key=lambda text: "Connection closed" in text)  # the cause before its effects
+    assert not failed, failed[0]
+    return results
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-{case[1]}-{case[2]}")
+def test_ranks_agree_with_one(case, found):
+    world, truth = len(found), outcome(case)
+    parts = [result[case] for result in found]
+    assert len({part["loss"] for part in parts}) == 1  # bit by bit
+    tolerance = 1e-9 if case[3] == torch.float64 else 3e-5
+    assert parts[0]["loss"] == pytest.approx(truth["loss"], rel=tolerance, abs=tolerance)
+    # Gradients of rows are made for an average over the ranks.
+    rows = torch.cat([part["rows"] for part in parts]) / world
+    prototypes = torch.cat([part["prototypes"] for part in parts])
+    for name, value in (("rows", rows), ("prototypes", prototypes)):
+        size = float(truth[name].abs().max())
+        assert float((value - truth[name]).abs().max()) <= tolerance * size + 1e-12, name
+    assert {part["path"] for part in parts} == {truth["path"]}
+    if case[0] != "sampled":
+        for part in parts:
+            assert part["support"] == pytest.approx(truth["support"])
+
+
+@pytest.mark.parametrize("path", ["sparse", "chunked", "dense"])
+def test_updates_agree_with_one(path, found):
+    truth = optimized((path, "q_margin", 97, torch.float64))
+    for index, expected in enumerate(truth):
+        for which, tensor in enumerate(expected):
+            parts = [result["optimized", path][index][which] for result in found]
+            torch.testing.assert_close(torch.cat(parts), tensor, atol=1e-10, rtol=1e-9)
+
+
+def test_lists_too_long_on_one_rank(found):
+    batch = random_batch(331, DIM, ROWS)
+    head = make_head(("sparse", "q_margin", 331, torch.float64), None)
+    expected = float(head(batch.embeddings.double(), batch.labels).detach())
+    for result in found:
+        path, loss = result["overflow"]
+        assert path == "chunked"
+        assert loss == pytest.approx(expected, rel=1e-9)

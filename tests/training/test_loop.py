@@ -1,0 +1,229 @@
+"""A run goes on bit for bit where it stopped, and its parts do what the recipe says."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from helpers.runs import events, fragile_recipe, losses, saved_files, status, tiny_recipe
+from qmargin.errors import CheckpointError, ConfigError
+from qmargin.training import async_saver
+from qmargin.training.averaging import average_checkpoints
+from qmargin.training.checkpoint import open_checkpoint, read_backbone, read_part
+from qmargin.training.hooks import HookState
+from qmargin.training.loop import train
+from qmargin.training.recipe import Recipe, ValueSchedule
+from qmargin.training.recipe_files import apply_settings
+from qmargin.training.tensor_files import read_tensors
+
+TORCH = ("head.update=torch", "optimizer.accumulation=4")
+RECIPES = {
+    "debug": tiny_recipe(),
+    "sparse head and update": tiny_recipe("head.path=sparse", "head.update=sparse"),
+    "sampled classes": tiny_recipe("head.path=sampled", "head.sample_rate=0.5"),
+    "statistics, dropout, average": fragile_recipe("run.ema_decay=0.9"),
+    "adamw in parts": fragile_recipe(*TORCH, "optimizer.kind=adamw", "optimizer.lr=0.01"),
+    "half precision": fragile_recipe("precision.dtype=fp16"),
+    "adaface": tiny_recipe("loss.preset=adaface"),
+    "elastic": tiny_recipe("loss.preset=elasticface"),
+    "schedules": replace(
+        tiny_recipe(), margin_schedule=ValueSchedule("linear", start_epoch=0.1, end_epoch=0.3)
+    ),
+}
+
+
+def in_steps(recipe: Recipe, number: int) -> Recipe:
+    return apply_settings(recipe, [f"run.max_steps={number}"])
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_ten_steps_and_ten_more_are_twenty(recipe: Recipe, tmp_path: Path) -> None:
+    """Mid-epoch, by the hash of every tensor: weights, momentum, averages, statistics."""
+    recipe = replace(recipe, run=replace(recipe.run, save_every_steps=20))
+    whole = train(recipe, tmp_path / "whole", device="cpu")
+    train(in_steps(recipe, 10), tmp_path / "parts", device="cpu")
+    again = train(recipe, tmp_path / "parts", resume=True, device="cpu")
+    assert (again.step, again.loss) == (20, whole.loss)
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    assert saved_files(tmp_path / "parts", 20) == saved_files(tmp_path / "whole", 20)
+    assert saved_files(tmp_path / "parts", 10) != saved_files(tmp_path / "parts", 20)
+
+
+def test_workers_may_change_on_resume(tmp_path: Path) -> None:
+    recipe = fragile_recipe()
+    train(recipe, tmp_path / "whole", device="cpu")
+    train(in_steps(recipe, 13), tmp_path / "parts", device="cpu")
+    recipe = apply_settings(recipe, ["data.num_workers=2"])
+    train(recipe, tmp_path / "parts", resume=True, device="cpu")
+    assert saved_files(tmp_path / "parts", 20) == saved_files(tmp_path / "whole", 20)
+
+
+def test_the_debug_recipe_learns(tmp_path: Path) -> None:
+    outcome = train(tiny_recipe("run.max_steps=120", "run.save_every_steps=60"), tmp_path)
+    curve = losses(tmp_path)
+    assert outcome.step == len(curve) == 120
+    assert sum(curve[step] for step in range(111, 121)) < 0.2 * sum(
+        curve[step] for step in range(1, 11)
+    )
+
+
+def test_journal_and_status_say_what_was_promised(tmp_path: Path) -> None:
+    recipe = tiny_recipe("run.max_steps=5", "run.log_every=2", "run.save_every_steps=2")
+    train(recipe, tmp_path, device="cpu")
+    steps = events(tmp_path, "step")
+    assert [record["step"] for record in steps] == [2, 4, 5]
+    names = "step epoch loss lr margin effective_margin support_mean support_max path mass_error"
+    assert {*names.split(), "samples_per_s", "seconds"} <= set(steps[0])
+    assert steps[0]["margin"] == 0.2 and steps[0]["path"] in ("sparse", "chunked")
+    start, *_, end = events(tmp_path)
+    assert (start["event"], start["num_classes"], start["steps_per_epoch"]) == ("start", 200, 50)
+    assert (end["event"], end["step"]) == ("finished", 5)
+    saved = [record["checkpoint"] for record in events(tmp_path, "checkpoint")]
+    assert saved == ["step-000002", "step-000004", "step-000005"]
+    found = status(tmp_path)
+    assert (found["state"], found["step"], found["checkpoint"]) == ("finished", 5, "step-000005")
+    assert found["recipe_sha256"] == recipe.sha256
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "checkpoints",
+        "journal.jsonl",
+        "lock",
+        "status.json",
+    ]
+
+
+def test_a_complete_run_is_left_alone(tmp_path: Path) -> None:
+    recipe = tiny_recipe("run.max_steps=3")
+    train(recipe, tmp_path, device="cpu")
+    before = saved_files(tmp_path, 3)
+    outcome = train(recipe, tmp_path, resume=True, device="cpu")
+    assert outcome.step == 3 and saved_files(tmp_path, 3) == before
+
+
+def test_a_run_is_not_overwritten(tmp_path: Path) -> None:
+    recipe = tiny_recipe("run.max_steps=2")
+    train(recipe, tmp_path, device="cpu")
+    with pytest.raises(ConfigError, match="holds a run that is at step 2; add --resume"):
+        train(recipe, tmp_path, device="cpu")
+
+
+def test_resume_without_a_checkpoint_says_that_it_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(tiny_recipe("run.max_steps=1"), tmp_path, resume=True, device="cpu").step == 1
+    assert "no checkpoint" in capsys.readouterr().err
+
+
+def test_a_named_checkpoint_is_gone_on_from(tmp_path: Path) -> None:
+    recipe = tiny_recipe("run.save_every_steps=5")
+    train(recipe, tmp_path, device="cpu")
+    folder, before = tmp_path / "checkpoints", saved_files(tmp_path, 20)
+    train(recipe, tmp_path, resume=folder / "step-000005", device="cpu")
+    assert saved_files(tmp_path, 20) == before
+    assert len(list(folder.glob("step-000020.aside-*"))) == 1
+    (folder / "step-000010" / "backbone.safetensors").write_bytes(b"")
+    with pytest.raises(CheckpointError, match="backbone"):
+        train(recipe, tmp_path, resume=folder / "step-000010", device="cpu")
+
+
+def test_a_changed_recipe_is_shown_or_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = tiny_recipe("run.max_steps=4")
+    train(recipe, tmp_path, device="cpu")
+    with pytest.raises(ConfigError, match=r"cannot be resumed with data\.batch_size: 64 -> 32"):
+        train(apply_settings(recipe, ["data.batch_size=32"]), tmp_path, resume=True, device="cpu")
+    changes = ["run.max_steps=6", "optimizer.momentum=0.5", "loss.margin=0.1"]
+    train(apply_settings(recipe, changes), tmp_path, resume=True, device="cpu")
+    text = capsys.readouterr().err
+    assert "the recipe has changed: loss.margin: 0.2 -> 0.1 (changes the outcome)" in text
+    assert events(tmp_path, "start")[-1]["changes"]
+    assert events(tmp_path, "step")[-1]["margin"] == 0.1
+    saved = open_checkpoint(tmp_path / "checkpoints" / "step-000006")
+    assert read_part(saved, "optimizer")["param_groups"][0]["momentum"] == 0.5
+
+
+def test_accumulated_parts_equal_the_big_batch(tmp_path: Path) -> None:
+    """Of uneven sizes, with the weight decay and the clipping of one step."""
+    settings = ("head.update=torch", "data.drop_last=false", "data.batch_size=60")
+    length = ("run.max_steps=6", "schedule.warmup_epochs=0")
+    samples = ("data.options.samples_per_class=1", "data.num_classes=203")
+    recipe = tiny_recipe(*settings, *length, *samples)
+    for parts in (1, 4):  # the fourth of each epoch's batches has 23 samples
+        changed = apply_settings(recipe, [f"optimizer.accumulation={parts}"])
+        train(changed, tmp_path / str(parts), device="cpu")
+    one, four = (losses(tmp_path / name) for name in ("1", "4"))
+    assert list(one.values()) == pytest.approx(list(four.values()), rel=1e-5)
+    paths = (tmp_path / name / "checkpoints" / "step-000006" for name in ("1", "4"))
+    whole, parts = (read_backbone(open_checkpoint(path)) for path in paths)
+    for name in whole:
+        torch.testing.assert_close(parts[name], whole[name], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("settings", [("precision.dtype=bf16",), ("precision.dtype=fp16",)])
+def test_lower_precision_stays_close(settings: tuple[str, ...], tmp_path: Path) -> None:
+    train(tiny_recipe(), tmp_path / "full", device="cpu")
+    train(tiny_recipe(*settings), tmp_path / "half", device="cpu")
+    full, half = losses(tmp_path / "full"), losses(tmp_path / "half")
+    assert full != half
+    assert half[20] == pytest.approx(full[20], rel=0.05)
+
+
+def test_channels_last_and_images(tmp_path: Path) -> None:
+    recipe = apply_settings(
+        tiny_recipe("data.options.shape=[3, 16, 16]", "run.max_steps=2"),
+        ["precision.channels_last=true"],
+    )
+    model = type(recipe.model)("small_conv", embedding_dim=32)
+    outcome = train(replace(recipe, model=model), tmp_path, device="cpu")
+    assert outcome.step == 2
+
+
+def test_hooks_see_the_network_in_evaluation_mode(tmp_path: Path) -> None:
+    seen = []
+
+    def hook(state: HookState) -> dict[str, float]:
+        seen.append((state.step, state.backbone.training, torch.is_grad_enabled()))
+        return {"score": state.step / 10}
+
+    recipe = fragile_recipe("run.validate_every=4", "run.max_steps=10")
+    train(recipe, tmp_path / "with", hooks=[hook], device="cpu")
+    assert seen == [(4, False, False), (8, False, False), (10, False, False)]
+    results = events(tmp_path / "with", "validation")
+    assert [record["metrics"] for record in results] == [
+        {"score": 0.4},
+        {"score": 0.8},
+        {"score": 1.0},
+    ]
+    train(recipe, tmp_path / "without", device="cpu")
+    assert saved_files(tmp_path / "with", 10) == saved_files(tmp_path / "without", 10)
+
+
+def test_averages_are_written_at_the_end(tmp_path: Path) -> None:
+    recipe = fragile_recipe("run.average_last=2", "run.ema_decay=0.5")
+    train(recipe, tmp_path, device="cpu")
+    folder = tmp_path / "checkpoints"
+    last = [open_checkpoint(folder / name) for name in ("step-000010", "step-000020")]
+    expected = average_checkpoints(last)
+    for name, value in read_tensors(tmp_path / "average.safetensors").items():
+        assert torch.equal(value, expected[name]), name
+    moving = read_tensors(tmp_path / "ema.safetensors")
+    assert torch.equal(moving["last.weight"], read_part(last[1], "ema")["tensors"]["last.weight"])
+    assert not torch.equal(moving["last.weight"], read_backbone(last[1])["last.weight"])
+
+
+def test_a_failed_save_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*details: object, **options: object) -> Path:
+        raise CheckpointError("No space left on device")
+
+    monkeypatch.setattr(async_saver, "save_checkpoint", refuse)
+    with pytest.raises(CheckpointError, match="No space left"):
+        train(tiny_recipe("run.save_every_steps=3"), tmp_path, device="cpu")
+    assert status(tmp_path)["state"] == "failed"
+    assert len(events(tmp_path, "step")) < 20
+
+
+def test_an_output_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    with pytest.raises(ConfigError, match="cannot be opened"):
+        train(tiny_recipe(), tmp_path / "file" / "out", device="cpu")

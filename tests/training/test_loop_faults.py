@@ -1,0 +1,279 @@
+"""What goes wrong in a run of one rank: bad samples, bad values, spikes, kills, a second run."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from helpers.runs import (
+    MARK,
+    FaultyIdentities,
+    events,
+    fragile_recipe,
+    losses,
+    saved_files,
+    status,
+    tiny_recipe,
+)
+from qmargin.data.order import GlobalOrder
+from qmargin.errors import ConfigError, DataError
+from qmargin.training import loop
+from qmargin.training.checkpoint import open_checkpoint, read_backbone, read_loop
+from qmargin.training.folders import list_steps
+from qmargin.training.lock import RunLock
+from qmargin.training.loop import train
+from qmargin.training.recipe_files import apply_settings, to_yaml
+from qmargin.training.step import StepResult
+
+SAMPLES = GlobalOrder(3200, seed=0, batch_size=64)  # of the debug recipe
+
+
+def sample_of(step: int, row: int = 7) -> int:
+    return int(SAMPLES.batch(step)[row])
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_an_input_that_is_not_finite_is_skipped(value: float, tmp_path: Path) -> None:
+    """Neither weights nor running statistics notice; the sample is named."""
+    bad = sample_of(5)
+    recipe = tiny_recipe("run.max_steps=8", "schedule.warmup_epochs=0")
+    outcome = train(recipe, tmp_path, dataset=FaultyIdentities([bad], value), device="cpu")
+    assert (outcome.step, outcome.num_skipped) == (8, 1)
+    (skip,) = events(tmp_path, "skip")
+    assert (skip["step"], skip["samples"]) == (5, [f"sample-{bad}"])
+    assert losses(tmp_path)[6] == "nan" and losses(tmp_path)[7] < 100
+    whole = read_backbone(open_checkpoint(outcome.checkpoint))
+    assert all(bool(value.isfinite().all()) for value in whole.values())
+
+
+def test_statistics_are_those_before_a_step_that_is_skipped(tmp_path: Path) -> None:
+    bad = sample_of(5)
+    for name, steps in (("before", 5), ("after", 6)):
+        recipe = fragile_recipe(f"run.max_steps={steps}")
+        dataset = FaultyIdentities([bad], float("nan"))
+        train(recipe, tmp_path / name, dataset=dataset, device="cpu")
+    before, after = saved_files(tmp_path / "before", 5), saved_files(tmp_path / "after", 6)
+    assert before == after
+
+
+def test_a_gradient_that_is_not_finite_is_skipped(tmp_path: Path) -> None:
+    bad = sample_of(5)
+    for name, steps in (("before", 5), ("after", 6)):
+        recipe = fragile_recipe(f"run.max_steps={steps}", "model.options.dropout=0")
+        train(recipe, tmp_path / name, dataset=FaultyIdentities([bad], MARK), device="cpu")
+    (skip,) = events(tmp_path / "after", "skip")
+    assert skip["reason"] == "the gradient is not finite"
+    assert len(skip["samples"]) == 64 and f"sample-{bad}" in skip["samples"]
+    before, after = saved_files(tmp_path / "before", 5), saved_files(tmp_path / "after", 6)
+    measured = "head_state.safetensors"  # the head did take its step, up to the update
+    assert before.pop(measured) != after.pop(measured)
+    assert before == after
+
+
+@pytest.mark.parametrize("clip", ["null", "5.0"])
+def test_overflow_of_a_scaled_gradient_lowers_the_scale(clip: str, tmp_path: Path) -> None:
+    recipe = fragile_recipe("precision.dtype=fp16", f"optimizer.clip_norm={clip}")
+    recipe = apply_settings(recipe, ["run.nan_budget=0", "run.max_steps=8"])
+    dataset = FaultyIdentities([sample_of(5)], MARK)
+    outcome = train(recipe, tmp_path, dataset=dataset, device="cpu")
+    assert outcome.num_skipped == 0
+    # the first gradients are too large for the scale that fp16 begins with
+    assert [skip["step"] for skip in events(tmp_path, "skip")] == [0, 5]
+    scales = [record["loss_scale"] for record in events(tmp_path, "step")]
+    assert scales == [32768.0] * 5 + [16384.0] * 3
+
+
+def test_too_many_steps_that_are_not_finite_stop_the_run(tmp_path: Path) -> None:
+    bad = [sample_of(step) for step in (2, 4)]
+    dataset = FaultyIdentities(bad, float("nan"))
+    message = f"step 4 was skipped because .* .sample-{bad[1]}.*nan_budget allows 1"
+    with pytest.raises(DataError, match=message):
+        train(tiny_recipe("run.nan_budget=1"), tmp_path, dataset=dataset, device="cpu")
+    assert status(tmp_path)["state"] == "failed"
+    assert "nan_budget" in status(tmp_path)["error"]
+
+
+def test_corrupt_samples_are_replaced_and_counted(tmp_path: Path) -> None:
+    bad = [sample_of(2), sample_of(3)]
+    train(tiny_recipe("run.max_steps=6"), tmp_path, dataset=FaultyIdentities(bad), device="cpu")
+    found = events(tmp_path, "corrupt")
+    assert [(record["step"], record["samples"]) for record in found] == [
+        (2, [f"sample-{bad[0]}"]),
+        (3, [f"sample-{bad[1]}"]),
+    ]
+    saved = open_checkpoint(tmp_path / "checkpoints" / "step-000006")
+    assert read_loop(saved)["corrupt"] == {"epoch": 0, "count": 2}
+    # the count of an epoch survives a resume
+    recipe = tiny_recipe("run.max_steps=9", "data.max_corrupt=2")
+    dataset = FaultyIdentities([*bad, sample_of(7)])
+    with pytest.raises(DataError, match="3 corrupt samples in epoch 0"):
+        train(recipe, tmp_path, resume=True, dataset=dataset, device="cpu")
+
+
+def test_an_error_in_a_worker_comes_with_its_traceback(tmp_path: Path) -> None:
+    dataset = FaultyIdentities([sample_of(2)], error=ZeroDivisionError)
+    recipe = tiny_recipe("data.num_workers=1")
+    with pytest.raises(DataError, match=f"step 2, sample 'sample-{sample_of(2)}'") as caught:
+        train(recipe, tmp_path, dataset=dataset, device="cpu")
+    assert "ZeroDivisionError" in str(caught.value.__cause__)
+
+
+@pytest.mark.parametrize("label", [200, -1])
+def test_labels_are_checked_before_step_0(label: int, tmp_path: Path) -> None:
+    dataset = FaultyIdentities(labels_changed={77: label})
+    with pytest.raises(DataError, match=rf"train.lst, row 77: label {label} .* \[0, 200\)"):
+        train(tiny_recipe(), tmp_path, dataset=dataset, device="cpu")
+    assert not (tmp_path / "journal.jsonl").exists()
+
+
+def test_data_of_another_size_is_refused_on_resume(tmp_path: Path) -> None:
+    train(tiny_recipe("run.max_steps=2"), tmp_path, device="cpu")
+    dataset = FaultyIdentities(inner=FaultyIdentities().inner.__class__(200, 8, shape=(32,)))
+    with pytest.raises(DataError, match="saved with 3,200 samples and the data has 1,600"):
+        train(tiny_recipe(), tmp_path, resume=True, dataset=dataset, device="cpu")
+
+
+def test_a_second_run_in_the_same_folder_is_refused(tmp_path: Path) -> None:
+    with RunLock(tmp_path), pytest.raises(ConfigError, match="is in use by process"):
+        train(tiny_recipe(), tmp_path, device="cpu")
+
+
+def spike_at(steps: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Report a loss of 1e9 at some steps, each time they are taken."""
+
+    def spiking(session: object, *details: object, **options: object) -> StepResult:
+        result = take(session, *details, **options)
+        return result if session.progress.step not in steps else StepResult(loss=1e9)
+
+    take = loop.take_step
+    monkeypatch.setattr(loop, "take_step", spiking)
+
+
+def test_a_spike_rolls_back_and_skips_the_window(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spike_at((13,), monkeypatch)
+    recipe = tiny_recipe("run.spike_factor=3", "run.spike_window=5")
+    outcome = train(recipe, tmp_path, device="cpu")
+    assert outcome.step == 20
+    (back,) = events(tmp_path, "rollback")
+    assert (back["step"], back["checkpoint"], back["next_step"]) == (13, 10, 15)
+    assert list(losses(tmp_path)) == [*range(1, 14), *range(16, 21)]
+    # the weights with which step 15 begins are those of step 10
+    monkeypatch.undo()
+    seen = {}
+
+    def look(session: object, *details: object, **options: object) -> StepResult:
+        weight = session.backbone.layers[0].weight.detach().clone()
+        seen.setdefault(session.progress.step, weight)
+        return take(session, *details, **options)
+
+    take = loop.take_step
+    monkeypatch.setattr(loop, "take_step", look)
+    spike_at((13,), monkeypatch)
+    train(recipe, tmp_path / "again", device="cpu")
+    assert torch.equal(seen[15], seen[10]) and not torch.equal(seen[16], seen[15])
+    assert saved_files(tmp_path / "again", 20) == saved_files(tmp_path, 20)
+
+
+def test_a_loss_that_keeps_rising_stops_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spike_at(tuple(range(5, 40)), monkeypatch)
+    settings = ("run.spike_factor=3", "run.spike_window=2", "run.max_steps=40")
+    recipe = tiny_recipe(*settings, "run.save_every_steps=5")
+    monkeypatch.setattr(loop, "MOST_ROLLBACKS", 0)
+    with pytest.raises(DataError, match="gone back to step 5 0 times; lower the learning rate"):
+        train(recipe, tmp_path, device="cpu")
+
+
+def test_a_resumed_run_remembers_the_recent_losses(tmp_path: Path) -> None:
+    recipe = tiny_recipe("run.spike_factor=50", "run.spike_window=4", "run.max_steps=6")
+    train(recipe, tmp_path, device="cpu")
+    recipe = apply_settings(recipe, ["run.max_steps=8"])
+    train(recipe, tmp_path, resume=True, device="cpu")
+    saved = read_loop(open_checkpoint(tmp_path / "checkpoints" / "step-000008"))
+    assert saved["losses"] == [losses(tmp_path)[step] for step in (5, 6, 7, 8)]
+    train(apply_settings(recipe, ["run.max_steps=9"]), tmp_path, resume=True, device="cpu")
+    saved = read_loop(open_checkpoint(tmp_path / "checkpoints" / "step-000009"))
+    assert saved["losses"] == [losses(tmp_path)[step] for step in (6, 7, 8, 9)]
+
+
+RUN = """
+import sys, torch
+torch.set_num_threads(1)
+from qmargin.training.loop import train
+from qmargin.training.recipe_files import read_recipe
+outcome = train(read_recipe(sys.argv[1]), sys.argv[2], resume=True, device="cpu")
+print(outcome.step, outcome.signal)
+"""
+
+
+def start_run(recipe: Path, out: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, "-W", "error", "-c", RUN, str(recipe), str(out)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    )
+
+
+def wait_for_step(process: subprocess.Popen[str], out: Path, step: int) -> None:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        path = out / "journal.jsonl"
+        if path.exists() and f'"step": {step}, "total_steps"' in path.read_text():
+            return
+        assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.01)
+    raise AssertionError(f"step {step} never came")
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_a_run_that_is_killed_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    """kill -9 at three moments, some of them during a save; the journal has every step once."""
+    recipe = tiny_recipe("run.max_steps=150", "run.save_every_steps=7", "run.keep=2")
+    path, out = tmp_path / "recipe.yaml", tmp_path / "killed"
+    path.write_text(to_yaml(recipe), encoding="utf-8")
+    for step in (20, 49, 99):
+        process = start_run(path, out)
+        wait_for_step(process, out, step)
+        process.send_signal(signal.SIGKILL)
+        assert process.wait(60) == -signal.SIGKILL
+        process.communicate()
+        assert max(list_steps(out / "checkpoints")) >= step - 14
+    process = start_run(path, out)
+    assert process.communicate(timeout=120)[0] == "150 0\n"
+    train(recipe, tmp_path / "whole", device="cpu")
+    assert saved_files(out, 150) == saved_files(tmp_path / "whole", 150)
+    assert losses(out) == losses(tmp_path / "whole")
+    assert len(events(out, "step")) == 150
+    abandoned = (out / "journal-abandoned.jsonl").read_text(encoding="utf-8").splitlines()
+    assert any(json.loads(line)["event"] == "step" for line in abandoned)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_stops(number: signal.Signals, tmp_path: Path) -> None:
+    recipe = tiny_recipe("run.max_steps=5000", "run.epochs=200", "run.save_every_steps=4000")
+    path, out = tmp_path / "recipe.yaml", tmp_path / "out"
+    path.write_text(to_yaml(recipe), encoding="utf-8")
+    process = start_run(path, out)
+    wait_for_step(process, out, 10)
+    process.send_signal(number)
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    step, stopped_by = map(int, output.split())
+    assert stopped_by == number and 10 <= step < 4000
+    assert list(list_steps(out / "checkpoints")) == [step]
+    assert (status(out)["state"], status(out)["signal"]) == ("stopped", number)
+    shorter = apply_settings(recipe, [f"run.max_steps={step + 3}"])
+    train(shorter, out, resume=True, device="cpu")
+    train(shorter, tmp_path / "whole", device="cpu")
+    assert saved_files(out, step + 3) == saved_files(tmp_path / "whole", step + 3)

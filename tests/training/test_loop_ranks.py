@@ -1,0 +1,160 @@
+"""Runs of several ranks: the same curve, the same decisions, and no rank left waiting."""
+
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from helpers.ranks import Rank, ranks_running, run_ranks
+from helpers.runs import FaultyIdentities, events, losses, saved_files, status, tiny_recipe
+from qmargin.data.order import GlobalOrder
+from qmargin.training.folders import list_steps
+from qmargin.training.loop import train
+
+pytestmark = pytest.mark.dist
+
+SCRIPT = """
+from helpers.runs import FaultyIdentities, fragile_recipe, identities, tiny_recipe
+from qmargin.training.loop import train
+recipe = {recipe}("run.timeout_s=12", *{settings!r})
+outcome = train(recipe, {out!r}, resume=True, device="cpu"{options})
+say(outcome.step, outcome.loss, outcome.num_skipped, outcome.signal)
+"""
+SAMPLES = GlobalOrder(3200, seed=0, batch_size=64)  # of the debug recipe
+
+
+@pytest.fixture(autouse=True)
+def _helpers_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]), prepend=":")
+
+
+def script(
+    out: Path, settings: Sequence[str] = (), *, recipe: str = "tiny_recipe", options: str = ""
+) -> str:
+    return SCRIPT.format(recipe=recipe, settings=list(settings), out=str(out), options=options)
+
+
+def wait_for_step(rank: Rank, out: Path, step: int) -> None:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        path = out / "journal.jsonl"
+        if path.exists() and f'"step": {step}, "total_steps"' in path.read_text():
+            return
+        assert rank.process.poll() is None, rank.errors()
+        time.sleep(0.01)
+    raise AssertionError(f"step {step} never came")
+
+
+def largest_difference(one: dict[int, float], other: dict[int, float], num_steps: int) -> float:
+    return max(abs(other[step] / one[step] - 1.0) for step in range(1, num_steps + 1))
+
+
+@pytest.mark.slow
+def test_any_number_of_ranks_has_the_same_loss_curve(tmp_path: Path) -> None:
+    """As close as two paths of one rank, which differ by rounding alone, over the whole recipe."""
+    settings = ["run.max_steps=300", "run.save_every_steps=100"]
+    for path in ("auto", "sparse", "dense"):
+        train(tiny_recipe(*settings, f"head.path={path}"), tmp_path / path, device="cpu")
+    one, *equals = (losses(tmp_path / path) for path in ("auto", "sparse", "dense"))
+    assert len(one) == 300 and one[300] < 0.05 * one[1]
+    budget = 1e-5 + 3.0 * max(largest_difference(one, equal, 300) for equal in equals)
+    assert budget < 0.1
+    for world in (2, 4):
+        said = run_ranks(script(tmp_path / str(world), settings), world)
+        assert len(set(said)) == 1  # the loss is the same number on every rank
+        many = losses(tmp_path / str(world))
+        assert largest_difference(one, many, 50) < 1e-5
+        assert largest_difference(one, many, 300) < budget
+
+
+@pytest.mark.slow
+def test_two_ranks_go_on_bit_for_bit_and_one_or_three_go_on(tmp_path: Path) -> None:
+    settings = ["run.ema_decay=0.9"]
+    run_ranks(script(tmp_path / "whole", settings, recipe="fragile_recipe"), 2)
+    parts = ["run.max_steps=13", *settings]
+    run_ranks(script(tmp_path / "parts", parts, recipe="fragile_recipe"), 2)
+    run_ranks(script(tmp_path / "parts", settings, recipe="fragile_recipe"), 2)
+    assert saved_files(tmp_path / "parts", 20) == saved_files(tmp_path / "whole", 20)
+    # tiny, whose outputs do not depend on who else is in a rank's batch
+    run_ranks(script(tmp_path / "tiny"), 2)
+    for world in (1, 3):
+        run_ranks(script(tmp_path / str(world), ["run.max_steps=13"]), 2)
+        run_ranks(script(tmp_path / str(world)), world)
+        curves = [list(losses(tmp_path / name).values()) for name in (str(world), "tiny")]
+        assert curves[0] == pytest.approx(curves[1], rel=1e-4)
+
+
+def test_a_signal_to_one_rank_saves_the_same_step_on_all(tmp_path: Path) -> None:
+    settings = ["run.max_steps=5000", "run.epochs=200", "run.save_every_steps=4000"]
+    with ranks_running(script(tmp_path, settings), 2) as ranks:
+        wait_for_step(ranks[0], tmp_path, 5)
+        ranks[1].process.send_signal(signal.SIGTERM)
+        assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].errors()
+        said = [rank.output().split() for rank in ranks]
+    assert said[0] == said[1] and int(said[0][3]) == signal.SIGTERM
+    step = int(said[0][0])
+    assert list(list_steps(tmp_path / "checkpoints")) == [step]
+    assert [name for name in saved_files(tmp_path, step) if name.startswith("head-")] == [
+        "head-00000-of-00002.safetensors",
+        "head-00001-of-00002.safetensors",
+    ]
+    assert status(tmp_path)["state"] == "stopped"
+
+
+def test_a_nan_of_one_rank_is_skipped_by_all(tmp_path: Path) -> None:
+    """Row 40 of 64 is read by the second rank; the first one writes its name."""
+    bad = int(SAMPLES.batch(5)[40])
+    options = f", dataset=FaultyIdentities([{bad}], float('nan'))"
+    said = run_ranks(script(tmp_path / "bad", ["run.max_steps=8"], options=options), 2)
+    assert said[0] == said[1] and said[0].split()[2] == "1"
+    (skip,) = events(tmp_path / "bad", "skip")
+    assert (skip["step"], skip["samples"]) == (5, [f"sample-{bad}"])
+    dataset = FaultyIdentities([bad], float("nan"))
+    train(tiny_recipe("run.max_steps=8"), tmp_path / "one", dataset=dataset, device="cpu")
+    curves = [losses(tmp_path / name) for name in ("bad", "one")]
+    assert curves[0].pop(6) == curves[1].pop(6) == "nan"
+    assert list(curves[0].values()) == pytest.approx(list(curves[1].values()), rel=1e-4)
+
+
+def test_an_error_of_one_loader_stops_all_ranks_at_once(tmp_path: Path) -> None:
+    bad = int(SAMPLES.batch(3)[40])
+    options = f", dataset=FaultyIdentities([{bad}], error=ZeroDivisionError)"
+    began = time.monotonic()
+    with ranks_running(script(tmp_path, options=options), 2) as ranks:
+        assert [rank.wait() for rank in ranks] == [1, 1]
+        errors = [rank.errors() for rank in ranks]
+    assert time.monotonic() - began < 30
+    last = errors[1].strip().splitlines()[-1]
+    assert f"DataError: cannot read step 3, sample 'sample-{bad}': ZeroDivisionError" in last
+    first = errors[0]
+    assert "RankError: rank 1 stopped with DataError" in first.strip().splitlines()[-1]
+    assert first.index("ZeroDivisionError: sample") < first.index("RankError")
+    assert status(tmp_path)["state"] == "failed"
+
+
+def test_a_killed_rank_is_named_and_the_run_goes_on(tmp_path: Path) -> None:
+    settings = ["run.max_steps=5000", "run.epochs=200", "run.save_every_steps=5"]
+    with ranks_running(script(tmp_path, settings), 2) as ranks:
+        wait_for_step(ranks[0], tmp_path, 20)
+        ranks[1].process.kill()
+        code = ranks[0].wait()
+        errors = ranks[0].errors()
+    assert code in (1, 75) and "rank 1 gave no sign of life" in errors, errors
+    step = max(list_steps(tmp_path / "checkpoints"))
+    settings = [f"run.max_steps={step + 3}", "run.save_every_steps=5"]
+    assert len(run_ranks(script(tmp_path, settings), 2)) == 2
+    assert list(losses(tmp_path)) == list(range(1, step + 4))
+
+
+def test_fewer_classes_than_ranks_and_ranks_without_rows(tmp_path: Path) -> None:
+    """Six samples in batches of five: the second batch leaves two ranks empty-handed."""
+    settings = ["data.num_classes=2", "data.batch_size=5", "data.drop_last=false"]
+    settings += ["run.max_steps=6", "run.epochs=9", "schedule.warmup_epochs=0"]
+    options = ", dataset=identities(num_classes=2, samples_per_class=3)"
+    train(tiny_recipe(*settings, "data.options.samples_per_class=3"), tmp_path / "1", device="cpu")
+    said = run_ranks(script(tmp_path / "3", settings, options=options), 3)
+    assert len(set(said)) == 1
+    one, three = (list(losses(tmp_path / name).values()) for name in ("1", "3"))
+    assert three == pytest.approx(one, rel=1e-4)
