@@ -15,6 +15,14 @@ HEADER = (
     "# Names and signatures of qmargin.__all__ and qmargin.metrics.__all__.\n"
     "# Rewrite with `make api`, then read the diff.\n"
 )
+INTERNAL = {  # what the parts of a head call on each other; docs/reference/api.md leaves it out too
+    "kernels",
+    "leave_pending",
+    "next_seed",
+    "order",
+    "receive",
+    "receive_gradient",
+}
 PROMISES = [
     *sorted(qmargin.__all__),
     *sorted(f"metrics.{name}" for name in qmargin.metrics.__all__),
@@ -44,7 +52,10 @@ def describe_class(name: str, cls: type) -> list[str]:
         return [f"class {name}({', '.join(bases)})"]
     is_protocol = getattr(cls, "_is_protocol", False)
     lines = [f"protocol {name}" if is_protocol else f"class {name}{signature_of(cls)}"]
+    hidden = INTERNAL if cls is qmargin.MarginClassifier else ()
     for member, value in sorted(public_members(cls).items()):
+        if member in hidden:
+            continue
         if isinstance(value, classmethod | staticmethod):
             kind = type(value).__name__
             lines.append(f"    {kind} {member}{signature_of(getattr(cls, member))}")

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from qmargin import metrics
     from qmargin.errors import MarginWarning, QMarginError
+    from qmargin.evaluation.model import load_model
     from qmargin.heads.classifier import MarginClassifier
     from qmargin.heads.step import StepStats
     from qmargin.losses.functional import (
@@ -78,6 +79,7 @@ __all__ = [
     "entmax_face",
     "entmax_speaker",
     "fenchel_young_loss",
+    "load_model",
     "log_partition",
     "magface",
     "margin_loss",
@@ -95,6 +97,7 @@ __all__ = [
 
 _HOMES = {  # imported on first use, so that `qmargin --help` need not wait for torch
     "qmargin.errors": "MarginWarning QMarginError",
+    "qmargin.evaluation.model": "load_model",
     "qmargin.heads.classifier": "MarginClassifier",
     "qmargin.heads.step": "StepStats",
     "qmargin.losses.functional": (

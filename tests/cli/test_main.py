@@ -23,7 +23,7 @@ def run_qmargin(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_help_names_the_commands() -> None:
     result = run_qmargin("--help")
     assert result.returncode == 0
-    for name in ("evaluate", "report", "bench"):
+    for name in ("train", "recipes", "doctor", "evaluate", "report", "bench"):
         assert f"    {name} " in result.stdout
 
 

@@ -1,23 +1,18 @@
 """Recipes on the command line: by name or file, changed and printed."""
 
-import argparse
 from pathlib import Path
 
 import pytest
 
-from qmargin.cli.recipes import add_recipes, load_recipe
-from qmargin.cli.train import add_train
+from qmargin.cli.main import build_parser
+from qmargin.cli.recipes import load_recipe
 from qmargin.errors import ConfigError
 from qmargin.recipes import get_recipe, list_recipes
 from qmargin.training.recipe_files import from_yaml, to_yaml
 
 
 def run(*arguments: str) -> None:
-    parser = argparse.ArgumentParser()
-    commands = parser.add_subparsers(required=True)
-    add_train(commands)
-    add_recipes(commands)
-    parsed = parser.parse_args(arguments)
+    parsed = build_parser().parse_args(arguments)
     parsed.run(parsed)
 
 

@@ -11,10 +11,10 @@ import pytest
 from helpers.speakers import make_speakers
 from qmargin.errors import DataError
 from qmargin.evaluation.evaluate import evaluate_scores
-from qmargin.evaluation.files import sha256_of, write_atomically
 from qmargin.evaluation.options import EvaluationOptions
 from qmargin.evaluation.result import Result, Value, read_result, result_to_json, write_result
 from qmargin.evaluation.score_files import read_scores
+from qmargin.files import sha256_of, write_atomically
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +122,7 @@ def test_a_failed_write_leaves_the_old_file(
     def full(_: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("qmargin.evaluation.files.os.fsync", full)
+    monkeypatch.setattr("qmargin.files.os.fsync", full)
     with pytest.raises(OSError, match="No space left"):
         write_atomically(path, b"new")
     assert sha256_of(path) == before

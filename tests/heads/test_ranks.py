@@ -30,8 +30,13 @@ PRESETS = {
     "magface": lambda: qmargin.MarginLoss(
         qmargin.Alpha(1.5), qmargin.MagFaceMargin(lower_norm=1.0, upper_norm=20.0), scale=8.0
     ),
+    "sphereface": lambda: qmargin.sphereface(scale=16.0),
+    "elasticface": lambda: qmargin.MarginLoss(
+        qmargin.Alpha(1.0), qmargin.ElasticMargin(seed=5), scale=16.0
+    ),
     "alpha 3": lambda: make_loss(3.0, 3.0),
 }
+SOFTMAX = ("cosface", "arcface", "adaface", "sphereface", "elasticface")
 # Path, preset, classes, dtype: every path, every preset, fewer classes than ranks.
 CASES = [
     *((path, "q_margin", k, dt)
@@ -39,7 +44,7 @@ CASES = [
       for k in (1, 3, 97, 331) for dt in (torch.float64,)),
     *((path, preset, 97, torch.float32)
       for preset in PRESETS for path in ("sparse", "chunked", "dense")
-      if not (path == "sparse" and preset in ("cosface", "arcface", "adaface"))),
+      if not (path == "sparse" and preset in SOFTMAX)),
 ]  # fmt: skip
 
 

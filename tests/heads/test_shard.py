@@ -2,6 +2,9 @@ import pytest
 import torch
 
 import qmargin
+from qmargin.errors import ConfigError
+from qmargin.heads.checks import check_settings
+from qmargin.heads.classifier import MarginClassifier
 from qmargin.heads.shard import BLOCK_CLASSES, ClassShard, draw_prototypes
 
 
@@ -42,3 +45,12 @@ def test_a_seed_decides_the_prototypes():
     assert not torch.equal(
         heads[0].prototypes, qmargin.MarginClassifier(4, 9, qmargin.q_margin()).prototypes
     )
+
+
+def test_a_margin_that_draws_needs_a_seed_on_several_ranks():
+    head = MarginClassifier(4, 6, qmargin.elasticface(), path="dense")
+    head.ranks.world = 2
+    with pytest.raises(ConfigError, match="give ElasticMargin a seed"):
+        check_settings(head, torch.float32, ("dense",))
+    head.loss = qmargin.MarginLoss(qmargin.Alpha(1.0), qmargin.ElasticMargin(seed=1), scale=64.0)
+    check_settings(head, torch.float32, ("dense",))

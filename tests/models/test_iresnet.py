@@ -59,6 +59,19 @@ def test_a_block_is_its_formula() -> None:
     assert ResidualBlock(4, 4, stride=1).downsample is None
 
 
+def test_shortcuts_without_weights_take_every_other_pixel() -> None:
+    block = ResidualBlock(4, 4, 2, "subsample").eval()
+    inputs = torch.randn(2, 4, 8, 8)
+    with torch.no_grad():
+        block.bn3.weight.zero_()
+    assert torch.equal(block(inputs), inputs[:, :, ::2, ::2])
+    network = IResNet((2, 1, 1, 1), 8, shortcut="subsample")
+    names = {name.rsplit(".downsample")[0] for name in network.state_dict() if "downsample" in name}
+    assert names == {"layer2.0", "layer3.0", "layer4.0"}  # where channels change
+    with pytest.raises(ConfigError, match="shortcut is 'pool'; known are projection, subsample"):
+        IResNet(SMALL, shortcut="pool")  # type: ignore[arg-type]
+
+
 def test_first_values() -> None:
     torch.manual_seed(0)
     network = IResNet(SMALL)

@@ -1,5 +1,6 @@
 """A run goes on bit for bit where it stopped, and its parts do what the recipe says."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -166,7 +167,19 @@ def test_lower_precision_stays_close(settings: tuple[str, ...], tmp_path: Path) 
     train(tiny_recipe(*settings), tmp_path / "half", device="cpu")
     full, half = losses(tmp_path / "full"), losses(tmp_path / "half")
     assert full != half
-    assert half[20] == pytest.approx(full[20], rel=0.05)
+    last = range(16, 21)  # fp16 is a step behind: its first scale is too large
+    expected = sum(full[step] for step in last)
+    assert sum(half[step] for step in last) == pytest.approx(expected, rel=0.03)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("c++") is None, reason="torch.compile needs a C++ compiler")
+def test_a_compiled_backbone_learns_the_same(tmp_path: Path) -> None:
+    for name in ("false", "true"):
+        recipe = tiny_recipe("run.max_steps=5", f"precision.compile={name}")
+        train(recipe, tmp_path / name, device="cpu")
+    plain, compiled = (list(losses(tmp_path / name).values()) for name in ("false", "true"))
+    assert compiled == pytest.approx(plain, rel=1e-4)
 
 
 def test_channels_last_and_images(tmp_path: Path) -> None:

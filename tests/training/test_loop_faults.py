@@ -22,7 +22,7 @@ from helpers.runs import (
     tiny_recipe,
 )
 from qmargin.data.order import GlobalOrder
-from qmargin.errors import ConfigError, DataError
+from qmargin.errors import CheckpointError, ConfigError, DataError
 from qmargin.training import loop
 from qmargin.training.checkpoint import open_checkpoint, read_backbone, read_loop
 from qmargin.training.folders import list_steps
@@ -142,6 +142,50 @@ def test_data_of_another_size_is_refused_on_resume(tmp_path: Path) -> None:
 def test_a_second_run_in_the_same_folder_is_refused(tmp_path: Path) -> None:
     with RunLock(tmp_path), pytest.raises(ConfigError, match="is in use by process"):
         train(tiny_recipe(), tmp_path, device="cpu")
+
+
+def test_damaged_checkpoints_are_passed_over_and_never_forgotten(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = tiny_recipe("run.max_steps=12", "run.save_every_steps=4")
+    train(recipe, tmp_path, device="cpu")
+    before, folder = saved_files(tmp_path, 12), tmp_path / "checkpoints"
+    damage(folder / "step-000012" / "head-00000-of-00001.safetensors")
+    capsys.readouterr()
+    train(recipe, tmp_path, resume=True, device="cpu")
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("passed over step-000012: ") and "head-00000" in lines[0]
+    assert lines[1] == f"going on from {folder / 'step-000008'}"
+    assert saved_files(tmp_path, 12) == before
+    for path in folder.glob("step-*/manifest.json"):
+        damage(path)
+    with pytest.raises(
+        CheckpointError, match=r"none of the 3 checkpoints .* is whole; restore one"
+    ):
+        train(recipe, tmp_path, resume=True, device="cpu")
+    with pytest.raises(CheckpointError, match=r"is whole"):  # nor without --resume
+        train(recipe, tmp_path, device="cpu")
+    with pytest.raises(CheckpointError, match=r"no checkpoint .*step-7; the run has step-000012,"):
+        train(recipe, tmp_path, resume=folder / "step-7", device="cpu")
+
+
+def damage(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def test_a_support_that_outgrows_the_lists_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(tiny_recipe("head.path=dense", "run.max_steps=6"), tmp_path / "dense", device="cpu")
+    monkeypatch.setattr("qmargin.heads.classifier.LIST_CAPACITY", 2)
+    train(tiny_recipe("head.path=sparse", "run.max_steps=6"), tmp_path / "short", device="cpu")
+    steps = events(tmp_path / "short", "step")
+    assert [record["num_redone"] for record in steps] == [1, 2, 3, 4, 5, 6]
+    assert steps[0]["num_overflowed"] == 64 and steps[0]["path"] == "chunked"
+    full, redone = (list(losses(tmp_path / name).values()) for name in ("dense", "short"))
+    assert redone == pytest.approx(full, rel=1e-5)
 
 
 def spike_at(steps: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from helpers.ranks import Rank, ranks_running, run_ranks
-from helpers.runs import FaultyIdentities, events, losses, saved_files, status, tiny_recipe
+from helpers.runs import MARK, FaultyIdentities, events, losses, saved_files, status, tiny_recipe
 from qmargin.data.order import GlobalOrder
 from qmargin.training.folders import list_steps
 from qmargin.training.loop import train
@@ -47,26 +47,18 @@ def wait_for_step(rank: Rank, out: Path, step: int) -> None:
     raise AssertionError(f"step {step} never came")
 
 
-def largest_difference(one: dict[int, float], other: dict[int, float], num_steps: int) -> float:
-    return max(abs(other[step] / one[step] - 1.0) for step in range(1, num_steps + 1))
-
-
 @pytest.mark.slow
 def test_any_number_of_ranks_has_the_same_loss_curve(tmp_path: Path) -> None:
-    """As close as two paths of one rank, which differ by rounding alone, over the whole recipe."""
+    """To rounding, at each of the recipe's 300 steps."""
     settings = ["run.max_steps=300", "run.save_every_steps=100"]
-    for path in ("auto", "sparse", "dense"):
-        train(tiny_recipe(*settings, f"head.path={path}"), tmp_path / path, device="cpu")
-    one, *equals = (losses(tmp_path / path) for path in ("auto", "sparse", "dense"))
+    train(tiny_recipe(*settings), tmp_path / "1", device="cpu")
+    one = losses(tmp_path / "1")
     assert len(one) == 300 and one[300] < 0.05 * one[1]
-    budget = 1e-5 + 3.0 * max(largest_difference(one, equal, 300) for equal in equals)
-    assert budget < 0.1
     for world in (2, 4):
-        said = run_ranks(script(tmp_path / str(world), settings), world)
+        said = run_ranks(script(tmp_path / str(world), settings), world, timeout=120)
         assert len(set(said)) == 1  # the loss is the same number on every rank
         many = losses(tmp_path / str(world))
-        assert largest_difference(one, many, 50) < 1e-5
-        assert largest_difference(one, many, 300) < budget
+        assert max(abs(many[step] / one[step] - 1.0) for step in one) < 5e-5
 
 
 @pytest.mark.slow
@@ -118,14 +110,47 @@ def test_a_nan_of_one_rank_is_skipped_by_all(tmp_path: Path) -> None:
     assert list(curves[0].values()) == pytest.approx(list(curves[1].values()), rel=1e-4)
 
 
+@pytest.mark.slow
+def test_a_gradient_of_one_rank_that_is_not_finite_is_skipped_by_all(tmp_path: Path) -> None:
+    bad = int(SAMPLES.batch(2)[40])
+    options = f", dataset=FaultyIdentities([{bad}], {MARK})"
+    settings = ["run.max_steps=4", "model.options.dropout=0"]
+    text = script(tmp_path, settings, recipe="fragile_recipe", options=options)
+    said = run_ranks(text, 2)
+    assert said[0] == said[1] and said[0].split()[2] == "1"
+    (skip,) = events(tmp_path, "skip")
+    assert (skip["step"], skip["reason"]) == (2, "the gradient is not finite")
+    assert len(skip["samples"]) == 64 and f"sample-{bad}" in skip["samples"]
+
+
+@pytest.mark.slow
+def test_a_spike_rolls_all_ranks_back(tmp_path: Path) -> None:
+    patch = """
+from qmargin.training import loop
+from qmargin.training.step import StepResult
+take = loop.take_step
+def spiking(session, *details, **options):
+    result = take(session, *details, **options)
+    return result if session.progress.step != 13 else StepResult(loss=1e9)
+loop.take_step = spiking
+"""
+    settings = ["run.spike_factor=3", "run.spike_window=5"]
+    said = run_ranks(patch + script(tmp_path, settings), 2)
+    assert said[0] == said[1] and said[0].split()[0] == "20"
+    (back,) = events(tmp_path, "rollback")
+    assert (back["step"], back["checkpoint"], back["next_step"]) == (13, 10, 15)
+    assert list(losses(tmp_path)) == [*range(1, 14), *range(16, 21)]
+
+
 def test_an_error_of_one_loader_stops_all_ranks_at_once(tmp_path: Path) -> None:
     bad = int(SAMPLES.batch(3)[40])
     options = f", dataset=FaultyIdentities([{bad}], error=ZeroDivisionError)"
-    began = time.monotonic()
     with ranks_running(script(tmp_path, options=options), 2) as ranks:
-        assert [rank.wait() for rank in ranks] == [1, 1]
+        assert ranks[1].wait() == 1
+        began = time.monotonic()
+        assert ranks[0].wait() == 1
+        assert time.monotonic() - began < 10  # and not after the timeout
         errors = [rank.errors() for rank in ranks]
-    assert time.monotonic() - began < 30
     last = errors[1].strip().splitlines()[-1]
     assert f"DataError: cannot read step 3, sample 'sample-{bad}': ZeroDivisionError" in last
     first = errors[0]
@@ -134,6 +159,7 @@ def test_an_error_of_one_loader_stops_all_ranks_at_once(tmp_path: Path) -> None:
     assert status(tmp_path)["state"] == "failed"
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_named_and_the_run_goes_on(tmp_path: Path) -> None:
     settings = ["run.max_steps=5000", "run.epochs=200", "run.save_every_steps=5"]
     with ranks_running(script(tmp_path, settings), 2) as ranks:

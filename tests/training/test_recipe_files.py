@@ -181,6 +181,7 @@ def test_the_last_of_two_settings_counts() -> None:
         ("seed", "'seed' has no value; write it as key=value"),
         ("=3", "has no value"),
         ("los.margin=3", "did you mean 'loss'"),
+        ("margin=0.3", "the recipe has no 'margin' of its own; did you mean loss.margin?"),
         ("loss.margn=3", "a key of loss is 'margn', did you mean 'margin'"),
         ("loss.prest=arcface", "did you mean 'preset'"),
         ("loss=3", "loss is a section"),

@@ -114,6 +114,7 @@ with StopRequest():
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 def test_data_workers_outlive_the_first_signal_to_the_whole_group() -> None:
     """Job managers and Ctrl-C signal every process; the rank still needs batches to finish."""
     script = """

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch.nn import functional
 
 import qmargin
 from qmargin.cli.tables import output_console, print_table, progress_bar
+from qmargin.cli.versions import installed_version
 from qmargin.errors import BackendError
 
 TARGET_COSINE = 0.4  # a sample in mid-training: above chance, not yet beyond the margin
@@ -301,15 +301,10 @@ def _count_row(count: SolverCount) -> list[str]:
 
 
 def _machine() -> dict[str, Any]:
-    versions = {}
-    for package in ("qmargin", "torch", "entmax"):
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            versions[package] = "not installed"
+    packages = ("qmargin", "torch", "entmax")
     return {
         "platform": platform.platform(),
         "python": platform.python_version(),
         "threads": torch.get_num_threads(),
-        **versions,
+        **{name: installed_version(name) or "not installed" for name in packages},
     }

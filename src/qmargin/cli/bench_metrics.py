@@ -10,14 +10,14 @@ import statistics
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from qmargin.cli.tables import output_console, print_table, progress_bar
+from qmargin.cli.versions import installed_version
 from qmargin.errors import BackendError, ConfigError
-from qmargin.evaluation.files import write_atomically
+from qmargin.files import write_atomically
 
 WORKER = "qmargin.cli.bench_metrics_worker"
 FARS = (1e-3, 1e-4, 1e-5, 1e-6)
@@ -219,12 +219,5 @@ def _machine() -> dict[str, str | int | None]:
         "platform": platform.platform(),
         "processors": os.cpu_count(),
         "python": platform.python_version(),
-        **{name: _version(name) for name in ("numpy", "scipy", "scikit-learn")},
+        **{name: installed_version(name) for name in ("numpy", "scipy", "scikit-learn")},
     }
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None

@@ -10,13 +10,13 @@ import subprocess
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import qmargin
+from qmargin.cli.versions import installed_version
 from qmargin.errors import BackendError
 
 BURST = 4  # calls of a step in a turn on a GPU
@@ -150,7 +150,7 @@ def describe_machine(device: torch.device, commit: str | None) -> dict[str, Any]
         "threads": torch.get_num_threads(),
         "qmargin": qmargin.__version__,
         "torch": torch.__version__,
-        "triton": _version("triton"),
+        "triton": installed_version("triton"),
         "commit": commit or _commit(),
     }
     if device.type == "cuda":
@@ -159,13 +159,6 @@ def describe_machine(device: torch.device, commit: str | None) -> dict[str, Any]
         machine["memory_gib"] = round(properties.total_memory / 2**30, 1)
         machine["cuda"] = torch.version.cuda
     return machine
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _commit() -> str | None:

@@ -8,16 +8,16 @@ import platform
 import shutil
 import sys
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from pathlib import Path
 
-_EXTRAS = {
-    "triton": "kernels of the head on NVIDIA GPUs",
-    "matplotlib": "figures of `qmargin report`",
-    "tensorboard": "`qmargin train --track tensorboard`",
-    "wandb": "`qmargin train --track wandb`",
-    "entmax": "a comparison in `qmargin bench loss`",
+from qmargin.cli.versions import installed_version
+
+_EXTRAS = {  # by package: what it is for, and what brings it
+    "triton": ("kernels of the head on NVIDIA GPUs", "'qmargin[triton]'"),
+    "matplotlib": ("figures of `qmargin report`", "'qmargin[figures]'"),
+    "tensorboard": ("`qmargin train --track tensorboard`", "'qmargin[tensorboard]'"),
+    "wandb": ("`qmargin train --track wandb`", "'qmargin[wandb]'"),
+    "entmax": ("a comparison in `qmargin bench loss`", "entmax"),
 }
 Row = tuple[str, str]
 
@@ -59,21 +59,26 @@ def _devices() -> Iterator[Row]:
     import torch
     import torch.distributed as dist
 
-    yield "cpu", f"{os.cpu_count()} cores, {torch.get_num_threads()} threads in use by torch"
+    from qmargin.heads.memory import gib
+
+    yield "cpu", f"{os.cpu_count()} cores; threads that torch uses: {torch.get_num_threads()}"
     if not torch.cuda.is_available():
         has_cuda = torch.version.cuda is not None
-        yield "gpu", "none is visible: check the driver" if has_cuda else "none that torch can use"
+        why = "check the driver and CUDA_VISIBLE_DEVICES" if has_cuda else "torch is built without"
+        yield "gpu", f"none: {why}"
     for index in range(torch.cuda.device_count()):
         facts = torch.cuda.get_device_properties(index)
         free, total = torch.cuda.mem_get_info(index)
         yield (
             f"gpu {index}",
-            f"{facts.name}, compute capability {facts.major}.{facts.minor}, {_gib(free)} of "
-            f"{_gib(total)} free",
+            f"{facts.name}, compute capability {facts.major}.{facts.minor}, {gib(free)} of "
+            f"{gib(total)} free",
         )
     kinds = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available}
     found = [name for name, is_available in kinds.items() if is_available()]
-    yield "several ranks", ", ".join(found) or "not possible with this build of torch"
+    others = [f"not {name}: torch is built without" for name in kinds if name not in found]
+    runs = f"{' and '.join(found)} run" if found else "not possible"
+    yield "several ranks", "; ".join([runs, *others])
 
 
 def _backends() -> Iterator[Row]:
@@ -98,30 +103,18 @@ def _backends() -> Iterator[Row]:
 
 
 def _extras() -> Iterator[Row]:
-    for name, purpose in _EXTRAS.items():
-        yield name, _version(name) or f"not installed; needed for {purpose}"
+    for name, (purpose, source) in _EXTRAS.items():
+        missing = f"not installed; for {purpose}: pip install {source}"
+        yield name, installed_version(name) or missing
 
 
 def _machine(folder: Path) -> Iterator[Row]:
     import torch
 
-    from qmargin.heads.memory import available_memory
+    from qmargin.heads.memory import available_memory, gib
 
     memory = available_memory(torch.device("cpu"))
-    yield "free memory", "unknown" if memory is None else _gib(memory)
+    yield "free memory", "unknown" if memory is None else gib(memory)
     while not folder.exists():  # a folder that a run would make
         folder = folder.parent
-    yield "free disk", f"{_gib(shutil.disk_usage(folder).free)} at {folder.resolve()}"
-
-
-def _version(name: str) -> str | None:
-    if find_spec(name) is None:
-        return None
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return "installed, of unknown version"
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:,.1f} GiB"
+    yield "free disk", f"{gib(shutil.disk_usage(folder).free)} at {folder.resolve()}"

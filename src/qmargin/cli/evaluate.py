@@ -31,10 +31,15 @@ _TRIALS_FORMAT_HELP = (
 
 def add_evaluate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command to a parser."""
+    from qmargin.cli.evaluate_faces import add_face_protocols  # they use this file's options
+    from qmargin.cli.evaluate_speakers import add_speaker_protocols
+
     parser = commands.add_parser("evaluate", help="measure a verification system, with intervals")
     kinds = parser.add_subparsers(title="what to evaluate", metavar="WHAT", required=True)
     _add_scores(kinds)
     _add_trials(kinds)
+    add_face_protocols(kinds)
+    add_speaker_protocols(kinds)
 
 
 def _add_scores(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

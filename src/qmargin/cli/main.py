@@ -8,9 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import qmargin
+from qmargin.cli.bench_data import add_bench_data
+from qmargin.cli.bench_features import add_bench_features
 from qmargin.cli.bench_metrics import add_bench_metrics
+from qmargin.cli.bench_protocols import add_bench_protocols
+from qmargin.cli.data import add_data
+from qmargin.cli.doctor import add_doctor
+from qmargin.cli.embed import add_embed
 from qmargin.cli.evaluate import add_evaluate
+from qmargin.cli.export import add_export
+from qmargin.cli.recipes import add_recipes
 from qmargin.cli.report import add_report
+from qmargin.cli.train import add_train
+from qmargin.cli.verify import add_verify
 from qmargin.errors import QMarginError
 
 
@@ -27,13 +37,23 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"qmargin {qmargin.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    add_train(commands)
+    add_recipes(commands)
+    add_doctor(commands)
     add_evaluate(commands)
     add_report(commands)
+    add_data(commands)
+    add_embed(commands)
+    add_verify(commands)
+    add_export(commands)
     bench = commands.add_parser("bench", help="measure speed on this machine")
     subjects = bench.add_subparsers(title="what to measure", metavar="SUBJECT", required=True)
     _add_bench_loss(subjects)
     _add_bench_head(subjects)
     add_bench_metrics(subjects)
+    add_bench_data(subjects)
+    add_bench_features(subjects)
+    add_bench_protocols(subjects)
     return parser
 
 

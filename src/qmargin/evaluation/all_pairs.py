@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qmargin.errors import BackendError, ConfigError, ProtocolError, ShapeError
-from qmargin.evaluation.files import Progress
 from qmargin.evaluation.pair_blocks import NUM_BINS, Ints, PairBlocks
 from qmargin.evaluation.pair_counts import ImpostorCounts
 from qmargin.evaluation.pair_plans import plan_det, plan_eer, plan_min_dcf, plan_tar
@@ -23,6 +22,7 @@ from qmargin.evaluation.pair_scores import (
     genuine_pairs,
     unit_rows,
 )
+from qmargin.files import Progress
 from qmargin.metrics.crossing import Eer, MinDcf
 from qmargin.metrics.curve import DetCurve
 from qmargin.metrics.operating import TarAtFar, check_measurable

@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qmargin.errors import DataError
-from qmargin.evaluation.files import Progress
 from qmargin.evaluation.keys import KeyTable
 from qmargin.evaluation.layouts import LABEL_WORDS, LABELS, MAX_LINE_BYTES, Layout, is_number
+from qmargin.files import Progress
 
 _CHUNK_BYTES = 1 << 18  # lists of the cells stay in the cache: twice as fast as 1 << 22
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"

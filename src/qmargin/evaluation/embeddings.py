@@ -12,10 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qmargin.errors import DataError
-from qmargin.evaluation.files import sha256_of
 from qmargin.evaluation.kaldi import read_ark, read_scp
 from qmargin.evaluation.npz_scores import read_npz
 from qmargin.evaluation.result import Source
+from qmargin.files import sha256_of
 
 Named = list[tuple[str, NDArray[Any], str]]  # name, vector [d], place in the file for messages
 _READERS = (".npz", ".safetensors", ".ark", ".scp")

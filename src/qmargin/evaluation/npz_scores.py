@@ -9,12 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qmargin.errors import DataError
-from qmargin.evaluation.files import sha256_of
 from qmargin.evaluation.keys import KeyTable, TrialKeys
 from qmargin.evaluation.layouts import HEADER_NAMES, LABEL_WORDS, LABELS
 from qmargin.evaluation.result import Source
 from qmargin.evaluation.score_files import RawScores
 from qmargin.evaluation.trials import SubjectColumns, refuse_duplicates
+from qmargin.files import sha256_of
 
 
 def read_npz(path: str | Path) -> dict[str, NDArray[Any]]:

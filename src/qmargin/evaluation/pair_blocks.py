@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qmargin.errors import BackendError, ConfigError
-from qmargin.evaluation.files import Progress
 from qmargin.evaluation.pair_scores import Floats, Rows, exact_scores
+from qmargin.files import Progress
 
 if TYPE_CHECKING:
     from torch import Tensor

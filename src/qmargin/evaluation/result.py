@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from qmargin.errors import DataError
-from qmargin.evaluation.files import write_atomically
 from qmargin.evaluation.records import decode, encode
+from qmargin.files import write_atomically
 
 FORMAT = "qmargin-result"
 VERSION = 1

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 
 from qmargin.errors import DataError
-from qmargin.evaluation.files import CHUNK_BYTES, sync_folder, write_atomically
+from qmargin.files import CHUNK_BYTES, sync_folder, write_atomically
 
 try:
     import fcntl

@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 
 from qmargin.errors import ConfigError, DataError
 from qmargin.evaluation.columns import line_of_row, read_columns
-from qmargin.evaluation.files import Progress
 from qmargin.evaluation.keys import TrialKeys, match_rows, trials_sha256
 from qmargin.evaluation.layouts import SCORE_LAYOUTS, find_layout
 from qmargin.evaluation.result import Source
@@ -21,6 +20,7 @@ from qmargin.evaluation.trials import (
     checked_keys,
     subject_columns,
 )
+from qmargin.files import Progress
 
 FORMATS = ("auto", "csv", "tsv", "npz", *SCORE_LAYOUTS)
 

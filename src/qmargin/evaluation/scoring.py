@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from qmargin.errors import ConfigError, DataError, ShapeError
 from qmargin.evaluation.embeddings import Embeddings
-from qmargin.evaluation.files import Progress
 from qmargin.evaluation.resuming import ResumableFile
 from qmargin.evaluation.trials import TrialList
+from qmargin.files import Progress
 from qmargin.metrics.normalise import Moments, cohort_moments
 
 Floats = NDArray[np.float64]

@@ -11,11 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qmargin.errors import DataError
-from qmargin.evaluation.files import sha256_of
 from qmargin.evaluation.keys import Codes, TrialKeys
 from qmargin.evaluation.layouts import Layout, numbered_lines
 from qmargin.evaluation.result import Source
 from qmargin.evaluation.score_files import ScoreSet
+from qmargin.files import sha256_of
 
 _HEADS = ("subject", "speaker", "identity", "key", "file", "utterance", "name", "utt", "id")
 

@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 from qmargin.errors import DataError
 from qmargin.evaluation.columns import Columns, line_of_row, read_columns
-from qmargin.evaluation.files import Progress
 from qmargin.evaluation.keys import Codes, TrialKeys, first_duplicate, trials_sha256
 from qmargin.evaluation.layouts import TRIAL_LAYOUTS, Layout, find_layout
 from qmargin.evaluation.result import Source
+from qmargin.files import Progress
 
 Where = Callable[[int], str]
 

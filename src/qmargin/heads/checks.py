@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from qmargin.errors import ConfigError, DataError, ShapeError
 from qmargin.heads.memory import check_memory
 from qmargin.losses.checks import check_floating, check_label_tensor
+from qmargin.maths.adaptive import ElasticMargin
 
 if TYPE_CHECKING:
     from qmargin.heads.classifier import MarginClassifier
@@ -30,6 +31,14 @@ def check_settings(head: MarginClassifier, dtype: torch.dtype, paths: tuple[str,
             f"prototypes are {dtype}; keep them in torch.float32 (or float64) and choose the "
             "precision of the screen with screen_dtype"
         )
+    margin = head.loss.margin
+    if head.ranks.world > 1 and isinstance(margin, nn.Module):
+        for part in margin.modules():
+            if isinstance(part, ElasticMargin) and part.seed is None:
+                raise ConfigError(
+                    "the margin is drawn from each rank's own generator and the ranks must draw "
+                    "the same; give ElasticMargin a seed"
+                )
     if head.path in ("sparse", "chunked", "paper"):
         order = head.order
         if order <= 0.0 and head.path != "chunked":

@@ -1,4 +1,4 @@
-"""``MarginClassifier``: prototypes of every identity and a loss, for one device."""
+"""``MarginClassifier``: prototypes of every identity and a loss, on one device or on many."""
 
 from __future__ import annotations
 
@@ -124,6 +124,7 @@ class MarginClassifier(nn.Module):
         self.chunk_dtype: torch.dtype | None = None
         self._asked_screen_dtype = screen_dtype
         self.lengths: Lengths | None = None  # of the last sparse step's lists
+        self.num_redone = 0  # sparse steps whose lists were too long, taken again by blocks
         self._num_samples = 0
         self.pending: Any = None  # what fused optimizers read, see heads/pending.py
         self._step: StepRecord | None = None
@@ -264,6 +265,7 @@ class MarginClassifier(nn.Module):
                 step.confirm()
         except ListOverflow as overflow:
             self.lengths = None
+            self.num_redone += 1
             loss, step = take_again("chunked", maxima=overflow.maxima)
             assert isinstance(step, ChunkedStep)
             step.num_overflowed = len(labels)

@@ -9,6 +9,8 @@ import torch
 
 from qmargin.errors import ConfigError
 
+_UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
+
 
 def available_memory(device: torch.device) -> int | None:
     """Bytes that can be allocated on a device, None where nobody can tell."""
@@ -34,12 +36,19 @@ def check_memory(parts: dict[str, int], device: torch.device, *, subject: str) -
     available, needed = available_memory(device), sum(parts.values())
     if available is None or needed <= available:
         return
-    listed = ", ".join(f"{name} {_gib(size)}" for name, size in parts.items())
+    listed = ", ".join(f"{name} {gib(size)}" for name, size in parts.items())
     raise ConfigError(
-        f"{subject} needs {_gib(needed)} on {device} ({listed}) and {_gib(available)} are free; "
+        f"{subject} needs {gib(needed)} on {device} ({listed}) and {gib(available)} are free; "
         "use fewer classes, a smaller embedding_dim, gradient='fused', or a larger device"
     )
 
 
-def _gib(size: int) -> str:
-    return f"{size / 2**30:,.1f} GiB"
+def gib(size: float) -> str:
+    """A size for people.
+
+    Examples:
+        >>> gib(3 * 2**30), gib(5 * 2**20), gib(100)
+        ('3.0 GiB', '5.0 MiB', '0.1 KiB')
+    """
+    unit, name = next((unit, name) for unit, name in _UNITS if size >= unit or unit == 2**10)
+    return f"{size / unit:,.1f} {name}"

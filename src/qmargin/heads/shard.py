@@ -53,6 +53,8 @@ class ClassShard:
 
 def draw_prototypes(shard: ClassShard, weights: Tensor, seed: int) -> Tensor:
     """Fill the prototypes of a shard ``[n, d]`` with numbers that do not depend on the sharding."""
+    if weights.is_meta:  # shapes only
+        return weights
     for block in range(shard.start // BLOCK_CLASSES, -(-shard.stop // BLOCK_CLASSES)):
         first = block * BLOCK_CLASSES
         size = min(BLOCK_CLASSES, shard.num_classes - first)

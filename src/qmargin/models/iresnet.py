@@ -6,13 +6,20 @@ that a ``state_dict`` from there loads here.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from qmargin.errors import ConfigError, ShapeError
+from qmargin.errors import ConfigError
+from qmargin.models.parts import (
+    IMAGE_SIZE,
+    check_embedding_dim,
+    check_faces,
+    check_rate,
+    no_autocast,
+    recomputed,
+)
 
 BLOCKS = {  # residual blocks of each stage, by depth
     18: (2, 2, 2, 2),
@@ -22,14 +29,17 @@ BLOCKS = {  # residual blocks of each stage, by depth
     200: (6, 26, 60, 6),
 }
 CHANNELS = (64, 128, 256, 512)
-IMAGE_SIZE = 112
 FEATURE_SIZE = IMAGE_SIZE // 16  # every stage halves it
+Shortcut = Literal["projection", "subsample"]
+SHORTCUTS = ("projection", "subsample")
 
 
 class ResidualBlock(nn.Module):
     """Norm, convolution, norm, PReLU, convolution, norm; nothing after the sum."""
 
-    def __init__(self, in_channels: int, channels: int, stride: int) -> None:
+    def __init__(
+        self, in_channels: int, channels: int, stride: int, shortcut: Shortcut = "projection"
+    ) -> None:
         super().__init__()
         self.bn1 = nn.BatchNorm2d(in_channels)
         self.conv1 = nn.Conv2d(in_channels, channels, 3, padding=1, bias=False)
@@ -37,8 +47,10 @@ class ResidualBlock(nn.Module):
         self.prelu = nn.PReLU(channels)
         self.conv2 = nn.Conv2d(channels, channels, 3, stride=stride, padding=1, bias=False)
         self.bn3 = nn.BatchNorm2d(channels)
-        self.downsample: nn.Sequential | None = None
-        if stride != 1 or in_channels != channels:
+        self.downsample: nn.Module | None = None
+        if in_channels == channels and stride != 1 and shortcut == "subsample":
+            self.downsample = nn.MaxPool2d(1, stride)
+        elif stride != 1 or in_channels != channels:
             self.downsample = nn.Sequential(
                 nn.Conv2d(in_channels, channels, 1, stride=stride, bias=False),
                 nn.BatchNorm2d(channels),
@@ -63,24 +75,35 @@ class IResNet(nn.Module):
         blocks: Residual blocks of the four stages.
         embedding_dim: ``d``.
         dropout: Before the projection.
+        shortcut: Of a block that halves the image and keeps its channels: ``"projection"`` as in
+            InsightFace, or ``"subsample"``, every other pixel, as in the IR networks of AdaFace.
+        gradient_checkpointing: Keep what enters a block, and make the rest again in the backward
+            pass: one more forward pass, less memory, and the same numbers.
     """
 
     def __init__(
-        self, blocks: tuple[int, int, int, int], embedding_dim: int = 512, *, dropout: float = 0.0
+        self,
+        blocks: tuple[int, int, int, int],
+        embedding_dim: int = 512,
+        *,
+        dropout: float = 0.0,
+        shortcut: Shortcut = "projection",
+        gradient_checkpointing: bool = False,
     ) -> None:
         super().__init__()
-        if embedding_dim < 1:
-            raise ConfigError(f"embedding_dim is {embedding_dim}; it must be at least 1")
-        self.embedding_dim = embedding_dim
+        if shortcut not in SHORTCUTS:
+            raise ConfigError(f"shortcut is {shortcut!r}; known are {', '.join(SHORTCUTS)}")
+        self.embedding_dim = check_embedding_dim(embedding_dim)
+        self.gradient_checkpointing = gradient_checkpointing
         self.conv1 = nn.Conv2d(3, CHANNELS[0], 3, padding=1, bias=False)
         self.bn1 = nn.BatchNorm2d(CHANNELS[0])
         self.prelu = nn.PReLU(CHANNELS[0])
-        self.layer1 = _stage(CHANNELS[0], CHANNELS[0], blocks[0])
-        self.layer2 = _stage(CHANNELS[0], CHANNELS[1], blocks[1])
-        self.layer3 = _stage(CHANNELS[1], CHANNELS[2], blocks[2])
-        self.layer4 = _stage(CHANNELS[2], CHANNELS[3], blocks[3])
+        self.layer1 = _stage(CHANNELS[0], CHANNELS[0], blocks[0], shortcut)
+        self.layer2 = _stage(CHANNELS[0], CHANNELS[1], blocks[1], shortcut)
+        self.layer3 = _stage(CHANNELS[1], CHANNELS[2], blocks[2], shortcut)
+        self.layer4 = _stage(CHANNELS[2], CHANNELS[3], blocks[3], shortcut)
         self.bn2 = nn.BatchNorm2d(CHANNELS[3])
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = nn.Dropout(check_rate(dropout, "dropout"))
         self.fc = nn.Linear(CHANNELS[3] * FEATURE_SIZE**2, embedding_dim)
         self.features = nn.BatchNorm1d(embedding_dim)
         self.features.weight.requires_grad_(False)
@@ -90,37 +113,26 @@ class IResNet(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Embeddings ``[B, d]``."""
-        if images.dim() != 4 or images.shape[1:] != (3, IMAGE_SIZE, IMAGE_SIZE):
-            raise ShapeError(
-                f"images have shape {tuple(images.shape)}; this network takes "
-                f"[B, 3, {IMAGE_SIZE}, {IMAGE_SIZE}]"
-            )
+        check_faces(images)
         out = self.prelu(self.bn1(self.conv1(images)))
+        is_recomputed = self.gradient_checkpointing and torch.is_grad_enabled()
         for stage in (self.layer1, self.layer2, self.layer3, self.layer4):
-            out = stage(out)
+            out = recomputed(stage, out) if is_recomputed else stage(out)
         out = self.dropout(self.bn2(out).flatten(1))  # [B, 25088]
-        with _no_autocast(out.device.type):
+        with no_autocast(out.device.type):
             embeddings: Tensor = self.features(self.fc(out.to(self.fc.weight.dtype)))
         return embeddings
 
 
-def _no_autocast(device_type: str) -> AbstractContextManager[Any]:
-    """Autocast switched off; some devices, such as meta, have none to switch off."""
-    if torch.amp.is_autocast_available(device_type):
-        return torch.autocast(device_type, enabled=False)
-    return nullcontext()
-
-
-def _stage(in_channels: int, channels: int, num_blocks: int) -> nn.Sequential:
+def _stage(in_channels: int, channels: int, num_blocks: int, shortcut: Shortcut) -> nn.Sequential:
     """Blocks of one width, the first of which halves the image."""
-    first = ResidualBlock(in_channels, channels, stride=2)
-    return nn.Sequential(
-        first, *(ResidualBlock(channels, channels, stride=1) for _ in range(num_blocks - 1))
-    )
+    first = ResidualBlock(in_channels, channels, 2, shortcut)
+    rest = (ResidualBlock(channels, channels, 1) for _ in range(num_blocks - 1))
+    return nn.Sequential(first, *rest)
 
 
-def iresnet(depth: int, embedding_dim: int = 512, *, dropout: float = 0.0) -> IResNet:
-    """The network of a depth: 18, 34, 50, 100 or 200.
+def iresnet(depth: int, embedding_dim: int = 512, **options: Any) -> IResNet:
+    """The network of a depth: 18, 34, 50, 100 or 200; for the options see ``IResNet``.
 
     Examples:
         >>> with torch.device("meta"):
@@ -131,4 +143,4 @@ def iresnet(depth: int, embedding_dim: int = 512, *, dropout: float = 0.0) -> IR
     if depth not in BLOCKS:
         known = ", ".join(map(str, BLOCKS))
         raise ConfigError(f"depth is {depth!r}; known depths are {known}")
-    return IResNet(BLOCKS[depth], embedding_dim, dropout=dropout)
+    return IResNet(BLOCKS[depth], embedding_dim, **options)

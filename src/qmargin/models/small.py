@@ -1,7 +1,8 @@
 """Small networks for trial runs, whose outputs do not depend on who else is in the batch.
 
 Norms are over one sample. Batch norms would see other samples with another number of ranks, and a
-run could not be compared with itself.
+run could not be compared with itself. Activations are smooth for the same reason: a kink turns a
+difference of rounding into one of a whole gradient.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class SmallMLP(nn.Module):
         self.layers = nn.Sequential(
             nn.Linear(input_dim, hidden_dim),
             nn.LayerNorm(hidden_dim),
-            nn.ReLU(),
+            nn.SiLU(),
             nn.Linear(hidden_dim, embedding_dim),
         )
 
@@ -60,7 +61,7 @@ class SmallConv(nn.Module):
             layers += [
                 nn.Conv2d(in_channels, channels, 3, stride=2, padding=1, bias=False),
                 nn.GroupNorm(1, channels),
-                nn.ReLU(),
+                nn.SiLU(),
             ]
             in_channels = channels
         self.layers = nn.Sequential(*layers)

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 def debug() -> Recipe:
     """Synthetic identities and a small network: Q-Margin end to end on a CPU in a minute.
 
-    Everything a large run has is in it, small: a warm-up and steps of the learning rate, the sparse
-    path and the exact update of the head, checkpoints within the epoch. No sample depends on
+    Everything a large run has is in it, small: a warm-up and steps of the learning rate, a head
+    that chooses its path, its exact update, checkpoints within the epoch. No sample depends on
     another, so that any number of ranks has the same loss curve to rounding.
     """
     # imported here, so that a list of recipes need not wait for torch

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 
 from qmargin.errors import ConfigError
 from qmargin.recipes.debug import debug
+from qmargin.recipes.face import FACE_RECIPES
 
 if TYPE_CHECKING:
     from qmargin.training.recipe import Recipe
 
-_RECIPES: dict[str, Callable[[], Recipe]] = {"debug": debug}
+_RECIPES: dict[str, Callable[[], Recipe]] = {"debug": debug, **FACE_RECIPES}
 
 
 def register_recipe(name: str, builder: Callable[[], Recipe]) -> None:

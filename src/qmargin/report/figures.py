@@ -11,8 +11,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qmargin.evaluation.files import write_atomically
 from qmargin.evaluation.result import HardPair
+from qmargin.files import write_atomically
 from qmargin.metrics.sufficiency import ENOUGH_FALSE_ACCEPTS, rule_of_three
 from qmargin.report.det import curve_points, det_scales
 from qmargin.report.markup import cleaned

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from qmargin.errors import ConfigError
-from qmargin.evaluation.files import write_atomically
 from qmargin.evaluation.records import encode
+from qmargin.files import write_atomically
 from qmargin.report.comparison import PairedDifference, paired_differences
 from qmargin.report.figures import has_matplotlib, write_figures
 from qmargin.report.journal import read_journal

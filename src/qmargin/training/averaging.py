@@ -11,9 +11,8 @@ from torch import Tensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from qmargin.errors import CheckpointError, ConfigError, ShapeError
+from qmargin.files import replacing
 from qmargin.training.checkpoint import read_backbone
-from qmargin.training.files import sync_folder
-from qmargin.training.folders import other_name
 from qmargin.training.manifest import Checkpoint
 from qmargin.training.tensor_files import write_tensors
 
@@ -115,18 +114,14 @@ def write_weights(path: str | Path, tensors: Mapping[str, Tensor]) -> None:
         tensors: A state dict.
     """
     path = Path(path)
-    temporary = other_name(path, "tmp")
     try:
-        write_tensors(temporary, tensors)
-        temporary.replace(path)
-        sync_folder(path.parent)
+        with replacing(path) as temporary:
+            write_tensors(temporary, tensors)
     except OSError as error:
         raise CheckpointError(
             f"{path} cannot be written ({error.strerror or error}); free some space or choose "
             "another folder"
         ) from error
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _wide(value: Tensor) -> Tensor:

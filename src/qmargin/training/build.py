@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -29,19 +29,29 @@ def build_dataset(recipe: Recipe) -> Dataset:
     Raises:
         ConfigError: If nothing can read this kind of data, or an option is unknown.
     """
+    from qmargin.data.strokes import StrokeIdentities
     from qmargin.data.synthetic import SyntheticIdentities
 
     part = recipe.data
-    if part.kind != "synthetic":
-        raise ConfigError(
-            f"data.kind is {part.kind!r}, for which there is no reader yet; use 'synthetic', or "
-            "pass a dataset of your own to the loop"
-        )
+    if part.kind == "images":
+        from qmargin.training.image_data import open_images
+
+        return open_images(part)
+    if part.kind == "audio":
+        from qmargin.data.speech import open_speech
+
+        assert part.path is not None
+        check_options(part.options, open_speech, "an option of audio data", given=("path",))
+        speech_options: dict[str, Any] = dict(part.options)
+        return open_speech(part.path, **speech_options)
+    made: dict[str, Callable[..., Dataset]] = {
+        "synthetic": SyntheticIdentities,
+        "strokes": StrokeIdentities,
+    }
     given = ("num_classes",)
-    check_options(part.options, SyntheticIdentities, "an option of synthetic data", given=given)
+    check_options(part.options, made[part.kind], f"an option of {part.kind} data", given=given)
     options: dict[str, Any] = {"seed": recipe.seed, **part.options}
-    assert part.num_classes is not None  # the part has checked it
-    return SyntheticIdentities(num_classes=part.num_classes, **options)
+    return made[part.kind](num_classes=part.num_classes, **options)
 
 
 def build_backbone(recipe: Recipe, *, device: torch.device | str = "cpu") -> nn.Module:

@@ -44,7 +44,7 @@ def describe(record: Mapping[str, Any]) -> str:
         f"loss {_number(record['loss'])}",
         *_settings(record),
         f"{record['samples_per_s']:,.0f} samples/s",
-        f"{_duration(record['eta_s'])} left",
+        f"{duration(record['eta_s'])} left",
     ]
     return ", ".join(parts)
 
@@ -106,7 +106,7 @@ class BarDisplay:
 
     def step(self, record: Mapping[str, Any]) -> None:
         """Move the bar and change the numbers."""
-        speed = f"{record['samples_per_s']:,.0f} samples/s, {_duration(record['eta_s'])} left"
+        speed = f"{record['samples_per_s']:,.0f} samples/s, {duration(record['eta_s'])} left"
         name = f"epoch {record['epoch']}"
         self._bars.update(self._task, completed=record["step"], description=name, speed=speed)
         self._line.plain = ", ".join([f"loss {_number(record['loss'])}", *_settings(record)])
@@ -148,5 +148,11 @@ def _number(value: float | str | None) -> str:
     return f"{value:.4g}" if isinstance(value, int | float) else str(value)
 
 
-def _duration(seconds: float | None) -> str:
+def duration(seconds: float | None) -> str:
+    """Seconds for people.
+
+    Examples:
+        >>> duration(3725.2)
+        '1:02:05'
+    """
     return "unknown time" if seconds is None else str(timedelta(seconds=round(seconds)))

@@ -14,7 +14,7 @@ import shutil
 from pathlib import Path
 
 from qmargin.errors import CheckpointError
-from qmargin.training.files import sync_folder
+from qmargin.files import sync_folder
 
 _WHOLE = re.compile(r"step-(\d{6,18})")
 _LEFTOVER = re.compile(r"step-\d{6,18}\.tmp-[0-9a-f]+")

@@ -22,7 +22,7 @@ from qmargin.training.folders import check_writable, list_steps
 from qmargin.training.hooks import Hook, run_hooks
 from qmargin.training.process import start_process_group
 from qmargin.training.recipe import Recipe
-from qmargin.training.records import start_record, step_record
+from qmargin.training.records import describe_run, start_record, step_record
 from qmargin.training.reporting import Meter, Reporter
 from qmargin.training.session import (
     Session,
@@ -135,7 +135,7 @@ def train(
             stack.enter_context(_failures_told(reporter))
             saver = stack.enter_context(_saver(folder, session))
             reporter.event("start", **start_record(session, start))
-            for note in start.notes:
+            for note in (*start.notes, describe_run(session)):
                 reporter.note(note)
             return _Run(session, saver, reporter, request, hooks).go()
 
@@ -298,12 +298,14 @@ class _Run:
         state = "stopped" if self.signal else "finished"
         self.reporter.event(state, step=self.step, loss=self.loss, signal=self.signal)
         self.reporter.status(state=state, step=self.step, signal=self.signal)
-        self.reporter.note(f"{state} at step {self.step} of {session.total_steps}")
+        newest = next(iter(list_steps(self.saver.folder).values()), None)
+        text = f"{state} at step {self.step} of {session.total_steps}, saved in {newest}"
+        self.reporter.note(f"{text}; go on with --resume" if self.signal else text)
         return Outcome(
             step=self.step,
             total_steps=session.total_steps,
             loss=self.loss,
-            checkpoint=next(iter(list_steps(self.saver.folder).values()), None),
+            checkpoint=newest,
             num_skipped=session.progress.num_skipped,
             signal=self.signal,
         )

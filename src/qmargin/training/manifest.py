@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from qmargin.errors import CheckpointError
-from qmargin.training.files import FileEntry, describe_file
+from qmargin.files import FileEntry, describe_file
 
 MANIFEST = "manifest.json"
 VERSION = 1

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from qmargin.errors import ConfigError
-from qmargin.heads.memory import available_memory
+from qmargin.heads.memory import available_memory, gib
 from qmargin.models.registry import create_backbone
 from qmargin.training.build import build_backbone
 from qmargin.training.process import Process
@@ -15,7 +15,6 @@ from qmargin.training.session import DTYPES
 from qmargin.training.step import part_sizes
 
 _FLOAT = 4
-_UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
 
 def estimate_memory(
@@ -99,17 +98,6 @@ def check_fits(parts: dict[str, int], process: Process) -> None:
         f"{gib(available)} are free; use a smaller data.batch_size, more optimizer.accumulation, "
         "more ranks or fewer classes"
     )
-
-
-def gib(size: float) -> str:
-    """A size for people.
-
-    Examples:
-        >>> gib(3 * 2**30), gib(5 * 2**20), gib(100)
-        ('3.0 GiB', '5.0 MiB', '0.1 KiB')
-    """
-    unit, name = next((unit, name) for unit, name in _UNITS if size >= unit or unit == 2**10)
-    return f"{size / unit:,.1f} {name}"
 
 
 def _unpacked(tensor: torch.Tensor) -> torch.Tensor:

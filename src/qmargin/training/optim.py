@@ -153,6 +153,12 @@ def _norm(optimizer: torch.optim.Optimizer) -> Tensor:
     """Euclidean norm of all gradients; in float64, because it is squared and summed over ranks."""
     if isinstance(optimizer, ExactSGD | SparseSGD):
         return optimizer.grad_norm().double()
+    return stored_norm(optimizer)
+
+
+@torch.no_grad()
+def stored_norm(optimizer: torch.optim.Optimizer) -> Tensor:
+    """Norm of the gradients that exist, float64; a fused one does not, and is not made for this."""
     gradients = _gradients(optimizer)
     if not gradients:
         return torch.zeros((), dtype=torch.float64)

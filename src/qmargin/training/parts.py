@@ -15,6 +15,7 @@ from qmargin.training.fields import (
 )
 
 HalfOrSingle = Literal["float16", "bfloat16", "float32"]
+MADE = ("synthetic", "strokes")  # data that is computed, and has no path
 
 
 @dataclass(frozen=True)
@@ -22,17 +23,18 @@ class DataPart:
     """Samples, and how many of them make a step.
 
     Args:
-        kind: ``"synthetic"`` identities, ``"images"`` or ``"audio"``.
+        kind: ``"synthetic"`` identities, ``"strokes"``, ``"images"`` or ``"audio"``.
         batch_size: Samples of a step over **all** ranks and accumulated parts.
         path: Where the samples are; synthetic ones have none.
         num_classes: Identities; None to count them in the data.
-        options: Of the dataset, such as ``samples_per_class`` and ``noise`` of synthetic ones.
+        options: Of the dataset, such as ``samples_per_class`` and ``noise`` of synthetic ones, or
+            ``flip``, ``photometric`` and ``low_resolution`` of images.
         num_workers: Loading processes per rank; it changes nothing but speed.
         max_corrupt: Unreadable samples that are replaced before the run stops.
         drop_last: Leave out the samples at the end of an epoch that do not fill a batch.
     """
 
-    kind: Literal["synthetic", "images", "audio"]
+    kind: Literal["synthetic", "strokes", "images", "audio"]
     batch_size: int
     path: str | None = None
     num_classes: int | None = None
@@ -45,11 +47,13 @@ class DataPart:
         check_fields(self)
         check_at_least(self, 1, "batch_size", "num_classes")
         check_at_least(self, 0, "num_workers", "max_corrupt")
-        if self.kind == "synthetic" and self.path is not None:
-            raise ConfigError(f"path is {self.path!r} and synthetic data has none; leave it out")
-        if self.kind == "synthetic" and self.num_classes is None:
-            raise ConfigError("num_classes is missing and synthetic data cannot be counted; set it")
-        if self.kind != "synthetic" and self.path is None:
+        if self.kind in MADE and self.path is not None:
+            raise ConfigError(f"path is {self.path!r} and {self.kind} data has none; leave it out")
+        if self.kind in MADE and self.num_classes is None:
+            raise ConfigError(
+                f"num_classes is missing and {self.kind} data cannot be counted; set it"
+            )
+        if self.kind not in MADE and self.path is None:
             raise ConfigError(f"path is missing; say where the {self.kind} are with data.path")
 
 

@@ -193,8 +193,21 @@ def _inner(hint: Any, name: str, walked: list[str]) -> Any:
     if not is_dataclass(hint):
         raise ConfigError(f"{section} is a value and has nothing inside; drop .{name}")
     hints = hints_of(hint)
+    homes = [] if walked or name in hints else _homes(hint, name)
+    if homes:
+        raise ConfigError(f"the recipe has no {name!r} of its own; did you mean {homes[0]}?")
     check_known(name, [*hints, *_extra_keys(hint)], f"a key of {section}")
     return optional_of(hints[name])
+
+
+def _homes(kind: Any, name: str) -> list[str]:
+    """Dotted keys of the sections that have a key of this name."""
+    parts = {section: optional_of(hint) for section, hint in hints_of(kind).items()}
+    return [
+        f"{section}.{name}"
+        for section, part in parts.items()
+        if is_dataclass(part) and name in (*hints_of(part), *_extra_keys(part))
+    ]
 
 
 def _meaning(text: str, hint: Any) -> Any:

@@ -33,6 +33,18 @@ def start_record(session: Session, start: Start) -> dict[str, Any]:
     }
 
 
+def describe_run(session: Session) -> str:
+    """The run in one line, for people."""
+    process, recipe = session.process, session.recipe
+    ranks = f"on {process.device}" if process.world == 1 else f"on {process.world} ranks"
+    where = f", from step {session.progress.step}" if session.progress.step else ""
+    return (
+        f"training {recipe.name} {ranks}: {session.order.n:,} samples of "
+        f"{session.head.num_classes:,} classes, {session.total_steps:,} steps of "
+        f"{recipe.data.batch_size:,}{where}"
+    )
+
+
 def step_record(session: Session, result: StepResult, rates: Mapping[str, float]) -> dict[str, Any]:
     """A record of the step that was just taken; every rank must ask, and reading it waits.
 
@@ -53,6 +65,7 @@ def step_record(session: Session, result: StepResult, rates: Mapping[str, float]
         "grad_norm": result.grad_norm,
         "num_skipped": session.progress.num_skipped,
         "num_corrupt": session.budget.count,
+        "num_redone": head.num_redone,
         "num_classes": head.num_classes,
         **rates,
     }

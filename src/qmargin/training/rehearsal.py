@@ -10,9 +10,10 @@ import torch
 
 from qmargin.data.samples import Dataset, read_sample
 from qmargin.errors import ConfigError
-from qmargin.heads.memory import available_memory
+from qmargin.heads.memory import available_memory, gib
 from qmargin.training.build import build_dataset
-from qmargin.training.memory import check_fits, estimate_memory, gib
+from qmargin.training.display import duration
+from qmargin.training.memory import check_fits, estimate_memory
 from qmargin.training.process import Process, start_process_group
 from qmargin.training.recipe import Recipe
 from qmargin.training.session import Session, build_session
@@ -61,12 +62,12 @@ class Rehearsal:
         parts = ", ".join(f"{name} {gib(size)}" for name, size in self.estimate.items() if size)
         rate = self.recipe.data.batch_size / self.seconds[-1]
         free = "unknown" if self.available is None else gib(self.available)
-        hours = self.total_steps * self.seconds[-1] / 3600
+        length = duration(self.total_steps * self.seconds[-1])
         return [
             f"recipe     {self.recipe.name}, sha256 {self.recipe.sha256[:16]}",
             f"data       {self.num_samples:,} samples of {self.num_classes:,} classes",
             f"ranks      {self.world}, this one on {self.device}",
-            f"length     {self.total_steps:,} steps, about {hours:.3g} h at the rate below",
+            f"length     {self.total_steps:,} steps, about {length} at the rate below",
             f"memory     about {gib(sum(self.estimate.values()))} expected per rank ({parts})",
             f"           {gib(self.peak)} at the peak, {free} were free",
             f"steps      {', '.join(f'{1000 * value:,.1f} ms' for value in self.seconds)}; the "

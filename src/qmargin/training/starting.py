@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from qmargin.errors import ConfigError
+from qmargin.errors import CheckpointError, ConfigError
 from qmargin.training.checkpoint import (
     Checkpoint,
     Search,
@@ -15,7 +15,7 @@ from qmargin.training.checkpoint import (
     open_checkpoint,
     read_recipe,
 )
-from qmargin.training.folders import check_writable, turn_away
+from qmargin.training.folders import check_writable, list_steps, turn_away
 from qmargin.training.lock import RunLock
 from qmargin.training.process import Process
 from qmargin.training.recipe import Recipe
@@ -105,7 +105,14 @@ def find_newest(checkpoints: Path, process: Process) -> Search:
 
 def _named(path: Path, folder: Path, process: Process) -> Search:
     """A checkpoint by its path; later ones are renamed, so that they do not come back."""
-    checkpoint = together(process, lambda: open_checkpoint(path, check=process.is_first))
+
+    def read() -> Checkpoint:
+        if not path.is_dir():
+            known = ", ".join(item.name for item in list_steps(folder / CHECKPOINTS).values())
+            raise CheckpointError(f"there is no checkpoint {path}; the run has {known or 'none'}")
+        return open_checkpoint(path, check=process.is_first)
+
+    checkpoint = together(process, read)
 
     def clear() -> list[str]:
         is_own = path.resolve().parent == (folder / CHECKPOINTS).resolve()

@@ -10,7 +10,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from qmargin.training.folders import other_name
+from qmargin.files import replacing
 from qmargin.training.journal import plain
 
 STATUS = "status.json"
@@ -32,11 +32,6 @@ def write_status(folder: str | Path, values: Mapping[str, Any]) -> None:
     """
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
     where = {"updated": now, "pid": os.getpid(), "host": socket.gethostname()}
-    path = Path(folder) / STATUS
-    temporary = other_name(path, "tmp")
-    try:
-        text = json.dumps(plain({**values, **where}), indent=1, allow_nan=False)
+    text = json.dumps(plain({**values, **where}), indent=1, allow_nan=False)
+    with replacing(Path(folder) / STATUS, sync=False) as temporary:  # the journal has the facts
         temporary.write_text(text + "\n", encoding="utf-8")
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)

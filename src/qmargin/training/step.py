@@ -18,7 +18,7 @@ from qmargin.data.loader import Batch
 from qmargin.data.order import GlobalOrder, derived_seed
 from qmargin.training.agreement import Verdict, all_agree, vote
 from qmargin.training.build import set_loss_
-from qmargin.training.optim import clip_gradients_
+from qmargin.training.optim import clip_gradients_, stored_norm
 from qmargin.training.process import seed_everything
 from qmargin.training.schedules import learning_rate, loss_settings
 from qmargin.training.session import Session
@@ -206,7 +206,7 @@ def _clip(session: Session) -> tuple[Tensor, Tensor]:
     """
     part, optimizers = session.recipe.optimizer, session.optimizers
     if part.clip_norm is None:
-        norm = _norm(optimizers.backbone)
+        norm = stored_norm(optimizers.backbone)
     else:
         is_fused = session.head.gradient == "fused"  # its norm is over all ranks already
         norm = clip_gradients_(
@@ -218,19 +218,7 @@ def _clip(session: Session) -> tuple[Tensor, Tensor]:
         if part.clip_head:
             return norm, norm.isfinite()
     # a fused gradient shows here as its scale, which is infinite if the gradient is not finite
-    return norm, norm.isfinite() & _norm(optimizers.head).to(norm.device).isfinite()
-
-
-@torch.no_grad()
-def _norm(optimizer: torch.optim.Optimizer) -> Tensor:
-    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-    grads = [weight.grad for weight in weights if weight.grad is not None]
-    values = [grad.coalesce()._values() if grad.is_sparse else grad for grad in grads]
-    if not values:
-        return torch.zeros((), dtype=torch.float64)
-    norms = [norm.double() for norm in torch._foreach_norm(values)]
-    total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
-    return total
+    return norm, norm.isfinite() & stored_norm(optimizers.head).to(norm.device).isfinite()
 
 
 def _skip(session: Session, result: StepResult, reason: str) -> StepResult:

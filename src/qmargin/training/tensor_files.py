@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from qmargin.errors import CheckpointError
-from qmargin.training.files import FileEntry, write_file
+from qmargin.files import FileEntry, write_file
 
 DTYPES = {
     torch.float64: "F64",

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from qmargin.errors import CheckpointError
+from qmargin.files import FileEntry, sync_folder, write_file
 from qmargin.training.exchange import Exchange, agree, check_ranks
-from qmargin.training.files import FileEntry, sync_folder, write_file
 from qmargin.training.folders import (
     delete_checkpoint,
     other_name,

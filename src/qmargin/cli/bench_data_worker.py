@@ -1,0 +1,220 @@
+"""One part of ``qmargin bench data``, in a process of its own: its memory is its own.
+
+Reads a job as JSON from the first argument and writes the result as JSON to standard output.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+from qmargin.data.encoded import ImageDataset
+from qmargin.data.images import encode_image
+from qmargin.data.open import open_dataset, open_index
+from qmargin.data.recordio import RecordWriter, pack_payload
+
+Job: TypeAlias = dict[str, Any]
+PER_IDENTITY = 20
+
+
+def peak_bytes() -> int:
+    """Largest memory that this process has had so far."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak
+
+
+def measure_reading(job: Job) -> dict[str, Any]:
+    """Samples per second of both layouts: bytes and pictures, in order and at random."""
+    folder = Path(job["folder"])
+    total = make_images(job, folder)
+    datasets = [
+        open_dataset(folder / name, decoder=job["decoder"]) for name in ("train.rec", "faces")
+    ]
+    orders = {
+        "in order": np.arange(job["images"]),
+        "at random": np.random.default_rng(job["seed"]).permutation(job["images"]),
+    }
+    rates = {}
+    for what in ("bytes", "pictures"):
+        for name, order in orders.items():
+            times: list[list[float]] = [[], []]
+            for _ in range(job["repeats"]):
+                for place, dataset in enumerate(datasets):  # in turns: a slow spell meets both
+                    read = dataset.read if what == "bytes" else dataset.decode
+                    times[place].append(_seconds(read, order.tolist()))
+            medians = [statistics.median(values) for values in times]
+            rates[f"{what}, {name}"] = [job["images"] / seconds for seconds in medians]
+    return {"rates": rates, "mean_bytes": total / job["images"]}
+
+
+def _seconds(read: Callable[[int], object], order: Iterable[int]) -> float:
+    start = time.perf_counter()
+    for row in order:
+        read(row)
+    return time.perf_counter() - start
+
+
+def make_images(job: Job, folder: Path) -> int:
+    """Store the same JPEGs as records and as a folder; returns their bytes."""
+    random = np.random.default_rng(job["seed"])
+    total = 0
+    with RecordWriter(folder / "train.rec") as writer:
+        for number in range(job["images"]):
+            data = noise_face(random)
+            total += len(data)
+            label = number // PER_IDENTITY
+            writer.write(number, pack_payload(label, data))
+            path = folder / "faces" / f"{label:07d}" / f"{number % PER_IDENTITY:02d}.jpg"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
+    return total
+
+
+def noise_face(random: np.random.Generator) -> bytes:
+    """A JPEG with about as many bytes as one of a face: smooth shapes and some grain."""
+    from PIL import Image
+
+    coarse = random.integers(0, 256, (8, 8, 3), dtype=np.uint8)
+    smooth = Image.fromarray(coarse).resize((112, 112), Image.Resampling.BICUBIC)
+    grain = random.normal(0.0, 6.0, (112, 112, 3))
+    pixels = np.clip(np.asarray(smooth) + grain, 0, 255).astype(np.uint8)
+    return encode_image(pixels, quality=90)
+
+
+class Pace(NamedTuple):
+    """How fast samples came, and what they cost all processes together."""
+
+    samples_per_second: float
+    cpu_microseconds: float  # per sample; other work on the machine changes it little
+
+
+def measure_loading(job: Job) -> dict[str, Any]:
+    """The loader against bare loops in as many processes, in turns; and memory of two epochs."""
+    dataset = open_dataset(Path(job["folder"]) / "train.rec", decoder=job["decoder"])
+    memory: list[int] = []
+    paces: dict[str, list[Pace]] = {"bare": [], "bytes": [], "floats": []}
+    for _ in range(job["repeats"]):
+        paces["bare"].append(_bare_pace(dataset, job["workers"]))
+        for kind in ("bytes", "floats"):
+            memory = []
+            paces[kind].append(_loader_pace(dataset, job, kind == "floats", memory))
+    return {
+        **{
+            kind: [statistics.median(values) for values in zip(*found, strict=True)]
+            for kind, found in paces.items()
+        },
+        "first_bytes": memory[len(memory) // 4],
+        "last_bytes": memory[-1],
+    }
+
+
+def _bare_pace(dataset: ImageDataset, num_processes: int) -> Pace:
+    """Processes that do nothing but read and decode."""
+    context = multiprocessing.get_context("fork")
+    start_line = context.Barrier(num_processes + 1)
+    processes = [
+        context.Process(target=_decode_part, args=(dataset, number, num_processes, start_line))
+        for number in range(num_processes)
+    ]
+    used = _cpu_seconds()
+    for process in processes:
+        process.start()
+    start_line.wait()
+    start = time.perf_counter()
+    for process in processes:
+        process.join()
+    seconds = time.perf_counter() - start
+    return Pace(len(dataset) / seconds, 1e6 * (_cpu_seconds() - used) / len(dataset))
+
+
+def _cpu_seconds() -> float:
+    """Of this process and of its children that have ended."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
+
+
+def _decode_part(dataset: ImageDataset, first: int, step: int, start_line: Any) -> None:
+    start_line.wait()
+    for row in range(first, len(dataset), step):
+        dataset.decode(row)
+
+
+def _loader_pace(dataset: ImageDataset, job: Job, normalise: bool, memory: list[int]) -> Pace:
+    """The loader over two epochs; the memory of all processes at each step goes to a list."""
+    from qmargin.data.faces import FaceImages
+    from qmargin.data.loader import build_loader
+    from qmargin.data.order import GlobalOrder
+
+    order = GlobalOrder(len(dataset), seed=job["seed"], batch_size=job["batch"])
+    num_steps = 1 + 2 * order.steps_per_epoch
+    faces = FaceImages(dataset, normalise=normalise)
+    used = _cpu_seconds()
+    with build_loader(faces, order, stop_step=num_steps, num_workers=job["workers"]) as stream:
+        next(stream)
+        start = time.perf_counter()
+        for _ in stream:
+            memory.append(_resident_bytes())
+        seconds = time.perf_counter() - start
+    num_samples = num_steps * job["batch"]
+    rate = (num_samples - job["batch"]) / seconds
+    return Pace(rate, 1e6 * (_cpu_seconds() - used) / num_samples)
+
+
+def _resident_bytes() -> int:
+    """Memory of this process and of its children."""
+    numbers = [os.getpid(), *(child.pid for child in multiprocessing.active_children())]
+    page, total = os.sysconf("SC_PAGE_SIZE"), 0
+    for number in numbers:
+        try:
+            text = Path(f"/proc/{number}/statm").read_text(encoding="ascii")
+        except OSError:  # it has just ended, or this is not Linux
+            continue
+        total += page * int(text.split()[1])
+    return total
+
+
+def measure_indexing(job: Job) -> dict[str, Any]:
+    """Seconds and memory of the index of many small records."""
+    path = Path(job["folder"], "many.rec")
+    image = b"\xff\xd8\xff" + bytes(max(0, job["record_bytes"] - 3))
+    with RecordWriter(path) as writer:
+        for number in range(job["records"]):
+            writer.write(number, pack_payload(number // PER_IDENTITY, image))
+    before = peak_bytes()
+    start = time.perf_counter()
+    index = open_index(path)
+    seconds = time.perf_counter() - start
+    assert len(index) == job["records"]
+    return {
+        "seconds": seconds,
+        "before_bytes": before,
+        "peak_bytes": peak_bytes(),
+        "index_bytes": index.path.stat().st_size,
+    }
+
+
+PARTS: dict[str, Callable[[Job], dict[str, Any]]] = {
+    "reading": measure_reading,
+    "loading": measure_loading,
+    "indexing": measure_indexing,
+}
+
+
+def main() -> None:
+    """Measure the part that the job asks for."""
+    job: Job = json.loads(sys.argv[1])
+    sys.stdout.write(json.dumps(PARTS[job["part"]](job)))
+
+
+if __name__ == "__main__":
+    main()

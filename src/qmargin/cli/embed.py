@@ -1,0 +1,81 @@
+"""``qmargin embed``: a folder of images or recordings to a file of embeddings."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from functools import partial
+from pathlib import Path
+
+from qmargin.cli.progress import stage_progress
+from qmargin.cli.verify import add_model_options, printable
+from qmargin.errors import ConfigError
+
+MANIFEST = ".manifest.csv"
+_SHOWN = 5
+
+
+def add_embed(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command to a parser."""
+    parser = commands.add_parser(
+        "embed",
+        help="embed a folder of images or recordings",
+        description="Write the embeddings of all files under a folder, named by their paths in it, "
+        "for `qmargin evaluate trials` and others, and a manifest of what became of every file. "
+        "Only you can read what is written.",
+    )
+    add = parser.add_argument
+    add("folder", type=Path, metavar="FOLDER", help="with files at any depth")
+    add_model_options(parser)
+    add("--out", type=Path, required=True, metavar="FILE", help=".safetensors or .npz")
+    add("--flip", choices=("none", "sum"), help="add mirror images (as the model was evaluated)")
+    add("--batch-size", type=int, default=64, metavar="N", help="files at a time (64)")
+    add(
+        "--max-corrupt",
+        type=int,
+        default=100,
+        metavar="N",
+        help="unreadable files that are left out before this stops (100)",
+    )
+    parser.set_defaults(run=run_embed)
+
+
+def run_embed(arguments: argparse.Namespace) -> None:
+    """Embed, and write embeddings and manifest."""
+    from qmargin.evaluation.embed_folder import (
+        check_suffix,
+        embed_files,
+        find_files,
+        write_embedding_file,
+        write_manifest,
+    )
+    from qmargin.evaluation.model import load_model
+
+    out = check_suffix(arguments.out)
+    if not out.parent.is_dir():
+        raise ConfigError(f"--out {out} is not in an existing folder; make the folder first")
+    model = load_model(arguments.model, device=arguments.device, fit=arguments.fit)
+    flip = arguments.flip or ("none" if model.thresholds is None else model.thresholds.flip)
+    with stage_progress() as progress:
+        found = embed_files(
+            model,
+            arguments.folder,
+            find_files(arguments.folder, model.card.modality),
+            flip=flip,
+            batch_size=arguments.batch_size,
+            max_corrupt=arguments.max_corrupt,
+            progress=partial(progress, "embedding"),
+        )
+    metadata = {"model": model.card.weights_sha256, "name": model.card.name, "flip": flip}
+    write_embedding_file(out, found.keys, found.matrix, metadata=metadata)
+    manifest = out.with_name(out.name + MANIFEST)
+    write_manifest(manifest, found.files)
+    bad = [file for file in found.files if file.row is None]
+    for file in bad[:_SHOWN]:
+        sys.stderr.write(f"left out {printable(file.key)}: {printable(file.problem)}\n")
+    if len(bad) > _SHOWN:
+        sys.stderr.write(f"and {len(bad) - _SHOWN} more, see {manifest}\n")
+    sys.stdout.write(
+        f"{len(found.keys):,} embeddings of {len(found.files):,} files, flip {flip}\n"
+        f"{out}\n{manifest}\n"
+    )

@@ -1,0 +1,128 @@
+"""``qmargin export``: a run as a model directory, with thresholds and an ONNX file."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from qmargin.errors import ConfigError
+
+if TYPE_CHECKING:
+    from qmargin.models.card import ModelCard
+
+ONNX = "model.onnx"
+_LENGTHS = (32_240, 24_000, 50_001)  # samples of recordings: traced, shorter, longer
+_INPUTS = {
+    "images": "aligned faces, RGB, [batch, 3, height, width], (value / 255 - 0.5) / 0.5",
+    "audio": "mono samples in [-1, 1] at 16,000 Hz, [batch, samples]",
+    "arrays": "float32, as they are",
+}
+
+
+def add_export(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command to a parser."""
+    parser = commands.add_parser(
+        "export",
+        help="make a model directory of a run; add thresholds and an ONNX file to one",
+        description="Make a model directory (weights, recipe, card) of a training run, or go on "
+        "with one that exists. A result of its evaluation gives it thresholds for `qmargin "
+        "verify`; --onnx adds an ONNX file that was compared with PyTorch.",
+    )
+    add = parser.add_argument
+    add("source", type=Path, metavar="SOURCE", help="run, checkpoint or model directory")
+    add("--out", type=Path, metavar="DIR", help="model directory to make; needed for a run")
+    weights = ("last", "average", "ema")
+    add("--weights", choices=weights, default=weights[0], help="those of the run to take (last)")
+    add("--name", help="name of the model (that of the recipe)")
+    add("--result", type=Path, metavar="FILE", help="result.json of this model: adds thresholds")
+    add("--flip", choices=("none", "sum"), help="how it used mirror images (what it says itself)")
+    add("--onnx", action="store_true", help=f"write {ONNX} into the directory")
+    add(
+        "--card",
+        action="append",
+        default=[],
+        metavar="KEY=TEXT",
+        help="write a fact into the model card, as in licence=CC0; may be repeated",
+    )
+    parser.set_defaults(run=run_export)
+
+
+def run_export(arguments: argparse.Namespace) -> None:
+    """Make or complete a model directory."""
+    from qmargin.evaluation.exporting import add_thresholds
+    from qmargin.models.directory import add_facts
+
+    facts = dict(map(_fact, arguments.card))
+    directory = _directory(arguments)
+    if facts:
+        add_facts(directory, facts)
+    sys.stdout.write(f"{directory}\n")
+    if arguments.result is not None:
+        thresholds = add_thresholds(directory, arguments.result, flip=arguments.flip)
+        fars = ", ".join(f"{point.far_target:g}" for point in thresholds.points)
+        sys.stdout.write(f"thresholds at FAR {fars}\n")
+    if arguments.onnx:
+        _write_onnx(directory)
+
+
+def _directory(arguments: argparse.Namespace) -> Path:
+    """The model directory, made of a run where the source is one."""
+    from qmargin.evaluation.exporting import export_run
+    from qmargin.models.directory import is_model_directory
+
+    source: Path = arguments.source
+    if not is_model_directory(source):
+        if arguments.out is None:
+            raise ConfigError(
+                f"{source} is not a model directory and --out is missing; name the one to make, as "
+                "in --out models/mine"
+            )
+        export_run(source, arguments.out, weights=arguments.weights, name=arguments.name)
+        out: Path = arguments.out
+        return out
+    is_changed = arguments.result or arguments.onnx or arguments.card
+    if arguments.out is not None or arguments.name is not None or not is_changed:
+        raise ConfigError(
+            f"{source} is a model directory already; add to it with --result, --onnx or --card, "
+            "without --out and --name"
+        )
+    return source
+
+
+def _fact(text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not equals or not key.strip():
+        raise ConfigError(f"--card {text!r} has no value; write it as KEY=TEXT")
+    return key.strip(), value.strip()
+
+
+def _write_onnx(directory: Path) -> None:
+    from qmargin.models.directory import add_facts, load_backbone
+    from qmargin.models.onnx_file import TOLERANCE, write_onnx
+
+    backbone, card = load_backbone(directory)
+    record = write_onnx(
+        backbone,
+        directory / ONNX,
+        input_shape=card.input_shape,
+        lengths=_LENGTHS if card.modality == "audio" else (),
+        metadata=_metadata(card),
+    )
+    add_facts(directory, record.to_facts(ONNX))
+    sys.stdout.write(
+        f"{directory / ONNX}: differs from PyTorch by {record.max_difference:.2g}, at most "
+        f"{TOLERANCE:g} is accepted\n"
+    )
+
+
+def _metadata(card: ModelCard) -> dict[str, str]:
+    """What a program that reads the ONNX file alone has to know."""
+    return {
+        "name": card.name,
+        "modality": card.modality,
+        "inputs": _INPUTS[card.modality],
+        "embeddings": "not of unit length; compare them by their cosine",
+        "weights_sha256": card.weights_sha256,
+    }

@@ -1,0 +1,201 @@
+"""One line per utterance: its checksum, duration and loudness, measured once and kept.
+
+The index is a text file of JSON lines. While it is made, lines are appended to a file beside it,
+so that an index that was interrupted goes on where it was.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import zlib
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from qmargin.data.audio import decode_audio, read_info
+from qmargin.data.audio_collection import AudioCollection
+from qmargin.errors import CorruptSample, DataError
+from qmargin.files import Progress, sync_folder
+
+FORMAT = "qmargin-audio-index"
+VERSION = 1
+CLIPPED_AT = 0.999  # of full scale
+_LINES_PER_SYNC = 256
+_MAX_LINE = 1 << 16
+
+
+@dataclass(frozen=True)
+class AudioRecord:
+    """What was measured of one utterance.
+
+    Attributes:
+        key: Its name.
+        size: Encoded bytes.
+        checksum: CRC-32 of them.
+        sample_rate: In Hz, in the file.
+        num_channels: In the file.
+        num_samples: Per channel.
+        peak: Largest absolute sample.
+        rms: Root of the mean square.
+        clipped: Share of the samples at full scale.
+        error: Why it cannot be decoded; empty when it can.
+    """
+
+    key: str
+    size: int = 0
+    checksum: int = 0
+    sample_rate: int = 0
+    num_channels: int = 0
+    num_samples: int = 0
+    peak: float = 0.0
+    rms: float = 0.0
+    clipped: float = 0.0
+    error: str = ""
+
+    @property
+    def seconds(self) -> float:
+        """Duration; zero for what cannot be decoded."""
+        return self.num_samples / self.sample_rate if self.sample_rate else 0.0
+
+
+def measure(collection: AudioCollection, index: int) -> AudioRecord:
+    """Read and decode one utterance; a corrupt one gives a record with an error."""
+    key = collection.sample_id(index)
+    try:
+        content = collection.read(index)
+    except CorruptSample as error:
+        return AudioRecord(key, error=str(error))
+    checksum = zlib.crc32(content)
+    try:
+        info = read_info(content)
+        samples = np.abs(decode_audio(content, sample_rate=info.sample_rate))
+    except CorruptSample as error:
+        return AudioRecord(key, len(content), checksum, error=str(error))
+    return AudioRecord(
+        key,
+        len(content),
+        checksum,
+        info.sample_rate,
+        info.num_channels,
+        len(samples),
+        peak=float(samples.max()),
+        rms=float(np.sqrt(np.mean(np.square(samples, dtype=np.float64)))),
+        clipped=float(np.mean(samples >= CLIPPED_AT)),
+    )
+
+
+def index_audio(
+    collection: AudioCollection, path: str | Path, *, progress: Progress | None = None
+) -> list[AudioRecord]:
+    """Measure every utterance and write the index; go on with one that was interrupted.
+
+    Args:
+        collection: What to index.
+        path: The index; it appears when it is whole.
+        progress: Called with utterances done and utterances in all.
+
+    Raises:
+        DataError: If an unfinished index beside ``path`` is of other utterances.
+    """
+    path = Path(path)
+    part = path.with_name(f"{path.name}.part")
+    header = _header(collection)
+    records = _resumed(part, header) if part.exists() else []
+    for number, record in enumerate(records):
+        _check_key(part, collection, number, record)
+    with part.open("ab") as file:
+        if not records and file.tell() == 0:
+            _append(file, header)
+        for index in range(len(records), len(collection)):
+            if progress is not None:
+                progress(index, len(collection))
+            records.append(measure(collection, index))
+            _append(file, asdict(records[-1]))
+            if len(records) % _LINES_PER_SYNC == 0:
+                _sync(file)
+        _sync(file)
+    part.replace(path)
+    sync_folder(path.parent)
+    if progress is not None:
+        progress(len(collection), len(collection))
+    return records
+
+
+def read_audio_index(path: str | Path, collection: AudioCollection) -> list[AudioRecord]:
+    """Records of an index that was made of this collection, in its order.
+
+    Raises:
+        DataError: If it is of other utterances, or damaged.
+    """
+    path = Path(path)
+    with path.open("rb") as file:
+        records = list(_records(path, file, _header(collection)))
+    if len(records) != len(collection):
+        raise DataError(
+            f"{path} has {len(records)} of {len(collection)} utterances; make the index again"
+        )
+    for number, record in enumerate(records):
+        _check_key(path, collection, number, record)
+    return records
+
+
+def _header(collection: AudioCollection) -> dict[str, Any]:
+    digest = hashlib.sha256()
+    for key, label in zip(collection.keys, collection.labels.tolist(), strict=True):
+        digest.update(f"{key}\0{collection.speakers[label]}\n".encode("utf-8", "surrogateescape"))
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "count": len(collection),
+        "sha256": digest.hexdigest(),
+    }
+
+
+def _resumed(part: Path, header: dict[str, Any]) -> list[AudioRecord]:
+    """Whole lines of an unfinished index; what a kill left of the last one is cut off."""
+    with part.open("rb+") as file:
+        end = file.read().rfind(b"\n") + 1
+        file.truncate(end)
+        file.seek(0)
+        return list(_records(part, file, header)) if end else []
+
+
+def _records(path: Path, file: IO[bytes], header: dict[str, Any]) -> Iterator[AudioRecord]:
+    names = {field.name for field in fields(AudioRecord)}
+    for row, line in enumerate(iter(lambda: file.readline(_MAX_LINE), b""), start=1):
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            problem = f"{path}, row {row} is damaged; delete the file and index again"
+            raise DataError(problem) from error
+        if row == 1:
+            if record != header:
+                raise DataError(
+                    f"{path} is of other utterances or speakers; delete it and index again"
+                )
+            continue
+        if not isinstance(record, dict) or set(record) != names:
+            raise DataError(f"{path}, row {row} is damaged; delete the file and index again")
+        yield AudioRecord(**record)
+
+
+def _check_key(path: Path, collection: AudioCollection, number: int, record: AudioRecord) -> None:
+    if number >= len(collection) or record.key != collection.sample_id(number):
+        raise DataError(
+            f"{path}, row {number + 2}: utterance {record.key!r} is out of order; delete the file "
+            "and index again"
+        )
+
+
+def _append(file: IO[bytes], record: dict[str, Any]) -> None:
+    file.write(json.dumps(record, separators=(",", ":")).encode() + b"\n")
+
+
+def _sync(file: IO[bytes]) -> None:
+    file.flush()
+    os.fsync(file.fileno())

@@ -1,0 +1,201 @@
+"""Faces as a training loop reads them: normalised, flipped and, on request, made worse."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field, fields
+from typing import Any, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from qmargin.data.encoded import ImageDataset
+from qmargin.data.images import Pixels, resize_image
+from qmargin.data.order import check_count, derived_seed
+from qmargin.errors import ConfigError
+
+Floats = NDArray[np.float32]
+_GREY = np.array([0.299, 0.587, 0.114], dtype=np.float32)
+
+
+@dataclass(frozen=True)
+class FaceAugmentation:
+    """What is done to a face when it is read, drawn from the sample's seed alone.
+
+    Args:
+        flip: Probability of a mirror image.
+        photometric: Probability of another brightness, contrast and saturation.
+        strength: Largest relative change of each of the three.
+        low_resolution: Probability of scaling down and up again.
+        smallest: Least share of the size that scaling down leaves.
+        crop: Probability of blanking all but a part of the picture.
+
+    Examples:
+        >>> FaceAugmentation(flip=0.0).is_off, FaceAugmentation(crop=0.2).is_off
+        (True, False)
+    """
+
+    flip: float = 0.5
+    photometric: float = 0.0
+    strength: float = 0.5
+    low_resolution: float = 0.0
+    smallest: float = 0.2
+    crop: float = 0.0
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+                raise ConfigError(f"{item.name} is {value!r}; give a number in [0, 1]")
+        if self.smallest == 0.0:
+            raise ConfigError("smallest is 0, which leaves no pixel; give a number above 0")
+
+    @property
+    def is_off(self) -> bool:
+        """Whether pictures are left as they are."""
+        return not (self.flip or self.photometric or self.low_resolution or self.crop)
+
+    def __call__(self, pixels: Pixels, seed: int) -> Pixels:
+        """The picture ``[H, W, 3]`` with the changes that a seed draws.
+
+        Every change draws its own numbers, so that switching one on leaves the others as they are.
+        """
+        if _uniform(seed, 0) < self.flip:
+            pixels = pixels[:, ::-1]
+        if self.crop and _uniform(seed, 1) < self.crop:
+            pixels = _cropped(pixels, random.Random(seed))
+        if self.low_resolution and _uniform(seed, 2) < self.low_resolution:
+            share = self.smallest + (1.0 - self.smallest) * _uniform(seed, 3)
+            pixels = _coarse(pixels, share)
+        if self.photometric and _uniform(seed, 4) < self.photometric:
+            pixels = _relit(pixels, random.Random(~seed), self.strength)
+        return pixels
+
+
+def _uniform(seed: int, number: int) -> float:
+    """One number in [0, 1) of a seed; a generator of Python's takes longer to set up."""
+    return derived_seed(seed, number) / 2**63
+
+
+def _cropped(pixels: Pixels, draw: random.Random) -> Pixels:
+    """Black but for a rectangle of a fifth of the picture or more, at its place."""
+    height, width = pixels.shape[:2]
+    share = draw.uniform(0.2, 1.0)
+    rows = min(height, max(1, round(height * (share**0.5) * draw.uniform(0.9, 1.1))))
+    columns = min(width, max(1, round(width * (share**0.5))))
+    top, left = draw.randint(0, height - rows), draw.randint(0, width - columns)
+    result = np.zeros_like(pixels)
+    inside = np.s_[top : top + rows, left : left + columns]
+    result[inside] = pixels[inside]
+    return result
+
+
+def _coarse(pixels: Pixels, share: float) -> Pixels:
+    """Scaled down by a share and up again."""
+    from PIL import Image
+
+    height, width = pixels.shape[:2]
+    image = Image.fromarray(np.ascontiguousarray(pixels))
+    small = (max(1, round(share * width)), max(1, round(share * height)))
+    method = Image.Resampling.BILINEAR
+    return np.array(image.resize(small, method).resize((width, height), method))
+
+
+def _relit(pixels: Pixels, draw: random.Random, strength: float) -> Pixels:
+    """Brightness, contrast and saturation times numbers around one, in a random order."""
+    values = pixels.astype(np.float32)
+    changes = [_brighter, _contrasted, _saturated]
+    draw.shuffle(changes)
+    for change in changes:
+        values = change(values, 1.0 + draw.uniform(-strength, strength))
+        np.clip(values, 0.0, 255.0, out=values)
+    result: Pixels = np.rint(values).astype(np.uint8)
+    return result
+
+
+def _brighter(values: Floats, factor: float) -> Floats:
+    return values * np.float32(factor)
+
+
+def _contrasted(values: Floats, factor: float) -> Floats:
+    return _away_from((values @ _GREY).mean(), values, factor)
+
+
+def _saturated(values: Floats, factor: float) -> Floats:
+    return _away_from((values @ _GREY)[..., None], values, factor)
+
+
+def _away_from(middle: Any, values: Floats, factor: float) -> Floats:
+    moved: Floats = middle + (values - middle) * np.float32(factor)
+    return moved
+
+
+@final
+@dataclass(frozen=True)
+class FaceImages:
+    """Faces for a loader: the training dataset over any stored images.
+
+    Args:
+        images: What ``open_dataset`` gives.
+        size: Pixels of a side; pictures of another size are scaled, long ones cut to the middle.
+        augmentation: What is done to a picture when it is read.
+        normalise: Give float32 in ``[-1, 1]``. Without it inputs are bytes, of which workers send
+            a quarter of the memory; ``normalised`` then does a whole batch on its device.
+    """
+
+    images: ImageDataset
+    size: int = 112
+    augmentation: FaceAugmentation = field(default_factory=FaceAugmentation)
+    normalise: bool = True
+
+    def __post_init__(self) -> None:
+        check_count(self.size, "size", low=1)
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    @property
+    def num_classes(self) -> int:
+        """Number of identities: labels are below it."""
+        return self.images.num_classes
+
+    @property
+    def labels(self) -> NDArray[np.int32]:
+        """Identity of each sample, ``[n]``."""
+        return self.images.labels
+
+    def read(self, index: int, seed: int) -> tuple[Tensor, int]:
+        """The face, ``[3, size, size]``, and its identity.
+
+        Raises:
+            CorruptSample: The image cannot be read.
+        """
+        pixels, label = self.images[index]
+        pixels = resize_image(pixels, self.size)
+        if not self.augmentation.is_off:
+            pixels = self.augmentation(pixels, seed)
+        planes = torch.from_numpy(pixels.transpose(2, 0, 1).copy())
+        return (normalised(planes) if self.normalise else planes), label
+
+    def sample_id(self, index: int) -> str:
+        """Name of a sample's file or member, or the key of its record."""
+        return self.images.sample_id(index)
+
+    def source(self, index: int) -> str:
+        """Where a sample's label is written."""
+        return self.images.source(index)
+
+
+def normalised(pictures: Tensor) -> Tensor:
+    """Bytes as networks take them: float32, 0 to 255 as -1 to 1.
+
+    Args:
+        pictures: uint8, one or many, on any device.
+
+    Examples:
+        >>> normalised(torch.tensor([0, 255, 51], dtype=torch.uint8)).tolist()
+        [-1.0, 1.0, -0.6000000238418579]
+    """
+    return pictures.to(torch.float32).div_(127.5).sub_(1.0)

@@ -1,0 +1,166 @@
+"""Pictures from bytes: RGB always, and no pixel is decoded before the header's size is checked."""
+
+from __future__ import annotations
+
+import io
+from importlib import import_module
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qmargin.errors import BackendError, ConfigError, CorruptSample
+
+Decoder = Literal["pillow", "simplejpeg"]
+Channels = Literal["rgb", "bgr"]
+Pixels = NDArray[np.uint8]  # [H, W, 3]
+
+MAX_PIXELS = 50_000_000  # a large photo; 150 MB once decoded
+EXTENSIONS = frozenset({"jpg", "jpeg", "png", "webp", "bmp", "ppm"})
+_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "PPM")  # Pillow reads many more, some by other programs
+_JPEG = b"\xff\xd8\xff"
+
+
+def decode_image(
+    data: bytes,
+    *,
+    decoder: Decoder = "pillow",
+    channels: Channels = "rgb",
+    max_pixels: int = MAX_PIXELS,
+    upright: bool = False,
+) -> Pixels:
+    """The picture in an encoded image, ``[H, W, 3]`` RGB.
+
+    Args:
+        data: A whole JPEG, PNG, WebP, BMP or PPM file.
+        decoder: ``"simplejpeg"`` is faster where it is installed and gives the same bits; what it
+            cannot read is left to Pillow, so that both agree on what is corrupt.
+        channels: Order of the stored channels; ``"bgr"`` swaps them back to RGB.
+        max_pixels: Larger pictures are refused by their header.
+        upright: Turn the picture as its EXIF orientation says; for photos of cameras.
+
+    Raises:
+        CorruptSample: The bytes are not such an image, or it is damaged or too large.
+
+    Examples:
+        >>> data = encode_image(np.full((2, 3, 3), 200, dtype=np.uint8), format="PNG")
+        >>> decode_image(data).shape
+        (2, 3, 3)
+        >>> decode_image(b"<!DOCTYPE html>")
+        Traceback (most recent call last):
+        qmargin.errors.CorruptSample: a web page or other markup, not an image
+    """
+    check_decoding(decoder, channels)
+    pixels = None
+    if decoder == "simplejpeg" and not upright and data.startswith(_JPEG):
+        pixels = _with_simplejpeg(data, max_pixels)
+    if pixels is None:
+        pixels = _with_pillow(data, max_pixels, upright)
+    return pixels if channels == "rgb" else np.ascontiguousarray(pixels[:, :, ::-1])
+
+
+def check_decoding(decoder: str, channels: str) -> None:
+    """Raise unless the names are known; whether a decoder is installed shows when it is used."""
+    if decoder not in ("pillow", "simplejpeg"):
+        raise ConfigError(f"decoder is {decoder!r}; use 'pillow' or 'simplejpeg'")
+    if channels not in ("rgb", "bgr"):
+        raise ConfigError(f"channels is {channels!r}; use 'rgb' or 'bgr'")
+
+
+def _with_pillow(data: bytes, max_pixels: int, upright: bool) -> Pixels:
+    from PIL import Image, ImageOps
+
+    try:
+        with Image.open(io.BytesIO(data), formats=_FORMATS) as image:
+            _check_size(image.width, image.height, max_pixels)
+            if image.mode[0] in "IF":
+                raise CorruptSample(
+                    f"pixels have mode {image.mode}; convert the image to 8 bits per channel"
+                )
+            turned: Image.Image = ImageOps.exif_transpose(image) if upright else image
+            return np.array(turned if turned.mode == "RGB" else turned.convert("RGB"))
+    except CorruptSample:
+        raise
+    except Exception as error:  # decoders raise OSError, SyntaxError, struct.error and many others
+        raise CorruptSample(_reason(data, error)) from error
+
+
+def _with_simplejpeg(data: bytes, max_pixels: int) -> Pixels | None:
+    simplejpeg = _simplejpeg()
+    try:
+        height, width, colours = simplejpeg.decode_jpeg_header(data)[:3]
+        _check_size(width, height, max_pixels)
+        if colours not in ("YCbCr", "Gray"):
+            return None
+        pixels: Pixels = simplejpeg.decode_jpeg(
+            data, colorspace="RGB", fastdct=False, fastupsample=False
+        )
+    except ValueError as error:
+        if isinstance(error, CorruptSample):
+            raise
+        return None
+    return pixels
+
+
+def _simplejpeg() -> Any:
+    try:
+        return import_module("simplejpeg")
+    except ImportError as error:
+        raise BackendError(
+            "decoder is 'simplejpeg', which is not installed; pip install simplejpeg, or use "
+            "'pillow'"
+        ) from error
+
+
+def _check_size(width: int, height: int, max_pixels: int) -> None:
+    if width * height > max_pixels:
+        raise CorruptSample(
+            f"the header says {width} x {height} pixels; at most {max_pixels:,} are decoded"
+        )
+
+
+def _reason(data: bytes, error: Exception) -> str:
+    """What is wrong with bytes that no decoder took, in words."""
+    if not data:
+        return "zero bytes"
+    if data[:256].lstrip().startswith(b"<"):
+        return "a web page or other markup, not an image"
+    if type(error).__name__ == "UnidentifiedImageError":
+        if data.startswith(_JPEG):
+            return "a JPEG whose header is damaged or cut off"
+        return f"not an image of a known format: it starts with {data[:8].hex(' ')}"
+    return " ".join(str(error).split())[:200] or type(error).__name__
+
+
+def encode_image(pixels: Pixels, *, format: str = "JPEG", quality: int = 95) -> bytes:
+    """An encoded image of RGB pixels ``[H, W, 3]``.
+
+    Args:
+        pixels: Of type uint8.
+        format: ``"JPEG"`` or ``"PNG"``, which loses nothing.
+        quality: Of a JPEG.
+    """
+    from PIL import Image
+
+    buffer = io.BytesIO()
+    options: dict[str, Any] = {"quality": quality} if format == "JPEG" else {}
+    Image.fromarray(pixels).save(buffer, format=format, **options)
+    return buffer.getvalue()
+
+
+def resize_image(pixels: Pixels, size: int) -> Pixels:
+    """The picture at ``size x size``: the short side scaled to it, the middle of the long one kept.
+
+    Examples:
+        >>> resize_image(np.zeros((224, 300, 3), dtype=np.uint8), 112).shape
+        (112, 112, 3)
+    """
+    from PIL import Image
+
+    height, width = pixels.shape[:2]
+    if (height, width) == (size, size):
+        return pixels
+    side = min(height, width)
+    left, top = (width - side) // 2, (height - side) // 2
+    middle = np.ascontiguousarray(pixels[top : top + side, left : left + side])
+    return np.array(Image.fromarray(middle).resize((size, size), Image.Resampling.BILINEAR))

@@ -1,0 +1,204 @@
+"""One file that says where every sample of a dataset is, with its label and a checksum.
+
+The file has the layout of safetensors: a JSON header, then plain columns. They are mapped into
+memory, not read, so that 42 million samples open at once and are shared by all workers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qmargin.errors import DataError
+
+VERSION: Final = "1"
+SUFFIX: Final = ".qmindex"
+MAX_HEADER_BYTES: Final = 1 << 20
+MAX_SAMPLE_BYTES: Final = 1 << 26  # one image; what claims to be larger is damaged
+DTYPES: Final = {"I64": "<i8", "I32": "<i4", "U32": "<u4", "U8": "u1"}
+COLUMNS: Final = {  # of one row per sample; the largest first, so that all are aligned
+    "offset": "I64",  # of the bytes in their file; of the record, where that is split
+    "key": "I64",  # of a record; the row of a manifest
+    "name_end": "I64",
+    "length": "U32",
+    "checksum": "U32",  # CRC-32 of the bytes
+    "file": "U32",
+    "label": "I32",
+    "is_split": "U8",
+}
+TABLES: Final = ("name", "class", "path")  # texts: bytes one after the other, and where each ends
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Many texts in two columns."""
+
+    data: NDArray[np.uint8]
+    ends: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def __getitem__(self, row: int) -> str:
+        first = int(self.ends[row - 1]) if row else 0
+        return self.data[first : int(self.ends[row])].tobytes().decode("utf-8", "surrogateescape")
+
+
+@dataclass(frozen=True)
+class Index:
+    """An index as it is on the disk; see ``read_index``.
+
+    A column that all samples agree on, such as the file of a dataset in one file, is left out.
+    """
+
+    path: Path
+    format: str  # "recordio", "folder", "tar" or "manifest"
+    root: Path  # what the names in the index are relative to, or the file itself
+    num_classes: int
+    fingerprint: str
+    notes: tuple[str, ...]
+    columns: dict[str, NDArray[Any]]
+    checksums: dict[str, int]
+
+    def __len__(self) -> int:
+        return len(self.columns["label"])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return read_index, (self.path, self.root)  # a worker maps the file itself
+
+    @property
+    def names(self) -> Texts | None:
+        """Names of the samples, where they have names."""
+        return self._texts("name")
+
+    @property
+    def class_names(self) -> Texts | None:
+        """Names of the identities by label, where they have names."""
+        return self._texts("class")
+
+    @property
+    def paths(self) -> Texts | None:
+        """Files that hold the samples, for datasets of several."""
+        return self._texts("path")
+
+    def _texts(self, name: str) -> Texts | None:
+        if name not in self.columns:
+            return None
+        return Texts(self.columns[name], self.columns[f"{name}_end"])
+
+
+def default_index(path: Path) -> Path:
+    """Where the index of a dataset is looked for: beside it.
+
+    Examples:
+        >>> default_index(Path("data/train.rec")).as_posix()
+        'data/train.rec.qmindex'
+    """
+    return path.with_name(path.name + SUFFIX)
+
+
+def read_index(path: str | Path, root: str | Path | None = None) -> Index:
+    """Map an index into memory.
+
+    Args:
+        path: Of the index.
+        root: The data, where it is not where it was when the index was built.
+
+    Raises:
+        DataError: The file is not an index, or not a whole one.
+    """
+    path = Path(path)
+    header, first = _header(path)
+    about = header.pop("__metadata__", {})
+    if not isinstance(about, dict) or about.get("qmargin_index") != VERSION:
+        raise DataError(
+            f"{path} is not an index of version {VERSION}; build it again with qmargin data index"
+        )
+    try:
+        columns = _map_columns(path, header, first)
+        details = json.loads(about["details"])
+        index = Index(
+            path=path,
+            format=str(about["format"]),
+            root=Path(root) if root is not None else path.parent / about["root"],
+            num_classes=int(details["num_classes"]),
+            fingerprint=str(details["fingerprint"]),
+            notes=tuple(map(str, details["notes"])),
+            columns=columns,
+            checksums={str(key): int(value) for key, value in details["crc32"].items()},
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise _damaged(path, f"{type(error).__name__}: {error}") from error
+    _check_lengths(index)
+    return index
+
+
+def _header(path: Path) -> tuple[dict[str, Any], int]:
+    """The JSON header and where the columns begin."""
+    with path.open("rb") as file:
+        start = file.read(8)
+        length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+        if not 2 <= length <= MAX_HEADER_BYTES:
+            raise _damaged(path, f"a header of {length} bytes")
+        text = file.read(length)
+    try:
+        header = json.loads(text)
+    except ValueError as error:
+        raise _damaged(path, f"its header is not JSON: {error}") from error
+    if not isinstance(header, dict):
+        raise _damaged(path, "its header is not a JSON object")
+    return header, 8 + length
+
+
+def _map_columns(path: Path, header: dict[str, Any], first: int) -> dict[str, NDArray[Any]]:
+    size = path.stat().st_size - first
+    columns: dict[str, NDArray[Any]] = {}
+    for name, entry in header.items():
+        dtype = np.dtype(DTYPES[entry["dtype"]])
+        begin, end = entry["data_offsets"]
+        (count,) = entry["shape"]
+        if not 0 <= begin <= end <= size or end - begin != count * dtype.itemsize:
+            raise _damaged(path, f"column {name} ends at byte {end} of {size}")
+        if count == 0:
+            columns[name] = np.empty(0, dtype=dtype)
+            continue
+        mapped = np.memmap(path, dtype=dtype, mode="r", offset=first + begin, shape=(count,))
+        columns[name] = mapped.view(np.ndarray)  # memmap's own indexing is slow
+    return columns
+
+
+def _check_lengths(index: Index) -> None:
+    """Columns that belong together have the same length, and texts stay inside their bytes."""
+    count = len(index.columns.get("label", ()))
+    if count == 0:
+        raise _damaged(index.path, "it has no samples")
+    for name, column in index.columns.items():
+        if name in COLUMNS and len(column) != count:
+            raise _damaged(index.path, f"{len(column)} of {name} for {count} samples")
+    for name in TABLES:
+        if (name in index.columns) != (f"{name}_end" in index.columns):
+            raise _damaged(index.path, f"half of the texts {name}")
+        texts = index._texts(name)
+        if texts is not None and len(texts) and int(texts.ends[-1]) != len(texts.data):
+            raise _damaged(index.path, f"texts {name} end outside their bytes")
+    if index.class_names is not None and len(index.class_names) != index.num_classes:
+        raise _damaged(index.path, f"{len(index.class_names)} names of {index.num_classes} classes")
+
+
+def _damaged(path: Path, reason: str) -> DataError:
+    return DataError(
+        f"{path} is not a whole index ({reason}); build it again with qmargin data index"
+    )
+
+
+def relative_root(root: Path, index: Path) -> str:
+    """How an index names its data: relative where it lies beside it, so that both can move."""
+    root, folder = root.resolve(), index.resolve().parent
+    return os.path.relpath(root, folder) if folder in (root.parent, root) else str(root)

@@ -1,0 +1,216 @@
+"""Chunks of speech for training: cut, sped up, augmented, all from one seed per sample."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from qmargin.data.audio import AudioInfo, Samples, decode_audio, played_rate
+from qmargin.data.audio_collection import AudioCollection
+from qmargin.data.audio_lists import open_audio
+from qmargin.data.rooms import RoomSimulator
+from qmargin.data.speech_augment import (
+    Noises,
+    ResponseFiles,
+    ResponseSource,
+    SpectrumMasks,
+    SpeechAugmentation,
+    tiled,
+)
+from qmargin.errors import ConfigError
+from qmargin.features.filter_bank import FULL_SCALE, FilterBank, subtract_mean
+
+SPEEDS = (1.0, 0.9, 1.1)
+
+
+class SpeechDataset:
+    """Chunks of equal length of the utterances of a collection.
+
+    A sample is a random chunk; a shorter utterance is tiled. What is drawn for it (its speed, the
+    place of the chunk, noise or a room, dither, masks) follows from the seed of the reading alone.
+
+    With several speeds each of them makes speakers of its own: speaker ``i`` at the speed with
+    number ``j`` has label ``j * num_speakers + i``, so that there are three times as many classes.
+
+    Args:
+        collection: Utterances and their speakers.
+        num_frames: Length of a chunk in frames of the filter bank.
+        speeds: Drawn from with equal chances; ``(1.0,)`` for none.
+        augmentation: Noise and reverberation.
+        dither: Standard deviation of noise that is added last, in steps of 16-bit audio.
+        as_features: Give mean-normalised filter banks ``[frames, bins]`` instead of waveforms
+            ``[n]``; waveforms leave that work to the device that trains.
+        masks: Of the features; needs ``as_features``.
+        bank: The filter bank that chunks are cut for and features are computed with.
+        classes_per_speaker: At least the number of speeds, which it is without it; more to go on
+            with a classifier that was trained at more speeds.
+    """
+
+    def __init__(
+        self,
+        collection: AudioCollection,
+        *,
+        num_frames: int = 200,
+        speeds: Sequence[float] = SPEEDS,
+        augmentation: SpeechAugmentation | None = None,
+        dither: float = 0.0,
+        as_features: bool = False,
+        masks: SpectrumMasks | None = None,
+        bank: FilterBank | None = None,
+        classes_per_speaker: int | None = None,
+    ) -> None:
+        self.collection, self.speeds = collection, tuple(speeds)
+        self.augmentation, self.dither = augmentation, dither
+        self.bank = FilterBank(collection.sample_rate) if bank is None else bank.eval()
+        self.as_features, self.masks = as_features, masks
+        self.classes_per_speaker = classes_per_speaker or len(self.speeds)
+        if num_frames < 1:
+            raise ConfigError(f"num_frames is {num_frames}; it must be at least 1")
+        if not self.speeds or len(set(self.speeds)) < len(self.speeds):
+            raise ConfigError(f"speeds are {self.speeds}; give one or more, each once")
+        if self.classes_per_speaker < len(self.speeds):
+            raise ConfigError(
+                f"classes_per_speaker is {classes_per_speaker} and there are {len(self.speeds)} "
+                "speeds; each needs a class"
+            )
+        if masks is not None and not as_features:
+            raise ConfigError("masks are of features; set as_features, or mask on the device")
+        if self.bank.sample_rate != collection.sample_rate:
+            raise ConfigError(
+                f"the filter bank is for {self.bank.sample_rate} Hz and the collection gives "
+                f"{collection.sample_rate} Hz; make them agree"
+            )
+        self.num_samples = self.bank.num_samples(num_frames)
+        for speed in self.speeds:  # a speed out of range must not wait for the first sample
+            played_rate(AudioInfo(16000, 1, 1, "WAV"), speed)
+
+    def __len__(self) -> int:
+        return len(self.collection)
+
+    @property
+    def num_classes(self) -> int:
+        """Speakers times the classes of each."""
+        return self.collection.num_classes * self.classes_per_speaker
+
+    @property
+    def labels(self) -> NDArray[np.int64] | None:
+        """Labels, or None where they depend on the speed that is drawn."""
+        return self.collection.labels if len(self.speeds) == 1 else None
+
+    def read(self, index: int, seed: int) -> tuple[Tensor, int]:
+        """A chunk and its label, as the seed decides.
+
+        Raises:
+            CorruptSample: The utterance, or what should be mixed into it, cannot be decoded.
+        """
+        generator = np.random.default_rng(seed)
+        turn = int(generator.integers(len(self.speeds)))
+        label = turn * self.collection.num_classes + int(self.collection.labels[index])
+        samples = self._chunk(index, self.speeds[turn], place=generator.random())
+        if self.augmentation is not None:
+            samples = self.augmentation(samples, generator)
+        if self.dither > 0.0:
+            noise = generator.standard_normal(len(samples), dtype=np.float32)
+            samples = samples + np.float32(self.dither / FULL_SCALE) * noise
+        waveform = torch.from_numpy(np.ascontiguousarray(samples))
+        return (self._features(waveform, generator) if self.as_features else waveform), label
+
+    def _chunk(self, index: int, speed: float, *, place: float) -> Samples:
+        rate = self.collection.sample_rate
+
+        def span(info: AudioInfo) -> tuple[int, int]:
+            ratio = played_rate(info, speed) / Fraction(rate)
+            wanted = -(-self.num_samples * ratio.numerator // ratio.denominator)
+            start = int(place * max(1, info.num_samples - wanted + 1))
+            return start, min(info.num_samples, start + wanted)
+
+        source = self.collection.encoded(index)
+        samples = decode_audio(source, sample_rate=rate, span=span, speed=speed)
+        return tiled(samples, self.num_samples)
+
+    def _features(self, waveform: Tensor, generator: np.random.Generator) -> Tensor:
+        features = subtract_mean(self.bank(waveform[None]))[0]
+        if self.masks is not None:
+            for axis, start, stop in self.masks.spans(features.shape, generator):
+                features.narrow(axis, start, stop - start).zero_()
+        return features
+
+    def sample_id(self, index: int) -> str:
+        """The utterance's key."""
+        return self.collection.sample_id(index)
+
+    def source(self, index: int) -> str:
+        """Where the utterance and its speaker are named."""
+        return self.collection.source(index)
+
+
+def open_speech(
+    path: str | Path,
+    *,
+    root: str | None = None,
+    split: str | None = None,
+    num_frames: int = 200,
+    speed_perturbation: bool = True,
+    keep_speed_classes: bool = False,
+    augment: float = 0.6,
+    noise_path: str | None = None,
+    response_path: str | None = None,
+    simulate_rooms: bool = False,
+    dither: float = 1.0,
+    as_features: bool = False,
+    mask_probability: float = 0.0,
+    num_bins: int = 80,
+    window: str = "hamming",
+    sample_rate: int = 16000,
+) -> SpeechDataset:
+    """The training set of a recipe, from a path and plain options.
+
+    Args:
+        path: See ``open_audio``.
+        root: Folder that relative paths in a list start from.
+        split: Rows of a CSV to take.
+        num_frames: Length of a chunk; 200 frames are 2.015 s.
+        speed_perturbation: Speeds 1, 0.9 and 1.1, with three times the classes.
+        keep_speed_classes: Without the perturbation, keep the classes that it makes: to fine-tune
+            what was trained with it.
+        augment: Share of the samples with noise or reverberation, where any of both is given.
+        noise_path: Folder in MUSAN's layout.
+        response_path: Folder of impulse responses.
+        simulate_rooms: Draw impulse responses from simulated rooms instead.
+        dither: See ``SpeechDataset``.
+        as_features: Give filter banks instead of waveforms.
+        mask_probability: Share of the samples with masked features.
+        num_bins: Of the filter bank.
+        window: Of the filter bank.
+        sample_rate: That everything is brought to.
+    """
+    if simulate_rooms and response_path is not None:
+        raise ConfigError(
+            f"response_path is {response_path!r} and simulate_rooms is set; choose one"
+        )
+    responses: ResponseSource | None = None
+    if simulate_rooms:
+        responses = RoomSimulator(sample_rate=sample_rate)
+    elif response_path is not None:
+        responses = ResponseFiles(response_path, sample_rate=sample_rate)
+    noises = None if noise_path is None else Noises(noise_path, sample_rate=sample_rate)
+    augmentation = None
+    if noises is not None or responses is not None:
+        augmentation = SpeechAugmentation(augment, noises, responses)
+    return SpeechDataset(
+        open_audio(path, root=root, split=split, sample_rate=sample_rate),
+        num_frames=num_frames,
+        speeds=SPEEDS if speed_perturbation else SPEEDS[:1],
+        classes_per_speaker=len(SPEEDS) if keep_speed_classes else None,
+        augmentation=augmentation,
+        dither=dither,
+        as_features=as_features,
+        masks=SpectrumMasks(mask_probability) if mask_probability > 0.0 else None,
+        bank=FilterBank(sample_rate, num_bins, window),
+    )

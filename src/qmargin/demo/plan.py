@@ -1,0 +1,97 @@
+"""How long the demo trains: decided once, written down, and kept when it is run again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from qmargin.demo.losses import LOSSES
+from qmargin.demo.recipe import SIZES, Size, demo_recipe
+from qmargin.errors import ConfigError, DataError
+from qmargin.files import write_atomically
+
+PLAN = "plan.json"
+FORMAT = "qmargin-demo"
+MINUTES = 6.0
+SECONDS_BESIDE = 25.0  # start, drawing of samples, report
+SECONDS_PER_TEST = 8.0  # embeddings and all pairs of one loss
+MOST_EPOCHS = 200
+
+
+class _Plan(NamedTuple):
+    size: Size
+    minutes: float | None
+    data: str | None
+
+
+def find_plan(folder: Path, *, minutes: float | None, device: str, data: str | None = None) -> Size:
+    """The plan in a folder, or a new one that is written there.
+
+    Without ``minutes`` the demo has its standard length on every machine that needs at most
+    ``MINUTES`` for it, so that its numbers can be compared.
+
+    Args:
+        folder: Of the demo.
+        minutes: To train and test all losses once, on this machine.
+        device: ``"cpu"`` or ``"cuda"``.
+        data: Path of the data; None for stroke identities.
+    """
+    known = _read(folder / PLAN)
+    if known is not None:
+        if minutes is not None and minutes != known.minutes:
+            raise ConfigError(
+                f"--minutes is {minutes:g} and {folder} holds a demo of {known.size.epochs} "
+                "epochs; leave it out to go on, or choose another --out"
+            )
+        if data != known.data:
+            raise ConfigError(
+                f"{folder} holds a demo on {known.data or 'stroke identities'}, not on "
+                f"{data or 'stroke identities'}; choose another --out"
+            )
+        return known.size
+    size = fitted(SIZES[device], _seconds_per_step(SIZES[device], device), minutes=minutes)
+    content: dict[str, Any] = {"format": FORMAT, "version": 1, "minutes": minutes, "data": data}
+    content["size"] = size._asdict()
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(folder / PLAN, (json.dumps(content, indent=1) + "\n").encode())
+    return size
+
+
+def fitted(size: Size, seconds_per_step: float, *, minutes: float | None) -> Size:
+    """A size with as many epochs as the time allows, and at least one.
+
+    Examples:
+        >>> fitted(Size(epochs=10), 0.01, minutes=None).epochs
+        10
+        >>> fitted(Size(epochs=10), 0.2, minutes=None).epochs
+        3
+    """
+    seconds = 60.0 * (MINUTES if minutes is None else minutes) - SECONDS_BESIDE
+    per_loss = seconds / len(LOSSES) - SECONDS_PER_TEST
+    epochs = int(per_loss / (size.steps_per_epoch * seconds_per_step))
+    most = size.epochs if minutes is None else MOST_EPOCHS
+    return size._replace(epochs=max(1, min(epochs, most)))
+
+
+def _seconds_per_step(size: Size, device: str) -> float:
+    """Of the loss that takes longest, once everything is warm."""
+    from qmargin.training.rehearsal import rehearse
+
+    few = max(2, 2 * size.batch_size // size.num_classes)  # enough samples for two steps
+    recipe = demo_recipe(LOSSES["q_margin"], seed=0, size=size._replace(samples_per_class=few))
+    return rehearse(recipe, device=device).seconds[-1]
+
+
+def _read(path: Path) -> _Plan | None:
+    if not path.exists():
+        return None
+    try:
+        content = json.loads(path.read_bytes())
+        if content["format"] != FORMAT or content["version"] != 1:
+            raise ValueError(f"format {content['format']!r}, version {content['version']!r}")
+        return _Plan(Size(**content["size"]), content["minutes"], content["data"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            f"{path} is not the plan of a demo ({error}); choose another --out, or remove it"
+        ) from error

@@ -1,0 +1,140 @@
+"""The table, the verdict and the page of a demo."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from qmargin.report.comparison import PairedDifference, paired_differences, reading
+from qmargin.report.figures import has_matplotlib
+from qmargin.report.systems import Panel, load_panels
+from qmargin.report.write import ReportOptions, write_report
+from qmargin.training.journal import JOURNAL
+
+if TYPE_CHECKING:
+    from qmargin.demo.run import Part
+
+TITLE = "Losses on {}"
+Q_MARGIN = "Q-Margin"
+VERDICT_FAR = 1e-4
+
+
+def write_demo_report(folder: Path, parts: Sequence[Part], data: str | None = None) -> Path:
+    """Write the page and its tables; every seed is a set of trials of its own."""
+    journals = [_named_journal(folder / "journals", part) for part in parts if part.seed == 0]
+    options = ReportOptions(
+        title=TITLE.format("synthetic stroke identities" if data is None else Path(data).name),
+        media=folder / "pictures",
+        journals=tuple(journals),
+        has_figures=has_matplotlib(),
+    )
+    return write_report([part.result for part in parts], folder / "report", options)[0]
+
+
+def summary(parts: Sequence[Part]) -> str:
+    """The table, and a sentence on who is ahead at a FAR of 1e-4 and by how much."""
+    panels = load_panels([part.result for part in parts])
+    return f"\n{table(panels)}\n\n{verdict(panels)}\n"
+
+
+def table(panels: Sequence[Panel]) -> str:
+    """EER and TARs in percent; over several seeds, means with their deviation."""
+    fars = panels[0].fars
+    names = [entry.label for entry in panels[0].entries]
+    head = ["", "EER %", *(f"TAR % at {far:g}" for far in fars)]
+    rows = [head]
+    for name in names:
+        results = [
+            entry.result for panel in panels for entry in panel.entries if entry.label == name
+        ]
+        columns = [[100 * result.metrics.eer.value for result in results]]
+        for index in range(len(fars)):
+            columns.append([100 * (result.metrics.tar[index].tar or 0.0) for result in results])
+        digits = [2, *[1] * len(fars)]
+        rows.append([name, *map(_spread, columns, digits)])
+    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
+    lines = [
+        "  ".join(
+            text.rjust(width) if column else text.ljust(width)
+            for column, (text, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    ]
+    lines.insert(1, "-" * len(lines[0]))
+    return "\n".join(lines)
+
+
+def verdict(panels: Sequence[Panel]) -> str:
+    """Q-Margin against the best of the others at the verdict's FAR, as it was found."""
+    tars = _tars(panels)
+    if not tars:
+        return f"no loss was measured at FAR {VERDICT_FAR:g}: nothing can be said"
+    best = max(tars, key=lambda name: float(np.mean(tars[name])))
+    lead = (
+        f"At FAR {VERDICT_FAR:g}, {best} accepts the most genuine pairs: "
+        f"{_spread([100 * tar for tar in tars[best]], 1)} %."
+    )
+    rivals = [name for name in tars if name != Q_MARGIN]
+    if Q_MARGIN not in tars or not rivals:
+        return lead
+    rival = max(rivals, key=lambda name: float(np.mean(tars[name])))
+    words = [_compared(panel, rival) for panel in panels]
+    if len(panels) == 1:
+        return f"{lead} {words[0]}"
+    gaps = [100 * (a - b) for a, b in zip(tars[Q_MARGIN], tars[rival], strict=True)]
+    mean = f"Q-Margin minus {rival} over {len(panels)} seeds: {_spread(gaps, 1)} points."
+    return "\n".join([f"{lead} {mean}", *words])
+
+
+def _compared(panel: Panel, rival: str) -> str:
+    """Q-Margin and the best of the others on the same trials."""
+    found = [
+        made.seen_from(Q_MARGIN)
+        for made in paired_differences(panel)
+        if made.far == VERDICT_FAR and {made.first, made.second} == {Q_MARGIN, rival}
+    ]
+    if not found:
+        return f"{panel.title}: Q-Margin and {rival} have no common replicates."
+    made = found[0]
+    low, high = made.interval
+    return (
+        f"Q-Margin against {rival}, the best of the others: {100 * made.difference:+.1f} points "
+        f"(95 % interval {100 * low:+.1f} to {100 * high:+.1f}, p = {made.adjusted:.3f}), "
+        f"{_read(made)}."
+    )
+
+
+def _read(made: PairedDifference) -> str:
+    names = {"first is better": made.first, "second is better": made.second}
+    words = reading(made)
+    return f"{names[words]} is better" if words in names else words
+
+
+def _tars(panels: Sequence[Panel]) -> dict[str, list[float]]:
+    """TARs at the verdict's FAR by the name of the loss, one per seed."""
+    found: dict[str, list[float]] = {}
+    for panel in panels:
+        for entry in panel.entries:
+            point = entry.point_at(VERDICT_FAR)
+            if point is not None and point.tar is not None:
+                found.setdefault(entry.label, []).append(point.tar)
+    return {name: tars for name, tars in found.items() if len(tars) == len(panels)}
+
+
+def _spread(values: Sequence[float], digits: int) -> str:
+    mean = float(np.mean(values))
+    if len(values) == 1:
+        return f"{mean:.{digits}f}"
+    return f"{mean:.{digits}f} +- {float(np.std(values, ddof=1)):.{digits}f}"
+
+
+def _named_journal(folder: Path, part: Part) -> Path:
+    """A copy under the name of the loss, which is what the report shows."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{part.loss.title}.jsonl"
+    shutil.copyfile(part.folder / JOURNAL, path)
+    return path

@@ -1,0 +1,184 @@
+"""What the demo trains and tests on: stroke identities, or pictures from a path."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qmargin.data.drawings import Drawings
+from qmargin.data.order import derived_seed
+from qmargin.data.strokes import StrokeIdentities
+from qmargin.demo.evaluate import Pictures
+from qmargin.demo.recipe import SHIFT, Size
+from qmargin.errors import CorruptSample, DataError
+
+if TYPE_CHECKING:
+    from qmargin.data.samples import Dataset
+
+SIDE = 32
+TRAIN_SHARE = 0.6  # of the identities, where the data does not say which ones
+INDEX = "data.qmindex"
+
+
+@dataclass(frozen=True)
+class World:
+    """Data of one seed; identities of training and test are disjoint.
+
+    Attributes:
+        train: None for what the recipe itself describes.
+        test: Whose pairs are tested.
+        size: As far as the data allows.
+        name: Of the protocol.
+        is_ink: Whether 255 is ink, and pictures are shown inverted.
+    """
+
+    train: Dataset | None
+    test: Pictures
+    size: Size
+    name: str
+    is_ink: bool = True
+
+
+@dataclass(frozen=True, eq=False)
+class Stored:
+    """Pictures of a path; ``is_test`` where the data says which are for the test."""
+
+    pictures: NDArray[np.uint8]
+    labels: NDArray[np.int64]
+    names: tuple[str, ...]
+    is_test: NDArray[np.bool_] | None
+    origin: str
+    is_ink: bool
+
+
+def stroke_world(size: Size, seed: int) -> World:
+    """Synthetic identities."""
+    test = StrokeIdentities(size.num_test, size.samples_test, seed=seed, split="test")
+    return World(None, test, size, f"synthetic stroke identities, seed {seed}")
+
+
+def stored_world(stored: Stored, size: Size, seed: int) -> World:
+    """Pictures of a path, divided by their identities; no more of them than the plan reads.
+
+    Raises:
+        DataError: There are too few identities to train and test.
+    """
+    order = sorted(set(stored.labels.tolist()), key=lambda label: derived_seed(seed, label))
+    if stored.is_test is None:
+        split = round(TRAIN_SHARE * len(order))
+        train, test = order[:split], order[split:]
+    else:
+        tested = set(stored.labels[stored.is_test].tolist())
+        train = [label for label in order if label not in tested]
+        test = [label for label in order if label in tested]
+    if len(train) < 2 or len(test) < 2:
+        raise DataError(
+            f"{stored.origin} has {len(train)} identities to train and {len(test)} to test; at "
+            "least 2 of each are needed"
+        )
+    budget = size.total_steps * size.batch_size
+    learned = _part(stored, train, budget, shift=SHIFT)
+    epochs = max(1, round(budget / len(learned)))
+    return World(
+        train=learned,
+        test=_part(stored, test, size.num_test * size.samples_test),
+        size=size._replace(
+            num_classes=learned.num_classes,
+            epochs=epochs,
+            batch_size=min(size.batch_size, len(learned)),
+        ),
+        name=f"{Path(stored.origin).name}, seed {seed}",
+        is_ink=stored.is_ink,
+    )
+
+
+def _part(stored: Stored, labels: Sequence[int], most: int, *, shift: int = 0) -> Drawings:
+    """Samples of some identities, as many whole identities as ``most`` samples allow."""
+    counts = np.bincount(stored.labels)
+    totals = np.cumsum(counts[list(labels)])
+    kept = list(labels)[: max(2, int(np.searchsorted(totals, most, side="right")))]
+    numbers = np.full(len(counts), -1)
+    numbers[kept] = np.arange(len(kept))
+    rows = np.flatnonzero(numbers[stored.labels] >= 0)
+    rows = rows[np.argsort(numbers[stored.labels[rows]], kind="stable")]
+    return Drawings(
+        pictures=stored.pictures[rows],
+        labels=numbers[stored.labels[rows]],
+        names=tuple(stored.names[row] for row in rows),
+        origin=stored.origin,
+        shift=shift,
+    )
+
+
+def read_stored(path: Path, index: Path) -> Stored:
+    """Pictures of an NPZ file, or of anything that ``open_dataset`` reads.
+
+    An NPZ file, or a folder with one, has ``label`` ``[n]`` and ``images`` ``[n, 32, 32]`` uint8 or
+    ``packed4`` ``[n, 512]`` (two pixels a byte, ink is bright), and maybe ``split`` ``[n]``, which
+    is 0 for training and 1 for the test.
+
+    Args:
+        path: The data.
+        index: Where the index of an image folder may be written.
+    """
+    files = [path] if path.suffix == ".npz" else sorted(path.glob("*.npz")) if path.is_dir() else []
+    for file in files:
+        if (found := _from_npz(file, path)) is not None:
+            return found
+    return _from_images(path, index)
+
+
+def _from_npz(file: Path, path: Path) -> Stored | None:
+    from qmargin.evaluation.npz_scores import read_npz
+
+    arrays = read_npz(file)
+    if "label" not in arrays or not {"packed4", "images"} & arrays.keys():
+        return None
+    pictures = arrays["images"] if "images" in arrays else _unpacked(arrays["packed4"], file)
+    labels = arrays["label"].astype(np.int64)
+    split = arrays.get("split")
+    if pictures.shape != (len(labels), SIDE, SIDE) or pictures.dtype != np.uint8:
+        raise DataError(
+            f"{file} has pictures of shape {list(pictures.shape)} and {len(labels)} labels; it "
+            f"needs uint8 [{len(labels)}, {SIDE}, {SIDE}]"
+        )
+    names = tuple(f"class-{label}/sample-{row}" for row, label in enumerate(labels.tolist()))
+    is_test = None if split is None else np.asarray(split) == 1
+    return Stored(pictures, labels, names, is_test, str(path), is_ink=True)
+
+
+def _unpacked(packed: NDArray[Any], file: Path) -> NDArray[np.uint8]:
+    if packed.dtype != np.uint8 or packed.shape[1:] != (SIDE * SIDE // 2,):
+        raise DataError(
+            f"{file} has packed4 of {packed.dtype} and shape {list(packed.shape)}; it needs uint8 "
+            f"[n, {SIDE * SIDE // 2}]"
+        )
+    pixels = np.stack([packed >> 4, packed & 15], axis=2).reshape(len(packed), SIDE, SIDE)
+    return pixels * np.uint8(17)
+
+
+def _from_images(path: Path, index: Path) -> Stored:
+    """Every image in grey and small; what cannot be decoded is left out."""
+    from PIL import Image
+
+    from qmargin.data.open import open_dataset
+
+    dataset = open_dataset(path, index=index)
+    pictures, rows = [], []
+    for row in range(len(dataset)):
+        try:
+            image = Image.fromarray(dataset.decode(row)).convert("L")
+        except CorruptSample:
+            continue
+        pictures.append(np.asarray(image.resize((SIDE, SIDE), Image.Resampling.BOX)))
+        rows.append(row)
+    if not rows:
+        raise DataError(f"{path} has {len(dataset)} images and none can be decoded; check the path")
+    labels = dataset.labels[rows].astype(np.int64)
+    names = tuple(f"row-{row}" for row in rows)  # names of files may say who is in them
+    return Stored(np.stack(pictures), labels, names, None, str(path), is_ink=False)

@@ -1,0 +1,195 @@
+"""From a training run to a model directory, and from a result to the model's thresholds."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import qmargin
+from qmargin.errors import ConfigError
+from qmargin.evaluation.result import read_result
+from qmargin.evaluation.thresholds import (
+    Thresholds,
+    flip_of,
+    thresholds_of,
+    write_thresholds,
+)
+from qmargin.files import sha256_of
+from qmargin.models.card import INTENDED_USE, LIMITS, ModelCard
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from qmargin.training.checkpoint import Checkpoint
+    from qmargin.training.recipe import Recipe
+
+WEIGHTS = ("last", "average", "ema")
+
+
+def export_run(
+    run: str | Path,
+    directory: str | Path,
+    *,
+    weights: str = "last",
+    name: str | None = None,
+    facts: Mapping[str, str] | None = None,
+) -> ModelCard:
+    """Make a model directory of a run.
+
+    Args:
+        run: Output folder of ``qmargin train``, or one of its checkpoints.
+        directory: The model directory; does not exist yet, or is empty.
+        weights: ``"last"`` (of the newest whole checkpoint), ``"average"`` or ``"ema"`` (that the
+            run wrote at its end).
+        name: Of the model; that of the recipe by default.
+        facts: More entries of the card.
+
+    Raises:
+        ConfigError: There is no such run, or it has no such weights.
+        CheckpointError: The checkpoint is damaged.
+    """
+    from qmargin.models.directory import write_model
+    from qmargin.training.checkpoint import read_recipe
+    from qmargin.training.recipe_files import from_yaml
+
+    checkpoint = _find_checkpoint(Path(run))
+    text = read_recipe(checkpoint)
+    recipe = from_yaml(text)
+    tensors = _read_weights(checkpoint, weights)
+    modality, input_shape = input_of(recipe)
+    card = ModelCard(
+        name=name or recipe.name,
+        modality=modality,
+        input_shape=input_shape,
+        backbone=recipe.model.backbone,
+        embedding_dim=recipe.model.embedding_dim,
+        options=dict(recipe.model.options),
+        facts={**_facts(recipe, checkpoint, weights), **(facts or {})},
+    )
+    return write_model(directory, weights=tensors, card=card, recipe=text)
+
+
+def add_thresholds(
+    directory: str | Path, result: str | Path, *, flip: str | None = None
+) -> Thresholds:
+    """Put the operating points of a result file into a model directory.
+
+    Args:
+        directory: The model directory.
+        result: ``result.json`` of an evaluation of this model on pairs of samples.
+        flip: How it embedded images, ``"none"`` or ``"sum"``; None for what the result says.
+
+    Raises:
+        ConfigError: The result does not say how images were embedded, or says otherwise.
+        DataError: It is of another model, or of other comparisons than those of two samples.
+    """
+    from qmargin.models.directory import THRESHOLDS, add_facts, read_card
+
+    card, found = read_card(directory), read_result(result)
+    thresholds = thresholds_of(
+        found,
+        weights_sha256=card.weights_sha256,
+        result_sha256=sha256_of(result),
+        flip=_chosen_flip(flip_of(found), flip, card, result),
+    )
+    write_thresholds(Path(directory) / THRESHOLDS, thresholds)
+    facts = {
+        f"tar_at_far_{point.far_target:g}": f"{point.tar:.4f} on {thresholds.protocol}"
+        for point in thresholds.points
+    }
+    add_facts(directory, facts)
+    return thresholds
+
+
+def _chosen_flip(said: str | None, asked: str | None, card: ModelCard, result: str | Path) -> str:
+    if card.modality != "images":
+        return "none"
+    if said is None and asked is None:
+        raise ConfigError(
+            f"{result} does not say whether mirror images were used; say so with --flip none or "
+            "--flip sum"
+        )
+    if said is not None and asked not in (None, said):
+        raise ConfigError(f"{result} was made with flip {said}, not {asked}; leave --flip out")
+    return asked or said or "none"
+
+
+def input_of(recipe: Recipe) -> tuple[str, tuple[int, ...]]:
+    """Modality and shape of one input of a recipe's model.
+
+    Examples:
+        >>> from qmargin.recipes.debug import debug
+        >>> input_of(debug())
+        ('arrays', (32,))
+    """
+    from qmargin.training.fields import as_type
+
+    kind = recipe.data.kind
+    if kind == "images":
+        size = as_type(recipe.data.options.get("size", 112), int, "data.options.size")
+        return "images", (3, size, size)
+    if kind == "audio":
+        return "audio", ()
+    from qmargin.training.build import build_dataset
+
+    sample, _ = build_dataset(recipe).read(0, 0)  # computed data has no other record of its shape
+    shape = tuple(sample.shape)
+    is_image = kind == "synthetic" and len(shape) == 3 and shape[0] == 3
+    return ("images" if is_image else "arrays"), shape
+
+
+def _find_checkpoint(run: Path) -> Checkpoint:
+    from qmargin.training.checkpoint import newest, open_checkpoint
+    from qmargin.training.manifest import MANIFEST
+    from qmargin.training.starting import CHECKPOINTS
+
+    if (run / MANIFEST).is_file():
+        return open_checkpoint(run)
+    found = newest(run / CHECKPOINTS).checkpoint
+    if found is None:
+        raise ConfigError(
+            f"{run} has no checkpoint; give the output folder of `qmargin train`, one of its "
+            "checkpoints, or a model directory"
+        )
+    return found
+
+
+def _read_weights(checkpoint: Checkpoint, weights: str) -> dict[str, Tensor]:
+    from qmargin.training.checkpoint import read_backbone
+    from qmargin.training.loop import AVERAGE, MOVING_AVERAGE
+    from qmargin.training.tensor_files import read_tensors
+
+    if weights not in WEIGHTS:
+        raise ConfigError(f"weights is {weights!r}; it must be one of {', '.join(WEIGHTS)}")
+    if weights == "last":
+        return read_backbone(checkpoint)
+    path = checkpoint.path.parent.parent / (AVERAGE if weights == "average" else MOVING_AVERAGE)
+    if not path.is_file():
+        raise ConfigError(
+            f"{path} does not exist; only runs whose recipe asks for it write it at their end, "
+            "export the weights 'last'"
+        )
+    return read_tensors(path)
+
+
+def _facts(recipe: Recipe, checkpoint: Checkpoint, weights: str) -> dict[str, str]:
+    loss = recipe.loss
+    now = datetime.datetime.now(datetime.timezone.utc)
+    return {
+        "recipe": recipe.name,
+        "recipe_sha256": recipe.sha256,
+        "checkpoint_sha256": checkpoint.sha256,
+        "step": str(checkpoint.step),
+        "weights": weights,
+        "margin_kind": loss.margin_kind,
+        "alpha": f"{loss.alpha:g}",
+        "scale": f"{loss.scale:g}",
+        "margin": f"{loss.margin:g}",
+        "num_identities": str(checkpoint.manifest.num_classes),
+        "intended_use": INTENDED_USE,
+        "limits": LIMITS,
+        "exported": now.isoformat(timespec="seconds"),
+        "qmargin": qmargin.__version__,
+    }

@@ -1,0 +1,182 @@
+"""A backbone as one ONNX file with any batch size, compared with PyTorch before it is kept."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qmargin.errors import BackendError, ConfigError
+from qmargin.files import describe_file, replacing
+
+TOLERANCE = 1e-5
+MAX_BYTES = 2_000_000_000  # one protobuf file holds no more
+INPUT, OUTPUT = "inputs", "embeddings"
+_PACKAGES = ("onnx", "onnxruntime", "onnxscript")
+_TRACED, _TRIED = 2, (1, 2, 5)  # batch sizes; those that were not traced show that it is dynamic
+
+
+@dataclass(frozen=True)
+class OnnxRecord:
+    """What is known of an ONNX file.
+
+    Attributes:
+        sha256: Fingerprint.
+        opset: Version of the operators.
+        runtime: What it was compared in.
+        max_difference: Largest difference to PyTorch of an element of unit-length embeddings.
+    """
+
+    sha256: str
+    opset: int
+    runtime: str
+    max_difference: float
+
+    def to_facts(self, name: str) -> dict[str, str]:
+        """Entries of a model card; ``name`` is that of the file."""
+        return {
+            "onnx_file": name,
+            "onnx_sha256": self.sha256,
+            "onnx_opset": str(self.opset),
+            "onnx_runtime": self.runtime,
+            "onnx_max_difference": f"{self.max_difference:.2g} (at most {TOLERANCE:g}, of "
+            "unit-length embeddings, against PyTorch in float32)",
+        }
+
+
+def write_onnx(
+    backbone: nn.Module,
+    path: str | Path,
+    *,
+    input_shape: tuple[int, ...],
+    lengths: tuple[int, ...] = (),
+    metadata: Mapping[str, str] | None = None,
+    tolerance: float = TOLERANCE,
+) -> OnnxRecord:
+    """Write a backbone as ONNX: ``inputs [batch, ...]`` to ``embeddings [batch, d]``, float32.
+
+    The file is kept only if onnxruntime gives what PyTorch gives, for batches of other sizes than
+    the traced one. Embeddings are compared at unit length, which is how they are scored.
+
+    Args:
+        backbone: On the CPU, in evaluation mode.
+        path: The file to make or replace.
+        input_shape: Of one sample.
+        lengths: For inputs ``[batch, length, *input_shape]`` whose length varies, such as
+            recordings: the length to trace, and others to compare.
+        metadata: Texts that the file carries.
+        tolerance: Largest difference that is accepted.
+
+    Raises:
+        BackendError: A package is missing, the network cannot be exported, or the results differ.
+    """
+    _check_packages()
+    path = Path(path)
+    if backbone.training:
+        raise ConfigError("the backbone is in training mode; call eval() on it first")
+    num_bytes = sum(value.numel() * 4 for value in backbone.state_dict().values())
+    if num_bytes > MAX_BYTES:
+        raise ConfigError(
+            f"the weights take {num_bytes:,} bytes and one ONNX file holds {MAX_BYTES:,}; "
+            "export a smaller network"
+        )
+    with replacing(path) as temporary:
+        shapes = [(length, *input_shape) for length in lengths] or [input_shape]
+        names = ("batch", "length") if lengths else ("batch",)
+        opset = _export(backbone, temporary, _example(_TRACED, shapes[0]), names, metadata or {})
+        difference = _difference(backbone, temporary, shapes)
+        if not difference <= tolerance:  # a NaN is not
+            raise BackendError(
+                f"onnxruntime differs from PyTorch by {difference:.2g} and {tolerance:g} is "
+                "accepted; nothing was written, try another version of onnxruntime"
+            )
+    runtime = f"onnxruntime {_onnxruntime().__version__}"
+    return OnnxRecord(describe_file(path).sha256, opset, runtime, difference)
+
+
+def _check_packages() -> None:
+    missing = [name for name in _PACKAGES if find_spec(name) is None]
+    if missing:
+        raise BackendError(
+            f"{', '.join(missing)} is not installed; ONNX export needs "
+            "`pip install 'qmargin[onnx]'`"
+        )
+
+
+def _onnxruntime() -> Any:
+    return import_module("onnxruntime")  # it has no types
+
+
+def _example(rows: int, input_shape: tuple[int, ...]) -> Tensor:
+    """Values in [-1, 1], the range of normalised images; always the same."""
+    generator = torch.Generator().manual_seed(rows)
+    return 2.0 * torch.rand((rows, *input_shape), generator=generator) - 1.0
+
+
+def _export(
+    backbone: nn.Module,
+    path: Path,
+    example: Tensor,
+    names: tuple[str, ...],
+    metadata: Mapping[str, str],
+) -> int:
+    """Trace and save; the first axes vary and have names. Returns the version of the operators."""
+    varying = {axis: torch.export.Dim(name) for axis, name in enumerate(names)}
+    with _quiet():
+        try:
+            program: Any = torch.onnx.export(
+                backbone,
+                (example,),
+                dynamo=True,
+                dynamic_shapes=(varying,),
+                input_names=[INPUT],
+                output_names=[OUTPUT],
+                verbose=False,
+            )
+        except (RuntimeError, torch.onnx.errors.OnnxExporterError) as error:
+            first_line = str(error).strip().splitlines()[0]
+            raise BackendError(
+                f"the network cannot be exported to ONNX ({first_line}); use one that takes no "
+                "decisions by the values of its inputs"
+            ) from error
+        program.model.metadata_props.update(metadata)
+        program.save(str(path), external_data=False)
+    return int(program.model.opset_imports[""])
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Inside, the exporter keeps its notes on its own deprecated calls and optional parts."""
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+def _difference(backbone: nn.Module, path: Path, shapes: Sequence[tuple[int, ...]]) -> float:
+    """Largest difference of an element between the file and the network, at unit length."""
+    session = _onnxruntime().InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    largest = torch.zeros(())
+    for rows, shape in product(_TRIED, shapes):
+        inputs = _example(rows, shape)
+        with torch.inference_mode():
+            expected = nn.functional.normalize(backbone(inputs).double())
+        (output,) = session.run([OUTPUT], {INPUT: inputs.numpy()})
+        found = nn.functional.normalize(torch.from_numpy(output).double())
+        largest = torch.maximum(largest, (found - expected).abs().amax())  # keeps a NaN
+    return float(largest)

@@ -1,0 +1,227 @@
+"""Weights of other people's checkpoints: read without running their code, and given our names.
+
+Read are safetensors files and PyTorch checkpoints that hold tensors and plain containers; a pickle
+that asks for anything else is refused. Known are
+
+- the names of this package, which are those of InsightFace's IResNet, MobileFaceNet and ViT;
+- those of the IR networks of AdaFace (``input_layer``, ``body``, ``output_layer``), for an IResNet
+  with ``shortcut="subsample"``; they were trained on BGR images, and the first convolution is
+  turned round so that the loaded network takes RGB.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from qmargin.errors import DataError
+
+CONTAINERS = ("state_dict_backbone", "state_dict", "model_state_dict", "backbone", "model")
+PREFIXES = ("module.", "_orig_mod.", "model.", "backbone.")
+Layout = Literal["same", "adaface"]
+_IR_UNITS = ("bn1", "conv1", "bn2", "prelu", "conv2", "bn3")
+_IR_ENDS = {
+    "input_layer.0": "conv1",
+    "input_layer.1": "bn1",
+    "input_layer.2": "prelu",
+    "output_layer.0": "bn2",
+    "output_layer.3": "fc",
+    "output_layer.4": "features",
+}
+_IR_BLOCK = re.compile(r"body\.(\d+)\.(res_layer|shortcut_layer)\.(\d)\.(\w+)")
+_IR_STAGES = {64: 1, 128: 2, 256: 3, 512: 4}  # by the channels of a block
+_SHOWN = 3
+
+
+class Loaded(NamedTuple):
+    """How a file was understood."""
+
+    layout: Layout
+    is_bgr: bool  # whether the first convolution was turned round
+    num_tensors: int
+
+
+def load_weights_(backbone: nn.Module, path: str | Path, *, is_bgr: bool | None = None) -> Loaded:
+    """Put the weights of a file into a backbone; all of them must fit.
+
+    Args:
+        backbone: Built with the structure that the file was saved from.
+        path: A safetensors file or a PyTorch checkpoint, with the weights at its top or inside a
+            usual container such as ``state_dict``.
+        is_bgr: Whether the weights expect BGR images; None for what the layout is known for.
+
+    Raises:
+        DataError: The file cannot be read safely, or its tensors are not those of the backbone; the
+            backbone is as it was then.
+    """
+    found = read_weights(path)
+    layout: Layout = "same"
+    if any(name.startswith("body.") for name in found):
+        layout, found = "adaface", _from_adaface(found)
+    is_turned = layout == "adaface" if is_bgr is None else is_bgr
+    _check_fit(backbone, found, path)
+    if is_turned:
+        name = _first_convolution(backbone)
+        found[name] = found[name].flip(1)
+    backbone.load_state_dict(found, strict=False)  # absent are counters of batches at most
+    return Loaded(layout, is_turned, len(found))
+
+
+def read_weights(path: str | Path) -> dict[str, Tensor]:
+    """Tensors of a file by name, without containers and prefixes such as ``module.``.
+
+    Raises:
+        DataError: The file is no checkpoint, holds more than tensors, or has values that are not
+            finite.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise DataError(f"there is no file {path}; name a checkpoint")
+    with path.open("rb") as file:
+        is_safetensors = file.read(9)[8:] == b"{"  # after the length of the header
+    content = _read_safetensors(path) if is_safetensors else _read_torch(path)
+    weights = _without_prefixes(_unpacked(content, path))
+    for name, tensor in weights.items():
+        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+            raise DataError(f"{path}: {name} has values that are not finite; use another file")
+    return weights
+
+
+def _read_safetensors(path: Path) -> Any:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise DataError(f"{path} cannot be read ({error}); get the file anew") from error
+
+
+def _read_torch(path: Path) -> Any:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # a damaged pickle can fail in any way
+        reason = str(error).split("\n")[0]
+        raise DataError(
+            f"{path} is damaged, or holds more than tensors, and is not opened ({reason}); save "
+            "its state_dict alone, where you trust the file, and load that"
+        ) from error
+
+
+def _unpacked(content: Any, path: Path) -> dict[str, Tensor]:
+    """The first mapping of names to tensors, at the top or in a usual container."""
+    for inner in (content, *_containers(content)):
+        if isinstance(inner, Mapping) and inner and _is_tensors(inner):
+            return dict(inner)
+    names = list(content) if isinstance(content, Mapping) else type(content).__name__
+    raise DataError(
+        f"{path} has no weights at its top or in one of {', '.join(CONTAINERS)}, but {names}; save "
+        "a state_dict"
+    )
+
+
+def _containers(content: Any) -> list[Any]:
+    if not isinstance(content, Mapping):
+        return []
+    return [content[name] for name in CONTAINERS if name in content]
+
+
+def _is_tensors(mapping: Mapping[Any, Any]) -> bool:
+    return all(
+        isinstance(name, str) and isinstance(value, Tensor) and value.layout == torch.strided
+        for name, value in mapping.items()
+    )
+
+
+def _without_prefixes(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Names without prefixes; where some have one, the others belong to a head and are left out."""
+    for prefix in PREFIXES:
+        inner = {
+            name.removeprefix(prefix): tensor
+            for name, tensor in weights.items()
+            if name.startswith(prefix)
+        }
+        if inner:
+            return _without_prefixes(inner)
+    return weights
+
+
+def _from_adaface(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """IR networks in the names of ``IResNet``."""
+    starts = _stage_starts(weights)
+    found = {}
+    for name, tensor in weights.items():
+        unit, _, kind = name.rpartition(".")
+        block = _IR_BLOCK.fullmatch(name)
+        if unit in _IR_ENDS:
+            name = f"{_IR_ENDS[unit]}.{kind}"
+        elif block is not None:
+            place, part, number = int(block[1]), block[2], int(block[3])
+            stage = max(stage for stage, start in starts.items() if start <= place)
+            inner = f"downsample.{number}" if part == "shortcut_layer" else _unit(number)
+            name = f"layer{stage}.{place - starts[stage]}.{inner}.{kind}"
+        found[name] = tensor  # any other name is reported as one that does not fit
+    if "features.running_mean" in found:  # the last norm has no weights of its own there
+        mean = found["features.running_mean"]
+        found.setdefault("features.weight", torch.ones_like(mean))
+        found.setdefault("features.bias", torch.zeros_like(mean))
+    return found
+
+
+def _unit(number: int) -> str:
+    return _IR_UNITS[number] if number < len(_IR_UNITS) else str(number)
+
+
+def _stage_starts(weights: Mapping[str, Tensor]) -> dict[int, int]:
+    """The first block of every stage; what is in no stage belongs to the first."""
+    starts = {1: 0}
+    for name, tensor in weights.items():
+        block = _IR_BLOCK.fullmatch(name)
+        if block is None or (block[2], block[3], tensor.dim()) != ("res_layer", "1", 4):
+            continue
+        stage, place = _IR_STAGES.get(len(tensor), 1), int(block[1])
+        starts[stage] = min(place, starts.get(stage, place))
+    return starts
+
+
+def _check_fit(backbone: nn.Module, found: Mapping[str, Tensor], path: str | Path) -> None:
+    """Refuse weights that are missing, too many or of another shape, naming some of each."""
+    own = backbone.state_dict()
+    missing = [
+        name for name in own if name not in found and not name.endswith("num_batches_tracked")
+    ]
+    unknown = [name for name in found if name not in own]
+    misshapen = [
+        f"{name} {list(found[name].shape)} instead of {list(own[name].shape)}"
+        for name in own
+        if name in found and found[name].shape != own[name].shape
+    ]
+    problems = [
+        f"{len(names)} {what}: {', '.join(names[:_SHOWN])}{', ...' if len(names) > _SHOWN else ''}"
+        for names, what in (
+            (missing, "missing"),
+            (unknown, "unknown"),
+            (misshapen, "of another shape"),
+        )
+        if names
+    ]
+    if problems:
+        raise DataError(
+            f"{path} does not fit {type(backbone).__name__} ({'; '.join(problems)}); build the "
+            "backbone with the depth, embedding_dim and shortcut of the file"
+        )
+
+
+def _first_convolution(backbone: nn.Module) -> str:
+    for name, module in backbone.named_modules():
+        if isinstance(module, nn.Conv2d) and module.in_channels == 3:
+            return f"{name}.weight"
+    raise DataError(
+        f"{type(backbone).__name__} has no convolution of three colours to turn round; leave "
+        "is_bgr out"
+    )

@@ -1,0 +1,207 @@
+"""Speaker runs: every row of the paper's speaker table, and the same recipe for other networks.
+
+All follow one recipe, that of the paper: SGD with momentum 0.9 and weight decay 1e-4 for 150
+epochs, a warm-up of 6 epochs, a learning rate that falls exponentially from 0.1 to 5e-5, a margin
+that rises exponentially from 0 between epochs 20 and 40 (counted from 1), 128 samples on each of 4
+GPUs. What the paper leaves to the toolkit it was built on, WeSpeaker, is as there: Nesterov's
+momentum, chunks of 2.015 s, three speeds with speakers of their own (17,982 classes), noise or
+reverberation for 6 of 10 samples, decay that begins under the warm-up, and an average of the
+checkpoints of the last 10 epochs. Its factor on the learning rate is written out: ``base_batch``
+is 64, so that the peak is 0.8 times what the decay has left of it.
+
+Say where the recordings are with ``--set data.path=DIR``, and the corpora of noises and impulse
+responses with ``data.options.noise_path`` and ``data.options.response_path``. None of these runs
+has been made end to end with this package.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from qmargin.training.recipe import Recipe
+
+    Builder = Callable[[], Recipe]
+
+UNTRIED = "Not run end to end with this package."
+NUM_SPEAKERS = 5_994
+NUM_SPEEDS = 3
+NUM_UTTERANCES = 1_092_009
+BATCH = 4 * 128
+ONE_GPU_BATCH = 128
+BASE_BATCH = 64
+SMALL_BATCH = 64
+EPOCHS, SMALL_EPOCHS = 150, 40
+NUM_AVERAGED = 10
+
+
+class Network(NamedTuple):
+    """A backbone as it is usually trained."""
+
+    title: str
+    backbone: str
+    embedding_dim: int
+
+
+NETWORKS = {
+    "r18": Network("R18", "speaker_resnet18", 256),
+    "r34": Network("R34", "speaker_resnet34", 256),
+    "r50": Network("R50", "speaker_resnet50", 256),
+    "r101": Network("R101", "speaker_resnet101", 256),
+    "ecapa512": Network("ECAPA-512", "ecapa512", 192),
+    "ecapa1024": Network("ECAPA-1024", "ecapa1024", 192),
+    "campplus": Network("CAM++", "campplus", 512),
+}
+
+
+class Loss(NamedTuple):
+    """A row of the table: a preset of ``qmargin.losses.presets`` and the numbers it has there."""
+
+    title: str
+    preset: str
+    scale: float
+    margin: float
+    alpha: float | None = None
+
+    def describe(self) -> str:
+        """The numbers in words."""
+        order = "" if self.alpha is None else f"alpha {self.alpha:g}, "
+        return f"{self.title}, {order}scale {self.scale:g}, margin {self.margin:g}"
+
+
+TABLE = {  # every row of the paper's table
+    "arcface": Loss("ArcFace", "arcface", 32.0, 0.2),
+    "cosface": Loss("CosFace", "cosface", 32.0, 0.2),
+    "entmax_a200": Loss("EntMax", "entmax_face", 5.0, 0.1, 2.0),
+    "entmax_a175": Loss("EntMax", "entmax_face", 5.0, 0.1, 1.75),
+    "q_margin_a175": Loss("Q-Margin", "q_margin", 5.0, 0.1, 1.75),  # best at FAR 1e-4
+    "q_margin_a150": Loss("Q-Margin", "q_margin", 10.0, 0.1, 1.5),  # best at FAR 1e-3
+}
+OTHERS = ("arcface", "q_margin_a150")  # rows that the other networks are trained with as well
+COMPARED = ("arcface", "cosface", "entmax_a175", "q_margin_a150")  # of small collections
+
+
+@dataclass(frozen=True)
+class SpeakerRun:
+    """What tells one speaker run from another.
+
+    Args:
+        network: A key of ``NETWORKS``.
+        loss: Preset and numbers.
+        note: What is special about the run, for its description.
+        batch_size: Over all GPUs.
+    """
+
+    network: str
+    loss: Loss
+    note: str = ""
+    batch_size: int = BATCH
+
+    def describe(self, data: str) -> str:
+        """One line for lists."""
+        note = f" ({self.note})" if self.note else ""
+        return f"{data}, {NETWORKS[self.network].title}, {self.loss.describe()}{note}."
+
+    def build(self, name: str) -> Recipe:
+        """The recipe on VoxCeleb2."""
+        # imported here, so that a list of recipes need not wait for torch
+        from qmargin.training import recipe
+
+        network, row = NETWORKS[self.network], self.loss
+        numbers = {"scale": row.scale, "margin": row.margin}
+        if row.alpha is not None:
+            numbers["alpha"] = row.alpha
+        return recipe.Recipe(
+            name=name,
+            data=recipe.DataPart(
+                "audio",
+                batch_size=self.batch_size,
+                path="data/voxceleb2/dev",
+                num_classes=NUM_SPEEDS * NUM_SPEAKERS,
+                num_workers=8,
+                options={
+                    "num_frames": 200,
+                    "speed_perturbation": True,
+                    "augment": 0.6,
+                    "noise_path": "data/musan",
+                    "response_path": "data/rirs_noises/simulated_rirs",
+                    "dither": 1.0,
+                },
+            ),
+            model=recipe.ModelPart(network.backbone, embedding_dim=network.embedding_dim),
+            loss=recipe.LossPart.from_preset(row.preset, **numbers),
+            optimizer=recipe.OptimizerPart(
+                lr=0.1, momentum=0.9, weight_decay=1e-4, nesterov=True, base_batch=BASE_BATCH
+            ),
+            schedule=recipe.SchedulePart(
+                "exponential", warmup_epochs=6.0, decay_in_warmup=True, final_lr=5e-5
+            ),
+            margin_schedule=recipe.ValueSchedule("exponential", start_epoch=19.0, end_epoch=39.0),
+            run=recipe.RunPart(
+                epochs=EPOCHS,
+                save_every_steps=NUM_UTTERANCES // self.batch_size,  # once an epoch
+                keep=NUM_AVERAGED,
+                average_last=NUM_AVERAGED,
+            ),
+            seed=42,
+        )
+
+
+def _small(name: str, run: SpeakerRun) -> Recipe:
+    """A folder of recordings and no other corpus: simulated rooms, a shorter run."""
+    recipe = run.build(name)
+    margins = recipe.margin_schedule
+    assert margins is not None  # every run above has one
+    return replace(
+        recipe,
+        data=replace(
+            recipe.data,
+            path="data/speakers",
+            num_classes=None,
+            num_workers=2,
+            options={"num_frames": 200, "simulate_rooms": True, "dither": 1.0},
+        ),
+        schedule=replace(recipe.schedule, warmup_epochs=2.0),
+        margin_schedule=replace(margins, start_epoch=5.0, end_epoch=10.0),
+        run=replace(recipe.run, epochs=SMALL_EPOCHS, save_every_steps=100),
+        seed=0,
+    )
+
+
+def _voxceleb2(name: str, run: SpeakerRun) -> Recipe:
+    return run.build(name)
+
+
+def _builder(
+    name: str, run: SpeakerRun, build: Callable[[str, SpeakerRun], Recipe], *, data: str
+) -> Builder:
+    def builder() -> Recipe:
+        return build(name, run)
+
+    builder.__doc__ = f"{run.describe(data)}\n\n{UNTRIED}"
+    return builder
+
+
+def _speaker_recipes() -> dict[str, Builder]:
+    runs = {f"r34_{row}": SpeakerRun("r34", loss) for row, loss in TABLE.items()}
+    for row in OTHERS:
+        for network in NETWORKS:
+            runs.setdefault(f"{network}_{row}", SpeakerRun(network, TABLE[row]))
+        runs[f"r34_{row}_1gpu"] = SpeakerRun(
+            "r34", TABLE[row], note="1 GPU", batch_size=ONE_GPU_BATCH
+        )
+    found = {
+        f"voxceleb2_{key}": _builder(f"voxceleb2_{key}", run, _voxceleb2, data="VoxCeleb2")
+        for key, run in runs.items()
+    }
+    for row in COMPARED:
+        name = f"speakers_r34_{row}"
+        run = SpeakerRun("r34", TABLE[row], batch_size=SMALL_BATCH)
+        found[name] = _builder(name, run, _small, data="A folder of speakers")
+    return found
+
+
+SPEAKER_RECIPES = _speaker_recipes()
+"""Functions that return a recipe, by its name."""

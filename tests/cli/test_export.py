@@ -1,0 +1,97 @@
+"""``qmargin export``: from a run to a directory that verifies, embeds and runs elsewhere."""
+
+import argparse
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from helpers.model_directories import SIZE, make_model, pictures
+from helpers.results import synthetic_result, write_results
+from helpers.runs import tiny_recipe
+from qmargin.cli.export import add_export
+from qmargin.errors import ConfigError
+from qmargin.evaluation.model import load_model
+from qmargin.models.directory import CARD, read_card
+from qmargin.training.loop import train
+from qmargin.training.recipe_files import apply_settings
+
+
+def run(*arguments: object) -> None:
+    parser = argparse.ArgumentParser(prog="qmargin")
+    add_export(parser.add_subparsers(required=True))
+    parsed = parser.parse_args(["export", *map(str, arguments)])
+    parsed.run(parsed)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    recipe = apply_settings(
+        tiny_recipe(f"data.options.shape=[3, {SIZE}, {SIZE}]", "run.max_steps=2"),
+        ["model.options=null", "model.backbone=small_conv", "model.options.width=4"],
+    )
+    folder = tmp_path_factory.mktemp("runs") / "images"
+    train(recipe, folder, device="cpu")
+    return folder
+
+
+def test_a_run_becomes_a_model_of_images(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "models" / "m"
+    out.parent.mkdir()
+    run(trained, "--out", out, "--name", "mine", "--card", "licence=CC0, really = yes")
+    assert capsys.readouterr().out == f"{out}\n"
+    card = read_card(out)
+    assert (card.name, card.facts["licence"]) == ("mine", "CC0, really = yes")
+    assert load_model(out).embed(pictures(2)).shape == (2, 32)
+
+
+def test_thresholds_of_a_result_are_added(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    card = make_model(tmp_path / "m")
+    (result,) = write_results(tmp_path / "results", synthetic_result(card=card.to_texts()))
+    run(tmp_path / "m", "--result", result, "--flip", "none")
+    assert "thresholds at FAR 0.01, 0.001, 0.0001, 1e-05" in capsys.readouterr().out
+    assert load_model(tmp_path / "m").verify(*pictures(2), far=1e-3).is_same is not None
+
+
+def test_an_onnx_file_is_compared_and_in_the_card(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("onnx", "onnxscript"):
+        pytest.importorskip(name)
+    onnxruntime = pytest.importorskip("onnxruntime")
+    make_model(tmp_path / "m")
+    run(tmp_path / "m", "--onnx")
+    path = tmp_path / "m" / "model.onnx"
+    assert f"{path}: differs from PyTorch by" in capsys.readouterr().out
+    card = read_card(tmp_path / "m")
+    assert card.facts["onnx_file"] == "model.onnx"
+    assert float(card.facts["onnx_max_difference"].split()[0]) <= 1e-5
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    metadata = session.get_modelmeta().custom_metadata_map
+    assert metadata["weights_sha256"] == card.weights_sha256
+    assert "RGB" in metadata["inputs"]
+    images = pictures(3)
+    inputs = ((images.astype(np.float32) / 255 - 0.5) / 0.5).transpose(0, 3, 1, 2)
+    (found,) = session.run(None, {"inputs": inputs})
+    np.testing.assert_allclose(found, load_model(tmp_path / "m").embed(images), atol=1e-5)
+
+
+def test_arguments_that_do_not_fit_are_refused(trained: Path, tmp_path: Path) -> None:
+    make_model(tmp_path / "m")
+    with pytest.raises(ConfigError, match="--out is missing"):
+        run(trained)
+    with pytest.raises(ConfigError, match="model directory already"):
+        run(tmp_path / "m")
+    with pytest.raises(ConfigError, match="model directory already"):
+        run(tmp_path / "m", "--out", tmp_path / "n", "--onnx")
+    before = (tmp_path / "m" / CARD).read_bytes()
+    for text in ("licence", "=CC0"):
+        with pytest.raises(ConfigError, match="KEY=TEXT"):
+            run(tmp_path / "m", "--card", text)
+    assert (tmp_path / "m" / CARD).read_bytes() == before
+    with pytest.raises(ConfigError, match="is not empty"):
+        run(trained, "--out", tmp_path / "m")

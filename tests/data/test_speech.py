@@ -1,0 +1,318 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from helpers.recordings import encoded, real_speech, speaker_folders, tone
+from qmargin.data.audio_lists import open_audio
+from qmargin.data.loader import build_loader
+from qmargin.data.order import GlobalOrder
+from qmargin.data.rooms import RoomSimulator
+from qmargin.data.samples import check_labels, read_sample
+from qmargin.data.speech import SpeechDataset, open_speech
+from qmargin.data.speech_augment import (
+    SNR_DB,
+    Noises,
+    ResponseFiles,
+    SpectrumMasks,
+    SpeechAugmentation,
+    add_noise,
+    reverberate,
+    tiled,
+)
+from qmargin.errors import ConfigError, CorruptSample, DataError
+from qmargin.features import FilterBank, subtract_mean
+
+
+def musan(root: Path) -> Path:
+    generator = np.random.default_rng(0)
+    for kind, seconds in (("noise", 0.3), ("speech", 3.0), ("music", 5.0)):
+        for number in range(2):
+            path = root / kind / "part" / f"{number}.wav"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            samples = 0.1 * generator.standard_normal(int(seconds * 16000))
+            path.write_bytes(encoded(samples.astype(np.float32)))
+    return root
+
+
+def ramps(root: Path, *, seconds: float = 5.0) -> Path:
+    """Utterances whose samples say where they are from."""
+    count = int(seconds * 16000)
+    for speaker in range(2):
+        path = root / f"id{speaker}" / "a.wav"
+        path.parent.mkdir(parents=True)
+        path.write_bytes(encoded(np.arange(count, dtype=np.float32) / 2**17))
+    return root
+
+
+def test_chunks_are_uniform_parts_of_utterances(tmp_path: Path) -> None:
+    dataset = SpeechDataset(open_audio(ramps(tmp_path)), speeds=(1.0,))
+    assert dataset.num_samples == 32240
+    starts = []
+    for seed in range(400):
+        chunk, label = dataset.read(1, seed)
+        assert (chunk.shape, chunk.dtype, label) == ((32240,), torch.float32, 1)
+        places = torch.round(chunk * 2**17 / 4) * 4  # steps of 16-bit audio
+        assert (places.diff() >= 0).all()
+        starts.append(float(places[0]) / (80000 - 32240))
+    low, middle, high = np.quantile(starts, [0.02, 0.5, 0.98])
+    assert low < 0.06
+    assert 0.4 < middle < 0.6
+    assert high > 0.94
+
+
+def test_short_utterances_are_tiled(tmp_path: Path) -> None:
+    dataset = SpeechDataset(open_audio(ramps(tmp_path, seconds=0.5)), speeds=(1.0,))
+    chunk, _ = dataset.read(0, 0)
+    whole = torch.from_numpy(dataset.collection[0][0])
+    assert torch.equal(chunk, torch.cat([whole] * 5)[:32240])
+
+
+def test_one_sample_is_enough_to_tile(tmp_path: Path) -> None:
+    assert tiled(np.ones(1, dtype=np.float32), 5).tolist() == [1.0] * 5
+
+
+@pytest.mark.parametrize("rate", [8000, 16000, 44100])
+def test_speeds_make_speakers_of_their_own(rate: int, tmp_path: Path) -> None:
+    for speaker in range(3):
+        path = tmp_path / f"id{speaker}" / "a.wav"
+        path.parent.mkdir()
+        path.write_bytes(encoded(tone(4.0, rate=rate, hertz=1000.0), rate=rate))
+    dataset = SpeechDataset(open_audio(tmp_path))
+    assert dataset.num_classes == 9
+    assert dataset.labels is None
+    check_labels(dataset)
+    counts = np.zeros(3, dtype=int)
+    for seed in range(120):
+        chunk, label = dataset.read(2, seed)
+        turn, speaker = divmod(label, 3)
+        assert speaker == 2
+        counts[turn] += 1
+        spectrum = np.abs(np.fft.rfft(chunk.numpy() * np.hanning(len(chunk))))
+        hertz = spectrum.argmax() * 16000 / len(chunk)
+        assert hertz == pytest.approx(1000 * (1.0, 0.9, 1.1)[turn], abs=1.0)
+    assert counts.min() > 20
+
+
+def test_labels_are_known_without_speeds(tmp_path: Path) -> None:
+    dataset = open_speech(speaker_folders(tmp_path), speed_perturbation=False)
+    assert dataset.labels is not None
+    assert dataset.labels.tolist() == [0, 0, 1, 1, 2, 2]
+    assert dataset.num_classes == 3
+    assert dataset.sample_id(2) == "id1/video/00000.wav"
+    assert dataset.source(2).endswith("id1/video/00000.wav")
+
+
+def test_fine_tuning_keeps_the_classes_of_the_speeds(tmp_path: Path) -> None:
+    path = speaker_folders(tmp_path)
+    dataset = open_speech(path, speed_perturbation=False, keep_speed_classes=True)
+    assert dataset.num_classes == 9
+    assert {dataset.read(5, seed)[1] for seed in range(20)} == {2}
+    check_labels(dataset)
+    with pytest.raises(ConfigError, match="classes_per_speaker is 2 and there are 3 speeds"):
+        SpeechDataset(dataset.collection, classes_per_speaker=2)
+
+
+def full(tmp_path: Path, **options) -> SpeechDataset:
+    return open_speech(
+        speaker_folders(tmp_path / "wavs"),
+        noise_path=str(musan(tmp_path / "musan")),
+        simulate_rooms=True,
+        augment=0.8,
+        num_frames=60,
+        **options,
+    )
+
+
+@pytest.mark.parametrize("as_features", [False, True])
+def test_a_reading_follows_from_its_seed_alone(as_features: bool, tmp_path: Path) -> None:
+    dataset = full(tmp_path, as_features=as_features, mask_probability=0.8 if as_features else 0.0)
+    torch.manual_seed(1)
+    first = [dataset.read(index, seed)[0] for index in range(6) for seed in range(5)]
+    torch.manual_seed(2)
+    np.random.seed(5)
+    again = [dataset.read(index, seed)[0] for index in range(6) for seed in range(5)]
+    assert all(torch.equal(one, two) for one, two in zip(first, again, strict=True))
+    assert all(torch.isfinite(one).all() for one in first)
+    assert len({one.numpy().tobytes() for one in first}) == 30
+
+
+def test_batches_are_the_same_for_any_number_of_workers(tmp_path: Path) -> None:
+    dataset = full(tmp_path)
+    order = GlobalOrder(len(dataset), seed=0, batch_size=3)
+    batches = []
+    for workers in (0, 2):
+        with build_loader(dataset, order, stop_step=4, num_workers=workers) as stream:
+            batches.append(list(stream))
+    for one, two in zip(*batches, strict=True):
+        assert torch.equal(one.inputs, two.inputs)
+        assert torch.equal(one.labels, two.labels)
+        assert one.inputs.shape == (3, 59 * 160 + 400)
+
+
+def test_a_corrupt_utterance_is_replaced_and_counted(tmp_path: Path) -> None:
+    dataset = open_speech(speaker_folders(tmp_path))
+    dataset.collection.path(3).write_bytes(b"<html>")
+    dataset.collection.path(4).unlink()
+    for index, reason in ((3, "not audio"), (4, "No such file")):
+        sample = read_sample(dataset, index, seed=0, epoch=0)
+        assert sample.index not in (3, 4)
+        assert reason in sample.replaced[0].reason
+
+
+def test_dither_has_the_given_size(tmp_path: Path) -> None:
+    path = speaker_folders(tmp_path)
+    plain = open_speech(path, dither=0.0, speed_perturbation=False)
+    noisy = open_speech(path, dither=2.0, speed_perturbation=False)
+    difference = 32768 * (noisy.read(0, 7)[0] - plain.read(0, 7)[0])
+    assert float(difference.std()) == pytest.approx(2.0, rel=0.03)
+
+
+def test_features_are_those_of_the_waveform(tmp_path: Path) -> None:
+    path = speaker_folders(tmp_path)
+    waveform, label = open_speech(path).read(1, 3)
+    features, same = open_speech(path, as_features=True).read(1, 3)
+    assert features.shape == (200, 80)
+    assert same == label
+    torch.testing.assert_close(features, subtract_mean(FilterBank()(waveform[None]))[0])
+
+
+def test_masks_are_spans_of_frames_and_bins(tmp_path: Path) -> None:
+    path = speaker_folders(tmp_path)
+    plain = open_speech(path, as_features=True)
+    masked = open_speech(path, as_features=True, mask_probability=1.0)
+    widths = set()
+    for seed in range(60):
+        zero = (masked.read(0, seed)[0] == 0) & (plain.read(0, seed)[0] != 0)
+        frames, bins = zero.all(1).sum().item(), zero.all(0).sum().item()
+        assert frames <= 10
+        assert bins <= 8
+        widths.add((frames, bins))
+    assert len({frames for frames, _ in widths}) > 5
+    assert len({bins for _, bins in widths}) > 5
+    generator = np.random.default_rng(0)
+    shares = [bool(SpectrumMasks(0.25).spans((200, 80), generator)) for _ in range(2000)]
+    assert np.mean(shares) == pytest.approx(0.25, abs=0.04)
+
+
+@pytest.mark.parametrize("snr", [0.0, 7.0, 30.0])
+def test_noise_is_added_at_its_ratio(snr: float) -> None:
+    samples = tone()
+    noise = np.random.default_rng(0).standard_normal(16000).astype(np.float32)
+    mixed = add_noise(samples, noise, snr)
+    power = np.mean(samples.astype(float) ** 2) / np.mean((mixed - samples).astype(float) ** 2)
+    assert 10 * np.log10(power) == pytest.approx(snr, abs=0.01)
+    assert np.array_equal(add_noise(samples, np.zeros_like(noise), snr), samples)
+
+
+def test_noises_have_their_published_ranges(tmp_path: Path) -> None:
+    noises = Noises(musan(tmp_path))
+    generator = np.random.default_rng(0)
+    ratios = []
+    for _ in range(300):
+        noise, snr = noises.draw(20000, generator)
+        assert noise.shape == (20000,)
+        ratios.append(snr)
+    assert SNR_DB == {"noise": (0.0, 15.0), "speech": (10.0, 30.0), "music": (5.0, 15.0)}
+    assert min(ratios) < 1.0
+    assert max(ratios) > 29.0
+    babble = Noises(musan(tmp_path / "more"), snr_db={"speech": (13.0, 20.0)}, babble=5)
+    loud = [np.var(babble.draw(20000, generator)[0]) for _ in range(20)]
+    assert np.mean(loud) == pytest.approx(5 * 0.01, rel=0.8)
+
+
+def test_reverberation_is_a_truncated_convolution_with_unit_energy() -> None:
+    samples = np.random.default_rng(0).standard_normal(3000).astype(np.float32)
+    response = np.random.default_rng(1).standard_normal(800).astype(np.float32)
+    unit = response.astype(float) / np.linalg.norm(response.astype(float))
+    expected = np.convolve(samples.astype(float), unit)[:3000]
+    np.testing.assert_allclose(reverberate(samples, response), expected, atol=1e-5)
+    with pytest.raises(CorruptSample, match="silent"):
+        reverberate(samples, np.zeros(10, dtype=np.float32))
+
+
+def test_a_share_is_augmented_half_by_each_and_has_its_peak_at_one(tmp_path: Path) -> None:
+    class Unit:
+        def draw(self, generator: np.random.Generator) -> np.ndarray:
+            return np.array([0.0, 1.0], dtype=np.float32)  # a delay by one sample
+
+    samples = tone(0.2)
+    augmentation = SpeechAugmentation(0.6, Noises(musan(tmp_path)), Unit())
+    generator = np.random.default_rng(0)
+    kinds = {"same": 0, "delayed": 0, "noisy": 0}
+    for _ in range(1000):
+        changed = augmentation(samples, generator)
+        if changed is samples:
+            kinds["same"] += 1
+            continue
+        assert np.abs(changed).max() == pytest.approx(1.0)
+        delayed = np.concatenate([[0.0], samples[:-1]]) / np.abs(samples).max()
+        kinds["delayed" if np.allclose(changed, delayed, atol=1e-4) else "noisy"] += 1
+    assert kinds["same"] == pytest.approx(400, abs=60)
+    assert kinds["delayed"] == pytest.approx(300, abs=60)
+    alone = SpeechAugmentation(1.0, responses=Unit())
+    assert all(alone(samples, generator) is not samples for _ in range(20))
+
+
+def test_silence_stays_finite(tmp_path: Path) -> None:
+    augmentation = SpeechAugmentation(1.0, Noises(musan(tmp_path)), RoomSimulator())
+    for seed in range(6):
+        silent = augmentation(np.zeros(8000, dtype=np.float32), np.random.default_rng(seed))
+        assert np.isfinite(silent).all()
+
+
+def test_responses_are_read_from_files(tmp_path: Path) -> None:
+    path = tmp_path / "room1" / "rir.wav"
+    path.parent.mkdir()
+    path.write_bytes(encoded(tone(0.1, rate=8000), rate=8000))
+    assert len(ResponseFiles(tmp_path).draw(np.random.default_rng(0))) == 1600
+    path.write_bytes(b"broken")
+    with pytest.raises(CorruptSample, match=r"impulse response .*rir.wav"):
+        ResponseFiles(tmp_path).draw(np.random.default_rng(0))
+
+
+def test_a_broken_noise_is_named(tmp_path: Path) -> None:
+    noises = Noises(musan(tmp_path))
+    for path in tmp_path.rglob("*.wav"):
+        path.write_bytes(b"broken")
+    with pytest.raises(CorruptSample, match=r"noise .*\.wav: it is not audio"):
+        noises.draw(100, np.random.default_rng(0))
+
+
+def test_wrong_settings_are_refused(tmp_path: Path) -> None:
+    collection = open_audio(speaker_folders(tmp_path / "wavs"))
+    with pytest.raises(ConfigError, match="num_frames is 0"):
+        SpeechDataset(collection, num_frames=0)
+    with pytest.raises(ConfigError, match="speeds are"):
+        SpeechDataset(collection, speeds=(1.0, 1.0))
+    with pytest.raises(ConfigError, match=r"speed is 0\.0"):
+        SpeechDataset(collection, speeds=(0.0,))
+    with pytest.raises(ConfigError, match="set as_features"):
+        SpeechDataset(collection, masks=SpectrumMasks())
+    with pytest.raises(ConfigError, match="8000 Hz and the collection gives 16000"):
+        SpeechDataset(collection, bank=FilterBank(8000, 40))
+    with pytest.raises(ConfigError, match="choose one"):
+        open_speech(tmp_path / "wavs", simulate_rooms=True, response_path=str(tmp_path))
+    with pytest.raises(ConfigError, match=r"probability is 1\.5"):
+        SpeechAugmentation(1.5, responses=RoomSimulator())
+    with pytest.raises(ConfigError, match="give one or both"):
+        SpeechAugmentation()
+    with pytest.raises(ConfigError, match="max_bins is -1"):
+        SpectrumMasks(max_bins=-1)
+    with pytest.raises(DataError, match="give MUSAN's own folder"):
+        Noises(tmp_path)
+    with pytest.raises(DataError, match="has no impulse responses"):
+        ResponseFiles(tmp_path / "none")
+
+
+def test_real_speech_makes_batches() -> None:
+    dataset = open_speech(real_speech() / "train", simulate_rooms=True)
+    assert dataset.num_classes == 120
+    order = GlobalOrder(len(dataset), seed=0, batch_size=8)
+    with build_loader(dataset, order, stop_step=2) as stream:
+        for batch in stream:
+            assert batch.inputs.shape == (8, 32240)
+            assert not batch.replaced
+            features = FilterBank()(batch.inputs)
+            assert torch.isfinite(features).all()

@@ -1,0 +1,164 @@
+"""The demo from end to end, small: it trains, tests, reports, and goes on where it was stopped."""
+
+import argparse
+import json
+import signal
+from dataclasses import replace
+
+import pytest
+
+from qmargin.cli.demo import add_demo
+from qmargin.demo import plan, run
+from qmargin.demo import report as demo_report
+from qmargin.demo.losses import LOSSES
+from qmargin.demo.recipe import Size, demo_recipe
+from qmargin.demo.run import DemoOptions, Interrupted, run_demo
+from qmargin.errors import ConfigError, DataError
+from qmargin.evaluation.result import read_result
+from qmargin.training import loop
+
+TINY = Size(
+    num_classes=40,
+    samples_per_class=4,
+    epochs=1,
+    batch_size=32,
+    width=8,
+    depth=0,
+    embedding_dim=16,
+    num_test=40,
+    samples_test=4,
+)
+
+
+@pytest.fixture(autouse=True)
+def tiny(monkeypatch):
+    monkeypatch.setitem(plan.SIZES, "cpu", TINY)
+    monkeypatch.setattr(plan, "_seconds_per_step", lambda size, device: 0.001)
+    monkeypatch.setattr(demo_report, "has_matplotlib", lambda: False)  # figures take seconds
+
+
+def options_for(folder, **changes):
+    standard = DemoOptions(folder, losses=("cosface", "q_margin"), device="cpu")
+    return replace(standard, **changes)
+
+
+def test_a_demo_trains_tests_and_reports(tmp_path, capsys):
+    page = run_demo(options_for(tmp_path, seeds=2))
+    said = capsys.readouterr().out
+    assert page == tmp_path / "report" / "index.html"
+    html = page.read_text(encoding="utf-8")
+    assert "data:image/jpeg" in html  # the hardest pairs as pictures
+    assert "synthetic stroke identities, seed 1" in html
+    assert "[4/4] Q-Margin, seed 1" in said
+    assert "All data are synthetic" in said
+    assert "TAR % at 0.001" in said
+    assert "Q-Margin minus CosFace over 2 seeds" in said
+    assert said.count("+-") >= 6
+    result = read_result(tmp_path / "seed-0" / "q_margin" / "result.json")
+    assert result.protocol.num_impostors == 40 * 39 // 2 * 16
+    assert result.protocol.num_genuine == 40 * 6
+    assert result.hardest is not None
+    for pair in (*result.hardest.false_accepts, *result.hardest.false_rejects):
+        assert (tmp_path / "pictures" / f"{pair.enrol}.png").exists()
+
+
+def test_both_losses_have_one_recipe():
+    made = [demo_recipe(loss, seed=0, size=TINY) for loss in LOSSES.values()]
+    common = {replace(recipe, loss=made[0].loss).sha256 for recipe in made}
+    assert len(common) == 1
+    assert len({recipe.sha256 for recipe in made}) == len(LOSSES)
+
+
+def test_what_is_done_is_not_done_again(tmp_path, capsys):
+    run_demo(options_for(tmp_path, losses=("cosface",)))
+    result = tmp_path / "seed-0" / "cosface" / "result.json"
+    before = result.stat().st_mtime_ns
+    run_demo(options_for(tmp_path))
+    assert result.stat().st_mtime_ns == before
+    assert "[1/2] CosFace, seed 0: done before" in capsys.readouterr().out
+
+
+def test_a_demo_stopped_before_its_test_does_not_train_again(tmp_path, monkeypatch, capsys):
+    def stopped(*arguments, **options):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "_test", stopped)
+        with pytest.raises(OSError, match="No space"):
+            run_demo(options_for(tmp_path, losses=("cosface",)))
+    journal = tmp_path / "seed-0" / "cosface" / "journal.jsonl"
+    assert not (tmp_path / "seed-0" / "cosface" / "result.json").exists()
+    run_demo(options_for(tmp_path, losses=("cosface",)))
+    events = [json.loads(line) for line in journal.read_text().splitlines()]
+    starts = [event["step"] for event in events if event["event"] == "start"]
+    assert starts[-1] == TINY.total_steps
+    assert len([event for event in events if event["event"] == "step"]) == 1
+    assert (tmp_path / "seed-0" / "cosface" / "result.json").exists()
+
+
+def test_half_a_result_is_made_again(tmp_path):
+    run_demo(options_for(tmp_path, losses=("cosface",)))
+    result = tmp_path / "seed-0" / "cosface" / "result.json"
+    tar = read_result(result).metrics.tar
+    result.write_bytes(result.read_bytes()[:500])
+    run_demo(options_for(tmp_path, losses=("cosface",)))
+    assert read_result(result).metrics.tar == tar
+
+
+def test_a_signal_ends_the_demo_with_its_status(tmp_path, monkeypatch, capsys):
+    outcome = loop.Outcome(1, 5, 0.0, None, 0, signal=signal.SIGTERM)
+    monkeypatch.setattr(loop, "train", lambda *arguments, **options: outcome)
+    with pytest.raises(Interrupted):
+        run_demo(options_for(tmp_path))
+    parser = argparse.ArgumentParser()
+    add_demo(parser.add_subparsers())
+    arguments = parser.parse_args(["demo", "--out", str(tmp_path), "--device", "cpu"])
+    with pytest.raises(SystemExit) as stop:
+        arguments.run(arguments)
+    assert stop.value.code == 143
+    assert "run the same command again to go on" in capsys.readouterr().err
+
+
+def test_a_folder_of_another_recipe_is_refused(tmp_path, monkeypatch):
+    run_demo(options_for(tmp_path, losses=("cosface",)))
+    other = LOSSES["cosface"]._replace(margin=0.33)
+    monkeypatch.setitem(LOSSES, "cosface", other)
+    with pytest.raises(ConfigError, match="is of another recipe than CosFace has now"):
+        run_demo(options_for(tmp_path, losses=("cosface",)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"losses": ("qmargin",)}, "a loss is 'qmargin', did you mean 'q_margin'"),
+        ({"losses": ("arcface", "arcface")}, "name each one once"),
+        ({"losses": ()}, "losses are none"),
+        ({"seeds": 0}, "seeds is 0"),
+        ({"minutes": 0.0}, "minutes is 0"),
+        ({"minutes": float("nan")}, "minutes is nan"),
+    ],
+)
+def test_impossible_options_are_refused(tmp_path, changes, words):
+    with pytest.raises(ConfigError, match=words):
+        options_for(tmp_path, **changes)
+
+
+def test_the_length_is_decided_once(tmp_path):
+    first = plan.find_plan(tmp_path, minutes=2.0, device="cpu")
+    assert plan.find_plan(tmp_path, minutes=None, device="cpu") == first
+    assert plan.find_plan(tmp_path, minutes=2.0, device="cpu") == first
+    with pytest.raises(ConfigError, match="--minutes is 3"):
+        plan.find_plan(tmp_path, minutes=3.0, device="cpu")
+    (tmp_path / plan.PLAN).write_text("{}")
+    with pytest.raises(DataError, match="is not the plan of a demo"):
+        plan.find_plan(tmp_path, minutes=None, device="cpu")
+
+
+def test_time_buys_epochs_only_where_it_is_asked_to():
+    size = Size(num_classes=256, samples_per_class=10, epochs=10, batch_size=256)
+    assert plan.fitted(size, 1e-6, minutes=None).epochs == 10  # never more than the standard
+    slow = plan.fitted(size, 2.0, minutes=None)
+    assert 1 <= slow.epochs < 10
+    assert slow.epochs * 10 * 2.0 * len(LOSSES) < 60 * plan.MINUTES
+    assert plan.fitted(size, 2.0, minutes=60.0).epochs > 10
+    assert plan.fitted(size, 1e9, minutes=1.0).epochs == 1

@@ -1,0 +1,83 @@
+"""All pairs of the demo's test, against the general tools on the same pairs."""
+
+import numpy as np
+import pytest
+
+from qmargin.data.strokes import StrokeIdentities
+from qmargin.demo import intervals
+from qmargin.demo.evaluate import FARS, Facts, all_trials, evaluate_pictures
+from qmargin.demo.intervals import bootstrap_pairs
+from qmargin.metrics import eer, tar_at_far
+from qmargin.metrics.bootstrap import bootstrap
+
+FACTS = Facts(name="a", card={}, protocol="pairs", command="", prefix="p/")
+
+
+@pytest.fixture(scope="module")
+def dataset():
+    return StrokeIdentities(60, 5, split="test")
+
+
+@pytest.fixture(scope="module")
+def embeddings(dataset):
+    draws = np.random.default_rng(0)
+    centres = draws.normal(size=(60, 16))[dataset.labels]
+    return (centres + 1.5 * draws.normal(size=centres.shape)).astype(np.float32)
+
+
+def test_replicates_are_those_of_the_general_bootstrap(dataset, embeddings):
+    """The weight of all pairs follows from the draws: nothing is lost by counting the tail only."""
+    trials, fars = all_trials(embeddings, dataset), (1e-2, 1e-3)
+    general = bootstrap(trials, fars, p_targets=(), grid_fars=(5e-3,), num_replicates=50)
+    counts = np.full(60, 5)
+    found = bootstrap_pairs(
+        trials, counts, fars, grid_fars=(5e-3,), rough_eer=0.05, num_replicates=50
+    )
+    np.testing.assert_array_equal(found.tar, general.tar)
+    np.testing.assert_array_equal(found.frr_at_grid, general.frr_at_grid)
+    np.testing.assert_allclose(found.eer, general.eer, rtol=1e-12)
+    assert found.subjects_sha256 == general.subjects_sha256
+
+
+def test_a_tail_that_is_too_short_is_lengthened(dataset, embeddings, monkeypatch):
+    trials = all_trials(embeddings, dataset)
+    general = bootstrap(trials, (0.1,), p_targets=(), num_replicates=10)
+    monkeypatch.setattr(intervals, "FIRST_TAIL", 0.01)
+    found = bootstrap_pairs(
+        trials, np.full(60, 5), (0.1,), grid_fars=(1e-3,), rough_eer=0.0, num_replicates=10
+    )
+    np.testing.assert_array_equal(found.tar, general.tar)
+    np.testing.assert_allclose(found.eer, general.eer, rtol=1e-12)
+
+
+def test_a_result_has_the_numbers_of_the_scores(dataset, embeddings):
+    result = evaluate_pictures(embeddings, dataset, FACTS, num_replicates=20)
+    unit = embeddings.astype(np.float64)
+    unit /= np.linalg.norm(unit, axis=1, keepdims=True)
+    first, second = np.triu_indices(len(unit), k=1)
+    scores = (unit[first] * unit[second]).sum(axis=1)
+    is_genuine = dataset.labels[first] == dataset.labels[second]
+    genuine, impostor = scores[is_genuine], scores[~is_genuine]
+    assert [point.far_target for point in result.metrics.tar] == list(FARS[:3])  # 44,250 pairs
+    for point in result.metrics.tar:
+        assert point.tar == tar_at_far(genuine, impostor, point.far_target).tar
+        assert point.interval[0] <= point.tar <= point.interval[1]
+    assert result.metrics.eer.value == pytest.approx(eer(genuine, impostor).eer, rel=1e-9)
+    assert sum(result.histogram.impostor) == len(impostor)
+    worst = result.hardest.false_accepts[0]
+    place = np.flatnonzero(~is_genuine)[impostor.argmax()]
+    names = {f"p/{dataset.sample_id(int(side[place]))}" for side in (first, second)}
+    assert {worst.enrol, worst.test} == names
+
+
+def test_results_of_two_systems_can_be_paired(dataset, embeddings):
+    first, second = (
+        evaluate_pictures(rows, dataset, FACTS, num_replicates=5)
+        for rows in (embeddings, -embeddings[:, ::-1].copy())
+    )
+    assert first.trials_sha256 == second.trials_sha256
+    assert first.replicates.subjects_sha256 == second.replicates.subjects_sha256
+    other = evaluate_pictures(
+        embeddings, StrokeIdentities(60, 5, split="test", seed=1), FACTS, num_replicates=5
+    )
+    assert other.trials_sha256 != first.trials_sha256

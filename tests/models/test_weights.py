@@ -1,0 +1,238 @@
+"""Checkpoints of other packages: their names, their containers, and nothing that runs code."""
+
+import os
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from qmargin.errors import DataError
+from qmargin.models.iresnet import BLOCKS, CHANNELS, IResNet, iresnet
+from qmargin.models.mobilefacenet import MobileFaceNet
+from qmargin.models.weights import Loaded, load_weights_, read_weights
+
+SMALL = (1, 2, 1, 1)
+
+
+class IRBlock(nn.Module):
+    """A block of AdaFace's IR networks, with its names."""
+
+    def __init__(self, inputs: int, channels: int, stride: int) -> None:
+        super().__init__()
+        self.shortcut_layer: nn.Module = nn.MaxPool2d(1, stride)
+        if inputs != channels:
+            self.shortcut_layer = nn.Sequential(
+                nn.Conv2d(inputs, channels, 1, stride, bias=False), nn.BatchNorm2d(channels)
+            )
+        self.res_layer = nn.Sequential(
+            nn.BatchNorm2d(inputs),
+            nn.Conv2d(inputs, channels, 3, 1, 1, bias=False),
+            nn.BatchNorm2d(channels),
+            nn.PReLU(channels),
+            nn.Conv2d(channels, channels, 3, stride, 1, bias=False),
+            nn.BatchNorm2d(channels),
+        )
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.res_layer(inputs) + self.shortcut_layer(inputs)
+
+
+class IRNetwork(nn.Module):
+    """An IR network: BGR images to embeddings."""
+
+    def __init__(self, blocks: tuple[int, ...], embedding_dim: int) -> None:
+        super().__init__()
+        self.input_layer = nn.Sequential(
+            nn.Conv2d(3, 64, 3, 1, 1, bias=False), nn.BatchNorm2d(64), nn.PReLU(64)
+        )
+        body, inputs = [], 64
+        for channels, number in zip(CHANNELS, blocks, strict=True):
+            body += [
+                IRBlock(inputs if place == 0 else channels, channels, 2 if place == 0 else 1)
+                for place in range(number)
+            ]
+            inputs = channels
+        self.body = nn.Sequential(*body)
+        self.output_layer = nn.Sequential(
+            nn.BatchNorm2d(512),
+            nn.Dropout(0.4),
+            nn.Flatten(),
+            nn.Linear(512 * 49, embedding_dim),
+            nn.BatchNorm1d(embedding_dim, affine=False),
+        )
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.output_layer(self.body(self.input_layer(images)))
+
+
+def shaken(network: nn.Module) -> nn.Module:
+    """The network in evaluation mode, with statistics and slopes that are not the first ones."""
+    generator = torch.Generator().manual_seed(3)
+    for name, tensor in network.state_dict().items():
+        if tensor.is_floating_point() and tensor.dim() == 1 and name != "features.weight":
+            tensor.copy_(0.5 + torch.rand(tensor.shape, generator=generator))
+    return network.eval()
+
+
+@pytest.fixture
+def images() -> Tensor:
+    return torch.randn(2, 3, 112, 112, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize(
+    ("wrap", "prefix"),
+    [
+        (lambda state: state, ""),
+        (lambda state: state, "module."),
+        (lambda state: {"state_dict": state, "epoch": 3}, "module."),
+        (lambda state: {"state_dict_backbone": state, "global_step": 9}, ""),
+        (lambda state: {"state_dict": {**state, "head.kernel": torch.ones(2)}}, "model."),
+    ],
+)
+def test_weights_are_found_in_usual_containers(
+    wrap: Any, prefix: str, tmp_path: Path, images: Tensor
+) -> None:
+    theirs, ours = shaken(IResNet(SMALL, 8)), IResNet(SMALL, 8).eval()
+    state = {prefix + name: tensor for name, tensor in theirs.state_dict().items()}
+    torch.save(wrap(state), tmp_path / "model.pt")
+    loaded = load_weights_(ours, tmp_path / "model.pt")
+    assert loaded == Loaded("same", False, len(theirs.state_dict()))
+    assert torch.equal(ours(images), theirs(images))
+
+
+def test_safetensors_are_read_whatever_they_are_called(tmp_path: Path, images: Tensor) -> None:
+    theirs, ours = shaken(MobileFaceNet(SMALL, 1, 8)), MobileFaceNet(SMALL, 1, 8).eval()
+    save_file(theirs.state_dict(), tmp_path / "model.ckpt")
+    load_weights_(ours, tmp_path / "model.ckpt")
+    assert torch.equal(ours(images), theirs(images))
+
+
+def test_adaface_networks_load_and_take_rgb(tmp_path: Path, images: Tensor) -> None:
+    theirs = shaken(IRNetwork(SMALL, 8))
+    state = {f"model.{name}": tensor for name, tensor in theirs.state_dict().items()}
+    torch.save({"state_dict": {**state, "head.t": torch.zeros(1)}}, tmp_path / "ada.ckpt")
+    ours = IResNet(SMALL, 8, shortcut="subsample").eval()
+    loaded = load_weights_(ours, tmp_path / "ada.ckpt")
+    assert (loaded.layout, loaded.is_bgr) == ("adaface", True)
+    torch.testing.assert_close(ours(images), theirs(images.flip(1)), rtol=1e-5, atol=1e-5)
+    load_weights_(ours, tmp_path / "ada.ckpt", is_bgr=False)
+    torch.testing.assert_close(ours(images), theirs(images), rtol=1e-5, atol=1e-5)
+
+
+def test_the_published_depths_have_the_shapes_of_adaface() -> None:
+    """IR-101 has 65,150,912 parameters: those of R-100 less a projection and the last norm's."""
+    with torch.device("meta"):
+        for depth in (18, 34, 50, 100):
+            theirs, ours = IRNetwork(BLOCKS[depth], 512), iresnet(depth, shortcut="subsample")
+            assert sum(weight.numel() for weight in ours.parameters()) == 1024 + sum(
+                weight.numel() for weight in theirs.parameters()
+            )
+        assert sum(weight.numel() for weight in theirs.parameters()) == 65_150_912
+
+
+def test_old_files_without_counters_of_batches_load(tmp_path: Path, images: Tensor) -> None:
+    theirs, ours = shaken(IResNet(SMALL, 8)), IResNet(SMALL, 8).eval()
+    state = {
+        name: tensor
+        for name, tensor in theirs.state_dict().items()
+        if not name.endswith("num_batches_tracked")
+    }
+    torch.save(state, tmp_path / "old.pth", _use_new_zipfile_serialization=False)
+    load_weights_(ours, tmp_path / "old.pth")
+    assert torch.equal(ours(images), theirs(images))
+
+
+@pytest.mark.parametrize(
+    ("ours", "message"),
+    [
+        (lambda: IResNet((1, 1, 1, 1), 8), r"unknown: layer2\.1\.bn1"),
+        (lambda: IResNet((1, 2, 2, 1), 8), r"missing: layer3\.1\.bn1.*\.\.\."),
+        (lambda: IResNet(SMALL, 4), r"of another shape: fc\.weight \[8, 25088\] instead of \[4, "),
+        (lambda: IResNet(SMALL, 8, shortcut="subsample"), r"unknown: layer1\.0\.downsample"),
+    ],
+)
+def test_weights_of_another_structure_are_refused_and_nothing_is_loaded(
+    ours: Any, message: str, tmp_path: Path
+) -> None:
+    torch.save(IResNet(SMALL, 8).state_dict(), tmp_path / "model.pt")
+    network = ours()
+    before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+    with pytest.raises(DataError, match=message):
+        load_weights_(network, tmp_path / "model.pt")
+    assert all(torch.equal(before[name], now) for name, now in network.state_dict().items())
+
+
+def test_adaface_into_a_projecting_network_is_refused(tmp_path: Path) -> None:
+    torch.save(IRNetwork(SMALL, 8).state_dict(), tmp_path / "ada.pt")
+    with pytest.raises(DataError, match=r"missing: layer1\.0\.downsample.*shortcut of the file"):
+        load_weights_(IResNet(SMALL, 8), tmp_path / "ada.pt")
+
+
+class Hostile:
+    """Runs a command when it is unpickled by the ordinary loader."""
+
+    def __init__(self, command: str) -> None:
+        self.command = command
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, (self.command,)
+
+
+def test_a_file_that_runs_code_is_not_opened(tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    torch.save({"state_dict": Hostile(f"touch {mark}")}, tmp_path / "evil.pt")
+    with pytest.raises(DataError, match=r"evil\.pt is damaged, or holds more than tensors"):
+        read_weights(tmp_path / "evil.pt")
+    assert not mark.exists()
+
+
+def cut(content: bytes) -> bytes:
+    return content[: len(content) // 2]
+
+
+@pytest.mark.parametrize("content", [b"", b"<html>404</html>", b"\x80\x02garbage", cut])
+def test_files_that_are_no_checkpoints_are_refused(content: Any, tmp_path: Path) -> None:
+    path = tmp_path / "model.pt"
+    if callable(content):
+        torch.save(IResNet(SMALL, 8).state_dict(), path)
+        content = content(path.read_bytes())
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=r"model\.pt is damaged"):
+        read_weights(path)
+
+
+def test_truncated_safetensors_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file({"weight": torch.ones(1000)}, path)
+    path.write_bytes(cut(path.read_bytes()))
+    with pytest.raises(DataError, match="cannot be read"):
+        read_weights(path)
+
+
+def test_other_contents_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "model.pt"
+    for content, message in (
+        ({"optimizer": {"lr": 0.1}}, r"has no weights .*, but \['optimizer'\]"),
+        ([torch.ones(1)], "has no weights .*, but list"),
+        ({}, r"has no weights"),
+        ({"a": torch.tensor([1.0, float("nan")])}, "a has values that are not finite"),
+    ):
+        torch.save(content, path)
+        with pytest.raises(DataError, match=message):
+            read_weights(path)
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("note.txt", "hello")
+    with pytest.raises(DataError, match="is damaged"):
+        read_weights(path)
+    with pytest.raises(DataError, match="there is no file"):
+        read_weights(tmp_path / "absent.pt")
+
+
+def test_only_networks_of_colours_are_turned_round(tmp_path: Path) -> None:
+    torch.save(nn.Linear(2, 3).state_dict(), tmp_path / "line.pt")
+    with pytest.raises(DataError, match="Linear has no convolution of three colours"):
+        load_weights_(nn.Linear(2, 3), tmp_path / "line.pt", is_bgr=True)
