@@ -26,18 +26,35 @@ LOSSES = {
         DemoLoss("q_margin", "Q-Margin", 1.25, "prior", scale=16.0, margin=0.1),
     )
 }
-GRID: dict[str, tuple[tuple[float, float, float], ...]] = {  # alpha, scale, margin: six of each
-    "arcface": tuple((1.0, s, m) for s in (10.0, 16.0, 32.0) for m in (0.1, 0.2)),
-    "cosface": tuple((1.0, s, m) for s in (10.0, 16.0, 32.0) for m in (0.1, 0.2)),
+# alpha, scale and margin: six of each, and two more around the best of the six
+GRID: dict[str, tuple[tuple[float, float, float], ...]] = {
+    "arcface": (
+        *((1.0, s, m) for s in (10.0, 16.0, 32.0) for m in (0.1, 0.2)),
+        (1.0, 12.0, 0.1),
+        (1.0, 16.0, 0.05),
+    ),
+    "cosface": (
+        *((1.0, s, m) for s in (10.0, 16.0, 32.0) for m in (0.1, 0.2)),
+        (1.0, 12.0, 0.3),
+        (1.0, 16.0, 0.3),
+    ),
     "entmax": (
         *((1.25, s, m) for s in (10.0, 16.0) for m in (0.1, 0.2)),
         (1.5, 6.0, 0.2),
         (1.5, 10.0, 0.1),
+        (1.25, 7.0, 0.1),
+        (1.25, 10.0, 0.05),
     ),
-    "sparsemax": tuple((2.0, s, m) for s in (2.0, 4.0, 8.0) for m in (0.1, 0.2)),
+    "sparsemax": (
+        *((2.0, s, m) for s in (2.0, 4.0, 8.0) for m in (0.1, 0.2)),
+        (2.0, 1.0, 0.1),
+        (2.0, 1.4, 0.1),
+    ),
     "q_margin": (
         *((1.25, s, m) for s in (10.0, 16.0) for m in (0.1, 0.2)),
         (1.5, 6.0, 0.2),
         (1.5, 10.0, 0.1),
+        (1.25, 7.0, 0.3),
+        (1.25, 10.0, 0.3),
     ),
 }
