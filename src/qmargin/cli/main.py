@@ -13,6 +13,7 @@ from qmargin.cli.bench_features import add_bench_features
 from qmargin.cli.bench_metrics import add_bench_metrics
 from qmargin.cli.bench_protocols import add_bench_protocols
 from qmargin.cli.data import add_data
+from qmargin.cli.demo import add_demo
 from qmargin.cli.doctor import add_doctor
 from qmargin.cli.embed import add_embed
 from qmargin.cli.evaluate import add_evaluate
@@ -37,6 +38,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"qmargin {qmargin.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    add_demo(commands)
     add_train(commands)
     add_recipes(commands)
     add_doctor(commands)
