@@ -145,7 +145,7 @@ def overflowed(group):
     return head.last_step.path, float(loss.detach())
 
 
-@pytest.fixture(scope="module", params=[2, 3, 4])
+@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow), 4])
 def found(request, tmp_path_factory):
     """Everything that the ranks of one world found, by rank."""
     world, folder = request.param, tmp_path_factory.mktemp("ranks")

@@ -115,7 +115,15 @@ def test_pairs_scores_and_solution(shape, alpha, scale, margin):
     _check_gradients(batch, solved, wanted)
 
 
-@pytest.mark.parametrize("expected", [None, (1, 1), (10**5, 1), (1, 10**5), (10**5, 10**5)])
+@pytest.mark.parametrize(
+    "expected",
+    [
+        None,
+        (1, 1),
+        *(pytest.param(most, marks=pytest.mark.slow) for most in ((10**5, 1), (1, 10**5))),
+        pytest.param((10**5, 10**5), marks=pytest.mark.slow),  # the interpreter's spare entries
+    ],
+)
 def test_support_whatever_lengths_are_expected(expected, monkeypatch):
     """Lists too short, by either length, are found out; spare room changes nothing."""
     monkeypatch.setattr(support, "ROOM", 8)

@@ -173,6 +173,7 @@ def test_lower_precision_stays_close(settings: tuple[str, ...], tmp_path: Path) 
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
 @pytest.mark.skipif(shutil.which("c++") is None, reason="torch.compile needs a C++ compiler")
 def test_a_compiled_backbone_learns_the_same(tmp_path: Path) -> None:
     for name in ("false", "true"):

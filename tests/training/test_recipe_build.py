@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from qmargin.errors import ConfigError, MarginWarning
+from qmargin.errors import ConfigError, DataError, MarginWarning
 from qmargin.recipes import get_recipe
 from qmargin.training.build import (
     build_backbone,
@@ -110,9 +110,9 @@ def test_bad_options_of_data_are_refused(options: dict[str, Any], message: str) 
         build_dataset(recipe)
 
 
-def test_data_without_a_reader_is_refused() -> None:
+def test_data_that_is_not_there_is_refused() -> None:
     recipe = replace(get_recipe("debug"), data=DataPart("audio", 8, path="x"))
-    with pytest.raises(ConfigError, match=r"data.kind is 'audio', for which there is no reader"):
+    with pytest.raises(DataError, match="give a folder per speaker"):
         build_dataset(recipe)
 
 

@@ -22,6 +22,18 @@ MAX_DEPTH = 20
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 
 
+class _Dumper(yaml.SafeDumper):
+    """Writes text that has line breaks or control characters in escapes: YAML would fold them."""
+
+
+_Dumper.add_representer(
+    str,
+    lambda dumper, text: dumper.represent_scalar(
+        "tag:yaml.org,2002:str", text, style=None if text.isprintable() else '"'
+    ),
+)
+
+
 def to_dict(part: Any) -> dict[str, Any]:
     """A recipe, or a part of one, as dictionaries, lists and scalars."""
     return {entry.name: _plain(getattr(part, entry.name)) for entry in fields(part)}
@@ -35,7 +47,9 @@ def to_yaml(recipe: Recipe) -> str:
         >>> from_yaml(to_yaml(debug())) == debug()
         True
     """
-    text = yaml.safe_dump(to_dict(recipe), sort_keys=False, allow_unicode=True, width=100)
+    text = yaml.dump(
+        to_dict(recipe), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100
+    )
     return f"# sha256 of what decides the outcome: {recipe.sha256}\n{text}"
 
 
