@@ -1,16 +1,25 @@
-"""Small pictures held in memory: real data for the demo."""
+"""Small pictures held in memory: real data for the demo and for studies."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+import random
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from PIL import Image
 from torch import Tensor
 
 from qmargin.data.strokes import moved
-from qmargin.errors import ShapeError
+from qmargin.errors import ConfigError, ShapeError
+
+# How far a warp of 1 goes, in deviations of a bell curve.
+TURN = 0.1  # radians
+STRETCH = 0.1  # of the logarithm of width and height
+SLANT = 0.1  # sideways per upwards
+MOVE = 0.03  # of a side
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,6 +32,7 @@ class Drawings:
         names: Of the samples.
         origin: Where they are from.
         shift: Pixels by which a reading may move a sample, as augmentations do.
+        warp: How far a reading may turn, stretch, slant and move a sample; 0 for not at all.
 
     Examples:
         >>> blank = np.zeros((4, 32, 32), np.uint8)
@@ -36,8 +46,11 @@ class Drawings:
     names: tuple[str, ...] = field(repr=False)
     origin: str
     shift: int = 0
+    warp: float = 0.0
 
     def __post_init__(self) -> None:
+        if not 0.0 <= self.warp < math.inf:
+            raise ConfigError(f"warp is {self.warp}; it must be finite and at least 0")
         shape = self.pictures.shape
         if self.pictures.dtype != np.uint8 or len(shape) != 3 or shape[1] != shape[2]:
             raise ShapeError(
@@ -65,6 +78,8 @@ class Drawings:
         picture = self.pictures[index]
         if self.shift:
             picture = moved(picture, self.shift, seed)
+        if self.warp:
+            picture = warped(picture, self.warp, seed)
         image = torch.from_numpy(picture).to(torch.float32).mul_(1.0 / 255.0)
         return image[None], int(self.labels[index])
 
@@ -73,6 +88,16 @@ class Drawings:
         chosen: NDArray[np.uint8] = self.pictures[indices]
         return chosen
 
+    def with_turns(self) -> Drawings:
+        """Four times the identities: each once more for every quarter turn of its pictures."""
+        turns = range(4)
+        return replace(
+            self,
+            pictures=np.concatenate([np.rot90(self.pictures, turn, (1, 2)) for turn in turns]),
+            labels=np.concatenate([self.labels + turn * self.num_classes for turn in turns]),
+            names=tuple(f"{name}-turned-{turn}" for turn in turns for name in self.names),
+        )
+
     def sample_id(self, index: int) -> str:
         """Name of a sample."""
         return self.names[index]
@@ -80,3 +105,21 @@ class Drawings:
     def source(self, index: int) -> str:
         """Where the sample is from."""
         return f"{self.origin}, sample {index}"
+
+
+def warped(picture: NDArray[np.uint8], amount: float, seed: int) -> NDArray[np.uint8]:
+    """A picture turned, stretched, slanted and moved by chance; blank paper comes in."""
+    draw = random.Random(seed)
+    turn, wide, tall, slant, across, down = (amount * draw.gauss(0.0, 1.0) for _ in range(6))
+    middle = (len(picture) - 1) / 2
+    cosine, sine = math.cos(TURN * turn), math.sin(TURN * turn)
+    wide, tall = math.exp(STRETCH * wide), math.exp(STRETCH * tall)
+    # Rows of the matrix that takes a place in the new picture to its place in the old one.
+    a, b = wide * cosine, wide * (SLANT * slant * cosine - sine)
+    c, d = tall * sine, tall * (SLANT * slant * sine + cosine)
+    e = middle * (1.0 - a - b) + MOVE * across * len(picture)
+    f = middle * (1.0 - c - d) + MOVE * down * len(picture)
+    result = Image.fromarray(picture).transform(
+        picture.shape, Image.Transform.AFFINE, (a, b, e, c, d, f), Image.Resampling.BILINEAR
+    )
+    return np.asarray(result).copy()

@@ -123,8 +123,8 @@ def _difference(
     first: Entry, second: Entry, far: float | None, level: float
 ) -> PairedDifference | None:
     """One measure of two systems; None where one of them, or too many replicates, have no value."""
-    observed = [_observed(entry, far) for entry in (first, second)]
-    values = [_replicates(entry, far) for entry in (first, second)]
+    observed = [observed_value(entry, far) for entry in (first, second)]
+    values = [replicate_values(entry, far) for entry in (first, second)]
     if observed[0] is None or observed[1] is None or values[0] is None or values[1] is None:
         return None
     if len(values[0]) != len(values[1]):
@@ -144,14 +144,16 @@ def _difference(
     )
 
 
-def _observed(entry: Entry, far: float | None) -> float | None:
+def observed_value(entry: Entry, far: float | None) -> float | None:
+    """TAR at a FAR, or EER where that is None, on the trials as they are."""
     if far is None:
         return entry.result.metrics.eer.value
     point = entry.point_at(far)
     return None if point is None else point.tar
 
 
-def _replicates(entry: Entry, far: float | None) -> NDArray[np.float64] | None:
+def replicate_values(entry: Entry, far: float | None) -> NDArray[np.float64] | None:
+    """The same in every replicate, NaN where it could not be measured."""
     replicates = entry.result.replicates
     if replicates is None:
         return None

@@ -19,6 +19,7 @@ from qmargin.report.media import MediaFolder
 from qmargin.report.model_card import protocol_block
 from qmargin.report.numbers import count, number
 from qmargin.report.operating import operating_block
+from qmargin.report.repeats import find_repeats, repeats_block
 from qmargin.report.systems import Panel
 from qmargin.report.verdict import sufficiency_block, verdict_block
 
@@ -66,6 +67,12 @@ SECTIONS = (
         "verdict's FAR.",
     ),
     Section("points", "Operating points", "Operating points"),
+    Section(
+        "repeats",
+        "Repeated trainings",
+        "Repeats",
+        "Results under one name on the same trials, or on trials that differ in their seed alone.",
+    ),
     Section("pairs", "Paired comparison", "Pairs"),
     Section(
         "groups",
@@ -139,6 +146,8 @@ def _sections(content: PageContent) -> list[Section]:
         "protocol": protocol_block,
     }
     bodies = {key: _per_panel(panels, block) for key, block in blocks.items()}
+    repeats = find_repeats(panels)
+    bodies["repeats"] = joined(repeats_block(found, content.level) for found in repeats)
     bodies["sparsity"] = joined(_support(journal, i) for i, journal in enumerate(content.journals))
     return [replace(section, body=bodies[section.key]) for section in SECTIONS]
 

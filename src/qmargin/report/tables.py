@@ -10,8 +10,9 @@ from collections.abc import Iterable, Sequence
 from qmargin.evaluation.result import Result, TarPoint
 from qmargin.report.markup import cleaned
 from qmargin.report.model_card import LossSettings, loss_settings
-from qmargin.report.numbers import MISSING, NOT_MEASURABLE, latex_power, percent
+from qmargin.report.numbers import MISSING, NOT_MEASURABLE, latex_power, percent, power
 from qmargin.report.operating import Cell, other_columns, rule_sentence, tar_columns
+from qmargin.report.repeats import Repeats, find_repeats, spread
 from qmargin.report.systems import Entry, Panel
 
 CSV_COLUMNS = (
@@ -79,7 +80,63 @@ def markdown_tables(panels: Sequence[Panel]) -> str:
         table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
         words = markdown_text(rule_sentence(panel, "in brackets"))
         parts.append(f"## {markdown_text(panel.title)}\n\n{table}\n\n{words}\n")
+    parts += [markdown_repeats(repeats) for repeats in find_repeats(panels)]
     return "\n".join(parts)
+
+
+def markdown_repeats(repeats: Repeats) -> str:
+    """Means and deviations over trainings, the best mean in bold."""
+    measures: list[float | None] = [*repeats.fars, None]
+    head = ["System", "Trainings", *(f"TAR % at {power(far)}" for far in repeats.fars), "EER %"]
+    best = {far: repeats.ranked(far)[:1] for far in measures}
+    rows = []
+    for name, entries in repeats.systems.items():
+        cells = [spread(repeats.values(name, far)) for far in measures]
+        shown = [
+            f"**{cell}**" if name in best[far] else cell
+            for far, cell in zip(measures, cells, strict=True)
+        ]
+        rows.append([markdown_text(name), str(len(entries)), *shown])
+    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
+    table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    title = f"## {markdown_text(repeats.title)}: means over trainings"
+    return f"{title}\n\n{table}\n\nMean and deviation over trainings; best mean in bold.\n"
+
+
+def latex_repeats(repeats: Repeats) -> str:
+    """The same for LaTeX; empty columns of a paper's layout are left to its author."""
+    head = ["Loss", "EER", *(latex_power(far) for far in repeats.fars)]
+    measures: list[float | None] = [None, *repeats.fars]
+    best = {far: repeats.ranked(far)[:1] for far in measures}
+    rows = []
+    for name in repeats.systems:
+        cells = [f"${spread(repeats.values(name, far), sign=chr(92) + 'pm')}$" for far in measures]
+        shown = [
+            f"\\boldmath{{{cell}}}" if name in best[far] else cell
+            for far, cell in zip(measures, cells, strict=True)
+        ]
+        rows.append(f"        {' & '.join([latex_text(name), *shown])} \\\\")
+    body = "\n".join(rows)
+    return (
+        "\\begin{table}[t]\n"
+        "    \\centering\n"
+        f"    \\caption{{{latex_text(repeats.title)}: mean and deviation over "
+        f"{repeats.num_repeats} trainings (\\%).}}\n"
+        f"    \\begin{{tabular}}{{l{'c' * len(measures)}}}\n"
+        "        \\toprule\n"
+        f"        {' & '.join(head)} \\\\\n"
+        "        \\midrule\n"
+        f"{body}\n"
+        "        \\bottomrule\n"
+        "    \\end{tabular}\n"
+        "\\end{table}\n"
+    )
+
+
+def latex_tables(panels: Sequence[Panel]) -> str:
+    """All tables for LaTeX."""
+    repeats = [latex_repeats(found) for found in find_repeats(panels)]
+    return "\n".join([latex_table(panels), *repeats])
 
 
 def latex_table(panels: Sequence[Panel]) -> str:

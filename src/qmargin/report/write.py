@@ -17,7 +17,7 @@ from qmargin.report.journal import read_journal
 from qmargin.report.media import MediaFolder
 from qmargin.report.page import PageContent, render_page
 from qmargin.report.systems import Panel, load_panels
-from qmargin.report.tables import csv_table, latex_table, markdown_tables
+from qmargin.report.tables import csv_table, latex_tables, markdown_tables
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def _texts(content: PageContent) -> dict[str, str]:
         "index.html": render_page(content),
         "metrics.json": json.dumps(metrics, indent=1, allow_nan=False) + "\n",
         "tables.md": markdown_tables(panels),
-        "tables.tex": latex_table(panels),
+        "tables.tex": latex_tables(panels),
         "tables.csv": csv_table(panels),
     }
 
