@@ -36,15 +36,36 @@ def _tangent(gradient, prototype, inverse):
 
 
 @triton.jit
+def _state(
+    classes, is_read, dimension, PROTOTYPES, BUFFER, INVERSE_NORMS, depth,
+    HAS_BUFFER: tl.constexpr,
+):  # fmt: skip
+    """Prototypes, momentum and inverse norms of a few classes, and where they are.
+
+    Asked for before the gradient is summed up, so that both ways to memory overlap.
+    """
+    place = classes[:, None].to(tl.int64) * depth + dimension[None, :]
+    mask = is_read[:, None] & (dimension[None, :] < depth)
+    prototype = tl.load(PROTOTYPES + place, mask=mask, other=0.0)
+    inverse = tl.load(INVERSE_NORMS + classes, mask=is_read, other=0.0)
+    buffer = prototype
+    if HAS_BUFFER:
+        buffer = tl.load(BUFFER + place, mask=mask, other=0.0)
+    return place, prototype, buffer, inverse
+
+
+@triton.jit
 def _apply(
-    gradient, prototype, place, mask, is_stepped, classes, PROTOTYPES, BUFFER, INVERSE_NORMS, COPY,
-    LARGEST, lr, momentum, weight_decay, HAS_BUFFER: tl.constexpr, NESTEROV: tl.constexpr,
+    gradient, prototype, buffer, place, is_stepped, classes, dimension, PROTOTYPES, BUFFER,
+    INVERSE_NORMS, COPY, LARGEST, lr, momentum, weight_decay, depth,
+    HAS_BUFFER: tl.constexpr, NESTEROV: tl.constexpr,
 ):  # fmt: skip
     """Step a few prototypes and rewrite what is kept of them."""
+    mask = is_stepped[:, None] & (dimension[None, :] < depth)
     gradient += weight_decay * prototype
     move = gradient
     if HAS_BUFFER:
-        move = momentum * tl.load(BUFFER + place, mask=mask, other=0.0) + gradient
+        move = momentum * buffer + gradient
         tl.store(BUFFER + place, move, mask=mask)
         if NESTEROV:
             move = gradient + momentum * move
@@ -59,23 +80,6 @@ def _apply(
     error = unit - rounded.to(tl.float32)
     error = tl.max(tl.where(is_stepped, tl.sum(error * error, 1), 0.0), 0)
     tl.atomic_max(LARGEST, error)  # a maximum does not depend on the order
-
-
-@triton.jit
-def _step(
-    gradient, is_stepped, classes, dimension, PROTOTYPES, BUFFER, INVERSE_NORMS, COPY, LARGEST,
-    grad_scale, lr, momentum, weight_decay, depth, HAS_BUFFER: tl.constexpr, NESTEROV: tl.constexpr,
-):  # fmt: skip
-    """Step a few prototypes from the gradient of their unit vectors."""
-    place = classes[:, None].to(tl.int64) * depth + dimension[None, :]
-    mask = is_stepped[:, None] & (dimension[None, :] < depth)
-    prototype = tl.load(PROTOTYPES + place, mask=mask, other=0.0)
-    inverse = tl.load(INVERSE_NORMS + classes, mask=is_stepped, other=0.0)
-    gradient = _tangent(gradient, prototype, inverse) * grad_scale
-    _apply(
-        gradient, prototype, place, mask, is_stepped, classes, PROTOTYPES, BUFFER, INVERSE_NORMS,
-        COPY, LARGEST, lr, momentum, weight_decay, HAS_BUFFER, NESTEROV,
-    )  # fmt: skip
 
 
 @triton.jit
@@ -96,14 +100,15 @@ def _given(
         is_stepped = classes >= 0
         if ONLY_ACTIVE:
             is_stepped = tl.sum((gradient != 0.0).to(tl.int32), 1) > 0
-        mask = is_stepped[:, None] & inside
-        prototype = tl.load(PROTOTYPES + place, mask=mask, other=0.0)
+        place, prototype, buffer, inverse = _state(
+            classes, is_stepped, dimension, PROTOTYPES, BUFFER, INVERSE_NORMS, depth, HAS_BUFFER
+        )
         if OF_UNIT:
-            inverse = tl.load(INVERSE_NORMS + classes, mask=is_stepped, other=0.0)
             gradient = _tangent(gradient, prototype, inverse) * tl.load(UNIT_FACTOR)
         _apply(
-            gradient * grad_scale, prototype, place, mask, is_stepped, classes, PROTOTYPES, BUFFER,
-            INVERSE_NORMS, COPY, LARGEST, lr, momentum, weight_decay, HAS_BUFFER, NESTEROV,
+            gradient * grad_scale, prototype, buffer, place, is_stepped, classes, dimension,
+            PROTOTYPES, BUFFER, INVERSE_NORMS, COPY, LARGEST, lr, momentum, weight_decay, depth,
+            HAS_BUFFER, NESTEROV,
         )  # fmt: skip
 
 
@@ -119,6 +124,10 @@ def _sweep(
     if tl.abs(grad_scale) < float("inf"):
         classes = program * CLASSES + tl.arange(0, CLASSES)
         dimension = tl.arange(0, DEPTH)
+        is_stepped = classes < num_classes
+        place, prototype, buffer, inverse = _state(
+            classes, is_stepped, dimension, PROTOTYPES, BUFFER, INVERSE_NORMS, depth, HAS_BUFFER
+        )
         gradient = tl.zeros((CLASSES, DEPTH), dtype=tl.float32)
         num_entries = tl.zeros((CLASSES,), dtype=tl.int32)
         for entry in range(tl.load(SEGMENTS + program), tl.load(SEGMENTS + program + 1)):
@@ -126,9 +135,10 @@ def _sweep(
                 gradient, num_entries, entry, COLUMNS, ROWS, VALUES, EMBEDDINGS, classes,
                 dimension, depth,
             )  # fmt: skip
-        _step(
-            gradient, classes < num_classes, classes, dimension, PROTOTYPES, BUFFER, INVERSE_NORMS,
-            COPY, LARGEST, grad_scale, lr, momentum, weight_decay, depth, HAS_BUFFER, NESTEROV,
+        gradient = _tangent(gradient, prototype, inverse) * grad_scale
+        _apply(
+            gradient, prototype, buffer, place, is_stepped, classes, dimension, PROTOTYPES, BUFFER,
+            INVERSE_NORMS, COPY, LARGEST, lr, momentum, weight_decay, depth, HAS_BUFFER, NESTEROV,
         )  # fmt: skip
 
 
@@ -147,6 +157,9 @@ def _active(
     if is_first & (tl.abs(grad_scale) < float("inf")):
         classes = column + tl.arange(0, 1)
         dimension = tl.arange(0, DEPTH)
+        place, prototype, buffer, inverse = _state(
+            classes, classes >= 0, dimension, PROTOTYPES, BUFFER, INVERSE_NORMS, depth, HAS_BUFFER
+        )
         gradient = tl.zeros((1, DEPTH), dtype=tl.float32)
         count = tl.zeros((1,), dtype=tl.int32)
         is_same = 1
@@ -157,9 +170,10 @@ def _active(
             entry += 1
             after = tl.load(COLUMNS + tl.minimum(entry, num_entries - 1))
             is_same = ((entry < num_entries) & (after == column)).to(tl.int32)
-        _step(
-            gradient, count > 0, classes, dimension, PROTOTYPES, BUFFER, INVERSE_NORMS, COPY,
-            LARGEST, grad_scale, lr, momentum, weight_decay, depth, HAS_BUFFER, NESTEROV,
+        gradient = _tangent(gradient, prototype, inverse) * grad_scale
+        _apply(
+            gradient, prototype, buffer, place, count > 0, classes, dimension, PROTOTYPES, BUFFER,
+            INVERSE_NORMS, COPY, LARGEST, lr, momentum, weight_decay, depth, HAS_BUFFER, NESTEROV,
         )  # fmt: skip
 
 
