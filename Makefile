@@ -22,7 +22,7 @@ help:
 	@echo "make api     rewrite the snapshot of the public names, tests/public_api.txt"
 	@echo "make docs    build the site into site/, fail on a broken link"
 	@echo "make bench   time the loss against cross-entropy and entmax"
-	@echo "make demo    train five losses on synthetic identities and print a table"
+	@echo "make demo    train five losses on synthetic identities and write a report"
 	@echo "make clean   remove caches and built files; .venv stays"
 
 setup: $(DEV)
@@ -79,7 +79,7 @@ bench: $(DEV)
 	$(BIN)/qmargin bench loss
 
 demo: $(DEV)
-	$(BIN)/python examples/compare_losses.py
+	$(BIN)/qmargin demo
 
 clean:
 	rm -rf build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis

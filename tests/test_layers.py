@@ -23,7 +23,10 @@ MAY_IMPORT = {
     "recipes": "errors training",
     "evaluation": "errors files features metrics models data training",
     "report": "errors files metrics evaluation",
+    "sweep": "errors files maths metrics data training evaluation report",
     "demo": "errors files metrics models data training recipes evaluation report",
+    "paper": "errors files evaluation report demo",
+    "study": "errors files data training evaluation report sweep demo",
 }
 THIRD_PARTY = {  # the first entry that a file's path starts with
     "errors.py": "",
@@ -47,6 +50,8 @@ THIRD_PARTY = {  # the first entry that a file's path starts with
     "report/figures.py": "matplotlib PIL",
     "report/media.py": "PIL",
     "report": "numpy",
+    "sweep/sources.py": "optuna",
+    "sweep": "torch numpy",
     "cli/bench_metrics_worker.py": "numpy sklearn",
     "cli/bench_data_worker.py": "numpy PIL",
     "cli/bench_features.py": "torch numpy kaldi_native_fbank",

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from helpers.model_directories import SIZE, make_model, pictures
 from helpers.results import synthetic_result, write_results
@@ -12,7 +13,10 @@ from helpers.runs import tiny_recipe
 from qmargin.cli.export import add_export
 from qmargin.errors import ConfigError
 from qmargin.evaluation.model import load_model
-from qmargin.models.directory import CARD, read_card
+from qmargin.features import FilterBank
+from qmargin.models import create_backbone
+from qmargin.models.card import ModelCard
+from qmargin.models.directory import CARD, read_card, write_model
 from qmargin.training.loop import train
 from qmargin.training.recipe_files import apply_settings
 
@@ -78,6 +82,33 @@ def test_an_onnx_file_is_compared_and_in_the_card(
     inputs = ((images.astype(np.float32) / 255 - 0.5) / 0.5).transpose(0, 3, 1, 2)
     (found,) = session.run(None, {"inputs": inputs})
     np.testing.assert_allclose(found, load_model(tmp_path / "m").embed(images), atol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_speaker_model_takes_waveforms_or_filter_banks(tmp_path: Path) -> None:
+    for name in ("onnx", "onnxscript"):
+        pytest.importorskip(name)
+    onnxruntime = pytest.importorskip("onnxruntime")
+    backbone = create_backbone("speaker_resnet18", embedding_dim=8, width=2)
+    card = ModelCard("voice", "audio", (), "speaker_resnet18", 8, options={"width": 2})
+    write_model(tmp_path / "m", weights=backbone.state_dict(), card=card, recipe="name: made\n")
+    run(tmp_path / "m", "--onnx", "--features")
+    samples = 0.1 * torch.randn(1, 20_000, generator=torch.Generator().manual_seed(0))
+    expected = load_model(tmp_path / "m").embed([samples[0].numpy()])
+    inputs = {"model.onnx": samples, "model-features.onnx": FilterBank(subtract_mean=True)(samples)}
+    for name, values in inputs.items():
+        session = onnxruntime.InferenceSession(str(tmp_path / "m" / name))
+        (found,) = session.run(None, {"inputs": values.numpy()})
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
+    facts = read_card(tmp_path / "m").facts
+    assert facts["onnx_file"] == "model.onnx"
+    assert facts["features_onnx_file"] == "model-features.onnx"
+
+
+def test_filter_banks_are_of_speaker_models(tmp_path: Path) -> None:
+    make_model(tmp_path / "m")
+    with pytest.raises(ConfigError, match="add --onnx"):
+        run(tmp_path / "m", "--features")
 
 
 def test_arguments_that_do_not_fit_are_refused(trained: Path, tmp_path: Path) -> None:

@@ -1,67 +1,15 @@
-import io
 import json
 import pickle
-import tarfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from helpers.audio_layouts import csv_list, json_list, kaldi_folder, shard, write_tar
 from helpers.recordings import encoded, real_speech, speaker_folders, tone
 from qmargin.data.audio_collection import AudioCollection
 from qmargin.data.audio_lists import audio_layout, open_audio
 from qmargin.errors import CorruptSample, DataError
-
-
-def write_tar(path: Path, members: dict[str, bytes], *, mode: str = "w") -> Path:
-    with tarfile.open(path, mode) as tar:
-        for name, content in members.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(content)
-            tar.addfile(info, io.BytesIO(content))
-    return path
-
-
-def shard(number: int, count: int = 3) -> dict[str, bytes]:
-    members = {}
-    for item in range(count):
-        key = f"id{item}/v{number}/0000{item}"
-        members[f"{key}.spk"] = f"id{item}".encode()
-        members[f"{key}.wav"] = encoded(tone(0.2, hertz=200 + 50 * item))
-    return members
-
-
-def kaldi_folder(root: Path, *, scp: str | None = None, utt2spk: str | None = None) -> Path:
-    speaker_folders(root / "wavs")
-    names = sorted(path.relative_to(root).as_posix() for path in root.rglob("*.wav"))
-    keys = [name.removeprefix("wavs/") for name in names]
-    rows = "".join(f"{key} {name}\n" for key, name in zip(keys, names, strict=True))
-    speakers = "".join(f"{key} {key.split('/')[0]}\n" for key in keys)
-    (root / "wav.scp").write_text(rows if scp is None else scp)
-    (root / "utt2spk").write_text(speakers if utt2spk is None else utt2spk)
-    return root
-
-
-def json_list(root: Path) -> Path:
-    speaker_folders(root / "wavs")
-    lines = [
-        json.dumps(
-            {"key": f"{p.parts[-3]}/{p.parts[-2]}/{p.name}", "wav": str(p), "spk": p.parts[-3]}
-        )
-        for p in sorted(root.rglob("*.wav"))
-    ]
-    (root / "raw.list").write_text("\n".join(lines) + "\n\n")
-    return root / "raw.list"
-
-
-def csv_list(root: Path) -> Path:
-    speaker_folders(root)
-    names = sorted(path.relative_to(root).as_posix() for path in root.rglob("*.wav"))
-    rows = [
-        f"{name},{name.split('/')[0]},{'train' if '00000' in name else 'test'}" for name in names
-    ]
-    (root / "all.csv").write_text("\n".join(["path,speaker,split", *rows]))
-    return root / "all.csv"
 
 
 def check_three_speakers(collection: AudioCollection) -> None:
@@ -231,11 +179,29 @@ def test_split_needs_a_csv_with_that_column(tmp_path: Path) -> None:
 
 def test_folders_that_are_one_level_off_are_explained(tmp_path: Path) -> None:
     speaker_folders(tmp_path / "dev" / "wav")
-    with pytest.raises(DataError, match="one folder, 'wav', so there is one speaker"):
+    with pytest.raises(DataError, match="the folders wav, which are parts of a dataset"):
         open_audio(tmp_path / "dev")
+    speaker_folders(tmp_path / "corpus" / "mine")
+    with pytest.raises(DataError, match="one folder, 'mine', so there is one speaker"):
+        open_audio(tmp_path / "corpus")
     (tmp_path / "dev" / "wav" / "stray.wav").write_bytes(b"")
     with pytest.raises(DataError, match="in no speaker's folder"):
         open_audio(tmp_path / "dev" / "wav")
+
+
+def test_a_csv_in_a_folder_is_preferred_to_the_names_of_its_folders(tmp_path: Path) -> None:
+    speaker_folders(tmp_path / "train", speakers=2)
+    speaker_folders(tmp_path / "test", speakers=1)
+    rows = [
+        f"{path.relative_to(tmp_path)},{path.parts[-3]},{path.parts[-4]}"
+        for path in sorted(tmp_path.rglob("*.wav"))
+    ]
+    with pytest.raises(DataError, match="the folders test, train, which are parts"):
+        open_audio(tmp_path)
+    (tmp_path / "utterances.csv").write_text("\n".join(["path,speaker,split", *rows]) + "\n")
+    assert audio_layout(tmp_path) == "csv"
+    assert open_audio(tmp_path).speakers == ("id0", "id1")
+    assert len(open_audio(tmp_path, split="test")) == 2
 
 
 def test_files_that_cannot_be_decoded_are_explained(tmp_path: Path) -> None:

@@ -248,7 +248,7 @@ def test_data_in_a_folder_that_cannot_be_written_is_indexed_in_the_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = write_folder(tmp_path / "faces", IMAGES, LABELS)
-    monkeypatch.setattr("qmargin.data.open.os.access", lambda place, mode: False)
+    monkeypatch.setattr("qmargin.data.index.os.access", lambda place, mode: False)
     monkeypatch.setattr(Path, "home", lambda: tmp_path / "home")
     dataset = open_dataset(root)
     assert dataset.index.path.parent == tmp_path / "home" / ".cache" / "qmargin"

@@ -86,3 +86,13 @@ def test_impossible_rooms_are_refused() -> None:
         Room((5.0, 4.0, 3.0), (1.0, 1.0, 1.0), (3.0, 2.0, 1.5), reverberation_s=0.0)
     with pytest.raises(ConfigError, match=r"length is \(5, 3\)"):
         RoomSimulator(length=(5, 3))
+
+
+def test_numbered_rooms_are_simulated_once() -> None:
+    simulator = RoomSimulator(reverberation_s=(0.15, 0.16), num_rooms=3)
+    drawn = [simulator.draw(np.random.default_rng(seed)) for seed in range(20)]
+    assert len({id(response) for response in drawn}) == 3
+    again = RoomSimulator(reverberation_s=(0.15, 0.16), num_rooms=3)
+    np.testing.assert_array_equal(again.draw(np.random.default_rng(7)), drawn[7])
+    with pytest.raises(ConfigError, match="num_rooms is -1"):
+        RoomSimulator(num_rooms=-1)

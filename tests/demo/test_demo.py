@@ -2,8 +2,10 @@
 
 import argparse
 import json
+import shutil
 import signal
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,9 +15,9 @@ from qmargin.demo import report as demo_report
 from qmargin.demo.losses import LOSSES
 from qmargin.demo.recipe import Size, demo_recipe
 from qmargin.demo.run import DemoOptions, Interrupted, run_demo
-from qmargin.errors import ConfigError, DataError
+from qmargin.errors import CheckpointError, ConfigError, DataError
 from qmargin.evaluation.result import read_result
-from qmargin.training import loop
+from qmargin.training import folders, loop, rehearsal
 
 TINY = Size(
     num_classes=40,
@@ -84,7 +86,7 @@ def test_a_demo_stopped_before_its_test_does_not_train_again(tmp_path, monkeypat
 
     with monkeypatch.context() as patch:
         patch.setattr(run, "_test", stopped)
-        with pytest.raises(OSError, match="No space"):
+        with pytest.raises(CheckpointError, match="no space left; free some and run the same"):
             run_demo(options_for(tmp_path, losses=("cosface",)))
     journal = tmp_path / "seed-0" / "cosface" / "journal.jsonl"
     assert not (tmp_path / "seed-0" / "cosface" / "result.json").exists()
@@ -94,6 +96,46 @@ def test_a_demo_stopped_before_its_test_does_not_train_again(tmp_path, monkeypat
     assert starts[-1] == TINY.total_steps
     assert len([event for event in events if event["event"] == "step"]) == 1
     assert (tmp_path / "seed-0" / "cosface" / "result.json").exists()
+
+
+def test_a_full_disk_is_refused_before_anything_is_trained(tmp_path, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)._replace(free=1 << 20)
+    monkeypatch.setattr(folders.shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(CheckpointError, match=r"1,048,576 bytes left and .* 41,943,040"):
+        run_demo(options_for(tmp_path / "out"))
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="cannot be written to"):
+        run_demo(options_for(tmp_path / "file" / "out"))
+
+
+def test_data_that_cannot_be_read_leaves_no_plan(tmp_path):
+    with pytest.raises(DataError, match="does not exist"):
+        run_demo(options_for(tmp_path / "out", data=tmp_path / "gone"))
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_a_demo_that_was_shortened_says_so(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(plan.SIZES, "cpu", TINY._replace(epochs=3))
+    monkeypatch.setattr(plan, "_seconds_per_step", lambda size, device: 1e3)
+    run_demo(options_for(tmp_path, losses=("cosface",)))
+    assert "1 epochs, on cpu; the standard length is 3 epochs" in capsys.readouterr().out
+
+
+def test_the_length_is_that_of_the_fastest_step(monkeypatch):
+    monkeypatch.undo()
+    monkeypatch.setattr(
+        rehearsal, "rehearse", lambda *_, **options: SimpleNamespace(seconds=(0.001, 0.5, 0.1, 3.0))
+    )
+    assert plan._seconds_per_step(TINY, "cpu") == 0.1
+
+
+def test_a_rehearsal_takes_the_steps_that_it_is_asked_for():
+    recipe = demo_recipe(LOSSES["q_margin"], seed=0, size=TINY)
+    assert len(rehearsal.rehearse(recipe, device="cpu", num_steps=4).seconds) == 4
 
 
 def test_half_a_result_is_made_again(tmp_path):
@@ -116,6 +158,21 @@ def test_a_signal_ends_the_demo_with_its_status(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit) as stop:
         arguments.run(arguments)
     assert stop.value.code == 143
+    assert "run the same command again to go on" in capsys.readouterr().err
+
+
+def test_ctrl_c_during_a_test_says_the_same(tmp_path, monkeypatch, capsys):
+    def stopped(*arguments, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run, "_test", stopped)
+    parser = argparse.ArgumentParser()
+    add_demo(parser.add_subparsers())
+    words = ["demo", "--out", str(tmp_path), "--device", "cpu", "--losses", "cosface"]
+    arguments = parser.parse_args(words)
+    with pytest.raises(SystemExit) as stop:
+        arguments.run(arguments)
+    assert stop.value.code == 130
     assert "run the same command again to go on" in capsys.readouterr().err
 
 

@@ -12,6 +12,8 @@ import torch
 from torch import nn
 
 from helpers.recordings import encoded, real_speech, speaker_folders, tone
+from qmargin.data.audio_index import index_audio
+from qmargin.data.audio_lists import open_audio
 from qmargin.errors import ConfigError, DataError, ShapeError
 from qmargin.evaluation.embeddings import read_embeddings
 from qmargin.evaluation.options import EvaluationOptions
@@ -183,6 +185,16 @@ def test_durations_from_text(tmp_path: Path) -> None:
         path.write_text(text)
         with pytest.raises(DataError, match=message):
             read_seconds(path)
+
+
+def test_durations_from_an_index(tmp_path: Path) -> None:
+    collection = open_audio(speaker_folders(tmp_path / "wavs", speakers=2, each=1))
+    collection.path(1).write_bytes(b"<html>")
+    index_audio(collection, tmp_path / "wavs.qmindex")
+    assert read_seconds(tmp_path / "wavs.qmindex") == {"id0/video/00000.wav": 0.5}
+    (tmp_path / "other.qmindex").write_bytes(b"{}")
+    with pytest.raises(DataError, match="is no index of recordings"):
+        read_seconds(tmp_path / "other.qmindex")
 
 
 def test_embeddings_without_durations_are_refused(tmp_path: Path) -> None:

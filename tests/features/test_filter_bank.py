@@ -11,7 +11,7 @@ from qmargin.features.mel import mel_triangles
 
 kaldi = pytest.importorskip("kaldi_native_fbank")
 EPSILON = 1e-3
-DEPTH = 80 / 10 * np.log(10)  # 80 dB in natural logarithms
+DEPTH = 65 / 10 * np.log(10)  # 65 dB in natural logarithms
 
 
 def kaldi_features(
@@ -55,7 +55,7 @@ def definition(samples: np.ndarray, window: np.ndarray) -> np.ndarray:
 
 
 def assert_close(ours: np.ndarray, theirs: np.ndarray) -> int:
-    """Differences are below 1e-3 wherever a bin is at most 80 dB below the loudest of its frame.
+    """Differences are below 1e-3 wherever a bin is at most 65 dB below the loudest of its frame.
 
     Below that, a transform in float32 is made of its rounding errors, Kaldi's as well as ours: each
     is up to several 1e-3 away from float64 there. Returns how many entries differ by more.
@@ -64,7 +64,7 @@ def assert_close(ours: np.ndarray, theirs: np.ndarray) -> int:
     difference = np.abs(ours - theirs)
     is_heard = ours >= ours.max(axis=1, keepdims=True) - DEPTH
     assert difference[is_heard].max() <= EPSILON
-    assert difference.max() <= 0.02
+    assert difference.max() <= 0.03
     return int((difference > EPSILON).sum())
 
 
@@ -93,16 +93,28 @@ def test_noise_has_kaldis_features(window: str, theirs: str, rate: int, bins: in
         assert assert_close(row, expected) <= 2
 
 
-def test_real_speech_has_kaldis_features() -> None:
-    bank = FilterBank()
-    count = num_deep = 0
+@pytest.mark.parametrize("window", ["hamming", "povey"])
+def test_real_speech_has_kaldis_features(window: str) -> None:
+    """All but a few values in a million agree, and in those Kaldi is as far from float64 as we are.
+
+    On all 48,838,160 values, 32 (Hamming) and 61 (Povey) differ by more than 1e-3; 21 and 40 of
+    ours, and 17 and 42 of Kaldi's, are further than that from float64.
+    """
+    bank, wide = FilterBank(window=window), FilterBank(window=window).double()
+    count = num_apart = 0
+    errors = {"ours": 0, "theirs": 0}
     for path in sorted(real_speech().glob("*/*/A0[0-4].ogg"))[:150]:
         samples, _ = soundfile.read(path, dtype="float32")
-        ours = bank(torch.from_numpy(samples)[None])[0].numpy()
-        num_deep += assert_close(ours, kaldi_features(samples))
+        waveform = torch.from_numpy(samples)[None]
+        ours, theirs = bank(waveform)[0].numpy(), kaldi_features(samples, window=window)
+        num_apart += assert_close(ours, theirs)
+        truth = wide(waveform.double())[0].numpy()
+        for name, features in (("ours", ours), ("theirs", theirs)):
+            errors[name] += int((np.abs(features - truth) > EPSILON).sum())
         count += ours.size
     assert count > 1_000_000
-    assert num_deep <= 1e-5 * count
+    assert num_apart <= 3e-6 * count
+    assert errors["ours"] <= 2 * errors["theirs"] + 4  # rare events: both are a handful
 
 
 def test_rows_of_a_batch_do_not_depend_on_each_other() -> None:

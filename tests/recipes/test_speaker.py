@@ -6,9 +6,8 @@ import math
 import pytest
 
 from qmargin.data.speech import open_speech
-from qmargin.models import registry
-from qmargin.models.speaker_backbones import SPEAKER_BACKBONES
-from qmargin.recipes.speaker import SPEAKER_RECIPES, TABLE
+from qmargin.recipes import get_recipe
+from qmargin.recipes.speaker import COMPARED, SPEAKER_RECIPES, TABLE
 from qmargin.training.build import build_backbone, build_loss
 from qmargin.training.fields import check_options
 from qmargin.training.recipe_files import from_yaml, to_yaml
@@ -23,12 +22,6 @@ PAPER = [  # loss, alpha, s, m: the rows of the speaker table
     ("q_margin_a150", "prior", 1.5, 10.0, 0.1),
 ]
 STEPS = 2132  # of an epoch: 1,092,009 utterances in batches of 512
-
-
-@pytest.fixture(autouse=True)
-def _speaker_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = {**registry._BACKBONES, **SPEAKER_BACKBONES}
-    monkeypatch.setattr(registry, "_BACKBONES", names)
 
 
 @pytest.mark.parametrize(("row", "margin_kind", "alpha", "scale", "margin"), PAPER)
@@ -96,6 +89,29 @@ def test_every_recipe_has_a_line_and_says_that_it_is_untried(name: str) -> None:
     assert first.endswith(".")
     assert len(first) < 90
     assert "Not run end to end" in "".join(rest)
+
+
+def test_fine_tuning_is_that_of_wespeaker() -> None:
+    """From averaged weights: 5 epochs of 6 s, a fixed large margin, 1e-4 to 2.5e-5, 64 per GPU."""
+    recipe = get_recipe("voxceleb2_r34_arcface_lm")
+    assert (recipe.run.epochs, recipe.run.start_from) == (5, "runs/voxceleb2_r34_arcface")
+    assert (recipe.loss.margin, recipe.margin_schedule) == (0.5, None)
+    assert (recipe.optimizer.lr, recipe.schedule.final_lr) == (1e-4, 2.5e-5)
+    assert (recipe.data.batch_size, recipe.optimizer.base_batch) == (4 * 64, 64)
+    assert recipe.data.num_classes == 17_982  # three speeds were trained, one is tuned
+    options = recipe.data.options
+    assert (options["num_frames"], options["augment"]) == (600, 0.6)
+    assert (options["speed_perturbation"], options["keep_speed_classes"]) == (False, True)
+
+
+@pytest.mark.parametrize("row", COMPARED)
+def test_small_collections_are_compared_with_the_same_losses(row: str) -> None:
+    spoken, small = (get_recipe(f"{name}_r34_{row}") for name in ("audiomnist", "speakers"))
+    full = get_recipe(f"voxceleb2_r34_{row}")
+    assert spoken.loss == small.loss == full.loss
+    assert spoken.optimizer == full.optimizer
+    assert spoken.data.options["in_memory"] is True
+    assert spoken.data.num_classes is None
 
 
 def test_networks_of_other_families_have_their_usual_sizes() -> None:

@@ -50,4 +50,4 @@ def test_broken_lines_are_named(tmp_path: Path) -> None:
 )
 def test_one_step_can_be_drawn(tmp_path: Path, row: dict) -> None:
     journal = read_journal(write_journal(tmp_path / "j.jsonl", [{"step": 0, **row}]))
-    assert "nan" not in support_chart(journal, 0, "j")
+    assert "nan" not in support_chart([journal])

@@ -1,13 +1,14 @@
 import base64
 import hashlib
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
 from helpers.results import HOSTILE, hostile_result, synthetic_result
-from qmargin.evaluation.result import Result
+from qmargin.evaluation.result import Result, Value
 from qmargin.report.comparison import paired_differences
 from qmargin.report.journal import Journal
 from qmargin.report.page import PageContent, render_page
@@ -58,6 +59,22 @@ def test_sections_come_in_the_order_of_the_definition(page: str) -> None:
 def test_sections_without_content_are_left_out() -> None:
     found = [a["id"] for tag, a in Elements(page_of(synthetic_result())).found if tag == "section"]
     assert found == [name for name in SECTIONS if name not in ("groups", "hardest", "sparsity")]
+
+
+def test_measures_that_nobody_has_are_left_out(page: str) -> None:
+    assert "minCllr" in page
+    result = synthetic_result()
+    metrics = replace(result.metrics, cllr=Value(None), min_cllr=Value(None))
+    bare = replace(result, metrics=metrics, calibration=None)
+    assert "minCllr" not in page_of(bare)
+
+
+def test_trainings_share_a_drawing() -> None:
+    other = replace(JOURNAL, name="other", largest=(None, None))
+    section = page_of(synthetic_result(), journals=[JOURNAL, other]).partition('id="sparsity"')[2]
+    assert section.count('class="plot"') == 1
+    assert "5,000 (0.243 %)" in section  # of 2,059,906
+    assert all(f"c{colour} support-mean" in section for colour in (0, 1))
 
 
 def test_verdict_has_all_five_numbers(page: str) -> None:

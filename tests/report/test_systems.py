@@ -62,6 +62,12 @@ def test_headline_is_the_strictest_far_with_enough_data_for_all() -> None:
     assert panel.headline_far() is None
 
 
+def test_a_headline_that_was_asked_for_is_taken_where_it_was_measured() -> None:
+    result = synthetic_result(num_impostors=400_000)
+    assert arrange([result], headline=1e-3)[0].headline_far() == 1e-3
+    assert arrange([result], headline=0.5)[0].headline_far() == 1e-4  # nobody measured it
+
+
 def test_leader_has_the_largest_tar_at_the_headline() -> None:
     (panel,) = arrange(
         [synthetic_result("low", separation=4.5), synthetic_result("high", separation=5.5)]

@@ -21,6 +21,7 @@ from qmargin.training.process import Process
 from qmargin.training.recipe import ModelPart, Recipe
 from qmargin.training.recipe_files import apply_settings
 from qmargin.training.session import build_session
+from qmargin.training.step import take_step
 
 NUM_CLASSES, PER_CLASS = 5, 4
 
@@ -51,24 +52,42 @@ def test_images_are_what_the_networks_take(folder: Path) -> None:
     data = build_dataset(recipe_of(folder, flip=0.0))
     assert (len(data), data.num_classes) == (NUM_CLASSES * PER_CLASS, NUM_CLASSES)
     inputs, label = data.read(5, seed=0)
-    assert (tuple(inputs.shape), inputs.dtype, label) == ((3, 112, 112), torch.float32, 1)
-    assert -1.0 <= float(inputs.min()) < float(inputs.max()) <= 1.0
+    assert (inputs.shape, inputs.dtype, label) == ((3, 112, 112), np.uint8, 1)
     with Image.open(folder / data.sample_id(5)) as image:
-        expected = torch.from_numpy(np.asarray(image).copy()).permute(2, 0, 1) / 127.5 - 1.0
-    torch.testing.assert_close(inputs, expected)
+        assert np.array_equal(inputs.transpose(1, 2, 0), np.asarray(image))
+
+
+@pytest.mark.parametrize("channels_last", [True, False])
+def test_networks_take_floats_of_the_bytes(folder: Path, channels_last: bool) -> None:
+    """Workers send bytes; the step scales them on its device, in the layout of the network."""
+    seen: list[torch.Tensor] = []
+    recipe = recipe_of(
+        folder, f"precision.channels_last={str(channels_last).lower()}", flip=0.0, size=32
+    )
+    recipe = replace(recipe, model=ModelPart("small_conv", 8))
+    session = build_session(recipe, Process())
+    session.backbone.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
+    with session.stream() as batches:
+        take_step(session, batches)
+    (inputs,) = seen
+    indices = session.order.batch(0)
+    pixels = np.stack([session.dataset.read(int(index), 0)[0] for index in indices])
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    assert inputs.is_contiguous(memory_format=layout)
+    torch.testing.assert_close(inputs, torch.from_numpy(pixels) / 127.5 - 1.0)
 
 
 def test_options_reach_the_augmentation_and_the_reader(folder: Path) -> None:
     plain = build_dataset(recipe_of(folder, flip=0.0))
     mirrored = build_dataset(recipe_of(folder, flip=1.0))
-    assert torch.equal(mirrored.read(0, 1)[0], plain.read(0, 1)[0].flip(2))
+    assert np.array_equal(mirrored.read(0, 1)[0], plain.read(0, 1)[0][:, :, ::-1])
     swapped = build_dataset(recipe_of(folder, flip=0.0, channels="bgr"))
-    assert torch.equal(swapped.read(0, 1)[0], plain.read(0, 1)[0].flip(0))
+    assert np.array_equal(swapped.read(0, 1)[0], plain.read(0, 1)[0][::-1])
     small = build_dataset(recipe_of(folder, size=32))
     assert tuple(small.read(0, 1)[0].shape) == (3, 32, 32)
     coarse = build_dataset(recipe_of(folder, flip=0.0, low_resolution=1.0, photometric=1.0))
-    assert not torch.equal(coarse.read(0, 1)[0], plain.read(0, 1)[0])
-    assert torch.equal(coarse.read(0, 1)[0], coarse.read(0, 1)[0])  # of the seed alone
+    assert not np.array_equal(coarse.read(0, 1)[0], plain.read(0, 1)[0])
+    assert np.array_equal(coarse.read(0, 1)[0], coarse.read(0, 1)[0])  # of the seed alone
 
 
 @pytest.mark.parametrize(

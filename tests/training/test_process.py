@@ -58,7 +58,7 @@ def test_one_process_needs_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_devices_and_timeouts_are_checked() -> None:
-    with pytest.raises(ConfigError, match="choose auto, cpu or cuda"):
+    with pytest.raises(ConfigError, match="choose auto, cpu, cuda, or one GPU"):
         choose_device(0, "tpu")
     with pytest.raises(ConfigError, match="timeout_s is 0"):
         start_process_group(0.0)

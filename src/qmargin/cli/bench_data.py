@@ -125,8 +125,7 @@ def _print_loading(console: Any, settings: DataBenchmark, loading: dict[str, Any
         [name, f"{rate:,.0f}", f"{rate / bare_rate:.2f}", f"{cpu:.0f}", f"{bare_cpu / cpu:.2f}"]
         for name, (rate, cpu) in (
             ("bare loop that decodes", loading["bare"]),
-            ("loader: decode, flip, batch", loading["bytes"]),
-            ("loader: and normalise to float32", loading["floats"]),
+            ("loader: decode, flip, batch", loading["loader"]),
         )
     ]
     print_table(

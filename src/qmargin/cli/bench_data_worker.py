@@ -20,11 +20,13 @@ import numpy as np
 
 from qmargin.data.encoded import ImageDataset
 from qmargin.data.images import encode_image
-from qmargin.data.open import open_dataset, open_index
+from qmargin.data.open import open_images, open_index
 from qmargin.data.recordio import RecordWriter, pack_payload
 
 Job: TypeAlias = dict[str, Any]
 PER_IDENTITY = 20
+WARM_UP = 12  # steps: more than workers read ahead
+MEMORY_EVERY = 8  # steps: looking costs time too
 
 
 def peak_bytes() -> int:
@@ -38,7 +40,7 @@ def measure_reading(job: Job) -> dict[str, Any]:
     folder = Path(job["folder"])
     total = make_images(job, folder)
     datasets = [
-        open_dataset(folder / name, decoder=job["decoder"]) for name in ("train.rec", "faces")
+        open_images(folder / name, decoder=job["decoder"]) for name in ("train.rec", "faces")
     ]
     orders = {
         "in order": np.arange(job["images"]),
@@ -100,14 +102,13 @@ class Pace(NamedTuple):
 
 def measure_loading(job: Job) -> dict[str, Any]:
     """The loader against bare loops in as many processes, in turns; and memory of two epochs."""
-    dataset = open_dataset(Path(job["folder"]) / "train.rec", decoder=job["decoder"])
+    dataset = open_images(Path(job["folder"]) / "train.rec", decoder=job["decoder"])
     memory: list[int] = []
-    paces: dict[str, list[Pace]] = {"bare": [], "bytes": [], "floats": []}
-    for _ in range(job["repeats"]):
+    paces: dict[str, list[Pace]] = {"bare": [], "loader": []}
+    for _ in range(job["repeats"]):  # in turns: a slow spell meets both
         paces["bare"].append(_bare_pace(dataset, job["workers"]))
-        for kind in ("bytes", "floats"):
-            memory = []
-            paces[kind].append(_loader_pace(dataset, job, kind == "floats", memory))
+        memory = []
+        paces["loader"].append(_loader_pace(dataset, job, memory))
     return {
         **{
             kind: [statistics.median(values) for values in zip(*found, strict=True)]
@@ -121,66 +122,72 @@ def measure_loading(job: Job) -> dict[str, Any]:
 def _bare_pace(dataset: ImageDataset, num_processes: int) -> Pace:
     """Processes that do nothing but read and decode."""
     context = multiprocessing.get_context("fork")
-    start_line = context.Barrier(num_processes + 1)
+    lines = [context.Barrier(num_processes + 1) for _ in range(3)]
     processes = [
-        context.Process(target=_decode_part, args=(dataset, number, num_processes, start_line))
+        context.Process(target=_decode_part, args=(dataset, number, num_processes, lines))
         for number in range(num_processes)
     ]
-    used = _cpu_seconds()
     for process in processes:
         process.start()
-    start_line.wait()
-    start = time.perf_counter()
+    lines[0].wait()
+    used, start = _cpu_seconds(), time.perf_counter()
+    lines[1].wait()
+    seconds, used = time.perf_counter() - start, _cpu_seconds() - used
+    lines[2].wait()
     for process in processes:
         process.join()
-    seconds = time.perf_counter() - start
-    return Pace(len(dataset) / seconds, 1e6 * (_cpu_seconds() - used) / len(dataset))
+    return Pace(len(dataset) / seconds, 1e6 * used / len(dataset))
 
 
-def _cpu_seconds() -> float:
-    """Of this process and of its children that have ended."""
-    times = os.times()
-    return times.user + times.system + times.children_user + times.children_system
-
-
-def _decode_part(dataset: ImageDataset, first: int, step: int, start_line: Any) -> None:
-    start_line.wait()
+def _decode_part(dataset: ImageDataset, first: int, step: int, lines: list[Any]) -> None:
+    lines[0].wait()
     for row in range(first, len(dataset), step):
         dataset.decode(row)
+    lines[1].wait()
+    lines[2].wait()  # until its times have been read
 
 
-def _loader_pace(dataset: ImageDataset, job: Job, normalise: bool, memory: list[int]) -> Pace:
-    """The loader over two epochs; the memory of all processes at each step goes to a list."""
+def _loader_pace(dataset: ImageDataset, job: Job, memory: list[int]) -> Pace:
+    """The loader over two epochs; the memory of all processes goes to a list now and then."""
     from qmargin.data.faces import FaceImages
     from qmargin.data.loader import build_loader
     from qmargin.data.order import GlobalOrder
 
     order = GlobalOrder(len(dataset), seed=job["seed"], batch_size=job["batch"])
-    num_steps = 1 + 2 * order.steps_per_epoch
-    faces = FaceImages(dataset, normalise=normalise)
-    used = _cpu_seconds()
-    with build_loader(faces, order, stop_step=num_steps, num_workers=job["workers"]) as stream:
-        next(stream)
-        start = time.perf_counter()
-        for _ in stream:
-            memory.append(_resident_bytes())
-        seconds = time.perf_counter() - start
+    num_steps = 2 * order.steps_per_epoch
+    # A stream without an end: workers are as far ahead after the last step as before the first.
+    with build_loader(FaceImages(dataset), order, num_workers=job["workers"]) as stream:
+        for _ in range(WARM_UP):
+            next(stream)
+        used, start = _cpu_seconds(), time.perf_counter()
+        for step in range(num_steps):
+            next(stream)
+            if step % MEMORY_EVERY == 0:
+                memory.append(_resident_bytes())
+        seconds, used = time.perf_counter() - start, _cpu_seconds() - used
     num_samples = num_steps * job["batch"]
-    rate = (num_samples - job["batch"]) / seconds
-    return Pace(rate, 1e6 * (_cpu_seconds() - used) / num_samples)
+    return Pace(num_samples / seconds, 1e6 * used / num_samples)
+
+
+def _processes() -> list[int]:
+    return [os.getpid(), *(child.pid for child in multiprocessing.active_children() if child.pid)]
+
+
+def _cpu_seconds() -> float:
+    """Time that this process and its children have spent."""
+    ticks = 0
+    for number in _processes():
+        text = Path(f"/proc/{number}/stat").read_text(encoding="ascii")
+        ticks += sum(map(int, text.rpartition(")")[2].split()[11:13]))
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _resident_bytes() -> int:
-    """Memory of this process and of its children."""
-    numbers = [os.getpid(), *(child.pid for child in multiprocessing.active_children())]
-    page, total = os.sysconf("SC_PAGE_SIZE"), 0
-    for number in numbers:
-        try:
-            text = Path(f"/proc/{number}/statm").read_text(encoding="ascii")
-        except OSError:  # it has just ended, or this is not Linux
-            continue
-        total += page * int(text.split()[1])
-    return total
+    """Memory of this process and of its children; what they share counts for each."""
+    pages = 0
+    for number in _processes():
+        pages += int(Path(f"/proc/{number}/statm").read_text(encoding="ascii").split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def measure_indexing(job: Job) -> dict[str, Any]:

@@ -88,8 +88,8 @@ def run_protocols_benchmark(
     """Measure, print the table and write the numbers to ``json_path`` if it is given."""
     with tempfile.TemporaryDirectory(prefix="qmargin-bench-") as folder:
         job = {**asdict(settings), "folder": folder}
-        _run_worker({**job, "step": "make"})
-        found = _run_worker({**job, "step": "measure"})
+        run_worker(WORKER, {**job, "step": "make"})
+        found = run_worker(WORKER, {**job, "step": "measure"})
     rows = [[name, f"{seconds:.1f}"] for name, seconds in found["seconds"].items()]
     print_table(
         output_console(),
@@ -104,19 +104,25 @@ def run_protocols_benchmark(
         ],
     )
     if json_path is not None:
-        machine = {
-            "platform": platform.platform(),
-            "processors": os.cpu_count(),
-            "python": platform.python_version(),
-        }
-        record = {"settings": asdict(settings), "machine": machine, **found}
-        write_atomically(json_path, (json.dumps(record, indent=2) + "\n").encode())
+        write_record(json_path, asdict(settings), found)
     return found
 
 
-def _run_worker(job: dict[str, Any]) -> dict[str, Any]:
+def write_record(path: Path, settings: dict[str, Any], found: dict[str, Any]) -> None:
+    """Write settings, machine and numbers as JSON."""
+    machine = {
+        "platform": platform.platform(),
+        "processors": os.cpu_count(),
+        "python": platform.python_version(),
+    }
+    record = {"settings": settings, "machine": machine, **found}
+    write_atomically(path, (json.dumps(record, indent=2) + "\n").encode())
+
+
+def run_worker(module: str, job: dict[str, Any]) -> dict[str, Any]:
+    """Run a step of a benchmark in a process of its own, and return what it found."""
     finished = subprocess.run(
-        [sys.executable, "-m", WORKER, json.dumps(job)], capture_output=True, text=True, check=False
+        [sys.executable, "-m", module, json.dumps(job)], capture_output=True, text=True, check=False
     )
     if finished.returncode != 0:
         reason = (finished.stderr.strip().splitlines() or ["killed"])[-1]

@@ -1,4 +1,4 @@
-"""``qmargin data`` and ``qmargin check-data``: images into a form that training and tests read."""
+"""``qmargin data`` and ``qmargin check-data``: samples in a form that training and tests read."""
 
 from __future__ import annotations
 
@@ -7,6 +7,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from qmargin.cli.audio_data import (
+    add_audio_options,
+    check_no_audio_options,
+    run_audio_check,
+    run_audio_index,
+)
 from qmargin.cli.progress import stage_progress
 from qmargin.cli.tables import output_console, print_table
 from qmargin.errors import DataError
@@ -14,17 +20,37 @@ from qmargin.errors import DataError
 if TYPE_CHECKING:
     from qmargin.data.check import DataReport
 
-_LAYOUTS = "a .rec or .tar file, a folder with one, a CSV manifest, or one folder per identity"
+_LAYOUTS = (
+    "images: a .rec or .tar file, a folder with one, a CSV manifest, one folder per identity; or "
+    "recordings: one folder per speaker, wav.scp and utt2spk, JSON lines, tar shards, a CSV"
+)
 
 
 def add_data(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``data`` and ``check-data`` to a parser."""
-    parser = commands.add_parser("data", help="index, convert and align images")
+    parser = commands.add_parser("data", help="get, index, convert and align images")
     actions = parser.add_subparsers(title="what to do", metavar="ACTION", required=True)
+    _add_get(actions)
     _add_index(actions)
     _add_convert_bin(actions)
     _add_align(actions)
     _add_check(commands)
+
+
+def _add_get(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = actions.add_parser(
+        "get",
+        help="download a public dataset",
+        description="Download the official archives of a dataset, check their fingerprints, and "
+        "make an image folder that `qmargin demo --data` and `qmargin train` read. Interrupted and "
+        "run again, it goes on.",
+    )
+    parser.add_argument("name", choices=("omniglot",), help="1,623 drawn characters, 16 MB")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="new folder (the dataset's name)")
+    parser.add_argument(
+        "--from", dest="base", metavar="URL", help="address of the archives (the official one)"
+    )
+    parser.set_defaults(run=_run_get)
 
 
 def _add_index(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -32,10 +58,13 @@ def _add_index(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         "index",
         help="build the index of a dataset",
         description="Read a dataset once and write where every sample is, with its label and a "
-        "checksum. Training builds a missing index by itself; building it first shows progress.",
+        "checksum, and of recordings their duration and loudness. An index of recordings that "
+        "was interrupted goes on where it was. Training builds the index it needs by itself; "
+        "building it first shows progress.",
     )
     parser.add_argument("path", type=Path, metavar="PATH", help=_LAYOUTS)
     parser.add_argument("--out", type=Path, metavar="FILE", help="index (PATH with .qmindex)")
+    add_audio_options(parser)
     parser.set_defaults(run=_run_index)
 
 
@@ -69,17 +98,33 @@ def _add_check(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "check-data",
         help="read, decode and compare every sample of a dataset",
         description="Compare every sample with its checksum, decode it, and look for identities "
-        "without samples and for duplicates. The exit status is 2 when something is damaged.",
+        "without samples and for duplicates; of recordings, also for clipping, silence and those "
+        "that are too short. The exit status is 2 when something is damaged.",
     )
     parser.add_argument("path", type=Path, metavar="PATH", help=f"{_LAYOUTS}, or an index")
     parser.add_argument("--index", type=Path, metavar="FILE", help="index (PATH with .qmindex)")
-    parser.add_argument("--threads", type=int, default=2, help="that decode at once (2)")
+    add_audio_options(parser)
     parser.set_defaults(run=_run_check)
 
 
-def _run_index(arguments: argparse.Namespace) -> None:
-    from qmargin.data.open import open_index
+def _run_get(arguments: argparse.Namespace) -> None:
+    from qmargin.data.image_folder import identity_folders
+    from qmargin.data.omniglot import BASE, get_omniglot
 
+    out = arguments.out or Path(arguments.name)
+    with stage_progress() as progress:
+        get_omniglot(out, base=arguments.base or BASE, progress=progress)
+    rows = [[name, f"{len(identity_folders(out / name)):,}"] for name in identity_folders(out)]
+    print_table(output_console(), str(out), ["folder", "identities"], rows)
+
+
+def _run_index(arguments: argparse.Namespace) -> None:
+    from qmargin.data.open import is_audio, open_index
+
+    if is_audio(arguments.path):
+        run_audio_index(arguments)
+        return
+    check_no_audio_options(arguments)
     with stage_progress() as progress:
         index = open_index(
             arguments.path,
@@ -128,10 +173,14 @@ def _first(names: tuple[str, ...] | list[str]) -> str:
 
 def _run_check(arguments: argparse.Namespace) -> None:
     from qmargin.data.check import check_data
-    from qmargin.data.open import open_dataset
+    from qmargin.data.open import is_audio, open_images
 
+    if is_audio(arguments.path):
+        run_audio_check(arguments)
+        return
+    check_no_audio_options(arguments)
     with stage_progress() as progress:
-        dataset = open_dataset(
+        dataset = open_images(
             arguments.path, index=arguments.index, progress=partial(progress, "indexing")
         )
         report = check_data(

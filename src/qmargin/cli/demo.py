@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -42,8 +45,7 @@ def add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
 def run(arguments: argparse.Namespace) -> None:
     """Run the demo; a signal ends it with the status of that signal, after saving."""
     from qmargin.demo.losses import LOSSES
-    from qmargin.demo.run import DemoOptions, Interrupted, run_demo
-    from qmargin.training.signals import exit_status
+    from qmargin.demo.run import DemoOptions, run_demo
 
     options = DemoOptions(
         out=arguments.out,
@@ -54,8 +56,19 @@ def run(arguments: argparse.Namespace) -> None:
         data=arguments.data,
         command="qmargin " + shlex.join(sys.argv[1:]),
     )
-    try:
+    with told_to_go_on():
         run_demo(options)
-    except Interrupted as stop:
+
+
+@contextmanager
+def told_to_go_on() -> Iterator[None]:
+    """A signal ends the command with its status, and with a word on what to do next."""
+    from qmargin.demo.run import Interrupted
+    from qmargin.training.signals import exit_status
+
+    try:
+        yield
+    except (Interrupted, KeyboardInterrupt) as stop:
+        number = stop.signal if isinstance(stop, Interrupted) else signal.SIGINT
         sys.stderr.write("interrupted and saved; run the same command again to go on\n")
-        raise SystemExit(exit_status(stop.signal)) from stop
+        raise SystemExit(exit_status(number)) from stop

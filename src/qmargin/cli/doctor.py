@@ -17,6 +17,7 @@ _EXTRAS = {  # by package: what it is for, and what brings it
     "matplotlib": ("figures of `qmargin report`", "'qmargin[figures]'"),
     "tensorboard": ("`qmargin train --track tensorboard`", "'qmargin[tensorboard]'"),
     "wandb": ("`qmargin train --track wandb`", "'qmargin[wandb]'"),
+    "optuna": ("`qmargin sweep --search optuna`", "'qmargin[optuna]'"),
     "entmax": ("a comparison in `qmargin bench loss`", "entmax"),
 }
 Row = tuple[str, str]
@@ -77,7 +78,7 @@ def _devices() -> Iterator[Row]:
     kinds = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available}
     found = [name for name, is_available in kinds.items() if is_available()]
     others = [f"not {name}: torch is built without" for name in kinds if name not in found]
-    runs = f"{' and '.join(found)} run" if found else "not possible"
+    runs = f"with {' and '.join(found)}" if found else "not possible"
     yield "several ranks", "; ".join([runs, *others])
 
 

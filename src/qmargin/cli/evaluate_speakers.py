@@ -79,8 +79,8 @@ _CALIBRATE_HELP = (
     "drawn from the training set"
 )
 _DURATIONS_HELP = (
-    "lines `utterance seconds`, or embeddings made by --model, of the list and of the training "
-    "set, for --calibrate"
+    "lines `utterance seconds`, embeddings made by --model, or an index of qmargin data index, of "
+    "the list and of the training set, for --calibrate"
 )
 
 

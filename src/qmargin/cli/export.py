@@ -11,13 +11,18 @@ from qmargin.errors import ConfigError
 
 if TYPE_CHECKING:
     from qmargin.models.card import ModelCard
+    from qmargin.models.onnx_file import OnnxRecord
 
-ONNX = "model.onnx"
+ONNX, FEATURES_ONNX = "model.onnx", "model-features.onnx"
 _LENGTHS = (32_240, 24_000, 50_001)  # samples of recordings: traced, shorter, longer
+_FRAMES = (200, 148, 311)  # of filter banks, likewise
+_NUM_BINS = 80
 _INPUTS = {
     "images": "aligned faces, RGB, [batch, 3, height, width], (value / 255 - 0.5) / 0.5",
     "audio": "mono samples in [-1, 1] at 16,000 Hz, [batch, samples]",
     "arrays": "float32, as they are",
+    "features": "log-mel filter banks of qmargin.features.FilterBank(subtract_mean=True), "
+    "[batch, frames, bins]",
 }
 
 
@@ -40,6 +45,12 @@ def add_export(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add("--flip", choices=("none", "sum"), help="how it used mirror images (what it says itself)")
     add("--onnx", action="store_true", help=f"write {ONNX} into the directory")
     add(
+        "--features",
+        action="store_true",
+        help=f"with --onnx, of a speaker model: also write {FEATURES_ONNX}, which takes filter "
+        "banks instead of waveforms",
+    )
+    add(
         "--card",
         action="append",
         default=[],
@@ -54,6 +65,8 @@ def run_export(arguments: argparse.Namespace) -> None:
     from qmargin.evaluation.exporting import add_thresholds
     from qmargin.models.directory import add_facts
 
+    if arguments.features and not arguments.onnx:
+        raise ConfigError("--features says what an ONNX file takes; add --onnx, or leave it out")
     facts = dict(map(_fact, arguments.card))
     directory = _directory(arguments)
     if facts:
@@ -65,6 +78,8 @@ def run_export(arguments: argparse.Namespace) -> None:
         sys.stdout.write(f"thresholds at FAR {fars}\n")
     if arguments.onnx:
         _write_onnx(directory)
+    if arguments.features:
+        _write_features_onnx(directory)
 
 
 def _directory(arguments: argparse.Namespace) -> Path:
@@ -100,7 +115,7 @@ def _fact(text: str) -> tuple[str, str]:
 
 def _write_onnx(directory: Path) -> None:
     from qmargin.models.directory import add_facts, load_backbone
-    from qmargin.models.onnx_file import TOLERANCE, write_onnx
+    from qmargin.models.onnx_file import write_onnx
 
     backbone, card = load_backbone(directory)
     record = write_onnx(
@@ -111,18 +126,46 @@ def _write_onnx(directory: Path) -> None:
         metadata=_metadata(card),
     )
     add_facts(directory, record.to_facts(ONNX))
+    _say(directory / ONNX, record)
+
+
+def _write_features_onnx(directory: Path) -> None:
+    """The same network for filter banks that another program computes."""
+    from qmargin.models.directory import add_facts, load_backbone
+    from qmargin.models.onnx_file import write_onnx
+
+    backbone, card = load_backbone(directory)
+    if card.modality != "audio":
+        raise ConfigError(
+            f"{directory} takes {card.modality}, which have no filter banks; leave --features out"
+        )
+    record = write_onnx(
+        backbone,
+        directory / FEATURES_ONNX,
+        input_shape=(card.options.get("num_bins", _NUM_BINS),),
+        lengths=_FRAMES,
+        metadata=_metadata(card, inputs="features"),
+    )
+    facts = record.to_facts(FEATURES_ONNX)
+    add_facts(directory, {f"features_{name}": text for name, text in facts.items()})
+    _say(directory / FEATURES_ONNX, record)
+
+
+def _say(path: Path, record: OnnxRecord) -> None:
+    from qmargin.models.onnx_file import TOLERANCE
+
     sys.stdout.write(
-        f"{directory / ONNX}: differs from PyTorch by {record.max_difference:.2g}, at most "
-        f"{TOLERANCE:g} is accepted\n"
+        f"{path}: differs from PyTorch by {record.max_difference:.2g}, at most {TOLERANCE:g} is "
+        "accepted\n"
     )
 
 
-def _metadata(card: ModelCard) -> dict[str, str]:
+def _metadata(card: ModelCard, *, inputs: str | None = None) -> dict[str, str]:
     """What a program that reads the ONNX file alone has to know."""
     return {
         "name": card.name,
         "modality": card.modality,
-        "inputs": _INPUTS[card.modality],
+        "inputs": _INPUTS[inputs or card.modality],
         "embeddings": "not of unit length; compare them by their cosine",
         "weights_sha256": card.weights_sha256,
     }

@@ -12,14 +12,19 @@ from qmargin.cli.bench_data import add_bench_data
 from qmargin.cli.bench_features import add_bench_features
 from qmargin.cli.bench_metrics import add_bench_metrics
 from qmargin.cli.bench_protocols import add_bench_protocols
+from qmargin.cli.bench_train import add_bench_train
+from qmargin.cli.bench_trials import add_bench_trials
 from qmargin.cli.data import add_data
 from qmargin.cli.demo import add_demo
 from qmargin.cli.doctor import add_doctor
 from qmargin.cli.embed import add_embed
 from qmargin.cli.evaluate import add_evaluate
 from qmargin.cli.export import add_export
+from qmargin.cli.paper import add_paper
 from qmargin.cli.recipes import add_recipes
 from qmargin.cli.report import add_report
+from qmargin.cli.study import add_study
+from qmargin.cli.sweep import add_sweep
 from qmargin.cli.train import add_train
 from qmargin.cli.verify import add_verify
 from qmargin.errors import QMarginError
@@ -40,10 +45,13 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     add_demo(commands)
     add_train(commands)
+    add_sweep(commands)
+    add_study(commands)
     add_recipes(commands)
     add_doctor(commands)
     add_evaluate(commands)
     add_report(commands)
+    add_paper(commands)
     add_data(commands)
     add_embed(commands)
     add_verify(commands)
@@ -56,6 +64,8 @@ def build_parser() -> argparse.ArgumentParser:
     add_bench_data(subjects)
     add_bench_features(subjects)
     add_bench_protocols(subjects)
+    add_bench_trials(subjects)
+    add_bench_train(subjects)
     return parser
 
 

@@ -43,13 +43,14 @@ def load_recipe(name_or_file: str, settings: Sequence[str] = ()) -> Recipe:
         >>> load_recipe("debug", ["loss.margin=0.3"]).loss.margin
         0.3
     """
-    from qmargin.recipes import get_recipe, list_recipes
+    from qmargin.recipes import get_recipe
     from qmargin.training.recipe_files import apply_settings, read_recipe
 
     path = Path(name_or_file)
     is_file = path.suffix.lower() in _ENDINGS or len(path.parts) > 1
     if is_file and not path.is_file():
-        known = ", ".join(list_recipes())
-        raise ConfigError(f"there is no file {name_or_file}; name one, or a recipe of {known}")
+        raise ConfigError(
+            f"there is no file {name_or_file}; name one, or a recipe that `qmargin recipes` lists"
+        )
     recipe = read_recipe(path) if is_file else get_recipe(name_or_file)
     return apply_settings(recipe, settings)

@@ -183,7 +183,7 @@ def _soundfile() -> Any:
     except (ImportError, OSError) as error:  # OSError: the library that it wraps is missing
         raise BackendError(
             f"audio files are read by the package soundfile, which cannot be imported ({error}); "
-            "install it with: pip install 'qmargin[audio]'"
+            "install it with: pip install soundfile"
         ) from error
     return soundfile
 

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from qmargin.data.audio_collection import AudioCollection
-from qmargin.data.audio_index import AudioRecord, measure
+from qmargin.data.audio_index import AudioRecord, measure_all
 from qmargin.errors import DataError
 from qmargin.files import Progress
 
 LEAST_SECONDS = 1.0
 MOST_CLIPPED = 0.001  # share of the samples
 LEAST_RMS = 1e-4  # 80 dB below full scale
-_SHOWN = 5
+_SHOWN = 3
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,7 @@ class AudioReport:
         unreadable: Cannot be decoded.
         changed: Have other bytes than when they were indexed.
         duplicates: Have the same bytes as another one.
+        conflicts: Of these, those under two speakers: one of the labels is wrong.
         clipped: Have many samples at full scale.
         silent: Have next to nothing in them.
         short: Are shorter than a second.
@@ -42,6 +43,7 @@ class AudioReport:
     unreadable: tuple[tuple[str, str], ...]
     changed: tuple[tuple[str, str], ...]
     duplicates: tuple[tuple[str, str], ...]
+    conflicts: tuple[tuple[str, str], ...]
     clipped: tuple[tuple[str, str], ...]
     silent: tuple[tuple[str, str], ...]
     short: tuple[tuple[str, str], ...]
@@ -50,28 +52,33 @@ class AudioReport:
     @property
     def has_errors(self) -> bool:
         """Whether something cannot be trained on, rather than being merely odd."""
-        return bool(self.unreadable or self.changed)
+        return bool(self.unreadable or self.changed or self.conflicts)
 
-    def lines(self) -> list[str]:
-        """The report as text, the worst first."""
-        rates = ", ".join(f"{rate} Hz: {count:,}" for rate, count in self.sample_rates.items())
-        lines = [
-            f"{self.num_utterances:,} utterances of {self.num_speakers:,} speakers, "
-            f"{self.hours:,.2f} hours ({rates or 'none readable'})"
-        ]
-        for name in ("unreadable", "changed", "duplicates", "clipped", "silent", "short", "lonely"):
+    def rows(self) -> list[tuple[str, int, str]]:
+        """What was looked for, how often it was found, and examples; the worst first."""
+        titles = {
+            "unreadable": "cannot be read",
+            "changed": "changed since indexing",
+            "conflicts": "duplicates of other speakers",
+            "duplicates": "duplicates",
+            "clipped": "clipped",
+            "silent": "silent",
+            "short": f"shorter than {LEAST_SECONDS:g} s",
+            "lonely": "speakers with one utterance",
+        }
+        rows = []
+        for name, title in titles.items():
             found: tuple[tuple[str, str], ...] = getattr(self, name)
-            lines.append(f"{name}: {len(found):,}")
-            lines += [f"  {key}: {remark}" for key, remark in found[:_SHOWN]]
-            if len(found) > _SHOWN:
-                lines.append(f"  and {len(found) - _SHOWN:,} more")
-        return lines
+            examples = "; ".join(f"{key}: {remark}" for key, remark in found[:_SHOWN])
+            rows.append((title, len(found), examples + ("; ..." if len(found) > _SHOWN else "")))
+        return rows
 
 
 def check_audio(
     collection: AudioCollection,
     *,
     index: Sequence[AudioRecord] | None = None,
+    num_threads: int = 2,
     progress: Progress | None = None,
 ) -> AudioReport:
     """Read and decode every utterance, and say what is wrong.
@@ -79,6 +86,7 @@ def check_audio(
     Args:
         collection: What to check.
         index: Records of an earlier reading; what has other bytes now is reported.
+        num_threads: That decode at once.
         progress: Called with utterances done and utterances in all.
     """
     if index is not None and len(index) != len(collection):
@@ -86,13 +94,7 @@ def check_audio(
             f"the index has {len(index)} utterances and the collection {len(collection)}; index "
             "it again"
         )
-    records = []
-    for number in range(len(collection)):
-        if progress is not None:
-            progress(number, len(collection))
-        records.append(measure(collection, number))
-    if progress is not None:
-        progress(len(collection), len(collection))
+    records = list(measure_all(collection, num_threads=num_threads, progress=progress))
     return report_of(collection, records, before=index)
 
 
@@ -105,6 +107,7 @@ def report_of(
     """The report on records that were measured, in the order of the collection."""
     good = [record for record in records if not record.error]
     counts = Counter(collection.labels.tolist())
+    twins = _duplicates(collection, records)
     return AudioReport(
         num_utterances=len(collection),
         num_speakers=collection.num_classes,
@@ -112,7 +115,8 @@ def report_of(
         sample_rates=dict(sorted(Counter(record.sample_rate for record in good).items())),
         unreadable=tuple((record.key, record.error) for record in records if record.error),
         changed=_changed(records, records if before is None else before),
-        duplicates=_duplicates(collection, records),
+        duplicates=tuple((key, remark) for key, remark, _ in twins),
+        conflicts=tuple((key, remark) for key, remark, is_other in twins if is_other),
         clipped=tuple(
             (record.key, f"{100 * record.clipped:.2f} % of the samples are at full scale")
             for record in good
@@ -152,19 +156,23 @@ def _changed(
 
 def _duplicates(
     collection: AudioCollection, records: Sequence[AudioRecord]
-) -> tuple[tuple[str, str], ...]:
-    """Same bytes, compared in full where size and checksum agree; speakers may differ."""
+) -> list[tuple[str, str, bool]]:
+    """Keys with the same bytes as an earlier one, a remark, and whether the speakers differ.
+
+    Bytes are compared in full where size and checksum agree.
+    """
     groups: dict[tuple[int, int], list[int]] = defaultdict(list)
     for number, record in enumerate(records):
         if record.size:
             groups[record.size, record.checksum].append(number)
     found = []
-    for numbers in groups.values():
-        for number in numbers[1:]:
-            first = numbers[0]
+    for first, *others in groups.values():
+        for number in others:
             if collection.read(number) != collection.read(first):
                 continue
-            names = [collection.speakers[collection.labels[item]] for item in (first, number)]
-            other = "" if names[0] == names[1] else f", under another speaker ({names[0]!r})"
-            found.append((number, f"the same bytes as {records[first].key}{other}"))
-    return tuple((records[number].key, remark) for number, remark in sorted(found))
+            names = [collection.class_name(collection.labels[item]) for item in (first, number)]
+            is_other = names[0] != names[1]
+            remark = f"the same bytes as {records[first].key}"
+            remark += f", under another speaker ({names[0]!r})" if is_other else ""
+            found.append((number, remark, is_other))
+    return [(records[number].key, remark, is_other) for number, remark, is_other in sorted(found)]

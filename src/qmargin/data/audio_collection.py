@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -78,6 +80,7 @@ class AudioCollection:
         self._rows = _integers([item.row for item in utterances])
         is_tar = any(item.offset >= 0 for item in utterances)
         self._spans = _integers([item[4:] for item in utterances]) if is_tar else None  # [n, 2]
+        self._indexed: NDArray[np.int64] | None = None  # sizes and checksums, [n, 2]
         self._check_keys()
 
     def _check_keys(self) -> None:
@@ -98,6 +101,25 @@ class AudioCollection:
         """Number of speakers."""
         return len(self.speakers)
 
+    def class_name(self, label: int) -> str:
+        """Name of a speaker."""
+        return self.speakers[label]
+
+    def verify_(self, sizes: Sequence[int], checksums: Sequence[int]) -> None:
+        """From now on compare every utterance that is read with what its index has."""
+        self._indexed = np.stack([_integers(sizes), _integers(checksums)], axis=1)
+
+    def subset(self, indices: Sequence[int]) -> AudioCollection:
+        """Some of the utterances, with the same speakers under the same labels."""
+        chosen = copy.copy(self)
+        rows = _integers(indices)
+        chosen.labels, chosen._rows = self.labels[rows], self._rows[rows]
+        chosen._place_of = self._place_of[rows]
+        chosen.keys = PackedStrings(self.keys[row] for row in rows.tolist())
+        chosen._spans = None if self._spans is None else self._spans[rows]
+        chosen._indexed = None if self._indexed is None else self._indexed[rows]
+        return chosen
+
     def __getitem__(self, index: int) -> tuple[Samples, int]:
         """Mono samples in [-1, 1] at ``sample_rate`` and the label."""
         samples = decode_audio(self.encoded(index), sample_rate=self.sample_rate)
@@ -107,8 +129,19 @@ class AudioCollection:
         """Encoded bytes of an utterance.
 
         Raises:
-            CorruptSample: If they are not there.
+            CorruptSample: If they are not there, or, once ``verify_`` was called, have changed.
         """
+        content = self._stored(index)
+        if self._indexed is not None:
+            size, checksum = self._indexed[index].tolist()
+            if len(content) != size or zlib.crc32(content) != checksum:
+                raise CorruptSample(
+                    f"{len(content)} bytes with checksum {zlib.crc32(content):08x}; {size} with "
+                    f"{checksum:08x} were indexed: the data has changed or is damaged"
+                )
+        return content
+
+    def _stored(self, index: int) -> bytes:
         path = self.path(index)
         try:
             with path.open("rb") as file:
@@ -124,8 +157,9 @@ class AudioCollection:
         return content
 
     def encoded(self, index: int) -> Path | bytes:
-        """What to decode: the path of a file of its own, or bytes from inside a tar."""
-        return self.path(index) if self._spans is None else self.read(index)
+        """What to decode: the path of a file of its own, or bytes of a tar or to be compared."""
+        is_plain = self._spans is None and self._indexed is None
+        return self.path(index) if is_plain else self.read(index)
 
     def path(self, index: int) -> Path:
         """File that holds the utterance: its own, or a tar."""

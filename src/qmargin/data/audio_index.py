@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import zlib
+from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import IO, Any
@@ -27,6 +30,7 @@ VERSION = 1
 CLIPPED_AT = 0.999  # of full scale
 _LINES_PER_SYNC = 256
 _MAX_LINE = 1 << 16
+_log = logging.getLogger("qmargin.data")
 
 
 @dataclass(frozen=True)
@@ -89,14 +93,54 @@ def measure(collection: AudioCollection, index: int) -> AudioRecord:
     )
 
 
+def measure_all(
+    collection: AudioCollection,
+    *,
+    start: int = 0,
+    num_threads: int = 2,
+    progress: Progress | None = None,
+) -> Iterator[AudioRecord]:
+    """Records of all utterances from one on, in their order; few are held at once.
+
+    Args:
+        collection: What to measure.
+        start: The first utterance.
+        num_threads: That decode at once.
+        progress: Called with utterances done and utterances in all.
+    """
+    total = len(collection)
+    for number, record in enumerate(_measured(collection, start, num_threads), start=start):
+        if progress is not None:
+            progress(number, total)
+        yield record
+    if progress is not None:
+        progress(total, total)
+
+
+def _measured(collection: AudioCollection, start: int, num_threads: int) -> Iterator[AudioRecord]:
+    waiting: deque[Future[AudioRecord]] = deque()
+    with ThreadPoolExecutor(num_threads) as pool:
+        for index in range(start, len(collection)):
+            waiting.append(pool.submit(measure, collection, index))
+            if len(waiting) > 8 * num_threads:
+                yield waiting.popleft().result()
+        for future in waiting:
+            yield future.result()
+
+
 def index_audio(
-    collection: AudioCollection, path: str | Path, *, progress: Progress | None = None
+    collection: AudioCollection,
+    path: str | Path,
+    *,
+    num_threads: int = 2,
+    progress: Progress | None = None,
 ) -> list[AudioRecord]:
     """Measure every utterance and write the index; go on with one that was interrupted.
 
     Args:
         collection: What to index.
         path: The index; it appears when it is whole.
+        num_threads: That decode at once.
         progress: Called with utterances done and utterances in all.
 
     Raises:
@@ -111,19 +155,58 @@ def index_audio(
     with part.open("ab") as file:
         if not records and file.tell() == 0:
             _append(file, header)
-        for index in range(len(records), len(collection)):
-            if progress is not None:
-                progress(index, len(collection))
-            records.append(measure(collection, index))
-            _append(file, asdict(records[-1]))
+        for record in measure_all(
+            collection, start=len(records), num_threads=num_threads, progress=progress
+        ):
+            records.append(record)
+            _append(file, asdict(record))
             if len(records) % _LINES_PER_SYNC == 0:
                 _sync(file)
         _sync(file)
     part.replace(path)
     sync_folder(path.parent)
-    if progress is not None:
-        progress(len(collection), len(collection))
     return records
+
+
+def audio_records(
+    collection: AudioCollection, path: str | Path, *, progress: Progress | None = None
+) -> list[AudioRecord]:
+    """Records of an index, which is made where it is missing or of other utterances."""
+    path = Path(path)
+    if path.exists():
+        if is_index_of(path, collection):
+            return read_audio_index(path, collection)
+        _log.warning("%s is made again: it is of other utterances or speakers", path)
+    return index_audio(collection, path, progress=progress)
+
+
+def indexed_seconds(path: str | Path) -> dict[str, float]:
+    """Durations by key of an index, whatever collection it is of.
+
+    Raises:
+        DataError: The file is no index of recordings, or damaged.
+    """
+    path = Path(path)
+    with path.open("rb") as file:
+        try:
+            header = json.loads(file.readline(_MAX_LINE))
+        except ValueError:
+            header = None
+        if not isinstance(header, dict) or header.get("format") != FORMAT:
+            raise DataError(f"{path} is no index of recordings; make one with qmargin data index")
+        file.seek(0)
+        records = list(_records(path, file, header))
+    return {record.key: record.seconds for record in records if not record.error}
+
+
+def is_index_of(path: str | Path, collection: AudioCollection) -> bool:
+    """Whether a file begins like the index of a collection."""
+    with Path(path).open("rb") as file:
+        first = file.readline(_MAX_LINE)
+    try:
+        return bool(json.loads(first) == _header(collection))
+    except ValueError:
+        return False
 
 
 def read_audio_index(path: str | Path, collection: AudioCollection) -> list[AudioRecord]:

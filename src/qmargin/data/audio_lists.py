@@ -6,6 +6,7 @@ import csv
 import json
 import os
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +20,8 @@ Layout = Literal["folder", "kaldi", "json", "shards", "csv"]
 MAX_LINE = 1 << 20
 MAX_DEPTH = 16
 _UNREADABLE = (".m4a", ".aac", ".wma", ".webm", ".mp4")
+_PARTS = frozenset({"train", "dev", "test", "val", "valid", "eval", "wav", "aac"})
+_LOOK_AT = 10_000  # files that decide whether a folder holds audio: not all of 42 million images
 _PATH_COLUMNS = ("path", "wav", "file", "filename", "audio")
 _SPEAKER_COLUMNS = ("speaker", "spk", "speaker_id", "spk_id", "label", "identity")
 
@@ -39,7 +42,7 @@ def open_audio(
     | Kaldi | a folder with ``wav.scp`` and ``utt2spk`` | second column of ``utt2spk`` |
     | JSON lines | a file of ``{"key": ..., "wav": ..., "spk": ...}``, one per line | ``spk`` |
     | tar shards | a tar, a folder of tars, or a file that lists tars | content of ``key.spk`` |
-    | CSV | a file with the columns ``path`` and ``speaker``, and maybe ``key`` | ``speaker`` |
+    | CSV | a file or a folder with one: columns ``path``, ``speaker``, maybe ``key`` | its column |
 
     Args:
         path: See above.
@@ -52,6 +55,8 @@ def open_audio(
         DataError: If nothing is recognised, or a row is wrong; the message names file and row.
     """
     path = Path(path)
+    if path.is_dir() and (listed := _csv_of(path)) is not None:
+        path = listed
     layout = audio_layout(path)
     if layout is None:
         raise DataError(
@@ -78,6 +83,8 @@ def audio_layout(path: str | Path) -> Layout | None:
     if path.is_dir():
         if (path / "wav.scp").is_file():
             return "kaldi"
+        if _csv_of(path) is not None:
+            return "csv"
         tars = sorted(path.glob("*.tar"))
         if tars:
             return "shards" if has_audio(tars[0]) else None
@@ -106,8 +113,15 @@ def _names_audio(path: Path, first: bytes) -> bool:
     return has_audio(tar) if tar.is_file() else True  # a missing tar is reported when it is read
 
 
+def _csv_of(folder: Path) -> Path | None:
+    """The one CSV of a folder that lists recordings with their speakers."""
+    found = [path for path in sorted(folder.glob("*.csv")) if _layout_of_text(path) == "csv"]
+    return found[0] if len(found) == 1 else None
+
+
 def _first_audio(folder: Path) -> bool:
-    return any(name.endswith((*SUFFIXES, *_UNREADABLE)) for name in _files_below(folder))
+    names = islice(_files_below(folder), _LOOK_AT)
+    return any(name.lower().endswith((*SUFFIXES, *_UNREADABLE)) for name in names)
 
 
 def _files_below(folder: Path, prefix: str = "", depth: int = 0) -> Iterator[str]:
@@ -147,7 +161,14 @@ def _read_folder(folder: Path) -> list[Utterance]:
             f"{folder / unreadable} and files like it cannot be decoded; convert them to FLAC or "
             "WAV once, for example with ffmpeg"
         )
-    if len({item.speaker for item in utterances}) == 1:
+    speakers = {item.speaker for item in utterances}
+    if speakers <= _PARTS:
+        names = ", ".join(sorted(speakers))
+        raise DataError(
+            f"{folder} has the folders {names}, which are parts of a dataset and no speakers; give "
+            "one of them"
+        )
+    if len(speakers) == 1:
         raise DataError(
             f"{folder} has one folder, {utterances[0].speaker!r}, so there is one speaker; give "
             "the folder whose folders are the speakers"

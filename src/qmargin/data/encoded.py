@@ -39,6 +39,7 @@ class ImageDataset:
         self._source = _byte_source(index)
         self._length = len(index)
         self._labels = index.columns["label"]
+        self._names, self._keys = index.names, index.columns.get("key")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuilt, (self.index, self.verify, self.decoder, self.channels)
@@ -83,9 +84,15 @@ class ImageDataset:
                 f"{checksum:08x} were indexed: the data has changed or is damaged"
             )
 
-    def decode(self, index: int) -> Pixels:
-        """Picture of a sample, ``[H, W, 3]`` RGB."""
-        return decode_image(self.read(index), decoder=self.decoder, channels=self.channels)
+    def decode(self, index: int, *, mirror: bool = False, writable: bool = True) -> Pixels:
+        """Picture of a sample, ``[H, W, 3]`` RGB; see ``decode_image``."""
+        return decode_image(
+            self.read(index),
+            decoder=self.decoder,
+            channels=self.channels,
+            mirror=mirror,
+            writable=writable,
+        )
 
     def __getitem__(self, index: int) -> tuple[Pixels, int]:
         row = self._row(index)
@@ -99,10 +106,10 @@ class ImageDataset:
 
     def sample_id(self, index: int) -> str:
         """Name of a sample's file or member, or the key of its record."""
-        names = self.index.names
-        if names is not None:
-            return names[self._row(index)]
-        return f"record {int(self.index.columns['key'][self._row(index)])}"
+        row = self._row(index)
+        if self._names is not None:
+            return self._names[row]
+        return f"record {row if self._keys is None else self._keys[row]}"
 
     def source(self, index: int) -> str:
         """Where a sample's label is written."""

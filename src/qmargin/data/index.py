@@ -6,6 +6,7 @@ memory, not read, so that 42 million samples open at once and are shared by all 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import struct
@@ -102,6 +103,16 @@ def default_index(path: Path) -> Path:
         'data/train.rec.qmindex'
     """
     return path.with_name(path.name + SUFFIX)
+
+
+def index_place(data: Path) -> Path:
+    """Beside the data, or, where nothing can be written there, in the user's cache."""
+    beside = default_index(data)
+    if beside.exists() or os.access(beside.parent, os.W_OK):
+        return beside
+    cache = Path.home() / ".cache" / "qmargin"
+    cache.mkdir(parents=True, exist_ok=True)
+    return cache / f"{hashlib.sha256(os.fsencode(data)).hexdigest()[:24]}{SUFFIX}"
 
 
 def read_index(path: str | Path, root: str | Path | None = None) -> Index:

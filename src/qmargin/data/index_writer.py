@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import struct
 import tempfile
 import zlib
 from array import array
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -25,6 +26,38 @@ _CODES = {"I64": "q", "I32": "i", "U32": "I", "U8": "B"}
 _FLUSH_ROWS = 1 << 16
 _COPY_BYTES = 1 << 22
 MAX_LABEL = 2**31 - 2
+_log = logging.getLogger("qmargin.data")
+
+
+@contextmanager
+def one_builder(path: Path) -> Iterator[None]:
+    """Let one process at a time build an index, while others wait for it.
+
+    It only saves work: an index comes to its place whole, so that several builders would write the
+    same file one after the other. That is what happens on a file system without locks.
+
+    Args:
+        path: Of the index.
+    """
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        yield
+        return
+    lock = path.with_name(f".{path.name}.lock")
+    file = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            _log.warning("another process is building %s; waiting for it", path)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:
+            _log.warning("no lock for %s (%s); other processes may build it too", path, error)
+        yield
+        lock.unlink(missing_ok=True)
+    finally:
+        os.close(file)
 
 
 class IndexWriter(AbstractContextManager["IndexWriter"]):

@@ -9,17 +9,20 @@ from __future__ import annotations
 import signal
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from types import FrameType, TracebackType
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import DataLoader, get_worker_info
 
-from qmargin.data.order import GlobalOrder, check_count
-from qmargin.data.samples import CorruptBudget, Dataset, Replacement, Sample, read_sample
+from qmargin.data.lending import Borrower, Layout, Lender, Parcel
+from qmargin.data.order import GlobalOrder, check_count, derived_seed
+from qmargin.data.samples import CorruptBudget, Dataset, Replacement, Sample, read_seeded
 from qmargin.errors import ConfigError, DataError
 
 
@@ -33,10 +36,6 @@ class Batch:
     step: int
     epoch: int
     replaced: tuple[Replacement, ...] = ()
-
-    def pin_memory(self) -> Batch:
-        """The same batch in page-locked memory; called by the loader's thread when asked to."""
-        return replace(self, inputs=self.inputs.pin_memory(), labels=self.labels.pin_memory())
 
     def to(self, device: torch.device | str) -> Batch:
         """The same batch on a device; from page-locked memory the copy does not wait."""
@@ -62,49 +61,104 @@ class _Failure:
     trace: str
 
 
+@dataclass(frozen=True)
+class _Sent:
+    """A batch in a form that is cheap to send: labels are numbers, inputs name their memory."""
+
+    inputs: Tensor | Parcel
+    labels: list[int]
+    ids: tuple[str, ...]
+    step: int
+    epoch: int
+    replaced: tuple[Replacement, ...]
+
+    def pin_memory(self) -> Batch:
+        """The batch in page-locked memory; called by the loader's thread when asked to."""
+        return self.received(is_pinned=True)
+
+    def received(self, *, is_pinned: bool = False) -> Batch:
+        """The batch, in the process that reads."""
+        labels = torch.tensor(self.labels, dtype=torch.int64, pin_memory=is_pinned)
+        if isinstance(self.inputs, Parcel):
+            inputs = self.inputs.unpacked(is_pinned=is_pinned)
+        else:
+            inputs = self.inputs.pin_memory() if is_pinned else self.inputs
+        rows = inputs[: len(labels)]
+        return Batch(rows, labels, self.ids, self.step, self.epoch, self.replaced)
+
+
+class _Rows:
+    """A batch while it is read: each input goes to its row at once, so that none is kept twice."""
+
+    def __init__(self, dataset: Dataset, num_rows: int, lender: Lender | None) -> None:
+        self._dataset, self._num_rows, self._lender = dataset, num_rows, lender
+        self._indices: list[int] = []
+        self.labels: list[int] = []
+        self.replaced: list[Replacement] = []
+
+    def add(self, sample: Sample) -> None:
+        """Copy a sample to the next row."""
+        given = sample.inputs
+        if not isinstance(given, np.ndarray):
+            given = given.numpy()
+        if not self._indices:
+            self._make_room(given)
+        if given.shape != self._shape or given.dtype != self._dtype:
+            name, first = map(self._dataset.sample_id, (sample.index, self._indices[0]))
+            raise DataError(
+                f"sample {name!r} has shape {list(given.shape)} and {first!r} has "
+                f"{list(self._shape)} ({given.dtype} and {self._dtype}); bring inputs to one shape "
+                "and type when reading"
+            )
+        self._array[len(self._indices)] = given  # NumPy copies small arrays faster than PyTorch
+        self._indices.append(sample.index)
+        self.labels.append(sample.label)
+        self.replaced += sample.replaced
+
+    def _make_room(self, given: NDArray[Any]) -> None:
+        layout = Layout.of(self._num_rows, given)
+        parcel = None
+        if self._lender is None:
+            room = layout.on(torch.empty(layout.num_bytes, dtype=torch.uint8))
+        else:
+            room, parcel = self._lender.lend(layout)
+        self._array, self._inputs = room.numpy(), parcel or room
+        self._shape, self._dtype = given.shape, given.dtype
+
+    def sent(self, step: int, epoch: int) -> _Sent:
+        """The batch, once all rows are there."""
+        ids = tuple(map(self._dataset.sample_id, self._indices))
+        return _Sent(self._inputs, self.labels, ids, step, epoch, tuple(self.replaced))
+
+
 class _BatchReader:
     """Reads whole batches by their step; errors become results, so that none is lost on the way."""
 
     def __init__(self, dataset: Dataset, order: GlobalOrder, *, rank: int, world: int) -> None:
         self._dataset, self._order = dataset, order
         self._rank, self._world = rank, world
+        self.lender: Lender | None = None
 
-    def __getitem__(self, step: int) -> Batch | _Failure:
-        current = "no sample yet"
+    def __getitem__(self, step: int) -> _Sent | _Failure:
+        current: int | None = None
         try:
             indices = self._order.part(step, rank=self._rank, world=self._world).tolist()
             # An empty part still needs the shape of an input: read one sample, keep no row of it.
             chosen = indices or self._order.batch(step)[:1].tolist()
-            samples = []
-            for index in chosen:
-                current = f"sample {self._dataset.sample_id(index)!r}"
-                samples.append(self._read(index, step))
-            return self._joined(samples, step, num_rows=len(indices))
+            epoch = self._order.epoch_of(step)
+            # In one go: a hash after each picture would find its code out of the caches.
+            seeds = [derived_seed(self._order.seed, epoch, index) for index in chosen]
+            rows = _Rows(self._dataset, len(chosen), self.lender)
+            for current, seed in zip(chosen, seeds, strict=True):
+                rows.add(read_seeded(self._dataset, current, seed))
+            sent = rows.sent(step, epoch)
+            return sent if indices else replace(sent, labels=[], ids=(), replaced=())
         except Exception as error:
-            summary = f"step {step}, {current}: {type(error).__name__}: {error}"
+            where = "no sample yet"
+            if current is not None:
+                where = f"sample {self._dataset.sample_id(current)!r}"
+            summary = f"step {step}, {where}: {type(error).__name__}: {error}"
             return _Failure(summary, traceback.format_exc())
-
-    def _read(self, index: int, step: int) -> Sample:
-        epoch = self._order.epoch_of(step)
-        return read_sample(self._dataset, index, seed=self._order.seed, epoch=epoch)
-
-    def _joined(self, samples: Sequence[Sample], step: int, *, num_rows: int) -> Batch:
-        ids = tuple(self._dataset.sample_id(sample.index) for sample in samples)
-        for name, sample in zip(ids, samples, strict=True):
-            if sample.inputs.shape != samples[0].inputs.shape:
-                raise DataError(
-                    f"sample {name!r} has shape {list(sample.inputs.shape)} and {ids[0]!r} has "
-                    f"{list(samples[0].inputs.shape)}; bring inputs to one shape when reading"
-                )
-        inputs = default_collate([sample.inputs for sample in samples])  # straight to shared memory
-        return Batch(
-            inputs=inputs[:num_rows],
-            labels=torch.tensor([sample.label for sample in samples[:num_rows]], dtype=torch.int64),
-            ids=ids[:num_rows],
-            step=step,
-            epoch=self._order.epoch_of(step),
-            replaced=tuple(item for sample in samples[:num_rows] for item in sample.replaced),
-        )
 
 
 class BatchStream(Iterator[Batch]):
@@ -114,22 +168,26 @@ class BatchStream(Iterator[Batch]):
     that met it printed first.
     """
 
-    def __init__(self, batches: Iterator[Batch | _Failure], budget: CorruptBudget) -> None:
-        self._batches: Iterator[Batch | _Failure] | None = batches
+    def __init__(
+        self, batches: Iterator[_Sent | Batch | _Failure], borrower: Borrower, budget: CorruptBudget
+    ) -> None:
+        self._batches: Iterator[_Sent | Batch | _Failure] | None = batches
+        self._borrower = borrower  # kept: parcels are opened by it
         self.budget = budget
 
     def __next__(self) -> Batch:
         if self._batches is None:
             raise StopIteration
         try:
-            batch = next(self._batches)
+            sent = next(self._batches)
         except RuntimeError as error:  # a worker was killed, or is later than timeout_s
             raise DataError(
                 f"the workers that read data stopped: {error}; look for a lack of memory, or set "
                 "num_workers=0 to see it happen in this process"
             ) from error
-        if isinstance(batch, _Failure):
-            raise DataError(f"cannot read {batch.summary}") from WorkerTraceback(batch.trace)
+        if isinstance(sent, _Failure):
+            raise DataError(f"cannot read {sent.summary}") from WorkerTraceback(sent.trace)
+        batch = sent.received() if isinstance(sent, _Sent) else sent
         self.budget.add(batch.epoch, batch.replaced)
         return batch
 
@@ -201,32 +259,43 @@ def build_loader(
     if num_workers:
         check_count(prefetch, "prefetch", low=1)
         options = {"prefetch_factor": prefetch, "timeout": timeout_s}
-    loader: DataLoader[Batch | _Failure] = DataLoader(
+    # A worker has so many batches under way; the reader holds one and is given the next.
+    borrower = Borrower(num_workers, prefetch + 2)
+    loader: DataLoader[_Sent | Batch | _Failure] = DataLoader(
         _BatchReader(dataset, order, rank=rank, world=world),  # type: ignore[arg-type]
         batch_size=None,
         sampler=steps,
         num_workers=num_workers,
         collate_fn=_as_it_is,
-        worker_init_fn=_outlive_first_signal,
+        worker_init_fn=_WorkerStart(borrower.is_lent, borrower.number),
         pin_memory=pin_memory,
         generator=torch.Generator(),  # leaves the state of the global one alone
         **options,
     )
-    return BatchStream(iter(loader), CorruptBudget(None) if budget is None else budget)
+    budget = CorruptBudget(None) if budget is None else budget
+    return BatchStream(iter(loader), borrower, budget)
 
 
 def _as_it_is(batch: Any) -> Any:
     return batch
 
 
-def _outlive_first_signal(worker: int) -> None:
-    """Let a worker read on while its rank saves and stops.
+@dataclass(frozen=True)
+class _WorkerStart:
+    """Gives a worker memory to lend, and lets it read on while its rank saves and stops.
 
     Ctrl-C and job managers signal the whole process group. The rank finishes its step and ends its
     workers itself; a second SIGTERM is that, or someone in a hurry, and is obeyed.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, _obey_the_next)
+
+    is_lent: Tensor
+    reader: int
+
+    def __call__(self, worker: int) -> None:
+        reader: Any = get_worker_info().dataset  # type: ignore[union-attr]
+        reader.lender = Lender(self.is_lent, reader=self.reader, worker=worker)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, _obey_the_next)
 
 
 def _obey_the_next(number: int, frame: FrameType | None) -> None:

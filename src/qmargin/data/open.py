@@ -1,23 +1,26 @@
-"""``open_dataset``: images from any of the layouts people have, recognised by the path."""
+"""``open_dataset``: images or recordings in any of the layouts people have, by their path."""
 
 from __future__ import annotations
 
-import hashlib
 import logging
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from qmargin.data.audio_collection import AudioCollection
+from qmargin.data.audio_index import audio_records
+from qmargin.data.audio_lists import audio_layout, open_audio
 from qmargin.data.encoded import ImageDataset
 from qmargin.data.image_folder import folder_fingerprint, identity_folders, index_folder
 from qmargin.data.images import Channels, Decoder
-from qmargin.data.index import SUFFIX, Index, default_index, read_index
+from qmargin.data.index import SUFFIX, Index, index_place, read_index
+from qmargin.data.index_writer import one_builder
 from qmargin.data.manifest import index_manifest, manifest_fingerprint
 from qmargin.data.recordio_index import index_recordio, recordio_fingerprint
 from qmargin.data.tar_members import archive_files
 from qmargin.data.tar_shards import index_tar, tar_fingerprint
-from qmargin.errors import DataError
+from qmargin.errors import ConfigError, DataError
 from qmargin.files import Progress
 
 _log = logging.getLogger("qmargin.data")
@@ -43,28 +46,35 @@ _LAYOUTS = {
 }
 
 
+_OPTIONS = {"images": ("decoder", "channels"), "recordings": ("root", "split", "sample_rate")}
+_NEVER_AUDIO = (".rec", ".idx", ".bin", ".tsv", SUFFIX)
+
+
 def open_dataset(
     path: str | Path,
     *,
     index: str | Path | None = None,
     verify: bool = False,
-    decoder: Decoder = "pillow",
-    channels: Channels = "rgb",
     progress: Progress | None = None,
-) -> ImageDataset:
-    """Images with labels from a path, whose layout is recognised.
+    **options: Any,
+) -> ImageDataset | AudioCollection:
+    """Samples with labels from a path, whose layout is recognised.
 
-    A ``.rec`` file or a folder with one, a ``.tar`` file or a folder of them, a ``.csv`` or
-    ``.tsv`` manifest, a folder with one folder per identity, or an index of any of these. The index
-    is built on first use, which reads all data once, and again when files have come or gone.
+    Of images: a ``.rec`` file or a folder with one, a ``.tar`` file or a folder of them, a ``.csv``
+    or ``.tsv`` manifest, a folder with one folder per identity, or an index of any of these; see
+    ``open_images``. Of recordings: a folder with one folder per speaker, Kaldi's ``wav.scp`` and
+    ``utt2spk``, JSON lines, tar shards of ``key.wav`` and ``key.spk``, or a CSV; see
+    ``open_audio``. Either has ``labels``, ``num_classes``, ``class_name``, ``read`` for encoded
+    bytes, ``sample_id`` and ``source``; indexing gives the picture, or the samples, and the label.
 
     Args:
-        path: The data, or its index.
+        path: The data, or the index of images.
         index: Where the index is, or is to be; beside the data where it is left out.
-        verify: Compare every sample with its checksum when it is read.
-        decoder: ``"pillow"``, or ``"simplejpeg"``, which gives the same bits faster.
-        channels: Order of the stored channels; pictures are RGB either way.
+        verify: Compare every sample with its checksum when it is read. Recordings are read without
+            an index otherwise.
         progress: Called while an index is built.
+        options: ``decoder`` and ``channels`` of images; ``root``, ``split`` and ``sample_rate`` of
+            recordings.
 
     Raises:
         DataError: The layout is unknown, or the data cannot be indexed.
@@ -80,6 +90,60 @@ def open_dataset(
         >>> len(dataset), dataset.labels.tolist(), dataset.read(0)
         (3, [0, 0, 1], b'not really a picture')
         >>> folder.cleanup()
+    """
+    kind = "recordings" if is_audio(path) else "images"
+    for name in options:
+        if name not in _OPTIONS[kind]:
+            known = ", ".join(_OPTIONS[kind])
+            raise ConfigError(f"{path} has {kind}, and {name} is no option of them; known: {known}")
+    if kind == "images":
+        return open_images(path, index=index, verify=verify, progress=progress, **options)
+    collection = open_audio(path, progress=progress, **options)
+    if verify:
+        place = index_place(Path(path).resolve()) if index is None else Path(index)
+        records = audio_records(collection, place, progress=progress)
+        collection.verify_([item.size for item in records], [item.checksum for item in records])
+    elif index is not None:
+        raise ConfigError(
+            f"index is {index} and recordings are read without one; set verify to compare them with"
+            " it"
+        )
+    return collection
+
+
+def is_audio(path: str | Path) -> bool:
+    """Whether what is at a path is a list or folder of recordings."""
+    path = Path(path)
+    has_records = path.is_dir() and any(path.glob("*.rec"))
+    if has_records or path.suffix.lower() in _NEVER_AUDIO:
+        return False
+    return audio_layout(path) is not None
+
+
+def open_images(
+    path: str | Path,
+    *,
+    index: str | Path | None = None,
+    verify: bool = False,
+    decoder: Decoder = "pillow",
+    channels: Channels = "rgb",
+    progress: Progress | None = None,
+) -> ImageDataset:
+    """Images with labels from a path, whose layout is recognised.
+
+    The index is built on first use, which reads all data once, and again when files have come or
+    gone.
+
+    Args:
+        path: The data, or its index.
+        index: Where the index is, or is to be; beside the data where it is left out.
+        verify: Compare every sample with its checksum when it is read.
+        decoder: ``"pillow"``, or ``"simplejpeg"``, which gives the same bits faster.
+        channels: Order of the stored channels; pictures are RGB either way.
+        progress: Called while an index is built.
+
+    Raises:
+        DataError: The layout is unknown, or the data cannot be indexed.
     """
     found = open_index(path, index=index, progress=progress)
     return ImageDataset(found, verify=verify, decoder=decoder, channels=channels)
@@ -104,17 +168,30 @@ def open_index(
     if path.suffix == SUFFIX and index is None and not rebuild:
         return read_index(path)
     format, data = recognise(path)
-    place = _place(data) if index is None else Path(index)
-    if not rebuild and place.exists():
-        known = read_index(place, data)
-        reason = _stale(known, format, data)
-        if reason is None:
-            return known
-        _log.warning("%s is built again: %s", place, reason)
+    place = index_place(data) if index is None else Path(index)
+    known = None if rebuild else _fresh(place, format, data)
+    if known is not None:
+        return known
     if not place.parent.is_dir():
         raise DataError(f"{place.parent} is not a folder; make it, or give another index")
-    _LAYOUTS[format].build(data, place, progress=progress)
-    return read_index(place, data)
+    with one_builder(place):
+        known = None if rebuild else _fresh(place, format, data)  # another process was faster
+        if known is not None:
+            return known
+        if place.exists() and not rebuild:
+            _log.warning(
+                "%s is built again: %s", place, _stale(read_index(place, data), format, data)
+            )
+        _LAYOUTS[format].build(data, place, progress=progress)
+        return read_index(place, data)
+
+
+def _fresh(place: Path, format: str, data: Path) -> Index | None:
+    """The index at a place, if there is one and the data have not changed."""
+    if not place.exists():
+        return None
+    known = read_index(place, data)
+    return known if _stale(known, format, data) is None else None
 
 
 def _stale(index: Index, format: str, data: Path) -> str | None:
@@ -122,16 +199,6 @@ def _stale(index: Index, format: str, data: Path) -> str | None:
         return f"it is of {index.format} data"
     now = _LAYOUTS[format].fingerprint(data)
     return None if now == index.fingerprint else f"{data} has {now}, it was of {index.fingerprint}"
-
-
-def _place(data: Path) -> Path:
-    """Beside the data, or, where nothing can be written there, in the user's cache."""
-    beside = default_index(data)
-    if beside.exists() or os.access(beside.parent, os.W_OK):
-        return beside
-    cache = Path.home() / ".cache" / "qmargin"
-    cache.mkdir(parents=True, exist_ok=True)
-    return cache / f"{hashlib.sha256(os.fsencode(data)).hexdigest()[:24]}{SUFFIX}"
 
 
 def recognise(path: Path) -> tuple[str, Path]:
@@ -142,7 +209,7 @@ def recognise(path: Path) -> tuple[str, Path]:
     """
     path = path.resolve()
     if not path.exists():
-        raise DataError(f"{path} does not exist; give a file or folder of images")
+        raise DataError(f"{path} does not exist; give a file or folder of images or recordings")
     if path.is_dir():
         return _recognise_folder(path)
     suffix = path.suffix.lower()
@@ -158,8 +225,8 @@ def recognise(path: Path) -> tuple[str, Path]:
     if suffix == ".bin":
         raise DataError(f"{path} is a verification set; use qmargin.data.read_bin")
     raise DataError(
-        f"{path} is of no known layout; give a .rec, .tar, .csv or .tsv file, or a folder with one "
-        "folder per identity"
+        f"{path} is of no known layout; give a .rec, .tar, .csv or .tsv file, JSON lines, or a "
+        "folder with one folder per identity"
     )
 
 

@@ -32,7 +32,7 @@ def derived_seed(*parts: int) -> int:
         >>> len({derived_seed(0, 1, 2), derived_seed(0, 1, 2), derived_seed(2, 1, 0)})
         2
     """
-    text = ",".join(str(int(part)) for part in parts).encode()
+    text = ",".join(map(str, map(int, parts))).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +19,7 @@ from qmargin.errors import ConfigError
 SPEED_OF_SOUND = 343.0  # m/s
 _OVERSAMPLING = 8  # images fall on a grid this much finer, then the response is low-passed
 _HIGH_PASS_HZ = 50.0  # mirrors of equal sign add up to an offset that no room has
+MOST_ROOMS = 4096  # that are kept, at about 20 kB each
 _WALL_GAP = 0.3  # metres that sources and microphones keep from walls
 
 
@@ -126,13 +128,15 @@ def _low_passed(fine: NDArray[np.float64], sample_rate: int) -> NDArray[np.float
 
 @dataclass(frozen=True)
 class RoomSimulator:
-    """Draws rooms and simulates them: an endless set of impulse responses.
+    """Draws rooms and simulates them: an endless set of impulse responses, or a numbered one.
 
     Args:
         length: Range of length and width in metres.
         height: Range of the height.
         reverberation_s: Range of RT60.
         sample_rate: Of the responses.
+        num_rooms: Draw from this many rooms, each of which is simulated once in a process and then
+            kept; zero for a new room every time, which costs tens of milliseconds.
 
     Examples:
         >>> simulator = RoomSimulator(reverberation_s=(0.2, 0.3))
@@ -145,8 +149,11 @@ class RoomSimulator:
     height: tuple[float, float] = (2.5, 4.0)
     reverberation_s: tuple[float, float] = (0.15, 0.45)
     sample_rate: int = 16000
+    num_rooms: int = 0
 
     def __post_init__(self) -> None:
+        if not 0 <= self.num_rooms <= MOST_ROOMS:
+            raise ConfigError(f"num_rooms is {self.num_rooms}; it must be in [0, {MOST_ROOMS:,}]")
         for name, low in (("length", 1.0), ("height", 1.0), ("reverberation_s", 0.01)):
             given: Sequence[float] = getattr(self, name)
             if len(given) != 2 or not low <= given[0] <= given[1] < math.inf:
@@ -154,6 +161,8 @@ class RoomSimulator:
 
     def draw(self, generator: np.random.Generator) -> NDArray[np.float32]:
         """The response of a room that depends on the generator alone."""
+        if self.num_rooms:
+            return _numbered_response(self, int(generator.integers(self.num_rooms)))
         return room_response(self.draw_room(generator), sample_rate=self.sample_rate)
 
     def draw_room(self, generator: np.random.Generator) -> Room:
@@ -167,3 +176,10 @@ class RoomSimulator:
         (sx, sy, sz), (mx, my, mz) = places
         time = float(generator.uniform(*self.reverberation_s))
         return Room(size, (sx, sy, sz), (mx, my, mz), reverberation_s=time)
+
+
+@lru_cache(maxsize=MOST_ROOMS)
+def _numbered_response(simulator: RoomSimulator, number: int) -> NDArray[np.float32]:
+    """The response of a room that follows from its number; read it only, it is shared."""
+    room = simulator.draw_room(np.random.default_rng(number))
+    return room_response(room, sample_rate=simulator.sample_rate)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,10 @@ from qmargin.errors import ConfigError, CorruptSample, DataError
 MAX_ATTEMPTS = 32
 _CHUNK = 1 << 20
 _log = logging.getLogger("qmargin.data")
+
+
+Input: TypeAlias = Tensor | NDArray[Any]
+"""Of one sample. Arrays are a little faster to put into a batch."""
 
 
 class Dataset(Protocol):
@@ -34,8 +38,10 @@ class Dataset(Protocol):
 
     def __len__(self) -> int: ...
 
-    def read(self, index: int, seed: int) -> tuple[Tensor, int]:
+    def read(self, index: int, seed: int) -> tuple[Input, int]:
         """The sample's input and label; its augmentation is drawn from ``seed`` and nothing else.
+
+        The input is only looked at: it may be read-only.
 
         Raises:
             CorruptSample: The sample's bytes are damaged or not what they should be.
@@ -99,12 +105,12 @@ class Replacement:
     reason: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Sample:
     """One sample as read: itself, or its replacement."""
 
     index: int
-    inputs: Tensor
+    inputs: Input
     label: int
     replaced: tuple[Replacement, ...]
 
@@ -115,22 +121,27 @@ def read_sample(dataset: Dataset, index: int, *, seed: int, epoch: int) -> Sampl
     Raises:
         DataError: The label is out of range, or too many replacements were corrupt themselves.
     """
+    return read_seeded(dataset, index, derived_seed(seed, epoch, index))
+
+
+def read_seeded(dataset: Dataset, index: int, seed: int) -> Sample:
+    """Read a sample as ``read_sample`` does, given the seed of this one reading."""
     replaced: list[Replacement] = []
     place = index
-    for attempt in range(MAX_ATTEMPTS):
-        if attempt:
-            place = derived_seed(seed, epoch, index, attempt) % len(dataset)
+    while True:
         try:
-            inputs, label = dataset.read(place, derived_seed(seed, epoch, index))
+            inputs, label = dataset.read(place, seed)
         except CorruptSample as error:
             replaced.append(Replacement(place, dataset.sample_id(place), str(error)))
-            continue
-        _check_label(dataset, place, label)
-        return Sample(place, inputs, int(label), tuple(replaced))
-    raise DataError(
-        f"sample {dataset.sample_id(index)!r} and {MAX_ATTEMPTS - 1} drawn in its place are all "
-        f"corrupt, the last because: {replaced[-1].reason}; check the data"
-    )
+        else:
+            _check_label(dataset, place, label)
+            return Sample(place, inputs, int(label), tuple(replaced))
+        if len(replaced) == MAX_ATTEMPTS:
+            raise DataError(
+                f"sample {dataset.sample_id(index)!r} and {MAX_ATTEMPTS - 1} drawn in its place "
+                f"are all corrupt, the last because: {replaced[-1].reason}; check the data"
+            )
+        place = derived_seed(seed, len(replaced)) % len(dataset)
 
 
 def _check_label(dataset: Dataset, index: int, label: int) -> None:

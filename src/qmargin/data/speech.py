@@ -13,7 +13,10 @@ from torch import Tensor
 
 from qmargin.data.audio import AudioInfo, Samples, decode_audio, played_rate
 from qmargin.data.audio_collection import AudioCollection
+from qmargin.data.audio_index import audio_records
 from qmargin.data.audio_lists import open_audio
+from qmargin.data.audio_memory import AudioMemory
+from qmargin.data.index import index_place
 from qmargin.data.rooms import RoomSimulator
 from qmargin.data.speech_augment import (
     Noises,
@@ -50,6 +53,7 @@ class SpeechDataset:
         bank: The filter bank that chunks are cut for and features are computed with.
         classes_per_speaker: At least the number of speeds, which it is without it; more to go on
             with a classifier that was trained at more speeds.
+        memory: The samples of the same collection, where they are held in memory.
     """
 
     def __init__(
@@ -64,8 +68,10 @@ class SpeechDataset:
         masks: SpectrumMasks | None = None,
         bank: FilterBank | None = None,
         classes_per_speaker: int | None = None,
+        memory: AudioMemory | None = None,
     ) -> None:
         self.collection, self.speeds = collection, tuple(speeds)
+        self.memory = memory
         self.augmentation, self.dither = augmentation, dither
         self.bank = FilterBank(collection.sample_rate) if bank is None else bank.eval()
         self.as_features, self.masks = as_features, masks
@@ -130,8 +136,11 @@ class SpeechDataset:
             start = int(place * max(1, info.num_samples - wanted + 1))
             return start, min(info.num_samples, start + wanted)
 
-        source = self.collection.encoded(index)
-        samples = decode_audio(source, sample_rate=rate, span=span, speed=speed)
+        if self.memory is None:
+            source = self.collection.encoded(index)
+            samples = decode_audio(source, sample_rate=rate, span=span, speed=speed)
+        else:
+            samples = self.memory.cut(index, span=span, speed=speed)
         return tiled(samples, self.num_samples)
 
     def _features(self, waveform: Tensor, generator: np.random.Generator) -> Tensor:
@@ -155,13 +164,18 @@ def open_speech(
     *,
     root: str | None = None,
     split: str | None = None,
+    verify: bool = False,
+    min_seconds: float = 0.0,
+    in_memory: bool = False,
     num_frames: int = 200,
     speed_perturbation: bool = True,
     keep_speed_classes: bool = False,
     augment: float = 0.6,
     noise_path: str | None = None,
+    babble: int = 1,
     response_path: str | None = None,
     simulate_rooms: bool = False,
+    num_rooms: int = 0,
     dither: float = 1.0,
     as_features: bool = False,
     mask_probability: float = 0.0,
@@ -175,14 +189,22 @@ def open_speech(
         path: See ``open_audio``.
         root: Folder that relative paths in a list start from.
         split: Rows of a CSV to take.
+        verify: Compare every utterance with the checksum in its index, which is made beside the
+            data where it is missing.
+        min_seconds: Leave out utterances that are shorter, by the durations in the index; shorter
+            ones than a chunk that are left are tiled.
+        in_memory: Decode everything once, and keep it; for collections of a few hours.
         num_frames: Length of a chunk; 200 frames are 2.015 s.
         speed_perturbation: Speeds 1, 0.9 and 1.1, with three times the classes.
         keep_speed_classes: Without the perturbation, keep the classes that it makes: to fine-tune
             what was trained with it.
         augment: Share of the samples with noise or reverberation, where any of both is given.
         noise_path: Folder in MUSAN's layout.
+        babble: Recordings of speech that are mixed into one before they are added as noise.
         response_path: Folder of impulse responses.
         simulate_rooms: Draw impulse responses from simulated rooms instead.
+        num_rooms: How many of these there are; zero for a new one every time, see
+            ``RoomSimulator``.
         dither: See ``SpeechDataset``.
         as_features: Give filter banks instead of waveforms.
         mask_probability: Share of the samples with masked features.
@@ -196,15 +218,20 @@ def open_speech(
         )
     responses: ResponseSource | None = None
     if simulate_rooms:
-        responses = RoomSimulator(sample_rate=sample_rate)
+        responses = RoomSimulator(sample_rate=sample_rate, num_rooms=num_rooms)
     elif response_path is not None:
         responses = ResponseFiles(response_path, sample_rate=sample_rate)
-    noises = None if noise_path is None else Noises(noise_path, sample_rate=sample_rate)
+    noises = None
+    if noise_path is not None:
+        noises = Noises(noise_path, sample_rate=sample_rate, babble=babble)
     augmentation = None
     if noises is not None or responses is not None:
         augmentation = SpeechAugmentation(augment, noises, responses)
+    collection = open_audio(path, root=root, split=split, sample_rate=sample_rate)
+    if verify or min_seconds > 0.0:
+        collection = _compared(collection, path, verify=verify, min_seconds=min_seconds)
     return SpeechDataset(
-        open_audio(path, root=root, split=split, sample_rate=sample_rate),
+        collection,
         num_frames=num_frames,
         speeds=SPEEDS if speed_perturbation else SPEEDS[:1],
         classes_per_speaker=len(SPEEDS) if keep_speed_classes else None,
@@ -213,4 +240,24 @@ def open_speech(
         as_features=as_features,
         masks=SpectrumMasks(mask_probability) if mask_probability > 0.0 else None,
         bank=FilterBank(sample_rate, num_bins, window),
+        memory=AudioMemory(collection) if in_memory else None,
     )
+
+
+def _compared(
+    collection: AudioCollection, path: str | Path, *, verify: bool, min_seconds: float
+) -> AudioCollection:
+    """A collection with checksums to compare with, without what is too short, by its index."""
+    records = audio_records(collection, index_place(Path(path).resolve()))
+    if verify:
+        collection.verify_([item.size for item in records], [item.checksum for item in records])
+    kept = [
+        number
+        for number, record in enumerate(records)
+        if record.error or record.seconds >= min_seconds  # a corrupt one is replaced and counted
+    ]
+    if not kept:
+        raise ConfigError(
+            f"min_seconds is {min_seconds:g} and no utterance of {path} is that long; lower it"
+        )
+    return collection if len(kept) == len(records) else collection.subset(kept)

@@ -7,7 +7,8 @@ by another hand. Nothing is stored: two million identities cost as much as two.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ from qmargin.data.pen import (
     normals,
     uniforms,
 )
-from qmargin.errors import ConfigError
+from qmargin.errors import ConfigError, ShapeError
 
 SPLITS = ("train", "validation", "test")
 SPLIT_SIZE = 1 << 40  # identities of a split: the numbers of two splits never meet
@@ -143,6 +144,19 @@ class StrokeIdentities:
             part = slice(start, start + BATCH)
             pictures[part] = self._drawn(indices[part])
         return pictures
+
+    def kept_in(self, file: Path) -> StrokeIdentities:
+        """The same samples, read from a file of all pictures, which processes can share."""
+        pictures = np.load(file, mmap_mode="r")
+        wanted = (len(self), self.size, self.size)
+        if pictures.shape != wanted or pictures.dtype != np.uint8:
+            raise ShapeError(
+                f"{file} has {pictures.dtype} of shape {list(pictures.shape)}; these identities "
+                f"need uint8 {list(wanted)}: remove the file"
+            )
+        kept = replace(self, in_memory=True)
+        kept._kept["images"] = pictures
+        return kept
 
     def sample_id(self, index: int) -> str:
         """Identity and number of a sample."""

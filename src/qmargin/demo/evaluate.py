@@ -40,7 +40,7 @@ from qmargin.metrics.sufficiency import sufficiency
 
 FARS = (1e-2, 1e-3, 1e-4, 1e-5)
 GRID_POINTS = 12
-NUM_REPLICATES = 200
+NUM_REPLICATES = 1000  # fewer could not show a difference among ten pairs
 NUM_HARDEST = 12
 LEVEL = 0.95
 ENLARGED = 4  # a pixel of a picture in the report

@@ -17,7 +17,7 @@ from qmargin.metrics.subjects import SubjectWeights, Trials
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
-FIRST_TAIL = 4.0  # times the largest rate that is asked for: longer tails are rarely needed
+FIRST_TAIL = 1.5  # times the largest rate that is asked for: longer tails are rarely needed
 
 
 @dataclass(frozen=True, eq=False)

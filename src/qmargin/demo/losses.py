@@ -26,35 +26,35 @@ LOSSES = {
         DemoLoss("q_margin", "Q-Margin", 1.25, "prior", scale=16.0, margin=0.1),
     )
 }
-# alpha, scale and margin: six of each, and two more around the best of the six
+# Alpha, scale and margin: twelve of each loss, around where it is good and at the paper's settings.
 GRID: dict[str, tuple[tuple[float, float, float], ...]] = {
     "arcface": (
-        *((1.0, s, m) for s in (10.0, 16.0, 32.0) for m in (0.1, 0.2)),
-        (1.0, 12.0, 0.1),
-        (1.0, 16.0, 0.05),
+        *((1.0, s, m) for s in (10.0, 16.0, 32.0) for m in (0.05, 0.1, 0.2)),
+        (1.0, 24.0, 0.2),
+        (1.0, 32.0, 0.3),
+        (1.0, 64.0, 0.5),
     ),
     "cosface": (
-        *((1.0, s, m) for s in (10.0, 16.0, 32.0) for m in (0.1, 0.2)),
-        (1.0, 12.0, 0.3),
-        (1.0, 16.0, 0.3),
+        *((1.0, s, m) for s in (10.0, 16.0, 32.0) for m in (0.1, 0.2, 0.3)),
+        (1.0, 24.0, 0.2),
+        (1.0, 32.0, 0.4),
+        (1.0, 64.0, 0.5),
     ),
     "entmax": (
         *((1.25, s, m) for s in (10.0, 16.0) for m in (0.1, 0.2)),
-        (1.5, 6.0, 0.2),
-        (1.5, 10.0, 0.1),
-        (1.25, 7.0, 0.1),
-        (1.25, 10.0, 0.05),
+        (1.25, 32.0, 0.2),
+        (1.25, 64.0, 0.5),
+        *((1.5, s, m) for s in (6.0, 10.0) for m in (0.1, 0.2)),
+        *((1.75, 5.0, m) for m in (0.1, 0.2)),
     ),
-    "sparsemax": (
-        *((2.0, s, m) for s in (2.0, 4.0, 8.0) for m in (0.1, 0.2)),
-        (2.0, 1.0, 0.1),
-        (2.0, 1.4, 0.1),
-    ),
+    "sparsemax": tuple((2.0, s, m) for s in (1.0, 1.9, 3.0, 4.0, 5.0, 8.0) for m in (0.1, 0.2)),
     "q_margin": (
-        *((1.25, s, m) for s in (10.0, 16.0) for m in (0.1, 0.2)),
+        *((1.25, 10.0, m) for m in (0.1, 0.2, 0.3)),
+        *((1.25, 16.0, m) for m in (0.1, 0.2)),
+        (1.25, 32.0, 0.1),
+        (1.25, 35.0, 0.2),
         (1.5, 6.0, 0.2),
-        (1.5, 10.0, 0.1),
-        (1.25, 7.0, 0.3),
-        (1.25, 10.0, 0.3),
+        *((1.5, 10.0, m) for m in (0.1, 0.2)),
+        *((1.75, 5.0, m) for m in (0.1, 0.2)),
     ),
 }

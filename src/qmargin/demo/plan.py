@@ -17,6 +17,7 @@ MINUTES = 6.0
 SECONDS_BESIDE = 25.0  # start, drawing of samples, report
 SECONDS_PER_TEST = 8.0  # embeddings and all pairs of one loss
 MOST_EPOCHS = 200
+NUM_TIMED = 8  # steps that are tried before the length is decided
 
 
 class _Plan(NamedTuple):
@@ -75,12 +76,12 @@ def fitted(size: Size, seconds_per_step: float, *, minutes: float | None) -> Siz
 
 
 def _seconds_per_step(size: Size, device: str) -> float:
-    """Of the loss that takes longest, once everything is warm."""
+    """Of the loss that takes longest; the fastest step, for a machine that is busy just now."""
     from qmargin.training.rehearsal import rehearse
 
-    few = max(2, 2 * size.batch_size // size.num_classes)  # enough samples for two steps
+    few = max(2, -(-NUM_TIMED * size.batch_size // size.num_classes))  # samples for all steps
     recipe = demo_recipe(LOSSES["q_margin"], seed=0, size=size._replace(samples_per_class=few))
-    return rehearse(recipe, device=device).seconds[-1]
+    return min(rehearse(recipe, device=device, num_steps=NUM_TIMED).seconds[1:])
 
 
 def _read(path: Path) -> _Plan | None:

@@ -31,6 +31,7 @@ def write_demo_report(folder: Path, parts: Sequence[Part], data: str | None = No
         media=folder / "pictures",
         journals=tuple(journals),
         has_figures=has_matplotlib(),
+        headline=VERDICT_FAR,
     )
     return write_report([part.result for part in parts], folder / "report", options)[0]
 
@@ -38,7 +39,8 @@ def write_demo_report(folder: Path, parts: Sequence[Part], data: str | None = No
 def summary(parts: Sequence[Part]) -> str:
     """The table, and a sentence on who is ahead at a FAR of 1e-4 and by how much."""
     panels = load_panels([part.result for part in parts])
-    return f"\n{table(panels)}\n\n{verdict(panels)}\n"
+    titles = "; ".join(panel.title for panel in panels)
+    return f"\n{titles}\n\n{table(panels)}\n\n{verdict(panels)}\n"
 
 
 def table(panels: Sequence[Panel]) -> str:
@@ -87,7 +89,8 @@ def verdict(panels: Sequence[Panel]) -> str:
         return f"{lead} {words[0]}"
     gaps = [100 * (a - b) for a, b in zip(tars[Q_MARGIN], tars[rival], strict=True)]
     mean = f"Q-Margin minus {rival} over {len(panels)} seeds: {_spread(gaps, 1)} points."
-    return "\n".join([f"{lead} {mean}", *words])
+    named = [f"{panel.title}: {text}" for panel, text in zip(panels, words, strict=True)]
+    return "\n".join([f"{lead} {mean}", *named])
 
 
 def _compared(panel: Panel, rival: str) -> str:
@@ -103,8 +106,8 @@ def _compared(panel: Panel, rival: str) -> str:
     low, high = made.interval
     return (
         f"Q-Margin against {rival}, the best of the others: {100 * made.difference:+.1f} points "
-        f"(95 % interval {100 * low:+.1f} to {100 * high:+.1f}, p = {made.adjusted:.3f}), "
-        f"{_read(made)}."
+        f"(95 % interval {100 * low:+.1f} to {100 * high:+.1f}; p = {made.adjusted:.3f}, "
+        f"corrected for all pairs), {_read(made)}."
     )
 
 

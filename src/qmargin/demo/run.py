@@ -6,9 +6,11 @@ Everything is in one folder: ``plan.json``, a folder per seed and loss with the 
 
 from __future__ import annotations
 
+import errno
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -16,17 +18,21 @@ from typing import TYPE_CHECKING
 
 from qmargin.demo.losses import LOSSES, DemoLoss
 from qmargin.demo.plan import find_plan
-from qmargin.demo.recipe import Size, demo_recipe
-from qmargin.errors import ConfigError, DataError
+from qmargin.demo.recipe import SIZES, Size, demo_recipe
+from qmargin.errors import CheckpointError, ConfigError, DataError
 from qmargin.training.fields import check_known
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from qmargin.demo.worlds import Stored, World
     from qmargin.evaluation.result import Result
     from qmargin.training.recipe import Recipe
 
 RESULT = "result.json"
 PICTURES = "pictures"
+BYTES_PER_PART = {"cpu": 20 << 20, "cuda": 400 << 20}  # two checkpoints and a result, about
 NOTE = "All data are synthetic: stroke identities drawn by this package. The verdict is about them."
 
 
@@ -95,61 +101,98 @@ def run_demo(options: DemoOptions) -> Path:
 
     Raises:
         Interrupted: By Ctrl-C or SIGTERM; run again, it goes on.
-        ConfigError: The folder cannot be used, or holds a demo of another length.
+        CheckpointError: The folder cannot be written to, or the disk is too full.
+        ConfigError: The folder holds a demo of another length.
     """
     from qmargin.demo.report import summary, write_demo_report
 
-    device = _device(options.device)
-    data = options.data_name
-    size = find_plan(options.out, minutes=options.minutes, device=device, data=data)
-    worlds = _Worlds(options, size)
-    parts = list(_parts(options))
-    _say(NOTE if data is None else f"Data: {data}")
-    _say(
-        f"{len(options.losses)} losses, {options.seeds} seed{'s' * (options.seeds > 1)}, "
-        f"{size.epochs} epochs, on {device}"
-    )
-    began, num_taken = time.perf_counter(), 0
-    for number, part in enumerate(parts, start=1):
-        world = worlds.of(part.seed)
-        if _is_done(part, world, data):
-            _say(f"[{number}/{len(parts)}] {part.loss.title}, seed {part.seed}: done before")
-            continue
-        spent = time.perf_counter() - began
-        left = "" if not num_taken else _left(spent / num_taken * (len(parts) - number + 1))
-        _say(f"[{number}/{len(parts)}] {part.loss.title}, seed {part.seed}{left}")
-        _complete(part, world, options, device)
-        num_taken += 1
-    page = write_demo_report(options.out, parts, data)
-    _say(summary(parts))
-    _say(f"report: {page}")
+    parts = complete_parts(options, [LOSSES[key] for key in options.losses])
+    page = write_demo_report(options.out, parts, options.data_name)
+    say(summary(parts))
+    say(f"report: {page}")
     return page
 
 
-def _parts(options: DemoOptions) -> Iterator[Part]:
-    for seed in range(options.seeds):
-        for key in options.losses:
-            yield Part(LOSSES[key], seed, options.out / f"seed-{seed}" / key)
+def complete_parts(options: DemoOptions, losses: Sequence[DemoLoss]) -> list[Part]:
+    """Train and test every loss with every seed, as far as that has not been done before.
+
+    Args:
+        options: Where, how long, on what; its own ``losses`` are not looked at.
+        losses: Each with a key of its own.
+    """
+    from qmargin.training.folders import check_writable
+
+    device, data = _device(options.device), options.data_name
+    parts = [
+        Part(loss, seed, options.out / f"seed-{seed}" / loss.key)
+        for seed in range(options.seeds)
+        for loss in losses
+    ]
+    missing = sum(not part.result.exists() for part in parts)
+    check_writable(options.out, needed_bytes=missing * BYTES_PER_PART[device])
+    worlds = _Worlds(options)  # before the plan is written: data that cannot be read is refused
+    size = find_plan(options.out, minutes=options.minutes, device=device, data=data)
+    say(NOTE if data is None else f"Data: {data}")
+    say(_what_is_run(options, len(losses), size, device))
+    began, num_taken = time.perf_counter(), 0
+    for number, part in enumerate(parts, start=1):
+        world = worlds.of(part.seed, size)
+        if _is_done(part, world, data):
+            say(f"[{number}/{len(parts)}] {part.loss.title}, seed {part.seed}: done before")
+            continue
+        spent = time.perf_counter() - began
+        left = "" if not num_taken else _left(spent / num_taken * (len(parts) - number + 1))
+        say(f"[{number}/{len(parts)}] {part.loss.title}, seed {part.seed}{left}")
+        with _space_needed(options.out):
+            _complete(part, world, options, device)
+        num_taken += 1
+    return parts
+
+
+@contextmanager
+def _space_needed(folder: Path) -> Iterator[None]:
+    """A disk that filled up meanwhile, in words; what was saved is good."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        raise CheckpointError(
+            f"{folder} has no space left; free some and run the same command again to go on"
+        ) from error
+
+
+def _what_is_run(options: DemoOptions, num_losses: int, size: Size, device: str) -> str:
+    seeds = f"{options.seeds} seed{'s' * (options.seeds > 1)}"
+    text = f"{num_losses} losses, {seeds}, {size.epochs} epochs, on {device}"
+    if size.epochs < SIZES[device].epochs:
+        text += (
+            f"; the standard length is {SIZES[device].epochs} epochs, so numbers are not those of "
+            "the documentation (--minutes gives it more time)"
+        )
+    return text
 
 
 class _Worlds:
     """The data of a seed; a path is read once."""
 
-    def __init__(self, options: DemoOptions, size: Size) -> None:
-        self._options, self._size = options, size
+    def __init__(self, options: DemoOptions) -> None:
+        from qmargin.demo.worlds import INDEX, read_stored
+
+        path = options.data
         self._stored: Stored | None = None
+        if path is not None:
+            self._stored = read_stored(path, options.out / INDEX)
         self._made: dict[int, World] = {}
 
-    def of(self, seed: int) -> World:
-        from qmargin.demo.worlds import INDEX, read_stored, stored_world, stroke_world
+    def of(self, seed: int, size: Size) -> World:
+        from qmargin.demo.worlds import stored_world, stroke_world
 
-        path, out = self._options.data, self._options.out
         if seed not in self._made:
-            if path is None:
-                world = stroke_world(self._size, seed)
+            if self._stored is None:
+                world = stroke_world(size, seed)
             else:
-                self._stored = self._stored or read_stored(path, out / INDEX)
-                world = stored_world(self._stored, self._size, seed)
+                world = stored_world(self._stored, size, seed)
             self._made = {seed: world}
         return self._made[seed]
 
@@ -166,6 +209,20 @@ def _complete(part: Part, world: World, options: DemoOptions, device: str) -> No
         raise Interrupted(outcome.signal)
     assert outcome.checkpoint is not None  # a training that ended was saved
     _test(part, recipe, outcome.checkpoint, world, options, device=device)
+
+
+def part_embeddings(options: DemoOptions, part: Part) -> tuple[World, NDArray[np.float32]]:
+    """The test pictures of a part that is complete, and their embeddings ``[n, d]``."""
+    from qmargin.demo.embed import embed_pictures
+    from qmargin.training.folders import list_steps
+    from qmargin.training.starting import CHECKPOINTS
+
+    device, data = _device(options.device), options.data_name
+    size = find_plan(options.out, minutes=options.minutes, device=device, data=data)
+    world = _Worlds(options).of(part.seed, size)
+    newest = next(iter(list_steps(part.folder / CHECKPOINTS).values()))
+    recipe = _recipe(part, world, data)
+    return world, embed_pictures(recipe, newest, world.test, device=device)
 
 
 def _recipe(part: Part, world: World, data: str | None) -> Recipe:
@@ -192,13 +249,13 @@ def _test(
         card=_card(part, recipe, world),
         protocol=world.name,
         command=options.command,
-        prefix=f"seed-{part.seed}/",
+        prefix=f"{'synthetic' if options.data is None else 'seed'}-{part.seed}/",
     )
     result = evaluate_pictures(embeddings, world.test, facts, device=device)
     folder = options.out / PICTURES
     write_pictures(folder, world.test, result, prefix=facts.prefix, is_ink=world.is_ink)
     write_result(part.result, result)
-    _say(_line(result, time.perf_counter() - began))
+    say(_line(result, time.perf_counter() - began))
 
 
 def _card(part: Part, recipe: Recipe, world: World) -> dict[str, str]:
@@ -207,8 +264,11 @@ def _card(part: Part, recipe: Recipe, world: World) -> dict[str, str]:
     effective = loss.build().effective_margin
     return {
         "data": f"{world.name}; identities of training and test are disjoint",
-        "loss": f"{part.loss.title}: alpha {loss.alpha:g}, {loss.margin_kind} margin "
-        f"{loss.margin:g}, scale {loss.scale:g}",
+        "loss": part.loss.title,
+        "margin_kind": loss.margin_kind,
+        "alpha": f"{loss.alpha:g}",
+        "scale": f"{loss.scale:g}",
+        "margin": f"{loss.margin:g}",
         "effective margin": "none" if effective is None else f"{effective:.3f}",
         "training": f"{data.num_classes} identities, {recipe.run.epochs} epochs, seed "
         f"{recipe.seed}",
@@ -259,6 +319,7 @@ def _left(seconds: float) -> str:
     return f", about {timedelta(seconds=round(seconds))} left in all"
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
+    """Tell the user."""
     sys.stdout.write(text + "\n")
     sys.stdout.flush()

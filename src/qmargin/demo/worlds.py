@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qmargin.data.drawings import Drawings
+from qmargin.data.image_folder import identity_folders
 from qmargin.data.order import derived_seed
 from qmargin.data.strokes import StrokeIdentities
 from qmargin.demo.evaluate import Pictures
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 SIDE = 32
 TRAIN_SHARE = 0.6  # of the identities, where the data does not say which ones
 INDEX = "data.qmindex"
+DIVIDED = ("train", "test")
 
 
 @dataclass(frozen=True)
@@ -82,11 +84,11 @@ def stored_world(stored: Stored, size: Size, seed: int) -> World:
             "least 2 of each are needed"
         )
     budget = size.total_steps * size.batch_size
-    learned = _part(stored, train, budget, shift=SHIFT)
+    learned = part_of(stored, train, budget, shift=SHIFT)
     epochs = max(1, round(budget / len(learned)))
     return World(
         train=learned,
-        test=_part(stored, test, size.num_test * size.samples_test),
+        test=part_of(stored, test, size.num_test * size.samples_test),
         size=size._replace(
             num_classes=learned.num_classes,
             epochs=epochs,
@@ -97,11 +99,15 @@ def stored_world(stored: Stored, size: Size, seed: int) -> World:
     )
 
 
-def _part(stored: Stored, labels: Sequence[int], most: int, *, shift: int = 0) -> Drawings:
+def part_of(
+    stored: Stored, labels: Sequence[int], most: int | None = None, *, shift: int = 0
+) -> Drawings:
     """Samples of some identities, as many whole identities as ``most`` samples allow."""
     counts = np.bincount(stored.labels)
-    totals = np.cumsum(counts[list(labels)])
-    kept = list(labels)[: max(2, int(np.searchsorted(totals, most, side="right")))]
+    kept = list(labels)
+    if most is not None:
+        totals = np.cumsum(counts[kept])
+        kept = kept[: max(2, int(np.searchsorted(totals, most, side="right")))]
     numbers = np.full(len(counts), -1)
     numbers[kept] = np.arange(len(kept))
     rows = np.flatnonzero(numbers[stored.labels] >= 0)
@@ -116,11 +122,12 @@ def _part(stored: Stored, labels: Sequence[int], most: int, *, shift: int = 0) -
 
 
 def read_stored(path: Path, index: Path) -> Stored:
-    """Pictures of an NPZ file, or of anything that ``open_dataset`` reads.
+    """Pictures of an NPZ file, or of anything that ``open_images`` reads.
 
-    An NPZ file, or a folder with one, has ``label`` ``[n]`` and ``images`` ``[n, 32, 32]`` uint8 or
-    ``packed4`` ``[n, 512]`` (two pixels a byte, ink is bright), and maybe ``split`` ``[n]``, which
-    is 0 for training and 1 for the test.
+    A folder that has the folders ``train`` and ``test`` and no others keeps that division. An NPZ
+    file, or a folder with one, has ``label`` ``[n]`` and ``images`` ``[n, 32, 32]`` uint8
+    or ``packed4`` ``[n, 512]`` (two pixels a byte, ink is bright), and maybe ``split`` ``[n]``,
+    which is 0 for training and 1 for the test.
 
     Args:
         path: The data.
@@ -130,7 +137,38 @@ def read_stored(path: Path, index: Path) -> Stored:
     for file in files:
         if (found := _from_npz(file, path)) is not None:
             return found
-    return _from_images(path, index)
+    if path.is_dir() and set(identity_folders(path)) == set(DIVIDED):
+        return _on_dark_ground(_divided(path, index))
+    return _on_dark_ground(_from_images(path, index))
+
+
+def _on_dark_ground(stored: Stored) -> Stored:
+    """Drawings on white paper inverted: a sample that is moved has black coming in."""
+    frame = np.ones((SIDE, SIDE), dtype=bool)
+    frame[1:-1, 1:-1] = False
+    if stored.pictures[:, frame].mean() < 128.0:
+        return stored
+    return replace(stored, pictures=255 - stored.pictures, is_ink=True)
+
+
+def _divided(path: Path, index: Path) -> Stored:
+    """Image folders of training and test side by side: that division is kept."""
+    train, test = (
+        _from_images(path / name, index.with_name(f"{name}.{index.name}")) for name in DIVIDED
+    )
+    labels = np.concatenate([train.labels, test.labels + train.labels.max() + 1])
+    return Stored(
+        pictures=np.concatenate([train.pictures, test.pictures]),
+        labels=labels,
+        names=tuple(
+            f"{name}-{row}"
+            for name, part in zip(DIVIDED, (train, test), strict=True)
+            for row in part.names
+        ),
+        is_test=np.arange(len(labels)) >= len(train.labels),
+        origin=str(path),
+        is_ink=train.is_ink,
+    )
 
 
 def _from_npz(file: Path, path: Path) -> Stored | None:
@@ -166,9 +204,9 @@ def _from_images(path: Path, index: Path) -> Stored:
     """Every image in grey and small; what cannot be decoded is left out."""
     from PIL import Image
 
-    from qmargin.data.open import open_dataset
+    from qmargin.data.open import open_images
 
-    dataset = open_dataset(path, index=index)
+    dataset = open_images(path, index=index)
     pictures, rows = [], []
     for row in range(len(dataset)):
         try:

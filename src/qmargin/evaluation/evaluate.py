@@ -29,8 +29,8 @@ from qmargin.evaluation.result import (
 from qmargin.evaluation.score_files import ScoreSet
 from qmargin.evaluation.subjects import Subjects, find_subjects
 from qmargin.metrics.crossing import eer, min_dcf
-from qmargin.metrics.curve import det_curve
-from qmargin.metrics.llr import cllr, min_cllr
+from qmargin.metrics.curve import Staircase, det_curve_of, staircase
+from qmargin.metrics.llr import cllr, min_cllr_of
 from qmargin.metrics.operating import tars_at_fars
 from qmargin.metrics.sufficiency import sufficiency
 
@@ -64,14 +64,15 @@ def evaluate_scores(
     subjects = find_subjects(score_set, options.subjects, options.subject_of)
     points = _tar_points(genuine, impostor, options)
     intervals = find_intervals(score_set, subjects, points, options, progress)
-    metrics = _metrics(genuine, impostor, points, intervals, options)
+    steps = staircase(genuine, impostor)
+    metrics = _metrics(genuine, impostor, steps, points, intervals, options)
     return Result(
         system=System(options.name, options.model_card),
         protocol=_protocol(score_set, subjects, intervals, options),
         sources=(*score_set.sources, *options.sources),
         trials_sha256=score_set.trials_sha256(),
         metrics=metrics,
-        det=_det(genuine, impostor, intervals),
+        det=_det(genuine, impostor, steps, intervals),
         histogram=score_histogram(genuine, impostor),
         calibration=calibration_curve(genuine, impostor),
         replicates=intervals.replicates,
@@ -128,6 +129,7 @@ def _known(threshold: float) -> float | None:
 def _metrics(
     genuine: Floats,
     impostor: Floats,
+    steps: Staircase,
     points: tuple[TarPoint, ...],
     intervals: Intervals,
     options: EvaluationOptions,
@@ -147,7 +149,7 @@ def _metrics(
             for cost in costs
         ),
         cllr=Value(_finite(cllr(genuine, impostor))),
-        min_cllr=Value(_finite(min_cllr(genuine, impostor))),
+        min_cllr=Value(_finite(min_cllr_of(steps, len(genuine), len(impostor)))),
     )
 
 
@@ -155,8 +157,8 @@ def _finite(value: float) -> float | None:
     return float(value) if np.isfinite(value) else None
 
 
-def _det(genuine: Floats, impostor: Floats, intervals: Intervals) -> Det:
-    curve = det_curve(genuine, impostor).thin(DET_POINTS)
+def _det(genuine: Floats, impostor: Floats, steps: Staircase, intervals: Intervals) -> Det:
+    curve = det_curve_of(steps, genuine, impostor).thin(DET_POINTS)
     return Det(
         tuple(curve.far.tolist()),
         tuple(curve.frr.tolist()),

@@ -157,8 +157,8 @@ def _find_checkpoint(run: Path) -> Checkpoint:
 
 
 def _read_weights(checkpoint: Checkpoint, weights: str) -> dict[str, Tensor]:
+    from qmargin.training.averaging import AVERAGE, MOVING_AVERAGE
     from qmargin.training.checkpoint import read_backbone
-    from qmargin.training.loop import AVERAGE, MOVING_AVERAGE
     from qmargin.training.tensor_files import read_tensors
 
     if weights not in WEIGHTS:

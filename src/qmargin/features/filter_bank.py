@@ -19,8 +19,9 @@ class FilterBank(nn.Module):
 
     Frames of 25 ms every 10 ms that lie wholly inside the waveform ("snip edges"); each has its
     mean removed, is pre-emphasised, windowed and zero-padded to a power of two. The result is that
-    of kaldi-native-fbank up to rounding: with a Hamming window, 1e-3 for bins at most 80 dB below
-    the loudest of their frame. It has no parameters and nothing in its state.
+    of kaldi-native-fbank up to rounding: within 1e-3 for bins at most 80 dB below the loudest of
+    their frame, and for all others but about one in a million, in which a float32 transform, theirs
+    as well, is made of its own rounding errors. It has no parameters and nothing in its state.
 
     Arithmetic is in float32 (float64 for such waveforms), whatever autocast says. While a graph is
     exported, framing and the Fourier transform become one convolution, which any runtime has.
@@ -81,9 +82,8 @@ class FilterBank(nn.Module):
         triangles = mel_triangles(
             num_bins, fft_size=self.fft_size, sample_rate=sample_rate, low=low_hz, high=high_hz
         )
-        padded = functional.pad(shape, (0, self.fft_size - self.frame_length))
         kernel = frame_spectrum_matrix(shape, fft_size=self.fft_size, preemphasis=preemphasis)
-        self.register_buffer("window", padded.float(), persistent=False)
+        self.register_buffer("window", shape.float(), persistent=False)
         self.register_buffer("triangles", triangles.float(), persistent=False)
         self.register_buffer("kernel", kernel.flatten(0, 1)[:, None].float(), persistent=False)
 
@@ -165,31 +165,18 @@ class FilterBank(nn.Module):
         return torch.cat([self._rows(part, count, block=_BLOCK_FRAMES) for part in rows])
 
     def _rows(self, samples: Tensor, count: int, *, block: int) -> Tensor:
-        # Within a frame, removing the mean before pre-emphasis takes (1 - preemphasis) * mean off
-        # every sample after it. So both run over the waveform once, not once per frame; a frame's
-        # first sample, its own predecessor, is put right afterwards.
-        rest = 1.0 - self.preemphasis
-        offsets = rest * samples.unfold(1, self.frame_length, self.frame_shift).mean(2)
-        firsts = rest * samples[:, :: self.frame_shift][:, :count] - offsets
-        firsts = firsts * self.window[0].to(samples.dtype)
-        changed = samples - self.preemphasis * functional.pad(samples[:, :-1], (1, 0))
-        beyond = self.fft_size - self.frame_length
-        frames = functional.pad(changed, (0, beyond)).unfold(1, self.fft_size, self.frame_shift)
-        parts = [
-            self._features(*part)
-            for part in zip(
-                frames[:, :count].split(block, 1),
-                offsets.split(block, 1),
-                firsts.split(block, 1),
-                strict=True,
-            )
-        ]
+        frames = samples.unfold(1, self.frame_length, self.frame_shift)
+        parts = [self._features(part) for part in frames[:, :count].split(block, 1)]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
-    def _features(self, frames: Tensor, offsets: Tensor, firsts: Tensor) -> Tensor:
-        windowed = (frames - offsets[:, :, None]) * self.window.to(frames.dtype)
-        windowed[:, :, 0] = firsts
-        spectrum = torch.fft.rfft(windowed)
+    def _features(self, frames: Tensor) -> Tensor:
+        # In Kaldi's order, frame by frame: removing the mean from the whole waveform at once, or
+        # after pre-emphasis, is faster on paper and rounds quiet bins differently.
+        centred = frames - frames.mean(2, keepdim=True)
+        firsts = centred[:, :, :1] - self.preemphasis * centred[:, :, :1]  # their own predecessors
+        rest = torch.sub(centred[:, :, 1:], centred[:, :, :-1], alpha=self.preemphasis)
+        windowed = torch.cat([firsts, rest], dim=2) * self.window.to(frames.dtype)
+        spectrum = torch.fft.rfft(windowed, n=self.fft_size)
         return self._logarithms(spectrum.real.square() + spectrum.imag.square())
 
     def _logarithms(self, power: Tensor) -> Tensor:

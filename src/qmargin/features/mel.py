@@ -53,7 +53,13 @@ def mel_triangles(
     Raises:
         ConfigError: If a triangle falls between two bins, so that it would always be empty.
     """
-    first, last = mel(torch.tensor([low, high], dtype=torch.float64)).tolist()
+    # No tensor is read here: a network is also built without memory, of tensors without values.
+    first, last = (1127.0 * math.log1p(hertz / 700.0) for hertz in (low, high))
+    if _num_empty(num_bins, first, last, spacing=sample_rate / fft_size):
+        raise ConfigError(
+            f"num_bins is {num_bins}, of which some hold no point of a {fft_size}-point spectrum "
+            f"between {low:g} and {high:g} Hz; use fewer bins or longer frames"
+        )
     edges = torch.linspace(first, last, num_bins + 2, dtype=torch.float64)
     left, centre, right = edges[:-2], edges[1:-1], edges[2:]
     num_points = fft_size // 2
@@ -62,12 +68,18 @@ def mel_triangles(
     rising = (position - left) / (centre - left)
     falling = (right - position) / (right - centre)
     weights = torch.minimum(rising, falling).clamp_min(0.0)
-    if bool((weights.sum(0) == 0.0).any()):
-        raise ConfigError(
-            f"num_bins is {num_bins}, of which some hold no point of a {fft_size}-point spectrum "
-            f"between {low:g} and {high:g} Hz; use fewer bins or longer frames"
-        )
     return torch.cat([weights, weights.new_zeros(1, num_bins)])
+
+
+def _num_empty(num_bins: int, first: float, last: float, *, spacing: float) -> int:
+    """Triangles between two edges in mel without a multiple of ``spacing`` Hz inside."""
+    step = (last - first) / (num_bins + 1)
+    hertz = [700.0 * math.expm1((first + step * place) / 1127.0) for place in range(num_bins + 2)]
+    inside = [
+        (math.floor(left / spacing) + 1) * spacing < right
+        for left, right in zip(hertz, hertz[2:], strict=False)
+    ]
+    return inside.count(False)
 
 
 def frame_spectrum_matrix(window: Tensor, *, fft_size: int, preemphasis: float) -> Tensor:

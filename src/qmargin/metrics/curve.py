@@ -30,7 +30,11 @@ def staircase(genuine: Scores, impostor: Scores) -> Staircase:
         (array([1., 2., 3.]), array([2, 1, 0]), array([0, 0, 1]))
     """
     genuine, impostor = np.sort(genuine), np.sort(impostor)
-    values = np.unique(np.concatenate([genuine, impostor]))  # in the wider precision of the two
+    values = np.concatenate([genuine, impostor])  # in the wider precision of the two
+    values.sort(kind="stable")  # which merges two runs that are sorted
+    is_new = np.ones(len(values), dtype=bool)
+    np.not_equal(values[1:], values[:-1], out=is_new[1:])
+    values = values[is_new]
     return Staircase(
         values,
         len(impostor) - np.searchsorted(impostor, values),
@@ -132,7 +136,11 @@ def det_curve(genuine: ArrayLike, impostor: ArrayLike) -> DetCurve:
     """
     genuine = checked_scores(genuine, "genuine")
     impostor = checked_scores(impostor, "impostor")
-    steps = staircase(genuine, impostor)
+    return det_curve_of(staircase(genuine, impostor), genuine, impostor)
+
+
+def det_curve_of(steps: Staircase, genuine: Scores, impostor: Scores) -> DetCurve:
+    """The curve of checked scores whose staircase is known."""
     end = np.asarray(rejecting_threshold(genuine, impostor), common_dtype(genuine, impostor))
     return DetCurve(
         np.append(steps.values, end),

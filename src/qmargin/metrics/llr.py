@@ -9,12 +9,14 @@ from numpy.typing import ArrayLike, NDArray
 from scipy.special import expit
 
 from qmargin.errors import ConfigError, DataError, ProtocolError
-from qmargin.metrics.checks import Scores, checked_scores
+from qmargin.metrics.checks import PIECE, Scores, checked_scores
 from qmargin.metrics.crossing import Costs
-from qmargin.metrics.curve import staircase
+from qmargin.metrics.curve import Staircase, staircase
 from qmargin.metrics.operating import rates_at
 
 MOST_STEPS = 200
+COARSE_BINS = 4096
+LARGEST_START = 1e3  # in standard deviations: beyond it the bins are all but separated
 ENOUGH = 1e-24  # square of the last Newton step, in standard deviations of the scores
 
 
@@ -69,12 +71,16 @@ def min_cllr(genuine: ArrayLike, impostor: ArrayLike) -> float:
         >>> min_cllr([1.0, 1.0], [1.0])
         1.0
     """
-    from scipy.optimize import isotonic_regression  # slow to import, and only needed here
-
     genuine = checked_scores(genuine, "genuine")
     impostor = checked_scores(impostor, "impostor")
-    steps = staircase(genuine, impostor)
-    num_genuine = np.diff(steps.false_rejects, append=len(genuine)).astype(np.float64)
+    return min_cllr_of(staircase(genuine, impostor), len(genuine), len(impostor))
+
+
+def min_cllr_of(steps: Staircase, total_genuine: int, total_impostors: int) -> float:
+    """The same of scores whose staircase is known."""
+    from scipy.optimize import isotonic_regression  # slow to import, and only needed here
+
+    num_genuine = np.diff(steps.false_rejects, append=total_genuine).astype(np.float64)
     num_impostors = -np.diff(steps.false_accepts, append=0).astype(np.float64)
     totals = num_genuine + num_impostors
     starts = isotonic_regression(num_genuine / totals, weights=totals).blocks[:-1]
@@ -82,8 +88,8 @@ def min_cllr(genuine: ArrayLike, impostor: ArrayLike) -> float:
     num_impostors = np.add.reduceat(num_impostors, starts)
     # A pool's ratio is that of the shares of the genuine and the impostor scores in it.
     is_mixed = (num_genuine > 0.0) & (num_impostors > 0.0)
-    genuine_share = num_genuine[is_mixed] / len(genuine)
-    impostor_share = num_impostors[is_mixed] / len(impostor)
+    genuine_share = num_genuine[is_mixed] / total_genuine
+    impostor_share = num_impostors[is_mixed] / total_impostors
     cost = genuine_share @ np.log1p(impostor_share / genuine_share)
     cost += impostor_share @ np.log1p(genuine_share / impostor_share)
     return float(cost) / (2.0 * math.log(2.0))
@@ -138,9 +144,8 @@ def calibrate(genuine: ArrayLike, impostor: ArrayLike, *, prior: float = 0.5) ->
         )
     center = float(genuine.mean() + impostor.mean()) / 2.0
     spread = math.sqrt(((genuine - center) ** 2).mean() + ((impostor - center) ** 2).mean())
-    scale, offset = _logistic_regression(
-        (genuine - center) / spread, (impostor - center) / spread, prior
-    )
+    sides = [_Side((side - center) / spread, None) for side in (genuine, impostor)]
+    scale, offset = _logistic_regression(sides, prior, _coarse_solution(sides, prior))
     return Calibration(scale / spread, offset - scale * center / spread)
 
 
@@ -152,40 +157,102 @@ def _finite_scores(scores: ArrayLike, name: str) -> Scores:
     return checked
 
 
+class _Side(NamedTuple):
+    """Scores of one label, and how often each is there; once without counts."""
+
+    scores: NDArray[np.float64]
+    counts: NDArray[np.int64] | None
+
+
 class _Fit(NamedTuple):
     loss: float
     gradient: NDArray[np.float64]
     curvature: NDArray[np.float64]
 
 
-def _logistic_regression(genuine: Scores, impostor: Scores, prior: float) -> tuple[float, float]:
+def _coarse_solution(sides: list[_Side], prior: float) -> NDArray[np.float64]:
+    """Where to start: the solution for bins of equal width, if the scores are many.
+
+    Newton's method then needs two or three looks at all scores in place of ten. A start decides
+    nothing, so one that was not found is zero.
+    """
+    start = np.zeros(2)
+    if all(len(side.scores) <= 16 * COARSE_BINS for side in sides):
+        return start
+    try:
+        found = np.array(_logistic_regression([_binned(side) for side in sides], prior, start))
+    except np.linalg.LinAlgError:  # a threshold separates the bins
+        return start
+    return found if np.abs(found).max() < LARGEST_START else start
+
+
+def _binned(side: _Side) -> _Side:
+    """The mean of the scores in each bin, and their number."""
+    scores = side.scores
+    low, high = scores.min(), scores.max()
+    if low == high:
+        return _Side(scores[:1], np.array([len(scores)]))
+    places = ((scores - low) * (COARSE_BINS / (high - low))).astype(np.int64)
+    counts = np.bincount(places)
+    means = np.bincount(places, weights=scores)[counts > 0] / counts[counts > 0]
+    return _Side(means, counts[counts > 0])
+
+
+def _logistic_regression(
+    sides: list[_Side], prior: float, start: NDArray[np.float64]
+) -> tuple[float, float]:
     """Newton's method with steps that are halved until the loss falls."""
-    point: NDArray[Any] = np.zeros(2)
-    fit = _logistic_fit(point, genuine, impostor, prior)
+    point: NDArray[Any] = start
+    fit = _logistic_fit(point, sides, prior)
     for _ in range(MOST_STEPS):
         step = np.linalg.solve(fit.curvature, fit.gradient)
         if step @ step <= ENOUGH * (1.0 + point @ point):
             break
-        trial = _logistic_fit(point - step, genuine, impostor, prior)
+        trial = _logistic_fit(point - step, sides, prior)
         while trial.loss > fit.loss and step @ step > ENOUGH * (1.0 + point @ point):
             step = step / 2.0
-            trial = _logistic_fit(point - step, genuine, impostor, prior)
+            trial = _logistic_fit(point - step, sides, prior)
         if trial.loss > fit.loss:  # only rounding is left
             break
         point, fit = point - step, trial
     return float(point[0]), float(point[1])
 
 
-def _logistic_fit(point: NDArray[Any], genuine: Scores, impostor: Scores, prior: float) -> _Fit:
+def _logistic_fit(point: NDArray[Any], sides: list[_Side], prior: float) -> _Fit:
     """Weighted loss of the posteriors, its gradient and its matrix of second derivatives."""
     shift = math.log(prior / (1.0 - prior))
     loss, gradient, curvature = 0.0, np.zeros(2), np.zeros((2, 2))
-    for scores, weight, sign in ((genuine, prior, -1.0), (impostor, 1.0 - prior, 1.0)):
-        errors = sign * (point[0] * scores + point[1] + shift)
-        wrong = expit(errors)  # probability given to the wrong answer
-        loss += weight * float(np.logaddexp(0.0, errors).mean())
-        gradient += weight * sign * np.array([(wrong * scores).mean(), wrong.mean()])
-        bend = wrong * (1.0 - wrong)
-        across = (bend * scores).mean()
-        curvature += weight * np.array([[(bend * scores**2).mean(), across], [across, bend.mean()]])
+    for side, weight, sign in zip(sides, (prior, 1.0 - prior), (-1.0, 1.0), strict=True):
+        sums = np.zeros(6)
+        for begin in range(0, len(side.scores), PIECE):
+            sums += _sums(side, slice(begin, begin + PIECE), point, shift, sign)
+        total = len(side.scores) if side.counts is None else side.counts.sum()
+        cost, wrong, slant, bend, across, along = weight * sums / total
+        loss += float(cost)
+        gradient += sign * np.array([slant, wrong])
+        curvature += np.array([[along, across], [across, bend]])
     return _Fit(loss, gradient, curvature)
+
+
+def _sums(
+    side: _Side, piece: slice, point: NDArray[Any], shift: float, sign: float
+) -> NDArray[np.float64]:
+    """Over a piece of the scores: the loss, and the errors and their slopes with their moments."""
+    scores = side.scores[piece]
+    errors = sign * (point[0] * scores + point[1] + shift)
+    wrong = expit(errors)  # probability given to the wrong answer
+    loss, bend = np.logaddexp(0.0, errors), wrong * (1.0 - wrong)
+    if side.counts is not None:
+        counts = side.counts[piece]
+        loss, wrong, bend = loss * counts, wrong * counts, bend * counts
+    across = bend * scores
+    return np.array(
+        [
+            loss.sum(),
+            wrong.sum(),
+            (wrong * scores).sum(),
+            bend.sum(),
+            across.sum(),
+            (across * scores).sum(),
+        ]
+    )

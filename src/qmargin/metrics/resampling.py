@@ -54,7 +54,13 @@ class Side(NamedTuple):
     def total_counts(self, size: int) -> sparse.csr_array:
         """How many trials have each pair of subjects, ``[size, size]``."""
         low, high = np.minimum(self.enrol, self.test), np.maximum(self.enrol, self.test)
-        keys, counts = np.unique(low * size + high, return_counts=True)
+        codes = low * size + high
+        if size * size <= 4 * len(codes):  # counting in place is faster than sorting
+            every = np.bincount(codes, minlength=size * size)
+            keys = np.flatnonzero(every)
+            counts = every[keys]
+        else:
+            keys, counts = np.unique(codes, return_counts=True)
         return sparse.csr_array(
             (counts.astype(np.int64), (keys // size, keys % size)), shape=(size, size)
         )
@@ -146,14 +152,15 @@ def weighted_point(tail: Tail, weights: Ints, totals: Ints, wanted: Wanted) -> P
         if crossing is None:
             return None
         eer = crossing
-    costs = _min_dcf(tail, accepted / num_impostors, rejected / num_genuine, wanted.p_targets)
+    costs = _min_dcf(tail, accepted, rejected, totals, wanted.p_targets)
     return None if costs is None else Point(tar, eer, costs)
 
 
 def _tar(tail: Tail, accepted: Ints, rejected: Ints, allowed: Ints, num_genuine: int) -> Floats:
     """The k+1 rule: genuine above the first impostor that is one too many."""
     first = np.searchsorted(accepted[1:], allowed, side="right")
-    below = np.append(tail.num_not_above, 0)[first]  # past the end: every impostor is allowed
+    inside = np.minimum(first, len(tail) - 1)
+    below = np.where(first < len(tail), tail.num_not_above[inside], 0)  # past it: all are allowed
     tar: Floats = (num_genuine - rejected[below]) / num_genuine
     return tar
 
@@ -188,16 +195,20 @@ def _eer(
     return float(Fraction(crossing, (over + short) * num_genuine))
 
 
-def _min_dcf(tail: Tail, far: Floats, frr: Floats, p_targets: tuple[float, ...]) -> Floats | None:
+def _min_dcf(
+    tail: Tail, accepted: Ints, rejected: Ints, totals: Ints, p_targets: tuple[float, ...]
+) -> Floats | None:
     """Smallest normalised cost; None where a threshold below the tail could cost less."""
+    num_genuine, num_impostors = totals
     ends, starts = tail.candidates
     costs = np.empty(len(p_targets))
-    far_at, frr_at = far[ends], frr[starts]
+    far_at, frr_at = accepted[ends] / num_impostors, rejected[starts] / num_genuine
+    largest_far, largest_frr = accepted[-1] / num_impostors, rejected[-1] / num_genuine
     for index, p_target in enumerate(p_targets):
         price = Costs.of(p_target)
         # above all impostors; nobody accepted; everybody accepted
-        ends_cost = min(price.total(frr[-1], 0.0), price.total(1.0, 0.0), price.total(0.0, 1.0))
+        ends_cost = min(price.total(largest_frr, 0.0), price.total(1.0, 0.0), price.total(0.0, 1.0))
         costs[index] = price.total(frr_at, far_at).min(initial=float(ends_cost))
-        if not tail.is_whole and price.total(0.0, far[-1]) < costs[index]:
+        if not tail.is_whole and price.total(0.0, largest_far) < costs[index]:
             return None
     return costs

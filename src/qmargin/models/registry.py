@@ -14,6 +14,7 @@ from qmargin.models.iresnet import BLOCKS, iresnet
 from qmargin.models.mobilefacenet import SIZES as MOBILE_SIZES
 from qmargin.models.mobilefacenet import mobilefacenet
 from qmargin.models.small import SmallConv, SmallMLP
+from qmargin.models.speaker_backbones import SPEAKER_BACKBONES
 from qmargin.models.stroke_net import StrokeNet
 from qmargin.models.vit import SIZES as VIT_SIZES
 from qmargin.models.vit import vit
@@ -22,6 +23,7 @@ _BACKBONES: dict[str, Callable[..., nn.Module]] = {
     **{f"iresnet{depth}": partial(iresnet, depth) for depth in BLOCKS},
     **{name: partial(mobilefacenet, name) for name in MOBILE_SIZES},
     **{name: partial(vit, name) for name in VIT_SIZES},
+    **SPEAKER_BACKBONES,
     "small_mlp": SmallMLP,
     "small_conv": SmallConv,
     "stroke_net": StrokeNet,

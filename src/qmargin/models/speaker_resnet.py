@@ -82,6 +82,9 @@ class SpeakerResNet(nn.Module):
         width: Channels of the first stage; doubled by each of the others.
         num_bins: Of the filter banks.
         pooling: ``"statistics"`` or ``"attentive"``.
+        embedding_norm: A batch norm without weights after the last layer, as CAM++ has one. The
+            published networks have none: statistics are positive, so that embeddings begin in one
+            direction, which a long warm-up outlives and a short run does not.
         dither: Of waveforms in training, see ``SpeakerInput``.
     """
 
@@ -94,6 +97,7 @@ class SpeakerResNet(nn.Module):
         width: int = 32,
         num_bins: int = 80,
         pooling: PoolingKind = "statistics",
+        embedding_norm: bool = False,
         dither: float = 0.0,
     ) -> None:
         super().__init__()
@@ -117,6 +121,8 @@ class SpeakerResNet(nn.Module):
             self.add_module(f"layer{place + 1}", nn.Sequential(*stage))
         self.pool = create_pooling(pooling, channels * -(-num_bins // 8))
         self.seg_1 = nn.Linear(self.pool.output_dim, embedding_dim)
+        norm = nn.BatchNorm1d(embedding_dim, affine=False) if embedding_norm else nn.Identity()
+        self.seg_bn_1 = norm
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Embeddings ``[B, d]``."""
@@ -126,7 +132,7 @@ class SpeakerResNet(nn.Module):
             out = self.get_submodule(f"layer{place}")(out)
         with no_autocast(out.device.type):
             statistics = self.pool(out)
-            embeddings: Tensor = self.seg_1(statistics.to(self.seg_1.weight.dtype))
+            embeddings: Tensor = self.seg_bn_1(self.seg_1(statistics.to(self.seg_1.weight.dtype)))
         return embeddings
 
 
@@ -134,11 +140,13 @@ def speaker_resnet(
     depth: int,
     embedding_dim: int = 256,
     *,
+    width: int = 32,
     num_bins: int = 80,
     pooling: PoolingKind = "statistics",
+    embedding_norm: bool = False,
     dither: float = 0.0,
 ) -> SpeakerResNet:
-    """The network of a depth: 18, 34, 50 or 101.
+    """The network of a depth: 18, 34, 50 or 101; see ``SpeakerResNet`` for the options.
 
     Examples:
         >>> import torch
@@ -155,7 +163,9 @@ def speaker_resnet(
         blocks,
         embedding_dim,
         num_convolutions=num_convolutions,
+        width=width,
         num_bins=num_bins,
         pooling=pooling,
+        embedding_norm=embedding_norm,
         dither=dither,
     )

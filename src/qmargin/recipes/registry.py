@@ -9,11 +9,16 @@ from typing import TYPE_CHECKING
 from qmargin.errors import ConfigError
 from qmargin.recipes.debug import debug
 from qmargin.recipes.face import FACE_RECIPES
+from qmargin.recipes.speaker import SPEAKER_RECIPES
 
 if TYPE_CHECKING:
     from qmargin.training.recipe import Recipe
 
-_RECIPES: dict[str, Callable[[], Recipe]] = {"debug": debug, **FACE_RECIPES}
+_RECIPES: dict[str, Callable[[], Recipe]] = {
+    "debug": debug,
+    **FACE_RECIPES,
+    **SPEAKER_RECIPES,
+}
 
 
 def register_recipe(name: str, builder: Callable[[], Recipe]) -> None:
@@ -42,7 +47,7 @@ def get_recipe(name: str) -> Recipe:
     if name not in _RECIPES:
         close = get_close_matches(name, _RECIPES, n=1)
         hint = f"did you mean {close[0]!r}?" if close else "nothing is like it;"
-        raise ConfigError(f"no recipe {name!r}, {hint} known are {', '.join(_RECIPES)}")
+        raise ConfigError(f"no recipe {name!r}, {hint} `qmargin recipes` lists all")
     return _RECIPES[name]()
 
 

@@ -80,30 +80,26 @@ def reliability_chart(reliability: Reliability, colour: int, title: str) -> Html
     )
 
 
-def support_chart(journal: Journal, colour: int, title: str) -> Html:
-    """Mean and largest number of active classes over the steps of a training."""
+def support_chart(journals: Sequence[Journal]) -> Html:
+    """Mean and largest number of active classes over the steps of trainings, in their colours."""
     left, right, bottom, height = 62.0, 624.0, 232.0, 280.0
-    values = [value for value in (*journal.mean, *journal.largest) if value is not None]
+    columns = [column for journal in journals for column in (journal.mean, journal.largest)]
+    values = [value for column in columns for value in column if value is not None]
     low = 10.0 ** math.floor(math.log10(max(min(values), 1.0)))
-    high = 10.0 ** math.ceil(math.log10(max(*values, 10.0 * low)))
+    high = max(*values, 10.0 * low) * 1.15  # so that a line at the top does not hide in the frame
     up = Scale(low, high, bottom, TOP + 8, math.log10)
-    steps = journal.steps
-    across = Scale(steps[0], max(steps[-1], steps[0] + 1), left, right)
+    steps = [step for journal in journals for step in journal.steps]
+    across = Scale(min(steps), max(*steps, min(steps) + 1), left, right)
     ticks = [(value, short_count(value)) for value in round_ticks(across.low, across.high, 6)]
-    series = {"mean": journal.mean, "largest": journal.largest}
-    lines = []
-    for kind, column in series.items():
-        pairs = zip(steps, column, strict=True)
-        places = [(across(step), up.clamped(v)) for step, v in pairs if v is not None]
-        style = f"curve {curve_class(colour)} support-{kind}"
-        lines.append(tag("path", d=path_data(places), class_=style))
-        if places:
-            x, y = places[-1]
-            lines.append(text_at(x - 4, y - 8, kind, class_="series-label", text_anchor="end"))
+    lines = [
+        _support_line(journal, kind, across, up, colour)
+        for colour, journal in enumerate(journals)
+        for kind in ("largest", "mean")
+    ]
     heights = [(value, short_count(value)) for value in decades(low, high)]
     axis = text_at(right, bottom + 42, "step", class_="axis bottom", text_anchor="end")
     return _chart(
-        title,
+        ", ".join(journal.name for journal in journals),
         "Active classes over training steps",
         bottom_axis(across, bottom, ticks, TOP + 8),
         left_axis(up, left, heights, right),
@@ -111,6 +107,14 @@ def support_chart(journal: Journal, colour: int, title: str) -> Html:
         *lines,
         size=(640.0, height),
     )
+
+
+def _support_line(journal: Journal, kind: str, across: Scale, up: Scale, colour: int) -> Html:
+    column = journal.mean if kind == "mean" else journal.largest
+    pairs = zip(journal.steps, column, strict=True)
+    places = [(across(step), up.clamped(value)) for step, value in pairs if value is not None]
+    style = f"curve {curve_class(colour)} support-{kind}"
+    return tag("path", d=path_data(places), class_=style)
 
 
 def _chart(

@@ -6,10 +6,10 @@ import base64
 import io
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from qmargin.evaluation.result import HardPair
 from qmargin.files import write_atomically
@@ -31,7 +31,10 @@ COLOURS = (
 )
 MARKERS = "os^DvPph"
 DASHES: Any = ("-", "--", ":", "-.")
+LinePoint: TypeAlias = tuple[float, float, float | None]  # place, height, deviation
+Lines: TypeAlias = Mapping[str, Sequence[LinePoint]]  # by name
 LONGEST_LABEL = 32  # characters
+WIDE = 10.0  # numbers that differ by more are drawn on a logarithmic axis
 MOST_PAIRS = 6  # of each kind in the grid
 SETTINGS: Any = {
     "font.size": 9,
@@ -126,16 +129,71 @@ def sensitivity_plot(panel: Panel) -> Figure | None:
         lines.setdefault(f"{name}{alpha}{margin}", []).append((found.scale, 100.0 * point.tar))
     if far is None or sum(len(points) for points in lines.values()) < 2:
         return None
-    figure, axes = _blank(5.2, 3.6)
-    for index, points in enumerate(lines.values()):
-        places = list(zip(*sorted(points), strict=True))
-        colour, sign = COLOURS[index % NUM_COLOURS], MARKERS[index % len(MARKERS)]
-        axes.plot(*places, color=colour, marker=sign, linewidth=1.2)
-    legend = axes.legend(axes.get_lines(), list(lines), frameon=False, fontsize=8)
+    named = {name: [(x, y, None) for x, y in points] for name, points in lines.items()}
+    return lines_plot({"Scale": named}, f"TAR % at FAR {power(far)}")
+
+
+def lines_plot(
+    panels: Mapping[str, Lines], ylabel: str, *, beyond: Mapping[str, float] | None = None
+) -> Figure:
+    """Lines over numbers, one panel beside the other with a common height and legend.
+
+    Args:
+        panels: Lines by the name of what they are drawn over.
+        ylabel: Of the height.
+        beyond: By panel, the number from which on the ground is shaded.
+    """
+    figure, grid = _blank(2.2 + 3.4 * len(panels), 3.6, columns=len(panels), squeeze=False)
+    cells = list(grid[0])
+    for axes, (name, lines) in zip(cells, panels.items(), strict=True):
+        for index, points in enumerate(lines.values()):
+            _line(axes, points, COLOURS[index % NUM_COLOURS], MARKERS[index % len(MARKERS)])
+        axes.set(xlabel=name)
+        places = [x for points in lines.values() for x, _, _ in points]
+        if min(places) > 0.0 and max(places) > WIDE * min(places):
+            axes.set(xscale="log")
+            axes.minorticks_off()
+            ticks = _rate_ticks(*axes.get_xlim())
+            axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        axes.grid(color="0.9", linewidth=0.6)
+        edges = axes.get_xlim()
+        if beyond and name in beyond and edges[1] > beyond[name]:
+            axes.axvspan(beyond[name], edges[1], color="0.5", alpha=0.12, lw=0)
+            axes.set_xlim(edges)
+    for axes in cells[1:]:
+        axes.sharey(cells[0])
+        axes.tick_params(labelleft=False)
+    cells[0].set(ylabel=ylabel)
+    names = list(next(iter(panels.values())))
+    style: Any = {"loc": "outside right upper", "frameon": False, "fontsize": 8}
+    legend = figure.legend(cells[0].get_lines(), names, **style)
     _plain_text(legend.get_texts())
-    axes.set(xlabel="Scale", ylabel=f"TAR % at FAR {power(far)}")
-    axes.grid(color="0.9", linewidth=0.6)
     return figure
+
+
+def _line(axes: Any, points: Sequence[LinePoint], colour: str, sign: str) -> None:
+    places = sorted(points, key=lambda point: point[0])
+    across, up = [x for x, _, _ in places], [y for _, y, _ in places]
+    axes.plot(across, up, color=colour, marker=sign, linewidth=1.2)
+    spread = [(x, y - deviation, y + deviation) for x, y, deviation in places if deviation]
+    if spread:
+        axes.vlines(*zip(*spread, strict=True), color=colour, linewidth=0.8)
+
+
+def write_lines(
+    stem: Path,
+    panels: Mapping[str, Lines],
+    ylabel: str,
+    *,
+    beyond: Mapping[str, float] | None = None,
+) -> list[Path]:
+    """``lines_plot`` in files; returns them."""
+    import matplotlib
+
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    with matplotlib.rc_context(SETTINGS), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing")
+        return _saved(lines_plot(panels, ylabel, beyond=beyond), stem)
 
 
 def groups_plot(panel: Panel) -> Figure | None:
@@ -226,12 +284,14 @@ def _image_pairs(pairs: Sequence[HardPair], media: MediaFolder) -> list[tuple[Ha
     return found[:MOST_PAIRS]
 
 
-def _blank(width: float, height: float, *, rows: int = 1, columns: int = 1) -> tuple[Figure, Any]:
+def _blank(
+    width: float, height: float, *, rows: int = 1, columns: int = 1, squeeze: bool = True
+) -> tuple[Figure, Any]:
     """A figure without pyplot, so that nothing is kept and no window is opened."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
-    return figure, figure.subplots(rows, columns)
+    return figure, figure.subplots(rows, columns, squeeze=squeeze)
 
 
 def _legend(axes: Any, entries: Sequence[Entry]) -> None:

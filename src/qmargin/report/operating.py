@@ -51,8 +51,13 @@ def other_columns(panel: Panel) -> list[Column]:
     priors = sorted({c.p_target for e in panel.entries for c in e.result.metrics.min_dcf})
     columns += [Column(f"minDCF, p = {prior:g}", _dcf_cells(panel, prior)) for prior in priors]
     metrics = [entry.result.metrics for entry in panel.entries]
-    columns.append(Column("Cllr", _lowest([m.cllr.value for m in metrics])))
-    columns.append(Column("minCllr", _lowest([m.min_cllr.value for m in metrics])))
+    costs = {
+        "Cllr": [found.cllr.value for found in metrics],
+        "minCllr": [found.min_cllr.value for found in metrics],
+    }
+    for heading, values in costs.items():
+        if any(value is not None for value in values):
+            columns.append(Column(heading, _lowest(values)))
     return columns
 
 

@@ -14,10 +14,11 @@ from qmargin.report.det import det_data, det_figure, swatch
 from qmargin.report.groups import groups_block
 from qmargin.report.hardest import hardest_block
 from qmargin.report.journal import Journal
+from qmargin.report.layout import data_table
 from qmargin.report.markup import Html, cleaned, joined, json_block, name_of, tag
 from qmargin.report.media import MediaFolder
 from qmargin.report.model_card import protocol_block
-from qmargin.report.numbers import count, number
+from qmargin.report.numbers import MISSING, count, number
 from qmargin.report.operating import operating_block
 from qmargin.report.repeats import find_repeats, repeats_block
 from qmargin.report.systems import Panel
@@ -87,7 +88,8 @@ SECTIONS = (
         "sparsity",
         "Sparsity of the training",
         "Sparsity",
-        "Classes with a posterior above zero, per sample.",
+        "Classes with a posterior above zero: the mean over the samples of a step (line) and the "
+        "largest (dashes). At alpha 1 all classes are active.",
     ),
     Section(
         "calibration",
@@ -148,7 +150,7 @@ def _sections(content: PageContent) -> list[Section]:
     bodies = {key: _per_panel(panels, block) for key, block in blocks.items()}
     repeats = find_repeats(panels)
     bodies["repeats"] = joined(repeats_block(found, content.level) for found in repeats)
-    bodies["sparsity"] = joined(_support(journal, i) for i, journal in enumerate(content.journals))
+    bodies["sparsity"] = _support(content.journals)
     return [replace(section, body=bodies[section.key]) for section in SECTIONS]
 
 
@@ -203,22 +205,22 @@ def _sign(value: float) -> str:
     return "+" if value >= 0.0 else "\u2212"
 
 
-def _support(journal: Journal, index: int) -> Html:
-    means = [value for value in journal.mean if value is not None]
-    peaks = [value for value in journal.largest if value is not None]
-    facts = [("steps recorded", count(journal.num_steps))]
-    if means:
-        facts.append(("mean active classes at the end", number(means[-1])))
-    if peaks:
-        facts.append(("largest over all steps", count(int(max(peaks)))))
-    if peaks and journal.num_classes:
-        facts.append(
-            ("largest as a share of all", f"{100 * max(peaks) / journal.num_classes:.3g} %")
-        )
-    shown = [tag("div", tag("dt", name), tag("dd", value)) for name, value in facts]
-    title = tag("figcaption", name_of(journal.name), class_="who")
-    drawing = support_chart(journal, index, journal.name)
-    return tag("figure", title, tag("dl", *shown, class_="facts small"), drawing, class_="support")
+def _support(journals: Sequence[Journal]) -> Html:
+    """All trainings in one drawing, and their numbers in a table."""
+    if not journals:
+        return EMPTY
+    head = ["<Training", "Mean at the end", "Largest of all steps"]
+    rows = []
+    for colour, journal in enumerate(journals):
+        means = [value for value in journal.mean if value is not None]
+        peaks = [value for value in journal.largest if value is not None]
+        largest = count(int(max(peaks))) if peaks else MISSING
+        if peaks and journal.num_classes:
+            largest += f" ({100 * max(peaks) / journal.num_classes:.3g} %)"
+        cells = (number(means[-1]) if means else MISSING, largest)
+        name = tag("span", swatch(colour), name_of(journal.name), class_="who")
+        rows.append(tag("tr", tag("th", name, scope="row"), *(tag("td", cell) for cell in cells)))
+    return tag("div", support_chart(journals), data_table(head, rows), class_="support")
 
 
 def _header(content: PageContent, sections: Sequence[Section]) -> Html:

@@ -86,10 +86,10 @@ def difference_of_means(
         return None
     if not all(are_paired(*pair) for pair in pairs):
         return None
-    sides = list(zip(*pairs, strict=True))
+    sides = [repeats.systems[name] for name in (first, second)]
     observed = [[observed_value(entry, far) for entry in side] for side in sides]
     drawn = [[replicate_values(entry, far) for entry in side] for side in sides]
-    if any(value is None for side in (*observed, *drawn) for value in side):
+    if any(None in side for side in observed) or any(v is None for side in drawn for v in side):
         return None
     a, b = (float(np.mean(np.array(side, dtype=float))) for side in observed)
     values = [np.mean(np.array(side, dtype=float), axis=0) for side in drawn]

@@ -28,11 +28,15 @@ class Entry:
 
 @dataclass(frozen=True)
 class Panel:
-    """The systems that were tried on the same trials, the ``index``-th set of them."""
+    """The systems that were tried on the same trials, the ``index``-th set of them.
+
+    ``headline`` is the FAR that the verdict should be about; None for the strictest that can be.
+    """
 
     title: str
     entries: tuple[Entry, ...]
     index: int = 0
+    headline: float | None = None
 
     @property
     def first(self) -> Result:
@@ -51,13 +55,22 @@ class Panel:
         return sorted({entry.result.protocol.rule for entry in self.entries})
 
     def headline_far(self) -> float | None:
-        """The strictest FAR that every system measured, with enough false accepts if possible."""
+        """The FAR of the verdict.
+
+        The one that was asked for, or the strictest that every system measured, with enough false
+        accepts if possible.
+        """
+        if self.headline is not None and self._measured(self.headline, ("ok", "few")):
+            return self.headline
         for accepted in (("ok",), ("ok", "few")):
             for far in reversed(self.fars):
-                points = [entry.point_at(far) for entry in self.entries]
-                if all(p is not None and p.status in accepted for p in points):
+                if self._measured(far, accepted):
                     return far
         return None
+
+    def _measured(self, far: float, accepted: tuple[str, ...]) -> bool:
+        points = [entry.point_at(far) for entry in self.entries]
+        return all(p is not None and p.status in accepted for p in points)
 
     def best_tar(self, far: float) -> float | None:
         """The largest TAR at this target."""
@@ -73,7 +86,7 @@ class Panel:
         return max(self.entries, key=lambda entry: _tar_or_zero(entry, far))
 
 
-def load_panels(paths: Sequence[str | Path]) -> list[Panel]:
+def load_panels(paths: Sequence[str | Path], *, headline: float | None = None) -> list[Panel]:
     """Read results and arrange them by trials, in the order given.
 
     A system has the same colour in every panel. Two results under one name on the same trials are
@@ -82,10 +95,10 @@ def load_panels(paths: Sequence[str | Path]) -> list[Panel]:
     if not paths:
         raise ConfigError("a report needs at least 1 result, got 0: name a result.json")
     results = [_checked(read_result(path), path) for path in paths]
-    return arrange(results)
+    return arrange(results, headline=headline)
 
 
-def arrange(results: Sequence[Result]) -> list[Panel]:
+def arrange(results: Sequence[Result], *, headline: float | None = None) -> list[Panel]:
     """Panels of results that were read already."""
     colours: dict[str, int] = {}
     panels: dict[tuple[object, ...], list[Entry]] = {}
@@ -98,7 +111,7 @@ def arrange(results: Sequence[Result]) -> list[Panel]:
             number += 1
         entries.append(Entry(result, label, colours.setdefault(label, len(colours))))
     made = [
-        Panel(_title(entries), tuple(entries), index)
+        Panel(_title(entries), tuple(entries), index, headline)
         for index, entries in enumerate(panels.values())
     ]
     return _with_distinct_titles(made)

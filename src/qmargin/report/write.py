@@ -30,6 +30,7 @@ class ReportOptions:
         media: Folder under which the keys of trials name images or recordings.
         journals: Files of trainings whose sparsity is shown.
         has_figures: Whether to draw SVG and PDF figures, which needs matplotlib.
+        headline: FAR of the verdict; None for the strictest that the trials allow.
     """
 
     title: str = "Verification report"
@@ -37,6 +38,7 @@ class ReportOptions:
     media: Path | None = None
     journals: tuple[Path, ...] = ()
     has_figures: bool = True
+    headline: float | None = None
 
     def __post_init__(self) -> None:
         if not 0.0 < self.level < 1.0:
@@ -62,7 +64,7 @@ def write_report(
         DataError: If a result or a journal cannot be read; nothing is written then.
     """
     options = options or ReportOptions()
-    panels = load_panels(results)
+    panels = load_panels(results, headline=options.headline)
     differences = [paired_differences(panel, options.level) for panel in panels]
     media = None if options.media is None else MediaFolder(options.media)
     content = PageContent(

@@ -16,6 +16,9 @@ from qmargin.training.checkpoint import read_backbone
 from qmargin.training.manifest import Checkpoint
 from qmargin.training.tensor_files import write_tensors
 
+AVERAGE = "average.safetensors"  # in the folder of a run, at its end
+MOVING_AVERAGE = "ema.safetensors"
+
 
 class MovingAverage:
     """Exponential moving average of a state dict.

@@ -135,6 +135,6 @@ def check_writable(folder: str | Path, *, needed_bytes: int = 0) -> None:
         ) from error
     if free < needed_bytes:
         raise CheckpointError(
-            f"{folder} has {free:,} bytes left and one checkpoint takes {needed_bytes:,}; "
+            f"{folder} has {free:,} bytes left and checkpoints take {needed_bytes:,}; "
             "free some space or choose another output folder"
         )

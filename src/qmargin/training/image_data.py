@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from qmargin.training.parts import DataPart
 
 STORED: dict[str, type] = {"index": str, "verify": bool, "decoder": str, "channels": str}
-"""Options of ``qmargin.data.open_dataset``; all others are of ``FaceImages``."""
+"""Options of ``qmargin.data.open.open_images``; all others are of ``FaceImages``."""
 
 
 def open_images(part: DataPart) -> FaceImages:
@@ -30,7 +30,7 @@ def open_images(part: DataPart) -> FaceImages:
         DataError: What is there cannot be read.
     """
     from qmargin.data.faces import FaceAugmentation, FaceImages
-    from qmargin.data.open import open_dataset
+    from qmargin.data.open import open_images as open_stored
 
     looks = [field.name for field in fields(FaceAugmentation)]
     for name in part.options:
@@ -50,4 +50,4 @@ def open_images(part: DataPart) -> FaceImages:
     }
     size = as_type(given.get("size", 112), int, "data.options.size")
     augmentation = FaceAugmentation(**{name: given[name] for name in looks if name in given})
-    return FaceImages(open_dataset(path, **stored), size, augmentation)
+    return FaceImages(open_stored(path, **stored), size, augmentation)

@@ -15,7 +15,12 @@ from qmargin.data.loader import Batch
 from qmargin.data.samples import Dataset
 from qmargin.errors import CheckpointError, DataError
 from qmargin.training.async_saver import AsyncSaver
-from qmargin.training.averaging import average_checkpoints, write_weights
+from qmargin.training.averaging import (
+    AVERAGE,
+    MOVING_AVERAGE,
+    average_checkpoints,
+    write_weights,
+)
 from qmargin.training.checkpoint import open_checkpoint
 from qmargin.training.exchange import group_exchange
 from qmargin.training.folders import check_writable, list_steps
@@ -38,8 +43,6 @@ from qmargin.training.step import OVERFLOW, StepResult, batch_rows, take_step
 from qmargin.training.together import gather_texts, together
 from qmargin.training.trackers import check_trackers
 
-AVERAGE = "average.safetensors"
-MOVING_AVERAGE = "ema.safetensors"
 NUM_SHOWN = 5  # samples that a message names; the journal has all of them
 
 
@@ -106,6 +109,30 @@ def train(
         ...     (outcome.step, outcome.checkpoint.name)
         (2, 'step-000002')
     """
+    with open_run(
+        recipe,
+        out,
+        resume=resume,
+        hooks=hooks,
+        dataset=dataset,
+        device=device,
+        trackers=trackers,
+    ) as run:
+        return run.go()
+
+
+@contextmanager
+def open_run(
+    recipe: Recipe,
+    out: str | Path,
+    *,
+    resume: bool | str | Path = False,
+    hooks: Sequence[Hook] = (),
+    dataset: Dataset | None = None,
+    device: str = "auto",
+    trackers: Sequence[str] = (),
+) -> Iterator[Run]:
+    """Everything that ``train`` does before the first step and after the last."""
     folder = Path(out)
     check_trackers(trackers)
     with (
@@ -114,7 +141,8 @@ def train(
         locked(folder, process),
     ):
         start = find_start(recipe, folder, process, resume=resume)
-        session = build_session(recipe, process, dataset)
+        is_resumed = start.checkpoint is not None
+        session = build_session(recipe, process, dataset, is_resumed=is_resumed)
         journal_bytes = 0
         if start.checkpoint is not None:
             loop = restore_(session, start.checkpoint)
@@ -137,10 +165,10 @@ def train(
             reporter.event("start", **start_record(session, start))
             for note in (*start.notes, describe_run(session)):
                 reporter.note(note)
-            return _Run(session, saver, reporter, request, hooks).go()
+            yield Run(session, saver, reporter, request, hooks)
 
 
-class _Run:
+class Run:
     """One call of ``train``, once everything is built."""
 
     def __init__(
@@ -180,13 +208,18 @@ class _Run:
 
     def follow(self, batches: Iterator[Batch]) -> None:
         """Take steps until the run is over, or has to go back and read on elsewhere."""
-        while not self.is_over:
-            result = self.take_step(batches)
-            self.account(result)
-            if result.skipped is None and self.session.spikes.is_spike(result.loss):
-                self.roll_back(result.loss)
-                return
-            self.advance(result)
+        while not self.is_over and self.next_step(batches):
+            pass
+
+    def next_step(self, batches: Iterator[Batch]) -> bool:
+        """Take a step; False if the run went back, and reads on elsewhere."""
+        result = self.take_step(batches)
+        self.account(result)
+        if result.skipped is None and self.session.spikes.is_spike(result.loss):
+            self.roll_back(result.loss)
+            return False
+        self.advance(result)
+        return True
 
     def take_step(self, batches: Iterator[Batch]) -> StepResult:
         """One step, with a word on the save in the background before it."""

@@ -59,11 +59,20 @@ class DataPart:
 
 @dataclass(frozen=True)
 class ModelPart:
-    """The backbone, by its name in ``qmargin.models.registry``, with its options."""
+    """The backbone, by its name in ``qmargin.models.registry``, with its options.
+
+    Args:
+        backbone: Its name.
+        embedding_dim: Length of an embedding.
+        options: Of this backbone.
+        weights: What it starts with: a model directory, a safetensors file or a PyTorch
+            checkpoint. None for fresh weights.
+    """
 
     backbone: str
     embedding_dim: int = 512
     options: dict[str, Option] = field(default_factory=dict, hash=False)
+    weights: str | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -264,6 +273,9 @@ class RunPart:
     Args:
         epochs: Over the data.
         max_steps: Stop earlier; the schedule stays as it is.
+        start_from: Output folder of another run, or one of its checkpoints: this one starts with
+            the weights of its backbone, averaged where that run wrote an average, and with its
+            prototypes. None for fresh weights.
         save_every_steps: Between checkpoints.
         keep: Newest checkpoints that are kept.
         validate_every: Between calls of the validation hooks; None for none.
@@ -278,6 +290,7 @@ class RunPart:
 
     epochs: int
     max_steps: int | None = None
+    start_from: str | None = None
     save_every_steps: int = 1000
     keep: int = 3
     validate_every: int | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -110,7 +111,8 @@ def start_process_group(timeout_s: float = DEFAULT_TIMEOUT_S, *, device: str = "
     Args:
         timeout_s: Longest time that ranks wait for each other: for a rank that never joins, that
             dies, or that hangs. It must exceed the longest time that one rank works alone.
-        device: ``"cpu"``, ``"cuda"``, or ``"auto"`` for a GPU where there is one.
+        device: ``"cpu"``, ``"cuda"``, one GPU as in ``"cuda:1"``, or ``"auto"`` for a GPU where
+            there is one.
 
     Raises:
         RankError: Not all ranks joined in time; the message names those that did not.
@@ -182,18 +184,29 @@ def choose_device(local_rank: int, name: str = "auto") -> torch.device:
         >>> choose_device(3, "cpu")
         device(type='cpu')
     """
-    if name not in ("auto", "cpu", "cuda"):
-        raise ConfigError(f"device is {name!r}; choose auto, cpu or cuda")
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", name):
+        raise ConfigError(f"device is {name!r}; choose auto, cpu, cuda, or one GPU as in cuda:1")
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise ConfigError("device is 'cuda' and torch finds no GPU; run `qmargin doctor`")
+        raise ConfigError(f"device is {name!r} and torch finds no GPU; run `qmargin doctor`")
+    if ":" in name:
+        return _named_gpu(int(name.partition(":")[2]))
     if local_rank >= torch.cuda.device_count():
         raise ConfigError(
             f"local rank {local_rank} has no GPU of its own: there are "
             f"{torch.cuda.device_count()}; start at most that many ranks per machine"
         )
     return torch.device("cuda", local_rank)
+
+
+def _named_gpu(index: int) -> torch.device:
+    if index >= torch.cuda.device_count():
+        raise ConfigError(
+            f"device is 'cuda:{index}' and there are {torch.cuda.device_count()} GPUs, which count "
+            "from 0; choose one of them"
+        )
+    return torch.device("cuda", index)
 
 
 def seed_everything(seed: int, *, rank: int = 0) -> None:

@@ -22,7 +22,7 @@ MAX_DEPTH = 20
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 
 
-class _Dumper(yaml.SafeDumper):
+class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
     """Writes text that has line breaks or control characters in escapes: YAML would fold them."""
 
 

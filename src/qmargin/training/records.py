@@ -20,6 +20,7 @@ def start_record(session: Session, start: Start) -> dict[str, Any]:
         "step": session.progress.step,
         "recipe": session.recipe.name,
         "recipe_sha256": session.recipe.sha256,
+        "weights_sha256": session.weights_sha256,
         "checkpoint": None if start.checkpoint is None else start.checkpoint.path.name,
         "changes": start.changes,
         "total_steps": session.total_steps,

@@ -25,7 +25,7 @@ NUM_STEPS = 2
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What two steps of a recipe took, on this rank.
+    """What some steps of a recipe took, on this rank.
 
     Attributes:
         recipe: That was tried.
@@ -77,8 +77,20 @@ class Rehearsal:
         ]
 
 
-def rehearse(recipe: Recipe, *, dataset: Dataset | None = None, device: str = "auto") -> Rehearsal:
-    """Build everything, take two steps, and say what they took; nothing is written.
+def rehearse(
+    recipe: Recipe,
+    *,
+    dataset: Dataset | None = None,
+    device: str = "auto",
+    num_steps: int = NUM_STEPS,
+) -> Rehearsal:
+    """Build everything, take some steps, and say what they took; nothing is written.
+
+    Args:
+        recipe: What to try.
+        dataset: Instead of the recipe's own data.
+        device: ``"auto"``, ``"cpu"`` or ``"cuda"``.
+        num_steps: How many, or as many as the recipe has.
 
     Raises:
         ConfigError: The recipe does not fit into memory; the message holds the estimate.
@@ -88,7 +100,7 @@ def rehearse(recipe: Recipe, *, dataset: Dataset | None = None, device: str = "a
         estimate = together(process, lambda: _estimated(recipe, process, dataset))
         try:
             session = build_session(recipe, process, dataset)
-            seconds, results = _two_steps(session)
+            seconds, results = _steps(session, num_steps)
         except torch.OutOfMemoryError as error:
             raise ConfigError(
                 f"this recipe was estimated at {gib(sum(estimate.values()))} on {process.device} "
@@ -122,12 +134,12 @@ def _estimated(recipe: Recipe, process: Process, dataset: Dataset | None) -> dic
     return estimate
 
 
-def _two_steps(session: Session) -> tuple[tuple[float, ...], list[StepResult]]:
+def _steps(session: Session, num_steps: int) -> tuple[tuple[float, ...], list[StepResult]]:
     device, seconds, results = session.process.device, [], []
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     with session.stream() as batches:
-        for _ in range(min(NUM_STEPS, session.total_steps)):
+        for _ in range(min(num_steps, session.total_steps)):
             began = time.perf_counter()
             with session.process.naming_ranks():
                 results.append(take_step(session, batches))

@@ -22,11 +22,13 @@ from qmargin.training.averaging import MovingAverage
 from qmargin.training.build import build_backbone, build_dataset, build_head
 from qmargin.training.checkpoint import Checkpoint, CheckpointState, HeadRows, load_checkpoint
 from qmargin.training.optim import Optimizers, build_optimizers
+from qmargin.training.pretrained import load_pretrained_
 from qmargin.training.process import Process
 from qmargin.training.recipe import Recipe
 from qmargin.training.recipe_files import to_yaml
 from qmargin.training.resharding import join_rows, split_rows
 from qmargin.training.spikes import SpikeWatch
+from qmargin.training.start_weights import load_weights_
 from qmargin.training.state import PROTOTYPES
 from qmargin.training.together import together
 
@@ -60,6 +62,7 @@ class Session:
     budget: CorruptBudget
     spikes: SpikeWatch
     progress: Progress = field(default_factory=Progress)
+    weights_sha256: str | None = None  # of the file that the backbone started with
 
     def __post_init__(self) -> None:
         self._buffers = [*self.backbone.buffers(), *self.head.buffers()]
@@ -124,13 +127,20 @@ class Session:
             torch._foreach_copy_(self._buffers, self._kept)
 
 
-def build_session(recipe: Recipe, process: Process, dataset: Dataset | None = None) -> Session:
+def build_session(
+    recipe: Recipe,
+    process: Process,
+    dataset: Dataset | None = None,
+    *,
+    is_resumed: bool = False,
+) -> Session:
     """Build everything, at step 0; labels are checked first.
 
     Args:
         recipe: What to build.
         process: This rank; every rank must call.
         dataset: Instead of the recipe's own.
+        is_resumed: Whether a checkpoint comes next: weights to start with are not read then.
     """
 
     def read() -> tuple[Dataset, GlobalOrder]:
@@ -139,14 +149,20 @@ def build_session(recipe: Recipe, process: Process, dataset: Dataset | None = No
         batch, is_short = recipe.data.batch_size, recipe.data.drop_last
         return found, GlobalOrder(len(found), recipe.seed, batch, drop_last=is_short)
 
-    def make() -> tuple[nn.Module, MarginClassifier]:
+    def make() -> tuple[nn.Module, MarginClassifier, str | None]:
         device, classes = process.device, samples.num_classes
         options: dict[str, Any] = {} if process.world == 1 else {"group": dist.group.WORLD}
-        head = build_head(recipe, num_classes=classes, device=device, **options)
-        return build_backbone(recipe, device=device), head.to(device)
+        head = build_head(recipe, num_classes=classes, device=device, **options).to(device)
+        backbone = build_backbone(recipe, device=device)
+        found = None
+        if recipe.model.weights is not None and not is_resumed:
+            found = load_pretrained_(backbone, recipe.model.weights)
+        if recipe.run.start_from is not None and not is_resumed:
+            load_weights_(backbone, head, recipe.run.start_from)
+        return backbone, head, found
 
     samples, order = together(process, read)
-    backbone, head = together(process, make)
+    backbone, head, weights_sha256 = together(process, make)
     run = recipe.run
     return Session(
         recipe=recipe,
@@ -161,6 +177,7 @@ def build_session(recipe: Recipe, process: Process, dataset: Dataset | None = No
         average=None if run.ema_decay is None else MovingAverage(run.ema_decay),
         budget=CorruptBudget(recipe.data.max_corrupt),
         spikes=SpikeWatch(run.spike_factor, run.spike_window),
+        weights_sha256=weights_sha256,
     )
 
 

@@ -14,6 +14,7 @@ from itertools import compress
 import torch
 from torch import Tensor
 
+from qmargin.data.faces import normalised
 from qmargin.data.loader import Batch
 from qmargin.data.order import GlobalOrder, derived_seed
 from qmargin.training.agreement import Verdict, all_agree, vote
@@ -164,8 +165,11 @@ def _embed(session: Session, inputs: Tensor) -> tuple[Tensor, Exception | None]:
     device = session.process.device
     try:
         inputs = inputs.to(device, non_blocking=True)
-        if session.recipe.precision.channels_last and inputs.dim() == 4:
-            inputs = inputs.contiguous(memory_format=torch.channels_last)
+        is_channels_last = session.recipe.precision.channels_last and inputs.dim() == 4
+        layout = torch.channels_last if is_channels_last else torch.contiguous_format
+        inputs = inputs.contiguous(memory_format=layout)
+        if inputs.dtype == torch.uint8:  # pictures travel as bytes
+            inputs = normalised(inputs)
         with session.autocast():
             return session.model(inputs), None
     except Exception as error:

@@ -16,6 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qmargin.data.audio import decode_audio
+from qmargin.data.audio_index import indexed_seconds
+from qmargin.data.index import SUFFIX as INDEX_SUFFIX
 from qmargin.errors import ConfigError, CorruptSample, DataError, ShapeError
 from qmargin.evaluation.resuming import ResumableFile
 from qmargin.evaluation.subjects import read_mapping
@@ -206,7 +208,7 @@ def _write(out: Path, rows: Path, names: Sequence[str], model_id: str) -> None:
 
 
 def read_seconds(path: str | Path) -> dict[str, float]:
-    """Durations by name: of a file of ``embed_utterances``, or of lines ``utterance seconds``.
+    """Durations by name: of ``embed_utterances``, of an index, or of lines ``utterance seconds``.
 
     Raises:
         DataError: The file has no durations, or one that is not a positive number.
@@ -214,6 +216,8 @@ def read_seconds(path: str | Path) -> dict[str, float]:
     path = Path(path)
     if path.suffix == ".safetensors":
         return _stored_seconds(path)
+    if path.suffix == INDEX_SUFFIX:
+        return _checked_seconds(path, indexed_seconds(path))
     mapping, _ = read_mapping(path, role="durations")
     seconds = {}
     for name, text in mapping.items():

@@ -1,0 +1,1 @@
+"""Studies of losses: one recipe for all, the same effort for each, tested on other identities."""

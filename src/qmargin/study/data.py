@@ -1,0 +1,136 @@
+"""Data of a study: to train on, to choose settings by, and to test."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from multiprocessing import get_context
+from pathlib import Path
+
+import numpy as np
+
+from qmargin.data.drawings import Drawings
+from qmargin.data.order import derived_seed
+from qmargin.data.strokes import StrokeIdentities
+from qmargin.demo.evaluate import Pictures
+from qmargin.demo.recipe import SHIFT
+from qmargin.demo.worlds import INDEX, Stored, part_of, read_stored
+from qmargin.study.studies import Study
+from qmargin.sweep.validation import TrialData
+from qmargin.training.recipe import Recipe
+
+VALIDATION_SHARE = 0.2  # of the training identities, while settings are chosen
+VALIDATION = 0x57D4  # tells that choice of identities from others
+VALIDATION_IDS, VALIDATION_SAMPLES = 500, 10
+_BLOCK = 1 << 16  # pictures that a process draws at a time
+
+
+@dataclass(frozen=True)
+class StudyData:
+    """The data of a trial; a callable that can be sent to other processes.
+
+    Attributes:
+        study: What is studied.
+        path: Of pictures; None for stroke identities.
+        folder: Of pictures that were drawn, and of the index of a path.
+        is_search: Hold out training identities; otherwise the test's.
+    """
+
+    study: Study
+    path: Path | None
+    folder: Path
+    is_search: bool
+
+    def __call__(self, recipe: Recipe) -> TrialData:
+        """Training data, and those to measure."""
+        if self.study.kind == "strokes":
+            return TrialData(self._strokes(recipe.seed), self._drawn(recipe.seed))
+        train, measured = self._divided()
+        return TrialData(measured, replace(train, shift=SHIFT, warp=self.study.warp))
+
+    def measured(self, seed: int) -> Pictures:
+        """What a trial with this seed is measured on."""
+        return self._strokes(seed) if self.study.kind == "strokes" else self._divided()[1]
+
+    def prepare(self, seed: int, num_processes: int) -> None:
+        """Draw what all trials with a seed share, once."""
+        if self.study.kind == "strokes":
+            draw_to(self._file(seed), self._train(seed), num_processes)
+
+    def _strokes(self, seed: int) -> StrokeIdentities:
+        size, world = self.study.size, self._world(seed)
+        if self.is_search:
+            return StrokeIdentities(
+                VALIDATION_IDS, VALIDATION_SAMPLES, seed=world, split="validation"
+            )
+        return StrokeIdentities(size.num_test, size.samples_test, seed=world, split="test")
+
+    def _train(self, seed: int) -> StrokeIdentities:
+        size = self.study.size
+        return StrokeIdentities(
+            size.num_classes, size.samples_per_class, seed=self._world(seed), shift=SHIFT
+        )
+
+    def _drawn(self, seed: int) -> StrokeIdentities:
+        return self._train(seed).kept_in(self._file(seed))
+
+    def _world(self, seed: int) -> int:
+        return seed if self.study.world is None else self.study.world
+
+    def _file(self, seed: int) -> Path:
+        return self.folder / f"strokes-{self._world(seed)}.npy"
+
+    def _divided(self) -> tuple[Drawings, Drawings]:
+        """Training drawings, and those of the held-out or the test identities."""
+        assert self.path is not None
+        stored = read_stored(self.path, self.folder / INDEX)
+        train, test = identities(stored)
+        if self.is_search:
+            split = round((1.0 - VALIDATION_SHARE) * len(train))
+            train, test = train[:split], train[split:]
+        learned, measured = part_of(stored, train), part_of(stored, test)
+        if self.study.has_turns:
+            learned = learned.with_turns()
+        return learned, first_samples(measured, self.study.size.samples_test)
+
+
+def first_samples(drawings: Drawings, count: int) -> Drawings:
+    """At most so many samples of each identity; samples of an identity stand together."""
+    starts = np.searchsorted(drawings.labels, drawings.labels)
+    rows = np.flatnonzero(np.arange(len(drawings)) - starts < count)
+    return replace(
+        drawings,
+        pictures=drawings.pictures[rows],
+        labels=drawings.labels[rows],
+        names=tuple(drawings.names[row] for row in rows),
+    )
+
+
+def identities(stored: Stored) -> tuple[list[int], list[int]]:
+    """Labels to train and to test, in an order that does not depend on names or numbers."""
+    tested = set() if stored.is_test is None else set(stored.labels[stored.is_test].tolist())
+    order = sorted(set(stored.labels.tolist()), key=lambda label: derived_seed(VALIDATION, label))
+    return [one for one in order if one not in tested], [one for one in order if one in tested]
+
+
+def draw_to(file: Path, dataset: StrokeIdentities, num_processes: int) -> None:
+    """Draw all pictures of a dataset into a file, if it is not there."""
+    if file.exists():
+        return
+    file.parent.mkdir(parents=True, exist_ok=True)
+    starts = range(0, len(dataset), _BLOCK)
+    partial = file.with_suffix(f".{os.getpid()}.part")
+    shape = (len(dataset), dataset.size, dataset.size)
+    pictures = np.lib.format.open_memmap(partial, mode="w+", dtype=np.uint8, shape=shape)
+    with ProcessPoolExecutor(num_processes, get_context("spawn")) as pool:
+        blocks: Sequence[np.ndarray] = pool.map(_block, [dataset] * len(starts), starts)  # type: ignore[assignment]
+        for start, block in zip(starts, blocks, strict=True):
+            pictures[start : start + len(block)] = block
+    pictures.flush()
+    partial.replace(file)
+
+
+def _block(dataset: StrokeIdentities, start: int) -> np.ndarray:
+    return dataset.images(np.arange(start, min(start + _BLOCK, len(dataset))))

@@ -1,0 +1,256 @@
+"""A study from end to end: choose settings, train with several seeds, test, write the page.
+
+Everything is in one folder: ``search/`` and ``final/`` with a folder per training, ``chosen.json``,
+a ``result.json`` for each final training, and ``report/``. What is there is not done again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+
+from qmargin.demo.embed import embed_pictures
+from qmargin.demo.evaluate import Facts, evaluate_pictures
+from qmargin.demo.losses import DemoLoss
+from qmargin.errors import ConfigError, DataError
+from qmargin.evaluation.result import read_result, write_result
+from qmargin.files import write_atomically
+from qmargin.report.figures import has_matplotlib
+from qmargin.report.write import ReportOptions, write_report
+from qmargin.study.data import StudyData
+from qmargin.study.studies import SYSTEMS, Setting, Study, with_setting
+from qmargin.sweep.slots import Slots, TrialOptions, open_slots
+from qmargin.sweep.trial import Trial, TrialResult, read_trial_result
+from qmargin.training.display import duration
+from qmargin.training.fields import check_known
+from qmargin.training.folders import check_writable
+from qmargin.training.lock import RunLock
+from qmargin.training.signals import StopRequest
+from qmargin.training.starting import CHECKPOINTS
+
+MEASURE = "tar@0.0001"  # by which settings are chosen
+SEARCH_SEED = 1000  # no final training has it
+CHOSEN = "chosen.json"
+RESULT = "evaluation.json"
+Settings = dict[str, Setting]
+
+
+@dataclass(frozen=True)
+class StudyOptions:
+    """What to run; the fields are options of ``qmargin study``.
+
+    Attributes:
+        study: What is studied.
+        out: Folder; one that holds a part of the study is completed.
+        data: Path of pictures, for studies that need one.
+        seeds: Final trainings of each loss.
+        losses: Keys of ``SYSTEMS``.
+        jobs: Trainings at a time.
+        device: ``"auto"``, ``"cpu"`` or ``"cuda"``.
+        command: For the record.
+    """
+
+    study: Study
+    out: Path
+    data: Path | None = None
+    seeds: int = 3
+    losses: tuple[str, ...] = tuple(SYSTEMS)
+    jobs: int = 1
+    device: str = "auto"
+    command: str = "qmargin study"
+
+    def __post_init__(self) -> None:
+        if self.seeds < 1 or self.jobs < 1:
+            raise ConfigError(
+                f"seeds is {self.seeds} and jobs {self.jobs}; give at least 1 of both"
+            )
+        if (self.data is None) != (self.study.kind == "strokes"):
+            verb = "needs a path: give" if self.data is None else "makes its own data: leave out"
+            raise ConfigError(f"the study {self.study.name} {verb} --data")
+        for key in self.losses:
+            check_known(key, SYSTEMS, "a loss")
+        if "sampled" in self.losses and "arcface" not in self.losses:
+            raise ConfigError("sampled takes the settings that arcface chose; add arcface")
+
+    def trial_data(self, *, is_search: bool) -> StudyData:
+        """Where trials have their data from."""
+        return StudyData(self.study, self.data, self.out / "data", is_search)
+
+
+def run_study(options: StudyOptions) -> Path:
+    """Train and test what is missing; returns the page of the report.
+
+    Raises:
+        Interrupted: By a signal, after saving; run again, it goes on.
+        DataError: Trainings failed.
+    """
+    out = options.out
+    with RunLock(out), StopRequest() as request:
+        check_writable(out)
+        chosen = _read_chosen(out / CHOSEN)
+        if chosen is None:
+            searched = list(_search_trials(options))
+            results = _run(options, searched, request, is_search=True)
+            chosen = choose(results, options.losses)
+            write_atomically(out / CHOSEN, (json.dumps(chosen, indent=1) + "\n").encode())
+        final = list(_final_trials(options, chosen))
+        _run(options, final, request, is_search=False)
+        _test(options, final)
+    paths = [trial.folder / RESULT for trial in final]
+    named = ReportOptions(title=options.study.title, has_figures=has_matplotlib())
+    return write_report(paths, out / "report", named)[0]
+
+
+def choose(results: Sequence[TrialResult], losses: Sequence[str]) -> Settings:
+    """The setting of each loss with the largest TAR on validation identities."""
+    chosen: Settings = {}
+    for key in losses:
+        of = [r for r in results if r.point["loss"] == key and r.state == "finished"]
+        if not of:
+            continue
+        best = max(of, key=lambda result: result.metrics[MEASURE]).point
+        chosen[key] = (float(best["alpha"]), float(best["scale"]), float(best["margin"]))
+    if "sampled" in losses and "arcface" in chosen:
+        chosen["sampled"] = chosen["arcface"]
+    missing = [key for key in losses if key not in chosen]
+    if missing:
+        raise DataError(f"no training of {', '.join(missing)} ended well; see search/*/train.log")
+    return chosen
+
+
+def _search_trials(options: StudyOptions) -> Iterator[Trial]:
+    for key in options.losses:
+        for setting in options.study.grid.get(key, ()):
+            loss = with_setting(key, setting)
+            name = f"{key}-{loss.alpha:g}-{loss.scale:g}-{loss.margin:g}"
+            yield _trial(options, loss, SEARCH_SEED, options.out / "search" / name, is_search=True)
+
+
+def _final_trials(options: StudyOptions, chosen: Settings) -> Iterator[Trial]:
+    for seed in range(options.seeds):
+        for key in options.losses:
+            folder = options.out / "final" / f"{key}-{seed}"
+            yield _trial(options, with_setting(key, chosen[key]), seed, folder, is_search=False)
+
+
+def _trial(
+    options: StudyOptions, loss: DemoLoss, seed: int, folder: Path, *, is_search: bool
+) -> Trial:
+    path = None if options.data is None else str(options.data.resolve())
+    recipe = options.study.recipe(loss, seed=seed, is_search=is_search, path=path)
+    numbers = {name: f"{getattr(loss, name):g}" for name in ("alpha", "scale", "margin")}
+    return Trial({"loss": loss.key, **numbers}, recipe, folder)
+
+
+def _run(
+    options: StudyOptions, trials: Sequence[Trial], request: StopRequest, *, is_search: bool
+) -> list[TrialResult]:
+    """Results of all trials, those that are there included."""
+    results = {trial.folder: read_trial_result(trial) for trial in trials}
+    waiting = [trial for trial in trials if results[trial.folder] is None]
+    data = options.trial_data(is_search=is_search)
+    for seed in sorted({trial.recipe.seed for trial in waiting}):
+        data.prepare(seed, os.cpu_count() or 1)
+    _say(f"{len(trials)} trainings, {len(trials) - len(waiting)} of them there already")
+    if waiting:
+        shared = TrialOptions(data, MEASURE)
+        slots = open_slots(
+            shared, devices=(options.device,), parallel=options.jobs, request=request
+        )
+        with slots:
+            for trial, result in _follow(slots, waiting):
+                results[trial.folder] = result
+    found = [result for result in results.values() if result is not None]
+    failed = [result for result in found if result.state == "failed"]
+    if failed and not is_search:
+        raise DataError(f"{len(failed)} trainings failed, the first: {failed[0].error}")
+    return found
+
+
+def _follow(slots: Slots, waiting: Sequence[Trial]) -> Iterator[tuple[Trial, TrialResult]]:
+    """Keep the slots busy; trials and results as they end."""
+    began, left = time.monotonic(), list(reversed(waiting))
+    for number in range(1, len(waiting) + 1):
+        while left and slots.num_free:
+            slots.start(left.pop())
+        trial, result = slots.wait()
+        rest = (time.monotonic() - began) / number * (len(waiting) - number)
+        shown = ", ".join(f"{name} {100 * value:.2f} %" for name, value in result.metrics.items())
+        told = shown if result.state == "finished" else f"{result.state}: {result.error}"
+        _say(f"[{number}/{len(waiting)}] {_name(trial)}: {told}; {duration(rest)} left")
+        yield trial, result
+
+
+def _name(trial: Trial) -> str:
+    point = trial.point
+    numbers = f"alpha {point['alpha']}, scale {point['scale']}, margin {point['margin']}"
+    return f"{SYSTEMS[point['loss']].title}, {numbers}, seed {trial.recipe.seed}"
+
+
+def _test(options: StudyOptions, trials: Sequence[Trial]) -> None:
+    """Measure final trainings with intervals, several at a time."""
+    missing = [trial for trial in trials if not _is_tested(trial)]
+    if options.jobs == 1:
+        for trial in missing:
+            _tested(options, trial)
+        return
+    with ProcessPoolExecutor(min(options.jobs, 6), get_context("spawn")) as pool:
+        list(pool.map(_tested, [options] * len(missing), missing))
+
+
+def _is_tested(trial: Trial) -> bool:
+    path = trial.folder / RESULT
+    if not path.exists():
+        return False
+    card = read_result(path).system.model_card or {}
+    return card.get("recipe_sha256") == trial.recipe.sha256
+
+
+def _tested(options: StudyOptions, trial: Trial) -> None:
+    import torch
+
+    device = options.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    dataset = options.trial_data(is_search=False).measured(trial.recipe.seed)
+    checkpoint = max((trial.folder / CHECKPOINTS).glob("step-*"))
+    embeddings = embed_pictures(trial.recipe, checkpoint, dataset, device=device)
+    loss = trial.recipe.loss
+    card = {
+        "loss": f"alpha {loss.alpha:g}, {loss.margin_kind} margin {loss.margin:g}, scale "
+        f"{loss.scale:g}",
+        "alpha": f"{loss.alpha:g}",
+        "scale": f"{loss.scale:g}",
+        "margin": f"{loss.margin:g}",
+        "training": f"{trial.recipe.run.epochs} epochs, seed {trial.recipe.seed}",
+        "recipe_sha256": trial.recipe.sha256,
+    }
+    title = options.study.title
+    if options.study.kind == "strokes" and options.study.world is None:
+        title += f", seed {trial.recipe.seed}"  # identities of its own
+    facts = Facts(SYSTEMS[trial.point["loss"]].title, card, title, options.command)
+    write_result(
+        trial.folder / RESULT, evaluate_pictures(embeddings, dataset, facts, device=device)
+    )
+
+
+def _read_chosen(path: Path) -> Settings | None:
+    if not path.exists():
+        return None
+    try:
+        content = json.loads(path.read_bytes())
+        return {key: (float(a), float(s), float(m)) for key, (a, s, m) in content.items()}
+    except (ValueError, TypeError, AttributeError) as error:
+        raise DataError(f"{path} holds no settings ({error}); remove it to choose again") from error
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()

@@ -1,0 +1,139 @@
+"""What is studied: data, one recipe, and the settings that each loss may choose from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from qmargin.demo.losses import LOSSES, DemoLoss
+from qmargin.demo.recipe import Size, demo_recipe
+from qmargin.errors import ConfigError
+from qmargin.training.fields import check_known
+from qmargin.training.recipe import HeadPart, Recipe
+
+SAMPLE_RATE = 0.1  # of the classes, in the baseline that samples negatives
+Setting = tuple[float, float, float]  # alpha, scale, margin
+SYSTEMS = {
+    **LOSSES,
+    "sampled": DemoLoss("sampled", "ArcFace, 10 % of classes", 1.0, "angular", 16.0, 0.2),
+}
+# The paper's grids, moved to where a few hundred or thousand classes need them. Twelve of each.
+GRID: Mapping[str, tuple[Setting, ...]] = {
+    "arcface": tuple((1.0, s, m) for s in (10.0, 16.0, 32.0, 64.0) for m in (0.1, 0.2, 0.3)),
+    "cosface": tuple((1.0, s, m) for s in (10.0, 16.0, 32.0, 64.0) for m in (0.1, 0.2, 0.4)),
+    "entmax": (
+        *((1.25, s, m) for s in (10.0, 16.0, 32.0) for m in (0.1, 0.2)),
+        *((1.5, s, m) for s in (6.0, 10.0) for m in (0.1, 0.2)),
+        *((1.75, 5.0, m) for m in (0.1, 0.2)),
+    ),
+    "sparsemax": tuple((2.0, s, m) for s in (1.0, 1.9, 3.0, 4.0, 5.0, 8.0) for m in (0.1, 0.2)),
+    "q_margin": (
+        *((1.25, s, m) for s in (10.0, 16.0, 32.0) for m in (0.1, 0.2)),
+        *((1.5, s, m) for s in (6.0, 10.0) for m in (0.1, 0.2)),
+        *((1.75, 5.0, m) for m in (0.1, 0.2)),
+    ),
+}
+# Of the middle of each grid, where a training takes minutes.
+SHORT_GRID: Mapping[str, tuple[Setting, ...]] = {
+    "arcface": ((1.0, 16.0, 0.2), (1.0, 32.0, 0.2), (1.0, 64.0, 0.3)),
+    "cosface": ((1.0, 16.0, 0.2), (1.0, 32.0, 0.2), (1.0, 64.0, 0.4)),
+    "entmax": ((1.25, 16.0, 0.2), (1.25, 32.0, 0.2), (1.5, 10.0, 0.2)),
+    "sparsemax": ((2.0, 1.9, 0.2), (2.0, 4.0, 0.2), (2.0, 8.0, 0.2)),
+    "q_margin": ((1.25, 16.0, 0.2), (1.25, 32.0, 0.1), (1.5, 10.0, 0.2)),
+}
+
+
+@dataclass(frozen=True)
+class Study:
+    """One kind of data and the recipe by which every loss is trained on it.
+
+    Attributes:
+        name: On the command line and of folders.
+        title: Of the protocol.
+        kind: Of the data: made by this package, or read from a path.
+        size: Of a training and its test.
+        search_epochs: Of a training of the search, in which losses choose their settings.
+        grid: Settings by loss; negative sampling takes those that ArcFace chose.
+        has_turns: Whether quarter turns of a training identity are identities of their own.
+        warp: Of training samples, see ``Drawings``.
+        world: Seed of the identities; None for that of the training.
+    """
+
+    name: str
+    title: str
+    kind: Literal["strokes", "pictures"]
+    size: Size
+    search_epochs: int
+    grid: Mapping[str, tuple[Setting, ...]] = field(default_factory=lambda: GRID, repr=False)
+    has_turns: bool = False
+    warp: float = 0.0
+    world: int | None = None
+
+    def recipe(self, loss: DemoLoss, *, seed: int, is_search: bool, path: str | None) -> Recipe:
+        """The recipe with a loss; all losses share everything else."""
+        size = self.size._replace(epochs=self.search_epochs) if is_search else self.size
+        made = demo_recipe(loss, seed=seed, size=size, path=path)
+        options = dict(made.data.options)
+        if self.kind == "strokes" and self.world is not None:
+            options["seed"] = self.world
+        # of pictures only a part is trained on while settings are chosen: their number follows
+        count = made.data.num_classes if self.kind == "strokes" else None
+        data = replace(made.data, options=options, num_classes=count, num_workers=1)
+        head = made.head
+        if loss.key == "sampled":
+            head = HeadPart(path="sampled", sample_rate=SAMPLE_RATE, update="torch")
+        return replace(made, name=f"{self.name}-{loss.key}", data=data, head=head)
+
+
+_GPU = Size(epochs=20, batch_size=256, width=64, depth=2, embedding_dim=128)
+STUDIES = {
+    study.name: study
+    for study in (
+        Study(
+            "omniglot",
+            "Omniglot, evaluation alphabets",
+            "pictures",
+            _GPU._replace(num_classes=3856, num_test=659, samples_test=10),
+            search_epochs=8,
+            has_turns=True,
+            warp=1.0,
+        ),
+        Study(
+            "strokes-10k",
+            "synthetic stroke identities, 10,000 classes",
+            "strokes",
+            _GPU._replace(num_classes=10_000, samples_per_class=20, epochs=10, num_test=1000),
+            search_epochs=4,
+        ),
+        Study(
+            "strokes-1m",
+            "synthetic stroke identities, 1,000,000 classes",
+            "strokes",
+            _GPU._replace(
+                num_classes=1_000_000,
+                samples_per_class=3,
+                epochs=4,
+                batch_size=1024,
+                num_test=1000,
+            ),
+            search_epochs=1,
+            grid=SHORT_GRID,
+            world=0,
+        ),
+    )
+}
+
+
+def find_study(name: str) -> Study:
+    """A study by its name."""
+    check_known(name, STUDIES, "a study")
+    return STUDIES[name]
+
+
+def with_setting(key: str, setting: Setting) -> DemoLoss:
+    """A loss with alpha, scale and margin."""
+    if key not in SYSTEMS:
+        raise ConfigError(f"{key!r} is no loss of a study; there are {', '.join(SYSTEMS)}")
+    alpha, scale, margin = setting
+    return SYSTEMS[key]._replace(alpha=alpha, scale=scale, margin=margin)

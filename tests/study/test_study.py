@@ -1,0 +1,154 @@
+"""A small study from the command line to its page; interrupted parts are not done again."""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from qmargin.cli.main import main
+from qmargin.data.drawings import Drawings
+from qmargin.data.strokes import StrokeIdentities
+from qmargin.demo.recipe import Size
+from qmargin.errors import ConfigError, DataError
+from qmargin.study import studies
+from qmargin.study.data import StudyData, first_samples, identities
+from qmargin.study.run import MEASURE, StudyOptions, choose
+from qmargin.study.studies import SYSTEMS, Study
+from qmargin.sweep.trial import TrialResult
+
+TINY = Size(
+    num_classes=12,
+    samples_per_class=8,
+    epochs=2,
+    batch_size=32,
+    width=4,
+    depth=0,
+    embedding_dim=16,
+    num_test=110,
+    samples_test=4,
+)
+GRIDS = {
+    key: ((SYSTEMS[key].alpha, SYSTEMS[key].scale, m) for m in (0.1, 0.2))
+    for key in ("arcface", "q_margin")
+}
+TINY_GRID = {key: tuple(grid) for key, grid in GRIDS.items()}
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch) -> Study:
+    study = Study("tiny", "tiny strokes", "strokes", TINY, search_epochs=1, grid=TINY_GRID)
+    monkeypatch.setitem(studies.STUDIES, "tiny", study)
+    monkeypatch.setattr("qmargin.study.data.VALIDATION_IDS", 110)
+    monkeypatch.setattr("qmargin.study.data.VALIDATION_SAMPLES", 4)
+    monkeypatch.setattr("qmargin.study.run.MEASURE", "tar@0.001")
+    monkeypatch.setattr("qmargin.study.page.MEASURE", "tar@0.001")
+    return study
+
+
+@pytest.mark.slow
+def test_a_study_from_end_to_end(
+    tiny: Study, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, page = tmp_path / "study", tmp_path / "page.md"
+    losses = ["--losses", "arcface", "q_margin", "sampled"]
+    command = ["study", "tiny", "--out", str(out), "--seeds", "2", *losses, "--page", str(page)]
+    assert main([*command, "--device", "cpu"]) == 0
+    first = capsys.readouterr().out
+    assert "4 trainings, 0 of them there already" in first
+    assert "6 trainings, 0 of them there already" in first
+    chosen = json.loads((out / "chosen.json").read_text())
+    assert chosen["sampled"] == chosen["arcface"]
+    text = page.read_text()
+    assert re.search(r"Q-Margin \*\*(ties with|is ahead of|is behind)\*\* ", text)
+    assert text.count("chosen") >= 2
+    assert (out / "report" / "index.html").exists()
+    assert main([*command, "--device", "cpu"]) == 0
+    assert "6 trainings, 6 of them there already" in capsys.readouterr().out
+
+
+def test_pictures_that_were_drawn_are_those_of_the_identities(tmp_path: Path) -> None:
+    study = Study("tiny", "tiny strokes", "strokes", TINY, search_epochs=1)
+    data = StudyData(study, None, tmp_path, is_search=False)
+    data.prepare(5, num_processes=1)
+    train = data._drawn(5)
+    drawn = StrokeIdentities(12, 8, seed=5).images(np.arange(96))
+    assert np.array_equal(train._stored(), drawn)
+    image, label = train.read(95, seed=3)
+    assert label == 11
+    assert image.shape == (1, 32, 32)
+
+
+def test_identities_of_a_path_are_divided_as_it_says(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    labels = np.repeat(np.arange(20), 3)
+    split = (labels >= 14).astype(np.int64)
+    images = rng.integers(0, 255, (60, 32, 32), dtype=np.uint8)
+    np.savez(tmp_path / "pictures.npz", images=images, label=labels, split=split)
+    study = Study("p", "pictures", "pictures", TINY, search_epochs=1, has_turns=True, warp=1.0)
+    final = StudyData(study, tmp_path, tmp_path, is_search=False)
+    train, test = final._divided()
+    assert (train.num_classes, test.num_classes) == (4 * 14, 6)
+    searched, held_out = StudyData(study, tmp_path, tmp_path, is_search=True)._divided()
+    assert (searched.num_classes, held_out.num_classes) == (4 * 11, 3)
+    seen = {picture.tobytes() for picture in searched.pictures}
+    assert not seen & {picture.tobytes() for picture in held_out.pictures}
+    assert not {picture.tobytes() for picture in train.pictures} & {
+        picture.tobytes() for picture in test.pictures
+    }
+
+
+def test_settings_are_chosen_by_validation_and_failures_do_not_count() -> None:
+    def result(key: str, margin: str, tar: float, state: str = "finished") -> TrialResult:
+        point = {"loss": key, "alpha": "1", "scale": "16", "margin": margin}
+        return TrialResult(point, 0, "", state, 1, {MEASURE: tar}, 1.0)
+
+    results = [result("arcface", "0.1", 0.2), result("arcface", "0.2", 0.3)]
+    results.append(result("arcface", "0.3", 0.9, "failed"))
+    assert choose(results, ["arcface", "sampled"]) == {
+        "arcface": (1.0, 16.0, 0.2),
+        "sampled": (1.0, 16.0, 0.2),
+    }
+    with pytest.raises(DataError, match="no training of cosface ended well"):
+        choose(results, ["arcface", "cosface"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data": Path("x")}, "makes its own data"),
+        ({"losses": ("sampled",)}, "add arcface"),
+        ({"losses": ("arcfase",)}, "arcface"),
+        ({"jobs": 0}, "at least 1"),
+    ],
+)
+def test_bad_options_are_refused(changes: dict, message: str, tmp_path: Path) -> None:
+    study = studies.find_study("strokes-10k")
+    with pytest.raises(ConfigError, match=message):
+        StudyOptions(study, tmp_path, **changes)
+
+
+def test_every_loss_of_a_grid_has_the_same_number_of_settings() -> None:
+    for study in studies.STUDIES.values():
+        assert len({len(set(settings)) for settings in study.grid.values()}) == 1
+        assert set(study.grid) == set(SYSTEMS) - {"sampled"}
+
+
+def test_first_samples_of_each_identity() -> None:
+    labels = np.array([0, 0, 0, 1, 2, 2])
+    names = tuple("abcdef")
+    drawings = Drawings(np.zeros((6, 32, 32), np.uint8), labels, names, "x")
+    kept = first_samples(drawings, 2)
+    assert kept.names == ("a", "b", "d", "e", "f")
+    assert kept.labels.tolist() == [0, 0, 1, 2, 2]
+
+
+def test_labels_are_ordered_without_regard_to_their_numbers() -> None:
+    from qmargin.demo.worlds import Stored
+
+    labels = np.arange(50)
+    stored = Stored(np.zeros((50, 32, 32), np.uint8), labels, tuple("x" * 50), None, "x", True)
+    train, test = identities(stored)
+    assert sorted(train) == list(range(50)) != train
+    assert test == []
