@@ -13,11 +13,12 @@ from qmargin.data.strokes import StrokeIdentities
 from qmargin.demo.recipe import Size
 from qmargin.errors import ConfigError, DataError
 from qmargin.study import studies
-from qmargin.study.data import StudyData, first_samples, identities
-from qmargin.study.run import MEASURE, StudyOptions, choose
+from qmargin.study.pictures import PictureMaterial, first_samples, identities
+from qmargin.study.run import StudyOptions, choose
 from qmargin.study.studies import SYSTEMS, Study
 from qmargin.sweep.trial import TrialResult
 
+MEASURE = "tar@0.0001"
 TINY = Size(
     num_classes=12,
     samples_per_class=8,
@@ -38,12 +39,18 @@ TINY_GRID = {key: tuple(grid) for key, grid in GRIDS.items()}
 
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> Study:
-    study = Study("tiny", "tiny strokes", "strokes", TINY, search_epochs=1, grid=TINY_GRID)
+    study = Study(
+        "tiny",
+        "tiny strokes",
+        "strokes",
+        TINY,
+        search_epochs=1,
+        grid=TINY_GRID,
+        measure="tar@0.001",
+    )
     monkeypatch.setitem(studies.STUDIES, "tiny", study)
-    monkeypatch.setattr("qmargin.study.data.VALIDATION_IDS", 110)
-    monkeypatch.setattr("qmargin.study.data.VALIDATION_SAMPLES", 4)
-    monkeypatch.setattr("qmargin.study.run.MEASURE", "tar@0.001")
-    monkeypatch.setattr("qmargin.study.page.MEASURE", "tar@0.001")
+    monkeypatch.setattr("qmargin.study.pictures.VALIDATION_IDS", 110)
+    monkeypatch.setattr("qmargin.study.pictures.VALIDATION_SAMPLES", 4)
     return study
 
 
@@ -70,8 +77,8 @@ def test_a_study_from_end_to_end(
 
 def test_pictures_that_were_drawn_are_those_of_the_identities(tmp_path: Path) -> None:
     study = Study("tiny", "tiny strokes", "strokes", TINY, search_epochs=1)
-    data = StudyData(study, None, tmp_path, is_search=False)
-    data.prepare(5, num_processes=1)
+    data = PictureMaterial(study, None, tmp_path, is_search=False)
+    data.prepare([5])
     train = data._drawn(5)
     drawn = StrokeIdentities(12, 8, seed=5).images(np.arange(96))
     assert np.array_equal(train._stored(), drawn)
@@ -87,10 +94,10 @@ def test_identities_of_a_path_are_divided_as_it_says(tmp_path: Path) -> None:
     images = rng.integers(0, 255, (60, 32, 32), dtype=np.uint8)
     np.savez(tmp_path / "pictures.npz", images=images, label=labels, split=split)
     study = Study("p", "pictures", "pictures", TINY, search_epochs=1, has_turns=True, warp=1.0)
-    final = StudyData(study, tmp_path, tmp_path, is_search=False)
+    final = PictureMaterial(study, tmp_path, tmp_path, is_search=False)
     train, test = final._divided()
     assert (train.num_classes, test.num_classes) == (4 * 14, 6)
-    searched, held_out = StudyData(study, tmp_path, tmp_path, is_search=True)._divided()
+    searched, held_out = PictureMaterial(study, tmp_path, tmp_path, is_search=True)._divided()
     assert (searched.num_classes, held_out.num_classes) == (4 * 11, 3)
     seen = {picture.tobytes() for picture in searched.pictures}
     assert not seen & {picture.tobytes() for picture in held_out.pictures}
@@ -106,12 +113,12 @@ def test_settings_are_chosen_by_validation_and_failures_do_not_count() -> None:
 
     results = [result("arcface", "0.1", 0.2), result("arcface", "0.2", 0.3)]
     results.append(result("arcface", "0.3", 0.9, "failed"))
-    assert choose(results, ["arcface", "sampled"]) == {
+    assert choose(results, ["arcface", "sampled"], MEASURE) == {
         "arcface": (1.0, 16.0, 0.2),
         "sampled": (1.0, 16.0, 0.2),
     }
     with pytest.raises(DataError, match="no training of cosface ended well"):
-        choose(results, ["arcface", "cosface"])
+        choose(results, ["arcface", "cosface"], MEASURE)
 
 
 @pytest.mark.parametrize(

@@ -55,8 +55,8 @@ def one_builder(path: Path) -> Iterator[None]:
         except OSError as error:
             _log.warning("no lock for %s (%s); other processes may build it too", path, error)
         yield
-        lock.unlink(missing_ok=True)
     finally:
+        lock.unlink(missing_ok=True)
         os.close(file)
 
 

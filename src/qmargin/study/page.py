@@ -11,9 +11,10 @@ from qmargin.report.numbers import power, probability, signed
 from qmargin.report.repeats import Repeats, difference_of_means, find_repeats, spread
 from qmargin.report.systems import load_panels
 from qmargin.report.tables import markdown_repeats
-from qmargin.study.run import CHOSEN, MEASURE, RESULT
+from qmargin.study.run import CHOSEN, RESULT
 from qmargin.study.studies import SYSTEMS, Study
 from qmargin.sweep.trial import TrialResult, parse_result
+from qmargin.sweep.validation import far_of
 
 Q_MARGIN = SYSTEMS["q_margin"].title
 VERDICT_FARS = (1e-3, 1e-4, 1e-5)
@@ -80,17 +81,20 @@ def verdict(repeats: Repeats) -> str:
 def _about(study: Study, repeats: Repeats, command: str, machine: str) -> str:
     size = study.size
     first = next(iter(repeats.systems.values()))[0].result
+    recipe, network = "AdamW, cosine schedule", "`stroke_net`"
+    if study.kind == "speech":
+        recipe, network = "SGD, the speaker recipe", "`speaker_resnet34`"
+    else:
+        network += f", width {size.width}, depth {size.depth}"
     facts = [
         f"`{command}`",
         machine,
-        f"training: {size.num_classes:,} identities, {size.epochs} epochs in batches of "
-        f"{size.batch_size}, one recipe for all losses (AdamW, cosine schedule), "
-        f"{repeats.num_repeats} seeds",
-        f"network: `stroke_net`, width {size.width}, depth {size.depth}, {size.embedding_dim} "
-        "dimensions",
+        f"training: {size.num_classes:,} classes, {size.epochs} epochs in batches of "
+        f"{size.batch_size}, one recipe for all losses ({recipe}), {repeats.num_repeats} seeds",
+        f"network: {network}, {size.embedding_dim} dimensions",
         f"test: {first.protocol.num_subjects:,} other identities, "
         f"{first.protocol.num_genuine:,} genuine and {first.protocol.num_impostors:,} impostor "
-        "pairs, all of them",
+        "pairs",
     ]
     if study.kind == "strokes":
         facts.append("the data are synthetic, drawn by this package; they say nothing about faces")
@@ -117,33 +121,36 @@ def _differences(repeats: Repeats) -> str:
 
 
 def _choice(study: Study, searched: Sequence[TrialResult], chosen: dict[str, list[float]]) -> str:
+    measure = study.measure
+
+    def tar(result: TrialResult) -> float:
+        return result.metrics.get(measure, 0.0)
+
+    far = far_of(measure)
+    assert far is not None  # studies choose by a TAR
     counts = {len(settings) for settings in study.grid.values()}
     words = (
         f"Each loss was trained with {' or '.join(map(str, sorted(counts)))} settings for "
         f"{study.search_epochs} epochs, and chose the one with the largest TAR at FAR "
-        f"{power(1e-4)} on validation identities, which neither training nor test has. Negative "
+        f"{power(far)} on validation identities, which neither training nor test has. Negative "
         "sampling has the settings of ArcFace. TAR % there:"
     )
     lines = [
-        "| loss | alpha | scale | margin | TAR % at 10⁻⁴ | |",
+        "| loss | alpha | scale | margin | TAR % | |",
         "| --- |" + " ---: |" * 4 + " --- |",
     ]
     for key in study.grid:
         of = [result for result in searched if result.point["loss"] == key]
-        for result in sorted(of, key=_tar, reverse=True):
+        for result in sorted(of, key=tar, reverse=True):
             point = result.point
             setting = [float(point[name]) for name in ("alpha", "scale", "margin")]
             mark = "chosen" if setting == list(chosen.get(key, ())) else ""
             if result.state != "finished":
                 mark = result.state
             numbers = " | ".join(f"{value:g}" for value in setting)
-            shown = f"{100 * _tar(result):.2f}"
+            shown = f"{100 * tar(result):.2f}"
             lines.append(f"| {SYSTEMS[key].title} | {numbers} | {shown} | {mark} |")
     return words + "\n\n" + "\n".join(lines)
-
-
-def _tar(result: TrialResult) -> float:
-    return result.metrics.get(MEASURE, 0.0)
 
 
 def _place(path: Path) -> tuple[int, int]:

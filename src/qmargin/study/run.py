@@ -7,7 +7,6 @@ a ``result.json`` for each final training, and ``report/``. What is there is not
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -15,31 +14,53 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Protocol
 
-from qmargin.demo.embed import embed_pictures
-from qmargin.demo.evaluate import Facts, evaluate_pictures
+from qmargin.demo.evaluate import Facts
 from qmargin.demo.losses import DemoLoss
 from qmargin.errors import ConfigError, DataError
-from qmargin.evaluation.result import read_result, write_result
+from qmargin.evaluation.result import Result, read_result, write_result
 from qmargin.files import write_atomically
 from qmargin.report.figures import has_matplotlib
 from qmargin.report.write import ReportOptions, write_report
-from qmargin.study.data import StudyData
+from qmargin.study.pictures import PictureMaterial
+from qmargin.study.speech import SpeechMaterial
 from qmargin.study.studies import SYSTEMS, Setting, Study, with_setting
 from qmargin.sweep.slots import Slots, TrialOptions, open_slots
 from qmargin.sweep.trial import Trial, TrialResult, read_trial_result
+from qmargin.sweep.validation import TrialData
 from qmargin.training.display import duration
 from qmargin.training.fields import check_known
 from qmargin.training.folders import check_writable
 from qmargin.training.lock import RunLock
+from qmargin.training.recipe import Recipe
 from qmargin.training.signals import StopRequest
-from qmargin.training.starting import CHECKPOINTS
 
-MEASURE = "tar@0.0001"  # by which settings are chosen
 SEARCH_SEED = 1000  # no final training has it
 CHOSEN = "chosen.json"
 RESULT = "evaluation.json"
 Settings = dict[str, Setting]
+
+
+class Material(Protocol):
+    """Data of a study, for its search or for its final trainings; can be sent to processes."""
+
+    @property
+    def training_path(self) -> str | None:
+        """That recipes have; None for stroke identities."""
+        ...
+
+    def __call__(self, recipe: Recipe) -> TrialData:
+        """Data of a trial: to train on, and of other identities to measure."""
+        ...
+
+    def prepare(self, seeds: Sequence[int]) -> None:
+        """Make what trials with these seeds share."""
+        ...
+
+    def evaluate(self, trial: Trial, facts: Facts, device: str) -> Result:
+        """Test a final training, with intervals."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -79,9 +100,13 @@ class StudyOptions:
         if "sampled" in self.losses and "arcface" not in self.losses:
             raise ConfigError("sampled takes the settings that arcface chose; add arcface")
 
-    def trial_data(self, *, is_search: bool) -> StudyData:
+    def material(self, *, is_search: bool) -> Material:
         """Where trials have their data from."""
-        return StudyData(self.study, self.data, self.out / "data", is_search)
+        folder = self.out / "data"
+        if self.study.kind == "speech":
+            assert self.data is not None  # checked above
+            return SpeechMaterial(self.study, self.data, folder, is_search)
+        return PictureMaterial(self.study, self.data, folder, is_search)
 
 
 def run_study(options: StudyOptions) -> Path:
@@ -98,7 +123,7 @@ def run_study(options: StudyOptions) -> Path:
         if chosen is None:
             searched = list(_search_trials(options))
             results = _run(options, searched, request, is_search=True)
-            chosen = choose(results, options.losses)
+            chosen = choose(results, options.losses, options.study.measure)
             write_atomically(out / CHOSEN, (json.dumps(chosen, indent=1) + "\n").encode())
         final = list(_final_trials(options, chosen))
         _run(options, final, request, is_search=False)
@@ -108,14 +133,14 @@ def run_study(options: StudyOptions) -> Path:
     return write_report(paths, out / "report", named)[0]
 
 
-def choose(results: Sequence[TrialResult], losses: Sequence[str]) -> Settings:
+def choose(results: Sequence[TrialResult], losses: Sequence[str], measure: str) -> Settings:
     """The setting of each loss with the largest TAR on validation identities."""
     chosen: Settings = {}
     for key in losses:
         of = [r for r in results if r.point["loss"] == key and r.state == "finished"]
         if not of:
             continue
-        best = max(of, key=lambda result: result.metrics[MEASURE]).point
+        best = max(of, key=lambda result: result.metrics[measure]).point
         chosen[key] = (float(best["alpha"]), float(best["scale"]), float(best["margin"]))
     if "sampled" in losses and "arcface" in chosen:
         chosen["sampled"] = chosen["arcface"]
@@ -143,7 +168,7 @@ def _final_trials(options: StudyOptions, chosen: Settings) -> Iterator[Trial]:
 def _trial(
     options: StudyOptions, loss: DemoLoss, seed: int, folder: Path, *, is_search: bool
 ) -> Trial:
-    path = None if options.data is None else str(options.data.resolve())
+    path = options.material(is_search=is_search).training_path
     recipe = options.study.recipe(loss, seed=seed, is_search=is_search, path=path)
     numbers = {name: f"{getattr(loss, name):g}" for name in ("alpha", "scale", "margin")}
     return Trial({"loss": loss.key, **numbers}, recipe, folder)
@@ -155,12 +180,11 @@ def _run(
     """Results of all trials, those that are there included."""
     results = {trial.folder: read_trial_result(trial) for trial in trials}
     waiting = [trial for trial in trials if results[trial.folder] is None]
-    data = options.trial_data(is_search=is_search)
-    for seed in sorted({trial.recipe.seed for trial in waiting}):
-        data.prepare(seed, os.cpu_count() or 1)
+    material = options.material(is_search=is_search)
+    material.prepare(sorted({trial.recipe.seed for trial in waiting}))
     _say(f"{len(trials)} trainings, {len(trials) - len(waiting)} of them there already")
     if waiting:
-        shared = TrialOptions(data, MEASURE)
+        shared = TrialOptions(material, options.study.measure)
         slots = open_slots(
             shared, devices=(options.device,), parallel=options.jobs, request=request
         )
@@ -219,9 +243,6 @@ def _tested(options: StudyOptions, trial: Trial) -> None:
     device = options.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    dataset = options.trial_data(is_search=False).measured(trial.recipe.seed)
-    checkpoint = max((trial.folder / CHECKPOINTS).glob("step-*"))
-    embeddings = embed_pictures(trial.recipe, checkpoint, dataset, device=device)
     loss = trial.recipe.loss
     card = {
         "loss": f"alpha {loss.alpha:g}, {loss.margin_kind} margin {loss.margin:g}, scale "
@@ -232,13 +253,9 @@ def _tested(options: StudyOptions, trial: Trial) -> None:
         "training": f"{trial.recipe.run.epochs} epochs, seed {trial.recipe.seed}",
         "recipe_sha256": trial.recipe.sha256,
     }
-    title = options.study.title
-    if options.study.kind == "strokes" and options.study.world is None:
-        title += f", seed {trial.recipe.seed}"  # identities of its own
-    facts = Facts(SYSTEMS[trial.point["loss"]].title, card, title, options.command)
-    write_result(
-        trial.folder / RESULT, evaluate_pictures(embeddings, dataset, facts, device=device)
-    )
+    facts = Facts(SYSTEMS[trial.point["loss"]].title, card, options.study.title, options.command)
+    material = options.material(is_search=False)
+    write_result(trial.folder / RESULT, material.evaluate(trial, facts, device))
 
 
 def _read_chosen(path: Path) -> Settings | None:

@@ -9,8 +9,9 @@ from typing import Literal
 from qmargin.demo.losses import LOSSES, DemoLoss
 from qmargin.demo.recipe import Size, demo_recipe
 from qmargin.errors import ConfigError
+from qmargin.recipes.registry import get_recipe
 from qmargin.training.fields import check_known
-from qmargin.training.recipe import HeadPart, Recipe
+from qmargin.training.recipe import LossPart, Recipe
 
 SAMPLE_RATE = 0.1  # of the classes, in the baseline that samples negatives
 Setting = tuple[float, float, float]  # alpha, scale, margin
@@ -58,32 +59,69 @@ class Study:
         has_turns: Whether quarter turns of a training identity are identities of their own.
         warp: Of training samples, see ``Drawings``.
         world: Seed of the identities; None for that of the training.
+        measure: By which losses choose their settings.
     """
 
     name: str
     title: str
-    kind: Literal["strokes", "pictures"]
+    kind: Literal["strokes", "pictures", "speech"]
     size: Size
     search_epochs: int
     grid: Mapping[str, tuple[Setting, ...]] = field(default_factory=lambda: GRID, repr=False)
     has_turns: bool = False
     warp: float = 0.0
     world: int | None = None
+    measure: str = "tar@0.0001"
 
     def recipe(self, loss: DemoLoss, *, seed: int, is_search: bool, path: str | None) -> Recipe:
-        """The recipe with a loss; all losses share everything else."""
+        """The recipe with a loss; all losses share everything else.
+
+        Args:
+            loss: With its settings.
+            seed: Of the training.
+            is_search: Whether it is one by which a loss chooses its settings.
+            path: Of the training data; None for stroke identities.
+        """
         size = self.size._replace(epochs=self.search_epochs) if is_search else self.size
+        if self.kind == "speech":
+            made = _speech_recipe(loss, seed=seed, epochs=size.epochs, path=path)
+        else:
+            made = self._picture_recipe(loss, seed=seed, size=size, path=path)
+        head = made.head
+        if loss.key == "sampled":
+            head = replace(head, path="sampled", sample_rate=SAMPLE_RATE, update="torch")
+        return replace(made, name=f"{self.name}-{loss.key}", head=head)
+
+    def _picture_recipe(self, loss: DemoLoss, *, seed: int, size: Size, path: str | None) -> Recipe:
         made = demo_recipe(loss, seed=seed, size=size, path=path)
         options = dict(made.data.options)
-        if self.kind == "strokes" and self.world is not None:
+        if self.world is not None:
             options["seed"] = self.world
         # of pictures only a part is trained on while settings are chosen: their number follows
         count = made.data.num_classes if self.kind == "strokes" else None
         data = replace(made.data, options=options, num_classes=count, num_workers=1)
-        head = made.head
-        if loss.key == "sampled":
-            head = HeadPart(path="sampled", sample_rate=SAMPLE_RATE, update="torch")
-        return replace(made, name=f"{self.name}-{loss.key}", data=data, head=head)
+        return replace(made, data=data)
+
+
+def _speech_recipe(loss: DemoLoss, *, seed: int, epochs: int, path: str | None) -> Recipe:
+    """The recipe of small collections, its schedules in proportion to its length."""
+    made = get_recipe("audiomnist_r34_arcface")
+    share = epochs / made.run.epochs
+    margins = made.margin_schedule
+    assert margins is not None and margins.end_epoch is not None  # the recipe has both
+    return replace(
+        made,
+        data=replace(made.data, path=path, num_workers=2),
+        loss=LossPart(loss.alpha, loss.margin_kind, loss.margin, loss.scale),
+        schedule=replace(made.schedule, warmup_epochs=share * made.schedule.warmup_epochs),
+        margin_schedule=replace(
+            margins,
+            start_epoch=share * margins.start_epoch,
+            end_epoch=share * margins.end_epoch,
+        ),
+        run=replace(made.run, epochs=epochs),
+        seed=seed,
+    )
 
 
 _GPU = Size(epochs=20, batch_size=256, width=64, depth=2, embedding_dim=128)
@@ -120,6 +158,15 @@ STUDIES = {
             search_epochs=1,
             grid=SHORT_GRID,
             world=0,
+        ),
+        Study(
+            "audiomnist",
+            "AudioMNIST, 20 speakers",
+            "speech",
+            Size(num_classes=120, epochs=40, batch_size=64, embedding_dim=256, num_test=20),
+            search_epochs=15,
+            grid=SHORT_GRID,
+            measure="tar@0.01",
         ),
     )
 }

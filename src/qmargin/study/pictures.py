@@ -1,4 +1,4 @@
-"""Data of a study: to train on, to choose settings by, and to test."""
+"""Drawings to train on, to choose settings by, and to test; read from a path, or made."""
 
 from __future__ import annotations
 
@@ -14,12 +14,16 @@ import numpy as np
 from qmargin.data.drawings import Drawings
 from qmargin.data.order import derived_seed
 from qmargin.data.strokes import StrokeIdentities
-from qmargin.demo.evaluate import Pictures
+from qmargin.demo.embed import embed_pictures
+from qmargin.demo.evaluate import Facts, Pictures, evaluate_pictures
 from qmargin.demo.recipe import SHIFT
 from qmargin.demo.worlds import INDEX, Stored, part_of, read_stored
+from qmargin.evaluation.result import Result
 from qmargin.study.studies import Study
+from qmargin.sweep.trial import Trial
 from qmargin.sweep.validation import TrialData
 from qmargin.training.recipe import Recipe
+from qmargin.training.starting import CHECKPOINTS
 
 VALIDATION_SHARE = 0.2  # of the training identities, while settings are chosen
 VALIDATION = 0x57D4  # tells that choice of identities from others
@@ -28,8 +32,8 @@ _BLOCK = 1 << 16  # pictures that a process draws at a time
 
 
 @dataclass(frozen=True)
-class StudyData:
-    """The data of a trial; a callable that can be sent to other processes.
+class PictureMaterial:
+    """See ``Material``.
 
     Attributes:
         study: What is studied.
@@ -50,14 +54,28 @@ class StudyData:
         train, measured = self._divided()
         return TrialData(measured, replace(train, shift=SHIFT, warp=self.study.warp))
 
-    def measured(self, seed: int) -> Pictures:
-        """What a trial with this seed is measured on."""
-        return self._strokes(seed) if self.study.kind == "strokes" else self._divided()[1]
+    @property
+    def training_path(self) -> str | None:
+        """For the record: the pictures are given to the training."""
+        return None if self.path is None else str(self.path.resolve())
 
-    def prepare(self, seed: int, num_processes: int) -> None:
-        """Draw what all trials with a seed share, once."""
+    def prepare(self, seeds: Sequence[int]) -> None:
+        """Draw what trials share, once."""
         if self.study.kind == "strokes":
-            draw_to(self._file(seed), self._train(seed), num_processes)
+            for seed in seeds:
+                draw_to(self._file(seed), self._train(seed), os.cpu_count() or 1)
+
+    def evaluate(self, trial: Trial, facts: Facts, device: str) -> Result:
+        """All pairs of test identities."""
+        seed = trial.recipe.seed
+        dataset: Pictures = (
+            self._strokes(seed) if self.study.kind == "strokes" else self._divided()[1]
+        )
+        if self.study.kind == "strokes" and self.study.world is None:
+            facts = replace(facts, protocol=f"{facts.protocol}, seed {seed}")  # other identities
+        checkpoint = max((trial.folder / CHECKPOINTS).glob("step-*"))
+        embeddings = embed_pictures(trial.recipe, checkpoint, dataset, device=device)
+        return evaluate_pictures(embeddings, dataset, facts, device=device)
 
     def _strokes(self, seed: int) -> StrokeIdentities:
         size, world = self.study.size, self._world(seed)
