@@ -14,10 +14,11 @@ from qmargin.demo import plan, run
 from qmargin.demo import report as demo_report
 from qmargin.demo.losses import LOSSES
 from qmargin.demo.recipe import Size, demo_recipe
-from qmargin.demo.run import DemoOptions, Interrupted, run_demo
+from qmargin.demo.run import DemoOptions, run_demo
 from qmargin.errors import CheckpointError, ConfigError, DataError
 from qmargin.evaluation.result import read_result
 from qmargin.training import folders, loop, rehearsal
+from qmargin.training.signals import Interrupted
 
 TINY = Size(
     num_classes=40,

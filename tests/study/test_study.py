@@ -11,14 +11,12 @@ from qmargin.cli.main import main
 from qmargin.data.drawings import Drawings
 from qmargin.data.strokes import StrokeIdentities
 from qmargin.demo.recipe import Size
-from qmargin.errors import ConfigError, DataError
+from qmargin.errors import ConfigError
 from qmargin.study import studies
 from qmargin.study.pictures import PictureMaterial, first_samples, identities
-from qmargin.study.run import StudyOptions, choose
+from qmargin.study.run import StudyOptions
 from qmargin.study.studies import SYSTEMS, Study
-from qmargin.sweep.trial import TrialResult
 
-MEASURE = "tar@0.0001"
 TINY = Size(
     num_classes=12,
     samples_per_class=8,
@@ -106,27 +104,13 @@ def test_identities_of_a_path_are_divided_as_it_says(tmp_path: Path) -> None:
     }
 
 
-def test_settings_are_chosen_by_validation_and_failures_do_not_count() -> None:
-    def result(key: str, margin: str, tar: float, state: str = "finished") -> TrialResult:
-        point = {"loss": key, "alpha": "1", "scale": "16", "margin": margin}
-        return TrialResult(point, 0, "", state, 1, {MEASURE: tar}, 1.0)
-
-    results = [result("arcface", "0.1", 0.2), result("arcface", "0.2", 0.3)]
-    results.append(result("arcface", "0.3", 0.9, "failed"))
-    assert choose(results, ["arcface", "sampled"], MEASURE) == {
-        "arcface": (1.0, 16.0, 0.2),
-        "sampled": (1.0, 16.0, 0.2),
-    }
-    with pytest.raises(DataError, match="no training of cosface ended well"):
-        choose(results, ["arcface", "cosface"], MEASURE)
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"data": Path("x")}, "makes its own data"),
         ({"losses": ("sampled",)}, "add arcface"),
         ({"losses": ("arcfase",)}, "arcface"),
+        ({"losses": ("arcface", "arcface")}, "each one once"),
         ({"jobs": 0}, "at least 1"),
     ],
 )
@@ -140,6 +124,14 @@ def test_every_loss_of_a_grid_has_the_same_number_of_settings() -> None:
     for study in studies.STUDIES.values():
         assert len({len(set(settings)) for settings in study.grid.values()}) == 1
         assert set(study.grid) == set(SYSTEMS) - {"sampled"}
+        assert set(study.losses) - {"sampled"} == set(study.grid)
+
+
+def test_the_help_names_every_study_and_loss(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["study", "--help"])
+    words = capsys.readouterr().out.split()
+    assert {*studies.STUDIES, *SYSTEMS} <= set(words)
 
 
 def test_first_samples_of_each_identity() -> None:

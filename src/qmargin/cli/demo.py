@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
+
+from qmargin.cli.stopping import told_to_go_on
 
 
 def add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -58,17 +57,3 @@ def run(arguments: argparse.Namespace) -> None:
     )
     with told_to_go_on():
         run_demo(options)
-
-
-@contextmanager
-def told_to_go_on() -> Iterator[None]:
-    """A signal ends the command with its status, and with a word on what to do next."""
-    from qmargin.demo.run import Interrupted
-    from qmargin.training.signals import exit_status
-
-    try:
-        yield
-    except (Interrupted, KeyboardInterrupt) as stop:
-        number = stop.signal if isinstance(stop, Interrupted) else signal.SIGINT
-        sys.stderr.write("interrupted and saved; run the same command again to go on\n")
-        raise SystemExit(exit_status(number)) from stop

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from qmargin.cli.stopping import told_to_go_on
 from qmargin.errors import ConfigError
 from qmargin.files import write_atomically
 
@@ -86,7 +87,6 @@ def run(arguments: argparse.Namespace) -> None:
 
 def make(item: Item, arguments: argparse.Namespace) -> None:
     """An artefact, or what is known of everything else."""
-    from qmargin.cli.demo import told_to_go_on
     from qmargin.paper.page import item_text
     from qmargin.paper.runs import Request
 

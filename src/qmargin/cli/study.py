@@ -8,8 +8,15 @@ import shlex
 import sys
 from datetime import date
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-LOSSES = ("arcface", "cosface", "entmax", "sparsemax", "q_margin", "sampled")
+from qmargin.cli.stopping import told_to_go_on
+
+if TYPE_CHECKING:
+    from qmargin.study.run import StudyOptions
+
+NAMES = "demo omniglot strokes-10k strokes-1m audiomnist"
+LOSSES = "arcface cosface entmax sparsemax q_margin sampled"
 
 
 def add_study(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -22,13 +29,14 @@ def add_study(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         "documentation. Interrupted and run again, it goes on.",
     )
     add = parser.add_argument
-    add("study", metavar="NAME", help="omniglot, strokes-10k or strokes-1m")
+    add("study", metavar="NAME", help=f"of {NAMES}")
     add("--out", type=Path, required=True, metavar="DIR", help="folder of the study")
-    add("--data", type=Path, metavar="PATH", help="pictures, for studies that read some")
+    add("--data", type=Path, metavar="PATH", help="pictures or recordings, where read")
     add("--seeds", type=int, default=3, metavar="N", help="final trainings of each loss (3)")
-    add("--losses", nargs="+", default=LOSSES, metavar="NAME", help=f"of {' '.join(LOSSES)}")
+    add("--losses", nargs="+", default=(), metavar="NAME", help=f"of {LOSSES} (all)")
     add("--jobs", type=int, default=1, metavar="N", help="trainings at a time (1)")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to train (auto)")
+    add("--search-only", action="store_true", help="only let losses choose their settings")
     add("--page", type=Path, metavar="FILE", help="also write what was found as Markdown")
     add("--commit", default="", metavar="HASH", help="of the code, for the page")
     parser.set_defaults(run=run)
@@ -36,37 +44,47 @@ def add_study(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 
 def run(arguments: argparse.Namespace) -> None:
     """Run the study; a signal ends it with the status of that signal, after saving."""
-    from qmargin.study.run import StudyOptions, run_study
+    from qmargin.study.run import StudyOptions, run_search, run_study
+    from qmargin.study.search import CHOSEN
     from qmargin.study.studies import find_study
-    from qmargin.sweep.trial import Interrupted
-    from qmargin.training.signals import exit_status
 
-    study = find_study(arguments.study)
-    command = "qmargin " + shlex.join(sys.argv[1:])
     options = StudyOptions(
-        study=study,
+        study=find_study(arguments.study),
         out=arguments.out,
         data=arguments.data,
         seeds=arguments.seeds,
         losses=tuple(arguments.losses),
         jobs=arguments.jobs,
         device=arguments.device,
-        command=command,
+        command="qmargin " + shlex.join(sys.argv[1:]),
     )
-    try:
-        page = run_study(options)
-    except Interrupted as stop:
-        sys.stderr.write("interrupted and saved; run the same command again to go on\n")
-        raise SystemExit(exit_status(stop.signal)) from stop
-    sys.stdout.write(f"report: {page}\n")
+    with told_to_go_on():
+        if arguments.search_only:
+            run_search(options)
+            sys.stdout.write(f"settings: {options.out / CHOSEN}\n")
+        else:
+            sys.stdout.write(f"report: {run_study(options)}\n")
     if arguments.page is not None:
-        from qmargin.files import write_atomically
-        from qmargin.study.page import study_page
+        _write_page(arguments, options)
 
-        text = study_page(study, arguments.out, command=command, machine=_machine(arguments.commit))
-        arguments.page.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(arguments.page, text.encode())
-        sys.stdout.write(f"{arguments.page}\n")
+
+def _write_page(arguments: argparse.Namespace, options: StudyOptions) -> None:
+    """The page; a search also leaves its numbers beside it."""
+    from qmargin.files import write_atomically
+    from qmargin.study.page import search_page, study_page
+    from qmargin.study.search import read_tried, write_search
+
+    study, page, command = options.study, arguments.page, options.command
+    make = search_page if arguments.search_only else study_page
+    text = make(study, options.out, command=command, machine=_machine(arguments.commit))
+    page.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(page, text.encode())
+    sys.stdout.write(f"{page}\n")
+    if arguments.search_only:
+        record = page.with_suffix(".json")
+        tried = read_tried(study, options.out, options.keys)
+        write_search(record, study, tried, command=command)
+        sys.stdout.write(f"{record}\n")
 
 
 def _machine(commit: str) -> str:

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from qmargin.cli.recipes import load_recipe
+from qmargin.cli.stopping import told_to_go_on
 
 EXIT_CODES = """exit status:
   0    all trials are complete
@@ -63,9 +64,7 @@ def run(arguments: argparse.Namespace) -> None:
     """Run the sweep; a signal ends it with the status of that signal, after saving."""
     from qmargin.sweep.axes import parse_axis
     from qmargin.sweep.run import SweepOptions, run_sweep
-    from qmargin.sweep.trial import Interrupted
     from qmargin.sweep.validation import RecipeData
-    from qmargin.training.signals import exit_status
 
     options = SweepOptions(
         recipe=load_recipe(arguments.recipe, arguments.settings),
@@ -81,11 +80,8 @@ def run(arguments: argparse.Namespace) -> None:
         data=RecipeData(tuple(_validation(text) for text in arguments.validation)),
         command="qmargin " + shlex.join(sys.argv[1:]),
     )
-    try:
+    with told_to_go_on():
         run_sweep(options)
-    except Interrupted as stop:
-        sys.stderr.write("interrupted and saved; run the same command again to go on\n")
-        raise SystemExit(exit_status(stop.signal)) from stop
 
 
 def _validation(text: str) -> str:

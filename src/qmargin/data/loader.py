@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, get_worker_info
 
 from qmargin.data.lending import Borrower, Layout, Lender, Parcel
-from qmargin.data.order import GlobalOrder, check_count, derived_seed
+from qmargin.data.order import GlobalOrder, check_count, sample_seeds
 from qmargin.data.samples import CorruptBudget, Dataset, Replacement, Sample, read_seeded
 from qmargin.errors import ConfigError, DataError
 
@@ -142,17 +142,16 @@ class _BatchReader:
     def __getitem__(self, step: int) -> _Sent | _Failure:
         current: int | None = None
         try:
-            indices = self._order.part(step, rank=self._rank, world=self._world).tolist()
+            part = self._order.part(step, rank=self._rank, world=self._world)
             # An empty part still needs the shape of an input: read one sample, keep no row of it.
-            chosen = indices or self._order.batch(step)[:1].tolist()
+            chosen = part if len(part) else self._order.batch(step)[:1]
             epoch = self._order.epoch_of(step)
-            # In one go: a hash after each picture would find its code out of the caches.
-            seeds = [derived_seed(self._order.seed, epoch, index) for index in chosen]
+            seeds = sample_seeds(self._order.seed, epoch, chosen)
             rows = _Rows(self._dataset, len(chosen), self.lender)
-            for current, seed in zip(chosen, seeds, strict=True):
+            for current, seed in zip(chosen.tolist(), seeds, strict=True):
                 rows.add(read_seeded(self._dataset, current, seed))
             sent = rows.sent(step, epoch)
-            return sent if indices else replace(sent, labels=[], ids=(), replaced=())
+            return sent if len(part) else replace(sent, labels=[], ids=(), replaced=())
         except Exception as error:
             where = "no sample yet"
             if current is not None:

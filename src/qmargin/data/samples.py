@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from qmargin.data.order import check_count, derived_seed
+from qmargin.data.order import check_count, derived_seed, sample_seeds
 from qmargin.errors import ConfigError, CorruptSample, DataError
 
 MAX_ATTEMPTS = 32
@@ -121,7 +121,7 @@ def read_sample(dataset: Dataset, index: int, *, seed: int, epoch: int) -> Sampl
     Raises:
         DataError: The label is out of range, or too many replacements were corrupt themselves.
     """
-    return read_seeded(dataset, index, derived_seed(seed, epoch, index))
+    return read_seeded(dataset, index, sample_seeds(seed, epoch, np.array([index]))[0])
 
 
 def read_seeded(dataset: Dataset, index: int, seed: int) -> Sample:

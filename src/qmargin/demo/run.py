@@ -21,6 +21,7 @@ from qmargin.demo.plan import find_plan
 from qmargin.demo.recipe import SIZES, Size, demo_recipe
 from qmargin.errors import CheckpointError, ConfigError, DataError
 from qmargin.training.fields import check_known
+from qmargin.training.signals import Interrupted
 
 if TYPE_CHECKING:
     import numpy as np
@@ -86,14 +87,6 @@ class Part:
     def result(self) -> Path:
         """Written last: where it is, nothing is left to do."""
         return self.folder / RESULT
-
-
-class Interrupted(Exception):
-    """A signal stopped a training, which was saved first."""
-
-    def __init__(self, signal: int) -> None:
-        super().__init__(f"signal {signal}")
-        self.signal = signal
 
 
 def run_demo(options: DemoOptions) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,9 +10,9 @@ from qmargin.report.numbers import power, probability, signed
 from qmargin.report.repeats import Repeats, difference_of_means, find_repeats, spread
 from qmargin.report.systems import load_panels
 from qmargin.report.tables import markdown_repeats
-from qmargin.study.run import CHOSEN, RESULT
+from qmargin.study.run import FINAL, RESULT
+from qmargin.study.search import CHOSEN, Settings, Tried, read_chosen, read_tried
 from qmargin.study.studies import SYSTEMS, Study
-from qmargin.sweep.trial import TrialResult, parse_result
 from qmargin.sweep.validation import far_of
 
 Q_MARGIN = SYSTEMS["q_margin"].title
@@ -29,26 +28,53 @@ def study_page(study: Study, folder: Path, *, command: str, machine: str) -> str
         command: That made it.
         machine: Where, with commit and date.
     """
-    results = sorted((folder / "final").glob(f"*/{RESULT}"), key=_place)
+    results = sorted((folder / FINAL).glob(f"*/{RESULT}"), key=_place)
     if not results:
         raise DataError(f"{folder} holds no results of a study; run it first")
     found = find_repeats(load_panels(results))
     if len(found) != 1:
         raise DataError(f"{folder} holds results of {len(found)} protocols with repeated trainings")
     repeats = found[0]
-    searched = [parse_result(path) for path in sorted((folder / "search").glob("*/result.json"))]
-    chosen = json.loads((folder / CHOSEN).read_bytes())
-    parts = [
-        f"# {study.title[0].upper()}{study.title[1:]}",
-        _about(study, repeats, command, machine),
+    first = next(iter(repeats.systems.values()))[0].result.protocol
+    facts = [
+        f"`{command}`",
+        machine,
+        *_training(study, epochs=study.size.epochs, num_seeds=repeats.num_repeats),
+        f"test: {first.num_subjects:,} other identities, {first.num_genuine:,} genuine and "
+        f"{first.num_impostors:,} impostor pairs",
+    ]
+    return _joined(
+        _title(study.title),
+        _listed(facts),
         "## Found",
         verdict(repeats),
         markdown_repeats(repeats).partition("\n\n")[2],
         _differences(repeats),
         "## Settings, and how they were chosen",
-        _choice(study, searched, chosen),
-    ]
+        *_choice(study, folder),
+    )
+
+
+def search_page(study: Study, folder: Path, *, command: str, machine: str) -> str:
+    """The same of a study whose losses have only chosen their settings."""
+    training = _training(study, epochs=study.search_epochs, num_seeds=study.search_seeds)
+    return _joined(
+        f"# Settings for {study.title}",
+        _listed([f"`{command}`", machine, *training]),
+        *_choice(study, folder),
+    )
+
+
+def _joined(*parts: str) -> str:
     return "\n\n".join(part.strip() for part in parts) + "\n"
+
+
+def _title(text: str) -> str:
+    return f"# {text[0].upper()}{text[1:]}"
+
+
+def _listed(facts: Sequence[str]) -> str:
+    return "\n".join(f"- {fact}" for fact in facts)
 
 
 def verdict(repeats: Repeats) -> str:
@@ -78,27 +104,22 @@ def verdict(repeats: Repeats) -> str:
     return "\n".join([*lines, "", words])
 
 
-def _about(study: Study, repeats: Repeats, command: str, machine: str) -> str:
+def _training(study: Study, *, epochs: int, num_seeds: int) -> list[str]:
     size = study.size
-    first = next(iter(repeats.systems.values()))[0].result
     recipe, network = "AdamW, cosine schedule", "`stroke_net`"
     if study.kind == "speech":
         recipe, network = "SGD, the speaker recipe", "`speaker_resnet34`"
     else:
         network += f", width {size.width}, depth {size.depth}"
     facts = [
-        f"`{command}`",
-        machine,
-        f"training: {size.num_classes:,} classes, {size.epochs} epochs in batches of "
-        f"{size.batch_size}, one recipe for all losses ({recipe}), {repeats.num_repeats} seeds",
+        f"training: {size.num_classes:,} classes, {epochs} epochs in batches of "
+        f"{size.batch_size}, one recipe for all losses ({recipe}), {num_seeds} "
+        f"seed{'s' * (num_seeds > 1)}",
         f"network: {network}, {size.embedding_dim} dimensions",
-        f"test: {first.protocol.num_subjects:,} other identities, "
-        f"{first.protocol.num_genuine:,} genuine and {first.protocol.num_impostors:,} impostor "
-        "pairs",
     ]
     if study.kind == "strokes":
         facts.append("the data are synthetic, drawn by this package; they say nothing about faces")
-    return "\n".join(f"- {fact}" for fact in facts)
+    return facts
 
 
 def _differences(repeats: Repeats) -> str:
@@ -120,37 +141,52 @@ def _differences(repeats: Repeats) -> str:
     return "\n".join(lines) + "\n\nPoints of TAR with 95 % intervals of a paired bootstrap."
 
 
-def _choice(study: Study, searched: Sequence[TrialResult], chosen: dict[str, list[float]]) -> str:
-    measure = study.measure
-
-    def tar(result: TrialResult) -> float:
-        return result.metrics.get(measure, 0.0)
-
-    far = far_of(measure)
+def _choice(study: Study, folder: Path) -> list[str]:
+    """How settings were chosen, which, and all that were tried."""
+    chosen = read_chosen(folder / CHOSEN)
+    keys = [key for key in study.losses if key in chosen]
+    tried = read_tried(study, folder, keys)
+    if not any(any(one.metrics) for one in tried):
+        raise DataError(f"{folder} holds no search of {study.name}; run it first")
+    far = far_of(study.measure)
     assert far is not None  # studies choose by a TAR
-    counts = {len(settings) for settings in study.grid.values()}
+    counts = {len(study.grid[key]) for key in keys if key in study.grid}
+    seeds = "" if study.search_seeds == 1 else f" with each of {study.search_seeds} seeds"
+    mean = "" if study.search_seeds == 1 else ", the mean over seeds,"
     words = (
         f"Each loss was trained with {' or '.join(map(str, sorted(counts)))} settings for "
-        f"{study.search_epochs} epochs, and chose the one with the largest TAR at FAR "
-        f"{power(far)} on validation identities, which neither training nor test has. Negative "
-        "sampling has the settings of ArcFace. TAR % there:"
+        f"{study.search_epochs} epochs{seeds}, and chose the one with the largest TAR at FAR "
+        f"{power(far)}{mean} on validation identities, which neither training nor test has. A "
+        "training that failed accepted nobody."
     )
-    lines = [
-        "| loss | alpha | scale | margin | TAR % | |",
-        "| --- |" + " ---: |" * 4 + " --- |",
+    if "sampled" in keys:
+        words += " Negative sampling has the settings of ArcFace."
+    ranked = [
+        one
+        for key in keys
+        for one in sorted(tried, key=lambda one: one.mean(study.measure), reverse=True)
+        if one.key == key
     ]
-    for key in study.grid:
-        of = [result for result in searched if result.point["loss"] == key]
-        for result in sorted(of, key=tar, reverse=True):
-            point = result.point
-            setting = [float(point[name]) for name in ("alpha", "scale", "margin")]
-            mark = "chosen" if setting == list(chosen.get(key, ())) else ""
-            if result.state != "finished":
-                mark = result.state
-            numbers = " | ".join(f"{value:g}" for value in setting)
-            shown = f"{100 * tar(result):.2f}"
-            lines.append(f"| {SYSTEMS[key].title} | {numbers} | {shown} | {mark} |")
-    return words + "\n\n" + "\n".join(lines)
+    return [words, _table(ranked, chosen)]
+
+
+def _table(tried: Sequence[Tried], chosen: Settings) -> str:
+    measures = list(next(found for one in tried for found in one.metrics if found))
+    heads = ["loss", "alpha", "scale", "margin", *map(_heading, measures), ""]
+    lines = [f"| {' | '.join(heads)} |", "| --- |" + " ---: |" * (len(heads) - 2) + " --- |"]
+    for one in tried:
+        notes = ["chosen"] if chosen.get(one.key) == one.setting else []
+        if one.num_failed:
+            notes.append(f"{one.num_failed} failed")
+        cells = [SYSTEMS[one.key].title, *(f"{value:g}" for value in one.setting)]
+        cells += [spread(one.values(measure)) for measure in measures]
+        lines.append(f"| {' | '.join([*cells, ', '.join(notes)])} |")
+    return "\n".join(lines)
+
+
+def _heading(measure: str) -> str:
+    far = far_of(measure)
+    return "EER %" if far is None else f"TAR % at {power(far)}"
 
 
 def _place(path: Path) -> tuple[int, int]:

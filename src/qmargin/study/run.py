@@ -1,7 +1,7 @@
-"""A study from end to end: choose settings, train with several seeds, test, write the page.
+"""A study from end to end: choose settings, train with several seeds, test, write the report.
 
 Everything is in one folder: ``search/`` and ``final/`` with a folder per training, ``chosen.json``,
-a ``result.json`` for each final training, and ``report/``. What is there is not done again.
+an ``evaluation.json`` for each final training, and ``report/``. What is there is not done again.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
@@ -24,8 +25,9 @@ from qmargin.files import write_atomically
 from qmargin.report.figures import has_matplotlib
 from qmargin.report.write import ReportOptions, write_report
 from qmargin.study.pictures import PictureMaterial
+from qmargin.study.search import CHOSEN, SEARCH, Settings, choose, gather, point_of, read_chosen
 from qmargin.study.speech import SpeechMaterial
-from qmargin.study.studies import SYSTEMS, Setting, Study, with_setting
+from qmargin.study.studies import SYSTEMS, Study, with_setting
 from qmargin.sweep.slots import Slots, TrialOptions, open_slots
 from qmargin.sweep.trial import Trial, TrialResult, read_trial_result
 from qmargin.sweep.validation import TrialData
@@ -36,10 +38,8 @@ from qmargin.training.lock import RunLock
 from qmargin.training.recipe import Recipe
 from qmargin.training.signals import StopRequest
 
-SEARCH_SEED = 1000  # no final training has it
-CHOSEN = "chosen.json"
+FINAL = "final"
 RESULT = "evaluation.json"
-Settings = dict[str, Setting]
 
 
 class Material(Protocol):
@@ -72,7 +72,7 @@ class StudyOptions:
         out: Folder; one that holds a part of the study is completed.
         data: Path of pictures, for studies that need one.
         seeds: Final trainings of each loss.
-        losses: Keys of ``SYSTEMS``.
+        losses: Of the study; all of them by default.
         jobs: Trainings at a time.
         device: ``"auto"``, ``"cpu"`` or ``"cuda"``.
         command: For the record.
@@ -82,7 +82,7 @@ class StudyOptions:
     out: Path
     data: Path | None = None
     seeds: int = 3
-    losses: tuple[str, ...] = tuple(SYSTEMS)
+    losses: tuple[str, ...] = ()
     jobs: int = 1
     device: str = "auto"
     command: str = "qmargin study"
@@ -96,9 +96,16 @@ class StudyOptions:
             verb = "needs a path: give" if self.data is None else "makes its own data: leave out"
             raise ConfigError(f"the study {self.study.name} {verb} --data")
         for key in self.losses:
-            check_known(key, SYSTEMS, "a loss")
+            check_known(key, self.study.losses, "a loss")
+        if len(set(self.losses)) < len(self.losses):
+            raise ConfigError(f"losses are {', '.join(self.losses)}; name each one once")
         if "sampled" in self.losses and "arcface" not in self.losses:
             raise ConfigError("sampled takes the settings that arcface chose; add arcface")
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Of the losses that are compared."""
+        return self.losses or self.study.losses
 
     def material(self, *, is_search: bool) -> Material:
         """Where trials have their data from."""
@@ -116,52 +123,55 @@ def run_study(options: StudyOptions) -> Path:
         Interrupted: By a signal, after saving; run again, it goes on.
         DataError: Trainings failed.
     """
-    out = options.out
-    with RunLock(out), StopRequest() as request:
-        check_writable(out)
-        chosen = _read_chosen(out / CHOSEN)
-        if chosen is None:
-            searched = list(_search_trials(options))
-            results = _run(options, searched, request, is_search=True)
-            chosen = choose(results, options.losses, options.study.measure)
-            write_atomically(out / CHOSEN, (json.dumps(chosen, indent=1) + "\n").encode())
-        final = list(_final_trials(options, chosen))
+    with _working_in(options.out) as request:
+        final = list(_final_trials(options, _chosen(options, request)))
         _run(options, final, request, is_search=False)
         _test(options, final)
     paths = [trial.folder / RESULT for trial in final]
     named = ReportOptions(title=options.study.title, has_figures=has_matplotlib())
-    return write_report(paths, out / "report", named)[0]
+    return write_report(paths, options.out / "report", named)[0]
 
 
-def choose(results: Sequence[TrialResult], losses: Sequence[str], measure: str) -> Settings:
-    """The setting of each loss with the largest TAR on validation identities."""
-    chosen: Settings = {}
-    for key in losses:
-        of = [r for r in results if r.point["loss"] == key and r.state == "finished"]
-        if not of:
-            continue
-        best = max(of, key=lambda result: result.metrics[measure]).point
-        chosen[key] = (float(best["alpha"]), float(best["scale"]), float(best["margin"]))
-    if "sampled" in losses and "arcface" in chosen:
-        chosen["sampled"] = chosen["arcface"]
-    missing = [key for key in losses if key not in chosen]
+def run_search(options: StudyOptions) -> Settings:
+    """Only let losses choose their settings; raises as ``run_study`` does."""
+    with _working_in(options.out) as request:
+        return _chosen(options, request)
+
+
+@contextmanager
+def _working_in(out: Path) -> Iterator[StopRequest]:
+    with RunLock(out), StopRequest() as request:
+        check_writable(out)
+        yield request
+
+
+def _chosen(options: StudyOptions, request: StopRequest) -> Settings:
+    """Settings of all losses; what was chosen before stays."""
+    study, path = options.study, options.out / CHOSEN
+    chosen = read_chosen(path)
+    missing = [key for key in options.keys if key not in chosen]
     if missing:
-        raise DataError(f"no training of {', '.join(missing)} ended well; see search/*/train.log")
+        results = _run(options, list(_search_trials(options, missing)), request, is_search=True)
+        chosen |= choose(gather(study, missing, results), study.measure)
+        if "sampled" in missing:
+            chosen["sampled"] = chosen["arcface"]
+        write_atomically(path, (json.dumps(chosen, indent=1) + "\n").encode())
     return chosen
 
 
-def _search_trials(options: StudyOptions) -> Iterator[Trial]:
-    for key in options.losses:
-        for setting in options.study.grid.get(key, ()):
-            loss = with_setting(key, setting)
-            name = f"{key}-{loss.alpha:g}-{loss.scale:g}-{loss.margin:g}"
-            yield _trial(options, loss, SEARCH_SEED, options.out / "search" / name, is_search=True)
+def _search_trials(options: StudyOptions, keys: Sequence[str]) -> Iterator[Trial]:
+    for seed in options.study.seeds_of_search:
+        for key in keys:
+            for setting in options.study.grid.get(key, ()):
+                loss = with_setting(key, setting)
+                name = f"{key}-{loss.alpha:g}-{loss.scale:g}-{loss.margin:g}-{seed}"
+                yield _trial(options, loss, seed, options.out / SEARCH / name, is_search=True)
 
 
 def _final_trials(options: StudyOptions, chosen: Settings) -> Iterator[Trial]:
     for seed in range(options.seeds):
-        for key in options.losses:
-            folder = options.out / "final" / f"{key}-{seed}"
+        for key in options.keys:
+            folder = options.out / FINAL / f"{key}-{seed}"
             yield _trial(options, with_setting(key, chosen[key]), seed, folder, is_search=False)
 
 
@@ -170,8 +180,7 @@ def _trial(
 ) -> Trial:
     path = options.material(is_search=is_search).training_path
     recipe = options.study.recipe(loss, seed=seed, is_search=is_search, path=path)
-    numbers = {name: f"{getattr(loss, name):g}" for name in ("alpha", "scale", "margin")}
-    return Trial({"loss": loss.key, **numbers}, recipe, folder)
+    return Trial(point_of(loss.key, (loss.alpha, loss.scale, loss.margin)), recipe, folder)
 
 
 def _run(
@@ -256,16 +265,6 @@ def _tested(options: StudyOptions, trial: Trial) -> None:
     facts = Facts(SYSTEMS[trial.point["loss"]].title, card, options.study.title, options.command)
     material = options.material(is_search=False)
     write_result(trial.folder / RESULT, material.evaluate(trial, facts, device))
-
-
-def _read_chosen(path: Path) -> Settings | None:
-    if not path.exists():
-        return None
-    try:
-        content = json.loads(path.read_bytes())
-        return {key: (float(a), float(s), float(m)) for key, (a, s, m) in content.items()}
-    except (ValueError, TypeError, AttributeError) as error:
-        raise DataError(f"{path} holds no settings ({error}); remove it to choose again") from error
 
 
 def _say(text: str) -> None:

@@ -6,14 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from qmargin.demo.losses import GRID as DEMO_GRID
 from qmargin.demo.losses import LOSSES, DemoLoss
-from qmargin.demo.recipe import Size, demo_recipe
+from qmargin.demo.recipe import SIZES, Size, demo_recipe
 from qmargin.errors import ConfigError
 from qmargin.recipes.registry import get_recipe
 from qmargin.training.fields import check_known
 from qmargin.training.recipe import LossPart, Recipe
 
 SAMPLE_RATE = 0.1  # of the classes, in the baseline that samples negatives
+SEARCH_SEED = 1000  # the first of a search; no final training and no demo has it
 Setting = tuple[float, float, float]  # alpha, scale, margin
 SYSTEMS = {
     **LOSSES,
@@ -56,6 +58,8 @@ class Study:
         size: Of a training and its test.
         search_epochs: Of a training of the search, in which losses choose their settings.
         grid: Settings by loss; negative sampling takes those that ArcFace chose.
+        losses: Keys of ``SYSTEMS`` that are compared.
+        search_seeds: Trainings of each setting in the search; their mean counts.
         has_turns: Whether quarter turns of a training identity are identities of their own.
         warp: Of training samples, see ``Drawings``.
         world: Seed of the identities; None for that of the training.
@@ -68,10 +72,17 @@ class Study:
     size: Size
     search_epochs: int
     grid: Mapping[str, tuple[Setting, ...]] = field(default_factory=lambda: GRID, repr=False)
+    losses: tuple[str, ...] = tuple(SYSTEMS)
+    search_seeds: int = 1
     has_turns: bool = False
     warp: float = 0.0
     world: int | None = None
     measure: str = "tar@0.0001"
+
+    @property
+    def seeds_of_search(self) -> range:
+        """Seeds of the trainings by which losses choose."""
+        return range(SEARCH_SEED, SEARCH_SEED + self.search_seeds)
 
     def recipe(self, loss: DemoLoss, *, seed: int, is_search: bool, path: str | None) -> Recipe:
         """The recipe with a loss; all losses share everything else.
@@ -128,6 +139,16 @@ _GPU = Size(epochs=20, batch_size=256, width=64, depth=2, embedding_dim=128)
 STUDIES = {
     study.name: study
     for study in (
+        Study(
+            "demo",
+            "the demo's synthetic stroke identities, 1,000 classes",
+            "strokes",
+            SIZES["cpu"],
+            search_epochs=SIZES["cpu"].epochs,
+            grid=DEMO_GRID,
+            losses=tuple(LOSSES),
+            search_seeds=2,
+        ),
         Study(
             "omniglot",
             "Omniglot, evaluation alphabets",

@@ -13,9 +13,9 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from typing import Protocol
 
-from qmargin.sweep.trial import Interrupted, Trial, TrialResult, run_trial
+from qmargin.sweep.trial import Trial, TrialResult, run_trial
 from qmargin.sweep.validation import DataSource
-from qmargin.training.signals import StopRequest
+from qmargin.training.signals import Interrupted, StopRequest
 
 SECONDS_TO_LOOK = 0.2  # between looks at signals
 SECONDS_TO_SAVE = 120.0  # that a worker has after a signal

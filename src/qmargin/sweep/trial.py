@@ -21,6 +21,7 @@ from qmargin.training.build import build_dataset
 from qmargin.training.hooks import Hook
 from qmargin.training.loop import train
 from qmargin.training.recipe import Recipe
+from qmargin.training.signals import Interrupted
 from qmargin.training.starting import CHECKPOINTS
 
 RESULT = "result.json"
@@ -30,14 +31,6 @@ FORMAT = "qmargin-sweep-trial"
 VALIDATIONS = 10  # of a training whose recipe does not say when, with early stopping
 GRACE = 3  # no trial is stopped in the first third of its steps: losses start differently
 State = Literal["finished", "stopped early", "failed"]
-
-
-class Interrupted(Exception):
-    """A signal stopped a trial, which was saved first."""
-
-    def __init__(self, signal: int) -> None:
-        super().__init__(f"signal {signal}")
-        self.signal = signal
 
 
 @dataclass(frozen=True)

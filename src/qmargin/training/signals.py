@@ -34,6 +34,14 @@ def exit_status(number: int) -> int:
     return 128 + number
 
 
+class Interrupted(Exception):
+    """A signal stopped a training, which was saved first."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"signal {number}")
+        self.signal = number
+
+
 class StopRequest:
     """Notes the first signal and obeys the second; use it in a ``with`` block, in the main thread.
 

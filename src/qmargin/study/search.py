@@ -1,0 +1,139 @@
+"""How losses choose their settings: by what each setting finds on validation identities."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from qmargin.errors import DataError
+from qmargin.files import write_atomically
+from qmargin.study.studies import Setting, Study
+from qmargin.sweep.axes import Point
+from qmargin.sweep.trial import RESULT, TrialResult, parse_result
+from qmargin.sweep.validation import EER
+
+SEARCH = "search"
+CHOSEN = "chosen.json"
+FORMAT = "qmargin-study-search"
+Settings = dict[str, Setting]
+
+
+class Tried(NamedTuple):
+    """A setting of a loss and what its trainings measured, one per seed; empty if one failed."""
+
+    key: str
+    setting: Setting
+    metrics: tuple[Mapping[str, float], ...]
+
+    def values(self, measure: str) -> list[float]:
+        """A measure with every seed; a training that failed accepted nobody."""
+        worst = 1.0 if measure == EER else 0.0
+        return [found[measure] if found else worst for found in self.metrics]
+
+    def mean(self, measure: str) -> float:
+        """Over seeds."""
+        return float(np.mean(self.values(measure)))
+
+    @property
+    def num_failed(self) -> int:
+        """Trainings without an end."""
+        return sum(not found for found in self.metrics)
+
+
+def point_of(key: str, setting: Setting) -> Point:
+    """What names a setting in results.
+
+    Examples:
+        >>> point_of("q_margin", (1.25, 16.0, 0.1))
+        {'loss': 'q_margin', 'alpha': '1.25', 'scale': '16', 'margin': '0.1'}
+    """
+    numbers = zip(("alpha", "scale", "margin"), setting, strict=True)
+    return {"loss": key, **{name: f"{value:g}" for name, value in numbers}}
+
+
+def gather(study: Study, losses: Sequence[str], results: Sequence[TrialResult]) -> list[Tried]:
+    """Results by setting: every setting that the study has of some losses, in its order."""
+
+    def metrics(point: Point, seed: int) -> dict[str, float]:
+        of = (r for r in results if r.point == point and r.seed == seed and r.state == "finished")
+        return next((result.metrics for result in of), {})
+
+    return [
+        Tried(
+            key,
+            setting,
+            tuple(metrics(point_of(key, setting), seed) for seed in study.seeds_of_search),
+        )
+        for key in losses
+        for setting in study.grid.get(key, ())
+    ]
+
+
+def read_tried(study: Study, folder: Path, losses: Sequence[str]) -> list[Tried]:
+    """What the search of a study has left in its folder."""
+    paths = sorted((folder / SEARCH).glob(f"*/{RESULT}"))
+    return gather(study, losses, [parse_result(path) for path in paths])
+
+
+def choose(tried: Sequence[Tried], measure: str) -> Settings:
+    """The setting of each loss with the largest mean over seeds; of equal ones the first.
+
+    Raises:
+        DataError: Every training of a loss failed, or the measure could not be measured.
+    """
+    chosen: Settings = {}
+    for key in dict.fromkeys(one.key for one in tried):
+        of = [one for one in tried if one.key == key]
+        ended = [found for one in of for found in one.metrics if found]
+        if not ended:
+            raise DataError(f"no training of {key} ended well; see {SEARCH}/{key}-*/train.log")
+        if measure not in ended[0]:
+            raise DataError(
+                f"the validation identities have too few pairs for {measure}, by which settings "
+                f"are chosen; they measure {', '.join(ended[0])}: give more data"
+            )
+        chosen[key] = max(of, key=lambda one: one.mean(measure)).setting
+    return chosen
+
+
+def read_chosen(path: Path) -> Settings:
+    """Settings that were chosen before; none without the file."""
+    if not path.exists():
+        return {}
+    try:
+        content = json.loads(path.read_bytes())
+        return {key: (float(a), float(s), float(m)) for key, (a, s, m) in content.items()}
+    except (ValueError, TypeError, AttributeError) as error:
+        raise DataError(f"{path} holds no settings ({error}); remove it to choose again") from error
+
+
+def write_search(path: Path, study: Study, tried: Sequence[Tried], *, command: str) -> None:
+    """A record of a search that others can compare with, as JSON."""
+    content: dict[str, Any] = {
+        "format": FORMAT,
+        "study": study.name,
+        "measure": study.measure,
+        "seeds": list(study.seeds_of_search),
+        "command": command,
+        "tried": [one._asdict() for one in tried],
+    }
+    write_atomically(path, (json.dumps(content, indent=1) + "\n").encode())
+
+
+def read_search(path: Path) -> tuple[list[Tried], str]:
+    """What ``write_search`` wrote: all settings, and the measure to choose by."""
+    try:
+        content = json.loads(path.read_bytes())
+        if content["format"] != FORMAT:
+            raise ValueError("another format")
+        tried = [
+            Tried(one["key"], tuple(one["setting"]), tuple(one["metrics"]))
+            for one in content["tried"]
+        ]
+        return tried, content["measure"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path} is not the record of a search ({error})") from error

@@ -1,0 +1,184 @@
+"""Settings are chosen fairly, and those that the demo ships are those that were chosen."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from qmargin.cli.main import main
+from qmargin.demo.losses import GRID, LOSSES
+from qmargin.demo.recipe import SIZES, Size, demo_recipe
+from qmargin.errors import ConfigError, DataError
+from qmargin.study import studies
+from qmargin.study.page import search_page
+from qmargin.study.run import StudyOptions
+from qmargin.study.search import (
+    Tried,
+    choose,
+    gather,
+    point_of,
+    read_chosen,
+    read_search,
+    read_tried,
+)
+from qmargin.study.studies import Study, find_study
+from qmargin.sweep import slots
+from qmargin.sweep.trial import State, Trial, TrialResult
+
+RECORD = Path(__file__).parents[2] / "docs" / "results" / "demo-search.json"
+MEASURE = "tar@0.0001"
+GRIDS = {
+    "cosface": ((1.0, 16.0, 0.1), (1.0, 16.0, 0.2), (1.0, 32.0, 0.2)),
+    "q_margin": ((1.25, 10.0, 0.1), (1.25, 10.0, 0.2), (1.5, 10.0, 0.2)),
+}
+TWO_SEEDS = Study(
+    "two",
+    "two seeds",
+    "strokes",
+    Size(num_classes=4, samples_per_class=2, batch_size=4),
+    search_epochs=1,
+    grid=GRIDS,
+    losses=tuple(GRIDS),
+    search_seeds=2,
+)
+
+
+def result(key: str, place: int, seed: int, tar: float, state: State = "finished") -> TrialResult:
+    metrics = {"eer": 0.02, MEASURE: tar} if state == "finished" else {}
+    return TrialResult(point_of(key, GRIDS[key][place]), seed, "", state, 1, metrics, 1.0)
+
+
+def test_the_best_is_chosen_by_the_mean_over_seeds() -> None:
+    results = [
+        result("q_margin", 0, 1000, 0.5),
+        result("q_margin", 0, 1001, 0.3),
+        result("q_margin", 1, 1000, 0.45),
+        result("q_margin", 1, 1001, 0.45),
+        result("q_margin", 2, 1000, 0.8),
+        result("q_margin", 2, 1001, 0.9, "failed"),  # it accepted nobody
+        result("q_margin", 0, 1002, 0.99),  # of no seed of the search
+    ]
+    tried = gather(TWO_SEEDS, ["q_margin", "sampled"], results)
+    assert [one.mean(MEASURE) for one in tried] == pytest.approx([0.4, 0.45, 0.4])
+    assert [one.num_failed for one in tried] == [0, 0, 1]
+    assert tried[2].values("eer") == [0.02, 1.0]
+    assert choose(tried, MEASURE) == {"q_margin": GRIDS["q_margin"][1]}
+
+
+def test_a_loss_without_any_training_is_refused() -> None:
+    results = [result("cosface", place, 1000, 0.9, "failed") for place in range(3)]
+    with pytest.raises(DataError, match="no training of cosface ended well"):
+        choose(gather(TWO_SEEDS, ["cosface"], results), MEASURE)
+
+
+def test_a_measure_that_was_not_measured_is_refused() -> None:
+    tried = [Tried("cosface", (1.0, 16.0, 0.2), ({"eer": 0.1},))]
+    with pytest.raises(DataError, match=r"too few pairs for tar@0\.0001.*they measure eer"):
+        choose(tried, MEASURE)
+
+
+def test_every_loss_of_the_demo_gets_the_same_effort() -> None:
+    study = find_study("demo")
+    assert study.grid == GRID
+    assert {len(settings) for settings in GRID.values()} == {12}
+    assert "sampled" not in study.losses
+    assert study.seeds_of_search == range(1000, 1002)
+    for key, settings in GRID.items():
+        is_free = key in ("entmax", "q_margin")
+        assert is_free or {alpha for alpha, _, _ in settings} == {LOSSES[key].alpha}
+
+
+def test_settings_of_the_demo_are_tried_by_its_own_recipe() -> None:
+    made = find_study("demo").recipe(LOSSES["q_margin"], seed=1000, is_search=True, path=None)
+    demo = demo_recipe(LOSSES["q_margin"], seed=1000, size=SIZES["cpu"])
+    assert replace(made, data=replace(made.data, num_workers=0)) == demo
+
+
+def test_negative_sampling_is_no_loss_of_the_demo(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="sampled"):
+        StudyOptions(find_study("demo"), tmp_path, losses=("arcface", "sampled"))
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[Trial]:
+    """Trainings that take no time: the larger the margin, the better; one diverges."""
+    run: list[Trial] = []
+
+    def trained(trial: Trial, options: object, device: str) -> TrialResult:
+        run.append(trial)
+        recipe = trial.recipe
+        fails = recipe.loss.alpha == 1.5 and recipe.seed == 1001
+        tar = recipe.loss.margin + (recipe.loss.scale == 32.0) + 0.01 * (recipe.seed - 1000)
+        found = TrialResult(
+            trial.point,
+            recipe.seed,
+            recipe.sha256,
+            "failed" if fails else "finished",
+            1,
+            {} if fails else {"eer": 0.1, MEASURE: tar / 2},
+            1.0,
+        )
+        trial.folder.mkdir(parents=True)
+        content = {"format": "qmargin-sweep-trial", **vars(found)}
+        (trial.folder / "result.json").write_text(json.dumps(content))
+        return found
+
+    monkeypatch.setattr(slots, "_run", trained)
+    monkeypatch.setattr("qmargin.study.pictures.draw_to", lambda *arguments: None)
+    monkeypatch.setitem(studies.STUDIES, "two", TWO_SEEDS)
+    return run
+
+
+def test_a_search_from_the_command_line(
+    measured: list[Trial], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, page = tmp_path / "two", tmp_path / "results" / "two-search.md"
+    command = ["study", "two", "--search-only", "--out", str(out), "--page", str(page)]
+    assert main([*command, "--losses", "cosface"]) == 0
+    assert len(measured) == 6
+    assert read_chosen(out / "chosen.json") == {"cosface": (1.0, 32.0, 0.2)}
+    assert main(command) == 0  # the other loss chooses, the first has chosen
+    assert len(measured) == 12
+    assert [trial.recipe.seed for trial in measured] == 2 * ([1000] * 3 + [1001] * 3)
+    assert main(command) == 0
+    assert len(measured) == 12
+    assert not (out / "final").exists()
+    assert f"settings: {out / 'chosen.json'}" in capsys.readouterr().out
+
+    text = page.read_text()
+    assert "| CosFace | 1 | 32 | 0.2 | 10.00 ± 0.00 | 60.25 ± 0.35 | chosen |" in text
+    assert "| Q-Margin | 1.25 | 10 | 0.2 | 10.00 ± 0.00 | 10.25 ± 0.35 | chosen |" in text
+    assert "| Q-Margin | 1.5 | 10 | 0.2 | 55.00 ± 63.64 | 5.00 ± 7.07 | 1 failed |" in text
+    assert "synthetic" in text
+    assert "Negative sampling" not in text
+
+    tried, measure = read_search(page.with_suffix(".json"))
+    assert tried == read_tried(TWO_SEEDS, out, TWO_SEEDS.losses)
+    assert choose(tried, measure) == read_chosen(out / "chosen.json")
+
+
+def test_a_folder_without_a_search_has_no_page(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="holds no search of two"):
+        search_page(TWO_SEEDS, tmp_path, command="", machine="")
+
+
+def test_files_that_are_no_search_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    path.write_text('{"format": "another"}')
+    with pytest.raises(DataError, match="not the record of a search"):
+        read_search(path)
+    path.write_text('{"arcface": [1.0, 16.0]}')
+    with pytest.raises(DataError, match="remove it to choose again"):
+        read_chosen(path)
+
+
+def test_shipped_settings_are_those_that_the_search_chose() -> None:
+    if not RECORD.exists():
+        pytest.skip(f"no search in {RECORD}; see docs/guide/demo.md for the command")
+    tried, measure = read_search(RECORD)
+    assert {(one.key, one.setting) for one in tried} == {
+        (key, setting) for key, settings in GRID.items() for setting in settings
+    }
+    shipped = {key: (loss.alpha, loss.scale, loss.margin) for key, loss in LOSSES.items()}
+    assert choose(tried, measure) == shipped
