@@ -11,7 +11,7 @@ from qmargin.cli.main import main
 from qmargin.data.drawings import Drawings
 from qmargin.data.strokes import StrokeIdentities
 from qmargin.demo.recipe import Size
-from qmargin.errors import ConfigError
+from qmargin.errors import ConfigError, DataError
 from qmargin.study import studies
 from qmargin.study.pictures import PictureMaterial, first_samples, identities
 from qmargin.study.run import StudyOptions
@@ -83,6 +83,14 @@ def test_pictures_that_were_drawn_are_those_of_the_identities(tmp_path: Path) ->
     image, label = train.read(95, seed=3)
     assert label == 11
     assert image.shape == (1, 32, 32)
+
+
+def test_pictures_without_test_identities_are_refused(tmp_path: Path) -> None:
+    images = np.zeros((6, 32, 32), dtype=np.uint8)
+    np.savez(tmp_path / "pictures.npz", images=images, label=np.arange(6))
+    study = Study("p", "pictures", "pictures", TINY, search_epochs=1)
+    with pytest.raises(DataError, match="6 identities to train and 0 to test"):
+        PictureMaterial(study, tmp_path, tmp_path, is_search=True).prepare([0])
 
 
 def test_identities_of_a_path_are_divided_as_it_says(tmp_path: Path) -> None:

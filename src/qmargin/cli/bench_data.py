@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
-import subprocess
-import sys
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from qmargin.cli.bench_processes import benchmark_options, run_in_process, write_record
 from qmargin.cli.tables import output_console, print_table
-from qmargin.cli.versions import installed_version
-from qmargin.errors import BackendError, ConfigError
-from qmargin.files import write_atomically
+from qmargin.errors import ConfigError
 
 WORKER = "qmargin.cli.bench_data_worker"
 MIB = 2.0**20
@@ -71,9 +65,7 @@ def add_bench_data(subjects: argparse._SubParsersAction[argparse.ArgumentParser]
 
 def run_bench_data(arguments: argparse.Namespace) -> None:
     """Run the command with its parsed arguments."""
-    options: dict[str, Any] = vars(arguments).copy()
-    del options["run"]
-    json_path = options.pop("json")
+    options, json_path = benchmark_options(arguments)
     run_data_benchmark(DataBenchmark(**options), json_path=json_path)
 
 
@@ -109,14 +101,8 @@ def run_data_benchmark(settings: DataBenchmark, *, json_path: Path | None = None
             ],
         )
     if json_path is not None:
-        record = {
-            "settings": asdict(settings),
-            "machine": _machine(),
-            "reading": reading,
-            "loading": loading,
-            "indexing": indexing,
-        }
-        write_atomically(json_path, (json.dumps(record, indent=2) + "\n").encode())
+        found = {"reading": reading, "loading": loading, "indexing": indexing}
+        write_record(json_path, asdict(settings), found, ("numpy", "torch", "pillow", "simplejpeg"))
 
 
 def _print_loading(console: Any, settings: DataBenchmark, loading: dict[str, Any]) -> None:
@@ -139,26 +125,6 @@ def _print_loading(console: Any, settings: DataBenchmark, loading: dict[str, Any
 
 
 def run_worker(settings: DataBenchmark, part: str, folder: str) -> dict[str, Any]:
-    """What a fresh process measured.
-
-    Raises:
-        BackendError: If the process failed; the message has its last line.
-    """
-    job = json.dumps({**asdict(settings), "part": part, "folder": folder})
-    finished = subprocess.run(
-        [sys.executable, "-m", WORKER, job], capture_output=True, text=True, check=False
-    )
-    if finished.returncode != 0:
-        reason = (finished.stderr.strip().splitlines() or ["killed"])[-1]
-        raise BackendError(f"measuring {part} failed ({reason}); try fewer images")
-    result: dict[str, Any] = json.loads(finished.stdout)
-    return result
-
-
-def _machine() -> dict[str, str | int | None]:
-    return {
-        "platform": platform.platform(),
-        "processors": os.cpu_count(),
-        "python": platform.python_version(),
-        **{name: installed_version(name) for name in ("numpy", "torch", "pillow", "simplejpeg")},
-    }
+    """What a fresh process measured."""
+    job = {**asdict(settings), "part": part, "folder": folder}
+    return run_in_process(WORKER, job, what=f"measuring {part}", remedy="try fewer images")

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -14,10 +11,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from qmargin.cli.bench_processes import benchmark_options, write_record
 from qmargin.cli.tables import output_console, print_table
-from qmargin.cli.versions import installed_version
 from qmargin.errors import ConfigError
-from qmargin.files import write_atomically
 
 if TYPE_CHECKING:
     import numpy as np
@@ -74,9 +70,7 @@ def add_bench_features(subjects: argparse._SubParsersAction[argparse.ArgumentPar
 
 def run_bench_features(arguments: argparse.Namespace) -> None:
     """Run the command with its parsed arguments."""
-    options: dict[str, Any] = vars(arguments).copy()
-    del options["run"]
-    json_path = options.pop("json")
+    options, json_path = benchmark_options(arguments)
     run_features_benchmark(FeaturesBenchmark(**options), json_path=json_path)
 
 
@@ -95,18 +89,7 @@ def run_features_benchmark(settings: FeaturesBenchmark, *, json_path: Path | Non
     _print(settings, banks, stages)
     if json_path is not None:
         names = ("torch", "numpy", "scipy", "soundfile", "kaldi-native-fbank")
-        record = {
-            "settings": asdict(settings),
-            "machine": {
-                "platform": platform.platform(),
-                "processors": os.cpu_count(),
-                "python": platform.python_version(),
-                **{name: installed_version(name) for name in names},
-            },
-            "banks": banks,
-            "stage_ms": stages,
-        }
-        write_atomically(json_path, (json.dumps(record, indent=2) + "\n").encode())
+        write_record(json_path, asdict(settings), {"banks": banks, "stage_ms": stages}, names)
 
 
 def made_up(settings: FeaturesBenchmark) -> NDArray[np.float32]:

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 import statistics
-import subprocess
-import sys
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from qmargin.cli.bench_processes import benchmark_options, run_in_process, write_record
 from qmargin.cli.tables import output_console, print_table, progress_bar
-from qmargin.cli.versions import installed_version
-from qmargin.errors import BackendError, ConfigError
-from qmargin.files import write_atomically
+from qmargin.errors import ConfigError
 
 WORKER = "qmargin.cli.bench_metrics_worker"
 FARS = (1e-3, 1e-4, 1e-5, 1e-6)
@@ -96,9 +90,7 @@ def add_bench_metrics(subjects: argparse._SubParsersAction[argparse.ArgumentPars
 
 def run_bench_metrics(arguments: argparse.Namespace) -> None:
     """Run the command with its parsed arguments."""
-    options: dict[str, Any] = vars(arguments).copy()
-    del options["run"]
-    json_path = options.pop("json")
+    options, json_path = benchmark_options(arguments)
     options["fars"] = tuple(options["fars"])
     run_metrics_benchmark(MetricsBenchmark(**options), json_path=json_path)
 
@@ -125,15 +117,13 @@ def run_metrics_benchmark(settings: MetricsBenchmark, *, json_path: Path | None 
     if files is not None:
         _print_files(console, settings, files)
     if json_path is not None:
-        record = {
-            "settings": asdict(settings),
-            "machine": _machine(),
+        found = {
             "not_measured": missing,
             "readings": [asdict(reading) for reading in readings],
             "stream": stream,
             "files": files,
         }
-        write_atomically(json_path, (json.dumps(record, indent=2) + "\n").encode())
+        write_record(json_path, asdict(settings), found, ("numpy", "scipy", "scikit-learn"))
 
 
 def time_readings(settings: MetricsBenchmark, names: list[str]) -> list[Reading]:
@@ -155,20 +145,9 @@ def _reading(name: str, runs: list[dict[str, Any]]) -> Reading:
 
 
 def run_worker(settings: MetricsBenchmark, contender: str) -> dict[str, Any]:
-    """What a fresh process measured of one contender.
-
-    Raises:
-        BackendError: If the process failed; the message has its last line.
-    """
-    job = json.dumps({**asdict(settings), "contender": contender})
-    finished = subprocess.run(
-        [sys.executable, "-m", WORKER, job], capture_output=True, text=True, check=False
-    )
-    if finished.returncode != 0:
-        reason = (finished.stderr.strip().splitlines() or ["killed"])[-1]
-        raise BackendError(f"measuring {contender} failed ({reason}); try fewer scores")
-    result: dict[str, Any] = json.loads(finished.stdout)
-    return result
+    """What a fresh process measured of one contender."""
+    job = {**asdict(settings), "contender": contender}
+    return run_in_process(WORKER, job, what=f"measuring {contender}", remedy="try fewer scores")
 
 
 def _reading_row(reading: Reading, ours: Reading) -> list[str]:
@@ -212,12 +191,3 @@ def _print_files(console: Any, settings: MetricsBenchmark, files: dict[str, Any]
             for name, seconds in files["seconds"].items()
         ],
     )
-
-
-def _machine() -> dict[str, str | int | None]:
-    return {
-        "platform": platform.platform(),
-        "processors": os.cpu_count(),
-        "python": platform.python_version(),
-        **{name: installed_version(name) for name in ("numpy", "scipy", "scikit-learn")},
-    }

@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
-import subprocess
-import sys
-import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from qmargin.cli.tables import output_console, print_table
-from qmargin.errors import BackendError, ConfigError
-from qmargin.files import write_atomically
+from qmargin.cli.bench_processes import benchmark_options, run_evaluation_benchmark
+from qmargin.errors import ConfigError
 
 WORKER = "qmargin.cli.bench_protocols_worker"
-GIB = 2.0**30
 
 
 @dataclass(frozen=True)
@@ -76,9 +68,7 @@ def add_bench_protocols(subjects: argparse._SubParsersAction[argparse.ArgumentPa
 
 def run_bench_protocols(arguments: argparse.Namespace) -> None:
     """Run the command with its parsed arguments."""
-    options: dict[str, Any] = vars(arguments).copy()
-    del options["run"]
-    json_path = options.pop("json")
+    options, json_path = benchmark_options(arguments)
     run_protocols_benchmark(ProtocolsBenchmark(**options), json_path=json_path)
 
 
@@ -86,46 +76,8 @@ def run_protocols_benchmark(
     settings: ProtocolsBenchmark, *, json_path: Path | None = None
 ) -> dict[str, Any]:
     """Measure, print the table and write the numbers to ``json_path`` if it is given."""
-    with tempfile.TemporaryDirectory(prefix="qmargin-bench-") as folder:
-        job = {**asdict(settings), "folder": folder}
-        run_worker(WORKER, {**job, "step": "make"})
-        found = run_worker(WORKER, {**job, "step": "measure"})
-    rows = [[name, f"{seconds:.1f}"] for name, seconds in found["seconds"].items()]
-    print_table(
-        output_console(),
+    title = (
         f"{settings.images:,} embeddings of {settings.dim}, {settings.templates:,} templates, "
-        f"{settings.pairs:,} pairs, {settings.replicates} replicates; peak of the process "
-        f"{found['peak_bytes'] / GIB:.2f} GiB",
-        ["step", "s"],
-        [
-            *rows,
-            ["in all", f"{found['total_seconds']:.1f}"],
-            ["in all, of processors", f"{found['cpu_seconds']:.1f}"],
-        ],
+        f"{settings.pairs:,} pairs, {settings.replicates} replicates"
     )
-    if json_path is not None:
-        write_record(json_path, asdict(settings), found)
-    return found
-
-
-def write_record(path: Path, settings: dict[str, Any], found: dict[str, Any]) -> None:
-    """Write settings, machine and numbers as JSON."""
-    machine = {
-        "platform": platform.platform(),
-        "processors": os.cpu_count(),
-        "python": platform.python_version(),
-    }
-    record = {"settings": settings, "machine": machine, **found}
-    write_atomically(path, (json.dumps(record, indent=2) + "\n").encode())
-
-
-def run_worker(module: str, job: dict[str, Any]) -> dict[str, Any]:
-    """Run a step of a benchmark in a process of its own, and return what it found."""
-    finished = subprocess.run(
-        [sys.executable, "-m", module, json.dumps(job)], capture_output=True, text=True, check=False
-    )
-    if finished.returncode != 0:
-        reason = (finished.stderr.strip().splitlines() or ["killed"])[-1]
-        raise BackendError(f"the step {job['step']!r} failed ({reason}); try smaller sizes")
-    result: dict[str, Any] = json.loads(finished.stdout)
-    return result
+    return run_evaluation_benchmark(WORKER, asdict(settings), title, json_path)

@@ -1,28 +1,21 @@
-"""The measurement of ``qmargin bench protocols``, in a process of its own: its memory is its own.
-
-Reads a job as JSON from the first argument and writes the result as JSON to standard output. The
-inputs are made by another such process, so that making them leaves no trace in the memory's peak.
-"""
+"""The measurement of ``qmargin bench protocols``, in a process of its own: see ``bench_worker``."""
 
 from __future__ import annotations
 
-import json
 import math
-import sys
 import time
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
-from qmargin.cli.bench_metrics_worker import peak_bytes
+from qmargin.cli.bench_worker import Job, Laps, found, run_job
 from qmargin.evaluation.embed import map_embeddings, write_embeddings
 from qmargin.evaluation.intervals import StageProgress
 from qmargin.evaluation.options import EvaluationOptions
 from qmargin.evaluation.protocols import templates as protocol
 from qmargin.evaluation.protocols.ijb_release import read_ijb
 
-Job: TypeAlias = dict[str, Any]
 NOISE = 6.0  # of an image, in lengths of its subject's vector: scores of both kinds overlap
 _LINES = 1 << 18
 
@@ -99,14 +92,7 @@ class _SyntheticImages:
 
 def measure_release(job: Job) -> Job:
     """Seconds of every step from files to a result, and the process's peak memory."""
-    folder, seconds = Path(job["folder"]), {}
-    began = time.perf_counter()
-
-    def lap(name: str) -> None:
-        nonlocal began
-        seconds[name] = time.perf_counter() - began
-        began = time.perf_counter()
-
+    folder, lap = Path(job["folder"]), Laps()
     release = read_ijb(folder)
     lap("read lists of images")
     embeddings = map_embeddings(folder / "embeddings.safetensors")
@@ -119,18 +105,10 @@ def measure_release(job: Job) -> Job:
     progress, laps = _stage_laps()
     options = EvaluationOptions(fars=protocol.IJB_FARS, num_replicates=job["replicates"])
     result = protocol.evaluate_templates(templates, pairs, options, progress=progress)
-    total = time.perf_counter() - began
-    seconds["score pairs"] = laps["scoring"]
-    seconds["measure, with intervals"] = total - laps["scoring"]
-    return {
-        "seconds": seconds,
-        "total_seconds": sum(seconds.values()),
-        "cpu_seconds": time.process_time(),
-        "peak_bytes": peak_bytes(),
-        "num_genuine": result.protocol.num_genuine,
-        "num_impostors": result.protocol.num_impostors,
-        "tar": {f"{point.far_target:g}": point.tar for point in result.metrics.tar},
-    }
+    total = time.perf_counter() - lap.began
+    lap.seconds["score pairs"] = laps["scoring"]
+    lap.seconds["measure, with intervals"] = total - laps["scoring"]
+    return found(lap.seconds, result)
 
 
 def _stage_laps() -> tuple[StageProgress, dict[str, float]]:
@@ -144,15 +122,5 @@ def _stage_laps() -> tuple[StageProgress, dict[str, float]]:
     return note, laps
 
 
-def main() -> None:
-    """Run the job of the command line."""
-    job = json.loads(sys.argv[1])
-    if job["step"] == "make":
-        make_release(job)
-        sys.stdout.write("{}\n")
-    else:
-        sys.stdout.write(json.dumps(measure_release(job)) + "\n")
-
-
 if __name__ == "__main__":
-    main()
+    run_job(make_release, measure_release)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from qmargin.cli.bench_protocols import GIB, run_worker, write_record
-from qmargin.cli.tables import output_console, print_table
+from qmargin.cli.bench_processes import benchmark_options, run_evaluation_benchmark
 from qmargin.errors import ConfigError
 
 WORKER = "qmargin.cli.bench_trials_worker"
@@ -72,9 +70,7 @@ def add_bench_trials(subjects: argparse._SubParsersAction[argparse.ArgumentParse
 
 def run_bench_trials(arguments: argparse.Namespace) -> None:
     """Run the command with its parsed arguments."""
-    options: dict[str, Any] = vars(arguments).copy()
-    del options["run"]
-    json_path = options.pop("json")
+    options, json_path = benchmark_options(arguments)
     run_trials_benchmark(TrialsBenchmark(**options), json_path=json_path)
 
 
@@ -82,23 +78,8 @@ def run_trials_benchmark(
     settings: TrialsBenchmark, *, json_path: Path | None = None
 ) -> dict[str, Any]:
     """Measure, print the table and write the numbers to ``json_path`` if it is given."""
-    with tempfile.TemporaryDirectory(prefix="qmargin-bench-") as folder:
-        job = {**asdict(settings), "folder": folder}
-        run_worker(WORKER, {**job, "step": "make"})
-        found = run_worker(WORKER, {**job, "step": "measure"})
-    rows = [[name, f"{seconds:.1f}"] for name, seconds in found["seconds"].items()]
-    print_table(
-        output_console(),
+    title = (
         f"{settings.trials:,} trials of {settings.utterances:,} embeddings of {settings.dim}, "
-        f"cohort of {settings.cohort:,} (top {settings.top}), {settings.replicates} replicates; "
-        f"peak of the process {found['peak_bytes'] / GIB:.2f} GiB",
-        ["step", "s"],
-        [
-            *rows,
-            ["in all", f"{found['total_seconds']:.1f}"],
-            ["in all, of processors", f"{found['cpu_seconds']:.1f}"],
-        ],
+        f"cohort of {settings.cohort:,} (top {settings.top}), {settings.replicates} replicates"
     )
-    if json_path is not None:
-        write_record(json_path, asdict(settings), found)
-    return found
+    return run_evaluation_benchmark(WORKER, asdict(settings), title, json_path)

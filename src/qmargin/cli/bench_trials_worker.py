@@ -1,20 +1,12 @@
-"""The measurement of ``qmargin bench trials``, in a process of its own: its memory is its own.
-
-Reads a job as JSON from the first argument and writes the result as JSON to standard output. The
-inputs are made by another such process, so that making them leaves no trace in the memory's peak.
-"""
+"""The measurement of ``qmargin bench trials``, in a process of its own: see ``bench_worker``."""
 
 from __future__ import annotations
 
-import json
-import sys
-import time
 from pathlib import Path
-from typing import Any, TypeAlias
 
 import numpy as np
 
-from qmargin.cli.bench_metrics_worker import peak_bytes
+from qmargin.cli.bench_worker import Job, Laps, found, run_job
 from qmargin.evaluation.embed_folder import write_embedding_file
 from qmargin.evaluation.embeddings import read_embeddings
 from qmargin.evaluation.options import EvaluationOptions
@@ -22,7 +14,6 @@ from qmargin.evaluation.protocols.trials import Scoring, evaluate_speakers
 from qmargin.evaluation.scoring import CohortNorm
 from qmargin.evaluation.trials import read_trials
 
-Job: TypeAlias = dict[str, Any]
 NOISE = 2.5  # of an utterance, in lengths of its speaker's vector: scores of both kinds overlap
 COHORT_STAGE = "comparing with the cohort"
 
@@ -48,31 +39,24 @@ def make_trials(job: Job) -> None:
 def _pairs(job: Job, random: np.random.Generator) -> list[tuple[int, int, bool]]:
     """Distinct pairs of utterances, half of them of one speaker."""
     count, num_speakers = job["utterances"], job["speakers"]
-    found: dict[tuple[int, int], bool] = {}
-    while len(found) < job["trials"]:
-        is_same = len(found) < job["trials"] // 2
+    pairs: dict[tuple[int, int], bool] = {}
+    while len(pairs) < job["trials"]:
+        is_same = len(pairs) < job["trials"] // 2
         first = np.asarray(random.integers(0, count, job["trials"]))
         second = np.asarray(random.integers(0, count, job["trials"]))
         if is_same:  # the speaker is the number modulo the number of speakers
             second = second - second % num_speakers + first % num_speakers
         for a, b in zip(first.tolist(), second.tolist(), strict=True):
             if b < count and a < b and (a % num_speakers == b % num_speakers) == is_same:
-                found[a, b] = is_same
-            if len(found) == (job["trials"] // 2 if is_same else job["trials"]):
+                pairs[a, b] = is_same
+            if len(pairs) == (job["trials"] // 2 if is_same else job["trials"]):
                 break
-    return [(a, b, is_same) for (a, b), is_same in found.items()]
+    return [(a, b, is_same) for (a, b), is_same in pairs.items()]
 
 
 def measure_trials(job: Job) -> Job:
     """Seconds of every step from files to a result, and the process's peak memory."""
-    folder, seconds = Path(job["folder"]), {}
-    began = time.perf_counter()
-
-    def lap(name: str) -> None:
-        nonlocal began
-        seconds[name] = time.perf_counter() - began
-        began = time.perf_counter()
-
+    folder, lap = Path(job["folder"]), Laps()
     trials = read_trials(folder / "trials.txt")
     lap("read trials")
     embeddings = read_embeddings(folder / "embeddings.safetensors")
@@ -91,27 +75,8 @@ def measure_trials(job: Job) -> Job:
         progress=note,
     )
     lap("measure, with intervals")
-    return {
-        "seconds": seconds,
-        "total_seconds": sum(seconds.values()),
-        "cpu_seconds": time.process_time(),
-        "peak_bytes": peak_bytes(),
-        "num_genuine": result.protocol.num_genuine,
-        "num_impostors": result.protocol.num_impostors,
-        "eer": result.metrics.eer.value,
-        "tar": {f"{point.far_target:g}": point.tar for point in result.metrics.tar},
-    }
-
-
-def main() -> None:
-    """Run the job of the command line."""
-    job = json.loads(sys.argv[1])
-    if job["step"] == "make":
-        make_trials(job)
-        sys.stdout.write("{}\n")
-    else:
-        sys.stdout.write(json.dumps(measure_trials(job)) + "\n")
+    return found(lap.seconds, result)
 
 
 if __name__ == "__main__":
-    main()
+    run_job(make_trials, measure_trials)

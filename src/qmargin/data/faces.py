@@ -53,6 +53,11 @@ class FaceAugmentation:
         if self.smallest == 0.0:
             raise ConfigError("smallest is 0, which leaves no pixel; give a number above 0")
 
+    @property
+    def is_only_mirror(self) -> bool:
+        """Whether nothing but mirror images is drawn."""
+        return not (self.crop or self.low_resolution or self.photometric)
+
     def mirrors(self, seed: int) -> bool:
         """Whether a seed draws the mirror image."""
         return _uniform(seed, 0) < self.flip
@@ -175,9 +180,13 @@ class FaceImages:
         Raises:
             CorruptSample: The image cannot be read.
         """
-        mirror = self.augmentation.mirrors(seed)
+        augmentation = self.augmentation
+        mirror = augmentation.mirrors(seed)
         pixels = self.images.decode(index, mirror=mirror, writable=False)
-        pixels = self.augmentation(resize_image(pixels, self.size), seed)
+        if pixels.shape[:2] != (self.size, self.size):
+            pixels = resize_image(pixels, self.size)
+        if not augmentation.is_only_mirror:
+            pixels = augmentation(pixels, seed)
         return pixels.transpose(2, 0, 1), int(self.images.labels[index])
 
     def sample_id(self, index: int) -> str:

@@ -105,7 +105,7 @@ class Replacement:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # made for every sample, and a frozen one takes three times as long
 class Sample:
     """One sample as read: itself, or its replacement."""
 

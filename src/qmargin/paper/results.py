@@ -163,8 +163,11 @@ RESULTS = (
         "claim-low-far",
         "abstract, section 4.3",
         "Q-Margin is consistently better than ArcFace and CosFace at low FARs",
-        (_RUN, "src/qmargin/demo/report.py:verdict"),
-        ("tests/demo/test_demo.py::test_a_demo_trains_tests_and_reports",),
+        (_RUN, "src/qmargin/demo/report.py:verdict", "src/qmargin/study/search.py:choose"),
+        (
+            "tests/demo/test_demo.py::test_a_demo_trains_tests_and_reports",
+            "tests/study/test_search.py::test_every_loss_of_the_demo_gets_the_same_effort",
+        ),
         "qmargin demo --seeds 3",
         "On synthetic stroke identities; the command says who is ahead at FAR 1e-4, with a paired "
         "comparison, whoever it is.",

@@ -112,9 +112,8 @@ def _training(study: Study, *, epochs: int, num_seeds: int) -> list[str]:
     else:
         network += f", width {size.width}, depth {size.depth}"
     facts = [
-        f"training: {size.num_classes:,} classes, {epochs} epochs in batches of "
-        f"{size.batch_size}, one recipe for all losses ({recipe}), {num_seeds} "
-        f"seed{'s' * (num_seeds > 1)}",
+        f"training: {size.num_classes:,} classes, {_counted(epochs, 'epoch')} in batches of "
+        f"{size.batch_size}, one recipe for all losses ({recipe}), {_counted(num_seeds, 'seed')}",
         f"network: {network}, {size.embedding_dim} dimensions",
     ]
     if study.kind == "strokes":
@@ -153,9 +152,10 @@ def _choice(study: Study, folder: Path) -> list[str]:
     counts = {len(study.grid[key]) for key in keys if key in study.grid}
     seeds = "" if study.search_seeds == 1 else f" with each of {study.search_seeds} seeds"
     mean = "" if study.search_seeds == 1 else ", the mean over seeds,"
+    epochs = _counted(study.search_epochs, "epoch")
     words = (
         f"Each loss was trained with {' or '.join(map(str, sorted(counts)))} settings for "
-        f"{study.search_epochs} epochs{seeds}, and chose the one with the largest TAR at FAR "
+        f"{epochs}{seeds}, and chose the one with the largest TAR at FAR "
         f"{power(far)}{mean} on validation identities, which neither training nor test has. A "
         "training that failed accepted nobody."
     )
@@ -182,6 +182,10 @@ def _table(tried: Sequence[Tried], chosen: Settings) -> str:
         cells += [spread(one.values(measure)) for measure in measures]
         lines.append(f"| {' | '.join([*cells, ', '.join(notes)])} |")
     return "\n".join(lines)
+
+
+def _counted(number: int, word: str) -> str:
+    return f"{number} {word}{'s' * (number > 1)}"
 
 
 def _heading(measure: str) -> str:

@@ -18,6 +18,7 @@ from qmargin.demo.embed import embed_pictures
 from qmargin.demo.evaluate import Facts, Pictures, evaluate_pictures
 from qmargin.demo.recipe import SHIFT
 from qmargin.demo.worlds import INDEX, Stored, part_of, read_stored
+from qmargin.errors import DataError
 from qmargin.evaluation.result import Result
 from qmargin.study.studies import Study
 from qmargin.sweep.trial import Trial
@@ -60,10 +61,17 @@ class PictureMaterial:
         return None if self.path is None else str(self.path.resolve())
 
     def prepare(self, seeds: Sequence[int]) -> None:
-        """Draw what trials share, once."""
-        if self.study.kind == "strokes":
+        """Draw what trials share, once; refuse pictures that cannot be divided."""
+        if self.path is None:
             for seed in seeds:
                 draw_to(self._file(seed), self._train(seed), os.cpu_count() or 1)
+            return
+        train, test = identities(read_stored(self.path, self.folder / INDEX))
+        if min(len(train), len(test)) < 2:
+            raise DataError(
+                f"{self.path} has {len(train)} identities to train and {len(test)} to test; give a "
+                "folder with train/ and test/, or an NPZ file with split, and at least 2 of each"
+            )
 
     def evaluate(self, trial: Trial, facts: Facts, device: str) -> Result:
         """All pairs of test identities."""
