@@ -1,4 +1,5 @@
 import argparse
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -42,7 +43,9 @@ def test_journals_may_be_repeated(tmp_path: Path) -> None:
         journals += ["--journal", str(path)]
     run(str(paths[0]), "--out", str(tmp_path / "out"), "--no-figures", *journals)
     page = (tmp_path / "out" / "index.html").read_text(encoding="utf-8")
-    assert page.count('<figure class="support">') == 2
+    table = page.partition('class="support"')[2].partition("</section>")[0]
+    names = re.findall(r'<th scope="row">.*?(one|two).*?</th>', table, re.DOTALL)
+    assert names == ["one", "two"]
 
 
 @pytest.mark.parametrize(
