@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from qmargin.cli.evaluate_checks import check_out
 from qmargin.cli.progress import BarProgress, PlainProgress, stage_progress
 from qmargin.errors import ConfigError, DataError
 
@@ -111,7 +112,7 @@ def _run_scores(arguments: argparse.Namespace) -> None:
     from qmargin.evaluation.score_files import read_scores
     from qmargin.evaluation.trials import read_trials
 
-    _check_out(arguments.out)
+    check_out(arguments.out)
     with stage_progress() as progress:
         trials = None
         if arguments.trials is not None:
@@ -139,7 +140,7 @@ def _run_trials(arguments: argparse.Namespace) -> None:
     from qmargin.evaluation.scoring import CohortNorm, score_trials
     from qmargin.evaluation.trials import read_trials
 
-    _check_out(arguments.out)
+    check_out(arguments.out)
     if (arguments.as_norm is not None) and arguments.cohort is None:
         raise ConfigError(f"--as-norm {arguments.as_norm} needs a cohort: give --cohort FILE")
     with stage_progress() as progress:
@@ -170,14 +171,6 @@ def _run_trials(arguments: argparse.Namespace) -> None:
         files = (arguments.embeddings, arguments.file)
         result = _measure(arguments, score_set, progress, files)
     print_result(result, arguments.out)
-
-
-def _check_out(path: Path) -> None:
-    """Refuse a place that cannot be written before any work is done."""
-    if path.is_dir() or not path.parent.is_dir():
-        raise ConfigError(
-            f"--out {path} is not a file in an existing folder: make the folder first"
-        )
 
 
 def _measure(

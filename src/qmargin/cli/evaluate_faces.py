@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from qmargin.cli.evaluate_checks import check_protocol
 from qmargin.cli.progress import BarProgress, PlainProgress, stage_progress
 from qmargin.errors import ConfigError, DataError
 
@@ -130,7 +131,7 @@ class _Wanted:
 def _run_lfw(arguments: argparse.Namespace) -> None:
     from qmargin.evaluation.protocols import verification_sets as sets
 
-    _check(arguments)
+    check_protocol(arguments)
     pairs = sets.read_verification_set(arguments.file)
     wanted = _Wanted(pairs.keys, pairs.images, "none" if arguments.no_flip else "both")
     with stage_progress() as progress:
@@ -153,7 +154,7 @@ def _run_lfw(arguments: argparse.Namespace) -> None:
 def _run_pairs(arguments: argparse.Namespace) -> None:
     from qmargin.evaluation.protocols.pairs import FolderImages, evaluate_pairs, read_pair_trials
 
-    _check(arguments)
+    check_protocol(arguments)
     pairs = read_pair_trials(arguments.file, extension=arguments.extension)
     trials = pairs.trials
     folder = arguments.images or arguments.file.parent
@@ -181,7 +182,7 @@ def _run_ijb(arguments: argparse.Namespace) -> None:
     from qmargin.evaluation.protocols.ijb_release import read_ijb, write_template_pictures
     from qmargin.evaluation.protocols.templates import Pooling, pool_templates
 
-    _check(arguments)
+    check_protocol(arguments)
     release = read_ijb(arguments.folder)
     flip = "none" if arguments.no_flip else "sum"
     pooling = Pooling(not arguments.unit_embeddings, not arguments.no_detector_scores)
@@ -235,15 +236,6 @@ def _search_galleries(
         )
         for gallery in release.galleries()
     ]
-
-
-def _check(arguments: argparse.Namespace) -> None:
-    """Refuse what cannot work before any work is done."""
-    out = arguments.out
-    if out.is_dir() or not out.parent.is_dir():
-        raise ConfigError(f"--out {out} is not a file in an existing folder: make the folder first")
-    if arguments.model is None and arguments.embeddings is None:
-        raise ConfigError("there is neither --model nor --embeddings: give one of them")
 
 
 def _embeddings(

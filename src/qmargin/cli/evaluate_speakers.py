@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from qmargin.cli.evaluate_checks import check_protocol
 from qmargin.cli.progress import BarProgress, PlainProgress, stage_progress
 from qmargin.errors import ConfigError
 
@@ -110,11 +111,7 @@ def _run_voxceleb(arguments: argparse.Namespace) -> None:
 
 def _check(arguments: argparse.Namespace) -> None:
     """Refuse what cannot work before any work is done."""
-    out = arguments.out
-    if out.is_dir() or not out.parent.is_dir():
-        raise ConfigError(f"--out {out} is not a file in an existing folder: make the folder first")
-    if arguments.model is None and arguments.embeddings is None:
-        raise ConfigError("there is neither --model nor --embeddings: give one of them")
+    check_protocol(arguments)
     if arguments.model is not None and arguments.audio is None:
         raise ConfigError(f"--model {arguments.model} needs recordings: give --audio DIR")
     needs = [name for name in ("as_norm", "calibrate") if getattr(arguments, name)]

@@ -115,7 +115,7 @@ def complete_parts(options: DemoOptions, losses: Sequence[DemoLoss]) -> list[Par
     """
     from qmargin.training.folders import check_writable
 
-    device, data = _device(options.device), options.data_name
+    device, data = find_device(options.device), options.data_name
     parts = [
         Part(loss, seed, options.out / f"seed-{seed}" / loss.key)
         for seed in range(options.seeds)
@@ -210,7 +210,7 @@ def part_embeddings(options: DemoOptions, part: Part) -> tuple[World, NDArray[np
     from qmargin.training.folders import list_steps
     from qmargin.training.starting import CHECKPOINTS
 
-    device, data = _device(options.device), options.data_name
+    device, data = find_device(options.device), options.data_name
     size = find_plan(options.out, minutes=options.minutes, device=device, data=data)
     world = _Worlds(options).of(part.seed, size)
     newest = next(iter(list_steps(part.folder / CHECKPOINTS).values()))
@@ -288,7 +288,8 @@ def _is_done(part: Part, world: World, data: str | None) -> bool:
     return True
 
 
-def _device(name: str) -> str:
+def find_device(name: str) -> str:
+    """``"cpu"`` or ``"cuda"``, which ``"auto"`` is where there is one."""
     import torch
 
     if name == "auto":

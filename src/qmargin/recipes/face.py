@@ -19,6 +19,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from qmargin.recipes.rows import Loss
+
 if TYPE_CHECKING:
     from qmargin.training.recipe import Recipe
 
@@ -47,21 +49,6 @@ IMAGES = {
     "faces": Images("A folder of faces", None),
     "synthetic2m": Images("Noise instead of faces", 2_059_906),
 }
-
-
-class Loss(NamedTuple):
-    """A row of a table: a preset of ``qmargin.losses.presets`` with the row's numbers."""
-
-    title: str
-    preset: str
-    scale: float
-    margin: float
-    alpha: float | None = None
-
-    def describe(self) -> str:
-        """The numbers in words."""
-        order = "" if self.alpha is None else f"alpha {self.alpha:g}, "
-        return f"{self.title}, {order}scale {self.scale:g}, margin {self.margin:g}"
 
 
 ARCFACE = Loss("ArcFace", "arcface", 64.0, 0.5)
@@ -128,9 +115,6 @@ class FaceRun:
         from qmargin.training import recipe
 
         images, row = IMAGES[self.images], self.loss
-        numbers = {"scale": row.scale, "margin": row.margin}
-        if row.alpha is not None:
-            numbers["alpha"] = row.alpha
         return recipe.Recipe(
             name=name,
             data=recipe.DataPart(
@@ -141,7 +125,7 @@ class FaceRun:
                 num_workers=4,
             ),
             model=recipe.ModelPart(BACKBONES[self.backbone], embedding_dim=512),
-            loss=recipe.LossPart.from_preset(row.preset, options=self.loss_options, **numbers),
+            loss=recipe.LossPart.from_preset(row.preset, options=self.loss_options, **row.numbers),
             head=recipe.HeadPart(**self.head),
             optimizer=recipe.OptimizerPart(
                 lr=0.1,

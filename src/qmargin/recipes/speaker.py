@@ -24,6 +24,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
+from qmargin.recipes.rows import Loss
+
 if TYPE_CHECKING:
     from qmargin.training.recipe import Recipe
 
@@ -61,21 +63,6 @@ NETWORKS = {
     "ecapa1024": Network("ECAPA-1024", "ecapa1024", 192),
     "campplus": Network("CAM++", "campplus", 512),
 }
-
-
-class Loss(NamedTuple):
-    """A row of the table: a preset of ``qmargin.losses.presets`` and the numbers it has there."""
-
-    title: str
-    preset: str
-    scale: float
-    margin: float
-    alpha: float | None = None
-
-    def describe(self) -> str:
-        """The numbers in words."""
-        order = "" if self.alpha is None else f"alpha {self.alpha:g}, "
-        return f"{self.title}, {order}scale {self.scale:g}, margin {self.margin:g}"
 
 
 TABLE = {  # every row of the paper's table
@@ -118,9 +105,6 @@ class SpeakerRun:
         from qmargin.training import recipe
 
         network, row = NETWORKS[self.network], self.loss
-        numbers = {"scale": row.scale, "margin": row.margin}
-        if row.alpha is not None:
-            numbers["alpha"] = row.alpha
         return recipe.Recipe(
             name=name,
             data=recipe.DataPart(
@@ -139,7 +123,7 @@ class SpeakerRun:
                 },
             ),
             model=recipe.ModelPart(network.backbone, embedding_dim=network.embedding_dim),
-            loss=recipe.LossPart.from_preset(row.preset, **numbers),
+            loss=recipe.LossPart.from_preset(row.preset, **row.numbers),
             optimizer=recipe.OptimizerPart(
                 lr=0.1, momentum=0.9, weight_decay=1e-4, nesterov=True, base_batch=BASE_BATCH
             ),

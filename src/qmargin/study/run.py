@@ -7,7 +7,6 @@ an ``evaluation.json`` for each final training, and ``report/``. What is there i
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -19,6 +18,7 @@ from typing import Protocol
 
 from qmargin.demo.evaluate import Facts
 from qmargin.demo.losses import DemoLoss
+from qmargin.demo.run import find_device, say
 from qmargin.errors import ConfigError, DataError
 from qmargin.evaluation.result import Result, read_result, write_result
 from qmargin.files import write_atomically
@@ -191,7 +191,7 @@ def _run(
     waiting = [trial for trial in trials if results[trial.folder] is None]
     material = options.material(is_search=is_search)
     material.prepare(sorted({trial.recipe.seed for trial in waiting}))
-    _say(f"{len(trials)} trainings, {len(trials) - len(waiting)} of them there already")
+    say(f"{len(trials)} trainings, {len(trials) - len(waiting)} of them there already")
     if waiting:
         shared = TrialOptions(material, options.study.measure)
         slots = open_slots(
@@ -217,7 +217,7 @@ def _follow(slots: Slots, waiting: Sequence[Trial]) -> Iterator[tuple[Trial, Tri
         rest = (time.monotonic() - began) / number * (len(waiting) - number)
         shown = ", ".join(f"{name} {100 * value:.2f} %" for name, value in result.metrics.items())
         told = shown if result.state == "finished" else f"{result.state}: {result.error}"
-        _say(f"[{number}/{len(waiting)}] {_name(trial)}: {told}; {duration(rest)} left")
+        say(f"[{number}/{len(waiting)}] {_name(trial)}: {told}; {duration(rest)} left")
         yield trial, result
 
 
@@ -247,11 +247,6 @@ def _is_tested(trial: Trial) -> bool:
 
 
 def _tested(options: StudyOptions, trial: Trial) -> None:
-    import torch
-
-    device = options.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
     loss = trial.recipe.loss
     card = {
         "loss": f"alpha {loss.alpha:g}, {loss.margin_kind} margin {loss.margin:g}, scale "
@@ -264,9 +259,5 @@ def _tested(options: StudyOptions, trial: Trial) -> None:
     }
     facts = Facts(SYSTEMS[trial.point["loss"]].title, card, options.study.title, options.command)
     material = options.material(is_search=False)
-    write_result(trial.folder / RESULT, material.evaluate(trial, facts, device))
-
-
-def _say(text: str) -> None:
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
+    result = material.evaluate(trial, facts, find_device(options.device))
+    write_result(trial.folder / RESULT, result)

@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
@@ -123,6 +123,9 @@ class Worker:
         """A worker with a trial saves it and ends."""
         if self.trial is not None and self.process.is_alive():
             self.process.terminate()
+            with suppress(OSError):  # it is gone by now
+                # where the trial was over before the signal could stop it, no other one follows
+                self.connection.send(None)
 
     def end(self) -> None:
         """Wait for a worker that was asked to stop, or let an idle one go."""
@@ -223,7 +226,7 @@ def _work(connection: Connection, options: TrialOptions, device: str, num_thread
 
 def _received(connection: Connection) -> Trial | None:
     try:
-        trial: Trial = connection.recv()
+        trial: Trial | None = connection.recv()
     except EOFError:  # the sweep is over
         return None
     return trial
