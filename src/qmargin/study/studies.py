@@ -170,8 +170,8 @@ STUDIES = {
             "strokes-10k",
             "synthetic stroke identities, 10,000 classes",
             "strokes",
-            _GPU._replace(num_classes=10_000, samples_per_class=20, epochs=10, num_test=1000),
-            search_epochs=4,
+            _GPU._replace(num_classes=10_000, samples_per_class=20, epochs=6, num_test=1000),
+            search_epochs=2,
         ),
         Study(
             "strokes-1m",
@@ -179,8 +179,8 @@ STUDIES = {
             "strokes",
             _GPU._replace(
                 num_classes=1_000_000,
-                samples_per_class=3,
-                epochs=4,
+                samples_per_class=2,
+                epochs=3,
                 batch_size=1024,
                 num_test=1000,
             ),
