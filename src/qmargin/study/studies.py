@@ -24,17 +24,19 @@ SYSTEMS = {
 # The paper's grids, moved to where a few hundred or thousand classes need them. Twelve of each.
 GRID: Mapping[str, tuple[Setting, ...]] = {
     "arcface": tuple((1.0, s, m) for s in (10.0, 16.0, 32.0, 64.0) for m in (0.1, 0.2, 0.3)),
-    "cosface": tuple((1.0, s, m) for s in (10.0, 16.0, 32.0, 64.0) for m in (0.1, 0.2, 0.4)),
+    "cosface": tuple((1.0, s, m) for s in (16.0, 24.0, 32.0, 64.0) for m in (0.2, 0.3, 0.4)),
     "entmax": (
-        *((1.25, s, m) for s in (10.0, 16.0, 32.0) for m in (0.1, 0.2)),
-        *((1.5, s, m) for s in (6.0, 10.0) for m in (0.1, 0.2)),
-        *((1.75, 5.0, m) for m in (0.1, 0.2)),
+        *((1.25, s, m) for s in (7.0, 10.0, 16.0) for m in (0.1, 0.2)),
+        *((1.25, s, 0.2) for s in (24.0, 32.0)),
+        *((1.5, s, 0.2) for s in (4.0, 6.0, 10.0)),
+        (1.75, 5.0, 0.1),
     ),
     "sparsemax": tuple((2.0, s, m) for s in (1.0, 1.9, 3.0, 4.0, 5.0, 8.0) for m in (0.1, 0.2)),
     "q_margin": (
-        *((1.25, s, m) for s in (10.0, 16.0, 32.0) for m in (0.1, 0.2)),
-        *((1.5, s, m) for s in (6.0, 10.0) for m in (0.1, 0.2)),
-        *((1.75, 5.0, m) for m in (0.1, 0.2)),
+        *((1.25, s, m) for s in (7.0, 10.0, 16.0) for m in (0.2, 0.4)),
+        *((1.25, s, 0.2) for s in (24.0, 32.0)),
+        *((1.5, s, 0.3) for s in (4.0, 6.0, 10.0)),
+        (1.75, 5.0, 0.2),
     ),
 }
 # Of the middle of each grid, where a training takes minutes.
