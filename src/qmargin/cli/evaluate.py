@@ -11,6 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qmargin.cli.evaluate_checks import check_out
+from qmargin.cli.evaluate_faces import add_face_protocols
+from qmargin.cli.evaluate_options import add_costs, add_measures
+from qmargin.cli.evaluate_speakers import add_speaker_protocols
 from qmargin.cli.progress import BarProgress, PlainProgress, stage_progress
 from qmargin.errors import ConfigError, DataError
 
@@ -32,9 +35,6 @@ _TRIALS_FORMAT_HELP = (
 
 def add_evaluate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command to a parser."""
-    from qmargin.cli.evaluate_faces import add_face_protocols  # they use this file's options
-    from qmargin.cli.evaluate_speakers import add_speaker_protocols
-
     parser = commands.add_parser("evaluate", help="measure a verification system, with intervals")
     kinds = parser.add_subparsers(title="what to evaluate", metavar="WHAT", required=True)
     _add_scores(kinds)
@@ -83,21 +83,12 @@ def _add_trials(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
+    add_measures(parser, fars=(1e-2, 1e-3, 1e-4, 1e-5), named_by="file")
+    add_costs(parser)
     add = parser.add_argument
-    add("--out", type=Path, required=True, metavar="FILE", help="result.json to write")
-    add("--name", metavar="SYSTEM", help="name of the system (that of the file)")
-    add("--protocol", metavar="NAME", help="name of the trials (that of their file)")
-    add("--fars", type=float, nargs="+", default=[1e-2, 1e-3, 1e-4, 1e-5], metavar="FAR")
-    add("--p-target", type=float, nargs="+", default=[0.01, 0.05], metavar="P", help="of minDCF")
-    rules = ("conservative", "nearest", "interpolated")
-    add("--rule", choices=rules, default=rules[0], help="choice of thresholds (conservative)")
     add("--subjects", default="auto", metavar="HOW", help=_SUBJECTS_HELP)
     add("--groups", type=Path, metavar="FILE", help="lines of subject,group: adds rates per group")
     add("--group-far", type=float, metavar="FAR", help="FAR of the groups' common threshold")
-    add("--replicates", type=int, default=1000, help="of the bootstrap; 0 for no intervals (1000)")
-    add("--level", type=float, default=0.95, help="of the intervals (0.95)")
-    add("--seed", type=int, default=0, help="of the bootstrap (0)")
-    add("--hardest", type=int, default=20, metavar="N", help="hardest trials to keep (20)")
     add("--model-card", type=Path, metavar="FILE", help="JSON object of texts, kept in the result")
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from qmargin.cli.evaluate_checks import check_protocol
+from qmargin.cli.evaluate_options import EMBEDDINGS_HELP, add_measures
 from qmargin.cli.progress import BarProgress, PlainProgress, stage_progress
 from qmargin.errors import ConfigError, DataError
 
@@ -93,30 +94,16 @@ def _add_common(
 ) -> None:
     add = parser.add_argument
     add("--model", type=Path, metavar="DIR", help="model directory of qmargin export")
-    add("--embeddings", type=Path, metavar="FILE", help=_EMBEDDINGS_HELP)
-    add("--out", type=Path, required=True, metavar="FILE", help="result.json to write")
+    add("--embeddings", type=Path, metavar="FILE", help=EMBEDDINGS_HELP)
     add("--no-flip", action="store_true", help="leave mirror images out")
     add("--device", default="cpu", help="where the model runs, such as cpu or cuda (cpu)")
     add("--batch-size", type=int, default=64, metavar="N", help="images at a time (64)")
     add("--workers", type=int, default=2, metavar="N", help="threads that decode (2)")
     add("--restart", action="store_true", help="begin again where a part of other inputs is found")
-    add("--name", metavar="SYSTEM", help="name of the system (that of the model)")
-    add("--protocol", metavar="NAME", help="name of the trials (that of their file)")
-    add("--fars", type=float, nargs="+", default=fars, metavar="FAR")
-    rules = ("conservative", "nearest", "interpolated")
-    add("--rule", choices=rules, default=rules[0], help="choice of thresholds (conservative)")
-    note = f"of the bootstrap; 0 for no intervals ({replicates})"
-    add("--replicates", type=int, default=replicates, help=note)
-    add("--level", type=float, default=0.95, help="of the intervals (0.95)")
-    add("--seed", type=int, default=0, help="of the bootstrap (0)")
-    add("--hardest", type=int, default=20, metavar="N", help="hardest pairs to keep (20)")
+    add_measures(parser, fars=fars, replicates=replicates, hardest="pairs")
 
 
 _PICTURES_HELP = "write images of the hardest pairs there, for `qmargin report --media DIR`"
-_EMBEDDINGS_HELP = (
-    "embeddings: written by --model, or read where there is no --model (OUT with "
-    ".embeddings.safetensors)"
-)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qmargin.cli.evaluate_checks import check_protocol
+from qmargin.cli.evaluate_options import EMBEDDINGS_HELP, add_costs, add_measures
 from qmargin.cli.progress import BarProgress, PlainProgress, stage_progress
 from qmargin.errors import ConfigError
 
@@ -38,7 +39,7 @@ def add_speaker_protocols(
     add("trials", metavar="LIST", help="O, E, H (official lists) or a file of trials with labels")
     add("--model", type=Path, metavar="DIR", help="model directory of qmargin export")
     add("--audio", type=Path, metavar="DIR", help="folder that the names of the list are in")
-    add("--embeddings", type=Path, metavar="FILE", help=_EMBEDDINGS_HELP)
+    add("--embeddings", type=Path, metavar="FILE", help=EMBEDDINGS_HELP)
     add("--training", type=Path, metavar="FILE", help=_TRAINING_HELP)
     add("--speakers", type=Path, metavar="FILE", help=_SPEAKERS_HELP)
     add("--no-center", action="store_true", help="do not subtract the mean of --training")
@@ -49,29 +50,16 @@ def add_speaker_protocols(
     add("--device", default="cpu", help="where the model runs, such as cpu or cuda (cpu)")
     add("--workers", type=int, default=2, metavar="N", help="threads that decode (2)")
     add("--restart", action="store_true", help="begin again where a part of other inputs is found")
-    _add_measures(parser)
+    add_measures(
+        parser,
+        fars=(1e-2, 1e-3, 1e-4),
+        listed_in="the list",
+        seeded="the bootstrap and of drawn trials",
+    )
+    add_costs(parser)
     parser.set_defaults(run=_run_voxceleb)
 
 
-def _add_measures(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--out", type=Path, required=True, metavar="FILE", help="result.json to write")
-    add("--name", metavar="SYSTEM", help="name of the system (that of the model)")
-    add("--protocol", metavar="NAME", help="name of the trials (that of the list)")
-    add("--fars", type=float, nargs="+", default=[1e-2, 1e-3, 1e-4], metavar="FAR")
-    add("--p-target", type=float, nargs="+", default=[0.01, 0.05], metavar="P", help="of minDCF")
-    rules = ("conservative", "nearest", "interpolated")
-    add("--rule", choices=rules, default=rules[0], help="choice of thresholds (conservative)")
-    add("--replicates", type=int, default=1000, help="of the bootstrap; 0 for no intervals (1000)")
-    add("--level", type=float, default=0.95, help="of the intervals (0.95)")
-    add("--seed", type=int, default=0, help="of the bootstrap and of drawn trials (0)")
-    add("--hardest", type=int, default=20, metavar="N", help="hardest trials to keep (20)")
-
-
-_EMBEDDINGS_HELP = (
-    "embeddings: written by --model, or read where there is no --model (OUT with "
-    ".embeddings.safetensors)"
-)
 _TRAINING_HELP = "embeddings of the training set: its mean, its speakers as a cohort, its trials"
 _SPEAKERS_HELP = "lines `utterance speaker` of the training set (folders of the names)"
 _AS_NORM_HELP = f"normalise by the N nearest speakers of the training set ({_TOP_N})"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ import numpy as np
 
 from qmargin.report.comparison import PairedDifference, paired_differences, reading
 from qmargin.report.figures import has_matplotlib
+from qmargin.report.repeats import spread
 from qmargin.report.systems import Panel, load_panels
 from qmargin.report.write import ReportOptions, write_report
 from qmargin.training.journal import JOURNAL
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 TITLE = "Losses on {}"
 Q_MARGIN = "Q-Margin"
 VERDICT_FAR = 1e-4
+_plain_spread = partial(spread, sign="+-")  # for any terminal
 
 
 def write_demo_report(folder: Path, parts: Sequence[Part], data: str | None = None) -> Path:
@@ -53,11 +56,11 @@ def table(panels: Sequence[Panel]) -> str:
         results = [
             entry.result for panel in panels for entry in panel.entries if entry.label == name
         ]
-        columns = [[100 * result.metrics.eer.value for result in results]]
+        columns = [[result.metrics.eer.value for result in results]]
         for index in range(len(fars)):
-            columns.append([100 * (result.metrics.tar[index].tar or 0.0) for result in results])
+            columns.append([result.metrics.tar[index].tar or 0.0 for result in results])
         digits = [2, *[1] * len(fars)]
-        rows.append([name, *map(_spread, columns, digits)])
+        rows.append([name, *map(_plain_spread, columns, digits)])
     widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
     lines = [
         "  ".join(
@@ -78,7 +81,7 @@ def verdict(panels: Sequence[Panel]) -> str:
     best = max(tars, key=lambda name: float(np.mean(tars[name])))
     lead = (
         f"At FAR {VERDICT_FAR:g}, {best} accepts the most genuine pairs: "
-        f"{_spread([100 * tar for tar in tars[best]], 1)} %."
+        f"{_plain_spread(tars[best], 1)} %."
     )
     rivals = [name for name in tars if name != Q_MARGIN]
     if Q_MARGIN not in tars or not rivals:
@@ -87,8 +90,8 @@ def verdict(panels: Sequence[Panel]) -> str:
     words = [_compared(panel, rival) for panel in panels]
     if len(panels) == 1:
         return f"{lead} {words[0]}"
-    gaps = [100 * (a - b) for a, b in zip(tars[Q_MARGIN], tars[rival], strict=True)]
-    mean = f"Q-Margin minus {rival} over {len(panels)} seeds: {_spread(gaps, 1)} points."
+    gaps = [a - b for a, b in zip(tars[Q_MARGIN], tars[rival], strict=True)]
+    mean = f"Q-Margin minus {rival} over {len(panels)} seeds: {_plain_spread(gaps, 1)} points."
     named = [f"{panel.title}: {text}" for panel, text in zip(panels, words, strict=True)]
     return "\n".join([f"{lead} {mean}", *named])
 
@@ -126,13 +129,6 @@ def _tars(panels: Sequence[Panel]) -> dict[str, list[float]]:
             if point is not None and point.tar is not None:
                 found.setdefault(entry.label, []).append(point.tar)
     return {name: tars for name, tars in found.items() if len(tars) == len(panels)}
-
-
-def _spread(values: Sequence[float], digits: int) -> str:
-    mean = float(np.mean(values))
-    if len(values) == 1:
-        return f"{mean:.{digits}f}"
-    return f"{mean:.{digits}f} +- {float(np.std(values, ddof=1)):.{digits}f}"
 
 
 def _named_journal(folder: Path, part: Part) -> Path:

@@ -19,6 +19,7 @@ from qmargin.report.comparison import are_paired, observed_value, replicate_valu
 from qmargin.report.layout import data_table
 from qmargin.report.markup import Html, cleaned, joined, name_of, tag
 from qmargin.report.numbers import MISSING, power, probability, signed
+from qmargin.report.operating import Cell
 from qmargin.report.systems import Entry, Panel
 
 _SEED = re.compile(r",?\s*\bseed \d+")
@@ -41,6 +42,18 @@ class Repeats:
         """TARs at a FAR, or EERs where that is None, of the trainings in which they are known."""
         found = (observed_value(entry, far) for entry in self.systems[name])
         return [value for value in found if value is not None]
+
+    @property
+    def measures(self) -> tuple[float | None, ...]:
+        """Columns of a table: the FARs of TARs, and None for the EER."""
+        return (*self.fars, None)
+
+    def cells(self, name: str, *, sign: str = "±") -> list[Cell]:
+        """Mean and deviation of every measure, the best mean marked."""
+        return [
+            Cell(spread(self.values(name, far), sign=sign), is_best=name in self.ranked(far)[:1])
+            for far in self.measures
+        ]
 
     def ranked(self, far: float | None) -> list[str]:
         """Names from best to worst by their means; what was not measured every time is left out."""
@@ -81,12 +94,11 @@ def difference_of_means(
     subjects. The interval is about subjects, not about seeds: how far trainings differ is what
     their deviation says. None where a pair has no common draws.
     """
-    pairs = list(zip(repeats.systems[first], repeats.systems[second], strict=False))
-    if len(repeats.systems[first]) != len(repeats.systems[second]):
-        return None
-    if not all(are_paired(*pair) for pair in pairs):
-        return None
     sides = [repeats.systems[name] for name in (first, second)]
+    if len(sides[0]) != len(sides[1]):
+        return None
+    if not all(are_paired(*pair) for pair in zip(*sides, strict=True)):
+        return None
     observed = [[observed_value(entry, far) for entry in side] for side in sides]
     drawn = [[replicate_values(entry, far) for entry in side] for side in sides]
     if any(None in side for side in observed) or any(v is None for side in drawn for v in side):
@@ -116,15 +128,13 @@ def spread(values: Sequence[float], digits: int = 2, *, sign: str = "±") -> str
 
 def repeats_block(repeats: Repeats, level: float = 0.95) -> Html:
     """Means and deviations, and how the best at the strictest FAR compares with the others."""
-    measures: list[float | None] = [*repeats.fars, None]
     head = ["System", "Trainings", *(f"TAR % at {power(far)}" for far in repeats.fars), "EER %"]
-    best = {far: repeats.ranked(far)[:1] for far in measures}
     rows = []
     for name, entries in repeats.systems.items():
-        cells = []
-        for far in measures:
-            text = spread(repeats.values(name, far))
-            cells.append(tag("td", tag("b", text) if name in best[far] else text))
+        cells = [
+            tag("td", tag("b", cell.text) if cell.is_best else cell.text)
+            for cell in repeats.cells(name)
+        ]
         start = [tag("th", name_of(name), scope="row"), tag("td", str(len(entries)))]
         rows.append(tag("tr", *start, *cells))
     caption = f"{repeats.title}: mean and deviation over trainings; best mean in bold"

@@ -12,7 +12,7 @@ from qmargin.report.markup import cleaned
 from qmargin.report.model_card import LossSettings, loss_settings
 from qmargin.report.numbers import MISSING, NOT_MEASURABLE, latex_power, percent, power
 from qmargin.report.operating import Cell, other_columns, rule_sentence, tar_columns
-from qmargin.report.repeats import Repeats, find_repeats, spread
+from qmargin.report.repeats import Repeats, find_repeats
 from qmargin.report.systems import Entry, Panel
 
 CSV_COLUMNS = (
@@ -86,17 +86,11 @@ def markdown_tables(panels: Sequence[Panel]) -> str:
 
 def markdown_repeats(repeats: Repeats) -> str:
     """Means and deviations over trainings, the best mean in bold."""
-    measures: list[float | None] = [*repeats.fars, None]
     head = ["System", "Trainings", *(f"TAR % at {power(far)}" for far in repeats.fars), "EER %"]
-    best = {far: repeats.ranked(far)[:1] for far in measures}
-    rows = []
-    for name, entries in repeats.systems.items():
-        cells = [spread(repeats.values(name, far)) for far in measures]
-        shown = [
-            f"**{cell}**" if name in best[far] else cell
-            for far, cell in zip(measures, cells, strict=True)
-        ]
-        rows.append([markdown_text(name), str(len(entries)), *shown])
+    rows = [
+        [markdown_text(name), str(len(entries)), *map(_markdown_cell, repeats.cells(name))]
+        for name, entries in repeats.systems.items()
+    ]
     lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
     table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
     title = f"## {markdown_text(repeats.title)}: means over trainings"
@@ -106,14 +100,12 @@ def markdown_repeats(repeats: Repeats) -> str:
 def latex_repeats(repeats: Repeats) -> str:
     """The same for LaTeX; empty columns of a paper's layout are left to its author."""
     head = ["Loss", "EER", *(latex_power(far) for far in repeats.fars)]
-    measures: list[float | None] = [None, *repeats.fars]
-    best = {far: repeats.ranked(far)[:1] for far in measures}
     rows = []
     for name in repeats.systems:
-        cells = [f"${spread(repeats.values(name, far), sign=chr(92) + 'pm')}$" for far in measures]
+        *tars, eer = repeats.cells(name, sign=r"\pm")
         shown = [
-            f"\\boldmath{{{cell}}}" if name in best[far] else cell
-            for far, cell in zip(measures, cells, strict=True)
+            f"\\boldmath{{${cell.text}$}}" if cell.is_best else f"${cell.text}$"
+            for cell in (eer, *tars)
         ]
         rows.append(f"        {' & '.join([latex_text(name), *shown])} \\\\")
     body = "\n".join(rows)
@@ -122,7 +114,7 @@ def latex_repeats(repeats: Repeats) -> str:
         "    \\centering\n"
         f"    \\caption{{{latex_text(repeats.title)}: mean and deviation over "
         f"{repeats.num_repeats} trainings (\\%).}}\n"
-        f"    \\begin{{tabular}}{{l{'c' * len(measures)}}}\n"
+        f"    \\begin{{tabular}}{{l{'c' * len(repeats.measures)}}}\n"
         "        \\toprule\n"
         f"        {' & '.join(head)} \\\\\n"
         "        \\midrule\n"
