@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, in parts of a few minutes: docs/benchmarks/gpu.sh OUT COMMIT PART...
-# Nothing has to be installed but torch, triton, numpy, scipy and pytest. JSON files go to OUT;
+# Works in a checkout that is not installed, with the dependencies in PYTHONPATH. JSON files go to OUT;
 # `python -m qmargin.cli.bench_head_page OUT/head-*.json` makes docs/benchmarks/head.md of them.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 out=$1 commit=$2
 shift 2
-export PYTHONPATH=src PYTHONUNBUFFERED=1
+export PYTHONPATH=src${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 qmargin() { python3 -m qmargin "$@"; }
 head() { qmargin bench head --commit "$commit" "$@"; }
 
