@@ -1,14 +1,19 @@
 """Pictures in memory, and what readings do to them."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
+import torch
 
-from qmargin.data.drawings import Drawings, warped
-from qmargin.data.strokes import StrokeIdentities
-from qmargin.errors import ConfigError
+from qmargin.data.drawings import Drawings, variants_of, warped
+from qmargin.data.loader import build_loader
+from qmargin.data.order import GlobalOrder
+from qmargin.data.strokes import StrokeIdentities, moved
+from qmargin.errors import ConfigError, ShapeError
 
 
-def some_drawings(**options: float) -> Drawings:
+def some_drawings(**options: int) -> Drawings:
     strokes = StrokeIdentities(3, 2)
     names = tuple(strokes.sample_id(row) for row in range(len(strokes)))
     return Drawings(strokes.images(np.arange(6)), strokes.labels, names, "strokes", **options)
@@ -20,12 +25,11 @@ def test_a_warp_of_nothing_changes_nothing() -> None:
 
 
 def test_a_warp_follows_from_the_seed_and_keeps_most_of_the_ink() -> None:
-    drawings = some_drawings(warp=1.0)
-    first, again, other = (drawings.read(0, seed)[0] for seed in (1, 1, 2))
-    assert first.equal(again)
-    assert not first.equal(other)
-    plain = some_drawings().read(0, 1)[0]
-    ink = [float(drawings.read(0, seed)[0].sum() / plain.sum()) for seed in range(50)]
+    picture = some_drawings().pictures[0]
+    first, again, other = (warped(picture, 1.0, seed) for seed in (1, 1, 2))
+    assert np.array_equal(first, again)
+    assert not np.array_equal(first, other)
+    ink = [warped(picture, 1.0, seed).sum() / picture.sum() for seed in range(50)]
     assert 0.85 < np.mean(ink) < 1.1
     assert np.std(ink) > 0.01
 
@@ -51,6 +55,50 @@ def test_quarter_turns_are_identities_of_their_own() -> None:
     assert drawings.labels[6:8].tolist() == [3, 3]
 
 
+def test_variants_of_a_picture_follow_from_its_number() -> None:
+    pictures = some_drawings().pictures
+    drawn = variants_of(pictures, 1.0, 4)
+    assert drawn.shape == (6, 4, 32, 32)
+    assert np.array_equal(variants_of(pictures[2:5], 1.0, 4, first=2), drawn[2:5])
+    assert len({variant.tobytes() for variant in drawn.reshape(24, 32, 32)}) == 24
+
+
+def test_a_reading_takes_a_variant_and_moves_it() -> None:
+    drawings = some_drawings(shift=2)
+    variants = variants_of(drawings.pictures, 1.0, 4)
+    varied = replace(drawings, variants=variants)
+    for number in range(4):
+        seed = (number << 32) + 7
+        image, label = varied.read(3, seed)
+        expected = torch.from_numpy(moved(variants[3, number], 2, seed)) / 255.0
+        torch.testing.assert_close(image[0], expected)
+        assert label == drawings.labels[3]
+    assert np.array_equal(varied.images(np.arange(6)), drawings.pictures)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_epochs_read_other_variants_in_any_process(num_workers: int) -> None:
+    drawings = some_drawings().with_turns()
+    varied = replace(drawings, variants=variants_of(drawings.pictures, 1.0, 20))
+    order = GlobalOrder(len(varied), seed=0, batch_size=24)
+    with build_loader(varied, order, stop_step=5, num_workers=num_workers) as stream:
+        inputs = [
+            batch.inputs[np.argsort(order.batch(batch.step))].numpy().copy() for batch in stream
+        ]
+    seen = [len({epoch[row].tobytes() for epoch in inputs}) for row in range(24)]
+    assert np.mean(seen) > 4.0  # of 5 epochs; two may meet by chance
+    pixels = np.rint(np.stack(inputs)[:, :, 0] * 255.0).astype(np.uint8)
+    for row, variants in enumerate(varied.variants):  # of its own picture, turned as it is
+        own = {variant.tobytes() for variant in variants}
+        assert {picture.tobytes() for picture in pixels[:, row]} <= own
+
+
 def test_a_warp_that_is_no_number_is_refused() -> None:
     with pytest.raises(ConfigError, match="warp is nan"):
-        some_drawings(warp=float("nan"))
+        variants_of(some_drawings().pictures, float("nan"), 1)
+
+
+@pytest.mark.parametrize("shape", [(5, 4, 32, 32), (6, 0, 32, 32), (6, 4, 32, 31), (6, 32, 32)])
+def test_variants_of_other_pictures_are_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ShapeError, match=r"give uint8 \[6, v, 32, 32\]"):
+        replace(some_drawings(), variants=np.zeros(shape, np.uint8))

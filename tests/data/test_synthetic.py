@@ -66,3 +66,12 @@ def test_bad_settings_are_refused(options: dict[str, object], message: str) -> N
 def test_samples_outside_are_refused(index: int) -> None:
     with pytest.raises(IndexError, match="of 4"):
         SyntheticIdentities(2, 2).read(index, 0)
+
+
+def test_samples_as_bytes_are_the_same_samples() -> None:
+    options = {"num_classes": 3, "samples_per_class": 2, "shape": (3, 16, 16)}
+    inputs, label = SyntheticIdentities(**options).read(4, 7)
+    pictures, same = SyntheticIdentities(**options, as_bytes=True).read(4, 7)
+    assert pictures.dtype == torch.uint8 and same == label
+    expected = (32.0 * inputs + 128.0).clamp(0.0, 255.0)
+    assert (pictures.float() - expected).abs().max() <= 0.5

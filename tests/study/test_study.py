@@ -2,20 +2,22 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from qmargin.cli.main import main
-from qmargin.data.drawings import Drawings
+from qmargin.data.drawings import Drawings, variants_of
 from qmargin.data.strokes import StrokeIdentities
-from qmargin.demo.recipe import Size
+from qmargin.demo.recipe import SHIFT, Size, demo_recipe
 from qmargin.errors import ConfigError, DataError
 from qmargin.study import studies
 from qmargin.study.pictures import PictureMaterial, first_samples, identities
 from qmargin.study.run import StudyOptions
 from qmargin.study.studies import SYSTEMS, Study
+from qmargin.training.recipe import PrecisionPart
 
 TINY = Size(
     num_classes=12,
@@ -45,6 +47,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> Study:
         search_epochs=1,
         grid=TINY_GRID,
         measure="tar@0.001",
+        dtype="bf16",
     )
     monkeypatch.setitem(studies.STUDIES, "tiny", study)
     monkeypatch.setattr("qmargin.study.pictures.VALIDATION_IDS", 110)
@@ -85,6 +88,52 @@ def test_pictures_that_were_drawn_are_those_of_the_identities(tmp_path: Path) ->
     assert image.shape == (1, 32, 32)
 
 
+def test_warps_are_drawn_once_and_shared(tmp_path: Path) -> None:
+    file, folder = tmp_path / "pictures.npz", tmp_path / "data"
+    labels = np.repeat(np.arange(6), 3)
+    images = StrokeIdentities(6, 3).images(np.arange(18))
+    np.savez(file, images=images, label=labels, split=labels >= 4)
+    study = Study("p", "pictures", "pictures", TINY, search_epochs=1, has_turns=True, warp=1.0)
+    final = PictureMaterial(study, file, folder, is_search=False)
+    final.prepare([])  # no training waits for them
+    assert not folder.exists()
+    final.prepare([0])
+    (drawn,) = folder.iterdir()
+    written = drawn.stat().st_mtime_ns
+    final.prepare([1])
+    assert [path.stat().st_mtime_ns for path in folder.iterdir()] == [written]
+    train = _trained_on(final)
+    assert isinstance(train.variants, np.memmap)
+    assert train.shift == SHIFT
+    turned = final._divided()[0].pictures
+    assert len(turned) == 4 * 12
+    assert np.array_equal(train.variants, variants_of(turned, 1.0, TINY.epochs))
+    longer = replace(study, size=TINY._replace(epochs=3))
+    more = PictureMaterial(longer, file, folder, is_search=False)
+    assert more._warps(train) != drawn
+    np.savez(file, images=images[::-1], label=labels, split=labels >= 4)
+    assert final._warps(final._divided()[0]) != drawn
+
+
+def _trained_on(material: PictureMaterial) -> Drawings:
+    recipe = material.study.recipe(SYSTEMS["arcface"], seed=0, is_search=False, path="x")
+    train = material(recipe).train
+    assert isinstance(train, Drawings)
+    return train
+
+
+def test_studies_of_gpu_size_train_in_bf16_and_the_demo_as_the_demo() -> None:
+    loss = SYSTEMS["arcface"]
+    for name in ("omniglot", "strokes-10k", "strokes-1m"):
+        study = studies.find_study(name)
+        path = "x" if study.kind == "pictures" else None
+        made = study.recipe(loss, seed=0, is_search=False, path=path)
+        assert made.precision == PrecisionPart("bf16", channels_last=True)
+    demo = studies.find_study("demo")
+    made = demo.recipe(loss, seed=0, is_search=False, path=None)
+    assert made.precision == demo_recipe(loss, seed=0, size=demo.size).precision
+
+
 def test_pictures_without_test_identities_are_refused(tmp_path: Path) -> None:
     images = np.zeros((6, 32, 32), dtype=np.uint8)
     np.savez(tmp_path / "pictures.npz", images=images, label=np.arange(6))
@@ -99,7 +148,7 @@ def test_identities_of_a_path_are_divided_as_it_says(tmp_path: Path) -> None:
     split = (labels >= 14).astype(np.int64)
     images = rng.integers(0, 255, (60, 32, 32), dtype=np.uint8)
     np.savez(tmp_path / "pictures.npz", images=images, label=labels, split=split)
-    study = Study("p", "pictures", "pictures", TINY, search_epochs=1, has_turns=True, warp=1.0)
+    study = Study("p", "pictures", "pictures", TINY, search_epochs=1, has_turns=True)
     final = PictureMaterial(study, tmp_path, tmp_path, is_search=False)
     train, test = final._divided()
     assert (train.num_classes, test.num_classes) == (4 * 14, 6)

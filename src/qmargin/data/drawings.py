@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
+from qmargin.data.order import check_count, derived_seed
 from qmargin.data.strokes import moved
 from qmargin.errors import ConfigError, ShapeError
 
@@ -32,7 +34,8 @@ class Drawings:
         names: Of the samples.
         origin: Where they are from.
         shift: Pixels by which a reading may move a sample, as augmentations do.
-        warp: How far a reading may turn, stretch, slant and move a sample; 0 for not at all.
+        variants: ``[n, v, size, size]`` uint8, such as ``variants_of`` draws; a reading takes one
+            of its sample, by the seed. None for the pictures themselves.
 
     Examples:
         >>> blank = np.zeros((4, 32, 32), np.uint8)
@@ -46,11 +49,9 @@ class Drawings:
     names: tuple[str, ...] = field(repr=False)
     origin: str
     shift: int = 0
-    warp: float = 0.0
+    variants: NDArray[np.uint8] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.warp < math.inf:
-            raise ConfigError(f"warp is {self.warp}; it must be finite and at least 0")
         shape = self.pictures.shape
         if self.pictures.dtype != np.uint8 or len(shape) != 3 or shape[1] != shape[2]:
             raise ShapeError(
@@ -62,11 +63,21 @@ class Drawings:
                 f"there are {len(self.pictures)} pictures, {len(self.labels)} labels and "
                 f"{len(self.names)} names; give one of each per sample"
             )
+        given = self.variants
+        if given is not None and (
+            given.dtype != np.uint8
+            or given.shape != (shape[0], *given.shape[1:2], *shape[1:])
+            or given.shape[1] < 1
+        ):
+            raise ShapeError(
+                f"variants are {given.dtype} of shape {list(given.shape)}; give uint8 "
+                f"[{shape[0]}, v, {shape[1]}, {shape[2]}]"
+            )
 
     def __len__(self) -> int:
         return len(self.pictures)
 
-    @property
+    @cached_property  # looked at with every sample
     def num_classes(self) -> int:
         """Number of identities."""
         return int(self.labels.max(initial=-1)) + 1
@@ -76,10 +87,10 @@ class Drawings:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         picture = self.pictures[index]
+        if self.variants is not None:  # by the upper half of the seed: the shift takes the lower
+            picture = self.variants[index, (seed >> 32) % self.variants.shape[1]]
         if self.shift:
             picture = moved(picture, self.shift, seed)
-        if self.warp:
-            picture = warped(picture, self.warp, seed)
         image = torch.from_numpy(picture).to(torch.float32).mul_(1.0 / 255.0)
         return image[None], int(self.labels[index])
 
@@ -122,4 +133,26 @@ def warped(picture: NDArray[np.uint8], amount: float, seed: int) -> NDArray[np.u
     result = Image.fromarray(picture).transform(
         picture.shape, Image.Transform.AFFINE, (a, b, e, c, d, f), Image.Resampling.BILINEAR
     )
-    return np.asarray(result).copy()
+    return np.asarray(result)
+
+
+def variants_of(
+    pictures: NDArray[np.uint8], amount: float, count: int, *, first: int = 0
+) -> NDArray[np.uint8]:
+    """So many warps of every picture, ``[n, count, size, size]``.
+
+    Args:
+        pictures: ``[n, size, size]``.
+        amount: Of the warp.
+        count: Of a picture.
+        first: Number of the first picture, where these are a part of many: the warps of a picture
+            follow from its number.
+    """
+    if not 0.0 <= amount < math.inf:
+        raise ConfigError(f"warp is {amount}; it must be finite and at least 0")
+    check_count(count, "the number of variants", low=1)
+    drawn = np.empty((len(pictures), count, *pictures.shape[1:]), dtype=np.uint8)
+    for row, picture in enumerate(pictures):
+        for number in range(count):
+            drawn[row, number] = warped(picture, amount, derived_seed(first + row, number))
+    return drawn

@@ -30,6 +30,8 @@ class SyntheticIdentities:
         noise: Standard deviation of what tells samples of one identity apart; centres have one.
         augmentation: Standard deviation of what tells two readings of a sample apart.
         seed: Another seed makes other identities, such as those to validate on.
+        as_bytes: Round samples to bytes, as decoded pictures are: 128 stands for zero, and 32 for
+            a deviation of one. Networks get them as they get pictures.
 
     Examples:
         >>> dataset = SyntheticIdentities(10, 4, shape=(8,))
@@ -44,6 +46,7 @@ class SyntheticIdentities:
     noise: float = 0.5
     augmentation: float = 0.1
     seed: int = 0
+    as_bytes: bool = False
 
     def __post_init__(self) -> None:
         check_count(self.num_classes, "num_classes", low=1)
@@ -75,6 +78,8 @@ class SyntheticIdentities:
         inputs += self.noise * self._normal(1, index)
         if self.augmentation:
             inputs += self.augmentation * self._normal(2, index, seed)
+        if self.as_bytes:
+            inputs = inputs.mul_(32.0).add_(128.0).round_().clamp_(0.0, 255.0).to(torch.uint8)
         return inputs, label
 
     def _normal(self, *key: int) -> Tensor:

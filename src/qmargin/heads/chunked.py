@@ -30,7 +30,7 @@ from qmargin.heads.chunks import (
     log_sum_exp,
 )
 from qmargin.heads.fused_chunks import make_chunks
-from qmargin.heads.pending import PendingGradient, is_bounded
+from qmargin.heads.pending import PendingGradient, element_bound, is_bounded
 from qmargin.heads.ranked import own_labels
 from qmargin.heads.step import StepStats, reference_gradient
 from qmargin.heads.step_loss import RowSolution
@@ -161,7 +161,8 @@ class ChunkedPending(PendingGradient):
         has_root = self.solved.level.sum().isfinite()
         chunks = self.chunks
         depth = chunks.embeddings.shape[1]
-        return has_root & is_bounded(weights, chunks.head.inverse_norms, depth)
+        bound = element_bound(weights, chunks.head.inverse_norms, depth)
+        return has_root & is_bounded(bound, chunks.embeddings.dtype)
 
 
 def chunked_step(

@@ -285,10 +285,12 @@ class MarginClassifier(nn.Module):
             was_chunked=self._was_chunked,
         )
 
-    def receive_gradient(self, gradient: ClassGradient, embeddings: Tensor) -> Tensor | None:
+    def receive_gradient(
+        self, gradient: ClassGradient, embeddings: Tensor, bound: Tensor
+    ) -> Tensor | None:
         """Turn the sparse step's gradient into what was asked for."""
         if self.gradient == "fused":
-            self.leave_pending((gradient, embeddings))
+            self.leave_pending((gradient, embeddings, bound))
             return None
         prototypes = self.prototypes.detach()
         classes, rows = self.kernels.prototype_gradient(

@@ -1,8 +1,8 @@
 """A gradient of the prototypes that was not built: what ``gradient="fused"`` leaves to optimizers.
 
-A backward pass leaves one of two things in ``head.pending``: the sparse step's pair of a
-``ClassGradient`` and its embeddings, or an object that yields the gradient block by block. Here
-both become a ``PendingGradient``.
+A backward pass leaves one of two things in ``head.pending``: the sparse step's ``ClassGradient``,
+embeddings and bound, or an object that yields the gradient block by block. Here both become a
+``PendingGradient``.
 """
 
 from __future__ import annotations
@@ -64,17 +64,24 @@ def norm_of(parts: Iterable[Tensor]) -> Tensor:
     return total.double()
 
 
-def is_bounded(weights: Tensor, inverse_norms: Tensor, depth: int) -> Tensor:
-    """Whether no gradient made of these can have an element that is not finite.
+def element_bound(weights: Tensor, inverse_norms: Tensor, depth: int) -> Tensor:
+    """What neither these nor an element of a gradient made of them exceeds, a float64 scalar.
 
-    A boolean scalar. For gradients of cosines that add up to at most ``weights`` in absolute value,
-    of any shape, every element of a prototype's gradient is at most the sum of the weights, times
-    the inverse norm, times ``1 + d`` for the part along the prototype that is taken out: elements
-    of unit embeddings are at most one. (An embedding that is not finite has no finite weight.)
+    For gradients of cosines that add up to at most ``weights`` in absolute value, of any shape,
+    every element of a prototype's gradient is at most the sum of the weights, times the inverse
+    norm, times ``1 + d`` for the part along the prototype that is taken out: elements of unit
+    embeddings are at most one. (An embedding that is not finite has no finite weight.)
     """
     total = torch.linalg.vector_norm(weights, 1, dtype=torch.float64)
-    bound: Tensor = total * (inverse_norms.amax() if len(inverse_norms) else 0.0)
-    return bound < torch.finfo(inverse_norms.dtype).max / (2 + depth)  # false for NaN
+    if not len(inverse_norms):
+        return total
+    bound: Tensor = total * ((2 + depth) * inverse_norms.amax()).clamp_min(1.0)
+    return bound
+
+
+def is_bounded(bound: Tensor, dtype: torch.dtype) -> Tensor:
+    """Whether numbers up to ``bound`` are finite, a boolean scalar; false for NaN."""
+    return bound < torch.finfo(dtype).max
 
 
 @dataclass(frozen=True)
@@ -84,6 +91,7 @@ class SparsePending(PendingGradient):
     head: MarginClassifier
     gradient: ClassGradient
     embeddings: Tensor  # [B, d], unit
+    bound: Tensor  # float64 scalar, see ``element_bound``
 
     def blocks(self) -> Iterator[tuple[slice, Tensor]]:
         """All classes; the gradient of inactive ones is zero."""
@@ -101,9 +109,8 @@ class SparsePending(PendingGradient):
         return norm.to(self.embeddings.device)
 
     def is_finite(self) -> Tensor:
-        """From a bound of the gradient's elements, which costs a look at the lists."""
-        depth = self.embeddings.shape[1]
-        return is_bounded(self.gradient.values, self.head.inverse_norms, depth)
+        """From a bound of the gradient's elements."""
+        return is_bounded(self.bound, self.embeddings.dtype)
 
 
 @dataclass(frozen=True)
@@ -120,6 +127,5 @@ class BlockPending(PendingGradient):
 def as_pending(head: MarginClassifier, left: Any) -> PendingGradient:
     """What a backward pass left in ``head.pending``, as a ``PendingGradient``."""
     if isinstance(left, tuple):
-        gradient, embeddings = left
-        return SparsePending(head, gradient, embeddings)
+        return SparsePending(head, *left)
     return left if isinstance(left, PendingGradient) else BlockPending(left)

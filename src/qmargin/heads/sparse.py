@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from qmargin.heads.pending import element_bound
 from qmargin.heads.ranked import find_support_of_ranks, own_labels
 from qmargin.heads.step import StepStats
 from qmargin.heads.step_loss import RowSolution
@@ -44,6 +45,7 @@ class SparseStep:
     num_pairs: int = 0
     target_logits: Tensor | None = None  # [B]
     gradient: ClassGradient | None = None
+    bound: Tensor | None = None  # of the gradient's elements, see ``element_bound``
 
     @property
     def others_support(self) -> Tensor | None:
@@ -89,6 +91,9 @@ class SparseStep:
         self.gradient = self.head.kernels.class_gradient(
             support.order, support.solved, weights, target_weights
         )
+        # From the rows' masses, not the lists: known before the lists are, while the device works.
+        total = torch.cat([support.solved.others_mass * weights, target_weights.double()])
+        self.bound = element_bound(total, self.head.inverse_norms, self.head.embedding_dim)
         if not len(self.head.shard):  # the targets stand at class 0, which is not there
             self.gradient = ClassGradient(*(part[:0] for part in self.gradient))
         pulled = support.pulled * weights[:, None]
@@ -96,10 +101,10 @@ class SparseStep:
 
     def hand_over(self, factor: Tensor) -> Tensor | None:
         """See ``SolvableStep``."""
-        assert self.gradient is not None
-        values = self.gradient.values * factor
-        gradient = self.gradient._replace(values=values)
-        return self.head.receive_gradient(gradient, self.prepared.embeddings)
+        assert self.gradient is not None and self.bound is not None
+        gradient = self.gradient._replace(values=self.gradient.values * factor)
+        bound = self.bound * factor.abs()
+        return self.head.receive_gradient(gradient, self.prepared.embeddings, bound)
 
     @property
     def solved(self) -> SolvedRows:

@@ -195,7 +195,12 @@ def _small(name: str, run: FaceRun) -> Recipe:
 def _synthetic(name: str, run: FaceRun) -> Recipe:
     """As many identities as WebFace42M without its images: for speed and memory on one GPU."""
     recipe = run.build(name)
-    options: dict[str, Any] = {"samples_per_class": 1, "shape": (3, 112, 112), "noise": 0.5}
+    options: dict[str, Any] = {
+        "samples_per_class": 1,
+        "shape": (3, 112, 112),
+        "noise": 0.5,
+        "as_bytes": True,
+    }
     return replace(
         recipe,
         data=replace(recipe.data, kind="synthetic", path=None, num_workers=12, options=options),

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
-from qmargin.data.drawings import Drawings
+from qmargin.data.drawings import Drawings, variants_of
 from qmargin.data.order import derived_seed
 from qmargin.data.strokes import StrokeIdentities
 from qmargin.demo.embed import embed_pictures
@@ -20,6 +23,7 @@ from qmargin.demo.recipe import SHIFT
 from qmargin.demo.worlds import INDEX, Stored, part_of, read_stored
 from qmargin.errors import DataError
 from qmargin.evaluation.result import Result
+from qmargin.files import replacing
 from qmargin.study.studies import Study
 from qmargin.sweep.trial import Trial
 from qmargin.sweep.validation import TrialData
@@ -53,7 +57,10 @@ class PictureMaterial:
         if self.study.kind == "strokes":
             return TrialData(self._strokes(recipe.seed), self._drawn(recipe.seed))
         train, measured = self._divided()
-        return TrialData(measured, replace(train, shift=SHIFT, warp=self.study.warp))
+        train = replace(train, shift=SHIFT)
+        if self.study.warp:
+            train = replace(train, variants=np.load(self._warps(train), mmap_mode="r"))
+        return TrialData(measured, train)
 
     @property
     def training_path(self) -> str | None:
@@ -64,7 +71,7 @@ class PictureMaterial:
         """Draw what trials share, once; refuse pictures that cannot be divided."""
         if self.path is None:
             for seed in seeds:
-                draw_to(self._file(seed), self._train(seed), os.cpu_count() or 1)
+                self._draw_strokes(seed)
             return
         train, test = identities(read_stored(self.path, self.folder / INDEX))
         if min(len(train), len(test)) < 2:
@@ -72,6 +79,8 @@ class PictureMaterial:
                 f"{self.path} has {len(train)} identities to train and {len(test)} to test; give a "
                 "folder with train/ and test/, or an NPZ file with split, and at least 2 of each"
             )
+        if seeds and self.study.warp:
+            self._draw_warps(self._divided()[0])
 
     def evaluate(self, trial: Trial, facts: Facts, device: str) -> Result:
         """All pairs of test identities."""
@@ -108,6 +117,31 @@ class PictureMaterial:
     def _file(self, seed: int) -> Path:
         return self.folder / f"strokes-{self._world(seed)}.npy"
 
+    def _draw_strokes(self, seed: int) -> None:
+        train = self._train(seed)
+        rows = np.arange(len(train))
+        blocks = [
+            partial(train.images, rows[start : start + _BLOCK])
+            for start in range(0, len(train), _BLOCK)
+        ]
+        draw_to(self._file(seed), (len(train), train.size, train.size), blocks)
+
+    def _warps(self, train: Drawings) -> Path:
+        """File of as many variants of each picture as a final training has epochs."""
+        digest = hashlib.blake2b(train.pictures.tobytes(), digest_size=8).hexdigest()
+        return self.folder / f"warps-{self.study.warp:g}-{self.study.size.epochs}-{digest}.npy"
+
+    def _draw_warps(self, train: Drawings) -> None:
+        pictures, count = train.pictures, self.study.size.epochs
+        step = max(1, _BLOCK // count)
+        blocks = [
+            partial(
+                variants_of, pictures[start : start + step], self.study.warp, count, first=start
+            )
+            for start in range(0, len(pictures), step)
+        ]
+        draw_to(self._warps(train), (len(pictures), count, *pictures.shape[1:]), blocks)
+
     def _divided(self) -> tuple[Drawings, Drawings]:
         """Training drawings, and those of the held-out or the test identities."""
         assert self.path is not None
@@ -141,22 +175,30 @@ def identities(stored: Stored) -> tuple[list[int], list[int]]:
     return [one for one in order if one not in tested], [one for one in order if one in tested]
 
 
-def draw_to(file: Path, dataset: StrokeIdentities, num_processes: int) -> None:
-    """Draw all pictures of a dataset into a file, if it is not there."""
+def draw_to(
+    file: Path, shape: tuple[int, ...], blocks: Sequence[Callable[[], NDArray[np.uint8]]]
+) -> None:
+    """Draw blocks of pictures into a file, one after the other, with all cores; if it is not there.
+
+    Args:
+        file: That processes can share.
+        shape: Of all blocks together.
+        blocks: Each draws some of the pictures; sent to processes.
+    """
     if file.exists():
         return
     file.parent.mkdir(parents=True, exist_ok=True)
-    starts = range(0, len(dataset), _BLOCK)
-    partial = file.with_suffix(f".{os.getpid()}.part")
-    shape = (len(dataset), dataset.size, dataset.size)
-    pictures = np.lib.format.open_memmap(partial, mode="w+", dtype=np.uint8, shape=shape)
-    with ProcessPoolExecutor(num_processes, get_context("spawn")) as pool:
-        blocks: Sequence[np.ndarray] = pool.map(_block, [dataset] * len(starts), starts)  # type: ignore[assignment]
-        for start, block in zip(starts, blocks, strict=True):
+    with (
+        replacing(file) as temporary,
+        ProcessPoolExecutor(os.cpu_count() or 1, get_context("spawn")) as pool,
+    ):
+        pictures = np.lib.format.open_memmap(temporary, mode="w+", dtype=np.uint8, shape=shape)
+        start = 0
+        for block in pool.map(_drawn, blocks):
             pictures[start : start + len(block)] = block
-    pictures.flush()
-    partial.replace(file)
+            start += len(block)
+        pictures.flush()
 
 
-def _block(dataset: StrokeIdentities, start: int) -> np.ndarray:
-    return dataset.images(np.arange(start, min(start + _BLOCK, len(dataset))))
+def _drawn(block: Callable[[], NDArray[np.uint8]]) -> NDArray[np.uint8]:
+    return block()

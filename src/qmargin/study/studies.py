@@ -71,7 +71,8 @@ class Study:
         losses: Keys of ``SYSTEMS`` that are compared.
         search_seeds: Trainings of each setting in the search; their mean counts.
         has_turns: Whether quarter turns of a training identity are identities of their own.
-        warp: Of training samples, see ``Drawings``.
+        warp: How far training samples are turned, stretched, slanted and moved; see ``warped``.
+        dtype: Of a backbone that is trained on drawings.
         world: Seed of the identities; None for that of the training.
         measure: By which losses choose their settings.
     """
@@ -86,6 +87,7 @@ class Study:
     search_seeds: int = 1
     has_turns: bool = False
     warp: float = 0.0
+    dtype: Literal["fp32", "bf16"] = "fp32"
     world: int | None = None
     measure: str = "tar@0.0001"
 
@@ -121,7 +123,7 @@ class Study:
         # of pictures only a part is trained on while settings are chosen: their number follows
         count = made.data.num_classes if self.kind == "strokes" else None
         data = replace(made.data, options=options, num_classes=count, num_workers=1)
-        return replace(made, data=data)
+        return replace(made, data=data, precision=replace(made.precision, dtype=self.dtype))
 
 
 def _speech_recipe(loss: DemoLoss, *, seed: int, epochs: int, path: str | None) -> Recipe:
@@ -167,6 +169,7 @@ STUDIES = {
             search_epochs=8,
             has_turns=True,
             warp=1.0,
+            dtype="bf16",
         ),
         Study(
             "strokes-10k",
@@ -174,6 +177,7 @@ STUDIES = {
             "strokes",
             _GPU._replace(num_classes=10_000, samples_per_class=20, epochs=6, num_test=1000),
             search_epochs=2,
+            dtype="bf16",
         ),
         Study(
             "strokes-1m",
@@ -189,6 +193,7 @@ STUDIES = {
             search_epochs=1,
             grid=SHORT_GRID,
             world=0,
+            dtype="bf16",
         ),
         Study(
             "audiomnist",

@@ -162,8 +162,9 @@ def stored_norm(optimizer: torch.optim.Optimizer) -> Tensor:
     gradients = _gradients(optimizer)
     if not gradients:
         return torch.zeros((), dtype=torch.float64)
-    norms = [norm.double() for norm in torch._foreach_norm(gradients)]
-    total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    # One kernel for many tensors: hundreds of small ones would take longer than the head.
+    norms = torch.stack(torch._foreach_norm(gradients))
+    total: Tensor = torch.linalg.vector_norm(norms, dtype=torch.float64)
     return total
 
 
@@ -171,5 +172,6 @@ def _scale_(optimizer: torch.optim.Optimizer, factor: Tensor) -> None:
     if isinstance(optimizer, ExactSGD | SparseSGD):
         optimizer.scale_gradient_(factor.to(optimizer.head.prototypes.device))
         return
-    for gradient in _gradients(optimizer):
-        gradient.mul_(factor.to(gradient.device, gradient.dtype))
+    gradients = _gradients(optimizer)
+    if gradients:
+        torch._foreach_mul_(gradients, factor.to(gradients[0].device, gradients[0].dtype))

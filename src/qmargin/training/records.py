@@ -72,5 +72,8 @@ def step_record(session: Session, result: StepResult, rates: Mapping[str, float]
     }
     if session.scaler.is_enabled():
         record["loss_scale"] = session.scaler.get_scale()
+    device = session.process.device
+    if device.type == "cuda":
+        record["peak_gib"] = torch.cuda.max_memory_allocated(device) / 2**30  # of this rank
     names = ("support_mean", "support_max", "path", "mass_error", "num_overflowed")
     return record | {name: None if stats is None else getattr(stats, name) for name in names}

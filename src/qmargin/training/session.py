@@ -65,8 +65,11 @@ class Session:
     weights_sha256: str | None = None  # of the file that the backbone started with
 
     def __post_init__(self) -> None:
-        self._buffers = [*self.backbone.buffers(), *self.head.buffers()]
-        self._kept = [buffer.detach().clone() for buffer in self._buffers]
+        buffers = [*self.backbone.buffers(), *self.head.buffers()]
+        dtypes = sorted({buffer.dtype for buffer in buffers}, key=str)
+        # By dtype: only then are many copies one kernel.
+        self._buffers = [[one for one in buffers if one.dtype == dtype] for dtype in dtypes]
+        self._kept = [[one.detach().clone() for one in group] for group in self._buffers]
 
     @property
     def total_steps(self) -> int:
@@ -117,14 +120,14 @@ class Session:
     @torch.no_grad()
     def keep_buffers_(self) -> None:
         """Remember running statistics, which a forward pass changes."""
-        if self._buffers:
-            torch._foreach_copy_(self._kept, self._buffers)
+        for kept, buffers in zip(self._kept, self._buffers, strict=True):
+            torch._foreach_copy_(kept, buffers)
 
     @torch.no_grad()
     def put_back_buffers_(self) -> None:
         """Undo what a step that is skipped did to running statistics."""
-        if self._buffers:
-            torch._foreach_copy_(self._buffers, self._kept)
+        for kept, buffers in zip(self._kept, self._buffers, strict=True):
+            torch._foreach_copy_(buffers, kept)
 
 
 def build_session(

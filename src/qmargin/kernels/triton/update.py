@@ -152,9 +152,13 @@ def _active(
     entry = tl.program_id(0)
     column = tl.load(COLUMNS + entry)
     before = tl.load(COLUMNS + tl.maximum(entry - 1, 0))
+    following = tl.load(COLUMNS + tl.minimum(entry + 1, num_entries - 1))
     is_first = (entry == 0) | (before != column)
+    is_last = (entry == num_entries - 1) | (following != column)
+    # Not even the prototype of a lone candidate that turned out inactive is read.
+    has_work = is_first & ((tl.load(VALUES + entry) != 0.0) | (is_last == 0))
     grad_scale = tl.load(GRAD_SCALE)
-    if is_first & (tl.abs(grad_scale) < float("inf")):
+    if has_work & (tl.abs(grad_scale) < float("inf")):
         classes = column + tl.arange(0, 1)
         dimension = tl.arange(0, DEPTH)
         place, prototype, buffer, inverse = _state(
