@@ -6,6 +6,7 @@ import torch
 pytest.importorskip("triton")
 
 from helpers.heads import assert_same, make_head, make_loss, random_batch, step, truth_of
+from qmargin.errors import ConfigError
 from qmargin.heads import classifier
 from qmargin.heads.updates import ExactSGD, SparseSGD
 from qmargin.kernels.dispatch import Call, load_backend
@@ -72,3 +73,44 @@ def test_updates(optimizer, path):
             update.step()
     tolerance = 1e-5 if path == "sparse" else 2e-3
     torch.testing.assert_close(heads[0].prototypes, plain.prototypes, atol=tolerance, rtol=0)
+
+
+@pytest.mark.parametrize("path", ["sparse", "chunked"])
+def test_a_head_that_does_not_wait_gives_the_same(path):
+    batch = random_batch(300, dim=64, rows=6)
+    heads = [half_head(1.25, batch, path=path, gradient="fused") for _ in range(2)]
+    heads[1].waits = False
+    updates = [ExactSGD(head, 0.1) for head in heads]
+    for _ in range(3):
+        for head, update in zip(heads, updates, strict=True):
+            head(batch.embeddings, batch.labels).backward()
+            assert head.is_confirmed == head.waits
+            assert head.confirm() and head.is_confirmed
+            update.step()
+    assert torch.equal(heads[0].prototypes, heads[1].prototypes)
+
+
+def test_lists_that_were_too_short_are_found_by_asking():
+    batch = random_batch(700, dim=64, rows=6)
+    head = half_head(1.25, batch, path="sparse", gradient="fused")
+    update = ExactSGD(head, 0.1)
+    head(batch.embeddings, batch.labels)
+    head.lengths, head.waits = head.lengths._replace(candidates=1), False
+    head(batch.embeddings, batch.labels).backward()
+    assert head.last_step is None
+    with pytest.raises(ConfigError, match="confirm"):
+        update.step()
+    assert not head.confirm()
+    assert head.pending is None and head.lengths is None
+    head.waits = True
+    assert_same(step(head, batch), truth_of(make_loss(1.25), batch), tolerance=2e-5)
+
+
+def test_a_batch_that_is_discarded_leaves_nothing():
+    batch = random_batch(300, dim=64, rows=6)
+    head = half_head(1.25, batch, path="sparse", gradient="fused")
+    head.waits = False
+    head(batch.embeddings, batch.labels).backward()
+    head.discard()
+    assert head.pending is None and head.is_confirmed and head.last_step is None
+    head.discard()  # there is nothing left to forget

@@ -115,8 +115,11 @@ class Bare:
         """A step of backbone and head."""
         session, optimizers = self.session, self.session.optimizers
         optimizers.zero_grad()
+        session.head.waits = not session.runs_ahead
         loss = session.head(self._embed(), self.labels)
         session.scaler.scale(loss).backward()
+        if not session.head.confirm():
+            raise RuntimeError("lists of the same batch have grown")  # which no weight explains
         for optimizer in optimizers:
             session.scaler.unscale_(optimizer)
         self._clip()

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,7 +52,7 @@ class ChunkedStep:
     targets: Tensor  # [B, d], unit prototypes of the rows' own classes
     softmax: SoftmaxSums | None = None
     solved: SolvedBlocks | None = None
-    weights: tuple[Tensor, Tensor] | None = None  # [B] each, see ``SolvableStep.make_gradient``
+    push: Push | None = None
     num_overflowed: int = 0  # rows of a sparse step that this one replaced
 
     def target_cosines(self) -> Tensor:
@@ -80,16 +80,15 @@ class ChunkedStep:
     def make_gradient(self, weights: Tensor, target_weights: Tensor) -> Tensor:
         """See ``SolvableStep``."""
         assert self.solved is not None
-        self.weights = (weights, target_weights)
+        self.push = Push.of(self.chunks, self.solved, weights, target_weights)
         own = self.targets * target_weights[:, None]
         pulled = self.solved.pulled
         return own if pulled is None else own.addcmul_(pulled, weights[:, None])
 
     def hand_over(self, factor: Tensor) -> Tensor | None:
         """See ``SolvableStep``."""
-        assert self.solved is not None and self.weights is not None
-        weights = (part * factor for part in self.weights)
-        return self.head.receive(ChunkedPending(self.chunks, self.solved, *weights))
+        assert self.solved is not None and self.push is not None
+        return self.head.receive(ChunkedPending(self.chunks, self.solved, self.push, factor))
 
     def confirm(self) -> bool:
         """Whether the sums hold; if not, the step must be taken again, with certainty."""
@@ -120,6 +119,33 @@ class ChunkedStep:
         return 1.0 - (1.0 - share) ** GROUP
 
 
+class Push(NamedTuple):
+    """What the prototypes' gradient is made of, beside the posteriors; known before a backward."""
+
+    weighted: Tensor  # [B, d], embeddings times their share, as operands
+    targets: ClassGradient  # the rows' own classes
+    factor: Tensor  # scalar, that products with ``weighted`` and ``targets`` still need
+    bound: Tensor  # float64 scalar, see ``element_bound``; NaN if a row has no root
+
+    @classmethod
+    def of(
+        cls, chunks: Chunks, solved: SolvedBlocks, weights: Tensor, target_weights: Tensor
+    ) -> Push:
+        """From gradients of the others' cosines per posterior, and of the targets', ``[B]``."""
+        embeddings, dtype = chunks.embeddings, chunks.operand_dtype
+        factor = torch.ones_like(weights[0])
+        largest = factor
+        if dtype != embeddings.dtype:  # bring posteriors and weights into the range of half
+            largest = weights.abs().amax().clamp_min(torch.finfo(weights.dtype).tiny)
+            factor = largest / HALF_FACTOR
+        weighted = (embeddings * (weights / largest)[:, None]).to(dtype)
+        columns, rows = chunks.labels.to(torch.int32).sort(stable=True)
+        targets = ClassGradient(columns, rows, target_weights[rows] / factor)
+        both = torch.cat([weights, target_weights.to(weights.dtype)])
+        bound = element_bound(both, chunks.head.inverse_norms, embeddings.shape[1])
+        return cls(weighted, targets, factor, bound + 0.0 * solved.level.sum())
+
+
 @dataclass(frozen=True)
 class ChunkedPending(PendingGradient):
     """The prototypes' gradient of a chunked step, computed block by block when asked for.
@@ -129,22 +155,14 @@ class ChunkedPending(PendingGradient):
 
     chunks: Chunks
     solved: SolvedBlocks
-    weights: Tensor  # [B]
-    target_weights: Tensor  # [B], gradient of the targets' cosines
+    push: Push
+    factor: Tensor  # scalar: gradient that came into the loss
 
     def raw_blocks(self) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
         """See ``PendingGradient``: gradients of unit prototypes, up to a factor."""
-        chunks, solved, weights = self.chunks, self.solved, self.weights
-        embeddings, dtype = chunks.embeddings, chunks.operand_dtype
-        factor = torch.ones_like(weights[0])
-        largest = factor
-        if dtype != embeddings.dtype:  # bring posteriors and weights into the range of half
-            largest = weights.abs().amax().clamp_min(torch.finfo(weights.dtype).tiny)
-            factor = largest / HALF_FACTOR
-        weighted = (embeddings * (weights / largest)[:, None]).to(dtype)
-        columns, rows = chunks.labels.to(torch.int32).sort(stable=True)
-        targets = ClassGradient(columns, rows, self.target_weights[rows] / factor)
-        for where, block in chunks.pushes(solved.anchor, solved.level, weighted, targets):
+        solved, (weighted, targets, factor, _) = self.solved, self.push
+        factor = factor * self.factor
+        for where, block in self.chunks.pushes(solved.anchor, solved.level, weighted, targets):
             yield where, block, factor
 
     def blocks(self) -> Iterator[tuple[slice, Tensor]]:
@@ -157,12 +175,8 @@ class ChunkedPending(PendingGradient):
 
     def is_finite(self) -> Tensor:
         """From a bound of the gradient's elements, without making it."""
-        weights = torch.cat([self.weights, self.target_weights.to(self.weights.dtype)])
-        has_root = self.solved.level.sum().isfinite()
-        chunks = self.chunks
-        depth = chunks.embeddings.shape[1]
-        bound = element_bound(weights, chunks.head.inverse_norms, depth)
-        return has_root & is_bounded(bound, chunks.embeddings.dtype)
+        bound = self.push.bound * self.factor.abs()
+        return is_bounded(bound, self.chunks.embeddings.dtype)
 
 
 def chunked_step(

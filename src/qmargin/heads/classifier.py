@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from qmargin.errors import ConfigError, ShapeError
+from qmargin.heads.attempt import Attempt, KeptMargin
 from qmargin.heads.batch import mean_rows, unit_rows
 from qmargin.heads.checks import check_batch, check_head_memory, check_norms, check_settings
 from qmargin.heads.choice import Choice, choose_path
@@ -73,9 +73,9 @@ class MarginClassifier(nn.Module):
         device: Where the prototypes live.
         dtype: Of the prototypes: float32, or float64.
 
-    Two more settings are attributes: ``list_capacity`` (groups of classes that a sparse step may
-    list per row, on average; above it the step is redone as a chunked one) and ``chunk_dtype``
-    (operands of ``"chunked"``, see ``qmargin.heads.chunked``).
+    Three more settings are attributes: ``list_capacity`` (groups of classes that a sparse step may
+    list per row, on average; above it the step is redone as a chunked one), ``chunk_dtype``
+    (operands of ``"chunked"``, see ``qmargin.heads.chunked``) and ``waits`` (see ``confirm``).
 
     Prototypes may be changed by any in-place operation on the parameter. After a change that
     PyTorch cannot see (through ``.data``), call ``refresh(force=True)``.
@@ -122,12 +122,14 @@ class MarginClassifier(nn.Module):
         self.sample_rate, self.top_percent, self.seed = sample_rate, top_percent, seed
         self.list_capacity = LIST_CAPACITY
         self.chunk_dtype: torch.dtype | None = None
+        self.waits = True
         self._asked_screen_dtype = screen_dtype
         self.lengths: Lengths | None = None  # of the last sparse step's lists
         self.num_redone = 0  # sparse steps whose lists were too long, taken again by blocks
         self._num_samples = 0
         self.pending: Any = None  # what fused optimizers read, see heads/pending.py
         self._step: StepRecord | None = None
+        self._unconfirmed: Attempt | None = None
         self._reason = ""
         self._shares: deque[float] = deque(maxlen=NUM_MEASURED)
         self._home: tuple[Any, ...] | None = None
@@ -178,8 +180,11 @@ class MarginClassifier(nn.Module):
 
     @property
     def last_step(self) -> StepStats | None:
-        """What the last forward pass did, None before the first; reading it waits for a GPU."""
-        if self._step is None:
+        """What the last forward pass did; reading it waits for a GPU.
+
+        None before the first, and for one that is not confirmed.
+        """
+        if self._step is None or not self.is_confirmed:
             return None
         stats = self._step.stats()
         reasons = [reason for reason in (self._reason, stats.reason) if reason]
@@ -223,7 +228,7 @@ class MarginClassifier(nn.Module):
             counted = labels.masked_fill(labels == ignored, 0)
             checked_labels(counted, self.num_classes, self.loss.debug)
         choice = self._choose(len(labels))
-        self._step = None  # what it kept is free for this step
+        self._step = self._unconfirmed = None  # what they kept is free for this step
         with torch.autocast(embeddings.device.type, enabled=False):
             wide = embeddings.to(self.prototypes.dtype)
             unit, norms = unit_rows(wide, labels, ignored, self.kernels)
@@ -233,9 +238,46 @@ class MarginClassifier(nn.Module):
             loss, self._step = self._take(choice.path, unit, labels.long(), norms)
         self._reason = choice.reason
         self._was_chunked = isinstance(self._step, ChunkedStep)
+        if self._unconfirmed is None:
+            self._remember_share()
+        return loss
+
+    @property
+    def is_confirmed(self) -> bool:
+        """Whether the last forward pass is known to stand."""
+        return self._unconfirmed is None
+
+    def confirm(self) -> bool:
+        """Whether the last forward pass stands; waits for the device.
+
+        A forward pass guesses how long its lists will be, and waits to see whether it was right.
+        With ``head.waits = False``, a fused gradient and one rank it does not: a host may launch
+        the backward pass meanwhile, and has to ask here before it uses the loss or steps an
+        optimizer. If the answer is no, all gradients of the batch are void: take it again, with
+        ``head.waits = True``. Or call ``discard``, and ask nothing.
+        """
+        attempt = self._unconfirmed
+        if attempt is None:
+            return True
+        if not attempt.stands():
+            self.discard()
+            return False
+        self._unconfirmed = None
+        if isinstance(self.pending, tuple) and isinstance(attempt.step, SparseStep):
+            gradient, *rest = self.pending
+            self.pending = (attempt.step.cut(gradient), *rest)
+        self._remember_share()
+        return True
+
+    def discard(self) -> None:
+        """Forget a forward pass that is not confirmed, as if its batch had never come."""
+        if self._unconfirmed is not None:
+            self._unconfirmed.margin.put_back()
+            self._unconfirmed = self.lengths = self.pending = self._step = None
+
+    def _remember_share(self) -> None:
         if self.path == "auto" and isinstance(self._step, SparseStep | ChunkedStep):
             self._shares.append(self._step.group_share())
-        return loss
 
     def _take(
         self, path: str, unit: Tensor, labels: Tensor, norms: Tensor
@@ -246,30 +288,28 @@ class MarginClassifier(nn.Module):
             unit, norms = equal_share(unit, self.ranks), equal_share(norms, self.ranks)
             rows, record = PATHS[path](self, unit, labels, norms)
             return mean_rows(rows, labels, self.loss.ignore_index), record
-        margin = self.loss.margin
-        saved = deepcopy(margin.state_dict()) if isinstance(margin, nn.Module) else None
+        margin = KeptMargin(self.loss.margin)
 
-        def take(path: str, **hints: Any) -> tuple[Tensor, SparseStep | ChunkedStep]:
+        def take(path: str, **hints: Any) -> Attempt:
             step = STEPS[path](self, unit, labels, **hints)
-            return step_loss(step, unit, labels, norms), step
-
-        def take_again(path: str, **hints: Any) -> tuple[Tensor, SparseStep | ChunkedStep]:
-            if isinstance(margin, nn.Module) and saved is not None:
-                margin.load_state_dict(saved)  # its running statistics have seen this batch
-            return take(path, **hints)
+            return Attempt(step_loss(step, unit, labels, norms), step, margin)
 
         try:
-            loss, step = take(path)
-            if not step.confirm():  # a guess failed; the second time there are none
-                loss, step = take_again(path, **({} if path == "sparse" else {"is_certain": True}))
-                step.confirm()
+            attempt = take(path)
+            if not self.waits and self.gradient == "fused" and self.ranks.world == 1:
+                self._unconfirmed = attempt
+            elif not attempt.step.confirm():  # a guess failed; the second time there are none
+                margin.put_back()
+                attempt = take(path, **({} if path == "sparse" else {"is_certain": True}))
+                attempt.step.confirm()
         except ListOverflow as overflow:
             self.lengths = None
             self.num_redone += 1
-            loss, step = take_again("chunked", maxima=overflow.maxima)
-            assert isinstance(step, ChunkedStep)
-            step.num_overflowed = len(labels)
-        return loss, step
+            margin.put_back()
+            attempt = take("chunked", maxima=overflow.maxima)
+            assert isinstance(attempt.step, ChunkedStep)
+            attempt.step.num_overflowed = len(labels)
+        return attempt.loss, attempt.step
 
     def _choose(self, num_rows: int) -> Choice:
         """The path of this step."""
@@ -357,8 +397,8 @@ class MarginClassifier(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy or a pickle holds: no step in flight, and no copy that can be made again."""
-        fresh = {"pending": None, "_step": None, "_home": None, "_version": -1}
-        fresh |= {"_kernels": None, "_kernels_key": None}
+        fresh = dict.fromkeys(("pending", "_step", "_unconfirmed", "_home", "_kernels"))
+        fresh |= {"_kernels_key": None, "_version": -1}
         state = {**self.__dict__, **fresh, "_shares": deque(self._shares, NUM_MEASURED)}
         for name in ("copy", "inverse_norms", "copy_error"):
             state.pop(name, None)

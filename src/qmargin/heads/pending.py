@@ -72,7 +72,7 @@ def element_bound(weights: Tensor, inverse_norms: Tensor, depth: int) -> Tensor:
     norm, times ``1 + d`` for the part along the prototype that is taken out: elements of unit
     embeddings are at most one. (An embedding that is not finite has no finite weight.)
     """
-    total = torch.linalg.vector_norm(weights, 1, dtype=torch.float64)
+    total: Tensor = torch.linalg.vector_norm(weights, 1, dtype=torch.float64)
     if not len(inverse_norms):
         return total
     bound: Tensor = total * ((2 + depth) * inverse_norms.amax()).clamp_min(1.0)

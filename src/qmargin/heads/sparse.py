@@ -43,6 +43,7 @@ class SparseStep:
     maxima: Tensor | None = None  # [B, g], until it is used
     support: Support | None = None
     num_pairs: int = 0
+    num_candidates: int = 0
     target_logits: Tensor | None = None  # [B]
     gradient: ClassGradient | None = None
     bound: Tensor | None = None  # of the gradient's elements, see ``element_bound``
@@ -119,10 +120,15 @@ class SparseStep:
         if found is None:
             return False
         self.num_pairs = found.pairs
-        if self.gradient is not None:  # what was made of spare entries comes last
-            length = found.candidates + len(self.labels)
-            self.gradient = ClassGradient(*(part[:length] for part in self.gradient))
+        self.num_candidates = found.candidates
+        if self.gradient is not None:
+            self.gradient = self.cut(self.gradient)
         return True
+
+    def cut(self, gradient: ClassGradient) -> ClassGradient:
+        """A gradient without what was made of spare entries of the lists, which comes last."""
+        length = self.num_candidates + len(self.labels)
+        return ClassGradient(*(part[:length] for part in gradient))
 
     def group_share(self) -> float:
         """Share of all (row, group) pairs that were listed: what the step's cost grows with."""

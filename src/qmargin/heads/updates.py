@@ -87,6 +87,11 @@ class _FusedSGD(torch.optim.Optimizer):
     def _attach(self) -> PendingGradient | None:
         """Meet what backward left since the last call."""
         left = self.head.pending
+        if left is not None and not self.head.is_confirmed:
+            raise ConfigError(
+                "the gradient may be void: with waits=False, ask head.confirm() after backward and "
+                "before an optimizer is used"
+            )
         if left is not self._seen:
             self._seen = left
             self._pending = None if left is None else as_pending(self.head, left)

@@ -114,11 +114,17 @@ def clip_gradients_(
     return total
 
 
-def _make(part: OptimizerPart, groups: list[dict[str, Any]], lr: float) -> torch.optim.Optimizer:
+def _make(
+    part: OptimizerPart, groups: list[dict[str, Any]], lr: float, *, is_sparse: bool = False
+) -> torch.optim.Optimizer:
+    # On a GPU one kernel for many weights: a host that launches hundreds makes it wait.
+    is_fused = not is_sparse and all(one.is_cuda for group in groups for one in group["params"])
     if part.kind == "adamw":
         betas = (part.beta1, part.beta2)
-        return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=part.epsilon)
-    return torch.optim.SGD(groups, lr=lr, momentum=part.momentum, nesterov=part.nesterov)
+        return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=part.epsilon, fused=is_fused)
+    return torch.optim.SGD(
+        groups, lr=lr, momentum=part.momentum, nesterov=part.nesterov, fused=is_fused
+    )
 
 
 def _make_head(recipe: Recipe, head: MarginClassifier, lr: float) -> torch.optim.Optimizer:
@@ -131,7 +137,7 @@ def _make_head(recipe: Recipe, head: MarginClassifier, lr: float) -> torch.optim
         )
     if recipe.head.update == "torch":
         group = {"params": list(head.parameters()), "weight_decay": part.weight_decay}
-        return _make(part, [group], lr)
+        return _make(part, [group], lr, is_sparse=head.gradient == "sparse")
     kind = ExactSGD if recipe.head.update == "exact" else SparseSGD
     return kind(head, lr, part.momentum, part.weight_decay, part.nesterov)
 

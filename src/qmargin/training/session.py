@@ -72,6 +72,15 @@ class Session:
         self._kept = [[one.detach().clone() for one in group] for group in self._buffers]
 
     @property
+    def runs_ahead(self) -> bool:
+        """Whether a host may launch a whole step before it looks at any number of it.
+
+        On one GPU, with a head that need not wait: one whose gradient the update makes.
+        """
+        is_one_gpu = self.process.device.type == "cuda" and self.process.world == 1
+        return is_one_gpu and self.head.gradient == "fused"
+
+    @property
     def total_steps(self) -> int:
         """Steps at whose end the run is complete."""
         run = self.recipe.run

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import compress
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from torch import Tensor
 from qmargin.data.faces import normalised
 from qmargin.data.loader import Batch
 from qmargin.data.order import GlobalOrder, derived_seed
+from qmargin.kernels.reading import Reading
 from qmargin.training.agreement import Verdict, all_agree, vote
 from qmargin.training.build import set_loss_
 from qmargin.training.optim import clip_gradients_, stored_norm
@@ -65,23 +67,57 @@ def take_step(
         num_corrupt=verdict.num_corrupt,
         stop=verdict.stop,
     )
-    process, shares = session.process, _shares(session)
+    parts = _backpropagate(session, batch, runs_ahead=session.runs_ahead)
+    if parts is None:  # the head guessed wrong: once more, step by step
+        prepare_step_(session)
+        session.put_back_buffers_()
+        parts = _backpropagate(session, batch, runs_ahead=False)
+    assert parts is not None
+    if parts.unusable:
+        return _skip(session, replace(result, samples=parts.unusable), BAD_INPUT)
+    return _update(session, replace(result, samples=batch.ids), torch.stack(parts.losses).sum())
+
+
+class _Parts(NamedTuple):
+    """What came of the parts of a batch."""
+
+    losses: tuple[Tensor, ...] = ()
+    unusable: tuple[str, ...] = ()  # samples of this rank to blame, if a row of any was unusable
+
+
+def _backpropagate(session: Session, batch: Batch, *, runs_ahead: bool) -> _Parts | None:
+    """Forward and backward, part by part; None if the head has to take the batch again.
+
+    A host that runs ahead looks at nothing before all is launched: nothing is lost if it was in
+    vain, and a GPU does not wait for it. With several ranks it looks first, because rows of one
+    rank reach the classes of all.
+    """
+    process, head, shares = session.process, session.head, _shares(session)
     num_rows, first = sum(map(sum, shares)), 0
     losses = []
+    head.waits = not runs_ahead
     for index, share in enumerate(shares):
         part = slice(first, first := first + share[process.rank])
         with session.without_sync(index + 1 < len(shares)):
             embeddings, failure = _embed(session, batch.inputs[part])
-            is_usable = usable_rows(embeddings)  # the step's first wait for a GPU
-            is_finite = bool(is_usable.all())
+            usable = Reading(usable_rows(embeddings))
+            is_finite = runs_ahead or bool(usable.wait().all())  # the step's first wait for a GPU
             if not vote(process, error=failure, is_finite=is_finite).is_finite:
-                bad = tuple(compress(batch.ids[part], (~is_usable).tolist()))
-                return _skip(session, replace(result, samples=bad), BAD_INPUT)
+                return _Parts(unusable=_unusable(batch, part, usable))
             labels = batch.labels[part].to(process.device, non_blocking=True)
-            loss = session.head(embeddings, labels, share) * (sum(share) / num_rows)
+            loss = head(embeddings, labels, share) * (sum(share) / num_rows)
             session.scaler.scale(loss).backward()
+        if runs_ahead and not bool(usable.wait().all()):
+            head.discard()
+            return _Parts(unusable=_unusable(batch, part, usable))
+        if not head.confirm():
+            return None
         losses.append(loss.detach())
-    return _update(session, replace(result, samples=batch.ids), torch.stack(losses).sum())
+    return _Parts(losses=tuple(losses))
+
+
+def _unusable(batch: Batch, part: slice, usable: Reading) -> tuple[str, ...]:
+    return tuple(compress(batch.ids[part], (~usable.wait()).tolist()))
 
 
 def prepare_step_(session: Session) -> None:
@@ -122,10 +158,10 @@ def batch_rows(order: GlobalOrder, step: int) -> int:
 
 @torch.no_grad()
 def usable_rows(embeddings: Tensor) -> Tensor:
-    """Rows that have a finite length above zero, ``[B]``, on the CPU: this waits for a GPU."""
+    """Rows that have a finite length above zero, ``[B]``."""
     norms = embeddings.float().norm(dim=1)
     is_usable: Tensor = (norms > 0) & norms.isfinite()
-    return is_usable.cpu()
+    return is_usable
 
 
 def _shares(session: Session) -> list[list[int]]:

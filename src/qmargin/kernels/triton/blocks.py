@@ -17,6 +17,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from qmargin.kernels.head_records import ClassGradient
+from qmargin.kernels.triton.screen import without_void
 from qmargin.kernels.triton.tuning import ScreenTiles, num_programs, power_of_two, screen_tiles
 
 FACTOR = 2.0**15  # posteriors are at most one: so scaled they use the range of float16
@@ -34,10 +35,8 @@ def _cosines(
         w = copy.load([first + class_tile * BN, depth])
         products = tl.dot(x, w.T, products)
     rows = row_tile * BM + tl.arange(0, BM)
-    classes = first + class_tile * BN + tl.arange(0, BN)
     labels = tl.load(LABELS + rows, mask=rows < num_rows, other=-1)
-    is_void = (classes[None, :] == labels[:, None]) | (classes[None, :] >= num_classes)
-    return tl.where(is_void, float("-inf"), products), rows
+    return without_void(products, labels, first + class_tile * BN, num_classes, BN), rows
 
 
 @triton.jit
@@ -128,7 +127,9 @@ def _posterior(
                 width = class_tiles * BN
                 flags = tl.max(is_active.to(tl.int8), 0)
                 tl.store(ACTIVE + row_tile * width + classes, flags)
-        scaled = tl.minimum(posterior * factor, largest)
+        scaled = posterior * factor
+        if IS_SOFTMAX and WITH_SUMS:  # elsewhere a posterior is at most one
+            scaled = tl.minimum(scaled, largest)
         out.store([row_tile * BM, class_tile * BN], scaled.to(out.dtype))
 
 
@@ -234,9 +235,10 @@ def posterior_block(
     factor: float = FACTOR,
     with_sums: bool = False,
 ) -> Weighed:
-    """``factor`` times the posterior of some classes, cut off at the largest number of the dtype.
+    """``factor`` times the posterior of some classes.
 
     ``level`` is the height at cosine ``shift``, or the log of the posterior there at ``alpha = 1``.
+    There, and with sums, it may be a guess: weights are cut off at the largest number of the dtype.
     A multiple of eight columns is written, zeros past the last class, for the products to come.
     """
     width = -(-(where.stop - where.start) // 8) * 8

@@ -13,6 +13,21 @@ from qmargin.kernels.triton.tuning import num_programs, screen_tiles
 
 
 @triton.jit
+def without_void(products, labels, first, num_classes, BN: tl.constexpr):
+    """Products of rows with classes from ``first`` on, ``-inf`` at targets and past the last class.
+
+    Almost no tile has any: the rest is spared a comparison for every element.
+    """
+    is_here = (labels >= first) & (labels < first + BN)
+    has_void = (tl.max(is_here.to(tl.int32), 0) > 0) | (first + BN > num_classes)
+    if has_void:
+        classes = first + tl.arange(0, BN)
+        is_void = (classes[None, :] == labels[:, None]) | (classes[None, :] >= num_classes)
+        products = tl.where(is_void, float("-inf"), products)
+    return products
+
+
+@triton.jit
 def _screen(
     embeddings, copy, LABELS, MAXIMA, num_rows, num_classes, num_groups, num_tiles, row_tiles,
     DEPTH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
@@ -28,11 +43,9 @@ def _screen(
             w = copy.load([class_tile * BN, depth])
             products = tl.dot(x, w.T, products)
         rows = row_tile * BM + tl.arange(0, BM)
-        classes = class_tile * BN + tl.arange(0, BN)
         labels = tl.load(LABELS + rows, mask=rows < num_rows, other=-1)
         # The target leaves before any maximum is taken: its logit is large, its measure tiny.
-        is_void = (classes[None, :] == labels[:, None]) | (classes[None, :] >= num_classes)
-        products = tl.where(is_void, float("-inf"), products)
+        products = without_void(products, labels, class_tile * BN, num_classes, BN)
         maxima = tl.max(tl.reshape(products, (BM, BN // GROUP, GROUP)), 2)
         groups = class_tile * (BN // GROUP) + tl.arange(0, BN // GROUP)
         is_inside = (rows[:, None] < num_rows) & (groups[None, :] < num_groups)

@@ -1,0 +1,65 @@
+"""A host that launches a whole step before it looks at it: on one GPU, and here by force."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from helpers.runs import FaultyIdentities, events, fragile_recipe, saved_files
+from qmargin.data.order import GlobalOrder
+from qmargin.heads.classifier import MarginClassifier
+from qmargin.training.loop import train
+from qmargin.training.session import Session
+
+SETTINGS = ("run.max_steps=6", "head.path=sparse")
+
+
+@pytest.fixture
+def ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Session, "runs_ahead", True)
+
+
+def test_the_same_bits_by_both_ways(
+    tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(fragile_recipe(*SETTINGS), tmp_path / "plain", device="cpu")
+    request.getfixturevalue("ahead")
+    train(fragile_recipe(*SETTINGS), tmp_path / "ahead", device="cpu")
+    confirm, calls = MarginClassifier.confirm, []
+
+    def sometimes(head: MarginClassifier) -> bool:
+        calls.append(head.waits)
+        if not head.waits and len(calls) % 2:  # as if the lists had been too short
+            head.discard()
+            return False
+        return confirm(head)
+
+    monkeypatch.setattr(MarginClassifier, "confirm", sometimes)
+    train(fragile_recipe(*SETTINGS), tmp_path / "again", device="cpu")
+    assert True in calls and False in calls
+    plain = saved_files(tmp_path / "plain", 6)
+    assert plain == saved_files(tmp_path / "ahead", 6) == saved_files(tmp_path / "again", 6)
+
+
+@pytest.mark.gpu
+def test_an_input_that_is_not_finite_is_skipped_on_a_gpu(tmp_path: Path) -> None:
+    bad = int(GlobalOrder(3200, seed=0, batch_size=64).batch(5)[7])
+    for name, steps in (("before", 5), ("after", 6)):
+        recipe = fragile_recipe(f"run.max_steps={steps}", "head.path=sparse")
+        dataset = FaultyIdentities([bad], float("nan"))
+        outcome = train(recipe, tmp_path / name, dataset=dataset, device="cuda")
+    assert (outcome.step, outcome.num_skipped) == (6, 1)
+    (skip,) = events(tmp_path / "after", "skip")
+    assert (skip["step"], skip["samples"]) == (5, [f"sample-{bad}"])
+    assert saved_files(tmp_path / "before", 5) == saved_files(tmp_path / "after", 6)
+
+
+@pytest.mark.gpu
+def test_a_gpu_ends_where_it_ends_without_running_ahead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert torch.cuda.is_available()
+    train(fragile_recipe(*SETTINGS), tmp_path / "ahead", device="cuda")
+    monkeypatch.setattr(Session, "runs_ahead", False)
+    train(fragile_recipe(*SETTINGS), tmp_path / "plain", device="cuda")
+    assert saved_files(tmp_path / "ahead", 6) == saved_files(tmp_path / "plain", 6)
