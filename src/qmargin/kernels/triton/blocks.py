@@ -17,7 +17,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from qmargin.kernels.head_records import ClassGradient
-from qmargin.kernels.triton.screen import without_void
+from qmargin.kernels.triton.screen import cosines_of_row
 from qmargin.kernels.triton.tuning import ScreenTiles, num_programs, power_of_two, screen_tiles
 
 FACTOR = 2.0**15  # posteriors are at most one: so scaled they use the range of float16
@@ -27,16 +27,22 @@ FACTOR = 2.0**15  # posteriors are at most one: so scaled they use the range of 
 def _cosines(
     embeddings, copy, LABELS, row_tile, class_tile, num_rows, num_classes, first,
     DEPTH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    WITHOUT_TARGETS: tl.constexpr, HAS_END: tl.constexpr,
 ):  # fmt: skip
-    """Tile of cosines, ``-inf`` at targets and past the last class; its rows."""
+    """Tile of cosines, ``-inf`` at targets and past the last class if asked for; its rows."""
     products = tl.zeros((BM, BN), dtype=tl.float32)
     for depth in range(0, DEPTH, BK):
         x = embeddings.load([row_tile * BM, depth])
         w = copy.load([first + class_tile * BN, depth])
         products = tl.dot(x, w.T, products)
     rows = row_tile * BM + tl.arange(0, BM)
-    labels = tl.load(LABELS + rows, mask=rows < num_rows, other=-1)
-    return without_void(products, labels, first + class_tile * BN, num_classes, BN), rows
+    classes = first + class_tile * BN + tl.arange(0, BN)
+    if WITHOUT_TARGETS:
+        labels = tl.load(LABELS + rows, mask=rows < num_rows, other=-1)
+        products = tl.where(classes[None, :] == labels[:, None], float("-inf"), products)
+    if HAS_END:
+        products = tl.where(classes[None, :] >= num_classes, float("-inf"), products)
+    return products, rows
 
 
 @triton.jit
@@ -67,7 +73,7 @@ def _row_sums(
         class_tile = tile // row_tiles
         cosines, rows = _cosines(
             embeddings, copy, LABELS, row_tile, class_tile, num_rows, num_classes, 0,
-            DEPTH, BM, BN, BK,
+            DEPTH, BM, BN, BK, True, True,
         )  # fmt: skip
         inside = rows < num_rows
         if IS_SOFTMAX:  # the tile's maximum, and its sum of exponentials relative to it
@@ -88,41 +94,58 @@ def _row_sums(
 
 
 @triton.jit
+def _weigh(cosines, shift, level, scale, order, POWER: tl.constexpr, IS_SOFTMAX: tl.constexpr):
+    """Posterior of classes, and what its sums take beside it: its heights, or the cosines."""
+    if IS_SOFTMAX:
+        rate = scale * 1.4426950408889634
+        return tl.exp2(level * 1.4426950408889634 + (cosines - shift) * rate), cosines
+    height = level + (cosines - shift) * (order * scale)
+    posterior, _slope = _powers(height, order, POWER)
+    return posterior, height
+
+
+@triton.jit
+def _store_sums(
+    posterior, beside, SUMS, place, size, inside, axis: tl.constexpr, IS_SOFTMAX: tl.constexpr
+):  # fmt: skip
+    """At ``alpha = 1`` the maximum and the mass; else mass, excess and support."""
+    if IS_SOFTMAX:
+        tl.store(SUMS + place, tl.max(beside, axis), mask=inside)
+        tl.store(SUMS + size + place, tl.sum(posterior, axis), mask=inside)
+    else:
+        excess = tl.where(posterior > 0, posterior * beside, 0.0)
+        tl.store(SUMS + place, tl.sum(posterior, axis), mask=inside)
+        tl.store(SUMS + size + place, tl.sum(excess, axis), mask=inside)
+        count = tl.sum((posterior > 0).to(tl.float32), axis)
+        tl.store(SUMS + 2 * size + place, count, mask=inside)
+
+
+@triton.jit
 def _posterior(
-    embeddings, copy, out, LABELS, SHIFT, LEVEL, SUMS, ACTIVE, num_rows, num_classes, first,
+    embeddings, copy, out, SHIFT, LEVEL, SUMS, ACTIVE, num_rows, num_classes, first,
     num_tiles, row_tiles, class_tiles, size, scale, order, factor, largest,
     DEPTH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     POWER: tl.constexpr, IS_SOFTMAX: tl.constexpr, WITH_SUMS: tl.constexpr,
-    PROGRAMS: tl.constexpr,
+    HAS_END: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     for tile in tl.range(tl.program_id(0), num_tiles, PROGRAMS, flatten=True):
         row_tile = tile % row_tiles
         class_tile = tile // row_tiles
         cosines, rows = _cosines(
-            embeddings, copy, LABELS, row_tile, class_tile, num_rows, num_classes, first,
-            DEPTH, BM, BN, BK,
+            embeddings, copy, SHIFT, row_tile, class_tile, num_rows, num_classes, first,
+            DEPTH, BM, BN, BK, False, HAS_END,
         )  # fmt: skip
         inside = rows < num_rows
         shift = tl.load(SHIFT + rows, mask=inside, other=0.0)
         level = tl.load(LEVEL + rows, mask=inside, other=0.0)
-        place = rows.to(tl.int64) * class_tiles + class_tile
-        if IS_SOFTMAX:
-            rate = scale * 1.4426950408889634
-            logits = level[:, None] * 1.4426950408889634 + (cosines - shift[:, None]) * rate
-            posterior = tl.exp2(logits)
-            if WITH_SUMS:  # the tile's maximum, and its sum of exponentials relative to the shift
-                tl.store(SUMS + place, tl.max(cosines, 1), mask=inside)
-                tl.store(SUMS + size + place, tl.sum(posterior, 1), mask=inside)
-        else:
-            height = level[:, None] + (cosines - shift[:, None]) * (order * scale)
-            posterior, _slope = _powers(height, order, POWER)
-            if WITH_SUMS:  # mass, excess, support; and which classes are active in any row
+        posterior, beside = _weigh(
+            cosines, shift[:, None], level[:, None], scale, order, POWER, IS_SOFTMAX
+        )
+        if WITH_SUMS:
+            place = rows.to(tl.int64) * class_tiles + class_tile
+            _store_sums(posterior, beside, SUMS, place, size, inside, 1, IS_SOFTMAX)
+            if not IS_SOFTMAX:  # which classes are active in any row; targets count anyway
                 is_active = (posterior > 0) & inside[:, None]
-                excess = tl.where(posterior > 0, posterior * height, 0.0)
-                tl.store(SUMS + place, tl.sum(posterior, 1), mask=inside)
-                tl.store(SUMS + size + place, tl.sum(excess, 1), mask=inside)
-                count = tl.sum(is_active.to(tl.float32), 1)
-                tl.store(SUMS + 2 * size + place, count, mask=inside)
                 classes = class_tile * BN + tl.arange(0, BN)
                 width = class_tiles * BN
                 flags = tl.max(is_active.to(tl.int8), 0)
@@ -131,6 +154,32 @@ def _posterior(
         if IS_SOFTMAX and WITH_SUMS:  # elsewhere a posterior is at most one
             scaled = tl.minimum(scaled, largest)
         out.store([row_tile * BM, class_tile * BN], scaled.to(out.dtype))
+
+
+@triton.jit
+def _drop_targets(
+    EMBEDDINGS, COPY, LABELS, OUT, SHIFT, LEVEL, SUMS, num_classes, first, width, class_tiles, size,
+    scale, order, depth,
+    BN: tl.constexpr, BK: tl.constexpr, POWER: tl.constexpr, IS_SOFTMAX: tl.constexpr,
+    WITH_SUMS: tl.constexpr,
+):  # fmt: skip
+    """Take each row's target out of its block: a few tiles, where the product has thousands."""
+    row = tl.program_id(0)
+    label = tl.load(LABELS + row)
+    if (label >= first) & (label < first + width):
+        local = (label - first).to(tl.int32)
+        tl.store(OUT + row.to(tl.int64) * width + local, 0.0)
+        if WITH_SUMS:
+            class_tile = local // BN
+            classes = first + class_tile * BN + tl.arange(0, BN)
+            cosines = cosines_of_row(
+                EMBEDDINGS, COPY, row, label, classes, num_classes, depth, BN, BK
+            )
+            posterior, beside = _weigh(
+                cosines, tl.load(SHIFT + row), tl.load(LEVEL + row), scale, order, POWER, IS_SOFTMAX
+            )
+            place = row.to(tl.int64) * class_tiles + class_tile
+            _store_sums(posterior, beside, SUMS, place, size, row >= 0, 0, IS_SOFTMAX)
 
 
 class _Launch(NamedTuple):
@@ -218,7 +267,7 @@ class Weighed(NamedTuple):
 
     weights: Tensor  # [B, n] in the dtype of the copy, the factor times the posterior
     sums: Tensor | None  # alpha = 1: maxima and masses, [2, B, t]; else mass, excess, support
-    active: Tensor | None  # [r, m] int8, m >= n, not at alpha = 1: flags by tiles of rows
+    active: Tensor | None  # [r, m] int8, m >= n, not at alpha = 1: by tiles of rows; any at targets
 
 
 def posterior_block(
@@ -252,14 +301,23 @@ def posterior_block(
         if not is_softmax:
             flags = (launch.row_tiles, launch.class_tiles * tiles.classes)
             active = torch.empty(flags, dtype=torch.int8, device=copy.device)
+    last = min(where.stop, num_classes)
+    numbers = (scale, order)
+    flags = (_whole(order), is_softmax, with_sums)
+    given = (shift, level, shift if sums is None else sums)
     _posterior[(launch.programs,)](
-        *launch.operands, TensorDescriptor.from_tensor(out, [tiles.rows, tiles.classes]), labels,
-        shift, level, shift if sums is None else sums, labels if active is None else active,
-        num_rows, min(where.stop, num_classes), where.start, launch.row_tiles * launch.class_tiles,
-        launch.row_tiles, launch.class_tiles, num_rows * launch.class_tiles, scale, order, factor,
-        torch.finfo(copy.dtype).max, embeddings.shape[1], tiles.rows, tiles.classes, tiles.depth,
-        _whole(order), is_softmax, with_sums, launch.programs, num_warps=tiles.warps,
-        num_stages=tiles.stages,
+        *launch.operands, TensorDescriptor.from_tensor(out, [tiles.rows, tiles.classes]), *given,
+        labels if active is None else active, num_rows, last, where.start,
+        launch.row_tiles * launch.class_tiles, launch.row_tiles, launch.class_tiles,
+        num_rows * launch.class_tiles, *numbers, factor, torch.finfo(copy.dtype).max,
+        embeddings.shape[1], tiles.rows, tiles.classes, tiles.depth, *flags,
+        last < where.start + launch.class_tiles * tiles.classes, launch.programs,
+        num_warps=tiles.warps, num_stages=tiles.stages,
+    )  # fmt: skip
+    _drop_targets[(num_rows,)](
+        embeddings, copy, labels, out, *given, last, where.start, width, launch.class_tiles,
+        num_rows * launch.class_tiles, *numbers, embeddings.shape[1], tiles.classes, 64, *flags,
+        num_warps=4,
     )  # fmt: skip
     return Weighed(out, sums, active)
 

@@ -13,23 +13,8 @@ from qmargin.kernels.triton.tuning import num_programs, screen_tiles
 
 
 @triton.jit
-def without_void(products, labels, first, num_classes, BN: tl.constexpr):
-    """Products of rows with classes from ``first`` on, ``-inf`` at targets and past the last class.
-
-    Almost no tile has any: the rest is spared a comparison for every element.
-    """
-    is_here = (labels >= first) & (labels < first + BN)
-    has_void = (tl.max(is_here.to(tl.int32), 0) > 0) | (first + BN > num_classes)
-    if has_void:
-        classes = first + tl.arange(0, BN)
-        is_void = (classes[None, :] == labels[:, None]) | (classes[None, :] >= num_classes)
-        products = tl.where(is_void, float("-inf"), products)
-    return products
-
-
-@triton.jit
 def _screen(
-    embeddings, copy, LABELS, MAXIMA, num_rows, num_classes, num_groups, num_tiles, row_tiles,
+    embeddings, copy, MAXIMA, num_rows, num_groups, num_tiles, row_tiles,
     DEPTH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
@@ -42,15 +27,51 @@ def _screen(
             x = embeddings.load([row_tile * BM, depth])
             w = copy.load([class_tile * BN, depth])
             products = tl.dot(x, w.T, products)
-        rows = row_tile * BM + tl.arange(0, BM)
-        labels = tl.load(LABELS + rows, mask=rows < num_rows, other=-1)
-        # The target leaves before any maximum is taken: its logit is large, its measure tiny.
-        products = without_void(products, labels, class_tile * BN, num_classes, BN)
         maxima = tl.max(tl.reshape(products, (BM, BN // GROUP, GROUP)), 2)
+        rows = row_tile * BM + tl.arange(0, BM)
         groups = class_tile * (BN // GROUP) + tl.arange(0, BN // GROUP)
         is_inside = (rows[:, None] < num_rows) & (groups[None, :] < num_groups)
         offsets = rows[:, None].to(tl.int64) * num_groups + groups[None, :]
         tl.store(MAXIMA + offsets, maxima, mask=is_inside)
+
+
+@triton.jit
+def cosines_of_row(
+    EMBEDDINGS, COPY, row, label, classes, num_classes, depth,
+    WIDTH: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """Cosines of one row, ``-inf`` at its target and past the last class."""
+    total = tl.zeros((WIDTH,), dtype=tl.float32)
+    is_class = classes < num_classes
+    for offset in range(0, depth, BK):
+        dimension = offset + tl.arange(0, BK)
+        inside = dimension < depth
+        x = tl.load(EMBEDDINGS + row.to(tl.int64) * depth + dimension, mask=inside, other=0.0)
+        place = classes[:, None].to(tl.int64) * depth + dimension[None, :]
+        w = tl.load(COPY + place, mask=is_class[:, None] & inside[None, :], other=0.0)
+        total += tl.sum(w.to(tl.float32) * x.to(tl.float32)[None, :], 1)
+    return tl.where(is_class & (classes != label), total, float("-inf"))
+
+
+@triton.jit
+def _repair(
+    EMBEDDINGS, COPY, LABELS, MAXIMA, num_classes, num_groups, depth,
+    GROUP: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """Maxima without what does not belong: of a row's own group, and of a last one cut short.
+
+    A product that compares every class with every label would take a tenth longer.
+    """
+    row = tl.program_id(0)
+    label = tl.load(LABELS + row)
+    is_own = tl.program_id(1) == 0
+    if (is_own == 0) | (label >= 0):  # below zero: another rank has the target
+        group = tl.where(is_own, label.to(tl.int32) // GROUP, num_groups - 1)
+        classes = group * GROUP + tl.arange(0, GROUP)
+        cosines = cosines_of_row(
+            EMBEDDINGS, COPY, row, label, classes, num_classes, depth, GROUP, BK
+        )
+        tl.store(MAXIMA + row.to(tl.int64) * num_groups + group, tl.max(cosines, 0))
 
 
 def group_maxima(embeddings: Tensor, copy: Tensor, labels: Tensor, num_classes: int) -> Tensor:
@@ -70,10 +91,8 @@ def group_maxima(embeddings: Tensor, copy: Tensor, labels: Tensor, num_classes: 
     _screen[(programs,)](
         TensorDescriptor.from_tensor(embeddings, [tiles.rows, tiles.depth]),
         TensorDescriptor.from_tensor(copy, [tiles.classes, tiles.depth]),
-        labels,
         maxima,
         num_rows,
-        num_classes,
         num_groups,
         num_tiles,
         row_tiles,
@@ -85,5 +104,9 @@ def group_maxima(embeddings: Tensor, copy: Tensor, labels: Tensor, num_classes: 
         programs,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
+    )
+    # The target leaves before any maximum is used: its logit is large, its measure tiny.
+    _repair[(num_rows, 2 if num_classes % GROUP else 1)](
+        embeddings, copy, labels, maxima, num_classes, num_groups, depth, GROUP, 128, num_warps=1
     )
     return maxima
