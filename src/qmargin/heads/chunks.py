@@ -89,9 +89,9 @@ class Sums(NamedTuple):
 
 
 class SoftmaxSums(NamedTuple):
-    """Sums over the others at ``alpha = 1``, relative to their largest cosine."""
+    """Sums over the others at ``alpha = 1``, relative to a cosine near their largest."""
 
-    top: Tensor  # [B], that cosine
+    top: Tensor  # [B], that cosine; -inf if there are no others
     mass: Tensor  # [B] float64
     pulled: Tensor | None  # [B, d]
     is_doubtful: Reading | None = None  # says afterwards whether a short cut failed
@@ -288,7 +288,7 @@ def add_entries_(rows: Tensor, gradient: ClassGradient, embeddings: Tensor, wher
 
 
 def log_sum_exp(chunks: Chunks, target: Target, sums: SoftmaxSums) -> SolvedBlocks:
-    """``alpha = 1``: the solution from sums relative to the others' largest cosine."""
+    """``alpha = 1``: the solution from sums relative to a cosine."""
     top, mass, pulled = sums.over(chunks.ranks, chunks.scale)
     anchor = torch.where(top == -torch.inf, 0.0, top.double() * chunks.scale)
     joint = target.logits - anchor + target.log_reference

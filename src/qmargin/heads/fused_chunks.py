@@ -6,7 +6,6 @@ and a block exists only as its posterior in half precision, for the product that
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -29,6 +28,7 @@ TILE = 256  # classes: a block of whole tiles wastes none
 # Weights of the softmax pass are relative to a guess of the largest cosine, times this: room for
 # cosines above the guess, and for the many far below it.
 GUESS_FACTOR = 2.0**4
+GUESS_CLASSES = 1 << 16  # whose largest cosine is the guess
 
 
 def make_chunks(
@@ -87,7 +87,7 @@ class FusedChunks(Chunks):
         """See ``Chunks``; the pull goes along with the sums if it is not to be certain."""
         if is_certain or not pulls:
             return self._sums_first(pulls=pulls)
-        first = min(self.size, len(self.prototypes))
+        first = min(GUESS_CLASSES, len(self.prototypes))
         guess, _ = self.kernels.log_sum_exp(*self.batch[:3], first, self.scale)
         guess = torch.where(guess == -torch.inf, 0.0, guess)
         pulled = torch.zeros_like(self.embeddings)
@@ -95,18 +95,15 @@ class FusedChunks(Chunks):
         sums = []
         for _, padded, block in self.weighed(guess, 0.0 * guess, PULL_BLOCKS, **options):
             pulled.add_(product(block.weights, self.head.copy[padded]), alpha=1.0 / GUESS_FACTOR)
-            sums.append(block.sums)
+            sums.append(block.sums[0])
             del block
-        tops, masses = torch.cat(sums, 2)
-        top, mass = tops.amax(1), masses.sum(1, dtype=torch.float64)
-        above = (top - guess).double() * self.scale
+        masses = torch.cat(sums, 1)
         # Where the guess was far too low, weights were cut off and masses may have overflowed.
         room = min(torch.finfo(self.operand_dtype).max / GUESS_FACTOR, 2.0**100)
-        is_doubtful = (above >= math.log(room)).any().to(torch.int32)
+        is_doubtful = (~(masses < room)).any().to(torch.int32)
         is_doubtful = self.ranks.max_(is_doubtful)  # all ranks begin again, or none
-        factor = torch.where(top == -torch.inf, 1.0, (-above).exp())
-        pulled.mul_(factor.to(pulled.dtype)[:, None])
-        return SoftmaxSums(top, mass * factor, pulled, Reading(is_doubtful))
+        mass = masses.sum(1, dtype=torch.float64)
+        return SoftmaxSums(guess, mass, pulled, Reading(is_doubtful))
 
     def _sums_first(self, *, pulls: bool) -> SoftmaxSums:
         """The sums first, the pull in a pass of its own when they are known."""

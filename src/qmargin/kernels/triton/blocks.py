@@ -95,10 +95,11 @@ def _row_sums(
 
 @triton.jit
 def _weigh(cosines, shift, level, scale, order, POWER: tl.constexpr, IS_SOFTMAX: tl.constexpr):
-    """Posterior of classes, and what its sums take beside it: its heights, or the cosines."""
+    """Posterior of classes, and their heights; at ``alpha = 1`` their logarithms to base 2."""
     if IS_SOFTMAX:
         rate = scale * 1.4426950408889634
-        return tl.exp2(level * 1.4426950408889634 + (cosines - shift) * rate), cosines
+        logits = level * 1.4426950408889634 + (cosines - shift) * rate
+        return tl.exp2(logits), logits
     height = level + (cosines - shift) * (order * scale)
     posterior, _slope = _powers(height, order, POWER)
     return posterior, height
@@ -106,15 +107,12 @@ def _weigh(cosines, shift, level, scale, order, POWER: tl.constexpr, IS_SOFTMAX:
 
 @triton.jit
 def _store_sums(
-    posterior, beside, SUMS, place, size, inside, axis: tl.constexpr, IS_SOFTMAX: tl.constexpr
+    posterior, height, SUMS, place, size, inside, axis: tl.constexpr, IS_SOFTMAX: tl.constexpr
 ):  # fmt: skip
-    """At ``alpha = 1`` the maximum and the mass; else mass, excess and support."""
-    if IS_SOFTMAX:
-        tl.store(SUMS + place, tl.max(beside, axis), mask=inside)
-        tl.store(SUMS + size + place, tl.sum(posterior, axis), mask=inside)
-    else:
-        excess = tl.where(posterior > 0, posterior * beside, 0.0)
-        tl.store(SUMS + place, tl.sum(posterior, axis), mask=inside)
+    """The mass; except at ``alpha = 1``, the excess and the support as well."""
+    tl.store(SUMS + place, tl.sum(posterior, axis), mask=inside)
+    if not IS_SOFTMAX:
+        excess = tl.where(posterior > 0, posterior * height, 0.0)
         tl.store(SUMS + size + place, tl.sum(excess, axis), mask=inside)
         count = tl.sum((posterior > 0).to(tl.float32), axis)
         tl.store(SUMS + 2 * size + place, count, mask=inside)
@@ -138,12 +136,12 @@ def _posterior(
         inside = rows < num_rows
         shift = tl.load(SHIFT + rows, mask=inside, other=0.0)
         level = tl.load(LEVEL + rows, mask=inside, other=0.0)
-        posterior, beside = _weigh(
+        posterior, height = _weigh(
             cosines, shift[:, None], level[:, None], scale, order, POWER, IS_SOFTMAX
         )
         if WITH_SUMS:
             place = rows.to(tl.int64) * class_tiles + class_tile
-            _store_sums(posterior, beside, SUMS, place, size, inside, 1, IS_SOFTMAX)
+            _store_sums(posterior, height, SUMS, place, size, inside, 1, IS_SOFTMAX)
             if not IS_SOFTMAX:  # which classes are active in any row; targets count anyway
                 is_active = (posterior > 0) & inside[:, None]
                 classes = class_tile * BN + tl.arange(0, BN)
@@ -175,11 +173,11 @@ def _drop_targets(
             cosines = cosines_of_row(
                 EMBEDDINGS, COPY, row, label, classes, num_classes, depth, BN, BK
             )
-            posterior, beside = _weigh(
+            posterior, height = _weigh(
                 cosines, tl.load(SHIFT + row), tl.load(LEVEL + row), scale, order, POWER, IS_SOFTMAX
             )
             place = row.to(tl.int64) * class_tiles + class_tile
-            _store_sums(posterior, beside, SUMS, place, size, row >= 0, 0, IS_SOFTMAX)
+            _store_sums(posterior, height, SUMS, place, size, row >= 0, 0, IS_SOFTMAX)
 
 
 class _Launch(NamedTuple):
@@ -266,7 +264,7 @@ class Weighed(NamedTuple):
     """A block of posteriors and its sums, by tiles of classes."""
 
     weights: Tensor  # [B, n] in the dtype of the copy, the factor times the posterior
-    sums: Tensor | None  # alpha = 1: maxima and masses, [2, B, t]; else mass, excess, support
+    sums: Tensor | None  # [1, B, t]: mass; except at alpha = 1, [3, B, t]: excess, support as well
     active: Tensor | None  # [r, m] int8, m >= n, not at alpha = 1: by tiles of rows; any at targets
 
 
@@ -296,7 +294,7 @@ def posterior_block(
     out = torch.empty((num_rows, width), dtype=copy.dtype, device=copy.device)
     sums = active = None
     if with_sums:
-        shape = (2 if is_softmax else 3, num_rows, launch.class_tiles)
+        shape = (1 if is_softmax else 3, num_rows, launch.class_tiles)
         sums = torch.empty(shape, dtype=torch.float32, device=copy.device)
         if not is_softmax:
             flags = (launch.row_tiles, launch.class_tiles * tiles.classes)
