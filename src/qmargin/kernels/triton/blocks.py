@@ -301,20 +301,20 @@ def posterior_block(
             active = torch.empty(flags, dtype=torch.int8, device=copy.device)
     last = min(where.stop, num_classes)
     numbers = (scale, order)
-    flags = (_whole(order), is_softmax, with_sums)
+    kinds = (_whole(order), is_softmax, with_sums)
     given = (shift, level, shift if sums is None else sums)
     _posterior[(launch.programs,)](
         *launch.operands, TensorDescriptor.from_tensor(out, [tiles.rows, tiles.classes]), *given,
         labels if active is None else active, num_rows, last, where.start,
         launch.row_tiles * launch.class_tiles, launch.row_tiles, launch.class_tiles,
         num_rows * launch.class_tiles, *numbers, factor, torch.finfo(copy.dtype).max,
-        embeddings.shape[1], tiles.rows, tiles.classes, tiles.depth, *flags,
+        embeddings.shape[1], tiles.rows, tiles.classes, tiles.depth, *kinds,
         last < where.start + launch.class_tiles * tiles.classes, launch.programs,
         num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     _drop_targets[(num_rows,)](
         embeddings, copy, labels, out, *given, last, where.start, width, launch.class_tiles,
-        num_rows * launch.class_tiles, *numbers, embeddings.shape[1], tiles.classes, 64, *flags,
+        num_rows * launch.class_tiles, *numbers, embeddings.shape[1], tiles.classes, 64, *kinds,
         num_warps=4,
     )  # fmt: skip
     return Weighed(out, sums, active)
