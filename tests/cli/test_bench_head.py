@@ -174,7 +174,7 @@ def test_what_does_not_fit_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_slow_steps_get_fewer_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    monkeypatch.setattr(bench_timing, "once_ms", lambda step, device: step() or 400.0)
+    monkeypatch.setattr(bench_timing, "once_ms", lambda step, device, calls: step() or 400.0)
     (times,) = time_turns([lambda: calls.append(1)], CPU, repeats=50, seconds=2.0)
     assert len(times) == 5
     (times,) = time_turns([lambda: calls.append(1)], CPU, repeats=50, seconds=0.1)

@@ -50,13 +50,13 @@ def contenders(bench: HeadBenchmark) -> list[Contender]:
     """The paper's table, and the paths that need no ``[B, k]`` tensor."""
     found = [Contender("ArcFace, common head", None, "common", "torch SGD", 5.0, "ArcFace", 20.0)]
     found.append(Contender("ArcFace, chunked", qmargin.arcface(), "chunked", "ExactSGD"))
+    for optimizer in ("ExactSGD", "SparseSGD"):
+        found.append(Contender("Q-Margin, sparse", bench.loss, "sparse", optimizer))
     for percent in (1.0, 5.0, 100.0):
         name = f"Q-Margin {percent:g} %"
         found.append(
             Contender(f"{name}, paper", bench.loss, "paper", "ExactSGD", percent, name, 20.0)
         )
-    for optimizer in ("ExactSGD", "SparseSGD"):
-        found.append(Contender("Q-Margin, sparse", bench.loss, "sparse", optimizer))
     return [contender for contender in found if contender.path in bench.paths]
 
 

@@ -10,6 +10,8 @@ import subprocess
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import repeat
+from operator import mul
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,8 @@ import qmargin
 from qmargin.cli.versions import installed_version
 from qmargin.errors import BackendError
 
-BURST = 4  # calls of a step in a turn on a GPU
+BURST = 4  # calls of a step in a turn on a GPU, if they are not
+LONG_MS = 500.0  # or longer: launches do not show in such a step, and a turn takes long enough
 WARM_TURNS = 3  # the first compiles kernels, the second may still grow the allocator's pools
 FEWEST_TURNS = 3
 Step = Callable[[], object]
@@ -44,11 +47,11 @@ class Row:
         return asdict(self)
 
 
-def once_ms(step: Step, device: torch.device) -> float:
+def once_ms(step: Step, device: torch.device, num_calls: int = BURST) -> float:
     """Milliseconds of one call, launches included.
 
-    On a GPU, of one among ``BURST``: as in training, a call may be launched while the device still
-    works on the one before. The device is idle before the first and after the last.
+    On a GPU, of one among ``num_calls``: as in training, a call may be launched while the device
+    still works on the one before. The device is idle before the first and after the last.
     """
     if device.type != "cuda":
         start = time.perf_counter()
@@ -57,11 +60,11 @@ def once_ms(step: Step, device: torch.device) -> float:
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize(device)
     begin.record()
-    for _ in range(BURST):
+    for _ in range(num_calls):
         step()
     end.record()
     torch.cuda.synchronize(device)
-    return float(begin.elapsed_time(end)) / BURST
+    return float(begin.elapsed_time(end)) / num_calls
 
 
 def time_turns(
@@ -77,17 +80,19 @@ def time_turns(
         repeats: Turns.
         seconds: Slow steps get fewer turns, three at least, to stay near this time.
     """
-    turn_ms = 0.0
+    calls, turn_ms = [1] * len(steps), 0.0
     for turn in range(WARM_TURNS):
-        turn_ms = sum(once_ms(step, device) for step in steps)
+        found = [once_ms(*one) for one in zip(steps, repeat(device), calls)]
+        calls = [BURST if device.type == "cuda" and ms < LONG_MS else 1 for ms in found]
+        turn_ms = sum(map(mul, found, calls))
         if turn > 0 and turn_ms > 1e3 * seconds / 4:  # the first may be slow for having compiled
             break
     affordable = int(1e3 * seconds / max(turn_ms, 1e-6))
     turns = min(repeats, max(FEWEST_TURNS, affordable))
     times: list[list[float]] = [[] for _ in steps]
     for _ in range(turns):
-        for own, step in zip(times, steps, strict=True):
-            own.append(once_ms(step, device))
+        for own, step, num_calls in zip(times, steps, calls, strict=True):
+            own.append(once_ms(step, device, num_calls))
     return times
 
 
