@@ -70,7 +70,7 @@ def test_a_reading_takes_a_variant_and_moves_it() -> None:
     for number in range(4):
         seed = (number << 32) + 7
         image, label = varied.read(3, seed)
-        expected = torch.from_numpy(moved(variants[3, number], 2, seed)) / 255.0
+        expected = torch.from_numpy(moved(variants[3:4, number], 2, [seed])[0]) / 255.0
         torch.testing.assert_close(image[0], expected)
         assert label == drawings.labels[3]
     assert np.array_equal(varied.images(np.arange(6)), drawings.pictures)

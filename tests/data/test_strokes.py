@@ -207,3 +207,13 @@ def test_draws_are_uniform_and_normal_and_do_not_repeat():
     assert abs(bell.mean()) < 0.02
     assert abs(bell.std() - 1.0) < 0.02
     assert np.abs(bell).max() < 3.5
+
+
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_many_samples_are_each_as_read_alone(in_memory):
+    dataset = StrokeIdentities(40, 3, shift=2, in_memory=in_memory)
+    indices, seeds = np.array([7, 110, 7, 0]), [5, 2**62 + 11, 6, 0]
+    images, labels = dataset.read_many(indices, seeds)
+    for image, label, index, seed in zip(images, labels, indices.tolist(), seeds, strict=True):
+        alone, own = dataset.read(index, seed)
+        assert torch.equal(torch.from_numpy(image), alone) and label == own

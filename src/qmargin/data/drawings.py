@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -14,7 +15,7 @@ from PIL import Image
 from torch import Tensor
 
 from qmargin.data.order import check_count, derived_seed
-from qmargin.data.strokes import moved
+from qmargin.data.strokes import as_inputs
 from qmargin.errors import ConfigError, ShapeError
 
 # How far a warp of 1 goes, in deviations of a bell curve.
@@ -86,13 +87,22 @@ class Drawings:
         """The sample in [0, 1], ``[1, size, size]`` float32, moved by ``seed``; its identity."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
-        picture = self.pictures[index]
-        if self.variants is not None:  # by the upper half of the seed: the shift takes the lower
-            picture = self.variants[index, (seed >> 32) % self.variants.shape[1]]
-        if self.shift:
-            picture = moved(picture, self.shift, seed)
-        image = torch.from_numpy(picture).to(torch.float32).mul_(1.0 / 255.0)
-        return image[None], int(self.labels[index])
+        images, labels = self.read_many(np.array([index]), [seed])
+        return torch.from_numpy(images[0]), int(labels[0])
+
+    def read_many(
+        self, indices: NDArray[np.integer], seeds: Sequence[int]
+    ) -> tuple[NDArray[np.float32], NDArray[np.integer]]:
+        """What ``read`` gives for each of some samples, ``[n, 1, size, size]`` and ``[n]``."""
+        pictures = self.pictures[indices] if self.variants is None else self._varied(indices, seeds)
+        return as_inputs(pictures, self.shift, seeds), self.labels[indices]
+
+    def _varied(self, indices: NDArray[np.integer], seeds: Sequence[int]) -> NDArray[np.uint8]:
+        assert self.variants is not None
+        # by the upper half of the seed: the shift takes the lower
+        which = (np.asarray(seeds, dtype=np.int64) >> 32) % self.variants.shape[1]
+        chosen: NDArray[np.uint8] = self.variants[indices, which]
+        return chosen
 
     def images(self, indices: NDArray[np.integer]) -> NDArray[np.uint8]:
         """Samples as they are, ``[n, size, size]``."""

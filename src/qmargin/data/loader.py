@@ -22,7 +22,14 @@ from torch.utils.data import DataLoader, get_worker_info
 
 from qmargin.data.lending import Borrower, Layout, Lender, Parcel
 from qmargin.data.order import GlobalOrder, check_count, sample_seeds
-from qmargin.data.samples import CorruptBudget, Dataset, Replacement, Sample, read_seeded
+from qmargin.data.samples import (
+    CorruptBudget,
+    Dataset,
+    ReadsMany,
+    Replacement,
+    Sample,
+    read_seeded,
+)
 from qmargin.errors import ConfigError, DataError
 
 
@@ -115,6 +122,14 @@ class _Rows:
         self.labels.append(sample.label)
         self.replaced += sample.replaced
 
+    def fill(
+        self, indices: NDArray[Any], inputs: NDArray[Any], labels: NDArray[np.integer]
+    ) -> None:
+        """Copy all samples at once."""
+        self._make_room(inputs[0])
+        self._array[:] = inputs
+        self._indices, self.labels = indices.tolist(), labels.tolist()
+
     def _make_room(self, given: NDArray[Any]) -> None:
         layout = Layout.of(self._num_rows, given)
         parcel = None
@@ -148,8 +163,11 @@ class _BatchReader:
             epoch = self._order.epoch_of(step)
             seeds = sample_seeds(self._order.seed, epoch, chosen)
             rows = _Rows(self._dataset, len(chosen), self.lender)
-            for current, seed in zip(chosen.tolist(), seeds, strict=True):
-                rows.add(read_seeded(self._dataset, current, seed))
+            if isinstance(self._dataset, ReadsMany):
+                rows.fill(chosen, *self._dataset.read_many(chosen, seeds))
+            else:
+                for current, seed in zip(chosen.tolist(), seeds, strict=True):
+                    rows.add(read_seeded(self._dataset, current, seed))
             sent = rows.sent(step, epoch)
             return sent if len(part) else replace(sent, labels=[], ids=(), replaced=())
         except Exception as error:

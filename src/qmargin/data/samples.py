@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,6 +54,17 @@ class Dataset(Protocol):
 
     def source(self, index: int) -> str:
         """Where the sample's label is written, such as ``train.lst, row 7``."""
+        ...
+
+
+@runtime_checkable
+class ReadsMany(Protocol):
+    """A dataset whose samples are never corrupt, and are read faster together than one by one."""
+
+    def read_many(
+        self, indices: NDArray[Any], seeds: Sequence[int]
+    ) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Inputs and labels, ``[n, ...]`` and ``[n]``: what ``read`` gives for each sample."""
         ...
 
 

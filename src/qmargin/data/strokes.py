@@ -7,6 +7,7 @@ by another hand. Nothing is stored: two million identities cost as much as two.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -128,11 +129,15 @@ class StrokeIdentities:
         """The sample in [0, 1], ``[1, size, size]`` float32, moved by ``seed``; its identity."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
-        picture = self._stored()[index] if self.in_memory else self.images(np.array([index]))[0]
-        if self.shift:
-            picture = moved(picture, self.shift, seed)
-        image = torch.from_numpy(picture).to(torch.float32).mul_(1.0 / 255.0)
-        return image[None], index // self.samples_per_class
+        images, labels = self.read_many(np.array([index]), [seed])
+        return torch.from_numpy(images[0]), int(labels[0])
+
+    def read_many(
+        self, indices: NDArray[np.integer], seeds: Sequence[int]
+    ) -> tuple[NDArray[np.float32], NDArray[np.integer]]:
+        """What ``read`` gives for each of some samples, ``[n, 1, size, size]`` and ``[n]``."""
+        pictures = self._stored()[indices] if self.in_memory else self.images(indices)
+        return as_inputs(pictures, self.shift, seeds), indices // self.samples_per_class
 
     def images(self, indices: NDArray[np.integer]) -> NDArray[np.uint8]:
         """Samples as they are, without augmentation: ``[n, size, size]``, 255 is full ink."""
@@ -285,10 +290,19 @@ def _developed(pictures: Floats, keys: Keys, difficulty: float) -> NDArray[np.ui
     return pictures.astype(np.uint8)
 
 
-def moved(picture: NDArray[Any], shift: int, seed: int) -> NDArray[Any]:
-    """A picture moved by up to ``shift`` pixels each way; blank paper comes in."""
-    width, size = 2 * shift + 1, len(picture)
-    down, across = divmod(seed % (width * width), width)
-    framed = np.zeros((size + 2 * shift, size + 2 * shift), dtype=picture.dtype)
-    framed[shift : shift + size, shift : shift + size] = picture
-    return framed[down : down + size, across : across + size]
+def as_inputs(pictures: NDArray[np.uint8], shift: int, seeds: Sequence[int]) -> NDArray[np.float32]:
+    """Pictures in [0, 1], ``[n, 1, size, size]``, each moved by its seed."""
+    if shift:
+        pictures = moved(pictures, shift, seeds)
+    return pictures[:, None] * np.float32(1.0 / 255.0)
+
+
+def moved(pictures: NDArray[Any], shift: int, seeds: Sequence[int]) -> NDArray[Any]:
+    """Pictures moved by up to ``shift`` pixels each way; blank paper comes in."""
+    width, (count, size, _) = 2 * shift + 1, pictures.shape
+    down, across = np.divmod(np.asarray(seeds, dtype=np.int64) % (width * width), width)
+    framed = np.zeros((count, size + 2 * shift, size + 2 * shift), dtype=pictures.dtype)
+    framed[:, shift : shift + size, shift : shift + size] = pictures
+    windows = np.lib.stride_tricks.sliding_window_view(framed, (size, size), (1, 2))
+    chosen: NDArray[Any] = windows[np.arange(count), down, across]
+    return chosen
