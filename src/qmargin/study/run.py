@@ -234,7 +234,7 @@ def _test(options: StudyOptions, trials: Sequence[Trial]) -> None:
         for trial in missing:
             _tested(options, trial)
         return
-    with ProcessPoolExecutor(min(options.jobs, 6), get_context("spawn")) as pool:
+    with ProcessPoolExecutor(options.jobs, get_context("spawn")) as pool:
         list(pool.map(_tested, [options] * len(missing), missing))
 
 

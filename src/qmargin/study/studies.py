@@ -147,7 +147,7 @@ def _speech_recipe(loss: DemoLoss, *, seed: int, epochs: int, path: str | None) 
     )
 
 
-_GPU = Size(epochs=20, batch_size=256, width=64, depth=2, embedding_dim=128)
+_GPU = Size(epochs=20, batch_size=512, width=64, depth=2, embedding_dim=128)
 STUDIES = {
     study.name: study
     for study in (
@@ -183,14 +183,16 @@ STUDIES = {
             "strokes-1m",
             "synthetic stroke identities, 1,000,000 classes",
             "strokes",
-            _GPU._replace(
+            Size(
                 num_classes=1_000_000,
                 samples_per_class=2,
-                epochs=3,
-                batch_size=1024,
+                epochs=4,
+                batch_size=4096,
+                width=32,
+                embedding_dim=64,
                 num_test=1000,
             ),
-            search_epochs=1,
+            search_epochs=2,
             grid=SHORT_GRID,
             world=0,
             dtype="bf16",

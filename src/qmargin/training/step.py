@@ -73,7 +73,7 @@ def take_step(
         session.put_back_buffers_()
         parts = _backpropagate(session, batch, runs_ahead=False)
     assert parts is not None
-    if parts.unusable:
+    if parts.unusable is not None:
         return _skip(session, replace(result, samples=parts.unusable), BAD_INPUT)
     return _update(session, replace(result, samples=batch.ids), torch.stack(parts.losses).sum())
 
@@ -82,7 +82,7 @@ class _Parts(NamedTuple):
     """What came of the parts of a batch."""
 
     losses: tuple[Tensor, ...] = ()
-    unusable: tuple[str, ...] = ()  # samples of this rank to blame, if a row of any was unusable
+    unusable: tuple[str, ...] | None = None  # samples of this rank to blame, if any rank has some
 
 
 def _backpropagate(session: Session, batch: Batch, *, runs_ahead: bool) -> _Parts | None:
