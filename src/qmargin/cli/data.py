@@ -28,7 +28,9 @@ _LAYOUTS = (
 
 def add_data(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``data`` and ``check-data`` to a parser."""
-    parser = commands.add_parser("data", help="get, index, convert and align images")
+    parser = commands.add_parser(
+        "data", help="get, index and convert images and recordings, align faces"
+    )
     actions = parser.add_subparsers(title="what to do", metavar="ACTION", required=True)
     _add_get(actions)
     _add_index(actions)
