@@ -210,7 +210,7 @@ RESULTS = (
             "tests/losses/test_accuracy.py::test_tau_support_and_mass",
         ),
         "qmargin bench head --rows 32 --dim 32 --classes 5000 --parts settings --repeats 3",
-        "Random prototypes on one H200: 588 on average and 911 at most for (1.25, 35, 0.2), "
+        "Random prototypes on one H200: 585 on average and 960 at most for (1.25, 35, 0.2), "
         "docs/benchmarks/head.md. Every training records its support, and reports draw it.",
         "The support depends on the setting: 25,406 on average for (1.25, 10, 0.2).",
     ),
