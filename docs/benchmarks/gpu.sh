@@ -15,7 +15,7 @@ for part in "$@"; do
     case $part in
     tests)
         python3 -m pytest -q -p no:cacheprovider tests/heads/test_paths_gpu.py tests/heads/test_fused_chunks.py \
-            tests/kernels/test_triton_head.py tests/evaluation/test_all_pairs.py -m "gpu or not slow"
+            tests/kernels/test_triton_head.py tests/training/test_running_ahead.py tests/evaluation/test_all_pairs.py -m "gpu or not slow"
         ;;
     head)
         head --screen float16 --paths sparse,chunked,common --parts products,paths --repeats 8 --json "$out/head-paths.json"

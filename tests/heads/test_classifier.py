@@ -207,7 +207,7 @@ def test_the_copy_follows_the_prototypes(path: str) -> None:
 def test_nothing_is_copied_while_the_prototypes_stay() -> None:
     batch = random_batch(97)
     head = make_head(make_loss(1.5), batch, path="sparse")
-    step(head, batch)
+    head(batch.embeddings, batch.labels)
     with mock.patch.object(MarginClassifier, "kernels", None):
         head.refresh()  # would need kernels to do anything
     with torch.no_grad():
@@ -391,3 +391,22 @@ def test_an_embedding_without_direction_is_named(path: str, value: float) -> Non
         head(embeddings, batch.labels)
     assert torch.equal(head.prototypes, before)
     assert head.prototypes.grad is None
+
+
+@pytest.mark.parametrize("path", ["sparse", "chunked"])
+@pytest.mark.parametrize("gradient", ["dense", "sparse"])
+def test_an_optimizer_that_leaves_no_trace_is_noticed(path: str, gradient: str) -> None:
+    """Fused optimizers of PyTorch change weights and not their version."""
+    batch = random_batch(300, dim=16, rows=8)
+    head = make_head(make_loss(1.25), batch, path=path, gradient=gradient)
+    for turn in range(3):
+        head.zero_grad(set_to_none=turn != 1)
+        head(batch.embeddings, batch.labels).backward()
+        with torch.no_grad():
+            head(batch.embeddings, batch.labels)  # a look in between
+        head.prototypes.data.add_(torch.randn_like(head.prototypes))
+        moved = make_head(make_loss(1.25), batch, path="dense")
+        moved.prototypes.data.copy_(head.prototypes)
+        with torch.no_grad():
+            found, truth = (one(batch.embeddings, batch.labels) for one in (head, moved))
+        torch.testing.assert_close(found, truth, atol=1e-5, rtol=1e-5)

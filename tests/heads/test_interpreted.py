@@ -114,3 +114,23 @@ def test_a_batch_that_is_discarded_leaves_nothing():
     head.discard()
     assert head.pending is None and head.is_confirmed and head.last_step is None
     head.discard()  # there is nothing left to forget
+
+
+def test_a_pass_that_is_not_confirmed_cannot_be_overlooked():
+    batch = random_batch(700, dim=64, rows=6)
+    head = half_head(1.25, batch, path="sparse", gradient="fused")
+    head(batch.embeddings, batch.labels)
+    head.waits = False
+    with torch.no_grad():  # whoever asks for a loss alone gets one that stands
+        head(batch.embeddings, batch.labels)
+    assert head.is_confirmed
+    head(batch.embeddings, batch.labels).backward()
+    with pytest.raises(ConfigError, match="discard"):
+        head(batch.embeddings, batch.labels)
+    assert head.confirm()
+    left = head.pending
+    head(batch.embeddings[:1], batch.labels[:1])  # another batch, whose gradient nobody asks for
+    assert head.confirm() and head.pending is left
+    head(batch.embeddings[:1], batch.labels[:1])
+    head.discard()
+    assert head.pending is left

@@ -19,6 +19,7 @@ from qmargin.training.optim import (
 )
 from qmargin.training.recipe import OptimizerPart, Recipe
 from qmargin.training.recipe_files import apply_settings
+from qmargin.training.session import _load_optimizer_
 
 UPDATES = {
     "exact": [],
@@ -187,3 +188,19 @@ def test_without_gradients_the_norm_is_zero() -> None:
     _, _, optimizers = one_backward(get_recipe("debug"))
     optimizers.zero_grad()
     assert clip_gradients_(optimizers, 1.0) == 0.0
+
+
+def test_a_loaded_state_has_the_layout_of_its_weight() -> None:
+    """Files have rows one after the other; fused kernels take one layout for all."""
+    backbone = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+    optimizers = [torch.optim.AdamW(backbone.parameters(), foreach=which) for which in (None, True)]
+    backbone(torch.randn(2, 3, 8, 8)).sum().backward()
+    optimizers[0].step()
+    state = optimizers[0].state_dict()
+    for values in state["state"].values():
+        values["exp_avg"] = values["exp_avg"].contiguous()
+    _load_optimizer_(optimizers[1], state)
+    loaded = optimizers[1].state[backbone.weight]["exp_avg"]
+    assert loaded.stride() == backbone.weight.stride()
+    assert torch.equal(loaded, optimizers[0].state[backbone.weight]["exp_avg"])
+    assert optimizers[1].param_groups[0]["foreach"]  # its own settings, not the saved ones

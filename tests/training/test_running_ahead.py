@@ -1,14 +1,17 @@
 """A host that launches a whole step before it looks at it: on one GPU, and here by force."""
 
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from helpers.runs import FaultyIdentities, events, fragile_recipe, saved_files
+from helpers.runs import FaultyIdentities, events, fragile_recipe, saved_files, tiny_recipe
 from qmargin.data.order import GlobalOrder
 from qmargin.heads.classifier import MarginClassifier
 from qmargin.training.loop import train
+from qmargin.training.recipe import ModelPart, OptimizerPart
 from qmargin.training.session import Session
 
 SETTINGS = ("run.max_steps=6", "head.path=sparse")
@@ -63,3 +66,29 @@ def test_a_gpu_ends_where_it_ends_without_running_ahead(
     monkeypatch.setattr(Session, "runs_ahead", False)
     train(fragile_recipe(*SETTINGS), tmp_path / "plain", device="cuda")
     assert saved_files(tmp_path / "ahead", 6) == saved_files(tmp_path / "plain", 6)
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adamw"])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_pictures_go_on_bit_for_bit(device: str, kind: str, tmp_path: Path) -> None:
+    """Fused optimizers take weights, gradients and momenta of one layout only."""
+    recipe = tiny_recipe(
+        "precision.channels_last=true", "run.save_every_steps=3", "run.max_steps=6"
+    )
+    options = {**recipe.data.options, "shape": (3, 16, 16)}
+    optimizer, head = recipe.optimizer, recipe.head
+    if kind == "adamw":
+        optimizer, head = OptimizerPart(lr=1e-3, kind="adamw"), replace(head, update="torch")
+    whole = replace(
+        recipe,
+        data=replace(recipe.data, options=options),
+        model=ModelPart("small_conv", embedding_dim=recipe.model.embedding_dim),
+        optimizer=optimizer,
+        head=head,
+    )
+    train(whole, tmp_path / "whole", device=device)
+    train(whole, tmp_path / "halves", device=device)
+    last = tmp_path / "halves" / "checkpoints" / "step-000006"
+    shutil.rmtree(last)
+    train(whole, tmp_path / "halves", device=device, resume=True)
+    assert saved_files(tmp_path / "halves", 6) == saved_files(tmp_path / "whole", 6)

@@ -25,10 +25,11 @@ from qmargin.data.order import GlobalOrder, check_count, sample_seeds
 from qmargin.data.samples import (
     CorruptBudget,
     Dataset,
-    ReadsMany,
     Replacement,
     Sample,
+    check_label,
     read_seeded,
+    reads_many,
 )
 from qmargin.errors import ConfigError, DataError
 
@@ -126,6 +127,14 @@ class _Rows:
         self, indices: NDArray[Any], inputs: NDArray[Any], labels: NDArray[np.integer]
     ) -> None:
         """Copy all samples at once."""
+        if not len(inputs) == len(labels) == len(indices):
+            raise DataError(
+                f"read_many gave {len(inputs)} inputs and {len(labels)} labels for {len(indices)} "
+                "samples; give one of each"
+            )
+        is_label = (labels >= 0) & (labels < self._dataset.num_classes)
+        for place in np.flatnonzero(~is_label)[:1].tolist():
+            check_label(self._dataset, int(indices[place]), labels[place].item())
         self._make_room(inputs[0])
         self._array[:] = inputs
         self._indices, self.labels = indices.tolist(), labels.tolist()
@@ -163,7 +172,7 @@ class _BatchReader:
             epoch = self._order.epoch_of(step)
             seeds = sample_seeds(self._order.seed, epoch, chosen)
             rows = _Rows(self._dataset, len(chosen), self.lender)
-            if isinstance(self._dataset, ReadsMany):
+            if reads_many(self._dataset):
                 rows.fill(chosen, *self._dataset.read_many(chosen, seeds))
             else:
                 for current, seed in zip(chosen.tolist(), seeds, strict=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Protocol, TypeAlias, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,8 +57,7 @@ class Dataset(Protocol):
         ...
 
 
-@runtime_checkable
-class ReadsMany(Protocol):
+class ReadsMany(Dataset, Protocol):
     """A dataset whose samples are never corrupt, and are read faster together than one by one."""
 
     def read_many(
@@ -66,6 +65,14 @@ class ReadsMany(Protocol):
     ) -> tuple[NDArray[Any], NDArray[Any]]:
         """Inputs and labels, ``[n, ...]`` and ``[n]``: what ``read`` gives for each sample."""
         ...
+
+
+def reads_many(dataset: Dataset) -> TypeGuard[ReadsMany]:
+    """Whether a dataset has both ways to read from one class: who changes one changes both."""
+    for kind in type(dataset).__mro__:
+        if "read" in vars(kind) or "read_many" in vars(kind):
+            return "read" in vars(kind) and "read_many" in vars(kind)
+    return False
 
 
 def check_labels(dataset: Dataset) -> None:
@@ -145,7 +152,7 @@ def read_seeded(dataset: Dataset, index: int, seed: int) -> Sample:
         except CorruptSample as error:
             replaced.append(Replacement(place, dataset.sample_id(place), str(error)))
         else:
-            _check_label(dataset, place, label)
+            check_label(dataset, place, label)
             return Sample(place, inputs, int(label), tuple(replaced))
         if len(replaced) == MAX_ATTEMPTS:
             raise DataError(
@@ -155,7 +162,8 @@ def read_seeded(dataset: Dataset, index: int, seed: int) -> Sample:
         place = derived_seed(seed, len(replaced)) % len(dataset)
 
 
-def _check_label(dataset: Dataset, index: int, label: int) -> None:
+def check_label(dataset: Dataset, index: int, label: int) -> None:
+    """Raise ``DataError`` unless the label of a sample that was read is one."""
     if label != int(label) or not 0 <= label < dataset.num_classes:
         raise DataError(
             f"{dataset.source(index)}: label {label} of sample {dataset.sample_id(index)!r} is not "

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from qmargin.heads.chunked import ChunkedStep
+from qmargin.heads.chunked import ChunkedPending, ChunkedStep
 from qmargin.heads.sparse import SparseStep
 from qmargin.kernels.head_records import ListOverflow
 
@@ -41,3 +41,17 @@ class Attempt:
             return self.step.confirm()
         except ListOverflow:
             return False
+
+    def has_left(self, pending: Any) -> bool:
+        """Whether a pending gradient is that of this step, not of one before it."""
+        step = self.step
+        if isinstance(step, SparseStep):
+            return isinstance(pending, tuple) and pending[1] is step.prepared.embeddings
+        return isinstance(pending, ChunkedPending) and pending.solved is step.solved
+
+    def cut(self, pending: Any) -> Any:
+        """What is pending, its lists cut to their true length if they are this step's."""
+        if not (isinstance(self.step, SparseStep) and self.has_left(pending)):
+            return pending
+        gradient, *rest = pending
+        return (self.step.cut(gradient), *rest)

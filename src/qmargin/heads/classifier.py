@@ -77,8 +77,8 @@ class MarginClassifier(nn.Module):
     list per row, on average; above it the step is redone as a chunked one), ``chunk_dtype``
     (operands of ``"chunked"``, see ``qmargin.heads.chunked``) and ``waits`` (see ``confirm``).
 
-    Prototypes may be changed by any in-place operation on the parameter. After a change that
-    PyTorch cannot see (through ``.data``), call ``refresh(force=True)``.
+    Prototypes may be changed by any optimizer and any in-place operation on the parameter. After a
+    change that PyTorch cannot see (through ``.data``), call ``refresh(force=True)``.
 
     Examples:
         >>> from qmargin.losses.presets import q_margin
@@ -135,7 +135,7 @@ class MarginClassifier(nn.Module):
         self._home: tuple[Any, ...] | None = None
         self._kernels: Any = None
         self._kernels_key: tuple[Any, ...] | None = None
-        self._version = -1
+        self._version, self._may_have_moved = -1, False
         self._was_chunked = False
         check_settings(self, dtype, (*STEPS, *PATHS))
         check_margin(loss.margin, num_classes)
@@ -200,10 +200,13 @@ class MarginClassifier(nn.Module):
             padded = -(-k // PADDING) * PADDING
             self.copy = prototypes.new_zeros((padded, d), dtype=self.screen_dtype)
             self.inverse_norms = prototypes.new_empty(k)
-        elif self._version == self.prototypes._version and not force:
+        elif self._version == self.prototypes._version and not (force or self._may_have_moved):
             return
         self.copy_error = self.kernels.refresh_copy(prototypes, self.copy, self.inverse_norms)
         self._home, self._version = home, self.prototypes._version
+        # Fused optimizers of PyTorch leave no trace in the version: where a gradient was left, and
+        # as long as it is there, they may have used it.
+        self._may_have_moved = self.prototypes.grad is not None
 
     def forward(
         self, embeddings: Tensor, labels: Tensor, sizes: Sequence[int] | None = None
@@ -228,6 +231,11 @@ class MarginClassifier(nn.Module):
             counted = labels.masked_fill(labels == ignored, 0)
             checked_labels(counted, self.num_classes, self.loss.debug)
         choice = self._choose(len(labels))
+        if self._unconfirmed is not None and self.pending is not None:
+            raise ConfigError(
+                "the last forward pass left a gradient and is not confirmed; call head.confirm() "
+                "or head.discard() before the next"
+            )
         self._step = self._unconfirmed = None  # what they kept is free for this step
         with torch.autocast(embeddings.device.type, enabled=False):
             wide = embeddings.to(self.prototypes.dtype)
@@ -263,17 +271,18 @@ class MarginClassifier(nn.Module):
             self.discard()
             return False
         self._unconfirmed = None
-        if isinstance(self.pending, tuple) and isinstance(attempt.step, SparseStep):
-            gradient, *rest = self.pending
-            self.pending = (attempt.step.cut(gradient), *rest)
+        self.pending = attempt.cut(self.pending)
         self._remember_share()
         return True
 
     def discard(self) -> None:
         """Forget a forward pass that is not confirmed, as if its batch had never come."""
-        if self._unconfirmed is not None:
-            self._unconfirmed.margin.put_back()
-            self._unconfirmed = self.lengths = self.pending = self._step = None
+        attempt = self._unconfirmed
+        if attempt is not None:
+            attempt.margin.put_back()
+            if attempt.has_left(self.pending):
+                self.pending = None
+            self._unconfirmed = self.lengths = self._step = None
 
     def _remember_share(self) -> None:
         if self.path == "auto" and isinstance(self._step, SparseStep | ChunkedStep):
@@ -296,7 +305,7 @@ class MarginClassifier(nn.Module):
 
         try:
             attempt = take(path)
-            if not self.waits and self.gradient == "fused" and self.ranks.world == 1:
+            if self._may_run_ahead():
                 self._unconfirmed = attempt
             elif not attempt.step.confirm():  # a guess failed; the second time there are none
                 margin.put_back()
@@ -310,6 +319,11 @@ class MarginClassifier(nn.Module):
             assert isinstance(attempt.step, ChunkedStep)
             attempt.step.num_overflowed = len(labels)
         return attempt.loss, attempt.step
+
+    def _may_run_ahead(self) -> bool:
+        """Whether this forward pass may return before it is known to stand."""
+        is_alone = self.gradient == "fused" and self.ranks.world == 1
+        return not self.waits and is_alone and torch.is_grad_enabled()
 
     def _choose(self, num_rows: int) -> Choice:
         """The path of this step."""
@@ -332,6 +346,7 @@ class MarginClassifier(nn.Module):
         if self.gradient == "fused":
             self.leave_pending((gradient, embeddings, bound))
             return None
+        self._may_have_moved = True
         prototypes = self.prototypes.detach()
         classes, rows = self.kernels.prototype_gradient(
             gradient, embeddings, prototypes, self.inverse_norms
@@ -345,6 +360,7 @@ class MarginClassifier(nn.Module):
         if self.gradient == "fused":
             self.leave_pending(update)
             return None
+        self._may_have_moved = True
         prototypes = self.prototypes.detach()
         if self.gradient == "sparse":
             parts = []

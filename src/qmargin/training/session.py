@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from qmargin.data.loader import BatchStream, build_loader
@@ -78,7 +78,8 @@ class Session:
         On one GPU, with a head that need not wait: one whose gradient the update makes.
         """
         is_one_gpu = self.process.device.type == "cuda" and self.process.world == 1
-        return is_one_gpu and self.head.gradient == "fused"
+        # a sample of classes is drawn before anything is known, and cannot be given back
+        return is_one_gpu and self.head.gradient == "fused" and self.head.path != "sampled"
 
     @property
     def total_steps(self) -> int:
@@ -287,9 +288,16 @@ def _load_optimizer_(optimizer: torch.optim.Optimizer, state: dict[str, Any]) ->
         {name: value for name, value in group.items() if name != "params"}
         for group in optimizer.param_groups
     ]
-    optimizer.load_state_dict(state)
-    for group, own in zip(optimizer.param_groups, settings, strict=True):
-        group.update(own)
+    saved = [
+        {**own, "params": group["params"]}  # where a state goes depends on how steps are taken
+        for group, own in zip(state["param_groups"], settings, strict=True)
+    ]
+    optimizer.load_state_dict({**state, "param_groups": saved})
+    for weight, values in optimizer.state.items():
+        for name, value in values.items():
+            if isinstance(value, Tensor) and value.shape == weight.shape:
+                # a file has rows one after the other; kernels for many weights need one layout
+                values[name] = torch.empty_like(weight.detach(), dtype=value.dtype).copy_(value)
 
 
 def _wrapped(recipe: Recipe, process: Process, backbone: nn.Module) -> nn.Module:

@@ -67,7 +67,11 @@ def take_step(
         num_corrupt=verdict.num_corrupt,
         stop=verdict.stop,
     )
-    parts = _backpropagate(session, batch, runs_ahead=session.runs_ahead)
+    session.head.waits = not session.runs_ahead
+    try:
+        parts = _backpropagate(session, batch, runs_ahead=session.runs_ahead)
+    finally:
+        session.head.waits = True
     if parts is None:  # the head guessed wrong: once more, step by step
         prepare_step_(session)
         session.put_back_buffers_()
@@ -95,7 +99,6 @@ def _backpropagate(session: Session, batch: Batch, *, runs_ahead: bool) -> _Part
     process, head, shares = session.process, session.head, _shares(session)
     num_rows, first = sum(map(sum, shares)), 0
     losses = []
-    head.waits = not runs_ahead
     for index, share in enumerate(shares):
         part = slice(first, first := first + share[process.rank])
         with session.without_sync(index + 1 < len(shares)):
