@@ -16,7 +16,6 @@ from torch import Tensor
 
 from qmargin.kernels.head_records import GROUP, ClassGradient
 from qmargin.kernels.head_reference import drop_targets_
-from qmargin.kernels.reading import Reading
 from qmargin.maths.objective import posterior_rows
 from qmargin.maths.threshold import (
     RowSums,
@@ -27,6 +26,7 @@ from qmargin.maths.threshold import (
     row_sums,
     solve_rows,
 )
+from qmargin.reading import Reading
 
 if TYPE_CHECKING:
     from qmargin.heads.classifier import MarginClassifier

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from qmargin.heads.chunks import HALF_FACTOR, Chunks, SoftmaxSums, Sums, product
 from qmargin.kernels.head_records import ClassGradient
-from qmargin.kernels.reading import Reading
 from qmargin.maths.threshold import RowSums
+from qmargin.reading import Reading
 
 if TYPE_CHECKING:
     from qmargin.heads.classifier import MarginClassifier

@@ -16,7 +16,7 @@ from torch import Tensor
 from qmargin.heads.collectives import Ranks
 from qmargin.kernels.head_records import Candidates, Lengths, ListOverflow, Rows, Support
 from qmargin.kernels.head_reference import class_order
-from qmargin.kernels.reading import Reading
+from qmargin.reading import Reading
 
 if TYPE_CHECKING:
     from qmargin.heads.classifier import MarginClassifier

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from qmargin.kernels.reading import Reading
+from qmargin.reading import Reading
 
 GROUP = 32  # consecutive classes that are listed together
 

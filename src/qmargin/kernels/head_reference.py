@@ -26,9 +26,9 @@ from qmargin.kernels.head_records import (
     SolvedRows,
     Support,
 )
-from qmargin.kernels.reading import Reading
 from qmargin.maths.objective import label_loss, posterior_rows
 from qmargin.maths.threshold import bound_from_below, heights, slacks, solve_newton, solve_rows
+from qmargin.reading import Reading
 
 BLOCK_CLASSES = 1 << 14  # classes scored at a time: [B, 16384] stays in cache for usual batches
 BLOCK_ENTRIES = 1 << 16  # gathered prototypes at a time

@@ -18,7 +18,7 @@ from torch import Tensor
 from qmargin.data.faces import normalised
 from qmargin.data.loader import Batch
 from qmargin.data.order import GlobalOrder, derived_seed
-from qmargin.kernels.reading import Reading
+from qmargin.reading import Reading
 from qmargin.training.agreement import Verdict, all_agree, vote
 from qmargin.training.build import set_loss_
 from qmargin.training.optim import clip_gradients_, stored_norm

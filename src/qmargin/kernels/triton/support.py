@@ -16,7 +16,6 @@ from torch import Tensor
 
 from qmargin.kernels.head_records import Lengths, ListOverflow, Rows, Support
 from qmargin.kernels.head_reference import class_order
-from qmargin.kernels.reading import Reading
 from qmargin.kernels.triton.bound import bound_pairs, write_pairs
 from qmargin.kernels.triton.gradients import pull_rows
 from qmargin.kernels.triton.rescore import (
@@ -27,6 +26,7 @@ from qmargin.kernels.triton.rescore import (
 )
 from qmargin.kernels.triton.solve import solve_lists
 from qmargin.kernels.triton.starts import list_starts
+from qmargin.reading import Reading
 
 ROOM = 1 << 14  # lists have a multiple of this many entries: allocations repeat
 
