@@ -120,6 +120,7 @@ class Bare:
         session.scaler.scale(loss).backward()
         if not session.head.confirm():
             raise RuntimeError("lists of the same batch have grown")  # which no weight explains
+        session.head.waits = True
         for optimizer in optimizers:
             session.scaler.unscale_(optimizer)
         self._clip()
