@@ -10,7 +10,7 @@ from qmargin.data.drawings import Drawings, variants_of, warped
 from qmargin.data.loader import build_loader
 from qmargin.data.order import GlobalOrder
 from qmargin.data.strokes import StrokeIdentities, moved
-from qmargin.errors import ConfigError, ShapeError
+from qmargin.errors import ConfigError, DataError, ShapeError
 
 
 def some_drawings(**options: int) -> Drawings:
@@ -102,3 +102,23 @@ def test_a_warp_that_is_no_number_is_refused() -> None:
 def test_variants_of_other_pictures_are_refused(shape: tuple[int, ...]) -> None:
     with pytest.raises(ShapeError, match=r"give uint8 \[6, v, 32, 32\]"):
         replace(some_drawings(), variants=np.zeros(shape, np.uint8))
+
+
+def test_labels_of_drawings_that_are_read_together_are_checked() -> None:
+    drawings = Drawings(
+        np.zeros((3, 32, 32), np.uint8), np.array([0, -3, 1]), ("a", "b", "c"), "somewhere"
+    )
+    order = GlobalOrder(3, seed=0, batch_size=3)
+    with build_loader(drawings, order) as batches, pytest.raises(DataError, match="label -3"):
+        next(batches)
+
+
+def test_a_reading_of_ones_own_is_what_batches_have() -> None:
+    class Inverted(StrokeIdentities):
+        def read(self, index: int, seed: int) -> tuple[torch.Tensor, int]:
+            image, label = super().read(index, seed)
+            return 1.0 - image, label
+
+    dataset, order = Inverted(4, 2), GlobalOrder(8, seed=0, batch_size=8)
+    with build_loader(dataset, order) as batches:
+        assert float(next(batches).inputs.mean()) > 0.5  # a drawing is mostly blank
