@@ -10,8 +10,6 @@ import subprocess
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import repeat
-from operator import mul
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +19,8 @@ import qmargin
 from qmargin.cli.versions import installed_version
 from qmargin.errors import BackendError
 
-BURST = 4  # calls of a step in a turn on a GPU, if they are not
-LONG_MS = 500.0  # or longer: launches do not show in such a step, and a turn takes long enough
+BURST = 4  # calls of a step in a turn on a GPU
+LONG_MS = 500.0  # of a step that is called once in a turn: launches do not show in it
 WARM_TURNS = 3  # the first compiles kernels, the second may still grow the allocator's pools
 FEWEST_TURNS = 3
 Step = Callable[[], object]
@@ -47,7 +45,7 @@ class Row:
         return asdict(self)
 
 
-def once_ms(step: Step, device: torch.device, num_calls: int = BURST) -> float:
+def once_ms(step: Step, device: torch.device, num_calls: int) -> float:
     """Milliseconds of one call, launches included.
 
     On a GPU, of one among ``num_calls``: as in training, a call may be launched while the device
@@ -82,9 +80,9 @@ def time_turns(
     """
     calls, turn_ms = [1] * len(steps), 0.0
     for turn in range(WARM_TURNS):
-        found = [once_ms(*one) for one in zip(steps, repeat(device), calls)]
+        found = [once_ms(step, device, count) for step, count in zip(steps, calls, strict=True)]
         calls = [BURST if device.type == "cuda" and ms < LONG_MS else 1 for ms in found]
-        turn_ms = sum(map(mul, found, calls))
+        turn_ms = sum(ms * count for ms, count in zip(found, calls, strict=True))
         if turn > 0 and turn_ms > 1e3 * seconds / 4:  # the first may be slow for having compiled
             break
     affordable = int(1e3 * seconds / max(turn_ms, 1e-6))

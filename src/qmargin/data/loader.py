@@ -132,9 +132,9 @@ class _Rows:
                 f"read_many gave {len(inputs)} inputs and {len(labels)} labels for {len(indices)} "
                 "samples; give one of each"
             )
-        is_label = (labels >= 0) & (labels < self._dataset.num_classes)
-        for place in np.flatnonzero(~is_label)[:1].tolist():
-            check_label(self._dataset, int(indices[place]), labels[place].item())
+        bad = np.flatnonzero((labels < 0) | (labels >= self._dataset.num_classes))
+        if bad.size:
+            check_label(self._dataset, int(indices[bad[0]]), int(labels[bad[0]]))
         self._make_room(inputs[0])
         self._array[:] = inputs
         self._indices, self.labels = indices.tolist(), labels.tolist()

@@ -12,13 +12,7 @@ from qmargin.demo.recipe import SIZES, Size, demo_recipe
 from qmargin.errors import ConfigError
 from qmargin.recipes.registry import get_recipe
 from qmargin.training.fields import check_known
-from qmargin.training.recipe import (
-    HeadPart,
-    LossPart,
-    OptimizerPart,
-    Recipe,
-    SchedulePart,
-)
+from qmargin.training.recipe import LossPart, Recipe
 
 SAMPLE_RATE = 0.1  # of the classes, in the baseline that samples negatives
 SEARCH_SEED = 1000  # the first of a search; no final training and no demo has it
@@ -136,9 +130,10 @@ def _speech_recipe(loss: DemoLoss, *, seed: int, epochs: int, path: str | None) 
     """The recipe of small collections, its schedules in proportion to its length, with AdamW.
 
     By SGD at one learning rate, losses of large scales hardly learned while that of the smallest
-    did: steps of AdamW do not depend on the scale.
+    did: updates are those of the demo, whose steps do not depend on the scale.
     """
     made = get_recipe("audiomnist_r34_arcface")
+    demo = demo_recipe(loss, seed=seed, size=SIZES["cpu"])
     share = epochs / made.run.epochs
     margins = made.margin_schedule
     assert margins is not None and margins.end_epoch is not None  # the recipe has both
@@ -146,11 +141,9 @@ def _speech_recipe(loss: DemoLoss, *, seed: int, epochs: int, path: str | None) 
         made,
         data=replace(made.data, path=path, num_workers=2),
         loss=LossPart(loss.alpha, loss.margin_kind, loss.margin, loss.scale),
-        optimizer=OptimizerPart(
-            lr=1e-3, kind="adamw", weight_decay=0.05, beta2=0.99, decay_norms=False
-        ),
-        head=HeadPart(update="torch"),
-        schedule=SchedulePart("cosine", warmup_epochs=share * made.schedule.warmup_epochs),
+        optimizer=replace(demo.optimizer, lr=1e-3),
+        head=demo.head,
+        schedule=replace(demo.schedule, warmup_epochs=share * made.schedule.warmup_epochs),
         margin_schedule=replace(
             margins,
             start_epoch=share * margins.start_epoch,

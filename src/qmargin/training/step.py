@@ -69,13 +69,13 @@ def take_step(
     )
     session.head.waits = not session.runs_ahead
     try:
-        parts = _backpropagate(session, batch, runs_ahead=session.runs_ahead)
+        parts = _backpropagate(session, batch)
     finally:
         session.head.waits = True
     if parts is None:  # the head guessed wrong: once more, step by step
         prepare_step_(session)
         session.put_back_buffers_()
-        parts = _backpropagate(session, batch, runs_ahead=False)
+        parts = _backpropagate(session, batch)
     assert parts is not None
     if parts.unusable is not None:
         return _skip(session, replace(result, samples=parts.unusable), BAD_INPUT)
@@ -89,14 +89,15 @@ class _Parts(NamedTuple):
     unusable: tuple[str, ...] | None = None  # samples of this rank to blame, if any rank has some
 
 
-def _backpropagate(session: Session, batch: Batch, *, runs_ahead: bool) -> _Parts | None:
+def _backpropagate(session: Session, batch: Batch) -> _Parts | None:
     """Forward and backward, part by part; None if the head has to take the batch again.
 
-    A host that runs ahead looks at nothing before all is launched: nothing is lost if it was in
-    vain, and a GPU does not wait for it. With several ranks it looks first, because rows of one
-    rank reach the classes of all.
+    Where the head does not wait, the host looks at nothing before all is launched: nothing is lost
+    if it was in vain, and a GPU does not wait for it. With several ranks it looks first, because
+    rows of one rank reach the classes of all.
     """
     process, head, shares = session.process, session.head, _shares(session)
+    runs_ahead = not head.waits
     num_rows, first = sum(map(sum, shares)), 0
     losses = []
     for index, share in enumerate(shares):
