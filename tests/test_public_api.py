@@ -17,11 +17,9 @@ HEADER = (
 )
 INTERNAL = {  # what the parts of a head call on each other; docs/reference/api.md leaves it out too
     "kernels",
-    "leave_pending",
+    "may_have_moved",
     "next_seed",
     "order",
-    "receive",
-    "receive_gradient",
 }
 PROMISES = [
     *sorted(qmargin.__all__),

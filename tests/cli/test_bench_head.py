@@ -135,6 +135,23 @@ def test_parts_from_several_files_make_one_page(tmp_path: Path) -> None:
     assert "## Paths" not in page
 
 
+def test_screens_stand_side_by_side(tmp_path: Path) -> None:
+    paths = [tmp_path / "half.json", tmp_path / "brain.json"]
+    for path, screen in zip(paths, (torch.float16, torch.bfloat16), strict=True):
+        run_head_benchmark(replace(SMALL, screen=screen), ["paths"], json_path=path)
+        record = json.loads(path.read_text())
+        record["settings"]["device"] = "cuda:0"
+        path.write_text(json.dumps(record))
+    page = render_page(paths)
+    assert page.index("\n## Paths\n") < page.index("\n## Paths, bfloat16 screen\n")
+    assert page.count("A step from embeddings to gradients") == 1
+    claim = "sparse, alpha 1.25, forward + backward, x GEMM"
+    screens = [
+        row.split("|")[2].strip() for row in page.splitlines() if row.startswith(f"| {claim}")
+    ]
+    assert screens == ["float16", "bfloat16"]
+
+
 def test_a_row_that_fails_says_so_and_the_others_go_on(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

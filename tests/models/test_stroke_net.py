@@ -24,6 +24,23 @@ def test_images_of_any_size(size):
     assert StrokeNet(8, in_channels=3, width=6)(torch.rand(2, 3, size, size)).shape == (2, 8)
 
 
+def test_a_batch_norm_turns_embeddings_apart():
+    torch.manual_seed(0)
+    images = torch.rand(64, 1, 32, 32)
+    plain, normed = (StrokeNet(32, width=16, batch_norm=asked) for asked in (False, True))
+    normed.load_state_dict(plain.state_dict(), strict=False)
+    alike, apart = (mean_cosine(network(images)) for network in (plain, normed))
+    assert alike > 0.5 and abs(apart) < 0.05
+    normed.eval()
+    torch.testing.assert_close(normed(images[:1]), normed(images)[:1])  # nobody else matters then
+
+
+def mean_cosine(embeddings):
+    unit = torch.nn.functional.normalize(embeddings.detach())
+    count = len(unit)
+    return float((unit @ unit.T).sum() - count) / (count * (count - 1))
+
+
 def test_all_weights_learn():
     network = StrokeNet(8, width=16, depth=2)
     network(torch.rand(3, 1, 32, 32)).square().sum().backward()

@@ -73,6 +73,16 @@ def test_seeds_depend_on_seed_and_rank() -> None:
     assert len(set(draws)) == 3
 
 
+def test_seeding_keeps_nothing() -> None:
+    """Of every call for a device that was never used, torch would keep the stack."""
+    modules = (torch.cuda, torch.xpu, torch.mtia)
+    kept = [module._queued_calls for module in modules if hasattr(module, "_queued_calls")]
+    before = [len(calls) for calls in kept]
+    for seed in range(3):
+        seed_everything(seed)
+    assert [len(calls) for calls in kept] == before
+
+
 def test_only_failures_of_collectives_are_blamed_on_ranks() -> None:
     with pytest.raises(RuntimeError, match="shapes"), Process().naming_ranks():
         raise RuntimeError("shapes cannot be multiplied")

@@ -1,7 +1,7 @@
 """The results page from the files of ``qmargin bench head --json``: no number is typed by hand.
 
 Run: ``python -m qmargin.cli.bench_head_page FILE.json ... > docs/benchmarks/head.md``. Parts may
-come from several files; of a part that is in more than one, the last file's counts.
+come from several files; of a part that is in more than one with the same screen, the last counts.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ class Goal:
     form: str = ".2f"
     over: dict[str, Any] | None = None  # selects the rows that the value is divided by
 
-    def measured(self, parts: dict[str, Section]) -> float | None:
+    def measured(self, sections: Sequence[Section]) -> float | None:
         """Worst of the selected rows; None if there is none with a number."""
-        rows = parts[self.part].rows if self.part in parts else []
+        rows = [row for section in sections if section.part == self.part for row in section.rows]
         value = self._worst(rows, self.names)
         if self.over is None or value is None:
             return value
@@ -87,8 +87,14 @@ class Goal:
 class Section:
     """Rows of a part and the file they come from."""
 
+    part: str
     rows: list[dict[str, Any]]
     record: dict[str, Any]
+
+    @property
+    def screen(self) -> str:
+        """Precision of the screen."""
+        return str(self.record["settings"]["screen"])
 
     def is_on(self, device: str) -> bool:
         """Whether it was measured on such a device."""
@@ -166,14 +172,15 @@ CPU_GOALS = (
 )
 
 
-def read_sections(paths: Sequence[Path]) -> dict[str, Section]:
-    """Parts of all files, in the order of the tables."""
-    found: dict[str, Section] = {}
+def read_sections(paths: Sequence[Path]) -> list[Section]:
+    """Parts of all files, in the order of the tables and, within a part, of the files."""
+    found: dict[tuple[str, str], Section] = {}
     for path in paths:
         record = json.loads(path.read_text(encoding="utf-8"))
         for part, rows in record["parts"].items():
-            found[part] = Section(rows, record)
-    return {part: found[part] for part in TABLES if part in found}
+            section = Section(part, rows, record)
+            found[part, section.screen] = section
+    return [section for part in TABLES for section in found.values() if section.part == part]
 
 
 def render_page(paths: Sequence[Path]) -> str:
@@ -182,25 +189,29 @@ def render_page(paths: Sequence[Path]) -> str:
     lines = ["# The head on one device", "", *_machines(sections), ""]
     goals = _goals(sections)
     if goals:
-        table = markdown_table(["what", "at most", "measured", "met"], goals)
+        table = markdown_table(["what", "screen", "at most", "measured", "met"], goals)
         lines += ["## Goals", "", table, ""]
-    for part, section in sections.items():
-        settings = section.record["settings"]
+    explained = set()
+    for section in sections:
+        part, is_first = section.part, section.part not in explained
+        explained.add(part)
+        title = TABLES[part].title
+        lines += [f"## {title}" if is_first else f"## {title}, {section.screen} screen", ""]
+        lines += [TEXTS[part], ""] if is_first else []
         table = markdown_table(*_escaped(*table_cells(part, section.rows)))
-        text = [f"## {TABLES[part].title}", "", TEXTS[part], "", _sizes(part, settings), "", table]
-        lines += [*text, ""]
+        lines += [_sizes(part, section.record["settings"]), "", table, ""]
     return "\n".join(lines)
 
 
-def _machines(sections: dict[str, Section]) -> list[str]:
+def _machines(sections: Sequence[Section]) -> list[str]:
     """Each run once: command, commit, date, machine, versions."""
     lines = []
-    records = {id(section.record): section.record for section in sections.values()}
+    records = {id(section.record): section.record for section in sections}
     for record in records.values():
         machine = record["machine"]
         known = [name for name in ("torch", "triton", "cuda", "python") if machine.get(name)]
         versions = [f"{name} {machine[name]}" for name in known]
-        parts = [part for part, section in sections.items() if section.record is record]
+        parts = [section.part for section in sections if section.record is record]
         lines += [
             f"- {', '.join(parts)}: `{record['command']}`, commit `{machine['commit']}`, "
             f"{record['date']}, {machine['device']}, {', '.join(versions)}"
@@ -208,16 +219,19 @@ def _machines(sections: dict[str, Section]) -> list[str]:
     return lines
 
 
-def _goals(sections: dict[str, Section]) -> list[list[str]]:
-    """Goals of the device, measured ones only."""
+def _goals(sections: Sequence[Section]) -> list[list[str]]:
+    """Goals of the device, measured ones only, for each precision of the screen."""
     rows = []
     for kind, goals in (("cuda", GPU_GOALS), ("cpu", CPU_GOALS)):
-        own = {part: section for part, section in sections.items() if section.is_on(kind)}
-        for goal in goals:
-            value = goal.measured(own)
-            if value is not None:
-                limit, shown = (format(number, goal.form) for number in (goal.limit, value))
-                rows.append([goal.claim, limit, shown, "yes" if goal.is_met(value) else "no"])
+        own = [section for section in sections if section.is_on(kind)]
+        for screen in dict.fromkeys(section.screen for section in own):
+            screened = [section for section in own if section.screen == screen]
+            for goal in goals:
+                value = goal.measured(screened)
+                if value is not None:
+                    limit, shown = (format(number, goal.form) for number in (goal.limit, value))
+                    met = "yes" if goal.is_met(value) else "no"
+                    rows.append([goal.claim, screen, limit, shown, met])
     return rows
 
 

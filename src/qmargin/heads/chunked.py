@@ -30,6 +30,7 @@ from qmargin.heads.chunks import (
     log_sum_exp,
 )
 from qmargin.heads.fused_chunks import make_chunks
+from qmargin.heads.leaving import leave_blocks
 from qmargin.heads.pending import PendingGradient, element_bound, is_bounded
 from qmargin.heads.ranked import own_labels
 from qmargin.heads.step import StepStats, reference_gradient
@@ -88,7 +89,7 @@ class ChunkedStep:
     def hand_over(self, factor: Tensor) -> Tensor | None:
         """See ``SolvableStep``."""
         assert self.solved is not None and self.push is not None
-        return self.head.receive(ChunkedPending(self.chunks, self.solved, self.push, factor))
+        return leave_blocks(self.head, ChunkedPending(self.chunks, self.solved, self.push, factor))
 
     def confirm(self) -> bool:
         """Whether the sums hold; if not, the step must be taken again, with certainty."""

@@ -23,10 +23,10 @@ from qmargin.heads.paper import paper_rows
 from qmargin.heads.sampled import sampled_rows
 from qmargin.heads.shard import ClassShard, draw_prototypes
 from qmargin.heads.sparse import LIST_CAPACITY, SparseStep, sparse_step
-from qmargin.heads.step import BlockUpdate, RowsUpdate, StepRecord, StepStats
+from qmargin.heads.step import StepRecord, StepStats
 from qmargin.heads.step_loss import step_loss
 from qmargin.kernels.dispatch import Call, load_backend
-from qmargin.kernels.head_records import ClassGradient, Lengths, ListOverflow
+from qmargin.kernels.head_records import Lengths, ListOverflow
 from qmargin.losses.checks import check_margin
 from qmargin.losses.module import MarginLoss
 from qmargin.losses.operators import checked_labels
@@ -127,7 +127,7 @@ class MarginClassifier(nn.Module):
         self.lengths: Lengths | None = None  # of the last sparse step's lists
         self.num_redone = 0  # sparse steps whose lists were too long, taken again by blocks
         self._num_samples = 0
-        self.pending: Any = None  # what fused optimizers read, see heads/pending.py
+        self.pending: Any = None  # what fused optimizers read, see heads/leaving.py
         self._step: StepRecord | None = None
         self._unconfirmed: Attempt | None = None
         self._reason = ""
@@ -135,7 +135,7 @@ class MarginClassifier(nn.Module):
         self._home: tuple[Any, ...] | None = None
         self._kernels: Any = None
         self._kernels_key: tuple[Any, ...] | None = None
-        self._version, self._may_have_moved = -1, False
+        self._version, self.may_have_moved = -1, False  # see refresh
         self._was_chunked = False
         check_settings(self, dtype, (*STEPS, *PATHS))
         check_margin(loss.margin, num_classes)
@@ -200,13 +200,13 @@ class MarginClassifier(nn.Module):
             padded = -(-k // PADDING) * PADDING
             self.copy = prototypes.new_zeros((padded, d), dtype=self.screen_dtype)
             self.inverse_norms = prototypes.new_empty(k)
-        elif self._version == self.prototypes._version and not (force or self._may_have_moved):
+        elif self._version == self.prototypes._version and not (force or self.may_have_moved):
             return
         self.copy_error = self.kernels.refresh_copy(prototypes, self.copy, self.inverse_norms)
         self._home, self._version = home, self.prototypes._version
         # Fused optimizers of PyTorch leave no trace in the version: where a gradient was left, and
         # as long as it is there, they may have used it.
-        self._may_have_moved = self.prototypes.grad is not None
+        self.may_have_moved = self.prototypes.grad is not None
 
     def forward(
         self, embeddings: Tensor, labels: Tensor, sizes: Sequence[int] | None = None
@@ -339,53 +339,6 @@ class MarginClassifier(nn.Module):
             was_chunked=self._was_chunked,
         )
 
-    def receive_gradient(
-        self, gradient: ClassGradient, embeddings: Tensor, bound: Tensor
-    ) -> Tensor | None:
-        """Turn the sparse step's gradient into what was asked for."""
-        if self.gradient == "fused":
-            self.leave_pending((gradient, embeddings, bound))
-            return None
-        self._may_have_moved = True
-        prototypes = self.prototypes.detach()
-        classes, rows = self.kernels.prototype_gradient(
-            gradient, embeddings, prototypes, self.inverse_norms
-        )
-        if self.gradient == "sparse":
-            return _coo(classes, rows, prototypes)
-        return torch.zeros_like(prototypes).index_copy_(0, classes, rows)
-
-    def receive(self, update: BlockUpdate) -> Tensor | None:
-        """Turn any other path's gradient into what was asked for."""
-        if self.gradient == "fused":
-            self.leave_pending(update)
-            return None
-        self._may_have_moved = True
-        prototypes = self.prototypes.detach()
-        if self.gradient == "sparse":
-            parts = []
-            for where, rows in update.blocks():
-                active = (rows != 0).any(1).nonzero().flatten()
-                parts.append((where.start + active, rows[active]))
-            classes, rows = (torch.cat(column) for column in zip(*parts, strict=True))
-            return _coo(classes, rows, prototypes)
-        if isinstance(update, RowsUpdate):
-            return update.as_dense()
-        gradient = torch.empty_like(prototypes)
-        for where, rows in update.blocks():
-            gradient[where] = rows
-        return gradient
-
-    def leave_pending(self, pending: Any) -> None:
-        """Keep what an optimizer of ``qmargin.heads.updates`` will consume: one batch at a time."""
-        if self.pending is not None:
-            raise ConfigError(
-                "a gradient is pending and gradient='fused' holds only one; call the optimizer's "
-                "step() or zero_grad() before the next backward, or accumulate with "
-                "gradient='dense' or 'sparse'"
-            )
-        self.pending = pending
-
     def next_seed(self) -> int:
         """Seed of the next sample of classes: a function of ``seed`` and of the samples so far."""
         self._num_samples += 1
@@ -423,9 +376,3 @@ class MarginClassifier(nn.Module):
 
 def _is_learned(divergence: Alpha) -> bool:
     return isinstance(divergence.alpha, Tensor) and divergence.alpha.requires_grad
-
-
-def _coo(classes: Tensor, rows: Tensor, like: Tensor) -> Tensor:
-    return torch.sparse_coo_tensor(
-        classes[None], rows, like.shape, is_coalesced=True, check_invariants=False
-    )

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from qmargin.heads.collectives import gather_classes
+from qmargin.heads.leaving import leave_blocks
 from qmargin.heads.shard import ClassShard
 from qmargin.heads.step import RowsUpdate, StepStats
 from qmargin.losses.module import LossOutput
@@ -41,7 +42,7 @@ class UnitPrototypes(torch.autograd.Function):
         unit, inverse, classes = ctx.saved_tensors
         rows = (grad - (grad * unit).sum(1, keepdim=True) * unit) * inverse
         head: MarginClassifier = ctx.head
-        return head.receive(RowsUpdate(rows, len(head.shard), classes)), None, None
+        return leave_blocks(head, RowsUpdate(rows, len(head.shard), classes)), None, None
 
 
 def unit_prototypes(head: MarginClassifier, classes: Tensor | None = None) -> Tensor:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from qmargin.heads.leaving import leave_classes
 from qmargin.heads.pending import element_bound
 from qmargin.heads.ranked import find_support_of_ranks, own_labels
 from qmargin.heads.step import StepStats
@@ -105,7 +106,7 @@ class SparseStep:
         assert self.gradient is not None and self.bound is not None
         gradient = self.gradient._replace(values=self.gradient.values * factor)
         bound = self.bound * factor.abs()
-        return self.head.receive_gradient(gradient, self.prepared.embeddings, bound)
+        return leave_classes(self.head, gradient, self.prepared.embeddings, bound)
 
     @property
     def solved(self) -> SolvedRows:

@@ -106,14 +106,14 @@ def verdict(repeats: Repeats) -> str:
 
 def _training(study: Study, *, epochs: int, num_seeds: int) -> list[str]:
     size = study.size
-    recipe, network = "AdamW, cosine schedule", "`stroke_net`"
-    if study.kind == "speech":
-        recipe, network = "SGD, the speaker recipe", "`speaker_resnet34`"
-    else:
-        network += f", width {size.width}, depth {size.depth}"
+    network = "`speaker_resnet34`"
+    if study.kind != "speech":
+        network = f"`stroke_net`, width {size.width}, depth {size.depth}"
+        network += ", batch norm" if study.batch_norm else ""
     facts = [
         f"training: {size.num_classes:,} classes, {_counted(epochs, 'epoch')} in batches of "
-        f"{size.batch_size}, one recipe for all losses ({recipe}), {_counted(num_seeds, 'seed')}",
+        f"{size.batch_size}, one recipe for all losses (AdamW, cosine schedule), "
+        f"{_counted(num_seeds, 'seed')}",
         f"network: {network}, {size.embedding_dim} dimensions",
     ]
     if study.kind == "strokes":

@@ -85,6 +85,7 @@ class Study:
         has_turns: Whether quarter turns of a training identity are identities of their own.
         warp: How far training samples are turned, stretched, slanted and moved; see ``warped``.
         dtype: Of a backbone that is trained on drawings.
+        batch_norm: Whether that backbone ends with one.
         world: Seed of the identities; None for that of the training.
         measure: By which losses choose their settings.
     """
@@ -100,6 +101,7 @@ class Study:
     has_turns: bool = False
     warp: float = 0.0
     dtype: Literal["fp32", "bf16"] = "fp32"
+    batch_norm: bool = False
     world: int | None = None
     measure: str = "tar@0.0001"
 
@@ -135,7 +137,11 @@ class Study:
         # of pictures only a part is trained on while settings are chosen: their number follows
         count = made.data.num_classes if self.kind == "strokes" else None
         data = replace(made.data, options=options, num_classes=count, num_workers=1)
-        return replace(made, data=data, precision=replace(made.precision, dtype=self.dtype))
+        model = made.model
+        if self.batch_norm:
+            model = replace(model, options={**model.options, "batch_norm": True})
+        precision = replace(made.precision, dtype=self.dtype)
+        return replace(made, data=data, model=model, precision=precision)
 
 
 def _speech_recipe(loss: DemoLoss, *, seed: int, epochs: int, path: str | None) -> Recipe:
@@ -189,6 +195,7 @@ STUDIES = {
             has_turns=True,
             warp=1.0,
             dtype="bf16",
+            batch_norm=True,
         ),
         Study(
             "strokes-10k",
@@ -197,6 +204,7 @@ STUDIES = {
             _GPU._replace(num_classes=10_000, samples_per_class=20, epochs=6, num_test=1000),
             search_epochs=2,
             dtype="bf16",
+            batch_norm=True,
         ),
         Study(
             "strokes-1m",
@@ -215,6 +223,7 @@ STUDIES = {
             grid=SHORT_GRID,
             world=0,
             dtype="bf16",
+            batch_norm=True,
         ),
         Study(
             "audiomnist",

@@ -210,14 +210,18 @@ def _named_gpu(index: int) -> torch.device:
 
 
 def seed_everything(seed: int, *, rank: int = 0) -> None:
-    """Seed the generators of Python and torch, on all devices.
+    """Seed the generators of Python and torch, on all devices in use.
 
     Ranks that must draw the same numbers, as when weights are made, pass the same rank; ranks that
     must not, as in dropout, pass their own.
     """
     value = derived_seed(seed, rank)
     random.seed(value)
-    torch.manual_seed(value)
+    # not torch.manual_seed: for every kind of device that was never used, it keeps each call, with
+    # its stack, for the day that it might be, and this is called at every step
+    torch.default_generator.manual_seed(value)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(value)
 
 
 def _hosts_store(rank: int) -> bool:
