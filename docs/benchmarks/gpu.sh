@@ -24,6 +24,9 @@ for part in "$@"; do
     head-bf16)
         head --screen bfloat16 --paths sparse,chunked --parts products,paths --repeats 8 --json "$out/head-bf16.json"
         ;;
+    head-bf16-settings)
+        head --screen bfloat16 --settings issue --parts settings --repeats 4 --json "$out/head-bf16-settings.json"
+        ;;
     growth)
         head --parts growth --repeats 4 --json "$out/head-growth.json"
         ;;

@@ -19,10 +19,10 @@ for study in "$@"; do
     options=(--device cuda --out "$runs/$study" --commit "$commit")
     case $study in
     demo) options+=(--search-only --jobs 12 --page "$out/demo-search.md") ;;
-    omniglot) options+=(--data "$data/omniglot32/omniglot32.npz" --jobs 12) ;;
-    audiomnist) options+=(--data "$data/audiomnist60" --jobs 8) ;;
-    strokes-10k) options+=(--jobs 12) ;;
-    strokes-1m) options+=(--jobs 4) ;;
+    omniglot) options+=(--data "$data/omniglot32/omniglot32.npz" --jobs 18) ;;
+    audiomnist) options+=(--data "$data/audiomnist60" --jobs 18) ;;
+    strokes-10k) options+=(--jobs 18) ;;
+    strokes-1m) options+=(--jobs 6) ;;
     esac
     [ "$study" = demo ] || options+=(--page "$out/$study.md")
     SECONDS=0

@@ -67,6 +67,22 @@ def test_clipping_equals_torch_on_the_dense_gradient(max_norm: float) -> None:
     torch.testing.assert_close(head.prototypes, plain.prototypes, rtol=1e-10, atol=1e-11)
 
 
+def test_clipping_takes_gradients_of_several_types() -> None:
+    torch.manual_seed(0)
+    types = (torch.float32, torch.float16, torch.float32, torch.float64)
+    weights = [torch.nn.Parameter(torch.randn(40).to(dtype)) for dtype in types]
+    for weight in weights:
+        weight.grad = torch.randn_like(weight) * 1e4  # squares overflow in float16
+    before = [weight.grad.double() for weight in weights]
+    truth = torch.linalg.vector_norm(torch.cat(before))
+    torch.testing.assert_close(clip_grad_norm_(weights, [], 2.0).double(), truth, rtol=1e-6, atol=0)
+    for weight, grad in zip(weights, before, strict=True):
+        tolerance = 1e-3 if weight.dtype == torch.float16 else 1e-6
+        torch.testing.assert_close(
+            weight.grad.double(), grad * (2.0 / truth), rtol=tolerance, atol=1e-6
+        )
+
+
 def test_clipping_takes_sparse_gradients() -> None:
     dense, sparse = make_head("dense"), make_head("sparse")
     for head in (dense, sparse):

@@ -27,6 +27,7 @@ class Size(NamedTuple):
     width: int = 16
     depth: int = 1
     embedding_dim: int = 128
+    batch_norm: bool = False
     num_test: int = 500
     samples_test: int = 10
 
@@ -43,7 +44,7 @@ class Size(NamedTuple):
 
 SIZES = {  # by the kind of device
     "cpu": Size(),
-    "cuda": Size(num_classes=10_000, epochs=20, batch_size=512, width=64, depth=2),
+    "cuda": Size(num_classes=10_000, epochs=20, batch_size=512, width=64, depth=2, batch_norm=True),
 }
 
 
@@ -61,6 +62,9 @@ def demo_recipe(loss: DemoLoss, *, seed: int, size: Size, path: str | None = Non
     """
     from qmargin.training import recipe
 
+    network: dict[str, Option] = {"width": size.width, "depth": size.depth}
+    if size.batch_norm:
+        network["batch_norm"] = True
     strokes: dict[str, Option] = {
         "samples_per_class": size.samples_per_class,
         "shift": SHIFT,
@@ -78,7 +82,7 @@ def demo_recipe(loss: DemoLoss, *, seed: int, size: Size, path: str | None = Non
         model=recipe.ModelPart(
             "stroke_net",
             embedding_dim=size.embedding_dim,
-            options={"width": size.width, "depth": size.depth},
+            options=network,
         ),
         loss=recipe.LossPart(loss.alpha, loss.margin_kind, loss.margin, loss.scale),
         optimizer=recipe.OptimizerPart(

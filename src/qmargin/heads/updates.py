@@ -295,7 +295,9 @@ def clip_grad_norm_(
     """
     scales = {id(optimizer._scale) for optimizer in optimizers}
     grads = [p.grad for p in parameters if p.grad is not None and id(p) not in scales]
-    norms = [torch.linalg.vector_norm(_values(_merged(grad))) for grad in grads]
+    norms: list[Tensor] = []
+    for group in _alike(map(_merged, grads)):
+        norms += torch._foreach_norm(group, 2, _wide(group[0]))
     norms += [optimizer.grad_norm() for optimizer in optimizers]
     if not norms:
         return torch.zeros(())
@@ -309,8 +311,8 @@ def clip_grad_norm_(
             "NaN in the embeddings or set error_if_nonfinite=False"
         )
     factor = (max_norm / (total + 1e-6)).clamp_max(1.0)
-    for grad in grads:
-        _values(grad).mul_(factor.to(grad.device))
+    for group in _alike(grads):
+        torch._foreach_mul_(group, factor.to(group[0].device, _wide(group[0])))
     for optimizer in optimizers:
         optimizer.scale_gradient_(factor.to(optimizer.head.prototypes.device))
     return total
@@ -321,7 +323,15 @@ def _merged(grad: Tensor) -> Tensor:
     return grad.coalesce() if grad.is_sparse else grad
 
 
-def _values(grad: Tensor) -> Tensor:
-    """The stored numbers of a dense or sparse gradient; a view."""
-    values: Tensor = grad._values() if grad.is_sparse else grad
-    return values
+def _alike(grads: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Stored numbers of gradients, by device and type: one kernel serves many small tensors."""
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for grad in grads:
+        values = grad._values() if grad.is_sparse else grad
+        groups.setdefault((values.device, values.dtype), []).append(values)
+    return list(groups.values())
+
+
+def _wide(values: Tensor) -> torch.dtype:
+    """A type in which norms and factors of such numbers are not rounded to half precision."""
+    return torch.promote_types(values.dtype, torch.float32)

@@ -109,7 +109,7 @@ def _training(study: Study, *, epochs: int, num_seeds: int) -> list[str]:
     network = "`speaker_resnet34`"
     if study.kind != "speech":
         network = f"`stroke_net`, width {size.width}, depth {size.depth}"
-        network += ", batch norm" if study.batch_norm else ""
+        network += ", batch norm" if size.batch_norm else ""
     facts = [
         f"training: {size.num_classes:,} classes, {_counted(epochs, 'epoch')} in batches of "
         f"{size.batch_size}, one recipe for all losses (AdamW, cosine schedule), "

@@ -85,7 +85,6 @@ class Study:
         has_turns: Whether quarter turns of a training identity are identities of their own.
         warp: How far training samples are turned, stretched, slanted and moved; see ``warped``.
         dtype: Of a backbone that is trained on drawings.
-        batch_norm: Whether that backbone ends with one.
         world: Seed of the identities; None for that of the training.
         measure: By which losses choose their settings.
     """
@@ -101,7 +100,6 @@ class Study:
     has_turns: bool = False
     warp: float = 0.0
     dtype: Literal["fp32", "bf16"] = "fp32"
-    batch_norm: bool = False
     world: int | None = None
     measure: str = "tar@0.0001"
 
@@ -118,6 +116,9 @@ class Study:
             seed: Of the training.
             is_search: Whether it is one by which a loss chooses its settings.
             path: Of the training data; None for stroke identities.
+
+        Every training reads its own data: with many of them at a time there are no cores left for
+        processes that do nothing else.
         """
         size = self.size._replace(epochs=self.search_epochs) if is_search else self.size
         if self.kind == "speech":
@@ -136,12 +137,8 @@ class Study:
             options["seed"] = self.world
         # of pictures only a part is trained on while settings are chosen: their number follows
         count = made.data.num_classes if self.kind == "strokes" else None
-        data = replace(made.data, options=options, num_classes=count, num_workers=1)
-        model = made.model
-        if self.batch_norm:
-            model = replace(model, options={**model.options, "batch_norm": True})
-        precision = replace(made.precision, dtype=self.dtype)
-        return replace(made, data=data, model=model, precision=precision)
+        data = replace(made.data, options=options, num_classes=count, num_workers=0)
+        return replace(made, data=data, precision=replace(made.precision, dtype=self.dtype))
 
 
 def _speech_recipe(loss: DemoLoss, *, seed: int, epochs: int, path: str | None) -> Recipe:
@@ -157,7 +154,7 @@ def _speech_recipe(loss: DemoLoss, *, seed: int, epochs: int, path: str | None) 
     assert margins is not None and margins.end_epoch is not None  # the recipe has both
     return replace(
         made,
-        data=replace(made.data, path=path, num_workers=2),
+        data=replace(made.data, path=path, num_workers=0),
         loss=LossPart(loss.alpha, loss.margin_kind, loss.margin, loss.scale),
         optimizer=replace(demo.optimizer, lr=1e-3),
         head=demo.head,
@@ -172,7 +169,7 @@ def _speech_recipe(loss: DemoLoss, *, seed: int, epochs: int, path: str | None) 
     )
 
 
-_GPU = Size(epochs=20, batch_size=512, width=64, depth=2, embedding_dim=128)
+_GPU = SIZES["cuda"]
 STUDIES = {
     study.name: study
     for study in (
@@ -195,7 +192,6 @@ STUDIES = {
             has_turns=True,
             warp=1.0,
             dtype="bf16",
-            batch_norm=True,
         ),
         Study(
             "strokes-10k",
@@ -204,7 +200,6 @@ STUDIES = {
             _GPU._replace(num_classes=10_000, samples_per_class=20, epochs=6, num_test=1000),
             search_epochs=2,
             dtype="bf16",
-            batch_norm=True,
         ),
         Study(
             "strokes-1m",
@@ -217,13 +212,13 @@ STUDIES = {
                 batch_size=4096,
                 width=32,
                 embedding_dim=64,
+                batch_norm=True,
                 num_test=1000,
             ),
             search_epochs=2,
             grid=SHORT_GRID,
             world=0,
             dtype="bf16",
-            batch_norm=True,
         ),
         Study(
             "audiomnist",
