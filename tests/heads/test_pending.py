@@ -73,7 +73,7 @@ def test_clipping_takes_gradients_of_several_types() -> None:
     weights = [torch.nn.Parameter(torch.randn(40).to(dtype)) for dtype in types]
     for weight in weights:
         weight.grad = torch.randn_like(weight) * 1e4  # squares overflow in float16
-    before = [weight.grad.double() for weight in weights]
+    before = [weight.grad.double().clone() for weight in weights]
     truth = torch.linalg.vector_norm(torch.cat(before))
     torch.testing.assert_close(clip_grad_norm_(weights, [], 2.0).double(), truth, rtol=1e-6, atol=0)
     for weight, grad in zip(weights, before, strict=True):
