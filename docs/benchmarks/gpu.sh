@@ -15,17 +15,17 @@ for part in "$@"; do
     case $part in
     tests)
         python3 -m pytest -q -p no:cacheprovider tests/heads/test_paths_gpu.py tests/heads/test_fused_chunks.py \
-            tests/kernels/test_triton_head.py tests/training/test_running_ahead.py tests/evaluation/test_all_pairs.py -m "gpu or not slow"
+            tests/kernels/test_triton_head.py tests/training/test_running_ahead.py tests/training/test_process.py tests/evaluation/test_all_pairs.py -m "gpu or not slow"
         ;;
     head)
         head --screen float16 --paths sparse,chunked,common --parts products,paths --repeats 8 --json "$out/head-paths.json"
-        head --screen float16 --settings issue --parts settings,errors --repeats 6 --json "$out/head-settings.json"
+        head --screen float16 --settings several --parts settings,errors --repeats 6 --json "$out/head-settings.json"
         ;;
     head-bf16)
         head --screen bfloat16 --paths sparse,chunked --parts products,paths --repeats 8 --json "$out/head-bf16.json"
         ;;
     head-bf16-settings)
-        head --screen bfloat16 --settings issue --parts settings --repeats 4 --json "$out/head-bf16-settings.json"
+        head --screen bfloat16 --settings several --parts settings --repeats 4 --json "$out/head-bf16-settings.json"
         ;;
     growth)
         head --parts growth --repeats 4 --json "$out/head-growth.json"

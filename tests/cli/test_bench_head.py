@@ -63,7 +63,7 @@ def test_every_part_is_measured_printed_and_saved(
 ) -> None:
     path = tmp_path / "head.json"
     arguments = "bench head --rows 4 --dim 8 --classes 301 --repeats 2 --seconds 0.5 --device cpu"
-    arguments += " --settings issue --growth --growth-classes 50 130 --end-to-end --backbone tiny"
+    arguments += " --settings several --growth --growth-classes 50 130 --end-to-end --backbone tiny"
     assert main([*arguments.split(), "--batch", "3", "--commit", "abc", "--json", str(path)]) == 0
     record = json.loads(path.read_text(encoding="utf-8"))
     printed = capsys.readouterr()
@@ -142,7 +142,7 @@ def test_screens_stand_side_by_side(tmp_path: Path) -> None:
         record = json.loads(path.read_text())
         record["settings"]["device"] = "cuda:0"
         path.write_text(json.dumps(record))
-    page = render_page(paths)
+    page = render_page(paths[::-1])  # in whatever order files are given
     assert page.index("\n## Paths\n") < page.index("\n## Paths, bfloat16 screen\n")
     assert page.count("A step from embeddings to gradients") == 1
     claim = "sparse, alpha 1.25, forward + backward, x GEMM"

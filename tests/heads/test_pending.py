@@ -69,7 +69,7 @@ def test_clipping_equals_torch_on_the_dense_gradient(max_norm: float) -> None:
 
 def test_clipping_takes_gradients_of_several_types() -> None:
     torch.manual_seed(0)
-    types = (torch.float32, torch.float16, torch.float32, torch.float64)
+    types = (torch.float32, torch.float64, torch.float16, torch.float32)
     weights = [torch.nn.Parameter(torch.randn(40).to(dtype)) for dtype in types]
     for weight in weights:
         weight.grad = torch.randn_like(weight) * 1e4  # squares overflow in float16

@@ -57,7 +57,10 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> Study:
 
 @pytest.mark.slow
 def test_a_study_from_end_to_end(
-    tiny: Study, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny: Study,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     out, page = tmp_path / "study", tmp_path / "page.md"
     losses = ["--losses", "arcface", "q_margin", "sampled"]
@@ -74,6 +77,9 @@ def test_a_study_from_end_to_end(
     assert (out / "report" / "index.html").exists()
     assert main([*command, "--device", "cpu"]) == 0
     assert "6 trainings, 6 of them there already" in capsys.readouterr().out
+    monkeypatch.setitem(studies.STUDIES, "tiny", replace(tiny, search_epochs=2))
+    assert main([*command, "--device", "cpu"]) == 2
+    assert "is of another recipe" in capsys.readouterr().err  # by which settings were chosen
 
 
 def test_pictures_that_were_drawn_are_those_of_the_identities(tmp_path: Path) -> None:
@@ -129,9 +135,11 @@ def test_studies_of_gpu_size_train_in_bf16_and_the_demo_as_the_demo() -> None:
         path = "x" if study.kind == "pictures" else None
         made = study.recipe(loss, seed=0, is_search=False, path=path)
         assert made.precision == PrecisionPart("bf16", channels_last=True)
+        assert made.model.options["batch_norm"] is True
     demo = studies.find_study("demo")
     made = demo.recipe(loss, seed=0, is_search=False, path=None)
     assert made.precision == demo_recipe(loss, seed=0, size=demo.size).precision
+    assert "batch_norm" not in made.model.options
 
 
 def test_pictures_without_test_identities_are_refused(tmp_path: Path) -> None:

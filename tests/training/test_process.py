@@ -73,6 +73,15 @@ def test_seeds_depend_on_seed_and_rank() -> None:
     assert len(set(draws)) == 3
 
 
+@pytest.mark.gpu
+def test_seeds_reach_a_gpu() -> None:
+    draws = []
+    for seed in (3, 4, 3):
+        seed_everything(seed)
+        draws.append(float(torch.rand((), device="cuda")))
+    assert draws[0] == draws[2] != draws[1]
+
+
 def test_seeding_keeps_nothing() -> None:
     """Of every call for a device that was never used, torch would keep the stack."""
     modules = (torch.cuda, torch.xpu, torch.mtia)

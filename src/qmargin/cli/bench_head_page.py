@@ -16,6 +16,7 @@ from typing import Any
 from qmargin.cli.bench_head_tables import TABLES, table_cells
 from qmargin.cli.tables import markdown_table
 
+SCREENS = ("float16", "bfloat16", "float32", "float64")
 TEXTS = {
     "products": """\
 One product `[B, d] x [d, k]` in the precision of the screen, output written. A dense softmax
@@ -29,8 +30,9 @@ the prototypes as lists that the update consumes; "`.grad` of active rows" build
 well. A chunked step's gradient is made block by block and dropped where no update is timed.
 `sampled` is not the loss over all classes. `paper` is the paper's procedure on all cosines in
 half precision. The common head is the plain PyTorch of most training code: unit vectors, a
-product under autocast, a clamp, the margin by index, cross-entropy, `torch.optim.SGD`. "Extra
-GiB" is the peak beyond prototypes, momentum and the screened copy.""",
+product under autocast, a clamp, the margin by index, cross-entropy, `torch.optim.SGD`; "sampled"
+rows of it take a part of the classes at random. "Extra GiB" is the peak beyond prototypes,
+momentum and the screened copy.""",
     "settings": """\
 Small scales and alphas near 1 make supports large. `auto` is what a head does by default, after
 some steps that measure the support; `sparse` falls back to `chunked` where its lists would be
@@ -173,14 +175,15 @@ CPU_GOALS = (
 
 
 def read_sections(paths: Sequence[Path]) -> list[Section]:
-    """Parts of all files, in the order of the tables and, within a part, of the files."""
+    """Parts of all files, in the order of the tables and, within a part, of the screens."""
     found: dict[tuple[str, str], Section] = {}
     for path in paths:
         record = json.loads(path.read_text(encoding="utf-8"))
         for part, rows in record["parts"].items():
             section = Section(part, rows, record)
             found[part, section.screen] = section
-    return [section for part in TABLES for section in found.values() if section.part == part]
+    ordered = sorted(found.values(), key=lambda section: SCREENS.index(section.screen))
+    return [section for part in TABLES for section in ordered if section.part == part]
 
 
 def render_page(paths: Sequence[Path]) -> str:
@@ -242,9 +245,10 @@ def _sizes(part: str, settings: dict[str, Any]) -> str:
         sizes.append(f"k {settings['classes']:,}")
     if is_whole:
         sizes.append(str(settings["backbone"]))
-    if part not in ("settings", "products"):
+    if part not in ("settings", "products", "errors"):
         sizes.append("alpha {alpha:g}, scale {scale:g}, margin {margin:g}".format(**settings))
-    return f"{', '.join(sizes)}, {settings['screen']} screen. Medians, in milliseconds."
+    text = f"{', '.join(sizes)}, {settings['screen']} screen."
+    return text if part == "errors" else f"{text} Medians, in milliseconds."
 
 
 def _escaped(columns: list[str], rows: list[list[str]]) -> tuple[list[str], list[list[str]]]:

@@ -22,7 +22,7 @@ from qmargin.cli.bench_head_steps import (
 )
 from qmargin.cli.bench_timing import Row, clean_up, guarded, median, peak_gib
 
-ISSUE_SETTINGS = (  # alpha, scale, margin: the paper's best rows, and supports small to large
+SETTINGS = (  # alpha, scale, margin: the paper's best rows, and supports small to large
     (1.25, 35.0, 0.2),
     (1.5, 10.0, 0.1),
     (1.75, 5.0, 0.1),
@@ -35,7 +35,7 @@ ISSUE_SETTINGS = (  # alpha, scale, margin: the paper's best rows, and supports 
 
 def grid_of(bench: HeadBenchmark) -> tuple[tuple[float, float, float], ...]:
     """Settings of alpha, scale and margin that were asked for."""
-    return ISSUE_SETTINGS if bench.grid == "issue" else ((bench.alpha, bench.scale, bench.margin),)
+    return SETTINGS if bench.grid == "several" else ((bench.alpha, bench.scale, bench.margin),)
 
 
 def products(bench: HeadBenchmark) -> Iterator[Row]:

@@ -49,7 +49,7 @@ class HeadBenchmark:
     scale: float = 35.0
     margin: float = 0.2
     paths: tuple[str, ...] = ("sparse", "chunked", "dense", "sampled", "paper", "common")
-    grid: str = "default"
+    grid: str = "one"
     growth_classes: tuple[int, ...] = ()
     backbone: str = "iresnet100"
     batch: int = 512

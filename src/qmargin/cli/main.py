@@ -118,7 +118,7 @@ def _add_bench_head(subjects: "argparse._SubParsersAction[argparse.ArgumentParse
     add("--screen", choices=screens, help="precision of products (float16; float32 on a CPU)")
     add("--device", default="auto", help="auto, cpu or cuda (auto)")
     add("--parts", type=_names, default=_HEAD_PARTS, metavar="NAMES", help=_HEAD_PARTS_HELP)
-    add("--settings", choices=("default", "issue"), default="default", help=_HEAD_SETTINGS_HELP)
+    add("--settings", choices=("one", "several"), default="one", help=_HEAD_SETTINGS_HELP)
     add("--growth", action="store_true", help="add the part growth")
     add("--growth-classes", type=_count, nargs="+", default=_GROWTH, metavar="K", help="its sizes")
     add("--end-to-end", action="store_true", help="add the part end-to-end")
@@ -135,7 +135,7 @@ def _add_bench_head(subjects: "argparse._SubParsersAction[argparse.ArgumentParse
 _HEAD_PATHS = "sparse,chunked,dense,sampled,paper,common"
 _HEAD_PARTS = "products,paths,settings,errors"
 _HEAD_PARTS_HELP = f"of products,paths,settings,growth,errors,end-to-end ({_HEAD_PARTS})"
-_HEAD_SETTINGS_HELP = "seven settings of alpha, scale and margin instead of the given one"
+_HEAD_SETTINGS_HELP = "several: seven settings of alpha, scale and margin; one: the given one (one)"
 _GROWTH = (100_000, 250_000, 500_000, 1_000_000, 2_000_000, 4_000_000, 8_000_000)
 
 

@@ -40,7 +40,7 @@ def leave_blocks(head: MarginClassifier, update: BlockUpdate) -> Tensor | None:
     head.may_have_moved = True
     prototypes = head.prototypes.detach()
     if head.gradient == "sparse":
-        parts = []
+        parts = [(prototypes.new_empty(0, dtype=torch.int64), prototypes[:0])]  # of no classes
         for where, rows in update.blocks():
             active = (rows != 0).any(1).nonzero().flatten()
             parts.append((where.start + active, rows[active]))

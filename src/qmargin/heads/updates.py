@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -301,7 +302,7 @@ def clip_grad_norm_(
     norms += [optimizer.grad_norm() for optimizer in optimizers]
     if not norms:
         return torch.zeros(())
-    device, dtype = norms[0].device, torch.promote_types(norms[0].dtype, norms[-1].dtype)
+    device, dtype = norms[0].device, reduce(torch.promote_types, (norm.dtype for norm in norms))
     total: Tensor = torch.linalg.vector_norm(
         torch.stack([norm.to(device, dtype) for norm in norms])
     )

@@ -57,7 +57,9 @@ def study_page(study: Study, folder: Path, *, command: str, machine: str) -> str
 
 def search_page(study: Study, folder: Path, *, command: str, machine: str) -> str:
     """The same of a study whose losses have only chosen their settings."""
-    training = _training(study, epochs=study.search_epochs, num_seeds=study.search_seeds)
+    training = _training(
+        study, epochs=study.search_epochs, num_seeds=study.search_seeds, is_search=True
+    )
     return _joined(
         f"# Settings for {study.title}",
         _listed([f"`{command}`", machine, *training]),
@@ -104,15 +106,16 @@ def verdict(repeats: Repeats) -> str:
     return "\n".join([*lines, "", words])
 
 
-def _training(study: Study, *, epochs: int, num_seeds: int) -> list[str]:
+def _training(study: Study, *, epochs: int, num_seeds: int, is_search: bool = False) -> list[str]:
     size = study.size
+    held_back = ", less those held back," if is_search and study.kind != "strokes" else ","
     network = "`speaker_resnet34`"
     if study.kind != "speech":
         network = f"`stroke_net`, width {size.width}, depth {size.depth}"
         network += ", batch norm" if size.batch_norm else ""
     facts = [
-        f"training: {size.num_classes:,} classes, {_counted(epochs, 'epoch')} in batches of "
-        f"{size.batch_size}, one recipe for all losses (AdamW, cosine schedule), "
+        f"training: {size.num_classes:,} classes{held_back} {_counted(epochs, 'epoch')} in batches "
+        f"of {size.batch_size}, one recipe for all losses (AdamW, cosine schedule), "
         f"{_counted(num_seeds, 'seed')}",
         f"network: {network}, {size.embedding_dim} dimensions",
     ]
@@ -153,10 +156,13 @@ def _choice(study: Study, folder: Path) -> list[str]:
     seeds = "" if study.search_seeds == 1 else f" with each of {study.search_seeds} seeds"
     mean = "" if study.search_seeds == 1 else ", the mean over seeds,"
     epochs = _counted(study.search_epochs, "epoch")
+    held_out = "which neither training nor test has"
+    if study.kind != "strokes":  # the final trainings have them
+        held_out = "a part of those to train on, which the search holds back"
     words = (
         f"Each loss was trained with {' or '.join(map(str, sorted(counts)))} settings for "
         f"{epochs}{seeds}, and chose the one with the largest TAR at FAR "
-        f"{power(far)}{mean} on validation identities, which neither training nor test has. A "
+        f"{power(far)}{mean} on validation identities, {held_out}. A "
         "training that failed accepted nobody."
     )
     if "sampled" in keys:

@@ -149,6 +149,8 @@ def _chosen(options: StudyOptions, request: StopRequest) -> Settings:
     """Settings of all losses; what was chosen before stays."""
     study, path = options.study, options.out / CHOSEN
     chosen = read_chosen(path)
+    for trial in _search_trials(options, [key for key in options.keys if key in chosen]):
+        read_trial_result(trial)  # raises if they chose by another recipe
     missing = [key for key in options.keys if key not in chosen]
     if missing:
         results = _run(options, list(_search_trials(options, missing)), request, is_search=True)
