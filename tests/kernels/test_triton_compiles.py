@@ -77,6 +77,7 @@ def test_every_launch_compiles(recorded):
     for alpha, scale, margin in ((1.25, 20.0, 0.2), (3.0, 3.0, 0.05)):
         launches.test_pairs_scores_and_solution((300, 64, 5), alpha, scale, margin)
     launches.test_prepare_and_screen((300, 64, 5), torch.float16)
+    launches.test_refresh(37, 40, torch.bfloat16)
     for only_active in (False, True):
         launches.test_update(37, 40, 0.9, True, only_active)
         launches.test_update_of_given_rows(0.0, False, only_active, 0.3)

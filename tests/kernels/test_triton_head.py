@@ -87,6 +87,26 @@ def test_prepare_and_screen(shape, dtype):
     torch.testing.assert_close(maxima, batch.maxima(), atol=1e-6, rtol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("num_classes, dim", [(300, 64), (37, 40), (1, 8), (16, 130)])
+def test_refresh(num_classes, dim, dtype):
+    torch.manual_seed(0)
+    prototypes = (0.01 * torch.randn(num_classes, dim)).to(DEVICE)
+    found, expected = [], []
+    for kernels, kept in ((fused, found), (plain, expected)):
+        copy = torch.full((num_classes + 3, dim), 7.0, dtype=dtype, device=DEVICE)
+        inverse = torch.empty(num_classes, device=DEVICE)
+        kept += [kernels.refresh_copy(prototypes, copy, inverse), inverse, copy]
+    assert bool((found[2][num_classes:] == 7.0).all())  # rows past k are left alone
+    torch.testing.assert_close(found[1], expected[1], atol=0, rtol=1e-6)
+    torch.testing.assert_close(found[2], expected[2], atol=0.0, rtol=1e-2)
+    unit = prototypes * found[1][:, None]
+    lost = (unit - found[2][:num_classes].float()).norm(dim=1).amax()
+    torch.testing.assert_close(found[0], lost, atol=1e-9, rtol=1e-5)  # of its own copy
+    prototypes[num_classes // 2] = 0.0
+    assert bool(fused.refresh_copy(prototypes, found[2], found[1]).isnan())
+
+
 @pytest.mark.parametrize("alpha, scale, margin", SETTINGS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_pairs_scores_and_solution(shape, alpha, scale, margin):

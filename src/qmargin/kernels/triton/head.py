@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from qmargin.kernels.head_reference import class_order, refresh_copy
+from qmargin.kernels.head_reference import class_order
 from qmargin.kernels.triton.bound import list_pairs
 from qmargin.kernels.triton.entries import class_gradient
 from qmargin.kernels.triton.gradients import prototype_gradient, pull_rows
@@ -12,7 +12,7 @@ from qmargin.kernels.triton.screen import group_maxima
 from qmargin.kernels.triton.solve import solve_lists
 from qmargin.kernels.triton.support import find_support
 from qmargin.kernels.triton.unit import unit_gradient, unit_rows
-from qmargin.kernels.triton.update import sgd_update, sgd_update_rows
+from qmargin.kernels.triton.update import refresh_copy, sgd_update, sgd_update_rows
 
 __all__ = [
     "class_gradient",

@@ -1,4 +1,7 @@
-"""Update: gradient, momentum SGD, renormalised copy, all in one sweep over the prototypes."""
+"""Update: gradient, momentum SGD, renormalised copy, all in one sweep over the prototypes.
+
+And the copy alone, for prototypes that somebody else has moved.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from qmargin.kernels.head_records import ClassGradient
 from qmargin.kernels.triton.tuning import power_of_two
 
 CLASSES = 2  # prototypes per program of the sweep over all of them
+CLASSES_KEPT = 8  # and of the one that only rewrites what is kept of them
 
 
 @triton.jit
@@ -55,6 +59,37 @@ def _state(
 
 
 @triton.jit
+def _keep(prototype, place, is_kept, classes, dimension, INVERSE_NORMS, COPY, LARGEST, depth):
+    """Rewrite what is kept of a few prototypes: inverse norms, rounded unit vectors, the error."""
+    length = tl.sqrt(tl.sum(prototype * prototype, 1))
+    inverse = 1.0 / tl.where(is_kept, length, 1.0)
+    tl.store(INVERSE_NORMS + classes, inverse, mask=is_kept)
+    unit = prototype * inverse[:, None]
+    rounded = unit.to(COPY.dtype.element_ty)
+    tl.store(COPY + place, rounded, mask=is_kept[:, None] & (dimension[None, :] < depth))
+    lost = unit - rounded.to(tl.float32)
+    error = tl.sum(lost * lost, 1)
+    error = tl.where(error == error, error, float("inf"))  # a maximum would pass NaN over
+    error = tl.max(tl.where(is_kept, error, 0.0), 0)
+    tl.atomic_max(LARGEST, error)  # a maximum does not depend on the order
+
+
+@triton.jit
+def _refresh(
+    PROTOTYPES, INVERSE_NORMS, COPY, LARGEST, num_classes, depth, CLASSES: tl.constexpr,
+    DEPTH: tl.constexpr,
+):  # fmt: skip
+    """What is kept of all classes, a few to a program."""
+    classes = tl.program_id(0) * CLASSES + tl.arange(0, CLASSES)
+    dimension = tl.arange(0, DEPTH)
+    is_kept = classes < num_classes
+    place = classes[:, None].to(tl.int64) * depth + dimension[None, :]
+    mask = is_kept[:, None] & (dimension[None, :] < depth)
+    prototype = tl.load(PROTOTYPES + place, mask=mask, other=0.0)
+    _keep(prototype, place, is_kept, classes, dimension, INVERSE_NORMS, COPY, LARGEST, depth)
+
+
+@triton.jit
 def _apply(
     gradient, prototype, buffer, place, is_stepped, classes, dimension, PROTOTYPES, BUFFER,
     INVERSE_NORMS, COPY, LARGEST, lr, momentum, weight_decay, depth,
@@ -71,15 +106,7 @@ def _apply(
             move = gradient + momentum * move
     prototype -= lr * move
     tl.store(PROTOTYPES + place, prototype, mask=mask)
-    length = tl.sqrt(tl.sum(prototype * prototype, 1))
-    inverse = 1.0 / tl.where(is_stepped, length, 1.0)
-    tl.store(INVERSE_NORMS + classes, inverse, mask=is_stepped)
-    unit = prototype * inverse[:, None]
-    rounded = unit.to(COPY.dtype.element_ty)
-    tl.store(COPY + place, rounded, mask=mask)
-    error = unit - rounded.to(tl.float32)
-    error = tl.max(tl.where(is_stepped, tl.sum(error * error, 1), 0.0), 0)
-    tl.atomic_max(LARGEST, error)  # a maximum does not depend on the order
+    _keep(prototype, place, is_stepped, classes, dimension, INVERSE_NORMS, COPY, LARGEST, depth)
 
 
 @triton.jit
@@ -181,6 +208,23 @@ def _active(
         )  # fmt: skip
 
 
+def refresh_copy(prototypes: Tensor, copy: Tensor, inverse_norms: Tensor) -> Tensor:
+    """See ``head_reference.refresh_copy``."""
+    num_classes, depth = prototypes.shape
+    largest = torch.zeros((), dtype=torch.float32, device=prototypes.device)
+    wide = power_of_two(depth)
+    _refresh[(triton.cdiv(num_classes, CLASSES_KEPT),)](
+        prototypes.contiguous(), inverse_norms, copy, largest, num_classes, depth, CLASSES_KEPT,
+        wide, num_warps=4 if wide <= 512 else 8,
+    )  # fmt: skip
+    return _error(largest)
+
+
+def _error(largest: Tensor) -> Tensor:
+    """The length of the largest error from its square; NaN of prototypes that have no direction."""
+    return torch.where(largest.isinf(), torch.nan, largest.sqrt())
+
+
 def sgd_update(
     gradient: ClassGradient,
     embeddings: Tensor,
@@ -220,7 +264,7 @@ def sgd_update(
             *entries, segments, embeddings, *state, *kept, *rule, num_classes, depth, *flags,
             CLASSES, wide, num_warps=warps,
         )  # fmt: skip
-    return largest.sqrt()
+    return _error(largest)
 
 
 def sgd_update_rows(
@@ -251,4 +295,4 @@ def sgd_update_rows(
         momentum_buffer is not None, nesterov, only_active, unit_factor is not None, wide,
         num_warps=1 if wide <= 512 else 4,
     )  # fmt: skip
-    return largest.sqrt()
+    return _error(largest)
