@@ -296,9 +296,7 @@ def clip_grad_norm_(
     """
     scales = {id(optimizer._scale) for optimizer in optimizers}
     grads = [p.grad for p in parameters if p.grad is not None and id(p) not in scales]
-    norms: list[Tensor] = []
-    for group in _alike(map(_merged, grads)):
-        norms += torch._foreach_norm(group, 2, _wide(group[0]))
+    norms = _norms_of_groups([_stored(_merged(grad)) for grad in grads])
     norms += [optimizer.grad_norm() for optimizer in optimizers]
     if not norms:
         return torch.zeros(())
@@ -312,8 +310,7 @@ def clip_grad_norm_(
             "NaN in the embeddings or set error_if_nonfinite=False"
         )
     factor = (max_norm / (total + 1e-6)).clamp_max(1.0)
-    for group in _alike(grads):
-        torch._foreach_mul_(group, factor.to(group[0].device, _wide(group[0])))
+    scale_all_([_stored(grad) for grad in grads], factor)
     for optimizer in optimizers:
         optimizer.scale_gradient_(factor.to(optimizer.head.prototypes.device))
     return total
@@ -324,12 +321,34 @@ def _merged(grad: Tensor) -> Tensor:
     return grad.coalesce() if grad.is_sparse else grad
 
 
-def _alike(grads: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Stored numbers of gradients, by device and type: one kernel serves many small tensors."""
+def _stored(grad: Tensor) -> Tensor:
+    """The stored numbers of a dense or sparse gradient; a view."""
+    values: Tensor = grad._values() if grad.is_sparse else grad
+    return values
+
+
+def _norms_of_groups(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Euclidean norms of those tensors that share a device and a type, one for each such group.
+
+    A few kernels for many small tensors: one for each would take longer than the head.
+    """
+    return [
+        torch.linalg.vector_norm(torch.stack(torch._foreach_norm(group, 2, _wide(group[0]))))
+        for group in _alike(tensors)
+    ]
+
+
+def scale_all_(tensors: Iterable[Tensor], factor: Tensor) -> None:
+    """Multiply dense tensors by a scalar, likewise."""
+    for group in _alike(tensors):
+        torch._foreach_mul_(group, factor.to(group[0].device, _wide(group[0])))
+
+
+def _alike(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Tensors by device and type."""
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for grad in grads:
-        values = grad._values() if grad.is_sparse else grad
-        groups.setdefault((values.device, values.dtype), []).append(values)
+    for tensor in tensors:
+        groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
     return list(groups.values())
 
 

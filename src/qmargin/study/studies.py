@@ -48,24 +48,20 @@ SHORT_GRID: Mapping[str, tuple[Setting, ...]] = {
     "q_margin": ((1.25, 16.0, 0.2), (1.25, 32.0, 0.1), (1.5, 10.0, 0.2)),
 }
 # Of the paper's speaker table, and what suits a few speakers.
+_SOFT_SPEECH = tuple((1.0, s, m) for s in (16.0, 32.0) for m in (0.1, 0.2, 0.3))
+_SPARSE_SPEECH = (
+    (1.25, 10.0, 0.2),
+    *((1.25, 16.0, m) for m in (0.1, 0.2)),
+    (1.5, 6.0, 0.2),
+    (1.5, 10.0, 0.1),
+    (1.75, 5.0, 0.1),
+)
 SPEECH_GRID: Mapping[str, tuple[Setting, ...]] = {
-    "arcface": tuple((1.0, s, m) for s in (16.0, 32.0) for m in (0.1, 0.2, 0.3)),
-    "cosface": tuple((1.0, s, m) for s in (16.0, 32.0) for m in (0.1, 0.2, 0.3)),
-    "entmax": (
-        (1.25, 10.0, 0.2),
-        *((1.25, 16.0, m) for m in (0.1, 0.2)),
-        (1.5, 6.0, 0.2),
-        (1.5, 10.0, 0.1),
-        (1.75, 5.0, 0.1),
-    ),
+    "arcface": _SOFT_SPEECH,
+    "cosface": _SOFT_SPEECH,
+    "entmax": _SPARSE_SPEECH,
     "sparsemax": tuple((2.0, s, m) for s in (1.9, 3.0, 5.0) for m in (0.1, 0.2)),
-    "q_margin": (
-        (1.25, 10.0, 0.2),
-        *((1.25, 16.0, m) for m in (0.1, 0.2)),
-        (1.5, 6.0, 0.2),
-        (1.5, 10.0, 0.1),
-        (1.75, 5.0, 0.1),
-    ),
+    "q_margin": _SPARSE_SPEECH,
 }
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from qmargin.errors import ConfigError
 from qmargin.heads.classifier import MarginClassifier
-from qmargin.heads.updates import ExactSGD, SparseSGD
+from qmargin.heads.updates import ExactSGD, SparseSGD, scale_all_
 from qmargin.training.recipe import OptimizerPart, Recipe
 
 
@@ -178,6 +178,4 @@ def _scale_(optimizer: torch.optim.Optimizer, factor: Tensor) -> None:
     if isinstance(optimizer, ExactSGD | SparseSGD):
         optimizer.scale_gradient_(factor.to(optimizer.head.prototypes.device))
         return
-    gradients = _gradients(optimizer)
-    if gradients:
-        torch._foreach_mul_(gradients, factor.to(gradients[0].device, gradients[0].dtype))
+    scale_all_(_gradients(optimizer), factor)
