@@ -13,7 +13,11 @@ export PYTHONPATH=src${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 OMP_NUM_THRE
 # Small trainings share a GPU well only through NVIDIA's service for that; without it they take turns.
 export CUDA_MPS_PIPE_DIRECTORY=${CUDA_MPS_PIPE_DIRECTORY:-/tmp/mps} CUDA_MPS_LOG_DIRECTORY=/tmp/mps
 mkdir -p "$CUDA_MPS_PIPE_DIRECTORY"
-nvidia-cuda-mps-control -d || unset CUDA_MPS_PIPE_DIRECTORY
+if nvidia-cuda-mps-control -d; then
+    trap 'echo quit | nvidia-cuda-mps-control' EXIT
+else
+    unset CUDA_MPS_PIPE_DIRECTORY
+fi
 
 for study in "$@"; do
     options=(--device cuda --out "$runs/$study" --commit "$commit")
