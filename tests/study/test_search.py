@@ -10,7 +10,7 @@ from qmargin.demo.losses import GRID, LOSSES
 from qmargin.demo.recipe import SIZES, Size, demo_recipe
 from qmargin.errors import ConfigError, DataError
 from qmargin.study import studies
-from qmargin.study.page import search_page
+from qmargin.study.page import edges_of, search_page
 from qmargin.study.run import StudyOptions
 from qmargin.study.search import (
     Tried,
@@ -181,3 +181,22 @@ def test_shipped_settings_are_those_that_the_search_chose() -> None:
     }
     shipped = {key: (loss.alpha, loss.scale, loss.margin) for key, loss in LOSSES.items()}
     assert choose(tried, measure) == shipped
+
+
+def test_a_choice_at_an_edge_is_named() -> None:
+    grid = ((1.25, 7.0, 0.2), (1.25, 7.0, 0.4), (1.25, 10.0, 0.3), (1.5, 4.0, 0.3))
+    assert edges_of((1.25, 7.0, 0.4), grid) == ["smallest scale", "largest margin"]
+    assert edges_of((1.25, 10.0, 0.3), grid) == ["largest scale"]
+    assert edges_of((1.5, 4.0, 0.3), grid) == []  # nothing beside it was tried
+    assert edges_of((1.25, 10.0, 0.3), (*grid, (1.25, 16.0, 0.3))) == []
+
+
+def test_the_readme_says_what_the_pages_found() -> None:
+    docs = Path(__file__).parents[2] / "docs"
+    lines = (docs.parent / "README.md").read_text().splitlines()
+    pages = "".join(path.read_text() for path in (docs / "results").glob("*.md"))
+    rows = [line.split("|") for line in lines if line.startswith("|") and "| 1e-" in line]
+    cells = [cell.strip("* ") for row in rows for cell in row]
+    numbers = [cell for cell in cells if " ± " in cell]
+    assert len(numbers) >= 30
+    assert not [number for number in numbers if number not in pages]

@@ -12,7 +12,7 @@ from qmargin.report.systems import load_panels
 from qmargin.report.tables import markdown_repeats
 from qmargin.study.run import FINAL, RESULT
 from qmargin.study.search import CHOSEN, Settings, Tried, read_chosen, read_tried
-from qmargin.study.studies import SYSTEMS, Study
+from qmargin.study.studies import SYSTEMS, Setting, Study
 from qmargin.sweep.validation import far_of
 
 Q_MARGIN = SYSTEMS["q_margin"].title
@@ -173,7 +173,26 @@ def _choice(study: Study, folder: Path) -> list[str]:
         for one in sorted(tried, key=lambda one: one.mean(study.measure), reverse=True)
         if one.key == key
     ]
-    return [words, _table(ranked, chosen)]
+    parts = [words, _table(ranked, chosen)]
+    edges = {SYSTEMS[key].title: edges_of(chosen[key], study.grid.get(key, ())) for key in keys}
+    found = [f"{title} ({', '.join(names)})" for title, names in edges.items() if names]
+    if found:
+        parts.append(
+            f"At an edge of what was tried: {', '.join(found)}. Beyond it there may be better ones."
+        )
+    return parts
+
+
+def edges_of(chosen: Setting, grid: Sequence[Setting]) -> list[str]:
+    """In which directions a loss could not have gone further than it did."""
+    alpha, scale, margin = chosen
+    scales = {s for a, s, _ in grid if a == alpha}
+    margins = {m for a, s, m in grid if (a, s) == (alpha, scale)}
+    names = []
+    for value, values, name in ((scale, scales, "scale"), (margin, margins, "margin")):
+        if len(values) > 1 and value in (min(values), max(values)):
+            names.append(f"{'smallest' if value == min(values) else 'largest'} {name}")
+    return names
 
 
 def _table(tried: Sequence[Tried], chosen: Settings) -> str:
