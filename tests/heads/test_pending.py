@@ -252,7 +252,7 @@ def test_no_step_allocates_a_matrix_of_all_prototypes(
         loss.backward()
         clip_grad_norm_([], [optimizer], 0.1)
         optimizer.step()
-    assert 50 * DIM <= largest.elements < num_classes * DIM // 10
+    assert DIM <= largest.elements < num_classes * DIM // 10
     with LargestAllocation() as largest:
         torch.zeros_like(head.prototypes)
     assert largest.elements == num_classes * DIM  # the measurement works

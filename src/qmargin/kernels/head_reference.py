@@ -32,6 +32,8 @@ from qmargin.reading import Reading
 
 BLOCK_CLASSES = 1 << 14  # classes scored at a time: [B, 16384] stays in cache for usual batches
 BLOCK_ENTRIES = 1 << 16  # gathered prototypes at a time
+GROUP_ROWS = 8  # that are scored with a group's prototypes at a time
+DENSE_SHARE = 1 / 64  # of all pairs: with more, a product with all classes is faster
 
 
 def refresh_copy(prototypes: Tensor, copy: Tensor, inverse_norms: Tensor) -> Tensor:
@@ -169,7 +171,16 @@ def score_candidates(batch: Rows, pairs: Pairs) -> Candidates:
     """Exact cosines of the classes in listed pairs that can be active, row by row.
 
     Scores come from the master prototypes; the copy is there for kernels, which filter with it.
+    Where many pairs are listed, scoring every class once more is faster than gathering them.
     """
+    num_groups = -(-len(batch.prototypes) // GROUP)
+    if len(pairs.groups) > DENSE_SHARE * len(batch.labels) * num_groups:
+        return _score_blocks(batch, pairs.floor)
+    return _score_pairs(batch, pairs)
+
+
+def _score_pairs(batch: Rows, pairs: Pairs) -> Candidates:
+    """By group: a few of its rows at a time, against its prototypes."""
     prepared, _, prototypes, inverse_norms, labels = batch
     num_classes, groups, rows = len(prototypes), pairs.groups, pairs.rows
     member = torch.arange(GROUP, device=groups.device)
@@ -178,11 +189,22 @@ def score_candidates(batch: Rows, pairs: Pairs) -> Candidates:
     step = max(1, BLOCK_ENTRIES // GROUP)
     for first in range(0, len(groups), step):
         some = order[first : first + step]
-        needed, position = torch.unique_consecutive(groups[some], return_inverse=True)
-        block = (needed[:, None] * GROUP + member).clamp_max(num_classes - 1)
-        unit = prototypes[block] * inverse_norms[block][..., None]
-        vectors = prepared.embeddings[rows[some]][:, :, None]
-        scores[some] = torch.bmm(unit[position], vectors).squeeze(2)
+        needed, counts = torch.unique_consecutive(groups[some], return_counts=True)
+        # A group with many rows comes several times: places in `vectors` are few and mostly used.
+        begins = counts.cumsum(0) - counts
+        place = torch.arange(len(some), device=some.device) - begins.repeat_interleave(counts)
+        repeats = -(-counts // GROUP_ROWS)
+        bags = (repeats.cumsum(0) - repeats).repeat_interleave(counts) + place // GROUP_ROWS
+        place = place % GROUP_ROWS
+        vectors = prototypes.new_zeros(
+            (int(repeats.sum()), int(place.max()) + 1, prototypes.shape[1])
+        )
+        vectors[bags, place] = prepared.embeddings[rows[some]]
+        block = (needed.repeat_interleave(repeats)[:, None] * GROUP + member).clamp_max(
+            num_classes - 1
+        )
+        products = torch.bmm(vectors, prototypes[block].transpose(1, 2))
+        scores[some] = (products * inverse_norms[block][:, None])[bags, place]
     columns = groups[:, None] * GROUP + member
     is_candidate = scores.double() > pairs.floor[rows, None]
     is_candidate &= (columns < num_classes) & (columns != labels[rows][:, None])
@@ -190,6 +212,37 @@ def score_candidates(batch: Rows, pairs: Pairs) -> Candidates:
     counts = torch.bincount(rows[pair], minlength=len(labels))
     starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
     return Candidates(rows[pair], columns[pair, which], scores[pair, which], starts)
+
+
+def _score_blocks(batch: Rows, floor: Tensor) -> Candidates:
+    """Every class above its row's floor; by F3 all of them lie in listed groups."""
+    prepared, _, prototypes, inverse_norms, labels = batch
+    lowered = floor.to(prototypes.dtype)  # the largest number at or below the floor
+    below = torch.nextafter(lowered, torch.full_like(lowered, -math.inf))
+    lowered = torch.where(lowered.double() > floor, below, lowered)
+    found, counts = [], []
+    for start in range(0, len(prototypes), BLOCK_CLASSES):
+        block = slice(start, start + BLOCK_CLASSES)
+        unit = prototypes[block] * inverse_norms[block][:, None]
+        cosines = prepared.embeddings @ unit.t()
+        drop_targets_(cosines, labels - start)
+        rows, columns = (cosines > lowered[:, None]).nonzero(as_tuple=True)
+        found.append((rows, columns + start, cosines[rows, columns]))
+        counts.append(torch.bincount(rows, minlength=len(labels)))
+    # From block by block to row by row: each block's part of a row has its place.
+    sizes = torch.stack(counts)  # [blocks, B]
+    starts = torch.nn.functional.pad(sizes.sum(0).cumsum(0), (1, 0))
+    firsts = starts[:-1] + sizes.cumsum(0) - sizes - (sizes.cumsum(1) - sizes)
+    places = torch.cat(
+        [
+            first[rows] + torch.arange(len(rows), device=rows.device)
+            for first, (rows, _, _) in zip(firsts, found, strict=True)
+        ]
+    )
+    parts = []
+    for part in map(torch.cat, zip(*found, strict=True)):
+        parts.append(torch.empty_like(part).index_copy_(0, places, part))
+    return Candidates(parts[0], parts[1], parts[2], starts)
 
 
 def solve_lists(
@@ -281,13 +334,17 @@ def find_support(
 
 def pull_rows(solved: SolvedRows, prototypes: Tensor, inverse_norms: Tensor) -> Tensor:
     """``sum_j p_rj w_j`` over the others, ``[B, d]``: what pushes on the unit embeddings."""
-    pulled = prototypes.new_zeros((len(solved.loss), prototypes.shape[1]))
-    for first in range(0, len(solved.rows), BLOCK_ENTRIES):
-        part = slice(first, first + BLOCK_ENTRIES)
-        rows, columns = solved.rows[part], solved.columns[part]
-        factor = solved.posterior[part] * inverse_norms[columns]
-        pulled.index_add_(0, rows, prototypes[columns] * factor[:, None])
-    return pulled
+    weights = solved.posterior * inverse_norms[solved.columns]
+    return weighted_sums(prototypes, solved.columns, weights, solved.starts[:-1])
+
+
+def weighted_sums(values: Tensor, index: Tensor, weights: Tensor, starts: Tensor) -> Tensor:
+    """Sums of ``weights * values[index]`` over consecutive entries, which begin at ``starts``."""
+    if not len(index):
+        return values.new_zeros((len(starts), values.shape[1]))
+    return torch.nn.functional.embedding_bag(
+        index, values, starts, mode="sum", per_sample_weights=weights.to(values.dtype)
+    )
 
 
 def class_order(columns: Tensor, labels: Tensor) -> ClassOrder:
@@ -317,12 +374,9 @@ def prototype_gradient(
     gradient: ClassGradient, embeddings: Tensor, prototypes: Tensor, inverse_norms: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Active classes ``[A]`` and the gradient of their (unnormalised) prototypes ``[A, d]``."""
-    classes, position = torch.unique_consecutive(gradient.columns, return_inverse=True)
-    result = prototypes.new_zeros((len(classes), prototypes.shape[1]))
-    for first in range(0, len(position), BLOCK_ENTRIES):
-        part = slice(first, first + BLOCK_ENTRIES)
-        entries = embeddings[gradient.rows[part]] * gradient.values[part][:, None]
-        result.index_add_(0, position[part], entries.to(result.dtype))
+    classes, counts = torch.unique_consecutive(gradient.columns, return_counts=True)
+    starts = counts.cumsum(0) - counts
+    result = weighted_sums(embeddings, gradient.rows, gradient.values, starts).to(prototypes.dtype)
     inverse = inverse_norms[classes][:, None]
     unit = prototypes[classes] * inverse
     radial = (result * unit).sum(1, keepdim=True)
