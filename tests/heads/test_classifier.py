@@ -35,7 +35,7 @@ def decide(**changes: object) -> choice.Choice:
         "order": 0.25,
         "device": "cpu",
         "num_logits": 10**9,
-        "group_share": None,
+        "class_share": None,
         "was_chunked": False,
     }
     return choose_path(**{**settings, **changes})
@@ -49,13 +49,15 @@ def decide(**changes: object) -> choice.Choice:
         ({"order": -0.5}, "chunked"),
         ({"order": 0.0, "num_logits": 1000}, "dense"),
         ({"order": None}, "dense"),
-        ({"group_share": 0.01}, "sparse"),
-        ({"group_share": 0.9}, "chunked"),
-        ({"group_share": 0.9, "device": "cuda"}, "chunked"),
-        ({"group_share": 0.1}, "sparse"),  # between the limits nothing changes
-        ({"group_share": 0.1, "was_chunked": True}, "chunked"),
-        ({"group_share": 0.01, "was_chunked": True}, "sparse"),
-        ({"group_share": 0.01, "device": "other"}, "sparse"),
+        ({"class_share": 0.01}, "sparse"),
+        ({"class_share": 0.9}, "chunked"),
+        ({"class_share": 0.1, "device": "cuda"}, "chunked"),
+        ({"class_share": 0.15}, "sparse"),  # between the limits nothing changes
+        ({"class_share": 0.15, "was_chunked": True}, "chunked"),
+        ({"class_share": 0.01, "was_chunked": True}, "sparse"),
+        ({"class_share": 0.005, "device": "cuda"}, "sparse"),
+        ({"class_share": 0.005, "device": "cuda", "was_chunked": True}, "chunked"),
+        ({"class_share": 0.001, "device": "other"}, "sparse"),
     ],
 )
 def test_choice_follows_alpha_size_and_support(changes: dict[str, object], path: str) -> None:
@@ -81,7 +83,7 @@ def test_auto_follows_the_support_and_does_not_flutter() -> None:
     assert paths[-1] == "sparse"
     changes = sum(one != other for one, other in pairwise(paths))
     assert changes == 2
-    assert "groups" in reasons[-1]
+    assert "of the classes" in reasons[-1]
 
 
 def test_auto_takes_what_only_dense_can_do() -> None:
@@ -227,7 +229,7 @@ def test_a_copy_chooses_the_same_path() -> None:
     other.load_state_dict(head.state_dict())
     for each in (head, other):
         each(batch.embeddings, batch.labels)
-    assert "groups hold active classes" in other.last_step.reason
+    assert "of the classes can be active" in other.last_step.reason
     assert other.last_step == head.last_step
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 SMALL_LOGITS = 1 << 22  # below this, all cosines of a batch cost less than going without them
-# Share of a row's groups of classes that lists may hold: above the first they lose to `chunked`,
-# below the second they are tried again. Two numbers, so that a share in between changes nothing.
-LISTS_LOSE = {"cpu": 0.2, "cuda": 0.3}
-LISTS_WIN = 0.25  # times the above: `chunked` counts active groups, lists hold some more
+# Share of all classes that a row's list may hold: above the first it loses to `chunked`, below the
+# second it is tried again. Two numbers, so that a share in between changes nothing, and because
+# `chunked` counts active classes, of which lists hold some more.
+LISTS_LOSE = {"cpu": 0.2, "cuda": 0.011}
+LISTS_WIN = {"cpu": 0.1, "cuda": 0.0025}
 
 
 class Choice(NamedTuple):
@@ -23,7 +24,7 @@ def choose_path(
     order: float | None,
     device: str,
     num_logits: int,
-    group_share: float | None,
+    class_share: float | None,
     was_chunked: bool,
 ) -> Choice:
     """The path for the next step.
@@ -32,13 +33,13 @@ def choose_path(
         order: ``alpha - 1``; None for another divergence, or an alpha that is learned.
         device: ``"cpu"``, ``"cuda"``.
         num_logits: ``B * k``.
-        group_share: Share of a row's groups that hold, or may hold, active classes, measured in
-            the last steps; None before the first.
+        class_share: Share of the classes that are, or may be, active in a row, measured in the
+            last steps; None before the first.
         was_chunked: Whether the step before was chunked.
 
     Examples:
         >>> choose_path(
-        ...     order=0.0, device="cpu", num_logits=10**9, group_share=None, was_chunked=False
+        ...     order=0.0, device="cpu", num_logits=10**9, class_share=None, was_chunked=False
         ... )
         Choice(path='chunked', reason='alpha is 1: every class is active')
     """
@@ -48,11 +49,11 @@ def choose_path(
         if num_logits < SMALL_LOGITS:
             return Choice("dense", f"{num_logits:,} logits are few and alpha is {1 + order:g}")
         return Choice("chunked", f"alpha is {1 + order:g}: every class is active")
-    if group_share is None:
+    if class_share is None:
         return Choice("sparse", f"alpha is {1 + order:g}: few classes are active")
-    lose = LISTS_LOSE.get(device, LISTS_LOSE["cuda"])
-    limit = lose * LISTS_WIN if was_chunked else lose
-    share = f"{100 * group_share:.3g} % of the groups hold active classes"
-    if group_share > limit:
+    limits = LISTS_WIN if was_chunked else LISTS_LOSE
+    limit = limits.get(device, limits["cuda"])
+    share = f"{100 * class_share:.3g} % of the classes can be active in a row"
+    if class_share > limit:
         return Choice("chunked", f"{share}, lists pay below {100 * limit:.3g} %")
     return Choice("sparse", f"{share}, few enough for lists")

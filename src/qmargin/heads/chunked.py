@@ -35,7 +35,7 @@ from qmargin.heads.pending import PendingGradient, element_bound, is_bounded
 from qmargin.heads.ranked import own_labels
 from qmargin.heads.step import StepStats, reference_gradient
 from qmargin.heads.step_loss import RowSolution
-from qmargin.kernels.head_records import GROUP, ClassGradient
+from qmargin.kernels.head_records import ClassGradient
 from qmargin.kernels.update_reference import project_rows
 from qmargin.maths.objective import loss_from_sums
 from qmargin.maths.threshold import level_step
@@ -110,14 +110,13 @@ class ChunkedStep:
             active_share=float(self.solved.num_active) / num_classes,
         )
 
-    def group_share(self) -> float:
-        """Share of a row's groups that hold an active class, were active classes scattered."""
+    def class_share(self) -> float:
+        """Share of the classes that are active in a row, targets left out."""
         assert self.solved is not None
         if self.chunks.order <= 0.0:
             return 1.0
         num_others = (self.solved.support_size - 1.0).clamp_min(0.0)  # lists leave the target out
-        share = float(num_others.mean()) / self.chunks.head.num_classes
-        return 1.0 - (1.0 - share) ** GROUP
+        return float(num_others.mean()) / self.chunks.head.num_classes
 
 
 class Push(NamedTuple):

@@ -286,7 +286,7 @@ class MarginClassifier(nn.Module):
 
     def _remember_share(self) -> None:
         if self.path == "auto" and isinstance(self._step, SparseStep | ChunkedStep):
-            self._shares.append(self._step.group_share())
+            self._shares.append(self._step.class_share())
 
     def _take(
         self, path: str, unit: Tensor, labels: Tensor, norms: Tensor
@@ -335,7 +335,7 @@ class MarginClassifier(nn.Module):
             order=self.order if is_known else None,
             device=self.prototypes.device.type,
             num_logits=num_rows * self.num_classes,
-            group_share=sum(self._shares) / len(self._shares) if self._shares else None,
+            class_share=sum(self._shares) / len(self._shares) if self._shares else None,
             was_chunked=self._was_chunked,
         )
 

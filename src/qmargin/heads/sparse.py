@@ -20,7 +20,6 @@ from qmargin.heads.ranked import find_support_of_ranks, own_labels
 from qmargin.heads.step import StepStats
 from qmargin.heads.step_loss import RowSolution
 from qmargin.kernels.head_records import (
-    GROUP,
     ClassGradient,
     PreparedRows,
     Rows,
@@ -43,7 +42,6 @@ class SparseStep:
     labels: Tensor  # [B] among this rank's classes, -1 where another rank has the row's own
     maxima: Tensor | None = None  # [B, g], until it is used
     support: Support | None = None
-    num_pairs: int = 0
     num_candidates: int = 0
     target_logits: Tensor | None = None  # [B]
     gradient: ClassGradient | None = None
@@ -120,7 +118,6 @@ class SparseStep:
         found = self.head.lengths = self.support.confirm()
         if found is None:
             return False
-        self.num_pairs = found.pairs
         self.num_candidates = found.candidates
         if self.gradient is not None:
             self.gradient = self.cut(self.gradient)
@@ -131,10 +128,11 @@ class SparseStep:
         length = self.num_candidates + len(self.labels)
         return ClassGradient(*(part[:length] for part in gradient))
 
-    def group_share(self) -> float:
-        """Share of all (row, group) pairs that were listed: what the step's cost grows with."""
-        num_groups = -(-self.head.num_classes // GROUP)  # of all ranks, as are the pairs
-        return self.num_pairs / max(1, len(self.labels) * num_groups)
+    def class_share(self) -> float:
+        """Share of the classes that rows list; with several ranks, a number they agree on."""
+        num_logits = max(1, len(self.labels) * self.head.num_classes)
+        support = self.others_support
+        return (self.num_candidates if support is None else int(support.sum())) / num_logits
 
     def stats(self) -> StepStats:
         """Summarise the step; waits for the device."""
