@@ -90,7 +90,7 @@ _SETTING: dict[str, Cell] = {
 TABLES = {
     "products": Table(
         "Bare products",
-        {"product": _text("name"), **_TIMES, "TFLOP/s": _fact("tflops", ".0f"), "note": _note},
+        {"product": _text("name"), **_TIMES, "TFLOP/s": _fact("tflops", ".3g"), "note": _note},
     ),
     "paths": Table(
         "Paths",

@@ -21,31 +21,27 @@ SYSTEMS = {
     **LOSSES,
     "sampled": DemoLoss("sampled", "ArcFace, 10 % of classes", 1.0, "angular", 16.0, 0.2),
 }
-# The paper's grids, moved to where a few hundred or thousand classes need them. Twelve of each.
+# The paper's grids, moved to where a few thousand classes need them: smaller scales, and smaller
+# ones for larger alphas. Twelve of each.
+_SPARSE = (
+    *((1.25, s) for s in (2.0, 3.0, 4.0, 5.0, 7.0, 10.0, 16.0)),
+    *((1.5, s) for s in (1.0, 1.5, 2.5, 4.0)),
+    (1.75, 1.0),
+)
 GRID: Mapping[str, tuple[Setting, ...]] = {
-    "arcface": tuple((1.0, s, m) for s in (10.0, 16.0, 32.0, 64.0) for m in (0.1, 0.2, 0.3)),
-    "cosface": tuple((1.0, s, m) for s in (16.0, 24.0, 32.0, 64.0) for m in (0.2, 0.3, 0.4)),
-    "entmax": (
-        *((1.25, s, m) for s in (7.0, 10.0, 16.0) for m in (0.1, 0.2)),
-        *((1.25, s, 0.2) for s in (24.0, 32.0)),
-        *((1.5, s, 0.2) for s in (4.0, 6.0, 10.0)),
-        (1.75, 5.0, 0.1),
-    ),
-    "sparsemax": tuple((2.0, s, m) for s in (1.0, 1.9, 3.0, 4.0, 5.0, 8.0) for m in (0.1, 0.2)),
-    "q_margin": (
-        *((1.25, s, m) for s in (7.0, 10.0, 16.0) for m in (0.2, 0.4)),
-        *((1.25, s, 0.2) for s in (24.0, 32.0)),
-        *((1.5, s, 0.3) for s in (4.0, 6.0, 10.0)),
-        (1.75, 5.0, 0.2),
-    ),
+    "arcface": tuple((1.0, s, m) for s in (8.0, 10.0, 16.0, 32.0) for m in (0.05, 0.1, 0.2)),
+    "cosface": tuple((1.0, s, m) for s in (12.0, 16.0, 24.0, 32.0) for m in (0.1, 0.2, 0.4)),
+    "entmax": tuple((alpha, s, 0.1) for alpha, s in _SPARSE),
+    "sparsemax": tuple((2.0, s, m) for s in (0.1, 0.2, 0.3, 0.5, 1.0, 1.9) for m in (0.1, 0.2)),
+    "q_margin": tuple((alpha, s, 0.4) for alpha, s in _SPARSE),
 }
-# Of the middle of each grid, where a training takes minutes.
+# Around what was best of ten thousand classes, where a training takes minutes.
 SHORT_GRID: Mapping[str, tuple[Setting, ...]] = {
-    "arcface": ((1.0, 16.0, 0.2), (1.0, 32.0, 0.2), (1.0, 64.0, 0.3)),
-    "cosface": ((1.0, 16.0, 0.2), (1.0, 32.0, 0.2), (1.0, 64.0, 0.4)),
-    "entmax": ((1.25, 16.0, 0.2), (1.25, 32.0, 0.2), (1.5, 10.0, 0.2)),
-    "sparsemax": ((2.0, 1.9, 0.2), (2.0, 4.0, 0.2), (2.0, 8.0, 0.2)),
-    "q_margin": ((1.25, 16.0, 0.2), (1.25, 32.0, 0.1), (1.5, 10.0, 0.2)),
+    "arcface": tuple((1.0, s, 0.1) for s in (10.0, 16.0, 24.0)),
+    "cosface": tuple((1.0, s, 0.3) for s in (10.0, 16.0, 24.0)),
+    "entmax": ((1.25, 7.0, 0.1), (1.25, 10.0, 0.1), (1.5, 4.0, 0.1)),
+    "sparsemax": tuple((2.0, s, 0.1) for s in (0.5, 1.0, 1.9)),
+    "q_margin": ((1.25, 7.0, 0.4), (1.25, 10.0, 0.4), (1.5, 4.0, 0.4)),
 }
 # Of the paper's speaker table, and what suits a few speakers.
 _SOFT_SPEECH = tuple((1.0, s, m) for s in (16.0, 32.0) for m in (0.1, 0.2, 0.3))
