@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from qmargin.study import studies
+
 ROOT = Path(__file__).parents[1]
 FENCE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 PAGES = [
@@ -36,6 +38,7 @@ def test_blocks_are_found_with_their_lines(tmp_path: Path) -> None:
 def test_python_blocks_run(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of one page share a namespace; line numbers in a failure are those of the page."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(studies, "STUDIES", dict(studies.STUDIES))  # a page adds one
     namespace: dict[str, object] = {"__name__": path.stem}
     for line, code in python_blocks(path):
         padded = "\n" * (line - 1) + code
