@@ -1,12 +1,18 @@
 """Means over trainings, against plain arithmetic."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from helpers.results import hostile_result, synthetic_result, write_results
-from qmargin.report.repeats import difference_of_means, find_repeats, repeats_block
+from qmargin.report.repeats import (
+    difference_of_means,
+    find_repeats,
+    interval_of_mean,
+    repeats_block,
+)
 from qmargin.report.systems import Panel, arrange
 from qmargin.report.tables import latex_tables, markdown_tables
 from qmargin.report.write import ReportOptions, write_report
@@ -64,6 +70,23 @@ def test_a_difference_of_means_is_that_of_the_replicates_means() -> None:
     low, high = np.quantile(draws[0] - draws[1], (0.025, 0.975))
     assert (made.low, made.high) == pytest.approx((low, high), abs=5e-4)
     assert made.low < made.difference < made.high
+
+
+def test_the_interval_of_a_mean_is_that_of_the_replicates_means() -> None:
+    (repeats,) = find_repeats(panels_of_seeds())
+    entries = repeats.systems["Q-Margin"]
+    for far, mean in ((FAR, np.mean(repeats.values("Q-Margin", FAR))), (None, None)):
+        found = interval_of_mean(repeats, "Q-Margin", far)
+        drawn = [
+            entry.result.replicates.eer if far is None else entry.result.replicates.tar["0.001"]
+            for entry in entries
+        ]
+        expected = np.quantile(np.mean(drawn, axis=0), (0.025, 0.975))
+        assert found == pytest.approx(tuple(expected), abs=1e-12)
+        assert mean is None or found[0] < mean < found[1]
+    without = replace(entries[0], result=replace(entries[0].result, replicates=None))
+    systems = {"Q-Margin": (without, *entries[1:])}
+    assert interval_of_mean(replace(repeats, systems=systems), "Q-Margin", FAR) is None
 
 
 def test_unequal_numbers_of_trainings_are_not_compared() -> None:

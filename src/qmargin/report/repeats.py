@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from qmargin.errors import ProtocolError
+from qmargin.metrics.bootstrap import interval
 from qmargin.metrics.comparison import Difference, paired_difference
 from qmargin.report.comparison import are_paired, observed_value, replicate_values
 from qmargin.report.layout import data_table
@@ -83,6 +84,22 @@ def _repeats(title: str, panels: Sequence[Panel]) -> Repeats:
             systems.setdefault(cleaned(entry.result.system.name) or "unnamed", []).append(entry)
     fars = sorted({far for panel in panels for far in panel.fars}, reverse=True)
     return Repeats(title, tuple(fars), {name: tuple(group) for name, group in systems.items()})
+
+
+def interval_of_mean(
+    repeats: Repeats, name: str, far: float | None, *, level: float = 0.95
+) -> tuple[float, float] | None:
+    """Bootstrap interval of a system's mean over trainings. It is about subjects, not about seeds.
+
+    None where a training has no draws, or too many in which the measure is undefined.
+    """
+    drawn = [replicate_values(entry, far) for entry in repeats.systems[name]]
+    if any(values is None for values in drawn):
+        return None
+    try:
+        return interval(np.mean(np.array(drawn, dtype=float), axis=0), level)
+    except ProtocolError:
+        return None
 
 
 def difference_of_means(

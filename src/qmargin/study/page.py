@@ -7,7 +7,13 @@ from pathlib import Path
 
 from qmargin.errors import DataError
 from qmargin.report.numbers import power, probability, signed
-from qmargin.report.repeats import Repeats, difference_of_means, find_repeats, spread
+from qmargin.report.repeats import (
+    Repeats,
+    difference_of_means,
+    find_repeats,
+    interval_of_mean,
+    spread,
+)
 from qmargin.report.systems import load_panels
 from qmargin.report.tables import markdown_repeats
 from qmargin.study.run import FINAL, RESULT
@@ -49,6 +55,7 @@ def study_page(study: Study, folder: Path, *, command: str, machine: str) -> str
         "## Found",
         verdict(repeats),
         markdown_repeats(repeats).partition("\n\n")[2],
+        _intervals(repeats),
         _differences(repeats),
         "## Settings, and how they were chosen",
         *_choice(study, folder),
@@ -122,6 +129,17 @@ def _training(study: Study, *, epochs: int, num_seeds: int, is_search: bool = Fa
     if study.kind == "strokes":
         facts.append("the data are synthetic, drawn by this package; they say nothing about faces")
     return facts
+
+
+def _intervals(repeats: Repeats) -> str:
+    lines = ["| TAR % | " + " | ".join(f"at {power(far)}" for far in repeats.fars) + " |"]
+    lines.append("| --- |" + " ---: |" * len(repeats.fars))
+    for name in repeats.systems:
+        found = [interval_of_mean(repeats, name, far) for far in repeats.fars]
+        cells = [f"{100 * one[0]:.2f} to {100 * one[1]:.2f}" if one else "-" for one in found]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    words = "95 % intervals of these means, by a bootstrap over test identities."
+    return "\n".join([*lines, "", words])
 
 
 def _differences(repeats: Repeats) -> str:
