@@ -51,6 +51,12 @@ class Section:
 
 
 SECTIONS = (
+    Section(
+        "repeats",
+        "Repeated trainings",
+        "Repeats",
+        "Results under one name on the same trials, or on trials that differ in their seed alone.",
+    ),
     Section("data", "Is there enough data", "Data"),
     Section(
         "det",
@@ -68,12 +74,6 @@ SECTIONS = (
         "verdict's FAR.",
     ),
     Section("points", "Operating points", "Operating points"),
-    Section(
-        "repeats",
-        "Repeated trainings",
-        "Repeats",
-        "Results under one name on the same trials, or on trials that differ in their seed alone.",
-    ),
     Section("pairs", "Paired comparison", "Pairs"),
     Section(
         "groups",
