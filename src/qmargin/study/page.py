@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from qmargin.errors import DataError
-from qmargin.report.numbers import power, probability, signed
+from qmargin.report.numbers import MISSING, power, probability, signed
 from qmargin.report.repeats import (
     Repeats,
     difference_of_means,
@@ -132,33 +132,35 @@ def _training(study: Study, *, epochs: int, num_seeds: int, is_search: bool = Fa
 
 
 def _intervals(repeats: Repeats) -> str:
-    lines = ["| TAR % | " + " | ".join(f"at {power(far)}" for far in repeats.fars) + " |"]
-    lines.append("| --- |" + " ---: |" * len(repeats.fars))
-    for name in repeats.systems:
-        found = [interval_of_mean(repeats, name, far) for far in repeats.fars]
-        cells = [f"{100 * one[0]:.2f} to {100 * one[1]:.2f}" if one else "-" for one in found]
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    words = "95 % intervals of these means, by a bootstrap over test identities."
-    return "\n".join([*lines, "", words])
+    def cell(name: str, far: float) -> str:
+        found = interval_of_mean(repeats, name, far)
+        return MISSING if found is None else f"{100 * found[0]:.2f} to {100 * found[1]:.2f}"
+
+    table = _by_far("TAR %", repeats, list(repeats.systems), cell)
+    return f"{table}\n\n95 % intervals of these means, by a bootstrap over test identities."
 
 
 def _differences(repeats: Repeats) -> str:
-    lines = ["| Q-Margin minus | " + " | ".join(f"at {power(far)}" for far in repeats.fars) + " |"]
-    lines.append("| --- |" + " ---: |" * len(repeats.fars))
-    for name in repeats.systems:
-        if name == Q_MARGIN or Q_MARGIN not in repeats.systems:
-            continue
-        cells = []
-        for far in repeats.fars:
-            made = difference_of_means(repeats, Q_MARGIN, name, far)
-            cells.append(
-                "-"
-                if made is None
-                else f"{signed(100 * made.difference)} ({signed(100 * made.low)} to "
-                f"{signed(100 * made.high)})"
-            )
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n\nPoints of TAR with 95 % intervals of a paired bootstrap."
+    def cell(name: str, far: float) -> str:
+        made = difference_of_means(repeats, Q_MARGIN, name, far)
+        if made is None:
+            return MISSING
+        low, high = signed(100 * made.low), signed(100 * made.high)
+        return f"{signed(100 * made.difference)} ({low} to {high})"
+
+    others = [name for name in repeats.systems if name != Q_MARGIN]
+    table = _by_far("Q-Margin minus", repeats, others if Q_MARGIN in repeats.systems else [], cell)
+    return f"{table}\n\nPoints of TAR with 95 % intervals of a paired bootstrap."
+
+
+def _by_far(
+    title: str, repeats: Repeats, names: Sequence[str], cell: Callable[[str, float], str]
+) -> str:
+    """A table with a row for each system and a column for each FAR."""
+    rows = [[title, *(f"at {power(far)}" for far in repeats.fars)]]
+    rows.append(["---", *["---:"] * len(repeats.fars)])
+    rows += [[name, *(cell(name, far) for far in repeats.fars)] for name in names]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def _choice(study: Study, folder: Path) -> list[str]:
