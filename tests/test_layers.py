@@ -33,6 +33,7 @@ THIRD_PARTY = {  # the first entry that a file's path starts with
     "errors.py": "",
     "files.py": "",
     "reading.py": "torch",
+    "maths/hardness.py": "numpy scipy",
     "maths": "torch",
     "metrics": "numpy scipy",
     "kernels/triton": "torch triton",

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     )
     from qmargin.maths.adaptive import AdaFaceMargin, ElasticMargin, MagFaceMargin
     from qmargin.maths.divergences import Alpha, Divergence, JensenShannon
+    from qmargin.maths.hardness import Hardness, hardness, scale_of_hardness
     from qmargin.maths.margins import (
         AngularMargin,
         CombinedMargin,
@@ -56,6 +57,7 @@ __all__ = [
     "CosineMargin",
     "Divergence",
     "ElasticMargin",
+    "Hardness",
     "JensenShannon",
     "LossOutput",
     "MagFaceMargin",
@@ -79,6 +81,7 @@ __all__ = [
     "entmax_face",
     "entmax_speaker",
     "fenchel_young_loss",
+    "hardness",
     "load_model",
     "log_partition",
     "magface",
@@ -89,6 +92,7 @@ __all__ = [
     "q_margin_face",
     "q_margin_speaker",
     "q_margin_speaker_strict",
+    "scale_of_hardness",
     "softargmax",
     "solve_tau",
     "sparsemax_face",
@@ -111,6 +115,7 @@ _HOMES = {  # imported on first use, so that `qmargin --help` need not wait for 
     ),
     "qmargin.maths.adaptive": "AdaFaceMargin ElasticMargin MagFaceMargin",
     "qmargin.maths.divergences": "Alpha Divergence JensenShannon",
+    "qmargin.maths.hardness": "Hardness hardness scale_of_hardness",
     "qmargin.maths.margins": (
         "AngularMargin CombinedMargin CosineMargin Margin PerClass PriorMargin SumMargin "
         "TargetTerm "

@@ -110,8 +110,9 @@ def test_a_head_with_another_gradient_is_refused() -> None:
 def test_the_learning_rate_of_a_step_reaches_both(settings: list[str]) -> None:
     """With momentum and decay off, a step of length lr is lr times the gradient."""
     plain = ["optimizer.momentum=0", "optimizer.weight_decay=0"]
-    recipe = debug_with(*settings, *plain)
+    recipe = debug_with(*settings, *plain, "head.lr_ratio=3")
     backbone, head, optimizers = one_backward(recipe)
+    assert optimizers.head.param_groups[0]["lr"] == pytest.approx(3 * recipe.optimizer.lr)
     before = [weight.detach().clone() for weight in (*backbone.parameters(), head.prototypes)]
     _, dense, _ = one_backward(debug_with("head.update=torch", *plain))
     assert dense.prototypes.grad is not None
@@ -122,7 +123,8 @@ def test_the_learning_rate_of_a_step_reaches_both(settings: list[str]) -> None:
     after = (*backbone.parameters(), head.prototypes)
     for old, new, grad in zip(before, after, grads, strict=True):
         assert grad is not None
-        torch.testing.assert_close(new.detach(), old - 0.5 * grad, rtol=1e-5, atol=1e-7)
+        lr = 1.5 if new is head.prototypes else 0.5
+        torch.testing.assert_close(new.detach(), old - lr * grad, rtol=1e-5, atol=1e-7)
     optimizers.zero_grad()
     assert head.pending is None
     assert all(weight.grad is None for weight in after)

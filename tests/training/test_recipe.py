@@ -51,6 +51,7 @@ def small_recipe(**changes: Any) -> Recipe:
         (lambda: ModelPart("iresnet18", 0), "embedding_dim is 0"),
         (lambda: HeadPart(path="spares"), "did you mean 'sparse'"),
         (lambda: HeadPart(sample_rate=0.0), "sample_rate is 0; .* at most 1"),
+        (lambda: HeadPart(lr_ratio=0.0), "lr_ratio is 0"),
         (lambda: HeadPart(top_percent=101.0), "top_percent is 101; .* at most 100"),
         (lambda: HeadPart(update="exact", gradient="dense"), "update 'exact' needs 'fused'"),
         (lambda: HeadPart(update="torch", gradient="fused"), "update 'torch' needs 'dense'"),

@@ -169,12 +169,13 @@ RESULTS = (
             "tests/study/test_search.py::test_every_loss_of_the_demo_gets_the_same_effort",
         ),
         "qmargin demo --seeds 3",
-        "On synthetic stroke identities by the command and by `qmargin study strokes-10k`, on "
-        "characters by `qmargin study omniglot`, on voices by `qmargin study audiomnist`; "
-        "docs/results/ says who is ahead, whoever it is, by paired comparisons. At FAR 1e-4, "
+        "On synthetic stroke identities by the command and by `qmargin study strokes-10k` and "
+        "`strokes-1m`, on characters by `qmargin study omniglot`, on voices by `qmargin study "
+        "audiomnist`; docs/results/ says who is ahead, by paired comparisons. At FAR 1e-4, "
         "against ArcFace and CosFace: ahead of both on 10,000 stroke identities; on characters "
-        "ahead of ArcFace, a tie with CosFace; on voices larger means, within chance. At FAR 1e-3 "
-        "CosFace is ahead on characters and strokes.",
+        "ahead of ArcFace, a tie with CosFace; on voices larger means, within chance; far behind "
+        "both on a million stroke identities of two samples, with scales too large for them. At "
+        "FAR 1e-3 CosFace is ahead on characters and strokes.",
         f"{_OTHER_SCALE} Every loss gets the same search on validation identities, which the paper "
         "does not have.",
     ),
@@ -197,10 +198,18 @@ RESULTS = (
         "claim-alpha-scale",
         "section 4.3, hyperparameter sensitivity",
         "alpha and scale are coupled: the best scale falls as alpha grows",
-        ("src/qmargin/maths/margins.py:PriorMargin.from_effective",),
-        ("tests/maths/test_margins.py::test_effective_margin_is_its_formula_and_inverts",),
+        (
+            "src/qmargin/maths/hardness.py:hardness",
+            "src/qmargin/maths/margins.py:PriorMargin.from_effective",
+        ),
+        (
+            "tests/maths/test_hardness.py::"
+            "test_what_the_paper_chose_for_several_alphas_is_equally_hard",
+            "tests/maths/test_margins.py::test_effective_margin_is_its_formula_and_inverts",
+        ),
         "qmargin paper table-face",
-        _STROKES,
+        f"{_STROKES} The coupling is explained: scales that the paper chose for several alphas on "
+        "the same data look at equally hard negatives, see `qmargin.hardness`.",
         "m_eff grows with alpha, scale and margin together, so that the three are confounded; the "
         "paper does not separate them.",
     ),

@@ -17,19 +17,30 @@ from qmargin.training.recipe import OptimizerPart, Recipe
 
 @dataclass(frozen=True)
 class Optimizers:
-    """The two optimizers of a run; iterate over them to step, zero or save both."""
+    """The two optimizers of a run; iterate over them to step, zero or save both.
+
+    Attributes:
+        backbone: Of the network.
+        head: Of the prototypes.
+        lr_ratio: Of the head's learning rate to that of the backbone.
+    """
 
     backbone: torch.optim.Optimizer
     head: torch.optim.Optimizer
+    lr_ratio: float = 1.0
 
     def __iter__(self) -> Iterator[torch.optim.Optimizer]:
         return iter((self.backbone, self.head))
 
     def set_learning_rate(self, lr: float) -> None:
-        """Give every group of both the learning rate of the step about to be taken."""
-        for optimizer in self:
+        """Give every group the learning rate of the step about to be taken.
+
+        Args:
+            lr: Of the backbone.
+        """
+        for optimizer, ratio in ((self.backbone, 1.0), (self.head, self.lr_ratio)):
             for group in optimizer.param_groups:
-                group["lr"] = lr
+                group["lr"] = ratio * lr
 
     def zero_grad(self) -> None:
         """Drop all gradients, a pending one of the head included."""
@@ -54,8 +65,8 @@ def build_optimizers(recipe: Recipe, backbone: nn.Module, head: MarginClassifier
         ('SGD', 'ExactSGD')
     """
     part, lr = recipe.optimizer, recipe.optimizer.lr * recipe.lr_factor
-    groups = parameter_groups(backbone, part)
-    return Optimizers(_make(part, groups, lr), _make_head(recipe, head, lr))
+    groups, ratio = parameter_groups(backbone, part), recipe.head.lr_ratio
+    return Optimizers(_make(part, groups, lr), _make_head(recipe, head, ratio * lr), ratio)
 
 
 def parameter_groups(backbone: nn.Module, part: OptimizerPart) -> list[dict[str, Any]]:

@@ -87,6 +87,8 @@ class HeadPart:
         path: ``"auto"`` or one of the head's paths.
         update: ``"exact"`` (``ExactSGD``), ``"sparse"`` (``SparseSGD``: another optimizer, which
             touches active classes only) or ``"torch"`` (the optimizer of the backbone).
+        lr_ratio: Learning rate of the prototypes over that of the backbone; above 1 where classes
+            are visited a few times only.
         gradient: ``"auto"`` takes what the update needs: ``"fused"``, or ``"dense"`` for torch.
         screen_dtype: Precision of the screened copy; None for the head's own choice.
         chunk_dtype: Precision of the products of chunked steps; None for the head's own choice.
@@ -96,6 +98,7 @@ class HeadPart:
 
     path: Literal["auto", "sparse", "chunked", "dense", "sampled", "paper"] = "auto"
     update: Literal["exact", "sparse", "torch"] = "exact"
+    lr_ratio: float = 1.0
     gradient: Literal["auto", "dense", "sparse", "fused"] = "auto"
     screen_dtype: HalfOrSingle | None = None
     chunk_dtype: HalfOrSingle | None = None
@@ -104,6 +107,7 @@ class HeadPart:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        check_positive(self, "lr_ratio")
         for name, high in (("sample_rate", 1.0), ("top_percent", 100.0)):
             if not 0.0 < getattr(self, name) <= high:
                 value = getattr(self, name)
