@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qmargin.errors import ConfigError
+from qmargin.maths.hardness import hardness
 from qmargin.recipes import get_recipe
 from qmargin.sweep.axes import (
     Range,
@@ -66,6 +67,9 @@ def check(*texts: str) -> None:
         (["loss.alpha=0.1,x"], "alpha is 'x'; give a finite number"),
         (["loss.preset=arcface", "m_eff=0.3"], "the margin is angular"),
         (["m_eff=wide"], "m_eff is 'wide'; give a number"),
+        (["hardness=2", "loss.scale=16"], "hardness and loss.scale are both axes"),
+        (["hardness=far"], "hardness is 'far'; give a number"),
+        (["hardness=9"], "hardness is 9; .* nearest of 200 classes"),
         (["precision.compile=0:1"], "is False and has no range"),
         (["loss.margn=0:1"], "did you mean 'margin'"),
     ],
@@ -92,6 +96,25 @@ def test_an_effective_margin_is_met_at_every_alpha_and_scale(
     point = {"loss.alpha": repr(alpha), "loss.scale": repr(scale), "m_eff": repr(gap)}
     found = effective_margin(with_point(get_recipe("debug"), point))
     assert found is not None and math.isclose(found, gap, rel_tol=1e-9)
+
+
+@pytest.mark.parametrize("alpha", ["1", "1.25", "2"])
+def test_a_hardness_is_met_before_the_margin_is_chosen(alpha: str) -> None:
+    point = {"m_eff": "0.4", "hardness": "1.5", "loss.alpha": alpha}
+    recipe = with_point(get_recipe("debug"), point)
+    sizes = {
+        "num_classes": recipe.data.num_classes,
+        "embedding_dim": recipe.model.embedding_dim,
+    }
+    assert hardness(recipe.loss.alpha, recipe.loss.scale, **sizes).mean == pytest.approx(1.5)
+    assert effective_margin(recipe) == pytest.approx(0.4)
+
+
+def test_a_hardness_needs_the_number_of_classes() -> None:
+    recipe = get_recipe("audiomnist_r34_arcface")
+    assert recipe.data.num_classes is None
+    with pytest.raises(ConfigError, match="how many classes there are; give"):
+        with_point(recipe, {"hardness": "2"})
 
 
 def test_a_cosine_margin_is_its_own_gap() -> None:

@@ -38,8 +38,9 @@ def add_sweep(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         action="append",
         default=[],
         metavar="KEY=V1,V2",
-        help="values of a setting, as in loss.scale=10,16, or of m_eff, the effective margin; a "
-        "search also takes LOW:HIGH and LOW:HIGH:log; may be repeated",
+        help="values of a setting, as in loss.scale=10,16, of m_eff, the effective margin, or of "
+        "hardness, which decides the scale; a search also takes LOW:HIGH and LOW:HIGH:log; may be "
+        "repeated",
     )
     add("--set", dest="settings", action="append", default=[], metavar="KEY=VALUE", help="for all")
     add("--seeds", type=int, default=1, metavar="N", help="trainings of each combination (1)")

@@ -63,11 +63,11 @@ def hardness(alpha: float, scale: float, *, num_classes: int, embedding_dim: int
         [2.8, 4.5, 4.5]
     """
     sharpness = check_positive(scale, "scale", "it must be above 0") * _deviation(embedding_dim)
-    beta, count = _beta(alpha), _count(num_classes)
-    if beta == 0.0:
+    order, count = _order(alpha), _count(num_classes)
+    if order == 0.0:
         return Hardness(sharpness, float(count))
-    edge = _edge(beta, sharpness, count)
-    z, log_weights = _weights(beta, sharpness, edge)
+    edge = _edge(order, sharpness, count)
+    z, log_weights = _weights(order, sharpness, edge)
     weights = np.exp(log_weights - log_weights.max())
     return Hardness(float((weights * z).sum() / weights.sum()), float(count * ndtr(-edge)))
 
@@ -95,7 +95,7 @@ def scale_of_hardness(mean: float, alpha: float, *, num_classes: int, embedding_
             f"of {num_classes:,} classes is"
         )
     deviation = _deviation(embedding_dim)
-    if _beta(alpha) == 0.0:
+    if _order(alpha) == 0.0:
         return mean / deviation
 
     def excess(log_scale: float) -> float:
@@ -105,7 +105,7 @@ def scale_of_hardness(mean: float, alpha: float, *, num_classes: int, embedding_
     return math.exp(_root(excess, start=math.log(mean / deviation)))
 
 
-def _beta(alpha: float) -> float:
+def _order(alpha: float) -> float:
     check_alpha_range(check_number(alpha, "alpha"))
     if alpha < 1.0:
         raise ConfigError(f"alpha is {alpha:g}; hardness is known from alpha 1 on")
@@ -124,22 +124,22 @@ def _deviation(embedding_dim: int) -> float:
     return float(embedding_dim**-0.5)
 
 
-def _weights(beta: float, sharpness: float, edge: float) -> tuple[np.ndarray, np.ndarray]:
+def _weights(order: float, sharpness: float, edge: float) -> tuple[np.ndarray, np.ndarray]:
     """Points above the edge, and the logarithm of density times posterior there."""
     # What is weighed lies around the larger of the edge and, as at alpha 1, the sharpness.
     z, step = np.linspace(max(edge, -_TAIL), _TAIL + max(edge, sharpness), _POINTS, retstep=True)
     with np.errstate(divide="ignore"):
-        log_link = np.log(beta * sharpness * (z - edge)) / beta
+        log_link = np.log(order * sharpness * (z - edge)) / order
     return z, log_link - z * z / 2.0 + math.log(step / math.sqrt(2.0 * math.pi))
 
 
-def _edge(beta: float, sharpness: float, count: int) -> float:
+def _edge(order: float, sharpness: float, count: int) -> float:
     """Where the posteriors of all classes add up to one."""
 
     def excess(edge: float) -> float:
-        return float(logsumexp(_weights(beta, sharpness, edge)[1])) + math.log(count)
+        return float(logsumexp(_weights(order, sharpness, edge)[1])) + math.log(count)
 
-    low = -_TAIL - 1.0 / (beta * sharpness)  # there every class has a posterior of one or more
+    low = -_TAIL - 1.0 / (order * sharpness)  # there every class has a posterior of one or more
     return float(brentq(excess, low, _TAIL + sharpness, xtol=1e-12))
 
 

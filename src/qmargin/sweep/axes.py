@@ -8,12 +8,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from qmargin.errors import ConfigError
+from qmargin.maths.hardness import scale_of_hardness
 from qmargin.maths.margins import PriorMargin
 from qmargin.training.recipe import Recipe, flatten
 from qmargin.training.recipe_files import apply_settings
 
 EFFECTIVE = "m_eff"
 """An axis of its own: the cosine gap that a margin asks for, whatever alpha and scale are."""
+
+HARDNESS = "hardness"
+"""Another: how hard the negatives are that a loss looks at, whatever alpha and the classes are."""
+
+DECIDES = {EFFECTIVE: "loss.margin", HARDNESS: "loss.scale"}
 
 Point = dict[str, str]  # one value of every axis, as on the command line
 
@@ -96,10 +102,11 @@ def check_axes(recipe: Recipe, axes: Sequence[Axis]) -> None:
     for key in keys:
         if keys.count(key) > 1:
             raise ConfigError(f"the axis {key} is given twice; give all its values in one")
-    if EFFECTIVE in keys and "loss.margin" in keys:
-        raise ConfigError(
-            f"{EFFECTIVE} and loss.margin are both axes; each decides the other, keep one of them"
-        )
+    for key, decided in DECIDES.items():
+        if key in keys and decided in keys:
+            raise ConfigError(
+                f"{key} and {decided} are both axes; each decides the other, keep one of them"
+            )
     if "seed" in keys:
         raise ConfigError("seed is an axis; say how many seeds with --seeds instead")
     for axis in axes:
@@ -179,7 +186,8 @@ def with_point(recipe: Recipe, point: Mapping[str, str], *, seed: int | None = N
 
     Args:
         recipe: Of the sweep.
-        point: One value of every axis; ``m_eff`` becomes the margin that asks for this gap.
+        point: One value of every axis; ``hardness`` becomes the scale that has it, and then
+            ``m_eff`` the margin that asks for this gap.
         seed: Instead of the recipe's own.
 
     Examples:
@@ -188,19 +196,38 @@ def with_point(recipe: Recipe, point: Mapping[str, str], *, seed: int | None = N
         >>> round(found.loss.margin, 4), found.seed
         (0.2012, 3)
     """
-    settings = [f"{key}={text}" for key, text in point.items() if key != EFFECTIVE]
+    settings = [f"{key}={text}" for key, text in point.items() if key not in DECIDES]
     changed = apply_settings(recipe, settings)
+    if HARDNESS in point:
+        changed = _with_hardness(changed, point[HARDNESS])
     if EFFECTIVE in point:
         changed = _with_effective(changed, point[EFFECTIVE])
     return changed if seed is None else replace(changed, seed=seed)
 
 
+def _number(key: str, text: str, *, such_as: float) -> float:
+    try:
+        return float(text)
+    except ValueError as error:
+        raise ConfigError(f"{key} is {text!r}; give a number, such as {such_as:g}") from error
+
+
+def _with_hardness(recipe: Recipe, text: str) -> Recipe:
+    mean = _number(HARDNESS, text, such_as=3.0)
+    num_classes = recipe.data.num_classes
+    if num_classes is None:
+        raise ConfigError(
+            f"{HARDNESS} is an axis and the recipe does not say how many classes there are; give "
+            "data.num_classes, or use loss.scale"
+        )
+    dim = recipe.model.embedding_dim
+    scale = scale_of_hardness(mean, recipe.loss.alpha, num_classes=num_classes, embedding_dim=dim)
+    return replace(recipe, loss=replace(recipe.loss, scale=scale))
+
+
 def _with_effective(recipe: Recipe, text: str) -> Recipe:
     loss = recipe.loss
-    try:
-        gap = float(text)
-    except ValueError as error:
-        raise ConfigError(f"{EFFECTIVE} is {text!r}; give a number, such as 0.5") from error
+    gap = _number(EFFECTIVE, text, such_as=0.5)
     if loss.margin_kind == "cosine":
         margin = gap
     elif loss.margin_kind == "prior":
