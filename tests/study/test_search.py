@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+import qmargin
 from qmargin.cli.main import main
 from qmargin.demo.losses import GRID, LOSSES
 from qmargin.demo.recipe import SIZES, Size, demo_recipe
@@ -146,9 +147,15 @@ def test_a_search_from_the_command_line(
     assert f"settings: {out / 'chosen.json'}" in capsys.readouterr().out
 
     text = page.read_text()
-    assert "| CosFace | 1 | 32 | 0.2 | 10.00 ± 0.00 | 60.25 ± 0.35 | chosen |" in text
-    assert "| Q-Margin | 1.25 | 10 | 0.2 | 10.00 ± 0.00 | 10.25 ± 0.35 | chosen |" in text
-    assert "| Q-Margin | 1.5 | 10 | 0.2 | 55.00 ± 63.64 | 5.00 ± 7.07 | 1 failed |" in text
+    assert "| CosFace | 1 | 32 | 0.2 | 2.83 | 10.00 ± 0.00 | 60.25 ± 0.35 | chosen |" in text
+    soft, hard = (
+        qmargin.hardness(alpha, 10.0, num_classes=4, embedding_dim=128).mean
+        for alpha in (1.25, 1.5)
+    )
+    row = f"| Q-Margin | 1.25 | 10 | 0.2 | {soft:.2f} | 10.00 ± 0.00 | 10.25 ± 0.35 | chosen |"
+    assert row in text
+    row = f"| Q-Margin | 1.5 | 10 | 0.2 | {hard:.2f} | 55.00 ± 63.64 | 5.00 ± 7.07 | 1 failed |"
+    assert row in text
     assert "synthetic" in text
     assert "Negative sampling" not in text
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from qmargin.errors import DataError
+from qmargin.maths.hardness import hardness
 from qmargin.report.numbers import MISSING, power, probability, signed
 from qmargin.report.repeats import (
     Repeats,
@@ -183,7 +184,8 @@ def _choice(study: Study, folder: Path) -> list[str]:
         f"Each loss was trained with {' or '.join(map(str, sorted(counts)))} settings for "
         f"{epochs}{seeds}, and chose the one with the largest TAR at FAR "
         f"{power(far)}{mean} on validation identities, {held_out}. A "
-        "training that failed accepted nobody."
+        "training that failed accepted nobody. Hardness tells which negatives a loss looks at, "
+        "see `qmargin.hardness`."
     )
     if "sampled" in keys:
         words += " Negative sampling has the settings of ArcFace."
@@ -193,7 +195,7 @@ def _choice(study: Study, folder: Path) -> list[str]:
         for one in sorted(tried, key=lambda one: one.mean(study.measure), reverse=True)
         if one.key == key
     ]
-    parts = [words, _table(ranked, chosen)]
+    parts = [words, _table(study, ranked, chosen)]
     edges = {SYSTEMS[key].title: edges_of(chosen[key], study.grid.get(key, ())) for key in keys}
     found = [f"{title} ({', '.join(names)})" for title, names in edges.items() if names]
     if found:
@@ -215,15 +217,21 @@ def edges_of(chosen: Setting, grid: Sequence[Setting]) -> list[str]:
     return names
 
 
-def _table(tried: Sequence[Tried], chosen: Settings) -> str:
+def _table(study: Study, tried: Sequence[Tried], chosen: Settings) -> str:
     measures = list(next(found for one in tried for found in one.metrics if found))
-    heads = ["loss", "alpha", "scale", "margin", *map(_heading, measures), ""]
+    sizes = {
+        "num_classes": study.size.num_classes,
+        "embedding_dim": study.size.embedding_dim,
+    }
+    heads = ["loss", "alpha", "scale", "margin", "hardness", *map(_heading, measures), ""]
     lines = [f"| {' | '.join(heads)} |", "| --- |" + " ---: |" * (len(heads) - 2) + " --- |"]
     for one in tried:
         notes = ["chosen"] if chosen.get(one.key) == one.setting else []
         if one.num_failed:
             notes.append(f"{one.num_failed} failed")
+        alpha, scale, _ = one.setting
         cells = [SYSTEMS[one.key].title, *(f"{value:g}" for value in one.setting)]
+        cells.append(f"{hardness(alpha, scale, **sizes).mean:.2f}")
         cells += [spread(one.values(measure)) for measure in measures]
         lines.append(f"| {' | '.join([*cells, ', '.join(notes)])} |")
     return "\n".join(lines)
