@@ -11,10 +11,10 @@ from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from prototype_rate import MEASURES, SEARCH_SEED, material_of, measured
+from prototype_rate import MEASURES, material_of, measured
 
 from qmargin import hardness
-from qmargin.study.studies import SYSTEMS, Setting
+from qmargin.study.studies import SEARCH_SEED, SYSTEMS, Setting
 
 CASE, RATIO, EPOCHS = "20,000 of 2", 20.0, 2
 SETTINGS: list[tuple[str, Setting]] = [
