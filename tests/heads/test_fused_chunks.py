@@ -10,6 +10,7 @@ from helpers.heads import make_head, make_loss, random_batch
 from qmargin.heads import fused_chunks
 from qmargin.heads.chunks import Chunks, Target
 from qmargin.heads.fused_chunks import FusedChunks
+from qmargin.heads.root_search import solve
 from qmargin.kernels.head_records import ClassGradient
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's masked lanes
@@ -43,11 +44,11 @@ def test_solution_and_gradient(alpha, num_classes, monkeypatch):
     target = Target(
         *torch.tensor([[3.0, -1.0, 9.0, 0.0, 15.0], [-0.8] * 5], device=DEVICE).double()
     )
-    expected, found = (chunks.solve(target, pulls=True) for chunks in (plain, fused))
+    expected, found = (solve(chunks, target, pulls=True) for chunks in (plain, fused))
     assert_solutions_agree(expected, found)
     if alpha > 1.0:  # a sparse step may leave its maxima
         fused.group_maxima = fused.screen.group_maxima(*fused.batch)
-        assert_solutions_agree(expected, fused.solve(target, pulls=True))
+        assert_solutions_agree(expected, solve(fused, target, pulls=True))
         assert fused.group_maxima is None
     weighted = torch.randn_like(plain.embeddings).half()
     columns, rows = plain.labels.int().sort(stable=True)
@@ -60,6 +61,22 @@ def test_solution_and_gradient(alpha, num_classes, monkeypatch):
         pushed.append(torch.cat([part[1] for part in parts]))
     scale = float(pushed[0].abs().max())
     torch.testing.assert_close(pushed[1] / scale, pushed[0] / scale, atol=2e-3, rtol=0)
+
+
+@pytest.mark.parametrize(("alpha", "scale"), [(1.25, 1.0), (2.0, 0.02)])
+def test_a_sample_starts_the_search(alpha, scale):
+    plain, fused = make_pair(alpha, 1500, scale)
+    plain.labels[0] = fused.labels[0] = 16 * 17  # in the sample
+    target = Target(*torch.tensor([[0.5 * scale] * 5, [-0.8] * 5], device=DEVICE).double())
+    few = [chunks.sample(16) for chunks in (plain, fused)]
+    level = (target.logits, torch.full_like(target.logits, 0.15 if alpha < 2.0 else 0.01))
+    expected, found = (chunks.row_sums(*level) for chunks in few)
+    torch.testing.assert_close(found.mass, expected.mass, atol=0.0, rtol=1e-4)
+    torch.testing.assert_close(found.slope, expected.slope, atol=0.0, rtol=1e-4)
+    expected, found = (chunks.maxima().amax(1) for chunks in few)
+    torch.testing.assert_close(found.double(), expected.double(), atol=1e-5, rtol=0.0)
+    expected, found = (solve(chunks, target, pulls=True) for chunks in (plain, fused))
+    assert_solutions_agree(expected, found)
 
 
 @pytest.mark.parametrize("scale", [16.0, 200.0])

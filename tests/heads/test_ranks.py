@@ -35,10 +35,13 @@ PRESETS = {
         qmargin.Alpha(1.0), qmargin.ElasticMargin(seed=5), scale=16.0
     ),
     "alpha 3": lambda: make_loss(3.0, 3.0),
+    "wide": lambda: make_loss(1.25, 0.5),
 }
 SOFTMAX = ("cosface", "arcface", "adaface", "sphereface", "elasticface")
-# Path, preset, classes, dtype: every path, every preset, fewer classes than ranks.
+# Path, preset, classes, dtype: every path, every preset, fewer classes than ranks, and so many
+# active ones that a sample starts the search.
 CASES = [
+    ("chunked", "wide", 3001, torch.float64),
     *((path, "q_margin", k, dt)
       for path in ("sparse", "chunked", "dense", "paper", "sampled", "auto")
       for k in (1, 3, 97, 331) for dt in (torch.float64,)),

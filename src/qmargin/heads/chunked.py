@@ -33,6 +33,7 @@ from qmargin.heads.fused_chunks import make_chunks
 from qmargin.heads.leaving import leave_blocks
 from qmargin.heads.pending import PendingGradient, element_bound, is_bounded
 from qmargin.heads.ranked import own_labels
+from qmargin.heads.root_search import solve
 from qmargin.heads.step import StepStats, reference_gradient
 from qmargin.heads.step_loss import RowSolution
 from qmargin.kernels.head_records import ClassGradient
@@ -69,7 +70,7 @@ class ChunkedStep:
         if self.softmax is not None:
             solved = log_sum_exp(self.chunks, target, self.softmax)
         else:
-            solved = self.chunks.solve(target, pulls=has_gradient)
+            solved = solve(self.chunks, target, pulls=has_gradient)
         self.solved = solved
         level = solved.level - level_step(order) * (solved.anchor - target_logits)
         loss, posterior = loss_from_sums(

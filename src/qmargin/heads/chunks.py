@@ -1,14 +1,13 @@
 """Row sums over blocks of classes: the root, and what the loss needs, without a ``[B, k]`` tensor.
 
 Blocks of cosines are computed, reduced to sums (M11) and forgotten. At ``alpha = 1`` one pass keeps
-a running log-sum-exp. Otherwise a first pass collects the maxima of groups of classes, whose root
-bounds ``tau`` from below (M13), each Newton step (M5) is one more pass, and a last one sums up.
+a running log-sum-exp. Otherwise ``heads.root_search`` finds the root in a few passes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from copy import copy
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -20,20 +19,18 @@ from qmargin.maths.objective import posterior_rows
 from qmargin.maths.threshold import (
     RowSums,
     heights,
-    level_change,
-    level_cost,
     level_step,
     row_sums,
-    solve_rows,
 )
 from qmargin.reading import Reading
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from qmargin.heads.classifier import MarginClassifier
     from qmargin.heads.collectives import Ranks
 
 CHUNK_LOGITS = {"cpu": 1 << 21, "cuda": 1 << 25}  # in a block; about six such tensors live at once
-MAX_PASSES = 100
 HALF_FACTOR = 2.0**15  # posteriors are at most one: so scaled they use the range of float16
 
 
@@ -116,11 +113,17 @@ class Chunks:
     """A batch against all prototypes, block by block.
 
     ``heads.fused_chunks`` overrides the passes over the blocks with kernels.
+
+    Attributes:
+        weight: How many classes each of these stands for: one, except in a sample.
     """
+
+    weight = 1.0
 
     def __init__(self, head: MarginClassifier, embeddings: Tensor, labels: Tensor) -> None:
         self.head, self.embeddings, self.labels = head, embeddings, labels
         self.prototypes, self.ranks = head.prototypes.detach(), head.ranks
+        self.copy, self.inverse_norms = head.copy, head.inverse_norms
         self.scale, self.order = head.loss.scale, head.order
         native = self.prototypes.dtype
         default = head.screen_dtype if embeddings.is_cuda else native
@@ -138,6 +141,16 @@ class Chunks:
         """Logits in a block: what bounds the memory."""
         return CHUNK_LOGITS.get(self.embeddings.device.type, CHUNK_LOGITS["cuda"])
 
+    def sample(self, step: int) -> Self:
+        """The same batch against every ``step``-th class, which stands for all of them."""
+        few = copy(self)
+        few.weight = float(step)
+        few.prototypes, few.inverse_norms = self.prototypes[::step], self.inverse_norms[::step]
+        few.copy = self.copy[: len(self.prototypes) : step].contiguous()
+        is_there = (self.labels >= 0) & (self.labels % step == 0)  # below zero: of another rank
+        few.labels = torch.where(is_there, self.labels // step, -1)
+        return few
+
     def ranges(self) -> Iterator[slice]:
         """Consecutive blocks of classes."""
         num_classes = len(self.prototypes)
@@ -146,16 +159,15 @@ class Chunks:
 
     def blocks(self) -> Iterator[tuple[slice, Tensor]]:
         """Consecutive classes and their unit prototypes in the precision of the operands."""
-        head = self.head
         for where in self.ranges():
-            if head.copy.dtype == self.operand_dtype:
-                yield where, head.copy[where]
+            if self.copy.dtype == self.operand_dtype:
+                yield where, self.copy[where]
             else:
                 yield where, self.unit(where).to(self.operand_dtype)
 
     def unit(self, where: slice | Tensor) -> Tensor:
         """Unit prototypes of some classes, ``[n, d]``, in their own precision."""
-        return self.prototypes[where] * self.head.inverse_norms[where][:, None]
+        return self.prototypes[where] * self.inverse_norms[where][:, None]
 
     def cosines(self, where: slice, unit: Tensor) -> Tensor:
         """Cosines ``[B, n]``, ``-inf`` at targets."""
@@ -262,21 +274,6 @@ class Chunks:
             add_entries_(rows, targets, self.embeddings, where)
             yield where, rows
 
-    def solve(self, target: Target, *, pulls: bool) -> SolvedBlocks:
-        """The root and the sums at it; ``pulled`` only if asked for."""
-        if self.order == 0.0:
-            return log_sum_exp(self, target, self.softmax_sums(pulls=pulls, is_certain=True))
-        rounding = self.rounding
-        search = RootSearch.from_maxima(self, target)
-        # Newton squares a small error, so the first search leaves its last step to `sum_up` to
-        # check. Where many classes lie at the edge that can fail, and a second search goes on.
-        search.run(rounding**0.5)
-        solved = sum_up(self, target, search.anchor, search.level, pulls=pulls)
-        if bool((solved.mass_error > 64 * rounding).any()):
-            search.run(16 * rounding)
-            solved = sum_up(self, target, search.anchor, search.level, pulls=pulls)
-        return solved
-
 
 def add_entries_(rows: Tensor, gradient: ClassGradient, embeddings: Tensor, where: slice) -> None:
     """Add the entries of some classes, times their embeddings, to the classes' rows ``[n, d]``."""
@@ -299,83 +296,3 @@ def log_sum_exp(chunks: Chunks, target: Target, sums: SoftmaxSums) -> SolvedBloc
     count = torch.full_like(others, chunks.head.num_classes)
     error = (others + (joint - total).exp() - 1.0).abs()
     return SolvedBlocks(anchor, -total, others, others, count, error, count.mean(), pulled)
-
-
-@dataclass
-class RootSearch:
-    """A root between two levels of its anchor, narrowed by passes over the blocks."""
-
-    chunks: Chunks
-    target: Target
-    anchor: Tensor  # [B]
-    level: Tensor  # [B], where the next pass looks
-    low: Tensor  # [B], mass below one: kept up to date above alpha = 2 only
-    high: Tensor  # [B], mass above one
-
-    @classmethod
-    def from_maxima(cls, chunks: Chunks, target: Target) -> RootSearch:
-        """Begin at the root over group maxima and the target, a lower bound of ``tau`` (M13)."""
-        order = chunks.order
-        logits = torch.cat([chunks.maxima().double() * chunks.scale, target.logits[:, None]], 1)
-        reference = torch.zeros_like(logits)
-        reference[:, -1] = target.log_reference
-        tolerance = 1e-6 if order <= 1.0 else 1e-14  # above alpha = 2 it must not pass the root
-        anchor, level, _ = solve_rows(logits, reference, order, tolerance=tolerance)
-        best = logits.amax(1)
-        if chunks.ranks.world > 1:  # the largest bound of any rank, seen from a common anchor
-            common, best = chunks.ranks.max_(anchor.clone()), chunks.ranks.max_(best)
-            level = level - level_step(order) * (anchor - common)
-            anchor, level = common, -chunks.ranks.max_(-level)
-        measure = torch.full_like(level, chunks.head.num_classes - 1.0).log()
-        measure = torch.logaddexp(measure, target.log_reference)
-        low = level_step(order) * (anchor - best) + level_cost(-measure, order)  # M4
-        return cls(chunks, target, anchor, level, low, level + 1e-12 * (1.0 + level.abs()))
-
-    def run(self, tolerance: float) -> None:
-        """Step until every mass was within ``tolerance`` of one before the last step."""
-        order, rounding = self.chunks.order, torch.finfo(self.chunks.dtype).eps
-        error = torch.full_like(self.level, torch.inf)
-        for _ in range(MAX_PASSES):
-            others = self.chunks.row_sums(self.anchor, self.level)
-            others = RowSums(*self.chunks.ranks.sum_(torch.stack(others)))
-            own = self.target.sums(self.anchor, self.level, order)
-            mass = others.mass + own.mass
-            log_mass = mass.log()
-            update = mass / (others.slope + own.slope) * level_change(-log_mass, order)
-            is_done = update.abs() <= rounding * self.level.abs()
-            following = self.level + update
-            if order > 1.0:
-                following = self._inside(following, log_mass, error)
-                is_done |= self.high - self.low <= rounding * self.level.abs()
-            self.level = torch.where(is_done, self.level, following)
-            error = log_mass.abs()
-            if bool((is_done | (error <= tolerance) | error.isnan()).all()):
-                break
-
-    def _inside(self, following: Tensor, log_mass: Tensor, error: Tensor) -> Tensor:
-        """The proposed level if it lies in the bracket and the error has halved, else the middle.
-
-        Above ``alpha = 2`` Newton is not proven: so each pass halves the error or the bracket.
-        """
-        self.high = torch.where(log_mass > 0, self.level, self.high)
-        self.low = torch.where(log_mass > 0, self.low, self.level)
-        middle = 0.5 * (self.low + self.high)
-        is_good = (following > self.low) & (following < self.high) & (log_mass.abs() < 0.5 * error)
-        return torch.where(is_good, following, middle)
-
-
-def sum_up(
-    chunks: Chunks, target: Target, anchor: Tensor, level: Tensor, *, pulls: bool
-) -> SolvedBlocks:
-    """The solution at a root, with the target's share."""
-    sums = chunks.sums_at(anchor, level, pulls=pulls)
-    if chunks.ranks.world > 1:
-        parts = chunks.ranks.sum_(torch.stack([sums.mass, sums.excess, sums.support_size.double()]))
-        num_active = chunks.ranks.sum_(sums.num_active.clone())
-        sums = Sums(parts[0], parts[1], parts[2], num_active, sums.pulled)
-    own = target.sums(anchor, level, chunks.order).mass
-    # Heights that are not numbers are not above zero, and would count as inactive.
-    mass = torch.where(target.logits.isnan(), torch.nan, sums.mass)
-    error, support = (mass + own - 1.0).abs(), sums.support_size + (own > 0)
-    rest = (sums.num_active, sums.pulled)
-    return SolvedBlocks(anchor, level, mass, sums.excess, support, error, *rest)

@@ -19,6 +19,8 @@ from qmargin.maths.threshold import RowSums
 from qmargin.reading import Reading
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from qmargin.heads.classifier import MarginClassifier
 
 FUSED_LOGITS = 1 << 27  # in a block, of which only its half posterior and its gradient rows live
@@ -61,7 +63,17 @@ class FusedChunks(Chunks):
         self.kernels: Any = import_module("qmargin.kernels.triton.blocks")
         self.screen: Any = import_module("qmargin.kernels.triton.screen")
         self.size = max(TILE, self.size // TILE * TILE)
-        self.batch = (self.operand, head.copy, labels, len(head.shard))
+
+    @property
+    def batch(self) -> tuple[Tensor, Tensor, Tensor, int]:
+        """What every kernel takes: operands, labels and the number of classes."""
+        return self.operand, self.copy, self.labels, len(self.prototypes)
+
+    def sample(self, step: int) -> Self:
+        """See ``Chunks``."""
+        few = super().sample(step)
+        few.group_maxima = None  # those of all classes
+        return few
 
     def block_logits(self) -> int:
         """See ``Chunks``."""
@@ -94,7 +106,7 @@ class FusedChunks(Chunks):
         options: dict[str, Any] = {"factor": GUESS_FACTOR, "with_sums": True}
         sums = []
         for _, padded, block in self.weighed(guess, 0.0 * guess, PULL_BLOCKS, **options):
-            pulled.add_(product(block.weights, self.head.copy[padded]), alpha=1.0 / GUESS_FACTOR)
+            pulled.add_(product(block.weights, self.copy[padded]), alpha=1.0 / GUESS_FACTOR)
             sums.append(block.sums[0])
             del block
         masses = torch.cat(sums, 1)
@@ -113,7 +125,7 @@ class FusedChunks(Chunks):
         shift = torch.where(top == -torch.inf, 0.0, top)
         pulled = torch.zeros_like(self.embeddings)
         for _, padded, block in self.weighed(shift, torch.zeros_like(shift), PULL_BLOCKS):
-            pulled.add_(product(block.weights, self.head.copy[padded]), alpha=1.0 / HALF_FACTOR)
+            pulled.add_(product(block.weights, self.copy[padded]), alpha=1.0 / HALF_FACTOR)
             del block
         return SoftmaxSums(top, mass, pulled)
 
@@ -143,7 +155,7 @@ class FusedChunks(Chunks):
         pulled = torch.zeros_like(self.embeddings) if pulls else None
         for where, padded, block in self.weighed(shift, start, PULL_BLOCKS, with_sums=True):
             if pulled is not None:
-                pulled.add_(product(block.weights, self.head.copy[padded]), alpha=1 / HALF_FACTOR)
+                pulled.add_(product(block.weights, self.copy[padded]), alpha=1 / HALF_FACTOR)
             totals += block.sums.sum(2, dtype=torch.float64)
             width = where.stop - where.start
             num_active = num_active + self.num_active(block.active[:, :width].any(0), where)
