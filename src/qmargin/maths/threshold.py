@@ -87,9 +87,12 @@ def row_sums(gaps: Tensor, log_reference: Tensor | None, level: Tensor, order: f
     levels = torch.sub(level[:, None], gaps, alpha=level_step(order))  # [B, k]
     if order == 1.0 and log_reference is None:  # SparseMax: no powers
         return RowSums(levels.clamp_min(0.0).sum(1), (levels > 0).sum(1, dtype=levels.dtype))
-    if order == 0.5 and log_reference is None:
+    if order in (0.5, 0.25) and log_reference is None:  # products instead of logarithms
         positive = levels.clamp_min_(0.0)
-        return RowSums(positive.square().sum(1), positive.sum(1))
+        square = positive.square()
+        if order == 0.5:
+            return RowSums(square.sum(1), positive.sum(1))
+        return RowSums(square.square().sum(1), positive.mul_(square).sum(1))
     log_posterior = log_ratio(levels, order)
     if log_reference is not None:
         log_posterior = log_posterior + log_reference
