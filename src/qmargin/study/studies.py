@@ -202,7 +202,7 @@ STUDIES = {
             Size(
                 num_classes=1_000_000,
                 samples_per_class=2,
-                epochs=3,
+                epochs=2,
                 batch_size=4096,
                 width=32,
                 embedding_dim=64,
