@@ -19,11 +19,11 @@ class DemoLoss(NamedTuple):
 LOSSES = {
     loss.key: loss
     for loss in (
-        DemoLoss("arcface", "ArcFace", 1.0, "angular", scale=16.0, margin=0.05),
+        DemoLoss("arcface", "ArcFace", 1.0, "angular", scale=24.0, margin=0.2),
         DemoLoss("cosface", "CosFace", 1.0, "cosine", scale=32.0, margin=0.4),
-        DemoLoss("entmax", "EntMax", 1.5, "angular", scale=4.0, margin=0.2),
-        DemoLoss("sparsemax", "SparseMax", 2.0, "angular", scale=1.0, margin=0.1),
-        DemoLoss("q_margin", "Q-Margin", 1.25, "prior", scale=10.0, margin=0.3),
+        DemoLoss("entmax", "EntMax", 1.5, "angular", scale=4.0, margin=0.1),
+        DemoLoss("sparsemax", "SparseMax", 2.0, "angular", scale=1.9, margin=0.05),
+        DemoLoss("q_margin", "Q-Margin", 1.25, "prior", scale=12.0, margin=0.3),
     )
 }
 # Alpha, scale and margin: twelve of each loss, around where it is good and at the paper's settings.
