@@ -36,7 +36,7 @@ def material_of(case: str, folder: Path) -> PictureMaterial:
     """Strokes of a study; a million classes cut down to as many as a CPU can train."""
     study = find_study("demo" if case.endswith(" 20") else "strokes-1m")
     if study.name != "demo":
-        size = study.size._replace(num_classes=20_000, batch_size=82, width=16)
+        size = study.size._replace(num_classes=20_000, epochs=3, batch_size=82, width=16)
         study = replace(study, size=size, search_epochs=size.epochs, dtype="fp32")
     return PictureMaterial(study, None, folder / study.name, is_search=True)
 

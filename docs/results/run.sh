@@ -26,7 +26,7 @@ for study in "$@"; do
     omniglot) options+=(--data "$data/omniglot32/omniglot32.npz" --jobs 18) ;;
     audiomnist) options+=(--data "$data/audiomnist60" --jobs 18) ;;
     strokes-10k) options+=(--jobs 18) ;;
-    strokes-1m) options+=(--jobs 6) ;;
+    strokes-1m) options+=(--jobs 9) ;;
     esac
     [ "$study" = demo ] || options+=(--page "$out/$study.md")
     SECONDS=0

@@ -5,7 +5,7 @@ import torch
 
 import qmargin
 from helpers.heads import Batch, Outcome, assert_same, make_head, make_loss, random_batch, truth_of
-from qmargin.heads.updates import ExactSGD
+from qmargin.heads.updates import ExactSGD, SparseSGD
 
 pytestmark = pytest.mark.gpu
 
@@ -47,6 +47,25 @@ def test_half_operands_are_as_good_as_their_rounding(alpha: float, screen: torch
     head = make_head(loss, batch, path="chunked", device="cuda", screen_dtype=screen)
     tolerance = 50 * torch.finfo(screen).eps
     assert_same(gpu_step(head, batch), truth_of(loss, batch), tolerance=tolerance)
+
+
+@pytest.mark.parametrize("dim", [32, 64, 512])
+@pytest.mark.parametrize("path", ["sparse", "chunked"])
+@pytest.mark.parametrize("optimizer_class", [ExactSGD, SparseSGD])
+def test_a_step_leaves_the_copy_as_a_refresh_would(
+    optimizer_class: type[ExactSGD | SparseSGD], path: str, dim: int
+) -> None:
+    """So a training that goes on from a checkpoint has the copy that it had."""
+    batch = random_batch(1031, dim=dim, rows=64)
+    head = make_head(make_loss(1.25), batch, path=path, device="cuda", gradient="fused")
+    optimizer = optimizer_class(head, 0.3)
+    for _ in range(3):
+        head(batch.embeddings.cuda(), batch.labels.cuda()).backward()
+        optimizer.step()
+    found = head.copy.clone(), head.inverse_norms.clone()
+    head.refresh(force=True)
+    assert torch.equal(found[0], head.copy)
+    assert torch.equal(found[1], head.inverse_norms)
 
 
 def test_moving_a_head_moves_everything() -> None:

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
 
 SHIFT = 2  # pixels by which training moves a sample
+LR_RATIO = 20.0  # of prototypes to network: with one rate for both every loss is worse
+EPSILON = 1e-12  # of AdamW, far below the gradient of the smallest scale
 
 
 class Size(NamedTuple):
@@ -52,7 +54,7 @@ def demo_recipe(loss: DemoLoss, *, seed: int, size: Size, path: str | None = Non
     """The recipe with a loss; all losses share everything else.
 
     AdamW, because its steps do not depend on the scale of the gradient: scales of the losses differ
-    by more than ten, and one learning rate has to serve all of them.
+    by more than ten, and the same learning rates have to serve all of them.
 
     Args:
         loss: Divergence, margin and scale.
@@ -86,9 +88,14 @@ def demo_recipe(loss: DemoLoss, *, seed: int, size: Size, path: str | None = Non
         ),
         loss=recipe.LossPart(loss.alpha, loss.margin_kind, loss.margin, loss.scale),
         optimizer=recipe.OptimizerPart(
-            lr=5e-3, kind="adamw", weight_decay=0.05, beta2=0.99, decay_norms=False
+            lr=5e-3,
+            kind="adamw",
+            weight_decay=0.05,
+            beta2=0.99,
+            epsilon=EPSILON,
+            decay_norms=False,
         ),
-        head=recipe.HeadPart(update="torch"),
+        head=recipe.HeadPart(update="torch", lr_ratio=LR_RATIO),
         schedule=recipe.SchedulePart("cosine", warmup_epochs=0.5),
         precision=recipe.PrecisionPart(channels_last=True),
         run=recipe.RunPart(

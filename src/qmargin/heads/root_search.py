@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from qmargin.heads.chunks import Chunks, SolvedBlocks, Sums, Target, log_sum_exp
+from qmargin.maths.hardness import hardness
 from qmargin.maths.threshold import RowSums, level_change, level_cost, level_step, solve_rows
 
 MAX_PASSES = 100
@@ -52,16 +54,15 @@ class RootSearch:
     @classmethod
     def start(cls, chunks: Chunks, target: Target) -> RootSearch:
         """Begin rows at the root of a sample if enough of it is active, else at the maxima's."""
-        num_classes = chunks.head.num_classes
-        if chunks.order > 1.0 or num_classes < MIN_STEP * MIN_SUPPORT:
+        step = _step_of_sample(chunks)
+        if step is None:
             return cls.from_maxima(chunks, target, chunks.maxima())
-        few = chunks.sample(max(MIN_STEP, num_classes // SAMPLE))
+        few = chunks.sample(step)
         # One maximum: a few steps more on the sample cost less than a root over many of them.
         search = cls.from_maxima(few, target, few.maxima().amax(1, keepdim=True))
-        search.run(1e-2)  # about as far as a sample can be trusted
+        sums = search.run(1e-2)  # about as far as a sample can be trusted
         search.chunks = chunks
-        sums = few.sums_at(search.anchor, search.level, pulls=False)
-        is_enough = chunks.ranks.sum_(sums.support_size) >= MIN_SUPPORT
+        is_enough = _num_effective(sums, chunks.order) >= step * MIN_SUPPORT
         if not bool(is_enough.all()):
             other = cls.from_maxima(chunks, target, chunks.maxima())
             search.anchor = torch.where(is_enough, search.anchor, other.anchor)
@@ -87,14 +88,16 @@ class RootSearch:
         low = level_step(order) * (anchor - best) + level_cost(-measure, order)  # M4
         return cls(chunks, target, anchor, level, low, level + 1e-12 * (1.0 + level.abs()))
 
-    def run(self, tolerance: float) -> None:
-        """Step until every mass was within ``tolerance`` of one before the last step."""
+    def run(self, tolerance: float) -> RowSums:
+        """Step until every mass was within ``tolerance`` of one before the last step.
+
+        Returns the sums over the others there.
+        """
         order, rounding = self.chunks.order, torch.finfo(self.chunks.dtype).eps
         error = torch.full_like(self.level, torch.inf)
         for _ in range(MAX_PASSES):
-            others = self.chunks.row_sums(self.anchor, self.level)
-            weighed = self.chunks.ranks.sum_(torch.stack(others)).mul_(self.chunks.weight)
-            others = RowSums(*weighed)
+            sums = torch.stack(self.chunks.row_sums(self.anchor, self.level))
+            others = RowSums(*self.chunks.ranks.sum_(sums).mul_(self.chunks.weight))
             own = self.target.sums(self.anchor, self.level, order)
             mass = others.mass + own.mass
             log_mass = mass.log()
@@ -108,6 +111,7 @@ class RootSearch:
             error = log_mass.abs()
             if bool((is_done | (error <= tolerance) | error.isnan()).all()):
                 break
+        return others
 
     def _inside(self, following: Tensor, log_mass: Tensor, error: Tensor) -> Tensor:
         """The proposed level if it lies in the bracket and the error has halved, else the middle.
@@ -119,6 +123,31 @@ class RootSearch:
         middle = 0.5 * (self.low + self.high)
         is_good = (following > self.low) & (following < self.high) & (log_mass.abs() < 0.5 * error)
         return torch.where(is_good, following, middle)
+
+
+def _step_of_sample(chunks: Chunks) -> int | None:
+    """One in how many classes a sample has; None where too few of it can be expected active."""
+    num_classes, dim = chunks.head.num_classes, chunks.head.embedding_dim
+    step = max(MIN_STEP, num_classes // SAMPLE)
+    if chunks.order > 1.0 or num_classes < step * MIN_SUPPORT or dim < 2:
+        return None  # above alpha = 2 the search must begin at a bound
+    if chunks.order < 0.0:  # every class is active
+        return step
+    expected = _expected_support(1.0 + chunks.order, chunks.scale, num_classes, dim)
+    return step if expected >= step * MIN_SUPPORT else None
+
+
+@lru_cache
+def _expected_support(alpha: float, scale: float, num_classes: int, dim: int) -> float:
+    return hardness(alpha, scale, num_classes=num_classes, embedding_dim=dim).support
+
+
+def _num_effective(sums: RowSums, order: float) -> Tensor:
+    """At most as many as are active: as many as would be, were all of them equally so.
+
+    The mass is a sum of ``x^n`` and the slope of ``x^(n - 1)``, with ``n = 1 / order``.
+    """
+    return ((sums.slope.log() - (1.0 - order) * sums.mass.log()) / order).exp()
 
 
 def sum_up(

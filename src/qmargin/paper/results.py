@@ -173,9 +173,9 @@ RESULTS = (
         "`strokes-1m`, on characters by `qmargin study omniglot`, on voices by `qmargin study "
         "audiomnist`; docs/results/ says who is ahead, by paired comparisons. At FAR 1e-4, "
         "against ArcFace and CosFace: ahead of both on 10,000 stroke identities; on characters "
-        "ahead of ArcFace, a tie with CosFace; on voices larger means, within chance; far behind "
-        "both on a million stroke identities of two samples, with scales too large for them. At "
-        "FAR 1e-3 CosFace is ahead on characters and strokes.",
+        "ahead of ArcFace, a tie with CosFace; on voices larger means, within chance; on a million "
+        "stroke identities of two samples 2.5 and 1.5 points behind them. At FAR 1e-3 CosFace is "
+        "ahead on characters and on 10,000 stroke identities.",
         f"{_OTHER_SCALE} Every loss gets the same search on validation identities, which the paper "
         "does not have.",
     ),

@@ -61,7 +61,10 @@ def _state(
 @triton.jit
 def _keep(prototype, place, is_kept, classes, dimension, INVERSE_NORMS, COPY, LARGEST, depth):
     """Rewrite what is kept of a few prototypes: inverse norms, rounded unit vectors, the error."""
-    length = tl.sqrt(tl.sum(prototype * prototype, 1))
+    # In float64 the order of the sum does not show: an update leaves what a refresh would, and a
+    # training that goes on has the copy that it had. Memory is what these kernels wait for.
+    wide = prototype.to(tl.float64)
+    length = tl.sqrt(tl.sum(wide * wide, 1).to(tl.float32))
     inverse = 1.0 / tl.where(is_kept, length, 1.0)
     tl.store(INVERSE_NORMS + classes, inverse, mask=is_kept)
     unit = prototype * inverse[:, None]
