@@ -25,8 +25,6 @@ from qmargin.maths.threshold import (
 from qmargin.reading import Reading
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
-
     from qmargin.heads.classifier import MarginClassifier
     from qmargin.heads.collectives import Ranks
 
@@ -116,9 +114,11 @@ class Chunks:
 
     Attributes:
         weight: How many classes each of these stands for: one, except in a sample.
+        group_maxima: Of a sparse step before this one, if there was one.
     """
 
     weight = 1.0
+    group_maxima: Tensor | None = None
 
     def __init__(self, head: MarginClassifier, embeddings: Tensor, labels: Tensor) -> None:
         self.head, self.embeddings, self.labels = head, embeddings, labels
@@ -141,10 +141,10 @@ class Chunks:
         """Logits in a block: what bounds the memory."""
         return CHUNK_LOGITS.get(self.embeddings.device.type, CHUNK_LOGITS["cuda"])
 
-    def sample(self, step: int) -> Self:
+    def sample(self, step: int) -> Chunks:
         """The same batch against every ``step``-th class, which stands for all of them."""
         few = copy(self)
-        few.weight = float(step)
+        few.weight, few.group_maxima = float(step), None
         few.prototypes, few.inverse_norms = self.prototypes[::step], self.inverse_norms[::step]
         few.copy = self.copy[: len(self.prototypes) : step].contiguous()
         is_there = (self.labels >= 0) & (self.labels % step == 0)  # below zero: of another rank

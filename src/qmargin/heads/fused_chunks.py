@@ -19,8 +19,6 @@ from qmargin.maths.threshold import RowSums
 from qmargin.reading import Reading
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
-
     from qmargin.heads.classifier import MarginClassifier
 
 FUSED_LOGITS = 1 << 27  # in a block, of which only its half posterior and its gradient rows live
@@ -68,12 +66,6 @@ class FusedChunks(Chunks):
     def batch(self) -> tuple[Tensor, Tensor, Tensor, int]:
         """What every kernel takes: operands, labels and the number of classes."""
         return self.operand, self.copy, self.labels, len(self.prototypes)
-
-    def sample(self, step: int) -> Self:
-        """See ``Chunks``."""
-        few = super().sample(step)
-        few.group_maxima = None  # those of all classes
-        return few
 
     def block_logits(self) -> int:
         """See ``Chunks``."""
