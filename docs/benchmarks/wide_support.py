@@ -8,36 +8,29 @@ search for the root starts at the maxima of groups, and at the root of a sample:
 from __future__ import annotations
 
 import argparse
-from statistics import median
-from time import perf_counter
 from unittest import mock
 
 import torch
 
 import qmargin
+from qmargin.cli.bench_timing import Step, median, time_turns
 from qmargin.demo.run import say
 from qmargin.heads import root_search
 
 SETTINGS = ((1.0, 16.0), (1.25, 0.8), (1.25, 3.0), (1.5, 0.2), (2.0, 1.2e-4), (2.0, 4e-3))
 
 
-def milliseconds(head: qmargin.MarginClassifier, rows: torch.Tensor, labels: torch.Tensor) -> float:
-    """Of a step, the median of some."""
-    taken = []
-    for _ in range(8):
-        embeddings = rows.clone().requires_grad_()
+def step_of(
+    head: qmargin.MarginClassifier, rows: torch.Tensor, labels: torch.Tensor, min_step: int
+) -> Step:
+    """A step whose samples have at most one in so many classes."""
+
+    def step() -> None:
         head.prototypes.grad = None
-        _wait(rows)
-        began = perf_counter()
-        head(embeddings, labels).backward()
-        _wait(rows)
-        taken.append(1e3 * (perf_counter() - began))
-    return median(taken[2:])
+        with mock.patch.object(root_search, "MIN_STEP", min_step):
+            head(rows.clone().requires_grad_(), labels).backward()
 
-
-def _wait(tensor: torch.Tensor) -> None:
-    if tensor.is_cuda:
-        torch.cuda.synchronize()
+    return step
 
 
 def main() -> None:
@@ -57,9 +50,10 @@ def main() -> None:
         loss = qmargin.MarginLoss(qmargin.Alpha(alpha), qmargin.PriorMargin(0.3), scale=scale)
         place = {"device": options.device}
         head = qmargin.MarginClassifier(options.dim, options.classes, loss, path="chunked", **place)
-        with mock.patch.object(root_search, "MIN_STEP", options.classes):  # too few for a sample
-            plain = milliseconds(head, rows, labels)
-        sampled = milliseconds(head, rows, labels)
+        # of one class in k, no sample has enough
+        steps = [step_of(head, rows, labels, n) for n in (options.classes, root_search.MIN_STEP)]
+        times = time_turns(steps, rows.device, repeats=8, seconds=20.0)
+        plain, sampled = map(median, times)
         assert head.last_step is not None
         active = f"{head.last_step.support_mean:,.0f}"
         say(f"| {alpha:g} | {scale:g} | {active} | {plain:.1f} | {sampled:.1f} |")

@@ -1,7 +1,6 @@
 """Every path against the float64 definition, and what is special about each."""
 
 import copy
-from unittest import mock
 
 import pytest
 import torch
@@ -21,14 +20,11 @@ from helpers.heads import (
     truth_of,
 )
 from qmargin.errors import ConfigError
-from qmargin.heads import chunks, root_search
-from qmargin.heads.chunks import Chunks, Target
+from qmargin.heads import chunks
 from qmargin.heads.paper import largest_left_out
-from qmargin.heads.root_search import RootSearch, solve
 from qmargin.heads.sampled import sample_classes
 from qmargin.heads.updates import ExactSGD
 from qmargin.kernels import head_reference
-from qmargin.maths.threshold import RowSums
 
 NUM_CLASSES = (1, 2, 31, 32, 33, 97, 257, 1031)
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5}
@@ -222,74 +218,6 @@ def test_small_posteriors_survive_half_precision() -> None:
     head = make_head(loss, batch, path="chunked")
     head.chunk_dtype = torch.float16
     assert_same(step(head, batch), truth_of(loss, batch), tolerance=1e-2)
-
-
-@pytest.mark.parametrize(("alpha", "scale"), [(1.25, 1.0), (1.5, 0.2), (2.0, 0.003)])
-def test_where_many_classes_are_active_a_sample_starts_the_search(alpha, scale) -> None:
-    batch = random_batch(20_001, rows=9)
-    batch.labels[0] = 16 * 71  # in the sample
-    loss = make_loss(alpha, scale)
-    head = make_head(loss, batch, path="chunked", dtype=torch.float64)
-    passes: list[float] = []
-    row_sums = Chunks.row_sums
-
-    def counted(self: Chunks, *where: torch.Tensor) -> RowSums:
-        passes.append(self.weight)
-        return row_sums(self, *where)
-
-    with mock.patch.object(Chunks, "row_sums", counted):
-        outcome = step(head, batch)
-        from_sample, passes = passes, []
-        with mock.patch.object(root_search, "MIN_SUPPORT", 20_001):
-            step(head, batch)
-    assert outcome.stats.support_mean > 0.1 * 20_001
-    assert set(passes) == {1.0}
-    assert 1 <= from_sample.count(1.0) < len(passes)
-    assert_same(outcome, truth_of(loss, batch), tolerance=1e-9)
-
-
-def test_rows_with_few_active_classes_start_at_the_maxima() -> None:
-    """A target holds a part of its row's mass, which leaves one class of the sample active."""
-    batch = random_batch(4000, rows=5)
-    batch.embeddings[2] = batch.prototypes[batch.labels[2]]
-    loss = make_loss(1.5, 3.0, qmargin.PriorMargin(0.0))
-    head = make_head(loss, batch, path="chunked", dtype=torch.float64)
-    with (
-        mock.patch.object(root_search, "MIN_SUPPORT", 2),
-        mock.patch.object(
-            RootSearch, "from_maxima", side_effect=RootSearch.from_maxima
-        ) as from_maxima,
-    ):
-        outcome = step(head, batch)
-    assert [call.args[0].weight for call in from_maxima.call_args_list] == [16.0, 1.0]
-    assert_same(outcome, truth_of(loss, batch), tolerance=1e-9)
-
-
-def test_many_classes_at_the_edge_of_alpha_two() -> None:
-    """Newton's unchecked last step then leaves an error, which the sums show and a search ends."""
-    batch = random_batch(97, dim=64, rows=1)
-    head = make_head(make_loss(2.0, 1.0), batch, path="chunked", dtype=torch.float64)
-    head.refresh()
-    one = Chunks(head, torch.nn.functional.normalize(batch.embeddings.double()), batch.labels)
-    cosines = torch.linspace(0.0, 1e-9, 97).double()[None]
-    cosines[0, :3] = 1.0 / 3.0  # alone they have tau at 1, and the others at the edge
-    one.cosines = lambda where, unit: cosines[:, where].clone()
-    target = Target(torch.tensor([-5.0]).double(), torch.zeros(1).double())
-    with mock.patch.object(RootSearch, "run", autospec=True, side_effect=RootSearch.run) as run:
-        solved = solve(one, target, pulls=False)
-    assert run.call_count == 2
-    assert float(solved.mass_error) < 1e-14
-
-
-def test_a_row_that_is_not_finite_does_not_hang_the_search() -> None:
-    batch = random_batch(97)
-    head = make_head(make_loss(1.5), batch, path="chunked")
-    head.refresh()
-    unit = torch.nn.functional.normalize(batch.embeddings)
-    unit[2] = torch.nan
-    target = Target(torch.zeros(6).double(), torch.zeros(6).double())
-    solved = solve(Chunks(head, unit, batch.labels), target, pulls=True)
-    assert solved.level.isnan().tolist() == [False, False, True, False, False, False]
 
 
 # sampled

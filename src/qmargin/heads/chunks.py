@@ -1,4 +1,4 @@
-"""Row sums over blocks of classes: the root, and what the loss needs, without a ``[B, k]`` tensor.
+"""Sums over blocks of classes that the root and the loss need, without a ``[B, k]`` tensor.
 
 Blocks of cosines are computed, reduced to sums (M11) and forgotten. At ``alpha = 1`` one pass keeps
 a running log-sum-exp. Otherwise ``heads.root_search`` finds the root in a few passes.
@@ -16,12 +16,7 @@ from torch import Tensor
 from qmargin.kernels.head_records import GROUP, ClassGradient
 from qmargin.kernels.head_reference import drop_targets_
 from qmargin.maths.objective import posterior_rows
-from qmargin.maths.threshold import (
-    RowSums,
-    heights,
-    level_step,
-    row_sums,
-)
+from qmargin.maths.threshold import RowSums, heights, level_step, row_sums
 from qmargin.reading import Reading
 
 if TYPE_CHECKING:
