@@ -181,7 +181,7 @@ STUDIES = {
             "omniglot",
             "Omniglot, evaluation alphabets",
             "pictures",
-            _GPU._replace(num_classes=3856, num_test=659, samples_test=10),
+            _GPU._replace(num_classes=3856, epochs=40, num_test=659, samples_test=10),
             search_epochs=8,
             has_turns=True,
             warp=1.0,
