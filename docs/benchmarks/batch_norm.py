@@ -35,7 +35,7 @@ def measured(path: Path, folder: Path, key: str, *, batch_norm: bool) -> TrialRe
     recipe = material.study.recipe(
         with_setting(key, LOSSES[key]),
         seed=SEARCH_SEED,
-        is_search=True,
+        epochs=material.study.search_epochs,
         path=material.training_path,
     )
     result = run_trial(Trial({}, recipe, folder / f"{key}-{batch_norm}"), material, device="cpu")

@@ -47,7 +47,9 @@ def measured(
     """One training, and its numbers on validation identities."""
     material = material_of(case, folder)
     loss = with_setting(key, setting)
-    recipe = material.study.recipe(loss, seed=SEARCH_SEED, is_search=True, path=None)
+    recipe = material.study.recipe(
+        loss, seed=SEARCH_SEED, epochs=material.study.search_epochs, path=None
+    )
     run = replace(recipe.run, epochs=epochs or recipe.run.epochs)
     recipe = replace(recipe, head=replace(recipe.head, lr_ratio=ratio), run=run)
     trial = Trial({}, recipe, folder / recipe.sha256)

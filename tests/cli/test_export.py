@@ -12,11 +12,13 @@ from helpers.results import synthetic_result, write_results
 from helpers.runs import tiny_recipe
 from qmargin.cli.export import add_export
 from qmargin.errors import ConfigError
+from qmargin.evaluation.embeddings import read_embeddings
 from qmargin.evaluation.model import load_model
 from qmargin.features import FilterBank
 from qmargin.models import create_backbone
 from qmargin.models.card import ModelCard
 from qmargin.models.directory import CARD, read_card, write_model
+from qmargin.training.checkpoint import newest, read_prototypes
 from qmargin.training.loop import train
 from qmargin.training.recipe_files import apply_settings
 
@@ -109,6 +111,31 @@ def test_filter_banks_are_of_speaker_models(tmp_path: Path) -> None:
     make_model(tmp_path / "m")
     with pytest.raises(ConfigError, match="add --onnx"):
         run(tmp_path / "m", "--features")
+
+
+def test_prototypes_of_a_run_are_a_cohort(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "cohort.safetensors"
+    run(trained, "--prototypes", path)
+    cohort = read_embeddings(path, role="cohort")
+    checkpoint = newest(trained / "checkpoints").checkpoint
+    assert checkpoint is not None
+    rows = read_prototypes(checkpoint)
+    assert capsys.readouterr().out == f"{path}: {len(rows)} prototypes\n"
+    assert np.array_equal(cohort.matrix, rows.numpy())
+    assert len(set(cohort.keys)) == len(rows) == checkpoint.manifest.num_classes
+    few = read_prototypes(checkpoint, at_most=3)
+    assert 2 <= len(few) <= 3
+    assert torch.equal(few[1], rows[-(-len(rows) // 3)])
+    run(trained, "--prototypes", path, "--out", tmp_path / "m")
+    assert read_card(tmp_path / "m")
+    with pytest.raises(ConfigError, match="--out is missing"):
+        run(trained, "--prototypes", path, "--onnx")
+    with pytest.raises(ConfigError, match="has no prototypes"):
+        run(tmp_path / "m", "--prototypes", path)
+    with pytest.raises(ConfigError, match="no file of embeddings"):
+        run(trained, "--prototypes", tmp_path / "cohort.txt")
 
 
 def test_arguments_that_do_not_fit_are_refused(trained: Path, tmp_path: Path) -> None:

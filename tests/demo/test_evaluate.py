@@ -7,8 +7,11 @@ from qmargin.data.strokes import StrokeIdentities
 from qmargin.demo import intervals
 from qmargin.demo.evaluate import FARS, Facts, all_trials, evaluate_pictures
 from qmargin.demo.intervals import bootstrap_pairs
+from qmargin.evaluation.pair_scores import unit_rows
+from qmargin.evaluation.scoring import nearest_moments
 from qmargin.metrics import eer, tar_at_far
 from qmargin.metrics.bootstrap import bootstrap
+from qmargin.metrics.normalise import as_norm
 
 FACTS = Facts(name="a", card={}, protocol="pairs", command="", prefix="p/")
 
@@ -68,6 +71,27 @@ def test_a_result_has_the_numbers_of_the_scores(dataset, embeddings):
     place = np.flatnonzero(~is_genuine)[impostor.argmax()]
     names = {f"p/{dataset.sample_id(int(side[place]))}" for side in (first, second)}
     assert {worst.enrol, worst.test} == names
+
+
+def test_a_result_by_normalised_scores_has_their_numbers(dataset, embeddings):
+    cohort = np.random.default_rng(3).normal(size=(40, embeddings.shape[1]))
+    unit, others = unit_rows(embeddings), unit_rows(cohort)
+    moments = nearest_moments(unit, others, 10, "cohort")
+    result = evaluate_pictures(embeddings, dataset, FACTS, moments=moments, num_replicates=20)
+    scores = as_norm(unit @ unit.T, unit @ others.T, unit @ others.T, top_n=10)
+    first, second = np.triu_indices(len(unit), k=1)
+    is_genuine = dataset.labels[first] == dataset.labels[second]
+    scores = scores[first, second]
+    genuine, impostor = scores[is_genuine], scores[~is_genuine]
+    for point in result.metrics.tar:
+        expected = tar_at_far(genuine, impostor, point.far_target)
+        assert point.tar == pytest.approx(expected.tar, abs=2 / len(genuine))  # ties by rounding
+        assert point.threshold == pytest.approx(expected.threshold, abs=1e-9)
+        assert point.interval[0] <= point.tar <= point.interval[1]
+    drawn = all_trials(embeddings, dataset, moments).scores
+    np.testing.assert_allclose(drawn, scores, atol=1e-4)
+    plain = evaluate_pictures(embeddings, dataset, FACTS, num_replicates=20)
+    assert [point.tar for point in plain.metrics.tar] != [p.tar for p in result.metrics.tar]
 
 
 def test_results_of_two_systems_can_be_paired(dataset, embeddings):

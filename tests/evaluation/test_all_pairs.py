@@ -11,6 +11,7 @@ from qmargin.evaluation import pair_counts
 from qmargin.evaluation.all_pairs import evaluate_all_pairs
 from qmargin.metrics.crossing import eer, min_dcf
 from qmargin.metrics.curve import det_curve
+from qmargin.metrics.normalise import Moments, as_norm, cohort_moments
 from qmargin.metrics.operating import tar_at_far
 
 FARS = (0.001, 0.01, 0.3, 1.0)
@@ -35,14 +36,25 @@ def case(kind, *, seed=0, num_subjects=40, num_samples=5, dim=24):
     return rows[order], subjects[order]
 
 
-def scored_one_by_one(rows, subjects):
-    """The definition: float64 unit rows, a sum of products for every pair."""
+def moments_of(rows, *, size=50, top_n=12):
+    """Of random rows as a cohort."""
+    others = np.random.default_rng(1).normal(size=(rows.shape[1], size))
+    scores = rows / np.linalg.norm(rows, axis=1, keepdims=True) @ others
+    return cohort_moments(scores / np.linalg.norm(others, axis=0), "cohort", top_n)
+
+
+def scored_one_by_one(rows, subjects, moments=None):
+    """The definition: float64 unit rows, a sum of products for every pair; AS-norm of it."""
     rows = np.asarray(rows, dtype=np.float64)
     rows = rows / np.abs(rows).max(axis=1, keepdims=True)
     unit = rows / np.sqrt((rows * rows).sum(axis=1, keepdims=True))
     first, second = np.triu_indices(len(unit), k=1)
     pairs = zip(first, second, strict=True)
     scores = np.array([(unit[one] * unit[other]).sum() for one, other in pairs])
+    if moments is not None:
+        gain = 0.5 / moments.std
+        shift = gain * moments.mean
+        scores = scores * (gain[first] + gain[second]) - (shift[first] + shift[second])
     return first, second, scores, subjects[first] == subjects[second]
 
 
@@ -56,13 +68,17 @@ def assert_same(found, other):
             assert left == right
 
 
+@pytest.mark.parametrize("is_normalised", [False, True])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("kind", KINDS)
-def test_results_are_those_of_pairs_scored_one_by_one(kind, dtype):
+def test_results_are_those_of_pairs_scored_one_by_one(kind, dtype, is_normalised):
     rows, subjects = case(kind)
     rows = rows.astype(dtype)
-    found = evaluate_all_pairs(rows, subjects, FARS, p_targets=PRIORS, num_hardest=15, block=64)
-    first, second, scores, is_genuine = scored_one_by_one(rows, subjects)
+    moments = moments_of(rows) if is_normalised else None
+    found = evaluate_all_pairs(
+        rows, subjects, FARS, p_targets=PRIORS, num_hardest=15, block=64, moments=moments
+    )
+    first, second, scores, is_genuine = scored_one_by_one(rows, subjects, moments)
     genuine, impostor = scores[is_genuine], scores[~is_genuine]
     assert (found.num_genuine, found.num_impostors) == (len(genuine), len(impostor))
     assert found.tar == tuple(tar_at_far(genuine, impostor, far) for far in FARS)
@@ -224,3 +240,41 @@ def test_impossible_settings_are_refused(options, message):
     rows, subjects = case("smooth", num_subjects=5)
     with pytest.raises(ConfigError, match=message):
         evaluate_all_pairs(rows, subjects, [0.1], **options)
+
+
+def test_a_normalised_score_is_that_of_as_norm():
+    rows, subjects = case("smooth")
+    others = np.random.default_rng(2).normal(size=(24, 60))
+    unit = rows / np.linalg.norm(rows, axis=1, keepdims=True)
+    cohort = unit @ (others / np.linalg.norm(others, axis=0))
+    expected = as_norm(unit @ unit.T, cohort, cohort, top_n=20)
+    found = evaluate_all_pairs(
+        rows, subjects, FARS, num_hardest=50, moments=cohort_moments(cohort, "cohort", 20)
+    )
+    for pair in found.hardest_impostors + found.hardest_genuine:
+        np.testing.assert_allclose(pair.score, expected[pair.first, pair.second], atol=1e-12)
+    impostors = expected[np.triu(subjects[:, None] != subjects)]
+    assert found.hardest_impostors[0].score == pytest.approx(impostors.max(), abs=1e-12)
+
+
+@pytest.mark.parametrize("top_n", [2, 50])
+def test_blocks_and_precision_do_not_change_normalised_results(top_n):
+    rows, subjects = case("anisotropic")
+    moments = moments_of(rows, top_n=top_n)  # two of fifty: gains that differ by orders
+    first = evaluate_all_pairs(rows, subjects, FARS, moments=moments)
+    for options in ({"block": 7}, {"dtype": "float64"}, {"block": 33, "dtype": "float64"}):
+        assert_same(evaluate_all_pairs(rows, subjects, FARS, moments=moments, **options), first)
+
+
+@pytest.mark.parametrize(
+    ("mean", "std", "error", "words"),
+    [
+        (np.zeros(3), np.ones(3), ShapeError, "one mean and one deviation"),
+        (np.zeros(200), np.zeros(200), DataError, "cohort_moments"),
+        (np.full(200, np.nan), np.ones(200), DataError, "cohort_moments"),
+    ],
+)
+def test_moments_that_are_none_are_refused(mean, std, error, words):
+    rows, subjects = case("smooth")
+    with pytest.raises(error, match=words):
+        evaluate_all_pairs(rows, subjects, FARS, moments=Moments(mean, std))

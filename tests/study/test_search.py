@@ -1,6 +1,7 @@
 """Settings are chosen fairly, and those that the demo ships are those that were chosen."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,10 +18,11 @@ from qmargin.study.search import (
     Tried,
     choose,
     gather,
+    grid_of,
     point_of,
     read_chosen,
+    read_rounds,
     read_search,
-    read_tried,
 )
 from qmargin.study.studies import Study, find_study
 from qmargin.sweep import slots
@@ -59,7 +61,7 @@ def test_the_best_is_chosen_by_the_mean_over_seeds() -> None:
         result("q_margin", 2, 1001, 0.9, "failed"),  # it accepted nobody
         result("q_margin", 0, 1002, 0.99),  # of no seed of the search
     ]
-    tried = gather(TWO_SEEDS, ["q_margin", "sampled"], results)
+    tried = gather(TWO_SEEDS, grid_of(TWO_SEEDS, ["q_margin", "sampled"]), results)
     assert [one.mean(MEASURE) for one in tried] == pytest.approx([0.4, 0.45, 0.4])
     assert [one.num_failed for one in tried] == [0, 0, 1]
     assert tried[2].values("eer") == [0.02, 1.0]
@@ -69,7 +71,7 @@ def test_the_best_is_chosen_by_the_mean_over_seeds() -> None:
 def test_a_loss_without_any_training_is_refused() -> None:
     results = [result("cosface", place, 1000, 0.9, "failed") for place in range(3)]
     with pytest.raises(DataError, match="no training of cosface ended well"):
-        choose(gather(TWO_SEEDS, ["cosface"], results), MEASURE)
+        choose(gather(TWO_SEEDS, grid_of(TWO_SEEDS, ["cosface"]), results), MEASURE)
 
 
 def test_a_measure_that_was_not_measured_is_refused() -> None:
@@ -90,7 +92,7 @@ def test_every_loss_of_the_demo_gets_the_same_effort() -> None:
 
 
 def test_settings_of_the_demo_are_tried_by_its_own_recipe() -> None:
-    made = find_study("demo").recipe(LOSSES["q_margin"], seed=1000, is_search=True, path=None)
+    made = find_study("demo").recipe(LOSSES["q_margin"], seed=1000, epochs=10, path=None)
     demo = demo_recipe(LOSSES["q_margin"], seed=1000, size=SIZES["cpu"])
     assert made == demo
 
@@ -102,14 +104,19 @@ def test_negative_sampling_is_no_loss_of_the_demo(tmp_path: Path) -> None:
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[Trial]:
-    """Trainings that take no time: the larger the margin, the better; one diverges."""
+    """Trainings that take no time: the larger the margin, the better; one diverges.
+
+    A large scale is good in a short training, and bad in a long one.
+    """
     run: list[Trial] = []
 
     def trained(trial: Trial, options: object, device: str) -> TrialResult:
         run.append(trial)
         recipe = trial.recipe
         fails = recipe.loss.alpha == 1.5 and recipe.seed == 1001
-        tar = recipe.loss.margin + (recipe.loss.scale == 32.0) + 0.01 * (recipe.seed - 1000)
+        is_long = trial.folder.parent.name == "finalists"
+        is_large = (recipe.loss.scale == 32.0) != is_long
+        tar = recipe.loss.margin + is_large + 0.01 * (recipe.seed - 1000)
         found = TrialResult(
             trial.point,
             recipe.seed,
@@ -159,9 +166,40 @@ def test_a_search_from_the_command_line(
     assert "synthetic" in text
     assert "Negative sampling" not in text
 
-    tried, measure = read_search(page.with_suffix(".json"))
-    assert tried == read_tried(TWO_SEEDS, out, TWO_SEEDS.losses)
-    assert choose(tried, measure) == read_chosen(out / "chosen.json")
+    rounds, measure = read_search(page.with_suffix(".json"))
+    assert rounds == read_rounds(TWO_SEEDS, out, TWO_SEEDS.losses)
+    assert choose(rounds[-1], measure) == read_chosen(out / "chosen.json")
+
+
+def test_the_best_of_a_short_search_are_trained_as_long_as_the_final_trainings(
+    measured: list[Trial], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    study = replace(TWO_SEEDS, search_seeds=1, finalists=2)
+    monkeypatch.setitem(studies.STUDIES, "two", study)
+    out, page = tmp_path / "two", tmp_path / "page.md"
+    command = ["study", "two", "--search-only", "--out", str(out), "--page", str(page)]
+    assert main(command) == 0
+    long = [trial for trial in measured if trial.recipe.run.epochs == study.size.epochs]
+    assert {trial.recipe.run.epochs for trial in measured[:6]} == {study.search_epochs}
+    assert long == measured[6:]
+    assert {trial.folder.parent.name for trial in long} == {"finalists"}
+    assert [(trial.point["loss"], trial.point["scale"]) for trial in long] == [
+        ("cosface", "32"),
+        ("cosface", "16"),
+        ("q_margin", "10"),
+        ("q_margin", "10"),
+    ]
+    assert {trial.recipe.seed for trial in long} == {1000}
+    # the second of the short search was best after the long one, as the fixture has it
+    assert read_chosen(out / "chosen.json")["cosface"] == (1.0, 16.0, 0.2)
+    text = page.read_text()
+    assert "for 1 epoch, and with the best 2 of them for 10 epochs, and chose" in text
+    assert text.index("After 10 epochs:") < text.index("After 1 epoch:")
+    rounds, measure = read_search(page.with_suffix(".json"))
+    assert [len(tried) for tried in rounds] == [6, 4]
+    assert choose(rounds[-1], measure) == read_chosen(out / "chosen.json")
+    assert main(command) == 0
+    assert len(measured) == 10  # nothing is trained twice
 
 
 def test_a_folder_without_a_search_has_no_page(tmp_path: Path) -> None:
@@ -182,7 +220,7 @@ def test_files_that_are_no_search_are_refused(tmp_path: Path) -> None:
 def test_shipped_settings_are_those_that_the_search_chose() -> None:
     if not RECORD.exists():
         pytest.skip(f"no search in {RECORD}; see docs/guide/demo.md for the command")
-    tried, measure = read_search(RECORD)
+    (tried,), measure = read_search(RECORD)
     assert {(one.key, one.setting) for one in tried} == {
         (key, setting) for key, settings in GRID.items() for setting in settings
     }

@@ -13,6 +13,7 @@ from qmargin.data.drawings import Drawings, variants_of
 from qmargin.data.strokes import StrokeIdentities
 from qmargin.demo.recipe import SHIFT, Size, demo_recipe
 from qmargin.errors import ConfigError, DataError
+from qmargin.evaluation.result import read_result
 from qmargin.study import studies
 from qmargin.study.pictures import PictureMaterial, first_samples, identities
 from qmargin.study.run import StudyOptions
@@ -75,6 +76,13 @@ def test_a_study_from_end_to_end(
     assert re.search(r"Q-Margin \*\*(ties with|is ahead of|is behind)\*\* ", text)
     assert text.count("chosen") >= 2
     assert (out / "report" / "index.html").exists()
+    plain, _, normalised = text.partition("## With scores normalised by the prototypes")
+    assert normalised.count("Q-Margin **") == plain.count("Q-Margin **") > 0
+    for folder in (out / "final").iterdir():
+        found = [read_result(folder / name) for name in ("evaluation.json", "normalised.json")]
+        assert found[1].protocol.name.endswith("scores normalised by prototypes")
+        assert found[1].protocol.num_trials == found[0].protocol.num_trials
+        assert found[1].metrics != found[0].metrics
     assert main([*command, "--device", "cpu"]) == 0
     assert "6 trainings, 6 of them there already" in capsys.readouterr().out
     monkeypatch.setitem(studies.STUDIES, "tiny", replace(tiny, search_epochs=2))
@@ -122,7 +130,7 @@ def test_warps_are_drawn_once_and_shared(tmp_path: Path) -> None:
 
 
 def _trained_on(material: PictureMaterial) -> Drawings:
-    recipe = material.study.recipe(SYSTEMS["arcface"], seed=0, is_search=False, path="x")
+    recipe = material.study.recipe(SYSTEMS["arcface"], seed=0, epochs=TINY.epochs, path="x")
     train = material(recipe).train
     assert isinstance(train, Drawings)
     return train
@@ -133,11 +141,11 @@ def test_studies_of_gpu_size_train_in_bf16_and_the_demo_as_the_demo() -> None:
     for name in ("omniglot", "strokes-10k", "strokes-1m"):
         study = studies.find_study(name)
         path = "x" if study.kind == "pictures" else None
-        made = study.recipe(loss, seed=0, is_search=False, path=path)
+        made = study.recipe(loss, seed=0, epochs=2, path=path)
         assert made.precision == PrecisionPart("bf16", channels_last=True)
         assert made.model.options["batch_norm"] is True
     demo = studies.find_study("demo")
-    made = demo.recipe(loss, seed=0, is_search=False, path=None)
+    made = demo.recipe(loss, seed=0, epochs=2, path=None)
     assert made.precision == demo_recipe(loss, seed=0, size=demo.size).precision
     assert "batch_norm" not in made.model.options
 

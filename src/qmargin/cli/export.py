@@ -43,6 +43,12 @@ def add_export(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add("--name", help="name of the model (that of the recipe)")
     add("--result", type=Path, metavar="FILE", help="result.json of this model: adds thresholds")
     add("--flip", choices=("none", "sum"), help="how it used mirror images (what it says itself)")
+    add(
+        "--prototypes",
+        type=Path,
+        metavar="FILE",
+        help="of a run: write its class vectors as embeddings, for `qmargin evaluate --cohort`",
+    )
     add("--onnx", action="store_true", help=f"write {ONNX} into the directory")
     add(
         "--features",
@@ -68,6 +74,11 @@ def run_export(arguments: argparse.Namespace) -> None:
     if arguments.features and not arguments.onnx:
         raise ConfigError("--features says what an ONNX file takes; add --onnx, or leave it out")
     facts = dict(map(_fact, arguments.card))
+    if arguments.prototypes is not None:
+        _write_prototypes(arguments.source, arguments.prototypes)
+        wants_model = arguments.out or arguments.name or arguments.result or arguments.onnx or facts
+        if not wants_model:
+            return
     directory = _directory(arguments)
     if facts:
         add_facts(directory, facts)
@@ -80,6 +91,17 @@ def run_export(arguments: argparse.Namespace) -> None:
         _write_onnx(directory)
     if arguments.features:
         _write_features_onnx(directory)
+
+
+def _write_prototypes(source: Path, path: Path) -> None:
+    from qmargin.evaluation.exporting import write_prototypes
+    from qmargin.models.directory import is_model_directory
+
+    if is_model_directory(source):
+        raise ConfigError(
+            f"{source} is a model directory, which has no prototypes; give the run it was made of"
+        )
+    sys.stdout.write(f"{path}: {write_prototypes(source, path):,} prototypes\n")
 
 
 def _directory(arguments: argparse.Namespace) -> Path:

@@ -72,7 +72,7 @@ def _write_page(arguments: argparse.Namespace, options: StudyOptions) -> None:
     """The page; a search also leaves its numbers beside it."""
     from qmargin.files import write_atomically
     from qmargin.study.page import search_page, study_page
-    from qmargin.study.search import read_tried, write_search
+    from qmargin.study.search import read_rounds, write_search
 
     study, page, command = options.study, arguments.page, options.command
     make = search_page if arguments.search_only else study_page
@@ -82,8 +82,8 @@ def _write_page(arguments: argparse.Namespace, options: StudyOptions) -> None:
     sys.stdout.write(f"{page}\n")
     if arguments.search_only:
         record = page.with_suffix(".json")
-        tried = read_tried(study, options.out, options.keys)
-        write_search(record, study, tried, command=command)
+        rounds = read_rounds(study, options.out, options.keys)
+        write_search(record, study, rounds, command=command)
         sys.stdout.write(f"{record}\n")
 
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 import qmargin
 from qmargin.demo.intervals import PairReplicates, bootstrap_pairs, column_intervals
 from qmargin.evaluation.all_pairs import AllPairs, evaluate_all_pairs
-from qmargin.evaluation.pair_scores import ScoredPair, unit_rows
+from qmargin.evaluation.pair_scores import PairNorm, ScoredPair, unit_rows
 from qmargin.evaluation.pictures import score_histogram
 from qmargin.evaluation.result import (
     Band,
@@ -35,6 +35,7 @@ from qmargin.evaluation.result import (
     Value,
     far_key,
 )
+from qmargin.metrics.normalise import Moments
 from qmargin.metrics.subjects import Trials
 from qmargin.metrics.sufficiency import sufficiency
 
@@ -86,6 +87,7 @@ def evaluate_pictures(
     dataset: Pictures,
     facts: Facts,
     *,
+    moments: Moments | None = None,
     num_replicates: int = NUM_REPLICATES,
     device: str = "cpu",
 ) -> Result:
@@ -95,6 +97,7 @@ def evaluate_pictures(
         embeddings: ``[n, d]`` of all samples, in order.
         dataset: Of test or validation identities.
         facts: For the record.
+        moments: Of each sample's scores against a cohort, for AS-norm; None for cosines.
         num_replicates: Of the bootstrap over identities.
         device: Where products are computed.
 
@@ -105,9 +108,9 @@ def evaluate_pictures(
     num_impostors = (int(counts.sum()) ** 2 - int((counts * counts).sum())) // 2
     fars = tuple(far for far in FARS if sufficiency(far, num_impostors).allowed > 0)
     found = evaluate_all_pairs(
-        embeddings, dataset.labels, fars, num_hardest=NUM_HARDEST, device=device
+        embeddings, dataset.labels, fars, num_hardest=NUM_HARDEST, device=device, moments=moments
     )
-    trials = all_trials(embeddings, dataset)
+    trials = all_trials(embeddings, dataset, moments)
     grid = tuple(np.geomspace(1.0 / found.num_impostors, max(fars), GRID_POINTS).tolist())
     replicates = bootstrap_pairs(
         trials,
@@ -124,11 +127,17 @@ def evaluate_pictures(
     return _result(found, replicates, histogram, dataset, facts, grid)
 
 
-def all_trials(embeddings: NDArray[np.float32], dataset: Pictures) -> Trials:
+def all_trials(
+    embeddings: NDArray[np.float32], dataset: Pictures, moments: Moments | None = None
+) -> Trials:
     """Scores of all pairs in float32, with the identities on both sides."""
     unit = unit_rows(embeddings).astype(np.float32)
     labels = dataset.labels.astype(np.int32)
     matrix = unit @ unit.T  # [n, n], a hundred megabytes at most in the demo
+    if moments is not None:
+        gain, shift = (column.astype(np.float32) for column in PairNorm.of(moments))
+        matrix *= gain[:, None] + gain
+        matrix -= shift[:, None] + shift
     is_kept = np.triu(np.ones(matrix.shape, dtype=bool), k=1)
     enrol = np.broadcast_to(labels[:, None], matrix.shape)[is_kept]
     test = np.broadcast_to(labels, matrix.shape)[is_kept]

@@ -9,13 +9,14 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from qmargin.errors import BackendError, ConfigError, ProtocolError, ShapeError
+from qmargin.errors import BackendError, ConfigError, DataError, ProtocolError, ShapeError
 from qmargin.evaluation.pair_blocks import NUM_BINS, Ints, PairBlocks
 from qmargin.evaluation.pair_counts import ImpostorCounts
 from qmargin.evaluation.pair_plans import plan_det, plan_eer, plan_min_dcf, plan_tar
 from qmargin.evaluation.pair_scores import (
     Floats,
     Hardest,
+    PairNorm,
     Rows,
     ScoredPair,
     exact_scores,
@@ -25,6 +26,7 @@ from qmargin.evaluation.pair_scores import (
 from qmargin.files import Progress
 from qmargin.metrics.crossing import Eer, MinDcf
 from qmargin.metrics.curve import DetCurve
+from qmargin.metrics.normalise import Moments
 from qmargin.metrics.operating import TarAtFar, check_measurable
 
 
@@ -65,14 +67,15 @@ def evaluate_all_pairs(
     block: int = 4096,
     device: str = "cpu",
     dtype: Literal["float32", "float64"] = "float32",
+    moments: Moments | None = None,
     progress: Progress | None = None,
 ) -> AllPairs:
     """Exact operating points over all ``n (n - 1) / 2`` pairs of rows.
 
-    The score of a pair is the cosine of its rows in float64. Products of blocks in ``dtype`` only
-    tell which pairs can decide a result; those are scored in float64. Hence neither the blocks nor
-    the device nor ``dtype`` changes a result. Memory holds the embeddings, one block, and the
-    scores of the genuine pairs.
+    The score of a pair is the cosine of its rows in float64, or its AS-norm. Products of blocks in
+    ``dtype`` only tell which pairs can decide a result; those are scored in float64. Hence neither
+    the blocks nor the device nor ``dtype`` changes a result. Memory holds the embeddings, one
+    block, and the scores of the genuine pairs.
 
     Args:
         embeddings: ``[n, d]`` array or tensor of any floating dtype.
@@ -83,6 +86,8 @@ def evaluate_all_pairs(
         block: Rows on each side of a block.
         device: Where products are computed, such as ``"cuda"``.
         dtype: Precision of the products, ``"float32"`` or ``"float64"``.
+        moments: Mean and deviation of each row's scores against a cohort, from ``cohort_moments``:
+            scores are AS-norms then.
         progress: Called with the number of blocks done and their total, over two passes.
 
     Raises:
@@ -99,8 +104,9 @@ def evaluate_all_pairs(
     unit = unit_rows(embeddings)
     order, groups = _sorted_subjects(subjects, len(unit))
     unit = unit[order]
-    blocks = PairBlocks(unit, groups, block=block, device=device, dtype=dtype)
-    genuine, hardest_genuine = _genuine(unit, groups, order, num_hardest)
+    norm = _norm(moments, order)
+    blocks = PairBlocks(unit, groups, block=block, device=device, dtype=dtype, norm=norm)
+    genuine, hardest_genuine = _genuine(blocks, order, num_hardest)
     fars = tuple(float(far) for far in fars)
     num_impostors = len(unit) * (len(unit) - 1) // 2 - len(genuine)
     _check_measurable(len(genuine), num_impostors, fars)
@@ -108,7 +114,7 @@ def evaluate_all_pairs(
     counts = ImpostorCounts(blocks.count(progress), blocks.bins)
     if len(counts) != num_impostors:
         raise BackendError(
-            f"{len(counts)} of {num_impostors} products on {device} lie between -1 and 1: "
+            f"{len(counts)} of {num_impostors} scores by products on {device} are in range: "
             f"use another device, or dtype='float64'"
         )
     tar = [plan_tar(counts, genuine, far) for far in fars]
@@ -167,16 +173,32 @@ def _sorted_subjects(subjects: Any, length: int) -> tuple[Rows, NDArray[np.intp]
     return order, numbers[order]
 
 
+def _norm(moments: Moments | None, order: Rows) -> PairNorm | None:
+    if moments is None:
+        return None
+    shapes = {np.shape(column) for column in moments}
+    if shapes != {order.shape}:
+        raise ShapeError(
+            f"moments have shapes {sorted(shapes)}, there are {len(order)} embeddings: give one "
+            "mean and one deviation for each"
+        )
+    if not all(np.isfinite(column).all() for column in moments) or moments.std.min() <= 0.0:
+        raise DataError(
+            "moments are not finite, or a deviation is not positive: see cohort_moments"
+        )
+    return PairNorm.of(Moments(moments.mean[order], moments.std[order]))
+
+
 def _genuine(
-    unit: Floats, groups: NDArray[np.intp], order: Rows, num_hardest: int
+    blocks: PairBlocks, order: Rows, num_hardest: int
 ) -> tuple[Floats, tuple[ScoredPair, ...]]:
     """Sorted scores of all genuine pairs, and the lowest of them."""
     if num_hardest < 0:
         raise ConfigError(f"num_hardest={num_hardest} is negative: give a number of pairs")
     hardest = Hardest(num_hardest, sign=-1)
     parts = [np.empty(0)]
-    for first, second in genuine_pairs(groups):
-        parts.append(exact_scores(unit, first, second))
+    for first, second in genuine_pairs(blocks.groups):
+        parts.append(exact_scores(blocks.unit, first, second, blocks.norm))
         hardest.update(order[first], order[second], parts[-1])
     return np.sort(np.concatenate(parts)), hardest.pairs()
 

@@ -71,6 +71,27 @@ def export_run(
     return write_model(directory, weights=tensors, card=card, recipe=text)
 
 
+def write_prototypes(run: str | Path, path: str | Path) -> int:
+    """Write the class vectors of a run as embeddings, a cohort for score normalisation.
+
+    Args:
+        run: Output folder of ``qmargin train``, or one of its checkpoints.
+        path: File to write, ``.safetensors`` or ``.npz``.
+
+    Returns:
+        The number of classes.
+    """
+    from qmargin.evaluation.embed_folder import check_suffix, write_embedding_file
+    from qmargin.training.checkpoint import read_prototypes
+
+    check_suffix(path)
+    rows = read_prototypes(_find_checkpoint(Path(run))).float().numpy()
+    digits = len(str(len(rows) - 1))
+    names = [f"class-{label:0{digits}d}" for label in range(len(rows))]
+    write_embedding_file(path, names, rows)
+    return len(rows)
+
+
 def add_thresholds(
     directory: str | Path, result: str | Path, *, flip: str | None = None
 ) -> Thresholds:

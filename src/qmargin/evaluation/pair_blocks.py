@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qmargin.errors import BackendError, ConfigError
-from qmargin.evaluation.pair_scores import Floats, Rows, exact_scores
+from qmargin.evaluation.pair_scores import Floats, PairNorm, Rows, exact_scores
 from qmargin.files import Progress
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ UNIT_ROUNDOFF = {"float32": 2.0**-24, "float64": 2.0**-53}
 
 @dataclass(frozen=True)
 class Bins:
-    """Equal bins over all cosines.
+    """Equal bins over all scores there can be.
 
     Attributes:
         low: Lower edge of the first.
@@ -44,14 +44,20 @@ class Bins:
     slack: int
 
     @classmethod
-    def of(cls, dim: int, dtype: str) -> Bins:
+    def of(cls, dim: int, dtype: str, norm: PairNorm | None = None) -> Bins:
         """Bins for products of unit rows of ``dim`` numbers.
 
         With unit roundoff ``u``, rounding the rows and summing ``d`` products in any order errs by
-        at most about ``(d + 2) u`` times the product of the rows' lengths.
+        at most about ``(d + 2) u`` times the product of the rows' lengths. AS-norm multiplies that
+        by the gains, and its own five roundings err by ``u`` times the largest number in it each.
         """
-        error = 1.01 * (dim + 3) * UNIT_ROUNDOFF[dtype] + 1e-12
-        reach = 1.0 + 2 * error + 4.0 / NUM_BINS
+        roundoff = UNIT_ROUNDOFF[dtype]
+        error, reach = 1.01 * (dim + 3) * roundoff + 1e-12, 1.0
+        if norm is not None:
+            gain = 2.0 * float(norm.gain.max())
+            reach = gain + 2.0 * float(np.abs(norm.shift).max())
+            error = gain * error + reach * (6 * roundoff + 1e-12)
+        reach += 2 * error + 4.0 * reach / NUM_BINS
         width = 2 * reach / NUM_BINS
         return cls(-reach, width, math.ceil(error / width) + 1)  # one for rounding the bin itself
 
@@ -69,6 +75,7 @@ class PairBlocks:
         block: Rows on each side of a block.
         device: Where products are computed.
         dtype: Precision of the products; it changes the time, never a result.
+        norm: For scores by AS-norm instead of cosines.
     """
 
     def __init__(
@@ -79,6 +86,7 @@ class PairBlocks:
         block: int,
         device: str,
         dtype: Literal["float32", "float64"],
+        norm: PairNorm | None = None,
     ) -> None:
         import torch
 
@@ -86,10 +94,12 @@ class PairBlocks:
             raise ConfigError(f"dtype={dtype!r} is unknown: choose float32 or float64")
         if block < 1:
             raise ConfigError(f"block={block} is below 1: give the rows of a block, such as 4096")
-        self.unit, self.groups = unit, groups
+        self.unit, self.groups, self.norm = unit, groups, norm
         self.block = min(block, len(unit))
-        self.bins = Bins.of(unit.shape[1], dtype)
-        self._rows = torch.from_numpy(unit).to(device, getattr(torch, dtype))
+        self.bins = Bins.of(unit.shape[1], dtype, norm)
+        place = {"device": device, "dtype": getattr(torch, dtype)}
+        self._rows = torch.from_numpy(unit).to(**place)
+        self._norm = norm and tuple(torch.from_numpy(column).to(**place) for column in norm)
         self._groups = torch.from_numpy(groups).to(device)
         self._starts = range(0, len(unit), self.block)
 
@@ -128,7 +138,7 @@ class PairBlocks:
             step = 1 << 20
             for start in range(0, len(first), step):
                 part = slice(start, start + step)
-                scores = exact_scores(self.unit, first[part], second[part])
+                scores = exact_scores(self.unit, first[part], second[part], self.norm)
                 self._check_bins(scores, bins[part])
                 found(first[part], second[part], scores, bins[part])
             if progress is not None:
@@ -163,6 +173,10 @@ class PairBlocks:
                 cosines = products[: shape[0] * shape[1]].view(shape)
                 with _full_precision(), torch.no_grad():
                     torch.mm(self._rows[upper], self._rows[lower].T, out=cosines)
+                if self._norm:
+                    gain, shift = self._norm
+                    cosines.mul_(gain[upper, None] + gain[lower])
+                    cosines.sub_(shift[upper, None] + shift[lower])
                 places = bins[: shape[0] * shape[1]].view(shape)
                 places.copy_(cosines.mul_(scale).add_(offset))
                 if self.groups[min(top + self.block, len(self.unit)) - 1] >= self.groups[left]:

@@ -1,7 +1,7 @@
-"""Cosines of single pairs in float64: the scores that all-pairs results are made of.
+"""Scores of single pairs in float64, which all-pairs results are made of: cosines, or AS-norm.
 
-A pair's score depends on its two embeddings alone: not on the order of the two, on which pairs are
-scored together, or on the device that found the pair.
+A pair's score depends on its two rows alone: not on the order of the two, on which pairs are scored
+together, or on the device that found the pair.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qmargin.errors import DataError, ShapeError
+from qmargin.metrics.normalise import Moments
 
 Floats = NDArray[np.float64]
 Rows = NDArray[np.intp]
@@ -20,11 +21,29 @@ CHUNK_VALUES = 1 << 15  # numbers of one side that are multiplied at a time: the
 
 
 class ScoredPair(NamedTuple):
-    """Two rows of the embeddings, the smaller first, and their cosine."""
+    """Two rows of the embeddings, the smaller first, and their score."""
 
     first: int
     second: int
     score: float
+
+
+class PairNorm(NamedTuple):
+    """What takes a pair's cosine to its AS-norm: ``c (gain_i + gain_j) - (shift_i + shift_j)``.
+
+    Attributes:
+        gain: Of each row, ``[n]``: half of one over the deviation of its cohort scores.
+        shift: Their mean times that.
+    """
+
+    gain: Floats
+    shift: Floats
+
+    @classmethod
+    def of(cls, moments: Moments) -> PairNorm:
+        """From mean and deviation of each row's cohort scores."""
+        gain = 0.5 / moments.std
+        return cls(gain, gain * moments.mean)
 
 
 def unit_rows(embeddings: Any) -> Floats:
@@ -51,8 +70,8 @@ def _refuse(is_wrong: NDArray[np.bool_], what: str) -> None:
         raise DataError(f"embedding {row} {what}: leave the sample out or embed it again")
 
 
-def exact_scores(unit: Floats, first: Rows, second: Rows) -> Floats:
-    """Cosines of pairs of rows, in float64 and in a fixed order of summation.
+def exact_scores(unit: Floats, first: Rows, second: Rows, norm: PairNorm | None = None) -> Floats:
+    """Cosines of pairs of rows, or their AS-norm, in float64 and in a fixed order of summation.
 
     Examples:
         >>> unit = unit_rows([[3.0, 4.0], [4.0, 3.0]])
@@ -65,6 +84,9 @@ def exact_scores(unit: Floats, first: Rows, second: Rows) -> Floats:
         part = slice(start, start + step)
         # a sum along rows is pairwise in each row; a matrix product may sum in any order
         scores[part] = (unit[first[part]] * unit[second[part]]).sum(axis=1)
+    if norm is not None:
+        scores *= norm.gain[first] + norm.gain[second]
+        scores -= norm.shift[first] + norm.shift[second]
     return scores
 
 

@@ -142,9 +142,21 @@ def _cohort_moments(unit: Floats, norm: CohortNorm, mean: Floats | None) -> Mome
             f"{cohort.source.path}"
         )
     _check_width(cohort, unit.shape[1])
-    others = _unit(cohort, np.arange(len(cohort)), mean).T  # [d, C]
+    others = _unit(cohort, np.arange(len(cohort)), mean)
+    return nearest_moments(unit, others, top_n, str(cohort.source.path))
+
+
+def nearest_moments(unit: Floats, others: Floats, top_n: int, name: str) -> Moments:
+    """Mean and deviation of each row's ``top_n`` highest cosines to a cohort, in blocks.
+
+    Args:
+        unit: Rows of length one, ``[n, d]``.
+        others: The cohort, likewise, ``[C, d]``.
+        top_n: How many count.
+        name: Of the cohort, for the messages.
+    """
     parts = [
-        cohort_moments(unit[start : start + _COHORT_BLOCK] @ others, str(cohort.source.path), top_n)
+        cohort_moments(unit[start : start + _COHORT_BLOCK] @ others.T, name, top_n)
         for start in range(0, len(unit), _COHORT_BLOCK)
     ]
     means, deviations = zip(*parts, strict=True)

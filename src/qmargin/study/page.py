@@ -17,8 +17,9 @@ from qmargin.report.repeats import (
 )
 from qmargin.report.systems import load_panels
 from qmargin.report.tables import markdown_repeats
-from qmargin.study.run import FINAL, RESULT
-from qmargin.study.search import CHOSEN, Settings, Tried, read_chosen, read_tried
+from qmargin.study.pictures import num_nearest
+from qmargin.study.run import FINAL, NORMALISED, RESULT
+from qmargin.study.search import CHOSEN, Settings, Tried, read_chosen, read_rounds
 from qmargin.study.studies import SYSTEMS, Setting, Study
 from qmargin.sweep.validation import far_of
 
@@ -35,13 +36,9 @@ def study_page(study: Study, folder: Path, *, command: str, machine: str) -> str
         command: That made it.
         machine: Where, with commit and date.
     """
-    results = sorted((folder / FINAL).glob(f"*/{RESULT}"), key=_place)
-    if not results:
+    repeats = _repeats(folder, RESULT)
+    if repeats is None:
         raise DataError(f"{folder} holds no results of a study; run it first")
-    found = find_repeats(load_panels(results))
-    if len(found) != 1:
-        raise DataError(f"{folder} holds results of {len(found)} protocols with repeated trainings")
-    repeats = found[0]
     first = next(iter(repeats.systems.values()))[0].result.protocol
     facts = [
         f"`{command}`",
@@ -54,13 +51,39 @@ def study_page(study: Study, folder: Path, *, command: str, machine: str) -> str
         _title(study.title),
         _listed(facts),
         "## Found",
-        verdict(repeats),
-        markdown_repeats(repeats).partition("\n\n")[2],
-        _intervals(repeats),
-        _differences(repeats),
+        *_found(repeats),
+        *_normalised(study, _repeats(folder, NORMALISED)),
         "## Settings, and how they were chosen",
         *_choice(study, folder),
     )
+
+
+def _repeats(folder: Path, name: str) -> Repeats | None:
+    """Results of the same name of all final trainings; None without any."""
+    results = sorted((folder / FINAL).glob(f"*/{name}"), key=_place)
+    if not results:
+        return None
+    found = find_repeats(load_panels(results))
+    if len(found) != 1:
+        raise DataError(f"{folder} holds results of {len(found)} protocols with repeated trainings")
+    return found[0]
+
+
+def _found(repeats: Repeats) -> list[str]:
+    table = markdown_repeats(repeats).partition("\n\n")[2]
+    return [verdict(repeats), table, _intervals(repeats), _differences(repeats)]
+
+
+def _normalised(study: Study, repeats: Repeats | None) -> list[str]:
+    if repeats is None:
+        return []
+    words = (
+        "The same trainings and pairs. AS-norm measures a cosine in deviations above the mean of "
+        f"the {num_nearest(study)} prototypes that are nearest to a sample, and takes the mean "
+        "over the two samples: what resembles many identities has to be more alike. The prototypes "
+        "are those of the head, so that it needs no other data."
+    )
+    return ["## With scores normalised by the prototypes", words, *_found(repeats)]
 
 
 def search_page(study: Study, folder: Path, *, command: str, machine: str) -> str:
@@ -168,34 +191,32 @@ def _choice(study: Study, folder: Path) -> list[str]:
     """How settings were chosen, which, and all that were tried."""
     chosen = read_chosen(folder / CHOSEN)
     keys = [key for key in study.losses if key in chosen]
-    tried = read_tried(study, folder, keys)
-    if not any(any(one.metrics) for one in tried):
-        raise DataError(f"{folder} holds no search of {study.name}; run it first")
+    rounds = read_rounds(study, folder, keys)
     far = far_of(study.measure)
     assert far is not None  # studies choose by a TAR
     counts = {len(study.grid[key]) for key in keys if key in study.grid}
     seeds = "" if study.search_seeds == 1 else f" with each of {study.search_seeds} seeds"
     mean = "" if study.search_seeds == 1 else ", the mean over seeds,"
-    epochs = _counted(study.search_epochs, "epoch")
+    epochs, longer = (_counted(n, "epoch") for n in (study.search_epochs, study.size.epochs))
     held_out = "which neither training nor test has"
     if study.kind != "strokes":  # the final trainings have them
         held_out = "a part of those to train on, which the search holds back"
     words = (
         f"Each loss was trained with {' or '.join(map(str, sorted(counts)))} settings for "
-        f"{epochs}{seeds}, and chose the one with the largest TAR at FAR "
-        f"{power(far)}{mean} on validation identities, {held_out}. A "
+        f"{epochs}{seeds}"
+        + (f", and with the best {study.finalists} of them for {longer}" * bool(study.finalists))
+        + f", and chose the one with the largest TAR at FAR {power(far)}{mean} on validation "
+        f"identities, {held_out}. A "
         "training that failed accepted nobody. Hardness tells which negatives a loss looks at, "
         "see `qmargin.hardness`."
     )
     if "sampled" in keys:
         words += " Negative sampling has the settings of ArcFace."
-    ranked = [
-        one
-        for key in keys
-        for one in sorted(tried, key=lambda one: one.mean(study.measure), reverse=True)
-        if one.key == key
-    ]
-    parts = [words, _table(study, ranked, chosen)]
+    parts = [words]
+    for part, tried in zip(reversed(study.rounds), reversed(rounds), strict=True):
+        if study.finalists:
+            parts.append(f"After {_counted(part.epochs, 'epoch')}:")
+        parts.append(_table(study, _ranked(tried, keys, study.measure), chosen))
     edges = {SYSTEMS[key].title: edges_of(chosen[key], study.grid.get(key, ())) for key in keys}
     found = [f"{title} ({', '.join(names)})" for title, names in edges.items() if names]
     if found:
@@ -203,6 +224,12 @@ def _choice(study: Study, folder: Path) -> list[str]:
             f"At an edge of what was tried: {', '.join(found)}. Beyond it there may be better ones."
         )
     return parts
+
+
+def _ranked(tried: Sequence[Tried], keys: Sequence[str], measure: str) -> list[Tried]:
+    """By loss, and the best of each first."""
+    by_loss = sorted(tried, key=lambda one: one.mean(measure), reverse=True)
+    return [one for key in keys for one in by_loss if one.key == key]
 
 
 def edges_of(chosen: Setting, grid: Sequence[Setting]) -> list[str]:

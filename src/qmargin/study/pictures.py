@@ -22,17 +22,23 @@ from qmargin.demo.evaluate import Facts, Pictures, evaluate_pictures
 from qmargin.demo.recipe import SHIFT
 from qmargin.demo.worlds import INDEX, Stored, part_of, read_stored
 from qmargin.errors import DataError
+from qmargin.evaluation.pair_scores import unit_rows
 from qmargin.evaluation.result import Result
+from qmargin.evaluation.scoring import nearest_moments
 from qmargin.files import replacing
 from qmargin.study.studies import Study
 from qmargin.sweep.trial import Trial
 from qmargin.sweep.validation import TrialData
+from qmargin.training.checkpoint import open_checkpoint, read_prototypes
 from qmargin.training.recipe import Recipe
 from qmargin.training.starting import CHECKPOINTS
 
 VALIDATION_SHARE = 0.2  # of the training identities, while settings are chosen
 VALIDATION = 0x57D4  # tells that choice of identities from others
 VALIDATION_IDS, VALIDATION_SAMPLES = 500, 10
+NORMALISED = "scores normalised by prototypes"
+NEAREST = 50  # of the prototypes: chosen on validation characters, where 300 were worse
+MAX_COHORT = 10_000  # prototypes
 _BLOCK = 1 << 16  # pictures that a process draws at a time
 
 
@@ -82,8 +88,8 @@ class PictureMaterial:
         if seeds and self.study.warp:
             self._draw_warps(self._divided()[0])
 
-    def evaluate(self, trial: Trial, facts: Facts, device: str) -> Result:
-        """All pairs of test identities."""
+    def evaluate(self, trial: Trial, facts: Facts, device: str) -> tuple[Result, Result]:
+        """All pairs of test identities, by cosines, and by AS-norm with prototypes as cohort."""
         seed = trial.recipe.seed
         dataset: Pictures = (
             self._strokes(seed) if self.study.kind == "strokes" else self._divided()[1]
@@ -92,7 +98,12 @@ class PictureMaterial:
             facts = replace(facts, protocol=f"{facts.protocol}, seed {seed}")  # other identities
         checkpoint = max((trial.folder / CHECKPOINTS).glob("step-*"))
         embeddings = embed_pictures(trial.recipe, checkpoint, dataset, device=device)
-        return evaluate_pictures(embeddings, dataset, facts, device=device)
+        plain = evaluate_pictures(embeddings, dataset, facts, device=device)
+        cohort = read_prototypes(open_checkpoint(checkpoint), at_most=MAX_COHORT).numpy()
+        nearest = num_nearest(self.study)
+        norm = nearest_moments(unit_rows(embeddings), unit_rows(cohort), nearest, "prototypes")
+        facts = replace(facts, protocol=f"{facts.protocol}, {NORMALISED}")
+        return plain, evaluate_pictures(embeddings, dataset, facts, moments=norm, device=device)
 
     def _strokes(self, seed: int) -> StrokeIdentities:
         size, world = self.study.size, self._world(seed)
@@ -154,6 +165,11 @@ class PictureMaterial:
         if self.study.has_turns:
             learned = learned.with_turns()
         return learned, first_samples(measured, self.study.size.samples_test)
+
+
+def num_nearest(study: Study) -> int:
+    """Prototypes by which a score is normalised."""
+    return min(NEAREST, study.size.num_classes)
 
 
 def first_samples(drawings: Drawings, count: int) -> Drawings:

@@ -1,7 +1,8 @@
 """A study from end to end: choose settings, train with several seeds, test, write the report.
 
-Everything is in one folder: ``search/`` and ``final/`` with a folder per training, ``chosen.json``,
-an ``evaluation.json`` for each final training, and ``report/``. What is there is not done again.
+Everything is in one folder: ``search/``, ``finalists/`` and ``final/`` with a folder per training,
+``chosen.json``, the evaluations of each final training, and ``report/``. What is there is not done
+again.
 """
 
 from __future__ import annotations
@@ -25,9 +26,20 @@ from qmargin.files import write_atomically
 from qmargin.report.figures import has_matplotlib
 from qmargin.report.write import ReportOptions, write_report
 from qmargin.study.pictures import PictureMaterial
-from qmargin.study.search import CHOSEN, SEARCH, Settings, choose, gather, point_of, read_chosen
+from qmargin.study.search import (
+    CHOSEN,
+    Grid,
+    Settings,
+    Tried,
+    best_of,
+    choose,
+    gather,
+    grid_of,
+    point_of,
+    read_chosen,
+)
 from qmargin.study.speech import SpeechMaterial
-from qmargin.study.studies import SYSTEMS, Study, with_setting
+from qmargin.study.studies import SYSTEMS, Round, Study, with_setting
 from qmargin.sweep.slots import Slots, TrialOptions, open_slots
 from qmargin.sweep.trial import Trial, TrialResult, read_trial_result
 from qmargin.sweep.validation import TrialData
@@ -40,6 +52,8 @@ from qmargin.training.signals import StopRequest
 
 FINAL = "final"
 RESULT = "evaluation.json"
+NORMALISED = "normalised.json"
+RESULTS = (RESULT, NORMALISED)  # of a final training
 
 
 class Material(Protocol):
@@ -58,8 +72,8 @@ class Material(Protocol):
         """Make what trials with these seeds share."""
         ...
 
-    def evaluate(self, trial: Trial, facts: Facts, device: str) -> Result:
-        """Test a final training, with intervals."""
+    def evaluate(self, trial: Trial, facts: Facts, device: str) -> tuple[Result, ...]:
+        """Test a final training, with intervals: by cosines, and maybe by normalised scores."""
         ...
 
 
@@ -127,7 +141,7 @@ def run_study(options: StudyOptions) -> Path:
         final = list(_final_trials(options, _chosen(options, request)))
         _run(options, final, request, is_search=False)
         _test(options, final)
-    paths = [trial.folder / RESULT for trial in final]
+    paths = [path for name in RESULTS for trial in final if (path := trial.folder / name).exists()]
     named = ReportOptions(title=options.study.title, has_figures=has_matplotlib())
     return write_report(paths, options.out / "report", named)[0]
 
@@ -149,39 +163,48 @@ def _chosen(options: StudyOptions, request: StopRequest) -> Settings:
     """Settings of all losses; what was chosen before stays."""
     study, path = options.study, options.out / CHOSEN
     chosen = read_chosen(path)
-    for trial in _search_trials(options, [key for key in options.keys if key in chosen]):
-        read_trial_result(trial)  # raises if they chose by another recipe
+    for part in study.rounds:
+        for trial in _search_trials(options, grid_of(study, list(chosen)), part):
+            read_trial_result(trial)  # raises if they chose by another recipe
     missing = [key for key in options.keys if key not in chosen]
     if missing:
-        results = _run(options, list(_search_trials(options, missing)), request, is_search=True)
-        chosen |= choose(gather(study, missing, results), study.measure)
+        grid = grid_of(study, missing)
+        tried: list[Tried] = []
+        for part in study.rounds:
+            if tried:
+                grid = best_of(tried, study.measure, study.finalists)
+            trials = list(_search_trials(options, grid, part))
+            tried = gather(study, grid, _run(options, trials, request, is_search=True))
+        chosen |= choose(tried, study.measure)
         if "sampled" in missing:
             chosen["sampled"] = chosen["arcface"]
         write_atomically(path, (json.dumps(chosen, indent=1) + "\n").encode())
     return chosen
 
 
-def _search_trials(options: StudyOptions, keys: Sequence[str]) -> Iterator[Trial]:
+def _search_trials(options: StudyOptions, grid: Grid, part: Round) -> Iterator[Trial]:
     for seed in options.study.seeds_of_search:
-        for key in keys:
-            for setting in options.study.grid.get(key, ()):
+        for key, settings in grid.items():
+            for setting in settings:
                 loss = with_setting(key, setting)
                 name = f"{key}-{loss.alpha:g}-{loss.scale:g}-{loss.margin:g}-{seed}"
-                yield _trial(options, loss, seed, options.out / SEARCH / name, is_search=True)
+                folder = options.out / part.name / name
+                yield _trial(options, loss, seed, folder, epochs=part.epochs, is_search=True)
 
 
 def _final_trials(options: StudyOptions, chosen: Settings) -> Iterator[Trial]:
     for seed in range(options.seeds):
         for key in options.keys:
             folder = options.out / FINAL / f"{key}-{seed}"
-            yield _trial(options, with_setting(key, chosen[key]), seed, folder, is_search=False)
+            loss, epochs = with_setting(key, chosen[key]), options.study.size.epochs
+            yield _trial(options, loss, seed, folder, epochs=epochs, is_search=False)
 
 
 def _trial(
-    options: StudyOptions, loss: DemoLoss, seed: int, folder: Path, *, is_search: bool
+    options: StudyOptions, loss: DemoLoss, seed: int, folder: Path, *, epochs: int, is_search: bool
 ) -> Trial:
     path = options.material(is_search=is_search).training_path
-    recipe = options.study.recipe(loss, seed=seed, is_search=is_search, path=path)
+    recipe = options.study.recipe(loss, seed=seed, epochs=epochs, path=path)
     return Trial(point_of(loss.key, (loss.alpha, loss.scale, loss.margin)), recipe, folder)
 
 
@@ -261,5 +284,6 @@ def _tested(options: StudyOptions, trial: Trial) -> None:
     }
     facts = Facts(SYSTEMS[trial.point["loss"]].title, card, options.study.title, options.command)
     material = options.material(is_search=False)
-    result = material.evaluate(trial, facts, find_device(options.device))
-    write_result(trial.folder / RESULT, result)
+    found = material.evaluate(trial, facts, find_device(options.device))
+    for name, result in reversed(list(zip(RESULTS, found, strict=False))):
+        write_result(trial.folder / name, result)  # the first is the sign of completion

@@ -16,10 +16,10 @@ from qmargin.sweep.axes import Point
 from qmargin.sweep.trial import RESULT, TrialResult, parse_result
 from qmargin.sweep.validation import EER
 
-SEARCH = "search"
 CHOSEN = "chosen.json"
 FORMAT = "qmargin-study-search"
 Settings = dict[str, Setting]
+Grid = Mapping[str, Sequence[Setting]]
 
 
 class Tried(NamedTuple):
@@ -55,8 +55,13 @@ def point_of(key: str, setting: Setting) -> Point:
     return {"loss": key, **{name: f"{value:g}" for name, value in numbers}}
 
 
-def gather(study: Study, losses: Sequence[str], results: Sequence[TrialResult]) -> list[Tried]:
-    """Results by setting: every setting that the study has of some losses, in its order."""
+def grid_of(study: Study, losses: Sequence[str]) -> Grid:
+    """All settings that a study has of some losses."""
+    return {key: study.grid[key] for key in losses if key in study.grid}
+
+
+def gather(study: Study, grid: Grid, results: Sequence[TrialResult]) -> list[Tried]:
+    """Results by setting, in the order of a grid."""
 
     def metrics(point: Point, seed: int) -> dict[str, float]:
         of = (r for r in results if r.point == point and r.seed == seed and r.state == "finished")
@@ -68,36 +73,54 @@ def gather(study: Study, losses: Sequence[str], results: Sequence[TrialResult]) 
             setting,
             tuple(metrics(point_of(key, setting), seed) for seed in study.seeds_of_search),
         )
-        for key in losses
-        for setting in study.grid.get(key, ())
+        for key, settings in grid.items()
+        for setting in settings
     ]
 
 
-def read_tried(study: Study, folder: Path, losses: Sequence[str]) -> list[Tried]:
-    """What the search of a study has left in its folder."""
-    paths = sorted((folder / SEARCH).glob(f"*/{RESULT}"))
-    return gather(study, losses, [parse_result(path) for path in paths])
+def read_rounds(study: Study, folder: Path, losses: Sequence[str]) -> list[list[Tried]]:
+    """What the rounds of a search have left in the folder of a study, the first of them first.
+
+    Raises:
+        DataError: There is nothing.
+    """
+    grid = grid_of(study, losses)
+    rounds: list[list[Tried]] = []
+    for part in study.rounds:
+        if rounds:
+            grid = best_of(rounds[-1], study.measure, study.finalists)
+        paths = sorted((folder / part.name).glob(f"*/{RESULT}"))
+        rounds.append(gather(study, grid, [parse_result(path) for path in paths]))
+        if not any(any(one.metrics) for one in rounds[-1]):
+            raise DataError(f"{folder / part.name} holds no search of {study.name}; run it first")
+    return rounds
 
 
 def choose(tried: Sequence[Tried], measure: str) -> Settings:
-    """The setting of each loss with the largest mean over seeds; of equal ones the first.
+    """The setting of each loss with the largest mean over seeds; of equal ones the first."""
+    return {key: settings[0] for key, settings in best_of(tried, measure, 1).items()}
+
+
+def best_of(tried: Sequence[Tried], measure: str, count: int) -> dict[str, list[Setting]]:
+    """At most so many settings of each loss, the best first; of equal ones the first.
 
     Raises:
         DataError: Every training of a loss failed, or the measure could not be measured.
     """
-    chosen: Settings = {}
+    best: dict[str, list[Setting]] = {}
     for key in dict.fromkeys(one.key for one in tried):
         of = [one for one in tried if one.key == key]
         ended = [found for one in of for found in one.metrics if found]
         if not ended:
-            raise DataError(f"no training of {key} ended well; see {SEARCH}/{key}-*/train.log")
+            raise DataError(f"no training of {key} ended well; see {key}-*/train.log")
         if measure not in ended[0]:
             raise DataError(
                 f"the validation identities have too few pairs for {measure}, by which settings "
                 f"are chosen; they measure {', '.join(ended[0])}: give more data"
             )
-        chosen[key] = max(of, key=lambda one: one.mean(measure)).setting
-    return chosen
+        ranked = sorted(of, key=lambda one: one.mean(measure), reverse=True)
+        best[key] = [one.setting for one in ranked[:count]]
+    return best
 
 
 def read_chosen(path: Path) -> Settings:
@@ -111,7 +134,9 @@ def read_chosen(path: Path) -> Settings:
         raise DataError(f"{path} holds no settings ({error}); remove it to choose again") from error
 
 
-def write_search(path: Path, study: Study, tried: Sequence[Tried], *, command: str) -> None:
+def write_search(
+    path: Path, study: Study, rounds: Sequence[Sequence[Tried]], *, command: str
+) -> None:
     """A record of a search that others can compare with, as JSON."""
     content: dict[str, Any] = {
         "format": FORMAT,
@@ -119,21 +144,27 @@ def write_search(path: Path, study: Study, tried: Sequence[Tried], *, command: s
         "measure": study.measure,
         "seeds": list(study.seeds_of_search),
         "command": command,
-        "tried": [one._asdict() for one in tried],
+        "rounds": [
+            {"epochs": part.epochs, "tried": [one._asdict() for one in tried]}
+            for part, tried in zip(study.rounds, rounds, strict=True)
+        ],
     }
     write_atomically(path, (json.dumps(content, indent=1) + "\n").encode())
 
 
-def read_search(path: Path) -> tuple[list[Tried], str]:
-    """What ``write_search`` wrote: all settings, and the measure to choose by."""
+def read_search(path: Path) -> tuple[list[list[Tried]], str]:
+    """What ``write_search`` wrote: settings of every round, and the measure to choose by."""
     try:
         content = json.loads(path.read_bytes())
         if content["format"] != FORMAT:
             raise ValueError("another format")
-        tried = [
-            Tried(one["key"], tuple(one["setting"]), tuple(one["metrics"]))
-            for one in content["tried"]
+        rounds = [
+            [
+                Tried(one["key"], tuple(one["setting"]), tuple(one["metrics"]))
+                for one in part["tried"]
+            ]
+            for part in content["rounds"]
         ]
-        return tried, content["measure"]
+        return rounds, content["measure"]
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path} is not the record of a search ({error})") from error

@@ -85,7 +85,7 @@ class SpeechMaterial:
         write_atomically(self._list("validation"), _as_csv(rows[True]))
         write_atomically(self._list(TRAIN), _as_csv(rows[False]))
 
-    def evaluate(self, trial: Trial, facts: Facts, device: str) -> Result:
+    def evaluate(self, trial: Trial, facts: Facts, device: str) -> tuple[Result]:
         """Whole recordings of the test, by the list of trials; cosines."""
         folder = trial.folder / "model"
         if not folder.exists():
@@ -101,7 +101,8 @@ class SpeechMaterial:
         options = EvaluationOptions(
             name=facts.name, protocol=facts.protocol, fars=FARS, model_card=facts.card
         )
-        return evaluate_speakers(read_embeddings(path), trials, options, command=facts.command)
+        found = evaluate_speakers(read_embeddings(path), trials, options, command=facts.command)
+        return (found,)
 
     def _list(self, name: str) -> Path:
         return (self.folder / f"{name}.csv").resolve()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from qmargin.demo.losses import GRID as DEMO_GRID
 from qmargin.demo.losses import LOSSES, DemoLoss
@@ -63,6 +63,18 @@ SPEECH_GRID: Mapping[str, tuple[Setting, ...]] = {
 }
 
 
+class Round(NamedTuple):
+    """A part of a search.
+
+    Attributes:
+        name: Of its folder.
+        epochs: Of a training.
+    """
+
+    name: str
+    epochs: int
+
+
 @dataclass(frozen=True)
 class Study:
     """One kind of data and the recipe by which every loss is trained on it.
@@ -73,6 +85,9 @@ class Study:
         kind: Of the data: made by this package, or read from a path.
         size: Of a training and its test.
         search_epochs: Of a training of the search, in which losses choose their settings.
+        finalists: Settings of each loss, the best of the search, that are trained as long as the
+            final trainings before one is chosen; 0 to choose at once. What is best after a short
+            training looks at easier negatives than what is best after a long one.
         grid: Settings by loss; negative sampling takes those that ArcFace chose.
         losses: Keys of ``SYSTEMS`` that are compared.
         search_seeds: Trainings of each setting in the search; their mean counts.
@@ -91,6 +106,7 @@ class Study:
     grid: Mapping[str, tuple[Setting, ...]] = field(default_factory=lambda: GRID, repr=False)
     losses: tuple[str, ...] = tuple(SYSTEMS)
     search_seeds: int = 1
+    finalists: int = 0
     has_turns: bool = False
     warp: float = 0.0
     dtype: Literal["fp32", "bf16"] = "fp32"
@@ -102,21 +118,27 @@ class Study:
         """Seeds of the trainings by which losses choose."""
         return range(SEARCH_SEED, SEARCH_SEED + self.search_seeds)
 
-    def recipe(self, loss: DemoLoss, *, seed: int, is_search: bool, path: str | None) -> Recipe:
+    @property
+    def rounds(self) -> tuple[Round, ...]:
+        """Of the search: all settings; then maybe the best of them, for longer."""
+        first, last = Round("search", self.search_epochs), Round("finalists", self.size.epochs)
+        return (first, last) if self.finalists else (first,)
+
+    def recipe(self, loss: DemoLoss, *, seed: int, epochs: int, path: str | None) -> Recipe:
         """The recipe with a loss; all losses share everything else.
 
         Args:
             loss: With its settings.
             seed: Of the training.
-            is_search: Whether it is one by which a loss chooses its settings.
+            epochs: Those of a round of the search, or of ``size``.
             path: Of the training data; None for stroke identities.
 
         Every training reads its own data: with many of them at a time there are no cores left for
         processes that do nothing else.
         """
-        size = self.size._replace(epochs=self.search_epochs) if is_search else self.size
+        size = self.size._replace(epochs=epochs)
         if self.kind == "speech":
-            made = _speech_recipe(loss, seed=seed, epochs=size.epochs, path=path)
+            made = _speech_recipe(loss, seed=seed, epochs=epochs, path=path)
         else:
             made = self._picture_recipe(loss, seed=seed, size=size, path=path)
         head = made.head
@@ -183,6 +205,7 @@ STUDIES = {
             "pictures",
             _GPU._replace(num_classes=3856, epochs=40, num_test=659, samples_test=10),
             search_epochs=8,
+            finalists=3,
             has_turns=True,
             warp=1.0,
             dtype="bf16",
@@ -193,6 +216,7 @@ STUDIES = {
             "strokes",
             _GPU._replace(num_classes=10_000, samples_per_class=20, epochs=6, num_test=1000),
             search_epochs=2,
+            finalists=3,
             dtype="bf16",
         ),
         Study(

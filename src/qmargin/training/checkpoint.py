@@ -13,7 +13,7 @@ from qmargin.training.exchange import Exchange, agree, check_ranks
 from qmargin.training.folders import list_leftovers, list_steps
 from qmargin.training.manifest import Checkpoint, read_manifest, verify
 from qmargin.training.resharding import read_class_rows
-from qmargin.training.state import CheckpointState, HeadRows
+from qmargin.training.state import PROTOTYPES, CheckpointState, HeadRows
 from qmargin.training.tensor_files import read_tensors
 from qmargin.training.trees import Tree, unflatten
 from qmargin.training.writer import BACKBONE, LOOP, RECIPE, save_checkpoint
@@ -30,6 +30,7 @@ __all__ = [
     "read_backbone",
     "read_loop",
     "read_part",
+    "read_prototypes",
     "read_recipe",
     "save_checkpoint",
 ]
@@ -143,6 +144,18 @@ def load_checkpoint(
 def read_backbone(checkpoint: Checkpoint) -> dict[str, Tensor]:
     """The backbone's state dict."""
     return read_tensors(checkpoint.path / BACKBONE)
+
+
+def read_prototypes(checkpoint: Checkpoint, *, at_most: int | None = None) -> Tensor:
+    """The class vectors ``[k, d]`` as they were trained, not scaled to length one.
+
+    Args:
+        checkpoint: From ``open_checkpoint`` or ``newest``.
+        at_most: Take every so-manieth class that there are no more than this; None for all.
+    """
+    rows = read_class_rows(checkpoint, 0, checkpoint.manifest.num_classes)[PROTOTYPES]
+    step = 1 if at_most is None else -(-len(rows) // at_most)
+    return rows[::step]
 
 
 def read_part(checkpoint: Checkpoint, name: str) -> Tree:
