@@ -172,10 +172,10 @@ RESULTS = (
         "On synthetic stroke identities by the command and by `qmargin study strokes-10k` and "
         "`strokes-1m`, on characters by `qmargin study omniglot`, on voices by `qmargin study "
         "audiomnist`; docs/results/ says who is ahead, by paired comparisons. At FAR 1e-4, "
-        "against ArcFace and CosFace: ahead of both on 10,000 stroke identities; on characters "
-        "ahead of ArcFace, a tie with CosFace; on voices larger means, within chance; on a million "
-        "stroke identities of two samples 2.5 and 1.5 points behind them. At FAR 1e-3 CosFace is "
-        "ahead on characters and on 10,000 stroke identities.",
+        "against ArcFace and CosFace: on characters ahead of ArcFace, a tie with CosFace; on "
+        "voices larger means, within chance; on 10,000 stroke identities a tie with ArcFace, 1.1 "
+        "points behind CosFace, which chose harder negatives; on a million of two samples 2.5 and "
+        "1.5 points behind them.",
         f"{_OTHER_SCALE} Every loss gets the same search on validation identities, which the paper "
         "does not have.",
     ),
