@@ -48,6 +48,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> Study:
         search_epochs=1,
         grid=TINY_GRID,
         measure="tar@0.001",
+        finalists=1,
         dtype="bf16",
     )
     monkeypatch.setitem(studies.STUDIES, "tiny", study)
@@ -69,6 +70,7 @@ def test_a_study_from_end_to_end(
     assert main([*command, "--device", "cpu"]) == 0
     first = capsys.readouterr().out
     assert "4 trainings, 0 of them there already" in first
+    assert "2 trainings, 0 of them there already" in first  # the best of each for longer
     assert "6 trainings, 0 of them there already" in first
     chosen = json.loads((out / "chosen.json").read_text())
     assert chosen["sampled"] == chosen["arcface"]
