@@ -16,7 +16,7 @@ from qmargin.evaluation.scoring import nearest_moments
 from qmargin.training.checkpoint import open_checkpoint, read_prototypes, read_recipe
 from qmargin.training.recipe_files import from_yaml
 
-FARS = {1e-3: "10⁻³", 1e-4: "10⁻⁴", 1e-5: "10⁻⁵"}
+FARS = {1e-4: "10⁻⁴", 1e-5: "10⁻⁵"}
 NEAREST = (None, 10, 50, 300)  # None for cosines
 
 
