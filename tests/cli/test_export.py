@@ -130,8 +130,11 @@ def test_prototypes_of_a_run_are_a_cohort(
     assert torch.equal(few[1], rows[-(-len(rows) // 3)])
     run(trained, "--prototypes", path, "--out", tmp_path / "m")
     assert read_card(tmp_path / "m")
-    with pytest.raises(ConfigError, match="--out is missing"):
-        run(trained, "--prototypes", path, "--onnx")
+    other = tmp_path / "other.npz"
+    for option in (["--onnx"], ["--weights", "ema"], ["--flip", "sum"], ["--name", "x"]):
+        with pytest.raises(ConfigError, match="--out is missing"):
+            run(trained, "--prototypes", other, *option)
+    assert not other.exists()
     with pytest.raises(ConfigError, match="has no prototypes"):
         run(tmp_path / "m", "--prototypes", path)
     with pytest.raises(ConfigError, match="no file of embeddings"):

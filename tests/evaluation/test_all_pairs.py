@@ -270,8 +270,12 @@ def test_blocks_and_precision_do_not_change_normalised_results(top_n):
     ("mean", "std", "error", "words"),
     [
         (np.zeros(3), np.ones(3), ShapeError, "one mean and one deviation"),
-        (np.zeros(200), np.zeros(200), DataError, "cohort_moments"),
-        (np.full(200, np.nan), np.ones(200), DataError, "cohort_moments"),
+        (np.zeros(200), np.zeros(200), DataError, "embedding 0 have mean 0.0 and deviation 0.0"),
+        (np.full(200, np.nan), np.ones(200), DataError, "mean nan"),
+        (np.ones(200), np.full(200, 1e-310), DataError, "wider cohort"),
+        (np.ones(200), np.full(200, 1e-38), DataError, "wider cohort"),
+        (np.ones(200), np.r_[np.ones(199), -1.0], DataError, "embedding 199"),
+        ([0.0] * 200, [np.inf] * 200, DataError, "deviation inf"),
     ],
 )
 def test_moments_that_are_none_are_refused(mean, std, error, words):

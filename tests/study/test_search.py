@@ -202,6 +202,29 @@ def test_the_best_of_a_short_search_are_trained_as_long_as_the_final_trainings(
     assert len(measured) == 10  # nothing is trained twice
 
 
+def test_what_was_chosen_before_there_were_finalists_is_refused(
+    measured: list[Trial],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    study = replace(TWO_SEEDS, search_seeds=1)
+    monkeypatch.setitem(studies.STUDIES, "two", study)
+    command = ["study", "two", "--search-only", "--out", str(tmp_path), "--losses", "cosface"]
+    assert main(command) == 0
+    monkeypatch.setitem(studies.STUDIES, "two", replace(study, finalists=2))
+    assert main(command) == 2
+    assert "never trained as long as two asks for; remove it" in capsys.readouterr().err
+    assert len(measured) == 3
+    (tmp_path / "chosen.json").unlink()
+    assert main(command) == 0
+    assert len(measured) == 5
+    assert main(command) == 0
+    (tmp_path / "search" / "cosface-1-16-0.1-1000" / "result.json").unlink()
+    with pytest.raises(DataError, match=r"no whole search of two, cosface, 1, 16, 0\.1 is missing"):
+        search_page(replace(study, finalists=2), tmp_path, command="", machine="")
+
+
 def test_a_folder_without_a_search_has_no_page(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="holds no search of two"):
         search_page(TWO_SEEDS, tmp_path, command="", machine="")

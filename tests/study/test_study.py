@@ -87,6 +87,10 @@ def test_a_study_from_end_to_end(
         assert found[1].metrics != found[0].metrics
     assert main([*command, "--device", "cpu"]) == 0
     assert "6 trainings, 6 of them there already" in capsys.readouterr().out
+    (out / "final" / "q_margin-0" / "normalised.json").unlink()  # as in a folder of before
+    assert main([*command, "--device", "cpu"]) == 0
+    assert page.read_text() == text
+    capsys.readouterr()
     monkeypatch.setitem(studies.STUDIES, "tiny", replace(tiny, search_epochs=2))
     assert main([*command, "--device", "cpu"]) == 2
     assert "is of another recipe" in capsys.readouterr().err  # by which settings were chosen

@@ -47,7 +47,8 @@ def add_export(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--prototypes",
         type=Path,
         metavar="FILE",
-        help="of a run: write its class vectors as embeddings, for `qmargin evaluate --cohort`",
+        help="of a run: write its class vectors as embeddings, for `qmargin evaluate --cohort` "
+        "without --center",
     )
     add("--onnx", action="store_true", help=f"write {ONNX} into the directory")
     add(
@@ -75,9 +76,9 @@ def run_export(arguments: argparse.Namespace) -> None:
         raise ConfigError("--features says what an ONNX file takes; add --onnx, or leave it out")
     facts = dict(map(_fact, arguments.card))
     if arguments.prototypes is not None:
+        _check_prototypes(arguments)
         _write_prototypes(arguments.source, arguments.prototypes)
-        wants_model = arguments.out or arguments.name or arguments.result or arguments.onnx or facts
-        if not wants_model:
+        if arguments.out is None:
             return
     directory = _directory(arguments)
     if facts:
@@ -93,14 +94,25 @@ def run_export(arguments: argparse.Namespace) -> None:
         _write_features_onnx(directory)
 
 
-def _write_prototypes(source: Path, path: Path) -> None:
-    from qmargin.evaluation.exporting import write_prototypes
+def _check_prototypes(arguments: argparse.Namespace) -> None:
     from qmargin.models.directory import is_model_directory
 
-    if is_model_directory(source):
+    if is_model_directory(arguments.source):
         raise ConfigError(
-            f"{source} is a model directory, which has no prototypes; give the run it was made of"
+            f"{arguments.source} is a model directory, which has no prototypes; give the run it "
+            "was made of"
         )
+    is_last = arguments.weights == "last"
+    others = (arguments.name, arguments.result, arguments.flip, arguments.onnx, arguments.card)
+    if arguments.out is None and (any(others) or not is_last):
+        raise ConfigError(
+            "--out is missing: options other than --prototypes are about a model directory"
+        )
+
+
+def _write_prototypes(source: Path, path: Path) -> None:
+    from qmargin.evaluation.exporting import write_prototypes
+
     sys.stdout.write(f"{path}: {write_prototypes(source, path):,} prototypes\n")
 
 

@@ -29,6 +29,8 @@ from qmargin.metrics.curve import DetCurve
 from qmargin.metrics.normalise import Moments
 from qmargin.metrics.operating import TarAtFar, check_measurable
 
+MAX_NORM = 1e30  # of a normalised score: products in float32 do not overflow
+
 
 @dataclass(frozen=True, eq=False)
 class AllPairs:
@@ -75,7 +77,8 @@ def evaluate_all_pairs(
     The score of a pair is the cosine of its rows in float64, or its AS-norm. Products of blocks in
     ``dtype`` only tell which pairs can decide a result; those are scored in float64. Hence neither
     the blocks nor the device nor ``dtype`` changes a result. Memory holds the embeddings, one
-    block, and the scores of the genuine pairs.
+    block, and the scores of the genuine pairs; and scores of many more pairs where the deviation
+    of one row's cohort scores is a thousandth of the others' or less.
 
     Args:
         embeddings: ``[n, d]`` array or tensor of any floating dtype.
@@ -91,7 +94,7 @@ def evaluate_all_pairs(
         progress: Called with the number of blocks done and their total, over two passes.
 
     Raises:
-        DataError: If an embedding is zero or not finite.
+        DataError: If an embedding is zero or not finite, or has cohort scores without a spread.
         ProtocolError: If no two rows share a subject, or all do, or a rate is too small for the
             number of impostor pairs.
 
@@ -176,17 +179,24 @@ def _sorted_subjects(subjects: Any, length: int) -> tuple[Rows, NDArray[np.intp]
 def _norm(moments: Moments | None, order: Rows) -> PairNorm | None:
     if moments is None:
         return None
-    shapes = {np.shape(column) for column in moments}
-    if shapes != {order.shape}:
+    columns = [np.asarray(column, np.float64) for column in moments]
+    if any(column.shape != order.shape for column in columns):
         raise ShapeError(
-            f"moments have shapes {sorted(shapes)}, there are {len(order)} embeddings: give one "
-            "mean and one deviation for each"
+            f"moments have shapes {[column.shape for column in columns]}, there are {len(order)} "
+            "embeddings: give one mean and one deviation for each"
         )
-    if not all(np.isfinite(column).all() for column in moments) or moments.std.min() <= 0.0:
+    mean, std = columns
+    with np.errstate(all="ignore"):
+        norm = PairNorm.of(Moments(mean, std))
+        sizes = np.abs(norm.gain) + np.abs(norm.shift)
+    is_wrong = ~((std > 0.0) & (norm.gain > 0.0) & (sizes < MAX_NORM))
+    if is_wrong.any():
+        row = int(np.flatnonzero(is_wrong)[0])
         raise DataError(
-            "moments are not finite, or a deviation is not positive: see cohort_moments"
+            f"cohort scores of embedding {row} have mean {mean[row]} and deviation {std[row]}, by "
+            "which no score can be normalised: leave the sample out, or use a wider cohort"
         )
-    return PairNorm.of(Moments(moments.mean[order], moments.std[order]))
+    return PairNorm(norm.gain[order], norm.shift[order])
 
 
 def _genuine(

@@ -49,7 +49,7 @@ class Bins:
 
         With unit roundoff ``u``, rounding the rows and summing ``d`` products in any order errs by
         at most about ``(d + 2) u`` times the product of the rows' lengths. AS-norm multiplies that
-        by the gains, and its own five roundings err by ``u`` times the largest number in it each.
+        by the gains, and its own six roundings err by ``u`` times the largest number in it each.
         """
         roundoff = UNIT_ROUNDOFF[dtype]
         error, reach = 1.01 * (dim + 3) * roundoff + 1e-12, 1.0
@@ -164,6 +164,7 @@ class PairBlocks:
         scale, offset = 1.0 / self.bins.width, -self.bins.low / self.bins.width
         size = self.block * self.block  # allocated once: a fresh page costs more than a product
         products = torch.empty(size, dtype=self._rows.dtype, device=self._rows.device)
+        both = torch.empty_like(products) if self._norm else products
         bins = torch.empty(size, dtype=torch.int32, device=self._rows.device)
         for top in self._starts:
             upper = slice(top, top + self.block)
@@ -175,8 +176,9 @@ class PairBlocks:
                     torch.mm(self._rows[upper], self._rows[lower].T, out=cosines)
                 if self._norm:
                     gain, shift = self._norm
-                    cosines.mul_(gain[upper, None] + gain[lower])
-                    cosines.sub_(shift[upper, None] + shift[lower])
+                    sums = both[: shape[0] * shape[1]].view(shape)
+                    cosines.mul_(torch.add(gain[upper, None], gain[lower], out=sums))
+                    cosines.sub_(torch.add(shift[upper, None], shift[lower], out=sums))
                 places = bins[: shape[0] * shape[1]].view(shape)
                 places.copy_(cosines.mul_(scale).add_(offset))
                 if self.groups[min(top + self.block, len(self.unit)) - 1] >= self.groups[left]:

@@ -174,8 +174,7 @@ RESULTS = (
         "audiomnist`; docs/results/ says who is ahead, by paired comparisons. At FAR 1e-4, "
         "against ArcFace and CosFace: on characters ahead of ArcFace, a tie with CosFace; on "
         "voices larger means, within chance; on 10,000 stroke identities a tie with ArcFace, 1.1 "
-        "points behind CosFace, which chose harder negatives; on a million of two samples 2.5 and "
-        "1.5 points behind them.",
+        "points behind CosFace; on a million of two samples 2.5 and 1.5 points behind them.",
         f"{_OTHER_SCALE} Every loss gets the same search on validation identities, which the paper "
         "does not have.",
     ),

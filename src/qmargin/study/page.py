@@ -17,7 +17,7 @@ from qmargin.report.repeats import (
 )
 from qmargin.report.systems import load_panels
 from qmargin.report.tables import markdown_repeats
-from qmargin.study.pictures import num_nearest
+from qmargin.study.pictures import MAX_COHORT, NEAREST
 from qmargin.study.run import FINAL, NORMALISED, RESULT
 from qmargin.study.search import CHOSEN, Settings, Tried, read_chosen, read_rounds
 from qmargin.study.studies import SYSTEMS, Setting, Study
@@ -52,7 +52,7 @@ def study_page(study: Study, folder: Path, *, command: str, machine: str) -> str
         _listed(facts),
         "## Found",
         *_found(repeats),
-        *_normalised(study, _repeats(folder, NORMALISED)),
+        *_normalised(_repeats(folder, NORMALISED)),
         "## Settings, and how they were chosen",
         *_choice(study, folder),
     )
@@ -74,14 +74,14 @@ def _found(repeats: Repeats) -> list[str]:
     return [verdict(repeats), table, _intervals(repeats), _differences(repeats)]
 
 
-def _normalised(study: Study, repeats: Repeats | None) -> list[str]:
+def _normalised(repeats: Repeats | None) -> list[str]:
     if repeats is None:
         return []
     words = (
         "The same trainings and pairs. AS-norm measures a cosine in deviations above the mean of "
-        f"the {num_nearest(study)} prototypes that are nearest to a sample, and takes the mean "
-        "over the two samples: what resembles many identities has to be more alike. The prototypes "
-        "are those of the head, so that it needs no other data."
+        f"the {NEAREST} prototypes that are nearest to a sample, and takes the mean over the two "
+        "samples: what resembles many identities has to be more alike. The prototypes are those of "
+        f"the head, at most {MAX_COHORT:,} at equal steps, so that it needs no other data."
     )
     return ["## With scores normalised by the prototypes", words, *_found(repeats)]
 
@@ -191,6 +191,8 @@ def _choice(study: Study, folder: Path) -> list[str]:
     """How settings were chosen, which, and all that were tried."""
     chosen = read_chosen(folder / CHOSEN)
     keys = [key for key in study.losses if key in chosen]
+    if not keys:
+        raise DataError(f"{folder} holds no search of {study.name}; run it first")
     rounds = read_rounds(study, folder, keys)
     far = far_of(study.measure)
     assert far is not None  # studies choose by a TAR

@@ -100,7 +100,7 @@ class PictureMaterial:
         embeddings = embed_pictures(trial.recipe, checkpoint, dataset, device=device)
         plain = evaluate_pictures(embeddings, dataset, facts, device=device)
         cohort = read_prototypes(open_checkpoint(checkpoint), at_most=MAX_COHORT).numpy()
-        nearest = num_nearest(self.study)
+        nearest = min(NEAREST, len(cohort))
         norm = nearest_moments(unit_rows(embeddings), unit_rows(cohort), nearest, "prototypes")
         facts = replace(facts, protocol=f"{facts.protocol}, {NORMALISED}")
         return plain, evaluate_pictures(embeddings, dataset, facts, moments=norm, device=device)
@@ -165,11 +165,6 @@ class PictureMaterial:
         if self.study.has_turns:
             learned = learned.with_turns()
         return learned, first_samples(measured, self.study.size.samples_test)
-
-
-def num_nearest(study: Study) -> int:
-    """Prototypes by which a score is normalised."""
-    return min(NEAREST, study.size.num_classes)
 
 
 def first_samples(drawings: Drawings, count: int) -> Drawings:

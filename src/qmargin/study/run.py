@@ -163,9 +163,7 @@ def _chosen(options: StudyOptions, request: StopRequest) -> Settings:
     """Settings of all losses; what was chosen before stays."""
     study, path = options.study, options.out / CHOSEN
     chosen = read_chosen(path)
-    for part in study.rounds:
-        for trial in _search_trials(options, grid_of(study, list(chosen)), part):
-            read_trial_result(trial)  # raises if they chose by another recipe
+    _check_chosen(options, chosen)
     missing = [key for key in options.keys if key not in chosen]
     if missing:
         grid = grid_of(study, missing)
@@ -180,6 +178,22 @@ def _chosen(options: StudyOptions, request: StopRequest) -> Settings:
             chosen["sampled"] = chosen["arcface"]
         write_atomically(path, (json.dumps(chosen, indent=1) + "\n").encode())
     return chosen
+
+
+def _check_chosen(options: StudyOptions, chosen: Settings) -> None:
+    """Refuse what was chosen by another recipe, or before there were finalists."""
+    study = options.study
+    grid = grid_of(study, [key for key in options.keys if key in chosen])
+    for part in study.rounds:
+        for trial in _search_trials(options, grid, part):
+            read_trial_result(trial)  # raises where the recipe is another
+    kept = {key: (chosen[key],) for key in grid}
+    for trial in _search_trials(options, kept, study.rounds[-1]) if study.finalists else ():
+        if read_trial_result(trial) is None:
+            raise DataError(
+                f"{options.out / CHOSEN} has settings of {trial.point['loss']} that were never "
+                f"trained as long as {study.name} asks for; remove it to choose again"
+            )
 
 
 def _search_trials(options: StudyOptions, grid: Grid, part: Round) -> Iterator[Trial]:
@@ -254,7 +268,7 @@ def _name(trial: Trial) -> str:
 
 def _test(options: StudyOptions, trials: Sequence[Trial]) -> None:
     """Measure final trainings with intervals, several at a time."""
-    missing = [trial for trial in trials if not _is_tested(trial)]
+    missing = [trial for trial in trials if not _is_tested(options, trial)]
     if options.jobs == 1:
         for trial in missing:
             _tested(options, trial)
@@ -263,12 +277,14 @@ def _test(options: StudyOptions, trials: Sequence[Trial]) -> None:
         list(pool.map(_tested, [options] * len(missing), missing))
 
 
-def _is_tested(trial: Trial) -> bool:
-    path = trial.folder / RESULT
-    if not path.exists():
+def _is_tested(options: StudyOptions, trial: Trial) -> bool:
+    """Whether all results of a training are there; recordings are tested by cosines alone."""
+    names = RESULTS[:1] if options.study.kind == "speech" else RESULTS
+    paths = [trial.folder / name for name in names]
+    if not all(path.exists() for path in paths):
         return False
-    card = read_result(path).system.model_card or {}
-    return card.get("recipe_sha256") == trial.recipe.sha256
+    cards = [read_result(path).system.model_card or {} for path in paths]
+    return all(card.get("recipe_sha256") == trial.recipe.sha256 for card in cards)
 
 
 def _tested(options: StudyOptions, trial: Trial) -> None:
@@ -285,5 +301,5 @@ def _tested(options: StudyOptions, trial: Trial) -> None:
     facts = Facts(SYSTEMS[trial.point["loss"]].title, card, options.study.title, options.command)
     material = options.material(is_search=False)
     found = material.evaluate(trial, facts, find_device(options.device))
-    for name, result in reversed(list(zip(RESULTS, found, strict=False))):
-        write_result(trial.folder / name, result)  # the first is the sign of completion
+    for name, result in zip(RESULTS, found, strict=False):
+        write_result(trial.folder / name, result)

@@ -17,7 +17,7 @@ from qmargin.sweep.trial import RESULT, TrialResult, parse_result
 from qmargin.sweep.validation import EER
 
 CHOSEN = "chosen.json"
-FORMAT = "qmargin-study-search"
+FORMAT = "qmargin-study-rounds"
 Settings = dict[str, Setting]
 Grid = Mapping[str, Sequence[Setting]]
 
@@ -82,7 +82,7 @@ def read_rounds(study: Study, folder: Path, losses: Sequence[str]) -> list[list[
     """What the rounds of a search have left in the folder of a study, the first of them first.
 
     Raises:
-        DataError: There is nothing.
+        DataError: A training is missing.
     """
     grid = grid_of(study, losses)
     rounds: list[list[Tried]] = []
@@ -90,10 +90,22 @@ def read_rounds(study: Study, folder: Path, losses: Sequence[str]) -> list[list[
         if rounds:
             grid = best_of(rounds[-1], study.measure, study.finalists)
         paths = sorted((folder / part.name).glob(f"*/{RESULT}"))
-        rounds.append(gather(study, grid, [parse_result(path) for path in paths]))
-        if not any(any(one.metrics) for one in rounds[-1]):
-            raise DataError(f"{folder / part.name} holds no search of {study.name}; run it first")
+        results = [parse_result(path) for path in paths]
+        _check_whole(study, grid, results, folder / part.name)
+        rounds.append(gather(study, grid, results))
     return rounds
+
+
+def _check_whole(study: Study, grid: Grid, results: Sequence[TrialResult], folder: Path) -> None:
+    """A setting that was not trained is not one that failed."""
+    there = [(result.point, result.seed) for result in results]
+    for key, settings in grid.items():
+        for point in (point_of(key, setting) for setting in settings):
+            if any((point, seed) not in there for seed in study.seeds_of_search):
+                raise DataError(
+                    f"{folder} holds no whole search of {study.name}, {', '.join(point.values())} "
+                    "is missing; run the study again"
+                )
 
 
 def choose(tried: Sequence[Tried], measure: str) -> Settings:
@@ -112,7 +124,9 @@ def best_of(tried: Sequence[Tried], measure: str, count: int) -> dict[str, list[
         of = [one for one in tried if one.key == key]
         ended = [found for one in of for found in one.metrics if found]
         if not ended:
-            raise DataError(f"no training of {key} ended well; see {key}-*/train.log")
+            raise DataError(
+                f"no training of {key} ended well; see {key}-*/train.log in search/ or finalists/"
+            )
         if measure not in ended[0]:
             raise DataError(
                 f"the validation identities have too few pairs for {measure}, by which settings "

@@ -151,9 +151,15 @@ def read_prototypes(checkpoint: Checkpoint, *, at_most: int | None = None) -> Te
 
     Args:
         checkpoint: From ``open_checkpoint`` or ``newest``.
-        at_most: Take every so-manieth class that there are no more than this; None for all.
+        at_most: Take classes at equal steps, no more than this; None for all.
+
+    Raises:
+        CheckpointError: It has no head.
     """
-    rows = read_class_rows(checkpoint, 0, checkpoint.manifest.num_classes)[PROTOTYPES]
+    num_classes = checkpoint.manifest.num_classes
+    rows = read_class_rows(checkpoint, 0, num_classes, names=[PROTOTYPES]).get(PROTOTYPES)
+    if rows is None:
+        raise CheckpointError(f"{checkpoint.path} has no prototypes; it was saved without a head")
     step = 1 if at_most is None else -(-len(rows) // at_most)
     return rows[::step]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -17,7 +17,9 @@ from qmargin.training.trees import Tree, map_tensors
 _ROWS = "@rows:"  # marks the place of a tensor that went to the head's shards
 
 
-def read_class_rows(checkpoint: Checkpoint, start: int, stop: int) -> dict[str, Tensor]:
+def read_class_rows(
+    checkpoint: Checkpoint, start: int, stop: int, *, names: Collection[str] | None = None
+) -> dict[str, Tensor]:
     """Prototypes, momentum and the like of the classes ``start`` to ``stop``, bit for bit.
 
     Only the rows that were asked for are read, whatever the ranges of the ranks that wrote them.
@@ -26,6 +28,7 @@ def read_class_rows(checkpoint: Checkpoint, start: int, stop: int) -> dict[str, 
         checkpoint: From ``open_checkpoint`` or ``newest``.
         start: The first class.
         stop: One past the last class; equal to ``start`` for a rank without classes.
+        names: Of the tensors to read; None for all.
 
     Returns:
         Tensors by name, ``stop - start`` rows each. An optimizer that has not met a gradient yet
@@ -41,6 +44,8 @@ def read_class_rows(checkpoint: Checkpoint, start: int, stop: int) -> dict[str, 
     for shard in manifest.shards:
         with open_tensors(checkpoint.path / shard.file) as file:
             for name in file.keys():  # noqa: SIM118 (not a dictionary)
+                if names is not None and name not in names:
+                    continue
                 saved = file.get_slice(name)
                 if name not in rows:
                     rows[name] = _zeros(saved, stop - start)
