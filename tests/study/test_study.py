@@ -7,15 +7,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from qmargin.cli.main import main
 from qmargin.data.drawings import Drawings, variants_of
 from qmargin.data.strokes import StrokeIdentities
 from qmargin.demo.recipe import SHIFT, Size, demo_recipe
+from qmargin.demo.worlds import Stored, read_stored
 from qmargin.errors import ConfigError, DataError
 from qmargin.evaluation.result import read_result
 from qmargin.study import studies
-from qmargin.study.pictures import PictureMaterial, first_samples, identities
+from qmargin.study.pictures import PictureMaterial, first_samples, held_out, identities
 from qmargin.study.run import StudyOptions
 from qmargin.study.studies import SYSTEMS, Study
 from qmargin.training.recipe import PrecisionPart
@@ -183,6 +185,52 @@ def test_identities_of_a_path_are_divided_as_it_says(tmp_path: Path) -> None:
     }
 
 
+def test_whole_alphabets_are_held_out(tmp_path: Path) -> None:
+    labels, groups = np.repeat(np.arange(30), 2), np.arange(30) // 3
+    images = StrokeIdentities(30, 2).images(np.arange(60))
+    pack = {"images": images, "label": labels, "split": labels >= 24}
+    np.savez(tmp_path / "pictures.npz", **pack, alphabet=groups.astype(np.uint8))
+    study = Study("p", "pictures", "pictures", TINY, search_epochs=1)
+    material = PictureMaterial(study, tmp_path, tmp_path, is_search=True)
+    train, measured = material._divided()
+    assert (train.num_classes, measured.num_classes) == (18, 6)  # at least a fifth of 24
+    for folder in (tmp_path / "train", tmp_path / "test"):
+        for label in np.unique(labels[pack["split"] == (folder.name == "test")]):
+            path = folder / f"Alphabet_{groups[label]}-character{label:02d}"
+            path.mkdir(parents=True)
+            for row in np.flatnonzero(labels == label):
+                Image.fromarray(images[row]).save(path / f"{row}.png")
+    (tmp_path / "pictures.npz").unlink()
+    stored = read_stored(tmp_path, tmp_path.parent / "index")
+    assert stored.groups is not None
+    assert stored.groups.tolist() == groups.tolist()
+    read, other = (part.pictures for part in material._divided())
+    assert {picture.tobytes() for picture in other} == {
+        picture.tobytes() for picture in measured.pictures
+    }
+    assert len(read) == len(train)
+    (tmp_path / "test" / "Alphabet_9-character29").rename(tmp_path / "test" / "someone")
+    assert read_stored(tmp_path, tmp_path.parent / "other").groups is None
+
+
+def test_groups_are_not_divided() -> None:
+    groups = np.array([0, 0, 1, 1, 2, 2, 2, 3, 4, 4])
+    kept, held = held_out(range(10), groups)
+    assert sorted(kept + held) == list(range(10))
+    assert not {int(groups[label]) for label in kept} & {int(groups[label]) for label in held}
+    assert 2 <= len(held) <= 4
+    assert held_out(range(10), None) == ([0, 1, 2, 3, 4, 5, 6, 7], [8, 9])
+    with pytest.raises(DataError, match="10 identities to train on are of one group"):
+        held_out(range(10), np.zeros(10, np.int64))
+
+
+def test_alphabets_are_given_for_every_label(tmp_path: Path) -> None:
+    images = np.zeros((6, 32, 32), dtype=np.uint8)
+    np.savez(tmp_path / "p.npz", images=images, label=np.arange(6), alphabet=np.zeros(5))
+    with pytest.raises(DataError, match=r"shape \[5\] and labels up to 5"):
+        read_stored(tmp_path / "p.npz", tmp_path / "index")
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -223,8 +271,6 @@ def test_first_samples_of_each_identity() -> None:
 
 
 def test_labels_are_ordered_without_regard_to_their_numbers() -> None:
-    from qmargin.demo.worlds import Stored
-
     labels = np.arange(50)
     stored = Stored(np.zeros((50, 32, 32), np.uint8), labels, tuple("x" * 50), None, "x", True)
     train, test = identities(stored)

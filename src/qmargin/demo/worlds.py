@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,6 +26,7 @@ SIDE = 32
 TRAIN_SHARE = 0.6  # of the identities, where the data does not say which ones
 INDEX = "data.qmindex"
 DIVIDED = ("train", "test")
+_CHARACTER = re.compile(r"(.+)-character\d+")  # as ``qmargin data get omniglot`` names folders
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,18 @@ class World:
 
 @dataclass(frozen=True, eq=False)
 class Stored:
-    """Pictures of a path; ``is_test`` where the data says which are for the test."""
+    """Pictures of a path.
+
+    Attributes:
+        pictures: ``[n, SIDE, SIDE]``.
+        labels: Identities, ``[n]``.
+        names: Of the samples.
+        is_test: Which are for the test, where the data says it.
+        origin: The path.
+        is_ink: Whether 255 is ink.
+        groups: Of each label what it belongs to, as a character does to an alphabet, where the data
+            says it. Members of a group are more alike than others.
+    """
 
     pictures: NDArray[np.uint8]
     labels: NDArray[np.int64]
@@ -56,6 +69,7 @@ class Stored:
     is_test: NDArray[np.bool_] | None
     origin: str
     is_ink: bool
+    groups: NDArray[np.int64] | None = None
 
 
 def stroke_world(size: Size, seed: int) -> World:
@@ -127,7 +141,8 @@ def read_stored(path: Path, index: Path) -> Stored:
     A folder that has the folders ``train`` and ``test`` and no others keeps that division. An NPZ
     file, or a folder with one, has ``label`` ``[n]`` and ``images`` ``[n, 32, 32]`` uint8
     or ``packed4`` ``[n, 512]`` (two pixels a byte, ink is bright), and maybe ``split`` ``[n]``,
-    which is 0 for training and 1 for the test.
+    which is 0 for training and 1 for the test, and ``alphabet``, of each label the group it is in.
+    Folders whose names are all like ``Greek-character01`` are in groups, too.
 
     Args:
         path: The data.
@@ -168,7 +183,16 @@ def _divided(path: Path, index: Path) -> Stored:
         is_test=np.arange(len(labels)) >= len(train.labels),
         origin=str(path),
         is_ink=train.is_ink,
+        groups=_joined(train.groups, test.groups),
     )
+
+
+def _joined(
+    train: NDArray[np.int64] | None, test: NDArray[np.int64] | None
+) -> NDArray[np.int64] | None:
+    if train is None or test is None:
+        return None
+    return np.concatenate([train, test + train.max() + 1])
 
 
 def _from_npz(file: Path, path: Path) -> Stored | None:
@@ -187,7 +211,14 @@ def _from_npz(file: Path, path: Path) -> Stored | None:
         )
     names = tuple(f"class-{label}/sample-{row}" for row, label in enumerate(labels.tolist()))
     is_test = None if split is None else np.asarray(split) == 1
-    return Stored(pictures, labels, names, is_test, str(path), is_ink=True)
+    groups = arrays.get("alphabet")
+    if groups is not None and groups.shape != (int(labels.max(initial=-1)) + 1,):
+        raise DataError(
+            f"{file} has alphabet of shape {list(groups.shape)} and labels up to "
+            f"{int(labels.max(initial=-1))}; it needs one number for each label"
+        )
+    groups = None if groups is None else groups.astype(np.int64)
+    return Stored(pictures, labels, names, is_test, str(path), is_ink=True, groups=groups)
 
 
 def _unpacked(packed: NDArray[Any], file: Path) -> NDArray[np.uint8]:
@@ -219,4 +250,15 @@ def _from_images(path: Path, index: Path) -> Stored:
         raise DataError(f"{path} has {len(dataset)} images and none can be decoded; check the path")
     labels = dataset.labels[rows].astype(np.int64)
     names = tuple(f"row-{row}" for row in rows)  # names of files may say who is in them
-    return Stored(np.stack(pictures), labels, names, None, str(path), is_ink=False)
+    folders = [dataset.class_name(label) for label in range(dataset.num_classes)]
+    groups = _groups_of(folders)
+    return Stored(np.stack(pictures), labels, names, None, str(path), is_ink=False, groups=groups)
+
+
+def _groups_of(folders: Sequence[str]) -> NDArray[np.int64] | None:
+    """Alphabets of folders of characters; None where one has another name."""
+    found = [_CHARACTER.fullmatch(folder) for folder in folders]
+    alphabets = [match[1] for match in found if match]
+    if len(alphabets) < len(folders):
+        return None
+    return np.unique(alphabets, return_inverse=True)[1].astype(np.int64)

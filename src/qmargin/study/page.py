@@ -202,7 +202,8 @@ def _choice(study: Study, folder: Path) -> list[str]:
     epochs, longer = (_counted(n, "epoch") for n in (study.search_epochs, study.size.epochs))
     held_out = "which neither training nor test has"
     if study.kind != "strokes":  # the final trainings have them
-        held_out = "a part of those to train on, which the search holds back"
+        known = ", whole alphabets where they are known" if study.kind == "pictures" else ""
+        held_out = f"a part of those to train on{known}, which the search holds back"
     words = (
         f"Each loss was trained with {' or '.join(map(str, sorted(counts)))} settings for "
         f"{epochs}{seeds}"

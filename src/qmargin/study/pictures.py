@@ -85,8 +85,9 @@ class PictureMaterial:
                 f"{self.path} has {len(train)} identities to train and {len(test)} to test; give a "
                 "folder with train/ and test/, or an NPZ file with split, and at least 2 of each"
             )
+        learned, _ = self._divided()
         if seeds and self.study.warp:
-            self._draw_warps(self._divided()[0])
+            self._draw_warps(learned)
 
     def evaluate(self, trial: Trial, facts: Facts, device: str) -> tuple[Result, Result]:
         """All pairs of test identities, by cosines, and by AS-norm with prototypes as cohort."""
@@ -159,8 +160,7 @@ class PictureMaterial:
         stored = read_stored(self.path, self.folder / INDEX)
         train, test = identities(stored)
         if self.is_search:
-            split = round((1.0 - VALIDATION_SHARE) * len(train))
-            train, test = train[:split], train[split:]
+            train, test = held_out(train, stored.groups)
         learned, measured = part_of(stored, train), part_of(stored, test)
         if self.study.has_turns:
             learned = learned.with_turns()
@@ -182,8 +182,35 @@ def first_samples(drawings: Drawings, count: int) -> Drawings:
 def identities(stored: Stored) -> tuple[list[int], list[int]]:
     """Labels to train and to test, in an order that does not depend on names or numbers."""
     tested = set() if stored.is_test is None else set(stored.labels[stored.is_test].tolist())
-    order = sorted(set(stored.labels.tolist()), key=lambda label: derived_seed(VALIDATION, label))
+    order = sorted(set(stored.labels.tolist()), key=_drawn_order)
     return [one for one in order if one not in tested], [one for one in order if one in tested]
+
+
+def held_out(train: Sequence[int], groups: NDArray[np.int64] | None) -> tuple[list[int], list[int]]:
+    """Labels that a search is trained on, and about a fifth of them that it holds out.
+
+    Where labels have groups, whole groups are held out: those of the test are others, too, and a
+    network learns what the members of a group have in common.
+    """
+    least = VALIDATION_SHARE * len(train)
+    if groups is None:
+        split = len(train) - round(least)
+        return list(train[:split]), list(train[split:])
+    chosen: set[int] = set()
+    for group in sorted(set(groups[list(train)].tolist()), key=_drawn_order):
+        if len(chosen) < least:
+            chosen |= {label for label in train if groups[label] == group}
+    kept = [label for label in train if label not in chosen]
+    if not kept:
+        raise DataError(
+            f"all {len(train)} identities to train on are of one group, and settings are chosen on "
+            "another; give more data"
+        )
+    return kept, [label for label in train if label in chosen]
+
+
+def _drawn_order(number: int) -> int:
+    return derived_seed(VALIDATION, number)
 
 
 def draw_to(
