@@ -2,7 +2,7 @@
 
 Run `python docs/benchmarks/batch_norm.py omniglot32.npz`, or give a folder that `qmargin data get
 omniglot` made. It trains CosFace and SparseMax as the study of Omniglot does while it searches
-(3,020 classes, 8 epochs, other alphabets to measure), with a smaller network, on a CPU. Two
+(3,040 classes, 8 epochs, other alphabets to measure), with a smaller network, on a CPU. Two
 trainings at a time take a quarter of an hour.
 """
 
