@@ -199,11 +199,14 @@ def test_progress_counts_blocks_of_both_passes():
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("is_normalised", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_devices_agree_bit_by_bit(kind):
+def test_devices_agree_bit_by_bit(kind, is_normalised):
     rows, subjects = case(kind)
-    base = evaluate_all_pairs(rows, subjects, FARS)
-    assert_same(evaluate_all_pairs(rows, subjects, FARS, device="cuda", block=50), base)
+    moments = moments_of(rows) if is_normalised else None
+    base = evaluate_all_pairs(rows, subjects, FARS, moments=moments)
+    found = evaluate_all_pairs(rows, subjects, FARS, device="cuda", block=50, moments=moments)
+    assert_same(found, base)
 
 
 def test_impossible_input_is_refused():

@@ -37,7 +37,7 @@ VALIDATION_SHARE = 0.2  # of the training identities, while settings are chosen
 VALIDATION = 0x57D4  # tells that choice of identities from others
 VALIDATION_IDS, VALIDATION_SAMPLES = 500, 10
 NORMALISED = "scores normalised by prototypes"
-NEAREST = 50  # of the prototypes: chosen on validation characters, where 300 were worse
+NEAREST = 50  # of the prototypes: on strokes 10 are too few, and 300 are no better
 MAX_COHORT = 10_000  # prototypes
 _BLOCK = 1 << 16  # pictures that a process draws at a time
 
