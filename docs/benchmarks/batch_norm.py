@@ -13,9 +13,11 @@ from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from trainings import trained
+
 from qmargin.study.pictures import PictureMaterial
 from qmargin.study.studies import SEARCH_SEED, SYSTEMS, Setting, find_study, with_setting
-from qmargin.sweep.trial import Trial, TrialResult, run_trial
+from qmargin.sweep.trial import TrialResult
 
 LOSSES: dict[str, Setting] = {"cosface": (1.0, 16.0, 0.4), "sparsemax": (2.0, 3.0, 0.1)}
 MEASURES = {"eer": "EER %", "tar@0.01": "TAR % at 1 %", "tar@0.001": "TAR % at 10⁻³"}
@@ -38,10 +40,7 @@ def measured(path: Path, folder: Path, key: str, *, batch_norm: bool) -> TrialRe
         epochs=material.study.search_epochs,
         path=material.training_path,
     )
-    result = run_trial(Trial({}, recipe, folder / f"{key}-{batch_norm}"), material, device="cpu")
-    if result.state != "finished":
-        raise RuntimeError(f"{key}: {result.error}")
-    return result
+    return trained(material, recipe, folder)
 
 
 def main() -> None:

@@ -13,9 +13,11 @@ from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from trainings import trained
+
 from qmargin.study.pictures import PictureMaterial
 from qmargin.study.studies import SEARCH_SEED, SYSTEMS, Setting, find_study, with_setting
-from qmargin.sweep.trial import Trial, TrialResult, run_trial
+from qmargin.sweep.trial import TrialResult
 
 # What each chose in a search of eight epochs.
 LOSSES: dict[str, Setting] = {
@@ -42,11 +44,7 @@ def measured(
     material = material_of(data, folder, network)
     loss, path = with_setting(key, LOSSES[key]), material.training_path
     recipe = material.study.recipe(loss, seed=SEARCH_SEED, epochs=epochs, path=path)
-    trial = Trial({}, recipe, folder / recipe.sha256)
-    result = run_trial(trial, material, device=device)
-    if result.state != "finished":
-        raise RuntimeError(f"{key}: {result.error}")
-    return result
+    return trained(material, recipe, folder, device=device)
 
 
 def main() -> None:

@@ -12,9 +12,11 @@ from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from trainings import trained
+
 from qmargin.study.pictures import PictureMaterial
 from qmargin.study.studies import SEARCH_SEED, SYSTEMS, Setting, find_study, with_setting
-from qmargin.sweep.trial import Trial, TrialResult, run_trial
+from qmargin.sweep.trial import TrialResult
 
 MANY: dict[str, Setting] = {
     "arcface": (1.0, 16.0, 0.05),
@@ -52,11 +54,7 @@ def measured(
     )
     run = replace(recipe.run, epochs=epochs or recipe.run.epochs)
     recipe = replace(recipe, head=replace(recipe.head, lr_ratio=ratio), run=run)
-    trial = Trial({}, recipe, folder / recipe.sha256)
-    result = run_trial(trial, material, device="cpu")
-    if result.state != "finished":
-        raise RuntimeError(f"{key}: {result.error}")
-    return result
+    return trained(material, recipe, folder)
 
 
 def main() -> None:

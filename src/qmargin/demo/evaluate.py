@@ -135,9 +135,9 @@ def all_trials(
     labels = dataset.labels.astype(np.int32)
     matrix = unit @ unit.T  # [n, n], a hundred megabytes at most in the demo
     if moments is not None:
-        gain, shift = (column.astype(np.float32) for column in PairNorm.of(moments))
-        matrix *= gain[:, None] + gain
-        matrix -= shift[:, None] + shift
+        rows = np.arange(len(matrix))
+        norm = PairNorm(*(column.astype(np.float32) for column in PairNorm.of(moments)))
+        norm.apply(matrix, rows[:, None], rows)
     is_kept = np.triu(np.ones(matrix.shape, dtype=bool), k=1)
     enrol = np.broadcast_to(labels[:, None], matrix.shape)[is_kept]
     test = np.broadcast_to(labels, matrix.shape)[is_kept]

@@ -36,14 +36,19 @@ class PairNorm(NamedTuple):
         shift: Their mean times that.
     """
 
-    gain: Floats
-    shift: Floats
+    gain: NDArray[np.floating[Any]]
+    shift: NDArray[np.floating[Any]]
 
     @classmethod
     def of(cls, moments: Moments) -> PairNorm:
         """From mean and deviation of each row's cohort scores."""
         gain = 0.5 / moments.std
         return cls(gain, gain * moments.mean)
+
+    def apply(self, cosines: NDArray[Any], first: NDArray[Any], second: NDArray[Any]) -> None:
+        """Make cosines of rows their AS-norm, in place; rows are any two arrays that broadcast."""
+        cosines *= self.gain[first] + self.gain[second]
+        cosines -= self.shift[first] + self.shift[second]
 
 
 def unit_rows(embeddings: Any) -> Floats:
@@ -85,8 +90,7 @@ def exact_scores(unit: Floats, first: Rows, second: Rows, norm: PairNorm | None 
         # a sum along rows is pairwise in each row; a matrix product may sum in any order
         scores[part] = (unit[first[part]] * unit[second[part]]).sum(axis=1)
     if norm is not None:
-        scores *= norm.gain[first] + norm.gain[second]
-        scores -= norm.shift[first] + norm.shift[second]
+        norm.apply(scores, first, second)
     return scores
 
 

@@ -36,7 +36,7 @@ from qmargin.training.starting import CHECKPOINTS
 VALIDATION_SHARE = 0.2  # of the training identities, while settings are chosen
 VALIDATION = 0x57D4  # tells that choice of identities from others
 VALIDATION_IDS, VALIDATION_SAMPLES = 500, 10
-NORMALISED = "scores normalised by prototypes"
+BY_PROTOTYPES = "scores normalised by prototypes"
 NEAREST = 50  # of the prototypes: on strokes 10 are too few, and 300 are no better
 MAX_COHORT = 10_000  # prototypes
 _BLOCK = 1 << 16  # pictures that a process draws at a time
@@ -79,13 +79,14 @@ class PictureMaterial:
             for seed in seeds:
                 self._draw_strokes(seed)
             return
-        train, test = identities(read_stored(self.path, self.folder / INDEX))
+        stored = read_stored(self.path, self.folder / INDEX)
+        train, test = identities(stored)
         if min(len(train), len(test)) < 2:
             raise DataError(
                 f"{self.path} has {len(train)} identities to train and {len(test)} to test; give a "
                 "folder with train/ and test/, or an NPZ file with split, and at least 2 of each"
             )
-        learned, _ = self._divided()
+        learned, _ = self._parts(stored)
         if seeds and self.study.warp:
             self._draw_warps(learned)
 
@@ -100,10 +101,11 @@ class PictureMaterial:
         checkpoint = max((trial.folder / CHECKPOINTS).glob("step-*"))
         embeddings = embed_pictures(trial.recipe, checkpoint, dataset, device=device)
         plain = evaluate_pictures(embeddings, dataset, facts, device=device)
-        cohort = read_prototypes(open_checkpoint(checkpoint), at_most=MAX_COHORT).numpy()
+        checked = open_checkpoint(checkpoint, check=False)  # the embeddings are of it
+        cohort = read_prototypes(checked, at_most=MAX_COHORT).numpy()
         nearest = min(NEAREST, len(cohort))
         norm = nearest_moments(unit_rows(embeddings), unit_rows(cohort), nearest, "prototypes")
-        facts = replace(facts, protocol=f"{facts.protocol}, {NORMALISED}")
+        facts = replace(facts, protocol=f"{facts.protocol}, {BY_PROTOTYPES}")
         return plain, evaluate_pictures(embeddings, dataset, facts, moments=norm, device=device)
 
     def _strokes(self, seed: int) -> StrokeIdentities:
@@ -157,7 +159,9 @@ class PictureMaterial:
     def _divided(self) -> tuple[Drawings, Drawings]:
         """Training drawings, and those of the held-out or the test identities."""
         assert self.path is not None
-        stored = read_stored(self.path, self.folder / INDEX)
+        return self._parts(read_stored(self.path, self.folder / INDEX))
+
+    def _parts(self, stored: Stored) -> tuple[Drawings, Drawings]:
         train, test = identities(stored)
         if self.is_search:
             train, test = held_out(train, stored.groups)

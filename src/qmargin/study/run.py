@@ -30,10 +30,8 @@ from qmargin.study.search import (
     CHOSEN,
     Grid,
     Settings,
-    Tried,
-    best_of,
     choose,
-    gather,
+    find_rounds,
     grid_of,
     point_of,
     read_chosen,
@@ -53,7 +51,6 @@ from qmargin.training.signals import StopRequest
 FINAL = "final"
 RESULT = "evaluation.json"
 NORMALISED = "normalised.json"
-RESULTS = (RESULT, NORMALISED)  # of a final training
 
 
 class Material(Protocol):
@@ -141,7 +138,7 @@ def run_study(options: StudyOptions) -> Path:
         final = list(_final_trials(options, _chosen(options, request)))
         _run(options, final, request, is_search=False)
         _test(options, final)
-    paths = [path for name in RESULTS for trial in final if (path := trial.folder / name).exists()]
+    paths = [trial.folder / name for name in _result_names(options) for trial in final]
     named = ReportOptions(title=options.study.title, has_figures=has_matplotlib())
     return write_report(paths, options.out / "report", named)[0]
 
@@ -166,14 +163,12 @@ def _chosen(options: StudyOptions, request: StopRequest) -> Settings:
     _check_chosen(options, chosen)
     missing = [key for key in options.keys if key not in chosen]
     if missing:
-        grid = grid_of(study, missing)
-        tried: list[Tried] = []
-        for part in study.rounds:
-            if tried:
-                grid = best_of(tried, study.measure, study.finalists)
+
+        def results_of(grid: Grid, part: Round) -> list[TrialResult]:
             trials = list(_search_trials(options, grid, part))
-            tried = gather(study, grid, _run(options, trials, request, is_search=True))
-        chosen |= choose(tried, study.measure)
+            return _run(options, trials, request, is_search=True)
+
+        chosen |= choose(find_rounds(study, missing, results_of)[-1], study.measure)
         if "sampled" in missing:
             chosen["sampled"] = chosen["arcface"]
         write_atomically(path, (json.dumps(chosen, indent=1) + "\n").encode())
@@ -187,8 +182,10 @@ def _check_chosen(options: StudyOptions, chosen: Settings) -> None:
     for part in study.rounds:
         for trial in _search_trials(options, grid, part):
             read_trial_result(trial)  # raises where the recipe is another
+    if not study.finalists:
+        return
     kept = {key: (chosen[key],) for key in grid}
-    for trial in _search_trials(options, kept, study.rounds[-1]) if study.finalists else ():
+    for trial in _search_trials(options, kept, study.rounds[-1]):
         if read_trial_result(trial) is None:
             raise DataError(
                 f"{options.out / CHOSEN} has settings of {trial.point['loss']} that were never "
@@ -277,10 +274,13 @@ def _test(options: StudyOptions, trials: Sequence[Trial]) -> None:
         list(pool.map(_tested, [options] * len(missing), missing))
 
 
+def _result_names(options: StudyOptions) -> tuple[str, ...]:
+    """Files of a final training; recordings are tested by cosines alone."""
+    return (RESULT,) if options.study.kind == "speech" else (RESULT, NORMALISED)
+
+
 def _is_tested(options: StudyOptions, trial: Trial) -> bool:
-    """Whether all results of a training are there; recordings are tested by cosines alone."""
-    names = RESULTS[:1] if options.study.kind == "speech" else RESULTS
-    paths = [trial.folder / name for name in names]
+    paths = [trial.folder / name for name in _result_names(options)]
     if not all(path.exists() for path in paths):
         return False
     cards = [read_result(path).system.model_card or {} for path in paths]
@@ -301,5 +301,5 @@ def _tested(options: StudyOptions, trial: Trial) -> None:
     facts = Facts(SYSTEMS[trial.point["loss"]].title, card, options.study.title, options.command)
     material = options.material(is_search=False)
     found = material.evaluate(trial, facts, find_device(options.device))
-    for name, result in zip(RESULTS, found, strict=False):
+    for name, result in zip(_result_names(options), found, strict=True):
         write_result(trial.folder / name, result)

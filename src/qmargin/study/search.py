@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from qmargin.errors import DataError
 from qmargin.files import write_atomically
-from qmargin.study.studies import Setting, Study
+from qmargin.study.studies import Round, Setting, Study
 from qmargin.sweep.axes import Point
 from qmargin.sweep.trial import RESULT, TrialResult, parse_result
 from qmargin.sweep.validation import EER
@@ -78,22 +78,41 @@ def gather(study: Study, grid: Grid, results: Sequence[TrialResult]) -> list[Tri
     ]
 
 
-def read_rounds(study: Study, folder: Path, losses: Sequence[str]) -> list[list[Tried]]:
-    """What the rounds of a search have left in the folder of a study, the first of them first.
+def find_rounds(
+    study: Study,
+    losses: Sequence[str],
+    results_of: Callable[[Grid, Round], Sequence[TrialResult]],
+) -> list[list[Tried]]:
+    """All rounds of a search, the first of them first: each tries the best of the one before.
 
-    Raises:
-        DataError: A training is missing.
+    Args:
+        study: Whose search it is.
+        losses: Of the study.
+        results_of: Trains the settings of a round, or reads what their trainings have left.
     """
     grid = grid_of(study, losses)
     rounds: list[list[Tried]] = []
     for part in study.rounds:
         if rounds:
             grid = best_of(rounds[-1], study.measure, study.finalists)
+        rounds.append(gather(study, grid, results_of(grid, part)))
+    return rounds
+
+
+def read_rounds(study: Study, folder: Path, losses: Sequence[str]) -> list[list[Tried]]:
+    """What the rounds of a search have left in the folder of a study.
+
+    Raises:
+        DataError: A training is missing.
+    """
+
+    def results_of(grid: Grid, part: Round) -> list[TrialResult]:
         paths = sorted((folder / part.name).glob(f"*/{RESULT}"))
         results = [parse_result(path) for path in paths]
         _check_whole(study, grid, results, folder / part.name)
-        rounds.append(gather(study, grid, results))
-    return rounds
+        return results
+
+    return find_rounds(study, losses, results_of)
 
 
 def _check_whole(study: Study, grid: Grid, results: Sequence[TrialResult], folder: Path) -> None:

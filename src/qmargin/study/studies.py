@@ -87,7 +87,7 @@ class Study:
         search_epochs: Of a training of the search, in which losses choose their settings.
         finalists: Settings of each loss, the best of the search, that are trained as long as the
             final trainings before one is chosen; 0 to choose at once. What is best after a short
-            training looks at easier negatives than what is best after a long one.
+            training need not be so after a long one.
         grid: Settings by loss; negative sampling takes those that ArcFace chose.
         losses: Keys of ``SYSTEMS`` that are compared.
         search_seeds: Trainings of each setting in the search; their mean counts.
@@ -136,10 +136,10 @@ class Study:
         Every training reads its own data: with many of them at a time there are no cores left for
         processes that do nothing else.
         """
-        size = self.size._replace(epochs=epochs)
         if self.kind == "speech":
             made = _speech_recipe(loss, seed=seed, epochs=epochs, path=path)
         else:
+            size = self.size._replace(epochs=epochs)
             made = self._picture_recipe(loss, seed=seed, size=size, path=path)
         head = made.head
         if loss.key == "sampled":
