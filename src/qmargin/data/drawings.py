@@ -7,11 +7,13 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image
+from scipy.ndimage import uniform_filter
 from torch import Tensor
 
 from qmargin.data.order import check_count, derived_seed
@@ -23,6 +25,7 @@ TURN = 0.1  # radians
 STRETCH = 0.1  # of the logarithm of width and height
 SLANT = 0.1  # sideways per upwards
 MOVE = 0.03  # of a side
+BLUR = 3  # pixels, each way, of outlines that are compared
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,15 +112,42 @@ class Drawings:
         chosen: NDArray[np.uint8] = self.pictures[indices]
         return chosen
 
-    def with_turns(self) -> Drawings:
-        """Four times the identities: each once more for every quarter turn of its pictures."""
-        turns = range(4)
+    def with_turns(self, *, has_mirrors: bool = False, alike: float | None = None) -> Drawings:
+        """Up to eight times the identities: each once more for every quarter turn of its pictures.
+
+        Args:
+            has_mirrors: And of their mirror images.
+            alike: Leave out a copy whose mean picture correlates more than this with that of an
+                earlier copy: a circle is the same from all sides, and four identities of it could
+                not be told apart. None to keep all.
+        """
+        copies = _turned(self.pictures, has_mirrors)
+        is_kept = np.ones((len(copies), self.num_classes), dtype=np.bool_)
+        if alike is not None:
+            is_kept = _distinct(list(_turned(self._outlines(), has_mirrors).values()), alike)
+        labels = np.cumsum(is_kept).reshape(is_kept.shape) - 1  # new ones, of those that are kept
+        rows = [np.flatnonzero(kept[self.labels]) for kept in is_kept]
+        pictures = [copy[row] for copy, row in zip(copies.values(), rows, strict=True)]
+        new = [label[self.labels[row]] for label, row in zip(labels, rows, strict=True)]
+        names = [
+            f"{self.names[index]}-{name}"
+            for name, row in zip(copies, rows, strict=True)
+            for index in row
+        ]
         return replace(
-            self,
-            pictures=np.concatenate([np.rot90(self.pictures, turn, (1, 2)) for turn in turns]),
-            labels=np.concatenate([self.labels + turn * self.num_classes for turn in turns]),
-            names=tuple(f"{name}-turned-{turn}" for turn in turns for name in self.names),
+            self, pictures=np.concatenate(pictures), labels=np.concatenate(new), names=tuple(names)
         )
+
+    def _outlines(self) -> NDArray[np.float64]:
+        """Mean picture of every identity, blurred, less its mean, of length one."""
+        order = np.argsort(self.labels, kind="stable")
+        starts = np.searchsorted(self.labels[order], np.arange(self.num_classes))
+        sums = np.add.reduceat(self.pictures[order], starts, axis=0, dtype=np.float64)
+        blurred = uniform_filter(sums, size=(0, BLUR, BLUR))
+        outlines = blurred - blurred.mean((1, 2), keepdims=True)
+        lengths = np.sqrt((outlines**2).sum((1, 2), keepdims=True))
+        unit: NDArray[np.float64] = outlines / np.maximum(lengths, np.finfo(float).tiny)
+        return unit
 
     def sample_id(self, index: int) -> str:
         """Name of a sample."""
@@ -144,6 +174,26 @@ def warped(picture: NDArray[np.uint8], amount: float, seed: int) -> NDArray[np.u
         picture.shape, Image.Transform.AFFINE, (a, b, e, c, d, f), Image.Resampling.BILINEAR
     )
     return np.asarray(result)
+
+
+def _turned(pictures: NDArray[Any], has_mirrors: bool) -> dict[str, NDArray[Any]]:
+    """Pictures ``[n, size, size]`` in four or eight ways, the first as they are."""
+    sides = {"": pictures, "mirrored-": pictures[:, :, ::-1]} if has_mirrors else {"": pictures}
+    return {
+        f"{side}turned-{turn}": np.rot90(seen, turn, (1, 2))
+        for side, seen in sides.items()
+        for turn in range(4)
+    }
+
+
+def _distinct(outlines: Sequence[NDArray[np.float64]], alike: float) -> NDArray[np.bool_]:
+    """Which copies of which identities to keep, ``[copies, identities]``."""
+    is_kept = np.ones((len(outlines), len(outlines[0])), dtype=np.bool_)
+    for copy, mine in enumerate(outlines):
+        for earlier in range(copy):
+            is_alike = (mine * outlines[earlier]).sum((1, 2)) > alike
+            is_kept[copy] &= ~(is_alike & is_kept[earlier])
+    return is_kept
 
 
 def variants_of(

@@ -26,6 +26,7 @@ class Size(NamedTuple):
     samples_per_class: int = 20
     epochs: int = 10
     batch_size: int = 256
+    network: str = "stroke_net"
     width: int = 16
     depth: int = 1
     embedding_dim: int = 128
@@ -82,7 +83,7 @@ def demo_recipe(loss: DemoLoss, *, seed: int, size: Size, path: str | None = Non
             options=strokes if path is None else {},
         ),
         model=recipe.ModelPart(
-            "stroke_net",
+            size.network,
             embedding_dim=size.embedding_dim,
             options=network,
         ),

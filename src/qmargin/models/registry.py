@@ -16,6 +16,7 @@ from qmargin.models.mobilefacenet import mobilefacenet
 from qmargin.models.small import SmallConv, SmallMLP
 from qmargin.models.speaker_backbones import SPEAKER_BACKBONES
 from qmargin.models.stroke_net import StrokeNet
+from qmargin.models.stroke_resnet import StrokeResNet
 from qmargin.models.vit import SIZES as VIT_SIZES
 from qmargin.models.vit import vit
 
@@ -27,6 +28,7 @@ _BACKBONES: dict[str, Callable[..., nn.Module]] = {
     "small_mlp": SmallMLP,
     "small_conv": SmallConv,
     "stroke_net": StrokeNet,
+    "stroke_resnet": StrokeResNet,
 }
 
 

@@ -167,7 +167,8 @@ class PictureMaterial:
             train, test = held_out(train, stored.groups)
         learned, measured = part_of(stored, train), part_of(stored, test)
         if self.study.has_turns:
-            learned = learned.with_turns()
+            mirrors, alike = self.study.has_mirrors, self.study.alike
+            learned = learned.with_turns(has_mirrors=mirrors, alike=alike)
         return learned, first_samples(measured, self.study.size.samples_test)
 
 

@@ -92,6 +92,8 @@ class Study:
         losses: Keys of ``SYSTEMS`` that are compared.
         search_seeds: Trainings of each setting in the search; their mean counts.
         has_turns: Whether quarter turns of a training identity are identities of their own.
+        has_mirrors: And mirror images, where turns are.
+        alike: From which on two of them are one; see ``Drawings.with_turns``.
         warp: How far training samples are turned, stretched, slanted and moved; see ``warped``.
         dtype: Of a backbone that is trained on drawings.
         world: Seed of the identities; None for that of the training.
@@ -108,6 +110,8 @@ class Study:
     search_seeds: int = 1
     finalists: int = 0
     has_turns: bool = False
+    has_mirrors: bool = False
+    alike: float | None = None
     warp: float = 0.0
     dtype: Literal["fp32", "bf16"] = "fp32"
     world: int | None = None
