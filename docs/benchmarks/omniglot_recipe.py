@@ -53,9 +53,8 @@ CASES = (
     Case("stroke_resnet", 64, "and mirrored", 10),
     Case("stroke_resnet", 64, "and distinct", 12),
     Case("stroke_resnet", 64, "and distinct", 12, 2e-3),
-    Case("stroke_resnet", 64, "and distinct", 20),
+    Case("stroke_resnet", 64, "and distinct", 16, 2e-3),
     Case("stroke_resnet", 64, "and distinct", 20, 2e-3),
-    Case("stroke_resnet", 32, "and distinct", 20),
 )
 
 
@@ -79,12 +78,8 @@ def measured(data: Path, folder: Path, case: Case, key: str, device: str) -> Tri
     material = material_of(data, folder, case)
     loss, path = with_setting(key, LOSSES[key]), material.training_path
     recipe = material.study.recipe(loss, seed=SEARCH_SEED, epochs=case.epochs, path=path)
-    recipe = replace(
-        recipe,
-        name=f"{recipe.name}-{case.copies.split()[-1]}",
-        optimizer=replace(recipe.optimizer, lr=case.lr),
-    )
-    return trained(material, recipe, folder, device=device)
+    recipe = replace(recipe, optimizer=replace(recipe.optimizer, lr=case.lr))
+    return trained(material, recipe, folder / case.copies, device=device)
 
 
 def main() -> None:

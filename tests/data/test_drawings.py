@@ -55,6 +55,41 @@ def test_quarter_turns_are_identities_of_their_own() -> None:
     assert drawings.labels[6:8].tolist() == [3, 3]
 
 
+def test_mirror_images_are_identities_of_their_own() -> None:
+    drawings = some_drawings().with_turns(has_mirrors=True)
+    assert drawings.num_classes == 24
+    assert len(set(drawings.names)) == len(drawings) == 48
+    assert np.array_equal(drawings.pictures[24], drawings.pictures[0][:, ::-1])
+    assert np.array_equal(drawings.pictures[30], np.rot90(drawings.pictures[0][:, ::-1]))
+
+
+def test_copies_that_look_alike_are_one_identity() -> None:
+    ring, bar, hook, blank = np.zeros((4, 32, 32), np.uint8)
+    ring[8:24, 8:24] = 255
+    ring[11:21, 11:21] = 0
+    bar[4:28, 14:18] = 255
+    hook[4:28, 6:10] = hook[24:28, 6:20] = 255
+    pictures = np.stack([ring, bar, hook, blank])[[2, 0, 1, 0, 2, 1, 3]]
+    labels = np.array([2, 0, 1, 0, 2, 1, 3])  # in no order
+    drawings = Drawings(pictures, labels, tuple("abcdefg"), "nowhere")
+    turned = drawings.with_turns(has_mirrors=True, alike=0.9)
+    kept = dict(zip(turned.names, turned.labels, strict=True))
+    assert sorted(name for name in kept if name[0] == "b") == ["b-turned-0"]
+    assert sorted(name for name in kept if name[0] == "c") == ["c-turned-0", "c-turned-1"]
+    assert sum(name[0] == "a" for name in kept) == 8
+    assert sum(name[0] == "g" for name in kept) == 8  # nothing to compare
+    assert sorted(set(kept.values())) == list(range(turned.num_classes))
+    assert kept["a-turned-3"] == kept["e-turned-3"] != kept["a-mirrored-turned-3"]
+    every = drawings.with_turns(has_mirrors=True)
+    for name, label, picture in zip(turned.names, turned.labels, turned.pictures, strict=True):
+        row = every.names.index(name)
+        assert np.array_equal(picture, every.pictures[row])
+        same = turned.labels == label
+        assert {turned.names[index].partition("-")[2] for index in np.flatnonzero(same)} == {
+            name.partition("-")[2]
+        }
+
+
 def test_variants_of_a_picture_follow_from_its_number() -> None:
     pictures = some_drawings().pictures
     drawn = variants_of(pictures, 1.0, 4)

@@ -58,6 +58,13 @@ def decide(**changes: object) -> choice.Choice:
         ({"class_share": 0.005, "device": "cuda"}, "sparse"),
         ({"class_share": 0.005, "device": "cuda", "was_chunked": True}, "chunked"),
         ({"class_share": 0.001, "device": "other"}, "sparse"),
+        ({"class_share": 0.9, "device": "cuda", "num_logits": 1 << 22}, "sparse"),
+        ({"class_share": 0.9, "device": "cuda", "num_logits": 1 << 23}, "chunked"),
+        ({"class_share": 0.3, "device": "cuda", "num_logits": 1 << 23}, "sparse"),
+        (
+            {"class_share": 0.3, "device": "cuda", "num_logits": 1 << 23, "was_chunked": True},
+            "chunked",
+        ),
     ],
 )
 def test_choice_follows_alpha_size_and_support(changes: dict[str, object], path: str) -> None:

@@ -1,6 +1,7 @@
 """A small study from the command line to its page; interrupted parts are not done again."""
 
 import json
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -151,11 +152,26 @@ def test_studies_of_gpu_size_train_in_bf16_and_the_demo_as_the_demo() -> None:
         path = "x" if study.kind == "pictures" else None
         made = study.recipe(loss, seed=0, epochs=2, path=path)
         assert made.precision == PrecisionPart("bf16", channels_last=True)
-        assert made.model.options["batch_norm"] is True
+        normed = (
+            made.model.backbone == "stroke_resnet" or made.model.options.get("batch_norm") is True
+        )
+        assert normed
     demo = studies.find_study("demo")
     made = demo.recipe(loss, seed=0, epochs=2, path=None)
     assert made.precision == demo_recipe(loss, seed=0, size=demo.size).precision
     assert "batch_norm" not in made.model.options
+
+
+def test_omniglot_has_the_classes_that_its_study_says(tmp_path: Path) -> None:
+    beside = Path(__file__).parents[2].parent / "shared" / "data"
+    folder = Path(os.environ.get("QMARGIN_DATA", beside)) / "omniglot32"
+    if not folder.exists():
+        pytest.skip(f"no Omniglot in {folder}")
+    study = studies.find_study("omniglot")
+    train, test = PictureMaterial(study, folder, tmp_path, is_search=False)._divided()
+    assert train.num_classes == study.size.num_classes == len(set(train.labels.tolist()))
+    assert test.num_classes == study.size.num_test
+    assert len(test) == study.size.num_test * study.size.samples_test
 
 
 def test_pictures_without_test_identities_are_refused(tmp_path: Path) -> None:

@@ -10,6 +10,10 @@ SMALL_LOGITS = 1 << 22  # below this, all cosines of a batch cost less than goin
 # `chunked` counts active classes, of which lists hold some more.
 LISTS_LOSE = {"cpu": 0.2, "cuda": 0.011}
 LISTS_WIN = {"cpu": 0.1, "cuda": 0.0025}
+# Classes in the lists of all rows together: with fewer a GPU does little but start kernels, of
+# which `chunked` has more. Again two numbers.
+FEW_LOSE = {"cpu": 0, "cuda": 1 << 22}
+FEW_WIN = {"cpu": 0, "cuda": 1 << 20}
 
 
 class Choice(NamedTuple):
@@ -51,8 +55,9 @@ def choose_path(
         return Choice("chunked", f"alpha is {1 + order:g}: every class is active")
     if class_share is None:
         return Choice("sparse", f"alpha is {1 + order:g}: few classes are active")
-    limits = LISTS_WIN if was_chunked else LISTS_LOSE
-    limit = limits.get(device, limits["cuda"])
+    shares, counts = (LISTS_WIN, FEW_WIN) if was_chunked else (LISTS_LOSE, FEW_LOSE)
+    known = device if device in shares else "cuda"
+    limit = max(shares[known], min(1.0, counts[known] / num_logits))
     share = f"{100 * class_share:.3g} % of the classes can be active in a row"
     if class_share > limit:
         return Choice("chunked", f"{share}, lists pay below {100 * limit:.3g} %")

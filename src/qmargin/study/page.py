@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from qmargin.errors import DataError
@@ -18,7 +19,7 @@ from qmargin.report.repeats import (
 from qmargin.report.systems import load_panels
 from qmargin.report.tables import markdown_repeats
 from qmargin.study.pictures import MAX_COHORT, NEAREST
-from qmargin.study.run import FINAL, NORMALISED, RESULT
+from qmargin.study.run import CLASSES, FINAL, NORMALISED, RESULT
 from qmargin.study.search import CHOSEN, Settings, Tried, read_chosen, read_rounds
 from qmargin.study.studies import SYSTEMS, Setting, Study
 from qmargin.sweep.validation import far_of
@@ -39,7 +40,11 @@ def study_page(study: Study, folder: Path, *, command: str, machine: str) -> str
     repeats = _repeats(folder, RESULT)
     if repeats is None:
         raise DataError(f"{folder} holds no results of a study; run it first")
-    first = next(iter(repeats.systems.values()))[0].result.protocol
+    result = next(iter(repeats.systems.values()))[0].result
+    first = result.protocol
+    # pictures of another path are of other identities
+    num_classes = int((result.system.model_card or {}).get(CLASSES, study.size.num_classes))
+    study = replace(study, size=study.size._replace(num_classes=num_classes))
     facts = [
         f"`{command}`",
         machine,
@@ -142,7 +147,7 @@ def _training(study: Study, *, epochs: int, num_seeds: int, is_search: bool = Fa
     held_back = ", less those held back," if is_search and study.kind != "strokes" else ","
     network = "`speaker_resnet34`"
     if study.kind != "speech":
-        network = f"`stroke_net`, width {size.width}, depth {size.depth}"
+        network = f"`{size.network}`, width {size.width}, depth {size.depth}"
         network += ", batch norm" if size.batch_norm else ""
     facts = [
         f"training: {size.num_classes:,} classes{held_back} {_counted(epochs, 'epoch')} in batches "

@@ -41,16 +41,19 @@ from qmargin.study.studies import SYSTEMS, Round, Study, with_setting
 from qmargin.sweep.slots import Slots, TrialOptions, open_slots
 from qmargin.sweep.trial import Trial, TrialResult, read_trial_result
 from qmargin.sweep.validation import TrialData
+from qmargin.training.checkpoint import open_checkpoint
 from qmargin.training.display import duration
 from qmargin.training.fields import check_known
 from qmargin.training.folders import check_writable
 from qmargin.training.lock import RunLock
 from qmargin.training.recipe import Recipe
 from qmargin.training.signals import StopRequest
+from qmargin.training.starting import CHECKPOINTS
 
 FINAL = "final"
 RESULT = "evaluation.json"
 NORMALISED = "normalised.json"
+CLASSES = "classes"  # in the model card
 
 
 class Material(Protocol):
@@ -289,12 +292,14 @@ def _is_tested(options: StudyOptions, trial: Trial) -> bool:
 
 def _tested(options: StudyOptions, trial: Trial) -> None:
     loss = trial.recipe.loss
+    checkpoint = open_checkpoint(max((trial.folder / CHECKPOINTS).glob("step-*")), check=False)
     card = {
         "loss": f"alpha {loss.alpha:g}, {loss.margin_kind} margin {loss.margin:g}, scale "
         f"{loss.scale:g}",
         "alpha": f"{loss.alpha:g}",
         "scale": f"{loss.scale:g}",
         "margin": f"{loss.margin:g}",
+        CLASSES: str(checkpoint.manifest.num_classes),
         "training": f"{trial.recipe.run.epochs} epochs, seed {trial.recipe.seed}",
         "recipe_sha256": trial.recipe.sha256,
     }

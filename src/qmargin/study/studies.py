@@ -37,6 +37,19 @@ GRID: Mapping[str, tuple[Setting, ...]] = {
     ),
     "q_margin": tuple((alpha, s, 0.4) for alpha, s in _SPARSE),
 }
+# Moved on where losses met an edge of that on Omniglot.
+_SPARSE_PICTURES = (
+    *((1.25, s) for s in (2.0, 2.9, 4.4, 6.6, 10.0, 15.0)),
+    *((1.5, s) for s in (1.6, 3.3, 6.6)),
+    *((1.75, s) for s in (0.4, 1.1, 2.6)),
+)
+PICTURE_GRID: Mapping[str, tuple[Setting, ...]] = {
+    "arcface": tuple((1.0, s, m) for s in (8.0, 11.0, 16.0, 23.0) for m in (0.02, 0.05, 0.1)),
+    "cosface": tuple((1.0, s, m) for s in (11.0, 16.0, 23.0, 32.0) for m in (0.2, 0.4, 0.6)),
+    "entmax": tuple((alpha, s, 0.1) for alpha, s in _SPARSE_PICTURES),
+    "sparsemax": tuple((2.0, s, m) for s in (0.1, 0.4, 1.0, 2.5) for m in (0.05, 0.1, 0.2)),
+    "q_margin": tuple((alpha, s, 0.4) for alpha, s in _SPARSE_PICTURES),
+}
 # Where a training takes minutes: 1.6, 2 and 2.5 for a million classes.
 SHORT_GRID: Mapping[str, tuple[Setting, ...]] = {
     "arcface": tuple((1.0, s, 0.1) for s in (13.0, 16.0, 20.0)),
@@ -95,6 +108,7 @@ class Study:
         has_mirrors: And mirror images, where turns are.
         alike: From which on two of them are one; see ``Drawings.with_turns``.
         warp: How far training samples are turned, stretched, slanted and moved; see ``warped``.
+        lr: Learning rate of a network for drawings.
         dtype: Of a backbone that is trained on drawings.
         world: Seed of the identities; None for that of the training.
         measure: By which losses choose their settings.
@@ -113,6 +127,7 @@ class Study:
     has_mirrors: bool = False
     alike: float | None = None
     warp: float = 0.0
+    lr: float = 5e-3
     dtype: Literal["fp32", "bf16"] = "fp32"
     world: int | None = None
     measure: str = "tar@0.0001"
@@ -158,7 +173,12 @@ class Study:
         # of pictures only a part is trained on while settings are chosen: their number follows
         count = made.data.num_classes if self.kind == "strokes" else None
         data = replace(made.data, options=options, num_classes=count, num_workers=0)
-        return replace(made, data=data, precision=replace(made.precision, dtype=self.dtype))
+        return replace(
+            made,
+            data=data,
+            optimizer=replace(made.optimizer, lr=self.lr),
+            precision=replace(made.precision, dtype=self.dtype),
+        )
 
 
 def _speech_recipe(loss: DemoLoss, *, seed: int, epochs: int, path: str | None) -> Recipe:
@@ -207,10 +227,22 @@ STUDIES = {
             "omniglot",
             "Omniglot, evaluation alphabets",
             "pictures",
-            _GPU._replace(num_classes=3856, epochs=40, num_test=659, samples_test=10),
-            search_epochs=8,
+            Size(
+                num_classes=6368,
+                epochs=16,
+                batch_size=512,
+                network="stroke_resnet",
+                width=64,
+                depth=2,
+                num_test=659,
+            ),
+            search_epochs=4,
+            grid=PICTURE_GRID,
             finalists=3,
             has_turns=True,
+            has_mirrors=True,
+            alike=0.9,
+            lr=2e-3,
             warp=1.0,
             dtype="bf16",
         ),
