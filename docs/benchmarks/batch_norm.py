@@ -20,14 +20,17 @@ from qmargin.study.studies import SEARCH_SEED, SYSTEMS, Setting, find_study, wit
 from qmargin.sweep.trial import TrialResult
 
 LOSSES: dict[str, Setting] = {"cosface": (1.0, 16.0, 0.4), "sparsemax": (2.0, 3.0, 0.1)}
+EPOCHS = 8
+VARIANTS = 40  # of each picture
 MEASURES = {"eer": "EER %", "tar@0.01": "TAR % at 1 %", "tar@0.001": "TAR % at 10⁻³"}
 
 
 def material_of(path: Path, folder: Path, *, batch_norm: bool) -> PictureMaterial:
-    """Pictures of the study, with a smaller network in its recipes."""
+    """Characters of the study and their quarter turns, with a smaller network in its recipes."""
     study = find_study("omniglot")
-    size = study.size._replace(width=32, depth=1, batch_norm=batch_norm)
-    study = replace(study, size=size, dtype="fp32")
+    network = {"network": "stroke_net", "width": 32, "depth": 1, "batch_norm": batch_norm}
+    size = study.size._replace(epochs=VARIANTS, **network)
+    study = replace(study, size=size, has_mirrors=False, alike=None, lr=5e-3, dtype="fp32")
     return PictureMaterial(study, path, folder / "data", is_search=True)
 
 
@@ -37,7 +40,7 @@ def measured(path: Path, folder: Path, key: str, *, batch_norm: bool) -> TrialRe
     recipe = material.study.recipe(
         with_setting(key, LOSSES[key]),
         seed=SEARCH_SEED,
-        epochs=material.study.search_epochs,
+        epochs=EPOCHS,
         path=material.training_path,
     )
     return trained(material, recipe, folder)
