@@ -27,10 +27,11 @@ LOSSES: dict[str, Setting] = {
 }
 VARIANTS = 20  # of each picture, whatever the length of a training
 SAMPLES = 20  # of each validation character, so that 10⁻⁵ of the impostors are some
-COPIES: dict[str, dict[str, Any]] = {
+COPIES: dict[str, dict[str, Any]] = {  # of a character
     "turned": {"has_mirrors": False, "alike": None},
-    "and mirrored": {"has_mirrors": True, "alike": None},
-    "and distinct": {"has_mirrors": True, "alike": 0.9},
+    "turned, distinct": {"has_mirrors": False, "alike": 0.9},
+    "mirrored": {"has_mirrors": True, "alike": None},
+    "mirrored, distinct": {"has_mirrors": True, "alike": 0.9},
 }
 MEASURES = {"tar@0.01": "1 %", "tar@0.001": "10⁻³", "tar@0.0001": "10⁻⁴", "tar@1e-05": "10⁻⁵"}
 
@@ -43,6 +44,7 @@ class Case(NamedTuple):
     copies: str
     epochs: int
     lr: float = 5e-3
+    warp: float = 1.0
 
 
 CASES = (
@@ -50,11 +52,19 @@ CASES = (
     Case("stroke_net", 64, "turned", 40),
     Case("stroke_resnet", 32, "turned", 20),
     Case("stroke_resnet", 64, "turned", 20),
-    Case("stroke_resnet", 64, "and mirrored", 10),
-    Case("stroke_resnet", 64, "and distinct", 12),
-    Case("stroke_resnet", 64, "and distinct", 12, 2e-3),
-    Case("stroke_resnet", 64, "and distinct", 16, 2e-3),
-    Case("stroke_resnet", 64, "and distinct", 20, 2e-3),
+    Case("stroke_resnet", 64, "mirrored", 10),
+    Case("stroke_resnet", 64, "mirrored, distinct", 12),
+    Case("stroke_resnet", 64, "mirrored, distinct", 12, 2e-3),
+    Case("stroke_resnet", 64, "mirrored, distinct", 16, 2e-3),
+    Case("stroke_resnet", 64, "mirrored, distinct", 20, 2e-3),
+    Case("stroke_resnet", 64, "mirrored, distinct", 26, 2e-3),
+    Case("stroke_resnet", 64, "mirrored, distinct", 16, 2e-3, 0.6),
+    Case("stroke_resnet", 64, "turned, distinct", 20),
+    Case("stroke_resnet", 64, "turned, distinct", 20, 5e-3, 0.6),
+    Case("stroke_resnet", 64, "turned, distinct", 20, 2e-3),
+    Case("stroke_resnet", 64, "turned, distinct", 20, 2e-3, 0.6),
+    Case("stroke_resnet", 64, "turned, distinct", 28, 2e-3),
+    Case("stroke_resnet", 96, "turned, distinct", 20, 2e-3),
 )
 
 
@@ -69,7 +79,7 @@ def material_of(data: Path, folder: Path, case: Case) -> PictureMaterial:
         epochs=VARIANTS,
         samples_test=SAMPLES,
     )
-    study = replace(study, size=size, **COPIES[case.copies])
+    study = replace(study, size=size, warp=case.warp, **COPIES[case.copies])
     return PictureMaterial(study, data, folder / "data", is_search=True)
 
 
@@ -79,7 +89,7 @@ def measured(data: Path, folder: Path, case: Case, key: str, device: str) -> Tri
     loss, path = with_setting(key, LOSSES[key]), material.training_path
     recipe = material.study.recipe(loss, seed=SEARCH_SEED, epochs=case.epochs, path=path)
     recipe = replace(recipe, optimizer=replace(recipe.optimizer, lr=case.lr))
-    return trained(material, recipe, folder / case.copies, device=device)
+    return trained(material, recipe, folder / f"{case.copies}-{case.warp}", device=device)
 
 
 def main() -> None:
@@ -88,27 +98,28 @@ def main() -> None:
     parser.add_argument("data", type=Path)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--jobs", type=int, default=16)
+    parser.add_argument("--first", type=int, default=0, help="leave out the cases before this one")
     options = parser.parse_args()
     with (
         TemporaryDirectory() as name,
         ProcessPoolExecutor(options.jobs, get_context("spawn")) as pool,
     ):
-        folder = Path(name)
-        for copies in COPIES:
-            case = next(case for case in CASES if case.copies == copies)
+        folder, cases = Path(name), CASES[options.first :]
+        for case in {(case.copies, case.warp): case for case in cases}.values():
             material_of(options.data, folder, case).prepare([SEARCH_SEED])
-        longest = sorted(CASES, key=lambda case: case.epochs, reverse=True)
+        longest = sorted(cases, key=lambda case: case.epochs, reverse=True)
         running = {
             (case, key): pool.submit(measured, options.data, folder, case, key, options.device)
             for case in longest
             for key in LOSSES
         }
         tars = [f"{title} at {far}" for far in MEASURES.values() for title in ("CosFace", "Q")]
-        sys.stdout.write(f"| network | width | copies | epochs | rate | {' | '.join(tars)} |\n")
-        sys.stdout.write(f"| --- | ---: | --- |{' ---: |' * (2 + len(tars))}\n")
-        for case in CASES:
+        heads = ["network", "width", "copies", "epochs", "rate", "warp", *tars]
+        sys.stdout.write(f"| {' | '.join(heads)} |\n")
+        sys.stdout.write(f"| --- | ---: | --- |{' ---: |' * (3 + len(tars))}\n")
+        for case in cases:
             found = [running[case, key].result().metrics for key in LOSSES]
-            cells = [f"`{case.network}`", *map(str, case[1:4]), f"{case.lr:g}"]
+            cells = [f"`{case.network}`", *map(str, case[1:4]), f"{case.lr:g}", f"{case.warp:g}"]
             cells += [f"{100 * one[measure]:.2f}" for measure in MEASURES for one in found]
             sys.stdout.write(f"| {' | '.join(cells)} |\n")
             sys.stdout.flush()
