@@ -1,10 +1,13 @@
 """Every Python block of the README and the documentation runs; other links lead somewhere."""
 
+import itertools
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 
+from qmargin.cli.main import build_parser
 from qmargin.study import studies
 
 ROOT = Path(__file__).parents[1]
@@ -17,6 +20,12 @@ PAGES = [
     *sorted((ROOT / "docs" / "decisions").glob("*.md")),
     *sorted((ROOT / "docs" / "benchmarks").glob("*.md")),
 ]
+TEXTS = [
+    *sorted(path for path in ROOT.glob("*.md") if path.name != "CHANGELOG.md"),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
+SHELL = re.compile(r"^```text\n(.*?)^```", re.MULTILINE | re.DOTALL)
+INLINE = re.compile(r"`(qmargin [^`]+)`")
 LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
 
 
@@ -43,6 +52,47 @@ def test_python_blocks_run(path: Path, tmp_path: Path, monkeypatch: pytest.Monke
     for line, code in python_blocks(path):
         padded = "\n" * (line - 1) + code
         exec(compile(padded, str(path), "exec"), namespace)
+
+
+def commands(text: str) -> tuple[list[list[str]], list[list[str]]]:
+    """Words of every ``qmargin`` command up to what a shell reads: of blocks, and of mentions."""
+    blocks = [block.replace("\\\n", " ") for block in SHELL.findall(text)]
+    lines = [line.strip() for block in blocks for line in block.splitlines()]
+    mentions = [" ".join(code.split()) for code in INLINE.findall(SHELL.sub("", text))]
+    whole, named = (
+        [_words(one) for one in some if one.startswith("qmargin ")] for some in (lines, mentions)
+    )
+    return whole, named
+
+
+def _words(line: str) -> list[str]:
+    words = shlex.split(line, comments=True)
+    return list(itertools.takewhile(lambda word: word not in (">", "|", "&&"), words))
+
+
+def test_commands_are_found() -> None:
+    text = "`qmargin a\n--b 'c d'`\n```text\nqmargin e \\\n  f  # why\nother\nqmargin g > h\n```\n"
+    whole, named = commands(text)
+    assert whole == [["qmargin", "e", "f"], ["qmargin", "g"]]
+    assert named == [["qmargin", "a", "--b", "c d"]]
+
+
+@pytest.mark.parametrize("path", TEXTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_commands_are_understood(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Mentions may leave out what is required; ``...`` and ``[--option]`` stand for more."""
+    parser, wrong = build_parser(), []
+    whole, named = commands(path.read_text(encoding="utf-8"))
+    for words in [*whole, *named]:
+        if {"...", "N"} & set(words) or any("[" in word for word in words):
+            continue
+        try:
+            parser.parse_args(words[1:])
+        except SystemExit as end:
+            message = capsys.readouterr().err.strip().rpartition("\n")[2]
+            is_short = "arguments are required" in message or "expected one argument" in message
+            if end.code and (words in whole or not is_short):
+                wrong.append(f"{shlex.join(words)}: {message}")
+    assert wrong == []
 
 
 @pytest.mark.parametrize("path", PAGES[:1], ids=["README.md"])

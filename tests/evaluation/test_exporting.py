@@ -54,6 +54,14 @@ def test_a_run_becomes_a_model(run: Path, tmp_path: Path) -> None:
     assert load_model(tmp_path / "m").embed(np.ones((2, 32))).shape == (2, 32)
 
 
+def test_a_run_is_read_as_if_it_were_exported(run: Path, tmp_path: Path) -> None:
+    card = export_run(run, tmp_path / "m")
+    model = load_model(run)
+    assert model.card == card
+    inputs = np.random.default_rng(0).normal(size=(3, 32)).astype(np.float32)
+    assert np.array_equal(model.embed(inputs), load_model(tmp_path / "m").embed(inputs))
+
+
 def test_other_weights_of_a_run(run: Path, tmp_path: Path) -> None:
     all_weights = []
     for weights in ("last", "average", "ema"):

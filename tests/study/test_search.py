@@ -1,6 +1,8 @@
 """Settings are chosen fairly, and those that the demo ships are those that were chosen."""
 
+import itertools
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +14,7 @@ from qmargin.demo.losses import GRID, LOSSES
 from qmargin.demo.recipe import SIZES, Size, demo_recipe
 from qmargin.errors import ConfigError, DataError
 from qmargin.study import studies
-from qmargin.study.page import edges_of, search_page
+from qmargin.study.page import edges_of, margins_of, search_page
 from qmargin.study.run import StudyOptions
 from qmargin.study.search import (
     Tried,
@@ -259,12 +261,47 @@ def test_a_choice_at_an_edge_is_named() -> None:
     assert edges_of((1.25, 10.0, 0.3), (*grid, (1.25, 16.0, 0.3))) == []
 
 
+def test_losses_with_one_margin_are_named() -> None:
+    study = find_study("strokes-1m")
+    assert {key: len(margins_of(study, key)) for key in study.grid} == dict.fromkeys(study.grid, 1)
+    study = find_study("strokes-10k")
+    assert {key: len(margins_of(study, key)) for key in study.grid} == dict.fromkeys(study.grid, 3)
+
+
 def test_the_readme_says_what_the_pages_found() -> None:
-    docs = Path(__file__).parents[2] / "docs"
-    lines = (docs.parent / "README.md").read_text().splitlines()
-    pages = "".join(path.read_text() for path in (docs / "results").glob("*.md"))
-    rows = [line.split("|") for line in lines if line.startswith("|") and "| 1e-" in line]
-    cells = [cell.strip("* ") for row in rows for cell in row]
-    numbers = [cell for cell in cells if " ± " in cell]
-    assert len(numbers) >= 30
-    assert not [number for number in numbers if number not in pages]
+    root = Path(__file__).parents[2]
+    lines = (root / "README.md").read_text().splitlines()
+    start = next(row for row, line in enumerate(lines) if line.startswith("| data | FAR |"))
+    names = [cell.strip() for cell in lines[start].split("|")[3:-2]]
+    page = ""
+    rows = list(itertools.takewhile(lambda line: line.startswith("|"), lines[start + 2 :]))
+    assert len(rows) >= 8
+    for line in rows:
+        data, far, *cells, verdict = (cell.strip() for cell in line.split("|")[1:-1])
+        if data:
+            (target,) = re.findall(r"\((.*?)\)", data)
+            page = (root / target).read_text()
+        assert dict(zip(names, cells, strict=True)) == _column(page, _power(far))
+        assert verdict == _verdict(page, _power(far))
+
+
+def _power(far: str) -> str:
+    return "10⁻" + "⁰¹²³⁴⁵⁶"[int(far.removeprefix("1e-"))]
+
+
+def _column(page: str, far: str) -> dict[str, str]:
+    """TARs at a FAR by system, of the first table of a page."""
+    rows = [line.split("|")[1:-1] for line in page.splitlines() if line.startswith("|")]
+    heads = [cell.strip() for cell in rows[0]]
+    place = heads.index(f"TAR % at {far}")
+    table = itertools.takewhile(lambda row: len(row) == len(heads), rows[2:])
+    return {row[0].strip(): row[place].strip() for row in table}
+
+
+def _verdict(page: str, far: str) -> str:
+    found = re.search(
+        rf"^- At FAR {far} Q-Margin \*\*(.*?)\*\* (.*?), the best of the others", page, re.MULTILINE
+    )
+    assert found
+    word, rival = found.groups()
+    return "tie" if word == "ties with" else f"{word.removeprefix('is ')} {rival}"

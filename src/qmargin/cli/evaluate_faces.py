@@ -93,7 +93,7 @@ def _add_common(
     parser: argparse.ArgumentParser, *, fars: tuple[float, ...] | None, replicates: int
 ) -> None:
     add = parser.add_argument
-    add("--model", type=Path, metavar="DIR", help="model directory of qmargin export")
+    add("--model", type=Path, metavar="DIR", help="model directory, or a run")
     add("--embeddings", type=Path, metavar="FILE", help=EMBEDDINGS_HELP)
     add("--no-flip", action="store_true", help="leave mirror images out")
     add("--device", default="cpu", help="where the model runs, such as cpu or cuda (cpu)")

@@ -37,7 +37,7 @@ def add_speaker_protocols(
     )
     add = parser.add_argument
     add("trials", metavar="LIST", help="O, E, H (official lists) or a file of trials with labels")
-    add("--model", type=Path, metavar="DIR", help="model directory of qmargin export")
+    add("--model", type=Path, metavar="DIR", help="model directory, or a run")
     add("--audio", type=Path, metavar="DIR", help="folder that the names of the list are in")
     add("--embeddings", type=Path, metavar="FILE", help=EMBEDDINGS_HELP)
     add("--training", type=Path, metavar="FILE", help=_TRAINING_HELP)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from qmargin.errors import ConfigError, DataError
 from qmargin.evaluation.model_inputs import InputReader
 from qmargin.evaluation.thresholds import FLIPS, Thresholds, read_thresholds
 from qmargin.models.card import ModelCard
-from qmargin.models.directory import THRESHOLDS, load_backbone
+from qmargin.models.directory import THRESHOLDS, is_model_directory, load_backbone
 
 BATCH_SIZE = 64
 
@@ -164,10 +165,11 @@ class Model:
 def load_model(
     directory: str | Path, *, device: torch.device | str = "cpu", fit: str = "auto"
 ) -> Model:
-    """Read a model directory, as ``qmargin export`` makes it.
+    """Read a model directory, as ``qmargin export`` makes it, or the newest weights of a run.
 
     Args:
-        directory: With ``backbone.safetensors``, ``card.json`` and perhaps ``thresholds.json``.
+        directory: With ``backbone.safetensors``, ``card.json`` and perhaps ``thresholds.json``; or
+            the output folder of ``qmargin train``.
         device: Where the network runs.
         fit: What to do with images of another size than the model's: ``"exact"`` refuses them,
             ``"resize"`` scales them if they have the same proportions, ``"align"`` finds the face
@@ -190,6 +192,8 @@ def load_model(
         >>> model.embed(np.zeros((2, 32, 32, 3), np.uint8)).shape
         (2, 8)
     """
+    if _is_run(directory):
+        return _model_of_run(directory, device=device, fit=fit)
     backbone, card = load_backbone(directory, device=device)
     path = Path(directory) / THRESHOLDS
     thresholds = read_thresholds(path) if path.is_file() else None
@@ -199,6 +203,22 @@ def load_model(
             f"{card.weights_sha256:.12}...; evaluate this model and add its own thresholds"
         )
     return Model(backbone, card, thresholds, fit=fit)
+
+
+def _is_run(path: str | Path) -> bool:
+    from qmargin.training.starting import CHECKPOINTS
+
+    return (Path(path) / CHECKPOINTS).is_dir() and not is_model_directory(path)
+
+
+def _model_of_run(run: str | Path, *, device: torch.device | str, fit: str) -> Model:
+    """As if it had been exported: the same name and hash of weights."""
+    from qmargin.evaluation.exporting import export_run
+
+    with TemporaryDirectory() as folder:
+        directory = Path(folder) / "model"
+        export_run(run, directory)
+        return load_model(directory, device=device, fit=fit)
 
 
 def cosine(first: NDArray[Any], second: NDArray[Any]) -> float:

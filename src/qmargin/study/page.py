@@ -231,6 +231,9 @@ def _choice(study: Study, folder: Path) -> list[str]:
         parts.append(
             f"At an edge of what was tried: {', '.join(found)}. Beyond it there may be better ones."
         )
+    single = [SYSTEMS[key].title for key in keys if len(margins_of(study, key)) == 1]
+    if single:
+        parts.append(f"Of one margin only: {', '.join(single)}.")
     return parts
 
 
@@ -250,6 +253,11 @@ def edges_of(chosen: Setting, grid: Sequence[Setting]) -> list[str]:
         if len(values) > 1 and value in (min(values), max(values)):
             names.append(f"{'smallest' if value == min(values) else 'largest'} {name}")
     return names
+
+
+def margins_of(study: Study, key: str) -> set[float]:
+    """All margins that a loss could choose from."""
+    return {margin for _, _, margin in study.grid.get(key, ())}
 
 
 def _table(study: Study, tried: Sequence[Tried], chosen: Settings) -> str:
