@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import shutil
 import signal
 from dataclasses import replace
@@ -49,6 +50,7 @@ def test_a_demo_trains_tests_and_reports(tmp_path, capsys):
     page = run_demo(options_for(tmp_path, seeds=2))
     said = capsys.readouterr().out
     assert page == tmp_path / "report" / "index.html"
+    assert said.endswith(f"report: {page}\nfile://{page}\n")
     html = page.read_text(encoding="utf-8")
     assert "data:image/jpeg" in html  # the hardest pairs as pictures
     assert "synthetic stroke identities, seed 1" in html
@@ -149,8 +151,13 @@ def test_half_a_result_is_made_again(tmp_path):
 
 
 def test_a_signal_ends_the_demo_with_its_status(tmp_path, monkeypatch, capsys):
-    outcome = loop.Outcome(1, 5, 0.0, None, 0, signal=signal.SIGTERM)
-    monkeypatch.setattr(loop, "train", lambda *arguments, **options: outcome)
+    take_step = loop.take_step
+
+    def take_step_after_signal(*arguments, **options):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return take_step(*arguments, **options)
+
+    monkeypatch.setattr(loop, "take_step", take_step_after_signal)
     with pytest.raises(Interrupted):
         run_demo(options_for(tmp_path))
     parser = argparse.ArgumentParser()
@@ -159,7 +166,9 @@ def test_a_signal_ends_the_demo_with_its_status(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit) as stop:
         arguments.run(arguments)
     assert stop.value.code == 143
-    assert "run the same command again to go on" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "stopped at step" in told and "--resume" not in told  # which the demo does not have
+    assert "run the same command again to go on" in told
 
 
 def test_ctrl_c_during_a_test_says_the_same(tmp_path, monkeypatch, capsys):
@@ -181,7 +190,7 @@ def test_a_folder_of_another_recipe_is_refused(tmp_path, monkeypatch):
     run_demo(options_for(tmp_path, losses=("cosface",)))
     other = LOSSES["cosface"]._replace(margin=0.33)
     monkeypatch.setitem(LOSSES, "cosface", other)
-    with pytest.raises(ConfigError, match="is of another recipe than CosFace has now"):
+    with pytest.raises(ConfigError, match=r"is of another recipe than CosFace .*seed-0/cosface to"):
         run_demo(options_for(tmp_path, losses=("cosface",)))
 
 
@@ -220,3 +229,38 @@ def test_time_buys_epochs_only_where_it_is_asked_to():
     assert slow.epochs * 10 * 2.0 * len(LOSSES) < 60 * plan.MINUTES
     assert plan.fitted(size, 2.0, minutes=60.0).epochs > 10
     assert plan.fitted(size, 1e9, minutes=1.0).epochs == 1
+
+
+def test_losses_may_have_commas_between_them(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(run, "run_demo", asked.append)
+    parser = argparse.ArgumentParser()
+    add_demo(parser.add_subparsers())
+    for words in (["cosface,q_margin"], ["cosface,", "q_margin"], ["cosface", "q_margin"]):
+        arguments = parser.parse_args(["demo", "--losses", *words])
+        arguments.run(arguments)
+    assert [options.losses for options in asked] == [("cosface", "q_margin")] * 3
+    arguments = parser.parse_args(["demo", "--losses", ","])
+    with pytest.raises(ConfigError, match="losses are none"):
+        arguments.run(arguments)
+
+
+def test_one_loss_is_compared_with_nothing(tmp_path, capsys):
+    run_demo(options_for(tmp_path, losses=("q_margin",)))
+    said = capsys.readouterr().out
+    assert "1 loss, 1 seed" in said and "accepts the most" not in said
+
+
+def test_a_verdict_on_one_loss_says_so(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(demo_report, "VERDICT_FAR", 1e-2)  # that so few pairs can measure
+    run_demo(options_for(tmp_path, losses=("q_margin",)))
+    said = capsys.readouterr().out
+    assert "At FAR 0.01, Q-Margin accepts " in said and "accepts the most" not in said
+    assert "It is the only loss here: there is nothing to compare it with." in said
+
+
+def test_a_device_that_is_not_there_leaves_no_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(ConfigError, match="torch finds no GPU"):
+        run_demo(options_for(tmp_path / "out", device="cuda"))
+    assert not (tmp_path / "out").exists()

@@ -10,7 +10,7 @@ import pytest
 
 import qmargin
 from qmargin.cli.main import main
-from qmargin.demo.losses import GRID, LOSSES
+from qmargin.demo.losses import GRID, LARGE, LOSSES
 from qmargin.demo.recipe import SIZES, Size, demo_recipe
 from qmargin.errors import ConfigError, DataError
 from qmargin.study import studies
@@ -251,6 +251,13 @@ def test_shipped_settings_are_those_that_the_search_chose() -> None:
     }
     shipped = {key: (loss.alpha, loss.scale, loss.margin) for key, loss in LOSSES.items()}
     assert choose(tried, measure) == shipped
+
+
+def test_settings_for_a_gpu_are_those_of_the_study() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "results" / "strokes-10k.md").read_text()
+    rows = [line.split("|")[1:6] for line in page.splitlines() if line.endswith("| chosen |")]
+    chosen = {row[0].strip(): tuple(map(float, row[1:4])) for row in rows}
+    assert {loss.title: (loss.alpha, loss.scale, loss.margin) for loss in LARGE.values()} == chosen
 
 
 def test_a_choice_at_an_edge_is_named() -> None:

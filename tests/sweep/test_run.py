@@ -101,6 +101,23 @@ def test_bad_options_are_refused(tmp_path: Path, axes: tuple, options: dict, mes
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"devices": ("cpu", "cuda:0")}, "device is 'cuda:0'"),
+        ({"devices": ("tpu",)}, "device is 'tpu'"),
+        ({"measure": "tar@1e-9"}, "the measure is 'tar@1e-9'"),
+    ],
+)
+def test_what_is_refused_leaves_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict, message: str
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(ConfigError, match=message):
+        run_sweep(small_sweep(tmp_path / "new", "loss.scale=10", **options))
+    assert not (tmp_path / "new").exists()
+
+
 def test_a_trial_that_fails_does_not_stop_the_others(tmp_path: Path) -> None:
     options = small_sweep(tmp_path, "optimizer.lr=1e38,0.1", settings=("run.nan_budget=0",))
     with pytest.raises(DataError, match=r"1 of 2 trials failed, the first with optimizer.lr=1e38"):

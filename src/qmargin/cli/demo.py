@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from qmargin.cli.stopping import told_to_go_on
@@ -48,7 +49,7 @@ def run(arguments: argparse.Namespace) -> None:
 
     options = DemoOptions(
         out=arguments.out,
-        losses=tuple(arguments.losses or LOSSES),
+        losses=tuple(LOSSES) if arguments.losses is None else _names(arguments.losses),
         seeds=arguments.seeds,
         minutes=arguments.minutes,
         device=arguments.device,
@@ -57,3 +58,14 @@ def run(arguments: argparse.Namespace) -> None:
     )
     with told_to_go_on():
         run_demo(options)
+
+
+def _names(words: Sequence[str]) -> tuple[str, ...]:
+    """Names with spaces or commas between them.
+
+    Examples:
+        >>> _names(["arcface,cosface", "q_margin"])
+        ('arcface', 'cosface', 'q_margin')
+    """
+    parts = [part.strip() for word in words for part in word.split(",")]
+    return tuple(filter(None, parts))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -116,6 +117,8 @@ def _train(recipe: Recipe, arguments: argparse.Namespace) -> None:
         trackers=arguments.trackers,
     )
     if outcome.signal:
+        if os.environ.get("RANK", "0") == "0":  # the others would say the same
+            sys.stderr.write("go on with --resume\n")
         raise SystemExit(exit_status(outcome.signal))
 
 

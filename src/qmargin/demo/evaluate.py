@@ -146,6 +146,20 @@ def all_trials(
     return Trials(matrix[is_kept], enrol == test, enrol, test, names)
 
 
+def picture_keys(result: Result) -> set[str]:
+    """Names of the samples in the hardest pairs."""
+    if result.hardest is None:
+        return set()
+    pairs = (*result.hardest.false_accepts, *result.hardest.false_rejects)
+    return {key for pair in pairs for key in (pair.enrol, pair.test)}
+
+
+def has_pictures(folder: Path, result: Result) -> bool:
+    """Whether the samples of the hardest pairs are drawn in a folder."""
+    paths = (folder / f"{key}.png" for key in picture_keys(result))
+    return folder.is_dir() and all(path.exists() for path in paths)
+
+
 def write_pictures(
     folder: Path, dataset: Pictures, result: Result, *, prefix: str = "", is_ink: bool = True
 ) -> None:
@@ -153,12 +167,9 @@ def write_pictures(
     folder.mkdir(parents=True, exist_ok=True)
     from PIL import Image
 
-    if result.hardest is None:
-        return
     flip = np.uint8(255 if is_ink else 0)  # ink is black on white paper
-    pairs = (*result.hardest.false_accepts, *result.hardest.false_rejects)
     indices = {prefix + dataset.sample_id(index): index for index in range(len(dataset))}
-    for key in sorted({key for pair in pairs for key in (pair.enrol, pair.test)}):
+    for key in sorted(picture_keys(result)):
         picture = dataset.images(np.array([indices[key]]))[0] ^ flip
         path = folder / f"{key}.png"
         path.parent.mkdir(parents=True, exist_ok=True)

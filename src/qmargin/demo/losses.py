@@ -1,4 +1,4 @@
-"""The losses of the demo and their settings."""
+"""The losses of the demo and their settings, by the kind of device."""
 
 from __future__ import annotations
 
@@ -26,6 +26,18 @@ LOSSES = {
         DemoLoss("q_margin", "Q-Margin", 1.25, "prior", scale=12.0, margin=0.3),
     )
 }
+# Those that the study `strokes-10k` chose, whose network and classes the demo has on a GPU.
+LARGE = {
+    key: LOSSES[key]._replace(alpha=alpha, scale=scale, margin=margin)
+    for key, (alpha, scale, margin) in {
+        "arcface": (1.0, 16.0, 0.05),
+        "cosface": (1.0, 23.0, 0.4),
+        "entmax": (1.5, 1.6, 0.1),
+        "sparsemax": (2.0, 0.4, 0.1),
+        "q_margin": (1.25, 4.4, 0.4),
+    }.items()
+}
+BY_DEVICE = {"cpu": LOSSES, "cuda": LARGE}
 # Alpha, scale and margin: twelve of each loss, around where it is good and at the paper's settings.
 GRID: dict[str, tuple[tuple[float, float, float], ...]] = {
     "arcface": (

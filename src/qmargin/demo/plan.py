@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +27,14 @@ class _Plan(NamedTuple):
     data: str | None
 
 
-def find_plan(folder: Path, *, minutes: float | None, device: str, data: str | None = None) -> Size:
+def find_plan(
+    folder: Path,
+    *,
+    minutes: float | None,
+    device: str,
+    data: str | None = None,
+    lost: Callable[[], Size | None] = lambda: None,
+) -> Size:
     """The plan in a folder, or a new one that is written there.
 
     Without ``minutes`` the demo has its standard length on every machine that needs at most
@@ -37,6 +45,7 @@ def find_plan(folder: Path, *, minutes: float | None, device: str, data: str | N
         minutes: To train and test all losses once, on this machine.
         device: ``"cpu"`` or ``"cuda"``.
         data: Path of the data; None for stroke identities.
+        lost: The size of trainings that are there without a plan; None where there are none.
     """
     known = _read(folder / PLAN)
     if known is not None:
@@ -51,7 +60,9 @@ def find_plan(folder: Path, *, minutes: float | None, device: str, data: str | N
                 f"{data or 'stroke identities'}; choose another --out"
             )
         return known.size
-    size = fitted(SIZES[device], _seconds_per_step(SIZES[device], device), minutes=minutes)
+    size = lost()
+    if size is None:
+        size = fitted(SIZES[device], _seconds_per_step(SIZES[device], device), minutes=minutes)
     content: dict[str, Any] = {"format": FORMAT, "version": 1, "minutes": minutes, "data": data}
     content["size"] = size._asdict()
     folder.mkdir(parents=True, exist_ok=True)

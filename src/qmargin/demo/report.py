@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from qmargin.errors import DataError
 from qmargin.report.comparison import PairedDifference, paired_differences, reading
 from qmargin.report.figures import has_matplotlib
+from qmargin.report.journal import read_journal
 from qmargin.report.repeats import spread
 from qmargin.report.systems import Panel, load_panels
 from qmargin.report.write import ReportOptions, write_report
@@ -20,17 +22,23 @@ from qmargin.training.journal import JOURNAL
 if TYPE_CHECKING:
     from qmargin.demo.run import Part
 
-TITLE = "Losses on {}"
+TITLE = "Losses on synthetic stroke identities"
+DATA_TITLE = "Losses on {}, with settings chosen on synthetic strokes"
+SETTINGS_NOTE = (
+    "The settings of the losses were chosen on synthetic strokes, not on these pictures; with "
+    "settings of their own another loss may be ahead."
+)
 Q_MARGIN = "Q-Margin"
 VERDICT_FAR = 1e-4
 _plain_spread = partial(spread, sign="+-")  # for any terminal
 
 
-def write_demo_report(folder: Path, parts: Sequence[Part], data: str | None = None) -> Path:
+def write_demo_report(
+    folder: Path, parts: Sequence[Part], data: str | None = None, *, journals: Sequence[Path] = ()
+) -> Path:
     """Write the page and its tables; every seed is a set of trials of its own."""
-    journals = [_named_journal(folder / "journals", part) for part in parts if part.seed == 0]
     options = ReportOptions(
-        title=TITLE.format("synthetic stroke identities" if data is None else Path(data).name),
+        title=TITLE if data is None else DATA_TITLE.format(Path(data).name),
         media=folder / "pictures",
         journals=tuple(journals),
         has_figures=has_matplotlib(),
@@ -39,11 +47,12 @@ def write_demo_report(folder: Path, parts: Sequence[Part], data: str | None = No
     return write_report([part.result for part in parts], folder / "report", options)[0]
 
 
-def summary(parts: Sequence[Part]) -> str:
+def summary(parts: Sequence[Part], data: str | None = None) -> str:
     """The table, and a sentence on who is ahead at a FAR of 1e-4 and by how much."""
     panels = load_panels([part.result for part in parts])
     titles = "; ".join(panel.title for panel in panels)
-    return f"\n{titles}\n\n{table(panels)}\n\n{verdict(panels)}\n"
+    note = "" if data is None else f"{SETTINGS_NOTE}\n"
+    return f"\n{titles}\n\n{table(panels)}\n\n{verdict(panels)}\n{note}"
 
 
 def table(panels: Sequence[Panel]) -> str:
@@ -79,6 +88,11 @@ def verdict(panels: Sequence[Panel]) -> str:
     if not tars:
         return f"no loss was measured at FAR {VERDICT_FAR:g}: nothing can be said"
     best = max(tars, key=lambda name: float(np.mean(tars[name])))
+    if len({entry.label for panel in panels for entry in panel.entries}) == 1:
+        return (
+            f"At FAR {VERDICT_FAR:g}, {best} accepts {_plain_spread(tars[best], 1)} % of genuine "
+            "pairs. It is the only loss here: there is nothing to compare it with."
+        )
     lead = (
         f"At FAR {VERDICT_FAR:g}, {best} accepts the most genuine pairs: "
         f"{_plain_spread(tars[best], 1)} %."
@@ -131,9 +145,34 @@ def _tars(panels: Sequence[Panel]) -> dict[str, list[float]]:
     return {name: tars for name, tars in found.items() if len(tars) == len(panels)}
 
 
-def _named_journal(folder: Path, part: Part) -> Path:
-    """A copy under the name of the loss, which is what the report shows."""
+def keep_journals(folder: Path, parts: Sequence[Part]) -> tuple[list[Path], list[Part]]:
+    """Journals of the first seed under the names of their losses, which is what a report shows.
+
+    Args:
+        folder: Where copies are, and those of an earlier call may be.
+        parts: All parts of the demo.
+
+    Returns:
+        The copies, and the parts whose journal cannot be read any more.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{part.loss.title}.jsonl"
-    shutil.copyfile(part.folder / JOURNAL, path)
-    return path
+    kept, lost = [], []
+    for part in parts:
+        if part.seed != 0:
+            continue
+        path = folder / f"{part.loss.title}.jsonl"
+        if _is_journal(part.folder / JOURNAL):
+            shutil.copyfile(part.folder / JOURNAL, path)
+        if _is_journal(path):
+            kept.append(path)
+        else:
+            lost.append(part)
+    return kept, lost
+
+
+def _is_journal(path: Path) -> bool:
+    try:
+        read_journal(path)
+    except (DataError, OSError):
+        return False
+    return True

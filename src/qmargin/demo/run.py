@@ -13,15 +13,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qmargin.demo.losses import LOSSES, DemoLoss
-from qmargin.demo.plan import find_plan
+from qmargin.demo.losses import BY_DEVICE, LOSSES, DemoLoss
+from qmargin.demo.plan import PLAN, find_plan
 from qmargin.demo.recipe import SIZES, Size, demo_recipe
 from qmargin.errors import CheckpointError, ConfigError, DataError
 from qmargin.training.fields import check_known
-from qmargin.training.signals import Interrupted
 
 if TYPE_CHECKING:
     import numpy as np
@@ -33,7 +33,9 @@ if TYPE_CHECKING:
 
 RESULT = "result.json"
 PICTURES = "pictures"
+JOURNALS = "journals"
 BYTES_PER_PART = {"cpu": 20 << 20, "cuda": 400 << 20}  # two checkpoints and a result, about
+SETTINGS = "chosen on synthetic stroke identities, not on these pictures"
 NOTE = "All data are synthetic: stroke identities drawn by this package. The verdict is about them."
 
 
@@ -84,6 +86,11 @@ class Part:
     folder: Path
 
     @property
+    def title(self) -> str:
+        """For people."""
+        return f"{self.loss.title}, seed {self.seed}"
+
+    @property
     def result(self) -> Path:
         """Written last: where it is, nothing is left to do."""
         return self.folder / RESULT
@@ -97,12 +104,19 @@ def run_demo(options: DemoOptions) -> Path:
         CheckpointError: The folder cannot be written to, or the disk is too full.
         ConfigError: The folder holds a demo of another length.
     """
-    from qmargin.demo.report import summary, write_demo_report
+    from qmargin.demo.report import keep_journals, summary, write_demo_report
 
-    parts = complete_parts(options, [LOSSES[key] for key in options.losses])
-    page = write_demo_report(options.out, parts, options.data_name)
-    say(summary(parts))
-    say(f"report: {page}")
+    losses, data = BY_DEVICE[find_device(options.device)], options.data_name
+    parts = complete_parts(options, [losses[key] for key in options.losses])
+    journals, lost = keep_journals(options.out / JOURNALS, parts)
+    for part in lost:
+        say(
+            f"the journal of {part.title} is gone or damaged: the report does not show its support "
+            f"size (remove {part.folder} and run again to have it)"
+        )
+    page = write_demo_report(options.out, parts, data, journals=journals)
+    say(summary(parts, data))
+    say(f"report: {page}\n{page.resolve().as_uri()}")
     return page
 
 
@@ -114,8 +128,10 @@ def complete_parts(options: DemoOptions, losses: Sequence[DemoLoss]) -> list[Par
         losses: Each with a key of its own.
     """
     from qmargin.training.folders import check_writable
+    from qmargin.training.process import choose_device
 
     device, data = find_device(options.device), options.data_name
+    choose_device(0, device)  # one that is not there is refused before a folder is made
     parts = [
         Part(loss, seed, options.out / f"seed-{seed}" / loss.key)
         for seed in range(options.seeds)
@@ -124,18 +140,26 @@ def complete_parts(options: DemoOptions, losses: Sequence[DemoLoss]) -> list[Par
     missing = sum(not part.result.exists() for part in parts)
     check_writable(options.out, needed_bytes=missing * BYTES_PER_PART[device])
     worlds = _Worlds(options)  # before the plan is written: data that cannot be read is refused
-    size = find_plan(options.out, minutes=options.minutes, device=device, data=data)
+    size = find_plan(
+        options.out,
+        minutes=options.minutes,
+        device=device,
+        data=data,
+        lost=partial(_lost_size, options, losses, worlds, device),
+    )
     say(NOTE if data is None else f"Data: {data}")
     say(_what_is_run(options, len(losses), size, device))
     began, num_taken = time.perf_counter(), 0
     for number, part in enumerate(parts, start=1):
         world = worlds.of(part.seed, size)
-        if _is_done(part, world, data):
-            say(f"[{number}/{len(parts)}] {part.loss.title}, seed {part.seed}: done before")
+        done = _done(part, world, data)
+        if done is not None:
+            say(f"[{number}/{len(parts)}] {part.title}: done before")
+            _draw(part, world, options, done)
             continue
         spent = time.perf_counter() - began
         left = "" if not num_taken else _left(spent / num_taken * (len(parts) - number + 1))
-        say(f"[{number}/{len(parts)}] {part.loss.title}, seed {part.seed}{left}")
+        say(f"[{number}/{len(parts)}] {part.title}{left}")
         with _space_needed(options.out):
             _complete(part, world, options, device)
         num_taken += 1
@@ -157,7 +181,8 @@ def _space_needed(folder: Path) -> Iterator[None]:
 
 def _what_is_run(options: DemoOptions, num_losses: int, size: Size, device: str) -> str:
     seeds = f"{options.seeds} seed{'s' * (options.seeds > 1)}"
-    text = f"{num_losses} losses, {seeds}, {size.epochs} epochs, on {device}"
+    losses = f"{num_losses} loss{'es' * (num_losses > 1)}"
+    text = f"{losses}, {seeds}, {size.epochs} epochs, on {device}"
     if size.epochs < SIZES[device].epochs:
         text += (
             f"; the standard length is {SIZES[device].epochs} epochs, so numbers are not those of "
@@ -179,29 +204,40 @@ class _Worlds:
         self._made: dict[int, World] = {}
 
     def of(self, seed: int, size: Size) -> World:
+        if seed not in self._made:
+            self._made = {seed: self.made(seed, size)}
+        return self._made[seed]
+
+    def made(self, seed: int, size: Size) -> World:
         from qmargin.demo.worlds import stored_world, stroke_world
 
-        if seed not in self._made:
-            if self._stored is None:
-                world = stroke_world(size, seed)
-            else:
-                world = stored_world(self._stored, size, seed)
-            self._made = {seed: world}
-        return self._made[seed]
+        if self._stored is None:
+            return stroke_world(size, seed)
+        return stored_world(self._stored, size, seed)
+
+
+def _lost_size(
+    options: DemoOptions, losses: Sequence[DemoLoss], worlds: _Worlds, device: str
+) -> Size | None:
+    """The size of trainings whose plan is gone; None where there are none."""
+    from qmargin.demo.leftovers import lost_size
+
+    known = list(dict.fromkeys((*losses, *BY_DEVICE[device].values())))
+    size = lost_size(options.out, known, worlds.made, device=device, data=options.data_name)
+    if size is not None:
+        say(f"{options.out / PLAN} is gone: going on with the length of the trainings there")
+    return size
 
 
 def _complete(part: Part, world: World, options: DemoOptions, device: str) -> None:
     """Train from the newest checkpoint on, and test."""
-    from qmargin.training.loop import train
-    from qmargin.training.starting import CHECKPOINTS
+    from qmargin.demo.training import train_part
 
     recipe = _recipe(part, world, options.data_name)
-    resume = (part.folder / CHECKPOINTS).exists()
-    outcome = train(recipe, part.folder, resume=resume, dataset=world.train, device=device)
-    if outcome.signal:
-        raise Interrupted(outcome.signal)
-    assert outcome.checkpoint is not None  # a training that ended was saved
-    _test(part, recipe, outcome.checkpoint, world, options, device=device)
+    checkpoint = train_part(
+        recipe, part.folder, dataset=world.train, device=device, title=part.title
+    )
+    _test(part, recipe, checkpoint, world, options, device=device)
 
 
 def part_embeddings(options: DemoOptions, part: Part) -> tuple[World, NDArray[np.float32]]:
@@ -232,7 +268,7 @@ def _test(
     device: str,
 ) -> None:
     from qmargin.demo.embed import embed_pictures
-    from qmargin.demo.evaluate import Facts, evaluate_pictures, write_pictures
+    from qmargin.demo.evaluate import Facts, evaluate_pictures
     from qmargin.evaluation.result import write_result
 
     began = time.perf_counter()
@@ -242,19 +278,35 @@ def _test(
         card=_card(part, recipe, world),
         protocol=world.name,
         command=options.command,
-        prefix=f"{'synthetic' if options.data is None else 'seed'}-{part.seed}/",
+        prefix=_prefix(part, options),
     )
     result = evaluate_pictures(embeddings, world.test, facts, device=device)
-    folder = options.out / PICTURES
-    write_pictures(folder, world.test, result, prefix=facts.prefix, is_ink=world.is_ink)
+    _draw(part, world, options, result)
     write_result(part.result, result)
     say(_line(result, time.perf_counter() - began))
+
+
+def _prefix(part: Part, options: DemoOptions) -> str:
+    """The folder of the pictures of a seed."""
+    return f"{'synthetic' if options.data is None else 'seed'}-{part.seed}/"
+
+
+def _draw(part: Part, world: World, options: DemoOptions, result: Result) -> None:
+    """Draw the hardest pairs, unless all of them are there."""
+    from qmargin.demo.evaluate import has_pictures, write_pictures
+
+    folder = options.out / PICTURES
+    if not has_pictures(folder, result):
+        prefix = _prefix(part, options)
+        write_pictures(folder, world.test, result, prefix=prefix, is_ink=world.is_ink)
 
 
 def _card(part: Part, recipe: Recipe, world: World) -> dict[str, str]:
     """Facts for the report; the hash ties the result to the training."""
     loss, data = recipe.loss, recipe.data
     effective = loss.build().effective_margin
+    shipped = [loss for losses in BY_DEVICE.values() for loss in losses.values()]
+    is_foreign = world.train is not None and part.loss in shipped
     return {
         "data": f"{world.name}; identities of training and test are disjoint",
         "loss": part.loss.title,
@@ -266,26 +318,28 @@ def _card(part: Part, recipe: Recipe, world: World) -> dict[str, str]:
         "training": f"{data.num_classes} identities, {recipe.run.epochs} epochs, seed "
         f"{recipe.seed}",
         "backbone": f"{recipe.model.backbone}, width {recipe.model.options['width']}",
+        **({"settings": SETTINGS} if is_foreign else {}),
         "recipe_sha256": recipe.sha256,
     }
 
 
-def _is_done(part: Part, world: World, data: str | None) -> bool:
-    """Whether the result of exactly this training is there."""
+def _done(part: Part, world: World, data: str | None) -> Result | None:
+    """The result of exactly this training, where it is there."""
     from qmargin.evaluation.result import read_result
 
     if not part.result.exists():
-        return False
+        return None
     try:
-        card = read_result(part.result).system.model_card or {}
+        result = read_result(part.result)
     except DataError:
-        return False  # half of a result: test again
+        return None  # half of a result: test again
+    card = result.system.model_card or {}
     if card.get("recipe_sha256") != _recipe(part, world, data).sha256:
         raise ConfigError(
             f"{part.result} is of another recipe than {part.loss.title} has now; choose another "
-            "--out, or remove the folder"
+            f"--out, or remove the folder {part.folder} to train {part.title} again"
         )
-    return True
+    return result
 
 
 def find_device(name: str) -> str:

@@ -29,7 +29,7 @@ from qmargin.sweep.axes import (
 )
 from qmargin.sweep.plan import find_measure, keep_plan, known_points, trial_folder
 from qmargin.sweep.slots import Slots, TrialOptions, open_slots
-from qmargin.sweep.sources import Grid, OptunaSearch, Source
+from qmargin.sweep.sources import Grid, OptunaSearch, Source, check_package
 from qmargin.sweep.summary import Summary, by_point
 from qmargin.sweep.trial import Trial, TrialResult, read_trial_result
 from qmargin.sweep.validation import EER, DataSource, RecipeData
@@ -37,6 +37,7 @@ from qmargin.sweep.write import write_outputs
 from qmargin.training.display import duration
 from qmargin.training.folders import check_writable
 from qmargin.training.lock import RunLock
+from qmargin.training.process import choose_device
 from qmargin.training.recipe import Recipe
 from qmargin.training.signals import StopRequest
 
@@ -109,9 +110,9 @@ def run_sweep(options: SweepOptions) -> Summary:
         DataError: Trials failed; the others are in the tables.
     """
     out = options.out
+    measure = _checked_measure(options)
     with RunLock(out), StopRequest() as request:
         check_writable(out)
-        measure = find_measure(options.recipe, options.data, options.measure)
         keep_plan(
             out,
             recipe=options.recipe,
@@ -135,6 +136,15 @@ def run_sweep(options: SweepOptions) -> Summary:
     return summary
 
 
+def _checked_measure(options: SweepOptions) -> str:
+    """The measure, after all that can be refused without a folder."""
+    for name in options.devices:
+        choose_device(0, name)
+    if options.search == "optuna":
+        check_package()
+    return find_measure(options.recipe, options.data, options.measure)
+
+
 class Schedule:
     """Points one after the other, a trial for each seed, and the results so far."""
 
@@ -151,6 +161,9 @@ class Schedule:
             point = self._source.next_point()
             if point is None:
                 return None
+            if any(point == begun for begun, _ in self._points):
+                self._repeat(point)
+                continue
             try:
                 trials = self._trials(point)
             except ConfigError:  # a search may propose what does not go together
@@ -179,19 +192,27 @@ class Schedule:
                 self.results[trial.folder] = result
         self._tell_source(point)
 
+    def _repeat(self, point: Point) -> None:
+        """A search may propose a point again: one training of each seed is enough."""
+        self.num_trials -= self._options.seeds
+        if not self._tell_source(point):
+            self._source.tell(point, None)  # it runs just now; its value comes when it has ended
+
     def _trials(self, point: Point) -> list[Trial]:
         recipe, out = self._options.recipe, self._options.out
         seeds = range(recipe.seed, recipe.seed + self._options.seeds)
         recipes = [with_point(recipe, point, seed=seed) for seed in seeds]
         return [Trial(point, own, trial_folder(out, point, own)) for own in recipes]
 
-    def _tell_source(self, point: Point) -> None:
-        """Tell the mean once all seeds have ended."""
+    def _tell_source(self, point: Point) -> bool:
+        """Tell the mean once all seeds have ended; whether they have."""
         row = next(row for row in self.summary().rows if row.point == point)
-        if len(row.results) == self._options.seeds:
-            spread = row.spread(self.measure)
-            has_failed = any(result.state == "failed" for result in row.results)
-            self._source.tell(point, None if spread is None or has_failed else spread.mean)
+        if len(row.results) < self._options.seeds:
+            return False
+        spread = row.spread(self.measure)
+        has_failed = any(result.state == "failed" for result in row.results)
+        self._source.tell(point, None if spread is None or has_failed else spread.mean)
+        return True
 
 
 def _source(options: SweepOptions, measure: str) -> Source:

@@ -43,6 +43,14 @@ class Grid:
         """A grid does not learn."""
 
 
+def check_package() -> None:
+    """Refuse a search without the package that does it."""
+    if find_spec("optuna") is None:
+        raise ConfigError(
+            "--search optuna needs a package; pip install 'qmargin[optuna]', or give a grid"
+        )
+
+
 class OptunaSearch:
     """Bayesian search by Optuna's tree of Parzen estimators.
 
@@ -52,7 +60,8 @@ class OptunaSearch:
         axes: Lists of values and ranges.
         recipe: Of the sweep.
         num_points: To visit, those of earlier calls included.
-        known: Points that were begun before; they come first.
+        known: Points that were begun before; they come first. Those that the axes do not have, or
+            no longer, are passed over, as a grid does.
         measure: That is made small if it is the EER, and large if it is a TAR.
     """
 
@@ -65,17 +74,15 @@ class OptunaSearch:
         known: Sequence[Point] = (),
         measure: str,
     ) -> None:
-        if find_spec("optuna") is None:
-            raise ConfigError(
-                "--search optuna needs a package; pip install 'qmargin[optuna]', or give a grid"
-            )
+        check_package()
         if not axes:
             raise ConfigError("there is nothing to search; give axes, as in --grid loss.scale=8:64")
         import optuna
 
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        self.num_points = max(num_points, len(known))
-        self._axes, self._recipe, self._left = axes, recipe, deque(known)
+        own = [point for point in known if is_within(point, axes, recipe)]
+        self.num_points = max(num_points, len(own))
+        self._axes, self._recipe, self._left = axes, recipe, deque(own)
         self._num_given = 0
         # another seed after every start: the same one would propose the first points again
         sampler = optuna.samplers.TPESampler(seed=recipe.seed + len(known))
@@ -115,6 +122,31 @@ class OptunaSearch:
         if isinstance(axis, Range):
             return as_text(self._recipe, axis.key, value)
         return str(value)
+
+
+def is_within(point: Point, axes: Sequence[Axis], recipe: Recipe) -> bool:
+    """Whether a search over these axes could have proposed a point.
+
+    Examples:
+        >>> from qmargin.recipes.debug import debug
+        >>> from qmargin.sweep.axes import parse_axis
+        >>> axes = [parse_axis("loss.scale=8:64")]
+        >>> [is_within({"loss.scale": text}, axes, debug()) for text in ("8", "64.1")]
+        [True, False]
+    """
+    return point.keys() == {axis.key for axis in axes} and all(
+        _has(axis, point[axis.key], recipe) for axis in axes
+    )
+
+
+def _has(axis: Axis, text: str, recipe: Recipe) -> bool:
+    if not isinstance(axis, Range):
+        return text in axis.texts
+    low, high = (float(as_text(recipe, axis.key, end)) for end in (axis.low, axis.high))
+    try:
+        return low <= float(text) <= high  # the ends are rounded as proposals are
+    except ValueError:  # a word, of a list that this axis was before
+        return False
 
 
 def _distribution(axis: Axis) -> Any:

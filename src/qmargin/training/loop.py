@@ -332,8 +332,9 @@ class Run:
         self.reporter.event(state, step=self.step, loss=self.loss, signal=self.signal)
         self.reporter.status(state=state, step=self.step, signal=self.signal)
         newest = next(iter(list_steps(self.saver.folder).values()), None)
-        text = f"{state} at step {self.step} of {session.total_steps}, saved in {newest}"
-        self.reporter.note(f"{text}; go on with --resume" if self.signal else text)
+        self.reporter.note(
+            f"{state} at step {self.step} of {session.total_steps}, saved in {newest}"
+        )
         return Outcome(
             step=self.step,
             total_steps=session.total_steps,
