@@ -1,6 +1,7 @@
 """The map of the paper: what it names exists, and the page is up to date."""
 
 import ast
+import itertools
 import re
 import shlex
 from pathlib import Path
@@ -51,6 +52,42 @@ def test_commands_can_be_typed(item):
         assert program == "qmargin"
         assert callable(build_parser().parse_args(words).run)
     assert item.name in item_text(item)
+
+
+@ALL
+def test_numbers_of_pages_are_on_them(item):
+    for sentence in re.split(r"\. (?=[A-Z])", item.here):
+        if "--minutes" in sentence:  # a run of the command itself
+            continue
+        pages = re.findall(r"docs/[\w/.-]+\.md", sentence)
+        text = " ".join((ROOT / page).read_text(encoding="utf-8") for page in pages)
+        found = set(re.findall(r"(?<![\d.])\d+\.\d{2,3}(?!\d)", sentence)) - {"1.25", "1.75"}
+        assert not {number for number in found if number not in text}, sentence
+
+
+def test_margin_and_scale_in_the_papers_table():
+    """How much each changes TAR at FAR 1e-5, as the entry on where to start says."""
+    rows = {row.setting[1:]: row.values for row in numbers.FACE if row.loss == "Q-Margin"}
+
+    def spans(changes, column):
+        sizes = [abs(rows[a][column] - rows[b][column]) for a, b in changes]
+        return f"{min(sizes):.2f} to {max(sizes):.2f}"
+
+    margins = [((1.25, s, 0.2), (1.25, s, 0.5)) for s in (10, 20, 32)]
+    scales = [((1.25, 10, m), (1.25, 32, m)) for m in (0.2, 0.5)]
+    said = ITEMS["claim-start"].differs
+    for changes, column in itertools.product((margins, scales), (6, 8)):
+        assert spans(changes, column) in said
+    for margin, num_better in ((0.2, 3), (0.5, 4)):  # as the entry on alpha and scale says
+        small, large = rows[1.5, 10, margin], rows[1.5, 32, margin]
+        assert sum(large[column] > small[column] for column in range(5, 9)) == num_better
+
+
+def test_overheads_of_the_paper_are_those_of_its_table():
+    whole, *others = numbers.THROUGHPUT.values()
+    assert [f"{speed / whole:.3f}" for speed in others] == ["0.987", "0.948", "0.731"]
+    added = [f"{1024 / speed * 1e3 - 1024 / whole * 1e3:.0f}" for speed in others]
+    assert added == ["7", "28", "188"]
 
 
 def test_every_table_and_figure_can_be_made():

@@ -39,7 +39,7 @@ def add_paper(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         type=Path,
         metavar="PATH",
         help="a folder with result.json files of `qmargin demo` or `qmargin evaluate`, or the "
-        "JSON file of `qmargin bench head`, instead of measuring now",
+        "JSON file of `qmargin bench head`, instead of measuring now; it is only read",
     )
     add("--out", type=Path, default=Path("qmargin-paper"), metavar="DIR", help="(%(default)s)")
     add("--seeds", type=int, metavar="N", help="repetitions (what the artefact needs)")
@@ -53,7 +53,7 @@ def add_paper(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 def makers() -> dict[str, Maker]:
     """Artefacts by name."""
     from qmargin.cli.paper_throughput import table_throughput
-    from qmargin.paper import figures, tables
+    from qmargin.paper import figures, pairs, tables
 
     return {
         "table-sota": tables.table_sota,
@@ -61,7 +61,7 @@ def makers() -> dict[str, Maker]:
         "table-seeds": tables.table_seeds,
         "table-throughput": table_throughput,
         "table-speaker": tables.table_speaker,
-        "figure-pairs": figures.figure_pairs,
+        "figure-pairs": pairs.figure_pairs,
         "figure-det-face": figures.figure_det_face,
         "figure-det-speaker": figures.figure_det_speaker,
     }

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from qmargin.errors import DataError
@@ -28,39 +30,36 @@ NAMES = {
 
 def table_throughput(request: Request) -> Table:
     """Samples a second of whole training steps: measured now, or by a benchmark's file."""
-    record = _measured(request) if request.results is None else _read(request)
-    rows = {name: _fastest(record["parts"][PART], ours) for name, ours in NAMES.items()}
-    here = [number(None if row is None else row["facts"]["images_per_s"]) for row in rows.values()]
-    paper = [number(THROUGHPUT.get(name)) for name in NAMES]
-    shares = [_share(rows["ArcFace"], row) for row in rows.values()]
-    theirs = [number(_of_arcface(THROUGHPUT.get(name)), 3) for name in NAMES]
+    record = _measured(request) if request.results is None else _read(request.results)
+    speeds = {name: _fastest(record["parts"][PART], ours) for name, ours in NAMES.items()}
     return Table(
         name="table-throughput",
         caption=_caption(record),
         groups=(Group("", ("Samples a second",)), Group("", tuple(NAMES))),
         rows=(
-            ("here", *here),
-            ("here, of ArcFace", *shares),
+            ("here", *map(number, speeds.values())),
+            ("here, of ArcFace", *_of_arcface(speeds)),
             None,
-            ("paper", *paper),
-            ("paper, of ArcFace", *theirs),
+            ("paper", *(number(THROUGHPUT.get(name)) for name in NAMES)),
+            ("paper, of ArcFace", *_of_arcface(THROUGHPUT)),
         ),
     )
 
 
-def _fastest(rows: list[dict[str, Any]], name: str) -> dict[str, Any] | None:
-    """A head's row, with the optimizer that suits it best; None where it could not be run."""
-    found = [row for row in rows if row["name"] == name and row["ratio"]]
-    return min(found, key=lambda row: row["ratio"], default=None)
+def _fastest(rows: list[dict[str, Any]], name: str) -> float | None:
+    """A head's speed, with the optimizer that suits it best; None where it could not be run."""
+    found = [row["facts"].get("images_per_s") for row in rows if row["name"] == name]
+    return max(filter(None, found), default=None)
 
 
-def _share(arcface: dict[str, Any] | None, row: dict[str, Any] | None) -> str:
-    """Speed over ArcFace's, each by its own turns with the backbone: what drifts cancels."""
-    return number(arcface["ratio"] / row["ratio"] if arcface and row else None, 3)
+def _of_arcface(speeds: Mapping[str, float | None]) -> list[str]:
+    """Speeds over that of ArcFace, as they stand in the row above."""
+    whole = speeds["ArcFace"]
+    return [number(_quotient(speeds.get(name), whole), 3) for name in NAMES]
 
 
-def _of_arcface(speed: float | None) -> float | None:
-    return None if speed is None else speed / THROUGHPUT["ArcFace"]
+def _quotient(speed: float | None, whole: float | None) -> float | None:
+    return speed / whole if speed and whole else None
 
 
 def _measured(request: Request) -> dict[str, Any]:
@@ -89,18 +88,21 @@ def _measured(request: Request) -> dict[str, Any]:
     return {**report.record, "parts": report.rows}
 
 
-def _read(request: Request) -> dict[str, Any]:
-    assert request.results is not None
+def _read(path: Path) -> dict[str, Any]:
+    remedy = (
+        f"give the file that `qmargin bench head --parts {PART} --json FILE` writes, or leave "
+        "--results out to measure now"
+    )
+    if not path.is_file():
+        found = "a folder" if path.is_dir() else "not there"
+        raise DataError(f"{path} is {found}, and throughput is no part of a result.json; {remedy}")
     try:
-        record: dict[str, Any] = json.loads(request.results.read_bytes())
+        record: dict[str, Any] = json.loads(path.read_bytes())
         rows = record["parts"][PART]
-        if not all({"name", "ratio", "facts"} <= row.keys() for row in rows):
-            raise KeyError("name, ratio or facts")
+        if not all({"name", "facts"} <= row.keys() for row in rows):
+            raise KeyError("name or facts")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(
-            f"{request.results} has no part {PART} ({error!r}); give the file that `qmargin bench "
-            f"head --parts {PART} --json FILE` writes"
-        ) from error
+        raise DataError(f"{path} has no part {PART} ({error!r}); {remedy}") from error
     return record
 
 
@@ -110,6 +112,6 @@ def _caption(record: dict[str, Any]) -> str:
         f"Throughput of whole training steps. Paper: WebFace42M, ResNet-100, batch 1024 on eight "
         f"GPUs. Here, at another scale: random images, {found['backbone']}, batch "
         f"{found['batch']}, {found['classes']:,} identities, {record['machine']['device']}; "
-        "compare ratios. The paper's procedure keeps the top 1, 5 or 100 % of the logits; the "
-        "sparse head is this package's own."
+        "compare ratios, which are quotients of the numbers above them. The paper's procedure "
+        "keeps the top 1, 5 or 100 % of the logits; the sparse head is this package's own."
     )

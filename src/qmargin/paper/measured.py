@@ -22,6 +22,7 @@ KINDS = {
     "Q-Margin": "prior",
 }
 _SEED = re.compile(r", seed \d+$")
+_ONE = re.compile(r"\b1 epochs\b")
 Setting = tuple[str, float, float, float]  # kind of margin, alpha, scale, margin
 
 
@@ -103,14 +104,13 @@ def _setting(result: Result) -> Setting | None:
 
 def scale_of(measured: Sequence[Measured]) -> str:
     """What the numbers are about, in a sentence for a caption."""
-    protocols = {}
+    protocols: dict[str, list[Measured]] = {}
     for one in measured:
-        first = one.results[0]
-        seeds = len(one.results)
-        protocols[one.protocol] = (
-            f"{one.protocol}: {first.protocol.num_impostors:,} impostor pairs, "
-            f"{seeds} seed{'s' * (seeds > 1)}"
-        )
+        protocols.setdefault(one.protocol, []).append(one)
+    tested = [
+        f"{name}: {found[0].results[0].protocol.num_impostors:,} impostor pairs, {_seeds(found)}"
+        for name, found in protocols.items()
+    ]
     trained = sorted(
         {
             text
@@ -119,9 +119,15 @@ def scale_of(measured: Sequence[Measured]) -> str:
             if (text := _training(result)) is not None
         }
     )
-    return "; ".join([*protocols.values(), *(f"trained on {text}" for text in trained)])
+    return "; ".join([*tested, *(f"trained on {text}" for text in trained)])
+
+
+def _seeds(found: Sequence[Measured]) -> str:
+    counts = sorted({len(one.results) for one in found})
+    shown = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+    return f"{shown} seed{'s' * (counts[-1] > 1)}"
 
 
 def _training(result: Result) -> str | None:
     text = (result.system.model_card or {}).get("training")
-    return None if text is None else _SEED.sub("", text)
+    return None if text is None else _ONE.sub("1 epoch", _SEED.sub("", text))

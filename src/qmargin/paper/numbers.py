@@ -32,17 +32,18 @@ class Reported(NamedTuple):
     values: Values
 
 
-IJB = ("IJB-B 1e-4", "IJB-B 1e-5", "IJB-C 1e-4", "IJB-C 1e-5")
+Columns = tuple[tuple[str, tuple[str, ...]], ...]  # headings, each with what is below it
+IJB: Columns = (("IJB-B", ("1e-4", "1e-5")), ("IJB-C", ("1e-4", "1e-5")))
 DEVELOPMENT = ("LFW", "CFP-FP", "AgeDB-30", "CALFW", "CPLFW")  # TAR at FAR 1e-3
-FACE_COLUMNS = (*DEVELOPMENT, *IJB)
-SPEAKER_COLUMNS = ("VoxCeleb1-H 1e-3", "VoxCeleb1-H 1e-4")
+FACE_COLUMNS: Columns = (("Benchmarks", DEVELOPMENT), *IJB)
+SPEAKER_COLUMNS: Columns = (("TAR@FAR on VoxCeleb1-H", ("1e-3", "1e-4")),)
 
 REPORTED = (
     Reported("AdaFace", "WF4M", "R-100", "CVPR22", (96.03, None, 97.39, None)),
     Reported("PartialFC (0.3)", "WF42M", "R-100", "CVPR22", (96.47, None, 97.82, 96.46)),
     Reported("CAFace + AdaFace", "WF4M", "R-100", "NeurIPS22", (95.53, 92.29, 97.30, 95.96)),
-    Reported("F2C", "WF42M", "R-100", "CVPR22", (None, None, 97.31, None)),
-    Reported("QAFace", "MS1MV2", "ResNet", "WACV23", (95.67, None, 97.20, None)),
+    Reported("F²C", "WF42M", "R-100", "CVPR22", (None, None, 97.31, None)),
+    Reported("QAFace", "MS1MV2", "ResNet†", "WACV23", (95.67, None, 97.20, None)),
     Reported("CurricularFace", "MS1MV2", "R-100", "CVPR20", (94.80, None, 96.10, None)),
     Reported("MagFace", "MS1MV2", "R-100", "CVPR21", (94.51, 90.36, 95.97, 94.08)),
     Reported("ElasticFace", "MS1MV2", "R-100", "CVPR22", (95.43, None, 96.65, None)),

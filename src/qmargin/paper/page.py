@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from qmargin.paper.claims import CLAIMS
 from qmargin.paper.items import KINDS, Item
 from qmargin.paper.method import METHOD
 from qmargin.paper.results import RESULTS
 
-ITEMS = {item.name: item for item in (*METHOD, *RESULTS)}
+ITEMS = {item.name: item for item in (*METHOD, *RESULTS, *CLAIMS)}
 TITLES = {
     "equation": "Equations",
     "proposition": "Propositions",

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from shutil import copy
+from tempfile import TemporaryDirectory
 
 from qmargin.demo.losses import LOSSES, DemoLoss
+from qmargin.demo.plan import PLAN
 from qmargin.demo.run import DemoOptions, Part, complete_parts
-from qmargin.errors import ConfigError
+from qmargin.errors import ConfigError, DataError
 from qmargin.paper.measured import KINDS, Measured, find_results, measured_in
 from qmargin.paper.numbers import Row
 
 RUNS = "runs"  # trainings that artefacts share
+PAIR = ("arcface", "q_margin")  # losses whose pairs are drawn
 
 
 @dataclass(frozen=True)
@@ -79,19 +85,50 @@ def measured_for(request: Request, losses: Sequence[DemoLoss], *, seeds: int = 1
     return measured_in(results_for(request, losses, seeds=seeds))
 
 
-def demo_parts(request: Request) -> tuple[DemoOptions, dict[str, Part]]:
-    """The five losses of the demo with seed 0 by key, from a demo's folder or from our own.
+@contextmanager
+def demo_parts(request: Request) -> Iterator[tuple[DemoOptions, dict[str, Part]]]:
+    """ArcFace and Q-Margin of the demo with seed 0 by key, from a demo's folder or from our own.
+
+    Where a folder is given, nothing is trained and nothing is written into it.
 
     Raises:
-        ConfigError: The results are not of a demo, so that there are no models behind them.
+        ConfigError: The results are not of a demo, so that there are no models behind them, or
+            some of its models are missing.
     """
-    options = request.demo_options(1)
-    if request.results is not None:
-        if not (request.results / "plan.json").exists():
-            raise ConfigError(
-                f"{request.results} is not a folder of `qmargin demo`; pictures of pairs need its "
-                "models, so give such a folder or leave --results out"
-            )
-        options = DemoOptions(request.results, seeds=1, device=request.device, data=request.data)
-    losses = [LOSSES[key] for key in ("arcface", "q_margin")]
-    return options, {part.loss.key: part for part in complete_parts(options, losses)}
+    if request.results is None:
+        options = request.demo_options(1)
+        made = complete_parts(options, [LOSSES[key] for key in PAIR])
+        yield options, {part.loss.key: part for part in made}
+        return
+    given = request.results
+    if not (given / PLAN).is_file():
+        raise ConfigError(
+            f"{given} is not a folder of `qmargin demo`: it has no {PLAN}. Pictures of pairs need "
+            "the demo's models, so give such a folder or leave --results out"
+        )
+    parts = {key: Part(LOSSES[key], 0, given / "seed-0" / key) for key in PAIR}
+    missing = [key for key, part in parts.items() if not _is_complete(part)]
+    if missing:
+        raise ConfigError(
+            f"{given} lacks {' and '.join(missing)} of seed 0: result.json and a checkpoint of "
+            f"both are needed. Run `qmargin demo --out {given} --losses {' '.join(PAIR)}` to "
+            "complete it, or leave --results out to train both elsewhere"
+        )
+    with TemporaryDirectory() as scratch:  # what reading the data may write goes there
+        copy(given / PLAN, scratch)
+        yield DemoOptions(Path(scratch), device=request.device, data=_data_of(given)), parts
+
+
+def _data_of(folder: Path) -> Path | None:
+    """What a demo was run on; None for stroke identities."""
+    try:
+        data = json.loads((folder / PLAN).read_bytes())["data"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            f"{folder / PLAN} is not the plan of a demo ({error!r}); give another folder"
+        ) from error
+    return None if data is None else Path(data)
+
+
+def _is_complete(part: Part) -> bool:
+    return part.result.is_file() and any((part.folder / "checkpoints").glob("step-*"))

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from qmargin.demo.losses import LOSSES
 from qmargin.paper import numbers
-from qmargin.paper.layout import MISSING, Group, Table, number
+from qmargin.paper.captions import described
+from qmargin.paper.layout import MISSING, Group, Heading, Table, TableRow, number
 from qmargin.paper.measured import Measured, scale_of, setting_of
-from qmargin.paper.numbers import Row
+from qmargin.paper.numbers import Columns, Row
 from qmargin.paper.runs import Request, loss_of, measured_for
 
 FARS = (1e-3, 1e-4, 1e-5)
-SETTINGS = Group("", ("Loss", "alpha", "scale", "margin"))
+SETTINGS = (Group("", ("Loss",)), Group("Parameters", ("alpha", "scale", "margin")))
 NUM_SEEDS = 3
 
 
@@ -41,9 +43,9 @@ def table_seeds(request: Request) -> Table:
         for value, deviation in zip(row.values, numbers.SEEDS_DEVIATION, strict=True)
     ]
     first = table.rows[0]
-    assert first is not None
+    assert isinstance(first, tuple)
     here = first[: len(first) - len(spread)]
-    return Table(table.name, table.caption, table.groups, ((*here, *spread),))
+    return replace(table, rows=((*here, *spread),))
 
 
 def table_sota(request: Request) -> Table:
@@ -51,45 +53,44 @@ def table_sota(request: Request) -> Table:
     found = measured_for(request, list(LOSSES.values()))
     protocols = _protocols(found)
     groups = (
-        Group("", ("Method", "Train data", "Backbone", "Venue")),
-        Group("paper", numbers.IJB, has_best=False),
-        *(Group(f"here, {name}", _columns(found, name), has_best=True) for name in protocols),
-        Group("here", ("setting",)),
+        Group("", ("Method",)),
+        *(Group("", (column,)) for column in ("Train data", "Backbone", "Venue")),
+        *_of_paper(numbers.IJB),
+        *_of_us(found),
+        Group("", ("setting",), source="here"),
     )
-    blank = sum(len(_columns(found, name)) for name in protocols)
-    rows: list[tuple[str, ...] | None] = [
-        (
-            *(method.method, method.data, method.backbone, method.venue),
-            *map(number, method.values),
-            *[MISSING] * (blank + 1),
-        )
-        for method in numbers.REPORTED
-    ]
-    rows.append(None)
+    blank = (MISSING,) * (1 + sum(len(_fars(found, name)) for name in protocols))
+    rows: list[TableRow] = [Heading("Reported")]
+    for method in numbers.REPORTED:
+        start = (method.method, method.data, method.backbone, method.venue)
+        rows.append((*start, *map(number, method.values), *blank))
+    rows += [None, Heading("Re-implemented")]
+    first = len(rows)
     for row in numbers.REIMPLEMENTED:
         own = _same_loss(row, found)
         cells = [cell for name in protocols for cell in _tars(own, found, name)]
-        method = f"{row.loss} ({_described(row.alpha, row.scale, row.margin)})"
-        start = (method, "WF42M", "R-100", MISSING)
+        name = f"{row.loss} ({described(row.alpha, row.scale, row.margin)})"
+        start = (name, "WF42M", "R-100", MISSING)
         rows.append((*start, *map(number, row.values), *cells, _setting_of(own)))
     caption = (
-        "TAR (%) at each FAR. Paper: IJB-B and IJB-C; the methods of other papers as they report "
-        f"them, the last five re-implemented there. Here, at another scale: {scale_of(found)}."
+        "TAR (%) at each FAR. Paper: IJB-B and IJB-C; reported numbers are those of the original "
+        "papers, with other data and networks; re-implemented methods share one recipe; the best "
+        "of these is in bold. †The depth is not in the original paper. Here, at another scale: "
+        f"{scale_of(found)}."
     )
-    return Table("table-sota", caption, groups, tuple(rows))
+    return Table("table-sota", caption, groups, tuple(rows), best_from=first)
 
 
 def setting_table(
-    name: str, rows: Sequence[Row], columns: tuple[str, ...], found: Sequence[Measured]
+    name: str, rows: Sequence[Row], columns: Columns, found: Sequence[Measured]
 ) -> Table:
     """Settings of the paper, each with what was measured here and with its own numbers.
 
     Settings that only were measured here come last.
     """
     protocols = _protocols(found)
-    here = [Group(f"here, {title}", _columns(found, title), has_best=True) for title in protocols]
-    blank = (MISSING,) * len(columns)
-    lines: list[tuple[str, ...] | None] = []
+    blank = (MISSING,) * sum(len(below) for _, below in columns)
+    lines: list[TableRow] = []
     for row in rows:
         own = [one for one in found if one.setting == setting_of(row)]
         cells = [cell for title in protocols for cell in _tars(own, found, title)]
@@ -107,8 +108,20 @@ def setting_table(
         if found
         else "TAR (%) at each FAR. Nothing was measured here for these settings."
     )
-    groups = (SETTINGS, *here, Group("paper", columns, has_best=len(rows) > 1))
+    groups = (*SETTINGS, *_of_us(found), *_of_paper(columns))
     return Table(name, caption, groups, tuple(lines))
+
+
+def _of_paper(columns: Columns) -> list[Group]:
+    return [Group(title, below, has_best=True, source="paper") for title, below in columns]
+
+
+def _of_us(found: Sequence[Measured]) -> list[Group]:
+    return [
+        Group(title, _columns(found, title), has_best=True, source="here")
+        for title in _protocols(found)
+        if _columns(found, title)
+    ]
 
 
 def _start(loss: str, setting: tuple[float, float, float] | None) -> tuple[str, ...]:
@@ -145,9 +158,4 @@ def _same_loss(row: Row, found: Sequence[Measured]) -> list[Measured]:
 
 def _setting_of(own: Sequence[Measured]) -> str:
     setting = next((one.setting for one in own if one.setting is not None), None)
-    return MISSING if setting is None else _described(*setting[1:])
-
-
-def _described(alpha: float, scale: float, margin: float) -> str:
-    order = "" if alpha == 1.0 else f"alpha={alpha:g}, "
-    return f"{order}s={scale:g}, m={margin:g}"
+    return MISSING if setting is None else described(*setting[1:])
