@@ -125,7 +125,7 @@ def test_a_demo_that_was_shortened_says_so(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(plan.SIZES, "cpu", TINY._replace(epochs=3))
     monkeypatch.setattr(plan, "_seconds_per_step", lambda size, device: 1e3)
     run_demo(options_for(tmp_path, losses=("cosface",)))
-    assert "1 epochs, on cpu; the standard length is 3 epochs" in capsys.readouterr().out
+    assert "1 epoch, on cpu; the standard length is 3 epochs" in capsys.readouterr().out
 
 
 def test_the_length_is_that_of_the_fastest_step(monkeypatch):

@@ -182,13 +182,17 @@ def _space_needed(folder: Path) -> Iterator[None]:
 def _what_is_run(options: DemoOptions, num_losses: int, size: Size, device: str) -> str:
     seeds = f"{options.seeds} seed{'s' * (options.seeds > 1)}"
     losses = f"{num_losses} loss{'es' * (num_losses > 1)}"
-    text = f"{losses}, {seeds}, {size.epochs} epochs, on {device}"
+    text = f"{losses}, {seeds}, {_epochs(size.epochs)}, on {device}"
     if size.epochs < SIZES[device].epochs:
         text += (
             f"; the standard length is {SIZES[device].epochs} epochs, so numbers are not those of "
             "the documentation (--minutes gives it more time)"
         )
     return text
+
+
+def _epochs(number: int) -> str:
+    return f"{number} epoch{'s' * (number > 1)}"
 
 
 class _Worlds:
@@ -315,7 +319,7 @@ def _card(part: Part, recipe: Recipe, world: World) -> dict[str, str]:
         "scale": f"{loss.scale:g}",
         "margin": f"{loss.margin:g}",
         "effective margin": "none" if effective is None else f"{effective:.3f}",
-        "training": f"{data.num_classes} identities, {recipe.run.epochs} epochs, seed "
+        "training": f"{data.num_classes} identities, {_epochs(recipe.run.epochs)}, seed "
         f"{recipe.seed}",
         "backbone": f"{recipe.model.backbone}, width {recipe.model.options['width']}",
         **({"settings": SETTINGS} if is_foreign else {}),

@@ -22,7 +22,6 @@ KINDS = {
     "Q-Margin": "prior",
 }
 _SEED = re.compile(r", seed \d+$")
-_ONE = re.compile(r"\b1 epochs\b")
 Setting = tuple[str, float, float, float]  # kind of margin, alpha, scale, margin
 
 
@@ -130,4 +129,4 @@ def _seeds(found: Sequence[Measured]) -> str:
 
 def _training(result: Result) -> str | None:
     text = (result.system.model_card or {}).get("training")
-    return None if text is None else _ONE.sub("1 epoch", _SEED.sub("", text))
+    return None if text is None else _SEED.sub("", text)
