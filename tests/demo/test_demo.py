@@ -10,40 +10,22 @@ from types import SimpleNamespace
 
 import pytest
 
+from helpers.tiny_demo import TINY, options_for, patch_demo
 from qmargin.cli.demo import add_demo
 from qmargin.demo import plan, run
 from qmargin.demo import report as demo_report
 from qmargin.demo.losses import LOSSES
 from qmargin.demo.recipe import Size, demo_recipe
-from qmargin.demo.run import DemoOptions, run_demo
+from qmargin.demo.run import run_demo
 from qmargin.errors import CheckpointError, ConfigError, DataError
 from qmargin.evaluation.result import read_result
 from qmargin.training import folders, loop, rehearsal
 from qmargin.training.signals import Interrupted
 
-TINY = Size(
-    num_classes=40,
-    samples_per_class=4,
-    epochs=1,
-    batch_size=32,
-    width=8,
-    depth=0,
-    embedding_dim=16,
-    num_test=40,
-    samples_test=4,
-)
-
 
 @pytest.fixture(autouse=True)
 def tiny(monkeypatch):
-    monkeypatch.setitem(plan.SIZES, "cpu", TINY)
-    monkeypatch.setattr(plan, "_seconds_per_step", lambda size, device: 0.001)
-    monkeypatch.setattr(demo_report, "has_matplotlib", lambda: False)  # figures take seconds
-
-
-def options_for(folder, **changes):
-    standard = DemoOptions(folder, losses=("cosface", "q_margin"), device="cpu")
-    return replace(standard, **changes)
+    patch_demo(monkeypatch)
 
 
 def test_a_demo_trains_tests_and_reports(tmp_path, capsys):

@@ -2,42 +2,23 @@
 
 import json
 import shutil
-from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from helpers.tiny_demo import TINY, options_for, patch_demo
 from qmargin.demo import plan
-from qmargin.demo import report as demo_report
 from qmargin.demo.losses import LOSSES
-from qmargin.demo.recipe import Size
-from qmargin.demo.run import DemoOptions, run_demo
+from qmargin.demo.run import run_demo
 from qmargin.errors import CheckpointError, ConfigError
 from qmargin.evaluation.result import read_result
 
-TINY = Size(
-    num_classes=40,
-    samples_per_class=4,
-    epochs=2,
-    batch_size=32,
-    width=8,
-    depth=0,
-    embedding_dim=16,
-    num_test=40,
-    samples_test=4,
-)
+LONGER = TINY._replace(epochs=2)
 
 
 @pytest.fixture(autouse=True)
 def tiny(monkeypatch):
-    monkeypatch.setitem(plan.SIZES, "cpu", TINY)
-    monkeypatch.setattr(plan, "_seconds_per_step", lambda size, device: 0.001)
-    monkeypatch.setattr(demo_report, "has_matplotlib", lambda: False)  # figures take seconds
-
-
-def options_for(folder, **changes):
-    standard = DemoOptions(folder, losses=("cosface", "q_margin"), device="cpu")
-    return replace(standard, **changes)
+    patch_demo(monkeypatch, LONGER)
 
 
 def results_of(folder):
@@ -111,7 +92,7 @@ def test_a_plan_that_is_gone_is_found_by_the_trainings(tmp_path, monkeypatch, ca
     monkeypatch.setattr(plan, "_seconds_per_step", lambda size, device: 1e3)
     run_demo(options_for(tmp_path))  # all losses, and a machine that is slower now
     after = json.loads((tmp_path / plan.PLAN).read_text(encoding="utf-8"))
-    assert after["size"] == before["size"] and after["size"]["epochs"] != TINY.epochs
+    assert after["size"] == before["size"] and after["size"]["epochs"] != LONGER.epochs
     said = capsys.readouterr().out
     assert "plan.json is gone: going on with the length of the trainings there" in said
     assert not is_tested or results.items() <= results_of(tmp_path).items()

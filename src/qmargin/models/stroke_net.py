@@ -11,7 +11,30 @@ CELLS = 4  # of the last map, each way: where a stroke is matters as much as wha
 CHANNELS_PER_GROUP = 16
 
 
-class StrokeNet(nn.Module):
+class DrawingNet(nn.Module):
+    """What networks for drawings share: layers to maps, maps of 4 x 4 cells to embeddings."""
+
+    embedding_dim: int
+    in_channels: int
+    layers: nn.Module
+    project: nn.Module
+    norm: nn.Module
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Embeddings ``[B, d]``."""
+        if images.dim() != 4 or images.shape[1] != self.in_channels:
+            raise ShapeError(
+                f"inputs have shape {tuple(images.shape)}; this network takes images "
+                f"[B, {self.in_channels}, height, width]"
+            )
+        maps = self.layers(images)
+        if maps.shape[2:] != (CELLS, CELLS):
+            maps = F.adaptive_avg_pool2d(maps, CELLS)
+        embeddings: Tensor = self.norm(self.project(maps.flatten(1)))
+        return embeddings
+
+
+class StrokeNet(DrawingNet):
     """Images of any size to embeddings ``[B, d]``: three halvings, each with residual blocks.
 
     Norms are over one sample, so that nothing depends on who else is in the batch; activations are
@@ -57,19 +80,6 @@ class StrokeNet(nn.Module):
         self.layers = nn.Sequential(*layers)
         self.project = nn.Linear(4 * width * CELLS * CELLS, embedding_dim)
         self.norm = nn.BatchNorm1d(embedding_dim, affine=False) if batch_norm else nn.Identity()
-
-    def forward(self, images: Tensor) -> Tensor:
-        """Embeddings ``[B, d]``."""
-        if images.dim() != 4 or images.shape[1] != self.in_channels:
-            raise ShapeError(
-                f"inputs have shape {tuple(images.shape)}; this network takes images "
-                f"[B, {self.in_channels}, height, width]"
-            )
-        maps = self.layers(images)
-        if maps.shape[2:] != (CELLS, CELLS):
-            maps = F.adaptive_avg_pool2d(maps, CELLS)
-        embeddings: Tensor = self.norm(self.project(maps.flatten(1)))
-        return embeddings
 
 
 class _Residual(nn.Module):

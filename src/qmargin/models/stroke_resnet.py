@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qmargin.errors import ConfigError, ShapeError
-from qmargin.models.stroke_net import CELLS
+from qmargin.errors import ConfigError
+from qmargin.models.stroke_net import CELLS, DrawingNet
 
 
-class StrokeResNet(nn.Module):
+class StrokeResNet(DrawingNet):
     """Images of any size to embeddings ``[B, d]``: three halvings, each with residual blocks.
 
     It sees the drawing once in full resolution, and its norms are over the batch. On Omniglot's
@@ -50,19 +50,6 @@ class StrokeResNet(nn.Module):
         self.layers = nn.Sequential(*layers)
         self.project = nn.Linear(previous * CELLS * CELLS, embedding_dim)
         self.norm = nn.BatchNorm1d(embedding_dim, affine=False)
-
-    def forward(self, images: Tensor) -> Tensor:
-        """Embeddings ``[B, d]``."""
-        if images.dim() != 4 or images.shape[1] != self.in_channels:
-            raise ShapeError(
-                f"inputs have shape {tuple(images.shape)}; this network takes images "
-                f"[B, {self.in_channels}, height, width]"
-            )
-        maps = self.layers(images)
-        if maps.shape[2:] != (CELLS, CELLS):
-            maps = F.adaptive_avg_pool2d(maps, CELLS)
-        embeddings: Tensor = self.norm(self.project(maps.flatten(1)))
-        return embeddings
 
 
 class _Block(nn.Module):
