@@ -30,6 +30,7 @@ from qmargin.study.studies import Study
 from qmargin.sweep.trial import Trial
 from qmargin.sweep.validation import TrialData
 from qmargin.training.checkpoint import open_checkpoint, read_prototypes
+from qmargin.training.folders import list_steps
 from qmargin.training.recipe import Recipe
 from qmargin.training.starting import CHECKPOINTS
 
@@ -98,7 +99,7 @@ class PictureMaterial:
         )
         if self.study.kind == "strokes" and self.study.world is None:
             facts = replace(facts, protocol=f"{facts.protocol}, seed {seed}")  # other identities
-        checkpoint = max((trial.folder / CHECKPOINTS).glob("step-*"))
+        checkpoint = next(iter(list_steps(trial.folder / CHECKPOINTS).values()))
         embeddings = embed_pictures(trial.recipe, checkpoint, dataset, device=device)
         plain = evaluate_pictures(embeddings, dataset, facts, device=device)
         checked = open_checkpoint(checkpoint, check=False)  # the embeddings are of it

@@ -44,7 +44,7 @@ from qmargin.sweep.validation import TrialData
 from qmargin.training.checkpoint import open_checkpoint
 from qmargin.training.display import duration
 from qmargin.training.fields import check_known
-from qmargin.training.folders import check_writable
+from qmargin.training.folders import check_writable, list_steps
 from qmargin.training.lock import RunLock
 from qmargin.training.recipe import Recipe
 from qmargin.training.signals import StopRequest
@@ -292,7 +292,8 @@ def _is_tested(options: StudyOptions, trial: Trial) -> bool:
 
 def _tested(options: StudyOptions, trial: Trial) -> None:
     loss = trial.recipe.loss
-    checkpoint = open_checkpoint(max((trial.folder / CHECKPOINTS).glob("step-*")), check=False)
+    newest = next(iter(list_steps(trial.folder / CHECKPOINTS).values()))
+    checkpoint = open_checkpoint(newest, check=False)
     card = {
         "loss": f"alpha {loss.alpha:g}, {loss.margin_kind} margin {loss.margin:g}, scale "
         f"{loss.scale:g}",
