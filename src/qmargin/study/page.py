@@ -50,7 +50,7 @@ def study_page(study: Study, folder: Path, *, command: str, machine: str) -> str
         machine,
         *_training(study, epochs=study.size.epochs, num_seeds=repeats.num_repeats),
         f"test: {first.num_subjects:,} other identities, {first.num_genuine:,} genuine and "
-        f"{first.num_impostors:,} impostor pairs",
+        f"{first.num_impostors:,} impostor pairs{_views(study)}",
     ]
     return _joined(
         _title(study.title),
@@ -140,6 +140,12 @@ def verdict(repeats: Repeats) -> str:
         )
     words = "Intervals draw test identities; how far trainings differ is in the deviations."
     return "\n".join([*lines, "", words])
+
+
+def _views(study: Study) -> str:
+    if study.num_views == 1:
+        return ""
+    return f"; a score is the mean over {study.num_views} quarter turns of both samples"
 
 
 def _training(study: Study, *, epochs: int, num_seeds: int, is_search: bool = False) -> list[str]:

@@ -26,6 +26,7 @@ from qmargin.evaluation.pair_scores import unit_rows
 from qmargin.evaluation.result import Result
 from qmargin.evaluation.scoring import nearest_moments
 from qmargin.files import replacing
+from qmargin.metrics.normalise import Moments
 from qmargin.study.studies import Study
 from qmargin.sweep.trial import Trial
 from qmargin.sweep.validation import TrialData
@@ -67,7 +68,7 @@ class PictureMaterial:
         train = replace(train, shift=SHIFT)
         if self.study.warp:
             train = replace(train, variants=np.load(self._warps(train), mmap_mode="r"))
-        return TrialData(measured, train)
+        return TrialData(measured, train, self.study.num_views)
 
     @property
     def training_path(self) -> str | None:
@@ -100,12 +101,19 @@ class PictureMaterial:
         if self.study.kind == "strokes" and self.study.world is None:
             facts = replace(facts, protocol=f"{facts.protocol}, seed {seed}")  # other identities
         checkpoint = next(iter(list_steps(trial.folder / CHECKPOINTS).values()))
-        embeddings = embed_pictures(trial.recipe, checkpoint, dataset, device=device)
+        views = self.study.num_views
+        embeddings = embed_pictures(
+            trial.recipe, checkpoint, dataset, num_views=views, device=device
+        )
         plain = evaluate_pictures(embeddings, dataset, facts, device=device)
         checked = open_checkpoint(checkpoint, check=False)  # the embeddings are of it
-        cohort = read_prototypes(checked, at_most=MAX_COHORT).numpy()
+        cohort = unit_rows(read_prototypes(checked, at_most=MAX_COHORT).numpy())
         nearest = min(NEAREST, len(cohort))
-        norm = nearest_moments(unit_rows(embeddings), unit_rows(cohort), nearest, "prototypes")
+        moments = [
+            nearest_moments(unit_rows(view), cohort, nearest, "prototypes")
+            for view in np.split(embeddings, views, axis=1)
+        ]
+        norm = Moments(*(np.mean(parts, axis=0) for parts in zip(*moments, strict=True)))
         facts = replace(facts, protocol=f"{facts.protocol}, {BY_PROTOTYPES}")
         return plain, evaluate_pictures(embeddings, dataset, facts, moments=norm, device=device)
 

@@ -89,6 +89,7 @@ class Study:
         has_mirrors: And mirror images, where turns are.
         alike: From which on two of them are one; see ``Drawings.with_turns``.
         warp: How far training samples are turned, stretched, slanted and moved; see ``warped``.
+        num_views: Of a tested drawing: it and its turns, see ``embed_turned``.
         lr: Learning rate of a network for drawings.
         dtype: Of a backbone that is trained on drawings.
         world: Seed of the identities; None for that of the training.
@@ -108,6 +109,7 @@ class Study:
     has_mirrors: bool = False
     alike: float | None = None
     warp: float = 0.0
+    num_views: int = 1
     lr: float = 5e-3
     dtype: Literal["fp32", "bf16"] = "fp32"
     world: int | None = None
@@ -223,7 +225,8 @@ STUDIES = {
             has_mirrors=True,
             alike=0.9,
             lr=2e-3,
-            warp=1.0,
+            warp=0.6,
+            num_views=4,
             dtype="bf16",
         ),
         Study(

@@ -145,7 +145,7 @@ def _trained(
     trial: Trial, base: TrialResult, data: DataSource, measure: str | None, device: str
 ) -> TrialResult:
     found = data(trial.recipe)
-    hook: Hook = PairsHook(found.validation)
+    hook: Hook = PairsHook(found.validation, num_views=found.num_views)
     recipe = trial.recipe
     if measure is not None:
         dataset = build_dataset(recipe) if found.train is None else found.train

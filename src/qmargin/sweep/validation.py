@@ -15,6 +15,7 @@ from qmargin.data.order import derived_seed
 from qmargin.data.samples import Dataset, Sample, read_sample
 from qmargin.errors import ConfigError
 from qmargin.evaluation.all_pairs import evaluate_all_pairs
+from qmargin.evaluation.views import embed_turned
 from qmargin.metrics.sufficiency import sufficiency
 from qmargin.training.build import build_dataset
 from qmargin.training.hooks import HookState
@@ -45,10 +46,12 @@ class TrialData:
     Attributes:
         validation: Samples as they are, without augmentation.
         train: None for what the recipe itself describes.
+        num_views: Of a validation sample, see ``embed_turned``.
     """
 
     validation: Dataset
     train: Dataset | None = None
+    num_views: int = 1
 
 
 DataSource: TypeAlias = Callable[[Recipe], TrialData]
@@ -119,11 +122,12 @@ class PairsHook:
 
     Args:
         dataset: Of validation identities.
+        num_views: Of a sample, see ``embed_turned``.
         seed: Of the readings; the same for every call.
     """
 
-    def __init__(self, dataset: Dataset, *, seed: int = 0) -> None:
-        self.dataset, self.seed = dataset, seed
+    def __init__(self, dataset: Dataset, *, num_views: int = 1, seed: int = 0) -> None:
+        self.dataset, self.num_views, self.seed = dataset, num_views, seed
 
     def __call__(self, state: HookState) -> dict[str, float]:
         """Measures by name: ``eer``, ``tar@0.001`` and the like."""
@@ -148,7 +152,7 @@ class PairsHook:
             inputs = inputs.to(device)
             if inputs.dtype == torch.uint8:  # pictures travel as bytes, as in training
                 inputs = normalised(inputs)
-            rows.append(state.backbone(inputs).float().cpu())
+            rows.append(embed_turned(state.backbone, inputs, self.num_views).cpu())
             labels += [sample.label for sample in samples]
         return torch.cat(rows), labels
 
