@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "sweep": "errors files maths metrics data training evaluation report",
     "demo": "errors files metrics models data training recipes evaluation report",
     "paper": "errors files evaluation report demo",
-    "study": "errors files maths data training recipes evaluation report sweep demo",
+    "study": "metrics errors files maths data training recipes evaluation report sweep demo",
 }
 THIRD_PARTY = {  # the first entry that a file's path starts with
     "errors.py": "",
