@@ -7,6 +7,7 @@ longest training takes minutes there and hours on a CPU.
 
 import argparse
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from multiprocessing import get_context
@@ -14,11 +15,16 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
+import numpy as np
 from trainings import trained
 
+from qmargin.demo.embed import embed_pictures
+from qmargin.demo.run import find_device
+from qmargin.evaluation.all_pairs import evaluate_all_pairs
 from qmargin.study.pictures import PictureMaterial
 from qmargin.study.studies import SEARCH_SEED, Setting, find_study, with_setting
-from qmargin.sweep.trial import TrialResult
+from qmargin.training.folders import list_steps
+from qmargin.training.starting import CHECKPOINTS
 
 # What each chose in a search of eight epochs.
 LOSSES: dict[str, Setting] = {
@@ -33,7 +39,8 @@ COPIES: dict[str, dict[str, Any]] = {  # of a character
     "mirrored": {"has_mirrors": True, "alike": None},
     "mirrored, distinct": {"has_mirrors": True, "alike": 0.9},
 }
-MEASURES = {"tar@0.01": "1 %", "tar@0.001": "10⁻³", "tar@0.0001": "10⁻⁴", "tar@1e-05": "10⁻⁵"}
+FARS = {1e-3: "10⁻³", 1e-4: "10⁻⁴", 1e-5: "10⁻⁵"}
+TURNS = 4  # views of a tested drawing, beside one
 
 
 class Case(NamedTuple):
@@ -52,19 +59,14 @@ CASES = (
     Case("stroke_net", 64, "turned", 40),
     Case("stroke_resnet", 32, "turned", 20),
     Case("stroke_resnet", 64, "turned", 20),
-    Case("stroke_resnet", 64, "mirrored", 10),
-    Case("stroke_resnet", 64, "mirrored, distinct", 12),
-    Case("stroke_resnet", 64, "mirrored, distinct", 12, 2e-3),
-    Case("stroke_resnet", 64, "mirrored, distinct", 16, 2e-3),
-    Case("stroke_resnet", 64, "mirrored, distinct", 20, 2e-3),
-    Case("stroke_resnet", 64, "mirrored, distinct", 26, 2e-3),
-    Case("stroke_resnet", 64, "mirrored, distinct", 16, 2e-3, 0.6),
-    Case("stroke_resnet", 64, "turned, distinct", 20),
-    Case("stroke_resnet", 64, "turned, distinct", 20, 5e-3, 0.6),
     Case("stroke_resnet", 64, "turned, distinct", 20, 2e-3),
     Case("stroke_resnet", 64, "turned, distinct", 20, 2e-3, 0.6),
-    Case("stroke_resnet", 64, "turned, distinct", 28, 2e-3),
+    Case("stroke_resnet", 64, "turned, distinct", 28, 2e-3, 0.6),
     Case("stroke_resnet", 96, "turned, distinct", 20, 2e-3),
+    Case("stroke_resnet", 64, "mirrored", 10),
+    Case("stroke_resnet", 64, "mirrored, distinct", 12),
+    Case("stroke_resnet", 64, "mirrored, distinct", 16, 2e-3),
+    Case("stroke_resnet", 64, "mirrored, distinct", 16, 2e-3, 0.6),
 )
 
 
@@ -83,13 +85,29 @@ def material_of(data: Path, folder: Path, case: Case) -> PictureMaterial:
     return PictureMaterial(study, data, folder / "data", is_search=True)
 
 
-def measured(data: Path, folder: Path, case: Case, key: str, device: str) -> TrialResult:
-    """One training, and its numbers on validation alphabets."""
+def measured(data: Path, folder: Path, case: Case, key: str, device: str) -> list[list[float]]:
+    """One training, and its TARs on validation alphabets: by FAR, of one view and of ``TURNS``."""
     material = material_of(data, folder, case)
     loss, path = with_setting(key, LOSSES[key]), material.training_path
     recipe = material.study.recipe(loss, seed=SEARCH_SEED, epochs=case.epochs, path=path)
     recipe = replace(recipe, optimizer=replace(recipe.optimizer, lr=case.lr))
-    return trained(material, recipe, folder / f"{case.copies}-{case.warp}", device=device)
+    out = folder / f"{case.copies}-{case.warp}"
+    trained(material, recipe, out, device=device)
+    checkpoint = next(iter(list_steps(out / recipe.sha256 / CHECKPOINTS).values()))
+    dataset = material(recipe).validation
+    turned = embed_pictures(recipe, checkpoint, dataset, num_views=TURNS, device=device)
+    straight = turned[:, : turned.shape[1] // TURNS]
+    found = [
+        evaluate_all_pairs(rows, dataset.labels, list(FARS), num_hardest=0, device=device).tar
+        for rows in (straight, turned)
+    ]
+    return [[point.tar for point in points] for points in zip(*found, strict=True)]
+
+
+def cells(case: Case, tars: Sequence[Sequence[Sequence[float]]]) -> list[str]:
+    """A row: the recipe, and the means over the losses."""
+    named = [f"`{case.network}`", *map(str, case[1:4]), f"{case.lr:g}", f"{case.warp:g}"]
+    return [*named, *(f"{100 * tar:.2f}" for tar in np.mean(tars, axis=0).ravel())]
 
 
 def main() -> None:
@@ -98,30 +116,29 @@ def main() -> None:
     parser.add_argument("data", type=Path)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--jobs", type=int, default=16)
-    parser.add_argument("--first", type=int, default=0, help="leave out the cases before this one")
+    parser.add_argument("--only", type=int, nargs="+", metavar="N", help="cases by their places")
     options = parser.parse_args()
     with (
         TemporaryDirectory() as name,
         ProcessPoolExecutor(options.jobs, get_context("spawn")) as pool,
     ):
-        folder, cases = Path(name), CASES[options.first :]
+        folder, device = Path(name), find_device(options.device)
+        cases = CASES if options.only is None else [CASES[place] for place in options.only]
         for case in {(case.copies, case.warp): case for case in cases}.values():
             material_of(options.data, folder, case).prepare([SEARCH_SEED])
         longest = sorted(cases, key=lambda case: case.epochs, reverse=True)
         running = {
-            (case, key): pool.submit(measured, options.data, folder, case, key, options.device)
+            (case, key): pool.submit(measured, options.data, folder, case, key, device)
             for case in longest
             for key in LOSSES
         }
-        tars = [f"{title} at {far}" for far in MEASURES.values() for title in ("CosFace", "Q")]
-        heads = ["network", "width", "copies", "epochs", "rate", "warp", *tars]
+        heads = ["network", "width", "copies", "epochs", "rate", "warp"]
+        heads += [f"at {far}{views}" for far in FARS.values() for views in ("", f", {TURNS} turns")]
         sys.stdout.write(f"| {' | '.join(heads)} |\n")
-        sys.stdout.write(f"| --- | ---: | --- |{' ---: |' * (3 + len(tars))}\n")
+        sys.stdout.write(f"| --- | ---: | --- |{' ---: |' * (len(heads) - 3)}\n")
         for case in cases:
-            found = [running[case, key].result().metrics for key in LOSSES]
-            cells = [f"`{case.network}`", *map(str, case[1:4]), f"{case.lr:g}", f"{case.warp:g}"]
-            cells += [f"{100 * one[measure]:.2f}" for measure in MEASURES for one in found]
-            sys.stdout.write(f"| {' | '.join(cells)} |\n")
+            found = [running[case, key].result() for key in LOSSES]
+            sys.stdout.write(f"| {' | '.join(cells(case, found))} |\n")
             sys.stdout.flush()
 
 

@@ -19,6 +19,7 @@ from qmargin.study.run import StudyOptions
 from qmargin.study.search import (
     Tried,
     choose,
+    finalists_of,
     gather,
     grid_of,
     point_of,
@@ -173,6 +174,15 @@ def test_a_search_from_the_command_line(
     assert choose(rounds[-1], measure) == read_chosen(out / "chosen.json")
 
 
+def test_finalists_differ_in_alpha_or_scale_as_long_as_there_are_such() -> None:
+    easy, hard, sparse = (1.0, 16.0), (1.0, 32.0), (1.5, 16.0)
+    by_tar = [(*easy, 0.2), (*easy, 0.1), (*hard, 0.1), (*easy, 0.3), (*sparse, 0.1), (*hard, 0.2)]
+    tried = [Tried("x", one, ({MEASURE: 1.0 - 0.1 * rank},)) for rank, one in enumerate(by_tar)]
+    best = [(*easy, 0.2), (*hard, 0.1), (*sparse, 0.1), (*easy, 0.1), (*hard, 0.2), (*easy, 0.3)]
+    for count in range(7):
+        assert finalists_of(tried[::-1], MEASURE, count) == {"x": best[:count]}
+
+
 def test_the_best_of_a_short_search_are_trained_as_long_as_the_final_trainings(
     measured: list[Trial], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -191,11 +201,12 @@ def test_the_best_of_a_short_search_are_trained_as_long_as_the_final_trainings(
         ("q_margin", "10"),
         ("q_margin", "10"),
     ]
+    assert {trial.point["alpha"] for trial in long} == {"1", "1.25", "1.5"}
     assert {trial.recipe.seed for trial in long} == {1000}
     # the second of the short search was best after the long one, as the fixture has it
     assert read_chosen(out / "chosen.json")["cosface"] == (1.0, 16.0, 0.2)
     text = page.read_text()
-    assert "for 1 epoch, and with the best 2 of them for 10 epochs, and chose" in text
+    assert "and with the best 2 of different alpha or scale for 10 epochs, and chose" in text
     assert text.index("After 10 epochs:") < text.index("After 1 epoch:")
     rounds, measure = read_search(page.with_suffix(".json"))
     assert [len(tried) for tried in rounds] == [6, 4]

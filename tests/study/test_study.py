@@ -52,6 +52,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> Study:
         grid=TINY_GRID,
         measure="tar@0.001",
         finalists=1,
+        num_views=2,
         dtype="bf16",
     )
     monkeypatch.setitem(studies.STUDIES, "tiny", study)
@@ -78,6 +79,7 @@ def test_a_study_from_end_to_end(
     chosen = json.loads((out / "chosen.json").read_text())
     assert chosen["sampled"] == chosen["arcface"]
     text = page.read_text()
+    assert "pairs; a score is the mean over 2 quarter turns of both samples" in text
     assert re.search(r"Q-Margin \*\*(ties with|is ahead of|is behind)\*\* ", text)
     assert text.count("chosen") >= 2
     assert (out / "report" / "index.html").exists()

@@ -12,8 +12,8 @@ LISTS_LOSE = {"cpu": 0.2, "cuda": 0.011}
 LISTS_WIN = {"cpu": 0.1, "cuda": 0.0025}
 # Classes in the lists of all rows together: with fewer a GPU does little but start kernels, of
 # which `chunked` has more. Again two numbers.
-FEW_LOSE = {"cpu": 0, "cuda": 1 << 22}
-FEW_WIN = {"cpu": 0, "cuda": 1 << 20}
+FEW_LOSE = {"cpu": 0, "cuda": 1 << 23}
+FEW_WIN = {"cpu": 0, "cuda": 1 << 22}
 
 
 class Choice(NamedTuple):

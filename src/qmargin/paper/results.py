@@ -99,7 +99,7 @@ RESULTS = (
         "qmargin paper table-seeds",
         f"{_CPU}, three seeds: TAR 48.69 +- 2.01 % at FAR 1e-3 and 16.98 +- 2.70 % at 1e-4. With "
         "the same identities, three trainings of Q-Margin at 1e-4 deviate by 0.18 "
-        "(docs/results/strokes-10k.md), 0.83 (docs/results/strokes-1m.md), 0.23 "
+        "(docs/results/strokes-10k.md), 0.83 (docs/results/strokes-1m.md), 0.41 "
         "(docs/results/omniglot.md) and 3.53 (docs/results/audiomnist.md). An order that holds in "
         "every seed was not looked for: pages have means and paired intervals, and there Q-Margin "
         "is not always ahead.",

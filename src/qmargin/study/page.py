@@ -218,7 +218,7 @@ def _choice(study: Study, folder: Path) -> list[str]:
     words = (
         f"Each loss was trained with {' or '.join(map(str, sorted(counts)))} settings for "
         f"{epochs}{seeds}"
-        + (f", and with the best {study.finalists} of them for {longer}" * bool(study.finalists))
+        + _finalists(study, longer)
         + f", and chose the one with the largest TAR at FAR {power(far)}{mean} on validation "
         f"identities, {held_out}. A "
         "training that failed accepted nobody. Hardness tells which negatives a loss looks at, "
@@ -284,6 +284,12 @@ def _table(study: Study, tried: Sequence[Tried], chosen: Settings) -> str:
         cells += [spread(one.values(measure)) for measure in measures]
         lines.append(f"| {' | '.join([*cells, ', '.join(notes)])} |")
     return "\n".join(lines)
+
+
+def _finalists(study: Study, epochs: str) -> str:
+    if not study.finalists:
+        return ""
+    return f", and with the best {study.finalists} of different alpha or scale for {epochs}"
 
 
 def _counted(number: int, word: str) -> str:

@@ -62,13 +62,14 @@ class PictureMaterial:
 
     def __call__(self, recipe: Recipe) -> TrialData:
         """Training data, and those to measure."""
+        views = self.study.num_views
         if self.study.kind == "strokes":
-            return TrialData(self._strokes(recipe.seed), self._drawn(recipe.seed))
+            return TrialData(self._strokes(recipe.seed), self._drawn(recipe.seed), views)
         train, measured = self._divided()
         train = replace(train, shift=SHIFT)
         if self.study.warp:
             train = replace(train, variants=np.load(self._warps(train), mmap_mode="r"))
-        return TrialData(measured, train, self.study.num_views)
+        return TrialData(measured, train, views)
 
     @property
     def training_path(self) -> str | None:

@@ -94,7 +94,7 @@ def find_rounds(
     rounds: list[list[Tried]] = []
     for part in study.rounds:
         if rounds:
-            grid = best_of(rounds[-1], study.measure, study.finalists)
+            grid = finalists_of(rounds[-1], study.measure, study.finalists)
         rounds.append(gather(study, grid, results_of(grid, part)))
     return rounds
 
@@ -129,11 +129,26 @@ def _check_whole(study: Study, grid: Grid, results: Sequence[TrialResult], folde
 
 def choose(tried: Sequence[Tried], measure: str) -> Settings:
     """The setting of each loss with the largest mean over seeds; of equal ones the first."""
-    return {key: settings[0] for key, settings in best_of(tried, measure, 1).items()}
+    return {key: settings[0] for key, settings in ranked(tried, measure).items()}
 
 
-def best_of(tried: Sequence[Tried], measure: str, count: int) -> dict[str, list[Setting]]:
-    """At most so many settings of each loss, the best first; of equal ones the first.
+def finalists_of(tried: Sequence[Tried], measure: str, count: int) -> dict[str, list[Setting]]:
+    """At most so many settings of each loss: the best of every alpha and scale, best first.
+
+    Second ones follow only where these are too few. Margins alone often tie after a short training,
+    and three settings that differ in nothing else would leave little to choose.
+    """
+    chosen = {}
+    for key, settings in ranked(tried, measure).items():
+        kinds = [setting[:2] for setting in settings]
+        places = [kinds[:rank].count(kind) for rank, kind in enumerate(kinds)]
+        order = sorted(range(len(settings)), key=places.__getitem__)
+        chosen[key] = [settings[rank] for rank in order[:count]]
+    return chosen
+
+
+def ranked(tried: Sequence[Tried], measure: str) -> dict[str, list[Setting]]:
+    """Settings of each loss, that with the largest mean over seeds first.
 
     Raises:
         DataError: Every training of a loss failed, or the measure could not be measured.
@@ -151,8 +166,8 @@ def best_of(tried: Sequence[Tried], measure: str, count: int) -> dict[str, list[
                 f"the validation identities have too few pairs for {measure}, by which settings "
                 f"are chosen; they measure {', '.join(ended[0])}: give more data"
             )
-        ranked = sorted(of, key=lambda one: one.mean(measure), reverse=True)
-        best[key] = [one.setting for one in ranked[:count]]
+        of.sort(key=lambda one: one.mean(measure), reverse=True)
+        best[key] = [one.setting for one in of]
     return best
 
 

@@ -81,7 +81,7 @@ class Study:
         search_epochs: Of a training of the search, in which losses choose their settings.
         finalists: Settings of each loss, the best of the search, that are trained as long as the
             final trainings before one is chosen; 0 to choose at once. What is best after a short
-            training need not be so after a long one.
+            training need not be so after a long one. See ``finalists_of``.
         grid: Settings by loss; negative sampling takes those that ArcFace chose.
         losses: Keys of ``SYSTEMS`` that are compared.
         search_seeds: Trainings of each setting in the search; their mean counts.
