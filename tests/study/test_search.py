@@ -27,7 +27,7 @@ from qmargin.study.search import (
     read_rounds,
     read_search,
 )
-from qmargin.study.studies import Study, find_study
+from qmargin.study.studies import SYSTEMS, Study, find_study
 from qmargin.sweep import slots
 from qmargin.sweep.trial import State, Trial, TrialResult
 
@@ -290,17 +290,17 @@ def test_the_readme_says_what_the_pages_found() -> None:
     root = Path(__file__).parents[2]
     lines = (root / "README.md").read_text().splitlines()
     start = next(row for row, line in enumerate(lines) if line.startswith("| data | FAR |"))
-    names = [cell.strip() for cell in lines[start].split("|")[3:-2]]
+    names = [cell.strip() for cell in lines[start].split("|")[3:-3]]
     page = ""
     rows = list(itertools.takewhile(lambda line: line.startswith("|"), lines[start + 2 :]))
     assert len(rows) >= 8
     for line in rows:
-        data, far, *cells, verdict = (cell.strip() for cell in line.split("|")[1:-1])
+        data, far, *cells, ahead, behind = (cell.strip() for cell in line.split("|")[1:-1])
         if data:
             (target,) = re.findall(r"\((.*?)\)", data)
             page = (root / target).read_text()
         assert dict(zip(names, cells, strict=True)) == _column(page, _power(far))
-        assert verdict == _verdict(page, _power(far))
+        assert [ahead, behind] == _compared(page, _power(far))
 
 
 def _power(far: str) -> str:
@@ -316,10 +316,19 @@ def _column(page: str, far: str) -> dict[str, str]:
     return {row[0].strip(): row[place].strip() for row in table}
 
 
-def _verdict(page: str, far: str) -> str:
-    found = re.search(
-        rf"^- At FAR {far} Q-Margin \*\*(.*?)\*\* (.*?), the best of the others", page, re.MULTILINE
-    )
-    assert found
-    word, rival = found.groups()
-    return "tie" if word == "ties with" else f"{word.removeprefix('is ')} {rival}"
+def _compared(page: str, far: str) -> list[str]:
+    """Whom Q-Margin is ahead of at a FAR, and whom it is behind, by the intervals of a page."""
+    lines = page.splitlines()
+    start = next(row for row, line in enumerate(lines) if line.startswith("| Q-Margin minus |"))
+    table = itertools.takewhile(lambda line: line.startswith("|"), lines[start:])
+    heads, _, *rows = ([cell.strip() for cell in line.split("|")[1:-1]] for line in table)
+    place = heads.index(f"at {far}")
+    ahead: list[str] = []
+    behind: list[str] = []
+    for cells in rows:
+        bounds = re.findall(r"[+\u2212][0-9.]+", cells[place])[1:]
+        low, high = (float(text.replace("\u2212", "-")) for text in bounds)
+        name = "ArcFace 10 %" if cells[0] == SYSTEMS["sampled"].title else cells[0]
+        ahead += [name] * (low > 0.0)
+        behind += [name] * (high < 0.0)
+    return [", ".join(names) or "nobody" for names in (ahead, behind)]

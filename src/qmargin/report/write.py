@@ -46,7 +46,7 @@ class ReportOptions:
         if self.has_figures and not has_matplotlib():
             raise ConfigError(
                 "figures need the package matplotlib, which is missing: install qmargin[figures], "
-                "or leave them out"
+                "or leave them out (--no-figures)"
             )
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from qmargin.errors import DataError
 from qmargin.maths.hardness import hardness
+from qmargin.metrics.comparison import Difference
+from qmargin.metrics.sufficiency import sufficiency
 from qmargin.report.numbers import MISSING, power, probability, signed
 from qmargin.report.repeats import (
     Repeats,
@@ -116,8 +118,9 @@ def _listed(facts: Sequence[str]) -> str:
 
 
 def verdict(repeats: Repeats) -> str:
-    """Q-Margin against the best of the others at each FAR, as it was found."""
+    """Q-Margin against the best of the others at each FAR, and which others differ from it."""
     lines = []
+    num_impostors = next(iter(repeats.systems.values()))[0].result.protocol.num_impostors
     for far in VERDICT_FARS:
         ranked = repeats.ranked(far)
         rivals = [name for name in ranked if name != Q_MARGIN]
@@ -126,20 +129,35 @@ def verdict(repeats: Repeats) -> str:
         made = difference_of_means(repeats, Q_MARGIN, rivals[0], far)
         if made is None:
             continue
-        word = "ties with"
-        if made.low > 0.0:
-            word = "is ahead of"
-        elif made.high < 0.0:
-            word = "is behind"
+        enough = sufficiency(far, num_impostors)
+        few = "" if enough.status == "ok" else f" That is a rough number: {enough.message}."
+        others = {name: difference_of_means(repeats, Q_MARGIN, name, far) for name in rivals[1:]}
         lines.append(
-            f"- At FAR {power(far)} Q-Margin **{word}** {rivals[0]}, the best of the others: "
-            f"{signed(100 * made.difference)} points of TAR ({signed(100 * made.low)} to "
+            f"- At FAR {power(far)} Q-Margin **{_word(made)}** {rivals[0]}, the best of the "
+            f"others: {signed(100 * made.difference)} points of TAR ({signed(100 * made.low)} to "
             f"{signed(100 * made.high)}, p = {probability(made.p_value)}); "
             f"{spread(repeats.values(Q_MARGIN, far))} against "
-            f"{spread(repeats.values(rivals[0], far))} %."
+            f"{spread(repeats.values(rivals[0], far))} %.{_also(others)}{few}"
         )
     words = "Intervals draw test identities; how far trainings differ is in the deviations."
     return "\n".join([*lines, "", words])
+
+
+def _word(made: Difference) -> str:
+    if made.low > 0.0:
+        return "is ahead of"
+    return "is behind" if made.high < 0.0 else "ties with"
+
+
+def _also(others: Mapping[str, Difference | None]) -> str:
+    """Whom of the others Q-Margin is ahead of, or behind."""
+    words = {name: _word(made) for name, made in others.items() if made is not None}
+    parts = []
+    for word in ("is ahead of", "is behind"):
+        names = [name for name, found in words.items() if found == word]
+        if names:
+            parts.append(f"{word} {'; '.join(names)}")  # a name may have a comma
+    return f" Of the rest, it {' and '.join(parts)}." if parts else ""
 
 
 def _views(study: Study) -> str:

@@ -14,7 +14,7 @@ from qmargin.training.recipe import Recipe, flatten
 from qmargin.training.recipe_files import apply_settings
 
 EFFECTIVE = "m_eff"
-"""An axis of its own: the cosine gap that a margin asks for, whatever alpha and scale are."""
+"""An axis of its own: what a margin adds to the cosine gap of a zero loss."""
 
 HARDNESS = "hardness"
 """Another: how hard the negatives are that a loss looks at, whatever alpha and the classes are."""
@@ -243,6 +243,6 @@ def _with_effective(recipe: Recipe, text: str) -> Recipe:
 
 
 def effective_margin(recipe: Recipe) -> float | None:
-    """The cosine gap that a recipe's margin asks for; None where it is no single number."""
+    """What a recipe's margin adds to the cosine gap of a zero loss; None if that varies."""
     loss = recipe.loss
     return loss.build_margin(seed=recipe.seed).effective(loss.alpha, loss.scale)

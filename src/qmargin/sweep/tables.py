@@ -42,8 +42,8 @@ def markdown_table(summary: Summary) -> str:
     lines = ["| " + " | ".join(line) + " |" for line in (head, rule, *rows)]
     words = (
         "Rates in per cent over all pairs of validation samples: mean \u00b1 sample deviation over "
-        "seeds, the best mean of complete rows in bold. m_eff is the cosine gap that the margin "
-        "asks for."
+        "seeds, the best mean of complete rows in bold. m_eff is what the margin adds to the "
+        "cosine gap of a zero loss."
     )
     return "\n".join([*lines, "", words, ""])
 
