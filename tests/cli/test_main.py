@@ -122,3 +122,34 @@ def test_bench_loss_writes_what_it_prints(
         assert timing["seconds"] > 0
     for count in record["evaluations"]:
         assert count["max_evaluations"] >= count["mean_evaluations"] >= 1
+
+
+@pytest.mark.parametrize("words", [["paper", "--list"], ["recipes"]])
+def test_a_reader_that_has_seen_enough_is_no_error(words: list[str]) -> None:
+    command = [sys.executable, "-m", "qmargin", *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()  # as `head` does
+        assert process.stderr.read() == b""
+    assert process.returncode == 141
+
+
+def test_names_that_a_terminal_cannot_show_are_escaped(tmp_path: Path) -> None:
+    file, out = tmp_path / "scores.csv", tmp_path / "out-\u6f22.json"
+    file.write_text("score,label\n0.9,1\n0.1,0\n")
+    command = [sys.executable, "-m", "qmargin", "evaluate", "scores", str(file), "--out", str(out)]
+    result = subprocess.run(
+        command, capture_output=True, timeout=120, env={**os.environ, "PYTHONIOENCODING": "ascii"}
+    )
+    assert result.returncode == 0, result.stderr
+    assert rb"out-\u6f22.json" in result.stdout
+
+
+@pytest.mark.parametrize("command", [["demo"], ["study", "strokes-10k"]])
+def test_an_empty_path_is_not_the_current_folder(
+    command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main([*command, "--out", ""])
+    assert stop.value.code == 2
+    assert "the path is empty" in capsys.readouterr().err

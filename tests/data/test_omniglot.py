@@ -275,7 +275,8 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path):
 
 def test_the_command_makes_data_for_the_demo(tmp_path, server, files, monkeypatch, capsys):
     from qmargin.demo.recipe import Size
-    from qmargin.demo.worlds import read_stored, stored_world
+    from qmargin.demo.stored import read_stored
+    from qmargin.demo.worlds import stored_world
 
     monkeypatch.setattr(
         omniglot,

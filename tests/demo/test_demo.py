@@ -8,10 +8,12 @@ import signal
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from helpers.tiny_demo import TINY, options_for, patch_demo
 from qmargin.cli.demo import add_demo
+from qmargin.data.strokes import StrokeIdentities
 from qmargin.demo import plan, run
 from qmargin.demo import report as demo_report
 from qmargin.demo.losses import LOSSES
@@ -151,6 +153,36 @@ def test_a_signal_ends_the_demo_with_its_status(tmp_path, monkeypatch, capsys):
     told = capsys.readouterr().err
     assert "stopped at step" in told and "--resume" not in told  # which the demo does not have
     assert "run the same command again to go on" in told
+
+
+@pytest.mark.parametrize("where", ["loop.snapshot", "run._test"])
+def test_a_signal_that_comes_when_a_training_has_ended_ends_the_demo(tmp_path, monkeypatch, where):
+    module, name = (loop, "snapshot") if where == "loop.snapshot" else (run, "_test")
+    last = getattr(module, name)
+
+    def after_a_signal(*arguments, **options):
+        if module is run or arguments[0].progress.step == arguments[0].total_steps:
+            os.kill(os.getpid(), signal.SIGINT)
+        return last(*arguments, **options)
+
+    monkeypatch.setattr(module, name, after_a_signal)
+    with pytest.raises(Interrupted):
+        run_demo(options_for(tmp_path, losses=("arcface", "cosface")))
+    assert read_result(tmp_path / "seed-0" / "arcface" / "result.json")
+    assert not (tmp_path / "seed-0" / "cosface").exists()
+
+
+def test_pictures_that_have_changed_are_refused(tmp_path, capsys):
+    file, labels = tmp_path / "drawn.npz", np.repeat(np.arange(12), 8)
+    images = StrokeIdentities(12, 8).images(np.arange(96))
+    np.savez(file, images=images, label=labels)
+    options = options_for(tmp_path / "out", losses=("cosface",), data=file)
+    run_demo(options)
+    assert "steps each" in capsys.readouterr().out
+    run_demo(options)
+    np.savez(file, images=images[::-1], label=labels)
+    with pytest.raises(ConfigError, match="has other pictures than the demo in"):
+        run_demo(options)
 
 
 def test_ctrl_c_during_a_test_says_the_same(tmp_path, monkeypatch, capsys):

@@ -9,7 +9,8 @@ from PIL import Image
 
 from qmargin.data.drawings import Drawings
 from qmargin.demo.recipe import Size
-from qmargin.demo.worlds import read_stored, stored_world, stroke_world
+from qmargin.demo.stored import read_stored
+from qmargin.demo.worlds import stored_world, stroke_world
 from qmargin.errors import DataError, ShapeError
 
 SIZE = Size(num_classes=10, samples_per_class=4, epochs=3, batch_size=8, num_test=4, samples_test=3)
@@ -88,11 +89,55 @@ def test_omniglot_is_read(tmp_path):
         ({"images": np.zeros((60, 28, 28), np.uint8)}, r"it needs uint8 \[60, 32, 32\]"),
         ({"label": np.repeat(np.arange(20), 2)}, "40 labels"),
         ({"images": None, "packed4": np.zeros((60, 100), np.uint8)}, "packed4 of uint8"),
+        ({"label": np.array("a")}, r"label of <U1 and shape \[\]; it needs one integer"),
+        ({"label": np.zeros((60, 1), int)}, r"shape \[60, 1\]; it needs one integer"),
+        ({"label": np.repeat(np.arange(20.0), 3)}, "label of float64"),
+        ({"label": np.repeat([f"p{n}" for n in range(20)], 3)}, "label of <U3"),
+        ({"split": np.zeros(59, int)}, "split of 59 numbers for 60 pictures; it needs 0"),
+        ({"split": np.full(60, 2)}, "60 pictures, 2 among them; it needs 0"),
+        ({"split": np.arange(60) % 2}, "20 identities with pictures of both splits, such as 0"),
+        ({"alphabet": np.zeros(20)}, "alphabet of float64"),
+        (
+            {"label": None, "labels": np.zeros(60, int)},
+            "arrays images, split, labels; it needs label",
+        ),
     ],
 )
 def test_wrong_arrays_are_refused(tmp_path, changes, words):
     with pytest.raises(DataError, match=words):
         read_stored(stored_npz(tmp_path, **changes), tmp_path / "index")
+
+
+def test_labels_may_be_any_integers_and_alphabets_names(tmp_path):
+    known = read_stored(stored_npz(tmp_path), tmp_path / "index")
+    far = np.repeat(np.arange(20) * 10**11 - 5, 3)
+    found = read_stored(stored_npz(tmp_path, label=far), tmp_path / "index")
+    assert found.labels.tolist() == known.labels.tolist()
+    assert found.names[3] == "class-99999999995/sample-3"
+    names = np.repeat(["Greek", "Latin"], 10)
+    found = read_stored(stored_npz(tmp_path, alphabet=names), tmp_path / "index")
+    assert found.groups.tolist() == np.repeat([0, 1], 10).tolist()
+
+
+def test_single_pictures_of_everybody_are_refused(tmp_path):
+    path = stored_npz(tmp_path, label=np.arange(60), split=None)
+    with pytest.raises(DataError, match="that is tested has two pictures"):
+        stored_world(read_stored(path, tmp_path / "index"), SIZE, seed=0)
+
+
+def test_pictures_that_cannot_be_decoded_are_counted(tmp_path):
+    for name in ("ann", "bob"):
+        (tmp_path / "faces" / name).mkdir(parents=True)
+        for number in range(3):
+            Image.new("L", (40, 40)).save(tmp_path / "faces" / name / f"{number}.png")
+    (tmp_path / "faces" / "ann" / "1.png").write_bytes(b"junk")
+    stored = read_stored(tmp_path / "faces", tmp_path / "data.qmindex")
+    assert len(stored.labels) == 5
+    assert stored.note.startswith("1 of 6 images in ")
+    for path in (tmp_path / "faces").rglob("*.png"):
+        Image.new("I;16", (40, 40)).save(path)
+    with pytest.raises(DataError, match=r"none can be decoded, the first because .* 8 bits per"):
+        read_stored(tmp_path / "faces", tmp_path / "other.qmindex")
 
 
 def test_too_few_identities_are_refused(tmp_path):

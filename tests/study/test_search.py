@@ -135,7 +135,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[Trial]:
         return found
 
     monkeypatch.setattr(slots, "_run", trained)
-    monkeypatch.setattr("qmargin.study.pictures.draw_to", lambda *arguments: None)
+    monkeypatch.setattr("qmargin.study.pictures.draw_to", lambda *arguments, **options: None)
     monkeypatch.setitem(studies.STUDIES, "two", TWO_SEEDS)
     return run
 

@@ -4,6 +4,7 @@ import json
 import os
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,14 +15,15 @@ from qmargin.cli.main import main
 from qmargin.data.drawings import Drawings, variants_of
 from qmargin.data.strokes import StrokeIdentities
 from qmargin.demo.recipe import SHIFT, Size, demo_recipe
-from qmargin.demo.worlds import Stored, read_stored
+from qmargin.demo.stored import Stored, read_stored
 from qmargin.errors import ConfigError, DataError
 from qmargin.evaluation.result import read_result
 from qmargin.study import studies
-from qmargin.study.pictures import PictureMaterial, first_samples, held_out, identities
-from qmargin.study.run import StudyOptions
-from qmargin.study.studies import SYSTEMS, Study
+from qmargin.study.pictures import PictureMaterial, draw_to, first_samples, held_out, identities
+from qmargin.study.run import StudyOptions, run_study
+from qmargin.study.studies import SYSTEMS, Study, find_study
 from qmargin.training.recipe import PrecisionPart
+from qmargin.training.signals import SIGNALS, Interrupted, StopRequest
 
 TINY = Size(
     num_classes=12,
@@ -121,12 +123,12 @@ def test_warps_are_drawn_once_and_shared(tmp_path: Path) -> None:
     study = Study("p", "pictures", "pictures", TINY, search_epochs=1, has_turns=True, warp=1.0)
     final = PictureMaterial(study, file, folder, is_search=False)
     final.prepare([])  # no training waits for them
-    assert not folder.exists()
+    assert not list(folder.glob("*.npy"))
     final.prepare([0])
-    (drawn,) = folder.iterdir()
+    (drawn,) = folder.glob("*.npy")
     written = drawn.stat().st_mtime_ns
     final.prepare([1])
-    assert [path.stat().st_mtime_ns for path in folder.iterdir()] == [written]
+    assert [path.stat().st_mtime_ns for path in folder.glob("*.npy")] == [written]
     train = _trained_on(final)
     assert isinstance(train.variants, np.memmap)
     assert train.shift == SHIFT
@@ -138,6 +140,40 @@ def test_warps_are_drawn_once_and_shared(tmp_path: Path) -> None:
     assert more._warps(train) != drawn
     np.savez(file, images=images[::-1], label=labels, split=labels >= 4)
     assert final._warps(final._divided()[0]) != drawn
+    with pytest.raises(DataError, match="has other pictures than the trainings in"):
+        final.prepare([0])
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_while_pictures_are_drawn_leaves_none(tmp_path: Path, number: int) -> None:
+    with StopRequest() as request:
+        os.kill(os.getpid(), number)
+        blocks = [partial(np.zeros, (1, 2, 2), np.uint8)] * 2
+        with pytest.raises(Interrupted):
+            draw_to(tmp_path / "drawn.npy", (2, 2, 2), blocks, request=request)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_study_without_its_device_leaves_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(ConfigError, match="torch finds no GPU"):
+        run_study(StudyOptions(find_study("strokes-10k"), tmp_path / "out", device="cuda"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_folders_of_pictures_are_read_and_too_few_are_refused(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    for part in ("train", "test"):
+        for label in range(3):
+            (data / part / f"{label}").mkdir(parents=True)
+            for sample in range(2):
+                Image.new("L", (32, 32)).save(data / part / f"{label}" / f"{sample}.png")
+    study = Study("p", "pictures", "pictures", TINY, search_epochs=1)
+    material = PictureMaterial(study, data, tmp_path / "out" / "data", is_search=False)
+    with pytest.raises(DataError, match="has 6 pictures to train on and a step of p takes 32"):
+        material.prepare([0])
 
 
 def _trained_on(material: PictureMaterial) -> Drawings:
@@ -245,7 +281,7 @@ def test_groups_are_not_divided() -> None:
 def test_alphabets_are_given_for_every_label(tmp_path: Path) -> None:
     images = np.zeros((6, 32, 32), dtype=np.uint8)
     np.savez(tmp_path / "p.npz", images=images, label=np.arange(6), alphabet=np.zeros(5))
-    with pytest.raises(DataError, match=r"shape \[5\] and labels up to 5"):
+    with pytest.raises(DataError, match=r"shape \[5\], and labels from 0 to 5"):
         read_stored(tmp_path / "p.npz", tmp_path / "index")
 
 

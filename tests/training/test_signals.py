@@ -50,6 +50,13 @@ def test_a_signal_passed_on_twice_is_one_request() -> None:
     assert statuses == []
 
 
+def test_a_signal_that_a_training_had_no_use_for_is_passed_on() -> None:
+    with StopRequest() as outer:
+        with StopRequest():
+            os.kill(os.getpid(), signal.SIGINT)
+        assert outer.number == signal.SIGINT
+
+
 def test_other_signals_do_not_count() -> None:
     old = signal.signal(signal.SIGUSR1, lambda number, frame: None)
     try:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from qmargin.cli.paths import named_path
 from qmargin.cli.stopping import told_to_go_on
 
 
@@ -21,7 +22,7 @@ def add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         "two CPU cores it takes at most six minutes. Interrupted and run again, it goes on.",
     )
     add = parser.add_argument
-    add("--out", type=Path, default=Path("qmargin-demo"), metavar="DIR", help="(%(default)s)")
+    add("--out", type=named_path, default=Path("qmargin-demo"), metavar="DIR", help="(%(default)s)")
     add("--seeds", type=int, default=1, metavar="N", help="repetitions in other worlds (1)")
     add("--losses", nargs="+", metavar="NAME", help="of arcface cosface entmax sparsemax q_margin")
     add(
@@ -33,7 +34,7 @@ def add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     )
     add(
         "--data",
-        type=Path,
+        type=named_path,
         metavar="PATH",
         help="pictures instead of synthetic ones: a folder with one folder per identity, or "
         "another layout of `qmargin train`, or an NPZ file",

@@ -1,6 +1,8 @@
 """Argument parsing and nothing else: torch is imported by the command that needs it."""
 
 import argparse
+import io
+import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
@@ -190,8 +192,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = build_parser().parse_args(argv)
     run: Callable[[argparse.Namespace], None] = arguments.run
+    if isinstance(sys.stdout, io.TextIOWrapper):  # names of files may not be in the terminal's set
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         run(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:  # `| head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + 13  # as shells count SIGPIPE
     except OSError as error:
         place = f"{error.filename}: " if error.filename else ""
         sys.stderr.write(f"qmargin: error: {place}{error.strerror or error}\n")

@@ -10,6 +10,7 @@ from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from qmargin.cli.paths import named_path
 from qmargin.cli.stopping import told_to_go_on
 
 if TYPE_CHECKING:
@@ -30,8 +31,8 @@ def add_study(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     )
     add = parser.add_argument
     add("study", metavar="NAME", help=f"of {NAMES}")
-    add("--out", type=Path, required=True, metavar="DIR", help="folder of the study")
-    add("--data", type=Path, metavar="PATH", help="pictures or recordings, where read")
+    add("--out", type=named_path, required=True, metavar="DIR", help="folder of the study")
+    add("--data", type=named_path, metavar="PATH", help="pictures or recordings, where read")
     add("--seeds", type=int, default=3, metavar="N", help="final trainings of each loss (3)")
     add("--losses", nargs="+", default=(), metavar="NAME", help=f"of {LOSSES} (all)")
     add("--jobs", type=int, default=1, metavar="N", help="trainings at a time (1)")
@@ -47,6 +48,7 @@ def run(arguments: argparse.Namespace) -> None:
     from qmargin.study.run import StudyOptions, run_search, run_study
     from qmargin.study.search import CHOSEN
     from qmargin.study.studies import find_study
+    from qmargin.training.folders import check_writable
 
     options = StudyOptions(
         study=find_study(arguments.study),
@@ -58,6 +60,8 @@ def run(arguments: argparse.Namespace) -> None:
         device=arguments.device,
         command="qmargin " + shlex.join(sys.argv[1:]),
     )
+    if arguments.page is not None:
+        check_writable(arguments.page.parent)  # hours before it is written
     with told_to_go_on():
         if arguments.search_only:
             run_search(options)

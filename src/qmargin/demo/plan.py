@@ -25,6 +25,7 @@ class _Plan(NamedTuple):
     size: Size
     minutes: float | None
     data: str | None
+    digest: str | None
 
 
 def find_plan(
@@ -33,6 +34,7 @@ def find_plan(
     minutes: float | None,
     device: str,
     data: str | None = None,
+    digest: str | None = None,
     lost: Callable[[], Size | None] = lambda: None,
 ) -> Size:
     """The plan in a folder, or a new one that is written there.
@@ -45,6 +47,7 @@ def find_plan(
         minutes: To train and test all losses once, on this machine.
         device: ``"cpu"`` or ``"cuda"``.
         data: Path of the data; None for stroke identities.
+        digest: Of what is there now; not looked at where it is None.
         lost: The size of trainings that are there without a plan; None where there are none.
     """
     known = _read(folder / PLAN)
@@ -59,11 +62,17 @@ def find_plan(
                 f"{folder} holds a demo on {known.data or 'stroke identities'}, not on "
                 f"{data or 'stroke identities'}; choose another --out"
             )
+        if digest is not None and digest != known.digest:
+            raise ConfigError(
+                f"{data} has other pictures than the demo in {folder} was trained with; choose "
+                "another --out"
+            )
         return known.size
     size = lost()
     if size is None:
         size = fitted(SIZES[device], _seconds_per_step(SIZES[device], device), minutes=minutes)
     content: dict[str, Any] = {"format": FORMAT, "version": 1, "minutes": minutes, "data": data}
+    content["digest"] = digest
     content["size"] = size._asdict()
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / PLAN, (json.dumps(content, indent=1) + "\n").encode())
@@ -102,7 +111,8 @@ def _read(path: Path) -> _Plan | None:
         content = json.loads(path.read_bytes())
         if content["format"] != FORMAT or content["version"] != 1:
             raise ValueError(f"format {content['format']!r}, version {content['version']!r}")
-        return _Plan(Size(**content["size"]), content["minutes"], content["data"])
+        size, digest = Size(**content["size"]), content["digest"]
+        return _Plan(size, content["minutes"], content["data"], digest)
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(
             f"{path} is not the plan of a demo ({error}); choose another --out, or remove it"

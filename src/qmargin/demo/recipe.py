@@ -100,7 +100,10 @@ def demo_recipe(loss: DemoLoss, *, seed: int, size: Size, path: str | None = Non
         schedule=recipe.SchedulePart("cosine", warmup_epochs=0.5),
         precision=recipe.PrecisionPart(channels_last=True),
         run=recipe.RunPart(
-            epochs=size.epochs, save_every_steps=200, keep=1, log_every=min(20, size.total_steps)
+            epochs=size.epochs,
+            save_every_steps=200,
+            keep=1,
+            log_every=max(1, min(20, size.total_steps)),
         ),
         seed=seed,
     )

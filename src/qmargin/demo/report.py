@@ -58,7 +58,7 @@ def summary(parts: Sequence[Part], data: str | None = None) -> str:
 def table(panels: Sequence[Panel]) -> str:
     """EER and TARs in percent; over several seeds, means with their deviation."""
     fars = panels[0].fars
-    names = [entry.label for entry in panels[0].entries]
+    names = list(dict.fromkeys(entry.label for panel in panels for entry in panel.entries))
     head = ["", "EER %", *(f"TAR % at {far:g}" for far in fars)]
     rows = [head]
     for name in names:

@@ -22,12 +22,14 @@ from qmargin.demo.plan import PLAN, find_plan
 from qmargin.demo.recipe import SIZES, Size, demo_recipe
 from qmargin.errors import CheckpointError, ConfigError, DataError
 from qmargin.training.fields import check_known
+from qmargin.training.signals import Interrupted, StopRequest
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from qmargin.demo.worlds import Stored, World
+    from qmargin.demo.stored import Stored
+    from qmargin.demo.worlds import World
     from qmargin.evaluation.result import Result
     from qmargin.training.recipe import Recipe
 
@@ -145,24 +147,28 @@ def complete_parts(options: DemoOptions, losses: Sequence[DemoLoss]) -> list[Par
         minutes=options.minutes,
         device=device,
         data=data,
+        digest=worlds.digest,
         lost=partial(_lost_size, options, losses, worlds, device),
     )
     say(NOTE if data is None else f"Data: {data}")
     say(_what_is_run(options, len(losses), size, device))
     began, num_taken = time.perf_counter(), 0
-    for number, part in enumerate(parts, start=1):
-        world = worlds.of(part.seed, size)
-        done = _done(part, world, data)
-        if done is not None:
-            say(f"[{number}/{len(parts)}] {part.title}: done before")
-            _draw(part, world, options, done)
-            continue
-        spent = time.perf_counter() - began
-        left = "" if not num_taken else _left(spent / num_taken * (len(parts) - number + 1))
-        say(f"[{number}/{len(parts)}] {part.title}{left}")
-        with _space_needed(options.out):
-            _complete(part, world, options, device)
-        num_taken += 1
+    with StopRequest() as request:
+        for number, part in enumerate(parts, start=1):
+            world = worlds.of(part.seed, size)
+            done = _done(part, world, data)
+            if done is not None:
+                say(f"[{number}/{len(parts)}] {part.title}: done before")
+                _draw(part, world, options, done)
+                continue
+            spent = time.perf_counter() - began
+            left = "" if not num_taken else _left(spent / num_taken * (len(parts) - number + 1))
+            say(f"[{number}/{len(parts)}] {part.title}{left}")
+            with _space_needed(options.out):
+                _complete(part, world, options, device)
+            num_taken += 1
+            if request.number:  # it came when the training had ended
+                raise Interrupted(request.number)
     return parts
 
 
@@ -182,12 +188,18 @@ def _space_needed(folder: Path) -> Iterator[None]:
 def _what_is_run(options: DemoOptions, num_losses: int, size: Size, device: str) -> str:
     seeds = f"{options.seeds} seed{'s' * (options.seeds > 1)}"
     losses = f"{num_losses} loss{'es' * (num_losses > 1)}"
-    text = f"{losses}, {seeds}, {_epochs(size.epochs)}, on {device}"
-    if size.epochs < SIZES[device].epochs:
-        text += (
-            f"; the standard length is {SIZES[device].epochs} epochs, so numbers are not those of "
-            "the documentation (--minutes gives it more time)"
-        )
+    standard = SIZES[device]
+    if options.data is None:
+        length, usual = _epochs(size.epochs), _epochs(standard.epochs)
+    else:  # whose epochs are as long as there are pictures
+        length, usual = (f"{one.total_steps:,} steps each" for one in (size, standard))
+    text = f"{losses}, {seeds}, {length}, on {device}"
+    if size.epochs < standard.epochs:
+        text += f"; the standard length is {usual}"
+        text += ", so numbers are not those of the documentation" * (options.data is None)
+        text += " (--minutes gives it more time)"
+    if options.minutes is not None and size.epochs == 1:
+        text += f"; no training is shorter than that, even if {options.minutes:g} minutes are"
     return text
 
 
@@ -199,13 +211,20 @@ class _Worlds:
     """The data of a seed; a path is read once."""
 
     def __init__(self, options: DemoOptions) -> None:
-        from qmargin.demo.worlds import INDEX, read_stored
+        from qmargin.demo.stored import INDEX, read_stored
 
         path = options.data
         self._stored: Stored | None = None
         if path is not None:
             self._stored = read_stored(path, options.out / INDEX)
+            if self._stored.note:
+                say(self._stored.note)
         self._made: dict[int, World] = {}
+
+    @property
+    def digest(self) -> str | None:
+        """Of the pictures of a path; None for stroke identities."""
+        return None if self._stored is None else self._stored.digest
 
     def of(self, seed: int, size: Size) -> World:
         if seed not in self._made:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
@@ -20,19 +18,23 @@ from qmargin.data.strokes import StrokeIdentities
 from qmargin.demo.embed import embed_pictures
 from qmargin.demo.evaluate import Facts, Pictures, evaluate_pictures
 from qmargin.demo.recipe import SHIFT
-from qmargin.demo.worlds import INDEX, Stored, part_of, read_stored
+from qmargin.demo.run import say
+from qmargin.demo.stored import INDEX, Stored, read_stored
+from qmargin.demo.worlds import part_of
 from qmargin.errors import DataError
 from qmargin.evaluation.pair_scores import unit_rows
 from qmargin.evaluation.result import Result
 from qmargin.evaluation.scoring import nearest_moments
-from qmargin.files import replacing
+from qmargin.files import replacing, write_atomically
 from qmargin.metrics.normalise import Moments
+from qmargin.study.pool import in_processes
 from qmargin.study.studies import Study
 from qmargin.sweep.trial import Trial
 from qmargin.sweep.validation import TrialData
 from qmargin.training.checkpoint import open_checkpoint, read_prototypes
 from qmargin.training.folders import list_steps
 from qmargin.training.recipe import Recipe
+from qmargin.training.signals import StopRequest
 from qmargin.training.starting import CHECKPOINTS
 
 VALIDATION_SHARE = 0.2  # of the training identities, while settings are chosen
@@ -41,6 +43,7 @@ VALIDATION_IDS, VALIDATION_SAMPLES = 500, 10
 BY_PROTOTYPES = "scores normalised by prototypes"
 NEAREST = 50  # of the prototypes: on strokes 10 are too few, and 300 are no better
 MAX_COHORT = 10_000  # prototypes
+DIGEST = "pictures.blake2b"  # of the pictures of a path
 _BLOCK = 1 << 16  # pictures that a process draws at a time
 
 
@@ -76,13 +79,15 @@ class PictureMaterial:
         """For the record: the pictures are given to the training."""
         return None if self.path is None else str(self.path.resolve())
 
-    def prepare(self, seeds: Sequence[int]) -> None:
-        """Draw what trials share, once; refuse pictures that cannot be divided."""
+    def prepare(self, seeds: Sequence[int], request: StopRequest | None = None) -> None:
+        """Draw what trials share, once; refuse pictures that cannot be divided, or are others."""
+        self.folder.mkdir(parents=True, exist_ok=True)
         if self.path is None:
             for seed in seeds:
-                self._draw_strokes(seed)
+                self._draw_strokes(seed, request)
             return
         stored = read_stored(self.path, self.folder / INDEX)
+        self._check_same(stored)
         train, test = identities(stored)
         if min(len(train), len(test)) < 2:
             raise DataError(
@@ -90,8 +95,26 @@ class PictureMaterial:
                 "folder with train/ and test/, or an NPZ file with split, and at least 2 of each"
             )
         learned, _ = self._parts(stored)
+        if len(learned) < self.study.size.batch_size:
+            raise DataError(
+                f"{self.path} has {len(learned)} pictures to train on and a step of "
+                f"{self.study.name} takes {self.study.size.batch_size}; give more"
+            )
         if seeds and self.study.warp:
-            self._draw_warps(learned)
+            self._draw_warps(learned, request)
+
+    def _check_same(self, stored: Stored) -> None:
+        """Trainings are told apart by the path of their data, so that has to stay the same."""
+        record = self.folder / DIGEST
+        if not record.exists():
+            write_atomically(record, stored.digest.encode())
+            if stored.note:
+                say(stored.note)
+        elif record.read_text() != stored.digest:
+            raise DataError(
+                f"{self.path} has other pictures than the trainings in {self.folder.parent} had; "
+                "choose another --out"
+            )
 
     def evaluate(self, trial: Trial, facts: Facts, device: str) -> tuple[Result, Result]:
         """All pairs of test identities, by cosines, and by AS-norm with prototypes as cohort."""
@@ -141,21 +164,22 @@ class PictureMaterial:
     def _file(self, seed: int) -> Path:
         return self.folder / f"strokes-{self._world(seed)}.npy"
 
-    def _draw_strokes(self, seed: int) -> None:
+    def _draw_strokes(self, seed: int, request: StopRequest | None) -> None:
         train = self._train(seed)
         rows = np.arange(len(train))
         blocks = [
             partial(train.images, rows[start : start + _BLOCK])
             for start in range(0, len(train), _BLOCK)
         ]
-        draw_to(self._file(seed), (len(train), train.size, train.size), blocks)
+        shape = (len(train), train.size, train.size)
+        draw_to(self._file(seed), shape, blocks, request=request)
 
     def _warps(self, train: Drawings) -> Path:
         """File of as many variants of each picture as a final training has epochs."""
         digest = hashlib.blake2b(train.pictures.tobytes(), digest_size=8).hexdigest()
         return self.folder / f"warps-{self.study.warp:g}-{self.study.size.epochs}-{digest}.npy"
 
-    def _draw_warps(self, train: Drawings) -> None:
+    def _draw_warps(self, train: Drawings, request: StopRequest | None) -> None:
         pictures, count = train.pictures, self.study.size.epochs
         step = max(1, _BLOCK // count)
         blocks = [
@@ -164,7 +188,8 @@ class PictureMaterial:
             )
             for start in range(0, len(pictures), step)
         ]
-        draw_to(self._warps(train), (len(pictures), count, *pictures.shape[1:]), blocks)
+        shape = (len(pictures), count, *pictures.shape[1:])
+        draw_to(self._warps(train), shape, blocks, request=request)
 
     def _divided(self) -> tuple[Drawings, Drawings]:
         """Training drawings, and those of the held-out or the test identities."""
@@ -229,7 +254,11 @@ def _drawn_order(number: int) -> int:
 
 
 def draw_to(
-    file: Path, shape: tuple[int, ...], blocks: Sequence[Callable[[], NDArray[np.uint8]]]
+    file: Path,
+    shape: tuple[int, ...],
+    blocks: Sequence[Callable[[], NDArray[np.uint8]]],
+    *,
+    request: StopRequest | None = None,
 ) -> None:
     """Draw blocks of pictures into a file, one after the other, with all cores; if it is not there.
 
@@ -237,17 +266,15 @@ def draw_to(
         file: That processes can share.
         shape: Of all blocks together.
         blocks: Each draws some of the pictures; sent to processes.
+        request: A signal ends it, and leaves no file.
     """
     if file.exists():
         return
     file.parent.mkdir(parents=True, exist_ok=True)
-    with (
-        replacing(file) as temporary,
-        ProcessPoolExecutor(os.cpu_count() or 1, get_context("spawn")) as pool,
-    ):
+    with replacing(file) as temporary:
         pictures = np.lib.format.open_memmap(temporary, mode="w+", dtype=np.uint8, shape=shape)
         start = 0
-        for block in pool.map(_drawn, blocks):
+        for block in in_processes(_drawn, blocks, jobs=os.cpu_count() or 1, request=request):
             pictures[start : start + len(block)] = block
             start += len(block)
         pictures.flush()

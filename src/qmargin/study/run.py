@@ -10,10 +10,9 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing import get_context
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -26,6 +25,7 @@ from qmargin.files import write_atomically
 from qmargin.report.figures import has_matplotlib
 from qmargin.report.write import ReportOptions, write_report
 from qmargin.study.pictures import PictureMaterial
+from qmargin.study.pool import in_processes
 from qmargin.study.search import (
     CHOSEN,
     Grid,
@@ -46,8 +46,9 @@ from qmargin.training.display import duration
 from qmargin.training.fields import check_known
 from qmargin.training.folders import check_writable, list_steps
 from qmargin.training.lock import RunLock
+from qmargin.training.process import choose_device
 from qmargin.training.recipe import Recipe
-from qmargin.training.signals import StopRequest
+from qmargin.training.signals import Interrupted, StopRequest
 from qmargin.training.starting import CHECKPOINTS
 
 FINAL = "final"
@@ -68,8 +69,8 @@ class Material(Protocol):
         """Data of a trial: to train on, and of other identities to measure."""
         ...
 
-    def prepare(self, seeds: Sequence[int]) -> None:
-        """Make what trials with these seeds share."""
+    def prepare(self, seeds: Sequence[int], request: StopRequest | None = None) -> None:
+        """Make what trials with these seeds share; ``request`` may end it."""
         ...
 
     def evaluate(self, trial: Trial, facts: Facts, device: str) -> tuple[Result, ...]:
@@ -137,10 +138,10 @@ def run_study(options: StudyOptions) -> Path:
         Interrupted: By a signal, after saving; run again, it goes on.
         DataError: Trainings failed.
     """
-    with _working_in(options.out) as request:
+    with _working(options) as request:
         final = list(_final_trials(options, _chosen(options, request)))
         _run(options, final, request, is_search=False)
-        _test(options, final)
+        _test(options, final, request)
     paths = [trial.folder / name for name in _result_names(options) for trial in final]
     named = ReportOptions(title=options.study.title, has_figures=has_matplotlib())
     return write_report(paths, options.out / "report", named)[0]
@@ -148,14 +149,15 @@ def run_study(options: StudyOptions) -> Path:
 
 def run_search(options: StudyOptions) -> Settings:
     """Only let losses choose their settings; raises as ``run_study`` does."""
-    with _working_in(options.out) as request:
+    with _working(options) as request:
         return _chosen(options, request)
 
 
 @contextmanager
-def _working_in(out: Path) -> Iterator[StopRequest]:
-    with RunLock(out), StopRequest() as request:
-        check_writable(out)
+def _working(options: StudyOptions) -> Iterator[StopRequest]:
+    choose_device(0, find_device(options.device))  # one that is not there is refused at once
+    with RunLock(options.out), StopRequest() as request:
+        check_writable(options.out)
         yield request
 
 
@@ -229,7 +231,7 @@ def _run(
     results = {trial.folder: read_trial_result(trial) for trial in trials}
     waiting = [trial for trial in trials if results[trial.folder] is None]
     material = options.material(is_search=is_search)
-    material.prepare(sorted({trial.recipe.seed for trial in waiting}))
+    material.prepare(sorted({trial.recipe.seed for trial in waiting}), request)
     say(f"{len(trials)} trainings, {len(trials) - len(waiting)} of them there already")
     if waiting:
         shared = TrialOptions(material, options.study.measure)
@@ -266,15 +268,16 @@ def _name(trial: Trial) -> str:
     return f"{SYSTEMS[point['loss']].title}, {numbers}, seed {trial.recipe.seed}"
 
 
-def _test(options: StudyOptions, trials: Sequence[Trial]) -> None:
+def _test(options: StudyOptions, trials: Sequence[Trial], request: StopRequest) -> None:
     """Measure final trainings with intervals, several at a time."""
     missing = [trial for trial in trials if not _is_tested(options, trial)]
-    if options.jobs == 1:
-        for trial in missing:
-            _tested(options, trial)
+    if options.jobs > 1:
+        list(in_processes(partial(_tested, options), missing, jobs=options.jobs, request=request))
         return
-    with ProcessPoolExecutor(options.jobs, get_context("spawn")) as pool:
-        list(pool.map(_tested, [options] * len(missing), missing))
+    for trial in missing:
+        if request.number:
+            raise Interrupted(request.number)
+        _tested(options, trial)
 
 
 def _result_names(options: StudyOptions) -> tuple[str, ...]:

@@ -29,6 +29,7 @@ from qmargin.study.studies import Study
 from qmargin.sweep.trial import Trial
 from qmargin.sweep.validation import TrialData
 from qmargin.training.recipe import Recipe
+from qmargin.training.signals import StopRequest
 
 FARS = (1e-2, 1e-3, 1e-4)
 VALIDATION_SHARE = 0.25  # of the speakers for training, while settings are chosen
@@ -67,7 +68,7 @@ class SpeechMaterial:
         """Of the recipes."""
         return str(self._list(TRAIN) if self.is_search else (self.path / TRAIN).resolve())
 
-    def prepare(self, seeds: Sequence[int]) -> None:
+    def prepare(self, seeds: Sequence[int], request: StopRequest | None = None) -> None:
         """Write the lists of speakers that are held out, and of those that are not."""
         if not (self.path / TRIALS).exists():
             raise DataError(f"{self.path} has no {TRIALS}; it needs {TRAIN}/, {TEST}/ and {TRIALS}")

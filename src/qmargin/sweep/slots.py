@@ -211,10 +211,7 @@ def _work(connection: Connection, options: TrialOptions, device: str, num_thread
     """Body of a worker."""
     import torch
 
-    if hasattr(os, "setpgrp"):  # Ctrl-C in a terminal is for the sweep, which tells its workers
-        os.setpgrp()
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    follow_parent()
     torch.set_num_threads(min(num_threads, torch.get_num_threads()))
     while (trial := _received(connection)) is not None:
         try:
@@ -222,6 +219,14 @@ def _work(connection: Connection, options: TrialOptions, device: str, num_thread
         except Interrupted as stop:
             connection.send(stop.signal)
             return
+
+
+def follow_parent() -> None:
+    """Leave Ctrl-C in a terminal to the process that started this one, and end when it does."""
+    if hasattr(os, "setpgrp"):
+        os.setpgrp()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
 def _received(connection: Connection) -> Trial | None:

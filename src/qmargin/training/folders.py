@@ -7,6 +7,7 @@ deleted; no reader looks at it. ``step-000123.aside-...`` is one that a run has 
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import secrets
@@ -129,9 +130,10 @@ def check_writable(folder: str | Path, *, needed_bytes: int = 0) -> None:
         probe.unlink()
         free = shutil.disk_usage(folder).free
     except OSError as error:
+        remedy = "free some space" if error.errno == errno.ENOSPC else "change its permissions"
         raise CheckpointError(
             f"{folder} cannot be written to ({error.strerror or error}); "
-            "choose another output folder, or change its permissions"
+            f"choose another output folder, or {remedy}"
         ) from error
     if free < needed_bytes:
         raise CheckpointError(
