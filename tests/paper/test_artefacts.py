@@ -14,7 +14,9 @@ from qmargin.errors import ConfigError, DataError
 from qmargin.evaluation.result import read_result, write_result
 from qmargin.paper import figures, numbers, pairs, runs, tables
 from qmargin.paper.layout import latex, markdown
+from qmargin.paper.measured import Measured
 from qmargin.paper.runs import Request, loss_of
+from qmargin.paper.scale import scale_of
 from qmargin.report.systems import load_panels
 
 TINY = Size(
@@ -91,6 +93,41 @@ def test_seeds_have_a_mean_and_a_deviation(made, monkeypatch):
     assert "2 seeds" in table.caption
     assert "\\textbf" not in latex(table)  # one row is not the best of anything
     assert "$96.38 \\pm 0.07$" in latex(table)
+
+
+def test_margins_beyond_reach_are_in_the_caption_and_no_warnings(made, monkeypatch):
+    """Warnings are errors in tests, so that one of them would end the training."""
+    out, _ = made
+    rows = [row for row in numbers.FACE if row.setting[1:] in ((1.25, 32, 0.2), (1.25, 32, 0.5))]
+    monkeypatch.setattr(numbers, "FACE", tuple(rows))
+    table = tables.table_face(Request(out, device="cpu"))
+    said = "Effective margins over 2, which no embedding reaches: Q-Margin (alpha=1.25, s=32, m=0.5"
+    assert table.caption.endswith(f"{said}) 6.70.")
+
+
+def test_rates_without_a_number_are_named(made, tmp_path):
+    out, table = made
+    lacking = "synthetic stroke identities has no TAR at FAR 1e-5 (needs 100,000 impostor pairs)."
+    assert table.caption.endswith(lacking)
+    result = read_result(sorted((out / "runs").rglob("result.json"))[0])
+    protocol = replace(result.protocol, name="mine", num_impostors=5000)
+    metrics = replace(result.metrics, tar=())
+    write_result(tmp_path / "result.json", replace(result, protocol=protocol, metrics=metrics))
+    text = markdown(tables.table_face(Request(tmp_path, results=tmp_path)))
+    assert "5,000 impostor pairs, 1 seed" in text and "here, mine" not in text
+    pairs_needed = "1e-4 (needs 10,000 impostor pairs), 1e-5 (needs 100,000 impostor pairs)"
+    assert f"mine has no TAR at FAR 1e-3, {pairs_needed}." in text
+
+
+def test_a_caption_has_the_fewest_and_the_most_pairs_of_the_seeds(made):
+    out, _ = made
+    result = read_result(sorted((out / "runs").rglob("result.json"))[0])
+    found = [
+        replace(result, protocol=replace(result.protocol, num_impostors=number))
+        for number in (420, 393, 420)
+    ]
+    told = scale_of([Measured("ArcFace", None, "mine", tuple(found))])
+    assert told.startswith("mine: 393 to 420 impostor pairs, 3 seeds; trained on ")
 
 
 def test_pairs_are_drawn(made):
@@ -171,7 +208,7 @@ def bench_file(path, **changes):
         row("Q-Margin, sparse", 1.0, 180.0),
     ]
     record = {
-        "settings": {"backbone": "iresnet100", "batch": 512, "classes": 2_059_906},
+        "settings": {"backbone": "small_conv", "batch": 512, "classes": 2_059_906},
         "machine": {"device": "NVIDIA H200"},
         "parts": {"end-to-end": rows},
         **changes,
@@ -190,8 +227,10 @@ def test_throughput_is_read_from_a_benchmark(tmp_path, capsys):
     assert "quotients of the numbers above them" in said
     assert "| paper, of ArcFace | 1.000 | 0.987 | 0.948 | 0.731 | - |" in said
     assert "2,059,906 identities, NVIDIA H200" in said
+    assert "small_conv" in said
     tex = (tmp_path / "out" / "table-throughput.tex").read_text(encoding="utf-8")
     assert "quotients of the numbers above them" in tex
+    assert "small\\_conv" in tex
     assert "multicolumn" not in tex and "table*" not in tex  # no headings, and narrow
     assert main([*words[:2], "--results", str(bench_file(path, parts={}))]) == 2
     assert "has no part end-to-end" in capsys.readouterr().err
@@ -222,4 +261,4 @@ def test_settings_of_the_paper_become_losses():
 
 def test_results_that_are_not_there_are_named(tmp_path):
     with pytest.raises(DataError, match="has no result"):
-        runs.results_for(Request(tmp_path, results=tmp_path / "gone"), [])
+        runs.results_for(Request(tmp_path, results=tmp_path / "gone"), [], far=1e-3)

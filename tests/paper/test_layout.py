@@ -83,6 +83,13 @@ def test_a_table_escapes_what_others_named():
     assert "| **2** |" in markdown(table)
 
 
+def test_markdown_escapes_no_underscore_inside_a_word():
+    table = Table("t", "of small_conv, *x* and _y", (Group("my_faces", ("c",)),), (("a_b",),))
+    assert "| my_faces: c |\n| --- |\n| a_b |" in markdown(table)
+    assert "of small_conv, \\*x\\* and \\_y\n" in markdown(table)
+    assert "my\\_faces" in latex(table) and "small\\_conv" in latex(table)
+
+
 def test_the_best_is_bold_among_rows_that_compete():
     group = Group("", ("a",), has_best=True)
     rows = (Heading("others"), ("9",), ("3 +- 1",), ("2",))

@@ -14,6 +14,7 @@ from qmargin.sweep.axes import (
     Values,
     check_axes,
     check_points,
+    check_settings,
     effective_margin,
     grid,
     parse_axis,
@@ -77,6 +78,27 @@ def check(*texts: str) -> None:
 def test_axes_that_do_not_fit_are_refused(texts: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check(*texts)
+
+
+@pytest.mark.parametrize(
+    ("axis", "setting", "message"),
+    [
+        ("loss.scale=10,20", "loss.scale=3", "loss.scale=3 is set, and loss.scale is an axis"),
+        ("loss.scale=8:64", " loss.scale = 3", "loss.scale is an axis"),
+        ("m_eff=0.3", "loss.margin=0.3", "loss.margin follows from the axis m_eff"),
+        ("hardness=2", "loss.scale=16", "loss.scale follows from the axis hardness"),
+        ("loss.preset=arcface", "loss.scale=16", "loss follows from the axis loss.preset"),
+        ("margin_schedule=null", "margin_schedule.start=0", "margin_schedule is an axis"),
+    ],
+)
+def test_a_setting_that_an_axis_decides_is_refused(axis: str, setting: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"{message} in every trial; leave one of them out"):
+        check_settings([parse_axis(axis)], [setting])
+
+
+def test_settings_beside_the_axes_are_taken() -> None:
+    axes = [parse_axis("loss.scale=10,20"), parse_axis("m_eff=0.3")]
+    check_settings(axes, ["loss.preset=cosface", "loss.alpha=1.5", "optimizer.lr=0.2"])
 
 
 def test_the_last_axis_moves_fastest() -> None:

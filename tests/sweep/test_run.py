@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shutil
 import signal
 import statistics
 import subprocess
@@ -65,10 +67,48 @@ def test_what_is_there_is_kept_and_more_is_added(tmp_path: Path) -> None:
 
 def test_another_sweep_is_refused(tmp_path: Path) -> None:
     run_sweep(small_sweep(tmp_path, "loss.scale=10"))
-    with pytest.raises(ConfigError, match="holds a sweep whose recipe_sha256 is"):
+    with pytest.raises(ConfigError, match=r"another recipe: optimizer\.lr: 0\.1 -> 0\.2 \(there"):
         run_sweep(small_sweep(tmp_path, "loss.scale=10", settings=("optimizer.lr=0.2",)))
     with pytest.raises(ConfigError, match=r"holds a sweep whose measure is tar@0\.01"):
         run_sweep(small_sweep(tmp_path, "loss.scale=10", measure="eer"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"recipe": {"name": "half"}}, "cannot be read, so they cannot be compared"),
+        ({"recipe_sha256": "other"}, r"no setting in sweep\.json differs"),
+    ],
+)
+def test_another_sweep_whose_settings_are_not_known_is_refused(
+    tmp_path: Path, changes: dict, message: str
+) -> None:
+    run_sweep(small_sweep(tmp_path, "loss.scale=10"))
+    plan = json.loads((tmp_path / "sweep.json").read_bytes())
+    (tmp_path / "sweep.json").write_text(json.dumps({**plan, "recipe_sha256": "", **changes}))
+    with pytest.raises(ConfigError, match=message):
+        run_sweep(small_sweep(tmp_path, "loss.scale=10"))
+
+
+def test_only_some_of_many_settings_that_differ_are_named(tmp_path: Path) -> None:
+    run_sweep(small_sweep(tmp_path, "loss.scale=10"))
+    settings = ("optimizer.lr=0.2", "loss.preset=cosface", "data.batch_size=16", "seed=3")
+    others = ("model.embedding_dim=8", "data.num_classes=20")
+    with pytest.raises(ConfigError, match=r", and [1-9] more \(there -> here\)"):
+        run_sweep(small_sweep(tmp_path, "loss.scale=10", settings=(*settings, *others)))
+
+
+def test_what_is_there_is_counted_before_anything_is_trained(tmp_path: Path) -> None:
+    axis = "loss.scale=10,16,32"
+    run_sweep(small_sweep(tmp_path, axis, seeds=2))
+    missing = sorted(tmp_path.glob("trials/*seed=0*"))  # one of each point
+    for folder in missing:
+        shutil.rmtree(folder)
+    (tmp_path / "sweep.json").unlink()
+    said: list[str] = []
+    run_sweep(small_sweep(tmp_path, axis, seeds=2, say=said.append))
+    assert len(missing) == 3 and said[0] == "trials: 6, there already: 3"
+    assert [line.split(" ")[0] for line in said[1:4]] == ["[4/6]", "[5/6]", "[6/6]"]
 
 
 def test_one_sweep_in_a_folder(tmp_path: Path) -> None:
@@ -93,6 +133,7 @@ def test_places_that_cannot_be_written_are_refused(tmp_path: Path) -> None:
         (("loss.scale=10",), {"devices": ()}, "devices is empty"),
         (("loss.scal=10",), {}, "did you mean 'scale'"),
         (("loss.scal=10:20",), {"search": "optuna"}, "did you mean 'scale'"),
+        (("loss.scale=10",), {"num_points": 3}, "--trials is 3 and a grid visits every"),
     ],
 )
 def test_bad_options_are_refused(tmp_path: Path, axes: tuple, options: dict, message: str) -> None:
@@ -135,15 +176,52 @@ def test_seeds_alone_are_a_sweep(tmp_path: Path) -> None:
     assert row.point == {} and row.is_complete and len(row.results) == 2
 
 
-def test_damaged_files_are_named(tmp_path: Path) -> None:
-    run_sweep(small_sweep(tmp_path, "loss.scale=10"))
-    (folder,) = (tmp_path / "trials").iterdir()
-    (folder / RESULT).write_text('{"format": "other"}')
-    with pytest.raises(DataError, match="is not the result of a trial"):
-        run_sweep(small_sweep(tmp_path, "loss.scale=10"))
-    (tmp_path / "sweep.json").write_text("{")
+@pytest.mark.parametrize("text", ["{", "[]"])
+def test_a_damaged_plan_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "sweep.json").write_text(text)
     with pytest.raises(DataError, match=r"sweep\.json is damaged"):
         run_sweep(small_sweep(tmp_path, "loss.scale=10"))
+
+
+@pytest.mark.parametrize("damage", [b"", b'{"format": "qmargin-sweep-tr', b'{"format": "other"}'])
+def test_a_result_that_cannot_be_read_is_made_again_from_the_checkpoint(
+    tmp_path: Path, damage: bytes
+) -> None:
+    (before,) = run_sweep(small_sweep(tmp_path, "loss.scale=10")).rows
+    (folder,) = (tmp_path / "trials").iterdir()
+    (folder / RESULT).write_bytes(damage)
+    saved = saved_files(folder, 6)
+    said: list[str] = []
+    (after,) = run_sweep(small_sweep(tmp_path, "loss.scale=10", say=said.append)).rows
+    assert said[0] == "trials: 1, there already: 0"
+    assert after.results[0].metrics == before.results[0].metrics
+    assert saved_files(folder, 6) == saved  # nothing was trained anew
+
+
+def test_a_result_of_another_recipe_is_refused(tmp_path: Path) -> None:
+    run_sweep(small_sweep(tmp_path, "loss.scale=10"))
+    (folder,) = (tmp_path / "trials").iterdir()
+    content = json.loads((folder / RESULT).read_bytes())
+    (folder / RESULT).write_text(json.dumps({**content, "recipe_sha256": "0" * 64}))
+    with pytest.raises(ConfigError, match="is of another recipe than this sweep has"):
+        run_sweep(small_sweep(tmp_path, "loss.scale=10"))
+
+
+def test_a_trial_without_a_whole_checkpoint_names_the_folder_to_remove(tmp_path: Path) -> None:
+    run_sweep(small_sweep(tmp_path, "loss.scale=10,16"))
+    first, second = sorted((tmp_path / "trials").iterdir())
+    (first / RESULT).unlink()
+    for manifest in first.glob("checkpoints/step-*/manifest.json"):
+        manifest.write_text("{")
+    remedy = re.escape(f"no whole checkpoint; remove {first}, only this trial is trained anew")
+    with pytest.raises(DataError, match=remedy) as refused:
+        run_sweep(small_sweep(tmp_path, "loss.scale=10,16"))
+    assert "another folder" not in str(refused.value)
+    assert "none of the 2 checkpoints" in (first / "train.log").read_text(encoding="utf-8")
+    shutil.rmtree(first)
+    before = (second / RESULT).stat().st_mtime_ns
+    assert all(row.is_complete for row in run_sweep(small_sweep(tmp_path, "loss.scale=10,16")).rows)
+    assert (second / RESULT).stat().st_mtime_ns == before
 
 
 def test_trials_that_are_behind_are_stopped(tmp_path: Path) -> None:
@@ -167,6 +245,24 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert plan["measure"] == "tar@0.0001" and plan["axes"][0]["key"] == "loss.alpha"
     assert main(["sweep", "debug", "--grid", "loss.alpa=1,2", "--out", str(out)]) == 2
     assert "did you mean 'alpha'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["--grid", "loss.scale=10,20", "--set", "loss.scale=3"],
+            "loss.scale=3 is set, and loss.scale is",
+        ),
+        (["--grid", "m_eff=0.2,0.3", "--set", "loss.margin=0.3"], "follows from the axis m_eff"),
+        (["--grid", "loss.scale=10,20", "--trials", "3"], "--trials is 3 and a grid"),
+    ],
+)
+def test_options_of_the_command_that_would_do_nothing_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    assert main(["sweep", "debug", *words, "--out", str(tmp_path / "new")]) == 2
+    assert message in capsys.readouterr().err and not (tmp_path / "new").exists()
 
 
 SCRIPT = """

@@ -129,6 +129,7 @@ class Repeating:
     """A search that proposes one point again and again."""
 
     num_points = 3
+    listed = ()
 
     def __init__(self) -> None:
         self.told: list[float | None] = []

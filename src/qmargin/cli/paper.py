@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace) -> None:
     from qmargin.paper.page import ITEMS, paper_page
 
     if arguments.page is not None:
-        write_atomically(arguments.page, paper_page().encode())
+        _write(arguments.page, paper_page())
     elif arguments.list:
         lines = [f"{item.name:26} {item.where}: {item.says}" for item in ITEMS.values()]
         sys.stdout.write("\n".join(lines) + "\n")
@@ -90,10 +90,6 @@ def make(item: Item, arguments: argparse.Namespace) -> None:
     from qmargin.paper.page import item_text
     from qmargin.paper.runs import Request
 
-    maker = makers().get(item.name)
-    if maker is None:
-        sys.stdout.write(item_text(item) + "\n")
-        return
     request = Request(
         out=arguments.out,
         results=arguments.results,
@@ -103,6 +99,12 @@ def make(item: Item, arguments: argparse.Namespace) -> None:
         data=arguments.data,
         command="qmargin " + shlex.join(sys.argv[1:]),
     )
+    maker = makers().get(item.name)
+    if maker is None:
+        why = f"{item.name} is described, and nothing is made for it"
+        request.refuse("results", "seeds", "minutes", "data", why=why)
+        sys.stdout.write(item_text(item) + "\n")
+        return
     with told_to_go_on():
         made = maker(request)
     files = made if isinstance(made, list) else write_table(made, arguments.out)
@@ -117,5 +119,15 @@ def write_table(table: Table, folder: Path) -> list[Path]:
     texts = {"md": markdown(table), "tex": latex(table)}
     sys.stdout.write(texts["md"] + "\n")
     for suffix, text in texts.items():
-        write_atomically(folder / f"{table.name}.{suffix}", text.encode())
+        _write(folder / f"{table.name}.{suffix}", text)
     return [folder / f"{table.name}.{suffix}" for suffix in texts]
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a file; an error names it, and not the one that is written beside it first."""
+    try:
+        write_atomically(path, text.encode())
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be written ({error.strerror or error}); choose another place"
+        ) from error

@@ -30,6 +30,7 @@ NAMES = {
 
 def table_throughput(request: Request) -> Table:
     """Samples a second of whole training steps: measured now, or by a benchmark's file."""
+    request.refuse("seeds", "minutes", "data", why="table-throughput times steps on random images")
     record = _measured(request) if request.results is None else _read(request.results)
     speeds = {name: _fastest(record["parts"][PART], ours) for name, ours in NAMES.items()}
     return Table(

@@ -45,7 +45,7 @@ def add_sweep(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     add("--set", dest="settings", action="append", default=[], metavar="KEY=VALUE", help="for all")
     add("--seeds", type=int, default=1, metavar="N", help="trainings of each combination (1)")
     add("--search", choices=("grid", "optuna"), default="grid", help="every combination (grid)")
-    add("--trials", type=int, default=40, metavar="N", help="combinations of a search (40)")
+    add("--trials", type=int, metavar="N", help="combinations of a search (40)")
     add(
         "--validation",
         action="append",
@@ -63,13 +63,15 @@ def add_sweep(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 
 def run(arguments: argparse.Namespace) -> None:
     """Run the sweep; a signal ends it with the status of that signal, after saving."""
-    from qmargin.sweep.axes import parse_axis
+    from qmargin.sweep.axes import check_settings, parse_axis
     from qmargin.sweep.run import SweepOptions, run_sweep
     from qmargin.sweep.validation import RecipeData
 
+    axes = tuple(parse_axis(text) for text in arguments.axes)
+    check_settings(axes, arguments.settings)
     options = SweepOptions(
         recipe=load_recipe(arguments.recipe, arguments.settings),
-        axes=tuple(parse_axis(text) for text in arguments.axes),
+        axes=axes,
         out=arguments.out,
         seeds=arguments.seeds,
         search=arguments.search,

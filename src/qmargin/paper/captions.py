@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from qmargin.files import write_atomically
-from qmargin.paper.layout import escaped, latex_caption
+from qmargin.paper.layout import escaped, latex_caption, markdown_words
 from qmargin.paper.numbers import Columns, Row
-from qmargin.report.tables import markdown_text
 
 
 def described(alpha: float, scale: float, margin: float) -> str:
@@ -42,7 +41,7 @@ def write_captions(stem: Path, pictures: Sequence[str], caption: str) -> list[Pa
     """
     shown = "".join(f"![]({name})\n\n" for name in pictures if not name.endswith(".pdf"))
     texts = {
-        "md": f"{shown}{escaped(caption, markdown_text)}\n",
+        "md": f"{shown}{escaped(caption, markdown_words)}\n",
         "tex": _latex([name for name in pictures if not name.endswith(".svg")], stem, caption),
     }
     for suffix, text in texts.items():

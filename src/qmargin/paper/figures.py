@@ -11,23 +11,27 @@ from qmargin.demo.losses import LOSSES
 from qmargin.files import write_atomically
 from qmargin.paper import numbers
 from qmargin.paper.captions import points_of_paper, write_captions
-from qmargin.paper.measured import measured_in, scale_of
+from qmargin.paper.measured import measured_in
 from qmargin.paper.runs import Request, loss_of, results_for
+from qmargin.paper.scale import scale_of
 from qmargin.report.figures import det_plot, has_matplotlib
 from qmargin.report.systems import Panel, load_panels
 from qmargin.report.write import ReportOptions, write_report
 
+LARGEST_FAR = 1e-2  # curves with a band begin there
+
 
 def figure_det_face(request: Request) -> list[Path]:
     """DET curves of the five losses."""
-    results = results_for(request, list(LOSSES.values()))
+    results = results_for(request, list(LOSSES.values()), far=LARGEST_FAR)
     points = points_of_paper(numbers.REIMPLEMENTED, numbers.IJB)
     return _det(request.out / "figure-det-face", results, points)
 
 
 def figure_det_speaker(request: Request) -> list[Path]:
     """DET curves of the settings for speakers."""
-    results = results_for(request, [loss_of(row) for row in numbers.SPEAKER])
+    losses = [loss_of(row) for row in numbers.SPEAKER]
+    results = results_for(request, losses, far=LARGEST_FAR)
     points = points_of_paper(numbers.SPEAKER, numbers.SPEAKER_COLUMNS)
     return _det(request.out / "figure-det-speaker", results, points)
 

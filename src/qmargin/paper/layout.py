@@ -80,10 +80,20 @@ def number(value: float | None, digits: int = 2) -> str:
     return MISSING if value is None else f"{value:.{digits}f}"
 
 
+def markdown_words(text: str) -> str:
+    r"""A text that Markdown prints as it is; inside a word an underscore needs no escape.
+
+    Examples:
+        >>> print(markdown_words("small_conv, a|b"), markdown_words("_a_"))
+        small_conv, a\|b \_a\_
+    """
+    return re.sub(r"(?<=\w)\\_(?=\w)", "_", markdown_text(text))
+
+
 def markdown(table: Table) -> str:
     """The table with its caption below; groups are named in the headings of their columns."""
     heads = [
-        markdown_text(": ".join(filter(None, (_named(group), column))))
+        markdown_words(": ".join(filter(None, (_named(group), column))))
         for group in table.groups
         for column in group.columns
     ]
@@ -91,14 +101,14 @@ def markdown(table: Table) -> str:
     lines = [heads, ["---"] * len(heads)]
     for place, row in enumerate(table.rows):
         if isinstance(row, Heading):
-            lines.append([f"*{markdown_text(row.text)}*", *[""] * (table.width - 1)])
+            lines.append([f"*{markdown_words(row.text)}*", *[""] * (table.width - 1)])
         elif row is not None:
-            cells = [markdown_text(cell) for cell in row]
+            cells = [markdown_words(cell) for cell in row]
             lines.append(
                 [f"**{cell}**" if (place, i) in best else cell for i, cell in enumerate(cells)]
             )
     body = "\n".join("| " + " | ".join(line) + " |" for line in lines)
-    return f"{body}\n\n{escaped(table.caption, markdown_text)}\n"
+    return f"{body}\n\n{escaped(table.caption, markdown_words)}\n"
 
 
 def _named(group: Group) -> str:

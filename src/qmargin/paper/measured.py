@@ -21,7 +21,7 @@ KINDS = {
     "SparseMax": "angular",
     "Q-Margin": "prior",
 }
-_SEED = re.compile(r", seed \d+$")
+SEED = re.compile(r", seed \d+$")
 Setting = tuple[str, float, float, float]  # kind of margin, alpha, scale, margin
 
 
@@ -61,6 +61,20 @@ class Measured:
         return f"{np.mean(tars):.2f} +- {np.std(tars, ddof=1):.2f}"
 
     @property
+    def num_impostors(self) -> list[int]:
+        """Impostor pairs of every seed."""
+        return [result.protocol.num_impostors for result in self.results]
+
+    @property
+    def gap(self) -> float | None:
+        """The effective margin; None where the model card does not say."""
+        card = self.results[0].system.model_card or {}
+        try:
+            return float(card["effective margin"])
+        except (KeyError, TypeError, ValueError):  # that of an angular margin is no number
+            return None
+
+    @property
     def fars(self) -> list[float]:
         """FARs that were asked for, the largest first."""
         points = (point for result in self.results for point in result.metrics.tar)
@@ -87,7 +101,7 @@ def measured_in(paths: Sequence[Path]) -> list[Measured]:
     groups: dict[tuple[str, Setting | None, str], list[Result]] = {}
     for path in paths:
         result = read_result(path)
-        name = _SEED.sub("", result.protocol.name)
+        name = SEED.sub("", result.protocol.name)
         groups.setdefault((result.system.name, _setting(result), name), []).append(result)
     return [Measured(*key, tuple(found)) for key, found in groups.items()]
 
@@ -99,34 +113,3 @@ def _setting(result: Result) -> Setting | None:
     if kind is None or found.alpha is None or found.scale is None or found.margin is None:
         return None
     return kind, found.alpha, found.scale, found.margin
-
-
-def scale_of(measured: Sequence[Measured]) -> str:
-    """What the numbers are about, in a sentence for a caption."""
-    protocols: dict[str, list[Measured]] = {}
-    for one in measured:
-        protocols.setdefault(one.protocol, []).append(one)
-    tested = [
-        f"{name}: {found[0].results[0].protocol.num_impostors:,} impostor pairs, {_seeds(found)}"
-        for name, found in protocols.items()
-    ]
-    trained = sorted(
-        {
-            text
-            for one in measured
-            for result in one.results
-            if (text := _training(result)) is not None
-        }
-    )
-    return "; ".join([*tested, *(f"trained on {text}" for text in trained)])
-
-
-def _seeds(found: Sequence[Measured]) -> str:
-    counts = sorted({len(one.results) for one in found})
-    shown = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
-    return f"{shown} seed{'s' * (counts[-1] > 1)}"
-
-
-def _training(result: Result) -> str | None:
-    text = (result.system.model_card or {}).get("training")
-    return None if text is None else _SEED.sub("", text)

@@ -62,7 +62,8 @@ class Row:
 
 def figure_pairs(request: Request) -> list[Path]:
     """Pairs that Q-Margin gets right and ArcFace wrong: genuine above, impostors below."""
-    with demo_parts(request) as (options, parts):
+    request.refuse("seeds", why="figure-pairs shows the models of one seed")
+    with demo_parts(request, far=PAIRS_FAR) as (options, parts):
         world, ours = judge(options, parts["q_margin"])
         _, theirs = judge(options, parts["arcface"])
     rows = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,7 +14,8 @@ from tempfile import TemporaryDirectory
 from qmargin.demo.losses import LOSSES, DemoLoss
 from qmargin.demo.plan import PLAN
 from qmargin.demo.run import DemoOptions, Part, complete_parts
-from qmargin.errors import ConfigError, DataError
+from qmargin.errors import ConfigError, DataError, MarginWarning
+from qmargin.paper.enough import check_pairs
 from qmargin.paper.measured import KINDS, Measured, find_results, measured_in
 from qmargin.paper.numbers import Row
 
@@ -43,11 +45,30 @@ class Request:
     data: Path | None = None
     command: str = "qmargin paper"
 
+    def __post_init__(self) -> None:
+        if self.seeds is not None and self.seeds < 1:
+            raise ConfigError(f"--seeds is {self.seeds}; it must be at least 1")
+        if self.minutes is not None and not 0.0 < self.minutes < float("inf"):
+            raise ConfigError(f"--minutes is {self.minutes:g}; it must be above 0")
+        if self.results is not None:
+            self.refuse("seeds", "minutes", "data", why="--results shows what was measured before")
+
+    def refuse(self, *names: str, why: str) -> None:
+        """Refuse options that an artefact would not look at.
+
+        Raises:
+            ConfigError: One of them was given.
+        """
+        for name in names:
+            value = getattr(self, name)
+            if value is not None:
+                raise ConfigError(f"--{name} is {value} and {why}; leave --{name} out")
+
     def demo_options(self, seeds: int) -> DemoOptions:
         """The same as options of the demo."""
         return DemoOptions(
             out=self.out / RUNS,
-            seeds=self.seeds or seeds,
+            seeds=seeds if self.seeds is None else self.seeds,
             minutes=self.minutes,
             device=self.device,
             data=self.data,
@@ -68,28 +89,46 @@ def loss_of(row: Row) -> DemoLoss:
     return loss._replace(margin_kind=KINDS[row.loss])  # type: ignore[arg-type]
 
 
-def results_for(request: Request, losses: Sequence[DemoLoss], *, seeds: int = 1) -> list[Path]:
-    """Files of results: given ones, or those of trainings that are made or completed now."""
+def results_for(
+    request: Request, losses: Sequence[DemoLoss], *, far: float, seeds: int = 1
+) -> list[Path]:
+    """Files of results: given ones, or those of trainings that are made or completed now.
+
+    Args:
+        request: What was asked for.
+        losses: To train, where no results are given.
+        far: The largest that is shown; pictures with too few pairs for it are refused at once.
+        seeds: Where the request does not say how many.
+    """
     if request.results is not None:
         return find_results(request.results)
-    return [part.result for part in parts_for(request, losses, seeds=seeds)]
+    return [part.result for part in _trained(request.demo_options(seeds), losses, far)]
 
 
-def parts_for(request: Request, losses: Sequence[DemoLoss], *, seeds: int = 1) -> list[Part]:
-    """Trainings of the demo's recipe, made or completed now."""
-    return complete_parts(request.demo_options(seeds), losses)
-
-
-def measured_for(request: Request, losses: Sequence[DemoLoss], *, seeds: int = 1) -> list[Measured]:
+def measured_for(
+    request: Request, losses: Sequence[DemoLoss], *, far: float, seeds: int = 1
+) -> list[Measured]:
     """What results say, by setting and protocol."""
-    return measured_in(results_for(request, losses, seeds=seeds))
+    return measured_in(results_for(request, losses, far=far, seeds=seeds))
+
+
+def _trained(options: DemoOptions, losses: Sequence[DemoLoss], far: float) -> list[Part]:
+    """Trainings of the demo's recipe, made or completed now."""
+    check_pairs(options, far)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", MarginWarning)  # captions name margins beyond reach
+        return complete_parts(options, losses)
 
 
 @contextmanager
-def demo_parts(request: Request) -> Iterator[tuple[DemoOptions, dict[str, Part]]]:
+def demo_parts(request: Request, *, far: float) -> Iterator[tuple[DemoOptions, dict[str, Part]]]:
     """ArcFace and Q-Margin of the demo with seed 0 by key, from a demo's folder or from our own.
 
     Where a folder is given, nothing is trained and nothing is written into it.
+
+    Args:
+        request: What was asked for.
+        far: That both need a threshold for.
 
     Raises:
         ConfigError: The results are not of a demo, so that there are no models behind them, or
@@ -97,7 +136,7 @@ def demo_parts(request: Request) -> Iterator[tuple[DemoOptions, dict[str, Part]]
     """
     if request.results is None:
         options = request.demo_options(1)
-        made = complete_parts(options, [LOSSES[key] for key in PAIR])
+        made = _trained(options, [LOSSES[key] for key in PAIR], far)
         yield options, {part.loss.key: part for part in made}
         return
     given = request.results

@@ -9,9 +9,10 @@ from qmargin.demo.losses import LOSSES
 from qmargin.paper import numbers
 from qmargin.paper.captions import described
 from qmargin.paper.layout import MISSING, Group, Heading, Table, TableRow, number
-from qmargin.paper.measured import Measured, scale_of, setting_of
+from qmargin.paper.measured import Measured, setting_of
 from qmargin.paper.numbers import Columns, Row
 from qmargin.paper.runs import Request, loss_of, measured_for
+from qmargin.paper.scale import scale_of, shown_far, unmeasured, unreachable
 
 FARS = (1e-3, 1e-4, 1e-5)
 SETTINGS = (Group("", ("Loss",)), Group("Parameters", ("alpha", "scale", "margin")))
@@ -21,21 +22,21 @@ NUM_SEEDS = 3
 def table_face(request: Request) -> Table:
     """Every configuration for faces."""
     rows = numbers.FACE
-    found = measured_for(request, [loss_of(row) for row in rows])
+    found = measured_for(request, [loss_of(row) for row in rows], far=FARS[0])
     return setting_table("table-face", rows, numbers.FACE_COLUMNS, found)
 
 
 def table_speaker(request: Request) -> Table:
     """Every configuration for speakers."""
     rows = numbers.SPEAKER
-    found = measured_for(request, [loss_of(row) for row in rows])
+    found = measured_for(request, [loss_of(row) for row in rows], far=FARS[0])
     return setting_table("table-speaker", rows, numbers.SPEAKER_COLUMNS, found)
 
 
 def table_seeds(request: Request) -> Table:
     """One configuration with several seeds."""
     row = numbers.SEEDS
-    found = measured_for(request, [loss_of(row)], seeds=NUM_SEEDS)
+    found = measured_for(request, [loss_of(row)], far=FARS[0], seeds=NUM_SEEDS)
     known = [one for one in found if one.setting == setting_of(row)]
     table = setting_table("table-seeds", (row,), numbers.FACE_COLUMNS, known)
     spread = [
@@ -50,7 +51,7 @@ def table_seeds(request: Request) -> Table:
 
 def table_sota(request: Request) -> Table:
     """Methods of other papers, and five losses by one recipe."""
-    found = measured_for(request, list(LOSSES.values()))
+    found = measured_for(request, list(LOSSES.values()), far=FARS[0])
     protocols = _protocols(found)
     groups = (
         Group("", ("Method",)),
@@ -76,7 +77,7 @@ def table_sota(request: Request) -> Table:
         "TAR (%) at each FAR. Paper: IJB-B and IJB-C; reported numbers are those of the original "
         "papers, with other data and networks; re-implemented methods share one recipe; the best "
         "of these is in bold. †The depth is not in the original paper. Here, at another scale: "
-        f"{scale_of(found)}."
+        f"{_about(found)}"
     )
     return Table("table-sota", caption, groups, tuple(rows), best_from=first)
 
@@ -104,12 +105,19 @@ def setting_table(
         cells = [cell for title in protocols for cell in _tars(own, found, title)]
         lines.append((*_start(key[0], key[1][1:] if key[1] else None), *cells, *blank))
     caption = (
-        f"TAR (%) at each FAR. Here, at another scale than the paper's: {scale_of(found)}."
+        f"TAR (%) at each FAR. Here, at another scale than the paper's: {_about(found)}"
         if found
         else "TAR (%) at each FAR. Nothing was measured here for these settings."
     )
     groups = (*SETTINGS, *_of_us(found), *_of_paper(columns))
     return Table(name, caption, groups, tuple(lines))
+
+
+def _about(found: Sequence[Measured]) -> str:
+    """What was measured, what was not, and what no training can reach, in sentences."""
+    return " ".join(
+        filter(None, (f"{scale_of(found)}.", unmeasured(found, FARS), unreachable(found)))
+    )
 
 
 def _of_paper(columns: Columns) -> list[Group]:
@@ -141,7 +149,7 @@ def _fars(found: Sequence[Measured], protocol: str) -> list[float]:
 
 
 def _columns(found: Sequence[Measured], protocol: str) -> tuple[str, ...]:
-    return tuple(f"{far:.0e}".replace("e-0", "e-") for far in _fars(found, protocol))
+    return tuple(map(shown_far, _fars(found, protocol)))
 
 
 def _tars(own: Sequence[Measured], found: Sequence[Measured], protocol: str) -> list[str]:

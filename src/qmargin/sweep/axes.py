@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from qmargin.errors import ConfigError
 from qmargin.maths.hardness import scale_of_hardness
 from qmargin.maths.margins import PriorMargin
-from qmargin.training.recipe import Recipe, flatten
+from qmargin.training.recipe import Recipe, flatten, is_under
 from qmargin.training.recipe_files import apply_settings
 
 EFFECTIVE = "m_eff"
@@ -20,6 +20,7 @@ HARDNESS = "hardness"
 """Another: how hard the negatives are that a loss looks at, whatever alpha and the classes are."""
 
 DECIDES = {EFFECTIVE: "loss.margin", HARDNESS: "loss.scale"}
+PRESET, LOSS = "loss.preset", "loss"  # a preset replaces the whole section
 
 Point = dict[str, str]  # one value of every axis, as on the command line
 
@@ -112,6 +113,28 @@ def check_axes(recipe: Recipe, axes: Sequence[Axis]) -> None:
     for axis in axes:
         if isinstance(axis, Range):
             _check_range(recipe, axis)
+
+
+def check_settings(axes: Sequence[Axis], settings: Sequence[str]) -> None:
+    """Refuse a setting of all trials that an axis replaces in every one of them.
+
+    Args:
+        axes: Of the sweep.
+        settings: That were applied to its recipe, such as ``loss.scale=16``.
+
+    Raises:
+        ConfigError: With both of them.
+    """
+    for setting in settings:
+        key = setting.partition("=")[0].strip()
+        for axis in axes:
+            decided = LOSS if axis.key == PRESET else DECIDES.get(axis.key, axis.key)
+            if is_under(key, (decided,)):
+                is_own = decided == axis.key
+                why = "is an axis" if is_own else f"follows from the axis {axis.key}"
+                raise ConfigError(
+                    f"{setting} is set, and {decided} {why} in every trial; leave one of them out"
+                )
 
 
 def _check_range(recipe: Recipe, axis: Range) -> None:

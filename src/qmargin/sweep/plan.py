@@ -14,14 +14,16 @@ from qmargin.files import write_atomically
 from qmargin.sweep.axes import Axis, Point
 from qmargin.sweep.trial import TRIAL
 from qmargin.sweep.validation import DataSource, choose_measure, num_pairs
-from qmargin.training.recipe import Recipe
-from qmargin.training.recipe_files import to_dict
+from qmargin.training.recipe import FREE, Recipe, is_under
+from qmargin.training.recipe_changes import diff
+from qmargin.training.recipe_files import from_dict, to_dict
 
 PLAN = "sweep.json"
 FOLDERS = "trials"
 FORMAT = "qmargin-sweep"
 VERSION = 1
 LONGEST_NAME = 100  # characters of a folder, without its hash
+MOST_NAMED = 6  # settings that differ, in a message
 
 
 def find_measure(recipe: Recipe, data: DataSource, measure: str | None) -> str:
@@ -63,13 +65,34 @@ def keep_plan(
     path = out / PLAN
     if path.exists():
         known = _read(path)
-        for name in ("recipe_sha256", "search", "measure"):
-            if known[name] != plan[name]:
+        if known.get("recipe_sha256") != recipe.sha256:
+            raise ConfigError(
+                f"{out} holds a sweep of another recipe: {_differences(known, recipe)}; choose "
+                "another --out, or the recipe and --set of that sweep"
+            )
+        for name in ("search", "measure"):
+            if known.get(name) != plan[name]:
                 raise ConfigError(
-                    f"{out} holds a sweep whose {name} is {known[name]}, and this one has "
+                    f"{out} holds a sweep whose {name} is {known.get(name)}, and this one has "
                     f"{plan[name]}; choose another --out"
                 )
     write_atomically(path, (json.dumps(plan, indent=1) + "\n").encode())
+
+
+def _differences(known: dict[str, Any], recipe: Recipe) -> str:
+    """The settings by which a stored plan differs, each with its value there and here."""
+    try:
+        stored = from_dict(known["recipe"])
+    except (ConfigError, KeyError) as error:  # of another version of this package, or edited
+        return f"its settings in {PLAN} cannot be read, so they cannot be compared ({error})"
+    lines = [
+        line for line in diff(stored, recipe) if not is_under(line.partition(":")[0], FREE)
+    ]  # what decides nothing may differ
+    if not lines:
+        return f"no setting in {PLAN} differs, so it was edited or is of another version"
+    left = len(lines) - MOST_NAMED
+    more = f", and {left} more" if left > 0 else ""
+    return f"{', '.join(lines[:MOST_NAMED])}{more} (there -> here)"
 
 
 def known_points(out: Path) -> list[Point]:
@@ -106,7 +129,9 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        content: dict[str, Any] = json.loads(path.read_bytes())
+        content = json.loads(path.read_bytes())
+        if not isinstance(content, dict):
+            raise ValueError("it holds no names and values")
     except ValueError as error:
         raise DataError(
             f"{path} is damaged ({error}); remove it, or choose another --out"

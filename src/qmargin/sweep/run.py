@@ -42,6 +42,7 @@ from qmargin.training.recipe import Recipe
 from qmargin.training.signals import StopRequest
 
 TRIALS = "trials.jsonl"
+NUM_POINTS = 40  # of a search that was not told how many
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class SweepOptions:
         out: Folder of the sweep; one that holds a part of it is completed.
         seeds: Trials of each point; the recipe's seed and those after it.
         search: ``"grid"`` for every combination, or ``"optuna"``.
-        num_points: That a search visits.
+        num_points: That a search visits; None for 40. A grid visits all, and takes no number.
         measure: That a search and early stopping look at; None for the strictest TAR that the
             validation data measure well.
         stop_early: Whether the median rule may end trials.
@@ -70,7 +71,7 @@ class SweepOptions:
     out: Path
     seeds: int = 1
     search: Literal["grid", "optuna"] = "grid"
-    num_points: int = 40
+    num_points: int | None = None
     measure: str | None = None
     stop_early: bool = False
     parallel: int | None = None
@@ -86,6 +87,11 @@ class SweepOptions:
                 raise ConfigError(f"{name} is {value}; it must be at least 1")
         if not self.axes and (self.seeds == 1 or self.search != "grid"):
             raise ConfigError("there is nothing to sweep; give --grid KEY=VALUE,VALUE or --seeds")
+        if self.search == "grid" and self.num_points is not None:
+            raise ConfigError(
+                f"--trials is {self.num_points} and a grid visits every combination; add --search "
+                "optuna, or leave --trials out"
+            )
         if not self.devices:
             raise ConfigError("devices is empty; name at least one, such as cpu")
         check_axes(self.recipe, self.axes)
@@ -123,6 +129,7 @@ def run_sweep(options: SweepOptions) -> Summary:
             command=options.command,
         )
         schedule = Schedule(options, _source(options, measure), measure)
+        schedule.take_listed()
         shared = TrialOptions(options.data, measure, options.stop_early)
         slots = open_slots(
             shared, devices=options.devices, parallel=options.num_slots, request=request
@@ -155,6 +162,14 @@ class Schedule:
         self.results: dict[Path, TrialResult] = {}
         self.num_trials = source.num_points * options.seeds
 
+    def take_listed(self) -> None:
+        """Take from the disk what is there of points that are sure to come, to count it at once."""
+        for point in self._source.listed:
+            for trial in self._trials(point) or ():
+                result = read_trial_result(trial)
+                if result is not None:
+                    self.results[trial.folder] = result
+
     def next_trial(self) -> Trial | None:
         """The next trial without a result; those with one are taken from the disk."""
         while not self._waiting:
@@ -164,9 +179,8 @@ class Schedule:
             if any(point == begun for begun, _ in self._points):
                 self._repeat(point)
                 continue
-            try:
-                trials = self._trials(point)
-            except ConfigError:  # a search may propose what does not go together
+            trials = self._trials(point)
+            if trials is None:
                 self._source.tell(point, None)
                 continue
             self._begin(point, trials)
@@ -185,7 +199,7 @@ class Schedule:
     def _begin(self, point: Point, trials: Sequence[Trial]) -> None:
         self._points.append((point, trials[0].recipe))
         for trial in trials:
-            result = read_trial_result(trial)
+            result = self.results.get(trial.folder) or read_trial_result(trial)
             if result is None:
                 self._waiting.append(trial)
             else:
@@ -198,10 +212,14 @@ class Schedule:
         if not self._tell_source(point):
             self._source.tell(point, None)  # it runs just now; its value comes when it has ended
 
-    def _trials(self, point: Point) -> list[Trial]:
+    def _trials(self, point: Point) -> list[Trial] | None:
+        """A trial for each seed; None for values that do not go together, as in a search."""
         recipe, out = self._options.recipe, self._options.out
         seeds = range(recipe.seed, recipe.seed + self._options.seeds)
-        recipes = [with_point(recipe, point, seed=seed) for seed in seeds]
+        try:
+            recipes = [with_point(recipe, point, seed=seed) for seed in seeds]
+        except ConfigError:
+            return None
         return [Trial(point, own, trial_folder(out, point, own)) for own in recipes]
 
     def _tell_source(self, point: Point) -> bool:
@@ -221,7 +239,7 @@ def _source(options: SweepOptions, measure: str) -> Source:
     return OptunaSearch(
         options.axes,
         options.recipe,
-        num_points=options.num_points,
+        num_points=NUM_POINTS if options.num_points is None else options.num_points,
         known=known_points(options.out),
         measure=measure,
     )

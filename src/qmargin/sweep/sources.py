@@ -14,9 +14,15 @@ from qmargin.training.recipe import Recipe
 
 
 class Source(Protocol):
-    """Gives points, and hears what came of them."""
+    """Gives points, and hears what came of them.
+
+    Attributes:
+        num_points: That it will give.
+        listed: Those of them that are known from the start, in order.
+    """
 
     num_points: int
+    listed: Sequence[Point]
 
     def next_point(self) -> Point | None:
         """The next point, or None when there are no more."""
@@ -31,9 +37,9 @@ class Grid:
     """Every combination of values, in order."""
 
     def __init__(self, axes: Sequence[Axis]) -> None:
-        points = grid(axes)
-        self.num_points = len(points)
-        self._left = deque(points)
+        self.listed: Sequence[Point] = grid(axes)
+        self.num_points = len(self.listed)
+        self._left = deque(self.listed)
 
     def next_point(self) -> Point | None:
         """The next of the grid."""
@@ -82,6 +88,7 @@ class OptunaSearch:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         own = [point for point in known if is_within(point, axes, recipe)]
         self.num_points = max(num_points, len(own))
+        self.listed: Sequence[Point] = own
         self._axes, self._recipe, self._left = axes, recipe, deque(own)
         self._num_given = 0
         # another seed after every start: the same one would propose the first points again

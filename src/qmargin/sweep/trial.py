@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 import traceback
 import warnings
@@ -12,14 +13,22 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from qmargin.errors import ConfigError, DataError, MarginWarning, QMarginError
+from qmargin.data.samples import Dataset
+from qmargin.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    MarginWarning,
+    QMarginError,
+)
 from qmargin.files import write_atomically
 from qmargin.sweep.axes import Point
 from qmargin.sweep.stopping import MedianRule, StoppedEarly, validations
 from qmargin.sweep.validation import DataSource, PairsHook
 from qmargin.training.build import build_dataset
+from qmargin.training.checkpoint import newest
 from qmargin.training.hooks import Hook
-from qmargin.training.loop import train
+from qmargin.training.loop import Outcome, Run, open_run
 from qmargin.training.recipe import Recipe
 from qmargin.training.signals import Interrupted
 from qmargin.training.starting import CHECKPOINTS
@@ -115,13 +124,19 @@ def run_trial(
 def read_trial_result(trial: Trial) -> TrialResult | None:
     """The result in a trial's folder; None where there is none, or it failed and may be retried.
 
+    One that cannot be read counts as absent: the trial goes on from its checkpoint, which is
+    usually that of its end.
+
     Raises:
         ConfigError: It is of another recipe.
     """
     path = trial.folder / RESULT
     if not path.exists():
         return None
-    result = parse_result(path)
+    try:
+        result = parse_result(path)
+    except DataError:
+        return None
     if result.recipe_sha256 != trial.recipe.sha256:
         raise ConfigError(
             f"{path} is of another recipe than this sweep has; choose another --out, or remove "
@@ -152,16 +167,52 @@ def _trained(
         steps = _num_steps(recipe, len(dataset))
         recipe = _validated_often(recipe, steps)
         hook = MedianRule(hook, measure, trial.folder, grace=steps // GRACE)
-    resume = (trial.folder / CHECKPOINTS).exists()
-    outcome = train(
-        recipe, trial.folder, resume=resume, hooks=[hook], dataset=found.train, device=device
-    )
+    outcome = _resumed(replace(trial, recipe=recipe), hook, found.train, device)
     if outcome.signal:
         raise Interrupted(outcome.signal)
     last = [event for event in validations(trial.folder) if event["step"] == outcome.step]
     if not last:
         raise DataError(f"{trial.folder} has no validation of step {outcome.step}; remove it")
     return replace(base, step=outcome.step, metrics=last[-1]["metrics"])
+
+
+def _resumed(trial: Trial, hook: Hook, dataset: Dataset | None, device: str) -> Outcome:
+    """Train from the newest checkpoint on; where none is whole, say what a sweep can do."""
+    folder, resume = trial.folder, (trial.folder / CHECKPOINTS).exists()
+    opened = open_run(
+        trial.recipe, folder, resume=resume, hooks=[hook], dataset=dataset, device=device
+    )
+    try:
+        with opened as run:
+            _measure_end_again(run, folder)
+            return run.go()
+    except CheckpointError as error:
+        if not _is_damaged(folder / CHECKPOINTS):
+            raise
+        sys.stderr.write(f"{error}\n")  # what is wrong with each of them is for the log
+        raise CheckpointError(
+            f"{folder / CHECKPOINTS} has no whole checkpoint; remove {folder}, only this trial is "
+            "trained anew"
+        ) from error
+
+
+def _measure_end_again(run: Run, folder: Path) -> None:
+    """A training that was saved at its end may have lost what was measured there.
+
+    Its last checkpoint may be older than the validation of the same step, which is cut off the
+    journal then, and a complete run is not validated when it is resumed.
+    """
+    is_known = any(event["step"] == run.step for event in validations(folder))
+    if run.step == run.session.total_steps and not is_known:
+        run.validated_step = None
+
+
+def _is_damaged(checkpoints: Path) -> bool:
+    try:
+        newest(checkpoints)
+    except CheckpointError:
+        return True
+    return False
 
 
 def _num_steps(recipe: Recipe, num_samples: int) -> int:
