@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 from PIL import Image
 
+from helpers.tiny_demo import patch_demo
 from qmargin.cli.main import main
-from qmargin.demo import plan
 from qmargin.demo.recipe import Size
 from qmargin.errors import ConfigError, DataError
 from qmargin.evaluation.result import read_result, write_result
@@ -36,8 +36,7 @@ TINY = Size(
 def made(tmp_path_factory):
     """Five tiny losses with one seed, as ``qmargin paper table-sota`` trains them."""
     patch = pytest.MonkeyPatch()
-    patch.setitem(plan.SIZES, "cpu", TINY)
-    patch.setattr(plan, "_seconds_per_step", lambda size, device: 0.001)
+    patch_demo(patch, TINY)
     out = tmp_path_factory.mktemp("paper")
     table = tables.table_sota(Request(out, device="cpu"))
     yield out, table

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 import qmargin
 from qmargin.demo.intervals import PairReplicates, bootstrap_pairs, column_intervals
-from qmargin.evaluation.all_pairs import AllPairs, evaluate_all_pairs
+from qmargin.evaluation.all_pairs import AllPairs, evaluate_all_pairs, num_impostor_pairs
 from qmargin.evaluation.pair_scores import PairNorm, ScoredPair, unit_rows
 from qmargin.evaluation.pictures import score_histogram
 from qmargin.evaluation.result import (
@@ -105,7 +105,7 @@ def evaluate_pictures(
         ProtocolError: There are too few pairs for a rate, or none of a kind.
     """
     counts = np.bincount(dataset.labels, minlength=dataset.num_classes)
-    num_impostors = (int(counts.sum()) ** 2 - int((counts * counts).sum())) // 2
+    num_impostors = num_impostor_pairs(counts)
     fars = tuple(far for far in FARS if sufficiency(far, num_impostors).allowed > 0)
     found = evaluate_all_pairs(
         embeddings, dataset.labels, fars, num_hardest=NUM_HARDEST, device=device, moments=moments

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from qmargin.evaluation.all_pairs import num_impostor_pairs
 from qmargin.metrics.bootstrap import interval
 from qmargin.metrics.resampling import Point, SortedTrials, Tail, Wanted, weighted_point
 from qmargin.metrics.subjects import SubjectWeights, Trials
@@ -110,7 +111,7 @@ def _point(tail: Tail, row: Ints, num_samples: Ints, wanted: Wanted) -> Point | 
     """One replicate, or None where an answer may lie below the tail."""
     drawn = row * num_samples
     num_genuine = int((drawn * (num_samples - 1)).sum()) // 2
-    num_impostors = (int(drawn.sum()) ** 2 - int((drawn * drawn).sum())) // 2
+    num_impostors = num_impostor_pairs(drawn)
     padded = np.append(row, 1)  # the subject of weight 1, with which genuine pairs are counted
     num_seen = int(tail.impostors.running(padded)[-1])
     if num_seen < num_impostors and max(wanted.fars) * num_impostors >= num_seen:

@@ -21,7 +21,9 @@ MOST_EPOCHS = 200
 NUM_TIMED = 8  # steps that are tried before the length is decided
 
 
-class _Plan(NamedTuple):
+class Plan(NamedTuple):
+    """What was decided: the size, by which minutes, on which data."""
+
     size: Size
     minutes: float | None
     data: str | None
@@ -50,7 +52,7 @@ def find_plan(
         digest: Of what is there now; not looked at where it is None.
         lost: The size of trainings that are there without a plan; None where there are none.
     """
-    known = _read(folder / PLAN)
+    known = read_plan(folder / PLAN)
     if known is not None:
         if minutes is not None and minutes != known.minutes:
             raise ConfigError(
@@ -104,7 +106,12 @@ def _seconds_per_step(size: Size, device: str) -> float:
     return min(rehearse(recipe, device=device, num_steps=NUM_TIMED).seconds[1:])
 
 
-def _read(path: Path) -> _Plan | None:
+def read_plan(path: Path, *, remedy: str = "choose another --out, or remove it") -> Plan | None:
+    """A plan as it was written; None without the file.
+
+    Raises:
+        DataError: It is no plan, with the remedy.
+    """
     if not path.exists():
         return None
     try:
@@ -112,8 +119,6 @@ def _read(path: Path) -> _Plan | None:
         if content["format"] != FORMAT or content["version"] != 1:
             raise ValueError(f"format {content['format']!r}, version {content['version']!r}")
         size, digest = Size(**content["size"]), content["digest"]
-        return _Plan(size, content["minutes"], content["data"], digest)
+        return Plan(size, content["minutes"], content["data"], digest)
     except (ValueError, KeyError, TypeError) as error:
-        raise DataError(
-            f"{path} is not the plan of a demo ({error}); choose another --out, or remove it"
-        ) from error
+        raise DataError(f"{path} is not the plan of a demo ({error}); {remedy}") from error

@@ -22,7 +22,7 @@ from qmargin.demo.plan import PLAN, find_plan
 from qmargin.demo.recipe import SIZES, Size, demo_recipe
 from qmargin.errors import CheckpointError, ConfigError, DataError
 from qmargin.training.fields import check_known
-from qmargin.training.signals import Interrupted, StopRequest
+from qmargin.training.signals import StopRequest
 
 if TYPE_CHECKING:
     import numpy as np
@@ -167,8 +167,7 @@ def complete_parts(options: DemoOptions, losses: Sequence[DemoLoss]) -> list[Par
             with _space_needed(options.out):
                 _complete(part, world, options, device)
             num_taken += 1
-            if request.number:  # it came when the training had ended
-                raise Interrupted(request.number)
+            request.obey()  # a signal that came when the training had ended
     return parts
 
 

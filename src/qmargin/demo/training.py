@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qmargin.errors import CheckpointError
-from qmargin.training.checkpoint import newest
+from qmargin.training.checkpoint import is_damaged
 from qmargin.training.loop import train
 from qmargin.training.signals import Interrupted
 from qmargin.training.starting import CHECKPOINTS
@@ -36,7 +36,7 @@ def train_part(
         resume = (folder / CHECKPOINTS).exists()
         outcome = train(recipe, folder, resume=resume, dataset=dataset, device=device)
     except CheckpointError as error:
-        if not _is_damaged(folder):
+        if not is_damaged(folder / CHECKPOINTS):
             raise
         raise CheckpointError(
             f"{folder / CHECKPOINTS} has no whole checkpoint; remove the folder {folder} and run "
@@ -46,11 +46,3 @@ def train_part(
         raise Interrupted(outcome.signal)
     assert outcome.checkpoint is not None  # a training that ended was saved
     return outcome.checkpoint
-
-
-def _is_damaged(folder: Path) -> bool:
-    try:
-        newest(folder / CHECKPOINTS)
-    except CheckpointError:
-        return True
-    return False

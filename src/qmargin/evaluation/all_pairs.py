@@ -138,6 +138,16 @@ def evaluate_all_pairs(
     )
 
 
+def num_impostor_pairs(counts: NDArray[np.integer[Any]]) -> int:
+    """Pairs of samples of two subjects, by the number of samples of each.
+
+    Examples:
+        >>> num_impostor_pairs(np.array([2, 1, 1]))
+        5
+    """
+    return (int(counts.sum()) ** 2 - int((counts * counts).sum())) // 2
+
+
 def _find(
     blocks: PairBlocks,
     counts: ImpostorCounts,

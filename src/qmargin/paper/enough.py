@@ -10,6 +10,7 @@ import numpy as np
 from qmargin.demo.recipe import SIZES
 from qmargin.demo.run import DemoOptions, find_device
 from qmargin.errors import DataError
+from qmargin.evaluation.all_pairs import num_impostor_pairs
 
 
 def pairs_needed(far: float) -> int:
@@ -41,8 +42,7 @@ def check_pairs(options: DemoOptions, far: float) -> None:
         stored = read_stored(options.data, Path(scratch) / INDEX)
     size, needed = SIZES[find_device(options.device)], pairs_needed(far)
     for seed in range(options.seeds):
-        counts = np.bincount(stored_world(stored, size, seed).test.labels).astype(np.int64)
-        number = (int(counts.sum()) ** 2 - int((counts * counts).sum())) // 2
+        number = num_impostor_pairs(np.bincount(stored_world(stored, size, seed).test.labels))
         if number < needed:
             raise DataError(
                 f"the test identities of {options.data} make {number:,} impostor pairs with seed "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,9 +11,9 @@ from shutil import copy
 from tempfile import TemporaryDirectory
 
 from qmargin.demo.losses import LOSSES, DemoLoss
-from qmargin.demo.plan import PLAN
+from qmargin.demo.plan import PLAN, read_plan
 from qmargin.demo.run import DemoOptions, Part, complete_parts
-from qmargin.errors import ConfigError, DataError, MarginWarning
+from qmargin.errors import ConfigError, MarginWarning
 from qmargin.paper.enough import check_pairs
 from qmargin.paper.measured import KINDS, Measured, find_results, measured_in
 from qmargin.paper.numbers import Row
@@ -153,20 +152,12 @@ def demo_parts(request: Request, *, far: float) -> Iterator[tuple[DemoOptions, d
             f"both are needed. Run `qmargin demo --out {given} --losses {' '.join(PAIR)}` to "
             "complete it, or leave --results out to train both elsewhere"
         )
+    plan = read_plan(given / PLAN, remedy="give another folder")
+    assert plan is not None  # the file is there
     with TemporaryDirectory() as scratch:  # what reading the data may write goes there
         copy(given / PLAN, scratch)
-        yield DemoOptions(Path(scratch), device=request.device, data=_data_of(given)), parts
-
-
-def _data_of(folder: Path) -> Path | None:
-    """What a demo was run on; None for stroke identities."""
-    try:
-        data = json.loads((folder / PLAN).read_bytes())["data"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise DataError(
-            f"{folder / PLAN} is not the plan of a demo ({error!r}); give another folder"
-        ) from error
-    return None if data is None else Path(data)
+        data = None if plan.data is None else Path(plan.data)
+        yield DemoOptions(Path(scratch), device=request.device, data=data), parts
 
 
 def _is_complete(part: Part) -> bool:

@@ -48,7 +48,7 @@ from qmargin.training.folders import check_writable, list_steps
 from qmargin.training.lock import RunLock
 from qmargin.training.process import choose_device
 from qmargin.training.recipe import Recipe
-from qmargin.training.signals import Interrupted, StopRequest
+from qmargin.training.signals import StopRequest
 from qmargin.training.starting import CHECKPOINTS
 
 FINAL = "final"
@@ -271,13 +271,7 @@ def _name(trial: Trial) -> str:
 def _test(options: StudyOptions, trials: Sequence[Trial], request: StopRequest) -> None:
     """Measure final trainings with intervals, several at a time."""
     missing = [trial for trial in trials if not _is_tested(options, trial)]
-    if options.jobs > 1:
-        list(in_processes(partial(_tested, options), missing, jobs=options.jobs, request=request))
-        return
-    for trial in missing:
-        if request.number:
-            raise Interrupted(request.number)
-        _tested(options, trial)
+    list(in_processes(partial(_tested, options), missing, jobs=options.jobs, request=request))
 
 
 def _result_names(options: StudyOptions) -> tuple[str, ...]:

@@ -78,8 +78,7 @@ class OwnProcess(AbstractContextManager["OwnProcess"]):
     def wait(self) -> tuple[Trial, TrialResult]:
         """Run the trial."""
         assert self._trial is not None
-        if self._request.number:
-            raise Interrupted(self._request.number)
+        self._request.obey()
         trial, self._trial = self._trial, None
         return trial, _run(trial, self._options, self._device)
 
@@ -166,8 +165,7 @@ class Workers(AbstractContextManager["Workers"]):
         """The next trial that ends."""
         busy = {w.connection: (place, w) for place, w in enumerate(self._workers) if w and w.trial}
         while not (ready := wait(list(busy), timeout=SECONDS_TO_LOOK)):
-            if self._request.number:
-                raise Interrupted(self._request.number)
+            self._request.obey()
         place, worker = busy[ready[0]]  # type: ignore[index]
         trial = worker.trial
         assert trial is not None

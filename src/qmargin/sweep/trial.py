@@ -26,7 +26,7 @@ from qmargin.sweep.axes import Point
 from qmargin.sweep.stopping import MedianRule, StoppedEarly, validations
 from qmargin.sweep.validation import DataSource, PairsHook
 from qmargin.training.build import build_dataset
-from qmargin.training.checkpoint import newest
+from qmargin.training.checkpoint import is_damaged
 from qmargin.training.hooks import Hook
 from qmargin.training.loop import Outcome, Run, open_run
 from qmargin.training.recipe import Recipe
@@ -187,7 +187,7 @@ def _resumed(trial: Trial, hook: Hook, dataset: Dataset | None, device: str) -> 
             _measure_end_again(run, folder)
             return run.go()
     except CheckpointError as error:
-        if not _is_damaged(folder / CHECKPOINTS):
+        if not is_damaged(folder / CHECKPOINTS):
             raise
         sys.stderr.write(f"{error}\n")  # what is wrong with each of them is for the log
         raise CheckpointError(
@@ -205,14 +205,6 @@ def _measure_end_again(run: Run, folder: Path) -> None:
     is_known = any(event["step"] == run.step for event in validations(folder))
     if run.step == run.session.total_steps and not is_known:
         run.validated_step = None
-
-
-def _is_damaged(checkpoints: Path) -> bool:
-    try:
-        newest(checkpoints)
-    except CheckpointError:
-        return True
-    return False
 
 
 def _num_steps(recipe: Recipe, num_samples: int) -> int:

@@ -97,6 +97,15 @@ def newest(folder: str | Path) -> Search:
     return Search(None, tuple(skipped))
 
 
+def is_damaged(folder: str | Path) -> bool:
+    """Whether there are checkpoints and none is whole; see ``newest``."""
+    try:
+        newest(folder)
+    except CheckpointError:
+        return True
+    return False
+
+
 def agree_on_newest(
     folder: str | Path, *, rank: int = 0, world: int = 1, exchange: Exchange | None = None
 ) -> Search:

@@ -92,6 +92,11 @@ class StopRequest:
         self._thread.join()
         self._reader.close()
 
+    def obey(self) -> None:
+        """Raise ``Interrupted`` if a signal asked to stop."""
+        if self.number:
+            raise Interrupted(self.number)
+
     def _pass_on(self, handler: Any) -> None:
         """What came while a training ended is for those around it, who may have more to do."""
         outer = getattr(handler, "__self__", None)
