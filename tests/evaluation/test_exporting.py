@@ -57,6 +57,8 @@ def test_a_run_becomes_a_model(run: Path, tmp_path: Path) -> None:
 def test_a_run_is_read_as_if_it_were_exported(run: Path, tmp_path: Path) -> None:
     card = export_run(run, tmp_path / "m")
     model = load_model(run)
+    now = model.card.facts.pop("exported")  # each says when it was made
+    assert now >= card.facts.pop("exported")
     assert model.card == card
     inputs = np.random.default_rng(0).normal(size=(3, 32)).astype(np.float32)
     assert np.array_equal(model.embed(inputs), load_model(tmp_path / "m").embed(inputs))
