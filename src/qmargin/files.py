@@ -9,7 +9,7 @@ import hashlib
 import os
 import secrets
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -51,6 +51,8 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> FileEntry:
 def replacing(path: Path, *, sync: bool = True) -> Iterator[Path]:
     """A free name to write to; it becomes ``path`` at the end, or vanishes after an error.
 
+    An error of the file system names ``path``, which people know, and not the free name.
+
     Args:
         path: The file to make or replace.
         sync: Make the new name last; what is not worth a wait for the disk goes without.
@@ -59,8 +61,11 @@ def replacing(path: Path, *, sync: bool = True) -> Iterator[Path]:
     try:
         yield temporary
         temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
+    except BaseException as error:
+        with suppress(OSError):  # as in a folder that is none
+            temporary.unlink()
+        if isinstance(error, OSError) and error.filename == str(temporary):
+            error.filename, error.filename2 = str(path), None
         raise
     if sync:
         sync_folder(path.parent)
