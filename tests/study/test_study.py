@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,7 @@ from qmargin.demo.stored import Stored, read_stored
 from qmargin.errors import ConfigError, DataError
 from qmargin.evaluation.result import read_result
 from qmargin.study import studies
+from qmargin.study.page import study_page
 from qmargin.study.pictures import PictureMaterial, draw_to, first_samples, held_out, identities
 from qmargin.study.run import StudyOptions, run_study
 from qmargin.study.studies import SYSTEMS, Study, find_study
@@ -98,6 +100,12 @@ def test_a_study_from_end_to_end(
     assert main([*command, "--device", "cpu"]) == 0
     assert page.read_text() == text
     capsys.readouterr()
+    assert text.count("| Q-Margin minus |") == 2
+    for folder in [*(out / "final").glob("arcface-*"), *(out / "final").glob("sampled-*")]:
+        shutil.rmtree(folder)
+    alone = study_page(tiny, out, command="qmargin", machine="here")
+    assert "Q-Margin minus" not in alone  # nobody to be compared with
+    assert "| Q-Margin | 2 |" in alone
     monkeypatch.setitem(studies.STUDIES, "tiny", replace(tiny, search_epochs=2))
     assert main([*command, "--device", "cpu"]) == 2
     assert "is of another recipe" in capsys.readouterr().err  # by which settings were chosen

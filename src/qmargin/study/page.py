@@ -78,7 +78,7 @@ def _repeats(folder: Path, name: str) -> Repeats | None:
 
 def _found(repeats: Repeats) -> list[str]:
     table = markdown_repeats(repeats).partition("\n\n")[2]
-    return [verdict(repeats), table, _intervals(repeats), _differences(repeats)]
+    return [verdict(repeats), table, _intervals(repeats), *_differences(repeats)]
 
 
 def _normalised(repeats: Repeats | None) -> list[str]:
@@ -193,7 +193,12 @@ def _intervals(repeats: Repeats) -> str:
     return f"{table}\n\n95 % intervals of these means, by a bootstrap over test identities."
 
 
-def _differences(repeats: Repeats) -> str:
+def _differences(repeats: Repeats) -> list[str]:
+    """To Q-Margin, where it has somebody to be compared with."""
+    others = [name for name in repeats.systems if name != Q_MARGIN]
+    if Q_MARGIN not in repeats.systems or not others:
+        return []
+
     def cell(name: str, far: float) -> str:
         made = difference_of_means(repeats, Q_MARGIN, name, far)
         if made is None:
@@ -201,9 +206,8 @@ def _differences(repeats: Repeats) -> str:
         low, high = signed(100 * made.low), signed(100 * made.high)
         return f"{signed(100 * made.difference)} ({low} to {high})"
 
-    others = [name for name in repeats.systems if name != Q_MARGIN]
-    table = _by_far("Q-Margin minus", repeats, others if Q_MARGIN in repeats.systems else [], cell)
-    return f"{table}\n\nPoints of TAR with 95 % intervals of a paired bootstrap."
+    table = _by_far("Q-Margin minus", repeats, others, cell)
+    return [table, "Points of TAR with 95 % intervals of a paired bootstrap."]
 
 
 def _by_far(
