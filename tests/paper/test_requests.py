@@ -97,4 +97,4 @@ def test_pairs_that_are_just_enough_are_taken(tmp_path):
 def test_a_page_that_cannot_be_written_is_named(capsys):
     assert main(["paper", "--page", "/proc/x.md"]) == 2
     said = capsys.readouterr().err
-    assert "error: /proc/x.md: " in said
+    assert "error: /proc/x.md cannot be written (" in said and "choose another place" in said

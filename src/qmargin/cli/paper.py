@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace) -> None:
     from qmargin.paper.page import ITEMS, paper_page
 
     if arguments.page is not None:
-        write_atomically(arguments.page, paper_page().encode())
+        _write(arguments.page, paper_page())
     elif arguments.list:
         lines = [f"{item.name:26} {item.where}: {item.says}" for item in ITEMS.values()]
         sys.stdout.write("\n".join(lines) + "\n")
@@ -119,5 +119,15 @@ def write_table(table: Table, folder: Path) -> list[Path]:
     texts = {"md": markdown(table), "tex": latex(table)}
     sys.stdout.write(texts["md"] + "\n")
     for suffix, text in texts.items():
-        write_atomically(folder / f"{table.name}.{suffix}", text.encode())
+        _write(folder / f"{table.name}.{suffix}", text)
     return [folder / f"{table.name}.{suffix}" for suffix in texts]
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a file, or say that another place is needed."""
+    try:
+        write_atomically(path, text.encode())
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be written ({error.strerror or error}); choose another place"
+        ) from error
