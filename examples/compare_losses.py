@@ -93,7 +93,7 @@ def train(
         labels = torch.randint(TRAIN_IDENTITIES, (256,), generator=generator)
         embeddings = functional.normalize(backbone(world.sample(labels, generator)))  # [B, d]
         cosines = embeddings @ functional.normalize(prototypes).t()  # [B, k]
-        loss = loss_fn(cosines, labels).mean()
+        loss = loss_fn(cosines, labels)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

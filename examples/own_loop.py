@@ -24,7 +24,7 @@ def main() -> None:
         inputs = centres[labels] + 1.5 * torch.randn(256, input_dim)
         embeddings = functional.normalize(backbone(inputs))  # [B, d]
         cosines = embeddings @ functional.normalize(prototypes).t()  # [B, k]
-        loss = loss_fn(cosines, labels).mean()
+        loss = loss_fn(cosines, labels)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -7,8 +7,10 @@ if TYPE_CHECKING:
     from qmargin import metrics
     from qmargin.errors import MarginWarning, QMarginError
     from qmargin.evaluation.model import load_model
+    from qmargin.heads.checks import exclude_from_ddp
     from qmargin.heads.classifier import MarginClassifier
     from qmargin.heads.step import StepStats
+    from qmargin.heads.updates import ExactSGD, SparseSGD, clip_grad_norm_
     from qmargin.losses.functional import (
         TauSolution,
         fenchel_young_loss,
@@ -57,6 +59,7 @@ __all__ = [
     "CosineMargin",
     "Divergence",
     "ElasticMargin",
+    "ExactSGD",
     "Hardness",
     "JensenShannon",
     "LossOutput",
@@ -68,6 +71,7 @@ __all__ = [
     "PerClass",
     "PriorMargin",
     "QMarginError",
+    "SparseSGD",
     "StepStats",
     "SumMargin",
     "TargetTerm",
@@ -75,11 +79,13 @@ __all__ = [
     "adaface",
     "arcface",
     "arcface_speaker",
+    "clip_grad_norm_",
     "cosface",
     "cosface_speaker",
     "elasticface",
     "entmax_face",
     "entmax_speaker",
+    "exclude_from_ddp",
     "fenchel_young_loss",
     "hardness",
     "load_model",
@@ -102,8 +108,10 @@ __all__ = [
 _HOMES = {  # imported on first use, so that `qmargin --help` need not wait for torch
     "qmargin.errors": "MarginWarning QMarginError",
     "qmargin.evaluation.model": "load_model",
+    "qmargin.heads.checks": "exclude_from_ddp",
     "qmargin.heads.classifier": "MarginClassifier",
     "qmargin.heads.step": "StepStats",
+    "qmargin.heads.updates": "ExactSGD SparseSGD clip_grad_norm_",
     "qmargin.losses.functional": (
         "TauSolution fenchel_young_loss log_partition softargmax solve_tau "
     ),

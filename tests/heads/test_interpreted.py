@@ -134,3 +134,32 @@ def test_a_pass_that_is_not_confirmed_cannot_be_overlooked():
     head(batch.embeddings[:1], batch.labels[:1])
     head.discard()
     assert head.pending is left
+
+
+@pytest.mark.parametrize("value", [0.0, 3e38])
+@pytest.mark.parametrize(
+    ("path", "alpha"), [("sparse", 1.25), ("sparse", 3.0), ("chunked", 1.0), ("chunked", 1.5)]
+)
+def test_a_prototype_without_a_direction_makes_loss_and_gradients_nan(path, alpha, value):
+    batch = random_batch(300, dim=64, rows=4)
+    batch.labels.clamp_(max=298)
+    head = half_head(alpha, batch, path=path, gradient="fused")
+    step(head, batch)
+    with torch.no_grad():
+        head.prototypes[299] = value
+    outcome = step(head, batch)
+    assert outcome.loss.isnan() and outcome.embeddings.isnan().all()
+    assert outcome.prototypes[batch.labels].isnan().any(1).all()
+    optimizer = ExactSGD(head, lr=0.1)
+    before = head.prototypes.detach().clone()
+    head(batch.embeddings, batch.labels).backward()
+    optimizer.step()
+    assert optimizer.num_skipped == 1
+    torch.testing.assert_close(head.prototypes.detach(), before, rtol=0, atol=0, equal_nan=True)
+
+
+def test_an_embedding_whose_length_overflows_has_no_finite_loss():
+    batch = random_batch(300, dim=64, rows=4)
+    head = half_head(1.5, batch, path="sparse")
+    unit, norms = head.kernels.unit_rows(batch.embeddings * 1e37, batch.labels, -100)
+    assert norms.isinf().all() and unit.isnan().all()

@@ -119,3 +119,84 @@ def test_bad_embeddings_give_a_loss_that_is_not_finite() -> None:
 def test_a_head_larger_than_the_gpu_is_refused() -> None:
     with pytest.raises(qmargin.QMarginError, match="GiB"):
         qmargin.MarginClassifier(512, 10**9, qmargin.q_margin(), device="cuda")
+
+
+EVERY_PATH = ("auto", "sparse", "chunked", "dense", "sampled", "paper")
+
+
+def make_gpu_head(path: str, alpha: float, batch: Batch, **options: object):
+    return make_head(make_loss(alpha), batch, path=path, device="cuda", sample_rate=1.0, **options)
+
+
+@pytest.mark.parametrize("value", [0.0, torch.nan, torch.inf, 3e38])
+@pytest.mark.parametrize("alpha", [1.0, 1.25, 3.0])
+@pytest.mark.parametrize("path", EVERY_PATH)
+def test_a_prototype_without_a_direction_makes_loss_and_gradients_nan(
+    path: str, alpha: float, value: float
+) -> None:
+    if alpha == 1.0 and path in ("sparse", "paper"):
+        pytest.skip("for alpha above 1")
+    batch = random_batch(5003, dim=64, rows=16)
+    batch.labels.clamp_(max=5001)
+    head = make_gpu_head(path, alpha, batch)
+    gpu_step(head, batch)
+    with torch.no_grad():
+        head.prototypes[5002] = value
+    outcome = gpu_step(head, batch)
+    assert outcome.loss.isnan() and outcome.embeddings.isnan().all()
+    assert outcome.prototypes[batch.labels].isnan().any(1).all()
+    head.gradient = "fused"
+    optimizer = ExactSGD(head, lr=0.1)
+    before = head.prototypes.detach().clone()
+    head(batch.embeddings.cuda(), batch.labels.cuda()).backward()
+    optimizer.step()
+    assert optimizer.num_skipped == 1
+    torch.testing.assert_close(head.prototypes.detach(), before, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("value", [0.0, torch.nan, torch.inf, 3e38])
+@pytest.mark.parametrize("path", ["auto", "sparse", "chunked", "dense", "paper"])
+def test_an_embedding_without_a_direction_makes_the_loss_nan(path: str, value: float) -> None:
+    batch = random_batch(1031, dim=64, rows=16)
+    batch.embeddings[3] = value
+    head = make_gpu_head(path, 1.25, batch)
+    assert head(batch.embeddings.cuda(), batch.labels.cuda()).isnan()
+
+
+@pytest.mark.parametrize("alpha", [1.0, 1.25])
+@pytest.mark.parametrize("path", EVERY_PATH)
+def test_a_batch_of_ignored_rows_leaves_zeros(path: str, alpha: float) -> None:
+    if alpha == 1.0 and path in ("sparse", "paper"):
+        pytest.skip("for alpha above 1")
+    batch = random_batch(1031, dim=64, rows=8)
+    batch.labels.fill_(-100)
+    outcome = gpu_step(make_gpu_head(path, alpha, batch), batch)
+    assert outcome.loss.isnan()
+    assert (outcome.embeddings == 0).all() and (outcome.prototypes == 0).all()
+
+
+@pytest.mark.parametrize("gradient", ["dense", "fused"])
+@pytest.mark.parametrize("path", ["auto", "sparse", "chunked"])
+def test_prototypes_written_through_data_are_seen(path: str, gradient: str) -> None:
+    batch, other = random_batch(1031, dim=64, seed=1), random_batch(1031, dim=64, seed=2)
+    head, fresh = (make_gpu_head(path, 1.25, part, gradient=gradient) for part in (other, batch))
+    rows, labels = batch.embeddings.cuda(), batch.labels.cuda()
+    truth = fresh(rows, labels)
+    head(rows, labels)
+    head.prototypes.data.copy_(batch.prototypes)
+    assert torch.equal(head(rows, labels), truth)
+
+
+@pytest.mark.parametrize("path", ["sparse", "chunked", "dense"])
+def test_rows_of_the_loss(path: str) -> None:
+    batch = random_batch(1031, dim=64, rows=8)
+    weights = torch.linspace(-1.0, 2.0, 8, device="cuda")
+    gradients = {}
+    for name in (path, "dense"):
+        head = make_gpu_head(name, 1.25, batch)
+        head.loss.reduction, head.chunk_dtype = "none", torch.float32
+        rows = batch.embeddings.cuda().requires_grad_()
+        (head(rows, batch.labels.cuda()) * weights).sum().backward()
+        gradients[name] = (rows.grad, head.prototypes.grad)
+    for ours, theirs in zip(gradients[path], gradients["dense"], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)

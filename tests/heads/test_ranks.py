@@ -11,9 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
+from torch.nn.parallel import DistributedDataParallel
 
 import qmargin
 from helpers.heads import make_loss, random_batch
+from qmargin.errors import ConfigError, DataError
 from qmargin.heads.classifier import MarginClassifier
 from qmargin.heads.updates import ExactSGD, SparseSGD
 
@@ -130,6 +132,9 @@ def work(rank, world, port, folder):
             case = (path, "q_margin", 97, torch.float64)
             found["optimized", path] = optimized(case, group)
         found["overflow"] = overflowed(group)
+        found["poison"] = poisoned(group)
+        found["predicted"] = predicted(group)
+        found["wrapped"] = wrapped(group)
     except Exception:
         found = f"{note}: {traceback.format_exc()}"
     Path(folder, str(rank)).write_bytes(pickle.dumps(found))
@@ -146,6 +151,76 @@ def overflowed(group):
     batch = random_batch(331, DIM, ROWS)
     loss = head(batch.embeddings.double(), batch.labels)
     return head.last_step.path, float(loss.detach())
+
+
+def poisoned(group):
+    """Losses and gradients when one rank has a prototype without a direction, by path."""
+    found = {}
+    for path in ("sparse", "chunked", "dense", "paper", "auto"):
+        head = make_head((path, "q_margin", 97, torch.float64), group)
+        with torch.no_grad():
+            if head.shard.start <= 96 < head.shard.stop:
+                head.prototypes[96 - head.shard.start] = 0.0
+        batch = random_batch(97, DIM, 4)
+        embeddings = batch.embeddings.double().requires_grad_()
+        loss = head(embeddings, batch.labels.clamp(max=95))
+        loss.backward()
+        head.loss.debug = True
+        try:
+            head(embeddings, batch.labels.clamp(max=95))
+            error = None
+        except DataError as caught:
+            error = str(caught)
+        found[path] = (float(loss.detach()), bool(embeddings.grad.isnan().all()), error)
+    return found
+
+
+def predicted(group):
+    """Classes of this rank's rows, and cosines with all."""
+    rank = dist.get_rank(group)
+    head = make_head(("sparse", "q_margin", 331, torch.float64), group)
+    rows = random_batch(331, DIM, ROWS).embeddings.double()[: rank + 1]
+    return head.predict(rows), head.cosines(rows).detach()
+
+
+class Model(torch.nn.Module):
+    def __init__(self, group, gradient):
+        super().__init__()
+        torch.manual_seed(0)
+        self.backbone = torch.nn.Linear(DIM, DIM, bias=False)
+        self.head = MarginClassifier(DIM, 96, PRESETS["q_margin"](), group=group, gradient=gradient)
+
+    def forward(self, inputs, labels):
+        return self.head(self.backbone(inputs), labels)
+
+
+def wrapped(group):
+    """A model that contains a head inside DistributedDataParallel, by how it was prepared."""
+    found, world = {}, dist.get_world_size(group)
+    for name, heads_group, gradient, prepare in (
+        ("sharded", group, "dense", lambda model: model),
+        ("fused", None, "fused", lambda model: model),
+        ("excluded", group, "dense", qmargin.exclude_from_ddp),
+        ("replicated", None, "dense", lambda model: model),
+    ):
+        model = DistributedDataParallel(prepare(Model(heads_group, gradient)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        losses = []
+        try:
+            for step in range(3):
+                batch = random_batch(96, DIM, 12, seed=step)
+                mine = slice(dist.get_rank(group) * 12 // world,
+                             (dist.get_rank(group) + 1) * 12 // world)  # fmt: skip
+                optimizer.zero_grad()
+                loss = model(batch.embeddings[mine], batch.labels[mine])
+                loss.backward()
+                optimizer.step()
+                losses.append(float(loss.detach()))
+            weights = [value.detach().clone() for value in model.parameters()]
+            found[name] = (losses, *weights)
+        except ConfigError as error:
+            found[name] = str(error)
+    return found
 
 
 @pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow), 4])
@@ -199,3 +274,46 @@ def test_lists_too_long_on_one_rank(found):
         path, loss = result["overflow"]
         assert path == "chunked"
         assert loss == pytest.approx(expected, rel=1e-9)
+
+
+def test_poison_on_one_rank_is_nan_on_all(found):
+    for result in found:
+        for path, (loss, is_nan, error) in result["poison"].items():
+            assert loss != loss and is_nan, path
+            assert error is not None and "class 96" in error, path
+
+
+def test_predictions_of_ranks_agree_with_one(found):
+    head = make_head(("sparse", "q_margin", 331, torch.float64), None)
+    rows = random_batch(331, DIM, ROWS).embeddings.double()
+    for rank, result in enumerate(found):
+        classes, cosines = result["predicted"]
+        torch.testing.assert_close(cosines, head.cosines(rows[: rank + 1]).detach())
+        assert torch.equal(classes, cosines.argmax(1))
+
+
+def test_a_head_inside_distributed_data_parallel(found):
+    assert all("exclude_from_ddp" in result["wrapped"]["sharded"] for result in found)
+    assert all("group=" in result["wrapped"]["fused"] for result in found)
+    model = Model(None, "dense")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    losses = []
+    for step in range(3):
+        batch = random_batch(96, DIM, 12, seed=step)
+        optimizer.zero_grad()
+        loss = model(batch.embeddings, batch.labels)
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    shards = torch.cat([result["wrapped"]["excluded"][2] for result in found])
+    torch.testing.assert_close(shards, model.head.prototypes.detach(), rtol=1e-4, atol=1e-5)
+    for result in found:
+        for name in ("excluded", "replicated"):
+            backbone = result["wrapped"][name][1]
+            torch.testing.assert_close(
+                backbone, model.backbone.weight.detach(), rtol=1e-4, atol=1e-5
+            )
+        assert result["wrapped"]["excluded"][0] == pytest.approx(losses, rel=1e-4)
+        torch.testing.assert_close(
+            result["wrapped"]["replicated"][2], model.head.prototypes.detach(), rtol=1e-4, atol=1e-5
+        )

@@ -6,7 +6,7 @@ import qmargin
 
 
 def make_loss(alpha: float = 1.25, **options: object) -> qmargin.MarginLoss:
-    settings = {"scale": 5.0, **options}
+    settings = {"scale": 5.0, "reduction": "none", **options}
     return qmargin.MarginLoss(qmargin.Alpha(alpha), qmargin.PriorMargin(0.05), **settings)
 
 

@@ -362,7 +362,9 @@ IDENTITY_SETTINGS = [
 def test_loss_over_all_identities(alpha: float, scale: float, margin: float) -> None:
     """M6 at 2,059,906 classes in float32: 1e-5 relative or 1e-6 absolute; satisfied rows are 0."""
     cosines, labels = _identities(scale, margin, alpha)
-    loss_fn = qmargin.MarginLoss(qmargin.Alpha(alpha), qmargin.PriorMargin(margin), scale=scale)
+    loss_fn = qmargin.MarginLoss(
+        qmargin.Alpha(alpha), qmargin.PriorMargin(margin), scale=scale, reduction="none"
+    )
     output = loss_fn.with_stats(cosines, labels)
     reference = np.zeros(NUM_IDENTITIES)
     truth, target_posterior = [], []
@@ -386,6 +388,8 @@ def test_loss_of_equal_cosines_over_all_identities() -> None:
     cosines = torch.full((1, NUM_IDENTITIES), 0.03)
     label = torch.tensor([123])
     for alpha, scale, margin in ((1.25, 35.0, 0.2), (2.0, 10.0, 0.1)):
-        loss_fn = qmargin.MarginLoss(qmargin.Alpha(alpha), qmargin.PriorMargin(margin), scale=scale)
+        loss_fn = qmargin.MarginLoss(
+            qmargin.Alpha(alpha), qmargin.PriorMargin(margin), scale=scale, reduction="none"
+        )
         truth = margin_solution(alpha, cosines[0], 123, scale=scale, kind="prior", margin=margin)
         assert_loss(loss_fn(cosines, label), [float(truth.loss(123))], names=["equal"])

@@ -145,7 +145,9 @@ def test_a_target_distribution_of_a_wrong_shape_is_refused(shape: tuple[int, ...
 
 def test_norms_of_a_wrong_shape_are_refused() -> None:
     cosines, labels = spread_cosines()
-    loss_fn = qmargin.MarginLoss(qmargin.Alpha(1.0), qmargin.MagFaceMargin(), scale=5.0)
+    loss_fn = qmargin.MarginLoss(
+        qmargin.Alpha(1.0), qmargin.MagFaceMargin(), scale=5.0, reduction="none"
+    )
     with pytest.raises(errors.QMarginError):
         loss_fn(cosines, labels, torch.ones(4))
     with pytest.raises(errors.QMarginError):
@@ -286,7 +288,7 @@ def test_a_number_is_no_divergence_for_an_operator() -> None:
 
 def test_lists_and_arrays_are_told_to_become_tensors() -> None:
     cosines, labels = spread_cosines()
-    loss_fn = qmargin.magface()
+    loss_fn = qmargin.magface(reduction="none")
     norms = torch.full((5,), 20.0)
     for call in (
         lambda: loss_fn(cosines.numpy(), labels, norms),
@@ -333,7 +335,7 @@ def test_a_value_per_class_for_another_number_of_classes_is_refused(length: int)
         qmargin.PriorMargin(0.1) + qmargin.CosineMargin(per_class),
         prior + qmargin.ElasticMargin(),
     ):
-        loss_fn = qmargin.MarginLoss(qmargin.Alpha(1.25), margin, scale=5.0)
+        loss_fn = qmargin.MarginLoss(qmargin.Alpha(1.25), margin, scale=5.0, reduction="none")
         with pytest.raises(errors.ShapeError) as error:
             loss_fn(cosines, labels)
         assert_message(error, str(length), "12", "PerClass")

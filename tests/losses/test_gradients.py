@@ -196,14 +196,16 @@ def cosine_rows() -> tuple[Tensor, Tensor, Tensor]:
 def test_every_divergence_times_every_margin(divergence: qmargin.Divergence, margin: str) -> None:
     """M9: first and second derivatives of the loss with respect to the cosines."""
     cosines, labels, norms = cosine_rows()
-    loss_fn = qmargin.MarginLoss(divergence, MARGINS[margin](), scale=4.0)
+    loss_fn = qmargin.MarginLoss(divergence, MARGINS[margin](), scale=4.0, reduction="none")
     assert gradcheck(lambda c: loss_fn(c, labels, norms.detach()), (cosines,))
     assert gradgradcheck(lambda c: loss_fn(c, labels, norms.detach()), (cosines,))
 
 
 def test_magface_norms_get_gradients() -> None:
     cosines, labels, norms = cosine_rows()
-    loss_fn = qmargin.MarginLoss(qmargin.Alpha(1.25), qmargin.MagFaceMargin(), scale=4.0)
+    loss_fn = qmargin.MarginLoss(
+        qmargin.Alpha(1.25), qmargin.MagFaceMargin(), scale=4.0, reduction="none"
+    )
     assert gradcheck(lambda c, n: loss_fn(c, labels, n), (cosines, norms))
 
 
@@ -214,7 +216,9 @@ def test_learnable_margins_get_gradients(alpha: float) -> None:
 
     def loss_of(margin: object) -> Tensor:
         kind = qmargin.PriorMargin(margin)
-        return qmargin.MarginLoss(qmargin.Alpha(alpha), kind, scale=4.0)(cosines, labels)
+        return qmargin.MarginLoss(qmargin.Alpha(alpha), kind, scale=4.0, reduction="none")(
+            cosines, labels
+        )
 
     for shape in ((), (3,)):
         margin = torch.full(shape, 0.15, dtype=torch.float64, requires_grad=True)
@@ -228,11 +232,15 @@ def test_learnable_alpha_of_a_module(alpha: float) -> None:
     """A parameter inside the divergence is a parameter of the loss, and is differentiated."""
     cosines, labels, _ = cosine_rows()
     order = nn.Parameter(torch.tensor(alpha, dtype=torch.float64))
-    loss_fn = qmargin.MarginLoss(qmargin.Alpha(order), qmargin.PriorMargin(0.2), scale=4.0)
+    loss_fn = qmargin.MarginLoss(
+        qmargin.Alpha(order), qmargin.PriorMargin(0.2), scale=4.0, reduction="none"
+    )
     assert [id(p) for p in loss_fn.parameters()] == [id(order)]
 
     def function(c: Tensor, a: Tensor) -> Tensor:
-        module = qmargin.MarginLoss(qmargin.Alpha(a), qmargin.PriorMargin(0.2), scale=4.0)
+        module = qmargin.MarginLoss(
+            qmargin.Alpha(a), qmargin.PriorMargin(0.2), scale=4.0, reduction="none"
+        )
         return module(c, labels)
 
     assert gradcheck(function, (cosines, learnable(alpha)))

@@ -52,7 +52,9 @@ def test_jensen_shannon_in_lower_precision(dtype: torch.dtype) -> None:
 
 def test_jensen_shannon_in_a_margin_loss() -> None:
     cosines, labels = spread_cosines()
-    loss_fn = qmargin.MarginLoss(qmargin.JensenShannon(), qmargin.PriorMargin(0.1), scale=5.0)
+    loss_fn = qmargin.MarginLoss(
+        qmargin.JensenShannon(), qmargin.PriorMargin(0.1), scale=5.0, reduction="none"
+    )
     output = loss_fn.with_stats(cosines.double(), labels)
     for row, label in enumerate(labels.tolist()):
         reference = torch.zeros(12, dtype=torch.float64)

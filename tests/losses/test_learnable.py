@@ -37,7 +37,7 @@ def test_learnable_settings_inside_margins_reach_the_optimizer(kind: str) -> Non
 def test_a_parameter_in_two_places_is_one_parameter() -> None:
     shared = parameter()
     margin = qmargin.PriorMargin(shared) + qmargin.CosineMargin(shared)
-    loss_fn = qmargin.MarginLoss(qmargin.Alpha(1.25), margin, scale=5.0)
+    loss_fn = qmargin.MarginLoss(qmargin.Alpha(1.25), margin, scale=5.0, reduction="none")
     assert [id(p) for p in loss_fn.parameters()] == [id(shared)]
 
 
@@ -56,7 +56,9 @@ def gradients(dtype: torch.dtype, alpha: float, *learnable: str) -> dict[str, Te
     cosines, labels = nearly_satisfied(dtype)
     order = torch.tensor(alpha, dtype=torch.float64, requires_grad="alpha" in learnable)
     margin = torch.tensor(0.03125, dtype=torch.float64, requires_grad="margin" in learnable)
-    loss_fn = qmargin.MarginLoss(qmargin.Alpha(order), qmargin.PriorMargin(margin), scale=32.0)
+    loss_fn = qmargin.MarginLoss(
+        qmargin.Alpha(order), qmargin.PriorMargin(margin), scale=32.0, reduction="none"
+    )
     cosines.requires_grad_()
     loss = loss_fn(cosines, labels)
     leaves = {"cosines": cosines, "alpha": order, "margin": margin}

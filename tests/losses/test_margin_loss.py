@@ -41,7 +41,9 @@ def test_every_margin_matches_its_definition(
 ) -> None:
     """M6, M9: loss, tau, support, target posterior and residual of each row."""
     cosines, labels = cosine_batch(8, 60, seed=21)
-    loss_fn = qmargin.MarginLoss(qmargin.Alpha(alpha), KINDS[kind](margin), scale=scale)
+    loss_fn = qmargin.MarginLoss(
+        qmargin.Alpha(alpha), KINDS[kind](margin), scale=scale, reduction="none"
+    )
     output = loss_fn.with_stats(cosines.to(dtype), labels)
     truth = [
         margin_solution(alpha, row, int(y), scale=scale, kind=kind, margin=margin)
@@ -66,7 +68,9 @@ def test_a_prior_and_a_geometric_margin_combine(kind: str, alpha: float) -> None
     cosines, labels = cosine_batch(6, 40, seed=4)
     prior, geometric = qmargin.PriorMargin(0.1), KINDS[kind](0.2)
     losses = [
-        qmargin.MarginLoss(qmargin.Alpha(alpha), margin, scale=10.0)(cosines, labels)
+        qmargin.MarginLoss(qmargin.Alpha(alpha), margin, scale=10.0, reduction="none")(
+            cosines, labels
+        )
         for margin in (prior + geometric, geometric + prior)
     ]
     truth = [
@@ -88,10 +92,14 @@ def test_margins_per_row_and_per_class(alpha: float) -> None:
     margins = torch.tensor([0.0, 0.05, 0.1, 0.15, 0.2])
     per_class = torch.linspace(0.0, 0.2, 12)
     for margin, values in ((margins, margins), (qmargin.PerClass(per_class), per_class[labels])):
-        loss_fn = qmargin.MarginLoss(qmargin.Alpha(alpha), qmargin.PriorMargin(margin), scale=8.0)
+        loss_fn = qmargin.MarginLoss(
+            qmargin.Alpha(alpha), qmargin.PriorMargin(margin), scale=8.0, reduction="none"
+        )
         loss = loss_fn(cosines, labels)
         for row, value in enumerate(values.tolist()):
-            alone = qmargin.MarginLoss(qmargin.Alpha(alpha), qmargin.PriorMargin(value), scale=8.0)
+            alone = qmargin.MarginLoss(
+                qmargin.Alpha(alpha), qmargin.PriorMargin(value), scale=8.0, reduction="none"
+            )
             expected = alone(cosines[row : row + 1], labels[row : row + 1])
             torch.testing.assert_close(loss[row : row + 1], expected, rtol=1e-6, atol=1e-6)
 
@@ -101,7 +109,9 @@ def test_loss_equals_the_operator_with_a_reference() -> None:
     cosines, labels = spread_cosines()
     reference = -10.0 * 0.2 * F.one_hot(labels, 12)
     for alpha in (0.5, 1.0, 1.25, 1.5, 2.0):
-        loss_fn = qmargin.MarginLoss(qmargin.Alpha(alpha), qmargin.PriorMargin(0.2), scale=10.0)
+        loss_fn = qmargin.MarginLoss(
+            qmargin.Alpha(alpha), qmargin.PriorMargin(0.2), scale=10.0, reduction="none"
+        )
         expected = qmargin.fenchel_young_loss(
             10.0 * cosines.double(), labels, alpha=alpha, log_reference=reference
         )
@@ -122,7 +132,9 @@ def test_float32_is_as_good_as_rounding_allows() -> None:
     """Half precision is float32 on the upcast input; float32 is within budget of float64."""
     cosines, labels = cosine_batch(8, 500, seed=3)
     for alpha in (1.0, 1.25, 2.0):
-        loss_fn = qmargin.MarginLoss(qmargin.Alpha(alpha), qmargin.PriorMargin(0.1), scale=10.0)
+        loss_fn = qmargin.MarginLoss(
+            qmargin.Alpha(alpha), qmargin.PriorMargin(0.1), scale=10.0, reduction="none"
+        )
         truth = loss_fn(cosines.double(), labels)
         plain = loss_fn(cosines, labels)
         assert plain.dtype == torch.float32
@@ -137,17 +149,17 @@ def test_float32_is_as_good_as_rounding_allows() -> None:
 
 def test_statistics_carry_no_gradient() -> None:
     cosines, labels = spread_cosines()
-    output = qmargin.q_margin().with_stats(cosines.requires_grad_(), labels)
+    output = qmargin.q_margin(reduction="none").with_stats(cosines.requires_grad_(), labels)
     assert output.loss.requires_grad
     assert not any(part.requires_grad for part in output[1:])
     assert output.loss.shape == output.tau.shape == output.support_size.shape == (5,)
     assert not output.support_size.is_floating_point()
-    assert torch.equal(output.loss, qmargin.q_margin()(cosines, labels))
+    assert torch.equal(output.loss, qmargin.q_margin(reduction="none")(cosines, labels))
 
 
 def test_reductions() -> None:
     cosines, labels = spread_cosines()
-    rows = qmargin.q_margin()(cosines, labels)
+    rows = qmargin.q_margin(reduction="none")(cosines, labels)
     assert rows.shape == (5,)
     torch.testing.assert_close(qmargin.q_margin(reduction="mean")(cosines, labels), rows.mean())
     torch.testing.assert_close(qmargin.q_margin(reduction="sum")(cosines, labels), rows.sum())
@@ -180,7 +192,7 @@ def test_effective_margins_of_the_paper(
     alpha: float, scale: float, margin: float, effective: float
 ) -> None:
     """M12: the cosine gap that the published settings ask for."""
-    loss_fn = qmargin.q_margin(alpha=alpha, scale=scale, margin=margin)
+    loss_fn = qmargin.q_margin(alpha=alpha, scale=scale, margin=margin, reduction="none")
     b = alpha - 1
     assert loss_fn.effective_margin == pytest.approx(effective, abs=0.06 * effective)
     assert loss_fn.effective_margin == pytest.approx(math.expm1(scale * margin * b) / (b * scale))
@@ -195,7 +207,9 @@ def test_an_unreachable_margin_warns_with_the_remedy(
 ) -> None:
     """M12: cosines differ by at most 2; the loss still works, with a constant pull of -1."""
     with pytest.warns(qmargin.MarginWarning) as caught:
-        loss_fn = qmargin.MarginLoss(qmargin.Alpha(alpha), qmargin.PriorMargin(margin), scale=scale)
+        loss_fn = qmargin.MarginLoss(
+            qmargin.Alpha(alpha), qmargin.PriorMargin(margin), scale=scale, reduction="none"
+        )
     message = str(caught[0].message)
     assert effective in message
     assert "2" in message
@@ -210,10 +224,14 @@ def test_an_unreachable_margin_warns_with_the_remedy(
 def test_reachable_margins_do_not_warn() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        qmargin.MarginLoss(qmargin.Alpha(1.0), qmargin.PriorMargin(0.5), scale=64.0)
-        qmargin.MarginLoss(qmargin.Alpha(1.25), qmargin.CosineMargin(0.5), scale=64.0)
+        qmargin.MarginLoss(
+            qmargin.Alpha(1.0), qmargin.PriorMargin(0.5), scale=64.0, reduction="none"
+        )
+        qmargin.MarginLoss(
+            qmargin.Alpha(1.25), qmargin.CosineMargin(0.5), scale=64.0, reduction="none"
+        )
         margin = qmargin.PriorMargin.from_effective(1.99, alpha=1.5, scale=32.0)
-        qmargin.MarginLoss(qmargin.Alpha(1.5), margin, scale=32.0)
+        qmargin.MarginLoss(qmargin.Alpha(1.5), margin, scale=32.0, reduction="none")
 
 
 PRESETS = {  # name: divergence, margin, scale; the paper's tables
@@ -234,12 +252,12 @@ PRESETS = {  # name: divergence, margin, scale; the paper's tables
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_have_the_numbers_of_the_paper(name: str) -> None:
     alpha, margin, scale = PRESETS[name]
-    loss_fn = getattr(qmargin, name)()
+    loss_fn = getattr(qmargin, name)(reduction="none")
     assert isinstance(loss_fn, qmargin.MarginLoss)
     assert loss_fn.divergence == qmargin.Alpha(alpha)
     assert loss_fn.margin == margin
     assert loss_fn.scale == scale
-    assert loss_fn.reduction == "none"
+    assert getattr(qmargin, name)().reduction == "mean"
     assert getattr(qmargin, name).__doc__
 
 
@@ -248,7 +266,7 @@ def test_presets_match_the_definition(name: str) -> None:
     alpha, margin, scale = PRESETS[name]
     kind = {type_: key for key, type_ in KINDS.items()}[type(margin)]
     cosines, labels = cosine_batch(5, 80, seed=13)
-    loss = getattr(qmargin, name)()(cosines, labels)
+    loss = getattr(qmargin, name)(reduction="none")(cosines, labels)
     truth = [
         float(
             margin_solution(alpha, row, int(y), scale=scale, kind=kind, margin=margin.margin).loss(
@@ -271,8 +289,12 @@ def test_arcface_and_cosface_are_cross_entropy_on_shifted_logits() -> None:
         64 * wide.scatter(1, labels[:, None], angles.cos()), labels, reduction="none"
     )
     close = {"rtol": 1e-5, "atol": 1e-6}
-    torch.testing.assert_close(qmargin.cosface()(cosines, labels).double(), cosface, **close)
-    torch.testing.assert_close(qmargin.arcface()(cosines, labels).double(), arcface, **close)
+    torch.testing.assert_close(
+        qmargin.cosface(reduction="none")(cosines, labels).double(), cosface, **close
+    )
+    torch.testing.assert_close(
+        qmargin.arcface(reduction="none")(cosines, labels).double(), arcface, **close
+    )
 
 
 def test_a_loss_trains_and_has_no_state() -> None:
@@ -300,13 +322,13 @@ def test_a_loss_trains_and_has_no_state() -> None:
 
 
 def test_equal_settings_are_equal_and_printed() -> None:
-    text = repr(qmargin.q_margin_face())
+    text = repr(qmargin.q_margin_face(reduction="none"))
     for part in ("1.25", "0.2", "35", "0.54"):
         assert part in text
 
 
 def test_sphereface_has_the_defaults_of_its_authors() -> None:
     """OpenSphere: s 30, m 1.5."""
-    loss_fn = qmargin.sphereface()
+    loss_fn = qmargin.sphereface(reduction="none")
     assert loss_fn.scale == 30.0
     assert loss_fn.margin == qmargin.CombinedMargin(multiplier=1.5)

@@ -35,7 +35,7 @@ def test_prior_and_cosine_margins_are_one_loss_at_alpha_one(
     labels = torch.tensor([0, 7, 20, 49])
     losses, gradients = [], []
     for kind in (qmargin.PriorMargin(margin), qmargin.CosineMargin(margin)):
-        loss_fn = qmargin.MarginLoss(qmargin.Alpha(1.0), kind, scale=scale)
+        loss_fn = qmargin.MarginLoss(qmargin.Alpha(1.0), kind, scale=scale, reduction="none")
         leaf = cosines.clone().requires_grad_()
         losses.append(loss_fn(leaf, labels))
         gradients.append(torch.autograd.grad(losses[-1].sum(), leaf)[0])
@@ -67,7 +67,7 @@ def test_loss_is_zero_exactly_from_the_effective_margin_on(
     cosines = -0.5 - 0.1 * random_cosines(2, 30, seed=seed).double().abs()
     cosines[:, 1] = -0.5
     cosines[:, 0] = -0.5 + gap * torch.tensor([1 - 1e-3, 1 + 1e-9], dtype=torch.float64)
-    loss_fn = qmargin.MarginLoss(qmargin.Alpha(alpha), margin, scale=scale)
+    loss_fn = qmargin.MarginLoss(qmargin.Alpha(alpha), margin, scale=scale, reduction="none")
     loss = loss_fn(cosines, torch.zeros(2, dtype=torch.int64))
     assert float(loss[0]) > 0.0
     assert float(loss[1]) == 0.0
@@ -97,7 +97,7 @@ def test_lowering_the_target_raises_the_loss(
         with warnings.catch_warnings():  # whether it can be reached is not the question here
             warnings.simplefilter("ignore", qmargin.MarginWarning)
             loss_fn = qmargin.MarginLoss(
-                qmargin.Alpha(alpha), qmargin.PriorMargin(margin), scale=scale
+                qmargin.Alpha(alpha), qmargin.PriorMargin(margin), scale=scale, reduction="none"
             )
         loss = loss_fn(cosines, labels)
         assert bool((loss >= previous - 1e-10 * (1 + previous)).all())

@@ -266,7 +266,9 @@ def test_ignored_rows_do_not_move_running_statistics() -> None:
         margin = qmargin.AdaFaceMargin()
         norms = torch.tensor([15.0, 20.0, 25.0, 30.0, norm])
         labels[4] = -100
-        qmargin.MarginLoss(qmargin.Alpha(1.0), margin, scale=5.0)(cosines, labels, norms)
+        qmargin.MarginLoss(qmargin.Alpha(1.0), margin, scale=5.0, reduction="none")(
+            cosines, labels, norms
+        )
         states.append({name: value.clone() for name, value in margin.state_dict().items()})
     for name, value in states[0].items():
         assert torch.equal(value, states[1][name]), name

@@ -81,7 +81,7 @@ def test_a_masked_target_passes_no_gradient(divergence: qmargin.Divergence, twic
         loss = qmargin.fenchel_young_loss(leaf, goal, divergence=divergence)
         (gradient,) = torch.autograd.grad(loss.sum(), leaf, create_graph=twice)
         assert bool((gradient[:, 2] == 0).all())
-    loss_fn = qmargin.MarginLoss(divergence, qmargin.CosineMargin(0.1), scale=5.0)
+    loss_fn = qmargin.MarginLoss(divergence, qmargin.CosineMargin(0.1), scale=5.0, reduction="none")
     leaf = logits.clone().requires_grad_()
     (gradient,) = torch.autograd.grad(loss_fn(leaf, labels).sum(), leaf, create_graph=twice)
     assert bool((gradient[:, 2] == 0).all())
@@ -92,7 +92,9 @@ def test_a_masked_target_passes_no_gradient(divergence: qmargin.Divergence, twic
 def test_all_other_classes_masked(alpha: float, scale: float) -> None:
     """One class left and it is the target: no loss and no gradient, not 0 times infinity."""
     cosines = torch.tensor([[-1.0, -math.inf, -math.inf]], requires_grad=True)
-    loss_fn = qmargin.MarginLoss(qmargin.Alpha(alpha), qmargin.CosineMargin(0.5), scale=scale)
+    loss_fn = qmargin.MarginLoss(
+        qmargin.Alpha(alpha), qmargin.CosineMargin(0.5), scale=scale, reduction="none"
+    )
     loss = loss_fn(cosines, torch.tensor([0]))
     loss.sum().backward()
     assert float(loss.detach()) == pytest.approx(0.0, abs=1e-6)
@@ -117,7 +119,7 @@ def test_an_infinite_reference_breaks_its_row_at_any_size(alpha: float, num_clas
 
 def test_the_mass_error_of_cross_entropy_is_measured() -> None:
     cosines, labels = torch.rand(200, 30), torch.arange(200) % 30
-    error = qmargin.cosface(scale=5.0).with_stats(cosines, labels).mass_error
+    error = qmargin.cosface(scale=5.0, reduction="none").with_stats(cosines, labels).mass_error
     assert 0.0 < float(error.max()) <= 1e-12  # a constant zero would be no measurement
     cosines[0, 0] = math.nan
-    assert bool(qmargin.cosface().with_stats(cosines, labels).mass_error[0].isnan())
+    assert bool(qmargin.cosface(reduction="none").with_stats(cosines, labels).mass_error[0].isnan())

@@ -90,7 +90,7 @@ def test_operators_compile_into_one_graph(backend: str, operator: str) -> None:
 def test_presets_compile_into_one_graph(preset: str) -> None:
     torch._dynamo.reset()
     cosines, labels = cosine_batch(5, 30, seed=3)
-    loss_fn = getattr(qmargin, preset)()
+    loss_fn = getattr(qmargin, preset)(reduction="none")
     compiled = torch.compile(loss_fn, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(
         compiled(cosines, labels), loss_fn(cosines, labels), rtol=1e-6, atol=1e-6
@@ -101,7 +101,7 @@ def test_presets_compile_into_one_graph(preset: str) -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_compiled_loss_takes_new_batch_sizes() -> None:
     torch._dynamo.reset()
-    loss_fn = qmargin.q_margin()
+    loss_fn = qmargin.q_margin(reduction="none")
     compiled = torch.compile(loss_fn, fullgraph=True, backend="aot_eager")
     for rows in (3, 5, 8):
         cosines, labels = cosine_batch(rows, 30, seed=rows)
@@ -117,8 +117,15 @@ def test_losses_compile_one_after_the_other(dynamic: bool | None) -> None:
     """From the second loss on, settings are symbolic numbers: no reset in between."""
     torch._dynamo.reset()
     cosines, labels = cosine_batch(5, 30, seed=3)
-    losses = [qmargin.q_margin(), qmargin.cosface(), qmargin.q_margin(alpha=1.5, scale=10.0)]
-    losses += [qmargin.arcface(), qmargin.arcface(scale=10.0, margin=0.1)]
+    losses = [
+        qmargin.q_margin(reduction="none"),
+        qmargin.cosface(reduction="none"),
+        qmargin.q_margin(alpha=1.5, scale=10.0, reduction="none"),
+    ]
+    losses += [
+        qmargin.arcface(reduction="none"),
+        qmargin.arcface(scale=10.0, margin=0.1, reduction="none"),
+    ]
     for loss_fn in losses:
         compiled = torch.compile(loss_fn, fullgraph=True, backend="aot_eager", dynamic=dynamic)
         torch.testing.assert_close(compiled(cosines, labels), loss_fn(cosines, labels))
@@ -247,7 +254,7 @@ def test_per_sample_gradients_of_a_model(preset: str) -> None:
     parameters = dict(model.named_parameters())
     features = torch.randn(5, 8, dtype=torch.float64)
     labels = torch.tensor([0, 3, 11, 5, 3])
-    loss_fn = getattr(qmargin, preset)()
+    loss_fn = getattr(qmargin, preset)(reduction="none")
 
     def loss(weights: dict[str, Tensor], feature: Tensor, label: Tensor) -> Tensor:
         cosines = torch.tanh(functional_call(model, weights, (feature,)))
@@ -289,7 +296,9 @@ def test_layout_does_not_matter(operator: str, alpha: float) -> None:
 @for_alphas
 def test_layout_does_not_matter_to_gradients(alpha: float) -> None:
     cosines, labels = cosine_batch(6, 25, seed=1)
-    loss_fn = qmargin.MarginLoss(qmargin.Alpha(alpha), qmargin.PriorMargin(0.05), scale=5.0)
+    loss_fn = qmargin.MarginLoss(
+        qmargin.Alpha(alpha), qmargin.PriorMargin(0.05), scale=5.0, reduction="none"
+    )
     weights = torch.linspace(1, 2, 6)
     gradients = []
     for copy in (lambda x: x, lambda x: x.T.contiguous().T):
@@ -317,7 +326,7 @@ def test_any_leading_shape_of_a_module(shape: tuple[int, ...]) -> None:
     generator = torch.Generator().manual_seed(0)
     cosines = torch.rand(*shape, 7, generator=generator) * 2 - 1
     labels = torch.randint(7, shape, generator=generator)
-    loss_fn = qmargin.q_margin()
+    loss_fn = qmargin.q_margin(reduction="none")
     loss = loss_fn(cosines, labels)
     assert loss.shape == shape
     expected = loss_fn(cosines.reshape(-1, 7), labels.reshape(-1))
@@ -328,7 +337,9 @@ def test_rows_do_not_depend_on_their_neighbours() -> None:
     """A row gives the same bits alone, in a batch, and in another order."""
     cosines, labels = cosine_batch(7, 300, seed=2)
     for alpha in ALPHAS:
-        loss_fn = qmargin.MarginLoss(qmargin.Alpha(alpha), qmargin.PriorMargin(0.05), scale=5.0)
+        loss_fn = qmargin.MarginLoss(
+            qmargin.Alpha(alpha), qmargin.PriorMargin(0.05), scale=5.0, reduction="none"
+        )
         together = loss_fn(cosines, labels)
         alone = torch.cat([loss_fn(cosines[i : i + 1], labels[i : i + 1]) for i in range(7)])
         backwards = loss_fn(cosines.flip(0), labels.flip(0)).flip(0)

@@ -1,10 +1,10 @@
-"""The two ends of every path: unit embeddings in, the mean over the rows that count out."""
+"""Both ends of every path: normalise embeddings, and reduce the loss over non-ignored rows."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,23 +41,53 @@ class UnitRows(torch.autograd.Function):
         return gradient, None, None, None
 
 
-class MeanRows(torch.autograd.Function):
-    """Mean over the rows that are not ignored: one operation each way once the shares are known."""
+class ReduceRows(torch.autograd.Function):
+    """Mean or sum of rows by their shares: one operation each way once the shares are known."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, labels: Tensor, ignored: int) -> Tensor:
-        """A scalar; NaN where no row counts, as the mean of nothing is."""
-        counts = labels != ignored
-        shares = counts.to(rows.dtype) / counts.sum()
-        ctx.save_for_backward(shares)
-        return torch.dot(torch.where(counts, rows, 0.0), shares)
+    def forward(ctx: Any, rows: Tensor, shares: Shares) -> Tensor:
+        """A scalar."""
+        ctx.save_for_backward(shares.values)
+        return shares.reduce(rows)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        """An equal share for every row that counts."""
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        """Its share for every row."""
         (shares,) = ctx.saved_tensors
-        return grad * shares, None, None
+        return grad * shares, None
+
+
+class Shares(NamedTuple):
+    """What each row counts in a mean or sum."""
+
+    values: Tensor  # [B], zero for ignored rows
+    nothing: Tensor | None  # scalar: NaN if the mean is one of no rows, else zero
+
+    @classmethod
+    def of(cls, labels: Tensor, ignored: int, reduction: str, dtype: torch.dtype) -> Shares:
+        """Shares of rows with these labels for ``"mean"`` or ``"sum"``."""
+        counts = (labels != ignored).to(dtype)
+        if reduction == "sum":
+            return cls(counts, None)
+        total = counts.sum()
+        return cls(counts / total.clamp_min(1.0), 0.0 / total)
+
+    def reduce(self, rows: Tensor) -> Tensor:
+        """Mean or sum of ``rows`` ``[B]``, whatever ignored rows hold.
+
+        The mean of no rows is NaN, as in torch. It is added, so that it reaches no gradient.
+        """
+        total = torch.dot(torch.where(self.values == 0, 0.0, rows), self.values)
+        return total if self.nothing is None else total + self.nothing
+
+
+def reduce_rows(rows: Tensor, labels: Tensor, ignored: int, reduction: str) -> Tensor:
+    """Mean or sum of ``rows`` ``[B]`` over those whose label is not ``ignored``; or the rows."""
+    if reduction == "none":
+        return torch.where(labels == ignored, 0.0, rows)
+    apply: Callable[..., Tensor] = ReduceRows.apply
+    return apply(rows, Shares.of(labels, ignored, reduction, rows.dtype))
 
 
 def unit_rows(
@@ -69,9 +99,3 @@ def unit_rows(
     """
     apply: Callable[..., tuple[Tensor, Tensor]] = UnitRows.apply
     return apply(embeddings, labels, ignored, kernels)
-
-
-def mean_rows(rows: Tensor, labels: Tensor, ignored: int) -> Tensor:
-    """Mean of ``rows`` ``[B]`` over those whose label is not ``ignored``."""
-    apply: Callable[..., Tensor] = MeanRows.apply
-    return apply(rows, labels, ignored)

@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
+from numbers import Integral
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from qmargin.errors import ConfigError, DataError, ShapeError
 from qmargin.heads.memory import check_memory
+from qmargin.kernels.head_reference import inverse_lengths
 from qmargin.losses.checks import check_floating, check_label_tensor
+from qmargin.losses.module import MarginLoss
 from qmargin.maths.adaptive import ElasticMargin
 
 if TYPE_CHECKING:
     from qmargin.heads.classifier import MarginClassifier
 
 GRADIENTS = ("dense", "sparse", "fused")
+
+
+def check_arguments(embedding_dim: object, num_classes: object, loss: object) -> None:
+    """Refuse arguments of the wrong type."""
+    for name, value in (("embedding_dim", embedding_dim), ("num_classes", num_classes)):
+        if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
+            raise ConfigError(f"{name} is {value!r}; it must be an integer of at least 1")
+    if not isinstance(loss, MarginLoss):
+        raise ConfigError(
+            f"loss is {loss!r}; pass a MarginLoss, such as qmargin.q_margin() or qmargin.cosface()"
+        )
 
 
 def check_settings(head: MarginClassifier, dtype: torch.dtype, paths: tuple[str, ...]) -> None:
@@ -30,6 +46,11 @@ def check_settings(head: MarginClassifier, dtype: torch.dtype, paths: tuple[str,
         raise ConfigError(
             f"prototypes are {dtype}; keep them in torch.float32 (or float64) and choose the "
             "precision of the screen with screen_dtype"
+        )
+    if head.loss.reduction == "none" and head.ranks.world > 1:
+        raise ConfigError(
+            "the loss has reduction='none' and classes are split over ranks, which exchange only "
+            "means and sums; use reduction='mean' or 'sum'"
         )
     margin = head.loss.margin
     if head.ranks.world > 1 and isinstance(margin, nn.Module):
@@ -61,8 +82,8 @@ def check_head_memory(head: MarginClassifier, like: Tensor, screen: torch.dtype 
     check_memory(parts, like.device, subject=subject)
 
 
-def check_batch(head: MarginClassifier, embeddings: Tensor, labels: Tensor) -> Tensor:
-    """Refuse a batch of the wrong shape, dtype or device; the embeddings, if they will do."""
+def check_embeddings(head: MarginClassifier, embeddings: Tensor) -> Tensor:
+    """Refuse embeddings of the wrong shape, dtype or device; return them in float32 or float64."""
     embeddings = check_floating(embeddings, "embeddings")
     if embeddings.dim() != 2 or embeddings.shape[1] != head.embedding_dim:
         raise ShapeError(
@@ -74,7 +95,13 @@ def check_batch(head: MarginClassifier, embeddings: Tensor, labels: Tensor) -> T
             f"embeddings are on {embeddings.device} and prototypes on "
             f"{head.prototypes.device}; move one of them"
         )
-    check_label_tensor(labels, embeddings)
+    return embeddings
+
+
+def check_batch(head: MarginClassifier, embeddings: Tensor, labels: Tensor) -> Tensor:
+    """Refuse a batch of the wrong shape, dtype or device; the embeddings, if they will do."""
+    embeddings = check_embeddings(head, embeddings)
+    check_label_tensor(labels, embeddings, "embeddings")
     return embeddings
 
 
@@ -90,3 +117,79 @@ def check_norms(norms: Tensor, *, debug: bool) -> None:
             f"the embedding of row {row} has length {float(norms[row]):g}, so it has no "
             "direction; look for NaN, inf or a dead layer, or mark the row with ignore_index"
         )
+
+
+def check_prototypes(head: MarginClassifier) -> None:
+    """Name the first prototype without a direction, on every rank; waits for the device."""
+    inverse = inverse_lengths(head.prototypes.detach())
+    bad = inverse.isnan().nonzero()
+    mine = head.shard.start + int(bad[0]) if len(bad) else -1
+    found = [
+        number for (number,) in head.ranks.integers(mine, device=inverse.device) if number >= 0
+    ]
+    if found:
+        raise DataError(
+            f"the prototype of class {min(found)} is zero or not finite, so every loss is NaN; "
+            "look for a diverged step, or draw the prototype anew"
+        )
+
+
+def check_data_parallel(head: MarginClassifier) -> None:
+    """Refuse prototypes that ``DistributedDataParallel`` would overwrite and average.
+
+    Replicated prototypes with an ordinary gradient are what it is for. A shard is different on
+    every rank, and a fused gradient never passes it.
+    """
+    wrapper = getattr(DistributedDataParallel, "_active_ddp_module", None)
+    if wrapper is None or id(wrapper) == head.checked_wrapper:
+        return
+    if head.ranks.world == 1 and head.gradient != "fused":
+        return
+    names = (name for name, value in wrapper.module.named_parameters() if value is head.prototypes)
+    name = next(names, None)
+    if name is None or name in wrapper.parameters_to_ignore or _world_of(wrapper) == 1:
+        head.checked_wrapper = id(wrapper)
+        return
+    if head.ranks.world == 1:
+        raise ConfigError(
+            f"{name} is replicated by DistributedDataParallel and gradient='fused' leaves it no "
+            "gradient to average; pass group=torch.distributed.group.WORLD to the head, or use "
+            "gradient='dense'"
+        )
+    raise ConfigError(
+        f"{name} differs from rank to rank (group=...) and DistributedDataParallel has overwritten "
+        "it with that of rank 0 and averages its gradients; wrap the backbone alone, or call "
+        "qmargin.exclude_from_ddp(model) before wrapping"
+    )
+
+
+def _world_of(wrapper: DistributedDataParallel) -> int:
+    return dist.get_world_size(wrapper.process_group)
+
+
+def exclude_from_ddp(model: nn.Module) -> nn.Module:
+    """Have ``DistributedDataParallel(model)`` leave sharded prototypes inside the model alone.
+
+    Call it before wrapping a model that contains a ``MarginClassifier(group=...)``. Every rank has
+    prototypes of its own there, which must not be overwritten by those of rank 0 or averaged.
+
+    Returns:
+        The same model.
+
+    Examples:
+        >>> from qmargin import MarginClassifier, q_margin
+        >>> model = nn.ModuleDict({"head": MarginClassifier(8, 100, q_margin())})
+        >>> exclude_from_ddp(model)._ddp_params_and_buffers_to_ignore
+        ['head.prototypes']
+    """
+    from qmargin.heads.classifier import MarginClassifier
+
+    names = [
+        f"{name}.prototypes" if name else "prototypes"
+        for name, module in model.named_modules()
+        if isinstance(module, MarginClassifier)
+    ]
+    known = getattr(model, "_ddp_params_and_buffers_to_ignore", [])
+    ignored = [*known, *(name for name in names if name not in known)]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
+    return model

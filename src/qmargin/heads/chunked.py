@@ -32,7 +32,7 @@ from qmargin.heads.chunks import (
 from qmargin.heads.fused_chunks import make_chunks
 from qmargin.heads.leaving import leave_blocks
 from qmargin.heads.pending import PendingGradient, element_bound, is_bounded
-from qmargin.heads.ranked import own_labels
+from qmargin.heads.ranked import own_labels, poisoned
 from qmargin.heads.root_search import solve
 from qmargin.heads.step import StepStats, reference_gradient
 from qmargin.heads.step_loss import RowSolution
@@ -59,7 +59,8 @@ class ChunkedStep:
 
     def target_cosines(self) -> Tensor:
         """See ``SolvableStep``; from the prototypes themselves."""
-        return self.head.ranks.sum_((self.chunks.embeddings * self.targets).sum(1))
+        cosines = (self.chunks.embeddings * self.targets).sum(1)
+        return self.head.ranks.sum_(poisoned(cosines, self.head.copy_error))
 
     def solve(
         self, target_logits: Tensor, target_log_reference: Tensor, *, has_gradient: bool

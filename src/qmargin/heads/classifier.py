@@ -13,20 +13,30 @@ from torch import Tensor, nn
 
 from qmargin.errors import ConfigError, ShapeError
 from qmargin.heads.attempt import Attempt, KeptMargin
-from qmargin.heads.batch import mean_rows, unit_rows
-from qmargin.heads.checks import check_batch, check_head_memory, check_norms, check_settings
+from qmargin.heads.batch import reduce_rows, unit_rows
+from qmargin.heads.checks import (
+    check_arguments,
+    check_batch,
+    check_data_parallel,
+    check_embeddings,
+    check_head_memory,
+    check_norms,
+    check_prototypes,
+    check_settings,
+)
 from qmargin.heads.choice import Choice, choose_path
 from qmargin.heads.chunked import ChunkedStep, chunked_step
 from qmargin.heads.collectives import Ranks, equal_share, gather_rows
-from qmargin.heads.dense import dense_rows
+from qmargin.heads.dense import dense_rows, unit_prototypes
 from qmargin.heads.paper import paper_rows
 from qmargin.heads.sampled import sampled_rows
-from qmargin.heads.shard import ClassShard, draw_prototypes
+from qmargin.heads.shard import ClassShard, Prototypes, draw_prototypes
 from qmargin.heads.sparse import LIST_CAPACITY, SparseStep, sparse_step
 from qmargin.heads.step import StepRecord, StepStats
 from qmargin.heads.step_loss import step_loss
 from qmargin.kernels.dispatch import Call, load_backend
 from qmargin.kernels.head_records import Lengths, ListOverflow
+from qmargin.kernels.head_reference import BLOCK_CLASSES
 from qmargin.losses.checks import check_margin
 from qmargin.losses.module import MarginLoss
 from qmargin.losses.operators import checked_labels
@@ -54,7 +64,8 @@ class MarginClassifier(nn.Module):
     Args:
         embedding_dim: ``d``.
         num_classes: ``k``, any number.
-        loss: A ``MarginLoss``; its reduction is replaced by the mean over the batch.
+        loss: A ``MarginLoss``; its ``reduction`` is that of the head's loss. ``"none"`` gives one
+            value per row, on a single rank.
         path: How a step is taken: ``"sparse"`` (exact lists of active classes, ``alpha > 1``),
             ``"chunked"`` (blocks of classes, any alpha), ``"dense"`` (all cosines, any
             divergence), ``"sampled"`` (Partial FC), ``"paper"`` (top K percent and bisection), or
@@ -77,8 +88,13 @@ class MarginClassifier(nn.Module):
     list per row, on average; above it the step is redone as a chunked one), ``chunk_dtype``
     (operands of ``"chunked"``, see ``qmargin.heads.chunked``) and ``waits`` (see ``confirm``).
 
-    Prototypes may be changed by any optimizer and any in-place operation on the parameter. After a
-    change that PyTorch cannot see (through ``.data``), call ``refresh(force=True)``.
+    Prototypes may be changed by any optimizer, any in-place operation on the parameter, and through
+    ``prototypes.data``. After a write that leaves no trace there (a NumPy array that shares the
+    memory, a view kept of ``.data``), call ``refresh(force=True)``.
+
+    A prototype that is zero or not finite has no direction, so the loss of every row is NaN, and so
+    are the gradients of the rows and of their classes, on every path that looks at the class. A
+    loss with ``debug=True`` raises instead and names the class.
 
     Examples:
         >>> from qmargin.losses.presets import q_margin
@@ -110,11 +126,7 @@ class MarginClassifier(nn.Module):
         dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
-        if embedding_dim < 1 or num_classes < 1:
-            raise ConfigError(
-                f"embedding_dim is {embedding_dim} and num_classes {num_classes}; "
-                "both must be at least 1"
-            )
+        check_arguments(embedding_dim, num_classes, loss)
         self.embedding_dim, self.num_classes = embedding_dim, num_classes
         self.ranks = Ranks(group)
         self.shard = ClassShard.of(num_classes, self.ranks.rank, self.ranks.world)
@@ -135,14 +147,17 @@ class MarginClassifier(nn.Module):
         self._home: tuple[Any, ...] | None = None
         self._kernels: Any = None
         self._kernels_key: tuple[Any, ...] | None = None
-        self._version, self.may_have_moved = -1, False  # see refresh
+        self._stamp: Any = None  # see refresh
+        self.may_have_moved = False
+        self.has_optimizer = False  # of heads/updates.py
+        self.checked_wrapper = 0  # id of the last DistributedDataParallel seen to leave it alone
         self._was_chunked = False
         check_settings(self, dtype, (*STEPS, *PATHS))
         check_margin(loss.margin, num_classes)
         check_head_memory(self, torch.empty((), device=device, dtype=dtype), screen_dtype)
         weights = torch.empty(len(self.shard), embedding_dim, device=device, dtype=dtype)
         drawn = int(torch.randint(1 << 62, ()))  # from the generator that torch.manual_seed seeds
-        self.prototypes = nn.Parameter(draw_prototypes(self.shard, weights, drawn))
+        self.prototypes = Prototypes(draw_prototypes(self.shard, weights, drawn))
 
     @property
     def order(self) -> float:
@@ -200,24 +215,40 @@ class MarginClassifier(nn.Module):
             padded = -(-k // PADDING) * PADDING
             self.copy = prototypes.new_zeros((padded, d), dtype=self.screen_dtype)
             self.inverse_norms = prototypes.new_empty(k)
-        elif self._version == self.prototypes._version and not (force or self.may_have_moved):
+        elif not (force or self.may_have_moved) and self._is_current():
             return
         self.copy_error = self.kernels.refresh_copy(prototypes, self.copy, self.inverse_norms)
-        self._home, self._version = home, self.prototypes._version
+        self._home = home
+        self.note_current()
         # Fused optimizers of PyTorch leave no trace in the version: where a gradient was left, and
         # as long as it is there, they may have used it.
         self.may_have_moved = self.prototypes.grad is not None
 
+    def _is_current(self) -> bool:
+        """Whether the prototypes have certainly not been written since ``note_current``."""
+        prototypes = self.prototypes
+        if not isinstance(prototypes, Prototypes):  # replaced: writes through .data go unnoticed
+            return False
+        stamp = prototypes.stamp()
+        return stamp is not None and stamp == self._stamp
+
+    def note_current(self) -> None:
+        """The screened copy is that of the prototypes as they are now."""
+        prototypes = self.prototypes
+        self._stamp = prototypes.stamp() if isinstance(prototypes, Prototypes) else None
+
     def forward(
         self, embeddings: Tensor, labels: Tensor, sizes: Sequence[int] | None = None
     ) -> Tensor:
-        """Mean loss of a batch of embeddings ``[B, d]`` (any length) with labels ``[B]``.
+        """Loss of a batch of embeddings ``[B, d]`` (any length) with labels ``[B]``.
 
-        With several ranks each passes its own rows, some of them none, and gets the mean over all;
+        It is reduced as the loss says: a scalar, or ``[B]`` for ``reduction="none"``. With several
+        ranks each passes its own rows, some of them none, and gets the mean or sum over all;
         ``sizes``, how many rows each has, saves asking them.
         """
         check_settings(self, self.prototypes.dtype, (*STEPS, *PATHS))
         embeddings = check_batch(self, embeddings, labels)
+        check_data_parallel(self)
         ranks, ignored = self.ranks, self.loss.ignore_index  # a negative number, for the margins
         if ranks.world > 1:
             if sizes is None:
@@ -230,6 +261,8 @@ class MarginClassifier(nn.Module):
         if not labels.is_cuda or self.loss.debug:
             counted = labels.masked_fill(labels == ignored, 0)
             checked_labels(counted, self.num_classes, self.loss.debug)
+        if self.loss.debug:
+            check_prototypes(self)
         choice = self._choose(len(labels))
         if self._unconfirmed is not None and self.pending is not None:
             raise ConfigError(
@@ -296,7 +329,8 @@ class MarginClassifier(nn.Module):
             # These look at all classes, on every rank.
             unit, norms = equal_share(unit, self.ranks), equal_share(norms, self.ranks)
             rows, record = PATHS[path](self, unit, labels, norms)
-            return mean_rows(rows, labels, self.loss.ignore_index), record
+            loss = self.loss
+            return reduce_rows(rows, labels, loss.ignore_index, loss.reduction), record
         margin = KeptMargin(self.loss.margin)
 
         def take(path: str, **hints: Any) -> Attempt:
@@ -339,6 +373,56 @@ class MarginClassifier(nn.Module):
             was_chunked=self._was_chunked,
         )
 
+    @property
+    def weight(self) -> nn.Parameter:
+        """The prototypes, by the name that most heads give them."""
+        return self.prototypes
+
+    def cosines(self, embeddings: Tensor) -> Tensor:
+        """Cosines with every class, ``[B, k]``, differentiable; every rank gets those of its rows.
+
+        With several ranks all have to call it, and each gathers all prototypes.
+        """
+        embeddings = check_embeddings(self, embeddings).to(self.prototypes.dtype)
+        return nn.functional.normalize(embeddings) @ unit_prototypes(self).t()
+
+    @torch.no_grad()
+    def predict(self, embeddings: Tensor) -> Tensor:
+        """Most similar class of each row, ``[B]`` int64, without a ``[B, k]`` matrix.
+
+        The training accuracy is ``(head.predict(embeddings) == labels).float().mean()``. With
+        several ranks all have to call it, each with its own rows.
+        """
+        rows = check_embeddings(self, embeddings).detach().to(self.prototypes.dtype)
+        ranks, sizes = self.ranks, [len(embeddings)]
+        if ranks.world > 1:
+            sizes = [size for (size,) in ranks.integers(len(rows), device=rows.device)]
+            rows = ranks.gather(rows, sizes)
+        best = rows.new_full((len(rows),), -torch.inf)
+        found = torch.full_like(best, self.num_classes, dtype=torch.int64)
+        for start in range(0, len(self.shard), BLOCK_CLASSES):
+            block = nn.functional.normalize(self.prototypes[start : start + BLOCK_CLASSES])
+            value, index = (rows @ block.t()).max(1)  # lengths of rows do not change the order
+            is_better = value > best
+            found = torch.where(is_better, self.shard.start + start + index, found)
+            best = torch.where(is_better, value, best)
+        if ranks.world > 1:
+            is_best = best == ranks.max_(best.clone())
+            found = -ranks.max_(-torch.where(is_best, found, self.num_classes))
+        return ranks.part(found, sizes)
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *arguments: Any
+    ) -> None:
+        """Take prototypes that come alone, or by the name ``weight``, as other heads save them."""
+        own, other = f"{prefix}prototypes", f"{prefix}weight"
+        if other in state_dict and own not in state_dict:
+            state_dict[own] = state_dict.pop(other)
+        extra = f"{prefix}_extra_state"
+        if own in state_dict and extra not in state_dict:
+            state_dict[extra] = self.get_extra_state()  # samples and choices go on as they were
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
+
     def next_seed(self) -> int:
         """Seed of the next sample of classes: a function of ``seed`` and of the samples so far."""
         self._num_samples += 1
@@ -367,7 +451,7 @@ class MarginClassifier(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         """What a copy or a pickle holds: no step in flight, and no copy that can be made again."""
         fresh = dict.fromkeys(("pending", "_step", "_unconfirmed", "_home", "_kernels"))
-        fresh |= {"_kernels_key": None, "_version": -1}
+        fresh |= {"_kernels_key": None, "_stamp": None, "has_optimizer": False}
         state = {**self.__dict__, **fresh, "_shares": deque(self._shares, NUM_MEASURED)}
         for name in ("copy", "inverse_norms", "copy_error"):
             state.pop(name, None)

@@ -14,6 +14,7 @@ from qmargin.heads.collectives import gather_classes
 from qmargin.heads.leaving import leave_blocks
 from qmargin.heads.shard import ClassShard
 from qmargin.heads.step import RowsUpdate, StepStats
+from qmargin.kernels.head_reference import inverse_lengths
 from qmargin.losses.module import LossOutput
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ class UnitPrototypes(torch.autograd.Function):
     ) -> Tensor:
         """Rows of unit length, ``[n, d]``."""
         rows = prototypes if classes is None else prototypes[classes]
-        inverse = 1.0 / rows.norm(dim=1, keepdim=True)
+        inverse = inverse_lengths(rows)[:, None]
         unit: Tensor = rows * inverse
         ctx.head = head
         ctx.save_for_backward(unit, inverse, classes)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from qmargin.errors import ConfigError
 from qmargin.heads.step import BlockUpdate, RowsUpdate
@@ -58,11 +62,35 @@ def _leave_pending(head: MarginClassifier, pending: Any) -> None:
     """Keep what an optimizer of ``qmargin.heads.updates`` will consume: one batch at a time."""
     if head.pending is not None:
         raise ConfigError(
-            "a gradient is pending and gradient='fused' holds only one; call the optimizer's "
-            "step() or zero_grad() before the next backward, or accumulate with "
+            "a gradient is pending and gradient='fused' holds only one; call step() or zero_grad() "
+            "of qmargin.ExactSGD or SparseSGD before the next backward, or accumulate with "
             "gradient='dense' or 'sparse'"
         )
     head.pending = pending
+    if not head.has_optimizer:
+        _hook_optimizers()
+        _WAITING.add(head)
+
+
+_WAITING: weakref.WeakSet[MarginClassifier] = weakref.WeakSet()  # for a fused optimizer to be made
+
+
+@cache
+def _hook_optimizers() -> None:
+    """Have every optimizer of torch look whether it was given prototypes it cannot step."""
+    register_optimizer_step_pre_hook(_refuse_to_skip)
+
+
+def _refuse_to_skip(optimizer: Optimizer, *_: Any) -> None:
+    """Raise where an optimizer would pass over prototypes whose gradient is pending."""
+    for head in [head for head in _WAITING if head.pending is not None and not head.has_optimizer]:
+        stepped = (value for group in optimizer.param_groups for value in group["params"])
+        if any(value is head.prototypes for value in stepped):
+            raise ConfigError(
+                f"gradient='fused' leaves {type(optimizer).__name__} no gradient of the "
+                "prototypes; step them with qmargin.ExactSGD(head, lr=...) or SparseSGD, or build "
+                "the head with gradient='dense'"
+            )
 
 
 def _coo(classes: Tensor, rows: Tensor, like: Tensor) -> Tensor:

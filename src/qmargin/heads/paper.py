@@ -113,7 +113,7 @@ def solve_kept(step: PaperStep, kept: Tensor, target: Tensor, log_reference: Ten
         part = SolvedKept(
             posterior[:, :-1].to(dtype),
             anchor - slacks(level, step.order),
-            torch.where(level.isnan(), level, loss),  # a broken row never has a finite loss
+            loss,
             others_mass,
             own,
             levels[:, -1],

@@ -34,6 +34,16 @@ def own_labels(head: MarginClassifier, labels: Tensor) -> tuple[Tensor, Tensor]:
     return local, local.clamp_min(0)
 
 
+def poisoned(target_cosines: Tensor, copy_error: Tensor) -> Tensor:
+    """The targets' cosines ``[B]``; all NaN if a prototype of this rank has no direction.
+
+    Lists and kernels compare, and a NaN loses every comparison: a class without a cosine would
+    just not be listed. The loss of every row depends on it, so every row gets to know. Summed over
+    the ranks, the NaN of one reaches all.
+    """
+    return torch.add(target_cosines, copy_error, alpha=0.0)
+
+
 def find_support_of_ranks(
     kernels: Any,
     ranks: Ranks,

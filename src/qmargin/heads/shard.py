@@ -1,11 +1,13 @@
-"""Which classes a rank owns."""
+"""Which classes a rank owns, and the parameter that holds their prototypes."""
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 BLOCK_CLASSES = 1 << 13  # prototypes that are drawn from one seed
 
@@ -49,6 +51,43 @@ class ClassShard:
         """Labels counted from the shard's first class, -1 for classes that others own."""
         local = labels - self.start
         return torch.where((local >= 0) & (local < len(self)), local, -1)
+
+
+class Prototypes(nn.Parameter):
+    """A parameter that notices writes through ``.data``, which leave no trace in its version.
+
+    Weight averaging and many training scripts write that way. A head reads ``stamp`` before it
+    trusts what it keeps of the prototypes. A *view* of ``.data`` that outlives it, and arrays that
+    share its memory, still write unseen.
+    """
+
+    num_handed_out = 0
+    aliases: tuple[weakref.ref[Tensor], ...] = ()
+
+    @property
+    def data(self) -> Tensor:
+        """The values without their history, counted as a write."""
+        alias: Tensor = nn.Parameter.data.__get__(self)  # type: ignore[attr-defined]
+        self.num_handed_out += 1
+        self.aliases = (*self._living(), weakref.ref(alias))
+        return alias
+
+    @data.setter
+    def data(self, values: Tensor) -> None:
+        self.num_handed_out += 1
+        nn.Parameter.data.__set__(self, values)  # type: ignore[attr-defined]
+
+    def stamp(self) -> tuple[int, int] | None:
+        """What changes with every write; None while an alias can write at any time."""
+        self.aliases = self._living()
+        return None if self.aliases else (self._version, self.num_handed_out)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        plain = nn.Parameter(self.detach(), self.requires_grad)  # files need not know this class
+        return plain.__reduce_ex__(protocol)
+
+    def _living(self) -> tuple[weakref.ref[Tensor], ...]:
+        return tuple(alias for alias in self.aliases if alias() is not None)
 
 
 def draw_prototypes(shard: ClassShard, weights: Tensor, seed: int) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from qmargin.heads.leaving import leave_classes
 from qmargin.heads.pending import element_bound
-from qmargin.heads.ranked import find_support_of_ranks, own_labels
+from qmargin.heads.ranked import find_support_of_ranks, own_labels, poisoned
 from qmargin.heads.step import StepStats
 from qmargin.heads.step_loss import RowSolution
 from qmargin.kernels.head_records import (
@@ -178,11 +178,13 @@ def sparse_step(head: MarginClassifier, embeddings: Tensor, labels: Tensor) -> S
     else:
         rounded, nothing = embeddings.detach().to(head.copy.dtype), embeddings.detach() * 0.0
         prepared = PreparedRows(embeddings.detach(), rounded, nothing[:, 0], nothing, nothing[:, 0])
+    cosines = prepared.target_cosines
     if head.ranks.world > 1:
         is_own = local >= 0
-        cosines = head.ranks.sum_(torch.where(is_own, prepared.target_cosines, 0.0))
-        targets = torch.where(is_own[:, None], prepared.targets, 0.0)
-        prepared = prepared._replace(targets=targets, target_cosines=cosines)
+        cosines = torch.where(is_own, cosines, 0.0)
+        prepared = prepared._replace(targets=torch.where(is_own[:, None], prepared.targets, 0.0))
+    cosines = head.ranks.sum_(poisoned(cosines, head.copy_error))
+    prepared = prepared._replace(target_cosines=cosines)
     step = SparseStep(head, prepared, local)
     step.screen()
     return step

@@ -1,19 +1,22 @@
 """The loss of a sparse or chunked step, with both gradients made in the forward pass.
 
-A mean loss is linear in the gradient that comes into it, so its own gradients can be made before
-that is known and multiplied by it later. What a backward pass would launch kernel by kernel is
-launched while the device is still busy with the forward pass; backward itself is a product.
+A mean or summed loss is linear in the gradient that comes into it, so its own gradients can be made
+before that is known and multiplied by it later. What a backward pass would launch kernel by kernel
+is launched while the device is still busy with the forward pass; backward itself is a product.
+Only for ``reduction="none"`` does backward make the gradients, from one incoming number per row.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from qmargin.heads.batch import Shares, reduce_rows
 from qmargin.maths.margins import TargetTerm
 
 if TYPE_CHECKING:
@@ -54,14 +57,14 @@ class SolvableStep(Protocol):
 
 
 class StepLoss(torch.autograd.Function):
-    """A loss whose gradients are known."""
+    """A mean or summed loss whose gradients are known."""
 
     @staticmethod
     def forward(
         ctx: Any,
         loss: Tensor,
         step: SolvableStep,
-        known: tuple[Tensor | None, ...],
+        known: Gradients,
         prototypes: Tensor,
         *inputs: Tensor | None,
     ) -> Tensor:
@@ -76,20 +79,86 @@ class StepLoss(torch.autograd.Function):
         _, _, _, is_pushed, *wanted = ctx.needs_input_grad
         known = (
             part * grad if is_wanted and part is not None else None
-            for part, is_wanted in zip(ctx.known, wanted, strict=True)
+            for part, is_wanted in zip(ctx.known, wanted, strict=False)
         )
         return None, None, None, ctx.step.hand_over(grad) if is_pushed else None, *known
 
 
+class StepRows(torch.autograd.Function):
+    """Losses of single rows: their gradients are made when the incoming one is known."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        step: SolvableStep,
+        solution: MarginSolution,
+        prototypes: Tensor,
+        *inputs: Tensor | None,
+    ) -> Tensor:
+        """The losses, ``[B]``."""
+        ctx.step, ctx.solution = step, solution
+        return rows.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        """The gradients, with the rows' own weights."""
+        _, _, _, is_pushed, *wanted = ctx.needs_input_grad
+        made = ctx.solution.gradients(ctx.step, grad.double())
+        known = (part if is_wanted else None for part, is_wanted in zip(made, wanted, strict=False))
+        pushed = ctx.step.hand_over(torch.ones_like(grad[0])) if is_pushed else None
+        return None, None, None, pushed, *known
+
+
+class Gradients(NamedTuple):
+    """Of the unit embeddings, their lengths and the margin's term; None where there is none."""
+
+    embeddings: Tensor  # [B, d]
+    lengths: Tensor | None  # [B]
+    in_logits: Tensor  # [B]
+    in_reference: Tensor
+    in_penalty: Tensor
+
+
+@dataclass(frozen=True)
+class MarginSolution:
+    """A solved batch and the margin's graph: all that gradients are made of."""
+
+    solved: RowSolution
+    term: TargetTerm
+    leaves: tuple[Tensor, Tensor]  # the targets' cosines and the embeddings' lengths
+    keeps_graph: bool  # the graph is needed again
+
+    def gradients(self, step: SolvableStep, shares: Tensor) -> Gradients:
+        """Gradients of ``sum_b shares_b loss_b``; the prototypes' stays with the step."""
+        head, dtype = step.head, step.head.prototypes.dtype
+        solved = self.solved
+        in_term = (solved.in_logits * shares, solved.in_reference * shares, shares)
+        target_weights, in_lengths = _through_margin(
+            self.term, in_term, self.leaves, keeps_graph=self.keeps_graph
+        )
+        if in_lengths is not None:  # every rank has all of it
+            in_lengths = in_lengths / head.ranks.world
+        weights = (shares * head.loss.scale).to(dtype)
+        own = step.make_gradient(weights, target_weights.to(dtype))
+        return Gradients(own, in_lengths, *in_term)
+
+
 def step_loss(step: SolvableStep, embeddings: Tensor, labels: Tensor, norms: Tensor) -> Tensor:
-    """Mean loss over the rows that count, for unit embeddings ``[B, d]`` of lengths ``[B]``."""
+    """Loss of a batch by the reduction of the head's loss.
+
+    Args:
+        step: A sparse or chunked step.
+        embeddings: ``[B, d]`` of unit length.
+        labels: ``[B]``.
+        norms: Lengths that the embeddings had, ``[B]``.
+    """
     head = step.head
     loss_of, dtype = head.loss, embeddings.dtype
     is_enabled = torch.is_grad_enabled()
-    cosines, lengths = (
-        tensor.detach().requires_grad_(is_enabled)
-        for tensor in (step.target_cosines().double(), norms)
-    )
+    leaves = (step.target_cosines().double(), norms)
+    cosines, lengths = (tensor.detach().requires_grad_(is_enabled) for tensor in leaves)
     term = loss_of.margin(cosines, loss_of.scale, labels=labels, norms=lengths)
     is_learned = is_enabled and _has_other_leaves(term, (cosines, lengths))
     inputs = (head.prototypes, embeddings)
@@ -97,23 +166,22 @@ def step_loss(step: SolvableStep, embeddings: Tensor, labels: Tensor, norms: Ten
     solved = step.solve(
         term.logits.detach(), term.log_reference.detach(), has_gradient=has_gradient
     )
-    counts = labels != loss_of.ignore_index
-    shares = counts.to(torch.float64) / counts.sum()
     rows = solved.loss if term.penalty is None else solved.loss + term.penalty.detach()
-    loss = torch.dot(torch.where(counts, rows, 0.0), shares).to(dtype)
+    reduction, ignored = loss_of.reduction, loss_of.ignore_index
+    own_graph = term if is_learned else ()  # the margin's own parameters take their share
+    solution = MarginSolution(solved, term, (cosines, lengths), is_learned or reduction == "none")
+    if reduction == "none":
+        if has_gradient:
+            rows_of: Callable[..., Tensor] = StepRows.apply
+            rows = rows_of(rows.to(dtype), step, solution, *inputs, norms, *own_graph)
+        return reduce_rows(rows.to(dtype), labels, ignored, reduction)
+    shares = Shares.of(labels, ignored, reduction, torch.float64)
+    loss = shares.reduce(rows).to(dtype)
     if not has_gradient:
         return loss
-    in_term = (solved.in_logits * shares, solved.in_reference * shares, shares)
-    target_weights, in_lengths = _through_margin(
-        term, in_term, (cosines, lengths), keeps_graph=is_learned
-    )
-    if in_lengths is not None:  # every rank has all of it
-        in_lengths = in_lengths / head.ranks.world
-    own = step.make_gradient((shares * loss_of.scale).to(dtype), target_weights.to(dtype))
+    known = solution.gradients(step, shares.values)
     apply: Callable[..., Tensor] = StepLoss.apply
-    if is_learned:  # the margin's own graph takes its share
-        return apply(loss, step, (own, in_lengths, *in_term), *inputs, norms, *term)
-    return apply(loss, step, (own, in_lengths), *inputs, norms)
+    return apply(loss, step, known, *inputs, norms, *own_graph)
 
 
 def _through_margin(

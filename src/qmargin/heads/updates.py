@@ -67,6 +67,7 @@ class _FusedSGD(torch.optim.Optimizer):
             "maximize": False,
         }
         super().__init__([head.prototypes, self._scale], defaults)
+        head.has_optimizer = True
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -162,7 +163,7 @@ class _FusedSGD(torch.optim.Optimizer):
         head.copy_error = torch.where(is_finite, error, head.copy_error)
         self._num_skipped += ~is_finite
         torch.autograd.graph.increment_version(head.prototypes)  # kernels write behind its back
-        head._version = head.prototypes._version
+        head.note_current()
         self.zero_grad()
         return loss
 

@@ -45,12 +45,13 @@ def refresh_copy(prototypes: Tensor, copy: Tensor, inverse_norms: Tensor) -> Ten
         inverse_norms: ``[k]`` in the dtype of the prototypes.
 
     Returns:
-        ``max_j |w_j - copy_j|``, a scalar: half of the certificate of the screen (F3).
+        ``max_j |w_j - copy_j|``, a scalar: half of the certificate of the screen (F3). NaN if a
+        prototype has no direction: such a class has no cosine, and the batch no loss.
     """
     largest = prototypes.new_zeros(())
     for start in range(0, len(prototypes), BLOCK_ENTRIES):
         block = prototypes[start : start + BLOCK_ENTRIES]
-        inverse = 1.0 / block.norm(dim=1)
+        inverse = inverse_lengths(block)
         unit = block * inverse[:, None]
         inverse_norms[start : start + len(block)] = inverse
         rounded = unit.to(copy.dtype)
@@ -59,14 +60,25 @@ def refresh_copy(prototypes: Tensor, copy: Tensor, inverse_norms: Tensor) -> Ten
     return largest
 
 
+def inverse_lengths(rows: Tensor) -> Tensor:
+    """Inverse Euclidean norms ``[n]`` of rows ``[n, d]``; NaN for rows without a direction.
+
+    A row has no direction if its norm is zero or not finite. Dividing by an infinite norm would
+    give a vector of zeros, and so a finite cosine.
+    """
+    norms = rows.norm(dim=1)
+    return torch.where((norms > 0) & (norms < math.inf), 1.0 / norms, math.nan)
+
+
 def unit_rows(embeddings: Tensor, labels: Tensor, ignored: int) -> tuple[Tensor, Tensor]:
     """Embeddings divided by their lengths, ``[B, d]``, and the lengths ``[B]``.
 
-    Rows whose label is ``ignored`` are taken as all ones, whatever they hold.
+    Rows whose label is ``ignored`` are taken as all ones, whatever they hold. Rows whose length
+    overflows become NaN, as rows of length zero do.
     """
     embeddings = torch.where((labels == ignored)[:, None], 1.0, embeddings)
     norms = embeddings.norm(dim=1)
-    return embeddings / norms[:, None], norms
+    return embeddings / torch.where(norms < math.inf, norms, math.nan)[:, None], norms
 
 
 def unit_gradient(gradient: Tensor, unit: Tensor, norms: Tensor) -> Tensor:

@@ -10,12 +10,14 @@ from numbers import Integral
 import torch
 from torch import Tensor
 
-from qmargin.errors import ConfigError, ShapeError
+from qmargin.errors import ConfigError, DataError, ShapeError
 from qmargin.losses.operators import checked_labels
 from qmargin.maths.adaptive import ModuleSumMargin
 from qmargin.maths.divergences import Alpha, Divergence
 from qmargin.maths.margins import Margin
 from qmargin.maths.settings import PerClass, check_positive, describe, settings_in
+
+LARGEST_COSINE = 1.01  # products of unit vectors in half precision exceed one by less
 
 
 def check_floating(logits: Tensor, name: str = "logits") -> Tensor:
@@ -46,7 +48,7 @@ def check_labels(labels: Tensor, logits: Tensor, *, debug: bool = False) -> Tens
     return checked
 
 
-def check_label_tensor(labels: Tensor, logits: Tensor) -> None:
+def check_label_tensor(labels: Tensor, logits: Tensor, name: str = "logits") -> None:
     """Raise unless labels are integers, one per row, on the device of the logits."""
     if not isinstance(labels, Tensor):
         raise ShapeError(
@@ -59,10 +61,22 @@ def check_label_tensor(labels: Tensor, logits: Tensor) -> None:
         )
     if labels.shape != logits.shape[:-1]:
         raise ShapeError(
-            f"labels have shape {tuple(labels.shape)} for logits {tuple(logits.shape)}; "
+            f"labels have shape {tuple(labels.shape)} for {name} {tuple(logits.shape)}; "
             f"one label per row is {tuple(logits.shape[:-1])}"
         )
-    _check_device(labels, logits, "labels")
+    _check_device(labels, logits, "labels", name)
+
+
+def check_cosines(cosines: Tensor, is_ignored: Tensor) -> None:
+    """Refuse what cannot be a cosine in rows ``[B, k]`` that count; waits for the device."""
+    largest = torch.where(is_ignored[:, None], 0.0, cosines.detach()).abs().amax(1)
+    if not bool((largest > LARGEST_COSINE).any()):
+        return
+    row = int((largest > LARGEST_COSINE).nonzero()[0])
+    raise DataError(
+        f"row {row} holds a cosine of absolute value {float(largest[row]):g}, above 1; normalise "
+        "embeddings and prototypes, and pass cosines, not logits: the loss multiplies by its scale"
+    )
 
 
 def check_distribution(target: Tensor, logits: Tensor) -> Tensor:
@@ -98,6 +112,20 @@ def check_reference(log_reference: Tensor | float | None, logits: Tensor) -> Ten
         ) from None
 
 
+def refuse_unsupported(label_smoothing: float, weight: Tensor | None) -> None:
+    """Refuse options of ``torch.nn.CrossEntropyLoss`` that a margin loss does not have."""
+    if label_smoothing != 0.0:
+        raise ConfigError(
+            f"label_smoothing is {label_smoothing!r} and a margin needs a single target class; for "
+            "smoothed targets pass a distribution to qmargin.fenchel_young_loss, without a margin"
+        )
+    if weight is not None:
+        raise ConfigError(
+            f"weight is {describe(weight)} and margin losses have no class weights; use "
+            "reduction='none' and multiply each row by the weight of its class"
+        )
+
+
 def check_norms(norms: Tensor | None, labels: Tensor) -> None:
     """Raise unless norms are absent, or floating, one per row, on the device of the labels."""
     if norms is None:
@@ -115,10 +143,10 @@ def check_norms(norms: Tensor | None, labels: Tensor) -> None:
     _check_device(norms, labels, "norms")
 
 
-def _check_device(tensor: Tensor, logits: Tensor, name: str) -> None:
-    if tensor.device != logits.device:
+def _check_device(tensor: Tensor, other: Tensor, name: str, other_name: str = "logits") -> None:
+    if tensor.device != other.device:
         raise ShapeError(
-            f"{name} are on {tensor.device} and logits on {logits.device}; move one of them"
+            f"{name} are on {tensor.device} and {other_name} on {other.device}; move one of them"
         )
 
 

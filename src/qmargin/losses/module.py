@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from qmargin.errors import ConfigError, ShapeError
 from qmargin.losses.autograd import lift_target, value_of
 from qmargin.losses.checks import (
+    check_cosines,
     check_divergence,
     check_floating,
     check_ignore_index,
@@ -18,6 +19,7 @@ from qmargin.losses.checks import (
     check_margin,
     check_norms,
     check_scale,
+    refuse_unsupported,
 )
 from qmargin.losses.generic import generic_loss, solve_generic
 from qmargin.maths.divergences import Alpha, Divergence
@@ -25,7 +27,7 @@ from qmargin.maths.margins import Margin, TargetTerm
 from qmargin.maths.reach import warn_if_unreachable
 from qmargin.maths.settings import register_learnable
 
-REDUCTIONS = ("none", "mean", "sum")
+REDUCTIONS = ("mean", "sum", "none")
 
 
 class LossOutput(NamedTuple):
@@ -64,17 +66,19 @@ def margin_loss_with_stats(
         norms: Lengths of the embeddings ``[B]``, for margins that follow them.
         ignore_index: Rows with this label have zero loss and gradient, whatever they hold; their
             statistics mean nothing.
-        debug: Check labels on every device, at the price of waiting for it.
+        debug: Check labels and the range of the cosines on every device, which waits for it.
     """
     scale = check_scale(scale)
     check_divergence(divergence)
     ignore_index = check_ignore_index(ignore_index)
     cosines = check_floating(cosines, "cosines")
     check_margin(margin, cosines.shape[-1])
-    check_label_tensor(labels, cosines)
+    check_label_tensor(labels, cosines, "cosines")
     check_norms(norms, labels)
     shape, is_ignored = labels.shape, (labels == ignore_index).reshape(-1)
     labels = check_labels(torch.where(labels == ignore_index, 0, labels), cosines, debug=debug)
+    if debug:
+        check_cosines(cosines.reshape(-1, cosines.shape[-1]), is_ignored)
     rows, targets = lift_target(cosines.reshape(-1, cosines.shape[-1]), labels.reshape(-1))
     # Ignored rows may hold anything, NaN included, and none of it may reach a gradient.
     targets = torch.where(is_ignored, 0.0, targets)
@@ -166,14 +170,16 @@ class MarginLoss(nn.Module):
         divergence: ``Alpha(1.25)``, or any other ``Divergence``.
         margin: ``PriorMargin(0.2)``, ``CosineMargin(0.35)``, ``AngularMargin(0.5)``, a sum, ...
         scale: ``s``, positive.
-        reduction: ``"none"`` (one value per row), ``"mean"`` or ``"sum"``.
+        reduction: ``"mean"``, ``"sum"``, or ``"none"`` for one value per row.
         ignore_index: Rows with this label have zero loss and zero gradient, and do not count in
-            the mean.
-        debug: Check the range of labels on a GPU too, which waits for the device.
+            the mean. The mean of a batch of such rows is NaN, with zero gradients, as in torch.
+        debug: Check the range of labels and cosines on a GPU too, which waits for the device.
+        label_smoothing: Not supported: a margin needs one target; the error says what to use.
+        weight: Not supported: weigh the rows of ``reduction="none"`` instead.
 
     Examples:
         >>> from qmargin.maths.margins import PriorMargin
-        >>> loss_fn = MarginLoss(Alpha(1.25), PriorMargin(0.2), scale=32.0)
+        >>> loss_fn = MarginLoss(Alpha(1.25), PriorMargin(0.2), scale=32.0, reduction="none")
         >>> loss_fn(torch.tensor([[0.9, 0.1, 0.0], [0.2, 0.3, 0.1]]), torch.tensor([0, 0]))
         tensor([ 0.0000, 15.8497])
     """
@@ -184,11 +190,14 @@ class MarginLoss(nn.Module):
         margin: Margin,
         *,
         scale: float,
-        reduction: str = "none",
+        reduction: str = "mean",
         ignore_index: int = -100,
         debug: bool = False,
+        label_smoothing: float = 0.0,
+        weight: Tensor | None = None,
     ) -> None:
         super().__init__()
+        refuse_unsupported(label_smoothing, weight)
         check_margin(margin)
         if reduction not in REDUCTIONS:
             raise ConfigError(f"reduction is {reduction!r}; known ones are {', '.join(REDUCTIONS)}")
@@ -232,7 +241,7 @@ class MarginLoss(nn.Module):
         )
 
     def forward(self, cosines: Tensor, labels: Tensor, norms: Tensor | None = None) -> Tensor:
-        """Loss per row ``[B]``, or reduced over the rows that are not ignored."""
+        """Mean or sum over the rows that are not ignored, or one loss per row ``[B]``."""
         loss = self.with_stats(cosines, labels, norms).loss
         if self.reduction == "none":
             return loss
@@ -243,7 +252,8 @@ class MarginLoss(nn.Module):
                 "the batch is empty, so its mean loss is undefined; skip empty batches "
                 "or use reduction='none'"
             )
-        return loss.sum() / (labels != self.ignore_index).sum()
+        count = (labels != self.ignore_index).sum()
+        return loss.sum() / count.clamp_min(1) + 0.0 / count  # of no rows: NaN, zero gradients
 
     def extra_repr(self) -> str:
         """Shown by ``print(loss_fn)``."""

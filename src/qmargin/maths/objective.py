@@ -65,7 +65,8 @@ def label_loss(
     """
     others, height = posterior[:, :-1], heights(levels[:, :-1], order)
     excess = torch.where(others > 0, others * height, 0.0).sum(1)
-    others_mass = others.sum(1)
+    # A row without a root has no others either where its list is empty: it must not look solved.
+    others_mass = torch.where(levels[:, -1].isnan(), torch.nan, others.sum(1))
     loss, target = loss_from_sums(excess, others_mass, levels[:, -1], log_reference, order)
     return loss, target, others_mass
 

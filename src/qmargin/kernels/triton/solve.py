@@ -110,6 +110,7 @@ def _solve(
             low = tl.where(mass > 1.0, low, middle)
             high = tl.where(mass > 1.0, middle, high)
         level = 0.5 * (low + high)
+    level = tl.where(gap == gap, level, gap)  # minima and comparisons pass NaN over
     others = level * 0.0
     excess = level * 0.0
     for start in range(begin, end, BLOCK):

@@ -19,7 +19,8 @@ def _unit(EMBEDDINGS, LABELS, UNIT, NORMS, ignored, depth, DEPTH: tl.constexpr):
     x = tl.where(inside & (tl.load(LABELS + row) == ignored), 1.0, x)
     norm = tl.sqrt(tl.sum(x * x, 0))
     tl.store(NORMS + row, norm)
-    tl.store(UNIT + row * depth + dimension, x / norm, mask=inside)
+    divisor = tl.where(norm < float("inf"), norm, float("nan"))
+    tl.store(UNIT + row * depth + dimension, x / divisor, mask=inside)
 
 
 @triton.jit

@@ -66,6 +66,7 @@ def _keep(prototype, place, is_kept, classes, dimension, INVERSE_NORMS, COPY, LA
     wide = prototype.to(tl.float64)
     length = tl.sqrt(tl.sum(wide * wide, 1).to(tl.float32))
     inverse = 1.0 / tl.where(is_kept, length, 1.0)
+    inverse = tl.where((inverse > 0.0) & (inverse < float("inf")), inverse, float("nan"))
     tl.store(INVERSE_NORMS + classes, inverse, mask=is_kept)
     unit = prototype * inverse[:, None]
     rounded = unit.to(COPY.dtype.element_ty)
