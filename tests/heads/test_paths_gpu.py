@@ -145,7 +145,7 @@ def test_a_prototype_without_a_direction_makes_loss_and_gradients_nan(
     outcome = gpu_step(head, batch)
     assert outcome.loss.isnan() and outcome.embeddings.isnan().all()
     assert outcome.prototypes[batch.labels].isnan().any(1).all()
-    head.gradient = "fused"
+    head.gradient, head.prototypes.grad = "fused", None
     optimizer = ExactSGD(head, lr=0.1)
     before = head.prototypes.detach().clone()
     head(batch.embeddings.cuda(), batch.labels.cuda()).backward()
