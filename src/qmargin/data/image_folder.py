@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from qmargin.data.fingerprints import Fingerprint, started_after
 from qmargin.data.images import EXTENSIONS
-from qmargin.data.index import MAX_SAMPLE_BYTES
+from qmargin.data.index import MAX_SAMPLE_BYTES, Index
 from qmargin.data.index_writer import IndexWriter
 from qmargin.errors import DataError
-from qmargin.files import Progress
+from qmargin.files import Progress, open_regular
 
 _COLUMNS = ("length", "checksum", "name")
+_KIND = "folders"
 
 
 def is_image_name(name: str) -> bool:
@@ -35,22 +36,44 @@ def identity_folders(root: Path) -> list[str]:
         )
 
 
-def images_below(root: Path, identity: str) -> Iterator[str]:
-    """Images of an identity as paths relative to the root, in order, with those in subfolders."""
-    for folder, subfolders, names in os.walk(root / identity):
-        subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
-        relative = Path(folder).relative_to(root).as_posix()
-        for name in sorted(filter(is_image_name, names)):
-            yield f"{relative}/{name}"
+def images_below(
+    root: Path, identity: str, *, before_listing: Callable[[str], None] | None = None
+) -> Iterator[str]:
+    """Images of an identity as paths relative to the root, in order, with those in subfolders.
+
+    Args:
+        root: The dataset.
+        identity: Name of its folder.
+        before_listing: Called with each folder, relative to the root, before it is listed.
+    """
+    waiting = [identity]
+    while waiting:
+        folder = waiting.pop()
+        if before_listing is not None:
+            before_listing(folder)
+        subfolders, images = [], []
+        with os.scandir(root / folder) as entries:
+            for entry in entries:
+                if entry.is_dir():
+                    if not entry.name.startswith(".") and not entry.is_symlink():
+                        subfolders.append(f"{folder}/{entry.name}")
+                elif is_image_name(entry.name):
+                    images.append(f"{folder}/{entry.name}")
+        yield from sorted(images)
+        waiting += sorted(subfolders, reverse=True)
 
 
-def folder_fingerprint(root: Path) -> str:
-    """Names and times of the identities' folders: both change as files come and go."""
-    digest = hashlib.sha256()
-    names = identity_folders(root)
-    for name in names:
-        digest.update(f"{name}\0{(root / name).stat().st_mtime_ns}\0".encode("utf-8", "replace"))
-    return f"{len(names)} folders {digest.hexdigest()[:16]}"
+def folder_fingerprint(root: Path, index: Index) -> str:
+    """Names of the identities, and times of all folders that were listed: new ones change them."""
+    found, known = Fingerprint(_KIND), []
+    try:
+        for name in index.folders or ():
+            found.add_folder(name, root / name)
+            if "/" not in name:
+                known.append(name)
+    except (FileNotFoundError, NotADirectoryError):
+        return f"no folder {name}"
+    return str(found) if known == identity_folders(root) else "other identities"
 
 
 def index_folder(root: Path, index: Path, *, progress: Progress | None = None) -> None:
@@ -61,7 +84,6 @@ def index_folder(root: Path, index: Path, *, progress: Progress | None = None) -
     Raises:
         DataError: There is no folder with an image.
     """
-    fingerprint = folder_fingerprint(root)  # before reading: what changes meanwhile makes it stale
     identities = identity_folders(root)
     stray = sum(1 for entry in root.iterdir() if is_image_name(entry.name))
     if not identities:
@@ -69,9 +91,16 @@ def index_folder(root: Path, index: Path, *, progress: Progress | None = None) -
             f"{root} has {stray} images and no folders; put the images of each identity into a "
             "folder of their own"
         )
+    started = started_after((root / identity for identity in identities), index.parent)
+    fingerprint, folders = Fingerprint(_KIND, started), list[str]()
+
+    def note(folder: str) -> None:
+        fingerprint.add_folder(folder, root / folder)
+        folders.append(folder)
+
     with IndexWriter(index, _COLUMNS) as writer:
         for label, identity in enumerate(identities):
-            for name in images_below(root, identity):
+            for name in images_below(root, identity, before_listing=note):
                 length, checksum = measure_file(root / name)
                 writer.add(label=label, name=name, length=length, checksum=checksum)
             if progress is not None:
@@ -82,13 +111,14 @@ def index_folder(root: Path, index: Path, *, progress: Progress | None = None) -
             fingerprint=fingerprint,
             num_classes=len(identities),
             class_names=identities,
+            folders=folders,
             notes=[f"{stray} images outside the folders were left out"] if stray else [],
         )
 
 
 def measure_file(path: Path) -> tuple[int, int]:
     """Length and checksum of a file; one that is too large to be an image has zeros."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         data = file.read(MAX_SAMPLE_BYTES + 1)
     if len(data) > MAX_SAMPLE_BYTES:
         return 0, 0

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from qmargin.data.image_folder import measure_file
+from qmargin.data.index import Index
 from qmargin.data.index_writer import ClassNames, IndexWriter, parse_label
 from qmargin.errors import DataError
 from qmargin.files import Progress, sha256_of
@@ -55,8 +56,8 @@ def column_of(path: Path, row: dict[str, str], names: tuple[str, ...]) -> str:
     return found
 
 
-def manifest_fingerprint(path: Path) -> str:
-    """Hash of the manifest; the images have checksums of their own."""
+def manifest_fingerprint(path: Path, index: Index | None = None) -> str:
+    """Hash of all of the manifest, so that nothing else is needed; images have checksums."""
     return sha256_of(path)[:16]
 
 

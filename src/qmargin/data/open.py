@@ -12,9 +12,10 @@ from qmargin.data.audio_collection import AudioCollection
 from qmargin.data.audio_index import audio_records
 from qmargin.data.audio_lists import audio_layout, open_audio
 from qmargin.data.encoded import ImageDataset
+from qmargin.data.fingerprints import is_in_place
 from qmargin.data.image_folder import folder_fingerprint, identity_folders, index_folder
 from qmargin.data.images import Channels, Decoder
-from qmargin.data.index import SUFFIX, Index, index_place, read_index
+from qmargin.data.index import SUFFIX, Index, OutdatedIndex, index_place, read_index
 from qmargin.data.index_writer import one_builder
 from qmargin.data.manifest import index_manifest, manifest_fingerprint
 from qmargin.data.recordio_index import index_recordio, recordio_fingerprint
@@ -32,7 +33,7 @@ class Layout:
 
     format: str
     build: Callable[..., None]
-    fingerprint: Callable[[Path], str]
+    fingerprint: Callable[[Path, Index], str]
 
 
 _LAYOUTS = {
@@ -154,6 +155,7 @@ def open_index(
     *,
     index: str | Path | None = None,
     rebuild: bool = False,
+    keep_changed: bool = False,
     progress: Progress | None = None,
 ) -> Index:
     """The index of a dataset, built where it is missing, stale or asked for.
@@ -162,42 +164,71 @@ def open_index(
         path: The data, or its index.
         index: Where the index is, or is to be.
         rebuild: Build it in any case.
+        keep_changed: Keep the index of files that were changed in place, to find the changes.
         progress: Called while it is built.
     """
     path = Path(path)
     if path.suffix == SUFFIX and index is None and not rebuild:
-        return read_index(path)
+        return read_index(path) if keep_changed else _trusted(read_index(path))
     format, data = recognise(path)
     place = index_place(data) if index is None else Path(index)
-    known = None if rebuild else _fresh(place, format, data)
+    known = None if rebuild else _fresh(place, format, data, keep_changed=keep_changed)
     if known is not None:
         return known
     if not place.parent.is_dir():
         raise DataError(f"{place.parent} is not a folder; make it, or give another index")
     with one_builder(place):
-        known = None if rebuild else _fresh(place, format, data)  # another process was faster
+        known = None if rebuild else _fresh(place, format, data)  # made by another process
         if known is not None:
             return known
         if place.exists() and not rebuild:
-            _log.warning(
-                "%s is built again: %s", place, _stale(read_index(place, data), format, data)
-            )
+            _log.warning("%s is built again: %s", place, _reason(place, format, data))
         _LAYOUTS[format].build(data, place, progress=progress)
         return read_index(place, data)
 
 
-def _fresh(place: Path, format: str, data: Path) -> Index | None:
+def _fresh(place: Path, format: str, data: Path, *, keep_changed: bool = False) -> Index | None:
     """The index at a place, if there is one and the data have not changed."""
     if not place.exists():
         return None
-    known = read_index(place, data)
-    return known if _stale(known, format, data) is None else None
+    try:
+        known = read_index(place, data)
+    except OutdatedIndex:
+        return None
+    if _stale(known, format, data) is None:
+        return known
+    if keep_changed and known.format == format and not known.is_racy:
+        now = _LAYOUTS[format].fingerprint(data, known)
+        return known if is_in_place(known.fingerprint, now) else None
+    return None
+
+
+def _reason(place: Path, format: str, data: Path) -> str | None:
+    try:
+        return _stale(read_index(place, data), format, data)
+    except OutdatedIndex:
+        return "another version wrote it"
+
+
+def _trusted(index: Index) -> Index:
+    """An index that was opened by its own path, if its data have not changed."""
+    if not index.root.exists():
+        raise DataError(f"{index.path} is the index of {index.root}, which does not exist")
+    reason = _stale(index, index.format, index.root) if index.format in _LAYOUTS else "no layout"
+    if reason is not None:
+        raise DataError(
+            f"{index.path} is stale: {reason}; build it again with qmargin data index {index.root} "
+            f"--out {index.path}"
+        )
+    return index
 
 
 def _stale(index: Index, format: str, data: Path) -> str | None:
     if index.format != format:
         return f"it is of {index.format} data"
-    now = _LAYOUTS[format].fingerprint(data)
+    if index.is_racy:
+        return f"{data} was changing while it was built"
+    now = _LAYOUTS[format].fingerprint(data, index)
     return None if now == index.fingerprint else f"{data} has {now}, it was of {index.fingerprint}"
 
 

@@ -23,6 +23,7 @@ from qmargin.errors import CorruptSample, DataError
 MAGIC = 0xCED7230A
 MAGIC_BYTES = struct.pack("<I", MAGIC)
 MAX_PART = (1 << 29) - 1
+MAX_LABELS = 4096  # of one record
 MAX_RECORD = 1 << 28  # what claims to be larger is damaged
 _HEAD = struct.Struct("<II")  # magic, flag << 29 | length
 _LABEL = struct.Struct("<IfQQ")  # flag, label, id, second id
@@ -155,11 +156,31 @@ def parse_payload(payload: bytes | memoryview, where: str) -> Payload:
         )
     flag, label, _, _ = _LABEL.unpack_from(payload)
     start = _LABEL.size + 4 * flag
-    if start > len(payload):
+    if flag > MAX_LABELS or start > len(payload):
         raise DataError(f"{where}: {flag} labels do not fit into its {len(payload)} bytes")
     if flag:
         (label,) = struct.unpack_from("<f", payload, _LABEL.size)
     return Payload(flag, label, start)
+
+
+def label_before(read_at: Callable[[int, int], bytes], offset: int) -> float | None:
+    """The label in the header that ends where an image begins; None where there is no header.
+
+    Args:
+        read_at: Bytes of the file from an offset on, at most so many.
+        offset: Of the image.
+    """
+    for most in (2, MAX_LABELS):  # InsightFace writes two; a longer header is searched for
+        start = max(0, offset - _HEAD.size - _LABEL.size - 4 * most)
+        window = read_at(start, offset - start)
+        for flag in range(most + 1):
+            at = len(window) - _HEAD.size - _LABEL.size - 4 * flag
+            if at < 0 or window[at : at + 4] != MAGIC_BYTES:
+                continue
+            payload = window[at + _HEAD.size :]
+            if _LABEL.unpack_from(payload)[0] == flag:
+                return parse_payload(payload, f"record at byte {start + at}").label
+    return None
 
 
 def pack_payload(label: float | Sequence[float], image: bytes, *, number: int = 0) -> bytes:
