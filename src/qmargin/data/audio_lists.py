@@ -13,6 +13,7 @@ from typing import Any, Literal
 from qmargin.data.audio import SUFFIXES
 from qmargin.data.audio_collection import AudioCollection, Utterance
 from qmargin.data.audio_shards import has_audio, read_shards, shard_paths
+from qmargin.data.image_folder import check_no_parts
 from qmargin.errors import DataError
 from qmargin.files import Progress
 
@@ -20,7 +21,6 @@ Layout = Literal["folder", "kaldi", "json", "shards", "csv"]
 MAX_LINE = 1 << 20
 MAX_DEPTH = 16
 _UNREADABLE = (".m4a", ".aac", ".wma", ".webm", ".mp4")
-_PARTS = frozenset({"train", "dev", "test", "val", "valid", "eval", "wav", "aac"})
 _LOOK_AT = 10_000  # files that decide whether a folder holds audio: not all of 42 million images
 _PATH_COLUMNS = ("path", "wav", "file", "filename", "audio")
 _SPEAKER_COLUMNS = ("speaker", "spk", "speaker_id", "spk_id", "label", "identity")
@@ -162,12 +162,13 @@ def _read_folder(folder: Path) -> list[Utterance]:
             "WAV once, for example with ffmpeg"
         )
     speakers = {item.speaker for item in utterances}
-    if speakers <= _PARTS:
-        names = ", ".join(sorted(speakers))
-        raise DataError(
-            f"{folder} has the folders {names}, which are parts of a dataset and no speakers; give "
-            "one of them"
-        )
+    nested = {item.speaker for item in utterances if item.key.count("/") > 1}
+    check_no_parts(
+        folder,
+        sorted(speakers),
+        is_nested=lambda name: len(speakers) > 1 and name in nested,
+        has_samples=speakers.__contains__,
+    )
     if len(speakers) == 1:
         raise DataError(
             f"{folder} has one folder, {utterances[0].speaker!r}, so there is one speaker; give "

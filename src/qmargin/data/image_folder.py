@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from qmargin.data.fingerprints import Fingerprint, started_after
@@ -16,6 +16,18 @@ from qmargin.files import Progress, open_regular
 
 _COLUMNS = ("length", "checksum", "name")
 _KIND = "folders"
+_PART_NAMES = (
+    "train training test testing val valid validation dev devel development eval evaluation holdout"
+)
+_LIBRISPEECH = (
+    "train-clean-100 train-clean-360 train-other-500 dev-clean dev-other test-clean test-other"
+)
+PARTS = frozenset(
+    f"{part}{suffix}"
+    for part in _PART_NAMES.split()
+    for suffix in ("", "set", "_set", "-set", "_split", "_data", "_images", "_wav")
+) | frozenset((*_LIBRISPEECH.split(), "wav", "aac"))
+"""Lower-case names of folders that hold a part of a dataset, each identity one level below."""
 
 
 def is_image_name(name: str) -> bool:
@@ -34,6 +46,57 @@ def identity_folders(root: Path) -> list[str]:
         return sorted(
             entry.name for entry in entries if entry.is_dir() and not entry.name.startswith(".")
         )
+
+
+def check_no_parts(
+    root: Path,
+    identities: Sequence[str],
+    *,
+    is_nested: Callable[[str], bool],
+    has_samples: Callable[[str], bool],
+) -> None:
+    """Refuse a path one level too high: folders that are parts of a dataset and no identities.
+
+    Args:
+        root: The path that was given.
+        identities: Names of its folders.
+        is_nested: Whether the samples of a folder are in folders inside it.
+        has_samples: Whether there are samples in a folder or below it.
+
+    Raises:
+        DataError: All folders with samples are called like parts, such as ``train`` and ``test``;
+            or two of these have folders inside; or there is one folder around all others.
+    """
+    parts = [name for name in identities if name.lower() in PARTS]
+    if len(identities) == 1 and not parts and is_nested(identities[0]):
+        raise DataError(
+            f"{root} has one folder, {identities[0]!r}, with folders inside, so there is one "
+            f"identity; give the folder whose folders are the identities, such as "
+            f"{root / identities[0]}"
+        )
+    if not parts:
+        return
+    others = (name for name in identities if name.lower() not in PARTS)
+    if sum(map(is_nested, parts)) < 2 and any(map(has_samples, others)):
+        return  # people may be called Dev or Val
+    first = next((name for name in parts if name.lower().startswith("train")), parts[0])
+    raise DataError(
+        f"{root} has the folders {', '.join(parts[:5])}, which are parts of a dataset and no "
+        f"identities; give one of them, such as {root / first}"
+    )
+
+
+def check_image_folder(root: Path, identities: Sequence[str]) -> None:
+    """Refuse folders of images that are parts of a dataset; see ``check_no_parts``."""
+
+    def has_images(name: str) -> bool:
+        return next(images_below(root, name), None) is not None
+
+    def is_nested(name: str) -> bool:
+        first = next(images_below(root, name), "")
+        return first.count("/") > 1
+
+    check_no_parts(root, identities, is_nested=is_nested, has_samples=has_images)
 
 
 def images_below(

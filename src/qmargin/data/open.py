@@ -13,7 +13,12 @@ from qmargin.data.audio_index import audio_records
 from qmargin.data.audio_lists import audio_layout, open_audio
 from qmargin.data.encoded import ImageDataset
 from qmargin.data.fingerprints import is_in_place
-from qmargin.data.image_folder import folder_fingerprint, identity_folders, index_folder
+from qmargin.data.image_folder import (
+    check_image_folder,
+    folder_fingerprint,
+    identity_folders,
+    index_folder,
+)
 from qmargin.data.images import Channels, Decoder
 from qmargin.data.index import SUFFIX, Index, OutdatedIndex, index_place, read_index
 from qmargin.data.index_writer import one_builder
@@ -270,7 +275,8 @@ def _recognise_folder(path: Path) -> tuple[str, Path]:
         return "recordio", records[0]
     if archive_files(path):
         return "tar", path
-    if identity_folders(path):
+    if identities := identity_folders(path):
+        check_image_folder(path, identities)
         return "folder", path
     manifests = sorted((*path.glob("*.csv"), *path.glob("*.tsv")))
     if len(manifests) == 1:
