@@ -216,19 +216,25 @@ def _read_json(path: Path, base: Path) -> list[Utterance]:
         cells: list[Any] = [record.get(name) for name in ("key", "wav", "spk")]
         if not all(isinstance(cell, str) and cell for cell in cells):
             raise DataError(f"{where}: key, wav and spk are {cells}; each must be a string")
+        if any(_has_surrogates(cell) for cell in cells):  # JSON can escape what no text has
+            raise DataError(f"{where}: {line[:80]!r} has names that are not UTF-8; correct them")
         key, place, speaker = cells
         place = _checked_place(place, where)
         utterances.append(Utterance(key, str(base / place), speaker, row))
     return utterances
 
 
+def _has_surrogates(text: str) -> bool:
+    return any("\ud800" <= character <= "\udfff" for character in text)
+
+
 def _read_csv(path: Path, base: Path, split: str | None) -> list[Utterance]:
     with path.open(newline="", encoding="utf-8-sig") as file:
         table = csv.reader(_text_lines(path, file), strict=True)
-        names = [name.strip().lower() for name in next(table)]
-        column = _columns(path, names, split)
         utterances = []
         try:
+            names = [name.strip().lower() for name in next(table, [])]
+            column = _columns(path, names, split)
             for cells in table:
                 where = f"{path}, row {table.line_num}"
                 if len(cells) != len(names):
@@ -242,7 +248,9 @@ def _read_csv(path: Path, base: Path, split: str | None) -> list[Utterance]:
                 key = cells[column["key"]] if "key" in column else place
                 utterances.append(Utterance(key, str(base / place), speaker, table.line_num))
         except (csv.Error, UnicodeDecodeError) as error:
-            raise DataError(f"{path}, row {table.line_num} is no CSV: {error}") from error
+            raise DataError(
+                f"{path}, row {table.line_num + 1} is no CSV in UTF-8: {error}; convert the file"
+            ) from error
     if not utterances and split is not None:
         raise DataError(f"{path} has no row whose split is {split!r}; check its spelling")
     return utterances

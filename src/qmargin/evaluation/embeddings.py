@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from qmargin.errors import DataError
 from qmargin.evaluation.kaldi import read_ark, read_scp
+from qmargin.evaluation.layouts import text_of
 from qmargin.evaluation.npz_scores import read_npz
 from qmargin.evaluation.result import Source
 from qmargin.files import sha256_of
@@ -100,7 +101,7 @@ def _from_arrays(
 
 def _text(path: Path, key: Any) -> str:
     if isinstance(key, bytes):
-        key = key.decode("utf-8", "replace")
+        key = text_of(key, str(path))
     if not isinstance(key, str):
         raise DataError(f"{path}: the key {key!r} is a {type(key).__name__}, not a text")
     return key

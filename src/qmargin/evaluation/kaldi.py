@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qmargin.errors import DataError
-from qmargin.evaluation.layouts import MAX_LINE_BYTES, numbered_lines
+from qmargin.evaluation.layouts import MAX_LINE_BYTES, numbered_lines, text_of
 
 Entry = tuple[str, NDArray[Any], str]
 _TYPES = {b"FV": "<f4", b"DV": "<f8", b"FM": "<f4", b"DM": "<f8"}
@@ -47,7 +47,7 @@ def read_scp(path: str | Path) -> list[Entry]:
 
 def _pointed(path: str | Path, number: int, line: bytes) -> Entry:
     place = f"line {number}"
-    text = line.decode("utf-8", "replace")
+    text = text_of(line, f"{path}, {place}")
     if "|" in text:
         raise DataError(
             f"{path}, {place}: an entry that runs a command is refused: write its output to an "
@@ -82,10 +82,7 @@ def _read_key(file: BinaryIO, path: str | Path, place: str) -> str | None:
         return None
     if not key or not byte:
         raise DataError(f"{path}, {place}: the archive is cut short in a name")
-    try:
-        return key.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}, {place}: the name {bytes(key)!r} is not UTF-8") from error
+    return text_of(bytes(key), f"{path}, {place}")
 
 
 def _read_value(file: BinaryIO, where: str) -> NDArray[Any]:

@@ -84,6 +84,18 @@ def numbered_lines(path: str | Path) -> Iterator[tuple[int, bytes]]:
                 yield number, line
 
 
+def text_of(content: bytes, where: str) -> str:
+    """Names and the like as text; what is not UTF-8 would be merged with its kind.
+
+    Raises:
+        DataError: It is not UTF-8.
+    """
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{where}: {content[:60]!r} is not UTF-8: convert the file") from error
+
+
 def find_layout(
     path: str | Path,
     layouts: Mapping[str, tuple[str, ...]],
