@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from qmargin.data.npz import read_npz
 from qmargin.errors import DataError
 from qmargin.evaluation.kaldi import read_ark, read_scp
 from qmargin.evaluation.layouts import text_of
-from qmargin.evaluation.npz_scores import read_npz
 from qmargin.evaluation.result import Source
 from qmargin.files import sha256_of
 
