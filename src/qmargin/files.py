@@ -6,13 +6,14 @@ Every package may use these; they need nothing but Python and our errors.
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 import secrets
 import stat
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple, TextIO
 
 from qmargin.errors import DataError
 
@@ -54,6 +55,11 @@ def open_regular(path: str | Path) -> BinaryIO:
     except BaseException:
         os.close(descriptor)
         raise
+
+
+def open_text(path: str | Path, *, encoding: str = "utf-8", newline: str | None = None) -> TextIO:
+    """Open a text file for reading, as ``open_regular`` does."""
+    return io.TextIOWrapper(open_regular(path), encoding=encoding, newline=newline)
 
 
 def check_regular(path: str | Path, status: os.stat_result | None = None) -> None:

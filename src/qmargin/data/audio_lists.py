@@ -15,7 +15,7 @@ from qmargin.data.audio_collection import AudioCollection, Utterance
 from qmargin.data.audio_shards import has_audio, read_shards, shard_paths
 from qmargin.data.image_folder import check_no_parts
 from qmargin.errors import DataError
-from qmargin.files import Progress
+from qmargin.files import Progress, open_regular, open_text
 
 Layout = Literal["folder", "kaldi", "json", "shards", "csv"]
 MAX_LINE = 1 << 20
@@ -97,7 +97,7 @@ def audio_layout(path: str | Path) -> Layout | None:
 
 
 def _layout_of_text(path: Path) -> Layout | None:
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         first = file.readline(MAX_LINE).strip()
     if first.startswith(b"{"):
         return "json" if b'"wav"' in first or b'"feat"' in first else None
@@ -115,7 +115,8 @@ def _names_audio(path: Path, first: bytes) -> bool:
 
 def _csv_of(folder: Path) -> Path | None:
     """The one CSV of a folder that lists recordings with their speakers."""
-    found = [path for path in sorted(folder.glob("*.csv")) if _layout_of_text(path) == "csv"]
+    files = (path for path in sorted(folder.glob("*.csv")) if path.is_file())
+    found = [path for path in files if _layout_of_text(path) == "csv"]
     return found[0] if len(found) == 1 else None
 
 
@@ -229,7 +230,7 @@ def _has_surrogates(text: str) -> bool:
 
 
 def _read_csv(path: Path, base: Path, split: str | None) -> list[Utterance]:
-    with path.open(newline="", encoding="utf-8-sig") as file:
+    with open_text(path, newline="", encoding="utf-8-sig") as file:
         table = csv.reader(_text_lines(path, file), strict=True)
         utterances = []
         try:
@@ -292,7 +293,7 @@ def _checked_place(place: str, where: str) -> str:
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
     """Numbered lines that are not blank."""
     try:
-        with path.open(encoding="utf-8-sig") as file:
+        with open_text(path, encoding="utf-8-sig") as file:
             for row, line in enumerate(_text_lines(path, file), start=1):
                 if line.strip():
                     yield row, line.strip()

@@ -10,7 +10,7 @@ from qmargin.data.image_folder import measure_file
 from qmargin.data.index import Index
 from qmargin.data.index_writer import ClassNames, IndexWriter, parse_label
 from qmargin.errors import DataError
-from qmargin.files import Progress, sha256_of
+from qmargin.files import Progress, open_text, sha256_of
 
 PATHS = ("path", "file", "filename", "image")
 NUMBERS = ("label", "class")
@@ -27,7 +27,7 @@ def read_rows(path: Path) -> Iterator[tuple[int, dict[str, str]]]:
         DataError: A line has too few or too many fields, or the file is not UTF-8.
     """
     delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
-    with path.open(encoding="utf-8-sig", newline="") as file:
+    with open_text(path, encoding="utf-8-sig", newline="") as file:
         reader = csv.reader(file, delimiter=delimiter)
         try:
             header = [name.strip().lower() for name in next(reader, [])]

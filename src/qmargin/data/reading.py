@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from qmargin.data.index import MAX_SAMPLE_BYTES, Index
-from qmargin.data.recordio import label_before, parse_payload, read_record
+from qmargin.data.recordio import MAX_RECORD, label_before, parse_payload, read_record
 from qmargin.data.tar_members import member_at
 from qmargin.data.tar_shards import MAX_LABEL_BYTES, says_label
 from qmargin.errors import CorruptSample, DataError
@@ -108,6 +108,8 @@ class RangeSource:
         offset, length = int(self._offsets[row]), int(self._lengths[row])
         if self._is_split is not None and self._is_split[row]:
             return self._read_split(path, offset)
+        if length > MAX_RECORD:
+            raise CorruptSample(f"{length} bytes; at most {MAX_RECORD} are read")
         data = self._files.read_at(path, offset, length)
         if len(data) != length:
             raise CorruptSample(f"{path} ends inside the sample at byte {offset}; copy it again")

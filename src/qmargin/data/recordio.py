@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qmargin.errors import CorruptSample, DataError
+from qmargin.files import open_regular
 
 MAGIC = 0xCED7230A
 MAGIC_BYTES = struct.pack("<I", MAGIC)
@@ -30,6 +31,7 @@ _LABEL = struct.Struct("<IfQQ")  # flag, label, id, second id
 _WHOLE, _FIRST, _MIDDLE, _LAST = range(4)
 _WINDOW = 1 << 23
 _IDX_BYTES = 1 << 22
+_MOST_DIGITS = 18
 
 
 class Record(NamedTuple):
@@ -60,7 +62,8 @@ def scan_records(file: BinaryIO, *, name: str, size: int) -> Iterator[Record]:
         nonlocal window, base
         if position + count > base + len(window):
             file.seek(position)
-            window, base = memoryview(file.read(max(count, _WINDOW))), position
+            wanted = min(max(count, _WINDOW), size - position)  # memory for what is there
+            window, base = memoryview(file.read(max(0, wanted))), position
         return window[position - base : position - base + count]
 
     position = 0
@@ -280,7 +283,7 @@ def idx_lines(path: Path) -> Iterator[tuple[int, int]]:
 
 def _idx_blocks(path: Path) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
     num_lines, rest = 0, b""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         while chunk := file.read(_IDX_BYTES):
             text, newline, rest = (rest + chunk).rpartition(b"\n")
             if len(rest) > 1000:
@@ -298,6 +301,8 @@ def _idx_block(
     if not words:
         return
     try:
+        if max(map(len, words)) > _MOST_DIGITS:  # an array of texts is as wide as the widest
+            raise ValueError("a number that is too long")
         pairs = np.array(words).astype(np.int64).reshape(-1, 2)
         is_good = bool((pairs >= 0).all())
     except (ValueError, OverflowError):
@@ -314,7 +319,10 @@ def _idx_block(
 def _bad_line(text: bytes) -> tuple[int, str]:
     for row, line in enumerate(text.split(b"\n")):
         words = line.split()
-        if words and (len(words) != 2 or not all(word.isdigit() for word in words)):
+        if words and (
+            len(words) != 2
+            or not all(word.isdigit() and len(word) <= _MOST_DIGITS for word in words)
+        ):
             return row, line.decode("utf-8", "replace")
     return 0, text[:60].decode("utf-8", "replace")
 

@@ -16,7 +16,7 @@ from qmargin.errors import DataError
 from qmargin.evaluation.kaldi import read_ark, read_scp
 from qmargin.evaluation.layouts import text_of
 from qmargin.evaluation.result import Source
-from qmargin.files import sha256_of
+from qmargin.files import check_regular, sha256_of
 
 Named = list[tuple[str, NDArray[Any], str]]  # name, vector [d], place in the file for messages
 _READERS = (".npz", ".safetensors", ".ark", ".scp")
@@ -110,6 +110,7 @@ def _text(path: Path, key: Any) -> str:
 def _read_safetensors(path: Path) -> tuple[list[str], NDArray[Any]]:
     from safetensors import SafetensorError, safe_open
 
+    check_regular(path)
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
@@ -122,7 +123,7 @@ def _read_safetensors(path: Path) -> tuple[list[str], NDArray[Any]]:
     }
     try:
         keys = json.loads(metadata["keys"]) if "keys" in metadata else None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{path}: the metadata entry keys is not JSON ({error})") from error
     if keys is not None and not isinstance(keys, list):
         raise DataError(f"{path}: the metadata entry keys is not a list of names")

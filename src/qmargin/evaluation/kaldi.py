@@ -8,6 +8,7 @@ int32, then the values. A text entry is ``key [ v v v ]``. Nothing is ever run: 
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,15 +19,17 @@ from numpy.typing import NDArray
 
 from qmargin.errors import DataError
 from qmargin.evaluation.layouts import MAX_LINE_BYTES, numbered_lines, text_of
+from qmargin.files import open_regular
 
 Entry = tuple[str, NDArray[Any], str]
 _TYPES = {b"FV": "<f4", b"DV": "<f8", b"FM": "<f4", b"DM": "<f8"}
 _MAX_KEY_BYTES = 4096
+_OFFSET = re.compile("[0-9]{1,18}")
 
 
 def read_ark(path: str | Path) -> list[Entry]:
     """Every vector of an archive: name, values, place in the file."""
-    with Path(path).open("rb") as file:
+    with open_regular(path) as file:
         return list(_entries(file, path))
 
 
@@ -55,16 +58,28 @@ def _pointed(path: str | Path, number: int, line: bytes) -> Entry:
         )
     key, _, target = text.partition(" ")
     archive, _, offset = target.strip().rpartition(":")
-    if not archive or not offset.isdigit():
+    if not archive or not _OFFSET.fullmatch(offset):
         raise DataError(f"{path}, {place}: {text[:80]!r} is not `key archive:offset`")
     file_path = Path(archive)
-    if not file_path.exists():  # Kaldi means the working folder; files that moved keep together
+    if not _exists(file_path):  # Kaldi means the working folder; files that moved keep together
         file_path = Path(path).parent / archive
-    if not file_path.exists():
-        raise DataError(f"{path}, {place}: the archive {archive!r} does not exist")
-    with file_path.open("rb") as file:
+    if not _exists(file_path):
+        raise DataError(f"{path}, {place}: the archive {archive[:80]!r} does not exist")
+    with open_regular(file_path) as file:
+        size = file.seek(0, 2)
+        if int(offset) >= size:
+            raise DataError(
+                f"{path}, {place}: the offset is {offset}, and {archive!r} has {size:,} bytes"
+            )
         file.seek(int(offset))
         return key, _read_value(file, f"{path}, {place}: {key!r} in {archive}:{offset}"), place
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except (OSError, ValueError):  # longer than a name can be, or with a zero byte
+        return False
 
 
 def _read_key(file: BinaryIO, path: str | Path, place: str) -> str | None:

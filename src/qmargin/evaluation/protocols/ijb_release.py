@@ -17,9 +17,10 @@ from qmargin.evaluation.protocols.identification import TemplateList
 from qmargin.evaluation.protocols.integers import read_integers
 from qmargin.evaluation.protocols.templates import TemplatePairs, TemplateRows
 from qmargin.evaluation.result import Hardest, Source
-from qmargin.files import Progress, sha256_of
+from qmargin.files import Progress, open_regular, sha256_of
 
 IMAGE_SIZE = 112
+MAX_IMAGE_BYTES = 1 << 26
 _MEDIA = "_face_tid_mid.txt"
 _POINTS = "_name_5pts_score.txt"
 _PAIRS = "_template_pair_label.txt"
@@ -280,10 +281,17 @@ def read_inside(folder: Path, name: str) -> bytes:
     Raises:
         CorruptSample: There is no such file, or it is elsewhere.
     """
-    path = (folder / name).resolve()
-    if not path.is_relative_to(folder.resolve()):
-        raise CorruptSample(f"{name!r} is outside of {folder}")
     try:
-        return path.read_bytes()
-    except OSError as error:
-        raise CorruptSample(f"{path} cannot be read: {error.strerror}") from error
+        path = (folder / name).resolve()
+        if not path.is_relative_to(folder.resolve()):
+            raise CorruptSample(f"{name!r} is outside of {folder}")
+        with open_regular(path) as file:
+            content = file.read(MAX_IMAGE_BYTES + 1)
+    except CorruptSample:
+        raise
+    except (OSError, ValueError) as error:  # ValueError: no regular file, or no such name
+        reason = getattr(error, "strerror", None) or error
+        raise CorruptSample(f"{name[:80]!r} cannot be read: {reason}") from error
+    if len(content) > MAX_IMAGE_BYTES:
+        raise CorruptSample(f"{name!r} is over {MAX_IMAGE_BYTES:,} bytes")
+    return content
