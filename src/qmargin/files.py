@@ -57,6 +57,14 @@ def open_regular(path: str | Path) -> BinaryIO:
         raise
 
 
+def is_file(path: str | Path) -> bool:
+    """Whether there is a regular file; False too for what cannot be a name, as lists may have."""
+    try:
+        return Path(path).is_file()
+    except (OSError, ValueError):  # longer than any name, or with a zero byte
+        return False
+
+
 def open_text(path: str | Path, *, encoding: str = "utf-8", newline: str | None = None) -> TextIO:
     """Open a text file for reading, as ``open_regular`` does."""
     return io.TextIOWrapper(open_regular(path), encoding=encoding, newline=newline)

@@ -15,7 +15,7 @@ from qmargin.data.audio_collection import AudioCollection, Utterance
 from qmargin.data.audio_shards import has_audio, read_shards, shard_paths
 from qmargin.data.image_folder import check_no_parts
 from qmargin.errors import DataError
-from qmargin.files import Progress, open_regular, open_text
+from qmargin.files import Progress, is_file, open_regular, open_text
 
 Layout = Literal["folder", "kaldi", "json", "shards", "csv"]
 MAX_LINE = 1 << 20
@@ -110,7 +110,7 @@ def _layout_of_text(path: Path) -> Layout | None:
 
 def _names_audio(path: Path, first: bytes) -> bool:
     tar = path.parent / os.fsdecode(first)
-    return has_audio(tar) if tar.is_file() else True  # a missing tar is reported when it is read
+    return has_audio(tar) if is_file(tar) else True  # a missing tar is reported when it is read
 
 
 def _csv_of(folder: Path) -> Path | None:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from qmargin.errors import DataError
 from qmargin.evaluation.layouts import MAX_LINE_BYTES, numbered_lines, text_of
-from qmargin.files import open_regular
+from qmargin.files import is_file, open_regular
 
 Entry = tuple[str, NDArray[Any], str]
 _TYPES = {b"FV": "<f4", b"DV": "<f8", b"FM": "<f4", b"DM": "<f8"}
@@ -61,10 +61,12 @@ def _pointed(path: str | Path, number: int, line: bytes) -> Entry:
     if not archive or not _OFFSET.fullmatch(offset):
         raise DataError(f"{path}, {place}: {text[:80]!r} is not `key archive:offset`")
     file_path = Path(archive)
-    if not _exists(file_path):  # Kaldi means the working folder; files that moved keep together
+    if not is_file(file_path):  # Kaldi means the working folder; files that moved keep together
         file_path = Path(path).parent / archive
-    if not _exists(file_path):
-        raise DataError(f"{path}, {place}: the archive {archive[:80]!r} does not exist")
+    if not is_file(file_path):
+        raise DataError(
+            f"{path}, {place}: the archive {archive[:80]!r} does not exist, or is no file"
+        )
     with open_regular(file_path) as file:
         size = file.seek(0, 2)
         if int(offset) >= size:
@@ -73,13 +75,6 @@ def _pointed(path: str | Path, number: int, line: bytes) -> Entry:
             )
         file.seek(int(offset))
         return key, _read_value(file, f"{path}, {place}: {key!r} in {archive}:{offset}"), place
-
-
-def _exists(path: Path) -> bool:
-    try:
-        return path.exists()
-    except (OSError, ValueError):  # longer than a name can be, or with a zero byte
-        return False
 
 
 def _read_key(file: BinaryIO, path: str | Path, place: str) -> str | None:
