@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from qmargin.cli.audio_data import (
     add_audio_options,
+    add_index_dir,
     check_no_audio_options,
     run_audio_check,
     run_audio_index,
@@ -66,6 +67,7 @@ def _add_index(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     )
     parser.add_argument("path", type=Path, metavar="PATH", help=_LAYOUTS)
     parser.add_argument("--out", type=Path, metavar="FILE", help="index (PATH with .qmindex)")
+    add_index_dir(parser)
     add_audio_options(parser)
     parser.set_defaults(run=_run_index)
 
@@ -105,6 +107,7 @@ def _add_check(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     parser.add_argument("path", type=Path, metavar="PATH", help=f"{_LAYOUTS}, or an index")
     parser.add_argument("--index", type=Path, metavar="FILE", help="index (PATH with .qmindex)")
+    add_index_dir(parser)
     add_audio_options(parser)
     parser.set_defaults(run=_run_check)
 
@@ -131,6 +134,7 @@ def _run_index(arguments: argparse.Namespace) -> None:
         index = open_index(
             arguments.path,
             index=arguments.out,
+            index_dir=arguments.index_dir,
             rebuild=True,
             progress=partial(progress, "indexing"),
         )
@@ -186,6 +190,7 @@ def _run_check(arguments: argparse.Namespace) -> None:
         index = open_index(
             arguments.path,
             index=arguments.index,
+            index_dir=arguments.index_dir,
             keep_changed=True,
             progress=partial(progress, "indexing"),
         )

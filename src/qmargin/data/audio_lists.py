@@ -13,7 +13,8 @@ from typing import Any, Literal
 from qmargin.data.audio import SUFFIXES
 from qmargin.data.audio_collection import AudioCollection, Utterance
 from qmargin.data.audio_shards import has_audio, read_shards, shard_paths
-from qmargin.data.image_folder import check_no_parts
+from qmargin.data.image_folder import check_no_parts, is_image_name
+from qmargin.data.manifest import read_rows
 from qmargin.errors import DataError
 from qmargin.files import Progress, is_file, open_regular, open_text
 
@@ -59,10 +60,7 @@ def open_audio(
         path = listed
     layout = audio_layout(path)
     if layout is None:
-        raise DataError(
-            f"{path} is no list or folder of audio that is known; give a folder per speaker, a "
-            "folder with wav.scp and utt2spk, JSON lines, tar shards or a CSV"
-        )
+        raise _unknown(path)
     base = Path(root) if root is not None else path if path.is_dir() else path.parent
     if split is not None and layout != "csv":
         raise DataError(f"split is {split!r} and {path} is no CSV; leave it out")
@@ -75,6 +73,20 @@ def open_audio(
     }
     origin = path / "wav.scp" if layout == "kaldi" else path
     return AudioCollection(readers[layout](), origin=str(origin), sample_rate=sample_rate)
+
+
+def _unknown(path: Path) -> DataError:
+    """What is wrong with a path that holds no audio."""
+    if path.is_file() and path.suffix.lower() == ".csv":
+        for _ in read_rows(path):  # which says what is wrong with its header
+            break
+    if path.is_dir() and any(map(is_image_name, islice(_files_below(path), _LOOK_AT))):
+        return DataError(f"{path} has images, and recordings are expected; set data.kind to images")
+    return DataError(
+        f"{path} is no list or folder of audio that is known; give a folder per speaker, a folder "
+        "with wav.scp and utt2spk, JSON lines, tar shards, or a CSV whose first line names the "
+        "columns path and speaker"
+    )
 
 
 def audio_layout(path: str | Path) -> Layout | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import struct
 import zlib
@@ -25,6 +26,7 @@ from qmargin.files import open_regular
 VERSION: Final = "2"
 SUFFIX: Final = ".qmindex"
 MAX_HEADER_BYTES: Final = 1 << 20
+_log = logging.getLogger("qmargin.data")
 _READ_BYTES: Final = 1 << 22
 MAX_SAMPLE_BYTES: Final = 1 << 26  # one image; what claims to be larger is damaged
 DTYPES: Final = {"I64": "<i8", "I32": "<i4", "U32": "<u4", "U8": "u1"}
@@ -126,14 +128,34 @@ def default_index(path: Path) -> Path:
     return path.with_name(path.name + SUFFIX)
 
 
-def index_place(data: Path) -> Path:
-    """Beside the data, or, where nothing can be written there, in the user's cache."""
+def index_place(data: Path, folder: str | Path | None = None) -> Path:
+    """In a folder if one is given, or else beside the data, or in the cache where that is locked.
+
+    Args:
+        data: The dataset, as an absolute path: names in a folder tell its namesakes apart.
+        folder: Where indices go.
+
+    Raises:
+        DataError: There is no such folder.
+    """
+    digest = hashlib.sha256(os.fsencode(data)).hexdigest()[:24]
+    if folder is not None:
+        if not Path(folder).is_dir():
+            raise DataError(f"index_dir is {str(folder)!r}, which is not a folder; make it first")
+        return Path(folder) / f"{data.name}.{digest[:12]}{SUFFIX}"
     beside = default_index(data)
     if beside.exists() or os.access(beside.parent, os.W_OK):
         return beside
     cache = Path.home() / ".cache" / "qmargin"
     cache.mkdir(parents=True, exist_ok=True)
-    return cache / f"{hashlib.sha256(os.fsencode(data)).hexdigest()[:24]}{SUFFIX}"
+    return cache / f"{digest}{SUFFIX}"
+
+
+def announce(data: object, place: Path) -> None:
+    """Say that an index is being written where nobody asked for it."""
+    _log.warning(
+        "writing the index of %s to %s; index_dir (--index-dir) puts it elsewhere", data, place
+    )
 
 
 def read_index(path: str | Path, root: str | Path | None = None) -> Index:

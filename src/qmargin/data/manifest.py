@@ -31,6 +31,7 @@ def read_rows(path: Path) -> Iterator[tuple[int, dict[str, str]]]:
         reader = csv.reader(file, delimiter=delimiter)
         try:
             header = [name.strip().lower() for name in next(reader, [])]
+            _check_header(path, header)
             for fields in reader:
                 if not fields:
                     continue
@@ -51,9 +52,21 @@ def column_of(path: Path, row: dict[str, str], names: tuple[str, ...]) -> str:
     found = next((name for name in names if name in row), None)
     if found is None:
         raise DataError(
-            f"{path} has the columns {', '.join(row)}; it needs one of {', '.join(names)}"
+            f"{path} has the columns {', '.join(row)[:200]}; it needs one of {', '.join(names)}, "
+            "named in its first line"
         )
     return found
+
+
+def _check_header(path: Path, header: list[str]) -> None:
+    if len(header) < 2 and ";" in "".join(header):
+        raise DataError(
+            f"{path}, line 1: the columns are separated by semicolons; separate them by commas, or "
+            "by tabs in a .tsv file"
+        )
+    twice = next((name for name in header if header.count(name) > 1), None)
+    if twice is not None:
+        raise DataError(f"{path}, line 1: two columns are called {twice[:60]!r}; rename one")
 
 
 def manifest_fingerprint(path: Path, index: Index | None = None) -> str:
@@ -85,6 +98,11 @@ def index_manifest(path: Path, index: Path, *, progress: Progress | None = None)
             seen += sum(map(len, row.values())) + len(row)
             if progress is not None and count % _BETWEEN_REPORTS == 0:
                 progress(min(seen, size), size)
+        if writer.num_rows == 0:
+            raise DataError(
+                f"{path} has no rows; its first line names the columns, such as path,label, and "
+                "each line below is an image"
+            )
         names, relabel = classes.sorted() if is_named else (None, None)
         writer.finish(
             format="manifest",

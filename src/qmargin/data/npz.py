@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import zipfile
-from math import prod
 from pathlib import Path
 from typing import IO, Any, Final
 
@@ -18,6 +17,7 @@ from qmargin.files import open_regular
 _ALWAYS: Final = 1 << 28  # bytes that any file may unpack to
 _MOST_TIMES: Final = 64  # a file may unpack to so many times its size; scores shrink to a half
 _DEFLATE: Final = 1032  # times that deflate can shrink anything
+_CHUNK_BYTES: Final = 1 << 20
 _HEADERS: Final = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
 
 
@@ -73,14 +73,19 @@ def _array(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> NDArray[Any]:
         if version not in _HEADERS:
             raise DataError(f"the array {name[:60]!r} has a header of version {version}")
         shape, is_fortran, dtype = _HEADERS[version](file)
+        count = int(np.prod(shape, dtype=object))
         if dtype.hasobject:
             raise DataError(f"the array {name[:60]!r} holds pickled objects, which may be code")
-        expected, found = prod(shape) * dtype.itemsize, member.file_size - file.tell()
-        if expected != found or (dtype.itemsize == 0 and prod(shape)):
+        expected, found = count * dtype.itemsize, member.file_size - file.tell()
+        if expected != found or (dtype.itemsize == 0 and count):
             raise DataError(
                 f"the array {name[:60]!r} says {expected:,} bytes and has {found:,} of them"
             )
-        values: NDArray[Any] = np.empty(prod(shape), dtype=dtype)
-        if (expected and file.readinto(values.view(np.uint8)) != expected) or file.read(1):
+        values: NDArray[Any] = np.empty(count, dtype=dtype)
+        content, at = values.view(np.uint8) if expected else np.empty(0, np.uint8), 0
+        while chunk := file.read(_CHUNK_BYTES):
+            content[at : at + len(chunk)] = np.frombuffer(chunk, np.uint8)
+            at += len(chunk)
+        if at != expected:
             raise DataError(f"the array {name[:60]!r} is cut off")
     return values.reshape(shape, order="F" if is_fortran else "C")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,14 @@ from qmargin.data.image_folder import (
     index_folder,
 )
 from qmargin.data.images import Channels, Decoder
-from qmargin.data.index import SUFFIX, Index, OutdatedIndex, index_place, read_index
+from qmargin.data.index import (
+    SUFFIX,
+    Index,
+    OutdatedIndex,
+    announce,
+    index_place,
+    read_index,
+)
 from qmargin.data.index_writer import one_builder
 from qmargin.data.manifest import index_manifest, manifest_fingerprint
 from qmargin.data.recordio_index import index_recordio, recordio_fingerprint
@@ -60,6 +68,7 @@ def open_dataset(
     path: str | Path,
     *,
     index: str | Path | None = None,
+    index_dir: str | Path | None = None,
     verify: bool = False,
     progress: Progress | None = None,
     **options: Any,
@@ -76,6 +85,7 @@ def open_dataset(
     Args:
         path: The data, or the index of images.
         index: Where the index is, or is to be; beside the data where it is left out.
+        index_dir: Folder of indices, instead of beside the data.
         verify: Compare every sample with its checksum when it is read. Recordings are read without
             an index otherwise.
         progress: Called while an index is built.
@@ -103,10 +113,14 @@ def open_dataset(
             known = ", ".join(_OPTIONS[kind])
             raise ConfigError(f"{path} has {kind}, and {name} is no option of them; known: {known}")
     if kind == "images":
-        return open_images(path, index=index, verify=verify, progress=progress, **options)
+        return open_images(
+            path, index=index, index_dir=index_dir, verify=verify, progress=progress, **options
+        )
     collection = open_audio(path, progress=progress, **options)
     if verify:
-        place = index_place(Path(path).resolve()) if index is None else Path(index)
+        place = index_place(Path(path).resolve(), index_dir) if index is None else Path(index)
+        if index is None and index_dir is None and not place.exists():
+            announce(path, place)
         records = audio_records(collection, place, progress=progress)
         collection.verify_([item.size for item in records], [item.checksum for item in records])
     elif index is not None:
@@ -130,6 +144,7 @@ def open_images(
     path: str | Path,
     *,
     index: str | Path | None = None,
+    index_dir: str | Path | None = None,
     verify: bool = False,
     decoder: Decoder = "pillow",
     channels: Channels = "rgb",
@@ -143,7 +158,9 @@ def open_images(
     Args:
         path: The data, or its index.
         index: Where the index is, or is to be; beside the data where it is left out.
-        verify: Compare every sample with its checksum when it is read.
+        index_dir: Folder of indices, instead of beside the data.
+        verify: Compare every sample with its checksum, and its label with that of the data, when
+            it is read.
         decoder: ``"pillow"``, or ``"simplejpeg"``, which gives the same bits faster.
         channels: Order of the stored channels; pictures are RGB either way.
         progress: Called while an index is built.
@@ -151,7 +168,7 @@ def open_images(
     Raises:
         DataError: The layout is unknown, or the data cannot be indexed.
     """
-    found = open_index(path, index=index, progress=progress)
+    found = open_index(path, index=index, index_dir=index_dir, progress=progress)
     return ImageDataset(found, verify=verify, decoder=decoder, channels=channels)
 
 
@@ -159,6 +176,7 @@ def open_index(
     path: str | Path,
     *,
     index: str | Path | None = None,
+    index_dir: str | Path | None = None,
     rebuild: bool = False,
     keep_changed: bool = False,
     progress: Progress | None = None,
@@ -168,6 +186,7 @@ def open_index(
     Args:
         path: The data, or its index.
         index: Where the index is, or is to be.
+        index_dir: Folder of indices, instead of beside the data.
         rebuild: Build it in any case.
         keep_changed: Keep the index of files that were changed in place, to find the changes.
         progress: Called while it is built.
@@ -175,8 +194,9 @@ def open_index(
     path = Path(path)
     if path.suffix == SUFFIX and index is None and not rebuild:
         return read_index(path) if keep_changed else _trusted(read_index(path))
-    format, data = recognise(path)
-    place = index_place(data) if index is None else Path(index)
+    with _no_recordings(path):
+        format, data = recognise(path)
+    place = index_place(data, index_dir) if index is None else Path(index)
     known = None if rebuild else _fresh(place, format, data, keep_changed=keep_changed)
     if known is not None:
         return known
@@ -188,8 +208,25 @@ def open_index(
             return known
         if place.exists() and not rebuild:
             _log.warning("%s is built again: %s", place, _reason(place, format, data))
-        _LAYOUTS[format].build(data, place, progress=progress)
+        elif index is None and index_dir is None and not rebuild:
+            announce(data, place)
+        with _no_recordings(path):
+            _LAYOUTS[format].build(data, place, progress=progress)
         return read_index(place, data)
+
+
+@contextmanager
+def _no_recordings(path: Path) -> Iterator[None]:
+    """Say so where no image is found because there are recordings."""
+    try:
+        yield
+    except DataError as error:
+        if not path.exists() or not is_audio(path):
+            raise
+        raise DataError(
+            f"{path} has recordings, and images are expected; take a speaker recipe, or set "
+            "data.kind to audio"
+        ) from error
 
 
 def _fresh(place: Path, format: str, data: Path, *, keep_changed: bool = False) -> Index | None:

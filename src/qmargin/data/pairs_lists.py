@@ -54,7 +54,10 @@ def read_pairs(path: str | Path, *, extension: str = "jpg") -> PairList:
     path = Path(path)
     pairs = _csv(path) if path.suffix.lower() in (".csv", ".tsv") else _lfw(path, extension)
     if not len(pairs):
-        raise DataError(f"{path} has no pairs; give lines of two images and a label")
+        raise DataError(
+            f"{path} has no pairs; give lines of two images and a label, below a first line that "
+            "names the columns of a CSV"
+        )
     return pairs
 
 

@@ -190,7 +190,7 @@ class _Machine:
         text = self._line()
         if len(text) < 2 or text[:1] != text[-1:] or text[:1] not in (b"'", b'"'):
             raise DataError(f"the text {text[:40]!r} has no quotes around it")
-        self._stack.append(codecs.escape_decode(text[1:-1])[0])  # type: ignore[attr-defined]
+        self._stack.append(codecs.escape_decode(text[1:-1])[0])
 
     def _pop(self) -> Any:
         if not self._stack or self._stack[-1] is _MARK:

@@ -97,6 +97,14 @@ def text_of(content: bytes, where: str) -> str:
         raise DataError(f"{where}: {content[:60]!r} is not UTF-8: convert the file") from error
 
 
+def refuse_semicolons(cells: Sequence[bytes], where: str) -> None:
+    """Raise where a line is one cell because its columns are separated by semicolons."""
+    if len(cells) == 1 and b";" in cells[0]:
+        raise DataError(
+            f"{where}: the columns are separated by semicolons; separate them by commas or tabs"
+        )
+
+
 def find_layout(
     path: str | Path,
     layouts: Mapping[str, tuple[str, ...]],
@@ -122,6 +130,7 @@ def find_layout(
         raise DataError(f"{path} is empty: it needs at least one trial")
     delimiter = {"csv": ",", "tsv": "\t"}.get(format) or _delimiter(path, first[1])
     cells = Layout((), delimiter).split(first[1])
+    refuse_semicolons(cells, f"{path}, line {first[0]}")
     if format in layouts:
         return Layout(layouts[format], delimiter)
     if format in ("csv", "tsv") or _is_header(cells, required):

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from qmargin.errors import DataError
 from qmargin.evaluation.keys import Codes, TrialKeys
-from qmargin.evaluation.layouts import Layout, numbered_lines, text_of
+from qmargin.evaluation.layouts import Layout, numbered_lines, refuse_semicolons, text_of
 from qmargin.evaluation.result import Source
 from qmargin.evaluation.score_files import ScoreSet
 from qmargin.files import sha256_of
@@ -156,7 +156,9 @@ def read_mapping(path: str | Path, *, role: str) -> tuple[dict[str, str], Source
         if place == 0:
             delimiter = next((each for each in ("\t", ",") if each in text), None)
         layout = Layout((), delimiter)
-        cells = [cell.decode("utf-8") for cell in layout.split(line)]
+        raw = layout.split(line)
+        cells = [cell.decode("utf-8") for cell in raw]
+        refuse_semicolons(raw, f"{path}, line {number}")
         if place == 0 and cells[0].lower() in _HEADS:
             continue
         if len(cells) != 2 or not all(cells):
