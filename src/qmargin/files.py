@@ -37,6 +37,10 @@ _KINDS = {
 }
 
 
+READING = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+"""How files are opened: without waiting for the other end of a pipe."""
+
+
 def open_regular(path: str | Path) -> BinaryIO:
     """Open a file for reading; a pipe, a device or a folder is refused at once, not waited for.
 
@@ -44,9 +48,8 @@ def open_regular(path: str | Path) -> BinaryIO:
         DataError: It is not a regular file.
         OSError: It cannot be opened.
     """
-    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
     try:
-        descriptor = os.open(path, flags)
+        descriptor = os.open(path, READING)
     except ValueError as error:  # a zero byte, or a character that no name can have
         raise DataError(f"{str(path)[:80]!r} is no name of a file ({error})") from error
     try:
@@ -55,6 +58,27 @@ def open_regular(path: str | Path) -> BinaryIO:
     except BaseException:
         os.close(descriptor)
         raise
+
+
+def read_regular(path: str | Path, most: int) -> bytes:
+    """All bytes of a small file, as fast as the system allows; see ``open_regular``.
+
+    Raises:
+        DataError: It is not a regular file, or has more than ``most`` bytes.
+        OSError: It cannot be read.
+    """
+    try:
+        descriptor = os.open(path, READING)
+    except ValueError as error:
+        raise DataError(f"{str(path)[:80]!r} is no name of a file ({error})") from error
+    try:
+        status = os.fstat(descriptor)
+        check_regular(path, status)
+        if status.st_size > most:
+            raise DataError(f"{path} has {status.st_size:,} bytes; at most {most:,} are read")
+        return os.read(descriptor, status.st_size)
+    finally:
+        os.close(descriptor)
 
 
 def is_file(path: str | Path) -> bool:

@@ -14,7 +14,7 @@ from qmargin.data.recordio import MAX_RECORD, label_before, parse_payload, read_
 from qmargin.data.tar_members import member_at
 from qmargin.data.tar_shards import MAX_LABEL_BYTES, says_label
 from qmargin.errors import CorruptSample, DataError
-from qmargin.files import check_regular, open_regular
+from qmargin.files import READING, check_regular, read_regular
 
 MAX_OPEN_FILES = 128
 
@@ -35,8 +35,7 @@ class _Descriptor:
     """An open file that is closed when nobody uses it any more."""
 
     def __init__(self, path: Path) -> None:
-        flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
-        self.number = os.open(path, flags)
+        self.number = os.open(path, READING)
         check_regular(path, os.fstat(self.number))
 
     def __del__(self) -> None:
@@ -174,14 +173,8 @@ class FileSource:
         """The bytes of a sample, or ``CorruptSample``."""
         path = self._folder / self._names[row]
         try:
-            with open_regular(path) as file:
-                size = os.fstat(file.fileno()).st_size
-                if size > MAX_SAMPLE_BYTES:
-                    raise CorruptSample(f"{size} bytes; at most {MAX_SAMPLE_BYTES} are read")
-                return file.read(size)
-        except CorruptSample:
-            raise
-        except (OSError, ValueError) as error:  # ValueError: no regular file, or no such name
+            return read_regular(path, MAX_SAMPLE_BYTES)
+        except (OSError, DataError) as error:
             raise CorruptSample(f"{getattr(error, 'strerror', None) or error}") from error
 
     def check_label(self, row: int) -> None:

@@ -17,7 +17,7 @@ from qmargin.evaluation.protocols.identification import TemplateList
 from qmargin.evaluation.protocols.integers import read_integers
 from qmargin.evaluation.protocols.templates import TemplatePairs, TemplateRows
 from qmargin.evaluation.result import Hardest, Source
-from qmargin.files import Progress, open_regular, sha256_of
+from qmargin.files import Progress, read_regular, sha256_of
 
 IMAGE_SIZE = 112
 MAX_IMAGE_BYTES = 1 << 26
@@ -285,13 +285,9 @@ def read_inside(folder: Path, name: str) -> bytes:
         path = (folder / name).resolve()
         if not path.is_relative_to(folder.resolve()):
             raise CorruptSample(f"{name!r} is outside of {folder}")
-        with open_regular(path) as file:
-            content = file.read(MAX_IMAGE_BYTES + 1)
+        return read_regular(path, MAX_IMAGE_BYTES)
     except CorruptSample:
         raise
     except (OSError, ValueError) as error:  # ValueError: no regular file, or no such name
         reason = getattr(error, "strerror", None) or error
         raise CorruptSample(f"{name[:80]!r} cannot be read: {reason}") from error
-    if len(content) > MAX_IMAGE_BYTES:
-        raise CorruptSample(f"{name!r} is over {MAX_IMAGE_BYTES:,} bytes")
-    return content
