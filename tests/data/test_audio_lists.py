@@ -269,8 +269,10 @@ def test_other_things_are_not_audio(tmp_path: Path) -> None:
     write_tar(tmp_path / "x" / "a.tar", {"a.jpg": b"x", "a.cls": b"1"})
     for name in ("", "id", "pairs.csv", "faces.csv", "x", "x/a.tar", "none"):
         assert audio_layout(tmp_path / name) is None
-    with pytest.raises(DataError, match="is no list or folder of audio that is known"):
+    with pytest.raises(DataError, match="has images, and recordings are expected"):
         open_audio(tmp_path)
+    with pytest.raises(DataError, match="is no list or folder of audio that is known"):
+        open_audio(tmp_path / "x")
 
 
 def test_real_speech_opens_as_folder_and_as_csv() -> None:

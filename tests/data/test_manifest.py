@@ -48,8 +48,8 @@ def test_tabs_separate_in_a_tsv(tmp_path: Path) -> None:
         ("path,label\n0.jpg,0\nmissing.jpg,1\n", "line 3: .*missing.jpg cannot be read"),
         ("path,age\n0.jpg,0\n", "has the columns path, age; it needs one of label"),
         ("a,label\n0.jpg,0\n", "it needs one of path"),
-        ("path,label\n", "no samples"),
-        ("", "no samples"),
+        ("path,label\n", "no rows"),
+        ("", "no rows"),
         ("path,label\n\0,0\n", "line 2|after line"),
     ],
 )

@@ -3,16 +3,21 @@
 import io
 import os
 import pickle
+import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from helpers.limits import within
 from helpers.pictures import jpeg
 from qmargin.data import read_bin
 from qmargin.data.verification_bin import convert_bin
 from qmargin.errors import DataError
+from qmargin.evaluation.embeddings import read_embeddings
+from qmargin.evaluation.score_files import read_scores
 
 IMAGES = [jpeg(seed) for seed in range(6)]
 SAME = [True, False, True]
@@ -159,6 +164,103 @@ def test_damaged_files_are_errors_of_ours(tmp_path: Path) -> None:
         assert len(images) == 2 * len(is_genuine)
 
 
+def op_codes(*parts: bytes) -> bytes:
+    return b"\x80\x04" + b"".join(parts) + b"."
+
+
+MEGABYTE = b"X" + (1 << 20).to_bytes(4, "little") + b"a" * (1 << 20)
+NESTED = b"(" + b"".join(b")2" if not n else b"\x86q\x01h\x01" for n in range(40))
+BOMBS = {
+    "memo": op_codes(b"Nr\xff\xff\xff\x1f"),
+    "bytearray": op_codes(b"\x96" + (1 << 33).to_bytes(8, "little")),
+    "bytes": op_codes(b"\x8e" + (1 << 62).to_bytes(8, "little")),
+    "negative": op_codes(b"T\xff\xff\xff\xff"),
+    "digits": b"I" + b"9" * 100_000 + b"\n.",
+    "hash": op_codes(b"}", b")q\x01h\x01" + b"\x86q\x01h\x01" * 60, b"0Ns"),
+    "label": op_codes(b"](" + b")q\x01h\x01" + b"\x86q\x01h\x01" * 60, b"lh\x01\x85\x86"),
+    "encoded": op_codes(
+        b"c_codecs\nencode\nq\x00",
+        MEGABYTE + b"q\x01",
+        b"X\x06\0\0\0latin1q\x02(",
+        b"h\x00h\x01h\x02\x86R" * 20_000,
+        b"l",
+    ),
+    "repeated": op_codes(
+        b"](B" + (1 << 20).to_bytes(4, "little") + b"a" * (1 << 20) + b"q\x01",
+        b"h\x01" * 100_000,
+        b"e](" + b"\x88" * 50_000 + b"e\x86",
+    ),
+}
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="memory is limited on Linux")
+@pytest.mark.parametrize("name", BOMBS)
+def test_bombs_are_refused_in_little_memory(name: str, tmp_path: Path) -> None:
+    (tmp_path / "bomb.bin").write_bytes(BOMBS[name])
+    within(convert_bin, tmp_path / "bomb.bin", tmp_path / "out.npz", error=DataError)
+
+
+def test_a_file_cannot_change_how_others_are_read(tmp_path: Path) -> None:
+    """BUILD gives an object its state: a function or a class would keep it."""
+    state = b"}X\x04\0\0\0evilK\x01s"
+    for name in (b"cnumpy\ndtype\n", b"cnumpy.core.multiarray\n_reconstruct\n"):
+        for given in (state, b"N" + state + b"\x86"):
+            (tmp_path / "evil.bin").write_bytes(op_codes(name, given, b"b"))
+            with pytest.raises(DataError, match="it changes a"):
+                read_bin(tmp_path / "evil.bin")
+    (tmp_path / "lfw.bin").write_bytes(pickle.dumps(VARIANTS["flat arrays"], protocol=2))
+    check(*read_bin(tmp_path / "lfw.bin"))
+
+
+def test_images_may_occur_again(tmp_path: Path) -> None:
+    """A writer that keeps one object for two pairs stores it once."""
+    content = ([IMAGES[0]] * 6, SAME)
+    (tmp_path / "lfw.bin").write_bytes(pickle.dumps(content))
+    assert read_bin(tmp_path / "lfw.bin")[0] == content[0]
+
+
+def npy(shape: str, kind: str = "<f8", content: bytes = b"") -> bytes:
+    header = f"{{'descr': '{kind}', 'fortran_order': False, 'shape': {shape}, }}\n".encode()
+    return b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header + content
+
+
+def zipped(*members: tuple[str, bytes], kind: int = zipfile.ZIP_DEFLATED) -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", kind) as archive:
+        for name, content in members:
+            archive.writestr(name, content)
+    return buffer.getvalue()
+
+
+def declared(content: bytes, size: int) -> bytes:
+    """An archive whose directory says that its one member is larger."""
+    at = content.index(b"PK\x01\x02")
+    return content[: at + 24] + size.to_bytes(4, "little") + content[at + 28 :]
+
+
+NPZ_BOMBS = {
+    "shape": zipped(("scores.npy", npy("(1099511627776,)"))),
+    "empty items": zipped(("keys.npy", npy("(1099511627776,)", "<U0"))),
+    "huge items": zipped(("keys.npy", npy("(1,)", "<U1000000000"))),
+    "zeros": zipped(("scores.npy", npy("(67108864,)", content=bytes(8 << 26)))),
+    "declared": declared(zipped(("scores.npy", npy("(536870880,)"))), (1 << 32) - 2),
+    "lzma": zipped(("scores.npy", npy("(1,)", content=bytes(8))), kind=zipfile.ZIP_LZMA),
+    "plain": zipped(("readme.txt", b"hello"), ("a/b.csv", b"1,2")),
+    "no zip": b"PK\x03\x04 and then nothing of the kind",
+    "objects": zipped(("scores.npy", npy("(1,)", "|O", b"\x80\x04N."))),
+}
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="memory is limited on Linux")
+@pytest.mark.parametrize("name", NPZ_BOMBS)
+@pytest.mark.parametrize("read", [read_bin, read_scores, read_embeddings])
+def test_archives_that_unpack_to_too_much_are_refused(
+    name: str, read: Callable[[Path], Any], tmp_path: Path
+) -> None:
+    (tmp_path / "bomb.npz").write_bytes(NPZ_BOMBS[name])
+    within(read, tmp_path / "bomb.npz", error=DataError)
+
+
 def test_a_converted_set_holds_the_same(tmp_path: Path) -> None:
     (tmp_path / "lfw.bin").write_bytes(pickle.dumps(VARIANTS["flat arrays"]))
     assert convert_bin(tmp_path / "lfw.bin", tmp_path / "lfw.npz") == 3
@@ -174,7 +276,7 @@ def test_a_damaged_conversion_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="do not fit together"):
         read_bin(path)
     path.write_bytes(path.read_bytes()[:100])
-    with pytest.raises(DataError, match="not a converted"):
+    with pytest.raises(DataError, match="is not an NPZ file"):
         read_bin(path)
     with pytest.raises(DataError, match=r"does not end in \.npz"):
         convert_bin(path, tmp_path / "a.bin")

@@ -24,6 +24,16 @@ def add_audio_options(parser: argparse.ArgumentParser) -> None:
     add("--threads", type=int, default=2, metavar="N", help="that decode at once (2)")
 
 
+def add_index_dir(parser: argparse.ArgumentParser) -> None:
+    """Add the folder that indices go to."""
+    parser.add_argument(
+        "--index-dir",
+        type=Path,
+        metavar="DIR",
+        help="folder for the index, instead of beside the data (none)",
+    )
+
+
 def check_no_audio_options(arguments: argparse.Namespace) -> None:
     """Refuse options of recordings where there are images."""
     for name in ("root", "split"):
@@ -38,7 +48,7 @@ def run_audio_index(arguments: argparse.Namespace) -> None:
 
     with stage_progress() as progress:
         collection = _opened(arguments, progress)
-        place = _place(arguments.path, arguments.out)
+        place = _place(arguments, arguments.out)
         records = index_audio(
             collection,
             place,
@@ -55,16 +65,19 @@ def run_audio_check(arguments: argparse.Namespace) -> None:
     """
     from qmargin.data.audio_check import check_audio, report_of
     from qmargin.data.audio_index import index_audio, read_audio_index
+    from qmargin.data.index import announce
 
     with stage_progress() as progress:
         collection = _opened(arguments, progress)
-        place, told = _place(arguments.path, arguments.index), partial(progress, "checking")
+        place, told = _place(arguments, arguments.index), partial(progress, "checking")
         if place.exists():
             before = read_audio_index(place, collection)
             report = check_audio(
                 collection, index=before, num_threads=arguments.threads, progress=told
             )
         else:
+            if arguments.index is None and arguments.index_dir is None:
+                announce(arguments.path, place)
             records = index_audio(collection, place, num_threads=arguments.threads, progress=told)
             report = report_of(collection, records)
     _print(str(arguments.path), report)
@@ -89,10 +102,10 @@ def _opened(
     )
 
 
-def _place(path: Path, given: Path | None) -> Path:
+def _place(arguments: argparse.Namespace, given: Path | None) -> Path:
     from qmargin.data.index import index_place
 
-    place = index_place(path.resolve()) if given is None else given
+    place = given or index_place(arguments.path.resolve(), arguments.index_dir)
     if not place.parent.is_dir():
         raise DataError(f"{place.parent} is not a folder; make it, or give another index")
     return place

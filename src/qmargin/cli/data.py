@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from qmargin.cli.audio_data import (
     add_audio_options,
+    add_index_dir,
     check_no_audio_options,
     run_audio_check,
     run_audio_index,
@@ -66,6 +67,7 @@ def _add_index(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     )
     parser.add_argument("path", type=Path, metavar="PATH", help=_LAYOUTS)
     parser.add_argument("--out", type=Path, metavar="FILE", help="index (PATH with .qmindex)")
+    add_index_dir(parser)
     add_audio_options(parser)
     parser.set_defaults(run=_run_index)
 
@@ -105,6 +107,7 @@ def _add_check(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     parser.add_argument("path", type=Path, metavar="PATH", help=f"{_LAYOUTS}, or an index")
     parser.add_argument("--index", type=Path, metavar="FILE", help="index (PATH with .qmindex)")
+    add_index_dir(parser)
     add_audio_options(parser)
     parser.set_defaults(run=_run_check)
 
@@ -131,6 +134,7 @@ def _run_index(arguments: argparse.Namespace) -> None:
         index = open_index(
             arguments.path,
             index=arguments.out,
+            index_dir=arguments.index_dir,
             rebuild=True,
             progress=partial(progress, "indexing"),
         )
@@ -175,16 +179,22 @@ def _first(names: tuple[str, ...] | list[str]) -> str:
 
 def _run_check(arguments: argparse.Namespace) -> None:
     from qmargin.data.check import check_data
-    from qmargin.data.open import is_audio, open_images
+    from qmargin.data.encoded import ImageDataset
+    from qmargin.data.open import is_audio, open_index
 
     if is_audio(arguments.path):
         run_audio_check(arguments)
         return
     check_no_audio_options(arguments)
     with stage_progress() as progress:
-        dataset = open_images(
-            arguments.path, index=arguments.index, progress=partial(progress, "indexing")
+        index = open_index(
+            arguments.path,
+            index=arguments.index,
+            index_dir=arguments.index_dir,
+            keep_changed=True,
+            progress=partial(progress, "indexing"),
         )
+        dataset = ImageDataset(index)
         report = check_data(
             dataset, num_threads=arguments.threads, progress=partial(progress, "checking")
         )
@@ -193,7 +203,8 @@ def _run_check(arguments: argparse.Namespace) -> None:
         raise DataError(
             f"{arguments.path} has {report.num_corrupt:,} corrupt, {report.num_changed:,} changed "
             f"and {report.num_conflicts:,} contradictory samples of {report.num_samples:,}; repair "
-            "or remove them"
+            f"or remove them, and index what was changed on purpose with qmargin data index "
+            f"{arguments.path}"
         )
 
 
@@ -210,7 +221,6 @@ def _print_report(path: Path, report: DataReport) -> None:
         ["changed since indexing", f"{report.num_changed:,}", ""],
         ["duplicates", f"{report.num_duplicates:,}", _first(twins)],
         ["duplicates of other identities", f"{report.num_conflicts:,}", _first(contradictions)],
-        *(["damaged column of the index", "", name] for name in report.damaged_columns),
         *(["note", "", note] for note in report.notes),
         *([f"{finding.sample_id}", "", finding.reason] for finding in report.findings),
     ]

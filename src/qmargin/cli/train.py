@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -53,6 +54,12 @@ def add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         metavar="CHECKPOINT",
         help="go on from this checkpoint of DIR; later ones are set aside",
     )
+    add(
+        "--index-dir",
+        type=Path,
+        metavar="DIR",
+        help="folder for the index of the data, instead of beside it: data.index_dir (none)",
+    )
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to train (auto)")
     add(
         "--track",
@@ -83,6 +90,8 @@ def _add_modes(parser: argparse.ArgumentParser) -> None:
 def run_train(arguments: argparse.Namespace) -> None:
     """Print the recipe, try it, or train by it."""
     recipe = load_recipe(arguments.recipe, arguments.settings)
+    if arguments.index_dir is not None:
+        recipe = replace(recipe, data=replace(recipe.data, index_dir=str(arguments.index_dir)))
     if arguments.print_recipe:
         from qmargin.training.recipe_files import to_yaml
 

@@ -14,7 +14,7 @@ from qmargin.data.images import Pixels, decode_image, encode_image
 from qmargin.data.index import MAX_SAMPLE_BYTES
 from qmargin.data.manifest import LANDMARKS, NAMES, NUMBERS, PATHS, column_of, read_rows
 from qmargin.errors import ConfigError, CorruptSample, DataError
-from qmargin.files import Progress
+from qmargin.files import Progress, read_regular
 
 _QUALITY = 95
 
@@ -163,13 +163,9 @@ def _refuse_twins(photos: list[Photo]) -> None:
 
 def _read(path: Path) -> bytes:
     try:
-        with path.open("rb") as file:
-            data = file.read(MAX_SAMPLE_BYTES + 1)
-    except (OSError, ValueError) as error:
+        return read_regular(path, MAX_SAMPLE_BYTES)
+    except (OSError, DataError) as error:
         raise CorruptSample(f"{getattr(error, 'strerror', None) or error}") from error
-    if len(data) > MAX_SAMPLE_BYTES:
-        raise CorruptSample(f"more than {MAX_SAMPLE_BYTES} bytes")
-    return data
 
 
 def _write(path: Path, face: Pixels) -> None:

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from qmargin.errors import BackendError, ConfigError, CorruptSample
+from qmargin.errors import BackendError, ConfigError, CorruptSample, DataError
+from qmargin.files import open_regular
 
 if TYPE_CHECKING:
     from soundfile import SoundFile
@@ -23,6 +24,8 @@ SUFFIXES = (".wav", ".flac", ".ogg", ".opus", ".mp3", ".aiff", ".aif")
 RATES = (1_000, 768_000)
 MAX_CHANNELS = 16
 MAX_SECONDS = 4 * 3600.0
+MAX_SAMPLES = 1 << 28  # decoded at once: 4.6 hours at 16 kHz
+_BLOCK_VALUES = 1 << 22  # of all channels
 _EXACT_SEEK = ("WAV", "WAVEX", "FLAC", "AIFF", "RF64", "W64")
 _UNKNOWN_SIZES = (0, 0x7FFFFFFF, 0x7FFFF000, 0xFFFFFFFF)  # left by programs that write to a pipe
 _OGG_TAIL = 1 << 17  # a page has at most 65,307 bytes
@@ -96,20 +99,38 @@ def decode_audio(
             raise ConfigError(
                 f"span is {start} to {stop}; the file has samples 0 to {info.num_samples}"
             )
-        if info.container in _EXACT_SEEK:
-            file.seek(start)
-            samples = file.read(stop - start, dtype="float32", always_2d=True)
-        else:  # seeking in the others is slow or lands beside the sample
-            samples = file.read(stop, dtype="float32", always_2d=True)
-            start, stop, samples = 0, stop - start, samples[start:]
-        if len(samples) != stop - start:
+        if stop - start > MAX_SAMPLES:
             raise CorruptSample(
-                f"{len(samples)} of {stop - start} samples could be decoded; the file is truncated"
+                f"{stop - start:,} samples; at most {MAX_SAMPLES:,} are decoded at once, cut the "
+                "recording"
             )
-    mono = samples[:, 0] if samples.shape[1] == 1 else samples.mean(axis=1, dtype=np.float32)
+        mono = _mono(file, info, start, stop)
     if not np.isfinite(mono).all():
         raise CorruptSample("some samples are NaN or infinite")
     return change_rate(np.ascontiguousarray(mono), played_rate(info, speed), sample_rate)
+
+
+def _mono(file: SoundFile, info: AudioInfo, start: int, stop: int) -> Samples:
+    """The mean of the channels from one sample to another, in memory for what is really there."""
+    at = 0
+    if info.container in _EXACT_SEEK:  # seeking in the others is slow or lands beside the sample
+        at = file.seek(start)
+    most = max(1, _BLOCK_VALUES // info.num_channels)
+    parts, found = [], 0
+    while at < stop:
+        block = file.read(min(most, stop - at), dtype="float32", always_2d=True)
+        if not len(block):
+            break
+        wanted = block[max(0, start - at) :]
+        at += len(block)
+        found += len(wanted)
+        is_mono = wanted.shape[1] == 1
+        parts.append(wanted[:, 0] if is_mono else wanted.mean(axis=1, dtype=np.float32))
+    if found != stop - start:
+        raise CorruptSample(
+            f"{found} of {stop - start} samples could be decoded; the file is truncated"
+        )
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def change_rate(samples: Samples, old: float | Fraction, new: float | Fraction) -> Samples:
@@ -162,8 +183,11 @@ def _opened(source: Source, max_seconds: float) -> Iterator[tuple[SoundFile, Aud
             info = AudioInfo(file.samplerate, file.channels, file.frames, file.format)
             _check_info(info, max_seconds)
             yield file, info
-    except OSError as error:
-        raise CorruptSample(f"the file cannot be opened: {error.strerror or error}") from error
+    except CorruptSample:
+        raise
+    except (OSError, DataError) as error:  # DataError: a pipe, a device or a folder
+        reason = getattr(error, "strerror", None) or error
+        raise CorruptSample(f"the file cannot be opened: {reason}") from error
     except soundfile.LibsndfileError as error:
         raise CorruptSample(f"it is not audio, or damaged: {error.error_string}") from error
 
@@ -173,7 +197,7 @@ def _stream(source: Source) -> Iterator[BinaryIO]:
     if isinstance(source, bytes):
         yield io.BytesIO(source)
     else:
-        with Path(source).open("rb") as stream:
+        with open_regular(source) as stream:
             yield stream
 
 

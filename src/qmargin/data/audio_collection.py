@@ -7,7 +7,7 @@ import os
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,9 @@ from numpy.typing import NDArray
 from qmargin.data.audio import Samples, decode_audio
 from qmargin.data.packed import PackedStrings
 from qmargin.errors import CorruptSample, DataError
+from qmargin.files import open_regular
+
+MAX_FILE_BYTES = 1 << 31  # of a recording
 
 
 class Utterance(NamedTuple):
@@ -144,14 +147,17 @@ class AudioCollection:
     def _stored(self, index: int) -> bytes:
         path = self.path(index)
         try:
-            with path.open("rb") as file:
+            with open_regular(path) as file:
                 if self._spans is None:
-                    return file.read()
+                    return _all_of(file)
                 offset, size = self._spans[index].tolist()
                 file.seek(offset)
                 content = file.read(size)
-        except OSError as error:
-            raise CorruptSample(f"{path} cannot be read: {error.strerror or error}") from error
+        except CorruptSample:
+            raise
+        except (OSError, DataError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise CorruptSample(f"{path} cannot be read: {reason}") from error
         if len(content) != size:
             raise CorruptSample(f"{path} ends inside the utterance; the tar is truncated")
         return content
@@ -187,6 +193,13 @@ class AudioCollection:
         """Where the utterance and its speaker are named."""
         row = int(self._rows[index])
         return f"{self.origin}, row {row}" if row else str(self.path(index))
+
+
+def _all_of(file: BinaryIO) -> bytes:
+    size = os.fstat(file.fileno()).st_size
+    if size > MAX_FILE_BYTES:
+        raise CorruptSample(f"{size:,} bytes; at most {MAX_FILE_BYTES:,} are read")
+    return file.read()
 
 
 def _integers(values: Sequence[object]) -> NDArray[np.int64]:

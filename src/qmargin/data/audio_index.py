@@ -23,7 +23,7 @@ import numpy as np
 from qmargin.data.audio import decode_audio, read_info
 from qmargin.data.audio_collection import AudioCollection
 from qmargin.errors import CorruptSample, DataError
-from qmargin.files import Progress, sync_folder
+from qmargin.files import Progress, open_regular, sync_folder
 
 FORMAT = "qmargin-audio-index"
 VERSION = 1
@@ -187,10 +187,10 @@ def indexed_seconds(path: str | Path) -> dict[str, float]:
         DataError: The file is no index of recordings, or damaged.
     """
     path = Path(path)
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         try:
             header = json.loads(file.readline(_MAX_LINE))
-        except ValueError:
+        except (ValueError, RecursionError):
             header = None
         if not isinstance(header, dict) or header.get("format") != FORMAT:
             raise DataError(f"{path} is no index of recordings; make one with qmargin data index")
@@ -201,11 +201,11 @@ def indexed_seconds(path: str | Path) -> dict[str, float]:
 
 def is_index_of(path: str | Path, collection: AudioCollection) -> bool:
     """Whether a file begins like the index of a collection."""
-    with Path(path).open("rb") as file:
+    with open_regular(path) as file:
         first = file.readline(_MAX_LINE)
     try:
         return bool(json.loads(first) == _header(collection))
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
 
 
@@ -216,7 +216,7 @@ def read_audio_index(path: str | Path, collection: AudioCollection) -> list[Audi
         DataError: If it is of other utterances, or damaged.
     """
     path = Path(path)
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         records = list(_records(path, file, _header(collection)))
     if len(records) != len(collection):
         raise DataError(
@@ -253,7 +253,7 @@ def _records(path: Path, file: IO[bytes], header: dict[str, Any]) -> Iterator[Au
     for row, line in enumerate(iter(lambda: file.readline(_MAX_LINE), b""), start=1):
         try:
             record = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             problem = f"{path}, row {row} is damaged; delete the file and index again"
             raise DataError(problem) from error
         if row == 1:
@@ -262,9 +262,23 @@ def _records(path: Path, file: IO[bytes], header: dict[str, Any]) -> Iterator[Au
                     f"{path} is of other utterances or speakers; delete it and index again"
                 )
             continue
-        if not isinstance(record, dict) or set(record) != names:
+        if not isinstance(record, dict) or set(record) != names or not _is_measured(record):
             raise DataError(f"{path}, row {row} is damaged; delete the file and index again")
         yield AudioRecord(**record)
+
+
+def _is_measured(record: dict[str, Any]) -> bool:
+    """Whether the values of a record are of their types, and none is below zero."""
+    texts, numbers = ("key", "error"), ("peak", "rms", "clipped")
+    for name, value in record.items():
+        if name in texts:
+            is_good = isinstance(value, str)
+        else:
+            kinds = (int, float) if name in numbers else (int,)
+            is_good = type(value) in kinds and 0 <= value < 2**53
+        if not is_good:
+            return False
+    return True
 
 
 def _check_key(path: Path, collection: AudioCollection, number: int, record: AudioRecord) -> None:

@@ -13,14 +13,15 @@ from typing import Any, Literal
 from qmargin.data.audio import SUFFIXES
 from qmargin.data.audio_collection import AudioCollection, Utterance
 from qmargin.data.audio_shards import has_audio, read_shards, shard_paths
+from qmargin.data.image_folder import check_no_parts, is_image_name
+from qmargin.data.manifest import read_rows
 from qmargin.errors import DataError
-from qmargin.files import Progress
+from qmargin.files import Progress, is_file, open_regular, open_text
 
 Layout = Literal["folder", "kaldi", "json", "shards", "csv"]
 MAX_LINE = 1 << 20
 MAX_DEPTH = 16
 _UNREADABLE = (".m4a", ".aac", ".wma", ".webm", ".mp4")
-_PARTS = frozenset({"train", "dev", "test", "val", "valid", "eval", "wav", "aac"})
 _LOOK_AT = 10_000  # files that decide whether a folder holds audio: not all of 42 million images
 _PATH_COLUMNS = ("path", "wav", "file", "filename", "audio")
 _SPEAKER_COLUMNS = ("speaker", "spk", "speaker_id", "spk_id", "label", "identity")
@@ -59,10 +60,7 @@ def open_audio(
         path = listed
     layout = audio_layout(path)
     if layout is None:
-        raise DataError(
-            f"{path} is no list or folder of audio that is known; give a folder per speaker, a "
-            "folder with wav.scp and utt2spk, JSON lines, tar shards or a CSV"
-        )
+        raise _unknown(path)
     base = Path(root) if root is not None else path if path.is_dir() else path.parent
     if split is not None and layout != "csv":
         raise DataError(f"split is {split!r} and {path} is no CSV; leave it out")
@@ -75,6 +73,20 @@ def open_audio(
     }
     origin = path / "wav.scp" if layout == "kaldi" else path
     return AudioCollection(readers[layout](), origin=str(origin), sample_rate=sample_rate)
+
+
+def _unknown(path: Path) -> DataError:
+    """What is wrong with a path that holds no audio."""
+    if path.is_file() and path.suffix.lower() == ".csv":
+        for _ in read_rows(path):  # which says what is wrong with its header
+            break
+    if path.is_dir() and any(map(is_image_name, islice(_files_below(path), _LOOK_AT))):
+        return DataError(f"{path} has images, and recordings are expected; set data.kind to images")
+    return DataError(
+        f"{path} is no list or folder of audio that is known; give a folder per speaker, a folder "
+        "with wav.scp and utt2spk, JSON lines, tar shards, or a CSV whose first line names the "
+        "columns path and speaker"
+    )
 
 
 def audio_layout(path: str | Path) -> Layout | None:
@@ -97,7 +109,7 @@ def audio_layout(path: str | Path) -> Layout | None:
 
 
 def _layout_of_text(path: Path) -> Layout | None:
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         first = file.readline(MAX_LINE).strip()
     if first.startswith(b"{"):
         return "json" if b'"wav"' in first or b'"feat"' in first else None
@@ -110,12 +122,13 @@ def _layout_of_text(path: Path) -> Layout | None:
 
 def _names_audio(path: Path, first: bytes) -> bool:
     tar = path.parent / os.fsdecode(first)
-    return has_audio(tar) if tar.is_file() else True  # a missing tar is reported when it is read
+    return has_audio(tar) if is_file(tar) else True  # a missing tar is reported when it is read
 
 
 def _csv_of(folder: Path) -> Path | None:
     """The one CSV of a folder that lists recordings with their speakers."""
-    found = [path for path in sorted(folder.glob("*.csv")) if _layout_of_text(path) == "csv"]
+    files = (path for path in sorted(folder.glob("*.csv")) if path.is_file())
+    found = [path for path in files if _layout_of_text(path) == "csv"]
     return found[0] if len(found) == 1 else None
 
 
@@ -162,12 +175,13 @@ def _read_folder(folder: Path) -> list[Utterance]:
             "WAV once, for example with ffmpeg"
         )
     speakers = {item.speaker for item in utterances}
-    if speakers <= _PARTS:
-        names = ", ".join(sorted(speakers))
-        raise DataError(
-            f"{folder} has the folders {names}, which are parts of a dataset and no speakers; give "
-            "one of them"
-        )
+    nested = {item.speaker for item in utterances if item.key.count("/") > 1}
+    check_no_parts(
+        folder,
+        sorted(speakers),
+        is_nested=lambda name: len(speakers) > 1 and name in nested,
+        has_samples=speakers.__contains__,
+    )
     if len(speakers) == 1:
         raise DataError(
             f"{folder} has one folder, {utterances[0].speaker!r}, so there is one speaker; give "
@@ -215,19 +229,25 @@ def _read_json(path: Path, base: Path) -> list[Utterance]:
         cells: list[Any] = [record.get(name) for name in ("key", "wav", "spk")]
         if not all(isinstance(cell, str) and cell for cell in cells):
             raise DataError(f"{where}: key, wav and spk are {cells}; each must be a string")
+        if any(_has_surrogates(cell) for cell in cells):  # JSON can escape what no text has
+            raise DataError(f"{where}: {line[:80]!r} has names that are not UTF-8; correct them")
         key, place, speaker = cells
         place = _checked_place(place, where)
         utterances.append(Utterance(key, str(base / place), speaker, row))
     return utterances
 
 
+def _has_surrogates(text: str) -> bool:
+    return any("\ud800" <= character <= "\udfff" for character in text)
+
+
 def _read_csv(path: Path, base: Path, split: str | None) -> list[Utterance]:
-    with path.open(newline="", encoding="utf-8-sig") as file:
+    with open_text(path, newline="", encoding="utf-8-sig") as file:
         table = csv.reader(_text_lines(path, file), strict=True)
-        names = [name.strip().lower() for name in next(table)]
-        column = _columns(path, names, split)
         utterances = []
         try:
+            names = [name.strip().lower() for name in next(table, [])]
+            column = _columns(path, names, split)
             for cells in table:
                 where = f"{path}, row {table.line_num}"
                 if len(cells) != len(names):
@@ -241,7 +261,9 @@ def _read_csv(path: Path, base: Path, split: str | None) -> list[Utterance]:
                 key = cells[column["key"]] if "key" in column else place
                 utterances.append(Utterance(key, str(base / place), speaker, table.line_num))
         except (csv.Error, UnicodeDecodeError) as error:
-            raise DataError(f"{path}, row {table.line_num} is no CSV: {error}") from error
+            raise DataError(
+                f"{path}, row {table.line_num + 1} is no CSV in UTF-8: {error}; convert the file"
+            ) from error
     if not utterances and split is not None:
         raise DataError(f"{path} has no row whose split is {split!r}; check its spelling")
     return utterances
@@ -283,7 +305,7 @@ def _checked_place(place: str, where: str) -> str:
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
     """Numbered lines that are not blank."""
     try:
-        with path.open(encoding="utf-8-sig") as file:
+        with open_text(path, encoding="utf-8-sig") as file:
             for row, line in enumerate(_text_lines(path, file), start=1):
                 if line.strip():
                     yield row, line.strip()

@@ -11,10 +11,11 @@ from qmargin.data.audio import SUFFIXES
 from qmargin.data.audio_collection import Utterance
 from qmargin.data.tar_members import Member, tar_members
 from qmargin.errors import DataError
-from qmargin.files import Progress
+from qmargin.files import Progress, open_regular
 
 MAX_SPEAKER_BYTES = 1_024
 MAX_AUDIO_BYTES = 1 << 31
+MAX_LIST_BYTES = 1 << 26
 _LOOK_AT = 64  # members that decide whether a tar holds audio
 
 
@@ -24,7 +25,14 @@ def shard_paths(path: Path, base: Path) -> list[Path]:
         return sorted(path.glob("*.tar"))
     if path.suffix == ".tar":
         return [path]
-    rows = path.read_text(encoding="utf-8").splitlines()
+    with open_regular(path) as file:
+        content = file.read(MAX_LIST_BYTES + 1)
+    if len(content) > MAX_LIST_BYTES:
+        raise DataError(f"{path} is over {MAX_LIST_BYTES:,} bytes; list fewer tars in one file")
+    try:
+        rows = content.decode("utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 ({error}); convert the file") from error
     paths = []
     for row, line in enumerate(rows, start=1):
         name = line.strip()
@@ -41,7 +49,7 @@ def shard_paths(path: Path, base: Path) -> list[Path]:
 def has_audio(path: Path) -> bool:
     """Whether one of a tar's first members is audio."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             members = tar_members(file, name=str(path), max_size=MAX_AUDIO_BYTES)
             return any(
                 member.name.lower().endswith(SUFFIXES) for member in islice(members, _LOOK_AT)
@@ -64,7 +72,7 @@ def read_shards(paths: Sequence[Path], *, progress: Progress | None = None) -> l
         if progress is not None:
             progress(number, len(paths))
         try:
-            with path.open("rb") as file:
+            with open_regular(path) as file:
                 utterances += _read_shard(path, file)
         except OSError as error:
             reason = error.strerror or error

@@ -21,7 +21,8 @@ class ImageDataset:
 
     Args:
         index: Where the samples are.
-        verify: Compare every sample with its checksum when it is read.
+        verify: Compare every sample with its checksum, and its label with that of the data, when
+            it is read.
         decoder: ``"pillow"``, or ``"simplejpeg"``, which gives the same bits faster.
         channels: Order of the stored channels; pictures are RGB either way.
     """
@@ -75,7 +76,7 @@ class ImageDataset:
         return data
 
     def check(self, index: int, data: bytes) -> None:
-        """Raise ``CorruptSample`` unless bytes are those that were indexed."""
+        """Raise ``CorruptSample`` unless bytes and label are those that were indexed."""
         columns = self.index.columns
         length, checksum = int(columns["length"][index]), int(columns["checksum"][index])
         if len(data) != length or zlib.crc32(data) != checksum:
@@ -83,6 +84,7 @@ class ImageDataset:
                 f"{len(data)} bytes with checksum {zlib.crc32(data):08x}; {length} with "
                 f"{checksum:08x} were indexed: the data has changed or is damaged"
             )
+        self._source.check_label(index)
 
     def decode(self, index: int, *, mirror: bool = False, writable: bool = True) -> Pixels:
         """Picture of a sample, ``[H, W, 3]`` RGB; see ``decode_image``."""

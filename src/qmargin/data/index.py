@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import struct
+import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -18,15 +21,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qmargin.errors import DataError
+from qmargin.files import open_regular
 
-VERSION: Final = "1"
+VERSION: Final = "2"
 SUFFIX: Final = ".qmindex"
 MAX_HEADER_BYTES: Final = 1 << 20
+_log = logging.getLogger("qmargin.data")
+_READ_BYTES: Final = 1 << 22
 MAX_SAMPLE_BYTES: Final = 1 << 26  # one image; what claims to be larger is damaged
 DTYPES: Final = {"I64": "<i8", "I32": "<i4", "U32": "<u4", "U8": "u1"}
 COLUMNS: Final = {  # of one row per sample; the largest first, so that all are aligned
     "offset": "I64",  # of the bytes in their file; of the record, where that is split
-    "key": "I64",  # of a record; the row of a manifest
+    "key": "I64",  # of a record; the row of a manifest; where a tar has the label
     "name_end": "I64",
     "length": "U32",
     "checksum": "U32",  # CRC-32 of the bytes
@@ -34,7 +40,12 @@ COLUMNS: Final = {  # of one row per sample; the largest first, so that all are 
     "label": "I32",
     "is_split": "U8",
 }
-TABLES: Final = ("name", "class", "path")  # texts: bytes one after the other, and where each ends
+TABLES: Final = (
+    "name",
+    "class",
+    "path",
+    "folder",
+)  # texts: bytes one after the other, and where each ends
 
 
 @dataclass(frozen=True)
@@ -46,6 +57,12 @@ class Texts:
 
     def __len__(self) -> int:
         return len(self.ends)
+
+    def __iter__(self) -> Iterator[str]:
+        data, first = self.data.tobytes(), 0
+        for end in self.ends.tolist():
+            yield data[first:end].decode("utf-8", "surrogateescape")
+            first = end
 
     def __getitem__(self, row: int) -> str:
         first = int(self.ends[row - 1]) if row else 0
@@ -64,6 +81,7 @@ class Index:
     root: Path  # what the names in the index are relative to, or the file itself
     num_classes: int
     fingerprint: str
+    is_racy: bool  # the data changed while it was built: it is not trusted again
     notes: tuple[str, ...]
     columns: dict[str, NDArray[Any]]
     checksums: dict[str, int]
@@ -72,7 +90,7 @@ class Index:
         return len(self.columns["label"])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return read_index, (self.path, self.root)  # a worker maps the file itself
+        return _mapped, (self.path, self.root)  # a worker maps the file itself
 
     @property
     def names(self) -> Texts | None:
@@ -88,6 +106,11 @@ class Index:
     def paths(self) -> Texts | None:
         """Files that hold the samples, for datasets of several."""
         return self._texts("path")
+
+    @property
+    def folders(self) -> Texts | None:
+        """Folders that were listed, relative to the root, where each image is a file."""
+        return self._texts("folder")
 
     def _texts(self, name: str) -> Texts | None:
         if name not in self.columns:
@@ -105,33 +128,96 @@ def default_index(path: Path) -> Path:
     return path.with_name(path.name + SUFFIX)
 
 
-def index_place(data: Path) -> Path:
-    """Beside the data, or, where nothing can be written there, in the user's cache."""
+def index_place(data: Path, folder: str | Path | None = None) -> Path:
+    """In a folder if one is given, or else beside the data, or in the cache where that is locked.
+
+    Args:
+        data: The dataset, as an absolute path: names in a folder tell its namesakes apart.
+        folder: Where indices go.
+
+    Raises:
+        DataError: There is no such folder.
+    """
+    digest = hashlib.sha256(os.fsencode(data)).hexdigest()[:24]
+    if folder is not None:
+        if not Path(folder).is_dir():
+            raise DataError(f"index_dir is {str(folder)!r}, which is not a folder; make it first")
+        return Path(folder) / f"{data.name}.{digest[:12]}{SUFFIX}"
     beside = default_index(data)
     if beside.exists() or os.access(beside.parent, os.W_OK):
         return beside
     cache = Path.home() / ".cache" / "qmargin"
     cache.mkdir(parents=True, exist_ok=True)
-    return cache / f"{hashlib.sha256(os.fsencode(data)).hexdigest()[:24]}{SUFFIX}"
+    return cache / f"{digest}{SUFFIX}"
+
+
+def announce(data: object, place: Path) -> None:
+    """Say that an index is being written where nobody asked for it."""
+    _log.warning(
+        "writing the index of %s to %s; index_dir (--index-dir) puts it elsewhere", data, place
+    )
 
 
 def read_index(path: str | Path, root: str | Path | None = None) -> Index:
-    """Map an index into memory.
+    """Map an index into memory, once its bytes agree with the checksums stored in it.
 
     Args:
         path: Of the index.
         root: The data, where it is not where it was when the index was built.
 
     Raises:
+        OutdatedIndex: Another version of this package wrote it.
         DataError: The file is not an index, or not a whole one.
     """
+    index = _mapped(path, root)
+    for name in damaged_columns(index):
+        raise _damaged(index.path, f"column {name} has changed since it was written")
+    return index
+
+
+class OutdatedIndex(DataError):
+    """An index that another version of this package wrote."""
+
+
+def damaged_columns(index: Index) -> tuple[str, ...]:
+    """Columns of an index whose bytes are not those that were written.
+
+    The file is read, not the mapped columns: those would stay in this process's memory.
+    """
+    header, first = _header(index.path)
+    found = []
+    with open_regular(index.path) as file:
+        for name in index.columns:
+            begin, end = header[name]["data_offsets"]
+            file.seek(first + begin)
+            checksum, left = 0, end - begin
+            while left > 0 and (block := file.read(min(left, _READ_BYTES))):
+                checksum = zlib.crc32(block, checksum)
+                left -= len(block)
+            if left or checksum != index.checksums.get(name):
+                found.append(name)
+    return tuple(found)
+
+
+def header_checksum(about: dict[str, Any]) -> str:
+    """Checksum of what a header says besides its columns, which have their own."""
+    texts = [str(about.get(name)) for name in ("qmargin_index", "format", "root", "details")]
+    return f"{zlib.crc32(json.dumps(texts).encode()):08x}"
+
+
+def _mapped(path: str | Path, root: str | Path | None = None) -> Index:
+    """The index without a look at its checksums, as workers map one that is open already."""
     path = Path(path)
     header, first = _header(path)
     about = header.pop("__metadata__", {})
-    if not isinstance(about, dict) or about.get("qmargin_index") != VERSION:
-        raise DataError(
+    if not isinstance(about, dict) or "qmargin_index" not in about:
+        raise _damaged(path, "its header is of something else")
+    if about["qmargin_index"] != VERSION:
+        raise OutdatedIndex(
             f"{path} is not an index of version {VERSION}; build it again with qmargin data index"
         )
+    if about.get("crc32") != header_checksum(about):
+        raise _damaged(path, "its header has changed since it was written")
     try:
         columns = _map_columns(path, header, first)
         details = json.loads(about["details"])
@@ -141,11 +227,12 @@ def read_index(path: str | Path, root: str | Path | None = None) -> Index:
             root=Path(root) if root is not None else path.parent / about["root"],
             num_classes=int(details["num_classes"]),
             fingerprint=str(details["fingerprint"]),
+            is_racy=bool(details["is_racy"]),
             notes=tuple(map(str, details["notes"])),
             columns=columns,
             checksums={str(key): int(value) for key, value in details["crc32"].items()},
         )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise _damaged(path, f"{type(error).__name__}: {error}") from error
     _check_lengths(index)
     return index
@@ -153,7 +240,7 @@ def read_index(path: str | Path, root: str | Path | None = None) -> Index:
 
 def _header(path: Path) -> tuple[dict[str, Any], int]:
     """The JSON header and where the columns begin."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         start = file.read(8)
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
         if not 2 <= length <= MAX_HEADER_BYTES:
@@ -161,7 +248,7 @@ def _header(path: Path) -> tuple[dict[str, Any], int]:
         text = file.read(length)
     try:
         header = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _damaged(path, f"its header is not JSON: {error}") from error
     if not isinstance(header, dict):
         raise _damaged(path, "its header is not a JSON object")

@@ -18,7 +18,15 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qmargin.data.index import COLUMNS, DTYPES, TABLES, VERSION, relative_root
+from qmargin.data.fingerprints import Fingerprint
+from qmargin.data.index import (
+    COLUMNS,
+    DTYPES,
+    TABLES,
+    VERSION,
+    header_checksum,
+    relative_root,
+)
 from qmargin.errors import DataError
 from qmargin.files import replacing
 
@@ -136,11 +144,12 @@ class IndexWriter(AbstractContextManager["IndexWriter"]):
         *,
         format: str,
         root: Path,
-        fingerprint: str,
+        fingerprint: Fingerprint | str,
         num_classes: int | None = None,
         notes: Iterable[str] = (),
         class_names: Iterable[str] | None = None,
         paths: Iterable[str] | None = None,
+        folders: Iterable[str] | None = None,
         relabel: NDArray[np.int32] | None = None,
     ) -> None:
         """Join the columns into the index.
@@ -153,6 +162,7 @@ class IndexWriter(AbstractContextManager["IndexWriter"]):
             notes: What was left out on the way, for people.
             class_names: By label.
             paths: Of the files that hold the samples.
+            folders: That were listed.
             relabel: New label of each label that was added.
         """
         if self.num_rows == 0:
@@ -160,13 +170,14 @@ class IndexWriter(AbstractContextManager["IndexWriter"]):
         self._flush()
         if relabel is not None:
             self._relabel(relabel)
-        for name, texts in zip(TABLES[1:], (class_names, paths), strict=True):
+        for name, texts in zip(TABLES[1:], (class_names, paths, folders), strict=True):
             if texts is not None:
                 self._spool_texts(name, texts)
         names = sorted(self._spools, key=_order)
         details = {
             "num_classes": self.num_classes if num_classes is None else num_classes,
-            "fingerprint": fingerprint,
+            "fingerprint": str(fingerprint),
+            "is_racy": isinstance(fingerprint, Fingerprint) and fingerprint.is_racy,
             "notes": list(notes),
             "crc32": {name: self._checksum(name) for name in names},
         }
@@ -176,6 +187,7 @@ class IndexWriter(AbstractContextManager["IndexWriter"]):
             "root": relative_root(root, self.path),
             "details": json.dumps(details),
         }
+        about["crc32"] = header_checksum(about)
         self._join(names, about)
 
     def _relabel(self, relabel: NDArray[np.int32]) -> None:

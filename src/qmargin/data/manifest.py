@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from qmargin.data.image_folder import measure_file
+from qmargin.data.index import Index
 from qmargin.data.index_writer import ClassNames, IndexWriter, parse_label
 from qmargin.errors import DataError
-from qmargin.files import Progress, sha256_of
+from qmargin.files import Progress, open_text, sha256_of
 
 PATHS = ("path", "file", "filename", "image")
 NUMBERS = ("label", "class")
@@ -26,10 +27,11 @@ def read_rows(path: Path) -> Iterator[tuple[int, dict[str, str]]]:
         DataError: A line has too few or too many fields, or the file is not UTF-8.
     """
     delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
-    with path.open(encoding="utf-8-sig", newline="") as file:
+    with open_text(path, encoding="utf-8-sig", newline="") as file:
         reader = csv.reader(file, delimiter=delimiter)
         try:
             header = [name.strip().lower() for name in next(reader, [])]
+            _check_header(path, header)
             for fields in reader:
                 if not fields:
                     continue
@@ -50,13 +52,25 @@ def column_of(path: Path, row: dict[str, str], names: tuple[str, ...]) -> str:
     found = next((name for name in names if name in row), None)
     if found is None:
         raise DataError(
-            f"{path} has the columns {', '.join(row)}; it needs one of {', '.join(names)}"
+            f"{path} has the columns {', '.join(row)[:200]}; it needs one of {', '.join(names)}, "
+            "named in its first line"
         )
     return found
 
 
-def manifest_fingerprint(path: Path) -> str:
-    """Hash of the manifest; the images have checksums of their own."""
+def _check_header(path: Path, header: list[str]) -> None:
+    if len(header) < 2 and ";" in "".join(header):
+        raise DataError(
+            f"{path}, line 1: the columns are separated by semicolons; separate them by commas, or "
+            "by tabs in a .tsv file"
+        )
+    twice = next((name for name in header if header.count(name) > 1), None)
+    if twice is not None:
+        raise DataError(f"{path}, line 1: two columns are called {twice[:60]!r}; rename one")
+
+
+def manifest_fingerprint(path: Path, index: Index | None = None) -> str:
+    """Hash of all of the manifest, so that nothing else is needed; images have checksums."""
     return sha256_of(path)[:16]
 
 
@@ -84,6 +98,11 @@ def index_manifest(path: Path, index: Path, *, progress: Progress | None = None)
             seen += sum(map(len, row.values())) + len(row)
             if progress is not None and count % _BETWEEN_REPORTS == 0:
                 progress(min(seen, size), size)
+        if writer.num_rows == 0:
+            raise DataError(
+                f"{path} has no rows; its first line names the columns, such as path,label, and "
+                "each line below is an image"
+            )
         names, relabel = classes.sorted() if is_named else (None, None)
         writer.finish(
             format="manifest",

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from qmargin.data.download import Remote, check_base, fetch
+from qmargin.data.download import Remote, check_base, fetch, shown
 from qmargin.errors import ConfigError, DataError
 from qmargin.files import write_file
 
@@ -193,6 +193,6 @@ def _notes(archives: Sequence[Archive], base: str) -> str:
     lines = [
         "Omniglot, by Brenden Lake and others; MIT licence: github.com/brendenlake/omniglot",
         "train: the background set; test: the evaluation set, of other alphabets",
-        *(f"{base}/{part.remote.name}, SHA-256 {part.remote.sha256}" for part in archives),
+        *(f"{shown(base)}/{part.remote.name}, SHA-256 {part.remote.sha256}" for part in archives),
     ]
     return "\n".join(lines) + "\n"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,22 @@ from qmargin.data.audio_collection import AudioCollection
 from qmargin.data.audio_index import audio_records
 from qmargin.data.audio_lists import audio_layout, open_audio
 from qmargin.data.encoded import ImageDataset
-from qmargin.data.image_folder import folder_fingerprint, identity_folders, index_folder
+from qmargin.data.fingerprints import is_in_place
+from qmargin.data.image_folder import (
+    check_image_folder,
+    folder_fingerprint,
+    identity_folders,
+    index_folder,
+)
 from qmargin.data.images import Channels, Decoder
-from qmargin.data.index import SUFFIX, Index, index_place, read_index
+from qmargin.data.index import (
+    SUFFIX,
+    Index,
+    OutdatedIndex,
+    announce,
+    index_place,
+    read_index,
+)
 from qmargin.data.index_writer import one_builder
 from qmargin.data.manifest import index_manifest, manifest_fingerprint
 from qmargin.data.recordio_index import index_recordio, recordio_fingerprint
@@ -32,7 +46,7 @@ class Layout:
 
     format: str
     build: Callable[..., None]
-    fingerprint: Callable[[Path], str]
+    fingerprint: Callable[[Path, Index], str]
 
 
 _LAYOUTS = {
@@ -54,6 +68,7 @@ def open_dataset(
     path: str | Path,
     *,
     index: str | Path | None = None,
+    index_dir: str | Path | None = None,
     verify: bool = False,
     progress: Progress | None = None,
     **options: Any,
@@ -70,6 +85,7 @@ def open_dataset(
     Args:
         path: The data, or the index of images.
         index: Where the index is, or is to be; beside the data where it is left out.
+        index_dir: Folder of indices, instead of beside the data.
         verify: Compare every sample with its checksum when it is read. Recordings are read without
             an index otherwise.
         progress: Called while an index is built.
@@ -97,10 +113,14 @@ def open_dataset(
             known = ", ".join(_OPTIONS[kind])
             raise ConfigError(f"{path} has {kind}, and {name} is no option of them; known: {known}")
     if kind == "images":
-        return open_images(path, index=index, verify=verify, progress=progress, **options)
+        return open_images(
+            path, index=index, index_dir=index_dir, verify=verify, progress=progress, **options
+        )
     collection = open_audio(path, progress=progress, **options)
     if verify:
-        place = index_place(Path(path).resolve()) if index is None else Path(index)
+        place = index_place(Path(path).resolve(), index_dir) if index is None else Path(index)
+        if index is None and index_dir is None and not place.exists():
+            announce(path, place)
         records = audio_records(collection, place, progress=progress)
         collection.verify_([item.size for item in records], [item.checksum for item in records])
     elif index is not None:
@@ -124,6 +144,7 @@ def open_images(
     path: str | Path,
     *,
     index: str | Path | None = None,
+    index_dir: str | Path | None = None,
     verify: bool = False,
     decoder: Decoder = "pillow",
     channels: Channels = "rgb",
@@ -137,7 +158,9 @@ def open_images(
     Args:
         path: The data, or its index.
         index: Where the index is, or is to be; beside the data where it is left out.
-        verify: Compare every sample with its checksum when it is read.
+        index_dir: Folder of indices, instead of beside the data.
+        verify: Compare every sample with its checksum, and its label with that of the data, when
+            it is read.
         decoder: ``"pillow"``, or ``"simplejpeg"``, which gives the same bits faster.
         channels: Order of the stored channels; pictures are RGB either way.
         progress: Called while an index is built.
@@ -145,7 +168,7 @@ def open_images(
     Raises:
         DataError: The layout is unknown, or the data cannot be indexed.
     """
-    found = open_index(path, index=index, progress=progress)
+    found = open_index(path, index=index, index_dir=index_dir, progress=progress)
     return ImageDataset(found, verify=verify, decoder=decoder, channels=channels)
 
 
@@ -153,7 +176,9 @@ def open_index(
     path: str | Path,
     *,
     index: str | Path | None = None,
+    index_dir: str | Path | None = None,
     rebuild: bool = False,
+    keep_changed: bool = False,
     progress: Progress | None = None,
 ) -> Index:
     """The index of a dataset, built where it is missing, stale or asked for.
@@ -161,43 +186,91 @@ def open_index(
     Args:
         path: The data, or its index.
         index: Where the index is, or is to be.
+        index_dir: Folder of indices, instead of beside the data.
         rebuild: Build it in any case.
+        keep_changed: Keep the index of files that were changed in place, to find the changes.
         progress: Called while it is built.
     """
     path = Path(path)
     if path.suffix == SUFFIX and index is None and not rebuild:
-        return read_index(path)
-    format, data = recognise(path)
-    place = index_place(data) if index is None else Path(index)
-    known = None if rebuild else _fresh(place, format, data)
+        return read_index(path) if keep_changed else _trusted(read_index(path))
+    with _no_recordings(path):
+        format, data = recognise(path)
+    place = index_place(data, index_dir) if index is None else Path(index)
+    known = None if rebuild else _fresh(place, format, data, keep_changed=keep_changed)
     if known is not None:
         return known
     if not place.parent.is_dir():
         raise DataError(f"{place.parent} is not a folder; make it, or give another index")
     with one_builder(place):
-        known = None if rebuild else _fresh(place, format, data)  # another process was faster
+        known = None if rebuild else _fresh(place, format, data)  # made by another process
         if known is not None:
             return known
         if place.exists() and not rebuild:
-            _log.warning(
-                "%s is built again: %s", place, _stale(read_index(place, data), format, data)
-            )
-        _LAYOUTS[format].build(data, place, progress=progress)
+            _log.warning("%s is built again: %s", place, _reason(place, format, data))
+        elif index is None and index_dir is None and not rebuild:
+            announce(data, place)
+        with _no_recordings(path):
+            _LAYOUTS[format].build(data, place, progress=progress)
         return read_index(place, data)
 
 
-def _fresh(place: Path, format: str, data: Path) -> Index | None:
+@contextmanager
+def _no_recordings(path: Path) -> Iterator[None]:
+    """Say so where no image is found because there are recordings."""
+    try:
+        yield
+    except DataError as error:
+        if not path.exists() or not is_audio(path):
+            raise
+        raise DataError(
+            f"{path} has recordings, and images are expected; take a speaker recipe, or set "
+            "data.kind to audio"
+        ) from error
+
+
+def _fresh(place: Path, format: str, data: Path, *, keep_changed: bool = False) -> Index | None:
     """The index at a place, if there is one and the data have not changed."""
     if not place.exists():
         return None
-    known = read_index(place, data)
-    return known if _stale(known, format, data) is None else None
+    try:
+        known = read_index(place, data)
+    except OutdatedIndex:
+        return None
+    if _stale(known, format, data) is None:
+        return known
+    if keep_changed and known.format == format and not known.is_racy:
+        now = _LAYOUTS[format].fingerprint(data, known)
+        return known if is_in_place(known.fingerprint, now) else None
+    return None
+
+
+def _reason(place: Path, format: str, data: Path) -> str | None:
+    try:
+        return _stale(read_index(place, data), format, data)
+    except OutdatedIndex:
+        return "another version wrote it"
+
+
+def _trusted(index: Index) -> Index:
+    """An index that was opened by its own path, if its data have not changed."""
+    if not index.root.exists():
+        raise DataError(f"{index.path} is the index of {index.root}, which does not exist")
+    reason = _stale(index, index.format, index.root) if index.format in _LAYOUTS else "no layout"
+    if reason is not None:
+        raise DataError(
+            f"{index.path} is stale: {reason}; build it again with qmargin data index {index.root} "
+            f"--out {index.path}"
+        )
+    return index
 
 
 def _stale(index: Index, format: str, data: Path) -> str | None:
     if index.format != format:
         return f"it is of {index.format} data"
-    now = _LAYOUTS[format].fingerprint(data)
+    if index.is_racy:
+        return f"{data} was changing while it was built"
+    now = _LAYOUTS[format].fingerprint(data, index)
     return None if now == index.fingerprint else f"{data} has {now}, it was of {index.fingerprint}"
 
 
@@ -239,7 +312,8 @@ def _recognise_folder(path: Path) -> tuple[str, Path]:
         return "recordio", records[0]
     if archive_files(path):
         return "tar", path
-    if identity_folders(path):
+    if identities := identity_folders(path):
+        check_image_folder(path, identities)
         return "folder", path
     manifests = sorted((*path.glob("*.csv"), *path.glob("*.tsv")))
     if len(manifests) == 1:

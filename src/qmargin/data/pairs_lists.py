@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from qmargin.data.manifest import column_of, read_rows
 from qmargin.errors import DataError
+from qmargin.files import open_text
 
 FIRST = ("a", "first", "path1", "image1", "enrol")
 SECOND = ("b", "second", "path2", "image2", "test")
@@ -53,7 +54,10 @@ def read_pairs(path: str | Path, *, extension: str = "jpg") -> PairList:
     path = Path(path)
     pairs = _csv(path) if path.suffix.lower() in (".csv", ".tsv") else _lfw(path, extension)
     if not len(pairs):
-        raise DataError(f"{path} has no pairs; give lines of two images and a label")
+        raise DataError(
+            f"{path} has no pairs; give lines of two images and a label, below a first line that "
+            "names the columns of a CSV"
+        )
     return pairs
 
 
@@ -68,7 +72,7 @@ def _csv(path: Path) -> PairList:
         labels.append(_WORDS[word])
         if "fold" in row:
             fold = row["fold"].strip()
-            if not fold.isdigit():
+            if not _is_count(fold):
                 raise DataError(f"{path}, line {line}: the fold {fold[:40]!r} is not a number")
             folds.append(int(fold))
     numbers = np.array(folds, dtype=np.int64) if folds else None
@@ -77,11 +81,12 @@ def _csv(path: Path) -> PairList:
 
 def _lfw(path: Path, extension: str) -> PairList:
     try:
-        lines = [line.split() for line in path.read_text(encoding="utf-8").splitlines()]
+        with open_text(path) as file:
+            lines = [line.split() for line in file.read().splitlines()]
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not text in UTF-8 ({error}); convert it") from error
     num_folds, per_fold, start = 1, 0, 0
-    if lines and len(lines[0]) in (1, 2) and all(word.isdigit() for word in lines[0]):
+    if lines and len(lines[0]) in (1, 2) and all(map(_is_count, lines[0])):
         counts = [int(word) for word in lines[0]]
         num_folds, per_fold = counts if len(counts) == 2 else (1, counts[0])
         start = 1
@@ -102,11 +107,15 @@ def _lfw(path: Path, extension: str) -> PairList:
     return PairList(tuple(first), tuple(second), np.array(labels, dtype=np.bool_), folds)
 
 
+def _is_count(word: str) -> bool:
+    return word.isascii() and word.isdigit() and len(word) <= 9
+
+
 def _lfw_pair(words: list[str], extension: str, where: str) -> tuple[str, str, bool]:
     """``name 1 2`` is a genuine pair, ``name 1 other 2`` an impostor pair."""
-    if len(words) == 3 and words[1].isdigit() and words[2].isdigit():
+    if len(words) == 3 and all(map(_is_count, words[1:])):
         names, numbers, is_genuine = (words[0], words[0]), words[1:], True
-    elif len(words) == 4 and words[1].isdigit() and words[3].isdigit():
+    elif len(words) == 4 and all(map(_is_count, words[1::2])):
         names, numbers, is_genuine = (words[0], words[2]), words[1::2], False
     else:
         raise DataError(f"{where}: {' '.join(words)[:60]!r} is not a pair of LFW's pairs.txt")

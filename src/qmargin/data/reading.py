@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
 from qmargin.data.index import MAX_SAMPLE_BYTES, Index
-from qmargin.data.recordio import parse_payload, read_record
+from qmargin.data.recordio import MAX_RECORD, label_before, parse_payload, read_record
+from qmargin.data.tar_members import member_at
+from qmargin.data.tar_shards import MAX_LABEL_BYTES, says_label
 from qmargin.errors import CorruptSample, DataError
+from qmargin.files import READING, check_regular, read_regular
 
 MAX_OPEN_FILES = 128
 
@@ -22,12 +26,17 @@ class ByteSource(Protocol):
         """The bytes of a sample, or ``CorruptSample``."""
         ...
 
+    def check_label(self, row: int) -> None:
+        """Raise ``CorruptSample`` unless the data still gives a sample the label of the index."""
+        ...
+
 
 class _Descriptor:
     """An open file that is closed when nobody uses it any more."""
 
     def __init__(self, path: Path) -> None:
-        self.number = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+        self.number = os.open(path, READING)
+        check_regular(path, os.fstat(self.number))
 
     def __del__(self) -> None:
         if hasattr(self, "number"):  # not when opening failed
@@ -98,6 +107,8 @@ class RangeSource:
         offset, length = int(self._offsets[row]), int(self._lengths[row])
         if self._is_split is not None and self._is_split[row]:
             return self._read_split(path, offset)
+        if length > MAX_RECORD:
+            raise CorruptSample(f"{length} bytes; at most {MAX_RECORD} are read")
         data = self._files.read_at(path, offset, length)
         if len(data) != length:
             raise CorruptSample(f"{path} ends inside the sample at byte {offset}; copy it again")
@@ -110,6 +121,31 @@ class RangeSource:
         except DataError as error:
             raise CorruptSample(str(error)) from error
         return bytes(payload[start:])
+
+    def check_label(self, row: int) -> None:
+        """Raise ``CorruptSample`` unless the data still gives a sample the label of the index."""
+        path, label = self._path(row), int(self._index.columns["label"][row])
+
+        def read_at(offset: int, count: int) -> bytes:
+            return self._files.read_at(path, offset, count)
+
+        if self._index.format == "tar":
+            names = self._index.class_names
+            content = member_at(read_at, int(self._index.columns["key"][row]), MAX_LABEL_BYTES)
+            is_same = says_label(content, label, None if names is None else names[label])
+        else:
+            is_same = self._recorded_label(read_at, row) == label
+        if not is_same:
+            raise CorruptSample(
+                f"{path} no longer gives the label {label} that was indexed; build the index again "
+                "with qmargin data index"
+            )
+
+    def _recorded_label(self, read_at: Callable[[int, int], bytes], row: int) -> float | None:
+        offset = int(self._offsets[row])
+        if self._is_split is None or not self._is_split[row]:
+            return label_before(read_at, offset)
+        return parse_payload(read_record(read_at, offset), f"record at byte {offset}").label
 
     def _path(self, row: int) -> Path:
         if self._paths is None or self._numbers is None:
@@ -137,12 +173,9 @@ class FileSource:
         """The bytes of a sample, or ``CorruptSample``."""
         path = self._folder / self._names[row]
         try:
-            with path.open("rb", buffering=0) as file:
-                size = os.fstat(file.fileno()).st_size
-                if size > MAX_SAMPLE_BYTES:
-                    raise CorruptSample(f"{size} bytes; at most {MAX_SAMPLE_BYTES} are read")
-                return file.read(size)
-        except (OSError, ValueError) as error:
-            if isinstance(error, CorruptSample):
-                raise
+            return read_regular(path, MAX_SAMPLE_BYTES)
+        except (OSError, DataError) as error:
             raise CorruptSample(f"{getattr(error, 'strerror', None) or error}") from error
+
+    def check_label(self, row: int) -> None:
+        """No-op: the label of a file of its own is its folder or a line of the hashed manifest."""

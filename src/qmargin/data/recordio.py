@@ -19,16 +19,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qmargin.errors import CorruptSample, DataError
+from qmargin.files import open_regular
 
 MAGIC = 0xCED7230A
 MAGIC_BYTES = struct.pack("<I", MAGIC)
 MAX_PART = (1 << 29) - 1
+MAX_LABELS = 4096  # of one record
 MAX_RECORD = 1 << 28  # what claims to be larger is damaged
 _HEAD = struct.Struct("<II")  # magic, flag << 29 | length
 _LABEL = struct.Struct("<IfQQ")  # flag, label, id, second id
 _WHOLE, _FIRST, _MIDDLE, _LAST = range(4)
 _WINDOW = 1 << 23
 _IDX_BYTES = 1 << 22
+_MOST_DIGITS = 18
 
 
 class Record(NamedTuple):
@@ -59,7 +62,8 @@ def scan_records(file: BinaryIO, *, name: str, size: int) -> Iterator[Record]:
         nonlocal window, base
         if position + count > base + len(window):
             file.seek(position)
-            window, base = memoryview(file.read(max(count, _WINDOW))), position
+            wanted = min(max(count, _WINDOW), size - position)  # memory for what is there
+            window, base = memoryview(file.read(max(0, wanted))), position
         return window[position - base : position - base + count]
 
     position = 0
@@ -155,11 +159,31 @@ def parse_payload(payload: bytes | memoryview, where: str) -> Payload:
         )
     flag, label, _, _ = _LABEL.unpack_from(payload)
     start = _LABEL.size + 4 * flag
-    if start > len(payload):
+    if flag > MAX_LABELS or start > len(payload):
         raise DataError(f"{where}: {flag} labels do not fit into its {len(payload)} bytes")
     if flag:
         (label,) = struct.unpack_from("<f", payload, _LABEL.size)
     return Payload(flag, label, start)
+
+
+def label_before(read_at: Callable[[int, int], bytes], offset: int) -> float | None:
+    """The label in the header that ends where an image begins; None where there is no header.
+
+    Args:
+        read_at: Bytes of the file from an offset on, at most so many.
+        offset: Of the image.
+    """
+    for most in (2, MAX_LABELS):  # InsightFace writes two; a longer header is searched for
+        start = max(0, offset - _HEAD.size - _LABEL.size - 4 * most)
+        window = read_at(start, offset - start)
+        for flag in range(most + 1):
+            at = len(window) - _HEAD.size - _LABEL.size - 4 * flag
+            if at < 0 or window[at : at + 4] != MAGIC_BYTES:
+                continue
+            payload = window[at + _HEAD.size :]
+            if _LABEL.unpack_from(payload)[0] == flag:
+                return parse_payload(payload, f"record at byte {start + at}").label
+    return None
 
 
 def pack_payload(label: float | Sequence[float], image: bytes, *, number: int = 0) -> bytes:
@@ -259,7 +283,7 @@ def idx_lines(path: Path) -> Iterator[tuple[int, int]]:
 
 def _idx_blocks(path: Path) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
     num_lines, rest = 0, b""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         while chunk := file.read(_IDX_BYTES):
             text, newline, rest = (rest + chunk).rpartition(b"\n")
             if len(rest) > 1000:
@@ -277,6 +301,8 @@ def _idx_block(
     if not words:
         return
     try:
+        if max(map(len, words)) > _MOST_DIGITS:  # an array of texts is as wide as the widest
+            raise ValueError("a number that is too long")
         pairs = np.array(words).astype(np.int64).reshape(-1, 2)
         is_good = bool((pairs >= 0).all())
     except (ValueError, OverflowError):
@@ -293,7 +319,10 @@ def _idx_block(
 def _bad_line(text: bytes) -> tuple[int, str]:
     for row, line in enumerate(text.split(b"\n")):
         words = line.split()
-        if words and (len(words) != 2 or not all(word.isdigit() for word in words)):
+        if words and (
+            len(words) != 2
+            or not all(word.isdigit() and len(word) <= _MOST_DIGITS for word in words)
+        ):
             return row, line.decode("utf-8", "replace")
     return 0, text[:60].decode("utf-8", "replace")
 

@@ -7,18 +7,26 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from qmargin.data.fingerprints import fingerprint_of, started_after
+from qmargin.data.index import Index
 from qmargin.data.index_writer import IndexWriter, parse_label
 from qmargin.data.recordio import Record, file_size, idx_lines, parse_payload, scan_records
 from qmargin.errors import DataError
-from qmargin.files import Progress
+from qmargin.files import Progress, open_regular
 
 _BETWEEN_REPORTS = 4096
+_KIND = "files"
 _COLUMNS = ("offset", "key", "length", "checksum", "is_split")
 
 
-def recordio_fingerprint(path: Path) -> str:
-    """Size of the records; their bytes have checksums of their own."""
-    return f"{path.stat().st_size} bytes"
+def recordio_fingerprint(path: Path, index: Index) -> str:
+    """Of the records, of their ``.idx`` and of ``property``, which counts the identities."""
+    return str(fingerprint_of(_files(path), kind=_KIND))
+
+
+def _files(path: Path) -> list[Path]:
+    others = (path.with_suffix(".idx"), path.with_name("property"))
+    return [path, *(other for other in others if other.exists())]
 
 
 def index_recordio(path: Path, index: Path, *, progress: Progress | None = None) -> None:
@@ -31,7 +39,10 @@ def index_recordio(path: Path, index: Path, *, progress: Progress | None = None)
         DataError: A record is damaged, a label is impossible, or the ``.idx`` and the ``.rec`` do
             not belong together.
     """
-    with path.open("rb") as file, IndexWriter(index, _COLUMNS) as writer:
+    files = _files(path)
+    started = started_after(files, index.parent)
+    fingerprint = fingerprint_of(files, kind=_KIND, started=started)
+    with open_regular(path) as file, IndexWriter(index, _COLUMNS) as writer:
         size = file_size(file)
         num_empty = 0
         for count, (key, record) in enumerate(_numbered(path, file, size)):
@@ -46,7 +57,7 @@ def index_recordio(path: Path, index: Path, *, progress: Progress | None = None)
         writer.finish(
             format="recordio",
             root=path,
-            fingerprint=recordio_fingerprint(path),
+            fingerprint=fingerprint,
             num_classes=_num_classes(path, writer.num_classes),
             notes=notes,
         )
@@ -98,7 +109,7 @@ def _num_classes(path: Path, found: int) -> int:
     about = path.with_name("property")
     if not about.is_file():
         return found
-    with about.open("rb") as file:
+    with open_regular(about) as file:
         text = file.read(64).split(b",")[0].strip()
     if not text.isdigit():
         raise DataError(f"{about} does not begin with a number of classes; correct or remove it")

@@ -16,7 +16,7 @@ from qmargin.data.audio_collection import AudioCollection
 from qmargin.data.audio_index import audio_records
 from qmargin.data.audio_lists import open_audio
 from qmargin.data.audio_memory import AudioMemory
-from qmargin.data.index import index_place
+from qmargin.data.index import announce, index_place
 from qmargin.data.rooms import RoomSimulator
 from qmargin.data.speech_augment import (
     Noises,
@@ -164,6 +164,7 @@ def open_speech(
     *,
     root: str | None = None,
     split: str | None = None,
+    index_dir: str | None = None,
     verify: bool = False,
     min_seconds: float = 0.0,
     in_memory: bool = False,
@@ -189,8 +190,9 @@ def open_speech(
         path: See ``open_audio``.
         root: Folder that relative paths in a list start from.
         split: Rows of a CSV to take.
-        verify: Compare every utterance with the checksum in its index, which is made beside the
-            data where it is missing.
+        index_dir: Folder of indices, instead of beside the data.
+        verify: Compare every utterance with the checksum in its index, which is made where it is
+            missing.
         min_seconds: Leave out utterances that are shorter, by the durations in the index; shorter
             ones than a chunk that are left are tiled.
         in_memory: Decode everything once, and keep it; for collections of a few hours.
@@ -229,7 +231,10 @@ def open_speech(
         augmentation = SpeechAugmentation(augment, noises, responses)
     collection = open_audio(path, root=root, split=split, sample_rate=sample_rate)
     if verify or min_seconds > 0.0:
-        collection = _compared(collection, path, verify=verify, min_seconds=min_seconds)
+        place = index_place(Path(path).resolve(), index_dir)
+        if index_dir is None and not place.exists():
+            announce(path, place)
+        collection = _compared(collection, place, verify=verify, min_seconds=min_seconds)
     return SpeechDataset(
         collection,
         num_frames=num_frames,
@@ -245,10 +250,10 @@ def open_speech(
 
 
 def _compared(
-    collection: AudioCollection, path: str | Path, *, verify: bool, min_seconds: float
+    collection: AudioCollection, place: Path, *, verify: bool, min_seconds: float
 ) -> AudioCollection:
     """A collection with checksums to compare with, without what is too short, by its index."""
-    records = audio_records(collection, index_place(Path(path).resolve()))
+    records = audio_records(collection, place)
     if verify:
         collection.verify_([item.size for item in records], [item.checksum for item in records])
     kept = [
@@ -258,6 +263,7 @@ def _compared(
     ]
     if not kept:
         raise ConfigError(
-            f"min_seconds is {min_seconds:g} and no utterance of {path} is that long; lower it"
+            f"min_seconds is {min_seconds:g} and no utterance of {collection.origin} is that long; "
+            "lower it"
         )
     return collection if len(kept) == len(records) else collection.subset(kept)

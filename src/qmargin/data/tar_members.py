@@ -6,11 +6,11 @@ and links, devices and sparse files are refused, so that a hostile archive is an
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from qmargin.errors import DataError
+from qmargin.errors import CorruptSample, DataError
 
 MAX_NAME = 4096
 MAX_MEMBERS = 50_000_000
@@ -66,6 +66,29 @@ def tar_members(file: BinaryIO, *, name: str, max_size: int) -> Iterator[Member]
             raise DataError(f"{where}: a link, device or sparse file ({kind!r}); store plain files")
         position += -(-length // _BLOCK) * _BLOCK
     raise DataError(f"{name} has more than {MAX_MEMBERS} members; split it")
+
+
+def member_at(read_at: Callable[[int, int], bytes], offset: int, max_size: int) -> bytes:
+    """Bytes of the member whose data begins at an offset.
+
+    Args:
+        read_at: Bytes of the archive from an offset on, at most so many.
+        offset: Of the member's data.
+        max_size: Of the member.
+
+    Raises:
+        CorruptSample: There is no such member any more.
+    """
+    where = f"member at byte {offset}"
+    try:
+        header = read_at(max(0, offset - _BLOCK), _BLOCK)
+        _check_header(header, where)
+        size = _number(header[124:136], where)
+    except DataError as error:
+        raise CorruptSample(str(error)) from error
+    if size > max_size:
+        raise CorruptSample(f"{where}: {size} bytes; at most {max_size} are read")
+    return read_at(offset, size)
 
 
 def _check_header(header: bytes, where: str) -> None:

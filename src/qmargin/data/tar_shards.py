@@ -14,17 +14,19 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from qmargin.data.fingerprints import fingerprint_of, started_after
 from qmargin.data.images import EXTENSIONS
-from qmargin.data.index import MAX_SAMPLE_BYTES
+from qmargin.data.index import MAX_SAMPLE_BYTES, Index
 from qmargin.data.index_writer import ClassNames, IndexWriter, parse_label
 from qmargin.data.tar_members import Member, archive_files, tar_members
 from qmargin.errors import DataError
-from qmargin.files import Progress
+from qmargin.files import Progress, open_regular
 
 NUMBERS = ("cls", "cls.txt", "label")  # hold an integer
 NAMES = ("id", "identity", "spk")  # hold a name
-_COLUMNS = ("offset", "length", "checksum", "file", "name")
-_MAX_LABEL_BYTES = 1 << 16
+_COLUMNS = ("offset", "key", "length", "checksum", "file", "name")
+_KIND = "archives"
+MAX_LABEL_BYTES = 1 << 16
 _BETWEEN_REPORTS = 256
 
 
@@ -56,10 +58,9 @@ def tar_samples(file: BinaryIO, *, name: str) -> Iterator[TarSample]:
         yield current
 
 
-def tar_fingerprint(path: Path) -> str:
-    """Names and sizes of the archives."""
-    lines = [f"{file.name} {file.stat().st_size}" for file in archive_files(path)]
-    return f"{len(lines)} archives {zlib.crc32('/'.join(lines).encode()):08x}"
+def tar_fingerprint(path: Path, index: Index) -> str:
+    """Of all archives."""
+    return str(fingerprint_of(archive_files(path), kind=_KIND))
 
 
 def index_tar(path: Path, index: Path, *, progress: Progress | None = None) -> None:
@@ -69,12 +70,14 @@ def index_tar(path: Path, index: Path, *, progress: Progress | None = None) -> N
     with ``label`` or ``identity``. All of a dataset have the same kind of label.
     """
     shards = archive_files(path)
+    started = started_after(shards, index.parent)
+    fingerprint = fingerprint_of(shards, kind=_KIND, started=started)
     total = sum(shard.stat().st_size for shard in shards)
     before, num_other = 0, 0
     labels = _Labels()
     with IndexWriter(index, _COLUMNS) as writer:
         for number, shard in enumerate(shards):
-            with shard.open("rb") as file:
+            with open_regular(shard) as file:
                 for count, sample in enumerate(tar_samples(file, name=shard.name)):
                     is_image = _add(writer, file, sample, shard=shard, number=number, labels=labels)
                     num_other += not is_image
@@ -85,7 +88,7 @@ def index_tar(path: Path, index: Path, *, progress: Progress | None = None) -> N
         writer.finish(
             format="tar",
             root=path,
-            fingerprint=tar_fingerprint(path),
+            fingerprint=fingerprint,
             notes=[f"{num_other:,} samples without an image were left out"] if num_other else [],
             class_names=names,
             paths=None if path.is_file() else (shard.name for shard in shards),
@@ -107,12 +110,13 @@ def _add(
     if image is None:
         return False
     where = f"{shard}, sample {sample.key}"
-    label = labels.read(file, sample, where)
+    label, place = labels.read(file, sample, where)
     data = _read(file, image)
     writer.add(
         label=label,
         name=sample.key,
         offset=image.offset,
+        key=place,
         length=image.size,
         checksum=zlib.crc32(data),
         file=number,
@@ -127,30 +131,45 @@ class _Labels:
         self._classes = ClassNames()
         self._kind: str | None = None
 
-    def read(self, file: BinaryIO, sample: TarSample, where: str) -> int:
-        """The label of a sample; one of a name is a number until all names are known."""
-        kind, text = self._text(file, sample, where)
+    def read(self, file: BinaryIO, sample: TarSample, where: str) -> tuple[int, int]:
+        """The label of a sample and its place; a name is a number until all names are known."""
+        member = _label_member(sample, where)
+        kind, text = _label_text(_read(file, member), member.name, where)
         if self._kind not in (None, kind):
             raise DataError(f"{where}: its label is a {kind}, those before are {self._kind}s")
         self._kind = kind
-        return parse_label(text, where) if kind == "number" else self._classes.number(text)
+        label = parse_label(text, where) if kind == "number" else self._classes.number(text)
+        return label, member.offset
 
     def finished(self) -> tuple[list[str] | None, NDArray[np.int32] | None]:
         """Names by label and the label of each number; nothing where labels are numbers."""
         return self._classes.sorted() if self._kind == "name" else (None, None)
 
-    def _text(self, file: BinaryIO, sample: TarSample, where: str) -> tuple[str, str]:
-        for extension, member in sample.members.items():
-            if extension in (*NUMBERS, *NAMES, "json") and member.size > _MAX_LABEL_BYTES:
-                raise DataError(f"{where}: its .{extension} has {member.size} bytes, not a label")
-            if extension in NUMBERS:
-                return "number", _text_of(file, member)
-            if extension in NAMES:
-                return "name", _text_of(file, member)
-        if "json" in sample.members:
-            return _from_json(_text_of(file, sample.members["json"]), where)
+
+def _label_member(sample: TarSample, where: str) -> Member:
+    """The member that holds the label: a number or a name, or else the JSON."""
+    wanted = next((name for name in sample.members if name in (*NUMBERS, *NAMES)), "json")
+    if wanted not in sample.members:
         kinds = ", ".join(f".{kind}" for kind in sample.members)
         raise DataError(f"{where}: it has {kinds} and no label; add a .cls with an integer")
+    member = sample.members[wanted]
+    if member.size > MAX_LABEL_BYTES:
+        raise DataError(f"{where}: its .{wanted} has {member.size} bytes, not a label")
+    return member
+
+
+def _label_text(content: bytes, name: str, where: str) -> tuple[str, str]:
+    """Kind and text of a label."""
+    try:
+        text = content.decode("utf-8").strip()
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{where}: its label {content[:60]!r} is not UTF-8; convert it to UTF-8"
+        ) from error
+    extension = name.rpartition("/")[2].partition(".")[2].lower()
+    if extension == "json":
+        return _from_json(text, where)
+    return ("number" if extension in NUMBERS else "name"), text
 
 
 def _from_json(text: str, where: str) -> tuple[str, str]:
@@ -158,13 +177,23 @@ def _from_json(text: str, where: str) -> tuple[str, str]:
         fields = json.loads(text)
         if "label" in fields:
             return "number", str(fields["label"])
-        return "name", str(fields["identity"])
-    except (ValueError, TypeError, KeyError) as error:
+        identity = str(fields["identity"])
+        identity.encode()  # JSON can escape what no text has
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise DataError(f"{where}: its .json has no label or identity; add one") from error
+    return "name", identity
 
 
-def _text_of(file: BinaryIO, member: Member) -> str:
-    return _read(file, member).decode("utf-8", "replace").strip()
+def says_label(content: bytes, label: int, name: str | None) -> bool:
+    """Whether the bytes of a label's member give a label: its number, or its name if it has one."""
+    for kind in ("a.json", "a.id"):
+        try:
+            _, text = _label_text(content, kind, "")
+            if (text if name is not None else parse_label(text, "")) == (name or label):
+                return True
+        except DataError:
+            continue
+    return False
 
 
 def _read(file: BinaryIO, member: Member) -> bytes:

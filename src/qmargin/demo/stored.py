@@ -118,7 +118,7 @@ def _joined(
 
 
 def _from_npz(file: Path, path: Path) -> Stored | None:
-    from qmargin.evaluation.npz_scores import read_npz
+    from qmargin.data.npz import read_npz
 
     arrays = read_npz(file)
     if "label" not in arrays or not {"packed4", "images"} & arrays.keys():

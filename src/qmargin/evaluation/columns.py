@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from qmargin.errors import DataError
 from qmargin.evaluation.keys import KeyTable
 from qmargin.evaluation.layouts import LABEL_WORDS, LABELS, MAX_LINE_BYTES, Layout, is_number
-from qmargin.files import Progress
+from qmargin.files import Progress, open_regular
 
 _CHUNK_BYTES = 1 << 18  # lists of the cells stay in the cache: twice as fast as 1 << 22
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -59,7 +59,7 @@ def read_columns(path: str | Path, layout: Layout, progress: Progress | None = N
     columns, parts = Columns(), _parts(layout)
     digest = hashlib.sha256()
     total = Path(path).stat().st_size
-    with Path(path).open("rb") as file:
+    with open_regular(path) as file:
         number = 1
         for chunk in _whole_lines(file, path):
             digest.update(chunk)
@@ -200,7 +200,7 @@ def _shown(cell: bytes) -> str:
 def line_of_row(path: str | Path, layout: Layout, row: int) -> int:
     """The number of the line that holds a row, found by reading the file again."""
     row += layout.has_header
-    with Path(path).open("rb") as file:
+    with open_regular(path) as file:
         for number, line in enumerate(file, start=1):
             row -= bool(line.strip())
             if row < 0:

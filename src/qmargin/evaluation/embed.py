@@ -18,7 +18,7 @@ from qmargin.errors import ConfigError, CorruptSample, DataError, ShapeError
 from qmargin.evaluation.embeddings import Embeddings, read_embeddings
 from qmargin.evaluation.result import Source
 from qmargin.evaluation.resuming import ResumableFile
-from qmargin.files import Progress, sha256_of
+from qmargin.files import Progress, open_regular, sha256_of
 
 Images = NDArray[np.uint8]  # [B, H, W, 3]
 Rows = NDArray[np.float32]  # [B, d]
@@ -151,7 +151,7 @@ def map_embeddings(path: str | Path) -> Embeddings:
     path = Path(path)
     if path.suffix.lower() != ".safetensors" or "keys" not in _metadata(path):
         return read_embeddings(path)
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))
     tensor, keys = header.get("embeddings"), _names(header["__metadata__"]["keys"])

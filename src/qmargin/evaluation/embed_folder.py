@@ -210,7 +210,7 @@ def _batch(
 def _digest(path: Path) -> str:
     try:
         return sha256_of(path)
-    except OSError:
+    except (OSError, DataError):
         return ""
 
 

@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from qmargin.data.npz import read_npz
 from qmargin.errors import DataError
 from qmargin.evaluation.kaldi import read_ark, read_scp
-from qmargin.evaluation.npz_scores import read_npz
+from qmargin.evaluation.layouts import text_of
 from qmargin.evaluation.result import Source
-from qmargin.files import sha256_of
+from qmargin.files import check_regular, sha256_of
 
 Named = list[tuple[str, NDArray[Any], str]]  # name, vector [d], place in the file for messages
 _READERS = (".npz", ".safetensors", ".ark", ".scp")
@@ -100,7 +101,7 @@ def _from_arrays(
 
 def _text(path: Path, key: Any) -> str:
     if isinstance(key, bytes):
-        key = key.decode("utf-8", "replace")
+        key = text_of(key, str(path))
     if not isinstance(key, str):
         raise DataError(f"{path}: the key {key!r} is a {type(key).__name__}, not a text")
     return key
@@ -109,6 +110,7 @@ def _text(path: Path, key: Any) -> str:
 def _read_safetensors(path: Path) -> tuple[list[str], NDArray[Any]]:
     from safetensors import SafetensorError, safe_open
 
+    check_regular(path)
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
@@ -121,7 +123,7 @@ def _read_safetensors(path: Path) -> tuple[list[str], NDArray[Any]]:
     }
     try:
         keys = json.loads(metadata["keys"]) if "keys" in metadata else None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{path}: the metadata entry keys is not JSON ({error})") from error
     if keys is not None and not isinstance(keys, list):
         raise DataError(f"{path}: the metadata entry keys is not a list of names")

@@ -8,6 +8,7 @@ int32, then the values. A text entry is ``key [ v v v ]``. Nothing is ever run: 
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,16 +18,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qmargin.errors import DataError
-from qmargin.evaluation.layouts import MAX_LINE_BYTES, numbered_lines
+from qmargin.evaluation.layouts import MAX_LINE_BYTES, numbered_lines, text_of
+from qmargin.files import is_file, open_regular
 
 Entry = tuple[str, NDArray[Any], str]
 _TYPES = {b"FV": "<f4", b"DV": "<f8", b"FM": "<f4", b"DM": "<f8"}
 _MAX_KEY_BYTES = 4096
+_OFFSET = re.compile("[0-9]{1,18}")
 
 
 def read_ark(path: str | Path) -> list[Entry]:
     """Every vector of an archive: name, values, place in the file."""
-    with Path(path).open("rb") as file:
+    with open_regular(path) as file:
         return list(_entries(file, path))
 
 
@@ -47,7 +50,7 @@ def read_scp(path: str | Path) -> list[Entry]:
 
 def _pointed(path: str | Path, number: int, line: bytes) -> Entry:
     place = f"line {number}"
-    text = line.decode("utf-8", "replace")
+    text = text_of(line, f"{path}, {place}")
     if "|" in text:
         raise DataError(
             f"{path}, {place}: an entry that runs a command is refused: write its output to an "
@@ -55,14 +58,21 @@ def _pointed(path: str | Path, number: int, line: bytes) -> Entry:
         )
     key, _, target = text.partition(" ")
     archive, _, offset = target.strip().rpartition(":")
-    if not archive or not offset.isdigit():
+    if not archive or not _OFFSET.fullmatch(offset):
         raise DataError(f"{path}, {place}: {text[:80]!r} is not `key archive:offset`")
     file_path = Path(archive)
-    if not file_path.exists():  # Kaldi means the working folder; files that moved keep together
+    if not is_file(file_path):  # Kaldi means the working folder; files that moved keep together
         file_path = Path(path).parent / archive
-    if not file_path.exists():
-        raise DataError(f"{path}, {place}: the archive {archive!r} does not exist")
-    with file_path.open("rb") as file:
+    if not is_file(file_path):
+        raise DataError(
+            f"{path}, {place}: the archive {archive[:80]!r} does not exist, or is no file"
+        )
+    with open_regular(file_path) as file:
+        size = file.seek(0, 2)
+        if int(offset) >= size:
+            raise DataError(
+                f"{path}, {place}: the offset is {offset}, and {archive!r} has {size:,} bytes"
+            )
         file.seek(int(offset))
         return key, _read_value(file, f"{path}, {place}: {key!r} in {archive}:{offset}"), place
 
@@ -82,10 +92,7 @@ def _read_key(file: BinaryIO, path: str | Path, place: str) -> str | None:
         return None
     if not key or not byte:
         raise DataError(f"{path}, {place}: the archive is cut short in a name")
-    try:
-        return key.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}, {place}: the name {bytes(key)!r} is not UTF-8") from error
+    return text_of(bytes(key), f"{path}, {place}")
 
 
 def _read_value(file: BinaryIO, where: str) -> NDArray[Any]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from qmargin.errors import ConfigError, DataError
+from qmargin.files import open_regular
 
 SCORE_LAYOUTS = {  # the first two are the orders of WeSpeaker, and of SpeechBrain and 3D-Speaker
     "enrol-test-score-label": ("enrol", "test", "score", "label"),
@@ -69,7 +70,7 @@ def _split_quoted(line: bytes, delimiter: str) -> list[bytes]:
 
 def numbered_lines(path: str | Path) -> Iterator[tuple[int, bytes]]:
     """Lines that are not blank, with their numbers, without their ends and a byte-order mark."""
-    with Path(path).open("rb") as file:
+    with open_regular(path) as file:
         number = 0
         while line := file.readline(MAX_LINE_BYTES + 1):
             number += 1
@@ -82,6 +83,26 @@ def numbered_lines(path: str | Path) -> Iterator[tuple[int, bytes]]:
                 line = line.removeprefix(b"\xef\xbb\xbf")
             if line := line.strip():
                 yield number, line
+
+
+def text_of(content: bytes, where: str) -> str:
+    """Names and the like as text; what is not UTF-8 would be merged with its kind.
+
+    Raises:
+        DataError: It is not UTF-8.
+    """
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{where}: {content[:60]!r} is not UTF-8: convert the file") from error
+
+
+def refuse_semicolons(cells: Sequence[bytes], where: str) -> None:
+    """Raise where a line is one cell because its columns are separated by semicolons."""
+    if len(cells) == 1 and b";" in cells[0]:
+        raise DataError(
+            f"{where}: the columns are separated by semicolons; separate them by commas or tabs"
+        )
 
 
 def find_layout(
@@ -109,6 +130,7 @@ def find_layout(
         raise DataError(f"{path} is empty: it needs at least one trial")
     delimiter = {"csv": ",", "tsv": "\t"}.get(format) or _delimiter(path, first[1])
     cells = Layout((), delimiter).split(first[1])
+    refuse_semicolons(cells, f"{path}, line {first[0]}")
     if format in layouts:
         return Layout(layouts[format], delimiter)
     if format in ("csv", "tsv") or _is_header(cells, required):

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from qmargin.errors import ConfigError, CorruptSample, DataError, ShapeError
+from qmargin.files import read_regular
 from qmargin.models.card import ModelCard
 
 if TYPE_CHECKING:
@@ -128,11 +129,10 @@ def _from_pillow(image: Any, upright: bool) -> Pixels:
 
 
 def _content(path: Path) -> bytes:
-    with path.open("rb") as file:
-        content = file.read(MAX_FILE_BYTES + 1)
-    if len(content) > MAX_FILE_BYTES:
-        raise CorruptSample(f"it is over {MAX_FILE_BYTES:,} bytes; give a smaller file")
-    return content
+    try:
+        return read_regular(path, MAX_FILE_BYTES)
+    except DataError as error:
+        raise CorruptSample(str(error)) from error
 
 
 def _arrays(inputs: Sequence[Any], shape: tuple[int, ...]) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from qmargin.data.npz import read_npz
 from qmargin.errors import DataError
 from qmargin.evaluation.keys import KeyTable, TrialKeys
 from qmargin.evaluation.layouts import HEADER_NAMES, LABEL_WORDS, LABELS
@@ -15,19 +16,6 @@ from qmargin.evaluation.result import Source
 from qmargin.evaluation.score_files import RawScores
 from qmargin.evaluation.trials import SubjectColumns, refuse_duplicates
 from qmargin.files import sha256_of
-
-
-def read_npz(path: str | Path) -> dict[str, NDArray[Any]]:
-    """Every array of an NPZ file; pickled objects are refused."""
-    with Path(path).open("rb") as file:
-        try:
-            with np.load(file, allow_pickle=False) as archive:
-                return {name: archive[name] for name in archive.files}
-        except Exception as error:  # damage shows as errors of zlib, struct, zipfile and others
-            reason = " ".join(str(error).split())[:200]
-            if "allow_pickle" in reason:  # NumPy's advice is to trust the file
-                reason = "it is no archive of arrays, or holds pickled objects, which may be code"
-            raise DataError(f"{path} is not an NPZ file of plain arrays ({reason})") from error
 
 
 def read_npz_scores(path: str | Path) -> RawScores:

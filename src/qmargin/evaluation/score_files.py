@@ -20,7 +20,7 @@ from qmargin.evaluation.trials import (
     checked_keys,
     subject_columns,
 )
-from qmargin.files import Progress
+from qmargin.files import Progress, open_regular
 
 FORMATS = ("auto", "csv", "tsv", "npz", *SCORE_LAYOUTS)
 
@@ -115,7 +115,7 @@ def read_scores(
 
 
 def _is_zip(path: str | Path) -> bool:
-    with Path(path).open("rb") as file:
+    with open_regular(path) as file:
         return file.read(4) in (b"PK\x03\x04", b"PK\x05\x06")
 
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from qmargin.errors import DataError
 from qmargin.evaluation.keys import Codes, TrialKeys
-from qmargin.evaluation.layouts import Layout, numbered_lines
+from qmargin.evaluation.layouts import Layout, numbered_lines, refuse_semicolons, text_of
 from qmargin.evaluation.result import Source
 from qmargin.evaluation.score_files import ScoreSet
 from qmargin.files import sha256_of
@@ -152,11 +152,13 @@ def read_mapping(path: str | Path, *, role: str) -> tuple[dict[str, str], Source
     mapping: dict[str, str] = {}
     delimiter: str | None = None
     for place, (number, line) in enumerate(numbered_lines(path)):
-        text = line.decode("utf-8", "replace")
+        text = text_of(line, f"{path}, line {number}")
         if place == 0:
             delimiter = next((each for each in ("\t", ",") if each in text), None)
         layout = Layout((), delimiter)
-        cells = [cell.decode("utf-8", "replace") for cell in layout.split(line)]
+        raw = layout.split(line)
+        cells = [cell.decode("utf-8") for cell in raw]
+        refuse_semicolons(raw, f"{path}, line {number}")
         if place == 0 and cells[0].lower() in _HEADS:
             continue
         if len(cells) != 2 or not all(cells):

@@ -12,7 +12,7 @@ from typing import Any, cast
 from qmargin.errors import ConfigError, DataError, ProtocolError
 from qmargin.evaluation.records import decode, encode
 from qmargin.evaluation.result import Result, TarPoint
-from qmargin.files import write_atomically
+from qmargin.files import open_regular, write_atomically
 
 FORMAT = "qmargin-thresholds"
 VERSION = 1
@@ -146,7 +146,7 @@ def write_thresholds(path: str | Path, thresholds: Thresholds) -> None:
 def read_thresholds(path: str | Path) -> Thresholds:
     """Read and check ``thresholds.json``."""
     path = Path(path)
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         content = file.read(MAX_BYTES + 1)
     if len(content) > MAX_BYTES:
         raise DataError(f"{path} is over {MAX_BYTES:,} bytes; this is another kind of file")

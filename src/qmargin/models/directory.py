@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from qmargin.errors import ConfigError, DataError
-from qmargin.files import describe_file, sync_folder, write_atomically, write_file
+from qmargin.files import describe_file, open_regular, sync_folder, write_atomically, write_file
 from qmargin.models.card import MAX_BYTES, ModelCard, card_from_json, card_to_json
 from qmargin.models.registry import create_backbone
 
@@ -92,7 +92,7 @@ def read_card(directory: str | Path) -> ModelCard:
             "`qmargin export RUN --out DIR`"
         )
     path = directory / CARD
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         return card_from_json(file.read(MAX_BYTES + 1), str(path))
 
 

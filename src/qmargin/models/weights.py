@@ -11,6 +11,7 @@ that asks for anything else is refused. Known are
 
 from __future__ import annotations
 
+import io
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -103,8 +104,13 @@ def _read_safetensors(path: Path) -> Any:
 
 
 def _read_torch(path: Path) -> Any:
+    with path.open("rb") as file:
+        is_zip = file.read(2) == b"PK"
+        # torch takes the length that an old file promises; bytes in memory give what is there
+        file.seek(0)
+        content = path if is_zip else io.BytesIO(file.read())
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        return torch.load(content, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged pickle can fail in any way
         reason = str(error).split("\n")[0]
         raise DataError(

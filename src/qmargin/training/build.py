@@ -41,8 +41,9 @@ def build_dataset(recipe: Recipe) -> Dataset:
         from qmargin.data.speech import open_speech
 
         assert part.path is not None
-        check_options(part.options, open_speech, "an option of audio data", given=("path",))
-        speech_options: dict[str, Any] = dict(part.options)
+        elsewhere = ("path", "index_dir")
+        check_options(part.options, open_speech, "an option of audio data", given=elsewhere)
+        speech_options: dict[str, Any] = {"index_dir": part.index_dir, **part.options}
         return open_speech(part.path, **speech_options)
     made: dict[str, Callable[..., Dataset]] = {
         "synthetic": SyntheticIdentities,

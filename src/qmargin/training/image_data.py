@@ -50,4 +50,5 @@ def open_images(part: DataPart) -> FaceImages:
     }
     size = as_type(given.get("size", 112), int, "data.options.size")
     augmentation = FaceAugmentation(**{name: given[name] for name in looks if name in given})
-    return FaceImages(open_stored(path, **stored), size, augmentation)
+    images = open_stored(path, index_dir=part.index_dir, **stored)
+    return FaceImages(images, size, augmentation)

@@ -32,6 +32,7 @@ class DataPart:
         num_workers: Loading processes per rank; it changes nothing but speed.
         max_corrupt: Unreadable samples that are replaced before the run stops.
         drop_last: Leave out the samples at the end of an epoch that do not fill a batch.
+        index_dir: Folder for the index of the samples; None for a place beside them.
     """
 
     kind: Literal["synthetic", "strokes", "images", "audio"]
@@ -42,6 +43,7 @@ class DataPart:
     num_workers: int = 0
     max_corrupt: int = 100
     drop_last: bool = True
+    index_dir: str | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -43,6 +43,7 @@ FREE = (  # keys, or the sections above them, that do not decide what a run comp
     "name",
     "data.num_workers",
     "data.max_corrupt",
+    "data.index_dir",
     "run.save_every_steps",
     "run.keep",
     "run.validate_every",

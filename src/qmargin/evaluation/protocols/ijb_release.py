@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import csv
+import re
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from qmargin.errors import CorruptSample, DataError
-from qmargin.evaluation.layouts import numbered_lines
+from qmargin.evaluation.layouts import numbered_lines, text_of
 from qmargin.evaluation.protocols.identification import TemplateList
 from qmargin.evaluation.protocols.integers import read_integers
 from qmargin.evaluation.protocols.templates import TemplatePairs, TemplateRows
 from qmargin.evaluation.result import Hardest, Source
-from qmargin.files import Progress, sha256_of
+from qmargin.files import Progress, read_regular, sha256_of
 
 IMAGE_SIZE = 112
+MAX_IMAGE_BYTES = 1 << 26
 _MEDIA = "_face_tid_mid.txt"
 _POINTS = "_name_5pts_score.txt"
 _PAIRS = "_template_pair_label.txt"
+_TEMPLATE = re.compile("[0-9]{1,18}")
 
 
 @dataclass(frozen=True)
@@ -197,23 +201,21 @@ def read_template_list(path: str | Path) -> TemplateList:
     """
     path = Path(path)
     subject_of: dict[int, str] = {}
-    with path.open(encoding="utf-8-sig", newline="", errors="replace") as file:
-        lines = csv.reader(file)
-        next(lines, None)
-        for cells in lines:
-            if not cells:
-                continue
-            if len(cells) < 2 or not cells[0].strip().isdecimal() or not cells[1].strip():
-                raise DataError(
-                    f"{path}, line {lines.line_num}: {','.join(cells)[:80]!r} does not begin with "
-                    "a template's number and a subject"
-                )
-            template, subject = int(cells[0]), cells[1].strip()
-            if subject_of.setdefault(template, subject) != subject:
-                raise DataError(
-                    f"{path}, line {lines.line_num}: template {template} is of subject "
-                    f"{subject!r}, but was of {subject_of[template]!r} before"
-                )
+    for number, line in islice(numbered_lines(path), 1, None):
+        where = f"{path}, line {number}"
+        cells = next(csv.reader([text_of(line, where)]), [])
+        is_good = len(cells) >= 2 and _TEMPLATE.fullmatch(cells[0].strip()) and cells[1].strip()
+        if not is_good:
+            raise DataError(
+                f"{where}: {','.join(cells)[:80]!r} does not begin with a template's number and a "
+                "subject"
+            )
+        template, subject = int(cells[0]), cells[1].strip()
+        if subject_of.setdefault(template, subject) != subject:
+            raise DataError(
+                f"{where}: template {template} is of subject {subject!r}, but was of "
+                f"{subject_of[template]!r} before"
+            )
     if not subject_of:
         raise DataError(f"{path} has no templates: it needs a header and a line for each")
     return TemplateList(
@@ -279,10 +281,13 @@ def read_inside(folder: Path, name: str) -> bytes:
     Raises:
         CorruptSample: There is no such file, or it is elsewhere.
     """
-    path = (folder / name).resolve()
-    if not path.is_relative_to(folder.resolve()):
-        raise CorruptSample(f"{name!r} is outside of {folder}")
     try:
-        return path.read_bytes()
-    except OSError as error:
-        raise CorruptSample(f"{path} cannot be read: {error.strerror}") from error
+        path = (folder / name).resolve()
+        if not path.is_relative_to(folder.resolve()):
+            raise CorruptSample(f"{name!r} is outside of {folder}")
+        return read_regular(path, MAX_IMAGE_BYTES)
+    except CorruptSample:
+        raise
+    except (OSError, ValueError) as error:  # ValueError: no regular file, or no such name
+        reason = getattr(error, "strerror", None) or error
+        raise CorruptSample(f"{name[:80]!r} cannot be read: {reason}") from error

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qmargin.errors import DataError
-from qmargin.files import Progress
+from qmargin.files import Progress, open_regular
 
 _CHUNK_BYTES = 1 << 22  # temporaries stay small
 _MAX_DIGITS = 18  # more may not fit in 64 bits
@@ -41,7 +41,7 @@ def read_integers(
     path = Path(path)
     digest, parts, rest, done, line = hashlib.sha256(), [], b"", 0, 1
     size = path.stat().st_size
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         while chunk := file.read(_CHUNK_BYTES):
             digest.update(chunk)
             done += len(chunk)

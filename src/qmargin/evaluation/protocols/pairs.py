@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -22,8 +23,10 @@ from qmargin.evaluation.result import Source
 from qmargin.evaluation.score_files import read_scores
 from qmargin.evaluation.scoring import score_trials
 from qmargin.evaluation.trials import TrialList, read_trials, refuse_duplicates
-from qmargin.files import sha256_of
+from qmargin.files import is_file, sha256_of
 from qmargin.metrics.folds import kfold_accuracy
+
+_LOOK_AT = 20  # names that decide whether a folder is the right one
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,24 @@ class FolderImages:
     folder: Path
     names: tuple[str, ...] = field(repr=False)
     size: int = IMAGE_SIZE
+
+    def __post_init__(self) -> None:
+        """Refuse a folder that has none of the first images, before a model is asked for any."""
+        looked_at = self.names[:_LOOK_AT]
+        if not looked_at or any(is_file(self.folder / name) for name in looked_at):
+            return
+        first = Path(looked_at[0])
+        found = sorted(self.folder.glob(f"{glob.escape(str(first.with_suffix('')))}.*"))
+        below = sorted(self.folder.glob(f"*/{glob.escape(str(first))}"))
+        remedy = "give the folder that the names start in with --images"
+        if found:
+            remedy = f"there is {found[0].name!r}: pass --extension {found[0].suffix[1:]}"
+        elif below:
+            place = self.folder / below[0].relative_to(self.folder).parts[0]
+            remedy = f"they are in --images {place}"
+        raise DataError(
+            f"{self.folder} has none of the images of the list, such as {looked_at[0]!r}; {remedy}"
+        )
 
     def __len__(self) -> int:
         return len(self.names)

@@ -21,7 +21,7 @@ from qmargin.data.index import SUFFIX as INDEX_SUFFIX
 from qmargin.errors import ConfigError, CorruptSample, DataError, ShapeError
 from qmargin.evaluation.resuming import ResumableFile
 from qmargin.evaluation.subjects import read_mapping
-from qmargin.files import Progress, replacing
+from qmargin.files import Progress, check_regular, is_file, replacing
 
 Samples = NDArray[np.float32]  # [T]
 SAMPLE_RATE = 16_000
@@ -68,10 +68,13 @@ class Recordings:
     def _path(self, name: str) -> Path:
         root = self.folder.resolve()
         for candidate in (name, name + self.suffix):
-            path = (root / candidate).resolve()
+            try:
+                path = (root / candidate).resolve()
+            except (OSError, ValueError) as error:
+                raise CorruptSample(f"{name[:80]!r} is no name of a file ({error})") from error
             if not path.is_relative_to(root):
                 raise CorruptSample(f"it lies outside {self.folder}")
-            if path.is_file():
+            if is_file(path):
                 return path
         raise CorruptSample(f"there is no such file in {self.folder}")
 
@@ -231,6 +234,7 @@ def read_seconds(path: str | Path) -> dict[str, float]:
 def _stored_seconds(path: Path) -> dict[str, float]:
     from safetensors import SafetensorError, safe_open
 
+    check_regular(path)
     try:
         with safe_open(path, framework="np") as file:
             metadata = file.metadata() or {}
@@ -238,14 +242,18 @@ def _stored_seconds(path: Path) -> dict[str, float]:
             values = file.get_tensor("seconds").tolist() if "seconds" in stored else []
     except SafetensorError as error:
         raise DataError(f"{path} is not a safetensors file ({error}): was it cut short?") from error
-    keys = json.loads(metadata.get("keys", "[]"))
-    if not values or len(values) != len(keys):
+    try:
+        keys = json.loads(metadata.get("keys", "[]"))
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path}: the metadata entry keys is not JSON ({error})") from error
+    is_good = isinstance(keys, list) and all(isinstance(key, str) for key in keys)
+    if not values or not is_good or not isinstance(values, list) or len(values) != len(keys):
         raise DataError(f"{path} has no durations: give a file of lines `utterance seconds`")
     return _checked_seconds(path, dict(zip(keys, values, strict=True)))
 
 
 def _checked_seconds(path: Path, seconds: dict[str, float]) -> dict[str, float]:
     for name, value in seconds.items():
-        if not 0.0 < value < np.inf:
+        if not isinstance(value, int | float) or not 0.0 < value < np.inf:
             raise DataError(f"{path}: the duration of {name!r} is {value}: give positive seconds")
     return seconds

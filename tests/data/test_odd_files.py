@@ -1,0 +1,269 @@
+"""Pipes, devices and odd numbers where a file is expected: an error of ours, at once."""
+
+import os
+import struct
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers.limits import within
+from helpers.pictures import jpeg, write_folder, write_records
+from helpers.recordings import encoded, speaker_folders, tone
+from qmargin.data import open_dataset, read_bin
+from qmargin.data.aligning import align_photos
+from qmargin.data.audio import decode_audio, read_info
+from qmargin.data.audio_index import indexed_seconds
+from qmargin.data.index import read_index
+from qmargin.data.pairs_lists import read_pairs
+from qmargin.errors import CorruptSample, DataError, QMarginError
+from qmargin.evaluation.embeddings import read_embeddings
+from qmargin.evaluation.protocols.ijb_release import read_inside, read_template_list
+from qmargin.evaluation.protocols.integers import read_integers
+from qmargin.evaluation.protocols.pairs import read_pair_trials
+from qmargin.evaluation.score_files import read_scores
+from qmargin.evaluation.subjects import read_mapping
+from qmargin.evaluation.thresholds import read_thresholds
+from qmargin.evaluation.trials import read_trials
+from qmargin.files import open_regular
+from qmargin.models.weights import read_weights
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="named pipes are of Unix")
+
+READERS: dict[str, tuple[str, Callable[..., Any]]] = {
+    "records": ("a.rec", open_dataset),
+    "tar": ("a.tar", open_dataset),
+    "manifest": ("a.csv", open_dataset),
+    "index": ("a.qmindex", read_index),
+    "audio index": ("b.qmindex", indexed_seconds),
+    "verification set": ("a.bin", read_bin),
+    "converted set": ("a.npz", read_bin),
+    "scores": ("a.txt", read_scores),
+    "npz scores": ("a.npz", read_scores),
+    "trials": ("a.txt", read_trials),
+    "pairs": ("a.txt", read_pairs),
+    "csv pairs": ("a.csv", read_pairs),
+    "pair trials": ("a.csv", read_pair_trials),
+    "groups": ("a.csv", lambda path: read_mapping(path, role="groups")),
+    "npz embeddings": ("a.npz", read_embeddings),
+    "tensors": ("a.safetensors", read_embeddings),
+    "ark": ("a.ark", read_embeddings),
+    "scp": ("a.scp", read_embeddings),
+    "templates": ("a.csv", read_template_list),
+    "integers": ("a.txt", lambda path: read_integers(path, 3)),
+    "recording": ("a.wav", decode_audio),
+    "header": ("a.flac", read_info),
+    "weights": ("a.pt", read_weights),
+    "thresholds": ("a.json", read_thresholds),
+    "image": ("a.jpg", lambda path: read_inside(path.parent, path.name)),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_pipe_is_refused_by_every_reader(name: str, tmp_path: Path) -> None:
+    file, read = READERS[name]
+    os.mkfifo(tmp_path / file)
+    within(read, tmp_path / file, error=QMarginError)
+
+
+@pytest.mark.parametrize("device", ["/dev/zero", "/dev/null", "/dev/tty", "/"])
+def test_devices_and_folders_are_refused(device: str) -> None:
+    if device == "/dev/tty" and not Path(device).exists():
+        pytest.skip("there is no terminal")
+    with pytest.raises((DataError, OSError)):
+        open_regular(device)
+
+
+def test_a_device_behind_a_link_is_refused(tmp_path: Path) -> None:
+    for name, (file, read) in READERS.items():
+        link = tmp_path / file
+        link.unlink(missing_ok=True)
+        link.symlink_to("/dev/zero")
+        assert within(read, link, error=QMarginError), name
+
+
+def pipe_among_images(folder: Path) -> None:
+    root = write_folder(folder / "faces", [jpeg(0)] * 2, [0, 1])
+    os.mkfifo(root / "person0" / "pipe.jpg")
+    open_dataset(root)
+
+
+def pipe_instead_of_an_image(folder: Path) -> None:
+    root = write_folder(folder / "faces", [jpeg(0)] * 2, [0, 1])
+    dataset = open_dataset(root)
+    (root / "person0" / "0.jpg").unlink()
+    os.mkfifo(root / "person0" / "0.jpg")
+    dataset.read(0)
+
+
+def pipe_in_a_manifest(folder: Path) -> None:
+    os.mkfifo(folder / "a.jpg")
+    (folder / "a.csv").write_text("path,label\na.jpg,0\n")
+    open_dataset(folder / "a.csv")
+
+
+def pipe_among_recordings(folder: Path) -> None:
+    root = speaker_folders(folder / "wavs", speakers=2, each=1)
+    os.mkfifo(root / "id0" / "pipe.wav")
+    collection = open_dataset(root)
+    collection[[collection.sample_id(row) for row in range(3)].index("id0/pipe.wav")]
+
+
+def pipe_that_is_read_whole(folder: Path) -> None:
+    root = speaker_folders(folder / "wavs", speakers=2, each=1)
+    os.mkfifo(root / "id0" / "pipe.wav")
+    collection = open_dataset(root)
+    collection.read([collection.sample_id(row) for row in range(3)].index("id0/pipe.wav"))
+
+
+def pipe_among_tars(folder: Path) -> None:
+    os.mkfifo(folder / "a.tar")
+    open_dataset(folder)
+
+
+def pipe_among_records(folder: Path) -> None:
+    os.mkfifo(folder / "a.rec")
+    open_dataset(folder)
+
+
+def pipe_for_an_idx(folder: Path) -> None:
+    path = write_records(folder / "a.rec", [jpeg(0)], [0])
+    path.with_suffix(".idx").unlink()
+    os.mkfifo(path.with_suffix(".idx"))
+    open_dataset(path)
+
+
+def pipe_for_speakers(folder: Path) -> None:
+    (folder / "wav.scp").write_text("a a.wav\n")
+    os.mkfifo(folder / "utt2spk")
+    open_dataset(folder)
+
+
+def pipe_for_an_archive(folder: Path) -> None:
+    os.mkfifo(folder / "a.ark")
+    (folder / "a.scp").write_text("a a.ark:0\n")
+    read_embeddings(folder / "a.scp")
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        pipe_among_images,
+        pipe_instead_of_an_image,
+        pipe_in_a_manifest,
+        pipe_among_recordings,
+        pipe_that_is_read_whole,
+        pipe_among_tars,
+        pipe_among_records,
+        pipe_for_an_idx,
+        pipe_for_speakers,
+        pipe_for_an_archive,
+    ],
+    ids=lambda read: read.__name__,
+)
+def test_pipes_inside_data_are_refused(read: Callable[[Path], None], tmp_path: Path) -> None:
+    within(read, tmp_path, error=DataError)
+
+
+def test_a_pipe_among_photos_is_reported(tmp_path: Path) -> None:
+    (tmp_path / "photos" / "ada").mkdir(parents=True)
+    os.mkfifo(tmp_path / "photos" / "ada" / "a.jpg")
+    report = align_photos(tmp_path / "photos", tmp_path / "out")
+    assert report.corrupt[0][0] == "ada/a.jpg"
+
+
+@pytest.mark.parametrize(
+    "offset", ["99999999999999999999", "9" * 5000, "²", "-1", "1000000", "1e3", "0x4", "", "4:5"]
+)
+def test_odd_offsets_of_a_script_are_refused(offset: str, tmp_path: Path) -> None:
+    (tmp_path / "a.ark").write_bytes(b"a [ 1 2 ]\n")
+    (tmp_path / "a.scp").write_text(f"a a.ark:{offset}\n")
+    message = within(read_embeddings, tmp_path / "a.scp", error=DataError)
+    assert "line 1" in message
+
+
+@pytest.mark.parametrize("rate", [0, 1, 999, 768_001, 0x7FFFFFFF, 0xFFFFFFFF])
+def test_a_recording_with_an_absurd_rate_is_refused(rate: int, tmp_path: Path) -> None:
+    content = bytearray(encoded(tone(0.1)))
+    content[24:28] = struct.pack("<I", rate)
+    (tmp_path / "a.wav").write_bytes(bytes(content))
+    within(decode_audio, tmp_path / "a.wav", error=CorruptSample)
+
+
+@pytest.mark.parametrize("rate", [1_000, 1_009, 767_999])
+def test_recordings_with_odd_rates_are_read_at_once(rate: int, tmp_path: Path) -> None:
+    content = bytearray(encoded(tone(0.5)))
+    content[24:28] = struct.pack("<I", rate)
+    (tmp_path / "a.wav").write_bytes(bytes(content))
+    assert len(decode_audio(tmp_path / "a.wav")) == pytest.approx(
+        8000 * 16000 / rate, rel=1e-3, abs=1
+    )
+
+
+def flac_that_promises(num_samples: int, *, rate: int = 16000, channels: int = 1) -> bytes:
+    """A short FLAC file whose header says that it is long."""
+    content = bytearray(encoded(tone(0.2), "flac"))
+    packed = rate << 44 | (channels - 1) << 41 | 15 << 36 | num_samples
+    content[18:26] = packed.to_bytes(8, "big")
+    return bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "rate", "channels"), [(14_000, 16000, 1), (14_000, 655_350, 8), (3_000, 48000, 2)]
+)
+def test_a_recording_that_promises_more_than_it_has_takes_little_memory(
+    seconds: int, rate: int, channels: int, tmp_path: Path
+) -> None:
+    path = tmp_path / "a.flac"
+    path.write_bytes(flac_that_promises(seconds * rate, rate=rate, channels=channels))
+    within(decode_audio, path, error=CorruptSample)
+
+
+def test_long_recordings_are_decoded_in_blocks(tmp_path: Path, monkeypatch: Any) -> None:
+    """The same samples as at once, in memory for one channel."""
+    import numpy as np
+
+    from qmargin.data import audio
+
+    stereo = np.stack([tone(1.0), tone(1.0, hertz=900.0)], axis=1)
+    for suffix in ("wav", "flac", "ogg"):
+        path = tmp_path / f"a.{suffix}"
+        path.write_bytes(encoded(stereo, suffix))
+        span = lambda info: (1_000, 15_000)  # noqa: E731
+        monkeypatch.setattr(audio, "_BLOCK_VALUES", 1 << 22)
+        whole, part = decode_audio(path), decode_audio(path, span=span)
+        monkeypatch.setattr(audio, "_BLOCK_VALUES", 1_000)
+        assert np.array_equal(decode_audio(path), whole)
+        assert np.array_equal(decode_audio(path, span=span), part)
+
+
+def test_a_plain_zip_named_npz_is_refused(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "a.npz", "w") as archive:
+        archive.writestr("scores.csv", "a,b,0.5,1\n")
+    for read in (read_scores, read_embeddings, read_bin):
+        with pytest.raises(DataError, match=r"scores\.csv"):
+            read(tmp_path / "a.npz")
+
+
+def test_an_idx_with_one_long_word_takes_little_memory(tmp_path: Path) -> None:
+    path = write_records(tmp_path / "a.rec", [jpeg(0)], [0])
+    path.with_suffix(".idx").write_bytes(b"0\t0\n" * 200_000 + b"1" * 2_000_000 + b"\t7\n")
+    within(open_dataset, path, error=DataError)
+
+
+@pytest.mark.parametrize(
+    "text", ["²\tx", "9" * 5000, "1\t" + "9" * 5000, "Ada\t²\t1", f"Ada\t1\t{'9' * 5000}"]
+)
+def test_odd_numbers_in_lists_of_pairs_are_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "pairs.txt").write_text(text + "\n")
+    with pytest.raises(DataError):
+        read_pairs(tmp_path / "pairs.txt")
+
+
+@pytest.mark.parametrize("fold", ["²", "9" * 5000, "99999999999999999999"])
+def test_odd_folds_are_refused(fold: str, tmp_path: Path) -> None:
+    (tmp_path / "pairs.csv").write_text(f"a,b,label,fold\nx,y,1,{fold}\n")
+    with pytest.raises(DataError, match="line 2"):
+        read_pairs(tmp_path / "pairs.csv")
