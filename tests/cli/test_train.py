@@ -33,6 +33,8 @@ def test_training_writes_a_line_per_interval(
     run("train", "debug", "--out", str(tmp_path), *SHORT)
     captured = capsys.readouterr()
     lines = captured.err.splitlines()
+    assert all("schedule." in line for line in lines if line.startswith("warning: "))
+    lines = [line for line in lines if not line.startswith("warning: ")]
     assert captured.out == "" and len(lines) == 4
     first, *lines = lines
     assert first == "training debug on cpu: 3,200 samples of 200 classes, 4 steps of 64"
@@ -69,6 +71,15 @@ def test_a_dry_run_reports_and_writes_nothing(
         assert part in text
     assert "activations" in text and "losses     2" in text
     assert not list(tmp_path.iterdir())
+
+
+def test_a_dry_run_says_what_the_run_never_reaches(capsys: pytest.CaptureFixture[str]) -> None:
+    late = ["margin_schedule.start_epoch=6", "margin_schedule.end_epoch=8"]
+    run("train", "debug", "--dry-run", "--device=cpu", *(f"--set={setting}" for setting in late))
+    text = capsys.readouterr().out
+    assert "warning: the margin stays at 0" in text and "margin_schedule.start_epoch is 6" in text
+    run("train", "debug", "--dry-run", "--device=cpu")
+    assert "warning" not in capsys.readouterr().out
 
 
 def test_a_dry_run_refuses_what_cannot_fit() -> None:

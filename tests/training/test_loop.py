@@ -144,6 +144,19 @@ def test_a_changed_recipe_is_shown_or_refused(
     assert read_part(saved, "optimizer")["param_groups"][0]["momentum"] == 0.5
 
 
+def test_a_schedule_that_the_run_never_reaches_is_announced(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    schedule = ValueSchedule("linear", start_epoch=5, end_epoch=10)
+    recipe = replace(tiny_recipe("run.max_steps=2"), margin_schedule=schedule)
+    train(recipe, tmp_path, device="cpu")
+    text = capsys.readouterr().err
+    assert "warning: the margin stays at 0 and never reaches 0.2" in text
+    assert text.index("warning: the margin") < text.index("step 1/2")
+    (start,) = events(tmp_path, "start")
+    assert any("margin_schedule.start_epoch is 5" in line for line in start["unreached"])
+
+
 def test_accumulated_parts_equal_the_big_batch(tmp_path: Path) -> None:
     """Of uneven sizes, with the weight decay and the clipping of one step."""
     settings = ("head.update=torch", "data.drop_last=false", "data.batch_size=60")

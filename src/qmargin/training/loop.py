@@ -163,7 +163,8 @@ def open_run(
             stack.enter_context(_failures_told(reporter))
             saver = stack.enter_context(_saver(folder, session))
             reporter.event("start", **start_record(session, start))
-            for note in (*start.notes, describe_run(session)):
+            warnings = [f"warning: {sentence}" for sentence in session.unreached]
+            for note in (*start.notes, describe_run(session), *warnings):
                 reporter.note(note)
             yield Run(session, saver, reporter, request, hooks)
 

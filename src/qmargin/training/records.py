@@ -23,6 +23,7 @@ def start_record(session: Session, start: Start) -> dict[str, Any]:
         "weights_sha256": session.weights_sha256,
         "checkpoint": None if start.checkpoint is None else start.checkpoint.path.name,
         "changes": start.changes,
+        "unreached": session.unreached,
         "total_steps": session.total_steps,
         "steps_per_epoch": session.order.steps_per_epoch,
         "num_samples": session.order.n,

@@ -27,6 +27,7 @@ from qmargin.training.process import Process
 from qmargin.training.recipe import Recipe
 from qmargin.training.recipe_files import to_yaml
 from qmargin.training.resharding import join_rows, split_rows
+from qmargin.training.schedules import unreached
 from qmargin.training.spikes import SpikeWatch
 from qmargin.training.start_weights import load_weights_
 from qmargin.training.state import PROTOTYPES
@@ -87,6 +88,11 @@ class Session:
         run = self.recipe.run
         steps = run.epochs * self.order.steps_per_epoch
         return steps if run.max_steps is None else min(steps, run.max_steps)
+
+    @property
+    def unreached(self) -> list[str]:
+        """What the recipe schedules and this run never does, see ``schedules.unreached``."""
+        return unreached(self.recipe, self.total_steps / self.order.steps_per_epoch)
 
     @property
     def epoch(self) -> int:
