@@ -113,7 +113,7 @@ def test_corrupt_samples_are_replaced_and_counted(tmp_path: Path) -> None:
     recipe = tiny_recipe("run.max_steps=9", "data.max_corrupt=2")
     dataset = FaultyIdentities([*bad, sample_of(7)])
     with pytest.raises(DataError, match="3 corrupt samples in epoch 0"):
-        train(recipe, tmp_path, resume=True, dataset=dataset, device="cpu")
+        train(recipe, tmp_path, resume=True, allow_changes=True, dataset=dataset, device="cpu")
 
 
 def test_an_error_in_a_worker_comes_with_its_traceback(tmp_path: Path) -> None:
@@ -136,7 +136,9 @@ def test_data_of_another_size_is_refused_on_resume(tmp_path: Path) -> None:
     train(tiny_recipe("run.max_steps=2"), tmp_path, device="cpu")
     dataset = FaultyIdentities(inner=FaultyIdentities().inner.__class__(200, 8, shape=(32,)))
     with pytest.raises(DataError, match="saved with 3,200 samples and the data has 1,600"):
-        train(tiny_recipe(), tmp_path, resume=True, dataset=dataset, device="cpu")
+        train(
+            tiny_recipe(), tmp_path, resume=True, allow_changes=True, dataset=dataset, device="cpu"
+        )
 
 
 def test_a_second_run_in_the_same_folder_is_refused(tmp_path: Path) -> None:
@@ -241,10 +243,11 @@ def test_a_resumed_run_remembers_the_recent_losses(tmp_path: Path) -> None:
     recipe = tiny_recipe("run.spike_factor=50", "run.spike_window=4", "run.max_steps=6")
     train(recipe, tmp_path, device="cpu")
     recipe = apply_settings(recipe, ["run.max_steps=8"])
-    train(recipe, tmp_path, resume=True, device="cpu")
+    train(recipe, tmp_path, resume=True, allow_changes=True, device="cpu")
     saved = read_loop(open_checkpoint(tmp_path / "checkpoints" / "step-000008"))
     assert saved["losses"] == [losses(tmp_path)[step] for step in (5, 6, 7, 8)]
-    train(apply_settings(recipe, ["run.max_steps=9"]), tmp_path, resume=True, device="cpu")
+    longer = apply_settings(recipe, ["run.max_steps=9"])
+    train(longer, tmp_path, resume=True, allow_changes=True, device="cpu")
     saved = read_loop(open_checkpoint(tmp_path / "checkpoints" / "step-000009"))
     assert saved["losses"] == [losses(tmp_path)[step] for step in (6, 7, 8, 9)]
 
@@ -318,6 +321,6 @@ def test_a_signal_saves_and_stops(number: signal.Signals, tmp_path: Path) -> Non
     assert list(list_steps(out / "checkpoints")) == [step]
     assert (status(out)["state"], status(out)["signal"]) == ("stopped", number)
     shorter = apply_settings(recipe, [f"run.max_steps={step + 3}"])
-    train(shorter, out, resume=True, device="cpu")
+    train(shorter, out, resume=True, allow_changes=True, device="cpu")
     train(shorter, tmp_path / "whole", device="cpu")
     assert saved_files(out, step + 3) == saved_files(tmp_path / "whole", step + 3)

@@ -19,7 +19,7 @@ SCRIPT = """
 from helpers.runs import FaultyIdentities, fragile_recipe, identities, tiny_recipe
 from qmargin.training.loop import train
 recipe = {recipe}("run.timeout_s=12", *{settings!r})
-outcome = train(recipe, {out!r}, resume=True, device="cpu"{options})
+outcome = train(recipe, {out!r}, resume=True, allow_changes=True, device="cpu"{options})
 say(outcome.step, outcome.loss, outcome.num_skipped, outcome.signal)
 """
 SAMPLES = GlobalOrder(3200, seed=0, batch_size=64)  # of the debug recipe

@@ -38,7 +38,13 @@ from qmargin.training.session import (
 )
 from qmargin.training.signals import StopRequest
 from qmargin.training.spikes import MOST_ROLLBACKS
-from qmargin.training.starting import CHECKPOINTS, find_newest, find_start, locked
+from qmargin.training.starting import (
+    CHECKPOINTS,
+    find_newest,
+    find_start,
+    locked,
+    recipe_to_train,
+)
 from qmargin.training.step import OVERFLOW, StepResult, batch_rows, take_step
 from qmargin.training.together import gather_texts, together
 from qmargin.training.trackers import check_trackers
@@ -68,10 +74,11 @@ class Outcome:
 
 
 def train(
-    recipe: Recipe,
+    recipe: Recipe | None,
     out: str | Path,
     *,
     resume: bool | str | Path = False,
+    allow_changes: bool = False,
     hooks: Sequence[Hook] = (),
     dataset: Dataset | None = None,
     device: str = "auto",
@@ -83,9 +90,11 @@ def train(
     Ctrl-C save and return; see ``Outcome.signal``.
 
     Args:
-        recipe: What to train.
+        recipe: What to train; None for the stored recipe of a run that is resumed.
         out: Folder of this run alone, on a file system that all ranks share.
         resume: Go on from the newest whole checkpoint in ``out``, or from one that is named.
+        allow_changes: Resume even if the recipe differs from the stored one in what decides the
+            outcome. Other differences, such as the number of workers, need no permission.
         hooks: Called every ``recipe.run.validate_every`` steps, and at the end, on every rank.
         dataset: Instead of the recipe's own data.
         device: ``"auto"``, ``"cpu"`` or ``"cuda"``.
@@ -93,7 +102,7 @@ def train(
 
     Raises:
         ConfigError: Before step 0: the folder is in use or holds another run, the recipe does not
-            fit it.
+            fit it or would change the outcome.
         DataError: A label is out of range (before step 0); or too many samples are corrupt, or too
             many steps were not finite.
         CheckpointError: A checkpoint could not be saved, or none can be read.
@@ -113,6 +122,7 @@ def train(
         recipe,
         out,
         resume=resume,
+        allow_changes=allow_changes,
         hooks=hooks,
         dataset=dataset,
         device=device,
@@ -123,10 +133,11 @@ def train(
 
 @contextmanager
 def open_run(
-    recipe: Recipe,
+    recipe: Recipe | None,
     out: str | Path,
     *,
     resume: bool | str | Path = False,
+    allow_changes: bool = False,
     hooks: Sequence[Hook] = (),
     dataset: Dataset | None = None,
     device: str = "auto",
@@ -135,12 +146,13 @@ def open_run(
     """Everything that ``train`` does before the first step and after the last."""
     folder = Path(out)
     check_trackers(trackers)
+    recipe = recipe_to_train(recipe, folder, resume=resume)
     with (
         start_process_group(recipe.run.timeout_s, device=device) as process,
         StopRequest() as request,
         locked(folder, process),
     ):
-        start = find_start(recipe, folder, process, resume=resume)
+        start = find_start(recipe, folder, process, resume=resume, allow_changes=allow_changes)
         is_resumed = start.checkpoint is not None
         session = build_session(recipe, process, dataset, is_resumed=is_resumed)
         journal_bytes = 0

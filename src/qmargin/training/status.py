@@ -16,6 +16,15 @@ from qmargin.training.journal import plain
 STATUS = "status.json"
 
 
+def read_status(folder: str | Path) -> dict[str, Any]:
+    """The status of the last run in a folder; empty where there is none that can be read."""
+    try:
+        found = json.loads((Path(folder) / STATUS).read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 def write_status(folder: str | Path, values: Mapping[str, Any]) -> None:
     """Replace the status; a reader finds the old one or the new one, never half of one.
 
