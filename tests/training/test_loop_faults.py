@@ -23,7 +23,7 @@ from helpers.runs import (
 )
 from qmargin.data.order import GlobalOrder
 from qmargin.errors import CheckpointError, ConfigError, DataError
-from qmargin.training import loop
+from qmargin.training import loop, starting
 from qmargin.training.checkpoint import open_checkpoint, read_backbone, read_loop
 from qmargin.training.folders import list_steps
 from qmargin.training.lock import RunLock
@@ -303,6 +303,68 @@ def test_a_run_that_is_killed_goes_on_bit_for_bit(tmp_path: Path) -> None:
     assert len(events(out, "step")) == 150
     abandoned = (out / "journal-abandoned.jsonl").read_text(encoding="utf-8").splitlines()
     assert any(json.loads(line)["event"] == "step" for line in abandoned)
+
+
+DAWDLE = """
+import sys, time
+from importlib import import_module
+from qmargin.cli.main import main
+place, out = sys.argv[1:]
+module, _, name = place.rpartition(".")
+module = import_module(f"qmargin.training.{module}")
+whole = getattr(module, name)
+def dawdle(*details, **options):
+    print("here", flush=True)
+    time.sleep(30)
+    return whole(*details, **options)
+setattr(module, name, dawdle)
+sys.exit(main(["train", "debug", "--device=cpu", "--out", out, "--set=run.max_steps=1"]))
+"""
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("place", "number"),
+    [
+        ("loop.start_process_group", signal.SIGTERM),
+        ("starting.check_writable", signal.SIGINT),
+        ("session.build_dataset", signal.SIGTERM),
+        ("loop._saver", signal.SIGINT),
+    ],
+)
+def test_a_signal_before_the_first_step_leaves_nothing(
+    place: str, number: signal.Signals, tmp_path: Path
+) -> None:
+    """At once, with its exit status: no traceback, no lock, no file that is not whole."""
+    process = subprocess.Popen(
+        [sys.executable, "-W", "error", "-c", DAWDLE, place, str(tmp_path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None and process.stdout.readline() == "here\n"
+    began = time.monotonic()
+    process.send_signal(number)
+    errors = process.communicate(timeout=60)[1]
+    assert time.monotonic() - began < 10
+    assert process.returncode == 128 + number, errors
+    assert "Traceback" not in errors
+    left = [path for path in tmp_path.rglob("*") if path.is_file() and path.stat().st_size]
+    assert {path.name for path in left} <= {"journal.jsonl", "status.json"}
+    with RunLock(tmp_path) as lock:
+        assert lock.last_owner is None
+
+
+def test_a_lock_is_given_back_by_a_run_that_cannot_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*details: object, **options: object) -> None:
+        raise CheckpointError("no space")
+
+    monkeypatch.setattr(starting, "check_writable", refuse)
+    with pytest.raises(CheckpointError, match="no space"):
+        train(tiny_recipe(), tmp_path, device="cpu")
+    assert (tmp_path / "lock").read_bytes() == b""
 
 
 @pytest.mark.dist

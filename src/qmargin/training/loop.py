@@ -29,17 +29,12 @@ from qmargin.training.process import start_process_group
 from qmargin.training.recipe import Recipe
 from qmargin.training.records import describe_run, start_record, step_record
 from qmargin.training.reporting import Meter, Reporter
-from qmargin.training.session import (
-    Session,
-    build_session,
-    restore_,
-    restore_progress_,
-    snapshot,
-)
-from qmargin.training.signals import StopRequest
+from qmargin.training.session import Session, open_session, restore_, snapshot
+from qmargin.training.signals import Interrupted, StopRequest
 from qmargin.training.spikes import MOST_ROLLBACKS
 from qmargin.training.starting import (
     CHECKPOINTS,
+    Start,
     find_newest,
     find_start,
     locked,
@@ -57,8 +52,8 @@ class Outcome:
     """How a call of ``train`` ended.
 
     Attributes:
-        step: Steps that have been taken.
-        total_steps: Steps of the whole run.
+        step: Steps that have been taken; 0 if a signal came while the run was built.
+        total_steps: Steps of the whole run; 0 if a signal came while it was built.
         loss: Of the last step that was taken; NaN if there was none.
         checkpoint: The newest.
         num_skipped: Steps of the run that were skipped because something was not finite.
@@ -118,17 +113,20 @@ def train(
         ...     (outcome.step, outcome.checkpoint.name)
         (2, 'step-000002')
     """
-    with open_run(
-        recipe,
-        out,
-        resume=resume,
-        allow_changes=allow_changes,
-        hooks=hooks,
-        dataset=dataset,
-        device=device,
-        trackers=trackers,
-    ) as run:
-        return run.go()
+    try:
+        with open_run(
+            recipe,
+            out,
+            resume=resume,
+            allow_changes=allow_changes,
+            hooks=hooks,
+            dataset=dataset,
+            device=device,
+            trackers=trackers,
+        ) as run:
+            return run.go()
+    except Interrupted as stop:  # before the first step
+        return Outcome(0, 0, math.nan, None, 0, signal=stop.signal)
 
 
 @contextmanager
@@ -143,42 +141,48 @@ def open_run(
     device: str = "auto",
     trackers: Sequence[str] = (),
 ) -> Iterator[Run]:
-    """Everything that ``train`` does before the first step and after the last."""
+    """Everything that ``train`` does before the first step and after the last.
+
+    Raises:
+        Interrupted: By a signal while the run is built; nothing is left but what was there.
+    """
     folder = Path(out)
     check_trackers(trackers)
     recipe = recipe_to_train(recipe, folder, resume=resume)
-    with (
-        start_process_group(recipe.run.timeout_s, device=device) as process,
-        StopRequest() as request,
-        locked(folder, process),
-    ):
-        start = find_start(recipe, folder, process, resume=resume, allow_changes=allow_changes)
-        is_resumed = start.checkpoint is not None
-        session = build_session(recipe, process, dataset, is_resumed=is_resumed)
-        journal_bytes = 0
-        if start.checkpoint is not None:
-            loop = restore_(session, start.checkpoint)
-            restore_progress_(session, start.checkpoint.step, loop)
-            journal_bytes = loop["journal_bytes"]
-        _check_space(session, folder)
-        with ExitStack() as stack:
-            reporter = Reporter(
-                folder,
-                process,
-                recipe,
-                step=session.progress.step,
-                total_steps=session.total_steps,
-                journal_bytes=journal_bytes,
-                trackers=trackers,
-            )
-            stack.callback(reporter.close)
-            stack.enter_context(_failures_told(reporter))
-            saver = stack.enter_context(_saver(folder, session))
-            reporter.event("start", **start_record(session, start))
-            warnings = [f"warning: {sentence}" for sentence in session.unreached]
-            for note in (*start.notes, describe_run(session), *warnings):
-                reporter.note(note)
-            yield Run(session, saver, reporter, request, hooks)
+    with StopRequest() as request, ExitStack() as stack:
+        with request.obeyed_at_once():
+            group = start_process_group(recipe.run.timeout_s, device=device)
+            process = stack.enter_context(group)
+            with process.naming_ranks():
+                stack.enter_context(locked(folder, process))
+                start = find_start(
+                    recipe, folder, process, resume=resume, allow_changes=allow_changes
+                )
+                session, journal_bytes = open_session(
+                    recipe, process, dataset, checkpoint=start.checkpoint
+                )
+                _check_space(session, folder)
+                reporter = Reporter(
+                    folder,
+                    process,
+                    recipe,
+                    step=session.progress.step,
+                    total_steps=session.total_steps,
+                    journal_bytes=journal_bytes,
+                    trackers=trackers,
+                )
+                stack.callback(reporter.close)
+                stack.enter_context(reporter.telling_failures())
+                saver = stack.enter_context(_saver(folder, session))
+                _announce(session, start, reporter)
+        yield Run(session, saver, reporter, request, hooks)
+
+
+def _announce(session: Session, start: Start, reporter: Reporter) -> None:
+    reporter.event("start", **start_record(session, start))
+    warnings = [f"warning: {sentence}" for sentence in session.unreached]
+    for note in (*start.notes, describe_run(session), *warnings):
+        reporter.note(note)
 
 
 class Run:
@@ -382,17 +386,6 @@ def _saver(folder: Path, session: Session) -> AsyncSaver:
         exchange=exchange,
         keep=session.recipe.run.keep,
     )
-
-
-@contextmanager
-def _failures_told(reporter: Reporter) -> Iterator[None]:
-    """Around the run: what ends it is in the journal and in the status."""
-    try:
-        yield
-    except BaseException as error:
-        reporter.event("error", error=f"{type(error).__name__}: {error}")
-        reporter.status(state="failed", error=f"{type(error).__name__}: {error}")
-        raise
 
 
 def _write_averages(session: Session, folder: Path) -> None:

@@ -102,7 +102,8 @@ def rehearse(
         available = available_memory(process.device)
         estimate = together(process, lambda: _estimated(recipe, process, dataset))
         try:
-            session = build_session(recipe, process, dataset)
+            with process.naming_ranks():
+                session = build_session(recipe, process, dataset)
             seconds, results = _steps(session, num_steps)
         except torch.OutOfMemoryError as error:
             raise ConfigError(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from qmargin.training.display import Display, NoDisplay, open_display
 from qmargin.training.journal import Journal
 from qmargin.training.process import Process
 from qmargin.training.recipe import Recipe
+from qmargin.training.signals import Interrupted
 from qmargin.training.status import write_status
 from qmargin.training.trackers import TRACKERS, Tracker, numbers_of
 
@@ -115,6 +117,20 @@ class Reporter:
     def sync(self) -> int:
         """Bytes of the journal, all on the disk; 0 where there is none."""
         return 0 if self._journal is None else self._journal.sync()
+
+    @contextmanager
+    def telling_failures(self) -> Iterator[None]:
+        """Around the run: what ends it is in the journal and in the status."""
+        try:
+            yield
+        except Interrupted as stop:
+            self.event("stopped", signal=stop.signal)
+            self.status(state="stopped", signal=stop.signal)
+            raise
+        except BaseException as error:
+            self.event("error", error=f"{type(error).__name__}: {error}")
+            self.status(state="failed", error=f"{type(error).__name__}: {error}")
+            raise
 
     def close(self) -> None:
         """Leave the terminal as it was, and write what is left."""

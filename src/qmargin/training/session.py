@@ -200,6 +200,22 @@ def build_session(
     )
 
 
+def open_session(
+    recipe: Recipe,
+    process: Process,
+    dataset: Dataset | None = None,
+    *,
+    checkpoint: Checkpoint | None = None,
+) -> tuple[Session, int]:
+    """A session at the step where a run begins, and the bytes of its journal so far."""
+    session = build_session(recipe, process, dataset, is_resumed=checkpoint is not None)
+    if checkpoint is None:
+        return session, 0
+    loop = restore_(session, checkpoint)
+    restore_progress_(session, checkpoint.step, loop)
+    return session, loop["journal_bytes"]
+
+
 def snapshot(session: Session, *, journal_bytes: int = 0) -> CheckpointState:
     """This rank's part of a checkpoint; its tensors are those of the run, not copies."""
     head, optimizers, progress = session.head, session.optimizers, session.progress

@@ -56,8 +56,8 @@ def locked(folder: Path, process: Process) -> Iterator[None]:
     def probe() -> None:
         check_writable(folder / CHECKPOINTS)
 
-    together(process, take)
     try:
+        together(process, take)
         together(process, probe)
         yield
     finally:
