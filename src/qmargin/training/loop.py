@@ -280,6 +280,7 @@ class Run:
         """What follows a step: tell, save, validate."""
         session, run = self.session, self.session.recipe.run
         session.progress.step += 1
+        self.reporter.moved(self.step, self.meter.eta_s(self.step, session.total_steps))
         if not self.has_room:  # optimizers have their state now: no later step waits for memory
             self.saver.reserve(snapshot(session))
             self.has_room = True

@@ -47,7 +47,9 @@ def describe_run(session: Session) -> str:
     )
 
 
-def step_record(session: Session, result: StepResult, rates: Mapping[str, float]) -> dict[str, Any]:
+def step_record(
+    session: Session, result: StepResult, rates: Mapping[str, float | None]
+) -> dict[str, Any]:
     """A record of the step that was just taken; every rank must ask, and reading it waits.
 
     ``step`` counts steps that have been taken. Support, path and mass error are those of the last
