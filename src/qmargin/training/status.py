@@ -10,7 +10,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from qmargin.files import replacing
+from qmargin.files import check_regular, replacing
 from qmargin.training.journal import plain
 
 STATUS = "status.json"
@@ -18,8 +18,10 @@ STATUS = "status.json"
 
 def read_status(folder: str | Path) -> dict[str, Any]:
     """The status of the last run in a folder; empty where there is none that can be read."""
+    path = Path(folder) / STATUS
     try:
-        found = json.loads((Path(folder) / STATUS).read_bytes())
+        check_regular(path)
+        found = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
