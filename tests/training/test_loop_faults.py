@@ -23,7 +23,7 @@ from helpers.runs import (
 )
 from qmargin.data.order import GlobalOrder
 from qmargin.errors import CheckpointError, ConfigError, DataError
-from qmargin.training import loop, starting
+from qmargin.training import loop, session, starting
 from qmargin.training.checkpoint import open_checkpoint, read_backbone, read_loop
 from qmargin.training.folders import list_steps
 from qmargin.training.lock import RunLock
@@ -122,6 +122,33 @@ def test_an_error_in_a_worker_comes_with_its_traceback(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=f"step 2, sample 'sample-{sample_of(2)}'") as caught:
         train(recipe, tmp_path, dataset=dataset, device="cpu")
     assert "ZeroDivisionError" in str(caught.value.__cause__)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        f"data.num_classes={2**62}",
+        f"data.options.samples_per_class={2**62}",
+        f"data.options.samples_per_class={2**27}",  # 200 GiB of labels
+        f"model.embedding_dim={2**62}",
+        f"model.options.hidden_dim={2**62}",
+        f"model.options.hidden_dim={2**40}",
+        f"data.batch_size={2**62}",
+    ],
+)
+def test_sizes_that_no_machine_has_are_refused(
+    setting: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By our own error, with the key or the size in it, and not by a crash of numpy or torch."""
+
+    def full(*details: object, **options: object) -> None:
+        raise MemoryError("Unable to allocate 200. GiB")
+
+    if setting.endswith(str(2**27)):
+        monkeypatch.setattr(session, "check_labels", full)  # a large machine would begin to fill
+    name = setting.partition("=")[0].rpartition(".")[2]
+    with pytest.raises(ConfigError, match=f"{name}|{2**62:,}"):
+        train(tiny_recipe(setting), tmp_path, device="cpu")
 
 
 @pytest.mark.parametrize("label", [200, -1])

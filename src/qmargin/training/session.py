@@ -164,7 +164,13 @@ def build_session(
 
     def read() -> tuple[Dataset, GlobalOrder]:
         found = build_dataset(recipe) if dataset is None else dataset
-        check_labels(found)
+        try:
+            check_labels(found)
+        except MemoryError as error:
+            raise ConfigError(
+                f"the labels of {len(found):,} samples do not fit into memory ({error}); use fewer "
+                "samples, of computed data lower data.options.samples_per_class"
+            ) from error
         batch, is_short = recipe.data.batch_size, recipe.data.drop_last
         return found, GlobalOrder(len(found), recipe.seed, batch, drop_last=is_short)
 
