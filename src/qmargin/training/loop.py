@@ -15,13 +15,7 @@ from qmargin.data.loader import Batch
 from qmargin.data.samples import Dataset
 from qmargin.errors import CheckpointError, DataError
 from qmargin.training.async_saver import AsyncSaver
-from qmargin.training.averaging import (
-    AVERAGE,
-    MOVING_AVERAGE,
-    average_checkpoints,
-    write_weights,
-)
-from qmargin.training.checkpoint import open_checkpoint
+from qmargin.training.averaging import write_averages
 from qmargin.training.exchange import group_exchange
 from qmargin.training.folders import check_writable, list_steps
 from qmargin.training.hooks import Hook, run_hooks
@@ -345,7 +339,10 @@ class Run:
         self.save()
         self.note_saved(self.saver.wait())
         if not self.signal:
-            together(session.process, lambda: _write_averages(session, folder))
+            last = list(list_steps(self.saver.folder).values())[: session.recipe.run.average_last]
+            chosen = last if session.process.is_first else []
+            moving = session.average if session.process.is_first else None
+            together(session.process, lambda: write_averages(folder, chosen, moving))
         state = "stopped" if self.signal else "finished"
         self.reporter.event(state, step=self.step, loss=self.loss, signal=self.signal)
         self.reporter.status(state=state, step=self.step, signal=self.signal)
@@ -387,19 +384,6 @@ def _saver(folder: Path, session: Session) -> AsyncSaver:
         exchange=exchange,
         keep=session.recipe.run.keep,
     )
-
-
-def _write_averages(session: Session, folder: Path) -> None:
-    """Weights for use after the run: the mean of the last checkpoints, the moving average."""
-    if not session.process.is_first:
-        return
-    number = session.recipe.run.average_last
-    if number:
-        paths = list(list_steps(folder / CHECKPOINTS).values())[:number]
-        average = average_checkpoints([open_checkpoint(path) for path in paths])
-        write_weights(folder / AVERAGE, average)
-    if session.average is not None and session.average.tensors:
-        write_weights(folder / MOVING_AVERAGE, session.average.tensors)
 
 
 def _listed(samples: Sequence[str]) -> str:
