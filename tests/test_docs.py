@@ -44,7 +44,12 @@ def test_blocks_are_found_with_their_lines(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_python_blocks_run(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_blocks_run(
+    path: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """Blocks of one page share a namespace; line numbers in a failure are those of the page."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(studies, "STUDIES", dict(studies.STUDIES))  # a page adds one
@@ -52,6 +57,8 @@ def test_python_blocks_run(path: Path, tmp_path: Path, monkeypatch: pytest.Monke
     for line, code in python_blocks(path):
         padded = "\n" * (line - 1) + code
         exec(compile(padded, str(path), "exec"), namespace)
+    warned = [line for line in capsys.readouterr().err.splitlines() if "warning: " in line]
+    assert warned == []  # as of a margin that a short run never reaches
 
 
 def commands(text: str) -> tuple[list[list[str]], list[list[str]]]:

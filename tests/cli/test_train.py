@@ -33,6 +33,8 @@ def test_training_writes_a_line_per_interval(
     run("train", "debug", "--out", str(tmp_path), *SHORT)
     captured = capsys.readouterr()
     lines = captured.err.splitlines()
+    assert all("schedule." in line for line in lines if line.startswith("warning: "))
+    lines = [line for line in lines if not line.startswith("warning: ")]
     assert captured.out == "" and len(lines) == 4
     first, *lines = lines
     assert first == "training debug on cpu: 3,200 samples of 200 classes, 4 steps of 64"
@@ -45,13 +47,57 @@ def test_training_writes_a_line_per_interval(
 
 def test_resume_goes_on(tmp_path: Path) -> None:
     run("train", "debug", "--out", str(tmp_path), *SHORT)
-    longer = ["--set", "run.max_steps=6"]
+    longer = ["--set", "run.max_steps=6", "--allow-changes"]
     run("train", "debug", "--out", str(tmp_path), *SHORT, *longer, "--resume")
     assert list(losses(tmp_path)) == [2, 4, 6]
     named = str(tmp_path / "checkpoints" / "step-000004")
     run("train", "debug", "--out", str(tmp_path), *SHORT, *longer, "--resume-from", named)
     assert [record["step"] for record in events(tmp_path, "start")] == [0, 4]
     assert list(losses(tmp_path)) == [2, 4, 6]
+
+
+@pytest.mark.parametrize("named", [["debug"], []], ids=["named", "not named"])
+def test_resume_alone_takes_the_stored_recipe(
+    named: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = ["--out", str(tmp_path), "--device", "cpu"]
+    begun = ["--set", "loss.margin=0.3", "--set", "run.save_every_steps=2"]
+    run("train", "debug", *out, *SHORT, *begun)
+    capsys.readouterr()
+    checkpoint = str(tmp_path / "checkpoints" / "step-000002")
+    run("train", *named, *out, "--resume-from", checkpoint)
+    assert [step["margin"] for step in events(tmp_path, "step")] == [0.3, 0.3]
+    assert events(tmp_path, "start")[-1]["changes"] == []
+    text = capsys.readouterr().err
+    assert ("loss.margin: 0.3 -> 0.2" in text) == bool(named)
+    run("train", *named, *out, "--resume", "--set", "data.num_workers=1")  # changes no result
+    for settings in (["--set", "optimizer.lr=0.05"], ["--set", "run.max_steps=6"]):
+        key = settings[1].partition("=")[0]
+        with pytest.raises(ConfigError, match=rf"{key}: .*--allow-changes") as refused:
+            run("train", *named, *out, "--resume", *settings)
+        assert "loss.margin" not in str(refused.value)  # only what was asked for
+    run("train", *out, "--resume", "--set", "run.max_steps=6", "--allow-changes")
+    assert [step["margin"] for step in events(tmp_path, "step")] == [0.3, 0.3, 0.3]
+    run("train", *named, *out, "--resume", "--print-recipe")
+    assert "margin: 0.3" in capsys.readouterr().out
+
+
+def test_a_recipe_is_needed_to_start(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="recipe is missing; name one"):
+        run("train", "--out", str(tmp_path))
+    with pytest.raises(ConfigError, match="no checkpoint in"):
+        run("train", "--out", str(tmp_path), "--resume")
+    with pytest.raises(ConfigError, match="--out is missing"):
+        run("train", "--resume")
+    with pytest.raises(ConfigError, match=r"--allow-changes.*--resume"):
+        run("train", "debug", "--out", str(tmp_path), "--allow-changes")
+
+
+def test_a_named_recipe_replaces_the_stored_one_where_changes_are_allowed(tmp_path: Path) -> None:
+    run("train", "debug", "--out", str(tmp_path), *SHORT, "--set", "loss.margin=0.3")
+    longer = ["--set", "run.max_steps=6", "--resume", "--allow-changes"]
+    run("train", "debug", "--out", str(tmp_path), *SHORT, *longer)
+    assert [step["margin"] for step in events(tmp_path, "step")] == [0.3, 0.3, 0.2]
 
 
 def test_a_folder_is_needed() -> None:
@@ -69,6 +115,15 @@ def test_a_dry_run_reports_and_writes_nothing(
         assert part in text
     assert "activations" in text and "losses     2" in text
     assert not list(tmp_path.iterdir())
+
+
+def test_a_dry_run_says_what_the_run_never_reaches(capsys: pytest.CaptureFixture[str]) -> None:
+    late = ["margin_schedule.start_epoch=6", "margin_schedule.end_epoch=8"]
+    run("train", "debug", "--dry-run", "--device=cpu", *(f"--set={setting}" for setting in late))
+    text = capsys.readouterr().out
+    assert "warning: the margin stays at 0" in text and "margin_schedule.start_epoch is 6" in text
+    run("train", "debug", "--dry-run", "--device=cpu")
+    assert "warning" not in capsys.readouterr().out
 
 
 def test_a_dry_run_refuses_what_cannot_fit() -> None:
@@ -148,7 +203,7 @@ def test_wandb_goes_on_with_the_same_run(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setitem(sys.modules, "wandb", module)
     monkeypatch.setattr(trackers, "find_spec", lambda name: object())
     run("train", "debug", "--out", str(tmp_path), *SHORT, "--track", "wandb")
-    more = ["--resume", "--set", "run.max_steps=6"]
+    more = ["--resume", "--set", "run.max_steps=6", "--allow-changes"]
     run("train", "debug", "--out", str(tmp_path), *SHORT, *more, "--track", "wandb")
     assert [options["id"] for options in begun] == [None, "abc123"]
     assert [options["steps"] for options in begun] == [[2, 4], [6]]

@@ -55,6 +55,15 @@ def test_a_grid_is_trained_measured_and_written(tmp_path: Path) -> None:
     assert " left" in said[1] and " left" not in said[8]
 
 
+def test_a_schedule_that_trials_never_reach_is_announced_once(tmp_path: Path) -> None:
+    """Their own warnings are in their logs, where nobody looks in time."""
+    late = ("margin_schedule.start_epoch=6", "margin_schedule.end_epoch=9")
+    said: list[str] = []
+    run_sweep(small_sweep(tmp_path, "loss.margin=0.1,0.3", settings=late, say=said.append))
+    (warning,) = (line for line in said if line.startswith("warning: "))
+    assert "the margin stays at 0" in warning and "margin_schedule.start_epoch is 6" in warning
+
+
 def test_what_is_there_is_kept_and_more_is_added(tmp_path: Path) -> None:
     run_sweep(small_sweep(tmp_path, "loss.scale=10"))
     (first,) = (tmp_path / "trials").iterdir()

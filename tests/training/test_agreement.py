@@ -4,7 +4,7 @@ import pytest
 
 from helpers.ranks import ranks_running, run_ranks
 from qmargin.errors import DataError
-from qmargin.training.agreement import all_agree, any_rank, raise_together, share, vote
+from qmargin.training.agreement import all_agree, any_rank, share, vote
 from qmargin.training.process import Process
 
 
@@ -16,7 +16,7 @@ def test_one_rank_agrees_with_itself() -> None:
     with pytest.raises(DataError, match="row 7"):
         vote(process, error=DataError("row 7"))
     with pytest.raises(DataError, match="row 7"):
-        raise_together(process, DataError("row 7"))
+        vote(process, error=DataError("row 7"))
 
 
 @pytest.mark.dist
@@ -44,18 +44,18 @@ with start_process_group(60, device="cpu") as process:
 @pytest.mark.dist
 def test_the_first_error_is_raised_everywhere_with_its_traceback_first() -> None:
     script = """
-from qmargin.training.agreement import raise_together
+from qmargin.training.agreement import vote
 def open_the_parcel():
     raise ValueError("it is empty: \\u00e9\\nsecond line")
 with start_process_group(60, device="cpu") as process:
-    raise_together(process, None)
+    vote(process)
     error = None
     if RANK in (1, 2):
         try:
             open_the_parcel()
         except ValueError as caught:
             error = caught
-    raise_together(process, error)
+    vote(process, error=error)
 """
     with ranks_running(script, 3) as ranks:
         assert [rank.wait() for rank in ranks] == [1, 1, 1]

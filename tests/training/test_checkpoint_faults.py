@@ -1,5 +1,6 @@
 """Damaged checkpoints, and saves that are killed."""
 
+import os
 import random
 import signal
 import time
@@ -22,6 +23,9 @@ from qmargin.training.checkpoint import (
     load_checkpoint,
     newest,
     open_checkpoint,
+    read_backbone,
+    read_loop,
+    read_recipe,
     save_checkpoint,
 )
 from qmargin.training.folders import list_leftovers, list_steps
@@ -52,8 +56,22 @@ def grow(path: Path) -> None:
     path.write_bytes(path.read_bytes() + b" ")
 
 
+def pipe(path: Path) -> None:
+    """Nobody writes to it: opening it to read would wait forever."""
+    path.unlink()
+    os.mkfifo(path)
+
+
+def device(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("/dev/zero")
+
+
+DAMAGES = [cut, empty, remove, grow, lambda path: flip(path, 1001), device]
+
+
 @pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("damage", [cut, empty, remove, grow, lambda path: flip(path, 1001)])
+@pytest.mark.parametrize("damage", [*DAMAGES, *([pipe] if hasattr(os, "mkfifo") else [])])
 def test_a_damaged_checkpoint_is_skipped_for_an_older_one(tmp_path: Path, name, damage) -> None:
     for step in (1, 2):
         save_checkpoint(tmp_path, random_state(step))
@@ -65,6 +83,19 @@ def test_a_damaged_checkpoint_is_skipped_for_an_older_one(tmp_path: Path, name, 
     assert "step-000002" in search.skipped[0] and name in search.skipped[0]
     with pytest.raises(CheckpointError, match=name):  # asked for by name, it is an error
         open_checkpoint(bad)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no FIFOs here")
+def test_no_reader_of_a_checkpoint_waits_for_a_pipe(tmp_path: Path) -> None:
+    """Not even where hashes were compared by another rank, or are not compared yet."""
+    save_checkpoint(tmp_path, random_state(1))
+    path = tmp_path / "step-000001"
+    opened = open_checkpoint(path)
+    for name in ("recipe.yaml", "loop.json", "backbone.safetensors"):
+        pipe(path / name)
+    for read in (read_recipe, read_loop, read_backbone):
+        with pytest.raises(CheckpointError, match="not a regular file"):
+            read(opened)
 
 
 def test_no_flipped_bit_goes_unnoticed(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def test_ten_steps_and_ten_more_are_twenty(recipe: Recipe, tmp_path: Path) -> No
     recipe = replace(recipe, run=replace(recipe.run, save_every_steps=20))
     whole = train(recipe, tmp_path / "whole", device="cpu")
     train(in_steps(recipe, 10), tmp_path / "parts", device="cpu")
-    again = train(recipe, tmp_path / "parts", resume=True, device="cpu")
+    again = train(recipe, tmp_path / "parts", resume=True, allow_changes=True, device="cpu")
     assert (again.step, again.loss) == (20, whole.loss)
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
     assert saved_files(tmp_path / "parts", 20) == saved_files(tmp_path / "whole", 20)
@@ -56,7 +56,7 @@ def test_workers_may_change_on_resume(tmp_path: Path) -> None:
     train(recipe, tmp_path / "whole", device="cpu")
     train(in_steps(recipe, 13), tmp_path / "parts", device="cpu")
     recipe = apply_settings(recipe, ["data.num_workers=2"])
-    train(recipe, tmp_path / "parts", resume=True, device="cpu")
+    train(recipe, tmp_path / "parts", resume=True, allow_changes=True, device="cpu")
     assert saved_files(tmp_path / "parts", 20) == saved_files(tmp_path / "whole", 20)
 
 
@@ -135,13 +135,87 @@ def test_a_changed_recipe_is_shown_or_refused(
     with pytest.raises(ConfigError, match=r"cannot be resumed with data\.batch_size: 64 -> 32"):
         train(apply_settings(recipe, ["data.batch_size=32"]), tmp_path, resume=True, device="cpu")
     changes = ["run.max_steps=6", "optimizer.momentum=0.5", "loss.margin=0.1"]
-    train(apply_settings(recipe, changes), tmp_path, resume=True, device="cpu")
+    asked = apply_settings(recipe, changes)
+    train(asked, tmp_path, resume=True, allow_changes=True, device="cpu")
     text = capsys.readouterr().err
     assert "the recipe has changed: loss.margin: 0.2 -> 0.1 (changes the outcome)" in text
     assert events(tmp_path, "start")[-1]["changes"]
     assert events(tmp_path, "step")[-1]["margin"] == 0.1
     saved = open_checkpoint(tmp_path / "checkpoints" / "step-000006")
     assert read_part(saved, "optimizer")["param_groups"][0]["momentum"] == 0.5
+
+
+def test_a_change_that_alters_the_outcome_needs_permission(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(tiny_recipe("loss.margin=0.3", "run.max_steps=4"), tmp_path, device="cpu")
+    before = saved_files(tmp_path, 4)
+    forgotten = tiny_recipe("run.max_steps=6")
+    with pytest.raises(ConfigError, match=r"loss\.margin: 0\.3 -> 0\.2.*--allow-changes"):
+        train(forgotten, tmp_path, resume=True, device="cpu")
+    assert saved_files(tmp_path, 4) == before and len(events(tmp_path, "start")) == 1
+    free = ["data.num_workers=1", "run.log_every=3", "name=other"]
+    same = tiny_recipe("loss.margin=0.3", "run.max_steps=4", *free)
+    train(same, tmp_path, resume=True, device="cpu")
+    assert events(tmp_path, "start")[-1]["changes"] and "run.log_every" in capsys.readouterr().err
+    train(forgotten, tmp_path, resume=True, allow_changes=True, device="cpu")
+    assert "loss.margin: 0.3 -> 0.2 (changes the outcome)" in capsys.readouterr().err
+    assert events(tmp_path, "step")[-1]["margin"] == 0.2
+    # what does not fit stays refused
+    with pytest.raises(ConfigError, match=r"cannot be resumed with seed: 0 -> 1"):
+        train(tiny_recipe("seed=1"), tmp_path, resume=True, allow_changes=True, device="cpu")
+
+
+def test_without_a_recipe_the_stored_one_is_taken(tmp_path: Path) -> None:
+    train(tiny_recipe("loss.margin=0.3", "run.save_every_steps=5"), tmp_path, device="cpu")
+    before = saved_files(tmp_path, 20)
+    named = tmp_path / "checkpoints" / "step-000005"
+    outcome = train(None, tmp_path, resume=named, device="cpu")
+    assert outcome.step == 20 and saved_files(tmp_path, 20) == before
+    assert train(None, tmp_path, resume=True, device="cpu").step == 20
+    # the newest one that is whole
+    (tmp_path / "checkpoints" / "step-000020" / "manifest.json").write_text("{")
+    assert train(None, tmp_path, resume=True, device="cpu").step == 20
+    assert saved_files(tmp_path, 20) == before
+
+
+def test_without_a_recipe_or_a_checkpoint_there_is_nothing_to_train(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"no checkpoint in {tmp_path}.*name the recipe"):
+        train(None, tmp_path, resume=True, device="cpu")
+    with pytest.raises(ConfigError, match="recipe is missing"):
+        train(None, tmp_path, device="cpu")
+    with pytest.raises(CheckpointError, match=r"there is no checkpoint .*step-7"):
+        train(None, tmp_path, resume=tmp_path / "checkpoints" / "step-7", device="cpu")
+    broken = tmp_path / "checkpoints" / "step-000005"
+    broken.mkdir(parents=True)
+    with pytest.raises(CheckpointError, match="none of the 1 checkpoints"):
+        train(None, tmp_path, resume=True, device="cpu")
+
+
+def test_a_run_that_left_no_checkpoint_is_not_resumed_with_another_recipe(tmp_path: Path) -> None:
+    def fail(state: HookState) -> dict[str, float]:
+        raise ZeroDivisionError
+
+    recipe = tiny_recipe("loss.margin=0.3", "run.validate_every=1", "run.max_steps=2")
+    with pytest.raises(ZeroDivisionError):
+        train(recipe, tmp_path, hooks=[fail], device="cpu")
+    forgotten = tiny_recipe("run.validate_every=1", "run.max_steps=2")
+    with pytest.raises(ConfigError, match=rf"{recipe.sha256[:12]}.*{forgotten.sha256[:12]}"):
+        train(forgotten, tmp_path, resume=True, device="cpu")
+    assert train(recipe, tmp_path, resume=True, device="cpu").step == 2
+
+
+def test_a_schedule_that_the_run_never_reaches_is_announced(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    schedule = ValueSchedule("linear", start_epoch=5, end_epoch=10)
+    recipe = replace(tiny_recipe("run.max_steps=2"), margin_schedule=schedule)
+    train(recipe, tmp_path, device="cpu")
+    text = capsys.readouterr().err
+    assert "warning: the margin stays at 0 and never reaches 0.2" in text
+    assert text.index("warning: the margin") < text.index("step 1/2")
+    (start,) = events(tmp_path, "start")
+    assert any("margin_schedule.start_epoch is 5" in line for line in start["unreached"])
 
 
 def test_accumulated_parts_equal_the_big_batch(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from helpers.runs import (
 )
 from qmargin.data.order import GlobalOrder
 from qmargin.errors import CheckpointError, ConfigError, DataError
-from qmargin.training import loop
+from qmargin.training import loop, session, starting
 from qmargin.training.checkpoint import open_checkpoint, read_backbone, read_loop
 from qmargin.training.folders import list_steps
 from qmargin.training.lock import RunLock
@@ -113,7 +113,7 @@ def test_corrupt_samples_are_replaced_and_counted(tmp_path: Path) -> None:
     recipe = tiny_recipe("run.max_steps=9", "data.max_corrupt=2")
     dataset = FaultyIdentities([*bad, sample_of(7)])
     with pytest.raises(DataError, match="3 corrupt samples in epoch 0"):
-        train(recipe, tmp_path, resume=True, dataset=dataset, device="cpu")
+        train(recipe, tmp_path, resume=True, allow_changes=True, dataset=dataset, device="cpu")
 
 
 def test_an_error_in_a_worker_comes_with_its_traceback(tmp_path: Path) -> None:
@@ -122,6 +122,33 @@ def test_an_error_in_a_worker_comes_with_its_traceback(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=f"step 2, sample 'sample-{sample_of(2)}'") as caught:
         train(recipe, tmp_path, dataset=dataset, device="cpu")
     assert "ZeroDivisionError" in str(caught.value.__cause__)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        f"data.num_classes={2**62}",
+        f"data.options.samples_per_class={2**62}",
+        f"data.options.samples_per_class={2**27}",  # 200 GiB of labels
+        f"model.embedding_dim={2**62}",
+        f"model.options.hidden_dim={2**62}",
+        f"model.options.hidden_dim={2**40}",
+        f"data.batch_size={2**62}",
+    ],
+)
+def test_sizes_that_no_machine_has_are_refused(
+    setting: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By our own error, with the key or the size in it, and not by a crash of numpy or torch."""
+
+    def full(*details: object, **options: object) -> None:
+        raise MemoryError("Unable to allocate 200. GiB")
+
+    if setting.endswith(str(2**27)):
+        monkeypatch.setattr(session, "check_labels", full)  # a large machine would begin to fill
+    name = setting.partition("=")[0].rpartition(".")[2]
+    with pytest.raises(ConfigError, match=f"{name}|{2**62:,}"):
+        train(tiny_recipe(setting), tmp_path, device="cpu")
 
 
 @pytest.mark.parametrize("label", [200, -1])
@@ -136,7 +163,9 @@ def test_data_of_another_size_is_refused_on_resume(tmp_path: Path) -> None:
     train(tiny_recipe("run.max_steps=2"), tmp_path, device="cpu")
     dataset = FaultyIdentities(inner=FaultyIdentities().inner.__class__(200, 8, shape=(32,)))
     with pytest.raises(DataError, match="saved with 3,200 samples and the data has 1,600"):
-        train(tiny_recipe(), tmp_path, resume=True, dataset=dataset, device="cpu")
+        train(
+            tiny_recipe(), tmp_path, resume=True, allow_changes=True, dataset=dataset, device="cpu"
+        )
 
 
 def test_a_second_run_in_the_same_folder_is_refused(tmp_path: Path) -> None:
@@ -241,10 +270,11 @@ def test_a_resumed_run_remembers_the_recent_losses(tmp_path: Path) -> None:
     recipe = tiny_recipe("run.spike_factor=50", "run.spike_window=4", "run.max_steps=6")
     train(recipe, tmp_path, device="cpu")
     recipe = apply_settings(recipe, ["run.max_steps=8"])
-    train(recipe, tmp_path, resume=True, device="cpu")
+    train(recipe, tmp_path, resume=True, allow_changes=True, device="cpu")
     saved = read_loop(open_checkpoint(tmp_path / "checkpoints" / "step-000008"))
     assert saved["losses"] == [losses(tmp_path)[step] for step in (5, 6, 7, 8)]
-    train(apply_settings(recipe, ["run.max_steps=9"]), tmp_path, resume=True, device="cpu")
+    longer = apply_settings(recipe, ["run.max_steps=9"])
+    train(longer, tmp_path, resume=True, allow_changes=True, device="cpu")
     saved = read_loop(open_checkpoint(tmp_path / "checkpoints" / "step-000009"))
     assert saved["losses"] == [losses(tmp_path)[step] for step in (6, 7, 8, 9)]
 
@@ -302,6 +332,68 @@ def test_a_run_that_is_killed_goes_on_bit_for_bit(tmp_path: Path) -> None:
     assert any(json.loads(line)["event"] == "step" for line in abandoned)
 
 
+DAWDLE = """
+import sys, time
+from importlib import import_module
+from qmargin.cli.main import main
+place, out = sys.argv[1:]
+module, _, name = place.rpartition(".")
+module = import_module(f"qmargin.training.{module}")
+whole = getattr(module, name)
+def dawdle(*details, **options):
+    print("here", flush=True)
+    time.sleep(30)
+    return whole(*details, **options)
+setattr(module, name, dawdle)
+sys.exit(main(["train", "debug", "--device=cpu", "--out", out, "--set=run.max_steps=1"]))
+"""
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("place", "number"),
+    [
+        ("loop.start_process_group", signal.SIGTERM),
+        ("starting.check_writable", signal.SIGINT),
+        ("session.build_dataset", signal.SIGTERM),
+        ("loop._saver", signal.SIGINT),
+    ],
+)
+def test_a_signal_before_the_first_step_leaves_nothing(
+    place: str, number: signal.Signals, tmp_path: Path
+) -> None:
+    """At once, with its exit status: no traceback, no lock, no file that is not whole."""
+    process = subprocess.Popen(
+        [sys.executable, "-W", "error", "-c", DAWDLE, place, str(tmp_path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None and process.stdout.readline() == "here\n"
+    began = time.monotonic()
+    process.send_signal(number)
+    errors = process.communicate(timeout=60)[1]
+    assert time.monotonic() - began < 10
+    assert process.returncode == 128 + number, errors
+    assert "Traceback" not in errors
+    left = [path for path in tmp_path.rglob("*") if path.is_file() and path.stat().st_size]
+    assert {path.name for path in left} <= {"journal.jsonl", "status.json"}
+    with RunLock(tmp_path) as lock:
+        assert lock.last_owner is None
+
+
+def test_a_lock_is_given_back_by_a_run_that_cannot_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*details: object, **options: object) -> None:
+        raise CheckpointError("no space")
+
+    monkeypatch.setattr(starting, "check_writable", refuse)
+    with pytest.raises(CheckpointError, match="no space"):
+        train(tiny_recipe(), tmp_path, device="cpu")
+    assert (tmp_path / "lock").read_bytes() == b""
+
+
 @pytest.mark.dist
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_saves_and_stops(number: signal.Signals, tmp_path: Path) -> None:
@@ -318,6 +410,6 @@ def test_a_signal_saves_and_stops(number: signal.Signals, tmp_path: Path) -> Non
     assert list(list_steps(out / "checkpoints")) == [step]
     assert (status(out)["state"], status(out)["signal"]) == ("stopped", number)
     shorter = apply_settings(recipe, [f"run.max_steps={step + 3}"])
-    train(shorter, out, resume=True, device="cpu")
+    train(shorter, out, resume=True, allow_changes=True, device="cpu")
     train(shorter, tmp_path / "whole", device="cpu")
     assert saved_files(out, step + 3) == saved_files(tmp_path / "whole", step + 3)

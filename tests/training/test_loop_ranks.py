@@ -19,7 +19,7 @@ SCRIPT = """
 from helpers.runs import FaultyIdentities, fragile_recipe, identities, tiny_recipe
 from qmargin.training.loop import train
 recipe = {recipe}("run.timeout_s=12", *{settings!r})
-outcome = train(recipe, {out!r}, resume=True, device="cpu"{options})
+outcome = train(recipe, {out!r}, resume=True, allow_changes=True, device="cpu"{options})
 say(outcome.step, outcome.loss, outcome.num_skipped, outcome.signal)
 """
 SAMPLES = GlobalOrder(3200, seed=0, batch_size=64)  # of the debug recipe
@@ -172,6 +172,87 @@ def test_a_killed_rank_is_named_and_the_run_goes_on(tmp_path: Path) -> None:
     settings = [f"run.max_steps={step + 3}", "run.save_every_steps=5"]
     assert len(run_ranks(script(tmp_path, settings), 2)) == 2
     assert list(losses(tmp_path)) == list(range(1, step + 4))
+
+
+CONSTRUCTION = """
+from importlib import import_module
+from qmargin.cli.main import main
+module, _, name = {place!r}.rpartition(".")
+module = import_module(f"qmargin.training.{{module}}")
+def vanish(*details, **options):
+    os.kill(os.getpid(), signal.SIGKILL)
+if RANK == {victim}:
+    setattr(module, name, vanish)
+settings = [f"--set={{setting}}" for setting in ("run.max_steps=2", "run.timeout_s=6")]
+sys.exit(main(["train", "debug", "--device=cpu", "--resume", "--out", {out!r}, *settings]))
+"""
+PLACES = [  # in the order of a run; each is called on the rank that is lost
+    "starting.check_writable",
+    "starting.agree_on_newest",
+    "session.build_dataset",
+    "session.build_backbone",
+    "session.DistributedDataParallel",
+    "session.build_optimizers",
+    "session.restore_",
+    "loop.check_writable",
+    "loop._saver",
+    "loop.describe_run",
+]
+QUICK = ("starting.agree_on_newest", "session.DistributedDataParallel")
+
+
+@pytest.mark.parametrize("victim", [1, 0])
+@pytest.mark.parametrize(
+    "place",
+    [place if place in QUICK else pytest.param(place, marks=pytest.mark.slow) for place in PLACES],
+)
+def test_a_rank_lost_before_the_first_step_is_named(
+    place: str, victim: int, tmp_path: Path
+) -> None:
+    """Killed between the lock and the first step: as later, its name and exit status 75."""
+    if place == "session.restore_":
+        train(tiny_recipe("run.max_steps=2", "run.timeout_s=6"), tmp_path, device="cpu")
+    if place == "loop.check_writable" and victim == 1:
+        pytest.skip("only rank 0 looks at the free space")
+    text = CONSTRUCTION.format(place=place, victim=victim, out=str(tmp_path))
+    with ranks_running(text, 2) as ranks:
+        assert ranks[victim].wait() == -signal.SIGKILL, ranks[victim].errors()
+        began = time.monotonic()
+        code, errors = ranks[1 - victim].wait(), ranks[1 - victim].errors()
+        assert time.monotonic() - began < 6 + 3
+    assert code == 75 and f"rank {victim} " in errors and "Traceback" not in errors, errors
+
+
+STOPPED = """
+from qmargin.cli.main import main
+from qmargin.training import session
+def dawdle(*details, **options):
+    say("building")
+    time.sleep(30)
+if RANK in {slow!r}:
+    session.build_backbone = dawdle
+settings = [f"--set={{setting}}" for setting in ("run.max_steps=2", "run.timeout_s=20")]
+sys.exit(main(["train", "debug", "--device=cpu", "--out", {out!r}, *settings]))
+"""
+
+
+@pytest.mark.parametrize("slow", [(0, 1), (1,)], ids=["both", "one"])
+def test_a_signal_before_the_first_step_stops_all_ranks(
+    slow: tuple[int, ...], tmp_path: Path
+) -> None:
+    """At once, whether it comes to every rank or to one; the other waits in a collective."""
+    with ranks_running(STOPPED.format(slow=slow, out=str(tmp_path)), 2) as ranks:
+        for rank in slow:
+            ranks[rank].wait_for("building")
+        began = time.monotonic()
+        for rank in slow:
+            ranks[rank].process.send_signal(signal.SIGTERM)
+        codes = [rank.wait() for rank in ranks]
+        assert codes == [143, 143], ranks[0].errors() + ranks[1].errors()
+        assert time.monotonic() - began < 12
+        errors = [rank.errors() for rank in ranks]
+    assert "Traceback" not in "".join(errors), errors
+    assert (tmp_path / "lock").read_bytes() == b""
 
 
 def test_fewer_classes_than_ranks_and_ranks_without_rows(tmp_path: Path) -> None:

@@ -82,9 +82,12 @@ def test_a_section_that_appears_is_shown_by_its_values() -> None:
 def test_what_may_change_on_resume(setting: str) -> None:
     saved, asked = get_recipe("debug"), changed(setting)
     assert compatible(saved, asked)
-    shown = check_resume(saved, asked)
-    assert shown
     is_other_outcome = saved.sha256 != asked.sha256
+    if is_other_outcome:
+        with pytest.raises(ConfigError, match=r" -> .*--allow-changes"):
+            check_resume(saved, asked)
+    shown = check_resume(saved, asked, allow_changes=is_other_outcome)
+    assert shown
     assert is_other_outcome == any("changes the outcome" in line for line in shown)
 
 

@@ -1,5 +1,7 @@
 """Recipes as YAML and settings from a command line: read back equal, or refused with the place."""
 
+import os
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from qmargin.cli.recipes import load_recipe
 from qmargin.errors import ConfigError
 from qmargin.recipes import get_recipe
 from qmargin.training.recipe import OptimizerPart, Recipe, ValueSchedule
@@ -46,7 +49,9 @@ finite = st.floats(1e-12, 1e12)
     decay=st.floats(0.0, 1e3),
     name=st.text(min_size=1).filter(str.strip),
     seed=st.integers(0, 2**63 - 1),
-    noise=st.one_of(st.booleans(), finite, st.integers(), st.text(max_size=8)),
+    noise=st.one_of(
+        st.booleans(), finite, st.integers(-(2**63) + 1, 2**63 - 1), st.text(max_size=8)
+    ),
     initial=st.floats(-1.0, 1.0),
 )
 def test_a_recipe_comes_back_equal(
@@ -114,6 +119,87 @@ def test_a_short_file_has_defaults_and_a_preset_is_written_out(tmp_path: Path) -
 def test_bad_files_are_refused(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         from_yaml(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "".join(f"k{number}: 1\n" for number in range(90_000)),
+        "data: {options: {shape: [" + "1," * 450_000 + "]}}",
+        "name: " + "x" * 990_000,
+        "seed: " + "1:" * 490_000 + "1",  # YAML 1.1 reads digits to the base of 60
+        "seed: 0x" + "f" * 990_000,
+        "seed: " + "9" * 990_000,
+        "- " * 490_000,
+        "[" * 990_000,
+        "{a: " * 240_000,
+        "#" * 990_000,
+    ],
+    ids=lambda text: text[:12],
+)
+def test_a_huge_file_is_refused_within_a_second(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "huge.yaml"
+    path.write_text(text, encoding="utf-8")
+    began = time.process_time()
+    with pytest.raises(ConfigError):
+        from_yaml(text)
+    with pytest.raises(ConfigError, match=r"huge\.yaml"):
+        read_recipe(path)
+    with pytest.raises(ConfigError):
+        from_yaml(text[: MAX_BYTES - 1])  # as large as is allowed
+    assert time.process_time() - began < 1.0
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "seed",
+        "data.batch_size",
+        "data.num_classes",
+        "data.num_workers",
+        "data.max_corrupt",
+        "data.options.noise",
+        "data.options.shape",
+        "model.embedding_dim",
+        "loss.margin",
+        "optimizer.lr",
+        "optimizer.accumulation",
+        "schedule.milestones",
+        "run.epochs",
+        "run.max_steps",
+        "run.keep",
+        "run.timeout_s",
+    ],
+)
+@pytest.mark.parametrize("digits", ["9" * 400, "0x" + "f" * 5000, "-0x" + "f" * 5000])
+def test_huge_integers_are_refused_by_name(key: str, digits: str) -> None:
+    text = f"[{digits}]" if key.endswith(("shape", "milestones")) else digits
+    with pytest.raises(ConfigError, match=key.rpartition(".")[2]) as refused:
+        debug_with(f"{key}={text}")
+    assert len(str(refused.value)) < 300
+
+
+@pytest.mark.parametrize(
+    ("setting", "limit"),
+    [("data.num_workers=100000", "1024"), ("run.timeout_s=1e300", "10000000")],
+)
+def test_absurd_numbers_are_refused_with_the_limit(setting: str, limit: str) -> None:
+    name = setting.partition("=")[0].rpartition(".")[2]
+    with pytest.raises(ConfigError, match=rf"{name} is .*{limit}"):
+        debug_with(setting)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no FIFOs here")
+def test_a_recipe_is_read_from_a_file_and_nothing_else(tmp_path: Path) -> None:
+    """A FIFO without a writer, or a device without an end, would be read forever."""
+    fifo, folder = tmp_path / "fifo.yaml", tmp_path / "folder.yaml"
+    os.mkfifo(fifo)
+    folder.mkdir()
+    for path in (fifo, folder, Path("/dev/zero"), tmp_path / "none.yaml"):
+        with pytest.raises(ConfigError, match=path.name):
+            read_recipe(path)
+    with pytest.raises(ConfigError, match=r"fifo\.yaml cannot be read .not a regular file"):
+        load_recipe(str(fifo))
 
 
 def test_few_aliases_are_read() -> None:

@@ -1,6 +1,7 @@
 """Schedules against closed forms, written here in the words of those who use them."""
 
 import math
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -9,10 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qmargin.errors import ConfigError
-from qmargin.recipes import get_recipe
+from qmargin.recipes import get_recipe, list_recipes
 from qmargin.training.loss_part import LossSettings
 from qmargin.training.recipe import OptimizerPart, Recipe, RunPart, SchedulePart, ValueSchedule
-from qmargin.training.schedules import learning_rate, loss_settings, scheduled_value
+from qmargin.training.recipe_files import apply_settings
+from qmargin.training.schedules import (
+    learning_rate,
+    loss_settings,
+    scheduled_value,
+    unreached,
+)
 
 
 def recipe_with(schedule: SchedulePart, *, epochs: int = 20, **optimizer: Any) -> Recipe:
@@ -166,3 +173,48 @@ def test_impossible_steps_are_refused(step: int, steps_per_epoch: int) -> None:
         learning_rate(get_recipe("debug"), step, steps_per_epoch)
     with pytest.raises(ConfigError, match=f"step is {step}"):
         scheduled_value(ValueSchedule(end_epoch=1), step, steps_per_epoch, final=1.0)
+
+
+@pytest.mark.parametrize("name", list_recipes())
+def test_a_recipe_of_its_own_length_reaches_what_it_schedules(name: str) -> None:
+    recipe = get_recipe(name)
+    if recipe.run.max_steps is None:  # those with one are for measuring speed
+        assert unreached(recipe, recipe.run.epochs) == []
+
+
+@pytest.mark.parametrize(
+    ("epochs", "words"),
+    [
+        (4, ["stays at 0", "0.1", "start_epoch is 5", "4 epochs", "margin_schedule=null"]),
+        (5, ["stays at 0", "5 epochs"]),  # the step at which it would start is not taken
+        (6, ["ends at 0.0749", "0.1", "end_epoch is 10", "6 epochs"]),
+    ],
+)
+def test_a_margin_that_never_comes_is_named(epochs: int, words: list[str]) -> None:
+    settings = [f"run.epochs={epochs}"]
+    recipe = apply_settings(get_recipe("speakers_r34_q_margin_a150"), settings)
+    (sentence,) = unreached(recipe, epochs)
+    assert all(word in sentence for word in ("the margin", "margin_schedule", *words)), sentence
+    proposed = re.findall(r"margin_schedule\.\w+=[\d.]*\d", sentence)
+    assert len(proposed) == 2 and unreached(apply_settings(recipe, proposed), epochs) == []
+    assert unreached(apply_settings(recipe, ["margin_schedule=null"]), epochs) == []
+
+
+def test_a_move_that_ends_with_the_run_is_reached() -> None:
+    recipe = apply_settings(get_recipe("speakers_r34_arcface"), ["run.epochs=10"])
+    assert unreached(recipe, 10) == []
+
+
+def test_other_marks_beyond_the_end_are_named() -> None:
+    recipe = get_recipe("debug")  # warm-up to epoch 0.5, steps at epochs 4 and 5
+    assert unreached(recipe, 6) == []
+    (late,) = unreached(recipe, 5)
+    assert "schedule.milestones" in late and "epoch 5" in late and "epoch 4" not in late
+    early, late = unreached(recipe, 0.08)
+    assert "schedule.warmup_epochs is 0.5" in early and "0.08 epochs" in early
+    assert "epochs 4, 5" in late
+    jump = ValueSchedule("constant", initial=8.0, start_epoch=6)
+    (sentence,) = unreached(replace(recipe, scale_schedule=jump), 6)
+    assert "the scale stays at 8" in sentence and "scale_schedule.start_epoch is 6" in sentence
+    still = ValueSchedule("linear", initial=recipe.loss.alpha, end_epoch=99)
+    assert unreached(replace(recipe, alpha_schedule=still), 6) == []

@@ -48,7 +48,7 @@ def load_recipe(name_or_file: str, settings: Sequence[str] = ()) -> Recipe:
 
     path = Path(name_or_file)
     is_file = path.suffix.lower() in _ENDINGS or len(path.parts) > 1
-    if is_file and not path.is_file():
+    if is_file and not path.exists():
         raise ConfigError(
             f"there is no file {name_or_file}; name one, or a recipe that `qmargin recipes` lists"
         )

@@ -25,19 +25,23 @@ EXIT_CODES = """exit status:
 """
 
 
+_NO_FOLDER = "--out is missing; name the folder of this run, as in --out runs/mine"
+
+
 def add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command to a parser."""
     parser = commands.add_parser(
         "train",
         help="train a model by a recipe",
         description="Train by a recipe: a name of `qmargin recipes`, or a YAML file as "
-        "--print-recipe writes it. For several GPUs: torchrun --nproc-per-node 8 -m qmargin train "
+        "--print-recipe writes it. With --resume the recipe stored in DIR is used, and none need "
+        "be named. For several GPUs: torchrun --nproc-per-node 8 -m qmargin train "
         "RECIPE --out DIR.",
         epilog=EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("recipe", metavar="NAME_OR_FILE", help="name of a recipe, or a .yaml file")
+    add("recipe", metavar="NAME_OR_FILE", nargs="?", help="name of a recipe, or a .yaml file")
     add("--out", type=Path, metavar="DIR", help="folder of checkpoints, journal and status")
     add(
         "--set",
@@ -59,6 +63,11 @@ def add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         type=Path,
         metavar="DIR",
         help="folder for the index of the data, instead of beside it: data.index_dir (none)",
+    )
+    add(
+        "--allow-changes",
+        action="store_true",
+        help="resume with the named recipe and settings even if they change the outcome",
     )
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to train (auto)")
     add(
@@ -89,7 +98,7 @@ def _add_modes(parser: argparse.ArgumentParser) -> None:
 
 def run_train(arguments: argparse.Namespace) -> None:
     """Print the recipe, try it, or train by it."""
-    recipe = load_recipe(arguments.recipe, arguments.settings)
+    recipe = _find_recipe(arguments)
     if arguments.index_dir is not None:
         recipe = replace(recipe, data=replace(recipe.data, index_dir=str(arguments.index_dir)))
     if arguments.print_recipe:
@@ -98,7 +107,7 @@ def run_train(arguments: argparse.Namespace) -> None:
         sys.stdout.write(to_yaml(recipe))
         return
     if arguments.out is None and not arguments.dry_run:
-        raise ConfigError("--out is missing; name the folder of this run, as in --out runs/mine")
+        raise ConfigError(_NO_FOLDER)
     try:
         if arguments.dry_run:
             _rehearse(recipe, arguments)
@@ -114,6 +123,40 @@ def run_train(arguments: argparse.Namespace) -> None:
         raise
 
 
+def _find_recipe(arguments: argparse.Namespace) -> Recipe:
+    """The recipe to train by: of a run that goes on the stored one, with the settings given."""
+    resume = arguments.resume_from or arguments.resume
+    named = load_recipe(arguments.recipe, arguments.settings) if arguments.recipe else None
+    if arguments.allow_changes and not resume:
+        raise ConfigError("--allow-changes is for a run that goes on; add --resume, or drop it")
+    if not resume or (named is not None and arguments.allow_changes):
+        if named is None:
+            raise ConfigError(
+                "the recipe is missing; name one that `qmargin recipes` lists, or a .yaml file"
+            )
+        return named
+    if arguments.out is None:
+        raise ConfigError(_NO_FOLDER)
+    from qmargin.training.recipe_changes import diff
+    from qmargin.training.recipe_files import apply_settings
+    from qmargin.training.starting import recipe_to_train, stored_recipe
+
+    stored = stored_recipe(arguments.out, resume=resume)
+    if stored is None:
+        return recipe_to_train(named, arguments.out, resume=resume)
+    recipe = apply_settings(stored, arguments.settings)
+    if named is not None and (lines := diff(recipe, named)) and _is_first():
+        sys.stderr.write(
+            f"the stored recipe is used; {arguments.recipe} differs: {'; '.join(lines)} "
+            "(--allow-changes to use it)\n"
+        )
+    return recipe
+
+
+def _is_first() -> bool:
+    return os.environ.get("RANK", "0") == "0"  # the others would say the same
+
+
 def _train(recipe: Recipe, arguments: argparse.Namespace) -> None:
     from qmargin.training.loop import train
     from qmargin.training.signals import exit_status
@@ -122,11 +165,12 @@ def _train(recipe: Recipe, arguments: argparse.Namespace) -> None:
         recipe,
         arguments.out,
         resume=arguments.resume_from or arguments.resume,
+        allow_changes=arguments.allow_changes,
         device=arguments.device,
         trackers=arguments.trackers,
     )
     if outcome.signal:
-        if os.environ.get("RANK", "0") == "0":  # the others would say the same
+        if _is_first():
             sys.stderr.write("go on with --resume\n")
         raise SystemExit(exit_status(outcome.signal))
 

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from qmargin.errors import ConfigError
 
 LARGEST_DOMAIN = 1 << 62
+MOST_SAMPLES = 1 << 36  # of computed data: half a terabyte of labels
 _ROUNDS = 16  # fewer leave the orders of five or six samples visibly uneven
 _BLOCK = 1 << 14  # positions mapped at once: a few arrays of this size stay in the cache
 _SHIFT = np.uint64(32)
@@ -59,6 +60,16 @@ def check_count(value: object, name: str, *, low: int = 0) -> int:
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < low:
         raise ConfigError(f"{name} is {value!r}; give an integer of at least {low}")
     return int(value)
+
+
+def check_samples(num_classes: int, samples_per_class: int) -> None:
+    """Refuse more computed samples than there can be labels for."""
+    total = num_classes * samples_per_class
+    if total > MOST_SAMPLES:
+        raise ConfigError(
+            f"num_classes is {num_classes} and samples_per_class {samples_per_class}, {total} "
+            f"samples; at most {MOST_SAMPLES} are possible, lower one of them"
+        )
 
 
 class KeyedPermutation:

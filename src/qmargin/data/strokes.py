@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from qmargin.data.order import check_count, derived_seed
+from qmargin.data.order import check_count, check_samples, derived_seed
 from qmargin.data.pen import (
     NUM_CONTROLS,
     NUM_STEPS,
@@ -104,6 +104,7 @@ class StrokeIdentities:
     def __post_init__(self) -> None:
         check_count(self.num_classes, "num_classes", low=1)
         check_count(self.samples_per_class, "samples_per_class", low=1)
+        check_samples(self.num_classes, self.samples_per_class)
         check_count(self.size, "size", low=8)
         check_count(self.shift, "shift")
         if self.num_classes > SPLIT_SIZE:

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from qmargin.data.order import check_count, derived_seed
+from qmargin.data.order import check_count, check_samples, derived_seed
 from qmargin.errors import ConfigError
 
 
@@ -51,6 +51,7 @@ class SyntheticIdentities:
     def __post_init__(self) -> None:
         check_count(self.num_classes, "num_classes", low=1)
         check_count(self.samples_per_class, "samples_per_class", low=1)
+        check_samples(self.num_classes, self.samples_per_class)
         object.__setattr__(self, "shape", tuple(self.shape))
         if not self.shape:
             raise ConfigError("shape is empty; give the size of an input, such as (64,)")

@@ -39,6 +39,7 @@ from qmargin.training.folders import check_writable
 from qmargin.training.lock import RunLock
 from qmargin.training.process import choose_device
 from qmargin.training.recipe import Recipe
+from qmargin.training.schedules import unreached
 from qmargin.training.signals import StopRequest
 
 TRIALS = "trials.jsonl"
@@ -160,6 +161,7 @@ class Schedule:
         self._waiting: deque[Trial] = deque()
         self._points: list[tuple[Point, Recipe]] = []
         self.results: dict[Path, TrialResult] = {}
+        self._warned: set[str] = set()
         self.num_trials = source.num_points * options.seeds
 
     def take_listed(self) -> None:
@@ -197,6 +199,7 @@ class Schedule:
         return Summary(rows, self.measure)
 
     def _begin(self, point: Point, trials: Sequence[Trial]) -> None:
+        self._warn(trials[0].recipe)
         self._points.append((point, trials[0].recipe))
         for trial in trials:
             result = self.results.get(trial.folder) or read_trial_result(trial)
@@ -205,6 +208,14 @@ class Schedule:
             else:
                 self.results[trial.folder] = result
         self._tell_source(point)
+
+    def _warn(self, recipe: Recipe) -> None:
+        """Say once what trials of this length schedule and never do."""
+        for sentence in unreached(recipe, recipe.run.epochs):
+            what = sentence.partition(" and never")[0]  # not with the margin of every point
+            if what not in self._warned:
+                self._warned.add(what)
+                _say(self._options, f"warning: {sentence}")
 
     def _repeat(self, point: Point) -> None:
         """A search may propose a point again: one training of each seed is enough."""

@@ -44,6 +44,9 @@ def vote(
 ) -> Verdict:
     """Agree on the state of a step, in one exchange; every rank must call it.
 
+    Where ranks pass errors, all raise. A rank that failed raises its error as it is, so that its
+    traceback is complete; of several failures, the others are told that of the lowest rank.
+
     Args:
         process: This rank.
         error: What went wrong on this rank, if anything: then every rank raises.
@@ -104,23 +107,6 @@ def any_rank(process: Process, flag: bool) -> bool:
         False
     """
     return any(row[0] for row in share(process, [flag]))
-
-
-def raise_together(process: Process, error: BaseException | None) -> None:
-    """Raise on every rank if any rank passes an error; every rank must call it.
-
-    The rank that failed raises its error as it is, so that its traceback is complete. The others
-    raise a ``RankError`` that names it, with the original traceback printed first. Of several
-    failures, the one of the lowest rank is told.
-
-    Examples:
-        >>> raise_together(Process(), None)
-        >>> raise_together(Process(), ValueError("bad step"))
-        Traceback (most recent call last):
-        ValueError: bad step
-    """
-    rows = share(process, [error is not None])
-    _raise_first(process, [bool(row[0]) for row in rows], error)
 
 
 def _raise_first(process: Process, failed: Sequence[bool], error: BaseException | None) -> None:

@@ -12,7 +12,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from qmargin.errors import CheckpointError, ConfigError, ShapeError
 from qmargin.files import replacing
-from qmargin.training.checkpoint import read_backbone
+from qmargin.training.checkpoint import open_checkpoint, read_backbone
 from qmargin.training.manifest import Checkpoint
 from qmargin.training.tensor_files import write_tensors
 
@@ -125,6 +125,15 @@ def write_weights(path: str | Path, tensors: Mapping[str, Tensor]) -> None:
             f"{path} cannot be written ({error.strerror or error}); free some space or choose "
             "another folder"
         ) from error
+
+
+def write_averages(folder: Path, checkpoints: Sequence[Path], moving: MovingAverage | None) -> None:
+    """Write what there is of weights for later use: mean of checkpoints, moving average."""
+    if checkpoints:
+        average = average_checkpoints([open_checkpoint(path) for path in checkpoints])
+        write_weights(folder / AVERAGE, average)
+    if moving is not None and moving.tensors:
+        write_weights(folder / MOVING_AVERAGE, moving.tensors)
 
 
 def _wide(value: Tensor) -> Tensor:

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from qmargin.data.samples import Dataset
 
 
+_TOO_LARGE = ("can't allocate memory", "not enough memory", "overflow")  # in torch's words
+
+
 def build_dataset(recipe: Recipe) -> Dataset:
     """The samples of a recipe.
 
@@ -74,6 +77,13 @@ def build_backbone(recipe: Recipe, *, device: torch.device | str = "cpu") -> nn.
         raise ConfigError(
             f"model.options is {part.options}, which {part.backbone} does not take ({error}); "
             "remove what it does not know"
+        ) from error
+    except RuntimeError as error:
+        if not any(mark in str(error) for mark in _TOO_LARGE):
+            raise
+        raise ConfigError(
+            f"model.options is {part.options} and model.embedding_dim {part.embedding_dim}, a "
+            f"{part.backbone} that does not fit into memory ({error}); make it smaller"
         ) from error
     layout = torch.channels_last if recipe.precision.channels_last else torch.preserve_format
     return backbone.to(device=device, memory_format=layout)  # type: ignore[call-overload,no-any-return]

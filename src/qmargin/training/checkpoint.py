@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from qmargin.errors import CheckpointError
+from qmargin.files import check_regular
 from qmargin.training.exchange import Exchange, agree, check_ranks
 from qmargin.training.folders import list_leftovers, list_steps
 from qmargin.training.manifest import Checkpoint, read_manifest, verify
@@ -196,6 +197,7 @@ def read_recipe(checkpoint: Checkpoint) -> str:
 def _read_text(checkpoint: Checkpoint, name: str) -> str:
     path = checkpoint.path / name
     try:
+        check_regular(path)
         return path.read_bytes().decode()
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(

@@ -10,10 +10,15 @@ from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bars
+    from rich.progress import Task
 
 
 class Display(Protocol):
-    """Shows step records and notes."""
+    """Shows steps, their records and notes."""
+
+    def moved(self, step: int, eta_s: float | None) -> None:
+        """Show how many steps have been taken, and the seconds left."""
+        ...
 
     def step(self, record: Mapping[str, Any]) -> None:
         """Show a record of the journal."""
@@ -69,6 +74,9 @@ class PlainDisplay:
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
+    def moved(self, step: int, eta_s: float | None) -> None:
+        """Nothing: a line per record is enough."""
+
     def step(self, record: Mapping[str, Any]) -> None:
         """Write the record."""
         self.note(describe(record))
@@ -98,17 +106,23 @@ class BarDisplay:
             MofNCompleteColumn(),
             TextColumn("{task.fields[speed]}"),
         )
-        self._task = self._bars.add_task("", total=total_steps, completed=start)
-        self._bars.update(self._task, speed="")
+        self._bars.add_task("", total=total_steps, completed=start, speed="")
+        self.task: Task = self._bars.tasks[0]
+        self._rate = ""
         shown = Group(self._bars, self._line)
         self._live = Live(shown, console=Console(file=stream), refresh_per_second=4)
         self._live.start()
 
+    def moved(self, step: int, eta_s: float | None) -> None:
+        """Move the bar; it is drawn a few times a second, so this costs next to nothing."""
+        self.task.completed = step
+        self.task.fields["speed"] = f"{self._rate}{duration(eta_s)} left"
+
     def step(self, record: Mapping[str, Any]) -> None:
         """Move the bar and change the numbers."""
-        speed = f"{record['samples_per_s']:,.0f} samples/s, {duration(record['eta_s'])} left"
-        name = f"epoch {record['epoch']}"
-        self._bars.update(self._task, completed=record["step"], description=name, speed=speed)
+        self._rate = f"{record['samples_per_s']:,.0f} samples/s, "
+        self.task.description = f"epoch {record['epoch']}"
+        self.moved(record["step"], record["eta_s"])
         self._line.plain = ", ".join([f"loss {_number(record['loss'])}", *_settings(record)])
 
     def note(self, text: str) -> None:
@@ -122,6 +136,9 @@ class BarDisplay:
 
 class NoDisplay:
     """Shows nothing: for every rank but the first."""
+
+    def moved(self, step: int, eta_s: float | None) -> None:
+        """Do nothing."""
 
     def step(self, record: Mapping[str, Any]) -> None:
         """Do nothing."""

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 
-from qmargin.errors import CheckpointError, ConfigError
+from qmargin.errors import CheckpointError, ConfigError, RankError
 
 Exchange: TypeAlias = Callable[[str], list[str]]  # my text in, everyone's by rank out
 
@@ -72,6 +72,7 @@ def agree(exchange: Exchange, action: Callable[[], Any], *, subject: str) -> lis
     Raises:
         CheckpointError: The action failed somewhere, or a rank did not answer; the message names
             the rank and its error.
+        RankError: A rank did not answer, and the exchange knows which one.
 
     Examples:
         >>> agree(alone, lambda: [1, 2], subject="nothing happened")
@@ -85,6 +86,8 @@ def agree(exchange: Exchange, action: Callable[[], Any], *, subject: str) -> lis
     reply = {"value": value, "error": None if failure is None else _describe(failure)}
     try:
         replies = [json.loads(text) for text in exchange(json.dumps(reply))]
+    except RankError:
+        raise  # it names the rank
     except RuntimeError as error:  # what torch.distributed raises for a peer that is gone
         raise CheckpointError(
             f"{subject}: a rank stopped answering ({error}); look for the first error among the "

@@ -21,6 +21,9 @@ Scalar = str | int | float | bool
 Option = Scalar | tuple[Scalar, ...]
 """A value of an option: a scalar, or a short list of them, such as a shape."""
 
+LARGEST_INTEGER = 2**63 - 1
+"""In either direction: of counts, seeds and everything that becomes a number of torch."""
+
 _PLAIN = {bool: "true or false", int: "a whole number", float: "a finite number", str: "a text"}
 
 
@@ -132,6 +135,14 @@ def check_positive(part: object, *names: str) -> None:
             raise ConfigError(f"{name} is {value:g}; it must be above 0")
 
 
+def check_at_most(part: object, high: float, *names: str) -> None:
+    """Refuse fields above a limit; None passes."""
+    for name in names:
+        value = getattr(part, name)
+        if value is not None and value > high:
+            raise ConfigError(f"{name} is {value:g}; it must be at most {high:.15g}")
+
+
 def check_below(part: object, high: float, *names: str) -> None:
     """Refuse fields that are negative, or at or above a limit; None passes."""
     for name in names:
@@ -140,7 +151,16 @@ def check_below(part: object, high: float, *names: str) -> None:
             raise ConfigError(f"{name} is {value:g}; it must be in [0, {high:g})")
 
 
+def _check_size(value: object, name: str) -> None:
+    """Refuse an integer that no number of torch can hold; its digits may be without end."""
+    if isinstance(value, Integral) and abs(int(value)) > LARGEST_INTEGER:
+        bits = int(value).bit_length()
+        text = str(value) if bits < 100 else f"a whole number of {bits} bits"
+        raise ConfigError(f"{name} is {text}; it must be at most {LARGEST_INTEGER}")
+
+
 def _as_plain(value: object, hint: Any, name: str) -> Any:
+    _check_size(value, name)
     is_bool = isinstance(value, bool)
     if (hint is bool and is_bool) or (hint is str and isinstance(value, str)):
         return value
@@ -174,6 +194,7 @@ def _as_option(value: object, name: str) -> Option:
 
 
 def _as_scalar(value: object, name: str) -> Scalar:
+    _check_size(value, name)
     is_finite = not isinstance(value, float) or math.isfinite(value)
     if isinstance(value, str | int | float | bool) and is_finite:
         return value

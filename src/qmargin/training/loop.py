@@ -15,13 +15,7 @@ from qmargin.data.loader import Batch
 from qmargin.data.samples import Dataset
 from qmargin.errors import CheckpointError, DataError
 from qmargin.training.async_saver import AsyncSaver
-from qmargin.training.averaging import (
-    AVERAGE,
-    MOVING_AVERAGE,
-    average_checkpoints,
-    write_weights,
-)
-from qmargin.training.checkpoint import open_checkpoint
+from qmargin.training.averaging import write_averages
 from qmargin.training.exchange import group_exchange
 from qmargin.training.folders import check_writable, list_steps
 from qmargin.training.hooks import Hook, run_hooks
@@ -29,16 +23,17 @@ from qmargin.training.process import start_process_group
 from qmargin.training.recipe import Recipe
 from qmargin.training.records import describe_run, start_record, step_record
 from qmargin.training.reporting import Meter, Reporter
-from qmargin.training.session import (
-    Session,
-    build_session,
-    restore_,
-    restore_progress_,
-    snapshot,
-)
-from qmargin.training.signals import StopRequest
+from qmargin.training.session import Session, open_session, restore_, snapshot
+from qmargin.training.signals import Interrupted, StopRequest
 from qmargin.training.spikes import MOST_ROLLBACKS
-from qmargin.training.starting import CHECKPOINTS, find_newest, find_start, locked
+from qmargin.training.starting import (
+    CHECKPOINTS,
+    Start,
+    find_newest,
+    find_start,
+    locked,
+    recipe_to_train,
+)
 from qmargin.training.step import OVERFLOW, StepResult, batch_rows, take_step
 from qmargin.training.together import gather_texts, together
 from qmargin.training.trackers import check_trackers
@@ -51,8 +46,8 @@ class Outcome:
     """How a call of ``train`` ended.
 
     Attributes:
-        step: Steps that have been taken.
-        total_steps: Steps of the whole run.
+        step: Steps that have been taken; 0 if a signal came while the run was built.
+        total_steps: Steps of the whole run; 0 if a signal came while it was built.
         loss: Of the last step that was taken; NaN if there was none.
         checkpoint: The newest.
         num_skipped: Steps of the run that were skipped because something was not finite.
@@ -68,10 +63,11 @@ class Outcome:
 
 
 def train(
-    recipe: Recipe,
+    recipe: Recipe | None,
     out: str | Path,
     *,
     resume: bool | str | Path = False,
+    allow_changes: bool = False,
     hooks: Sequence[Hook] = (),
     dataset: Dataset | None = None,
     device: str = "auto",
@@ -83,9 +79,11 @@ def train(
     Ctrl-C save and return; see ``Outcome.signal``.
 
     Args:
-        recipe: What to train.
+        recipe: What to train; None for the stored recipe of a run that is resumed.
         out: Folder of this run alone, on a file system that all ranks share.
         resume: Go on from the newest whole checkpoint in ``out``, or from one that is named.
+        allow_changes: Resume even if the recipe differs from the stored one in what decides the
+            outcome. Other differences, such as the number of workers, need no permission.
         hooks: Called every ``recipe.run.validate_every`` steps, and at the end, on every rank.
         dataset: Instead of the recipe's own data.
         device: ``"auto"``, ``"cpu"`` or ``"cuda"``.
@@ -93,7 +91,7 @@ def train(
 
     Raises:
         ConfigError: Before step 0: the folder is in use or holds another run, the recipe does not
-            fit it.
+            fit it or would change the outcome.
         DataError: A label is out of range (before step 0); or too many samples are corrupt, or too
             many steps were not finite.
         CheckpointError: A checkpoint could not be saved, or none can be read.
@@ -109,63 +107,76 @@ def train(
         ...     (outcome.step, outcome.checkpoint.name)
         (2, 'step-000002')
     """
-    with open_run(
-        recipe,
-        out,
-        resume=resume,
-        hooks=hooks,
-        dataset=dataset,
-        device=device,
-        trackers=trackers,
-    ) as run:
-        return run.go()
+    try:
+        with open_run(
+            recipe,
+            out,
+            resume=resume,
+            allow_changes=allow_changes,
+            hooks=hooks,
+            dataset=dataset,
+            device=device,
+            trackers=trackers,
+        ) as run:
+            return run.go()
+    except Interrupted as stop:  # before the first step
+        return Outcome(0, 0, math.nan, None, 0, signal=stop.signal)
 
 
 @contextmanager
 def open_run(
-    recipe: Recipe,
+    recipe: Recipe | None,
     out: str | Path,
     *,
     resume: bool | str | Path = False,
+    allow_changes: bool = False,
     hooks: Sequence[Hook] = (),
     dataset: Dataset | None = None,
     device: str = "auto",
     trackers: Sequence[str] = (),
 ) -> Iterator[Run]:
-    """Everything that ``train`` does before the first step and after the last."""
+    """Everything that ``train`` does before the first step and after the last.
+
+    Raises:
+        Interrupted: By a signal while the run is built; nothing is left but what was there.
+    """
     folder = Path(out)
     check_trackers(trackers)
-    with (
-        start_process_group(recipe.run.timeout_s, device=device) as process,
-        StopRequest() as request,
-        locked(folder, process),
-    ):
-        start = find_start(recipe, folder, process, resume=resume)
-        is_resumed = start.checkpoint is not None
-        session = build_session(recipe, process, dataset, is_resumed=is_resumed)
-        journal_bytes = 0
-        if start.checkpoint is not None:
-            loop = restore_(session, start.checkpoint)
-            restore_progress_(session, start.checkpoint.step, loop)
-            journal_bytes = loop["journal_bytes"]
-        _check_space(session, folder)
-        with ExitStack() as stack:
-            reporter = Reporter(
-                folder,
-                process,
-                recipe,
-                step=session.progress.step,
-                total_steps=session.total_steps,
-                journal_bytes=journal_bytes,
-                trackers=trackers,
-            )
-            stack.callback(reporter.close)
-            stack.enter_context(_failures_told(reporter))
-            saver = stack.enter_context(_saver(folder, session))
-            reporter.event("start", **start_record(session, start))
-            for note in (*start.notes, describe_run(session)):
-                reporter.note(note)
-            yield Run(session, saver, reporter, request, hooks)
+    recipe = recipe_to_train(recipe, folder, resume=resume)
+    with StopRequest() as request, ExitStack() as stack:
+        with request.obeyed_at_once():
+            group = start_process_group(recipe.run.timeout_s, device=device)
+            process = stack.enter_context(group)
+            with process.naming_ranks():
+                stack.enter_context(locked(folder, process))
+                start = find_start(
+                    recipe, folder, process, resume=resume, allow_changes=allow_changes
+                )
+                session, journal_bytes = open_session(
+                    recipe, process, dataset, checkpoint=start.checkpoint
+                )
+                _check_space(session, folder)
+                reporter = Reporter(
+                    folder,
+                    process,
+                    recipe,
+                    step=session.progress.step,
+                    total_steps=session.total_steps,
+                    journal_bytes=journal_bytes,
+                    trackers=trackers,
+                )
+                stack.callback(reporter.close)
+                stack.enter_context(reporter.telling_failures())
+                saver = stack.enter_context(_saver(folder, session))
+                _announce(session, start, reporter)
+        yield Run(session, saver, reporter, request, hooks)
+
+
+def _announce(session: Session, start: Start, reporter: Reporter) -> None:
+    reporter.event("start", **start_record(session, start))
+    warnings = [f"warning: {sentence}" for sentence in session.unreached]
+    for note in (*start.notes, describe_run(session), *warnings):
+        reporter.note(note)
 
 
 class Run:
@@ -263,6 +274,7 @@ class Run:
         """What follows a step: tell, save, validate."""
         session, run = self.session, self.session.recipe.run
         session.progress.step += 1
+        self.reporter.moved(self.step, self.meter.eta_s(self.step, session.total_steps))
         if not self.has_room:  # optimizers have their state now: no later step waits for memory
             self.saver.reserve(snapshot(session))
             self.has_room = True
@@ -327,7 +339,10 @@ class Run:
         self.save()
         self.note_saved(self.saver.wait())
         if not self.signal:
-            together(session.process, lambda: _write_averages(session, folder))
+            last = list(list_steps(self.saver.folder).values())[: session.recipe.run.average_last]
+            chosen = last if session.process.is_first else []
+            moving = session.average if session.process.is_first else None
+            together(session.process, lambda: write_averages(folder, chosen, moving))
         state = "stopped" if self.signal else "finished"
         self.reporter.event(state, step=self.step, loss=self.loss, signal=self.signal)
         self.reporter.status(state=state, step=self.step, signal=self.signal)
@@ -369,30 +384,6 @@ def _saver(folder: Path, session: Session) -> AsyncSaver:
         exchange=exchange,
         keep=session.recipe.run.keep,
     )
-
-
-@contextmanager
-def _failures_told(reporter: Reporter) -> Iterator[None]:
-    """Around the run: what ends it is in the journal and in the status."""
-    try:
-        yield
-    except BaseException as error:
-        reporter.event("error", error=f"{type(error).__name__}: {error}")
-        reporter.status(state="failed", error=f"{type(error).__name__}: {error}")
-        raise
-
-
-def _write_averages(session: Session, folder: Path) -> None:
-    """Weights for use after the run: the mean of the last checkpoints, the moving average."""
-    if not session.process.is_first:
-        return
-    number = session.recipe.run.average_last
-    if number:
-        paths = list(list_steps(folder / CHECKPOINTS).values())[:number]
-        average = average_checkpoints([open_checkpoint(path) for path in paths])
-        write_weights(folder / AVERAGE, average)
-    if session.average is not None and session.average.tensors:
-        write_weights(folder / MOVING_AVERAGE, session.average.tensors)
 
 
 def _listed(samples: Sequence[str]) -> str:

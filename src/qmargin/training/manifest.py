@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from qmargin.errors import CheckpointError
-from qmargin.files import FileEntry, describe_file
+from qmargin.files import FileEntry, check_regular, describe_file
 
 MANIFEST = "manifest.json"
 VERSION = 1
@@ -125,6 +125,7 @@ def read_manifest(folder: Path) -> Manifest:
     """The manifest in ``folder``, its own hash checked and no other."""
     path = folder / MANIFEST
     try:
+        check_regular(path)
         with path.open("rb") as file:
             content = file.read(MAX_MANIFEST_BYTES)
         return Manifest.from_text(content.decode())

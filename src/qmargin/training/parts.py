@@ -9,12 +9,15 @@ from qmargin.errors import ConfigError
 from qmargin.training.fields import (
     Option,
     check_at_least,
+    check_at_most,
     check_below,
     check_fields,
     check_positive,
 )
 
 HalfOrSingle = Literal["float16", "bfloat16", "float32"]
+MOST_WORKERS = 1024  # per rank; each is a process
+LONGEST_TIMEOUT_S = 1e7  # 115 days
 MADE = ("synthetic", "strokes")  # data that is computed, and has no path
 
 
@@ -29,7 +32,7 @@ class DataPart:
         num_classes: Identities; None to count them in the data.
         options: Of the dataset, such as ``samples_per_class`` and ``noise`` of synthetic ones, or
             ``flip``, ``photometric`` and ``low_resolution`` of images.
-        num_workers: Loading processes per rank; it changes nothing but speed.
+        num_workers: Loading processes per rank, at most 1024; it changes nothing but speed.
         max_corrupt: Unreadable samples that are replaced before the run stops.
         drop_last: Leave out the samples at the end of an epoch that do not fill a batch.
         index_dir: Folder for the index of the samples; None for a place beside them.
@@ -49,6 +52,7 @@ class DataPart:
         check_fields(self)
         check_at_least(self, 1, "batch_size", "num_classes")
         check_at_least(self, 0, "num_workers", "max_corrupt")
+        check_at_most(self, MOST_WORKERS, "num_workers")
         if self.kind in MADE and self.path is not None:
             raise ConfigError(f"path is {self.path!r} and {self.kind} data has none; leave it out")
         if self.kind in MADE and self.num_classes is None:
@@ -314,6 +318,7 @@ class RunPart:
         check_at_least(self, 1, *counts, "spike_window")
         check_at_least(self, 0, "average_last", "nan_budget")
         check_positive(self, "timeout_s")
+        check_at_most(self, LONGEST_TIMEOUT_S, "timeout_s")
         check_below(self, 1.0, "ema_decay")
         if self.average_last > self.keep:
             raise ConfigError(

@@ -37,7 +37,6 @@ __all__ = [
     "flatten",
 ]
 
-LARGEST_SEED = 2**63 - 1
 SCHEDULED = {"margin_schedule": "margin", "scale_schedule": "scale", "alpha_schedule": "alpha"}
 FREE = (  # keys, or the sections above them, that do not decide what a run computes
     "name",
@@ -107,8 +106,6 @@ class Recipe:
     def __post_init__(self) -> None:
         check_fields(self)
         check_at_least(self, 0, "seed")
-        if self.seed > LARGEST_SEED:
-            raise ConfigError(f"seed is {self.seed}; it must be at most {LARGEST_SEED}")
         if not self.name.strip():
             raise ConfigError("name is empty; give the recipe one")
         self._check_schedule()

@@ -48,14 +48,19 @@ def compatible(saved: Recipe, asked: Recipe) -> bool:
     return not refused_changes(saved, asked)
 
 
-def check_resume(saved: Recipe, asked: Recipe) -> list[str]:
+def check_resume(saved: Recipe, asked: Recipe, *, allow_changes: bool = False) -> list[str]:
     """The lines to show before a run is resumed under another recipe; refuse what cannot be.
+
+    Args:
+        saved: Recipe of the checkpoint.
+        asked: Recipe to go on with.
+        allow_changes: Whether the outcome may change.
 
     Returns:
         Lines of ``diff``; those that change what the run computes end in a note that says so.
 
     Raises:
-        ConfigError: If a change is in ``FIXED``.
+        ConfigError: If a change is in ``FIXED``; or alters the outcome, and that is not allowed.
     """
     refused = refused_changes(saved, asked)
     if refused:
@@ -63,10 +68,15 @@ def check_resume(saved: Recipe, asked: Recipe) -> list[str]:
             f"this run cannot be resumed with {'; '.join(refused)}; undo the change, or start a "
             "new run in another folder"
         )
-    return [
-        line if is_under(key, FREE) else f"{line} (changes the outcome)"
-        for key, line in _changes(saved, asked)
-    ]
+    changes = _changes(saved, asked)
+    altering = [line for key, line in changes if not is_under(key, FREE)]
+    if altering and not allow_changes:
+        raise ConfigError(
+            f"this run was saved with another recipe: {'; '.join(altering)}; resume without naming "
+            "a recipe or these settings to keep the stored one, or add --allow-changes "
+            "(allow_changes=True in Python) to change the outcome"
+        )
+    return [f"{line} (changes the outcome)" if line in altering else line for _, line in changes]
 
 
 def _changes(old: Recipe, new: Recipe) -> list[tuple[str, str]]:

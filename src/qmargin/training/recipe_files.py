@@ -12,11 +12,14 @@ from typing import Any, Literal, get_args, get_origin
 import yaml
 
 from qmargin.errors import ConfigError
+from qmargin.files import check_regular
 from qmargin.training.fields import Option, check_known, hints_of, optional_of
 from qmargin.training.loss_part import LossPart
 from qmargin.training.recipe import Recipe
 
-MAX_BYTES = 1_000_000
+MAX_BYTES = 100_000  # a recipe has about two thousand
+MAX_VALUES = 5000
+MAX_LENGTH = 10_000  # of one of them; paths have at most 4096
 MAX_ALIASES = 10
 MAX_DEPTH = 20
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
@@ -76,13 +79,21 @@ def from_yaml(text: str) -> Recipe:
 def read_recipe(path: Path | str) -> Recipe:
     """Read a recipe from a YAML file."""
     path = Path(path)
-    if path.stat().st_size > MAX_BYTES:
+    try:
+        check_regular(path)
+        with path.open("rb") as file:
+            content = file.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be read ({error.strerror}); give the name of a recipe or a YAML file"
+        ) from error
+    if len(content) > MAX_BYTES:
         raise ConfigError(
             f"{path} has {path.stat().st_size:,} bytes and a recipe at most {MAX_BYTES:,}; "
             "this is another kind of file"
         )
     try:
-        return from_yaml(path.read_bytes().decode("utf-8"))
+        return from_yaml(content.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 text; save it as such ({error})") from error
     except ConfigError as error:
@@ -255,7 +266,14 @@ def _check_events(text: str) -> None:
     if len(text) > MAX_BYTES:
         raise ConfigError(f"the text has {len(text):,} characters; the most is {MAX_BYTES:,}")
     depth = num_aliases = 0
-    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+    for number, event in enumerate(yaml.parse(text, Loader=yaml.SafeLoader)):
+        if number > MAX_VALUES:
+            raise ConfigError(f"the YAML has over {MAX_VALUES} keys and values; a recipe has 100")
+        if isinstance(event, yaml.ScalarEvent) and len(event.value) > MAX_LENGTH:
+            raise ConfigError(
+                f"a value of the YAML has {len(event.value):,} characters; the most is "
+                f"{MAX_LENGTH:,}"
+            )
         num_aliases += isinstance(event, yaml.AliasEvent)
         depth += isinstance(event, yaml.CollectionStartEvent)
         depth -= isinstance(event, yaml.CollectionEndEvent)
@@ -274,10 +292,11 @@ def _check_keys(node: Any, seen: set[int]) -> None:
         for inner in node.value:
             _check_keys(inner, seen)
         return
-    keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-    for key in keys:
-        if keys.count(key) > 1:
-            raise ConfigError(f"the key {key!r} is given twice; keep one of them")
+    keys: set[str] = set()
     for key, inner in node.value:
+        if isinstance(key, yaml.ScalarNode):
+            if key.value in keys:
+                raise ConfigError(f"the key {short(key.value)} is given twice; keep one of them")
+            keys.add(key.value)
         _check_keys(key, seen)
         _check_keys(inner, seen)

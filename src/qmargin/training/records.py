@@ -23,6 +23,7 @@ def start_record(session: Session, start: Start) -> dict[str, Any]:
         "weights_sha256": session.weights_sha256,
         "checkpoint": None if start.checkpoint is None else start.checkpoint.path.name,
         "changes": start.changes,
+        "unreached": session.unreached,
         "total_steps": session.total_steps,
         "steps_per_epoch": session.order.steps_per_epoch,
         "num_samples": session.order.n,
@@ -46,7 +47,9 @@ def describe_run(session: Session) -> str:
     )
 
 
-def step_record(session: Session, result: StepResult, rates: Mapping[str, float]) -> dict[str, Any]:
+def step_record(
+    session: Session, result: StepResult, rates: Mapping[str, float | None]
+) -> dict[str, Any]:
     """A record of the step that was just taken; every rank must ask, and reading it waits.
 
     ``step`` counts steps that have been taken. Support, path and mass error are those of the last

@@ -41,6 +41,7 @@ class Rehearsal:
         seconds: Of each step; the first has one-time costs in it.
         losses: Of each step.
         path: That the head took last, and why.
+        unreached: What the recipe schedules and the run never does.
     """
 
     recipe: Recipe
@@ -56,6 +57,7 @@ class Rehearsal:
     seconds: tuple[float, ...]
     losses: tuple[float, ...]
     path: str
+    unreached: tuple[str, ...] = ()
 
     def lines(self) -> list[str]:
         """A report for people."""
@@ -74,6 +76,7 @@ class Rehearsal:
             f"last is {rate:,.0f} samples/s",
             f"losses     {', '.join(f'{loss:.6g}' for loss in self.losses)}",
             f"head       {self.path}",
+            *(f"warning: {sentence}" for sentence in self.unreached),
         ]
 
 
@@ -99,7 +102,8 @@ def rehearse(
         available = available_memory(process.device)
         estimate = together(process, lambda: _estimated(recipe, process, dataset))
         try:
-            session = build_session(recipe, process, dataset)
+            with process.naming_ranks():
+                session = build_session(recipe, process, dataset)
             seconds, results = _steps(session, num_steps)
         except torch.OutOfMemoryError as error:
             raise ConfigError(
@@ -122,6 +126,7 @@ def rehearse(
             seconds=seconds,
             losses=tuple(result.loss for result in results),
             path="no step was taken" if stats is None else f"{stats.path}: {stats.reason}",
+            unreached=tuple(session.unreached),
         )
 
 

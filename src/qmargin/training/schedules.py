@@ -97,8 +97,11 @@ def scheduled_value(
         [0.0, 0.058, 0.129, 0.194, 0.2]
     """
     _check_step(step, steps_per_epoch)
+    return _value_at(schedule, step / steps_per_epoch, final)
+
+
+def _value_at(schedule: ValueSchedule, epoch: float, final: float) -> float:
     final = final if schedule.final is None else schedule.final
-    epoch = step / steps_per_epoch
     if epoch < schedule.start_epoch:
         return schedule.initial
     if schedule.end_epoch is None or epoch >= schedule.end_epoch:
@@ -125,6 +128,70 @@ def loss_settings(recipe: Recipe, step: int, steps_per_epoch: int) -> LossSettin
             value = scheduled_value(part, step, steps_per_epoch, final=final)
             settings = settings._replace(**{target: value})
     return settings
+
+
+def unreached(recipe: Recipe, epochs: float) -> list[str]:
+    """What a recipe schedules and a run of this many epochs never does, one sentence each.
+
+    A run that is cut short keeps the schedules of its recipe. A margin that would begin to rise
+    after the last step stays at zero for the whole run; every run says so before it starts.
+
+    Args:
+        recipe: Of the run.
+        epochs: Length of the run; with ``run.max_steps`` it may be less than ``run.epochs``.
+
+    Examples:
+        >>> from qmargin.recipes.debug import debug
+        >>> unreached(debug(), 6)
+        []
+    """
+    schedule, length = recipe.schedule, f"the run ends after {epochs:.4g} epochs"
+    found = []
+    if schedule.warmup_epochs > epochs:
+        found.append(
+            f"the learning rate never reaches its peak: schedule.warmup_epochs is "
+            f"{schedule.warmup_epochs:g} and {length}; warm up for fewer"
+        )
+    late = [f"{mark:g}" for mark in schedule.milestones if mark >= epochs]
+    if schedule.kind == "step" and late:
+        found.append(
+            f"the learning rate does not fall at epoch{'s' * (len(late) > 1)} {', '.join(late)} of "
+            f"schedule.milestones: {length}; set earlier milestones, or train for longer"
+        )
+    for name, target in SCHEDULED.items():
+        part: ValueSchedule | None = getattr(recipe, name)
+        if part is not None:
+            constant = getattr(recipe.loss.settings, target)
+            found += _unreached_value(name, part, constant, epochs)
+    return found
+
+
+def _unreached_value(name: str, part: ValueSchedule, constant: float, epochs: float) -> list[str]:
+    """The same for one schedule of the loss; proposes a move within the first quarter of a run.
+
+    Args:
+        name: Of the schedule.
+        part: The schedule.
+        constant: Of the loss, where there is no schedule.
+        epochs: Length of the run.
+    """
+    final = constant if part.final is None else part.final
+    start, end = part.start_epoch, part.end_epoch
+    last = start if end is None else end
+    if part.initial == final or (start < epochs and last <= epochs):
+        return []
+    proposed = {"start_epoch": epochs / 4}
+    if end is not None:
+        proposed = {"start_epoch": epochs / 4 * start / end, "end_epoch": epochs / 4}
+    remedy = " ".join(f"{name}.{key}={mark:.3g}" for key, mark in proposed.items())
+    if start < epochs:
+        happens, mark = f"ends at {_value_at(part, epochs, final):.3g}", f"end_epoch is {last:g}"
+    else:
+        happens, mark = f"stays at {part.initial:g}", f"start_epoch is {start:g}"
+    return [
+        f"the {SCHEDULED[name]} {happens} and never reaches {final:g}: {name}.{mark} and the run "
+        f"ends after {epochs:.4g} epochs; set {remedy}, or {name}=null for {constant:g} throughout"
+    ]
 
 
 def _check_step(step: int, steps_per_epoch: int) -> None:

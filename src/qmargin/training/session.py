@@ -27,6 +27,7 @@ from qmargin.training.process import Process
 from qmargin.training.recipe import Recipe
 from qmargin.training.recipe_files import to_yaml
 from qmargin.training.resharding import join_rows, split_rows
+from qmargin.training.schedules import unreached
 from qmargin.training.spikes import SpikeWatch
 from qmargin.training.start_weights import load_weights_
 from qmargin.training.state import PROTOTYPES
@@ -87,6 +88,11 @@ class Session:
         run = self.recipe.run
         steps = run.epochs * self.order.steps_per_epoch
         return steps if run.max_steps is None else min(steps, run.max_steps)
+
+    @property
+    def unreached(self) -> list[str]:
+        """What the recipe schedules and this run never does, see ``schedules.unreached``."""
+        return unreached(self.recipe, self.total_steps / self.order.steps_per_epoch)
 
     @property
     def epoch(self) -> int:
@@ -158,7 +164,13 @@ def build_session(
 
     def read() -> tuple[Dataset, GlobalOrder]:
         found = build_dataset(recipe) if dataset is None else dataset
-        check_labels(found)
+        try:
+            check_labels(found)
+        except MemoryError as error:
+            raise ConfigError(
+                f"the labels of {len(found):,} samples do not fit into memory ({error}); use fewer "
+                "samples, of computed data lower data.options.samples_per_class"
+            ) from error
         batch, is_short = recipe.data.batch_size, recipe.data.drop_last
         return found, GlobalOrder(len(found), recipe.seed, batch, drop_last=is_short)
 
@@ -192,6 +204,22 @@ def build_session(
         spikes=SpikeWatch(run.spike_factor, run.spike_window),
         weights_sha256=weights_sha256,
     )
+
+
+def open_session(
+    recipe: Recipe,
+    process: Process,
+    dataset: Dataset | None = None,
+    *,
+    checkpoint: Checkpoint | None = None,
+) -> tuple[Session, int]:
+    """A session at the step where a run begins, and the bytes of its journal so far."""
+    session = build_session(recipe, process, dataset, is_resumed=checkpoint is not None)
+    if checkpoint is None:
+        return session, 0
+    loop = restore_(session, checkpoint)
+    restore_progress_(session, checkpoint.step, loop)
+    return session, loop["journal_bytes"]
 
 
 def snapshot(session: Session, *, journal_bytes: int = 0) -> CheckpointState:

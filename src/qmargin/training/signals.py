@@ -1,9 +1,10 @@
 """SIGTERM and SIGINT: once means save and stop, twice means now.
 
-A signal is only noted. The loop passes ``StopRequest.number`` to ``agreement.vote`` at each step;
-all ranks then save the same step and leave with status ``128 + number``: 143 after SIGTERM, 130
-after Ctrl-C. A second signal ends the process at once with the same status, even while its main
-thread waits inside a collective or for a GPU.
+Before the first step there is nothing to save, and a signal ends the construction of a run at once.
+After it a signal is only noted. The loop passes ``StopRequest.number`` to ``agreement.vote`` at
+each step; all ranks then save the same step and leave with status ``128 + number``: 143 after
+SIGTERM, 130 after Ctrl-C. A second signal ends the process at once with the same status, even
+while its main thread waits inside a collective or for a GPU.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
 
-from qmargin.errors import ConfigError
+from qmargin.errors import ConfigError, RankError
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 ONE_REQUEST_S = 0.5
@@ -35,7 +37,7 @@ def exit_status(number: int) -> int:
 
 
 class Interrupted(Exception):
-    """A signal stopped a training, which was saved first."""
+    """A signal stopped a training, which was saved first if it had taken a step."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"signal {number}")
@@ -61,6 +63,7 @@ class StopRequest:
         self.number = 0
         """Number of the signal that asked to stop, or 0."""
         self._leave = leave
+        self._is_obeyed_at_once = False
         self._handlers: dict[signal.Signals, Any] = {}
         self._old_fd = -1
 
@@ -97,6 +100,24 @@ class StopRequest:
         if self.number:
             raise Interrupted(self.number)
 
+    @contextmanager
+    def obeyed_at_once(self) -> Iterator[None]:
+        """Around work that leaves nothing to save: a signal raises ``Interrupted`` right there.
+
+        Where ranks are lost because the same signal stopped them, this rank was stopped as well.
+        """
+        self._is_obeyed_at_once = True
+        try:
+            self.obey()
+            yield
+            self.obey()
+        except RankError as error:
+            if self.number:
+                raise Interrupted(self.number) from error
+            raise
+        finally:
+            self._is_obeyed_at_once = False
+
     def _pass_on(self, handler: Any) -> None:
         """What came while a training ended is for those around it, who may have more to do."""
         outer = getattr(handler, "__self__", None)
@@ -106,6 +127,9 @@ class StopRequest:
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.number == 0:
             self.number = number
+        if self._is_obeyed_at_once:
+            self._is_obeyed_at_once = False  # what cleans up is not interrupted
+            self.obey()
 
     def _count(self) -> None:
         first: float | None = None

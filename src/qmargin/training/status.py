@@ -10,10 +10,21 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from qmargin.files import replacing
+from qmargin.files import check_regular, replacing
 from qmargin.training.journal import plain
 
 STATUS = "status.json"
+
+
+def read_status(folder: str | Path) -> dict[str, Any]:
+    """The status of the last run in a folder; empty where there is none that can be read."""
+    path = Path(folder) / STATUS
+    try:
+        check_regular(path)
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def write_status(folder: str | Path, values: Mapping[str, Any]) -> None:

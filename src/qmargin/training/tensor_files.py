@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from qmargin.errors import CheckpointError
-from qmargin.files import FileEntry, write_file
+from qmargin.files import FileEntry, check_regular, write_file
 
 DTYPES = {
     torch.float64: "F64",
@@ -76,6 +76,7 @@ def open_tensors(path: Path) -> Iterator[Any]:
     from safetensors import SafetensorError, safe_open
 
     try:
+        check_regular(path)
         with safe_open(path, framework="pt") as file:
             yield file
     except (SafetensorError, OSError) as error:

@@ -6,9 +6,10 @@ import json
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from qmargin.training.agreement import raise_together
+from qmargin.training.agreement import vote
 from qmargin.training.exchange import Exchange, alone, group_exchange
 from qmargin.training.process import Process
+from qmargin.training.signals import Interrupted
 
 T = TypeVar("T")
 
@@ -16,18 +17,22 @@ T = TypeVar("T")
 def together(process: Process, action: Callable[[], T]) -> T:
     """Run an action on every rank; either all of them go on, or all of them raise.
 
-    The action itself must not wait for other ranks.
+    The action itself must not wait for other ranks. A signal that interrupts it on one rank
+    interrupts all of them.
 
     Examples:
         >>> together(Process(), lambda: 3)
         3
     """
-    value, failure = None, None
+    value, failure, stop = None, None, 0
     try:
         value = action()
+    except Interrupted as interruption:
+        stop = interruption.signal
     except Exception as error:
         failure = error
-    raise_together(process, failure)
+    if number := vote(process, error=failure, stop=stop).stop:
+        raise Interrupted(number)
     return value  # type: ignore[return-value]
 
 
