@@ -13,6 +13,7 @@ import pytest
 
 from helpers.tiny_demo import TINY, options_for, patch_demo
 from qmargin.cli.demo import add_demo
+from qmargin.cli.main import main
 from qmargin.data.strokes import StrokeIdentities
 from qmargin.demo import plan, run
 from qmargin.demo import report as demo_report
@@ -144,12 +145,7 @@ def test_a_signal_ends_the_demo_with_its_status(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(loop, "take_step", take_step_after_signal)
     with pytest.raises(Interrupted):
         run_demo(options_for(tmp_path))
-    parser = argparse.ArgumentParser()
-    add_demo(parser.add_subparsers())
-    arguments = parser.parse_args(["demo", "--out", str(tmp_path), "--device", "cpu"])
-    with pytest.raises(SystemExit) as stop:
-        arguments.run(arguments)
-    assert stop.value.code == 143
+    assert main(["demo", "--out", str(tmp_path), "--device", "cpu"]) == 143
     told = capsys.readouterr().err
     assert "stopped at step" in told and "--resume" not in told  # which the demo does not have
     assert "run the same command again to go on" in told
@@ -190,13 +186,8 @@ def test_ctrl_c_during_a_test_says_the_same(tmp_path, monkeypatch, capsys):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(run, "_test", stopped)
-    parser = argparse.ArgumentParser()
-    add_demo(parser.add_subparsers())
     words = ["demo", "--out", str(tmp_path), "--device", "cpu", "--losses", "cosface"]
-    arguments = parser.parse_args(words)
-    with pytest.raises(SystemExit) as stop:
-        arguments.run(arguments)
-    assert stop.value.code == 130
+    assert main(words) == 130
     assert "run the same command again to go on" in capsys.readouterr().err
 
 

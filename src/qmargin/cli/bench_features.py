@@ -78,6 +78,9 @@ def run_features_benchmark(settings: FeaturesBenchmark, *, json_path: Path | Non
     """Measure, print the tables and write the numbers to ``json_path`` if it is given."""
     import torch
 
+    from qmargin.training.process import find_device
+
+    find_device(settings.device)  # one that is not there is refused before anything is made
     before = torch.get_num_threads()
     torch.set_num_threads(settings.threads)
     try:

@@ -87,9 +87,10 @@ def add_bench_train(subjects: argparse._SubParsersAction[argparse.ArgumentParser
 
 def run_bench_train(arguments: argparse.Namespace) -> None:
     """Run the command with its parsed arguments."""
-    from qmargin.cli.bench_timing import describe_machine, resolve_device
+    from qmargin.cli.bench_timing import describe_machine
+    from qmargin.training.process import find_device
 
-    device = resolve_device(arguments.device)
+    device = find_device(arguments.device)
     name = arguments.recipe or RECIPES[device.type]
     settings = TrainBenchmark(
         recipe=load_recipe(name, arguments.settings),

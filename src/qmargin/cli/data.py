@@ -52,7 +52,7 @@ def _add_get(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     parser.add_argument(
         "--from", dest="base", metavar="URL", help="address of the archives (the official one)"
     )
-    parser.set_defaults(run=_run_get)
+    parser.set_defaults(run=_run_get, resumes=True)
 
 
 def _add_index(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from qmargin.cli.paths import named_path
-from qmargin.cli.stopping import told_to_go_on
 
 
 def add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -40,7 +39,7 @@ def add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         "another layout of `qmargin train`, or an NPZ file",
     )
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to train (auto)")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, resumes=True)
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -57,8 +56,7 @@ def run(arguments: argparse.Namespace) -> None:
         data=arguments.data,
         command="qmargin " + shlex.join(sys.argv[1:]),
     )
-    with told_to_go_on():
-        run_demo(options)
+    run_demo(options)
 
 
 def _names(words: Sequence[str]) -> tuple[str, ...]:

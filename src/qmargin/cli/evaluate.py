@@ -79,7 +79,7 @@ def _add_trials(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     add("--scores", type=Path, metavar="FILE", help="where the scores go (OUT with .scores.tsv)")
     add("--restart", action="store_true", help="begin again where a part of other inputs is found")
     _add_common(parser)
-    parser.set_defaults(run=_run_trials)
+    parser.set_defaults(run=_run_trials, resumes=True)
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:

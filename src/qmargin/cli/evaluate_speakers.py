@@ -57,7 +57,7 @@ def add_speaker_protocols(
         seeded="the bootstrap and of drawn trials",
     )
     add_costs(parser)
-    parser.set_defaults(run=_run_voxceleb)
+    parser.set_defaults(run=_run_voxceleb, resumes=True)
 
 
 _TRAINING_HELP = "embeddings of the training set: its mean, its speakers as a cohort, its trials"

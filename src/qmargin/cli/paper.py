@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qmargin.cli.stopping import told_to_go_on
 from qmargin.errors import ConfigError
 from qmargin.files import write_atomically
 
@@ -47,7 +46,7 @@ def add_paper(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to run (auto)")
     add("--data", type=Path, metavar="PATH", help="pictures, as in the demo")
     add("--page", type=Path, metavar="FILE", help="write everything as a page of Markdown")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, resumes=True)
 
 
 def makers() -> dict[str, Maker]:
@@ -105,8 +104,7 @@ def make(item: Item, arguments: argparse.Namespace) -> None:
         request.refuse("results", "seeds", "minutes", "data", why=why)
         sys.stdout.write(item_text(item) + "\n")
         return
-    with told_to_go_on():
-        made = maker(request)
+    made = maker(request)
     files = made if isinstance(made, list) else write_table(made, arguments.out)
     sys.stdout.write("".join(f"{path}\n" for path in files))
 

@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 from qmargin.cli.recipes import load_recipe
-from qmargin.cli.stopping import told_to_go_on
 
 EXIT_CODES = """exit status:
   0    all trials are complete
@@ -58,7 +57,7 @@ def add_sweep(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     add("--stop-early", action="store_true", help="end trials that are behind the median")
     add("--parallel", type=int, metavar="N", help="trials at once (one on each device)")
     add("--devices", default="auto", metavar="NAMES", help="such as cpu, or cuda:0,cuda:1 (auto)")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, resumes=True)
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -83,8 +82,7 @@ def run(arguments: argparse.Namespace) -> None:
         data=RecipeData(tuple(_validation(text) for text in arguments.validation)),
         command="qmargin " + shlex.join(sys.argv[1:]),
     )
-    with told_to_go_on():
-        run_sweep(options)
+    run_sweep(options)
 
 
 def _validation(text: str) -> str:
