@@ -22,6 +22,7 @@ from types import FrameType
 from typing import Any
 
 from qmargin.errors import QMarginError
+from qmargin.terminal import printable, safe_streams
 from qmargin.training.signals import ONE_REQUEST_S, Interrupted, exit_status
 
 REFUSED, UNFORESEEN, CLOSED_PIPE = 2, 1, 128 + 13  # the last as shells count SIGPIPE
@@ -68,7 +69,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     if isinstance(sys.stdout, io.TextIOWrapper):  # names of files may not be in the terminal's set
         sys.stdout.reconfigure(errors="backslashreplace")
-    stop = _Stop(is_last=argv is None)
+    with safe_streams():
+        return _main(argv, _Stop(is_last=argv is None))
+
+
+def _main(argv: Sequence[str] | None, stop: _Stop) -> int:
     arguments = argparse.Namespace()
     try:
         with stop:
@@ -212,4 +217,4 @@ def _first_line(error: BaseException) -> str:
 
 def _say(text: str) -> None:
     with suppress(OSError):  # standard error may be closed
-        sys.stderr.write(f"qmargin: {text}\n")
+        sys.stderr.write(f"qmargin: {printable(text)}\n")

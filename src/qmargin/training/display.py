@@ -8,6 +8,8 @@ from datetime import timedelta
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
+from qmargin.terminal import rich_console, start_live
+
 if TYPE_CHECKING:
     from rich.progress import Progress as Bars
 
@@ -86,7 +88,7 @@ class BarDisplay:
     """A bar, and the numbers of the last record in a line below it."""
 
     def __init__(self, stream: TextIO, total_steps: int, start: int) -> None:
-        from rich.console import Console, Group
+        from rich.console import Group
         from rich.live import Live
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
         from rich.text import Text
@@ -101,8 +103,8 @@ class BarDisplay:
         self._task = self._bars.add_task("", total=total_steps, completed=start)
         self._bars.update(self._task, speed="")
         shown = Group(self._bars, self._line)
-        self._live = Live(shown, console=Console(file=stream), refresh_per_second=4)
-        self._live.start()
+        self._live = Live(shown, console=rich_console(stream), refresh_per_second=4)
+        start_live(self._live)
 
     def step(self, record: Mapping[str, Any]) -> None:
         """Move the bar and change the numbers."""
