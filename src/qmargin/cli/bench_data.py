@@ -47,7 +47,6 @@ def add_bench_data(subjects: argparse._SubParsersAction[argparse.ArgumentParser]
         description="Make faces of noise and store them as RecordIO and as a folder; read both in "
         "order and at random, in turns; compare the loader with a bare loop that decodes; index "
         "many records in a fresh process.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     defaults = DataBenchmark()
     add = parser.add_argument

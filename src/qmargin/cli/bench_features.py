@@ -53,7 +53,6 @@ def add_bench_features(subjects: argparse._SubParsersAction[argparse.ArgumentPar
         description="Time batched filter banks and kaldi-native-fbank called per utterance on the "
         "same waveforms, in turns, with their largest difference; with --audio, also what reading "
         "and augmenting a chunk costs.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     defaults = FeaturesBenchmark()
     add = parser.add_argument

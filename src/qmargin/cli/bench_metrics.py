@@ -70,7 +70,6 @@ def add_bench_metrics(subjects: argparse._SubParsersAction[argparse.ArgumentPars
         description="Time TAR at several FARs, EER and minDCF from the same scores by this package "
         "and by scikit-learn's exact ROC curve, with the extra memory of each; stream impostors "
         "through ImpostorTail; then go from a trial list and embeddings to a result.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     defaults = MetricsBenchmark()
     add = parser.add_argument

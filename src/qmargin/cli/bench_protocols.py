@@ -51,7 +51,6 @@ def add_bench_protocols(subjects: argparse._SubParsersAction[argparse.ArgumentPa
         help="a synthetic evaluation of the size of IJB-C",
         description="Write the lists and embeddings of a synthetic release into a temporary "
         "folder, then time reading, pooling, scoring and measuring, with the peak memory.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     defaults = ProtocolsBenchmark()
     add = parser.add_argument

@@ -74,8 +74,15 @@ def add_bench_train(subjects: argparse._SubParsersAction[argparse.ArgumentParser
     )
     add = parser.add_argument
     add("recipe", nargs="?", metavar="NAME_OR_FILE", help="of Q-Margin (by the device)")
-    add("--set", dest="settings", action="append", default=[], metavar="KEY=VALUE")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(auto)")
+    add(
+        "--set",
+        dest="settings",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="change a value of the recipe; may be repeated",
+    )
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to train")
     add("--repeats", type=int, default=20, help="timed turns; medians are shown (20)")
     add("--seconds", type=float, default=120.0, help="fewer turns where they take longer (120)")
     add("--save-steps", type=int, default=20, help="steps before the checkpoint (20)")

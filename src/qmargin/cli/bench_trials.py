@@ -52,7 +52,6 @@ def add_bench_trials(subjects: argparse._SubParsersAction[argparse.ArgumentParse
         help="synthetic speaker trials of the size of VoxCeleb1-H, with AS-norm",
         description="Write a list of trials and embeddings into a temporary folder, then time "
         "reading, scoring with AS-norm and measuring, with the peak memory.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     defaults = TrialsBenchmark()
     add = parser.add_argument

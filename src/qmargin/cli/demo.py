@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
-from qmargin.cli.paths import named_path
+from qmargin.cli.options import named_path
 
 
 def add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -21,15 +20,26 @@ def add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         "two CPU cores it takes at most six minutes. Interrupted and run again, it goes on.",
     )
     add = parser.add_argument
-    add("--out", type=named_path, default=Path("qmargin-demo"), metavar="DIR", help="(%(default)s)")
+    add(
+        "--out",
+        type=named_path,
+        default=Path("qmargin-demo"),
+        metavar="DIR",
+        help="folder of the demo",
+    )
     add("--seeds", type=int, default=1, metavar="N", help="repetitions in other worlds (1)")
-    add("--losses", nargs="+", metavar="NAME", help="of arcface cosface entmax sparsemax q_margin")
+    add(
+        "--losses",
+        nargs="+",
+        metavar="NAME",
+        help="of arcface cosface entmax sparsemax q_margin (all)",
+    )
     add(
         "--minutes",
         type=float,
         metavar="M",
-        help="for all five losses and one seed; without it the standard length, shorter only "
-        "where six minutes would not do",
+        help="for all five losses and one seed (the standard length, shorter only where six "
+        "minutes would not do)",
     )
     add(
         "--data",
@@ -49,7 +59,7 @@ def run(arguments: argparse.Namespace) -> None:
 
     options = DemoOptions(
         out=arguments.out,
-        losses=tuple(LOSSES) if arguments.losses is None else _names(arguments.losses),
+        losses=tuple(LOSSES) if arguments.losses is None else tuple(arguments.losses),
         seeds=arguments.seeds,
         minutes=arguments.minutes,
         device=arguments.device,
@@ -57,14 +67,3 @@ def run(arguments: argparse.Namespace) -> None:
         command="qmargin " + shlex.join(sys.argv[1:]),
     )
     run_demo(options)
-
-
-def _names(words: Sequence[str]) -> tuple[str, ...]:
-    """Names with spaces or commas between them.
-
-    Examples:
-        >>> _names(["arcface,cosface", "q_margin"])
-        ('arcface', 'cosface', 'q_margin')
-    """
-    parts = [part.strip() for word in words for part in word.split(",")]
-    return tuple(filter(None, parts))

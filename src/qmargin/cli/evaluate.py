@@ -74,7 +74,12 @@ def _add_trials(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     )
     add("--trials-format", default="auto", metavar="NAME", help=_TRIALS_FORMAT_HELP)
     add("--cohort", type=Path, metavar="FILE", help="embeddings of other subjects, for --as-norm")
-    add("--as-norm", type=int, metavar="N", help="normalise by the N nearest of the cohort (300)")
+    add(
+        "--as-norm",
+        type=int,
+        metavar="N",
+        help="normalise by the N nearest of the cohort (300 with --cohort, else none)",
+    )
     add("--center", type=Path, metavar="FILE", help="subtract the mean of these embeddings first")
     add("--scores", type=Path, metavar="FILE", help="where the scores go (OUT with .scores.tsv)")
     add("--restart", action="store_true", help="begin again where a part of other inputs is found")

@@ -62,7 +62,9 @@ def add_speaker_protocols(
 
 _TRAINING_HELP = "embeddings of the training set: its mean, its speakers as a cohort, its trials"
 _SPEAKERS_HELP = "lines `utterance speaker` of the training set (folders of the names)"
-_AS_NORM_HELP = f"normalise by the N nearest speakers of the training set ({_TOP_N})"
+_AS_NORM_HELP = (
+    f"normalise by the N nearest speakers of the training set, {_TOP_N} without a number"
+)
 _CALIBRATE_HELP = (
     "turn scores into log-likelihood ratios, with what is known of both recordings, by trials "
     "drawn from the training set"

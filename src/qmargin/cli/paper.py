@@ -40,7 +40,9 @@ def add_paper(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         help="a folder with result.json files of `qmargin demo` or `qmargin evaluate`, or the "
         "JSON file of `qmargin bench head`, instead of measuring now; it is only read",
     )
-    add("--out", type=Path, default=Path("qmargin-paper"), metavar="DIR", help="(%(default)s)")
+    add(
+        "--out", type=Path, default=Path("qmargin-paper"), metavar="DIR", help="folder of artefacts"
+    )
     add("--seeds", type=int, metavar="N", help="repetitions (what the artefact needs)")
     add("--minutes", type=float, metavar="M", help="for five losses and one seed, as in the demo")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to run (auto)")

@@ -10,7 +10,7 @@ from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qmargin.cli.paths import named_path
+from qmargin.cli.options import named_path
 
 if TYPE_CHECKING:
     from qmargin.study.run import StudyOptions

@@ -26,7 +26,6 @@ def add_sweep(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         "search proposes, measure each on validation identities, and write a table and figures. "
         "Interrupted or killed and run again, it goes on.",
         epilog=EXIT_CODES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("recipe", metavar="NAME_OR_FILE", help="name of a recipe, or a .yaml file")
@@ -41,9 +40,21 @@ def add_sweep(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         "hardness, which decides the scale; a search also takes LOW:HIGH and LOW:HIGH:log; may be "
         "repeated",
     )
-    add("--set", dest="settings", action="append", default=[], metavar="KEY=VALUE", help="for all")
+    add(
+        "--set",
+        dest="settings",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="change a value of the recipe for every trial; may be repeated",
+    )
     add("--seeds", type=int, default=1, metavar="N", help="trainings of each combination (1)")
-    add("--search", choices=("grid", "optuna"), default="grid", help="every combination (grid)")
+    add(
+        "--search",
+        choices=("grid", "optuna"),
+        default="grid",
+        help="every combination, or a search by the optuna package (grid)",
+    )
     add("--trials", type=int, metavar="N", help="combinations of a search (40)")
     add(
         "--validation",
@@ -56,7 +67,7 @@ def add_sweep(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     add("--measure", help="eer, or a TAR such as tar@1e-3 (the strictest that is measured well)")
     add("--stop-early", action="store_true", help="end trials that are behind the median")
     add("--parallel", type=int, metavar="N", help="trials at once (one on each device)")
-    add("--devices", default="auto", metavar="NAMES", help="such as cpu, or cuda:0,cuda:1 (auto)")
+    add("--devices", nargs="+", default=("auto",), metavar="NAME", help="cpu, or cuda:0 cuda:1")
     parser.set_defaults(run=run, resumes=True)
 
 
@@ -78,7 +89,7 @@ def run(arguments: argparse.Namespace) -> None:
         measure=arguments.measure,
         stop_early=arguments.stop_early,
         parallel=arguments.parallel,
-        devices=tuple(filter(None, arguments.devices.split(","))),
+        devices=tuple(arguments.devices),
         data=RecipeData(tuple(_validation(text) for text in arguments.validation)),
         command="qmargin " + shlex.join(sys.argv[1:]),
     )
