@@ -124,3 +124,68 @@ def test_signals_at_random_moments(name: str, inputs: Path, tmp_path: Path) -> N
         number = chance.choice((signal.SIGTERM, signal.SIGINT))
         delay = chance.uniform(0.0, SECONDS.get(name, 5.0))
         check(commands(inputs)[name], tmp_path / str(turn), number, delay)
+
+
+STUBBORN = """
+import sys, time
+import qmargin.recipes
+from qmargin.cli.main import main
+
+def list_recipes():
+    try:
+        sys.stdout.write("begun\\n")
+        sys.stdout.flush()
+        time.sleep(60)
+    finally:
+        time.sleep(60)  # a clean-up that takes too long
+
+qmargin.recipes.list_recipes = list_recipes
+sys.argv = ["qmargin", "recipes"]
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize("number", STATUS)
+def test_a_second_signal_ends_the_process_at_once(number: signal.Signals) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", STUBBORN], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None and process.stdout.readline() == "begun\n"
+        process.send_signal(number)
+        time.sleep(0.2)
+        process.send_signal(number)  # the same request, passed on twice
+        time.sleep(0.6)
+        assert process.poll() is None
+        process.send_signal(number)
+        assert process.wait(10) == STATUS[number]
+        assert process.stderr is not None and process.stderr.read() == ""
+
+
+REMOVING = """
+import os, shutil, signal, sys, tempfile, time
+import qmargin.recipes
+from qmargin.cli.main import main
+
+class Slow(tempfile.TemporaryDirectory):
+    @classmethod
+    def _rmtree(cls, *arguments, **options):
+        os.kill(os.getpid(), signal.SIGTERM)
+        super()._rmtree(*arguments, **options)
+
+def list_recipes():
+    with Slow(dir=".") as folder:
+        open(folder + "/file", "w").close()
+    time.sleep(60)
+
+qmargin.recipes.list_recipes = list_recipes
+sys.argv = ["qmargin", "recipes"]
+sys.exit(main())
+"""
+
+
+def test_a_signal_while_a_temporary_folder_is_removed_waits(tmp_path: Path) -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", REMOVING], cwd=tmp_path, capture_output=True, text=True, timeout=50
+    )
+    assert result.returncode == 143 and "Traceback" not in result.stderr, result.stderr
+    assert not list(tmp_path.iterdir())

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from helpers.model_directories import make_model
+from helpers.runs import tiny_recipe
 from helpers.speakers import make_speakers
 from qmargin.cli.main import build_parser, main
+from qmargin.training.loop import train
 from qmargin.training.signals import Interrupted
 
 
@@ -251,3 +253,55 @@ def test_a_gpu_that_is_not_there_is_refused_in_one_line(
     assert told.startswith("qmargin: error: ") and told.count("\n") == 1
     assert "'cuda'" in told and "choose cpu" in told
     assert not Path("run").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ("check-data data --threads -1", "-1 is not at least 1"),
+        ("data index data --threads 0", "0 is not at least 1"),
+        ("data align data --out faces --size 0", "0 is not at least 1"),
+        ("evaluate trials t.txt --embeddings e.npz --out r.json --as-norm 0", "0 is not at least"),
+        ("bench loss --json none/r.json", "none/r.json is not a file in an existing folder"),
+        ("bench metrics --json .", ". is not a file in an existing folder"),
+        ("bench", "choose from loss, head"),
+    ],
+)
+def test_values_that_cannot_be_used_are_refused_before_any_work(
+    words: str, named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(words.split())
+    assert stop.value.code == 2
+    assert named in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", [["--ignore-extra"], ["--trials-format", "csv"]])
+def test_options_of_a_trial_list_need_one(
+    option: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_speakers().write_scores(tmp_path / "s.txt")
+    words = ["evaluate", "scores", f"{tmp_path}/s.txt", "--out", f"{tmp_path}/r.json"]
+    assert main([*words, *option]) == 2
+    assert "give --trials FILE" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("device", ["nowhere", "meta"])
+def test_devices_without_numbers_are_refused(
+    device: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_model(tmp_path / "m")
+    words = ["verify", "a.png", "b.png", "--model", str(tmp_path / "m")]
+    assert main([*words, "--device", device]) == 2
+    assert f"device {device!r} cannot be used" in capsys.readouterr().err
+
+
+def test_a_model_of_arrays_verifies_no_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(tiny_recipe("run.max_steps=2"), tmp_path / "run", device="cpu")
+    (tmp_path / "a.png").write_bytes(b"")
+    capsys.readouterr()
+    picture = str(tmp_path / "a.png")
+    assert main(["verify", picture, picture, "--model", str(tmp_path / "run")]) == 2
+    assert f"{picture} is a file; embed arrays" in capsys.readouterr().err

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qmargin.cli.bench_processes import benchmark_options, write_record
+from qmargin.cli.options import new_file
 from qmargin.cli.tables import output_console, print_table
 from qmargin.errors import ConfigError
 
@@ -63,7 +64,7 @@ def add_bench_features(subjects: argparse._SubParsersAction[argparse.ArgumentPar
     add("--threads", type=int, default=defaults.threads, help="of torch, on a CPU")
     add("--device", default=defaults.device, help="of the batched filter banks: cpu or cuda")
     add("--seed", type=int, default=defaults.seed, help="of what is made up or drawn")
-    add("--json", type=Path, metavar="FILE", help="also write the results here")
+    add("--json", type=new_file, metavar="FILE", help="also write the results here")
     parser.set_defaults(run=run_bench_features)
 
 

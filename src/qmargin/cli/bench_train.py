@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from qmargin.cli.options import new_file
 from qmargin.cli.recipes import load_recipe
 from qmargin.cli.tables import output_console, print_table
 from qmargin.errors import ConfigError
@@ -88,7 +89,7 @@ def add_bench_train(subjects: argparse._SubParsersAction[argparse.ArgumentParser
     add("--save-steps", type=int, default=20, help="steps before the checkpoint (20)")
     add("--out", type=Path, metavar="DIR", help="whose disk takes the checkpoint (temporary files)")
     add("--commit", help="recorded in the file (default: ask git)")
-    add("--json", type=Path, metavar="FILE", help="also write everything here")
+    add("--json", type=new_file, metavar="FILE", help="also write everything here")
     parser.set_defaults(run=run_bench_train)
 
 

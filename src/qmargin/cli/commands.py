@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from pathlib import Path
 from typing import Any
 
 import qmargin
@@ -22,7 +21,7 @@ from qmargin.cli.doctor import add_doctor
 from qmargin.cli.embed import add_embed
 from qmargin.cli.evaluate import add_evaluate
 from qmargin.cli.export import add_export
-from qmargin.cli.options import Parser, count, positive
+from qmargin.cli.options import Parser, count, new_file, positive
 from qmargin.cli.paper import add_paper
 from qmargin.cli.recipes import add_recipes
 from qmargin.cli.report import add_report
@@ -39,7 +38,7 @@ def build_parser() -> argparse.ArgumentParser:
         >>> build_parser().parse_args(["bench", "loss", "--alphas", "1.5", "2"]).alphas
         [1.5, 2.0]
     """
-    parser = Parser(
+    parser: argparse.ArgumentParser = Parser(
         prog="qmargin",
         description="Alpha-divergence losses with probabilistic margins (Q-Margin).",
     )
@@ -97,7 +96,7 @@ def _add_bench_loss(subjects: argparse._SubParsersAction[argparse.ArgumentParser
     parser.add_argument("--device", default="cpu", help="where to run, such as cpu or cuda")
     parser.add_argument("--threads", type=count, help="CPU threads (default: what torch chooses)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the cosines and labels")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results here")
+    parser.add_argument("--json", type=new_file, metavar="FILE", help="also write the results here")
     parser.set_defaults(run=_run_bench_loss)
 
 
@@ -135,7 +134,7 @@ def _add_bench_head(subjects: argparse._SubParsersAction[argparse.ArgumentParser
     )
     add("--seed", type=int, default=0, help="seed of prototypes and batch (0)")
     add("--commit", help="recorded in the file (default: ask git)")
-    add("--json", type=Path, metavar="FILE", help="also write everything here, after every row")
+    add("--json", type=new_file, metavar="FILE", help="also write everything here, after every row")
     parser.set_defaults(run=_run_bench_head)
 
 

@@ -36,6 +36,7 @@ _REMEDIES = {
     errno.EACCES: "check the permissions, or choose another place",
     errno.EPERM: "check the permissions, or choose another place",
     errno.EROFS: "choose another place",
+    errno.EEXIST: "choose another place",
     errno.ENOSPC: "free some space, or choose another place",
     errno.EDQUOT: "free some space, or choose another place",
     errno.EISDIR: "name a file",
@@ -97,8 +98,9 @@ class _Stop:
     """Turns the first signal into ``Interrupted``, so that everything open is closed and removed.
 
     Signals that follow at once belong to the same request; a later one ends the process. Training
-    runs have a ``StopRequest``, which replaces these handlers until the run is saved. While a
-    module is imported the exception waits: C++ code of torch aborts when it meets one.
+    runs have a ``StopRequest``, which replaces these handlers until the run is saved. The
+    exception waits until a module is imported, because C++ code of torch aborts when it meets one,
+    and until a temporary folder is made or removed as a whole.
 
     Args:
         is_last: Whether the process ends afterwards: signals then end it without a traceback.
@@ -140,7 +142,7 @@ class _Stop:
             _leave(number, frame)
 
     def _raise(self, number: int, frame: FrameType | None) -> None:
-        if _ALARM is not None and _is_importing(frame):
+        if _ALARM is not None and _must_wait(frame):
             signal.setitimer(signal.ITIMER_REAL, _RETRY_S)
         else:
             raise Interrupted(self.number)
@@ -158,15 +160,20 @@ class _Stop:
             signal.signal(number, signal.SIG_IGN)
 
 
-def _is_importing(frame: FrameType | None) -> bool:
+def _must_wait(frame: FrameType | None) -> bool:
     while frame is not None:
-        if frame.f_code.co_filename.startswith("<frozen importlib"):
+        code = frame.f_code
+        module = frame.f_globals.get("__name__")
+        is_removing = module == "shutil" and "rmtree" in code.co_name
+        if code.co_filename.startswith("<frozen importlib") or module == "tempfile" or is_removing:
             return True
         frame = frame.f_back
     return False
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
+    if os.isatty(2):
+        os.write(2, b"\x1b[?25h")  # progress bars hide the cursor
     os._exit(exit_status(number))
 
 

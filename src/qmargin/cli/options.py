@@ -25,7 +25,7 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **options: Any) -> None:
         super().__init__(**{**options, "formatter_class": HelpFormatter})
 
-    def add_argument(self, *names: Any, **options: Any) -> argparse.Action:  # type: ignore[override]
+    def add_argument(self, *names: Any, **options: Any) -> argparse.Action:
         """Add an argument; an option with several values also takes commas."""
         if options.get("nargs") in _SEVERAL and names[0].startswith("-"):
             options |= {"type": _several(options.get("type", str)), "action": _Several}
@@ -44,6 +44,13 @@ class Parser(argparse.ArgumentParser):
         if rest:
             self._refuse(rest)
         return found, rest
+
+    def error(self, message: str) -> NoReturn:
+        """Refuse; where a command is missing, name those that there are."""
+        known = commands_of(self)
+        if known and "arguments are required" in message:
+            message += f"; choose from {', '.join(known)}"
+        super().error(message)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
@@ -160,6 +167,16 @@ def named_path(text: str) -> Path:
     if not text:
         raise argparse.ArgumentTypeError("the path is empty; name one, or . for this folder")
     return Path(text)
+
+
+def new_file(text: str) -> Path:
+    """A file to write at the end of long work, in a folder that is there at its beginning."""
+    path = named_path(text)
+    if path.is_dir() or not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(
+            f"{text} is not a file in an existing folder; make the folder first"
+        )
+    return path
 
 
 def count(text: str) -> int:

@@ -212,10 +212,13 @@ def find_device(name: torch.device | str) -> torch.device:
     try:
         device = torch.device(name)
         if device.type != "cuda":
-            return torch.empty(0, device=device).device
+            torch.ones(1, device=device).cpu()  # meta has tensors, and no numbers in them
+            return device
     except (RuntimeError, AssertionError, NotImplementedError) as error:  # by kind of device
-        reason = str(error).splitlines()[0]
-        raise ConfigError(f"device {str(name)!r} cannot be used ({reason}); choose cpu") from error
+        raise ConfigError(
+            f"device {str(name)!r} cannot be used on this machine; choose auto, cpu, cuda, or one "
+            "GPU as in cuda:1"
+        ) from error
     if not torch.cuda.is_available():
         raise ConfigError(
             f"device is {str(name)!r} and torch finds no GPU; choose cpu, or run `qmargin doctor` "
