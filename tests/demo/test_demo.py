@@ -1,6 +1,5 @@
 """The demo from end to end, small: it trains, tests, reports, and goes on where it was stopped."""
 
-import argparse
 import json
 import os
 import shutil
@@ -12,8 +11,7 @@ import numpy as np
 import pytest
 
 from helpers.tiny_demo import TINY, options_for, patch_demo
-from qmargin.cli.demo import add_demo
-from qmargin.cli.main import main
+from qmargin.cli.main import build_parser, main
 from qmargin.data.strokes import StrokeIdentities
 from qmargin.demo import plan, run
 from qmargin.demo import report as demo_report
@@ -239,8 +237,7 @@ def test_time_buys_epochs_only_where_it_is_asked_to():
 def test_losses_may_have_commas_between_them(tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(run, "run_demo", asked.append)
-    parser = argparse.ArgumentParser()
-    add_demo(parser.add_subparsers())
+    parser = build_parser()
     for words in (["cosface,q_margin"], ["cosface,", "q_margin"], ["cosface", "q_margin"]):
         arguments = parser.parse_args(["demo", "--losses", *words])
         arguments.run(arguments)

@@ -145,7 +145,7 @@ class _Stop:
         if _ALARM is not None and _must_wait(frame):
             signal.setitimer(signal.ITIMER_REAL, _RETRY_S)
         else:
-            raise Interrupted(self.number)
+            raise Interrupted(self.number or number)
 
     def _look_at_swallowed(self, unraisable: Any) -> None:
         """An exception inside a callback or ``__del__`` goes nowhere: raise it once more."""
