@@ -58,7 +58,7 @@ def test_files_that_are_left_out_are_told_of(
     run(folder, "--model", model, "--out", tmp_path / "e.npz")
     printed = capsys.readouterr()
     assert "6 embeddings of 13 files" in printed.out
-    assert "left out bad?0.jpg: " in printed.err
+    assert r"left out bad\x1b0.jpg: " in printed.err
     assert "and 2 more, see " in printed.err
     assert "\x1b" not in printed.err
     assert len(read_embeddings(tmp_path / "e.npz")) == 6

@@ -1,13 +1,19 @@
+import errno
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from helpers.model_directories import make_model
+from helpers.runs import tiny_recipe
 from helpers.speakers import make_speakers
 from qmargin.cli.main import build_parser, main
+from qmargin.training.loop import train
+from qmargin.training.signals import Interrupted
 
 
 def run_qmargin(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -153,3 +159,149 @@ def test_an_empty_path_is_not_the_current_folder(
         main([*command, "--out", ""])
     assert stop.value.code == 2
     assert "the path is empty" in capsys.readouterr().err
+
+
+def failing_with(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Status of a command in which this happens."""
+
+    def fail() -> None:
+        raise error
+
+    monkeypatch.setattr("qmargin.recipes.list_recipes", fail)
+    return main(["recipes"])
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (MemoryError("Unable to allocate 9.3 GiB"), ("out of memory", "9.3 GiB", "smaller")),
+        (RuntimeError("CUDA out of memory. Tried to\nallocate"), ("out of memory", "CUDA")),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), ("allocate",)),
+        (OSError(errno.ENOSPC, "No space left on device", "/full/f"), ("/full/f", "free some")),
+        (OSError(errno.EACCES, "Permission denied", "f"), ("f: Permission", "permissions")),
+        (FileNotFoundError(errno.ENOENT, "No such file", "f"), ("f: No such", "check the path")),
+        (OSError("it is odd"), ("it is odd",)),
+    ],
+)
+def test_what_a_machine_lacks_is_one_line_with_the_remedy(
+    error: Exception,
+    words: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert failing_with(error, monkeypatch) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("qmargin: error: ") and told.count("\n") == 1
+    assert all(word in told for word in words), told
+
+
+def test_the_unforeseen_keeps_its_traceback_and_says_how_to_report_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert failing_with(KeyError("surprise"), monkeypatch) == 1
+    told = capsys.readouterr().err
+    assert told.startswith("Traceback") and "KeyError: 'surprise'" in told
+    assert "report it" in told.splitlines()[-1] and "`qmargin doctor`" in told
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(KeyboardInterrupt(), 130), (Interrupted(signal.SIGTERM), 143)]
+)
+def test_an_interruption_is_one_line_and_a_status(
+    error: BaseException,
+    status: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    assert failing_with(error, monkeypatch) == status
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert capsys.readouterr().err.startswith("qmargin: interrupted by SIG")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["verify", "a.png", "b.png", "--model", "m"],
+        ["embed", ".", "--model", "m", "--out", "e.npz"],
+        ["evaluate", "pairs", "list.csv", "--model", "m", "--out", "r.json"],
+        ["evaluate", "lfw", "set.bin", "--model", "m", "--out", "r.json"],
+        ["evaluate", "voxceleb", "O", "--model", "m", "--audio", ".", "--out", "r.json"],
+        ["train", "debug", "--out", "run"],
+        ["demo", "--out", "run"],
+        ["study", "demo", "--out", "run"],
+        ["sweep", "debug", "--seeds", "2", "--out", "run"],
+        ["bench", "loss"],
+        ["bench", "head"],
+        ["bench", "features"],
+        ["bench", "train"],
+    ],
+    ids=lambda words: " ".join(words[:2]),
+)
+def test_a_gpu_that_is_not_there_is_refused_in_one_line(
+    words: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    make_model(tmp_path / "m")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    option = "--devices" if words[0] == "sweep" else "--device"
+    assert main([*words, option, "cuda"]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("qmargin: error: ") and told.count("\n") == 1
+    assert "'cuda'" in told and "choose cpu" in told
+    assert not Path("run").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ("check-data data --threads -1", "-1 is not at least 1"),
+        ("data index data --threads 0", "0 is not at least 1"),
+        ("data align data --out faces --size 0", "0 is not at least 1"),
+        ("evaluate trials t.txt --embeddings e.npz --out r.json --as-norm 0", "0 is not at least"),
+        ("bench loss --json none/r.json", "none/r.json is not a file in an existing folder"),
+        ("bench metrics --json .", ". is not a file in an existing folder"),
+        ("bench", "choose from loss, head"),
+    ],
+)
+def test_values_that_cannot_be_used_are_refused_before_any_work(
+    words: str, named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(words.split())
+    assert stop.value.code == 2
+    assert named in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", [["--ignore-extra"], ["--trials-format", "csv"]])
+def test_options_of_a_trial_list_need_one(
+    option: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_speakers().write_scores(tmp_path / "s.txt")
+    words = ["evaluate", "scores", f"{tmp_path}/s.txt", "--out", f"{tmp_path}/r.json"]
+    assert main([*words, *option]) == 2
+    assert "give --trials FILE" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("device", ["nowhere", "meta"])
+def test_devices_without_numbers_are_refused(
+    device: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_model(tmp_path / "m")
+    words = ["verify", "a.png", "b.png", "--model", str(tmp_path / "m")]
+    assert main([*words, "--device", device]) == 2
+    assert f"device {device!r} cannot be used" in capsys.readouterr().err
+
+
+def test_a_model_of_arrays_verifies_no_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(tiny_recipe("run.max_steps=2"), tmp_path / "run", device="cpu")
+    (tmp_path / "a.png").write_bytes(b"")
+    capsys.readouterr()
+    picture = str(tmp_path / "a.png")
+    assert main(["verify", picture, picture, "--model", str(tmp_path / "run")]) == 2
+    assert f"{picture} is a file; embed arrays" in capsys.readouterr().err

@@ -1,6 +1,5 @@
 """The demo from end to end, small: it trains, tests, reports, and goes on where it was stopped."""
 
-import argparse
 import json
 import os
 import shutil
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 
 from helpers.tiny_demo import TINY, options_for, patch_demo
-from qmargin.cli.demo import add_demo
+from qmargin.cli.main import build_parser, main
 from qmargin.data.strokes import StrokeIdentities
 from qmargin.demo import plan, run
 from qmargin.demo import report as demo_report
@@ -144,12 +143,7 @@ def test_a_signal_ends_the_demo_with_its_status(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(loop, "take_step", take_step_after_signal)
     with pytest.raises(Interrupted):
         run_demo(options_for(tmp_path))
-    parser = argparse.ArgumentParser()
-    add_demo(parser.add_subparsers())
-    arguments = parser.parse_args(["demo", "--out", str(tmp_path), "--device", "cpu"])
-    with pytest.raises(SystemExit) as stop:
-        arguments.run(arguments)
-    assert stop.value.code == 143
+    assert main(["demo", "--out", str(tmp_path), "--device", "cpu"]) == 143
     told = capsys.readouterr().err
     assert "stopped at step" in told and "--resume" not in told  # which the demo does not have
     assert "run the same command again to go on" in told
@@ -190,13 +184,8 @@ def test_ctrl_c_during_a_test_says_the_same(tmp_path, monkeypatch, capsys):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(run, "_test", stopped)
-    parser = argparse.ArgumentParser()
-    add_demo(parser.add_subparsers())
     words = ["demo", "--out", str(tmp_path), "--device", "cpu", "--losses", "cosface"]
-    arguments = parser.parse_args(words)
-    with pytest.raises(SystemExit) as stop:
-        arguments.run(arguments)
-    assert stop.value.code == 130
+    assert main(words) == 130
     assert "run the same command again to go on" in capsys.readouterr().err
 
 
@@ -248,8 +237,7 @@ def test_time_buys_epochs_only_where_it_is_asked_to():
 def test_losses_may_have_commas_between_them(tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(run, "run_demo", asked.append)
-    parser = argparse.ArgumentParser()
-    add_demo(parser.add_subparsers())
+    parser = build_parser()
     for words in (["cosface,q_margin"], ["cosface,", "q_margin"], ["cosface", "q_margin"]):
         arguments = parser.parse_args(["demo", "--losses", *words])
         arguments.run(arguments)

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from qmargin.cli.options import count
 from qmargin.cli.progress import BarProgress, PlainProgress, stage_progress
 from qmargin.cli.tables import output_console, print_table
 from qmargin.errors import ConfigError, DataError
@@ -21,7 +22,7 @@ def add_audio_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--root", type=Path, metavar="DIR", help="where relative paths of a list of recordings are")
     add("--split", metavar="NAME", help="rows of a CSV of recordings whose column split has this")
-    add("--threads", type=int, default=2, metavar="N", help="that decode at once (2)")
+    add("--threads", type=count, default=2, metavar="N", help="that decode at once (2)")
 
 
 def add_index_dir(parser: argparse.ArgumentParser) -> None:

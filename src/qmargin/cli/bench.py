@@ -17,7 +17,7 @@ from torch.nn import functional
 import qmargin
 from qmargin.cli.tables import output_console, print_table, progress_bar
 from qmargin.cli.versions import installed_version
-from qmargin.errors import BackendError
+from qmargin.training.process import find_device
 
 TARGET_COSINE = 0.4  # a sample in mid-training: above chance, not yet beyond the margin
 MOST_SOLVER_ROWS = 32  # the counts of table two hardly vary over rows; more would only cost time
@@ -83,7 +83,7 @@ class SolverCount:
 
 def run_loss_benchmark(settings: LossBenchmark, *, json_path: Path | None = None) -> None:
     """Measure, print two tables and write the numbers to ``json_path`` if it is given."""
-    _check_device(settings.device)
+    find_device(settings.device)
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     console = output_console()
@@ -114,15 +114,6 @@ def run_loss_benchmark(settings: LossBenchmark, *, json_path: Path | None = None
             "evaluations": [asdict(count) for count in counts],
         }
         json_path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-
-
-def _check_device(name: str) -> None:
-    """Raise unless tensors can be made on the device."""
-    try:
-        torch.empty(0, device=name)
-    except (RuntimeError, AssertionError) as error:  # torch asserts when it was built without CUDA
-        reason = str(error).splitlines()[0]
-        raise BackendError(f"device {name!r} cannot be used ({reason}); try cpu") from error
 
 
 def cosine_batch(settings: LossBenchmark) -> tuple[Tensor, Tensor]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from qmargin.cli.bench_processes import benchmark_options, run_in_process, write_record
+from qmargin.cli.options import new_file
 from qmargin.cli.tables import output_console, print_table
 from qmargin.errors import ConfigError
 
@@ -47,7 +48,6 @@ def add_bench_data(subjects: argparse._SubParsersAction[argparse.ArgumentParser]
         description="Make faces of noise and store them as RecordIO and as a folder; read both in "
         "order and at random, in turns; compare the loader with a bare loop that decodes; index "
         "many records in a fresh process.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     defaults = DataBenchmark()
     add = parser.add_argument
@@ -59,7 +59,7 @@ def add_bench_data(subjects: argparse._SubParsersAction[argparse.ArgumentParser]
     add("--repeats", type=int, default=defaults.repeats, help="turns; medians are shown")
     add("--decoder", choices=("pillow", "simplejpeg"), default=defaults.decoder, help="of JPEGs")
     add("--seed", type=int, default=defaults.seed, help="seed of images and order")
-    add("--json", type=Path, metavar="FILE", help="also write the results here")
+    add("--json", type=new_file, metavar="FILE", help="also write the results here")
     parser.set_defaults(run=run_bench_data)
 
 

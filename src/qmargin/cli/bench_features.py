@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qmargin.cli.bench_processes import benchmark_options, write_record
+from qmargin.cli.options import new_file
 from qmargin.cli.tables import output_console, print_table
 from qmargin.errors import ConfigError
 
@@ -53,7 +54,6 @@ def add_bench_features(subjects: argparse._SubParsersAction[argparse.ArgumentPar
         description="Time batched filter banks and kaldi-native-fbank called per utterance on the "
         "same waveforms, in turns, with their largest difference; with --audio, also what reading "
         "and augmenting a chunk costs.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     defaults = FeaturesBenchmark()
     add = parser.add_argument
@@ -64,7 +64,7 @@ def add_bench_features(subjects: argparse._SubParsersAction[argparse.ArgumentPar
     add("--threads", type=int, default=defaults.threads, help="of torch, on a CPU")
     add("--device", default=defaults.device, help="of the batched filter banks: cpu or cuda")
     add("--seed", type=int, default=defaults.seed, help="of what is made up or drawn")
-    add("--json", type=Path, metavar="FILE", help="also write the results here")
+    add("--json", type=new_file, metavar="FILE", help="also write the results here")
     parser.set_defaults(run=run_bench_features)
 
 
@@ -78,6 +78,9 @@ def run_features_benchmark(settings: FeaturesBenchmark, *, json_path: Path | Non
     """Measure, print the tables and write the numbers to ``json_path`` if it is given."""
     import torch
 
+    from qmargin.training.process import find_device
+
+    find_device(settings.device)  # one that is not there is refused before anything is made
     before = torch.get_num_threads()
     torch.set_num_threads(settings.threads)
     try:

@@ -21,9 +21,10 @@ from qmargin.cli.bench_head_errors import errors
 from qmargin.cli.bench_head_parts import growth, paths, products, settings
 from qmargin.cli.bench_head_steps import HeadBenchmark, dtype_name
 from qmargin.cli.bench_head_tables import TABLES, table_cells
-from qmargin.cli.bench_timing import Row, clean_up, describe_machine, resolve_device
+from qmargin.cli.bench_timing import Row, clean_up, describe_machine
 from qmargin.cli.tables import output_console, print_table
 from qmargin.errors import ConfigError
+from qmargin.training.process import find_device
 
 PARTS: dict[str, Callable[[HeadBenchmark], Iterator[Row]]] = {
     "products": products,
@@ -67,7 +68,7 @@ class Report:
 
 def resolve_benchmark(options: dict[str, Any]) -> HeadBenchmark:
     """Settings from the command's options; what is not given follows the device."""
-    device = resolve_device(options.pop("device"))
+    device = find_device(options.pop("device"))
     shape = SHAPES.get(device.type, SHAPES["cuda"])
     for name, default in zip(("rows", "dim", "classes"), shape, strict=True):
         if options[name] is None:

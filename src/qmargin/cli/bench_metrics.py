@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from qmargin.cli.bench_processes import benchmark_options, run_in_process, write_record
+from qmargin.cli.options import new_file
 from qmargin.cli.tables import output_console, print_table, progress_bar
 from qmargin.errors import ConfigError
 
@@ -70,7 +71,6 @@ def add_bench_metrics(subjects: argparse._SubParsersAction[argparse.ArgumentPars
         description="Time TAR at several FARs, EER and minDCF from the same scores by this package "
         "and by scikit-learn's exact ROC curve, with the extra memory of each; stream impostors "
         "through ImpostorTail; then go from a trial list and embeddings to a result.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     defaults = MetricsBenchmark()
     add = parser.add_argument
@@ -84,7 +84,7 @@ def add_bench_metrics(subjects: argparse._SubParsersAction[argparse.ArgumentPars
     add("--chunk", type=int, default=defaults.chunk, help="scores of one update of the stream")
     add("--lines", type=int, default=defaults.lines, help="trials of the files; 0: none")
     add("--seed", type=int, default=defaults.seed, help="seed of the scores")
-    add("--json", type=Path, metavar="FILE", help="also write the results here")
+    add("--json", type=new_file, metavar="FILE", help="also write the results here")
     parser.set_defaults(run=run_bench_metrics)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from qmargin.cli.bench_processes import benchmark_options, run_evaluation_benchmark
+from qmargin.cli.options import new_file
 from qmargin.errors import ConfigError
 
 WORKER = "qmargin.cli.bench_protocols_worker"
@@ -51,7 +52,6 @@ def add_bench_protocols(subjects: argparse._SubParsersAction[argparse.ArgumentPa
         help="a synthetic evaluation of the size of IJB-C",
         description="Write the lists and embeddings of a synthetic release into a temporary "
         "folder, then time reading, pooling, scoring and measuring, with the peak memory.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     defaults = ProtocolsBenchmark()
     add = parser.add_argument
@@ -62,7 +62,7 @@ def add_bench_protocols(subjects: argparse._SubParsersAction[argparse.ArgumentPa
     add("--dim", type=int, default=defaults.dim, help="embedding size")
     add("--replicates", type=int, default=defaults.replicates, help="of the bootstrap")
     add("--seed", type=int, default=defaults.seed, help="seed of the embeddings")
-    add("--json", type=Path, metavar="FILE", help="also write the results here")
+    add("--json", type=new_file, metavar="FILE", help="also write the results here")
     parser.set_defaults(run=run_bench_protocols)
 
 

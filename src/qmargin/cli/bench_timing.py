@@ -17,7 +17,6 @@ import torch
 
 import qmargin
 from qmargin.cli.versions import installed_version
-from qmargin.errors import BackendError
 
 BURST = 4  # calls of a step in a turn on a GPU
 LONG_MS = 500.0  # of a step that is called once in a turn: launches do not show in it
@@ -131,17 +130,6 @@ def clean_up() -> None:
 def median(times: Sequence[float]) -> float:
     """Of one step's turns."""
     return statistics.median(times)
-
-
-def resolve_device(name: str) -> torch.device:
-    """The device of that name, ``auto`` being a GPU where there is one."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        return torch.empty(0, device=name).device
-    except (RuntimeError, AssertionError) as error:  # torch asserts when it was built without CUDA
-        reason = str(error).splitlines()[0]
-        raise BackendError(f"device {name!r} cannot be used ({reason}); try cpu") from error
 
 
 def describe_machine(device: torch.device, commit: str | None) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from qmargin.cli.options import new_file
 from qmargin.cli.recipes import load_recipe
 from qmargin.cli.tables import output_console, print_table
 from qmargin.errors import ConfigError
@@ -74,22 +75,30 @@ def add_bench_train(subjects: argparse._SubParsersAction[argparse.ArgumentParser
     )
     add = parser.add_argument
     add("recipe", nargs="?", metavar="NAME_OR_FILE", help="of Q-Margin (by the device)")
-    add("--set", dest="settings", action="append", default=[], metavar="KEY=VALUE")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(auto)")
+    add(
+        "--set",
+        dest="settings",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="change a value of the recipe; may be repeated",
+    )
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to train")
     add("--repeats", type=int, default=20, help="timed turns; medians are shown (20)")
     add("--seconds", type=float, default=120.0, help="fewer turns where they take longer (120)")
     add("--save-steps", type=int, default=20, help="steps before the checkpoint (20)")
     add("--out", type=Path, metavar="DIR", help="whose disk takes the checkpoint (temporary files)")
     add("--commit", help="recorded in the file (default: ask git)")
-    add("--json", type=Path, metavar="FILE", help="also write everything here")
+    add("--json", type=new_file, metavar="FILE", help="also write everything here")
     parser.set_defaults(run=run_bench_train)
 
 
 def run_bench_train(arguments: argparse.Namespace) -> None:
     """Run the command with its parsed arguments."""
-    from qmargin.cli.bench_timing import describe_machine, resolve_device
+    from qmargin.cli.bench_timing import describe_machine
+    from qmargin.training.process import find_device
 
-    device = resolve_device(arguments.device)
+    device = find_device(arguments.device)
     name = arguments.recipe or RECIPES[device.type]
     settings = TrainBenchmark(
         recipe=load_recipe(name, arguments.settings),

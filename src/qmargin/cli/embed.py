@@ -8,8 +8,9 @@ from functools import partial
 from pathlib import Path
 
 from qmargin.cli.progress import stage_progress
-from qmargin.cli.verify import add_model_options, printable
+from qmargin.cli.verify import add_model_options
 from qmargin.errors import ConfigError
+from qmargin.terminal import printable
 
 MANIFEST = ".manifest.csv"
 _SHOWN = 5

@@ -14,6 +14,7 @@ from qmargin.cli.evaluate_checks import check_out
 from qmargin.cli.evaluate_faces import add_face_protocols
 from qmargin.cli.evaluate_options import add_costs, add_measures
 from qmargin.cli.evaluate_speakers import add_speaker_protocols
+from qmargin.cli.options import count
 from qmargin.cli.progress import BarProgress, PlainProgress, stage_progress
 from qmargin.errors import ConfigError, DataError
 
@@ -74,12 +75,17 @@ def _add_trials(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     )
     add("--trials-format", default="auto", metavar="NAME", help=_TRIALS_FORMAT_HELP)
     add("--cohort", type=Path, metavar="FILE", help="embeddings of other subjects, for --as-norm")
-    add("--as-norm", type=int, metavar="N", help="normalise by the N nearest of the cohort (300)")
+    add(
+        "--as-norm",
+        type=count,
+        metavar="N",
+        help="normalise by the N nearest of the cohort (300 with --cohort, else none)",
+    )
     add("--center", type=Path, metavar="FILE", help="subtract the mean of these embeddings first")
     add("--scores", type=Path, metavar="FILE", help="where the scores go (OUT with .scores.tsv)")
     add("--restart", action="store_true", help="begin again where a part of other inputs is found")
     _add_common(parser)
-    parser.set_defaults(run=_run_trials)
+    parser.set_defaults(run=_run_trials, resumes=True)
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
@@ -104,6 +110,11 @@ def _run_scores(arguments: argparse.Namespace) -> None:
     from qmargin.evaluation.trials import read_trials
 
     check_out(arguments.out)
+    if arguments.trials is None and (arguments.ignore_extra or arguments.trials_format != "auto"):
+        raise ConfigError(
+            "--ignore-extra and --trials-format are about a trial list: give --trials FILE, or "
+            "leave them out"
+        )
     with stage_progress() as progress:
         trials = None
         if arguments.trials is not None:

@@ -21,3 +21,7 @@ def check_protocol(arguments: argparse.Namespace) -> None:
     check_out(arguments.out)
     if arguments.model is None and arguments.embeddings is None:
         raise ConfigError("there is neither --model nor --embeddings: give one of them")
+    if arguments.model is not None:
+        from qmargin.training.process import find_device
+
+        find_device(arguments.device)

@@ -52,7 +52,7 @@ def _add_lfw(kinds: _Kinds) -> None:
     add("--insightface", action="store_true", help="also measure as InsightFace does")
     add("--pictures", type=Path, metavar="DIR", help=_PICTURES_HELP)
     _add_common(parser, fars=_SMALL_FARS, replicates=1000)
-    parser.set_defaults(run=_run_lfw)
+    parser.set_defaults(run=_run_lfw, resumes=True)
 
 
 def _add_ijb(kinds: _Kinds) -> None:
@@ -69,7 +69,7 @@ def _add_ijb(kinds: _Kinds) -> None:
     add("--no-detector-scores", action="store_true", help="do not weigh images by the detector")
     add("--pictures", type=Path, metavar="DIR", help=_PICTURES_HELP)
     _add_common(parser, fars=None, replicates=_IJB_REPLICATES)
-    parser.set_defaults(run=_run_ijb)
+    parser.set_defaults(run=_run_ijb, resumes=True)
 
 
 def _add_pairs(kinds: _Kinds) -> None:
@@ -86,7 +86,7 @@ def _add_pairs(kinds: _Kinds) -> None:
     add("--extension", default="jpg", metavar="NAME", help="of the images of pairs.txt (jpg)")
     add("--scores", type=Path, metavar="FILE", help="where the scores go (OUT with .scores.tsv)")
     _add_common(parser, fars=(1e-2, 1e-3, 1e-4, 1e-5), replicates=1000)
-    parser.set_defaults(run=_run_pairs)
+    parser.set_defaults(run=_run_pairs, resumes=True)
 
 
 def _add_common(

@@ -37,7 +37,7 @@ def add_measures(
     add("--out", type=Path, required=True, metavar="FILE", help="result.json to write")
     add("--name", metavar="SYSTEM", help=f"name of the system (that of the {named_by})")
     add("--protocol", metavar="NAME", help=f"name of the trials (that of {listed_in})")
-    add("--fars", type=float, nargs="+", default=fars, metavar="FAR")
+    add("--fars", type=float, nargs="+", default=fars, metavar="FAR", help=_fars_help(fars))
     add("--rule", choices=RULES, default=RULES[0], help="choice of thresholds (conservative)")
     note = f"of the bootstrap; 0 for no intervals ({replicates})"
     add("--replicates", type=int, default=replicates, help=note)
@@ -46,8 +46,18 @@ def add_measures(
     add("--hardest", type=int, default=20, metavar="N", help=f"hardest {hardest} to keep (20)")
 
 
+def _fars_help(fars: tuple[float, ...] | None) -> str:
+    text = "false accept rates at which to measure TAR"
+    return text if fars else f"{text}, or false positive rates of a search (by the task)"
+
+
 def add_costs(parser: argparse.ArgumentParser) -> None:
     """Add the priors of minDCF."""
     parser.add_argument(
-        "--p-target", type=float, nargs="+", default=(0.01, 0.05), metavar="P", help="of minDCF"
+        "--p-target",
+        type=float,
+        nargs="+",
+        default=(0.01, 0.05),
+        metavar="P",
+        help="priors of minDCF",
     )

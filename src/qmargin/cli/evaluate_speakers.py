@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from qmargin.cli.evaluate_checks import check_protocol
 from qmargin.cli.evaluate_options import EMBEDDINGS_HELP, add_costs, add_measures
+from qmargin.cli.options import count
 from qmargin.cli.progress import BarProgress, PlainProgress, stage_progress
 from qmargin.errors import ConfigError
 
@@ -43,7 +44,7 @@ def add_speaker_protocols(
     add("--training", type=Path, metavar="FILE", help=_TRAINING_HELP)
     add("--speakers", type=Path, metavar="FILE", help=_SPEAKERS_HELP)
     add("--no-center", action="store_true", help="do not subtract the mean of --training")
-    add("--as-norm", type=int, nargs="?", const=_TOP_N, metavar="N", help=_AS_NORM_HELP)
+    add("--as-norm", type=count, nargs="?", const=_TOP_N, metavar="N", help=_AS_NORM_HELP)
     add("--calibrate", action="store_true", help=_CALIBRATE_HELP)
     add("--durations", type=Path, nargs="+", default=[], metavar="FILE", help=_DURATIONS_HELP)
     add("--scores", type=Path, metavar="FILE", help="where the scores go (OUT with .scores.tsv)")
@@ -57,12 +58,14 @@ def add_speaker_protocols(
         seeded="the bootstrap and of drawn trials",
     )
     add_costs(parser)
-    parser.set_defaults(run=_run_voxceleb)
+    parser.set_defaults(run=_run_voxceleb, resumes=True)
 
 
 _TRAINING_HELP = "embeddings of the training set: its mean, its speakers as a cohort, its trials"
 _SPEAKERS_HELP = "lines `utterance speaker` of the training set (folders of the names)"
-_AS_NORM_HELP = f"normalise by the N nearest speakers of the training set ({_TOP_N})"
+_AS_NORM_HELP = (
+    f"normalise by the N nearest speakers of the training set, {_TOP_N} without a number"
+)
 _CALIBRATE_HELP = (
     "turn scores into log-likelihood ratios, with what is known of both recordings, by trials "
     "drawn from the training set"

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qmargin.cli.tables import output_console, print_table
+from qmargin.terminal import printable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,7 +27,7 @@ def print_result(result: Result, path: Path) -> None:
         f"{result.system.name} on {protocol.name}: {protocol.num_genuine:,} genuine and "
         f"{protocol.num_impostors:,} impostor trials, rule {protocol.rule}"
     )
-    print_table(console, _safe(title, console), _COLUMNS, _rows(result))
+    print_table(console, title, _COLUMNS, _rows(result))
     if result.groups is not None:
         _print_groups(console, result.groups)
     intervals = f"intervals: {method.method}"
@@ -34,7 +35,7 @@ def print_result(result: Result, path: Path) -> None:
         intervals += f", {method.level:.0%}, {method.num_replicates:,} replicates"
     if method.note:
         intervals += f" ({method.note})"
-    sys.stdout.write(f"{_printable(intervals)}\n{path}\n")
+    sys.stdout.write(f"{printable(intervals)}\n{path}\n")
 
 
 def _rows(result: Result) -> list[Sequence[str]]:
@@ -71,7 +72,7 @@ def _tar_row(point: TarPoint) -> Sequence[str]:
 def _print_groups(console: Console | None, groups: GroupAudit) -> None:
     rows = [
         [
-            _safe(row.group, console),
+            row.group,
             "-" if row.fmr is None else f"{row.fmr:.3g}",
             "-" if row.fnmr is None else f"{row.fnmr:.3g}",
             f"{row.num_impostors:,}",
@@ -89,7 +90,7 @@ def _print_groups(console: Console | None, groups: GroupAudit) -> None:
         f"FMR largest over geometric mean {_number(groups.fmr.max_over_geomean)}",
     ]
     note = f"; {groups.note}" if groups.note else ""
-    sys.stdout.write(_printable(", ".join(spreads) + note) + "\n\n")
+    sys.stdout.write(printable(", ".join(spreads) + note) + "\n\n")
 
 
 def _percent(rate: float) -> str:
@@ -106,18 +107,3 @@ def _costs(ends: tuple[float, float] | None) -> str:
 
 def _number(value: float | None) -> str:
     return "none" if value is None else f"{value:.5g}"
-
-
-def _printable(text: str) -> str:
-    """Text that cannot steer a terminal."""
-    return "".join(character if character.isprintable() else "?" for character in text)
-
-
-def _safe(text: str, console: Console | None) -> str:
-    """A name from a file: no control characters, and no markup where rich would read it."""
-    text = _printable(text)
-    if console is None:
-        return text.replace("|", "\\|")
-    from rich.markup import escape
-
-    return escape(text)

@@ -1,35 +1,50 @@
-"""Argument parsing and nothing else: torch is imported by the command that needs it."""
+"""The process around every command: signals, errors and exit statuses.
+
+Nothing but the standard library is imported before signals are caught; torch is imported by the
+command that needs it.
+"""
+
+from __future__ import annotations
 
 import argparse
+import atexit
+import errno
 import io
 import os
-import shlex
+import signal
 import sys
+import threading
+import time
+import traceback
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from contextlib import suppress
+from types import FrameType
 from typing import Any
 
-import qmargin
-from qmargin.cli.bench_data import add_bench_data
-from qmargin.cli.bench_features import add_bench_features
-from qmargin.cli.bench_metrics import add_bench_metrics
-from qmargin.cli.bench_protocols import add_bench_protocols
-from qmargin.cli.bench_train import add_bench_train
-from qmargin.cli.bench_trials import add_bench_trials
-from qmargin.cli.data import add_data
-from qmargin.cli.demo import add_demo
-from qmargin.cli.doctor import add_doctor
-from qmargin.cli.embed import add_embed
-from qmargin.cli.evaluate import add_evaluate
-from qmargin.cli.export import add_export
-from qmargin.cli.paper import add_paper
-from qmargin.cli.recipes import add_recipes
-from qmargin.cli.report import add_report
-from qmargin.cli.study import add_study
-from qmargin.cli.sweep import add_sweep
-from qmargin.cli.train import add_train
-from qmargin.cli.verify import add_verify
 from qmargin.errors import QMarginError
+from qmargin.terminal import printable, safe_streams
+from qmargin.training.signals import ONE_REQUEST_S, Interrupted, exit_status
+
+REFUSED, UNFORESEEN, CLOSED_PIPE = 2, 1, 128 + 13  # the last as shells count SIGPIPE
+_SIGNALS = [
+    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
+]
+_ALARM = getattr(signal, "SIGALRM", None)
+_RETRY_S = 0.01
+_REMEDIES = {
+    errno.ENOENT: "check the path",
+    errno.EACCES: "check the permissions, or choose another place",
+    errno.EPERM: "check the permissions, or choose another place",
+    errno.EROFS: "choose another place",
+    errno.EEXIST: "choose another place",
+    errno.ENOSPC: "free some space, or choose another place",
+    errno.EDQUOT: "free some space, or choose another place",
+    errno.EISDIR: "name a file",
+    errno.ENOTDIR: "name a folder",
+    errno.EMFILE: "raise the limit on open files (ulimit -n), or use fewer workers",
+    errno.ENOMEM: "close other programs, or use fewer workers",
+}
+_NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "alloc_failed")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -39,172 +54,174 @@ def build_parser() -> argparse.ArgumentParser:
         >>> build_parser().parse_args(["bench", "loss", "--alphas", "1.5", "2"]).alphas
         [1.5, 2.0]
     """
-    parser = argparse.ArgumentParser(
-        prog="qmargin",
-        description="Alpha-divergence losses with probabilistic margins (Q-Margin).",
-    )
-    parser.add_argument("--version", action="version", version=f"qmargin {qmargin.__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    add_demo(commands)
-    add_train(commands)
-    add_sweep(commands)
-    add_study(commands)
-    add_recipes(commands)
-    add_doctor(commands)
-    add_evaluate(commands)
-    add_report(commands)
-    add_paper(commands)
-    add_data(commands)
-    add_embed(commands)
-    add_verify(commands)
-    add_export(commands)
-    bench = commands.add_parser("bench", help="measure speed on this machine")
-    subjects = bench.add_subparsers(title="what to measure", metavar="SUBJECT", required=True)
-    _add_bench_loss(subjects)
-    _add_bench_head(subjects)
-    add_bench_metrics(subjects)
-    add_bench_data(subjects)
-    add_bench_features(subjects)
-    add_bench_protocols(subjects)
-    add_bench_trials(subjects)
-    add_bench_train(subjects)
-    return parser
+    from qmargin.cli.commands import build_parser
 
-
-def _add_bench_loss(subjects: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    parser = subjects.add_parser(
-        "loss",
-        help="the dense loss against cross-entropy and the entmax package",
-        description="Time forward + backward of the dense loss on a matrix of cosines, next to "
-        "F.cross_entropy and the entmax package, and count the solver's evaluations.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument("--rows", type=_count, default=256, help="samples in the batch")
-    parser.add_argument("--classes", type=_count, default=100_000, help="identities")
-    parser.add_argument(
-        "--alphas", type=_positive, nargs="+", default=[1.0, 1.25, 1.5, 2.0], help="orders to time"
-    )
-    parser.add_argument("--scale", type=_positive, default=32.0, help="logits = scale * cosines")
-    parser.add_argument(
-        "--effective-margin",
-        type=_positive,
-        default=0.5,
-        metavar="GAP",
-        help="cosine gap that the q_margin rows add",
-    )
-    parser.add_argument("--dim", type=_count, default=512, help="embedding size of the cosines")
-    parser.add_argument("--repeats", type=_count, default=5, help="timed turns; medians are shown")
-    parser.add_argument("--device", default="cpu", help="where to run, such as cpu or cuda")
-    parser.add_argument("--threads", type=_count, help="CPU threads (default: what torch chooses)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the cosines and labels")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results here")
-    parser.set_defaults(run=_run_bench_loss)
-
-
-def _add_bench_head(subjects: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    parser = subjects.add_parser(
-        "head",
-        help="every path of MarginClassifier against the bare products, memory and errors",
-        description="Time every way to take a step of the head on this machine, in turns with one "
-        "product of the same size, with the memory it takes and its errors against float64.",
-    )
-    add = parser.add_argument
-    add("--rows", type=_count, help="samples in the batch (1024 on a GPU, 256 on a CPU)")
-    add("--dim", type=_count, help="embedding size (512; 128 on a CPU)")
-    add("--classes", type=_count, help="identities (2059906; 200000 on a CPU)")
-    add("--alpha", type=_positive, default=1.25, help="order of the divergence (1.25)")
-    add("--scale", type=_positive, default=35.0, help="logits = scale * cosines (35)")
-    add("--margin", type=float, default=0.2, help="prior margin (0.2)")
-    add("--paths", type=_names, default=_HEAD_PATHS, metavar="NAMES", help=f"({_HEAD_PATHS})")
-    screens = ("float16", "bfloat16", "float32")
-    add("--screen", choices=screens, help="precision of products (float16; float32 on a CPU)")
-    add("--device", default="auto", help="auto, cpu or cuda (auto)")
-    add("--parts", type=_names, default=_HEAD_PARTS, metavar="NAMES", help=_HEAD_PARTS_HELP)
-    add("--settings", choices=("one", "several"), default="one", help=_HEAD_SETTINGS_HELP)
-    add("--growth", action="store_true", help="add the part growth")
-    add("--growth-classes", type=_count, nargs="+", default=_GROWTH, metavar="K", help="its sizes")
-    add("--end-to-end", action="store_true", help="add the part end-to-end")
-    add("--backbone", default="iresnet100", help="of the part end-to-end (iresnet100)")
-    add("--batch", type=_count, default=512, help="images of the part end-to-end (512)")
-    add("--repeats", type=_count, default=10, help="timed turns; medians are shown (10)")
-    add("--seconds", type=_positive, default=10.0, help="fewer turns for rows slower than this")
-    add("--seed", type=int, default=0, help="seed of prototypes and batch (0)")
-    add("--commit", help="recorded in the file (default: ask git)")
-    add("--json", type=Path, metavar="FILE", help="also write everything here, after every row")
-    parser.set_defaults(run=_run_bench_head)
-
-
-_HEAD_PATHS = "sparse,chunked,dense,sampled,paper,common"
-_HEAD_PARTS = "products,paths,settings,errors"
-_HEAD_PARTS_HELP = f"of products,paths,settings,growth,errors,end-to-end ({_HEAD_PARTS})"
-_HEAD_SETTINGS_HELP = "several: seven settings of alpha, scale and margin; one: the given one (one)"
-_GROWTH = (100_000, 250_000, 500_000, 1_000_000, 2_000_000, 4_000_000, 8_000_000)
-
-
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(filter(None, text.split(",")))
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not at least 1")
-    return value
-
-
-def _positive(text: str) -> float:
-    value = float(text)
-    if not 0.0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not a positive finite number")
-    return value
-
-
-def _run_bench_loss(arguments: argparse.Namespace) -> None:
-    from qmargin.cli.bench import LossBenchmark, run_loss_benchmark
-
-    settings = vars(arguments).copy()
-    del settings["run"]
-    json_path = settings.pop("json")
-    settings["alphas"] = tuple(settings["alphas"])
-    run_loss_benchmark(LossBenchmark(**settings), json_path=json_path)
-
-
-def _run_bench_head(arguments: argparse.Namespace) -> None:
-    from qmargin.cli.bench_head import resolve_benchmark, run_head_benchmark
-
-    options: dict[str, Any] = vars(arguments).copy()
-    extra = {name: options.pop(name) for name in ("growth", "end_to_end")}
-    parts = options.pop("parts")
-    parts += tuple(name.replace("_", "-") for name, is_asked in extra.items() if is_asked)
-    del options["run"]
-    saved = {"json_path": options.pop("json"), "commit": options.pop("commit")}
-    options["growth_classes"] = tuple(options["growth_classes"])
-    options["grid"] = options.pop("settings")
-    command = "qmargin " + shlex.join(sys.argv[1:])
-    run_head_benchmark(resolve_benchmark(options), parts, command=command, **saved)
+    return build_parser()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit status: 0, or 2 for a usage error.
+    """Run the command line and return the exit status.
+
+    0 is success, 1 an unforeseen error, 2 a refusal, and 128 + number the end by a signal: 130
+    for Ctrl-C, 143 for SIGTERM.
 
     Args:
         argv: Arguments without the program's name; those of the process when None.
     """
-    arguments = build_parser().parse_args(argv)
-    run: Callable[[argparse.Namespace], None] = arguments.run
     if isinstance(sys.stdout, io.TextIOWrapper):  # names of files may not be in the terminal's set
         sys.stdout.reconfigure(errors="backslashreplace")
+    with safe_streams():
+        return _main(argv, _Stop(is_last=argv is None))
+
+
+def _main(argv: Sequence[str] | None, stop: _Stop) -> int:
+    arguments = argparse.Namespace()
     try:
-        run(arguments)
-        sys.stdout.flush()
+        with stop:
+            arguments = build_parser().parse_args(argv)
+            run: Callable[[argparse.Namespace], None] = arguments.run
+            run(arguments)
+            sys.stdout.flush()
     except BrokenPipeError:  # `| head` has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + 13  # as shells count SIGPIPE
-    except OSError as error:
-        place = f"{error.filename}: " if error.filename else ""
-        sys.stderr.write(f"qmargin: error: {place}{error.strerror or error}\n")
-        return 2
-    except QMarginError as error:
-        sys.stderr.write(f"qmargin: error: {error}\n")
-        return 2
+        return CLOSED_PIPE
+    except KeyboardInterrupt as error:
+        return _interrupted(getattr(error, "signal", signal.SIGINT), arguments)
+    except Exception as error:
+        if stop.number:  # what a library made of the interruption, as in the middle of an import
+            return _interrupted(stop.number, arguments)
+        return _failed(error, arguments)
     return 0
+
+
+class _Stop:
+    """Turns the first signal into ``Interrupted``, so that everything open is closed and removed.
+
+    Signals that follow at once belong to the same request; a later one ends the process. Training
+    runs have a ``StopRequest``, which replaces these handlers until the run is saved. The
+    exception waits until a module is imported, because C++ code of torch aborts when it meets one,
+    and until a temporary folder is made or removed as a whole.
+
+    Args:
+        is_last: Whether the process ends afterwards: signals then end it without a traceback.
+    """
+
+    def __init__(self, *, is_last: bool) -> None:
+        self.number = 0
+        self._since = 0.0
+        self._is_last = is_last
+        self._handlers: dict[int, Any] = {}
+        self._old_hook = sys.unraisablehook
+
+    def __enter__(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return
+        sys.unraisablehook = self._look_at_swallowed
+        if _ALARM is not None:
+            self._handlers[_ALARM] = signal.signal(_ALARM, self._raise)
+        for number in _SIGNALS:
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup and `&` in scripts ask
+                self._handlers[number] = signal.signal(number, self._arrived)
+        if self._is_last:
+            atexit.register(self._ignore)  # what is registered first is called last
+
+    def __exit__(self, *details: object) -> None:
+        if _ALARM in self._handlers:
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
+        for number, handler in self._handlers.items():
+            is_ours = self._is_last and number != _ALARM
+            signal.signal(number, _leave if is_ours else handler)
+        sys.unraisablehook = self._old_hook
+
+    def _arrived(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if not self.number:
+            self.number, self._since = number, now
+            self._raise(number, frame)
+        elif now - self._since > ONE_REQUEST_S:
+            _leave(number, frame)
+
+    def _raise(self, number: int, frame: FrameType | None) -> None:
+        if _ALARM is not None and _must_wait(frame):
+            signal.setitimer(signal.ITIMER_REAL, _RETRY_S)
+        else:
+            raise Interrupted(self.number or number)
+
+    def _look_at_swallowed(self, unraisable: Any) -> None:
+        """An exception inside a callback or ``__del__`` goes nowhere: raise it once more."""
+        if not isinstance(unraisable.exc_value, Interrupted):
+            self._old_hook(unraisable)
+        elif _ALARM is not None:
+            signal.setitimer(signal.ITIMER_REAL, _RETRY_S)
+
+    def _ignore(self) -> None:
+        """All is done; only the interpreter is left to end."""
+        for number in self._handlers:
+            signal.signal(number, signal.SIG_IGN)
+
+
+def _must_wait(frame: FrameType | None) -> bool:
+    while frame is not None:
+        code = frame.f_code
+        module = frame.f_globals.get("__name__")
+        is_removing = module == "shutil" and "rmtree" in code.co_name
+        if code.co_filename.startswith("<frozen importlib") or module == "tempfile" or is_removing:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    if os.isatty(2):
+        os.write(2, b"\x1b[?25h")  # progress bars hide the cursor
+    os._exit(exit_status(number))
+
+
+def _interrupted(number: int, arguments: argparse.Namespace) -> int:
+    advice = "; run the same command again to go on" if "resumes" in arguments else ""
+    _say(f"interrupted by {signal.Signals(number).name}{advice}")
+    return exit_status(number)
+
+
+def _failed(error: Exception, arguments: argparse.Namespace) -> int:
+    """Say what happened and what to do, in one line; only the unforeseen has a traceback."""
+    if isinstance(error, QMarginError):
+        _say(f"error: {error}")
+    elif isinstance(error, MemoryError) or _is_memory(error):
+        _say(f"error: out of memory ({_first_line(error)}); {_smaller(arguments)}")
+    elif isinstance(error, OSError):
+        place = f"{error.filename}: " if error.filename else ""
+        remedy = f"; {_REMEDIES[error.errno]}" if error.errno in _REMEDIES else ""
+        _say(f"error: {place}{error.strerror or error}{remedy}")
+    else:
+        sys.stderr.write("".join(traceback.format_exception(error)))
+        _say(
+            f"error: unforeseen {type(error).__name__}; report it with the traceback above, the "
+            "command and the output of `qmargin doctor`"
+        )
+        return UNFORESEEN
+    return REFUSED
+
+
+def _is_memory(error: Exception) -> bool:
+    return isinstance(error, RuntimeError) and any(
+        words in str(error).lower() for words in _NO_MEMORY
+    )
+
+
+def _smaller(arguments: argparse.Namespace) -> str:
+    """What to make smaller, by the options that the command has."""
+    if "batch_size" in arguments:
+        return f"lower --batch-size, now {arguments.batch_size}, or use a machine with more memory"
+    if "settings" in arguments:
+        return "lower the batch with --set data.batch_size=N, or use a machine with more memory"
+    return "use smaller inputs, or a machine with more memory"
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), "") or type(error).__name__
+
+
+def _say(text: str) -> None:
+    with suppress(OSError):  # standard error may be closed
+        sys.stderr.write(f"qmargin: {printable(text)}\n")

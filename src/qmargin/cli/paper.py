@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qmargin.cli.stopping import told_to_go_on
 from qmargin.errors import ConfigError
 from qmargin.files import write_atomically
 
@@ -41,13 +40,15 @@ def add_paper(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         help="a folder with result.json files of `qmargin demo` or `qmargin evaluate`, or the "
         "JSON file of `qmargin bench head`, instead of measuring now; it is only read",
     )
-    add("--out", type=Path, default=Path("qmargin-paper"), metavar="DIR", help="(%(default)s)")
+    add(
+        "--out", type=Path, default=Path("qmargin-paper"), metavar="DIR", help="folder of artefacts"
+    )
     add("--seeds", type=int, metavar="N", help="repetitions (what the artefact needs)")
     add("--minutes", type=float, metavar="M", help="for five losses and one seed, as in the demo")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to run (auto)")
     add("--data", type=Path, metavar="PATH", help="pictures, as in the demo")
     add("--page", type=Path, metavar="FILE", help="write everything as a page of Markdown")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, resumes=True)
 
 
 def makers() -> dict[str, Maker]:
@@ -105,8 +106,7 @@ def make(item: Item, arguments: argparse.Namespace) -> None:
         request.refuse("results", "seeds", "minutes", "data", why=why)
         sys.stdout.write(item_text(item) + "\n")
         return
-    with told_to_go_on():
-        made = maker(request)
+    made = maker(request)
     files = made if isinstance(made, list) else write_table(made, arguments.out)
     sys.stdout.write("".join(f"{path}\n" for path in files))
 

@@ -65,9 +65,9 @@ def _quotient(speed: float | None, whole: float | None) -> float | None:
 
 def _measured(request: Request) -> dict[str, Any]:
     from qmargin.cli.bench_head import resolve_benchmark, run_head_benchmark
-    from qmargin.cli.bench_timing import resolve_device
+    from qmargin.training.process import find_device
 
-    device = resolve_device(request.device).type
+    device = find_device(request.device).type
     options = {
         "device": device,
         "backbone": BACKBONES[device],

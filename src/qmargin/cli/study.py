@@ -10,8 +10,7 @@ from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qmargin.cli.paths import named_path
-from qmargin.cli.stopping import told_to_go_on
+from qmargin.cli.options import named_path
 
 if TYPE_CHECKING:
     from qmargin.study.run import StudyOptions
@@ -40,7 +39,7 @@ def add_study(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     add("--search-only", action="store_true", help="only let losses choose their settings")
     add("--page", type=Path, metavar="FILE", help="also write what was found as Markdown")
     add("--commit", default="", metavar="HASH", help="of the code, for the page")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, resumes=True)
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -62,12 +61,11 @@ def run(arguments: argparse.Namespace) -> None:
     )
     if arguments.page is not None:
         check_writable(arguments.page.parent)  # hours before it is written
-    with told_to_go_on():
-        if arguments.search_only:
-            run_search(options)
-            sys.stdout.write(f"settings: {options.out / CHOSEN}\n")
-        else:
-            sys.stdout.write(f"report: {run_study(options)}\n")
+    if arguments.search_only:
+        run_search(options)
+        sys.stdout.write(f"settings: {options.out / CHOSEN}\n")
+    else:
+        sys.stdout.write(f"report: {run_study(options)}\n")
     if arguments.page is not None:
         _write_page(arguments, options)
 

@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 from qmargin.cli.recipes import load_recipe
-from qmargin.cli.stopping import told_to_go_on
 
 EXIT_CODES = """exit status:
   0    all trials are complete
@@ -27,7 +26,6 @@ def add_sweep(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         "search proposes, measure each on validation identities, and write a table and figures. "
         "Interrupted or killed and run again, it goes on.",
         epilog=EXIT_CODES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("recipe", metavar="NAME_OR_FILE", help="name of a recipe, or a .yaml file")
@@ -42,9 +40,21 @@ def add_sweep(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         "hardness, which decides the scale; a search also takes LOW:HIGH and LOW:HIGH:log; may be "
         "repeated",
     )
-    add("--set", dest="settings", action="append", default=[], metavar="KEY=VALUE", help="for all")
+    add(
+        "--set",
+        dest="settings",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="change a value of the recipe for every trial; may be repeated",
+    )
     add("--seeds", type=int, default=1, metavar="N", help="trainings of each combination (1)")
-    add("--search", choices=("grid", "optuna"), default="grid", help="every combination (grid)")
+    add(
+        "--search",
+        choices=("grid", "optuna"),
+        default="grid",
+        help="every combination, or a search by the optuna package (grid)",
+    )
     add("--trials", type=int, metavar="N", help="combinations of a search (40)")
     add(
         "--validation",
@@ -57,8 +67,8 @@ def add_sweep(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     add("--measure", help="eer, or a TAR such as tar@1e-3 (the strictest that is measured well)")
     add("--stop-early", action="store_true", help="end trials that are behind the median")
     add("--parallel", type=int, metavar="N", help="trials at once (one on each device)")
-    add("--devices", default="auto", metavar="NAMES", help="such as cpu, or cuda:0,cuda:1 (auto)")
-    parser.set_defaults(run=run)
+    add("--devices", nargs="+", default=("auto",), metavar="NAME", help="cpu, or cuda:0 cuda:1")
+    parser.set_defaults(run=run, resumes=True)
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -79,12 +89,11 @@ def run(arguments: argparse.Namespace) -> None:
         measure=arguments.measure,
         stop_early=arguments.stop_early,
         parallel=arguments.parallel,
-        devices=tuple(filter(None, arguments.devices.split(","))),
+        devices=tuple(arguments.devices),
         data=RecipeData(tuple(_validation(text) for text in arguments.validation)),
         command="qmargin " + shlex.join(sys.argv[1:]),
     )
-    with told_to_go_on():
-        run_sweep(options)
+    run_sweep(options)
 
 
 def _validation(text: str) -> str:

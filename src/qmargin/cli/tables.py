@@ -8,6 +8,8 @@ from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Protocol
 
+from qmargin.terminal import printable, rich_console, start_live
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
@@ -37,9 +39,7 @@ def output_console() -> Console | None:
     """A rich console on standard output; None outside a terminal, or without the rich package."""
     if not sys.stdout.isatty() or find_spec("rich") is None:
         return None
-    from rich.console import Console
-
-    return Console()
+    return rich_console(sys.stdout)
 
 
 def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -52,6 +52,7 @@ def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str
         | ours   | 1.5 |
         | theirs |  12 |
     """
+    columns, *rows = ([_cell(text) for text in row] for row in (columns, *rows))
     widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
 
     def line(cells: Sequence[str]) -> str:
@@ -61,6 +62,10 @@ def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str
 
     rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
     return "\n".join([line(columns), rule, *map(line, rows)])
+
+
+def _cell(text: str) -> str:
+    return printable(text).replace("|", "\\|")
 
 
 def print_table(
@@ -80,18 +85,19 @@ def print_table(
         <BLANKLINE>
     """
     if console is None:
-        sys.stdout.write(f"{title}\n\n{markdown_table(columns, rows)}\n\n")
+        sys.stdout.write(f"{printable(title)}\n\n{markdown_table(columns, rows)}\n\n")
         sys.stdout.flush()
         return
     from rich import box
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(box=box.SIMPLE_HEAD, header_style="bold")
     for index, column in enumerate(columns):
-        table.add_column(column, justify="left" if index == 0 else "right", overflow="fold")
+        table.add_column(Text(column), justify="left" if index == 0 else "right", overflow="fold")
     for row in rows:
-        table.add_row(*row)
-    console.print(title, style="bold", highlight=False)
+        table.add_row(*(Text(printable(cell)) for cell in row))  # names may look like markup
+    console.print(Text(printable(title)), style="bold", highlight=False)
     console.print(table)
 
 
@@ -108,14 +114,17 @@ def rich_bars(amount: str) -> Progress | None:
     """
     if not sys.stderr.isatty() or find_spec("rich") is None:
         return None
-    from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-    return Progress(
-        TextColumn("{task.description}"),
+    class Bars(Progress):
+        def start(self) -> None:
+            start_live(self.live)
+
+    return Bars(
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         TextColumn(amount),
         TimeRemainingColumn(),
-        console=Console(stderr=True),
+        console=rich_console(sys.stderr),
         transient=True,
     )

@@ -38,7 +38,6 @@ def add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         "be named. For several GPUs: torchrun --nproc-per-node 8 -m qmargin train "
         "RECIPE --out DIR.",
         epilog=EXIT_CODES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("recipe", metavar="NAME_OR_FILE", nargs="?", help="name of a recipe, or a .yaml file")

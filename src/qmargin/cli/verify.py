@@ -9,6 +9,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from qmargin.terminal import printable
+
 if TYPE_CHECKING:
     from qmargin.evaluation.model import Model, Verification
 
@@ -78,13 +80,3 @@ def _decision(model: Model, found: Verification) -> str:
     if point.status != "ok" and point.note:
         text += f"; {printable(point.note)}"
     return text + ")"
-
-
-def printable(text: str) -> str:
-    """Text of a file that cannot steer a terminal.
-
-    Examples:
-        >>> printable("a" + chr(27) + "[31mb")
-        'a?[31mb'
-    """
-    return "".join(character if character.isprintable() else "?" for character in text)

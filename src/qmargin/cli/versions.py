@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
-
 
 def installed_version(package: str) -> str | None:
     """Version of a package, None if it is not installed.
@@ -12,6 +10,8 @@ def installed_version(package: str) -> str | None:
         >>> installed_version("no-such-package") is None
         True
     """
+    from importlib.metadata import PackageNotFoundError, version  # slow, and not needed for --help
+
     try:
         return version(package)
     except PackageNotFoundError:

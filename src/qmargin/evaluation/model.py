@@ -19,6 +19,7 @@ from qmargin.evaluation.model_inputs import InputReader
 from qmargin.evaluation.thresholds import FLIPS, Thresholds, read_thresholds
 from qmargin.models.card import ModelCard
 from qmargin.models.directory import THRESHOLDS, is_model_directory, load_backbone
+from qmargin.training.process import find_device
 
 BATCH_SIZE = 64
 
@@ -170,13 +171,14 @@ def load_model(
     Args:
         directory: With ``backbone.safetensors``, ``card.json`` and perhaps ``thresholds.json``; or
             the output folder of ``qmargin train``.
-        device: Where the network runs.
+        device: Where the network runs; ``"auto"`` is a GPU where there is one.
         fit: What to do with images of another size than the model's: ``"exact"`` refuses them,
             ``"resize"`` scales them if they have the same proportions, ``"align"`` finds the face
             in every image, of whatever size, and aligns it, and ``"auto"`` does so for those of
             another size.
 
     Raises:
+        ConfigError: The device cannot be used on this machine.
         DataError: Something in it is damaged or belongs to another model.
 
     Examples:
@@ -192,6 +194,7 @@ def load_model(
         >>> model.embed(np.zeros((2, 32, 32, 3), np.uint8)).shape
         (2, 8)
     """
+    device = find_device(device)  # before gigabytes are read
     if _is_run(directory):
         return _model_of_run(directory, device=device, fit=fit)
     backbone, card = load_backbone(directory, device=device)

@@ -136,6 +136,12 @@ def _content(path: Path) -> bytes:
 
 
 def _arrays(inputs: Sequence[Any], shape: tuple[int, ...]) -> Tensor:
+    for item in inputs:
+        if isinstance(item, str | Path):
+            raise ConfigError(
+                f"the model takes arrays of shape {list(shape)}, and {item} is a file; embed "
+                "arrays in Python with load_model"
+            )
     batch = np.stack([np.asarray(item, np.float32) for item in inputs])
     if batch.shape[1:] != shape:
         raise ShapeError(

@@ -61,6 +61,7 @@ class EvaluationOptions:
             raise ConfigError(f"subjects={self.subjects!r} is not one of auto, path, none")
         if self.group_far is not None and self.group_far not in self.fars:
             raise ConfigError(f"group_far={self.group_far:g} is not among the FARs: add it there")
-        if self.num_replicates < 0 or self.num_hardest < 0 or self.seed < 0:
-            raise ConfigError("num_replicates, num_hardest and seed cannot be negative: give 0")
+        for name in ("num_replicates", "num_hardest", "seed"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name}={getattr(self, name)} is negative: give at least 0")
         check_level(self.level)

@@ -57,8 +57,8 @@ def write_model(
     from safetensors.torch import save
 
     temporary = directory.with_name(f".{directory.name}.{secrets.token_hex(6)}.tmp")
-    temporary.mkdir(parents=True)
     try:
+        temporary.mkdir(parents=True)
         # clones, because tensors that share memory cannot be saved
         tensors = {
             name: value.detach().cpu().contiguous().clone() for name, value in weights.items()

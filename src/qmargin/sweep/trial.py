@@ -112,8 +112,6 @@ def run_trial(
     except StoppedEarly as stop:
         step, metrics = stop.step, stop.metrics
         result = replace(base, state="stopped early", step=step, metrics=metrics, error=str(stop))
-    except Interrupted:
-        raise
     except Exception as error:  # it diverged, or ran out of memory: the others may not
         result = replace(base, state="failed", error=f"{type(error).__name__}: {error}")
     result = replace(result, seconds=round(time.monotonic() - began, 3))
@@ -231,7 +229,7 @@ def _logged(path: Path) -> Iterator[None]:
         warnings.simplefilter("ignore", MarginWarning)  # the table shows every gap
         try:
             yield
-        except (QMarginError, StoppedEarly, Interrupted):
+        except (QMarginError, StoppedEarly):
             raise  # foreseen: no traceback is needed
         except Exception:
             traceback.print_exc(file=file)

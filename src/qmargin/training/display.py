@@ -8,6 +8,8 @@ from datetime import timedelta
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
+from qmargin.terminal import rich_console, start_live
+
 if TYPE_CHECKING:
     from rich.progress import Progress as Bars
     from rich.progress import Task
@@ -94,7 +96,7 @@ class BarDisplay:
     """A bar, and the numbers of the last record in a line below it."""
 
     def __init__(self, stream: TextIO, total_steps: int, start: int) -> None:
-        from rich.console import Console, Group
+        from rich.console import Group
         from rich.live import Live
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
         from rich.text import Text
@@ -110,8 +112,8 @@ class BarDisplay:
         self.task: Task = self._bars.tasks[0]
         self._rate = ""
         shown = Group(self._bars, self._line)
-        self._live = Live(shown, console=Console(file=stream), refresh_per_second=4)
-        self._live.start()
+        self._live = Live(shown, console=rich_console(stream), refresh_per_second=4)
+        start_live(self._live)
 
     def moved(self, step: int, eta_s: float | None) -> None:
         """Move the bar; it is drawn a few times a second, so this costs next to nothing."""

@@ -186,12 +186,9 @@ def choose_device(local_rank: int, name: str = "auto") -> torch.device:
     """
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", name):
         raise ConfigError(f"device is {name!r}; choose auto, cpu, cuda, or one GPU as in cuda:1")
-    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise ConfigError(f"device is {name!r} and torch finds no GPU; run `qmargin doctor`")
-    if ":" in name:
-        return _named_gpu(int(name.partition(":")[2]))
+    device = find_device(name)
+    if device.type == "cpu" or device.index is not None:
+        return device
     if local_rank >= torch.cuda.device_count():
         raise ConfigError(
             f"local rank {local_rank} has no GPU of its own: there are "
@@ -200,13 +197,39 @@ def choose_device(local_rank: int, name: str = "auto") -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def _named_gpu(index: int) -> torch.device:
-    if index >= torch.cuda.device_count():
+def find_device(name: torch.device | str) -> torch.device:
+    """The device of that name, ``"auto"`` being a GPU where there is one.
+
+    Raises:
+        ConfigError: torch knows no such device, or cannot use it on this machine.
+
+    Examples:
+        >>> find_device("cpu")
+        device(type='cpu')
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+        if device.type != "cuda":
+            torch.ones(1, device=device).cpu()  # meta has tensors, and no numbers in them
+            return device
+    except (RuntimeError, AssertionError, NotImplementedError) as error:  # by kind of device
         raise ConfigError(
-            f"device is 'cuda:{index}' and there are {torch.cuda.device_count()} GPUs, which count "
+            f"device {str(name)!r} cannot be used on this machine; choose auto, cpu, cuda, or one "
+            "GPU as in cuda:1"
+        ) from error
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            f"device is {str(name)!r} and torch finds no GPU; choose cpu, or run `qmargin doctor` "
+            "to see why"
+        )
+    if (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(
+            f"device is {str(name)!r} and there are {torch.cuda.device_count()} GPUs, which count "
             "from 0; choose one of them"
         )
-    return torch.device("cuda", index)
+    return device
 
 
 def seed_everything(seed: int, *, rank: int = 0) -> None:

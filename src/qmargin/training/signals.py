@@ -36,8 +36,12 @@ def exit_status(number: int) -> int:
     return 128 + number
 
 
-class Interrupted(Exception):
-    """A signal stopped a training, which was saved first if it had taken a step."""
+class Interrupted(KeyboardInterrupt):
+    """A signal asked to stop; ``except Exception`` does not catch it.
+
+    Training runs raise it, after saving if they had taken a step; the command line raises it
+    wherever a signal arrives.
+    """
 
     def __init__(self, number: int) -> None:
         super().__init__(f"signal {number}")

@@ -1,0 +1,86 @@
+"""``qmargin completion``: commands, options and their values at the touch of a key."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from qmargin.cli.options import commands_of
+
+_SCRIPTS = {  # each asks this program, so that it knows what the installed version knows
+    "bash": r"""_qmargin() {
+    local IFS=$'\n'
+    COMPREPLY=($(qmargin completion bash --words "${COMP_WORDS[@]:1:COMP_CWORD}" 2>/dev/null))
+}
+complete -o default -F _qmargin qmargin
+""",
+    "zsh": r"""#compdef qmargin
+_qmargin() {
+    local -a found
+    found=("${(@f)$(qmargin completion zsh --words "${(@)words[2,CURRENT]}" 2>/dev/null)}")
+    if [[ -n "${found[1]}" ]]; then compadd -a found; else _files; fi
+}
+compdef _qmargin qmargin
+""",
+    "fish": r"""function __qmargin
+    set -l words (commandline -opc) (commandline -ct)
+    qmargin completion fish --words $words[2..-1] 2>/dev/null
+end
+complete -c qmargin -a '(__qmargin)'
+""",
+}
+_HOW = """to use it now, and in every new shell by the same line in its start file:
+  bash  eval "$(qmargin completion bash)"
+  zsh   eval "$(qmargin completion zsh)", after compinit
+  fish  qmargin completion fish | source
+"""
+
+
+def add_completion(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command to a parser."""
+    parser = commands.add_parser(
+        "completion",
+        help="a script that completes commands and options in a shell",
+        description="Write a script that completes commands, options and their values.",
+        epilog=_HOW,
+    )
+    parser.add_argument("shell", choices=tuple(_SCRIPTS), help="whose language the script is in")
+    parser.add_argument("--words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    parser.set_defaults(run=run_completion)
+
+
+def run_completion(arguments: argparse.Namespace) -> None:
+    """Write the script, or what can be at the place of the last word."""
+    if arguments.words is None:
+        sys.stdout.write(_SCRIPTS[arguments.shell])
+    else:
+        from qmargin.cli.commands import build_parser
+
+        found = candidates(build_parser(), arguments.words)
+        sys.stdout.write("".join(f"{name}\n" for name in found))
+
+
+def candidates(parser: argparse.ArgumentParser, words: Sequence[str]) -> list[str]:
+    """What the last word can become; nothing where a file or a number is expected.
+
+    Args:
+        parser: Of the program.
+        words: After the program's name; the last may be empty or a part.
+    """
+    *before, current = words or [""]
+    last = ""
+    for word in before:
+        parser = commands_of(parser).get(word, parser) if not last.startswith("-") else parser
+        last = word
+    option = parser._option_string_actions.get(last)
+    if option is not None and option.nargs != 0:
+        known = option.choices or ()
+    elif current.startswith("-"):
+        hidden = argparse.SUPPRESS
+        actions = parser._option_string_actions.items()
+        known = [name for name, action in actions if action.help != hidden]
+    else:
+        places = [action for action in parser._actions if not action.option_strings]
+        known = [name for action in places for name in action.choices or ()]
+    return [str(name) for name in known if str(name).startswith(current)]

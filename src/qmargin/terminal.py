@@ -1,0 +1,115 @@
+"""Text on a terminal: names and messages from files and servers cannot steer it.
+
+Every package may use this; it needs nothing but Python, and rich where that is installed.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TextIO, cast
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.live import Live
+
+
+def printable(text: str, *, keep: str = "") -> str:
+    r"""Text with escapes for control characters, bidirectional overrides and stray bytes.
+
+    Args:
+        text: Perhaps from a file name, a file or a server.
+        keep: Characters that stay as they are, such as a line's end.
+
+    Examples:
+        >>> print(printable("a\x1b[31mb\r\u202ec"))
+        a\x1b[31mb\r\u202ec
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        character
+        if character.isprintable() or character in keep
+        else character.encode("unicode_escape").decode("ascii")
+        for character in text
+    )
+
+
+class SafeStream:
+    r"""A text stream to which only line ends and tabs get besides printable characters.
+
+    Args:
+        stream: Where the text goes; everything but writing is left to it.
+
+    Examples:
+        >>> import io
+        >>> stream = SafeStream(io.StringIO())
+        >>> _ = stream.write("one\x07\n")
+        >>> stream.getvalue()
+        'one\\x07\n'
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Write escaped text; returns the length of the original."""
+        self._stream.write(printable(text, keep="\n\t"))
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        """Write several texts."""
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextmanager
+def safe_streams() -> Iterator[None]:
+    """Standard output and standard error show what steers a terminal as escapes."""
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = _safe(sys.stdout), _safe(sys.stderr)
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
+
+
+def rich_console(stream: TextIO) -> Console:
+    """A console of rich whose own colours and movements reach a stream, and nobody else's.
+
+    Args:
+        stream: A terminal; of a ``SafeStream``, the stream behind it.
+    """
+    from rich.console import Console, ConsoleOptions, RenderableType
+    from rich.segment import Segment
+
+    class SafeConsole(Console):
+        def render(
+            self, renderable: RenderableType, options: ConsoleOptions | None = None
+        ) -> Iterable[Segment]:
+            for segment in super().render(renderable, options):
+                text = segment.text if segment.control else printable(segment.text, keep="\n")
+                yield segment._replace(text=text)
+
+    return SafeConsole(file=stream._stream if isinstance(stream, SafeStream) else stream)
+
+
+def start_live(live: Live) -> None:
+    """Start a live display; what others write meanwhile goes above it, as safe as before.
+
+    rich replaces both streams until the display stops, and would obey escapes in what they get.
+    """
+    are_safe = [isinstance(stream, SafeStream) for stream in (sys.stdout, sys.stderr)]
+    live.start(refresh=True)
+    if are_safe[0]:
+        sys.stdout = _safe(sys.stdout)
+    if are_safe[1]:
+        sys.stderr = _safe(sys.stderr)
+
+
+def _safe(stream: TextIO) -> TextIO:
+    return stream if isinstance(stream, SafeStream) else cast(TextIO, SafeStream(stream))
