@@ -5,7 +5,6 @@ Every package may use these; they need nothing but Python and our errors.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import io
 import os
@@ -172,19 +171,8 @@ def write_atomically(path: str | Path, content: bytes) -> None:
         write_file(temporary, [content])
 
 
-def check_regular(path: str | Path) -> None:
-    """Refuse what is no regular file before it is opened: FIFOs and devices may never end.
-
-    Raises:
-        OSError: It is something else, or is not there.
-    """
-    if not stat.S_ISREG(Path(path).stat().st_mode):
-        raise OSError(errno.EINVAL, "not a regular file", str(path))
-
-
 def describe_file(path: str | Path) -> FileEntry:
     """Size and hash of a file as it is on the disk."""
-    check_regular(path)
     digest, size = hashlib.sha256(), 0
     with open_regular(path) as file:
         while chunk := file.read(CHUNK_BYTES):

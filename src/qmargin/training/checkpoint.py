@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from qmargin.errors import CheckpointError
-from qmargin.files import check_regular
+from qmargin.errors import CheckpointError, DataError
+from qmargin.files import open_regular
 from qmargin.training.exchange import Exchange, agree, check_ranks
 from qmargin.training.folders import list_leftovers, list_steps
 from qmargin.training.manifest import Checkpoint, read_manifest, verify
@@ -197,9 +197,9 @@ def read_recipe(checkpoint: Checkpoint) -> str:
 def _read_text(checkpoint: Checkpoint, name: str) -> str:
     path = checkpoint.path / name
     try:
-        check_regular(path)
-        return path.read_bytes().decode()
-    except (OSError, UnicodeDecodeError) as error:
+        with open_regular(path) as file:
+            return file.read().decode()
+    except (OSError, DataError, UnicodeDecodeError) as error:
         raise CheckpointError(
             f"{path} cannot be read ({error}); restore it, or resume from an older checkpoint"
         ) from error

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from qmargin.errors import CheckpointError
-from qmargin.files import FileEntry, check_regular, describe_file
+from qmargin.errors import CheckpointError, DataError
+from qmargin.files import FileEntry, describe_file, open_regular
 
 MANIFEST = "manifest.json"
 VERSION = 1
@@ -125,13 +125,12 @@ def read_manifest(folder: Path) -> Manifest:
     """The manifest in ``folder``, its own hash checked and no other."""
     path = folder / MANIFEST
     try:
-        check_regular(path)
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             content = file.read(MAX_MANIFEST_BYTES)
         return Manifest.from_text(content.decode())
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read ({error.strerror or error})") from error
-    except (UnicodeDecodeError, CheckpointError) as error:
+    except (UnicodeDecodeError, CheckpointError, DataError) as error:
         raise CheckpointError(f"{path}: {error}") from error
 
 
@@ -164,8 +163,8 @@ def _changed(path: Path, entry: FileEntry) -> str:
     """What is wrong with a file's content; empty if nothing is."""
     try:
         digest = describe_file(path).sha256
-    except OSError as error:
-        return f"cannot be read ({error.strerror or error})"
+    except (OSError, DataError) as error:
+        return f"cannot be read ({getattr(error, 'strerror', None) or error})"
     if digest != entry.sha256:
         return f"is damaged: its hash is {digest[:12]}... and the manifest says {entry.sha256:.12}"
     return ""

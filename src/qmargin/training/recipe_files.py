@@ -11,8 +11,8 @@ from typing import Any, Literal, get_args, get_origin
 
 import yaml
 
-from qmargin.errors import ConfigError
-from qmargin.files import check_regular
+from qmargin.errors import ConfigError, DataError
+from qmargin.files import open_regular
 from qmargin.training.fields import Option, check_known, hints_of, optional_of
 from qmargin.training.loss_part import LossPart
 from qmargin.training.recipe import Recipe
@@ -80,12 +80,12 @@ def read_recipe(path: Path | str) -> Recipe:
     """Read a recipe from a YAML file."""
     path = Path(path)
     try:
-        check_regular(path)
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             content = file.read(MAX_BYTES + 1)
-    except OSError as error:
+    except (OSError, DataError) as error:
+        reason = getattr(error, "strerror", None) or error
         raise ConfigError(
-            f"{path} cannot be read ({error.strerror}); give the name of a recipe or a YAML file"
+            f"{path} cannot be read ({reason}); give the name of a recipe or a YAML file"
         ) from error
     if len(content) > MAX_BYTES:
         raise ConfigError(

@@ -10,7 +10,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from qmargin.files import check_regular, replacing
+from qmargin.files import open_regular, replacing
 from qmargin.training.journal import plain
 
 STATUS = "status.json"
@@ -20,8 +20,8 @@ def read_status(folder: str | Path) -> dict[str, Any]:
     """The status of the last run in a folder; empty where there is none that can be read."""
     path = Path(folder) / STATUS
     try:
-        check_regular(path)
-        found = json.loads(path.read_bytes())
+        with open_regular(path) as file:
+            found = json.load(file)
     except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}

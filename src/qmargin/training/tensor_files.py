@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qmargin.errors import CheckpointError
+from qmargin.errors import CheckpointError, DataError
 from qmargin.files import FileEntry, check_regular, write_file
 
 DTYPES = {
@@ -79,7 +79,7 @@ def open_tensors(path: Path) -> Iterator[Any]:
         check_regular(path)
         with safe_open(path, framework="pt") as file:
             yield file
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, DataError) as error:
         raise CheckpointError(
             f"{path} cannot be read ({error}); restore it, or resume from an older checkpoint"
         ) from error
