@@ -82,10 +82,11 @@ def read_recipe(path: Path | str) -> Recipe:
     try:
         with open_regular(path) as file:
             content = file.read(MAX_BYTES + 1)
-    except (OSError, DataError) as error:
-        reason = getattr(error, "strerror", None) or error
+    except DataError as error:
+        raise ConfigError(str(error)) from error
+    except OSError as error:
         raise ConfigError(
-            f"{path} cannot be read ({reason}); give the name of a recipe or a YAML file"
+            f"{path} cannot be read ({error.strerror}); give the name of a recipe or a YAML file"
         ) from error
     if len(content) > MAX_BYTES:
         raise ConfigError(
