@@ -10,7 +10,7 @@ import pytest
 SOURCE = Path(__file__).parents[1] / "src" / "qmargin"
 MAY_IMPORT = {
     "errors": "",
-    "files": "",
+    "files": "errors",
     "reading": "",
     "maths": "errors",
     "metrics": "errors",

@@ -2,6 +2,7 @@
 
 import argparse
 import io
+import json
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from qmargin.cli.evaluate import add_evaluate
 from qmargin.cli.evaluate_table import _safe
 from qmargin.cli.progress import PlainProgress, stage_progress
 from qmargin.errors import ConfigError, DataError, ProtocolError
+from qmargin.evaluation.embed_folder import write_embedding_file
 from qmargin.evaluation.result import Result, read_result
 
 
@@ -189,3 +191,31 @@ def test_progress_in_a_terminal_is_a_bar(monkeypatch: pytest.MonkeyPatch) -> Non
         progress("scoring", 1, 4)
         progress("scoring", 4, 4)
     assert "scoring" in stream.getvalue()
+
+
+@pytest.mark.parametrize("suffix", ["npz", "safetensors"])
+def test_a_result_names_the_weights_behind_its_embeddings(folder: Path, suffix: str) -> None:
+    speakers, weights = make_speakers(), "ab" * 32
+    path = folder / f"e.{suffix}"
+    write_embedding_file(path, speakers.keys, speakers.matrix, metadata={"model": weights})
+    command = ["trials", folder / "trials.txt", "--embeddings", path, "--replicates", 0]
+    result = evaluated(*command, "--out", folder / "r.json")
+    assert result.system.model_card == {"weights_sha256": weights}
+    other = folder / "card.json"
+    other.write_text(json.dumps({"weights_sha256": "cd" * 32}))
+    with pytest.raises(DataError, match=r"cdcdcdcdcdcd.* abababababab"):
+        evaluated(*command, "--out", folder / "r.json", "--model-card", other)
+
+
+def test_mirrored_and_self_pairs_are_counted(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = (folder / "system.txt").read_text().splitlines()
+    enrol, test, score, label = lines[0].split()
+    lines += [f"{test} {enrol} {score} {label}", f"{enrol} {enrol} 1.0 target"]
+    (folder / "odd.txt").write_text("\n".join(lines) + "\n")
+    result = evaluated("scores", folder / "odd.txt", "--out", folder / "r.json", "--replicates", 0)
+    assert [note.split()[0] for note in result.notes] == ["1", "1"]
+    printed = capsys.readouterr().out
+    assert "note: 1 pairs occur in both orders" in printed
+    assert "note: 1 trials compare a sample with itself" in printed

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from qmargin.cli.paths import add_overwrite
+
 EMBEDDINGS_HELP = (
     "embeddings: written by --model, or read where there is no --model (OUT with "
     ".embeddings.safetensors)"
@@ -44,6 +46,7 @@ def add_measures(
     add("--level", type=float, default=0.95, help="of the intervals (0.95)")
     add("--seed", type=int, default=0, help=f"of {seeded} (0)")
     add("--hardest", type=int, default=20, metavar="N", help=f"hardest {hardest} to keep (20)")
+    add_overwrite(parser)
 
 
 def add_costs(parser: argparse.ArgumentParser) -> None:

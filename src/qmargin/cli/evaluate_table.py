@@ -34,7 +34,8 @@ def print_result(result: Result, path: Path) -> None:
         intervals += f", {method.level:.0%}, {method.num_replicates:,} replicates"
     if method.note:
         intervals += f" ({method.note})"
-    sys.stdout.write(f"{_printable(intervals)}\n{path}\n")
+    notes = "".join(f"note: {_printable(note)}\n" for note in result.notes)
+    sys.stdout.write(f"{_printable(intervals)}\n{notes}{path}\n")
 
 
 def _rows(result: Result) -> list[Sequence[str]]:

@@ -7,6 +7,7 @@ import shlex
 import sys
 from pathlib import Path
 
+from qmargin.cli.paths import add_overwrite
 from qmargin.cli.recipes import load_recipe
 from qmargin.cli.stopping import told_to_go_on
 
@@ -58,6 +59,7 @@ def add_sweep(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     add("--stop-early", action="store_true", help="end trials that are behind the median")
     add("--parallel", type=int, metavar="N", help="trials at once (one on each device)")
     add("--devices", default="auto", metavar="NAMES", help="such as cpu, or cuda:0,cuda:1 (auto)")
+    add_overwrite(parser)
     parser.set_defaults(run=run)
 
 
@@ -82,6 +84,7 @@ def run(arguments: argparse.Namespace) -> None:
         devices=tuple(filter(None, arguments.devices.split(","))),
         data=RecipeData(tuple(_validation(text) for text in arguments.validation)),
         command="qmargin " + shlex.join(sys.argv[1:]),
+        overwrite=arguments.overwrite,
     )
     with told_to_go_on():
         run_sweep(options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -81,7 +82,22 @@ def evaluate_scores(
         created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         command=command,
         qmargin=qmargin.__version__,
+        notes=tuple(_notes(score_set)),
     )
+
+
+def _notes(score_set: ScoreSet) -> Iterator[str]:
+    """What is odd about the trials, though they can be measured."""
+    counts = score_set.pair_counts
+    if counts.num_mirrored:
+        yield (
+            f"{counts.num_mirrored:,} pairs occur in both orders and count twice: remove one order"
+        )
+    if counts.num_self:
+        yield (
+            f"{counts.num_self:,} trials compare a sample with itself, which says nothing about "
+            "others: remove them"
+        )
 
 
 def _sides(score_set: ScoreSet) -> tuple[Floats, Floats]:

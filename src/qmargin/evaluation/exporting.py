@@ -71,6 +71,17 @@ def export_run(
     return write_model(directory, weights=tensors, card=card, recipe=text)
 
 
+def is_export_of(directory: str | Path, run: str | Path, *, weights: str = "last") -> bool:
+    """Whether a directory is the model directory that ``export_run`` makes of a run."""
+    from qmargin.models.directory import is_model_directory, read_card
+
+    if not is_model_directory(directory):
+        return False
+    facts = read_card(directory).facts
+    found = facts.get("checkpoint_sha256"), facts.get("weights")
+    return found == (_find_checkpoint(Path(run)).sha256, weights)
+
+
 def write_prototypes(run: str | Path, path: str | Path) -> int:
     """Write the class vectors of a run as embeddings, a cohort for score normalisation.
 
@@ -93,7 +104,11 @@ def write_prototypes(run: str | Path, path: str | Path) -> int:
 
 
 def add_thresholds(
-    directory: str | Path, result: str | Path, *, flip: str | None = None
+    directory: str | Path,
+    result: str | Path,
+    *,
+    flip: str | None = None,
+    is_trusted: bool = False,
 ) -> Thresholds:
     """Put the operating points of a result file into a model directory.
 
@@ -101,10 +116,12 @@ def add_thresholds(
         directory: The model directory.
         result: ``result.json`` of an evaluation of this model on pairs of samples.
         flip: How it embedded images, ``"none"`` or ``"sum"``; None for what the result says.
+        is_trusted: Take a result that names no weights for one of this model.
 
     Raises:
         ConfigError: The result does not say how images were embedded, or says otherwise.
-        DataError: It is of another model, or of other comparisons than those of two samples.
+        DataError: It is of another model or names none, or is of other comparisons than those of
+            two samples.
     """
     from qmargin.models.directory import THRESHOLDS, add_facts, read_card
 
@@ -114,6 +131,7 @@ def add_thresholds(
         weights_sha256=card.weights_sha256,
         result_sha256=sha256_of(result),
         flip=_chosen_flip(flip_of(found), flip, card, result),
+        is_trusted=is_trusted,
     )
     write_thresholds(Path(directory) / THRESHOLDS, thresholds)
     facts = {

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from qmargin.errors import ConfigError, DataError
+from qmargin.files import check_regular
 
 SCORE_LAYOUTS = {  # the first two are the orders of WeSpeaker, and of SpeechBrain and 3D-Speaker
     "enrol-test-score-label": ("enrol", "test", "score", "label"),
@@ -69,6 +70,7 @@ def _split_quoted(line: bytes, delimiter: str) -> list[bytes]:
 
 def numbered_lines(path: str | Path) -> Iterator[tuple[int, bytes]]:
     """Lines that are not blank, with their numbers, without their ends and a byte-order mark."""
+    check_regular(path)
     with Path(path).open("rb") as file:
         number = 0
         while line := file.readline(MAX_LINE_BYTES + 1):

@@ -9,11 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qmargin.errors import DataError
-from qmargin.evaluation.keys import KeyTable, TrialKeys
+from qmargin.evaluation.keys import NO_COUNTS, KeyTable, TrialKeys
 from qmargin.evaluation.layouts import HEADER_NAMES, LABEL_WORDS, LABELS
 from qmargin.evaluation.result import Source
 from qmargin.evaluation.score_files import RawScores
-from qmargin.evaluation.trials import SubjectColumns, refuse_duplicates
+from qmargin.evaluation.trials import SubjectColumns, check_pairs
 from qmargin.files import sha256_of
 
 
@@ -75,17 +75,18 @@ def _columns(path: str | Path, named: dict[str, NDArray[Any]], source: Source) -
         return f"{path}, row {row}"
 
     keys = _pair(path, named, "enrol", "test")
+    labels = _labels(path, named["label"]) if "label" in named else None
     trial_keys = None if keys is None else TrialKeys.from_codes(*keys)
-    if trial_keys is not None:
-        refuse_duplicates(trial_keys, where)
+    counts = NO_COUNTS if trial_keys is None else check_pairs(trial_keys, labels, where)
     subjects = _pair(path, named, "enrol_subject", "test_subject")
     return RawScores(
         scores,
-        _labels(path, named["label"]) if "label" in named else None,
+        labels,
         trial_keys,
         source,
         None if subjects is None else SubjectColumns(tuple(subjects[0]), *subjects[1:]),
         where,
+        counts,
     )
 
 

@@ -9,10 +9,11 @@ from typing import Any, cast
 
 from qmargin.errors import DataError
 from qmargin.evaluation.records import decode, encode
-from qmargin.files import write_atomically
+from qmargin.files import check_regular, write_atomically
 
 FORMAT = "qmargin-result"
 VERSION = 1
+RESULT_MARK = f'"format": "{FORMAT}"'
 STATUSES = ("ok", "few", "not measurable")
 
 
@@ -241,7 +242,7 @@ class Hardest:
 
 @dataclass(frozen=True)
 class Result:
-    """One system on one protocol."""
+    """One system on one protocol; ``notes`` say what a reader of its numbers has to know."""
 
     system: System
     protocol: Protocol
@@ -257,6 +258,7 @@ class Result:
     created: str
     command: str
     qmargin: str
+    notes: tuple[str, ...] = ()
 
 
 def far_key(far: float) -> str:
@@ -302,6 +304,7 @@ def write_result(path: str | Path, result: Result) -> None:
 
 def read_result(path: str | Path) -> Result:
     """Read and check ``result.json``."""
+    check_regular(path)
     try:
         content = json.loads(Path(path).read_bytes(), parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:

@@ -14,10 +14,11 @@ from qmargin.errors import ConfigError, DataError, ShapeError
 from qmargin.evaluation.embeddings import Embeddings
 from qmargin.evaluation.resuming import ResumableFile
 from qmargin.evaluation.trials import TrialList
-from qmargin.files import Progress
+from qmargin.files import Guard, Progress
 from qmargin.metrics.normalise import Moments, cohort_moments
 
 Floats = NDArray[np.float64]
+SCORES_MARK = "enrol\ttest\tscore"  # its first line: other programs may write the same
 _COHORT_BLOCK = 1024  # rows whose cohort scores are held at once
 
 
@@ -43,6 +44,7 @@ def score_trials(
     center: Embeddings | None = None,
     block: int = 8192,
     restart: bool = False,
+    guard: Guard | None = None,
     progress: Progress | None = None,
 ) -> Path:
     """Score every trial and write ``out``: a table with the columns enrol, test, score, label.
@@ -58,6 +60,7 @@ def score_trials(
         center: Its mean is subtracted from every embedding first, the cohort's too.
         block: Trials between two records of progress.
         restart: Throw away a part that other inputs or options made.
+        guard: Decides whether an existing ``out`` is replaced; None for always.
         progress: Called with the trials done and their number.
 
     Raises:
@@ -72,7 +75,7 @@ def score_trials(
     moments = None if norm is None else _cohort_moments(unit, norm, mean)
     _check_names(names)
     fingerprint = _fingerprint(embeddings, trials, norm, center)
-    with ResumableFile(out, fingerprint, restart=restart) as file:
+    with ResumableFile(out, fingerprint, restart=restart, guard=guard) as file:
         for start in range(file.num_done, len(trials), block):
             stop = min(start + block, len(trials))
             enrol, test = trials.keys.enrol[start:stop], trials.keys.test[start:stop]

@@ -80,7 +80,7 @@ def write_onnx(
     Raises:
         BackendError: A package is missing, the network cannot be exported, or the results differ.
     """
-    _check_packages()
+    check_packages()
     path = Path(path)
     if backbone.training:
         raise ConfigError("the backbone is in training mode; call eval() on it first")
@@ -104,7 +104,12 @@ def write_onnx(
     return OnnxRecord(describe_file(path).sha256, opset, runtime, difference)
 
 
-def _check_packages() -> None:
+def check_packages() -> None:
+    """Refuse an export whose packages are missing.
+
+    Raises:
+        BackendError: Naming them.
+    """
     missing = [name for name in _PACKAGES if find_spec(name) is None]
     if missing:
         raise BackendError(
