@@ -12,13 +12,14 @@ import secrets
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from pathlib import Path
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import NamedTuple
 
 from qmargin.errors import ConfigError, DataError
 
 Progress = Callable[[int, int], None]  # called with how much is done, and of how much
 CHUNK_BYTES = 1 << 24
+FORMULA = ("=", "+", "-", "@", "\t", "\r")  # spreadsheets run a cell that begins so
 MADE_BY = "Made by qmargin"  # a mark near the start or the end of files without a format entry
 _EDGE_BYTES = 4096  # where marks are looked for
 
@@ -116,6 +117,45 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def escape_formula(text: str) -> str:
+    """A cell that a spreadsheet takes for text: a quote goes before what would be a formula.
+
+    Examples:
+        >>> escape_formula("=1+1"), escape_formula("ann"), escape_formula("'=1+1")
+        ("'=1+1", 'ann', "''=1+1")
+    """
+    return f"'{text}" if text.lstrip("'").startswith(FORMULA) else text
+
+
+def unescape_formula(text: str) -> str:
+    """The text behind a cell of ``escape_formula``.
+
+    Examples:
+        >>> unescape_formula("'=1+1"), unescape_formula("'ann'")
+        ('=1+1', "'ann'")
+    """
+    is_escaped = text.startswith("'") and text.lstrip("'").startswith(FORMULA)
+    return text[1:] if is_escaped else text
+
+
+def without_folders(text: str) -> str:
+    """A text, or the name alone where it is an absolute path, or a setting whose value is one.
+
+    Folders often name people, customers and machines.
+
+    Examples:
+        >>> without_folders("/home/ann/faces"), without_folders("data.path=/home/ann/faces")
+        ('faces', 'data.path=faces')
+        >>> without_folders("faces/1.jpg"), without_folders("a = b")
+        ('faces/1.jpg', 'a = b')
+    """
+    for path in (PurePosixPath(text), PureWindowsPath(text)):
+        if path.is_absolute():
+            return path.name or path.anchor
+    key, equals, value = text.partition("=")
+    return f"{key}={without_folders(value)}" if equals else text
 
 
 def check_regular(path: str | Path) -> None:

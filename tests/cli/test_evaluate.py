@@ -5,6 +5,7 @@ import io
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from helpers.speakers import make_speakers
@@ -219,3 +220,36 @@ def test_mirrored_and_self_pairs_are_counted(
     printed = capsys.readouterr().out
     assert "note: 1 pairs occur in both orders" in printed
     assert "note: 1 trials compare a sample with itself" in printed
+
+
+def test_thresholds_are_shown_with_digits_that_differ(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [line.split() for line in (folder / "system.txt").read_text().splitlines()]
+    near = [f"{a} {b} {1 + float(score) * 1e-9!r} {label}\n" for a, b, score, label in lines]
+    (folder / "near.txt").write_text("".join(near))
+    options = ["--out", folder / "r.json", "--replicates", 0, "--fars", 0.1, 0.01]
+    result = evaluated("scores", folder / "near.txt", *options)
+    printed = capsys.readouterr().out
+    first, second = (point.threshold for point in result.metrics.tar)
+    rows = [line.split("|") for line in printed.splitlines() if "TAR at FAR" in line]
+    assert first != second
+    assert rows[0][-3].strip() != rows[1][-3].strip()
+    assert "does not tell subjects apart" in result.notes[0]
+    assert "note: all " in printed
+
+
+def test_collapsed_embeddings_are_reported(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    speakers = make_speakers()
+    matrix = 1.0 + 1e-4 * speakers.matrix
+    np.savez(folder / "flat.npz", keys=np.array(speakers.keys), embeddings=matrix)
+    command = ["trials", folder / "trials.txt", "--embeddings", folder / "flat.npz"]
+    result = evaluated(
+        *command, "--center", folder / "flat.npz", "--out", folder / "r.json", "--replicates", 0
+    )
+    assert "embeddings have collapsed" in result.notes[0]
+    assert "note: embeddings have collapsed" in capsys.readouterr().out
+    healthy = ["trials", folder / "trials.txt", "--embeddings", folder / "model.npz"]
+    assert evaluated(*healthy, "--out", folder / "h.json", "--replicates", 0).notes == ()

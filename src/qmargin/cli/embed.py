@@ -53,6 +53,7 @@ def run_embed(arguments: argparse.Namespace) -> None:
         write_embedding_file,
         write_manifest,
     )
+    from qmargin.evaluation.embeddings import collapse_note
     from qmargin.evaluation.model import load_model
 
     out = check_suffix(arguments.out)
@@ -77,6 +78,9 @@ def run_embed(arguments: argparse.Namespace) -> None:
     metadata = {"model": model.card.weights_sha256, "name": model.card.name, "flip": flip}
     write_embedding_file(out, found.keys, found.matrix, metadata=metadata)
     write_manifest(manifest, found.files)
+    note = collapse_note(found.matrix)
+    if note is not None:
+        sys.stderr.write(f"warning: {note}\n")
     bad = [file for file in found.files if file.row is None]
     for file in bad[:_SHOWN]:
         sys.stderr.write(f"left out {printable(file.key)}: {printable(file.problem)}\n")

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qmargin.cli.evaluate_checks import check_outputs, with_weights
+from qmargin.cli.evaluate_checks import check_outputs, collapse_notes, with_weights
 from qmargin.cli.evaluate_faces import add_face_protocols
 from qmargin.cli.evaluate_options import add_costs, add_measures
 from qmargin.cli.evaluate_speakers import add_speaker_protocols
@@ -19,6 +19,7 @@ from qmargin.errors import ConfigError, DataError
 from qmargin.files import check_regular
 
 if TYPE_CHECKING:
+    from qmargin.evaluation.embeddings import Embeddings
     from qmargin.evaluation.options import EvaluationOptions
     from qmargin.evaluation.result import Result, Source
     from qmargin.evaluation.score_files import ScoreSet
@@ -162,7 +163,7 @@ def _run_trials(arguments: argparse.Namespace) -> None:
         sources = (*score_set.sources, *(other.source for other in others))
         score_set = replace(score_set, sources=sources)
         files = (arguments.embeddings, arguments.file)
-        result = _measure(arguments, score_set, progress, files, embeddings.weights_sha256)
+        result = _measure(arguments, score_set, progress, files, embeddings)
     print_result(result, arguments.out)
 
 
@@ -171,7 +172,7 @@ def _measure(
     score_set: ScoreSet,
     progress: _Progress,
     files: tuple[Path, Path],
-    weights: str | None = None,
+    embeddings: Embeddings | None = None,
 ) -> Result:
     """Evaluate and write the result; system and protocol have names after their files."""
     from qmargin.evaluation.evaluate import evaluate_scores
@@ -179,16 +180,16 @@ def _measure(
 
     result = evaluate_scores(
         score_set,
-        _options(arguments, *files, weights),
+        _options(arguments, *files, embeddings),
         command="qmargin " + shlex.join(sys.argv[1:]),
         progress=progress,
     )
-    write_result(arguments.out, result)
+    write_result(arguments.out, result, keep_paths=arguments.keep_paths)
     return result
 
 
 def _options(
-    arguments: argparse.Namespace, system: Path, protocol: Path, weights: str | None
+    arguments: argparse.Namespace, system: Path, protocol: Path, embeddings: Embeddings | None
 ) -> EvaluationOptions:
     from qmargin.evaluation.evaluate import default_name
     from qmargin.evaluation.options import EvaluationOptions
@@ -208,8 +209,12 @@ def _options(
         seed=arguments.seed,
         level=arguments.level,
         num_hardest=arguments.hardest,
-        model_card=with_weights(_model_card(arguments.model_card), weights),
+        model_card=with_weights(
+            _model_card(arguments.model_card),
+            None if embeddings is None else embeddings.weights_sha256,
+        ),
         sources=sources,
+        notes=() if embeddings is None else collapse_notes(embeddings),
     )
 
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from qmargin.cli.paths import guard_of
 from qmargin.errors import ConfigError, DataError
 from qmargin.files import Guard
+
+if TYPE_CHECKING:
+    from qmargin.evaluation.embeddings import Embeddings
 
 
 def check_outputs(arguments: argparse.Namespace) -> Guard:
@@ -77,3 +81,11 @@ def with_weights(card: dict[str, str] | None, weights: str | None) -> dict[str, 
             f"{weights:.12}...; give the card of the model that made them"
         )
     return {**(card or {}), "weights_sha256": weights}
+
+
+def collapse_notes(embeddings: Embeddings) -> tuple[str, ...]:
+    """What the result says of embeddings that all but coincide."""
+    from qmargin.evaluation.embeddings import collapse_note
+
+    note = collapse_note(embeddings.matrix)
+    return () if note is None else (note,)

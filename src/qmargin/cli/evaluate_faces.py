@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from qmargin.cli.evaluate_checks import check_protocol, with_weights
+from qmargin.cli.evaluate_checks import check_protocol, collapse_notes, with_weights
 from qmargin.cli.evaluate_options import EMBEDDINGS_HELP, add_measures
 from qmargin.cli.progress import BarProgress, PlainProgress, stage_progress
 from qmargin.errors import ConfigError, DataError
@@ -127,7 +127,10 @@ def _run_lfw(arguments: argparse.Namespace) -> None:
         measured = sets.evaluate_verification_set(
             pairs,
             features,
-            _options(arguments, arguments.file, arguments.fars, card),
+            replace(
+                _options(arguments, arguments.file, arguments.fars, card),
+                notes=collapse_notes(embeddings),
+            ),
             compatible=arguments.insightface,
             sources=(embeddings.source,),
             command=_command(),
@@ -135,7 +138,7 @@ def _run_lfw(arguments: argparse.Namespace) -> None:
         )
     if arguments.pictures is not None:
         sets.write_pictures(arguments.pictures, pairs, measured.result.hardest, guard=guard)
-    _finish(measured, arguments.out)
+    _finish(measured, arguments.out, arguments)
 
 
 def _run_pairs(arguments: argparse.Namespace) -> None:
@@ -155,7 +158,10 @@ def _run_pairs(arguments: argparse.Namespace) -> None:
         measured = evaluate_pairs(
             embeddings,
             trials,
-            _options(arguments, arguments.file, arguments.fars, card),
+            replace(
+                _options(arguments, arguments.file, arguments.fars, card),
+                notes=collapse_notes(embeddings),
+            ),
             scores=arguments.scores,
             guard=guard,
             folds=pairs.folds,
@@ -163,7 +169,7 @@ def _run_pairs(arguments: argparse.Namespace) -> None:
             command=_command(),
             progress=progress,
         )
-    _finish(measured, arguments.out)
+    _finish(measured, arguments.out, arguments)
 
 
 def _run_ijb(arguments: argparse.Namespace) -> None:
@@ -185,11 +191,12 @@ def _run_ijb(arguments: argparse.Namespace) -> None:
         templates = pool_templates(
             embeddings.matrix, release.rows, pooling, progress=partial(progress, "pooling")
         )
-        sources = (*release.sources, embeddings.source)
+        sources, notes = (*release.sources, embeddings.source), collapse_notes(embeddings)
         del embeddings  # a gigabyte that nothing needs any more
         default = _IJB_FARS if arguments.task == "1:1" else _FPIRS
         fars = arguments.fars or default
-        options = replace(_options(arguments, Path(release.name), fars, card), sources=sources)
+        options = _options(arguments, Path(release.name), fars, card)
+        options = replace(options, sources=sources, notes=notes)
         run = _verify_templates if arguments.task == "1:1" else _search_galleries
         found = run(release, templates, options, progress)
     for suffix, measured in found:
@@ -200,7 +207,7 @@ def _run_ijb(arguments: argparse.Namespace) -> None:
         if suffix:
             out = out.with_name(f"{out.stem}{suffix}{out.suffix}")
             guard.check(out, RESULT_MARK)
-        _finish(measured, out)
+        _finish(measured, out, arguments)
 
 
 def _verify_templates(
@@ -327,13 +334,13 @@ def _command() -> str:
     return "qmargin " + shlex.join(sys.argv[1:])
 
 
-def _finish(measured: Measured, path: Path) -> None:
+def _finish(measured: Measured, path: Path, arguments: argparse.Namespace) -> None:
     """Write the result and print its tables."""
     from qmargin.cli.evaluate_table import print_result
     from qmargin.cli.tables import output_console, print_table
     from qmargin.evaluation.protocols.measures import write_measured
 
-    write_measured(path, measured)
+    write_measured(path, measured, keep_paths=arguments.keep_paths)
     if measured.measures:
         rows = [
             [

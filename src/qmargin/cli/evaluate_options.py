@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from qmargin.cli.paths import add_overwrite
+from qmargin.cli.paths import add_keep_paths, add_overwrite
 
 EMBEDDINGS_HELP = (
     "embeddings: written by --model, or read where there is no --model (OUT with "
@@ -47,6 +47,7 @@ def add_measures(
     add("--seed", type=int, default=0, help=f"of {seeded} (0)")
     add("--hardest", type=int, default=20, metavar="N", help=f"hardest {hardest} to keep (20)")
     add_overwrite(parser)
+    add_keep_paths(parser)
 
 
 def add_costs(parser: argparse.ArgumentParser) -> None:

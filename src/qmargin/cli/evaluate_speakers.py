@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qmargin.cli.evaluate_checks import check_protocol, with_weights
+from qmargin.cli.evaluate_checks import check_protocol, collapse_notes, with_weights
 from qmargin.cli.evaluate_options import EMBEDDINGS_HELP, add_costs, add_measures
 from qmargin.cli.progress import BarProgress, PlainProgress, stage_progress
 from qmargin.errors import ConfigError
@@ -87,7 +88,7 @@ def _run_voxceleb(arguments: argparse.Namespace) -> None:
         result = evaluate_speakers(
             embeddings,
             trials,
-            _options(arguments, protocol, card),
+            replace(_options(arguments, protocol, card), notes=collapse_notes(embeddings)),
             scoring=scoring,
             calibration=calibration,
             scores=arguments.scores,
@@ -95,7 +96,7 @@ def _run_voxceleb(arguments: argparse.Namespace) -> None:
             command="qmargin " + shlex.join(sys.argv[1:]),
             progress=progress,
         )
-    write_result(arguments.out, result)
+    write_result(arguments.out, result, keep_paths=arguments.keep_paths)
     print_result(result, arguments.out)
 
 

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qmargin.cli.paths import add_overwrite, guard_of
+from qmargin.cli.paths import add_keep_paths, add_overwrite, guard_of
 from qmargin.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -72,6 +72,7 @@ def add_export(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="write a fact into the model card, as in licence=CC0; may be repeated",
     )
     add_overwrite(parser)
+    add_keep_paths(parser)
     parser.set_defaults(run=run_export)
 
 
@@ -163,7 +164,13 @@ def _directory(arguments: argparse.Namespace) -> Path:
             )
         out: Path = arguments.out
         if not is_export_of(out, source, weights=arguments.weights):
-            export_run(source, out, weights=arguments.weights, name=arguments.name)
+            export_run(
+                source,
+                out,
+                weights=arguments.weights,
+                name=arguments.name,
+                keep_paths=arguments.keep_paths,
+            )
         elif arguments.name not in (None, read_card(out).name):
             raise ConfigError(
                 f"{out} is this run's model already, under the name {read_card(out).name!r}; leave "

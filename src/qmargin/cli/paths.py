@@ -26,6 +26,12 @@ def add_overwrite(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--overwrite", action="store_true", help=note)
 
 
+def add_keep_paths(parser: argparse.ArgumentParser) -> None:
+    """Add the option that keeps absolute paths in what is written."""
+    note = "write absolute paths as they are; otherwise names of files stand for them"
+    parser.add_argument("--keep-paths", action="store_true", help=note)
+
+
 def guard_of(
     arguments: argparse.Namespace, outputs: Collection[str], *, own: Iterable[str] = ()
 ) -> Guard:

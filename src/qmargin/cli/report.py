@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from qmargin.cli.paths import add_overwrite
+from qmargin.cli.paths import add_keep_paths, add_overwrite
 
 
 def add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -50,6 +50,7 @@ def add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--no-figures", action="store_false", dest="figures", help="draw no figures"
     )
     add_overwrite(parser)
+    add_keep_paths(parser)
     parser.set_defaults(run=run_report)
 
 
@@ -64,6 +65,7 @@ def run_report(arguments: argparse.Namespace) -> None:
         journals=tuple(arguments.journal),
         has_figures=arguments.figures,
         overwrite=arguments.overwrite,
+        keep_paths=arguments.keep_paths,
     )
     if arguments.figures is None and not options.draws_figures:
         sys.stderr.write("no figures: matplotlib is missing; install qmargin[figures] for them\n")

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from qmargin.errors import ConfigError, DataError
 from qmargin.evaluation.embed import EMBEDDINGS_MARK, FORMAT
-from qmargin.files import MADE_BY, Progress, replacing, sha256_of
+from qmargin.files import MADE_BY, Progress, escape_formula, replacing, sha256_of
 
 EXTENSIONS = {
     "images": frozenset({"jpg", "jpeg", "png", "webp", "bmp", "ppm"}),
@@ -173,13 +173,14 @@ def write_embedding_file(
 
 
 def write_manifest(path: str | Path, files: Iterable[FileRow]) -> None:
-    """Write what became of every file as CSV, for its owner alone."""
+    """Write what became of every file as CSV, for its owner alone; no cell is a formula."""
     text = io.StringIO(newline="")
     writer = csv.writer(text)
     writer.writerow(_COLUMNS)
     for file in files:
         row = "" if file.row is None else file.row
-        writer.writerow([file.key, row, file.sha256, file.problem])
+        key, problem = escape_formula(file.key), escape_formula(file.problem)
+        writer.writerow([key, row, file.sha256, problem])
     write_private(path, [text.getvalue().encode()])
 
 

@@ -19,6 +19,8 @@ from qmargin.evaluation.result import Source
 from qmargin.files import check_regular, sha256_of
 
 Named = list[tuple[str, NDArray[Any], str]]  # name, vector [d], place in the file for messages
+COLLAPSED = 1e-4  # embeddings whose cosines are this near to 1 in the mean say nothing
+_ROWS_LOOKED_AT = 4096
 _READERS = (".npz", ".safetensors", ".ark", ".scp")
 
 
@@ -86,6 +88,30 @@ def read_embeddings(path: str | Path, *, role: str = "embeddings") -> Embeddings
     return Embeddings(tuple(keys), matrix, Source(str(path), sha256_of(path), role), weights)
 
 
+def collapse_note(matrix: NDArray[Any]) -> str | None:
+    """A note where embeddings all but coincide, so that no threshold tells them apart.
+
+    At most some thousand rows are looked at.
+
+    Examples:
+        >>> collapse_note(np.eye(3)), collapse_note(np.ones((3, 2)))[:33]
+        (None, 'embeddings have collapsed: the me')
+    """
+    rows = np.asarray(matrix[:: max(1, len(matrix) // _ROWS_LOOKED_AT)], np.float64)
+    lengths = np.sqrt(np.sum(rows * rows, axis=1, keepdims=True))
+    rows = rows[lengths[:, 0] > 0] / lengths[lengths[:, 0] > 0]
+    if len(rows) < 2:
+        return None
+    total = rows.sum(axis=0)
+    cosine = float((total @ total - len(rows)) / (len(rows) * (len(rows) - 1)))
+    if cosine < 1.0 - COLLAPSED:
+        return None
+    return (
+        f"embeddings have collapsed: the mean cosine of {len(rows):,} of them is {cosine:.7g}, so "
+        "nothing tells subjects apart; look at the training, or at the inputs"
+    )
+
+
 def weights_of(metadata: Mapping[str, str]) -> str | None:
     """Hash of the weights of the model that made a file of embeddings, where it says so.
 
@@ -139,7 +165,7 @@ def _read_safetensors(path: Path) -> tuple[list[str], NDArray[Any], str | None]:
     }
     try:
         keys = json.loads(metadata["keys"]) if "keys" in metadata else None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{path}: the metadata entry keys is not JSON ({error})") from error
     if keys is not None and not isinstance(keys, list):
         raise DataError(f"{path}: the metadata entry keys is not a list of names")

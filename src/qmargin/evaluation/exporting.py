@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import qmargin
 from qmargin.errors import ConfigError
@@ -16,7 +16,7 @@ from qmargin.evaluation.thresholds import (
     thresholds_of,
     write_thresholds,
 )
-from qmargin.files import sha256_of
+from qmargin.files import sha256_of, without_folders
 from qmargin.models.card import INTENDED_USE, LIMITS, ModelCard
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ def export_run(
     weights: str = "last",
     name: str | None = None,
     facts: Mapping[str, str] | None = None,
+    keep_paths: bool = False,
 ) -> ModelCard:
     """Make a model directory of a run.
 
@@ -45,6 +46,7 @@ def export_run(
             run wrote at its end).
         name: Of the model; that of the recipe by default.
         facts: More entries of the card.
+        keep_paths: Keep absolute paths of the recipe, which are names of files otherwise.
 
     Raises:
         ConfigError: There is no such run, or it has no such weights.
@@ -68,7 +70,32 @@ def export_run(
         options=dict(recipe.model.options),
         facts={**_facts(recipe, checkpoint, weights), **(facts or {})},
     )
-    return write_model(directory, weights=tensors, card=card, recipe=text)
+    return write_model(
+        directory, weights=tensors, card=card, recipe=text if keep_paths else _public(recipe, text)
+    )
+
+
+def _public(recipe: Recipe, text: str) -> str:
+    """A recipe's text with names in place of absolute paths; the hash stays that of the run's."""
+    from qmargin.training.recipe_files import from_dict, to_dict, to_yaml
+
+    values = to_dict(recipe)
+    public = _short(values)
+    if public == values:
+        return text
+    _, _, lines = to_yaml(from_dict(public)).partition("\n")
+    return (
+        f"# sha256 of what decides the outcome, with whole paths: {recipe.sha256}\n"
+        f"# absolute paths are cut to their names\n{lines}"
+    )
+
+
+def _short(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _short(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_short, value))
+    return without_folders(value) if isinstance(value, str) else value
 
 
 def is_export_of(directory: str | Path, run: str | Path, *, weights: str = "last") -> bool:

@@ -86,7 +86,7 @@ class ResumableFile:
             record = json.loads(self.record.read_bytes())
             num_done, num_bytes = int(record["num_done"]), int(record["num_bytes"])
             expected, fingerprint = str(record["sha256"]), str(record["fingerprint"])
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
             raise DataError(f"{self.record} is not a progress record: {remedy}") from error
         if fingerprint != self._fingerprint:
             raise DataError(f"{self.partial} was begun with other inputs or options: {remedy}")

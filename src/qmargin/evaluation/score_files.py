@@ -82,7 +82,8 @@ def read_scores(
     ``enrol test score`` (labels come from ``trials``), ``score label`` or ``label score``, or those
     that a header names in any order: ``enrol``, ``test``, ``score``, ``label``, ``enrol_subject``,
     ``test_subject``. NPZ files have ``genuine`` and ``impostor``, or ``scores`` and ``labels`` and
-    maybe the others. The order is found out; a file that can be read in two ways is refused.
+    maybe the others. The order is found out; a file that can be read in two ways is refused. A
+    quote before a name such as ``'=1+1``, which ``score_trials`` writes, is removed.
 
     Args:
         path: The score file.
@@ -140,7 +141,7 @@ def _read_text(path: str | Path, format: str, progress: Progress | None) -> RawS
 
     keys, counts = None, NO_COUNTS
     if "enrol" in layout.columns:
-        keys, counts = checked_keys(columns, where)
+        keys, counts = checked_keys(columns, where, is_table=True)
     return RawScores(
         scores=columns.arrays["score"],
         is_genuine=columns.arrays.get("label"),

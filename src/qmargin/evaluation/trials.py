@@ -22,7 +22,7 @@ from qmargin.evaluation.keys import (
 )
 from qmargin.evaluation.layouts import TRIAL_LAYOUTS, Layout, find_layout
 from qmargin.evaluation.result import Source
-from qmargin.files import Progress
+from qmargin.files import Progress, unescape_formula
 
 Where = Callable[[int], str]
 
@@ -94,11 +94,38 @@ def read_trials(
     return TrialList(keys, columns.arrays.get("label"), source, subjects, where, counts)
 
 
-def checked_keys(columns: Columns, where: Where) -> tuple[TrialKeys, PairCounts]:
-    """Keys of a file's trials, every pair once, and what is odd about them."""
+def checked_keys(
+    columns: Columns, where: Where, *, is_table: bool = False
+) -> tuple[TrialKeys, PairCounts]:
+    """Keys of a file's trials, every pair once, and what is odd about them.
+
+    Args:
+        columns: What was read.
+        where: Row to "file, line n".
+        is_table: Names may have a quote before them that ``escape_formula`` wrote.
+    """
     enrol, test = columns.arrays["enrol"], columns.arrays["test"]
-    keys = TrialKeys.from_codes(decoded(columns.keys.names, (enrol, test), where), enrol, test)
+    names = decoded(columns.keys.names, (enrol, test), where)
+    if is_table:
+        names = _unescaped(names, where)
+    keys = TrialKeys.from_codes(names, enrol, test)
     return keys, check_pairs(keys, columns.arrays.get("label"), where)
+
+
+def _unescaped(names: list[str], where: Where) -> list[str]:
+    """Names without the quotes that keep spreadsheets from running them."""
+    found = list(map(unescape_formula, names))
+    if found == names or len(set(found)) == len(found):
+        return found
+    again = next(
+        name
+        for name in names
+        if name != unescape_formula(name) and unescape_formula(name) in set(names)
+    )
+    raise DataError(
+        f"{where(0)}: the file names both {again!r} and {unescape_formula(again)!r}, which are one "
+        "name in a score table: rename one"
+    )
 
 
 def check_pairs(keys: TrialKeys, is_genuine: NDArray[np.bool_] | None, where: Where) -> PairCounts:

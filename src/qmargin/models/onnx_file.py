@@ -154,9 +154,23 @@ def _export(
                 f"the network cannot be exported to ONNX ({first_line}); use one that takes no "
                 "decisions by the values of its inputs"
             ) from error
+        _forget_sources(program.model)
         program.model.metadata_props.update(metadata)
         program.save(str(path), external_data=False)
     return int(program.model.opset_imports[""])
+
+
+def _forget_sources(model: Any) -> None:
+    """Remove the exporter's stack traces, which name folders of this machine."""
+    for graph in (model.graph, *model.functions.values()):
+        graph.metadata_props.clear()
+        for value in graph.inputs:
+            value.metadata_props.clear()
+        for node in graph.all_nodes() if hasattr(graph, "all_nodes") else graph:
+            node.doc_string = None
+            node.metadata_props.clear()
+            for value in node.outputs:
+                value.metadata_props.clear()
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from qmargin.report.det import curve_points, det_scales
 from qmargin.report.markup import cleaned
 from qmargin.report.media import MediaFolder
 from qmargin.report.model_card import loss_settings
-from qmargin.report.numbers import number, power
+from qmargin.report.numbers import digits_to_differ, number, power
 from qmargin.report.scales import RATES, probit
 from qmargin.report.systems import NUM_COLOURS, Entry, Panel
 
@@ -267,10 +267,11 @@ def hardest_plot(entry: Entry, media: MediaFolder) -> Figure | None:
     for cell in (cell for row in cells for cell in row):
         cell.axis("off")
     for block, (name, pairs) in enumerate(grids):
+        digits = digits_to_differ((pair.score for pair, _ in pairs), 3)
         for column, (pair, images) in enumerate(pairs):
             for side, image in enumerate(images):
                 cells[2 * block + side][column].imshow(image)
-            cells[2 * block][column].set_title(f"{name}, {number(pair.score, 3)}", fontsize=7)
+            cells[2 * block][column].set_title(f"{name}, {number(pair.score, digits)}", fontsize=7)
     return figure
 
 

@@ -33,6 +33,7 @@ class ReportOptions:
             it is installed.
         headline: FAR of the verdict; None for the strictest that the trials allow.
         overwrite: Replace files in the folder that no report wrote.
+        keep_paths: Show absolute paths that results hold, not names of files alone.
     """
 
     title: str = "Verification report"
@@ -42,6 +43,7 @@ class ReportOptions:
     has_figures: bool | None = None
     headline: float | None = None
     overwrite: bool = False
+    keep_paths: bool = False
 
     def __post_init__(self) -> None:
         if not 0.0 < self.level < 1.0:
@@ -73,7 +75,7 @@ def write_report(
         ConfigError: If a file in the folder was not written by a report; nor then.
     """
     options = options or ReportOptions()
-    panels = load_panels(results, headline=options.headline)
+    panels = load_panels(results, headline=options.headline, keep_paths=options.keep_paths)
     differences = [paired_differences(panel, options.level) for panel in panels]
     media = None if options.media is None else MediaFolder(options.media)
     content = PageContent(

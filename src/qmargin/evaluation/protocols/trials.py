@@ -22,7 +22,7 @@ from qmargin.evaluation.protocols.cohorts import nearest_moments, speakers_of
 from qmargin.evaluation.protocols.quality import Qualities, QualityCalibration, fit_quality
 from qmargin.evaluation.result import Result, Source
 from qmargin.evaluation.score_files import ScoreSet
-from qmargin.evaluation.scoring import CohortNorm
+from qmargin.evaluation.scoring import CohortNorm, name_cells, score_header, score_lines
 from qmargin.evaluation.trials import TrialList
 from qmargin.files import Guard, replacing, sha256_of
 from qmargin.metrics.normalise import Moments
@@ -226,19 +226,12 @@ def write_scores(
 
 
 def _write_table(path: Path, trials: TrialList, scores: Floats) -> None:
-    keys, names, labels = trials.keys, trials.keys.names, trials.is_genuine
-    with path.open("w", encoding="utf-8") as file:
-        file.write("enrol\ttest\tscore" + ("\n" if labels is None else "\tlabel\n"))
-        for start in range(0, len(keys), _ROWS_AT_ONCE):
-            part = slice(start, start + _ROWS_AT_ONCE)
-            columns = [
-                [names[code] for code in keys.enrol[part].tolist()],
-                [names[code] for code in keys.test[part].tolist()],
-                list(map(repr, scores[part].tolist())),
-            ]
-            if labels is not None:
-                columns.append([str(int(label)) for label in labels[part].tolist()])
-            file.writelines("\t".join(row) + "\n" for row in zip(*columns, strict=True))
+    cells = name_cells(trials.keys.names)
+    with path.open("w", encoding="utf-8", newline="\n") as file:
+        file.write(score_header(trials))
+        for start in range(0, len(scores), _ROWS_AT_ONCE):
+            rows = slice(start, start + _ROWS_AT_ONCE)
+            file.write(score_lines(trials, cells, scores[rows], rows))
 
 
 def draw_trials(

@@ -239,8 +239,11 @@ def _stored_seconds(path: Path) -> dict[str, float]:
             values = file.get_tensor("seconds").tolist() if "seconds" in stored else []
     except SafetensorError as error:
         raise DataError(f"{path} is not a safetensors file ({error}): was it cut short?") from error
-    keys = json.loads(metadata.get("keys", "[]"))
-    if not values or len(values) != len(keys):
+    try:
+        keys = json.loads(metadata.get("keys", "[]"))
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path}: the metadata entry keys is not JSON ({error})") from error
+    if not isinstance(keys, list) or not values or len(values) != len(keys):
         raise DataError(f"{path} has no durations: give a file of lines `utterance seconds`")
     return _checked_seconds(path, dict(zip(keys, values, strict=True)))
 
