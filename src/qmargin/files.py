@@ -1,6 +1,7 @@
 """Files that are whole or absent: written aside, hashed, on the disk before anyone relies on them.
 
-Every package may use these; they need nothing but Python and our errors.
+``Guard`` decides what a command may write over. Every package may use these; they need nothing but
+Python and our errors.
 """
 
 from __future__ import annotations
@@ -10,15 +11,18 @@ import io
 import os
 import secrets
 import stat
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from pathlib import Path
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import BinaryIO, NamedTuple, TextIO
 
-from qmargin.errors import DataError
+from qmargin.errors import ConfigError, DataError
 
 Progress = Callable[[int, int], None]  # called with how much is done, and of how much
 CHUNK_BYTES = 1 << 24
+FORMULA = ("=", "+", "-", "@", "\t", "\r")  # spreadsheets run a cell that begins so
+MADE_BY = "Made by qmargin"  # a mark near the start or the end of files without a format entry
+_EDGE_BYTES = 4096  # where marks are looked for
 
 
 class FileEntry(NamedTuple):
@@ -196,3 +200,167 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def escape_formula(text: str) -> str:
+    """A cell that a spreadsheet takes for text: a quote goes before what would be a formula.
+
+    Examples:
+        >>> escape_formula("=1+1"), escape_formula("ann"), escape_formula("'=1+1")
+        ("'=1+1", 'ann', "''=1+1")
+    """
+    return f"'{text}" if text.lstrip("'").startswith(FORMULA) else text
+
+
+def unescape_formula(text: str) -> str:
+    """The text behind a cell of ``escape_formula``.
+
+    Examples:
+        >>> unescape_formula("'=1+1"), unescape_formula("'ann'")
+        ('=1+1', "'ann'")
+    """
+    is_escaped = text.startswith("'") and text.lstrip("'").startswith(FORMULA)
+    return text[1:] if is_escaped else text
+
+
+def without_folders(text: str) -> str:
+    """A text, or the name alone where it is an absolute path, or a setting whose value is one.
+
+    Folders often name people, customers and machines.
+
+    Examples:
+        >>> without_folders("/home/ann/faces"), without_folders("data.path=/home/ann/faces")
+        ('faces', 'data.path=faces')
+        >>> without_folders("faces/1.jpg"), without_folders("a = b")
+        ('faces/1.jpg', 'a = b')
+    """
+    for path in (PurePosixPath(text), PureWindowsPath(text)):
+        if path.is_absolute():
+            return path.name or path.anchor
+    key, equals, value = text.partition("=")
+    return f"{key}={without_folders(value)}" if equals else text
+
+
+def has_mark(path: Path, mark: str) -> bool:
+    """Whether a text occurs near the start or near the end of a file."""
+    with path.open("rb") as file:
+        head = file.read(_EDGE_BYTES)
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _EDGE_BYTES))
+        return mark.encode() in head or mark.encode() in file.read()
+
+
+class Guard:
+    """Refuses to write over inputs, and over files that this program did not write.
+
+    An input is never written over, whatever name or link leads to it. Another file is written over
+    if it has the mark of its kind, or where ``overwrite`` says so.
+
+    Args:
+        inputs: Files and folders that the command reads; those that do not exist are ignored.
+        overwrite: Replace files that have no mark.
+        own: SHA-256 of files without a mark that an earlier run of the command wrote.
+
+    Examples:
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp()) / "scores.txt"
+        >>> _ = path.write_text("a b 0.5 1")
+        >>> Guard([path]).check(path, MADE_BY)
+        Traceback (most recent call last):
+        ...
+        qmargin.errors.ConfigError: ... is an input of this command; write to another file
+    """
+
+    def __init__(
+        self, inputs: Iterable[Path] = (), *, overwrite: bool = False, own: Iterable[str] = ()
+    ) -> None:
+        self.overwrite = overwrite
+        self._own = frozenset(own)
+        self._inputs: set[tuple[int, int]] = set()
+        for path in inputs:
+            with suppress(OSError):
+                found = path.stat()
+                self._inputs.add((found.st_dev, found.st_ino))
+        self._outputs: set[Path] = set()
+
+    def check(self, path: Path, mark: str) -> None:
+        """Refuse a file that may not be written; call it before any work is done.
+
+        Args:
+            path: The file to make or replace.
+            mark: Text that this program leaves near the start or the end of such files.
+
+        Raises:
+            ConfigError: It is an input, another output, no regular file, or not ours.
+        """
+        self._check_place(path)
+        if self._is_taken(path) and not has_mark(path, mark):
+            raise _foreign(path)
+
+    def check_content(self, path: Path, sha256: str) -> None:
+        """Refuse to replace a file without marks, unless it is known or the same as the new one.
+
+        Args:
+            path: The file to make or replace.
+            sha256: Of its new content.
+        """
+        if self._is_taken(path) and sha256_of(path) not in {sha256, *self._own}:
+            raise _foreign(path)
+
+    def write(self, path: Path, content: bytes) -> None:
+        """Write a file without marks, unless another one is in its place."""
+        self.check_content(path, hashlib.sha256(content).hexdigest())
+        write_atomically(path, content)
+
+    def write_all(self, files: Mapping[Path, bytes]) -> list[Path]:
+        """Write documents, after a look at all of them; returns their paths.
+
+        Markdown and LaTeX get the mark as a comment. A table of CSV is known by its first line,
+        JSON by its format, everything else has to hold ``MADE_BY``.
+        """
+        for path, content in files.items():
+            self.check(path, _mark_of(path, content))
+        for path, content in files.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, _marked(path, content))
+        return list(files)
+
+    def _check_place(self, path: Path) -> None:
+        place = path.parent.resolve() / path.name
+        if place in self._outputs:
+            raise ConfigError(f"{path} is named for two outputs; give each a file of its own")
+        self._outputs.add(place)
+        try:
+            found = path.stat()
+        except OSError:
+            return
+        if (found.st_dev, found.st_ino) in self._inputs:
+            raise ConfigError(f"{path} is an input of this command; write to another file")
+        if not stat.S_ISREG(found.st_mode):
+            raise ConfigError(f"{path} is not a regular file; write to another place")
+
+    def _is_taken(self, path: Path) -> bool:
+        """Whether there is something, a dangling link too, that may not be ours."""
+        if self.overwrite or not os.path.lexists(path):
+            return False
+        if not path.exists():
+            raise _foreign(path)
+        return True
+
+
+def _mark_of(path: Path, content: bytes) -> str:
+    if path.suffix == ".csv":
+        return content.partition(b"\n")[0].decode().strip()
+    return '"format": "qmargin-' if path.suffix == ".json" else MADE_BY
+
+
+def _marked(path: Path, content: bytes) -> bytes:
+    if path.suffix == ".md":
+        return content + f"\n<!-- {MADE_BY} -->\n".encode()
+    return f"% {MADE_BY}\n".encode() + content if path.suffix == ".tex" else content
+
+
+def _foreign(path: Path) -> ConfigError:
+    return ConfigError(
+        f"{path} exists and this command did not write it; write to another place, or pass "
+        "--overwrite to replace it"
+    )

@@ -72,3 +72,11 @@ def test_places_are_checked_before_the_work(model: Path, folder: Path, tmp_path:
         run(folder, "--model", model, "--out", tmp_path / "none" / "e.npz")
     with pytest.raises(ConfigError, match=r"end in \.safetensors or \.npz"):
         run(folder, "--model", model, "--out", tmp_path / "e.pt")
+
+
+def test_collapsed_embeddings_are_reported(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_pictures(tmp_path / "same", np.repeat(pictures(1), 4, axis=0))
+    run(tmp_path / "same", "--model", model, "--out", tmp_path / "e.npz")
+    assert "warning: embeddings have collapsed" in capsys.readouterr().err

@@ -2,14 +2,17 @@
 
 import argparse
 import io
+import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from helpers.speakers import make_speakers
 from qmargin.cli.evaluate import add_evaluate
 from qmargin.cli.progress import PlainProgress, stage_progress
 from qmargin.errors import ConfigError, DataError, ProtocolError
+from qmargin.evaluation.embed_folder import write_embedding_file
 from qmargin.evaluation.result import Result, read_result
 
 
@@ -186,3 +189,64 @@ def test_progress_in_a_terminal_is_a_bar(monkeypatch: pytest.MonkeyPatch) -> Non
         progress("scoring", 1, 4)
         progress("scoring", 4, 4)
     assert "scoring" in stream.getvalue()
+
+
+@pytest.mark.parametrize("suffix", ["npz", "safetensors"])
+def test_a_result_names_the_weights_behind_its_embeddings(folder: Path, suffix: str) -> None:
+    speakers, weights = make_speakers(), "ab" * 32
+    path = folder / f"e.{suffix}"
+    write_embedding_file(path, speakers.keys, speakers.matrix, metadata={"model": weights})
+    command = ["trials", folder / "trials.txt", "--embeddings", path, "--replicates", 0]
+    result = evaluated(*command, "--out", folder / "r.json")
+    assert result.system.model_card == {"weights_sha256": weights}
+    other = folder / "card.json"
+    other.write_text(json.dumps({"weights_sha256": "cd" * 32}))
+    with pytest.raises(DataError, match=r"cdcdcdcdcdcd.* abababababab"):
+        evaluated(*command, "--out", folder / "r.json", "--model-card", other)
+
+
+def test_mirrored_and_self_pairs_are_counted(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = (folder / "system.txt").read_text().splitlines()
+    enrol, test, score, label = lines[0].split()
+    lines += [f"{test} {enrol} {score} {label}", f"{enrol} {enrol} 1.0 target"]
+    (folder / "odd.txt").write_text("\n".join(lines) + "\n")
+    result = evaluated("scores", folder / "odd.txt", "--out", folder / "r.json", "--replicates", 0)
+    assert [note.split()[0] for note in result.notes] == ["1", "1"]
+    printed = capsys.readouterr().out
+    assert "note: 1 pairs occur in both orders" in printed
+    assert "note: 1 trials compare a sample with itself" in printed
+
+
+def test_thresholds_are_shown_with_digits_that_differ(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [line.split() for line in (folder / "system.txt").read_text().splitlines()]
+    near = [f"{a} {b} {1 + float(score) * 1e-9!r} {label}\n" for a, b, score, label in lines]
+    (folder / "near.txt").write_text("".join(near))
+    options = ["--out", folder / "r.json", "--replicates", 0, "--fars", 0.1, 0.01]
+    result = evaluated("scores", folder / "near.txt", *options)
+    printed = capsys.readouterr().out
+    first, second = (point.threshold for point in result.metrics.tar)
+    rows = [line.split("|") for line in printed.splitlines() if "TAR at FAR" in line]
+    assert first != second
+    assert rows[0][-3].strip() != rows[1][-3].strip()
+    assert "does not tell subjects apart" in result.notes[0]
+    assert "note: all " in printed
+
+
+def test_collapsed_embeddings_are_reported(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    speakers = make_speakers()
+    matrix = 1.0 + 1e-4 * speakers.matrix
+    np.savez(folder / "flat.npz", keys=np.array(speakers.keys), embeddings=matrix)
+    command = ["trials", folder / "trials.txt", "--embeddings", folder / "flat.npz"]
+    result = evaluated(
+        *command, "--center", folder / "flat.npz", "--out", folder / "r.json", "--replicates", 0
+    )
+    assert "embeddings have collapsed" in result.notes[0]
+    assert "note: embeddings have collapsed" in capsys.readouterr().out
+    healthy = ["trials", folder / "trials.txt", "--embeddings", folder / "model.npz"]
+    assert evaluated(*healthy, "--out", folder / "h.json", "--replicates", 0).notes == ()

@@ -11,11 +11,11 @@ from helpers.model_directories import SIZE, make_model, pictures
 from helpers.results import synthetic_result, write_results
 from helpers.runs import tiny_recipe
 from qmargin.cli.export import add_export
-from qmargin.errors import ConfigError
+from qmargin.errors import BackendError, ConfigError, DataError
 from qmargin.evaluation.embeddings import read_embeddings
 from qmargin.evaluation.model import load_model
 from qmargin.features import FilterBank
-from qmargin.models import create_backbone
+from qmargin.models import create_backbone, onnx_file
 from qmargin.models.card import ModelCard
 from qmargin.models.directory import CARD, read_card, write_model
 from qmargin.training.checkpoint import newest, read_prototypes
@@ -156,3 +156,56 @@ def test_arguments_that_do_not_fit_are_refused(trained: Path, tmp_path: Path) ->
     assert (tmp_path / "m" / CARD).read_bytes() == before
     with pytest.raises(ConfigError, match="is not empty"):
         run(trained, "--out", tmp_path / "m")
+
+
+def test_a_result_without_weights_needs_trust(tmp_path: Path) -> None:
+    make_model(tmp_path / "m")
+    (result,) = write_results(tmp_path / "results", synthetic_result())
+    with pytest.raises(DataError, match="--trust-result"):
+        run(tmp_path / "m", "--result", result, "--flip", "none")
+    assert not (tmp_path / "m" / "thresholds.json").exists()
+    run(tmp_path / "m", "--result", result, "--flip", "none", "--trust-result")
+    assert load_model(tmp_path / "m").thresholds is not None
+
+
+def test_missing_packages_show_before_anything_is_written(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(onnx_file, "find_spec", lambda name: None)
+    with pytest.raises(BackendError, match="onnxruntime"):
+        run(trained, "--out", tmp_path / "m", "--onnx")
+    assert not (tmp_path / "m").exists()
+
+
+def test_an_export_can_be_repeated(trained: Path, tmp_path: Path) -> None:
+    run(trained, "--out", tmp_path / "m", "--name", "mine")
+    before = read_card(tmp_path / "m")
+    run(trained, "--out", tmp_path / "m", "--card", "licence=CC0")
+    assert read_card(tmp_path / "m") == before.with_facts({"licence": "CC0"})
+    with pytest.raises(ConfigError, match="'mine'"):
+        run(trained, "--out", tmp_path / "m", "--name", "other")
+    make_model(tmp_path / "another")
+    with pytest.raises(ConfigError, match="not empty"):
+        run(trained, "--out", tmp_path / "another")
+
+
+def test_an_onnx_file_replaces_our_own_only(tmp_path: Path) -> None:
+    for name in ("onnx", "onnxscript", "onnxruntime"):
+        pytest.importorskip(name)
+    make_model(tmp_path / "m")
+    (tmp_path / "m" / "model.onnx").write_bytes(b"mine")
+    with pytest.raises(ConfigError, match=r"model\.onnx exists"):
+        run(tmp_path / "m", "--onnx")
+    (tmp_path / "m" / "model.onnx").unlink()
+    run(tmp_path / "m", "--onnx")
+    run(tmp_path / "m", "--onnx")
+
+
+def test_prototypes_replace_embeddings_only(trained: Path, tmp_path: Path) -> None:
+    path = tmp_path / "cohort.npz"
+    path.write_bytes(b"mine")
+    with pytest.raises(ConfigError, match=r"cohort\.npz exists"):
+        run(trained, "--prototypes", path)
+    assert path.read_bytes() == b"mine"
+    run(trained, "--prototypes", path, "--overwrite")
+    run(trained, "--prototypes", path)

@@ -8,6 +8,8 @@ import pytest
 
 from helpers.results import synthetic_result, write_results
 from qmargin.cli.report import add_report
+from qmargin.errors import ConfigError
+from qmargin.report import write
 
 
 def parse(*arguments: str) -> argparse.Namespace:
@@ -74,3 +76,19 @@ def test_every_option_is_documented() -> None:
     options = vars(parse("a.json", "--out", "x"))
     for name in options:
         assert name in ("run", "results") or f"`--{name.replace('_', '-')}" in text, name
+
+
+def test_a_report_without_matplotlib_has_page_and_tables(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (path,) = write_results(tmp_path, synthetic_result())
+    monkeypatch.setattr(write, "has_matplotlib", lambda: False)
+    run(str(path), "--out", str(tmp_path / "out"))
+    said = capsys.readouterr()
+    assert said.out.count("\n") == 5
+    assert said.err.count("\n") == 1
+    assert "qmargin[figures]" in said.err
+    with pytest.raises(ConfigError, match=r"qmargin\[figures\]"):
+        run(str(path), "--out", str(tmp_path / "out"), "--figures")
+    run(str(path), "--out", str(tmp_path / "out"), "--no-figures")
+    assert capsys.readouterr().err == ""

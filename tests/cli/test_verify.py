@@ -34,7 +34,9 @@ def pair(tmp_path: Path) -> list[Path]:
 
 def with_thresholds(model: Path, **options: object) -> None:
     result = synthetic_result(card=None, protocol="LFW\x1b[31m", **options)
-    add_thresholds(model, *write_results(model.parent / "results", result), flip="sum")
+    add_thresholds(
+        model, *write_results(model.parent / "results", result), flip="sum", is_trusted=True
+    )
 
 
 def test_a_model_without_thresholds_gives_a_score(
@@ -86,3 +88,17 @@ def test_what_cannot_be_read_is_named(model: Path, pair: list[Path], tmp_path: P
     with pytest.raises(DataError, match="has 20 x 20 pixels"):
         run(large[0], large[0], "--model", model, "--fit", "exact")
     run(large[0], large[0], "--model", model, "--fit", "resize")
+
+
+def test_a_score_next_to_its_threshold_has_digits_that_differ() -> None:
+    from types import SimpleNamespace
+
+    from qmargin.cli.verify import _lines
+    from qmargin.evaluation.model import Verification
+
+    point = SimpleNamespace(status="ok", note=None)
+    thresholds = SimpleNamespace(at=lambda far: point, protocol="LFW")
+    found = Verification(0.99999991, 1e-3, 0.99999992, False, None)
+    lines = dict(_lines(SimpleNamespace(thresholds=thresholds), found))
+    assert lines["score"].startswith("0.99999991 ")
+    assert "threshold 0.99999992 " in lines["decision"]

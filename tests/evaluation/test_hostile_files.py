@@ -1,6 +1,9 @@
 """Damaged and hostile files are read or refused by one of our errors, whatever their bytes."""
 
+import io
 import json
+import os
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,10 +12,12 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from qmargin.errors import QMarginError
+from qmargin.errors import DataError, QMarginError
 from qmargin.evaluation.embeddings import read_embeddings
+from qmargin.evaluation.protocols.utterances import read_seconds
 from qmargin.evaluation.score_files import read_scores
 from qmargin.evaluation.subjects import read_mapping
+from qmargin.evaluation.thresholds import read_thresholds
 from qmargin.evaluation.trials import read_trials
 
 
@@ -90,3 +95,54 @@ def test_damage_is_read_or_refused(tmp_path: Path, name: str) -> None:
             assert name in str(error)
             assert "\n" not in str(error)
     assert num_refused > 10
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        read_scores,
+        read_trials,
+        read_thresholds,
+        lambda path: read_mapping(path, role="groups"),
+        lambda path: read_embeddings(path.rename(path.with_suffix(".npz"))),
+        lambda path: read_scores(path, format="npz"),
+    ],
+)
+def test_pipes_are_refused_at_once(tmp_path: Path, read: Callable[[Path], object]) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(DataError, match="is not a regular file"):
+        read(tmp_path / "pipe")
+    with pytest.raises(DataError, match=r"/dev/zero is not a regular file"):
+        read_scores("/dev/zero")
+
+
+def test_a_zip_archive_of_other_files_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "scores.npz"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("notes.txt", "hello")
+    for read in (read_scores, read_embeddings):
+        with pytest.raises(DataError, match=r"scores\.npz .*'notes\.txt'"):
+            read(path)
+
+
+def test_a_header_that_promises_more_than_there_is_is_refused(tmp_path: Path) -> None:
+    """Before memory is taken for it."""
+    buffer = io.BytesIO()
+    header = {"descr": "<f8", "fortran_order": False, "shape": (10**12,)}
+    np.lib.format.write_array_header_1_0(buffer, header)
+    path = tmp_path / "scores.npz"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("genuine.npy", buffer.getvalue() + bytes(80))
+        archive.writestr("impostor.npy", buffer.getvalue() + bytes(80))
+    for read in (read_scores, read_embeddings):
+        with pytest.raises(DataError, match=r"scores\.npz: 'genuine' has 80 bytes"):
+            read(path)
+
+
+def test_deep_names_of_embeddings_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "e.safetensors"
+    path.write_bytes(save({"embeddings": torch.ones(1, 2)}, {"keys": "[" * 100_000}))
+    with pytest.raises(DataError, match=r"e\.safetensors: the metadata entry keys"):
+        read_embeddings(path)
+    with pytest.raises(DataError, match=r"e\.safetensors"):
+        read_seconds(path)

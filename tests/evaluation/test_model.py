@@ -40,7 +40,9 @@ def directory(tmp_path: Path) -> Path:
 def with_thresholds(directory: Path, threshold: float | None, **changes: object) -> Model:
     card = load_model(directory).card
     made = thresholds_of(
-        synthetic_result(), weights_sha256=card.weights_sha256, result_sha256="ab" * 32
+        synthetic_result(card=card.to_texts()),
+        weights_sha256=card.weights_sha256,
+        result_sha256="ab" * 32,
     )
     points = tuple(replace(point, threshold=threshold) for point in made.points)
     write_thresholds(directory / THRESHOLDS, replace(made, points=points, **changes))

@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import re
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,7 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> Result:
 
 def test_what_is_written_comes_back(tmp_path: Path, result: Result) -> None:
     path = tmp_path / "result.json"
-    write_result(path, result)
+    write_result(path, result, keep_paths=True)
     assert read_result(path) == result
     assert [each.name for each in tmp_path.iterdir()] == ["result.json"]
 
@@ -127,3 +129,34 @@ def test_a_failed_write_leaves_the_old_file(
         write_atomically(path, b"new")
     assert sha256_of(path) == before
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        ('"offset": "inf"', "calibration.offset"),
+        ('"offset": 1e999', "calibration.offset"),
+        (f'"offset": {10**400}', "calibration.offset"),
+        ('"edges": ["inf", 1.0]', "edges"),
+        ('"level": "-inf"', "level"),
+    ],
+)
+def test_an_infinite_number_is_refused(
+    tmp_path: Path, result: Result, text: str, place: str
+) -> None:
+    path = tmp_path / "result.json"
+    write_result(path, result)
+    name = text.partition(":")[0]
+    content, count = re.subn(
+        name + r": (\[[^]]*\]|[-\d.e+]+)", lambda _: text, path.read_text(), count=1
+    )
+    assert count == 1
+    path.write_text(content)
+    with pytest.raises(DataError, match=place):
+        read_result(path)
+
+
+def test_a_pipe_is_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "result.json")
+    with pytest.raises(DataError, match=r"result\.json is not a regular file"):
+        read_result(tmp_path / "result.json")

@@ -39,6 +39,7 @@ def refused(path: Path, message: str, **options: object) -> None:
         ("a2 b1 0.5", "3 columns where 4 are needed"),
         ("a2 b1 0.5 target more", "5 columns where 4 are needed"),
         ("a1 b2 0.3 nontarget", "the trial 'a1' 'b2' is also in .*, line 2"),
+        ("b2 a1 0.3 target", "the trial 'b2' 'a1' is genuine, but .*, line 2 .* impostor"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, line: str, message: str) -> None:

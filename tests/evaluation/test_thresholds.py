@@ -20,7 +20,8 @@ OURS, RESULT = "ab" * 32, "cd" * 32
 
 
 def made(**changes: object) -> Thresholds:
-    result = replace(synthetic_result(num_impostors=2000), **changes)
+    own = synthetic_result(num_impostors=2000, card={"weights_sha256": OURS})
+    result = replace(own, **changes)
     return thresholds_of(result, weights_sha256=OURS, result_sha256=RESULT, flip="sum")
 
 
@@ -46,6 +47,21 @@ def test_a_result_of_another_model_is_refused() -> None:
         made(system=replace(synthetic_result().system, model_card={"weights_sha256": RESULT}))
 
 
+@pytest.mark.parametrize("card", [None, {"loss": "Q-Margin"}])
+def test_a_result_that_names_no_model_needs_trust(card: dict[str, str] | None) -> None:
+    result = synthetic_result("someone", card=card)
+    with pytest.raises(DataError, match=r"'someone'.* does not name the weights.*--trust-result"):
+        thresholds_of(result, weights_sha256=OURS, result_sha256=RESULT)
+    found = thresholds_of(result, weights_sha256=OURS, result_sha256=RESULT, is_trusted=True)
+    assert found.weights_sha256 == OURS
+
+
+def test_trust_does_not_extend_to_a_result_of_another_model() -> None:
+    other = synthetic_result(card={"weights_sha256": RESULT})
+    with pytest.raises(DataError, match="cdcdcdcdcdcd"):
+        thresholds_of(other, weights_sha256=OURS, result_sha256=RESULT, is_trusted=True)
+
+
 @pytest.mark.parametrize("role", ["cohort", "center"])
 def test_normalised_scores_are_refused(role: str) -> None:
     """Their thresholds mean nothing for the plain cosine of two samples."""
@@ -62,7 +78,7 @@ def test_scores_of_templates_are_refused() -> None:
 def test_an_evaluation_that_measured_nothing_is_refused() -> None:
     result = synthetic_result(num_impostors=20)
     with pytest.raises(ProtocolError, match="20 impostor trials"):
-        thresholds_of(result, weights_sha256=OURS, result_sha256=RESULT)
+        thresholds_of(result, weights_sha256=OURS, result_sha256=RESULT, is_trusted=True)
 
 
 def test_an_unknown_flip_is_refused() -> None:

@@ -64,3 +64,17 @@ def test_one_subject_column_is_not_enough(tmp_path: Path) -> None:
     path = written(tmp_path / "t.csv", "enrol,test,label,enrol_subject", "a,b,1,ann")
     with pytest.raises(DataError, match="line 2: the file has the column enrol_subject only"):
         read_trials(path)
+
+
+@pytest.mark.parametrize("labels", ["10", "01"])
+def test_a_pair_with_both_labels_is_refused(tmp_path: Path, labels: str) -> None:
+    path = tmp_path / "trials.txt"
+    path.write_text(f"x y 0\na b {labels[0]}\nb a {labels[1]}\n")
+    with pytest.raises(DataError, match=r"line 3: the trial 'b' 'a' is .*line 2"):
+        read_trials(path)
+
+
+def test_pairs_in_both_orders_and_self_pairs_are_counted(tmp_path: Path) -> None:
+    path = tmp_path / "trials.txt"
+    path.write_text("x y 0\na b 1\nb a 1\na a 1\ny x 0\n")
+    assert read_trials(path).pair_counts == (2, 1)

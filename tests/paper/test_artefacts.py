@@ -184,14 +184,13 @@ def test_det_curves_become_a_page(made, monkeypatch, tmp_path):
 
 
 @pytest.mark.skipif(not figures.has_matplotlib(), reason="needs matplotlib")
-def test_det_curves_say_what_they_are_about(made, monkeypatch, tmp_path):
+def test_det_curves_say_what_they_are_about(made, monkeypatch):
     out, _ = made
     result = sorted((out / "runs" / "seed-0").rglob("result.json"))[0]
     (panel,) = load_panels([result])
     figure = figures.det_plot(panel)
     monkeypatch.setattr(figures, "det_plot", lambda panel: figure)
-    drawn = figures.write_det([panel], tmp_path)
-    assert [path.name for path in drawn] == ["det.svg", "det.pdf"]
+    assert list(figures.draw_det([panel])) == ["det.svg", "det.pdf"]
     assert figure.axes[0].get_title() == "synthetic stroke identities, seed 0"
 
 

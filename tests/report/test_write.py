@@ -42,7 +42,7 @@ def test_levels_and_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) 
         ReportOptions(level=1.5)
     monkeypatch.setattr(write, "has_matplotlib", lambda: False)
     with pytest.raises(ConfigError, match=r"qmargin\[figures\]"):
-        ReportOptions()
+        ReportOptions(has_figures=True)
     assert ReportOptions(has_figures=False).level == 0.95
 
 

@@ -7,6 +7,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
+from qmargin.cli.options import add_overwrite, guard_of
 from qmargin.cli.progress import stage_progress
 from qmargin.cli.verify import add_model_options
 from qmargin.errors import ConfigError
@@ -38,23 +39,31 @@ def add_embed(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         metavar="N",
         help="unreadable files that are left out before this stops (100)",
     )
+    add_overwrite(parser)
     parser.set_defaults(run=run_embed)
 
 
 def run_embed(arguments: argparse.Namespace) -> None:
     """Embed, and write embeddings and manifest."""
     from qmargin.evaluation.embed_folder import (
+        MANIFEST_MARK,
+        MARKS,
         check_suffix,
         embed_files,
         find_files,
         write_embedding_file,
         write_manifest,
     )
+    from qmargin.evaluation.embeddings import collapse_note
     from qmargin.evaluation.model import load_model
 
     out = check_suffix(arguments.out)
     if not out.parent.is_dir():
         raise ConfigError(f"--out {out} is not in an existing folder; make the folder first")
+    manifest = out.with_name(out.name + MANIFEST)
+    guard = guard_of(arguments, ("out",))
+    guard.check(out, MARKS[out.suffix])
+    guard.check(manifest, MANIFEST_MARK)
     model = load_model(arguments.model, device=arguments.device, fit=arguments.fit)
     flip = arguments.flip or ("none" if model.thresholds is None else model.thresholds.flip)
     with stage_progress() as progress:
@@ -69,8 +78,10 @@ def run_embed(arguments: argparse.Namespace) -> None:
         )
     metadata = {"model": model.card.weights_sha256, "name": model.card.name, "flip": flip}
     write_embedding_file(out, found.keys, found.matrix, metadata=metadata)
-    manifest = out.with_name(out.name + MANIFEST)
     write_manifest(manifest, found.files)
+    note = collapse_note(found.matrix)
+    if note is not None:
+        sys.stderr.write(f"warning: {note}\n")
     bad = [file for file in found.files if file.row is None]
     for file in bad[:_SHOWN]:
         sys.stderr.write(f"left out {printable(file.key)}: {printable(file.problem)}\n")

@@ -10,15 +10,17 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qmargin.cli.evaluate_checks import check_out
+from qmargin.cli.evaluate_checks import check_outputs, collapse_notes, with_weights
 from qmargin.cli.evaluate_faces import add_face_protocols
 from qmargin.cli.evaluate_options import add_costs, add_measures
 from qmargin.cli.evaluate_speakers import add_speaker_protocols
 from qmargin.cli.options import count
 from qmargin.cli.progress import BarProgress, PlainProgress, stage_progress
 from qmargin.errors import ConfigError, DataError
+from qmargin.files import check_regular
 
 if TYPE_CHECKING:
+    from qmargin.evaluation.embeddings import Embeddings
     from qmargin.evaluation.options import EvaluationOptions
     from qmargin.evaluation.result import Result, Source
     from qmargin.evaluation.score_files import ScoreSet
@@ -109,12 +111,12 @@ def _run_scores(arguments: argparse.Namespace) -> None:
     from qmargin.evaluation.score_files import read_scores
     from qmargin.evaluation.trials import read_trials
 
-    check_out(arguments.out)
     if arguments.trials is None and (arguments.ignore_extra or arguments.trials_format != "auto"):
         raise ConfigError(
             "--ignore-extra and --trials-format are about a trial list: give --trials FILE, or "
             "leave them out"
         )
+    check_outputs(arguments)
     with stage_progress() as progress:
         trials = None
         if arguments.trials is not None:
@@ -142,7 +144,7 @@ def _run_trials(arguments: argparse.Namespace) -> None:
     from qmargin.evaluation.scoring import CohortNorm, score_trials
     from qmargin.evaluation.trials import read_trials
 
-    check_out(arguments.out)
+    guard = check_outputs(arguments)
     if (arguments.as_norm is not None) and arguments.cohort is None:
         raise ConfigError(f"--as-norm {arguments.as_norm} needs a cohort: give --cohort FILE")
     with stage_progress() as progress:
@@ -160,10 +162,11 @@ def _run_trials(arguments: argparse.Namespace) -> None:
         path = score_trials(
             embeddings,
             trials,
-            out=arguments.scores or arguments.out.with_suffix(".scores.tsv"),
+            out=arguments.scores,
             norm=norm,
             center=center,
             restart=arguments.restart,
+            guard=guard,
             progress=partial(progress, "scoring"),
         )
         score_set = read_scores(path, trials=trials)
@@ -171,7 +174,7 @@ def _run_trials(arguments: argparse.Namespace) -> None:
         sources = (*score_set.sources, *(other.source for other in others))
         score_set = replace(score_set, sources=sources)
         files = (arguments.embeddings, arguments.file)
-        result = _measure(arguments, score_set, progress, files)
+        result = _measure(arguments, score_set, progress, files, embeddings)
     print_result(result, arguments.out)
 
 
@@ -180,6 +183,7 @@ def _measure(
     score_set: ScoreSet,
     progress: _Progress,
     files: tuple[Path, Path],
+    embeddings: Embeddings | None = None,
 ) -> Result:
     """Evaluate and write the result; system and protocol have names after their files."""
     from qmargin.evaluation.evaluate import evaluate_scores
@@ -187,15 +191,17 @@ def _measure(
 
     result = evaluate_scores(
         score_set,
-        _options(arguments, *files),
+        _options(arguments, *files, embeddings),
         command="qmargin " + shlex.join(sys.argv[1:]),
         progress=progress,
     )
-    write_result(arguments.out, result)
+    write_result(arguments.out, result, keep_paths=arguments.keep_paths)
     return result
 
 
-def _options(arguments: argparse.Namespace, system: Path, protocol: Path) -> EvaluationOptions:
+def _options(
+    arguments: argparse.Namespace, system: Path, protocol: Path, embeddings: Embeddings | None
+) -> EvaluationOptions:
     from qmargin.evaluation.evaluate import default_name
     from qmargin.evaluation.options import EvaluationOptions
 
@@ -214,8 +220,12 @@ def _options(arguments: argparse.Namespace, system: Path, protocol: Path) -> Eva
         seed=arguments.seed,
         level=arguments.level,
         num_hardest=arguments.hardest,
-        model_card=_model_card(arguments.model_card),
+        model_card=with_weights(
+            _model_card(arguments.model_card),
+            None if embeddings is None else embeddings.weights_sha256,
+        ),
         sources=sources,
+        notes=() if embeddings is None else collapse_notes(embeddings),
     )
 
 
@@ -239,9 +249,10 @@ def _model_card(path: Path | None) -> dict[str, str] | None:
 
     if path is None:
         return None
+    check_regular(path)
     try:
         content = json.loads(path.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{path} is not JSON ({error})") from error
     if not isinstance(content, dict) or not all(isinstance(v, str) for v in content.values()):
         raise DataError(f"{path} is not a JSON object whose values are all texts")

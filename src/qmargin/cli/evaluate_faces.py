@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from qmargin.cli.evaluate_checks import check_protocol
+from qmargin.cli.evaluate_checks import check_protocol, collapse_notes, with_weights
 from qmargin.cli.evaluate_options import EMBEDDINGS_HELP, add_measures
 from qmargin.cli.progress import BarProgress, PlainProgress, stage_progress
 from qmargin.errors import ConfigError, DataError
@@ -118,7 +118,7 @@ class _Wanted:
 def _run_lfw(arguments: argparse.Namespace) -> None:
     from qmargin.evaluation.protocols import verification_sets as sets
 
-    check_protocol(arguments)
+    guard = check_protocol(arguments)
     pairs = sets.read_verification_set(arguments.file)
     wanted = _Wanted(pairs.keys, pairs.images, "none" if arguments.no_flip else "both")
     with stage_progress() as progress:
@@ -127,21 +127,24 @@ def _run_lfw(arguments: argparse.Namespace) -> None:
         measured = sets.evaluate_verification_set(
             pairs,
             features,
-            _options(arguments, arguments.file, arguments.fars, card),
+            replace(
+                _options(arguments, arguments.file, arguments.fars, card),
+                notes=collapse_notes(embeddings),
+            ),
             compatible=arguments.insightface,
             sources=(embeddings.source,),
             command=_command(),
             progress=progress,
         )
     if arguments.pictures is not None:
-        sets.write_pictures(arguments.pictures, pairs, measured.result.hardest)
-    _finish(measured, arguments.out)
+        sets.write_pictures(arguments.pictures, pairs, measured.result.hardest, guard=guard)
+    _finish(measured, arguments.out, arguments)
 
 
 def _run_pairs(arguments: argparse.Namespace) -> None:
     from qmargin.evaluation.protocols.pairs import FolderImages, evaluate_pairs, read_pair_trials
 
-    check_protocol(arguments)
+    guard = check_protocol(arguments)
     pairs = read_pair_trials(arguments.file, extension=arguments.extension)
     trials = pairs.trials
     folder = arguments.images or arguments.file.parent
@@ -155,21 +158,26 @@ def _run_pairs(arguments: argparse.Namespace) -> None:
         measured = evaluate_pairs(
             embeddings,
             trials,
-            _options(arguments, arguments.file, arguments.fars, card),
-            scores=arguments.scores or arguments.out.with_suffix(".scores.tsv"),
+            replace(
+                _options(arguments, arguments.file, arguments.fars, card),
+                notes=collapse_notes(embeddings),
+            ),
+            scores=arguments.scores,
+            guard=guard,
             folds=pairs.folds,
             restart=arguments.restart,
             command=_command(),
             progress=progress,
         )
-    _finish(measured, arguments.out)
+    _finish(measured, arguments.out, arguments)
 
 
 def _run_ijb(arguments: argparse.Namespace) -> None:
     from qmargin.evaluation.protocols.ijb_release import read_ijb, write_template_pictures
     from qmargin.evaluation.protocols.templates import Pooling, pool_templates
+    from qmargin.evaluation.result import RESULT_MARK
 
-    check_protocol(arguments)
+    guard = check_protocol(arguments)
     release = read_ijb(arguments.folder)
     flip = "none" if arguments.no_flip else "sum"
     pooling = Pooling(not arguments.unit_embeddings, not arguments.no_detector_scores)
@@ -183,18 +191,23 @@ def _run_ijb(arguments: argparse.Namespace) -> None:
         templates = pool_templates(
             embeddings.matrix, release.rows, pooling, progress=partial(progress, "pooling")
         )
-        sources = (*release.sources, embeddings.source)
+        sources, notes = (*release.sources, embeddings.source), collapse_notes(embeddings)
         del embeddings  # a gigabyte that nothing needs any more
         default = _IJB_FARS if arguments.task == "1:1" else _FPIRS
         fars = arguments.fars or default
-        options = replace(_options(arguments, Path(release.name), fars, card), sources=sources)
+        options = _options(arguments, Path(release.name), fars, card)
+        options = replace(options, sources=sources, notes=notes)
         run = _verify_templates if arguments.task == "1:1" else _search_galleries
         found = run(release, templates, options, progress)
     for suffix, measured in found:
         out = arguments.out
         if arguments.pictures is not None:
-            write_template_pictures(arguments.pictures, release, measured.result.hardest)
-        _finish(measured, out.with_name(f"{out.stem}{suffix}{out.suffix}"))
+            hardest = measured.result.hardest
+            write_template_pictures(arguments.pictures, release, hardest, guard=guard)
+        if suffix:
+            out = out.with_name(f"{out.stem}{suffix}{out.suffix}")
+            guard.check(out, RESULT_MARK)
+        _finish(measured, out, arguments)
 
 
 def _verify_templates(
@@ -244,10 +257,10 @@ def _embeddings(
 
         model = load_model(arguments.model, device=arguments.device, fit="exact")
         card = dict(model.card.to_texts())
-        path = write_embeddings(
+        write_embeddings(
             model,
             wanted.images(_size(model.card.input_shape)),
-            path or arguments.out.with_suffix(".embeddings.safetensors"),
+            path,
             keys=wanted.keys,
             model_id=model.card.weights_sha256,
             flip=wanted.flip,
@@ -265,7 +278,8 @@ def _embeddings(
             f"{len(wanted.keys):,} of the set: make them with --model"
         )
     words = {"none": "not used", None: "unknown"}.get(flip, "used")
-    return found, {**card, "mirror images": words}
+    known = with_weights(card, found.weights_sha256) or {}
+    return found, {**known, "mirror images": words}
 
 
 def _size(input_shape: tuple[int, ...]) -> int:
@@ -320,13 +334,13 @@ def _command() -> str:
     return "qmargin " + shlex.join(sys.argv[1:])
 
 
-def _finish(measured: Measured, path: Path) -> None:
+def _finish(measured: Measured, path: Path, arguments: argparse.Namespace) -> None:
     """Write the result and print its tables."""
     from qmargin.cli.evaluate_table import print_result
     from qmargin.cli.tables import output_console, print_table
     from qmargin.evaluation.protocols.measures import write_measured
 
-    write_measured(path, measured)
+    write_measured(path, measured, keep_paths=arguments.keep_paths)
     if measured.measures:
         rows = [
             [

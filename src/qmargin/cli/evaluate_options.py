@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from qmargin.cli.options import add_keep_paths, add_overwrite
+
 EMBEDDINGS_HELP = (
     "embeddings: written by --model, or read where there is no --model (OUT with "
     ".embeddings.safetensors)"
@@ -44,6 +46,8 @@ def add_measures(
     add("--level", type=float, default=0.95, help="of the intervals (0.95)")
     add("--seed", type=int, default=0, help=f"of {seeded} (0)")
     add("--hardest", type=int, default=20, metavar="N", help=f"hardest {hardest} to keep (20)")
+    add_overwrite(parser)
+    add_keep_paths(parser)
 
 
 def _fars_help(fars: tuple[float, ...] | None) -> str:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qmargin.cli.evaluate_checks import check_protocol
+from qmargin.cli.evaluate_checks import check_protocol, collapse_notes, with_weights
 from qmargin.cli.evaluate_options import EMBEDDINGS_HELP, add_costs, add_measures
 from qmargin.cli.options import count
 from qmargin.cli.progress import BarProgress, PlainProgress, stage_progress
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from qmargin.evaluation.protocols.quality import QualityCalibration
     from qmargin.evaluation.protocols.trials import Scoring
     from qmargin.evaluation.trials import TrialList
+    from qmargin.files import Guard
 
 _Progress = PlainProgress | BarProgress
 _TOP_N = 300
@@ -81,44 +83,48 @@ def _run_voxceleb(arguments: argparse.Namespace) -> None:
     from qmargin.evaluation.protocols.trials import evaluate_speakers
     from qmargin.evaluation.result import write_result
 
-    _check(arguments)
+    guard = _check(arguments)
     with stage_progress() as progress:
-        trials, protocol = _trials(arguments, progress)
+        trials, protocol = _trials(arguments, guard, progress)
         embeddings, card = _embeddings(arguments, trials, progress)
         scoring, calibration = _scoring(arguments)
         result = evaluate_speakers(
             embeddings,
             trials,
-            _options(arguments, protocol, card),
+            replace(_options(arguments, protocol, card), notes=collapse_notes(embeddings)),
             scoring=scoring,
             calibration=calibration,
-            scores=arguments.scores or arguments.out.with_suffix(".scores.tsv"),
+            scores=arguments.scores,
+            guard=guard,
             command="qmargin " + shlex.join(sys.argv[1:]),
             progress=progress,
         )
-    write_result(arguments.out, result)
+    write_result(arguments.out, result, keep_paths=arguments.keep_paths)
     print_result(result, arguments.out)
 
 
-def _check(arguments: argparse.Namespace) -> None:
+def _check(arguments: argparse.Namespace) -> Guard:
     """Refuse what cannot work before any work is done."""
-    check_protocol(arguments)
     if arguments.model is not None and arguments.audio is None:
         raise ConfigError(f"--model {arguments.model} needs recordings: give --audio DIR")
     needs = [name for name in ("as_norm", "calibrate") if getattr(arguments, name)]
     if needs and arguments.training is None:
         option = needs[0].replace("_", "-")
         raise ConfigError(f"--{option} needs other speakers: give --training FILE")
+    return check_protocol(arguments)
 
 
-def _trials(arguments: argparse.Namespace, progress: _Progress) -> tuple[TrialList, str]:
+def _trials(
+    arguments: argparse.Namespace, guard: Guard, progress: _Progress
+) -> tuple[TrialList, str]:
     from qmargin.evaluation.evaluate import default_name
     from qmargin.evaluation.protocols.voxceleb import OFFICIAL, unpack_official
     from qmargin.evaluation.trials import read_trials
 
     name = arguments.trials
     if name in OFFICIAL:
-        path, protocol = unpack_official(name, arguments.out.parent), OFFICIAL[name].title
+        path = unpack_official(name, arguments.out.parent, guard=guard)
+        protocol = OFFICIAL[name].title
     else:
         path, protocol = Path(name), default_name(name)
     trials = read_trials(path, progress=partial(progress, "reading trials"))
@@ -138,17 +144,17 @@ def _embeddings(
 
         model = load_model(arguments.model, device=arguments.device)
         card = dict(model.card.to_texts())
-        path = embed_utterances(
+        embed_utterances(
             model,
             Recordings(arguments.audio, trials.keys.names),
-            path or arguments.out.with_suffix(".embeddings.safetensors"),
+            path,
             model_id=model.card.weights_sha256,
             num_workers=arguments.workers,
             restart=arguments.restart,
             progress=partial(progress, "embedding"),
         )
-        arguments.embeddings = path
-    return read_embeddings(path), card
+    found = read_embeddings(path)
+    return found, with_weights(card, found.weights_sha256) or {}
 
 
 def _scoring(arguments: argparse.Namespace) -> tuple[Scoring, QualityCalibration | None]:

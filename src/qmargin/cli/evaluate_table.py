@@ -35,17 +35,23 @@ def print_result(result: Result, path: Path) -> None:
         intervals += f", {method.level:.0%}, {method.num_replicates:,} replicates"
     if method.note:
         intervals += f" ({method.note})"
-    sys.stdout.write(f"{printable(intervals)}\n{path}\n")
+    notes = "".join(f"note: {printable(note)}\n" for note in result.notes)
+    sys.stdout.write(f"{printable(intervals)}\n{notes}{path}\n")
 
 
 def _rows(result: Result) -> list[Sequence[str]]:
-    metrics = result.metrics
-    rows: list[Sequence[str]] = [_tar_row(point) for point in metrics.tar]
-    equal = metrics.eer
-    eer = [_percent(equal.value), _ends(equal.interval), "", "", _number(equal.threshold), ""]
-    rows.append(["EER", *eer])
+    from qmargin.report.numbers import digits_to_differ
+
+    metrics, equal = result.metrics, result.metrics.eer
+    limits = [point.threshold for point in metrics.tar] + [equal.threshold]
+    limits += [cost.threshold for cost in metrics.min_dcf]
+    digits = digits_to_differ(limits, 5)
+    rows: list[Sequence[str]] = [_tar_row(point, digits) for point in metrics.tar]
+    limit = _number(equal.threshold, digits)
+    rows.append(["EER", _percent(equal.value), _ends(equal.interval), "", "", limit, ""])
     for cost in metrics.min_dcf:
-        cells = [f"{cost.value:.4f}", _costs(cost.interval), "", "", _number(cost.threshold), ""]
+        limit = _number(cost.threshold, digits)
+        cells = [f"{cost.value:.4f}", _costs(cost.interval), "", "", limit, ""]
         rows.append([f"minDCF, p = {cost.p_target:g}", *cells])
     for name, value in (("Cllr", metrics.cllr), ("min Cllr", metrics.min_cllr)):
         shown = "infinite" if value.value is None else f"{value.value:.4f}"
@@ -53,7 +59,7 @@ def _rows(result: Result) -> list[Sequence[str]]:
     return rows
 
 
-def _tar_row(point: TarPoint) -> Sequence[str]:
+def _tar_row(point: TarPoint, digits: int) -> Sequence[str]:
     name = f"TAR at FAR {point.far_target:g}"
     if point.tar is None or point.far is None:
         return [name, "not measurable", "", "", "", "", "0 allowed"]
@@ -64,7 +70,7 @@ def _tar_row(point: TarPoint) -> Sequence[str]:
         _ends(point.interval),
         f"{point.far:.3g}",
         f"{point.false_accepts:,}",
-        _number(point.threshold),
+        _number(point.threshold, digits),
         f"{point.status}: {allowed}",
     ]
 
@@ -105,5 +111,5 @@ def _costs(ends: tuple[float, float] | None) -> str:
     return "" if ends is None else f"{ends[0]:.3f} to {ends[1]:.3f}"
 
 
-def _number(value: float | None) -> str:
-    return "none" if value is None else f"{value:.5g}"
+def _number(value: float | None, digits: int = 5) -> str:
+    return "none" if value is None else f"{value:.{digits}g}"

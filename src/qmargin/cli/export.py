@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from qmargin.cli.options import add_keep_paths, add_overwrite, guard_of
 from qmargin.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from qmargin.models.onnx_file import OnnxRecord
 
 ONNX, FEATURES_ONNX = "model.onnx", "model-features.onnx"
+ONNX_MARK = "weights_sha256"  # an entry of the metadata, which is at the end of the file
 _LENGTHS = (32_240, 24_000, 50_001)  # samples of recordings: traced, shorter, longer
 _FRAMES = (200, 148, 311)  # of filter banks, likewise
 _NUM_BINS = 80
@@ -44,6 +46,11 @@ def add_export(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add("--result", type=Path, metavar="FILE", help="result.json of this model: adds thresholds")
     add("--flip", choices=("none", "sum"), help="how it used mirror images (what it says itself)")
     add(
+        "--trust-result",
+        action="store_true",
+        help="take a result that does not name its model's weights for one of this model",
+    )
+    add(
         "--prototypes",
         type=Path,
         metavar="FILE",
@@ -64,6 +71,8 @@ def add_export(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="KEY=TEXT",
         help="write a fact into the model card, as in licence=CC0; may be repeated",
     )
+    add_overwrite(parser)
+    add_keep_paths(parser)
     parser.set_defaults(run=run_export)
 
 
@@ -74,6 +83,7 @@ def run_export(arguments: argparse.Namespace) -> None:
 
     if arguments.features and not arguments.onnx:
         raise ConfigError("--features says what an ONNX file takes; add --onnx, or leave it out")
+    _check_outputs(arguments)
     facts = dict(map(_fact, arguments.card))
     if arguments.prototypes is not None:
         _check_prototypes(arguments)
@@ -85,13 +95,37 @@ def run_export(arguments: argparse.Namespace) -> None:
         add_facts(directory, facts)
     sys.stdout.write(f"{directory}\n")
     if arguments.result is not None:
-        thresholds = add_thresholds(directory, arguments.result, flip=arguments.flip)
+        thresholds = add_thresholds(
+            directory,
+            arguments.result,
+            flip=arguments.flip,
+            is_trusted=arguments.trust_result,
+        )
         fars = ", ".join(f"{point.far_target:g}" for point in thresholds.points)
         sys.stdout.write(f"thresholds at FAR {fars}\n")
     if arguments.onnx:
         _write_onnx(directory)
     if arguments.features:
         _write_features_onnx(directory)
+
+
+def _check_outputs(arguments: argparse.Namespace) -> None:
+    """Refuse what cannot be written, packages that are missing included, before any work."""
+    from qmargin.evaluation.embed_folder import MARKS, check_suffix
+    from qmargin.models.directory import THRESHOLDS
+    from qmargin.models.onnx_file import check_packages
+
+    guard = guard_of(arguments, ("out", "prototypes"))
+    if arguments.prototypes is not None:
+        guard.check(arguments.prototypes, MARKS[check_suffix(arguments.prototypes).suffix])
+    directory: Path = arguments.out or arguments.source
+    if arguments.onnx:
+        check_packages()
+        guard.check(directory / ONNX, ONNX_MARK)
+    if arguments.features:
+        guard.check(directory / FEATURES_ONNX, ONNX_MARK)
+    if arguments.result is not None:
+        guard.check(directory / THRESHOLDS, '"format": "qmargin-thresholds"')
 
 
 def _check_prototypes(arguments: argparse.Namespace) -> None:
@@ -118,8 +152,8 @@ def _write_prototypes(source: Path, path: Path) -> None:
 
 def _directory(arguments: argparse.Namespace) -> Path:
     """The model directory, made of a run where the source is one."""
-    from qmargin.evaluation.exporting import export_run
-    from qmargin.models.directory import is_model_directory
+    from qmargin.evaluation.exporting import export_run, is_export_of
+    from qmargin.models.directory import is_model_directory, read_card
 
     source: Path = arguments.source
     if not is_model_directory(source):
@@ -128,8 +162,20 @@ def _directory(arguments: argparse.Namespace) -> Path:
                 f"{source} is not a model directory and --out is missing; name the one to make, as "
                 "in --out models/mine"
             )
-        export_run(source, arguments.out, weights=arguments.weights, name=arguments.name)
         out: Path = arguments.out
+        if not is_export_of(out, source, weights=arguments.weights):
+            export_run(
+                source,
+                out,
+                weights=arguments.weights,
+                name=arguments.name,
+                keep_paths=arguments.keep_paths,
+            )
+        elif arguments.name not in (None, read_card(out).name):
+            raise ConfigError(
+                f"{out} is this run's model already, under the name {read_card(out).name!r}; leave "
+                "--name out"
+            )
         return out
     is_changed = arguments.result or arguments.onnx or arguments.card
     if arguments.out is not None or arguments.name is not None or not is_changed:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
+
+from qmargin.files import Guard
 
 _LAST_WORDS = re.compile(r" ?\((?:default: )?([^()]*)\)$")
 _SEVERAL = ("+", "*")
@@ -193,3 +195,43 @@ def positive(text: str) -> float:
     if not 0.0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} is not a positive finite number")
     return value
+
+
+def add_overwrite(parser: argparse.ArgumentParser) -> None:
+    """Add the option that lets a command replace files of other programs."""
+    note = "replace existing files that this command did not write; inputs are never replaced"
+    parser.add_argument("--overwrite", action="store_true", help=note)
+
+
+def add_keep_paths(parser: argparse.ArgumentParser) -> None:
+    """Add the option that keeps absolute paths in what is written."""
+    note = "write absolute paths as they are; otherwise names of files stand for them"
+    parser.add_argument("--keep-paths", action="store_true", help=note)
+
+
+def guard_of(
+    arguments: argparse.Namespace, outputs: Collection[str], *, own: Iterable[str] = ()
+) -> Guard:
+    """A guard whose inputs are all paths of the command line, except those of the named options.
+
+    Args:
+        arguments: With ``overwrite``, from ``add_overwrite``.
+        outputs: Options that name what is written.
+        own: As in ``Guard``.
+    """
+    inputs = [
+        path
+        for name, value in vars(arguments).items()
+        if name not in outputs
+        for path in _paths(value)
+    ]
+    return Guard(inputs, overwrite=arguments.overwrite, own=own)
+
+
+def _paths(value: Any) -> Iterator[Path]:
+    """Paths in the value of an option; a text may name a file too."""
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _paths(item)
+    elif isinstance(value, (str, Path)) and value:
+        yield Path(value)

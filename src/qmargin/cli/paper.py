@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from qmargin.cli.options import add_overwrite, guard_of
 from qmargin.errors import ConfigError
-from qmargin.files import write_atomically
+from qmargin.files import Guard, write_atomically
 
 if TYPE_CHECKING:
     from qmargin.paper.items import Item
@@ -48,6 +50,7 @@ def add_paper(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to run (auto)")
     add("--data", type=Path, metavar="PATH", help="pictures, as in the demo")
     add("--page", type=Path, metavar="FILE", help="write everything as a page of Markdown")
+    add_overwrite(parser)
     parser.set_defaults(run=run, resumes=True)
 
 
@@ -70,10 +73,12 @@ def makers() -> dict[str, Maker]:
 
 def run(arguments: argparse.Namespace) -> None:
     """List, show or make."""
-    from qmargin.paper.page import ITEMS, paper_page
+    from qmargin.paper.page import ITEMS, PAGE_MARK, paper_page
 
     if arguments.page is not None:
-        _write(arguments.page, paper_page())
+        guard_of(arguments, ("page", "out")).check(arguments.page, PAGE_MARK)
+        with _writing(arguments.page):
+            write_atomically(arguments.page, paper_page().encode())
     elif arguments.list:
         lines = [f"{item.name:26} {item.where}: {item.says}" for item in ITEMS.values()]
         sys.stdout.write("\n".join(lines) + "\n")
@@ -99,6 +104,7 @@ def make(item: Item, arguments: argparse.Namespace) -> None:
         device=arguments.device,
         data=arguments.data,
         command="qmargin " + shlex.join(sys.argv[1:]),
+        overwrite=arguments.overwrite,
     )
     maker = makers().get(item.name)
     if maker is None:
@@ -107,27 +113,29 @@ def make(item: Item, arguments: argparse.Namespace) -> None:
         sys.stdout.write(item_text(item) + "\n")
         return
     made = maker(request)
-    files = made if isinstance(made, list) else write_table(made, arguments.out)
-    sys.stdout.write("".join(f"{path}\n" for path in files))
+    if not isinstance(made, list):
+        made = write_table(made, arguments.out, request.guard())
+    sys.stdout.write("".join(f"{path}\n" for path in made))
 
 
-def write_table(table: Table, folder: Path) -> list[Path]:
+def write_table(table: Table, folder: Path, guard: Guard) -> list[Path]:
     """Print a table, and write it as Markdown and LaTeX."""
     from qmargin.paper.layout import latex, markdown
 
-    folder.mkdir(parents=True, exist_ok=True)
     texts = {"md": markdown(table), "tex": latex(table)}
     sys.stdout.write(texts["md"] + "\n")
-    for suffix, text in texts.items():
-        _write(folder / f"{table.name}.{suffix}", text)
-    return [folder / f"{table.name}.{suffix}" for suffix in texts]
+    files = {folder / f"{table.name}.{kind}": text.encode() for kind, text in texts.items()}
+    with _writing(folder):
+        return guard.write_all(files)
 
 
-def _write(path: Path, text: str) -> None:
-    """Write a file, or say that another place is needed."""
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Inside, what cannot be written is an error that says that another place is needed."""
     try:
-        write_atomically(path, text.encode())
+        yield
     except OSError as error:
         raise ConfigError(
-            f"{path} cannot be written ({error.strerror or error}); choose another place"
+            f"{error.filename or path} cannot be written ({error.strerror or error}); choose "
+            "another place"
         ) from error

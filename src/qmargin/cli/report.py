@@ -6,6 +6,8 @@ import argparse
 import sys
 from pathlib import Path
 
+from qmargin.cli.options import add_keep_paths, add_overwrite
+
 
 def add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command to the parser."""
@@ -36,11 +38,19 @@ def add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="show the sparsity of the training that wrote this journal.jsonl; may be repeated",
     )
     add("--level", type=_level, default=0.95, help="of intervals of differences (%(default)s)")
-    add(
-        "--no-figures",
+    figures = parser.add_mutually_exclusive_group()
+    figures.add_argument(
+        "--figures",
         action="store_true",
-        help="draw no SVG and PDF figures, which need matplotlib (qmargin[figures])",
+        default=None,
+        help="draw SVG and PDF figures, or fail without matplotlib, qmargin[figures] (drawn where "
+        "it is installed)",
     )
+    figures.add_argument(
+        "--no-figures", action="store_false", dest="figures", help="draw no figures"
+    )
+    add_overwrite(parser)
+    add_keep_paths(parser)
     parser.set_defaults(run=run_report)
 
 
@@ -53,8 +63,12 @@ def run_report(arguments: argparse.Namespace) -> None:
         level=arguments.level,
         media=arguments.media,
         journals=tuple(arguments.journal),
-        has_figures=not arguments.no_figures,
+        has_figures=arguments.figures,
+        overwrite=arguments.overwrite,
+        keep_paths=arguments.keep_paths,
     )
+    if arguments.figures is None and not options.draws_figures:
+        sys.stderr.write("no figures: matplotlib is missing; install qmargin[figures] for them\n")
     for path in write_report(arguments.results, arguments.out, options):
         sys.stdout.write(f"{path} ({path.stat().st_size / 1000:,.0f} KB)\n")
 

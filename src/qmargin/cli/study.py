@@ -10,13 +10,14 @@ from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qmargin.cli.options import named_path
+from qmargin.cli.options import add_overwrite, guard_of, named_path
 
 if TYPE_CHECKING:
     from qmargin.study.run import StudyOptions
 
 NAMES = "demo omniglot strokes-10k strokes-1m audiomnist"
 LOSSES = "arcface cosface entmax sparsemax q_margin sampled"
+PAGE_MARK = "`qmargin study "  # every page has its command near the top
 
 
 def add_study(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -39,13 +40,14 @@ def add_study(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     add("--search-only", action="store_true", help="only let losses choose their settings")
     add("--page", type=Path, metavar="FILE", help="also write what was found as Markdown")
     add("--commit", default="", metavar="HASH", help="of the code, for the page")
+    add_overwrite(parser)
     parser.set_defaults(run=run, resumes=True)
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Run the study; a signal ends it with the status of that signal, after saving."""
     from qmargin.study.run import StudyOptions, run_search, run_study
-    from qmargin.study.search import CHOSEN
+    from qmargin.study.search import CHOSEN, SEARCH_MARK
     from qmargin.study.studies import find_study
     from qmargin.training.folders import check_writable
 
@@ -58,9 +60,14 @@ def run(arguments: argparse.Namespace) -> None:
         jobs=arguments.jobs,
         device=arguments.device,
         command="qmargin " + shlex.join(sys.argv[1:]),
+        overwrite=arguments.overwrite,
     )
     if arguments.page is not None:
         check_writable(arguments.page.parent)  # hours before it is written
+        guard = guard_of(arguments, ("page", "out"))
+        guard.check(arguments.page, PAGE_MARK)
+        if arguments.search_only:
+            guard.check(arguments.page.with_suffix(".json"), SEARCH_MARK)
     if arguments.search_only:
         run_search(options)
         sys.stdout.write(f"settings: {options.out / CHOSEN}\n")

@@ -7,6 +7,7 @@ import shlex
 import sys
 from pathlib import Path
 
+from qmargin.cli.options import add_overwrite
 from qmargin.cli.recipes import load_recipe
 
 EXIT_CODES = """exit status:
@@ -68,6 +69,7 @@ def add_sweep(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     add("--stop-early", action="store_true", help="end trials that are behind the median")
     add("--parallel", type=int, metavar="N", help="trials at once (one on each device)")
     add("--devices", nargs="+", default=("auto",), metavar="NAME", help="cpu, or cuda:0 cuda:1")
+    add_overwrite(parser)
     parser.set_defaults(run=run, resumes=True)
 
 
@@ -92,6 +94,7 @@ def run(arguments: argparse.Namespace) -> None:
         devices=tuple(arguments.devices),
         data=RecipeData(tuple(_validation(text) for text in arguments.validation)),
         command="qmargin " + shlex.join(sys.argv[1:]),
+        overwrite=arguments.overwrite,
     )
     run_sweep(options)
 

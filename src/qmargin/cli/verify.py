@@ -63,18 +63,26 @@ def run_verify(arguments: argparse.Namespace) -> None:
 
 
 def _lines(model: Model, found: Verification) -> list[tuple[str, str]]:
-    lines = [("score", f"{found.score:.4f} (cosine)"), ("decision", _decision(model, found))]
+    from qmargin.report.numbers import digits_to_differ
+
+    digits = digits_to_differ((found.score, found.threshold), form="f")
+    lines = [
+        ("score", f"{found.score:.{digits}f} (cosine)"),
+        ("decision", _decision(model, found, digits)),
+    ]
     if found.llr is not None:
         lines.append(("LLR", f"{found.llr:+.2f} (natural logarithm, above 0 for one identity)"))
     return lines
 
 
-def _decision(model: Model, found: Verification) -> str:
+def _decision(model: Model, found: Verification, digits: int) -> str:
     thresholds = model.thresholds
     if found.far is None or thresholds is None:
         return "none: the model has no thresholds, add them with `qmargin export DIR --result FILE`"
     words = "one identity" if found.is_same else "two identities"
-    limit = "no score is enough" if found.threshold is None else f"threshold {found.threshold:.4f}"
+    limit = "no score is enough"
+    if found.threshold is not None:
+        limit = f"threshold {found.threshold:.{digits}f}"
     point = thresholds.at(found.far)
     text = f"{words} ({limit} at FAR {found.far:g}, measured on {printable(thresholds.protocol)}"
     if point.status != "ok" and point.note:

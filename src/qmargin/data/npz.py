@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, Final
 
@@ -18,29 +20,89 @@ _ALWAYS: Final = 1 << 28  # bytes that any file may unpack to
 _MOST_TIMES: Final = 64  # a file may unpack to so many times its size; scores shrink to a half
 _DEFLATE: Final = 1032  # times that deflate can shrink anything
 _CHUNK_BYTES: Final = 1 << 20
+_ROWS_AT_ONCE: Final = 1 << 17  # of an array that is read piece by piece
+_SUFFIX: Final = ".npy"
 _HEADERS: Final = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
 
 
-def read_npz(path: str | Path) -> dict[str, NDArray[Any]]:
-    """Every array of an NPZ file; pickled objects are refused.
+class NpzFile:
+    """Arrays of an NPZ file by name, read whole or a few rows at a time; no pickled objects.
+
+    Args:
+        archive: Opened.
+        size: Bytes of the file.
+
+    Attributes:
+        shapes: Of the arrays.
+        dtypes: Likewise.
+    """
+
+    def __init__(self, archive: zipfile.ZipFile, size: int) -> None:
+        self._archive = archive
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.dtypes: dict[str, np.dtype[Any]] = {}
+        self._is_fortran: dict[str, bool] = {}
+        members = archive.infolist()
+        _check_members(members, size)
+        for member in members:
+            name = member.filename.removesuffix(_SUFFIX)
+            with archive.open(member) as file:
+                shape, is_fortran, dtype = _header(file, name)
+                found = member.file_size - file.tell()
+            _check_header(name, shape, dtype, found)
+            self.shapes[name], self.dtypes[name] = shape, dtype
+            self._is_fortran[name] = is_fortran
+
+    def pieces(self, name: str) -> Iterator[NDArray[Any]]:
+        """The rows of an array of one dimension, in order, some at a time."""
+        (length,), dtype = self.shapes[name], self.dtypes[name]
+        with self._archive.open(name + _SUFFIX) as file:
+            _header(file, name)
+            for start in range(0, length, _ROWS_AT_ONCE):
+                needed = min(_ROWS_AT_ONCE, length - start) * dtype.itemsize
+                content = file.read(needed)
+                if len(content) != needed:
+                    raise DataError(f"the array {name[:60]!r} is cut off")
+                yield np.frombuffer(content, dtype)
+            file.read(1)  # at the end zipfile compares the checksum
+
+    def array(self, name: str) -> NDArray[Any]:
+        """A whole array."""
+        shape, dtype = self.shapes[name], self.dtypes[name]
+        values: NDArray[Any] = np.empty(int(np.prod(shape)), dtype=dtype)
+        content, at = values.view(np.uint8) if values.nbytes else np.empty(0, np.uint8), 0
+        with self._archive.open(name + _SUFFIX) as file:
+            _header(file, name)
+            while chunk := file.read(_CHUNK_BYTES):
+                content[at : at + len(chunk)] = np.frombuffer(chunk, np.uint8)
+                at += len(chunk)
+        if at != values.nbytes:
+            raise DataError(f"the array {name[:60]!r} is cut off")
+        return values.reshape(shape, order="F" if self._is_fortran[name] else "C")
+
+
+@contextmanager
+def open_npz(path: str | Path) -> Iterator[NpzFile]:
+    """An NPZ file; all that is wrong with one is a ``DataError`` that names it.
 
     Raises:
         DataError: It is no such file, is damaged, or would unpack to far more than its size.
     """
     with open_regular(path) as file:
         try:
-            return _arrays(file)
+            with zipfile.ZipFile(file) as archive:
+                yield NpzFile(archive, os.fstat(file.fileno()).st_size)
         except Exception as error:  # damage shows as errors of zlib, struct, zipfile and others
+            if isinstance(error, DataError) and str(path) in str(error):
+                raise  # of the reader, about what the arrays hold
             reason = " ".join(str(error).split())[:200] or type(error).__name__
             raise DataError(f"{path} is not an NPZ file of plain arrays ({reason})") from error
 
 
-def _arrays(file: IO[bytes]) -> dict[str, NDArray[Any]]:
-    size = os.fstat(file.fileno()).st_size
-    with zipfile.ZipFile(file) as archive:
-        members = archive.infolist()
-        _check_members(members, size)
-        return {member.filename.removesuffix(".npy"): _array(archive, member) for member in members}
+def read_npz(path: str | Path) -> dict[str, NDArray[Any]]:
+    """Every array of an NPZ file; see ``open_npz``."""
+    with open_npz(path) as npz:
+        return {name: npz.array(name) for name in npz.shapes}
 
 
 def _check_members(members: list[zipfile.ZipInfo], size: int) -> None:
@@ -48,7 +110,7 @@ def _check_members(members: list[zipfile.ZipInfo], size: int) -> None:
     names: set[str] = set()
     for member in members:
         name = member.filename
-        if not name.endswith(".npy"):
+        if not name.endswith(_SUFFIX):
             raise DataError(f"the member {name[:60]!r} is no array; give the file of arrays itself")
         if name in names:
             raise DataError(f"it has two arrays {name[:60]!r}; write it again")
@@ -66,26 +128,20 @@ def _check_members(members: list[zipfile.ZipInfo], size: int) -> None:
         raise DataError(f"its {size:,} bytes would unpack to {total:,}; at most {limit:,} are read")
 
 
-def _array(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> NDArray[Any]:
-    name = member.filename
-    with archive.open(member) as file:
-        version = npy.read_magic(file)
-        if version not in _HEADERS:
-            raise DataError(f"the array {name[:60]!r} has a header of version {version}")
-        shape, is_fortran, dtype = _HEADERS[version](file)
-        count = int(np.prod(shape, dtype=object))
-        if dtype.hasobject:
-            raise DataError(f"the array {name[:60]!r} holds pickled objects, which may be code")
-        expected, found = count * dtype.itemsize, member.file_size - file.tell()
-        if expected != found or (dtype.itemsize == 0 and count):
-            raise DataError(
-                f"the array {name[:60]!r} says {expected:,} bytes and has {found:,} of them"
-            )
-        values: NDArray[Any] = np.empty(count, dtype=dtype)
-        content, at = values.view(np.uint8) if expected else np.empty(0, np.uint8), 0
-        while chunk := file.read(_CHUNK_BYTES):
-            content[at : at + len(chunk)] = np.frombuffer(chunk, np.uint8)
-            at += len(chunk)
-        if at != expected:
-            raise DataError(f"the array {name[:60]!r} is cut off")
-    return values.reshape(shape, order="F" if is_fortran else "C")
+def _header(file: IO[bytes], name: str) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    version = npy.read_magic(file)
+    if version not in _HEADERS:
+        raise DataError(f"the array {name[:60]!r} has a header of version {version}")
+    return _HEADERS[version](file)
+
+
+def _check_header(name: str, shape: tuple[int, ...], dtype: np.dtype[Any], found: int) -> None:
+    """Compare what a header promises with the bytes of its member."""
+    if dtype.hasobject:
+        raise DataError(f"the array {name[:60]!r} holds pickled objects, which may be code")
+    count = int(np.prod(shape, dtype=object))
+    expected = count * dtype.itemsize
+    if expected != found or (dtype.itemsize == 0 and count):
+        raise DataError(
+            f"the array {name[:60]!r} says {expected:,} bytes and has {found:,} of them"
+        )

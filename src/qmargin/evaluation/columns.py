@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import methodcaller
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from qmargin.errors import DataError
 from qmargin.evaluation.keys import KeyTable
 from qmargin.evaluation.layouts import LABEL_WORDS, LABELS, MAX_LINE_BYTES, Layout, is_number
 from qmargin.files import Progress, open_regular
 
+BLOCK = 1 << 22  # elements: so large a block of scores goes back to the system when it is freed
 _CHUNK_BYTES = 1 << 18  # lists of the cells stay in the cache: twice as fast as 1 << 22
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
@@ -42,6 +43,73 @@ class Columns:
         return {"score": _scores, "label": _labels}.get(name, table.codes)
 
 
+class Growing:
+    """An array that grows: blocks until the end, then one array, never both.
+
+    Args:
+        dtype: Of its elements.
+    """
+
+    def __init__(self, dtype: DTypeLike) -> None:
+        self._dtype = np.dtype(dtype)
+        self._blocks: list[NDArray[Any]] = []
+        self._free = 0  # elements of the last block that are not in use
+
+    def __len__(self) -> int:
+        return len(self._blocks) * BLOCK - self._free
+
+    def append(self, values: NDArray[Any]) -> None:
+        """Add values at the end."""
+        while len(values):
+            if not self._free:
+                self._blocks.append(np.empty(BLOCK, self._dtype))
+                self._free = BLOCK
+            taken = values[: self._free]
+            start = BLOCK - self._free
+            self._blocks[-1][start : start + len(taken)] = taken
+            self._free -= len(taken)
+            values = values[len(taken) :]
+
+    def move_to(self, target: NDArray[Any]) -> None:
+        """Fill an array of the right length; each block is freed when it was copied."""
+        start, self._free = 0, 0
+        for place in range(len(self._blocks)):
+            block, self._blocks[place] = self._blocks[place], np.empty(0)
+            taken = block[: len(target) - start]
+            target[start : start + len(taken)] = taken
+            start += len(taken)
+        self._blocks = []
+
+    def array(self) -> NDArray[Any]:
+        """All values; nothing is left here."""
+        whole = np.empty(len(self), self._dtype)
+        self.move_to(whole)
+        return whole
+
+
+class SplitScores:
+    """Scores without names while they are read: genuine and impostor ones in arrays of their own.
+
+    Nothing but the label tells such trials apart, so the genuine ones may come first.
+    """
+
+    def __init__(self) -> None:
+        self._sides = Growing(np.float64), Growing(np.float64)
+
+    def append(self, scores: NDArray[Any], is_genuine: NDArray[np.bool_]) -> None:
+        """Add trials."""
+        self._sides[0].append(scores[is_genuine])
+        self._sides[1].append(scores[~is_genuine])
+
+    def arrays(self) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+        """Scores and labels, the genuine ones first, each kind in its order."""
+        sizes = [len(side) for side in self._sides]
+        scores = np.empty(sum(sizes))
+        self._sides[0].move_to(scores[: sizes[0]])
+        self._sides[1].move_to(scores[sizes[0] :])
+        return scores, np.repeat([True, False], sizes)
+
+
 class _BadCell(Exception):
     def __init__(self, place: int, message: str) -> None:
         super().__init__(message)
@@ -51,12 +119,14 @@ class _BadCell(Exception):
 def read_columns(path: str | Path, layout: Layout, progress: Progress | None = None) -> Columns:
     """Read a whole text file.
 
+    Scores and labels without names are arranged: the genuine ones come first.
+
     Args:
         path: The file.
         layout: What its columns mean.
         progress: Called with the bytes read and the bytes of the file.
     """
-    columns, parts = Columns(), _parts(layout)
+    columns, sink = Columns(), _sink(layout)
     digest = hashlib.sha256()
     total = Path(path).stat().st_size
     with open_regular(path) as file:
@@ -64,19 +134,49 @@ def read_columns(path: str | Path, layout: Layout, progress: Progress | None = N
         for chunk in _whole_lines(file, path):
             digest.update(chunk)
             lines = _without_mark(chunk, number).splitlines()
-            _add_chunk(path, layout, columns, parts, lines, number)
+            _add_chunk(path, layout, columns, sink, lines, number)
             number += len(lines)
             if progress is not None:
                 progress(file.tell(), total)
-    if not next(iter(parts.values())):
-        raise DataError(f"{path} has no trials: it needs at least one line of them")
     columns.sha256 = digest.hexdigest()
-    columns.arrays = {name: np.concatenate(arrays) for name, arrays in parts.items()}
+    columns.arrays = sink.arrays()
+    if not len(next(iter(columns.arrays.values()))):
+        raise DataError(f"{path} has no trials: it needs at least one line of them")
     return columns
 
 
-def _parts(layout: Layout) -> dict[str, list[NDArray[Any]]]:
-    return {name: [] for name in layout.columns if name is not None}
+class _Columns:
+    """Columns of named trials while they are read."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        dtypes = {"score": np.float64, "label": np.bool_}
+        self._columns = {name: Growing(dtypes.get(name, np.int32)) for name in names}
+
+    def append(self, chunk: dict[str, NDArray[Any]]) -> None:
+        for name, values in chunk.items():
+            self._columns[name].append(values)
+
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        return {name: column.array() for name, column in self._columns.items()}
+
+
+class _Nameless:
+    """Columns of scores and labels alone."""
+
+    def __init__(self) -> None:
+        self._split = SplitScores()
+
+    def append(self, chunk: dict[str, NDArray[Any]]) -> None:
+        self._split.append(chunk["score"], chunk["label"])
+
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        scores, is_genuine = self._split.arrays()
+        return {"score": scores, "label": is_genuine}
+
+
+def _sink(layout: Layout) -> _Columns | _Nameless:
+    names = [name for name in layout.columns if name is not None]
+    return _Nameless() if set(names) == {"score", "label"} else _Columns(names)
 
 
 def _without_mark(chunk: bytes, number: int) -> bytes:
@@ -105,7 +205,7 @@ def _add_chunk(
     path: str | Path,
     layout: Layout,
     columns: Columns,
-    parts: dict[str, list[NDArray[Any]]],
+    sink: _Columns | _Nameless,
     lines: list[bytes],
     number: int,
 ) -> None:
@@ -115,15 +215,17 @@ def _add_chunk(
         rows, numbers = rows[1:], numbers[1:]
     if not rows:
         return
+    chunk: dict[str, NDArray[Any]] = {}
     for name, cells in zip(layout.columns, zip(*rows, strict=True), strict=True):
         if name is None:
             continue
         try:
             if b"" in cells:
                 raise _BadCell(cells.index(b""), f"the {name} is empty")
-            parts[name].append(columns.converter(name)(cells))
+            chunk[name] = columns.converter(name)(cells)
         except _BadCell as error:
             raise DataError(f"{path}, line {numbers[error.place]}: {error}") from None
+    sink.append(chunk)
 
 
 def _rows(

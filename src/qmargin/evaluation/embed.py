@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qmargin.errors import ConfigError, CorruptSample, DataError, ShapeError
-from qmargin.evaluation.embeddings import Embeddings, read_embeddings
+from qmargin.evaluation.embeddings import Embeddings, read_embeddings, weights_of
 from qmargin.evaluation.result import Source
 from qmargin.evaluation.resuming import ResumableFile
 from qmargin.files import Progress, open_regular, sha256_of
@@ -23,6 +23,8 @@ from qmargin.files import Progress, open_regular, sha256_of
 Images = NDArray[np.uint8]  # [B, H, W, 3]
 Rows = NDArray[np.float32]  # [B, d]
 FLIPS = ("none", "sum", "both")
+FORMAT = "qmargin-embeddings"
+EMBEDDINGS_MARK = f'"format": "{FORMAT}"'
 MAX_HEADER_BYTES = 100_000_000  # what safetensors reads
 _ROWS_BETWEEN_RECORDS = 1024
 _ROWS_CHECKED = 8192  # at once
@@ -165,7 +167,8 @@ def map_embeddings(path: str | Path) -> Embeddings:
         if is_bad.any():
             row = first + int(np.argmax(is_bad))
             raise DataError(f"{path}: the embedding of {keys[row]!r} (number {row}) is not finite")
-    return Embeddings(tuple(keys), rows, Source(str(path), sha256_of(path), "embeddings"))
+    weights = weights_of(header["__metadata__"])
+    return Embeddings(tuple(keys), rows, Source(str(path), sha256_of(path), "embeddings"), weights)
 
 
 def _names(text: str) -> list[str]:
@@ -307,7 +310,7 @@ def _header(keys: Sequence[str], width: int, model_id: str, flip: str) -> bytes:
     """The start of a safetensors file whose one tensor follows row by row."""
     shape = [len(keys), width]
     tensor = {"dtype": "F32", "shape": shape, "data_offsets": [0, 4 * len(keys) * width]}
-    metadata = {"keys": json.dumps(list(keys)), "model": model_id, "flip": flip}
+    metadata = {"format": FORMAT, "keys": json.dumps(list(keys)), "model": model_id, "flip": flip}
     content = json.dumps({"__metadata__": metadata, "embeddings": tensor}).encode()
     content += b" " * (-len(content) % 8)  # so that the rows are aligned
     if len(content) > MAX_HEADER_BYTES:

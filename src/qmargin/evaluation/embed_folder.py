@@ -9,6 +9,7 @@ import csv
 import io
 import json
 import os
+import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qmargin.errors import ConfigError, DataError
-from qmargin.files import Progress, replacing, sha256_of
+from qmargin.evaluation.embed import EMBEDDINGS_MARK, FORMAT
+from qmargin.files import MADE_BY, Progress, escape_formula, replacing, sha256_of
 
 EXTENSIONS = {
     "images": frozenset({"jpg", "jpeg", "png", "webp", "bmp", "ppm"}),
@@ -26,6 +28,8 @@ EXTENSIONS = {
 }
 SUFFIXES = (".safetensors", ".npz")
 _COLUMNS = ("key", "row", "sha256", "problem")
+MANIFEST_MARK = ",".join(_COLUMNS)
+MARKS = {".safetensors": EMBEDDINGS_MARK, ".npz": MADE_BY}
 
 
 class FileModel(Protocol):
@@ -148,30 +152,35 @@ def write_embedding_file(
         path: Ends in ``.safetensors`` or ``.npz``.
         keys: Name of every row.
         matrix: ``[n, d]``.
-        metadata: Texts that a safetensors file carries.
+        metadata: Texts that the file carries.
     """
     path = check_suffix(path)
     if path.suffix == ".npz":
         buffer = io.BytesIO()
-        np.savez(buffer, keys=np.array(keys), embeddings=matrix)
+        arrays = {name: np.array(text) for name, text in (metadata or {}).items()}
+        arrays.update(keys=np.array(keys), embeddings=matrix)
+        np.savez(buffer, allow_pickle=False, **arrays)
+        with zipfile.ZipFile(buffer, "a") as archive:
+            archive.comment = MADE_BY.encode()
         write_private(path, [buffer.getbuffer()])
         return
     content = np.ascontiguousarray(matrix, "<f4")
     tensor = {"dtype": "F32", "shape": list(matrix.shape), "data_offsets": [0, content.nbytes]}
-    texts = {**(metadata or {}), "keys": json.dumps(list(keys))}
+    texts = {"format": FORMAT, **(metadata or {}), "keys": json.dumps(list(keys))}
     header = json.dumps({"__metadata__": texts, "embeddings": tensor}).encode()
     header += b" " * (-len(header) % 8)
     write_private(path, [len(header).to_bytes(8, "little"), header, content.reshape(-1).data])
 
 
 def write_manifest(path: str | Path, files: Iterable[FileRow]) -> None:
-    """Write what became of every file as CSV, for its owner alone."""
+    """Write what became of every file as CSV, for its owner alone; no cell is a formula."""
     text = io.StringIO(newline="")
     writer = csv.writer(text)
     writer.writerow(_COLUMNS)
     for file in files:
         row = "" if file.row is None else file.row
-        writer.writerow([file.key, row, file.sha256, file.problem])
+        key, problem = escape_formula(file.key), escape_formula(file.problem)
+        writer.writerow([key, row, file.sha256, problem])
     write_private(path, [text.getvalue().encode()])
 
 

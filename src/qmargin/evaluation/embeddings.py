@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from qmargin.evaluation.result import Source
 from qmargin.files import check_regular, sha256_of
 
 Named = list[tuple[str, NDArray[Any], str]]  # name, vector [d], place in the file for messages
+COLLAPSED = 1e-4  # embeddings whose cosines are this near to 1 in the mean say nothing
+_ROWS_LOOKED_AT = 4096
 _READERS = (".npz", ".safetensors", ".ark", ".scp")
 
 
@@ -30,11 +33,13 @@ class Embeddings:
         keys: Distinct names, ``[n]``.
         matrix: float32 or float64 ``[n, d]``, finite.
         source: The file.
+        weights_sha256: Of the model that made them; None where the file does not say.
     """
 
     keys: tuple[str, ...]
     matrix: NDArray[Any]
     source: Source
+    weights_sha256: str | None = None
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -70,14 +75,53 @@ def read_embeddings(path: str | Path, *, role: str = "embeddings") -> Embeddings
             f"{path} is not a file of embeddings by its name: it has to end in "
             f"{', '.join(_READERS)}"
         )
+    check_regular(path)
+    weights = None
     if suffix == ".npz":
-        keys, matrix = _from_arrays(path, read_npz(path))
+        arrays = read_npz(path)
+        keys, matrix = _from_arrays(path, arrays)
+        weights = weights_of({"model": str(arrays["model"])} if "model" in arrays else {})
     elif suffix == ".safetensors":
-        keys, matrix = _read_safetensors(path)
+        keys, matrix, weights = _read_safetensors(path)
     else:
         keys, matrix = _stacked(path, read_ark(path) if suffix == ".ark" else read_scp(path))
     _check(path, keys, matrix)
-    return Embeddings(tuple(keys), matrix, Source(str(path), sha256_of(path), role))
+    return Embeddings(tuple(keys), matrix, Source(str(path), sha256_of(path), role), weights)
+
+
+def collapse_note(matrix: NDArray[Any]) -> str | None:
+    """A note where embeddings all but coincide, so that no threshold tells them apart.
+
+    At most some thousand rows are looked at.
+
+    Examples:
+        >>> collapse_note(np.eye(3)), collapse_note(np.ones((3, 2)))[:33]
+        (None, 'embeddings have collapsed: the me')
+    """
+    rows = np.asarray(matrix[:: max(1, len(matrix) // _ROWS_LOOKED_AT)], np.float64)
+    lengths = np.sqrt(np.sum(rows * rows, axis=1, keepdims=True))
+    rows = rows[lengths[:, 0] > 0] / lengths[lengths[:, 0] > 0]
+    if len(rows) < 2:
+        return None
+    total = rows.sum(axis=0)
+    cosine = float((total @ total - len(rows)) / (len(rows) * (len(rows) - 1)))
+    if cosine < 1.0 - COLLAPSED:
+        return None
+    return (
+        f"embeddings have collapsed: the mean cosine of {len(rows):,} of them is {cosine:.7g}, so "
+        "nothing tells subjects apart; look at the training, or at the inputs"
+    )
+
+
+def weights_of(metadata: Mapping[str, str]) -> str | None:
+    """Hash of the weights of the model that made a file of embeddings, where it says so.
+
+    Examples:
+        >>> weights_of({"model": "mine"}), weights_of({"model": "ab" * 32})[:4]
+        (None, 'abab')
+    """
+    found = metadata.get("model", "")
+    return found if re.fullmatch("[0-9a-f]{64}", found) else None
 
 
 def _from_arrays(
@@ -107,7 +151,7 @@ def _text(path: Path, key: Any) -> str:
     return key
 
 
-def _read_safetensors(path: Path) -> tuple[list[str], NDArray[Any]]:
+def _read_safetensors(path: Path) -> tuple[list[str], NDArray[Any], str | None]:
     from safetensors import SafetensorError, safe_open
 
     check_regular(path)
@@ -127,7 +171,7 @@ def _read_safetensors(path: Path) -> tuple[list[str], NDArray[Any]]:
         raise DataError(f"{path}: the metadata entry keys is not JSON ({error})") from error
     if keys is not None and not isinstance(keys, list):
         raise DataError(f"{path}: the metadata entry keys is not a list of names")
-    return _from_arrays(path, arrays, keys)
+    return *_from_arrays(path, arrays, keys), weights_of(metadata)
 
 
 def _stacked(path: Path, named: Named) -> tuple[list[str], NDArray[Any]]:

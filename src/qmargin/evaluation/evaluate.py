@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,13 +30,14 @@ from qmargin.evaluation.result import (
 from qmargin.evaluation.score_files import ScoreSet
 from qmargin.evaluation.subjects import Subjects, find_subjects
 from qmargin.metrics.crossing import eer, min_dcf
-from qmargin.metrics.curve import Staircase, det_curve_of, staircase
+from qmargin.metrics.curve import StaircaseParts, thin_curve
 from qmargin.metrics.llr import cllr, min_cllr_of
 from qmargin.metrics.operating import tars_at_fars
 from qmargin.metrics.sufficiency import sufficiency
 
 Floats = NDArray[np.float64]
 DET_POINTS = 400
+NARROW = 1e-4  # of the largest score: scores that differ by less are of a system that collapsed
 
 
 def evaluate_scores(
@@ -64,7 +66,7 @@ def evaluate_scores(
     subjects = find_subjects(score_set, options.subjects, options.subject_of)
     points = _tar_points(genuine, impostor, options)
     intervals = find_intervals(score_set, subjects, points, options, progress)
-    steps = staircase(genuine, impostor)
+    steps = StaircaseParts(genuine, impostor)
     metrics = _metrics(genuine, impostor, steps, points, intervals, options)
     return Result(
         system=System(options.name, options.model_card),
@@ -72,7 +74,7 @@ def evaluate_scores(
         sources=(*score_set.sources, *options.sources),
         trials_sha256=score_set.trials_sha256(),
         metrics=metrics,
-        det=_det(genuine, impostor, steps, intervals),
+        det=_det(steps, intervals),
         histogram=score_histogram(genuine, impostor),
         calibration=calibration_curve(genuine, impostor),
         replicates=intervals.replicates,
@@ -81,7 +83,29 @@ def evaluate_scores(
         created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         command=command,
         qmargin=qmargin.__version__,
+        notes=(*options.notes, *_notes(score_set)),
     )
+
+
+def _notes(score_set: ScoreSet) -> Iterator[str]:
+    """What is odd about the trials, though they can be measured."""
+    counts = score_set.pair_counts
+    low, high = float(score_set.scores.min()), float(score_set.scores.max())
+    if high - low <= NARROW * max(abs(low), abs(high)) or low == high:
+        span = f"are {low!r}" if low == high else f"lie from {low!r} to {high!r}"
+        yield (
+            f"all {len(score_set):,} scores {span}: such a system does not tell subjects apart; "
+            "look at its embeddings"
+        )
+    if counts.num_mirrored:
+        yield (
+            f"{counts.num_mirrored:,} pairs occur in both orders and count twice: remove one order"
+        )
+    if counts.num_self:
+        yield (
+            f"{counts.num_self:,} trials compare a sample with itself, which says nothing about "
+            "others: remove them"
+        )
 
 
 def _sides(score_set: ScoreSet) -> tuple[Floats, Floats]:
@@ -92,6 +116,8 @@ def _sides(score_set: ScoreSet) -> tuple[Floats, Floats]:
                 f"{score_set.sources[-1].path}: there are 0 {kind} trials among "
                 f"{len(score_set):,}, at least 1 is needed: check the labels"
             )
+    if score_set.is_genuine[:num_genuine].all():  # as readers arrange scores without names
+        return score_set.scores[:num_genuine], score_set.scores[num_genuine:]
     return score_set.scores[score_set.is_genuine], score_set.scores[~score_set.is_genuine]
 
 
@@ -129,7 +155,7 @@ def _known(threshold: float) -> float | None:
 def _metrics(
     genuine: Floats,
     impostor: Floats,
-    steps: Staircase,
+    steps: StaircaseParts,
     points: tuple[TarPoint, ...],
     intervals: Intervals,
     options: EvaluationOptions,
@@ -149,7 +175,7 @@ def _metrics(
             for cost in costs
         ),
         cllr=Value(_finite(cllr(genuine, impostor))),
-        min_cllr=Value(_finite(min_cllr_of(steps, len(genuine), len(impostor)))),
+        min_cllr=Value(_finite(min_cllr_of(steps))),
     )
 
 
@@ -157,8 +183,8 @@ def _finite(value: float) -> float | None:
     return float(value) if np.isfinite(value) else None
 
 
-def _det(genuine: Floats, impostor: Floats, steps: Staircase, intervals: Intervals) -> Det:
-    curve = det_curve_of(steps, genuine, impostor).thin(DET_POINTS)
+def _det(steps: StaircaseParts, intervals: Intervals) -> Det:
+    curve = thin_curve(steps, DET_POINTS)
     return Det(
         tuple(curve.far.tolist()),
         tuple(curve.frr.tolist()),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import qmargin
 from qmargin.errors import ConfigError
@@ -16,7 +16,7 @@ from qmargin.evaluation.thresholds import (
     thresholds_of,
     write_thresholds,
 )
-from qmargin.files import sha256_of
+from qmargin.files import sha256_of, without_folders
 from qmargin.models.card import INTENDED_USE, LIMITS, ModelCard
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ def export_run(
     weights: str = "last",
     name: str | None = None,
     facts: Mapping[str, str] | None = None,
+    keep_paths: bool = False,
 ) -> ModelCard:
     """Make a model directory of a run.
 
@@ -45,6 +46,7 @@ def export_run(
             run wrote at its end).
         name: Of the model; that of the recipe by default.
         facts: More entries of the card.
+        keep_paths: Keep absolute paths of the recipe, which are names of files otherwise.
 
     Raises:
         ConfigError: There is no such run, or it has no such weights.
@@ -68,7 +70,43 @@ def export_run(
         options=dict(recipe.model.options),
         facts={**_facts(recipe, checkpoint, weights), **(facts or {})},
     )
-    return write_model(directory, weights=tensors, card=card, recipe=text)
+    return write_model(
+        directory, weights=tensors, card=card, recipe=text if keep_paths else _public(recipe, text)
+    )
+
+
+def _public(recipe: Recipe, text: str) -> str:
+    """A recipe's text with names in place of absolute paths; the hash stays that of the run's."""
+    from qmargin.training.recipe_files import from_dict, to_dict, to_yaml
+
+    values = to_dict(recipe)
+    public = _short(values)
+    if public == values:
+        return text
+    _, _, lines = to_yaml(from_dict(public)).partition("\n")
+    return (
+        f"# sha256 of what decides the outcome, with whole paths: {recipe.sha256}\n"
+        f"# absolute paths are cut to their names\n{lines}"
+    )
+
+
+def _short(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _short(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_short, value))
+    return without_folders(value) if isinstance(value, str) else value
+
+
+def is_export_of(directory: str | Path, run: str | Path, *, weights: str = "last") -> bool:
+    """Whether a directory is the model directory that ``export_run`` makes of a run."""
+    from qmargin.models.directory import is_model_directory, read_card
+
+    if not is_model_directory(directory):
+        return False
+    facts = read_card(directory).facts
+    found = facts.get("checkpoint_sha256"), facts.get("weights")
+    return found == (_find_checkpoint(Path(run)).sha256, weights)
 
 
 def write_prototypes(run: str | Path, path: str | Path) -> int:
@@ -93,7 +131,11 @@ def write_prototypes(run: str | Path, path: str | Path) -> int:
 
 
 def add_thresholds(
-    directory: str | Path, result: str | Path, *, flip: str | None = None
+    directory: str | Path,
+    result: str | Path,
+    *,
+    flip: str | None = None,
+    is_trusted: bool = False,
 ) -> Thresholds:
     """Put the operating points of a result file into a model directory.
 
@@ -101,10 +143,12 @@ def add_thresholds(
         directory: The model directory.
         result: ``result.json`` of an evaluation of this model on pairs of samples.
         flip: How it embedded images, ``"none"`` or ``"sum"``; None for what the result says.
+        is_trusted: Take a result that names no weights for one of this model.
 
     Raises:
         ConfigError: The result does not say how images were embedded, or says otherwise.
-        DataError: It is of another model, or of other comparisons than those of two samples.
+        DataError: It is of another model or names none, or is of other comparisons than those of
+            two samples.
     """
     from qmargin.models.directory import THRESHOLDS, add_facts, read_card
 
@@ -114,6 +158,7 @@ def add_thresholds(
         weights_sha256=card.weights_sha256,
         result_sha256=sha256_of(result),
         flip=_chosen_flip(flip_of(found), flip, card, result),
+        is_trusted=is_trusted,
     )
     write_thresholds(Path(directory) / THRESHOLDS, thresholds)
     facts = {

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -83,6 +84,11 @@ class TrialKeys:
         """One number per trial, the same exactly when both names are; sorted as the names are."""
         return self.enrol.astype(np.int64) * len(self.names) + self.test
 
+    def unordered_pairs(self) -> Pairs:
+        """One number per trial, the same exactly when its two names are, in whichever order."""
+        low, high = np.minimum(self.enrol, self.test), np.maximum(self.enrol, self.test)
+        return low.astype(np.int64) * len(self.names) + high
+
     def trial(self, row: int) -> tuple[str, str]:
         """Names of one trial."""
         return self.names[self.enrol[row]], self.names[self.test[row]]
@@ -92,6 +98,37 @@ class TrialKeys:
         return TrialKeys.from_codes(self.names, self.enrol[rows], self.test[rows])
 
 
+class PairCounts(NamedTuple):
+    """Trials that are allowed and tell less than others.
+
+    Attributes:
+        num_mirrored: Pairs that occur in both orders, as ``a b`` and ``b a``.
+        num_self: Trials of a sample with itself.
+    """
+
+    num_mirrored: int
+    num_self: int
+
+
+NO_COUNTS = PairCounts(0, 0)
+
+
+def repeated_rows(pairs: Pairs) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Rows ``(earlier, later)`` of pairs that occur more than once, one entry per repetition.
+
+    Examples:
+        >>> repeated_rows(np.array([5, 7, 9, 7, 5]))
+        (array([0, 1]), array([4, 3]))
+    """
+    ordered = np.sort(pairs)
+    if not (ordered[1:] == ordered[:-1]).any():
+        nothing = np.zeros(0, dtype=np.int64)
+        return nothing, nothing
+    order = np.argsort(pairs, kind="stable")
+    is_repeated = pairs[order[1:]] == pairs[order[:-1]]
+    return order[:-1][is_repeated], order[1:][is_repeated]
+
+
 def first_duplicate(pairs: Pairs) -> tuple[int, int] | None:
     """Rows ``(first, again)`` of the earliest repetition of a pair, or None.
 
@@ -99,12 +136,9 @@ def first_duplicate(pairs: Pairs) -> tuple[int, int] | None:
         >>> first_duplicate(np.array([5, 7, 9, 7, 5]))
         (1, 3)
     """
-    ordered = np.sort(pairs)
-    if not (ordered[1:] == ordered[:-1]).any():
+    earlier, later = repeated_rows(pairs)
+    if not len(later):
         return None
-    order = np.argsort(pairs, kind="stable")
-    is_repeated = pairs[order[1:]] == pairs[order[:-1]]
-    later, earlier = order[1:][is_repeated], order[:-1][is_repeated]
     place = int(np.argmin(later))
     return int(earlier[place]), int(later[place])
 

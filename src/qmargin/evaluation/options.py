@@ -30,6 +30,7 @@ class EvaluationOptions:
         num_hardest: Hardest trials to keep of each kind.
         model_card: Facts about the system.
         sources: Files that were read besides those of the scores.
+        notes: What is known to be odd, for the result's notes.
     """
 
     name: str = "system"
@@ -47,6 +48,7 @@ class EvaluationOptions:
     num_hardest: int = 20
     model_card: dict[str, str] | None = None
     sources: tuple[Source, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name, values in (("far", self.fars), ("p_target", self.p_targets)):

@@ -15,7 +15,8 @@ from qmargin.evaluation.result import (
     Reliability,
 )
 from qmargin.evaluation.score_files import ScoreSet
-from qmargin.metrics.llr import calibrate
+from qmargin.metrics.checks import pieces
+from qmargin.metrics.llr import Calibration, calibrate
 
 Floats = NDArray[np.float64]
 HISTOGRAM_BINS = 64
@@ -30,17 +31,23 @@ def score_histogram(genuine: Floats, impostor: Floats) -> Histogram:
         >>> len(histogram.edges), histogram.genuine[-1], histogram.impostor[0]
         (65, 2, 1)
     """
-    sides = [side[np.isfinite(side)] for side in (genuine, impostor)]
-    low, high = _range(sides)
+    low, high = _range([genuine, impostor])
     edges = np.linspace(low, high, HISTOGRAM_BINS + 1)
-    counts = [np.histogram(side, bins=edges)[0].tolist() for side in sides]
+    counts = []
+    for side in (genuine, impostor):
+        found = np.zeros(HISTOGRAM_BINS, np.int64)
+        for piece in pieces(side):
+            found += np.histogram(piece[np.isfinite(piece)], bins=edges)[0]
+        counts.append(found.tolist())
     return Histogram(tuple(edges.tolist()), tuple(counts[0]), tuple(counts[1]))
 
 
 def _range(sides: list[Floats]) -> tuple[float, float]:
-    """Smallest and largest score, a little apart even where they are the same."""
-    low = min((float(side.min()) for side in sides if len(side)), default=0.0)
-    high = max((float(side.max()) for side in sides if len(side)), default=0.0)
+    """Smallest and largest finite score, a little apart even where they are the same."""
+    finite = (piece[np.isfinite(piece)] for side in sides for piece in pieces(side))
+    ends = [(float(piece.min()), float(piece.max())) for piece in finite if len(piece)]
+    low = min((end[0] for end in ends), default=0.0)
+    high = max((end[1] for end in ends), default=0.0)
     if high - low > 1e-9 * max(abs(low), abs(high), 1e-9):
         return low, high
     margin = 0.5 * max(abs(low), 1.0)
@@ -56,24 +63,25 @@ def calibration_curve(genuine: Floats, impostor: Floats) -> CalibrationCurve | N
         calibration = calibrate(genuine, impostor, prior=0.5)
     except (ProtocolError, DataError):
         return None
-    posteriors = [
-        0.5 * (1.0 + np.tanh(0.5 * calibration.apply(side))) for side in (genuine, impostor)
-    ]
-    return CalibrationCurve(
-        calibration.scale, calibration.offset, _reliability(posteriors[0], posteriors[1])
-    )
+    reliability = _reliability(calibration, genuine, impostor)
+    return CalibrationCurve(calibration.scale, calibration.offset, reliability)
 
 
-def _reliability(genuine: Floats, impostor: Floats) -> Reliability:
+def _reliability(calibration: Calibration, genuine: Floats, impostor: Floats) -> Reliability:
     """Predicted against observed shares, both labels weighing the same."""
     edges = np.linspace(0.0, 1.0, RELIABILITY_BINS + 1)
     shares, sums, counts = [], [], np.zeros(RELIABILITY_BINS, dtype=np.int64)
     for side in (genuine, impostor):
-        place = np.minimum((side * RELIABILITY_BINS).astype(np.int64), RELIABILITY_BINS - 1)
-        found = np.bincount(place, minlength=RELIABILITY_BINS)
+        found, total = np.zeros(RELIABILITY_BINS, np.int64), np.zeros(RELIABILITY_BINS)
+        for piece in pieces(side):
+            posterior = 0.5 * (1.0 + np.tanh(0.5 * calibration.apply(piece)))
+            place = (posterior * RELIABILITY_BINS).astype(np.int64)
+            np.minimum(place, RELIABILITY_BINS - 1, out=place)
+            found += np.bincount(place, minlength=RELIABILITY_BINS)
+            np.add.at(total, place, posterior)
         counts += found
         shares.append(found / len(side))
-        sums.append(np.bincount(place, weights=side, minlength=RELIABILITY_BINS) / len(side))
+        sums.append(total / len(side))
     totals = shares[0] + shares[1]
     has_trials = totals > 0
     predicted = np.divide(sums[0] + sums[1], totals, where=has_trials, out=np.full_like(totals, 0))

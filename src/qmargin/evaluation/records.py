@@ -119,7 +119,12 @@ def _decode_scalar(kind: type, value: Any, where: str) -> Any:
             return _INFINITIES[value]
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         _expect(is_number, value, where, "a number")
-        return float(value)
+        try:
+            found = float(value)
+        except OverflowError:  # an integer of hundreds of digits
+            found = math.inf
+        _expect(math.isfinite(found), value, where, "a number that a float64 holds")
+        return found
     if kind is int:
         _expect(type(value) is int, value, where, "an integer")
     else:

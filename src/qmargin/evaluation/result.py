@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
-from pathlib import Path
+import posixpath
+import shlex
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
 from typing import Any, cast
 
 from qmargin.errors import DataError
 from qmargin.evaluation.records import decode, encode
-from qmargin.files import write_atomically
+from qmargin.files import check_regular, without_folders, write_atomically
 
 FORMAT = "qmargin-result"
 VERSION = 1
+RESULT_MARK = f'"format": "{FORMAT}"'
+_MAY_BE_INFINITE = (  # scores, and texts
+    *("threshold", "score", "system", "sources", "command", "notes", "groups", "name", "note"),
+    *("enrol", "test"),
+)
 STATUSES = ("ok", "few", "not measurable")
 
 
@@ -241,7 +248,7 @@ class Hardest:
 
 @dataclass(frozen=True)
 class Result:
-    """One system on one protocol."""
+    """One system on one protocol; ``notes`` say what a reader of its numbers has to know."""
 
     system: System
     protocol: Protocol
@@ -257,6 +264,7 @@ class Result:
     created: str
     command: str
     qmargin: str
+    notes: tuple[str, ...] = ()
 
 
 def far_key(far: float) -> str:
@@ -289,12 +297,73 @@ def result_from_json(content: object, source: str = "result") -> Result:
             raise DataError(
                 f"{source}: metrics.tar has the status {point.status!r}: not one of ours"
             )
+    _check_finite(content, source)
     return result
 
 
-def write_result(path: str | Path, result: Result) -> None:
-    """Write ``result.json``; a reader sees the old file or the new one, never a part."""
-    content = result_to_json(result)
+def _check_finite(value: Any, where: str) -> None:
+    """Refuse infinite numbers where only scores and thresholds can be infinite."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if key not in _MAY_BE_INFINITE:
+                _check_finite(item, f"{where}: {key}" if ": " not in where else f"{where}.{key}")
+    elif isinstance(value, list):
+        for item in value:
+            _check_finite(item, where)
+    elif value in ("inf", "-inf"):
+        raise DataError(f"{where} is {value}, not a finite number: evaluate the scores again")
+
+
+def without_paths(result: Result) -> Result:
+    """The same result with names of files in place of absolute paths.
+
+    Sources and the command keep their last part. Keys of trials that are absolute lose the folder
+    that all of them share.
+    """
+    sources = (replace(source, path=without_folders(source.path)) for source in result.sources)
+    try:
+        words = shlex.split(result.command)
+    except ValueError:  # not a command line of ours
+        words = result.command.split()
+    command = result.command
+    if any(without_folders(word) != word for word in words):
+        command = shlex.join(map(without_folders, words))
+    hardest = result.hardest
+    return replace(
+        result,
+        sources=tuple(sources),
+        command=command,
+        hardest=None if hardest is None else _with_short_keys(hardest),
+    )
+
+
+def _with_short_keys(hardest: Hardest) -> Hardest:
+    pairs = (*hardest.false_accepts, *hardest.false_rejects)
+    keys = {key for pair in pairs for key in (pair.enrol, pair.test)}
+    absolute = [key for key in keys if PurePosixPath(key).is_absolute()]
+    if not absolute:
+        return hardest
+    folder = posixpath.commonpath([posixpath.dirname(key) for key in absolute]).rstrip("/") + "/"
+
+    def short(pair: HardPair) -> HardPair:
+        return replace(
+            pair, enrol=pair.enrol.removeprefix(folder), test=pair.test.removeprefix(folder)
+        )
+
+    return Hardest(
+        tuple(map(short, hardest.false_accepts)), tuple(map(short, hardest.false_rejects))
+    )
+
+
+def write_result(path: str | Path, result: Result, *, keep_paths: bool = False) -> None:
+    """Write ``result.json``; a reader sees the old file or the new one, never a part.
+
+    Args:
+        path: The file.
+        result: What to write.
+        keep_paths: Write absolute paths as they are, not as ``without_paths`` makes them.
+    """
+    content = result_to_json(result if keep_paths else without_paths(result))
     result_from_json(json.loads(json.dumps(content)), str(path))  # a NaN in the wrong place
     text = json.dumps(content, allow_nan=False, indent=1)
     write_atomically(path, (text + "\n").encode("utf-8"))
@@ -302,6 +371,7 @@ def write_result(path: str | Path, result: Result) -> None:
 
 def read_result(path: str | Path) -> Result:
     """Read and check ``result.json``."""
+    check_regular(path)
     try:
         content = json.loads(Path(path).read_bytes(), parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 
 from qmargin.errors import DataError
-from qmargin.files import CHUNK_BYTES, sync_folder, write_atomically
+from qmargin.files import CHUNK_BYTES, Guard, sync_folder, write_atomically
 
 try:
     import fcntl
@@ -22,6 +22,12 @@ except ImportError:  # Windows has no such locks: two runs there must not share 
     fcntl = None  # type: ignore[assignment]
 
 FORMAT = "qmargin-progress"
+PROGRESS_MARK = f'"format": "{FORMAT}"'
+
+
+def names_beside(path: Path) -> tuple[Path, Path]:
+    """The part that is written so far, and the record of it."""
+    return path.with_name(path.name + ".partial"), path.with_name(path.name + ".progress")
 
 
 class ResumableFile:
@@ -31,15 +37,23 @@ class ResumableFile:
         path: The file to make.
         fingerprint: Of all that decides its content; a part made from something else is refused.
         restart: Throw such a part away instead.
+        guard: Decides whether an existing file is replaced; None for always.
 
     Attributes:
         num_done: Rows that are certain; go on after them.
     """
 
-    def __init__(self, path: str | Path, fingerprint: str, *, restart: bool = False) -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        fingerprint: str,
+        *,
+        restart: bool = False,
+        guard: Guard | None = None,
+    ) -> None:
         self.path = Path(path)
-        self.partial = self.path.with_name(self.path.name + ".partial")
-        self.record = self.path.with_name(self.path.name + ".progress")
+        self.partial, self.record = names_beside(self.path)
+        self._guard = guard
         self.num_done = 0
         self._fingerprint = fingerprint
         self._digest = hashlib.sha256()
@@ -72,7 +86,7 @@ class ResumableFile:
             record = json.loads(self.record.read_bytes())
             num_done, num_bytes = int(record["num_done"]), int(record["num_bytes"])
             expected, fingerprint = str(record["sha256"]), str(record["fingerprint"])
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
             raise DataError(f"{self.record} is not a progress record: {remedy}") from error
         if fingerprint != self._fingerprint:
             raise DataError(f"{self.partial} was begun with other inputs or options: {remedy}")
@@ -103,7 +117,9 @@ class ResumableFile:
         write_atomically(self.record, json.dumps(record).encode())
 
     def finish(self) -> None:
-        """Give the file its name."""
+        """Give the file its name; where that is refused, the part stays as it is."""
+        if self._guard is not None:
+            self._guard.check_content(self.path, self._digest.hexdigest())
         self.partial.replace(self.path)
         sync_folder(self.path.parent)
         self.record.unlink(missing_ok=True)

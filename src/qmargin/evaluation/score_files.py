@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from qmargin.errors import ConfigError, DataError
 from qmargin.evaluation.columns import line_of_row, read_columns
-from qmargin.evaluation.keys import TrialKeys, match_rows, trials_sha256
+from qmargin.evaluation.keys import NO_COUNTS, PairCounts, TrialKeys, match_rows, trials_sha256
 from qmargin.evaluation.layouts import SCORE_LAYOUTS, find_layout
 from qmargin.evaluation.result import Source
 from qmargin.evaluation.trials import (
@@ -36,6 +36,7 @@ class ScoreSet:
         subjects: Who is on each side, None when the file does not say.
         sources: The files.
         where: Row to "file, line n", for messages.
+        pair_counts: Mirrored pairs and samples compared with themselves.
     """
 
     scores: NDArray[np.float64]
@@ -44,6 +45,7 @@ class ScoreSet:
     sources: tuple[Source, ...]
     subjects: SubjectColumns | None = None
     where: Where = field(default=str, repr=False, compare=False)
+    pair_counts: PairCounts = NO_COUNTS
 
     def __len__(self) -> int:
         return len(self.scores)
@@ -63,6 +65,7 @@ class RawScores:
     source: Source
     subjects: SubjectColumns | None
     where: Where
+    pair_counts: PairCounts = NO_COUNTS
 
 
 def read_scores(
@@ -79,7 +82,8 @@ def read_scores(
     ``enrol test score`` (labels come from ``trials``), ``score label`` or ``label score``, or those
     that a header names in any order: ``enrol``, ``test``, ``score``, ``label``, ``enrol_subject``,
     ``test_subject``. NPZ files have ``genuine`` and ``impostor``, or ``scores`` and ``labels`` and
-    maybe the others. The order is found out; a file that can be read in two ways is refused.
+    maybe the others. The order is found out; a file that can be read in two ways is refused. A
+    quote before a name such as ``'=1+1``, which ``score_trials`` writes, is removed.
 
     Args:
         path: The score file.
@@ -89,8 +93,8 @@ def read_scores(
         progress: Called with the bytes read and the bytes of the file.
 
     Raises:
-        DataError: A score is NaN or no number, a label is not known, a pair occurs twice, a
-            trial has no score; the message names file and line.
+        DataError: A score is NaN or no number, a label is not known, a pair occurs twice or has
+            both labels, a trial has no score; the message names file and line.
 
     Examples:
         >>> import tempfile
@@ -111,7 +115,15 @@ def read_scores(
         return join_trials(raw, trials, ignore_extra=ignore_extra)
     if raw.is_genuine is None:
         raise DataError(f"{path} has no labels: give the trial list that has them (--trials)")
-    return ScoreSet(raw.scores, raw.is_genuine, raw.keys, (raw.source,), raw.subjects, raw.where)
+    return ScoreSet(
+        raw.scores,
+        raw.is_genuine,
+        raw.keys,
+        (raw.source,),
+        raw.subjects,
+        raw.where,
+        raw.pair_counts,
+    )
 
 
 def _is_zip(path: str | Path) -> bool:
@@ -126,13 +138,17 @@ def _read_text(path: str | Path, format: str, progress: Progress | None) -> RawS
     def where(row: int) -> str:
         return f"{path}, line {line_of_row(path, layout, row)}"
 
+    keys, counts = None, NO_COUNTS
+    if "enrol" in layout.columns:
+        keys, counts = checked_keys(columns, where, is_table=True)
     return RawScores(
         scores=columns.arrays["score"],
         is_genuine=columns.arrays.get("label"),
-        keys=checked_keys(columns, where) if "enrol" in layout.columns else None,
+        keys=keys,
         source=Source(str(path), columns.sha256, "scores"),
         subjects=subject_columns(columns, layout, where),
         where=where,
+        pair_counts=counts,
     )
 
 
@@ -157,7 +173,15 @@ def join_trials(raw: RawScores, trials: TrialList, *, ignore_extra: bool = False
         given = raw.subjects
         subjects = replace(given, enrol=given.enrol[rows], test=given.test[rows])
     sources = (raw.source, trials.source)
-    return ScoreSet(raw.scores[rows], is_genuine, trials.keys, sources, subjects, trials.where)
+    return ScoreSet(
+        raw.scores[rows],
+        is_genuine,
+        trials.keys,
+        sources,
+        subjects,
+        trials.where,
+        trials.pair_counts,
+    )
 
 
 def _refuse_extra(raw: RawScores, trials: TrialList, rows: NDArray[np.int64]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,10 +15,11 @@ from qmargin.errors import ConfigError, DataError, ShapeError
 from qmargin.evaluation.embeddings import Embeddings
 from qmargin.evaluation.resuming import ResumableFile
 from qmargin.evaluation.trials import TrialList
-from qmargin.files import Progress
+from qmargin.files import Guard, Progress, escape_formula
 from qmargin.metrics.normalise import Moments, cohort_moments
 
 Floats = NDArray[np.float64]
+SCORES_MARK = "enrol\ttest\tscore"  # its first line: other programs may write the same
 _COHORT_BLOCK = 1024  # rows whose cohort scores are held at once
 
 
@@ -43,12 +45,14 @@ def score_trials(
     center: Embeddings | None = None,
     block: int = 8192,
     restart: bool = False,
+    guard: Guard | None = None,
     progress: Progress | None = None,
 ) -> Path:
     """Score every trial and write ``out``: a table with the columns enrol, test, score, label.
 
     A run that was killed goes on where its last block ended, and the finished file is the same,
-    byte for byte. Scores are written in full precision and do not depend on ``block``.
+    byte for byte. Scores are written in full precision and do not depend on ``block``. A quote
+    goes before a name that a spreadsheet would take for a formula; ``read_scores`` removes it.
 
     Args:
         embeddings: One for every name in ``trials``.
@@ -58,6 +62,7 @@ def score_trials(
         center: Its mean is subtracted from every embedding first, the cohort's too.
         block: Trials between two records of progress.
         restart: Throw away a part that other inputs or options made.
+        guard: Decides whether an existing ``out`` is replaced; None for always.
         progress: Called with the trials done and their number.
 
     Raises:
@@ -65,21 +70,22 @@ def score_trials(
     """
     if block < 1:
         raise ConfigError(f"block={block} is below 1: give at least 1")
-    names = trials.keys.names
     rows = _rows_of(embeddings, trials)
     mean = _mean(center, embeddings)
     unit = _unit(embeddings, rows, mean)
     moments = None if norm is None else _cohort_moments(unit, norm, mean)
-    _check_names(names)
+    cells = name_cells(trials.keys.names)
     fingerprint = _fingerprint(embeddings, trials, norm, center)
-    with ResumableFile(out, fingerprint, restart=restart) as file:
+    with ResumableFile(out, fingerprint, restart=restart, guard=guard) as file:
         for start in range(file.num_done, len(trials), block):
             stop = min(start + block, len(trials))
             enrol, test = trials.keys.enrol[start:stop], trials.keys.test[start:stop]
             scores = np.sum(unit[enrol] * unit[test], axis=1)
             if moments is not None:
                 scores = 0.5 * (moments.apply(scores, enrol) + moments.apply(scores, test))
-            file.append(_text(trials, scores, start), stop - start)
+            header = score_header(trials) if start == 0 else ""
+            text = header + score_lines(trials, cells, scores, slice(start, stop))
+            file.append(text.encode("utf-8"), stop - start)
             if progress is not None:
                 progress(stop, len(trials))
         file.finish()
@@ -163,13 +169,19 @@ def nearest_moments(unit: Floats, others: Floats, top_n: int, name: str) -> Mome
     return Moments(np.concatenate(means), np.concatenate(deviations))
 
 
-def _check_names(names: tuple[str, ...]) -> None:
+def name_cells(names: Sequence[str]) -> list[str]:
+    """Names as a score table has them.
+
+    Raises:
+        DataError: A table cannot hold one of them.
+    """
     for name in names:
         if name != name.strip() or any(character in name for character in '\t\r\n"'):
             raise DataError(
                 f"the name {name!r} has a quote, a tab, a line end or spaces around it, which a "
                 "score table cannot hold: rename it"
             )
+    return list(map(escape_formula, names))
 
 
 def _fingerprint(
@@ -191,19 +203,26 @@ def _content(embeddings: Embeddings) -> str:
     return digest.hexdigest()
 
 
-def _text(trials: TrialList, scores: Floats, start: int) -> bytes:
-    """Lines of the score table; the first block has the header."""
-    keys, names = trials.keys, trials.keys.names
-    stop = start + len(scores)
+def score_header(trials: TrialList) -> str:
+    """The first line of a score table."""
+    return SCORES_MARK + ("\n" if trials.is_genuine is None else "\tlabel\n")
+
+
+def score_lines(trials: TrialList, cells: Sequence[str], scores: Floats, rows: slice) -> str:
+    """Some lines of a score table.
+
+    Args:
+        trials: All trials.
+        cells: Of ``name_cells``.
+        scores: Of the wanted rows.
+        rows: Which trials.
+    """
+    keys = trials.keys
     columns = [
-        [names[code] for code in keys.enrol[start:stop].tolist()],
-        [names[code] for code in keys.test[start:stop].tolist()],
+        [cells[code] for code in keys.enrol[rows].tolist()],
+        [cells[code] for code in keys.test[rows].tolist()],
         list(map(repr, scores.tolist())),
     ]
-    header = ["enrol", "test", "score"]
     if trials.is_genuine is not None:
-        columns.append(["1" if label else "0" for label in trials.is_genuine[start:stop].tolist()])
-        header.append("label")
-    lines = ["\t".join(header)] if start == 0 else []
-    lines += map("\t".join, zip(*columns, strict=True))
-    return ("\n".join(lines) + "\n").encode("utf-8")
+        columns.append(["1" if label else "0" for label in trials.is_genuine[rows].tolist()])
+    return "\n".join([*map("\t".join, zip(*columns, strict=True)), ""])

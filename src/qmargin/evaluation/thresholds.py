@@ -83,7 +83,12 @@ def flip_of(result: Result) -> str | None:
 
 
 def thresholds_of(
-    result: Result, *, weights_sha256: str, result_sha256: str, flip: str = "none"
+    result: Result,
+    *,
+    weights_sha256: str,
+    result_sha256: str,
+    flip: str = "none",
+    is_trusted: bool = False,
 ) -> Thresholds:
     """The operating points of an evaluation, for the model that was evaluated.
 
@@ -92,15 +97,22 @@ def thresholds_of(
         weights_sha256: Of the model; a result whose model card names other weights is refused.
         result_sha256: Fingerprint of the result file.
         flip: How the embeddings were made, ``"none"`` or ``"sum"``.
+        is_trusted: Take a result that names no weights for one of this model.
 
     Raises:
-        DataError: The result is of another model, or its scores are not plain cosines of two
-            samples.
+        DataError: The result is of another model or names none, or its scores are not plain
+            cosines of two samples.
         ProtocolError: Nothing could be measured.
     """
     card = result.system.model_card or {}
-    evaluated = card.get("weights_sha256", weights_sha256)
-    if evaluated != weights_sha256:
+    evaluated = card.get("weights_sha256")
+    if evaluated is None and not is_trusted:
+        raise DataError(
+            f"the result {result.system.name!r} on {result.protocol.name!r} does not name the "
+            f"weights it is of, and this model has {weights_sha256:.12}...; evaluate with --model, "
+            "or with embeddings of `qmargin embed`, or pass --trust-result if it is of this model"
+        )
+    if evaluated not in (None, weights_sha256):
         raise DataError(
             f"the result is of the weights {evaluated:.12}... and this model has "
             f"{weights_sha256:.12}...; evaluate this model"

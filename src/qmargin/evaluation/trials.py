@@ -11,10 +11,18 @@ from numpy.typing import NDArray
 
 from qmargin.errors import DataError
 from qmargin.evaluation.columns import Columns, line_of_row, read_columns
-from qmargin.evaluation.keys import Codes, TrialKeys, first_duplicate, trials_sha256
+from qmargin.evaluation.keys import (
+    NO_COUNTS,
+    Codes,
+    PairCounts,
+    TrialKeys,
+    first_duplicate,
+    repeated_rows,
+    trials_sha256,
+)
 from qmargin.evaluation.layouts import TRIAL_LAYOUTS, Layout, find_layout
 from qmargin.evaluation.result import Source
-from qmargin.files import Progress
+from qmargin.files import Progress, unescape_formula
 
 Where = Callable[[int], str]
 
@@ -38,6 +46,7 @@ class TrialList:
         subjects: None when the list does not name them.
         source: The file.
         where: Row to "file, line n", for messages.
+        pair_counts: Mirrored pairs and samples compared with themselves.
     """
 
     keys: TrialKeys
@@ -45,6 +54,7 @@ class TrialList:
     source: Source
     subjects: SubjectColumns | None = None
     where: Where = field(default=str, repr=False, compare=False)
+    pair_counts: PairCounts = NO_COUNTS
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -69,7 +79,8 @@ def read_trials(
         progress: Called with the bytes read and the bytes of the file.
 
     Raises:
-        DataError: A line cannot be read, or a pair occurs twice; the message names the line.
+        DataError: A line cannot be read, a pair occurs twice, or is genuine in one order and
+            impostor in the other; the message names the line.
     """
     layout = find_layout(path, TRIAL_LAYOUTS, required=("enrol", "test"), format=format)
     columns = read_columns(path, layout, progress)
@@ -77,22 +88,56 @@ def read_trials(
     def where(row: int) -> str:
         return f"{path}, line {line_of_row(path, layout, row)}"
 
-    keys = checked_keys(columns, where)
+    keys, counts = checked_keys(columns, where)
     source = Source(str(path), columns.sha256, "trials")
     subjects = subject_columns(columns, layout, where)
-    return TrialList(keys, columns.arrays.get("label"), source, subjects, where)
+    return TrialList(keys, columns.arrays.get("label"), source, subjects, where, counts)
 
 
-def checked_keys(columns: Columns, where: Where) -> TrialKeys:
-    """Keys of a file's trials, every pair once."""
+def checked_keys(
+    columns: Columns, where: Where, *, is_table: bool = False
+) -> tuple[TrialKeys, PairCounts]:
+    """Keys of a file's trials, every pair once, and what is odd about them.
+
+    Args:
+        columns: What was read.
+        where: Row to "file, line n".
+        is_table: Names may have a quote before them that ``escape_formula`` wrote.
+    """
     enrol, test = columns.arrays["enrol"], columns.arrays["test"]
-    keys = TrialKeys.from_codes(decoded(columns.keys.names, (enrol, test), where), enrol, test)
-    refuse_duplicates(keys, where)
-    return keys
+    names = decoded(columns.keys.names, (enrol, test), where)
+    if is_table:
+        names = _unescaped(names, where)
+    keys = TrialKeys.from_codes(names, enrol, test)
+    return keys, check_pairs(keys, columns.arrays.get("label"), where)
 
 
-def refuse_duplicates(keys: TrialKeys, where: Where) -> None:
-    """Raise where a pair occurs for the second time."""
+def _unescaped(names: list[str], where: Where) -> list[str]:
+    """Names without the quotes that keep spreadsheets from running them."""
+    found = list(map(unescape_formula, names))
+    if found == names or len(set(found)) == len(found):
+        return found
+    again = next(
+        name
+        for name in names
+        if name != unescape_formula(name) and unescape_formula(name) in set(names)
+    )
+    raise DataError(
+        f"{where(0)}: the file names both {again!r} and {unescape_formula(again)!r}, which are one "
+        "name in a score table: rename one"
+    )
+
+
+def check_pairs(keys: TrialKeys, is_genuine: NDArray[np.bool_] | None, where: Where) -> PairCounts:
+    """Count pairs that occur in both orders, and samples that are compared with themselves.
+
+    Raises:
+        DataError: A pair occurs twice in one order, or has both labels; the message names the line.
+    """
+    earlier, later = repeated_rows(keys.unordered_pairs())
+    num_self = int(np.count_nonzero(keys.enrol == keys.test))
+    if not len(later):
+        return PairCounts(0, num_self)
     duplicate = first_duplicate(keys.pairs())
     if duplicate is not None:
         first, again = duplicate
@@ -101,6 +146,16 @@ def refuse_duplicates(keys: TrialKeys, where: Where) -> None:
             f"{where(again)}: the trial {enrol!r} {test!r} is also in {where(first)}: "
             "every pair may occur once"
         )
+    if is_genuine is not None and (is_genuine[earlier] != is_genuine[later]).any():
+        place = int(np.argmax(is_genuine[earlier] != is_genuine[later]))
+        first, again = sorted((int(earlier[place]), int(later[place])))
+        enrol, test = keys.trial(again)
+        labels = ["genuine" if is_genuine[row] else "impostor" for row in (again, first)]
+        raise DataError(
+            f"{where(again)}: the trial {enrol!r} {test!r} is {labels[0]}, but {where(first)} has "
+            f"the same pair as {labels[1]}: correct one of the labels"
+        )
+    return PairCounts(len(later), num_self)
 
 
 def decoded(names: list[bytes], columns: tuple[Codes, ...], where: Where) -> list[str]:

@@ -100,25 +100,31 @@ class ScoreBins:
         """Number of scores of both kinds in each bin."""
         return np.diff(self.false_rejects) - np.diff(self.false_accepts)
 
+    def _num_genuine(self, bins: NDArray[np.intp]) -> NDArray[np.int64]:
+        return self.false_rejects[bins + 1] - self.false_rejects[bins]
+
+    def _num_impostors(self, bins: NDArray[np.intp]) -> NDArray[np.int64]:
+        return self.false_accepts[bins] - self.false_accepts[bins + 1]
+
     def zoom(self, index: int) -> "ScoreBins":
         """Bins of the scores of one bin, which has some."""
         wanted = np.array([index])
         return ScoreBins(
-            self._gather(self.genuine, wanted),
-            self._gather(self.impostor, wanted),
+            self._gather(self.genuine, wanted, self._num_genuine(wanted).sum()),
+            self._gather(self.impostor, wanted, self._num_impostors(wanted).sum()),
             rejects_below=int(self.false_rejects[index]),
             accepts_above=int(self.false_accepts[index + 1]),
         )
 
     def inside(self, bins: NDArray[np.intp]) -> Staircase:
         """Numbers of errors at every distinct score inside the given bins, ascending."""
-        genuine, impostor = self._gather(self.genuine, bins), self._gather(self.impostor, bins)
+        num_genuine, num_impostors = self._num_genuine(bins), self._num_impostors(bins)
+        genuine = self._gather(self.genuine, bins, num_genuine.sum())
+        impostor = self._gather(self.impostor, bins, num_impostors.sum())
         steps = staircase(genuine, impostor)
         home = np.searchsorted(bins, self._bins(steps.values))
         rejects, accepts = self.false_rejects, self.false_accepts
         # What the staircase counts of the other bins gives way to all that lies outside this one.
-        num_genuine = rejects[bins + 1] - rejects[bins]
-        num_impostors = accepts[bins] - accepts[bins + 1]
         earlier = np.cumsum(num_genuine) - num_genuine
         later = num_impostors.sum() - np.cumsum(num_impostors)
         return Staircase(
@@ -127,10 +133,14 @@ class ScoreBins:
             steps.false_rejects + (rejects[bins] - earlier)[home],
         )
 
-    def _gather(self, scores: Scores, bins: NDArray[np.intp]) -> Scores:
+    def _gather(self, scores: Scores, bins: NDArray[np.intp], num_scores: int) -> Scores:
         if self.num_bins == 1:
             return scores
         wanted = np.zeros(self.num_bins, np.bool_)
         wanted[bins] = True
-        found = [piece[wanted[self._bins(piece)]] for piece in pieces(scores)]
-        return np.concatenate(found) if found else scores
+        found, end = np.empty(num_scores, scores.dtype), 0
+        for piece in pieces(scores):
+            inside = piece[wanted[self._bins(piece)]]
+            found[end : end + len(inside)] = inside
+            end += len(inside)
+        return found

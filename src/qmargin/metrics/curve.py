@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,7 +12,10 @@ from numpy.typing import ArrayLike, NDArray
 from scipy.special import ndtri
 
 from qmargin.errors import ConfigError
-from qmargin.metrics.checks import Scores, checked_scores, common_dtype
+from qmargin.metrics.checks import Scores, checked_scores, common_dtype, pieces
+
+PART = 1 << 22  # scores whose staircase is held at once
+SAMPLE = 1 << 16  # scores that decide where parts end
 
 
 class Staircase(NamedTuple):
@@ -40,6 +45,84 @@ def staircase(genuine: Scores, impostor: Scores) -> Staircase:
         len(impostor) - np.searchsorted(impostor, values),
         np.searchsorted(genuine, values),
     )
+
+
+class StaircaseParts:
+    """The staircase of any number of scores, in consecutive parts, lowest first.
+
+    Each part takes memory for about ``size`` scores, however many there are in all. The scores are
+    looked at once for every part, so a few large parts are faster than many small ones.
+
+    Args:
+        genuine: Checked genuine scores.
+        impostor: Checked impostor scores.
+        size: Scores of a part, ``PART`` by default; a value that many share takes no memory.
+
+    Examples:
+        >>> parts = StaircaseParts(np.array([2.0, 3.0]), np.array([1.0, 2.0]), size=1)
+        >>> [part.values.tolist() for part in parts if len(part.values)]
+        [[1.0], [2.0], [3.0]]
+    """
+
+    def __init__(self, genuine: Scores, impostor: Scores, *, size: int | None = None) -> None:
+        self.genuine, self.impostor = genuine, impostor
+        self._splits = _splits(genuine, impostor, PART if size is None else size)
+        self._whole: Staircase | None = None  # kept where it is the only part
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether there is one part only."""
+        return not len(self._splits)
+
+    def __iter__(self) -> Iterator[Staircase]:
+        if self.is_whole:
+            if self._whole is None:
+                self._whole = staircase(self.genuine, self.impostor)
+            yield self._whole
+            return
+        rejects, accepts = 0, len(self.impostor)
+        bounds = [None, *self._splits, None]
+        for low, high in pairwise(bounds):
+            sides = [_between(scores, low, high) for scores in (self.genuine, self.impostor)]
+            if low is not None:  # how often the lower bound itself occurs
+                yield Staircase(np.array([low]), np.array([accepts]), np.array([rejects]))
+                rejects, accepts = rejects + sides[0].num_low, accepts - sides[1].num_low
+            part = staircase(sides[0].inside, sides[1].inside)
+            left = accepts - len(sides[1].inside)
+            yield Staircase(part.values, part.false_accepts + left, part.false_rejects + rejects)
+            rejects, accepts = rejects + len(sides[0].inside), left
+
+
+class _Between(NamedTuple):
+    """Scores strictly between two bounds, and the number of those at the lower one."""
+
+    inside: Scores
+    num_low: int
+
+
+def _between(scores: Scores, low: Any, high: Any) -> _Between:
+    found, num_low = [], 0
+    for piece in pieces(scores):
+        is_inside = np.ones(len(piece), np.bool_) if low is None else piece > low
+        if high is not None:
+            is_inside &= piece < high
+        found.append(piece[is_inside])
+        if low is not None:
+            num_low += int(np.count_nonzero(piece == low))
+    return _Between(np.concatenate(found) if found else scores, num_low)
+
+
+def _splits(genuine: Scores, impostor: Scores, size: int) -> Scores:
+    """Values between parts, by a sample of the scores; each part has half of ``size`` or so."""
+    total = len(genuine) + len(impostor)
+    if total <= size:
+        return np.empty(0)
+    step = max(1, total // SAMPLE)
+    sample = np.concatenate([genuine[::step], impostor[::step]])
+    sample.sort()
+    width = max(1, len(sample) * size // (2 * total))
+    splits: Scores = np.unique(sample[width // 2 :: width])
+    return splits
 
 
 def rejecting_threshold(*scores: Scores) -> float:
@@ -136,11 +219,7 @@ def det_curve(genuine: ArrayLike, impostor: ArrayLike) -> DetCurve:
     """
     genuine = checked_scores(genuine, "genuine")
     impostor = checked_scores(impostor, "impostor")
-    return det_curve_of(staircase(genuine, impostor), genuine, impostor)
-
-
-def det_curve_of(steps: Staircase, genuine: Scores, impostor: Scores) -> DetCurve:
-    """The curve of checked scores whose staircase is known."""
+    steps = staircase(genuine, impostor)
     end = np.asarray(rejecting_threshold(genuine, impostor), common_dtype(genuine, impostor))
     return DetCurve(
         np.append(steps.values, end),
@@ -149,3 +228,57 @@ def det_curve_of(steps: Staircase, genuine: Scores, impostor: Scores) -> DetCurv
         len(genuine),
         len(impostor),
     )
+
+
+def thin_curve(parts: StaircaseParts, num_points: int) -> DetCurve:
+    """What ``DetCurve.thin`` gives for the whole curve, which is never held.
+
+    Examples:
+        >>> genuine, impostor = np.arange(50.0, 150.0), np.arange(100.0)
+        >>> thin = thin_curve(StaircaseParts(genuine, impostor, size=16), 20)
+        >>> bool((thin.far == det_curve(genuine, impostor).thin(20).far).all())
+        True
+    """
+    walked = list(_walk(parts)) if parts.is_whole else None
+    ends = [(len(piece.length), float(piece.length[-1])) for piece in walked or _walk(parts)]
+    total = sum(count for count, _ in ends)
+    wanted = np.linspace(0.0, ends[-1][1], num_points)[1:-1]
+    found, first, before = [], 0, 0.0
+    for piece, (count, length) in zip(walked or _walk(parts), ends, strict=True):
+        if total <= num_points:
+            index = np.arange(count)
+        else:
+            own = wanted[(wanted > before) & (wanted <= length)]
+            both = [end - first for end in (0, total - 1) if first <= end < first + count]
+            index = np.unique(np.array([*both, *np.searchsorted(piece.length, own)], np.int64))
+        found.append([column[index] for column in piece])
+        first, before = first + count, length
+    columns = [np.concatenate(column) for column in zip(*found, strict=True)]
+    thresholds, far, frr, _ = columns
+    return DetCurve(thresholds, far, frr, len(parts.genuine), len(parts.impostor))
+
+
+class _Piece(NamedTuple):
+    """Consecutive points of the curve, and how far along it on probit axes each lies."""
+
+    thresholds: NDArray[Any]
+    far: NDArray[np.float64]
+    frr: NDArray[np.float64]
+    length: NDArray[np.float64]
+
+
+def _walk(parts: StaircaseParts) -> Iterator[_Piece]:
+    """The whole curve; a sum goes on from one piece to the next as if there were one."""
+    genuine, impostor = parts.genuine, parts.impostor
+    end = np.asarray(rejecting_threshold(genuine, impostor), common_dtype(genuine, impostor))
+    last = Staircase(np.atleast_1d(end), np.array([0]), np.array([len(genuine)]))
+    across, up, length = np.empty(0), np.empty(0), np.zeros(1)
+    for steps in chain(parts, [last]):
+        if not len(steps.values):
+            continue
+        far, frr = steps.false_accepts / len(impostor), steps.false_rejects / len(genuine)
+        across = np.append(across[-1:], _probit(far, len(impostor)))
+        up = np.append(up[-1:], _probit(frr, len(genuine)))
+        moves = np.hypot(np.diff(across), np.diff(up))
+        length = np.cumsum(np.append(length[-1:], moves))[-len(far) :]
+        yield _Piece(steps.values, far, frr, length)

@@ -1,7 +1,9 @@
 """Scores read as natural log-likelihood ratios: their cost, and an affine calibration."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,9 +11,9 @@ from numpy.typing import ArrayLike, NDArray
 from scipy.special import expit
 
 from qmargin.errors import ConfigError, DataError, ProtocolError
-from qmargin.metrics.checks import PIECE, Scores, checked_scores
+from qmargin.metrics.checks import PIECE, Scores, checked_scores, mean_of, pieces
 from qmargin.metrics.crossing import Costs
-from qmargin.metrics.curve import Staircase, staircase
+from qmargin.metrics.curve import Staircase, StaircaseParts
 from qmargin.metrics.operating import rates_at
 
 MOST_STEPS = 200
@@ -55,8 +57,8 @@ def cllr(genuine: ArrayLike, impostor: ArrayLike) -> float:
     """
     genuine = checked_scores(genuine, "genuine")
     impostor = checked_scores(impostor, "impostor")
-    misses = np.logaddexp(0.0, -genuine, dtype=np.float64).mean()
-    false_alarms = np.logaddexp(0.0, impostor, dtype=np.float64).mean()
+    misses = mean_of(genuine, lambda piece: np.logaddexp(0.0, -piece, dtype=np.float64))
+    false_alarms = mean_of(impostor, lambda piece: np.logaddexp(0.0, piece, dtype=np.float64))
     return float((misses + false_alarms) / (2.0 * math.log(2.0)))
 
 
@@ -73,19 +75,16 @@ def min_cllr(genuine: ArrayLike, impostor: ArrayLike) -> float:
     """
     genuine = checked_scores(genuine, "genuine")
     impostor = checked_scores(impostor, "impostor")
-    return min_cllr_of(staircase(genuine, impostor), len(genuine), len(impostor))
+    return min_cllr_of(StaircaseParts(genuine, impostor))
 
 
-def min_cllr_of(steps: Staircase, total_genuine: int, total_impostors: int) -> float:
-    """The same of scores whose staircase is known."""
-    from scipy.optimize import isotonic_regression  # slow to import, and only needed here
-
-    num_genuine = np.diff(steps.false_rejects, append=total_genuine).astype(np.float64)
-    num_impostors = -np.diff(steps.false_accepts, append=0).astype(np.float64)
-    totals = num_genuine + num_impostors
-    starts = isotonic_regression(num_genuine / totals, weights=totals).blocks[:-1]
-    num_genuine = np.add.reduceat(num_genuine, starts)
-    num_impostors = np.add.reduceat(num_impostors, starts)
+def min_cllr_of(parts: StaircaseParts) -> float:
+    """The same of scores whose staircase comes in parts: pools of pools are the pools of all."""
+    total_genuine, total_impostors = len(parts.genuine), len(parts.impostor)
+    pools = [_pooled(*counts) for counts in _value_counts(parts)]
+    num_genuine, num_impostors = map(np.concatenate, zip(*pools, strict=True))
+    if len(pools) > 1:
+        num_genuine, num_impostors = _pooled(num_genuine, num_impostors)
     # A pool's ratio is that of the shares of the genuine and the impostor scores in it.
     is_mixed = (num_genuine > 0.0) & (num_impostors > 0.0)
     genuine_share = num_genuine[is_mixed] / total_genuine
@@ -93,6 +92,33 @@ def min_cllr_of(steps: Staircase, total_genuine: int, total_impostors: int) -> f
     cost = genuine_share @ np.log1p(impostor_share / genuine_share)
     cost += impostor_share @ np.log1p(genuine_share / impostor_share)
     return float(cost) / (2.0 * math.log(2.0))
+
+
+def _value_counts(
+    parts: StaircaseParts,
+) -> Iterator[tuple[NDArray[np.float64], NDArray[np.float64]]]:
+    """Numbers of genuine and of impostor scores at every distinct score, part by part."""
+    before: Staircase | None = None
+    last = Staircase(np.empty(1), np.array([0]), np.array([len(parts.genuine)]))
+    for part in chain(parts, [last]):
+        if not len(part.values):
+            continue
+        if before is not None:
+            num_genuine = np.diff(before.false_rejects, append=part.false_rejects[0])
+            num_impostors = -np.diff(before.false_accepts, append=part.false_accepts[0])
+            yield num_genuine.astype(np.float64), num_impostors.astype(np.float64)
+        before = part
+
+
+def _pooled(
+    num_genuine: NDArray[np.float64], num_impostors: NDArray[np.float64]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Numbers of both kinds in the pools of adjacent violators."""
+    from scipy.optimize import isotonic_regression  # slow to import, and only needed here
+
+    totals = num_genuine + num_impostors
+    starts = isotonic_regression(num_genuine / totals, weights=totals).blocks[:-1]
+    return np.add.reduceat(num_genuine, starts), np.add.reduceat(num_impostors, starts)
 
 
 def actual_dcf(
@@ -143,25 +169,35 @@ def calibrate(genuine: ArrayLike, impostor: ArrayLike, *, prior: float = 0.5) ->
             "scores, so no finite scale is best: calibrate on trials whose scores overlap"
         )
     center = float(genuine.mean() + impostor.mean()) / 2.0
-    spread = math.sqrt(((genuine - center) ** 2).mean() + ((impostor - center) ** 2).mean())
-    sides = [_Side((side - center) / spread, None) for side in (genuine, impostor)]
+    squares = [mean_of(side, lambda piece: (piece - center) ** 2) for side in (genuine, impostor)]
+    spread = math.sqrt(squares[0] + squares[1])
+    sides = [_Side(side, None, center, spread) for side in (genuine, impostor)]
     scale, offset = _logistic_regression(sides, prior, _coarse_solution(sides, prior))
     return Calibration(scale / spread, offset - scale * center / spread)
 
 
 def _finite_scores(scores: ArrayLike, name: str) -> Scores:
-    checked = checked_scores(scores, name).astype(np.float64)
-    if not np.isfinite(checked).all():
+    checked = checked_scores(scores, name).astype(np.float64, copy=False)
+    if not (np.isfinite(checked.min()) and np.isfinite(checked.max())):
         index = int(np.flatnonzero(~np.isfinite(checked))[0])
         raise DataError(f"{name} score {index} is infinite: calibrate on finite scores only")
     return checked
 
 
 class _Side(NamedTuple):
-    """Scores of one label, and how often each is there; once without counts."""
+    """Scores of one label, and how often each is there; once without counts.
+
+    They are centred and scaled a piece at a time, so that nobody holds them twice.
+    """
 
     scores: NDArray[np.float64]
     counts: NDArray[np.int64] | None
+    center: float = 0.0
+    spread: float = 1.0
+
+    def scaled(self, scores: Any) -> Any:
+        """Some of the scores, in standard deviations from the centre."""
+        return (scores - self.center) / self.spread
 
 
 class _Fit(NamedTuple):
@@ -188,14 +224,17 @@ def _coarse_solution(sides: list[_Side], prior: float) -> NDArray[np.float64]:
 
 def _binned(side: _Side) -> _Side:
     """The mean of the scores in each bin, and their number."""
-    scores = side.scores
-    low, high = scores.min(), scores.max()
+    low, high = side.scaled(side.scores.min()), side.scaled(side.scores.max())
     if low == high:
-        return _Side(scores[:1], np.array([len(scores)]))
-    places = ((scores - low) * (COARSE_BINS / (high - low))).astype(np.int64)
-    counts = np.bincount(places)
-    means = np.bincount(places, weights=scores)[counts > 0] / counts[counts > 0]
-    return _Side(means, counts[counts > 0])
+        return _Side(side.scaled(side.scores[:1]), np.array([len(side.scores)]))
+    counts, sums = np.zeros(COARSE_BINS + 1, np.int64), np.zeros(COARSE_BINS + 1)
+    for piece in pieces(side.scores):
+        scores = side.scaled(piece)
+        places = ((scores - low) * (COARSE_BINS / (high - low))).astype(np.int64)
+        counts += np.bincount(places, minlength=len(counts))
+        np.add.at(sums, places, scores)
+    is_used = counts > 0
+    return _Side(sums[is_used] / counts[is_used], counts[is_used])
 
 
 def _logistic_regression(
@@ -238,7 +277,7 @@ def _sums(
     side: _Side, piece: slice, point: NDArray[Any], shift: float, sign: float
 ) -> NDArray[np.float64]:
     """Over a piece of the scores: the loss, and the errors and their slopes with their moments."""
-    scores = side.scores[piece]
+    scores = side.scaled(side.scores[piece])
     errors = sign * (point[0] * scores + point[1] + shift)
     wrong = expit(errors)  # probability given to the wrong answer
     loss, bend = np.logaddexp(0.0, errors), wrong * (1.0 - wrong)

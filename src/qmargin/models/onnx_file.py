@@ -80,7 +80,7 @@ def write_onnx(
     Raises:
         BackendError: A package is missing, the network cannot be exported, or the results differ.
     """
-    _check_packages()
+    check_packages()
     path = Path(path)
     if backbone.training:
         raise ConfigError("the backbone is in training mode; call eval() on it first")
@@ -104,7 +104,12 @@ def write_onnx(
     return OnnxRecord(describe_file(path).sha256, opset, runtime, difference)
 
 
-def _check_packages() -> None:
+def check_packages() -> None:
+    """Refuse an export whose packages are missing.
+
+    Raises:
+        BackendError: Naming them.
+    """
     missing = [name for name in _PACKAGES if find_spec(name) is None]
     if missing:
         raise BackendError(
@@ -149,9 +154,23 @@ def _export(
                 f"the network cannot be exported to ONNX ({first_line}); use one that takes no "
                 "decisions by the values of its inputs"
             ) from error
+        _forget_sources(program.model)
         program.model.metadata_props.update(metadata)
         program.save(str(path), external_data=False)
     return int(program.model.opset_imports[""])
+
+
+def _forget_sources(model: Any) -> None:
+    """Remove the exporter's stack traces, which name folders of this machine."""
+    for graph in (model.graph, *model.functions.values()):
+        graph.metadata_props.clear()
+        for value in graph.inputs:
+            value.metadata_props.clear()
+        for node in graph.all_nodes() if hasattr(graph, "all_nodes") else graph:
+            node.doc_string = None
+            node.metadata_props.clear()
+            for value in node.outputs:
+                value.metadata_props.clear()
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from qmargin.files import write_atomically
+from qmargin.files import Guard
 from qmargin.paper.layout import escaped, latex_caption, markdown_words
 from qmargin.paper.numbers import Columns, Row
 
@@ -31,22 +31,24 @@ def points_of_paper(rows: Sequence[Row], columns: Columns) -> str:
     return f"The paper's TAR (%), {heads}: {'; '.join(found)}."
 
 
-def write_captions(stem: Path, pictures: Sequence[str], caption: str) -> list[Path]:
+def write_captions(
+    stem: Path, pictures: Sequence[str], caption: str, *, guard: Guard | None = None
+) -> list[Path]:
     """Pictures of the same folder with their caption in ``stem.md`` and ``stem.tex``.
 
     Args:
         stem: Path without an ending; its name becomes a part of the label in LaTeX.
         pictures: File names without a folder.
         caption: In plain words.
+        guard: Decides what may be written over.
     """
     shown = "".join(f"![]({name})\n\n" for name in pictures if not name.endswith(".pdf"))
     texts = {
         "md": f"{shown}{escaped(caption, markdown_words)}\n",
         "tex": _latex([name for name in pictures if not name.endswith(".svg")], stem, caption),
     }
-    for suffix, text in texts.items():
-        write_atomically(stem.with_name(f"{stem.name}.{suffix}"), text.encode())
-    return [stem.with_name(f"{stem.name}.{suffix}") for suffix in texts]
+    files = {stem.with_name(f"{stem.name}.{kind}"): text.encode() for kind, text in texts.items()}
+    return (guard or Guard()).write_all(files)
 
 
 def _latex(pictures: Sequence[str], stem: Path, caption: str) -> str:

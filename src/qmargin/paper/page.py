@@ -18,6 +18,7 @@ TITLES = {
     "table": "Tables",
     "figure": "Figures",
 }
+PAGE_MARK = "This page is made by `qmargin paper"
 INTRODUCTION = """# The paper, mapped
 
 Everything in *Sparsity-Inducing Divergence Losses for Biometric Verification* that can be checked,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
@@ -14,7 +15,7 @@ from qmargin.demo.run import DemoOptions, Part, part_embeddings
 from qmargin.errors import DataError
 from qmargin.evaluation.pair_scores import unit_rows
 from qmargin.evaluation.result import Result, read_result
-from qmargin.files import replacing
+from qmargin.files import MADE_BY
 from qmargin.paper.captions import described, write_captions
 from qmargin.paper.runs import Request, demo_parts
 from qmargin.report.model_card import loss_settings
@@ -72,17 +73,17 @@ def figure_pairs(request: Request) -> list[Path]:
     ]
     about = f"{world.name}; {ours.name} and {theirs.name}, each at its threshold of FAR 1e-3"
     flip = np.uint8(255 if world.is_ink else 0)
-    request.out.mkdir(parents=True, exist_ok=True)
     path = request.out / "figure-pairs.png"
     grid = [(row.title, _pictures(world.test, row.pairs, flip)) for row in rows]
-    _write_grid(path, about, grid)
+    request.guard().write_all({path: _drawn_grid(about, grid)})
     caption = (
         f"Pairs that Q-Margin gets right and ArcFace wrong: {about}. "
         + " ".join(f"{row.title}." for row in rows)
         + " The clearest are shown. The paper shows faces of AgeDB-30, CALFW and CPLFW, Q-Margin "
         "with alpha=1.25, s=32, m=0.2."
     )
-    return [path, *write_captions(request.out / "figure-pairs", [path.name], caption)]
+    stem = request.out / "figure-pairs"
+    return [path, *write_captions(stem, [path.name], caption, guard=request.guard())]
 
 
 def judge(options: DemoOptions, part: Part) -> tuple[World, Judged]:
@@ -124,9 +125,10 @@ def _pictures(dataset: Pictures, pairs: NDArray[np.int64], flip: np.uint8) -> li
     return [np.hstack([picture ^ flip for picture in dataset.images(pair)]) for pair in pairs]
 
 
-def _write_grid(path: Path, title: str, rows: list[tuple[str, list[Picture]]]) -> None:
-    """Pairs in rows on a grey ground, with a title, and one for each row."""
+def _drawn_grid(title: str, rows: list[tuple[str, list[Picture]]]) -> bytes:
+    """Pairs in rows on a grey ground, with a title, and one for each row, as PNG."""
     from PIL import Image, ImageDraw
+    from PIL.PngImagePlugin import PngInfo
 
     width = ENLARGED * (NUM_PAIRS * (2 * SIDE + GAP) + GAP)
     height = LINE + ENLARGED * (SIDE + GAP)
@@ -139,8 +141,10 @@ def _write_grid(path: Path, title: str, rows: list[tuple[str, list[Picture]]]) -
         for place, pair in enumerate(pairs):
             shown = Image.fromarray(pair.repeat(ENLARGED, axis=0).repeat(ENLARGED, axis=1))
             canvas.paste(shown, (left + place * ENLARGED * (2 * SIDE + GAP), top + LINE))
-    with replacing(path) as temporary:
-        canvas.save(temporary, format="PNG")
+    buffer, info = io.BytesIO(), PngInfo()
+    info.add_text("Software", MADE_BY)
+    canvas.save(buffer, format="PNG", pnginfo=info)
+    return buffer.getvalue()
 
 
 def _font() -> FreeTypeFont | ImageFont:

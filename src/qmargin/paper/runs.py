@@ -14,6 +14,7 @@ from qmargin.demo.losses import LOSSES, DemoLoss
 from qmargin.demo.plan import PLAN, read_plan
 from qmargin.demo.run import DemoOptions, Part, complete_parts
 from qmargin.errors import ConfigError, MarginWarning
+from qmargin.files import Guard
 from qmargin.paper.enough import check_pairs
 from qmargin.paper.measured import KINDS, Measured, find_results, measured_in
 from qmargin.paper.numbers import Row
@@ -34,6 +35,7 @@ class Request:
         device: ``"auto"``, ``"cpu"`` or ``"cuda"``.
         data: Pictures instead of stroke identities, as in the demo.
         command: For the record.
+        overwrite: Replace files in ``out`` that this command did not write.
     """
 
     out: Path
@@ -43,6 +45,7 @@ class Request:
     device: str = "auto"
     data: Path | None = None
     command: str = "qmargin paper"
+    overwrite: bool = False
 
     def __post_init__(self) -> None:
         if self.seeds is not None and self.seeds < 1:
@@ -62,6 +65,11 @@ class Request:
             value = getattr(self, name)
             if value is not None:
                 raise ConfigError(f"--{name} is {value} and {why}; leave --{name} out")
+
+    def guard(self) -> Guard:
+        """Decides what may be written over."""
+        inputs = () if self.results is None else (self.results,)
+        return Guard(inputs, overwrite=self.overwrite)
 
     def demo_options(self, seeds: int) -> DemoOptions:
         """The same as options of the demo."""

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from qmargin.evaluation.result import HardPair
-from qmargin.files import write_atomically
+from qmargin.files import MADE_BY, write_atomically
 from qmargin.metrics.sufficiency import ENOUGH_FALSE_ACCEPTS, rule_of_three
 from qmargin.report.det import curve_points, det_scales
 from qmargin.report.markup import cleaned
 from qmargin.report.media import MediaFolder
 from qmargin.report.model_card import loss_settings
-from qmargin.report.numbers import number, power
+from qmargin.report.numbers import digits_to_differ, number, power
 from qmargin.report.scales import RATES, probit
 from qmargin.report.systems import NUM_COLOURS, Entry, Panel
 
@@ -51,12 +51,11 @@ def has_matplotlib() -> bool:
     return find_spec("matplotlib") is not None
 
 
-def write_figures(panels: Sequence[Panel], folder: Path, media: MediaFolder | None) -> list[Path]:
-    """Draw what the results allow into ``folder``; returns the files."""
+def draw_figures(panels: Sequence[Panel], media: MediaFolder | None) -> dict[str, bytes]:
+    """Files of what the results allow to draw, by name."""
     import matplotlib
 
-    folder.mkdir(parents=True, exist_ok=True)
-    written = []
+    files: dict[str, bytes] = {}
     with matplotlib.rc_context(SETTINGS), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing")  # names in any script
         for index, panel in enumerate(panels):
@@ -69,8 +68,8 @@ def write_figures(panels: Sequence[Panel], folder: Path, media: MediaFolder | No
             }
             for name, figure in drawn.items():
                 if figure is not None:
-                    written += _saved(figure, folder / f"{name}{suffix}")
-    return written
+                    files.update(figure_files(figure, f"{name}{suffix}"))
+    return files
 
 
 def det_plot(panel: Panel) -> Figure:
@@ -193,7 +192,10 @@ def write_lines(
     stem.parent.mkdir(parents=True, exist_ok=True)
     with matplotlib.rc_context(SETTINGS), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing")
-        return _saved(lines_plot(panels, ylabel, beyond=beyond), stem)
+        files = figure_files(lines_plot(panels, ylabel, beyond=beyond), stem.name)
+    for name, content in files.items():
+        write_atomically(stem.with_name(name), content)
+    return [stem.with_name(name) for name in files]
 
 
 def groups_plot(panel: Panel) -> Figure | None:
@@ -265,10 +267,11 @@ def hardest_plot(entry: Entry, media: MediaFolder) -> Figure | None:
     for cell in (cell for row in cells for cell in row):
         cell.axis("off")
     for block, (name, pairs) in enumerate(grids):
+        digits = digits_to_differ((pair.score for pair, _ in pairs), 3)
         for column, (pair, images) in enumerate(pairs):
             for side, image in enumerate(images):
                 cells[2 * block + side][column].imshow(image)
-            cells[2 * block][column].set_title(f"{name}, {number(pair.score, 3)}", fontsize=7)
+            cells[2 * block][column].set_title(f"{name}, {number(pair.score, digits)}", fontsize=7)
     return figure
 
 
@@ -325,12 +328,11 @@ def _plain_text(texts: Sequence[Any]) -> None:
         text.set_parse_math(False)
 
 
-def _saved(figure: Figure, stem: Path) -> list[Path]:
-    paths = [stem.with_name(f"{stem.name}.{kind}") for kind in ("svg", "pdf")]
-    for path in paths:
+def figure_files(figure: Figure, stem: str) -> dict[str, bytes]:
+    """A figure as SVG and PDF, by name; the same figure has the same bytes."""
+    files = {}
+    for kind, date in (("svg", "Date"), ("pdf", "CreationDate")):
         buffer = io.BytesIO()
-        kind = path.suffix[1:]
-        dates = {"Date": None} if kind == "svg" else {"CreationDate": None}
-        figure.savefig(buffer, format=kind, metadata=dates)
-        write_atomically(path, buffer.getvalue())
-    return paths
+        figure.savefig(buffer, format=kind, metadata={date: None, "Creator": MADE_BY})
+        files[f"{stem}.{kind}"] = buffer.getvalue()
+    return files

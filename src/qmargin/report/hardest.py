@@ -8,7 +8,7 @@ from qmargin.evaluation.result import HardPair
 from qmargin.report.det import swatch
 from qmargin.report.markup import Html, cleaned, joined, name_of, tag
 from qmargin.report.media import MediaFolder, Medium
-from qmargin.report.numbers import number
+from qmargin.report.numbers import digits_to_differ, number
 from qmargin.report.systems import Entry, Panel
 
 MOST_SHOWN = 12  # pairs of each kind
@@ -50,11 +50,12 @@ def _pairs(pairs: Sequence[HardPair], media: MediaFolder | None) -> Html:
     shown = pairs[:MOST_SHOWN]
     if not shown:
         return tag("p", "None were recorded.", class_="hint")
-    return tag("ol", *[_pair(pair, media) for pair in shown], class_="pairs")
+    digits = digits_to_differ(pair.score for pair in shown)
+    return tag("ol", *[_pair(pair, media, digits) for pair in shown], class_="pairs")
 
 
-def _pair(pair: HardPair, media: MediaFolder | None) -> Html:
-    score = tag("span", number(pair.score), class_="score")
+def _pair(pair: HardPair, media: MediaFolder | None, digits: int) -> Html:
+    score = tag("span", number(pair.score, digits), class_="score")
     sides = [_side(key, media) for key in (pair.enrol, pair.test)]
     return tag("li", tag("div", *sides, class_="sides"), score)
 

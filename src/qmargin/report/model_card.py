@@ -87,6 +87,7 @@ def _protocol_facts(result: Result) -> list[tuple[str, str]]:
     ]
     if interval.note:
         facts.insert(7, ("Note", interval.note))
+    facts += [("Note on the trials", note) for note in result.notes]
     return facts
 
 

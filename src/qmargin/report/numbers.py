@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 NOT_MEASURABLE = "not measurable"
 MISSING = "-"
+_MOST_DIGITS = 17  # tell any two numbers apart
 _RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
@@ -66,6 +68,27 @@ def number(value: float | None, digits: int = 4) -> str:
         return f"{value:.{digits - 1}e}"
     text = f"{value:.{digits}g}"
     return f"{value:.0f}" if "e" in text else text
+
+
+def digits_to_differ(values: Iterable[float | None], least: int = 4, *, form: str = "g") -> int:
+    """Digits, at least so many, at which numbers that differ look different.
+
+    Args:
+        values: The numbers.
+        least: Digits that are shown in any case.
+        form: ``"g"`` for significant digits, ``"f"`` for those after the point.
+
+    Examples:
+        >>> digits_to_differ([0.5, 0.25]), digits_to_differ([0.9999991, 0.9999992])
+        (4, 7)
+        >>> digits_to_differ([0.00001, 0.00002], form="f")
+        5
+    """
+    distinct = {value for value in values if value is not None and math.isfinite(value)}
+    for digits in range(least, _MOST_DIGITS):
+        if len({f"{value:.{digits}{form}}" for value in distinct}) == len(distinct):
+            return digits
+    return _MOST_DIGITS
 
 
 def power(rate: float) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
 
+from qmargin.files import MADE_BY
 from qmargin.report.charts import histogram_chart, reliability_chart, support_chart
 from qmargin.report.comparison import PairedDifference, comparison_block
 from qmargin.report.det import det_data, det_figure, swatch
@@ -109,6 +110,7 @@ def render_page(content: PageContent) -> str:
     head = tag(
         "head",
         tag("meta", charset="utf-8"),
+        tag("meta", name="generator", content=MADE_BY),
         tag("meta", http_equiv="Content-Security-Policy", content=_policy(style, script)),
         tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
         tag("meta", name="color-scheme", content="light dark"),

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from qmargin.errors import ConfigError, DataError
-from qmargin.evaluation.result import Result, TarPoint, read_result
+from qmargin.evaluation.result import Result, TarPoint, read_result, without_paths
 from qmargin.report.markup import cleaned
 
 NUM_COLOURS = 8
@@ -86,15 +86,19 @@ class Panel:
         return max(self.entries, key=lambda entry: _tar_or_zero(entry, far))
 
 
-def load_panels(paths: Sequence[str | Path], *, headline: float | None = None) -> list[Panel]:
+def load_panels(
+    paths: Sequence[str | Path], *, headline: float | None = None, keep_paths: bool = False
+) -> list[Panel]:
     """Read results and arrange them by trials, in the order given.
 
     A system has the same colour in every panel. Two results under one name on the same trials are
-    told apart by a number.
+    told apart by a number. Absolute paths become names of files unless ``keep_paths``.
     """
     if not paths:
         raise ConfigError("a report needs at least 1 result, got 0: name a result.json")
     results = [_checked(read_result(path), path) for path in paths]
+    if not keep_paths:
+        results = list(map(without_paths, results))
     return arrange(results, headline=headline)
 
 

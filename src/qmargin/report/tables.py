@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 from qmargin.evaluation.result import Result, TarPoint
+from qmargin.files import escape_formula
 from qmargin.report.markup import cleaned
 from qmargin.report.model_card import LossSettings, loss_settings
 from qmargin.report.numbers import MISSING, NOT_MEASURABLE, latex_power, percent, power
@@ -29,7 +30,6 @@ _LATEX = {
     ">": r"\textgreater{}",
 }
 _LATEX_SIGNS = {"\u03b1": r"$\alpha$", "β": r"$\beta$", "τ": r"$\tau$", "≤": r"$\leq$"}
-_FORMULA = ("=", "+", "-", "@", "\t", "\r")  # a spreadsheet would run a text that begins so
 
 
 def latex_text(text: str) -> str:
@@ -59,8 +59,7 @@ def csv_text(text: str) -> str:
         >>> csv_text("=1+1"), csv_text("ArcFace")
         ("'=1+1", 'ArcFace')
     """
-    shown = cleaned(text)
-    return f"'{shown}" if shown.startswith(_FORMULA) else shown
+    return escape_formula(cleaned(text))
 
 
 def markdown_tables(panels: Sequence[Panel]) -> str:

@@ -10,9 +10,9 @@ from typing import Any
 
 from qmargin.errors import ConfigError
 from qmargin.evaluation.records import encode
-from qmargin.files import write_atomically
+from qmargin.files import Guard
 from qmargin.report.comparison import PairedDifference, paired_differences
-from qmargin.report.figures import has_matplotlib, write_figures
+from qmargin.report.figures import draw_figures, has_matplotlib
 from qmargin.report.journal import read_journal
 from qmargin.report.media import MediaFolder
 from qmargin.report.page import PageContent, render_page
@@ -29,16 +29,21 @@ class ReportOptions:
         level: Of the intervals of paired differences.
         media: Folder under which the keys of trials name images or recordings.
         journals: Files of trainings whose sparsity is shown.
-        has_figures: Whether to draw SVG and PDF figures, which needs matplotlib.
+        has_figures: Whether to draw SVG and PDF figures, which needs matplotlib; None for where
+            it is installed.
         headline: FAR of the verdict; None for the strictest that the trials allow.
+        overwrite: Replace files in the folder that no report wrote.
+        keep_paths: Show absolute paths that results hold, not names of files alone.
     """
 
     title: str = "Verification report"
     level: float = 0.95
     media: Path | None = None
     journals: tuple[Path, ...] = ()
-    has_figures: bool = True
+    has_figures: bool | None = None
     headline: float | None = None
+    overwrite: bool = False
+    keep_paths: bool = False
 
     def __post_init__(self) -> None:
         if not 0.0 < self.level < 1.0:
@@ -48,6 +53,11 @@ class ReportOptions:
                 "figures need the package matplotlib, which is missing: install qmargin[figures], "
                 "or leave them out (--no-figures)"
             )
+
+    @property
+    def draws_figures(self) -> bool:
+        """Whether figures are drawn."""
+        return has_matplotlib() if self.has_figures is None else self.has_figures
 
 
 def write_report(
@@ -62,9 +72,10 @@ def write_report(
 
     Raises:
         DataError: If a result or a journal cannot be read; nothing is written then.
+        ConfigError: If a file in the folder was not written by a report; nor then.
     """
     options = options or ReportOptions()
-    panels = load_panels(results, headline=options.headline)
+    panels = load_panels(results, headline=options.headline, keep_paths=options.keep_paths)
     differences = [paired_differences(panel, options.level) for panel in panels]
     media = None if options.media is None else MediaFolder(options.media)
     content = PageContent(
@@ -75,15 +86,13 @@ def write_report(
         media=media,
         journals=[read_journal(path) for path in options.journals],
     )
-    texts = _texts(content)
     folder = Path(out)
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, text in texts.items():
-        write_atomically(folder / name, text.encode("utf-8"))
-    written = [folder / name for name in texts]
-    return written + (
-        write_figures(panels, folder / "figures", media) if options.has_figures else []
-    )
+    files = {folder / name: text.encode("utf-8") for name, text in _texts(content).items()}
+    if options.draws_figures:
+        drawn = draw_figures(panels, media)
+        files.update({folder / "figures" / name: figure for name, figure in drawn.items()})
+    inputs = map(Path, (*results, *options.journals))
+    return Guard(inputs, overwrite=options.overwrite).write_all(files)
 
 
 def _texts(content: PageContent) -> dict[str, str]:

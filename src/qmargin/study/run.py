@@ -22,7 +22,6 @@ from qmargin.demo.run import find_device, say
 from qmargin.errors import ConfigError, DataError
 from qmargin.evaluation.result import Result, read_result, write_result
 from qmargin.files import write_atomically
-from qmargin.report.figures import has_matplotlib
 from qmargin.report.write import ReportOptions, write_report
 from qmargin.study.pictures import PictureMaterial
 from qmargin.study.pool import in_processes
@@ -91,6 +90,7 @@ class StudyOptions:
         jobs: Trainings at a time.
         device: ``"auto"``, ``"cpu"`` or ``"cuda"``.
         command: For the record.
+        overwrite: Replace files in the report's folder that no report wrote.
     """
 
     study: Study
@@ -101,6 +101,7 @@ class StudyOptions:
     jobs: int = 1
     device: str = "auto"
     command: str = "qmargin study"
+    overwrite: bool = False
 
     def __post_init__(self) -> None:
         if self.seeds < 1 or self.jobs < 1:
@@ -143,7 +144,7 @@ def run_study(options: StudyOptions) -> Path:
         _run(options, final, request, is_search=False)
         _test(options, final, request)
     paths = [trial.folder / name for name in _result_names(options) for trial in final]
-    named = ReportOptions(title=options.study.title, has_figures=has_matplotlib())
+    named = ReportOptions(title=options.study.title, overwrite=options.overwrite)
     return write_report(paths, options.out / "report", named)[0]
 
 

@@ -18,6 +18,7 @@ from qmargin.sweep.validation import EER
 
 CHOSEN = "chosen.json"
 FORMAT = "qmargin-study-rounds"
+SEARCH_MARK = f'"format": "{FORMAT}"'
 Settings = dict[str, Setting]
 Grid = Mapping[str, Sequence[Setting]]
 

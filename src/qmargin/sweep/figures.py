@@ -11,6 +11,7 @@ from qmargin.sweep.axes import EFFECTIVE
 from qmargin.sweep.summary import PointSummary, Summary
 from qmargin.sweep.validation import far_of
 
+STEMS = ("sensitivity", "effective-margin")
 SIGNS = {"loss.alpha": "\u03b1", "loss.scale": "s", "loss.margin": "m", EFFECTIVE: "m_eff"}
 LABELS = {"loss.scale": "Scale", "loss.margin": "Margin", "loss.alpha": "\u03b1"}
 MARGIN, GAP = "Margin m", "Effective margin"
@@ -28,11 +29,11 @@ def write_figures(summary: Summary, folder: Path) -> list[Path]:
     if key is not None:
         lines = _lines(summary, lambda row: _float(row.point[key]), _others(summary, {key}))
         name = GAP if key == EFFECTIVE else LABELS.get(key, key)
-        written += write_lines(folder / "sensitivity", {name: lines}, height)
+        written += write_lines(folder / STEMS[0], {name: lines}, height)
     panels = margin_panels(summary)
     if panels:
         limits = {GAP: REACHABLE}
-        written += write_lines(folder / "effective-margin", panels, height, beyond=limits)
+        written += write_lines(folder / STEMS[1], panels, height, beyond=limits)
     return written
 
 

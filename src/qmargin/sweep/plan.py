@@ -19,6 +19,7 @@ from qmargin.training.recipe_changes import diff
 from qmargin.training.recipe_files import from_dict, to_dict
 
 PLAN = "sweep.json"
+TRIALS = "trials.jsonl"
 FOLDERS = "trials"
 FORMAT = "qmargin-sweep"
 VERSION = 1

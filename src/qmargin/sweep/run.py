@@ -27,13 +27,13 @@ from qmargin.sweep.axes import (
     grid,
     with_point,
 )
-from qmargin.sweep.plan import find_measure, keep_plan, known_points, trial_folder
+from qmargin.sweep.plan import TRIALS, find_measure, keep_plan, known_points, trial_folder
 from qmargin.sweep.slots import Slots, TrialOptions, open_slots
 from qmargin.sweep.sources import Grid, OptunaSearch, Source, check_package
 from qmargin.sweep.summary import Summary, by_point
 from qmargin.sweep.trial import Trial, TrialResult, read_trial_result
 from qmargin.sweep.validation import EER, DataSource, RecipeData
-from qmargin.sweep.write import write_outputs
+from qmargin.sweep.write import check_outputs, write_outputs
 from qmargin.training.display import duration
 from qmargin.training.folders import check_writable
 from qmargin.training.lock import RunLock
@@ -42,7 +42,6 @@ from qmargin.training.recipe import Recipe
 from qmargin.training.schedules import unreached
 from qmargin.training.signals import StopRequest
 
-TRIALS = "trials.jsonl"
 NUM_POINTS = 40  # of a search that was not told how many
 
 
@@ -65,6 +64,7 @@ class SweepOptions:
         data: Training and validation data of a trial.
         command: For the record.
         say: Gets a line for people now and then; standard output by default.
+        overwrite: Replace tables in a folder that holds no sweep yet.
     """
 
     recipe: Recipe
@@ -80,6 +80,7 @@ class SweepOptions:
     data: DataSource = field(default_factory=RecipeData)
     command: str = "qmargin sweep"
     say: Callable[[str], None] | None = None
+    overwrite: bool = False
 
     def __post_init__(self) -> None:
         for name in ("seeds", "num_points", "parallel"):
@@ -120,6 +121,7 @@ def run_sweep(options: SweepOptions) -> Summary:
     measure = _checked_measure(options)
     with RunLock(out), StopRequest() as request:
         check_writable(out)
+        check_outputs(out, overwrite=options.overwrite)
         keep_plan(
             out,
             recipe=options.recipe,

@@ -85,7 +85,7 @@ def csv_table(summary: Summary) -> str:
     others = _other_axes(summary)
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
-    head = ["loss", "alpha", "scale", "margin", "effective_margin", *others]
+    head = ["loss", "alpha", "scale", "margin", "effective_margin", *map(csv_text, others)]
     writer.writerow([*head, "measure", "mean", "deviation", "seeds", "note"])
     for row in summary.rows:
         loss = row.recipe.loss
@@ -95,7 +95,7 @@ def csv_table(summary: Summary) -> str:
             spread = row.spread(name)
             if spread is not None:
                 values = [repr(spread.mean), _shown(spread.deviation), str(spread.number)]
-                writer.writerow([*start, name, *values, row.note])
+                writer.writerow([*start, name, *values, csv_text(row.note)])
     return buffer.getvalue()
 
 

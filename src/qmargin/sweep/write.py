@@ -4,22 +4,33 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from qmargin.files import write_atomically
-from qmargin.sweep.figures import write_figures
+from qmargin.files import MADE_BY, Guard, write_atomically
+from qmargin.sweep.figures import STEMS, write_figures
+from qmargin.sweep.plan import PLAN, TRIALS
 from qmargin.sweep.summary import Summary
 from qmargin.sweep.tables import csv_table, latex_table, markdown_table
 
 FIGURES = "figures"
+TABLES = ("table.md", "table.csv", "table.tex")
+
+
+def check_outputs(out: Path, *, overwrite: bool = False) -> None:
+    """Refuse a folder without a plan that has files under the names of a sweep's.
+
+    Raises:
+        ConfigError: Naming the file.
+    """
+    if not (out / PLAN).exists():
+        guard = Guard(overwrite=overwrite)
+        figures = [f"{FIGURES}/{stem}.{kind}" for stem in STEMS for kind in ("svg", "pdf")]
+        for name in (*TABLES, TRIALS, *figures):
+            guard.check(out / name, MADE_BY)
 
 
 def write_outputs(summary: Summary, out: Path) -> list[Path]:
     """Write everything that can be written; returns the files."""
-    texts = {
-        "table.md": markdown_table(summary),
-        "table.csv": csv_table(summary),
-        "table.tex": latex_table(summary),
-    }
-    written = [out / name for name in texts]
-    for path in written:
-        write_atomically(path, texts[path.name].encode())
+    texts = (markdown_table(summary), csv_table(summary), latex_table(summary))
+    written = [out / name for name in TABLES]
+    for path, text in zip(written, texts, strict=True):
+        write_atomically(path, text.encode())
     return written + write_figures(summary, out / FIGURES)

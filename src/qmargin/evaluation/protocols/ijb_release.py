@@ -17,7 +17,7 @@ from qmargin.evaluation.protocols.identification import TemplateList
 from qmargin.evaluation.protocols.integers import read_integers
 from qmargin.evaluation.protocols.templates import TemplatePairs, TemplateRows
 from qmargin.evaluation.result import Hardest, Source
-from qmargin.files import Progress, read_regular, sha256_of
+from qmargin.files import Guard, Progress, read_regular, sha256_of
 
 IMAGE_SIZE = 112
 MAX_IMAGE_BYTES = 1 << 26
@@ -247,7 +247,11 @@ class LooseCrops:
 
 
 def write_template_pictures(
-    folder: str | Path, release: IjbRelease, hardest: Hardest | None
+    folder: str | Path,
+    release: IjbRelease,
+    hardest: Hardest | None,
+    *,
+    guard: Guard | None = None,
 ) -> int:
     """Write one aligned image of every template of the hardest pairs, named after the template.
 
@@ -259,6 +263,7 @@ def write_template_pictures(
     from qmargin.data.images import encode_image
 
     folder, images, rows = Path(folder), release.images(), release.rows
+    guard = guard or Guard(overwrite=True)
     folder.mkdir(parents=True, exist_ok=True)
     trials = () if hardest is None else (*hardest.false_accepts, *hardest.false_rejects)
     number = 0
@@ -270,7 +275,7 @@ def write_template_pictures(
             picture = encode_image(images[best][0])
         except CorruptSample:  # the page goes on without it
             continue
-        (folder / f"{template}.jpg").write_bytes(picture)
+        guard.write(folder / f"{template}.jpg", picture)
         number += 1
     return number
 

@@ -13,7 +13,13 @@ from typing import cast
 
 from qmargin.errors import DataError
 from qmargin.evaluation.records import decode, encode
-from qmargin.evaluation.result import Result, read_result, result_from_json, result_to_json
+from qmargin.evaluation.result import (
+    Result,
+    read_result,
+    result_from_json,
+    result_to_json,
+    without_paths,
+)
 from qmargin.files import write_atomically
 
 
@@ -55,9 +61,16 @@ def with_measures(result: Result, measures: tuple[Measure, ...]) -> Measured:
     return Measured(replace(result, system=system), measures)
 
 
-def write_measured(path: str | Path, measured: Measured) -> None:
-    """Write ``result.json`` with the entry ``measures``; other readers see an ordinary result."""
-    content = result_to_json(measured.result)
+def write_measured(path: str | Path, measured: Measured, *, keep_paths: bool = False) -> None:
+    """Write ``result.json`` with the entry ``measures``; other readers see an ordinary result.
+
+    Args:
+        path: The file.
+        measured: What to write.
+        keep_paths: As in ``write_result``.
+    """
+    result = measured.result if keep_paths else without_paths(measured.result)
+    content = result_to_json(result)
     content["measures"] = encode(measured.measures, "measures")
     text = json.dumps(content, allow_nan=False, indent=1)
     result_from_json(json.loads(text), str(path))  # a NaN in the wrong place

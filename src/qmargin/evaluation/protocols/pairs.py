@@ -22,8 +22,8 @@ from qmargin.evaluation.protocols.measures import Measure, Measured, with_measur
 from qmargin.evaluation.result import Source
 from qmargin.evaluation.score_files import read_scores
 from qmargin.evaluation.scoring import score_trials
-from qmargin.evaluation.trials import TrialList, read_trials, refuse_duplicates
-from qmargin.files import is_file, sha256_of
+from qmargin.evaluation.trials import TrialList, check_pairs, read_trials
+from qmargin.files import Guard, is_file, sha256_of
 from qmargin.metrics.folds import kfold_accuracy
 
 _LOOK_AT = 20  # names that decide whether a folder is the right one
@@ -94,9 +94,10 @@ def read_pair_trials(path: str | Path, *, extension: str = "jpg") -> PairTrials:
     def where(row: int) -> str:
         return f"{path}, pair {row + 1}"
 
-    refuse_duplicates(keys, where)
+    counts = check_pairs(keys, pairs.is_genuine, where)
     source = Source(str(path), sha256_of(path), "trials")
-    return PairTrials(TrialList(keys, pairs.is_genuine, source, where=where), pairs.folds)
+    trials = TrialList(keys, pairs.is_genuine, source, where=where, pair_counts=counts)
+    return PairTrials(trials, pairs.folds)
 
 
 def _is_pair_list(path: Path) -> bool:
@@ -122,6 +123,7 @@ def evaluate_pairs(
     scores: str | Path,
     folds: NDArray[np.int64] | None = None,
     restart: bool = False,
+    guard: Guard | None = None,
     command: str = "",
     progress: StageProgress | None = None,
 ) -> Measured:
@@ -134,6 +136,7 @@ def evaluate_pairs(
         scores: Where the table of scores is written.
         folds: Fold of every pair; adds the accuracy at thresholds of the other folds.
         restart: Throw away a part of the scores that other inputs made.
+        guard: Decides whether an existing table is replaced; None for always.
         command: What was run, for the record.
         progress: Called with a stage, how much of it is done, and its total.
 
@@ -143,7 +146,9 @@ def evaluate_pairs(
     if trials.is_genuine is None:
         raise DataError(f"{trials.source.path} has no labels: give a list of pairs that has them")
     scored = None if progress is None else partial(progress, "scoring")
-    path = score_trials(embeddings, trials, out=scores, restart=restart, progress=scored)
+    path = score_trials(
+        embeddings, trials, out=scores, restart=restart, guard=guard, progress=scored
+    )
     score_set = read_scores(path, trials=trials)
     score_set = replace(score_set, sources=(*score_set.sources, embeddings.source))
     result = evaluate_scores(score_set, options, command=command, progress=progress)

