@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from qmargin.files import replacing, write_atomically
+from qmargin.errors import ConfigError
+from qmargin.files import MADE_BY, Guard, replacing, write_atomically
 
 
 def test_a_file_is_replaced_and_nothing_is_left_beside_it(tmp_path: Path) -> None:
@@ -47,3 +48,12 @@ def test_an_error_of_another_file_keeps_its_name(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError) as caught, replacing(tmp_path / "a.txt"):
         other.read_bytes()
     assert caught.value.filename == str(other)
+
+
+def test_an_empty_file_may_be_replaced_unless_it_is_an_input(tmp_path: Path) -> None:
+    """Such as one that mktemp made."""
+    path = tmp_path / "new.json"
+    path.touch()
+    Guard().check(path, MADE_BY)
+    with pytest.raises(ConfigError, match=r"new\.json is an input"):
+        Guard([path]).check(path, MADE_BY)

@@ -339,12 +339,12 @@ class Guard:
             raise ConfigError(f"{path} is not a regular file; write to another place")
 
     def _is_taken(self, path: Path) -> bool:
-        """Whether there is something, a dangling link too, that may not be ours."""
+        """Whether there is something to lose, a dangling link too, that may not be ours."""
         if self.overwrite or not os.path.lexists(path):
             return False
         if not path.exists():
             raise _foreign(path)
-        return True
+        return path.stat().st_size > 0  # as of mktemp
 
 
 def _mark_of(path: Path, content: bytes) -> str:

@@ -69,7 +69,7 @@ def test_the_training_set_serves_as_mean_cohort_and_calibration(files: Path) -> 
         "scoring": "mean subtracted, cosine, AS-norm 20, quality-aware calibration"
     }
     roles = [source.role for source in result.sources]
-    assert roles == ["trials", "embeddings", "center", "cohort"]
+    assert roles == ["trials", "embeddings", "center", "cohort", "scores"]
     center = read_embeddings(files / "training.npz")
     norm = CohortNorm(speaker_means(center), 20)
     scoring = Scoring(center, norm, read_seconds(files / "utt2dur"))

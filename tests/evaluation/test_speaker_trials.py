@@ -136,7 +136,7 @@ def test_the_result_has_every_number_and_the_hardest_trials(
     assert result.protocol.num_genuine == sum(speakers.labels)
     assert result.protocol.num_subjects == 12
     assert result.protocol.interval.method == "subject bootstrap"
-    assert [source.role for source in result.sources] == ["trials", "embeddings"]
+    assert [source.role for source in result.sources] == ["trials", "embeddings", "scores"]
     written = read_scores(tmp_path / "scores.tsv", trials=trials)
     impostors = np.sort(written.scores[~written.is_genuine])[::-1]
     assert result.hardest is not None

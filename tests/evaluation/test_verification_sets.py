@@ -120,7 +120,7 @@ def test_the_result_goes_to_a_file_that_other_readers_understand(
 ) -> None:
     found = evaluate_verification_set(pairs, flip_features(embeddings), QUICK)
     assert found.result.protocol.interval.method == "file bootstrap"
-    write_measured(tmp_path / "r.json", found)
+    write_measured(tmp_path / "r.json", found, keep_paths=True)
     assert read_measured(tmp_path / "r.json") == found
     card = read_result(tmp_path / "r.json").system.model_card
     assert card is not None

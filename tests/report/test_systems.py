@@ -85,7 +85,7 @@ def test_no_results_is_an_error() -> None:
     [
         (lambda content: content["det"]["far"].append(0.5), "columns of det"),
         (lambda content: content["det"]["frr"].__setitem__(3, 1.5), "outside \\[0, 1\\]"),
-        (lambda content: content["det"]["band"]["low"].__setitem__(3, "-inf"), "outside"),
+        (lambda content: content["det"]["band"]["low"].__setitem__(3, "-inf"), "low is -inf"),
         (lambda content: content["histogram"]["genuine"].pop(), "columns of histogram"),
         (lambda content: content["metrics"]["tar"][0].update(far_target=2.0), "target FAR is 2.0"),
         (lambda content: content["protocol"].update(num_impostors=0), "no trials of a kind"),

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qmargin.cli.options import add_overwrite, guard_of, named_path
+from qmargin.files import MADE_BY
 
 if TYPE_CHECKING:
     from qmargin.study.run import StudyOptions
 
 NAMES = "demo omniglot strokes-10k strokes-1m audiomnist"
 LOSSES = "arcface cosface entmax sparsemax q_margin sampled"
-PAGE_MARK = "`qmargin study "  # every page has its command near the top
 
 
 def add_study(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.page is not None:
         check_writable(arguments.page.parent)  # hours before it is written
         guard = guard_of(arguments, ("page", "out"))
-        guard.check(arguments.page, PAGE_MARK)
+        guard.check(arguments.page, MADE_BY)
         if arguments.search_only:
             guard.check(arguments.page.with_suffix(".json"), SEARCH_MARK)
     if arguments.search_only:
@@ -79,15 +79,13 @@ def run(arguments: argparse.Namespace) -> None:
 
 def _write_page(arguments: argparse.Namespace, options: StudyOptions) -> None:
     """The page; a search also leaves its numbers beside it."""
-    from qmargin.files import write_atomically
     from qmargin.study.page import search_page, study_page
     from qmargin.study.search import read_rounds, write_search
 
     study, page, command = options.study, arguments.page, options.command
     make = search_page if arguments.search_only else study_page
     text = make(study, options.out, command=command, machine=_machine(arguments.commit))
-    page.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(page, text.encode())
+    guard_of(arguments, ("page", "out")).write_all({page: text.encode()})
     sys.stdout.write(f"{page}\n")
     if arguments.search_only:
         record = page.with_suffix(".json")

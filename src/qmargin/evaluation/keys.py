@@ -121,12 +121,15 @@ def repeated_rows(pairs: Pairs) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         (array([0, 1]), array([4, 3]))
     """
     ordered = np.sort(pairs)
-    if not (ordered[1:] == ordered[:-1]).any():
+    repeated = np.unique(ordered[1:][ordered[1:] == ordered[:-1]])
+    if not len(repeated):
         nothing = np.zeros(0, dtype=np.int64)
         return nothing, nothing
-    order = np.argsort(pairs, kind="stable")
-    is_repeated = pairs[order[1:]] == pairs[order[:-1]]
-    return order[:-1][is_repeated], order[1:][is_repeated]
+    place = np.minimum(np.searchsorted(repeated, pairs), len(repeated) - 1)
+    rows = np.flatnonzero(repeated[place] == pairs)  # few: they alone are put in order
+    rows = rows[np.argsort(pairs[rows], kind="stable")]
+    is_same = pairs[rows[1:]] == pairs[rows[:-1]]
+    return rows[:-1][is_same], rows[1:][is_same]
 
 
 def first_duplicate(pairs: Pairs) -> tuple[int, int] | None:

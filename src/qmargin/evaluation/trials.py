@@ -138,9 +138,10 @@ def check_pairs(keys: TrialKeys, is_genuine: NDArray[np.bool_] | None, where: Wh
     num_self = int(np.count_nonzero(keys.enrol == keys.test))
     if not len(later):
         return PairCounts(0, num_self)
-    duplicate = first_duplicate(keys.pairs())
+    rows = np.union1d(earlier, later)
+    duplicate = first_duplicate(keys.pairs()[rows])
     if duplicate is not None:
-        first, again = duplicate
+        first, again = (int(rows[place]) for place in duplicate)
         enrol, test = keys.trial(again)
         raise DataError(
             f"{where(again)}: the trial {enrol!r} {test!r} is also in {where(first)}: "

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from qmargin.files import MADE_BY, Guard, write_atomically
 from qmargin.sweep.figures import STEMS, write_figures
-from qmargin.sweep.plan import PLAN, TRIALS
+from qmargin.sweep.plan import FOLDERS, PLAN, TRIALS
 from qmargin.sweep.summary import Summary
 from qmargin.sweep.tables import csv_table, latex_table, markdown_table
 
@@ -15,12 +15,12 @@ TABLES = ("table.md", "table.csv", "table.tex")
 
 
 def check_outputs(out: Path, *, overwrite: bool = False) -> None:
-    """Refuse a folder without a plan that has files under the names of a sweep's.
+    """Refuse a folder that holds no sweep and has files under the names of a sweep's.
 
     Raises:
         ConfigError: Naming the file.
     """
-    if not (out / PLAN).exists():
+    if not (out / PLAN).exists() and not (out / FOLDERS).is_dir():
         guard = Guard(overwrite=overwrite)
         figures = [f"{FIGURES}/{stem}.{kind}" for stem in STEMS for kind in ("svg", "pdf")]
         for name in (*TABLES, TRIALS, *figures):
