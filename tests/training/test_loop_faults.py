@@ -413,3 +413,10 @@ def test_a_signal_saves_and_stops(number: signal.Signals, tmp_path: Path) -> Non
     train(shorter, out, resume=True, allow_changes=True, device="cpu")
     train(shorter, tmp_path / "whole", device="cpu")
     assert saved_files(out, step + 3) == saved_files(tmp_path / "whole", step + 3)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no FIFOs here")
+def test_a_pipe_in_place_of_the_journal_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "journal.jsonl")
+    with pytest.raises(DataError, match=r"journal\.jsonl is a named pipe"):
+        train(tiny_recipe("run.max_steps=1"), tmp_path, device="cpu")

@@ -21,7 +21,7 @@ _qmargin() {
     found=("${(@f)$(qmargin completion zsh --words "${(@)words[2,CURRENT]}" 2>/dev/null)}")
     if [[ -n "${found[1]}" ]]; then compadd -a found; else _files; fi
 }
-compdef _qmargin qmargin
+if [[ "${funcstack[1]}" == _qmargin ]]; then _qmargin "$@"; else compdef _qmargin qmargin; fi
 """,
     "fish": r"""function __qmargin
     set -l words (commandline -opc) (commandline -ct)

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from qmargin.files import check_regular
+
 JOURNAL = "journal.jsonl"
 ABANDONED = "journal-abandoned.jsonl"
 
@@ -38,6 +40,8 @@ class Journal:
 
     def __init__(self, folder: str | Path, *, offset: int = 0) -> None:
         path = Path(folder) / JOURNAL
+        if path.exists():
+            check_regular(path)  # a pipe would be waited for
         _cut(path, offset)
         self._file = path.open("ab")
 
