@@ -5,6 +5,7 @@ Every package may use this; it needs nothing but Python, and rich where that is 
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -67,15 +68,30 @@ class SafeStream:
         return getattr(self._stream, name)
 
 
+class _OneLine(logging.Formatter):
+    """A message on one line, whatever names are in it; a traceback keeps its lines."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record), keep="\n" if record.exc_info else "")
+
+
 @contextmanager
 def safe_streams() -> Iterator[None]:
-    """Standard output and standard error show what steers a terminal as escapes."""
+    """Standard output and standard error show what steers a terminal as escapes.
+
+    So do messages of ``logging`` that no handler of the user takes.
+    """
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = _safe(sys.stdout), _safe(sys.stderr)
+    handler = logging.lastResort
+    if handler is not None:
+        formatter, handler.formatter = handler.formatter, _OneLine()
     try:
         yield
     finally:
         sys.stdout, sys.stderr = before
+        if handler is not None:
+            handler.formatter = formatter
 
 
 def rich_console(stream: TextIO) -> Console:

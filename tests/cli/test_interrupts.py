@@ -63,12 +63,18 @@ def start(words: Sequence[str], folder: Path) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder / "tmp")},
+        preexec_fn=_hear_interrupts,
     )
     deadline = time.monotonic() + 30
     while not _catches(process.pid, signal.SIGTERM) and process.poll() is None:
         assert time.monotonic() < deadline, "SIGTERM is not caught"
         time.sleep(0.001)
     return process
+
+
+def _hear_interrupts() -> None:
+    """Tests that run in the background inherit a Ctrl-C that is ignored."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _catches(pid: int, number: int) -> bool:
@@ -148,7 +154,11 @@ sys.exit(main())
 @pytest.mark.parametrize("number", STATUS)
 def test_a_second_signal_ends_the_process_at_once(number: signal.Signals) -> None:
     with subprocess.Popen(
-        [sys.executable, "-c", STUBBORN], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", STUBBORN],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=_hear_interrupts,
     ) as process:
         assert process.stdout is not None and process.stdout.readline() == "begun\n"
         process.send_signal(number)

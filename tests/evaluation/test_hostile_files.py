@@ -110,9 +110,9 @@ def test_damage_is_read_or_refused(tmp_path: Path, name: str) -> None:
 )
 def test_pipes_are_refused_at_once(tmp_path: Path, read: Callable[[Path], object]) -> None:
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(DataError, match="is not a regular file"):
+    with pytest.raises(DataError, match="is a named pipe"):
         read(tmp_path / "pipe")
-    with pytest.raises(DataError, match=r"/dev/zero is not a regular file"):
+    with pytest.raises(DataError, match=r"/dev/zero is a device"):
         read_scores("/dev/zero")
 
 
@@ -135,7 +135,7 @@ def test_a_header_that_promises_more_than_there_is_is_refused(tmp_path: Path) ->
         archive.writestr("genuine.npy", buffer.getvalue() + bytes(80))
         archive.writestr("impostor.npy", buffer.getvalue() + bytes(80))
     for read in (read_scores, read_embeddings):
-        with pytest.raises(DataError, match=r"scores\.npz: 'genuine' has 80 bytes"):
+        with pytest.raises(DataError, match=r"scores\.npz .*'genuine' says .* has 80 "):
             read(path)
 
 

@@ -158,5 +158,5 @@ def test_an_infinite_number_is_refused(
 
 def test_a_pipe_is_refused_at_once(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "result.json")
-    with pytest.raises(DataError, match=r"result\.json is not a regular file"):
+    with pytest.raises(DataError, match=r"result\.json is a named pipe"):
         read_result(tmp_path / "result.json")

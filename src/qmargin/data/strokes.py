@@ -104,7 +104,6 @@ class StrokeIdentities:
     def __post_init__(self) -> None:
         check_count(self.num_classes, "num_classes", low=1)
         check_count(self.samples_per_class, "samples_per_class", low=1)
-        check_samples(self.num_classes, self.samples_per_class)
         check_count(self.size, "size", low=8)
         check_count(self.shift, "shift")
         if self.num_classes > SPLIT_SIZE:
@@ -124,6 +123,7 @@ class StrokeIdentities:
     @property
     def labels(self) -> NDArray[np.int64]:
         """Identity of each sample, ``[n]``."""
+        check_samples(self.num_classes, self.samples_per_class)
         return np.repeat(np.arange(self.num_classes), self.samples_per_class)
 
     def read(self, index: int, seed: int) -> tuple[Tensor, int]:

@@ -98,7 +98,7 @@ def mean_of(scores: Scores, function: Callable[[Scores], NDArray[np.float64]]) -
 
     Examples:
         >>> scores = np.linspace(0.0, 1.0, 200_003)
-        >>> mean_of(scores, np.square) == np.square(scores).mean()
+        >>> bool(mean_of(scores, np.square) == np.square(scores).mean())
         True
     """
 
