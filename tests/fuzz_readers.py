@@ -335,7 +335,7 @@ def write_npz_scores(folder: Path) -> None:
         scores=np.arange(8) / 8,
         labels=np.arange(8) % 2,
         enrol=names,
-        test=names[::-1],
+        test=np.char.add("other-", names),
     )
     keep_zip(folder / "a.npz")
 
@@ -417,7 +417,8 @@ def write_thresholds(folder: Path) -> None:
     from qmargin.evaluation.thresholds import thresholds_of
     from qmargin.evaluation.thresholds import write_thresholds as write
 
-    found = thresholds_of(small_result(), weights_sha256="0" * 64, result_sha256="1" * 64)
+    hashes = {"weights_sha256": "0" * 64, "result_sha256": "1" * 64}
+    found = thresholds_of(small_result(), **hashes, is_trusted=True)
     write(folder / "thresholds.json", found)
 
 

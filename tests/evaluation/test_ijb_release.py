@@ -149,6 +149,9 @@ def test_template_lists_that_cannot_be_read(tmp_path: Path) -> None:
     path.write_text("TEMPLATE_ID,SUBJECT_ID\n1\n")
     with pytest.raises(DataError, match="line 2: '1' does not begin"):
         read_template_list(path)
+    path.write_bytes(b"TEMPLATE_ID,SUBJECT_ID\n1,a\rb\n")
+    with pytest.raises(DataError, match="line 2 is no CSV"):
+        read_template_list(path)
     path.write_text("TEMPLATE_ID,SUBJECT_ID\n")
     with pytest.raises(DataError, match="has no templates"):
         read_template_list(path)

@@ -203,7 +203,10 @@ def read_template_list(path: str | Path) -> TemplateList:
     subject_of: dict[int, str] = {}
     for number, line in islice(numbered_lines(path), 1, None):
         where = f"{path}, line {number}"
-        cells = next(csv.reader([text_of(line, where)]), [])
+        try:
+            cells = next(csv.reader([text_of(line, where)]), [])
+        except csv.Error as error:
+            raise DataError(f"{where} is no CSV ({error}); correct the line") from error
         is_good = len(cells) >= 2 and _TEMPLATE.fullmatch(cells[0].strip()) and cells[1].strip()
         if not is_good:
             raise DataError(
