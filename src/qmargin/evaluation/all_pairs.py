@@ -76,7 +76,8 @@ class ProductCounts:
     @property
     def scores(self) -> Floats:
         """Centre of every bin."""
-        return self.bins.low + (np.arange(len(self.counts)) + 0.5) * self.bins.width
+        places = np.arange(len(self.counts), dtype=np.float64)
+        return np.asarray(self.bins.low + (places + 0.5) * self.bins.width, np.float64)
 
     def first_of_largest(self, number: int) -> int:
         """The bin from which on there are at most ``number`` pairs."""

@@ -214,17 +214,11 @@ def _tail_of(
     if not len(impostors.scores):
         return None
     codes = labels.astype(np.int32)
-    scores, first, second = (
-        np.concatenate(sides)
-        for sides in (
-            (genuine.scores, impostors.scores),
-            (codes[genuine.first], codes[impostors.first]),
-            (codes[genuine.second], codes[impostors.second]),
-        )
-    )
-    return Tail(
-        SortedTrials(Trials(scores, first == second, first, second, subject_names)), len(scores)
-    )
+    scores = np.concatenate((genuine.scores, impostors.scores))
+    first = codes[np.concatenate((genuine.first, impostors.first))]
+    second = codes[np.concatenate((genuine.second, impostors.second))]
+    trials = Trials(scores, first == second, first, second, subject_names)
+    return Tail(SortedTrials(trials), len(scores))
 
 
 def column_intervals(columns: Floats, level: float) -> tuple[tuple[float, float], ...]:

@@ -132,7 +132,7 @@ def evaluate_identities(
         raise ConfigError(f"rule={options.rule!r} is not measured over all pairs: use conservative")
     _check_rows(embeddings)
     samples = _samples(embeddings, identities)
-    _check_pairs(samples)
+    check_identities(identities)
     moments = None if norm is None else norm_moments(unit_rows(embeddings.matrix), norm)
     note = collapse_note(embeddings.matrix)
     cohort = () if norm is None else (norm.cohort.source,)
@@ -178,6 +178,26 @@ def identities_of(keys: Sequence[str], mapping: Mapping[str, str] | None = None)
             "for identities: use the samples of one of them, or give --identities FILE"
         )
     return tuple(part[0] for part in parts)
+
+
+def check_identities(identities: Sequence[str]) -> None:
+    """Refuse identities of samples that make no genuine or no impostor pair.
+
+    Raises:
+        ProtocolError: There is one identity, or none has two samples.
+    """
+    names = sorted(set(identities))
+    if len(names) < 2:
+        raise ProtocolError(
+            f"all {len(identities):,} samples are of the identity {names[0]!r}, so there is no "
+            "impostor pair: give at least 2 identities; those of a folder are its sub-folders"
+        )
+    if len(names) == len(identities):
+        shown = ", ".join(map(repr, names[:_FIRST]))
+        raise ProtocolError(
+            f"each of {len(names):,} identities ({shown}, ...) has 1 sample, so there is no "
+            "genuine pair: give at least 2 of one of them, or check the identities"
+        )
 
 
 def measure_pairs(
@@ -267,21 +287,6 @@ def _samples(embeddings: Embeddings, identities: Sequence[str]) -> PairSamples:
     return PairSamples(
         embeddings.matrix, labels, names, embeddings.keys.__getitem__, digest.hexdigest()
     )
-
-
-def _check_pairs(samples: PairSamples) -> None:
-    names = samples.identities
-    if len(names) < 2:
-        raise ProtocolError(
-            f"all {len(samples.labels):,} embeddings are of the identity {names[0]!r}, so there is "
-            "no impostor pair: give at least 2 identities; those of a folder are its sub-folders"
-        )
-    if samples.num_samples.max() < 2:
-        shown = ", ".join(map(repr, names[:_FIRST]))
-        raise ProtocolError(
-            f"each of {len(names):,} identities ({shown}, ...) has 1 embedding, so there is no "
-            "genuine pair: give at least 2 of one of them, or check the identities"
-        )
 
 
 def _stage(progress: StageProgress | None, name: str) -> Callable[[int, int], None] | None:
