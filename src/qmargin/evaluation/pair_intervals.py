@@ -159,8 +159,14 @@ def bootstrap_many_pairs(
     place = np.argsort((*fars, *grid_fars), kind="stable")
     rates = tuple(np.array((*fars, *grid_fars))[place].tolist())
 
+    needed = 2 * FIRST_TAIL * max((*rates, found.eer.eer, LEAST_TAIL)) * found.num_impostors
     largest = largest_impostors(
-        embeddings, labels, found.products, MAX_TAIL, device=device, moments=moments
+        embeddings,
+        labels,
+        found.products,
+        min(MAX_TAIL, int(needed) + 1024),
+        device=device,
+        moments=moments,
     )
     reach = len(largest.scores) / (FIRST_TAIL * found.num_impostors)  # the largest rate it answers
     near = Wanted(tuple(rate for rate in rates if rate <= reach), (), found.eer.eer <= reach)
