@@ -4,13 +4,10 @@ import numpy as np
 import pytest
 
 from qmargin.data.strokes import StrokeIdentities
-from qmargin.demo import intervals
-from qmargin.demo.evaluate import FARS, Facts, all_trials, evaluate_pictures
-from qmargin.demo.intervals import bootstrap_pairs
+from qmargin.demo.evaluate import FARS, Facts, evaluate_pictures
 from qmargin.evaluation.pair_scores import unit_rows
 from qmargin.evaluation.scoring import nearest_moments
 from qmargin.metrics import eer, tar_at_far
-from qmargin.metrics.bootstrap import bootstrap
 from qmargin.metrics.normalise import as_norm
 
 FACTS = Facts(name="a", card={}, protocol="pairs", command="", prefix="p/")
@@ -26,31 +23,6 @@ def embeddings(dataset):
     draws = np.random.default_rng(0)
     centres = draws.normal(size=(60, 16))[dataset.labels]
     return (centres + 1.5 * draws.normal(size=centres.shape)).astype(np.float32)
-
-
-def test_replicates_are_those_of_the_general_bootstrap(dataset, embeddings):
-    """The weight of all pairs follows from the draws: nothing is lost by counting the tail only."""
-    trials, fars = all_trials(embeddings, dataset), (1e-2, 1e-3)
-    general = bootstrap(trials, fars, p_targets=(), grid_fars=(5e-3,), num_replicates=50)
-    counts = np.full(60, 5)
-    found = bootstrap_pairs(
-        trials, counts, fars, grid_fars=(5e-3,), rough_eer=0.05, num_replicates=50
-    )
-    np.testing.assert_array_equal(found.tar, general.tar)
-    np.testing.assert_array_equal(found.frr_at_grid, general.frr_at_grid)
-    np.testing.assert_allclose(found.eer, general.eer, rtol=1e-12)
-    assert found.subjects_sha256 == general.subjects_sha256
-
-
-def test_a_tail_that_is_too_short_is_lengthened(dataset, embeddings, monkeypatch):
-    trials = all_trials(embeddings, dataset)
-    general = bootstrap(trials, (0.1,), p_targets=(), num_replicates=10)
-    monkeypatch.setattr(intervals, "FIRST_TAIL", 0.01)
-    found = bootstrap_pairs(
-        trials, np.full(60, 5), (0.1,), grid_fars=(1e-3,), rough_eer=0.0, num_replicates=10
-    )
-    np.testing.assert_array_equal(found.tar, general.tar)
-    np.testing.assert_allclose(found.eer, general.eer, rtol=1e-12)
 
 
 def test_a_result_has_the_numbers_of_the_scores(dataset, embeddings):
@@ -88,8 +60,6 @@ def test_a_result_by_normalised_scores_has_their_numbers(dataset, embeddings):
         assert point.tar == pytest.approx(expected.tar, abs=2 / len(genuine))  # ties by rounding
         assert point.threshold == pytest.approx(expected.threshold, abs=1e-9)
         assert point.interval[0] <= point.tar <= point.interval[1]
-    drawn = all_trials(embeddings, dataset, moments).scores
-    np.testing.assert_allclose(drawn, scores, atol=1e-4)
     plain = evaluate_pictures(embeddings, dataset, FACTS, num_replicates=20)
     assert [point.tar for point in plain.metrics.tar] != [p.tar for p in result.metrics.tar]
 

@@ -6,12 +6,19 @@ import argparse
 import sys
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from qmargin.cli.options import add_overwrite, guard_of
-from qmargin.cli.progress import stage_progress
+from qmargin.cli.progress import BarProgress, PlainProgress, stage_progress
 from qmargin.cli.verify import add_model_options
 from qmargin.errors import ConfigError
 from qmargin.terminal import printable
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from qmargin.evaluation.embed_folder import EmbeddedFolder
+    from qmargin.evaluation.model import Model
 
 MANIFEST = ".manifest.csv"
 _SHOWN = 5
@@ -23,24 +30,30 @@ def add_embed(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         "embed",
         help="embed a folder of images or recordings",
         description="Write the embeddings of all files under a folder, named by their paths in it, "
-        "for `qmargin evaluate trials` and others, and a manifest of what became of every file. "
+        "for `qmargin evaluate` and others, and a manifest of what became of every file. "
         "Only you can read what is written.",
     )
     add = parser.add_argument
     add("folder", type=Path, metavar="FOLDER", help="with files at any depth")
     add_model_options(parser)
     add("--out", type=Path, required=True, metavar="FILE", help=".safetensors or .npz")
+    add_folder_options(parser, max_corrupt=100)
+    add_overwrite(parser)
+    parser.set_defaults(run=run_embed)
+
+
+def add_folder_options(parser: argparse.ArgumentParser, *, max_corrupt: int) -> None:
+    """Add how the files of a folder are embedded."""
+    add = parser.add_argument
     add("--flip", choices=("none", "sum"), help="add mirror images (as the model was evaluated)")
     add("--batch-size", type=int, default=64, metavar="N", help="files at a time (64)")
     add(
         "--max-corrupt",
         type=int,
-        default=100,
+        default=max_corrupt,
         metavar="N",
-        help="unreadable files that are left out before this stops (100)",
+        help=f"unreadable files that are left out before this stops ({max_corrupt})",
     )
-    add_overwrite(parser)
-    parser.set_defaults(run=run_embed)
 
 
 def run_embed(arguments: argparse.Namespace) -> None:
@@ -49,9 +62,7 @@ def run_embed(arguments: argparse.Namespace) -> None:
         MANIFEST_MARK,
         MARKS,
         check_suffix,
-        embed_files,
         find_files,
-        write_embedding_file,
         write_manifest,
     )
     from qmargin.evaluation.embeddings import collapse_note
@@ -65,19 +76,9 @@ def run_embed(arguments: argparse.Namespace) -> None:
     guard.check(out, MARKS[out.suffix])
     guard.check(manifest, MANIFEST_MARK)
     model = load_model(arguments.model, device=arguments.device, fit=arguments.fit)
-    flip = arguments.flip or ("none" if model.thresholds is None else model.thresholds.flip)
+    names = find_files(arguments.folder, model.card.modality)
     with stage_progress() as progress:
-        found = embed_files(
-            model,
-            arguments.folder,
-            find_files(arguments.folder, model.card.modality),
-            flip=flip,
-            batch_size=arguments.batch_size,
-            max_corrupt=arguments.max_corrupt,
-            progress=partial(progress, "embedding"),
-        )
-    metadata = {"model": model.card.weights_sha256, "name": model.card.name, "flip": flip}
-    write_embedding_file(out, found.keys, found.matrix, metadata=metadata)
+        found, flip = embed_folder(arguments, model, arguments.folder, names, out, progress)
     write_manifest(manifest, found.files)
     note = collapse_note(found.matrix)
     if note is not None:
@@ -91,3 +92,33 @@ def run_embed(arguments: argparse.Namespace) -> None:
         f"{len(found.keys):,} embeddings of {len(found.files):,} files, flip {flip}\n"
         f"{out}\n{manifest}\n"
     )
+
+
+def embed_folder(
+    arguments: argparse.Namespace,
+    model: Model,
+    folder: Path,
+    names: Sequence[str],
+    out: Path,
+    progress: PlainProgress | BarProgress,
+) -> tuple[EmbeddedFolder, str]:
+    """Embed files of a folder by the options of ``add_folder_options``, and write the embeddings.
+
+    Returns:
+        What became of every file, and how mirror images entered.
+    """
+    from qmargin.evaluation.embed_folder import embed_files, write_embedding_file
+
+    flip = arguments.flip or ("none" if model.thresholds is None else model.thresholds.flip)
+    found = embed_files(
+        model,
+        folder,
+        names,
+        flip=flip,
+        batch_size=arguments.batch_size,
+        max_corrupt=arguments.max_corrupt,
+        progress=partial(progress, "embedding"),
+    )
+    metadata = {"model": model.card.weights_sha256, "name": model.card.name, "flip": flip}
+    write_embedding_file(out, found.keys, found.matrix, metadata=metadata)
+    return found, flip

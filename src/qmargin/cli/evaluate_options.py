@@ -23,6 +23,7 @@ def add_measures(
     listed_in: str = "their file",
     seeded: str = "the bootstrap",
     hardest: str = "trials",
+    has_rules: bool = True,
 ) -> None:
     """Add where the result goes, what it is called, and what is measured.
 
@@ -34,13 +35,15 @@ def add_measures(
         listed_in: What the trials have their name from.
         seeded: What the seed is of.
         hardest: What the hardest ones are called.
+        has_rules: Whether thresholds can be chosen by other rules than the conservative one.
     """
     add = parser.add_argument
     add("--out", type=Path, required=True, metavar="FILE", help="result.json to write")
     add("--name", metavar="SYSTEM", help=f"name of the system (that of the {named_by})")
     add("--protocol", metavar="NAME", help=f"name of the trials (that of {listed_in})")
     add("--fars", type=float, nargs="+", default=fars, metavar="FAR", help=_fars_help(fars))
-    add("--rule", choices=RULES, default=RULES[0], help="choice of thresholds (conservative)")
+    if has_rules:
+        add("--rule", choices=RULES, default=RULES[0], help="choice of thresholds (conservative)")
     note = f"of the bootstrap; 0 for no intervals ({replicates})"
     add("--replicates", type=int, default=replicates, help=note)
     add("--level", type=float, default=0.95, help="of the intervals (0.95)")

@@ -53,6 +53,8 @@ def _rows(result: Result) -> list[Sequence[str]]:
         limit = _number(cost.threshold, digits)
         cells = [f"{cost.value:.4f}", _costs(cost.interval), "", "", limit, ""]
         rows.append([f"minDCF, p = {cost.p_target:g}", *cells])
+    if metrics.min_cllr.value is None:  # it is finite wherever it is measured
+        return rows
     for name, value in (("Cllr", metrics.cllr), ("min Cllr", metrics.min_cllr)):
         shown = "infinite" if value.value is None else f"{value.value:.4f}"
         rows.append([name, shown, "", "", "", "", ""])

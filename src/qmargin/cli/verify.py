@@ -39,10 +39,10 @@ def add_verify(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.set_defaults(run=run_verify)
 
 
-def add_model_options(parser: argparse.ArgumentParser) -> None:
+def add_model_options(parser: argparse.ArgumentParser, *, is_required: bool = True) -> None:
     """Add what every command that uses a model takes."""
     add = parser.add_argument
-    add("--model", type=Path, required=True, metavar="DIR", help="model directory, or a run")
+    add("--model", type=Path, required=is_required, metavar="DIR", help="model directory, or a run")
     add("--fit", choices=("auto", "exact", "resize", "align"), default="auto", help=_FIT_HELP)
     add("--device", default="cpu", help="where to run, such as cpu or cuda (cpu)")
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from qmargin.errors import BackendError, ConfigError, DataError, ProtocolError, ShapeError
-from qmargin.evaluation.pair_blocks import NUM_BINS, Ints, PairBlocks
+from qmargin.evaluation.pair_blocks import NUM_BINS, Bins, Ints, PairBlocks
 from qmargin.evaluation.pair_counts import ImpostorCounts
 from qmargin.evaluation.pair_plans import plan_det, plan_eer, plan_min_dcf, plan_tar
 from qmargin.evaluation.pair_scores import (
@@ -46,6 +46,7 @@ class AllPairs:
         num_genuine: Pairs of one subject.
         num_impostors: Pairs of different subjects.
         num_rescored: Impostor pairs that were scored exactly; it may depend on the blocks.
+        products: All impostor pairs by their product's bin; it may depend on the device.
     """
 
     tar: tuple[TarAtFar, ...]
@@ -57,6 +58,39 @@ class AllPairs:
     num_genuine: int
     num_impostors: int
     num_rescored: int
+    products: ProductCounts
+
+
+@dataclass(frozen=True, eq=False)
+class ProductCounts:
+    """Impostor pairs counted by bins of their rounded products.
+
+    Attributes:
+        counts: ``[NUM_BINS]``.
+        bins: Edges, and how far a product can be from the exact score.
+    """
+
+    counts: Ints
+    bins: Bins
+
+    @property
+    def scores(self) -> Floats:
+        """Centre of every bin."""
+        places = np.arange(len(self.counts), dtype=np.float64)
+        return np.asarray(self.bins.low + (places + 0.5) * self.bins.width, np.float64)
+
+    def first_of_largest(self, number: int) -> int:
+        """The bin from which on there are at most ``number`` pairs."""
+        above = np.cumsum(self.counts[::-1])
+        return len(above) - int(np.searchsorted(above, number, side="right"))
+
+
+class PairScores(NamedTuple):
+    """Rows of some pairs and their exact scores, ``[m]`` each."""
+
+    first: Rows
+    second: Rows
+    scores: Floats
 
 
 def evaluate_all_pairs(
@@ -104,14 +138,10 @@ def evaluate_all_pairs(
         >>> found.num_genuine, found.num_impostors, found.tar[0].tar, found.eer.eer
         (2, 4, 1.0, 0.0)
     """
-    unit = unit_rows(embeddings)
-    order, groups = _sorted_subjects(subjects, len(unit))
-    unit = unit[order]
-    norm = _norm(moments, order)
-    blocks = PairBlocks(unit, groups, block=block, device=device, dtype=dtype, norm=norm)
+    blocks, order = _blocks(embeddings, subjects, moments, block=block, device=device, dtype=dtype)
     genuine, hardest_genuine = _genuine(blocks, order, num_hardest)
     fars = tuple(float(far) for far in fars)
-    num_impostors = len(unit) * (len(unit) - 1) // 2 - len(genuine)
+    num_impostors = len(order) * (len(order) - 1) // 2 - len(genuine)
     _check_measurable(len(genuine), num_impostors, fars)
 
     counts = ImpostorCounts(blocks.count(progress), blocks.bins)
@@ -135,7 +165,102 @@ def evaluate_all_pairs(
         num_genuine=len(genuine),
         num_impostors=num_impostors,
         num_rescored=int(counts.counts[counts.is_open].sum()),
+        products=ProductCounts(counts.counts, blocks.bins),
     )
+
+
+def largest_impostors(
+    embeddings: Any,
+    subjects: Sequence[Any] | NDArray[Any],
+    products: ProductCounts,
+    number: int,
+    *,
+    device: str = "cpu",
+    moments: Moments | None = None,
+    progress: Progress | None = None,
+) -> PairScores:
+    """Exact scores of all impostor pairs above some score, at most ``number`` of them.
+
+    There are fewer where scores are equal or nearly so.
+
+    Args:
+        embeddings: As in ``evaluate_all_pairs``, as are the others.
+        subjects: Of each row.
+        products: What ``evaluate_all_pairs`` counted, on the same device.
+        number: The most pairs to return.
+        device: Where products are computed.
+        moments: For AS-norm.
+        progress: Called with the number of blocks done and their total.
+    """
+    blocks, order = _blocks(embeddings, subjects, moments, device=device)
+    start = products.first_of_largest(number)
+    bins = products.bins
+    is_whole = not products.counts[:start].any()
+    floor = -np.inf if is_whole else bins.low + (start + bins.slack + 1) * bins.width
+    parts: list[tuple[Rows, Rows, Floats]] = [(order[:0], order[:0], np.empty(0))]
+
+    def found(first: Rows, second: Rows, scores: Floats, places: Ints) -> None:
+        kept = np.flatnonzero(scores >= floor)  # below, some pairs are in other bins
+        parts.append((order[first[kept]], order[second[kept]], scores[kept]))
+
+    is_open = np.arange(len(products.counts)) >= start
+    blocks.find(products.counts, is_open, found, _second_half(progress))
+    return PairScores(*(np.concatenate(column) for column in zip(*parts, strict=True)))
+
+
+def _second_half(progress: Progress | None) -> Progress | None:
+    """``find`` counts the blocks of two passes, of which this is one."""
+    if progress is None:
+        return None
+    return lambda done, total: progress(done - total // 2, total // 2)
+
+
+def all_genuine(
+    embeddings: Any, subjects: Sequence[Any] | NDArray[Any], moments: Moments | None = None
+) -> PairScores:
+    """Exact scores of all genuine pairs."""
+    unit = unit_rows(embeddings)
+    order, groups = _sorted_subjects(subjects, len(unit))
+    parts = list(genuine_pairs(groups))
+    first, second = (order[np.concatenate(side)] for side in zip(*parts, strict=True))
+    norm = _norm(moments, np.arange(len(unit)))
+    return PairScores(first, second, exact_scores(unit, first, second, norm))
+
+
+def random_impostors(
+    embeddings: Any,
+    subjects: Sequence[Any] | NDArray[Any],
+    number: int,
+    *,
+    moments: Moments | None = None,
+    seed: int = 0,
+) -> PairScores:
+    """Exact scores of impostor pairs drawn with replacement, about ``number`` of them."""
+    unit = unit_rows(embeddings)
+    groups = np.unique(np.asarray(subjects), return_inverse=True)[1]
+    first, second = np.random.default_rng([seed, number]).integers(len(unit), size=(2, number))
+    kept = groups[first] != groups[second]
+    first, second = first[kept], second[kept]
+    norm = _norm(moments, np.arange(len(unit)))
+    return PairScores(first, second, exact_scores(unit, first, second, norm))
+
+
+def _blocks(
+    embeddings: Any,
+    subjects: Sequence[Any] | NDArray[Any],
+    moments: Moments | None,
+    *,
+    device: str,
+    block: int = 4096,
+    dtype: Literal["float32", "float64"] = "float32",
+) -> tuple[PairBlocks, Rows]:
+    """Blocks of rows sorted by subject, and that order."""
+    unit = unit_rows(embeddings)
+    order, groups = _sorted_subjects(subjects, len(unit))
+    norm = _norm(moments, order)
+    return PairBlocks(
+        unit[order], groups, block=block, device=device, dtype=dtype, norm=norm
+    ), order
 
 
 def num_impostor_pairs(counts: NDArray[np.integer[Any]]) -> int:

@@ -42,6 +42,22 @@ def score_histogram(genuine: Floats, impostor: Floats) -> Histogram:
     return Histogram(tuple(edges.tolist()), tuple(counts[0]), tuple(counts[1]))
 
 
+def counted_histogram(genuine: Floats, impostor: Floats, counts: NDArray[np.int64]) -> Histogram:
+    """The same where impostors are known as counts at scores, all of them finite.
+
+    Examples:
+        >>> histogram = counted_histogram(np.ones(2), np.array([0.0, 0.5]), np.array([9, 0]))
+        >>> histogram.genuine[-1], histogram.impostor[0], sum(histogram.impostor)
+        (2, 9, 9)
+    """
+    impostor, counts = impostor[counts > 0], counts[counts > 0]
+    plain = score_histogram(genuine, impostor)
+    places = np.digitize(impostor, plain.edges[1:-1])
+    found = np.zeros(HISTOGRAM_BINS, np.int64)
+    np.add.at(found, places, counts)
+    return Histogram(plain.edges, plain.genuine, tuple(found.tolist()))
+
+
 def _range(sides: list[Floats]) -> tuple[float, float]:
     """Smallest and largest finite score, a little apart even where they are the same."""
     finite = (piece[np.isfinite(piece)] for side in sides for piece in pieces(side))

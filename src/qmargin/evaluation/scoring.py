@@ -73,7 +73,7 @@ def score_trials(
     rows = _rows_of(embeddings, trials)
     mean = _mean(center, embeddings)
     unit = _unit(embeddings, rows, mean)
-    moments = None if norm is None else _cohort_moments(unit, norm, mean)
+    moments = None if norm is None else norm_moments(unit, norm, mean)
     cells = name_cells(trials.keys.names)
     fingerprint = _fingerprint(embeddings, trials, norm, center)
     with ResumableFile(out, fingerprint, restart=restart, guard=guard) as file:
@@ -139,7 +139,7 @@ def _unit(embeddings: Embeddings, rows: NDArray[np.int64], mean: Floats | None) 
     return matrix
 
 
-def _cohort_moments(unit: Floats, norm: CohortNorm, mean: Floats | None) -> Moments:
+def norm_moments(unit: Floats, norm: CohortNorm, mean: Floats | None = None) -> Moments:
     """Mean and deviation of each row's ``top_n`` highest cosines to the cohort."""
     cohort, top_n = norm.cohort, norm.top_n
     if not 2 <= top_n <= len(cohort):

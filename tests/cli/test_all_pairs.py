@@ -1,0 +1,265 @@
+"""``qmargin evaluate all-pairs`` from folders and embeddings to a result."""
+
+import csv
+import json
+import stat
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from helpers.model_directories import make_model, pictures, write_pictures
+from helpers.pictures import shared_data
+from helpers.recordings import speaker_folders
+from qmargin.cli.main import build_parser
+from qmargin.errors import ConfigError, DataError, ProtocolError
+from qmargin.evaluation.embed_folder import write_embedding_file
+from qmargin.evaluation.embeddings import read_embeddings
+from qmargin.evaluation.protocols.all_pairs import evaluate_identities, identities_of
+from qmargin.evaluation.result import Result, read_result
+from qmargin.models.card import ModelCard
+from qmargin.models.directory import write_model
+from qmargin.models.registry import create_backbone
+
+QUICK = ("--replicates", 20, "--fars", 0.1, 0.01)
+
+
+def run(*arguments: object) -> None:
+    parsed = build_parser().parse_args(list(map(str, arguments)))
+    parsed.run(parsed)
+
+
+def evaluated(*arguments: object) -> Result:
+    """The result goes to the folder of the first argument."""
+    out = Path(str(arguments[0])).parent / "result.json"
+    run("evaluate", "all-pairs", *arguments, *QUICK, "--out", out)
+    return read_result(out)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    make_model(tmp_path / "m")
+    return tmp_path / "m"
+
+
+@pytest.fixture
+def faces(tmp_path: Path) -> Path:
+    write_pictures(tmp_path / "faces", pictures(20))
+    return tmp_path / "faces"
+
+
+def test_a_folder_and_its_embeddings_give_the_same_result(
+    model: Path, faces: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = evaluated(faces, "--model", model)
+    printed = capsys.readouterr().out
+    assert (made.system.name, made.protocol.name) == ("small", "all pairs of faces")
+    assert (made.protocol.num_genuine, made.protocol.num_impostors) == (10, 180)
+    assert made.system.model_card["mirror images"] == "not used"
+    assert "subject bootstrap, 95%, 20 replicates" in printed
+    assert "Cllr" not in printed
+    kept = faces.parent / "result.embeddings.safetensors"
+    assert stat.S_IMODE(kept.stat().st_mode) == 0o600
+    assert [source.path for source in made.sources] == [kept.name]  # not where it is
+
+    for name in ("e.npz", "e.safetensors"):
+        path = faces.parent / name
+        run("embed", faces, "--model", model, "--out", path)
+        read = evaluated(path, "--overwrite")
+        assert read.metrics == made.metrics
+        assert (read.trials_sha256, read.replicates) == (made.trials_sha256, made.replicates)
+        assert (read.system.name, read.protocol.name) == ("e", "all pairs")
+        for card in (read.system.model_card, made.system.model_card):
+            assert card["weights_sha256"] == read_embeddings(path).weights_sha256
+
+
+def test_a_run_is_measured_on_other_people(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Real portraits, from training to a report, and thresholds for the model."""
+    folder = shared_data("congress_faces")
+    with (folder / "manifest.csv").open(encoding="utf-8", newline="") as file:
+        photos: dict[str, list[str]] = {}
+        for row in csv.DictReader(file):
+            photos.setdefault(row["identity"], []).append(row["path"])
+    people = [(name, names[:3]) for name, names in photos.items() if len(names) > 1][:40]
+    with zipfile.ZipFile(folder / "images.zip") as archive:
+        for number, (person, names) in enumerate(people):
+            place = tmp_path / ("train" if number < 16 else "test") / person
+            place.mkdir(parents=True)
+            for name in names:
+                (place / name).write_bytes(archive.read(name))
+    settings = {
+        "data.path": tmp_path / "train",
+        "data.num_workers": 1,
+        "data.options.size": 32,
+        "data.batch_size": 16,
+        "model.backbone": "small_conv",
+        "model.embedding_dim": 16,
+        "run.max_steps": 2,
+    }
+    changes = [part for name, value in settings.items() for part in ("--set", f"{name}={value}")]
+    run("train", "faces_mbf_q_margin", *changes, "--out", tmp_path / "run", "--device", "cpu")
+    result = evaluated(tmp_path / "test", "--model", tmp_path / "run", "--fit", "resize")
+    counts = np.array([len(names) for _, names in people[16:]])
+    assert result.protocol.num_genuine == int((counts * (counts - 1) // 2).sum())
+    assert result.protocol.num_subjects == 24
+
+    found = read_embeddings(tmp_path / "result.embeddings.safetensors")
+    again = evaluate_identities(found, identities_of(found.keys))
+    assert again.metrics.eer.value == result.metrics.eer.value
+
+    run("export", tmp_path / "run", "--prototypes", tmp_path / "cohort.safetensors")
+    cohort = ("--cohort", tmp_path / "cohort.safetensors", "--as-norm", 8)
+    path = tmp_path / "result.embeddings.safetensors"
+    normalised = evaluated(path, *cohort, "--name", "normalised", "--overwrite")
+    assert normalised.system.model_card["scoring"] == "AS-norm 8"
+    assert [source.role for source in normalised.sources] == ["embeddings", "cohort"]
+    assert normalised.metrics != result.metrics
+    assert normalised.trials_sha256 == result.trials_sha256
+
+    evaluated(tmp_path / "test", "--model", tmp_path / "run", "--fit", "resize")
+    run("export", tmp_path / "run", "--out", tmp_path / "m", "--result", tmp_path / "result.json")
+    thresholds = json.loads((tmp_path / "m" / "thresholds.json").read_text())
+    assert thresholds["num_impostors"] == result.protocol.num_impostors
+    report = ("--out", tmp_path / "report", "--media", tmp_path / "test", "--no-figures")
+    run("report", tmp_path / "result.json", *report)
+    page = (tmp_path / "report" / "index.html").read_text(encoding="utf-8")
+    assert "data:image/jpeg;base64," in page
+
+
+def test_recordings_are_compared_by_a_model_of_recordings(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    backbone = create_backbone("speaker_resnet18", embedding_dim=8, width=2)
+    card = ModelCard("voice", "audio", (), "speaker_resnet18", 8, options={"width": 2})
+    write_model(tmp_path / "m", weights=backbone.state_dict(), card=card, recipe="name: made\n")
+    folder = speaker_folders(tmp_path / "voices", speakers=4, each=3)
+    (folder / "id0" / "photo.jpg").write_bytes(b"not of interest")
+    result = evaluated(folder, "--model", tmp_path / "m")
+    assert (result.protocol.num_genuine, result.protocol.num_impostors) == (12, 54)
+    assert "mirror images" not in result.system.model_card
+
+
+def test_drawings_have_the_numbers_of_every_pair(tmp_path: Path) -> None:
+    """Real drawings by their pixels, many of which coincide: scores of all pairs in a file."""
+    stored = np.load(shared_data("omniglot32") / "omniglot32.npz")
+    labels, packed = stored["label"][:600], stored["packed4"][:600]
+    pixels = np.stack([packed >> 4, packed & 15], axis=2).reshape(600, 8, 4, 8, 4)
+    rows = pixels.astype(np.float32).sum(axis=(2, 4)).reshape(600, 64)  # of 32 x 32 pixels
+    keys = [f"{label}/{number}.png" for number, label in enumerate(labels.tolist())]
+    write_embedding_file(tmp_path / "e.npz", keys, rows)
+    result = evaluated(tmp_path / "e.npz")
+
+    unit = rows.astype(np.float64) / np.linalg.norm(rows.astype(np.float64), axis=1, keepdims=True)
+    first, second = np.triu_indices(600, k=1)
+    scores = (unit[first] * unit[second]).sum(axis=1)
+    with (tmp_path / "scores.csv").open("w") as file:
+        file.write("enrol,test,score,label\n")
+        for i, j, score in zip(first, second, scores.tolist(), strict=True):
+            file.write(f"{keys[i]},{keys[j]},{score!r},{int(labels[i] == labels[j])}\n")
+    run("evaluate", "scores", tmp_path / "scores.csv", *QUICK, "--out", tmp_path / "s.json")
+    expected = read_result(tmp_path / "s.json")
+    assert result.protocol.num_subjects == expected.protocol.num_subjects
+    for one, other in zip(result.metrics.tar, expected.metrics.tar, strict=True):
+        assert (one.tar, one.false_accepts, one.status) == (
+            other.tar,
+            other.false_accepts,
+            other.status,
+        )
+        np.testing.assert_allclose(one.interval, other.interval, atol=2e-4)
+    assert result.metrics.eer.value == pytest.approx(expected.metrics.eer.value, rel=1e-9)
+    np.testing.assert_allclose(
+        result.metrics.eer.interval, expected.metrics.eer.interval, atol=2e-4
+    )
+
+
+def test_identities_may_come_from_a_file(tmp_path: Path) -> None:
+    rows = np.random.default_rng(0).normal(size=(12, 4)).astype(np.float32)
+    keys = [f"{number}.wav" for number in range(12)]
+    write_embedding_file(tmp_path / "e.safetensors", keys, rows)
+    with pytest.raises(DataError, match=r"'0\.wav'.*--identities"):
+        evaluated(tmp_path / "e.safetensors")
+    (tmp_path / "utt2spk").write_text("".join(f"{key} s{n // 3}\n" for n, key in enumerate(keys)))
+    result = evaluated(tmp_path / "e.safetensors", "--identities", tmp_path / "utt2spk")
+    assert (result.protocol.num_genuine, result.protocol.num_subjects) == (12, 4)
+    assert result.protocol.name == "all pairs of utt2spk"
+    assert [source.role for source in result.sources] == ["embeddings", "subjects"]
+    (tmp_path / "utt2spk").write_text("0.wav a\n1.wav a\n")
+    with pytest.raises(DataError, match=r"10 of 12.*'2\.wav'"):
+        evaluated(tmp_path / "e.safetensors", "--identities", tmp_path / "utt2spk")
+
+
+def test_folders_without_pairs_are_refused_before_embedding(
+    model: Path, faces: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("qmargin.cli.evaluate.embed_folder", None)
+    (faces.parent / "divided").mkdir()
+    faces.rename(faces.parent / "divided" / "test")
+    with pytest.raises(ProtocolError, match="'test'"):
+        evaluated(faces.parent / "divided", "--model", model)
+    write_pictures(faces.parent / "divided" / "train", pictures(4))
+    with pytest.raises(DataError, match="train and test"):
+        evaluated(faces.parent / "divided", "--model", model)
+    with pytest.raises(DataError, match=r"'0\.png'"):
+        evaluated(faces.parent / "divided" / "test" / "id00", "--model", model)
+    lone = faces.parent / "lone"
+    for number in range(2):
+        (lone / f"id{number}").mkdir(parents=True)
+        (faces.parent / "divided" / "train" / "id00" / f"{number}.png").rename(
+            lone / f"id{number}" / "0.png"
+        )
+    with pytest.raises(ProtocolError, match="no genuine pair"):
+        evaluated(lone, "--model", model)
+    assert not (faces.parent / "result.json").exists()
+
+
+def test_options_that_contradict_are_refused(model: Path, faces: Path) -> None:
+    with pytest.raises(ConfigError, match="give --model"):
+        evaluated(faces)
+    with pytest.raises(ConfigError, match="is not a folder"):
+        evaluated(faces / "none", "--model", model)
+    with pytest.raises(ConfigError, match="without the option"):
+        evaluated(faces.parent / "e.npz", "--embeddings", faces.parent / "f.npz")
+    with pytest.raises(ConfigError, match="--cohort"):
+        evaluated(faces, "--model", model, "--as-norm", 5)
+    with pytest.raises(ConfigError, match=r"end in \.safetensors or \.npz"):
+        evaluated(faces, "--model", model, "--embeddings", faces.parent / "e.pt")
+    with pytest.raises(SystemExit):  # thresholds over all pairs are found by one rule
+        evaluated(faces, "--model", model, "--rule", "nearest")
+
+
+def test_files_that_cannot_be_read_stop_it_or_are_noted(model: Path, faces: Path) -> None:
+    (faces / "id03" / "1.png").write_bytes(b"<html>")
+    with pytest.raises(DataError, match="1 files cannot be embedded and 0 may be left out"):
+        evaluated(faces, "--model", model)
+    result = evaluated(faces, "--model", model, "--max-corrupt", 1)
+    assert result.protocol.num_genuine == 9
+    assert "id03/1.png" in result.notes[0]
+
+
+def test_embeddings_that_are_not_finite_are_named(tmp_path: Path) -> None:
+    rows = np.ones((4, 3), np.float32)
+    rows[2, 1] = np.nan
+    write_embedding_file(tmp_path / "e.npz", ["a/0", "a/1", "b/0", "b/1"], rows)
+    with pytest.raises(DataError, match="'b/0'"):
+        evaluated(tmp_path / "e.npz")
+
+
+def test_nothing_else_is_written_over(model: Path, faces: Path) -> None:
+    run("embed", faces, "--model", model, "--out", faces.parent / "e.npz")
+    before = (faces.parent / "e.npz").read_bytes()
+    with pytest.raises(ConfigError, match=r"e\.npz"):
+        run("evaluate", "all-pairs", faces.parent / "e.npz", "--out", faces.parent / "e.npz")
+    assert (faces.parent / "e.npz").read_bytes() == before
+    (faces.parent / "result.json").write_text("my own notes")
+    with pytest.raises(ConfigError, match=r"result\.json"):
+        evaluated(faces, "--model", model)
+    evaluated(faces, "--model", model, "--overwrite")
+    evaluated(faces, "--model", model)  # its own
+
+
+def test_paths_are_kept_when_asked_for(model: Path, faces: Path) -> None:
+    kept = evaluated(faces, "--model", model, "--keep-paths")
+    assert kept.sources[0].path == str(faces.parent / "result.embeddings.safetensors")
