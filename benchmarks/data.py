@@ -17,9 +17,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.common import Job, benchmark_options, peak_bytes, run_in_process, write_record
-from qmargin.cli.options import new_file
-from qmargin.cli.tables import output_console, print_table
+from benchmarks.common import (
+    Job,
+    Tables,
+    add_outputs,
+    benchmark_options,
+    peak_bytes,
+    run_in_process,
+    write_record,
+)
 from qmargin.data.encoded import ImageDataset
 from qmargin.data.images import encode_image
 from qmargin.data.open import open_images, open_index
@@ -28,6 +34,7 @@ from qmargin.errors import ConfigError
 
 WORKER = "benchmarks.data"
 MIB = 2.0**20
+PACKAGES = ("numpy", "torch", "pillow", "simplejpeg")  # whose versions matter
 
 
 @dataclass(frozen=True)
@@ -72,23 +79,26 @@ def add_subject(subjects: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add("--repeats", type=int, default=defaults.repeats, help="turns; medians are shown")
     add("--decoder", choices=("pillow", "simplejpeg"), default=defaults.decoder, help="of JPEGs")
     add("--seed", type=int, default=defaults.seed, help="seed of images and order")
-    add("--json", type=new_file, metavar="FILE", help="also write the results here")
+    add_outputs(parser)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Run the command with its parsed arguments."""
-    options, json_path = benchmark_options(arguments)
-    run_data_benchmark(DataBenchmark(**options), json_path=json_path)
+    options, json_path, tables = benchmark_options(arguments, "data")
+    run_data_benchmark(DataBenchmark(**options), json_path=json_path, tables=tables)
+    tables.write(PACKAGES)
 
 
-def run_data_benchmark(settings: DataBenchmark, *, json_path: Path | None = None) -> None:
+def run_data_benchmark(
+    settings: DataBenchmark, *, json_path: Path | None = None, tables: Tables | None = None
+) -> None:
     """Measure, print the tables and write the numbers to ``json_path`` if it is given."""
-    console = output_console()
+    tables = tables or Tables()
     with tempfile.TemporaryDirectory() as folder:
         reading = run_worker(settings, "reading", folder)
-        print_table(
-            console,
+        tables.show(
+            "reading",
             f"{settings.images:,} JPEGs of {reading['mean_bytes']:.0f} bytes on average, medians "
             f"of {settings.repeats} turns, samples per second",
             ["read", "records", "folder", "records / folder"],
@@ -98,11 +108,11 @@ def run_data_benchmark(settings: DataBenchmark, *, json_path: Path | None = None
             ],
         )
         loading = run_worker(settings, "loading", folder)
-        _print_loading(console, settings, loading)
+        _print_loading(tables, settings, loading)
         indexing = run_worker(settings, "indexing", folder) if settings.records else None
     if indexing is not None:
-        print_table(
-            console,
+        tables.show(
+            "indexing",
             f"index of {settings.records:,} records of {settings.record_bytes:,} bytes",
             ["", "value"],
             [
@@ -115,10 +125,10 @@ def run_data_benchmark(settings: DataBenchmark, *, json_path: Path | None = None
         )
     if json_path is not None:
         found = {"reading": reading, "loading": loading, "indexing": indexing}
-        write_record(json_path, asdict(settings), found, ("numpy", "torch", "pillow", "simplejpeg"))
+        write_record(json_path, asdict(settings), found, PACKAGES)
 
 
-def _print_loading(console: Any, settings: DataBenchmark, loading: dict[str, Any]) -> None:
+def _print_loading(tables: Tables, settings: DataBenchmark, loading: dict[str, Any]) -> None:
     bare_rate, bare_cpu = loading["bare"]
     rows = [
         [name, f"{rate:,.0f}", f"{rate / bare_rate:.2f}", f"{cpu:.0f}", f"{bare_cpu / cpu:.2f}"]
@@ -127,8 +137,8 @@ def _print_loading(console: Any, settings: DataBenchmark, loading: dict[str, Any
             ("loader: decode, flip, batch", loading["loader"]),
         )
     ]
-    print_table(
-        console,
+    tables.show(
+        "loading",
         f"batches of {settings.batch} by {settings.workers} processes, {settings.decoder}; memory "
         f"{loading['first_bytes'] / MIB:.0f} MiB after half an epoch and "
         f"{loading['last_bytes'] / MIB:.0f} MiB after two",

@@ -11,9 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.common import benchmark_options, write_record
-from qmargin.cli.options import new_file
-from qmargin.cli.tables import output_console, print_table
+from benchmarks.common import Tables, add_outputs, benchmark_options, write_record
 from qmargin.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -25,6 +23,7 @@ if TYPE_CHECKING:
 
 RATE = 16000
 WITHIN_DB = 65.0  # of the loudest bin of a frame; below it, float32 transforms differ by rounding
+PACKAGES = ("torch", "numpy", "scipy", "soundfile", "kaldi-native-fbank")  # whose versions matter
 
 
 @dataclass(frozen=True)
@@ -65,17 +64,20 @@ def add_subject(subjects: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add("--threads", type=int, default=defaults.threads, help="of torch, on a CPU")
     add("--device", default=defaults.device, help="of the batched filter banks: cpu or cuda")
     add("--seed", type=int, default=defaults.seed, help="of what is made up or drawn")
-    add("--json", type=new_file, metavar="FILE", help="also write the results here")
+    add_outputs(parser)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Run the command with its parsed arguments."""
-    options, json_path = benchmark_options(arguments)
-    run_features_benchmark(FeaturesBenchmark(**options), json_path=json_path)
+    options, json_path, tables = benchmark_options(arguments, "features")
+    run_features_benchmark(FeaturesBenchmark(**options), json_path=json_path, tables=tables)
+    tables.write(PACKAGES)
 
 
-def run_features_benchmark(settings: FeaturesBenchmark, *, json_path: Path | None = None) -> None:
+def run_features_benchmark(
+    settings: FeaturesBenchmark, *, json_path: Path | None = None, tables: Tables | None = None
+) -> None:
     """Measure, print the tables and write the numbers to ``json_path`` if it is given."""
     import torch
 
@@ -90,10 +92,9 @@ def run_features_benchmark(settings: FeaturesBenchmark, *, json_path: Path | Non
         stages = {} if settings.audio is None else time_stages(settings)
     finally:
         torch.set_num_threads(before)
-    _print(settings, banks, stages)
+    _print(tables or Tables(), settings, banks, stages)
     if json_path is not None:
-        names = ("torch", "numpy", "scipy", "soundfile", "kaldi-native-fbank")
-        write_record(json_path, asdict(settings), {"banks": banks, "stage_ms": stages}, names)
+        write_record(json_path, asdict(settings), {"banks": banks, "stage_ms": stages}, PACKAGES)
 
 
 def made_up(settings: FeaturesBenchmark) -> NDArray[np.float32]:
@@ -236,12 +237,13 @@ def _nothing() -> None:
     """A CPU has nothing to wait for."""
 
 
-def _print(settings: FeaturesBenchmark, banks: dict[str, Any], stages: dict[str, float]) -> None:
-    console = output_console()
+def _print(
+    tables: Tables, settings: FeaturesBenchmark, banks: dict[str, Any], stages: dict[str, float]
+) -> None:
     audio, seconds = banks["audio_seconds"], banks["seconds"]
     slowest = seconds.get("kaldi-native-fbank")
-    print_table(
-        console,
+    tables.show(
+        "banks",
         f"80 log-mel bins of {settings.utterances} utterances of {settings.seconds:g} s, "
         f"{settings.threads} threads, medians of {settings.repeats} turns",
         ["by", "ms per batch", "x real time", "x kaldi-native-fbank"],
@@ -257,8 +259,8 @@ def _print(settings: FeaturesBenchmark, banks: dict[str, Any], stages: dict[str,
     )
     if "differences" in banks:
         found = banks["differences"]
-        print_table(
-            console,
+        tables.show(
+            "differences",
             "differences from kaldi-native-fbank",
             ["median", f"largest within {WITHIN_DB:g} dB", "largest", "share above 1e-3"],
             [
@@ -272,4 +274,4 @@ def _print(settings: FeaturesBenchmark, banks: dict[str, Any], stages: dict[str,
         )
     if stages:
         rows = [[name, f"{value:.2f}"] for name, value in stages.items()]
-        print_table(console, "reading one chunk on one core", ["stage", "ms"], rows)
+        tables.show("stages", "reading one chunk on one core", ["stage", "ms"], rows)

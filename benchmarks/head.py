@@ -10,7 +10,6 @@ import argparse
 import datetime
 import gc
 import json
-import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -23,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import qmargin
+from benchmarks.common import command_line
 from benchmarks.head_page import TABLES, table_cells
 from benchmarks.timing import (
     CommonHead,
@@ -792,8 +792,7 @@ def run(arguments: argparse.Namespace) -> None:
     saved = {"json_path": options.pop("json"), "commit": options.pop("commit")}
     options["growth_classes"] = tuple(options["growth_classes"])
     options["grid"] = options.pop("settings")
-    command = "python -m benchmarks " + shlex.join(sys.argv[1:])
-    run_head_benchmark(resolve_benchmark(options), parts, command=command, **saved)
+    run_head_benchmark(resolve_benchmark(options), parts, command=command_line(), **saved)
 
 
 @dataclass

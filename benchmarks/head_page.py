@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qmargin.cli.options import named_path
+from qmargin.cli.options import named_path, new_file
 from qmargin.cli.tables import markdown_table
+from qmargin.files import write_atomically
 
 Cell = Callable[[dict[str, Any]], str]
 
@@ -432,9 +433,14 @@ def add_subject(subjects: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "counts.",
     )
     parser.add_argument("files", type=named_path, nargs="+", metavar="FILE", help="of --json")
+    parser.add_argument("--out", type=new_file, metavar="FILE", help="the page (standard output)")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Write the page to standard output."""
-    sys.stdout.write(render_page(arguments.files))
+    """Write the page."""
+    page = render_page(arguments.files)
+    if arguments.out is None:
+        sys.stdout.write(page)
+    else:
+        write_atomically(arguments.out, page.encode())

@@ -18,14 +18,15 @@ from torch import Tensor
 from torch.nn import functional
 
 import qmargin
-from benchmarks.common import benchmark_options
-from qmargin.cli.options import count, new_file, positive
-from qmargin.cli.tables import output_console, print_table, progress_bar
+from benchmarks.common import Tables, add_outputs, benchmark_options
+from qmargin.cli.options import count, positive
+from qmargin.cli.tables import progress_bar
 from qmargin.cli.versions import installed_version
 from qmargin.training.process import find_device
 
 TARGET_COSINE = 0.4  # a sample in mid-training: above chance, not yet beyond the margin
 MOST_SOLVER_ROWS = 32  # the counts of table two hardly vary over rows; more would only cost time
+PACKAGES = ("torch", "entmax")  # whose versions matter
 
 
 @dataclass(frozen=True)
@@ -117,36 +118,39 @@ def add_subject(subjects: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser.add_argument("--device", default="cpu", help="where to run, such as cpu or cuda")
     parser.add_argument("--threads", type=count, help="CPU threads (default: what torch chooses)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the cosines and labels")
-    parser.add_argument("--json", type=new_file, metavar="FILE", help="also write the results here")
+    add_outputs(parser)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Run the command with its parsed arguments."""
-    options, json_path = benchmark_options(arguments)
+    options, json_path, tables = benchmark_options(arguments, "loss")
     options["alphas"] = tuple(options["alphas"])
-    run_loss_benchmark(LossBenchmark(**options), json_path=json_path)
+    run_loss_benchmark(LossBenchmark(**options), json_path=json_path, tables=tables)
+    tables.write(PACKAGES)
 
 
-def run_loss_benchmark(settings: LossBenchmark, *, json_path: Path | None = None) -> None:
+def run_loss_benchmark(
+    settings: LossBenchmark, *, json_path: Path | None = None, tables: Tables | None = None
+) -> None:
     """Measure, print two tables and write the numbers to ``json_path`` if it is given."""
     find_device(settings.device)
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
-    console = output_console()
+    tables = tables or Tables()
     cosines, labels = cosine_batch(settings)
     others, missing = entmax_contenders(settings)
     timings = time_contenders([*own_contenders(settings), *others], cosines, labels, settings)
     counts = count_evaluations(cosines, labels, settings)
-    print_table(
-        console,
+    tables.show(
+        "timings",
         f"forward + backward on [{settings.rows}, {settings.classes}] float32, "
         f"{_machine()['threads']} threads, medians of {settings.repeats}",
         ["loss", "alpha", "ms", "x cross-entropy", "x ours", "max loss difference"],
         [*map(_timing_row, timings), *([reason, "", "", "", "", ""] for reason in missing)],
     )
-    print_table(
-        console,
+    tables.show(
+        "evaluations",
         f"evaluations of the mass per row, scale {settings.scale:g}, "
         f"effective margin {settings.effective_margin:g}",
         ["solver", "bracket", "alpha", "mean", "max", "max mass error"],
@@ -339,10 +343,9 @@ def _count_row(count: SolverCount) -> list[str]:
 
 
 def _machine() -> dict[str, Any]:
-    packages = ("qmargin", "torch", "entmax")
     return {
         "platform": platform.platform(),
         "python": platform.python_version(),
         "threads": torch.get_num_threads(),
-        **{name: installed_version(name) or "not installed" for name in packages},
+        **{name: installed_version(name) or "not installed" for name in ("qmargin", *PACKAGES)},
     }

@@ -20,9 +20,16 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.common import Job, benchmark_options, peak_bytes, run_in_process, write_record
-from qmargin.cli.options import new_file
-from qmargin.cli.tables import output_console, print_table, progress_bar
+from benchmarks.common import (
+    Job,
+    Tables,
+    add_outputs,
+    benchmark_options,
+    peak_bytes,
+    run_in_process,
+    write_record,
+)
+from qmargin.cli.tables import progress_bar
 from qmargin.errors import ConfigError
 from qmargin.metrics.crossing import eer, min_dcf
 from qmargin.metrics.operating import num_allowed, tars_at_fars
@@ -32,6 +39,7 @@ WORKER = "benchmarks.metrics"
 FARS = (1e-3, 1e-4, 1e-5, 1e-6)
 LEAST_LINES = 100
 MIB = 2.0**20
+PACKAGES = ("numpy", "scipy", "scikit-learn")  # whose versions matter
 
 
 @dataclass(frozen=True)
@@ -98,24 +106,27 @@ def add_subject(subjects: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add("--chunk", type=int, default=defaults.chunk, help="scores of one update of the stream")
     add("--lines", type=int, default=defaults.lines, help="trials of the files; 0: none")
     add("--seed", type=int, default=defaults.seed, help="seed of the scores")
-    add("--json", type=new_file, metavar="FILE", help="also write the results here")
+    add_outputs(parser)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Run the command with its parsed arguments."""
-    options, json_path = benchmark_options(arguments)
+    options, json_path, tables = benchmark_options(arguments, "metrics")
     options["fars"] = tuple(options["fars"])
-    run_metrics_benchmark(MetricsBenchmark(**options), json_path=json_path)
+    run_metrics_benchmark(MetricsBenchmark(**options), json_path=json_path, tables=tables)
+    tables.write(PACKAGES)
 
 
-def run_metrics_benchmark(settings: MetricsBenchmark, *, json_path: Path | None = None) -> None:
+def run_metrics_benchmark(
+    settings: MetricsBenchmark, *, json_path: Path | None = None, tables: Tables | None = None
+) -> None:
     """Measure, print the tables and write the numbers to ``json_path`` if it is given."""
-    console = output_console()
+    tables = tables or Tables()
     missing = [] if find_spec("sklearn") else ["scikit-learn: not installed, so not measured"]
     readings = time_readings(settings, ["qmargin"] if missing else ["qmargin", "sklearn"])
-    print_table(
-        console,
+    tables.show(
+        "readings",
         f"TAR at {len(settings.fars)} FARs, EER and minDCF from {settings.scores:,} "
         f"{settings.dtype} scores, medians of {settings.repeats} fresh processes",
         ["by", "ms", "x time", "extra MiB", "x memory", "largest difference"],
@@ -126,10 +137,10 @@ def run_metrics_benchmark(settings: MetricsBenchmark, *, json_path: Path | None 
     )
     stream = run_worker(settings, "stream") if settings.stream else None
     if stream is not None:
-        _print_stream(console, settings, stream)
+        _print_stream(tables, settings, stream)
     files = run_worker(settings, "files") if settings.lines else None
     if files is not None:
-        _print_files(console, settings, files)
+        _print_files(tables, settings, files)
     if json_path is not None:
         found = {
             "not_measured": missing,
@@ -137,7 +148,7 @@ def run_metrics_benchmark(settings: MetricsBenchmark, *, json_path: Path | None 
             "stream": stream,
             "files": files,
         }
-        write_record(json_path, asdict(settings), found, ("numpy", "scipy", "scikit-learn"))
+        write_record(json_path, asdict(settings), found, PACKAGES)
 
 
 def time_readings(settings: MetricsBenchmark, names: list[str]) -> list[Reading]:
@@ -177,11 +188,11 @@ def _reading_row(reading: Reading, ours: Reading) -> list[str]:
     ]
 
 
-def _print_stream(console: Any, settings: MetricsBenchmark, stream: dict[str, Any]) -> None:
+def _print_stream(tables: Tables, settings: MetricsBenchmark, stream: dict[str, Any]) -> None:
     columns = ("tars", "expected", "false_accepts", "allowed")
     rows = zip(settings.fars, *(stream[name] for name in columns), strict=True)
-    print_table(
-        console,
+    tables.show(
+        "stream",
         f"stream of {settings.stream:,} impostors: {stream['update_seconds']:.1f} s in update, "
         f"{stream['seconds']:.1f} s with making them, peak of the process "
         f"{stream['peak_bytes'] / MIB:.0f} MiB",
@@ -193,9 +204,9 @@ def _print_stream(console: Any, settings: MetricsBenchmark, stream: dict[str, An
     )
 
 
-def _print_files(console: Any, settings: MetricsBenchmark, files: dict[str, Any]) -> None:
-    print_table(
-        console,
+def _print_files(tables: Tables, settings: MetricsBenchmark, files: dict[str, Any]) -> None:
+    tables.show(
+        "files",
         f"{settings.lines:,} trials of {files['num_files']:,} files and {files['num_subjects']:,} "
         f"subjects, {files['score_file_bytes'] / MIB:.0f} MiB of scores; peak of the process "
         f"{files['peak_bytes'] / MIB:.0f} MiB",

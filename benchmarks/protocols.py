@@ -11,8 +11,16 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common import Job, Laps, benchmark_options, found, run_evaluation_benchmark, run_job
-from qmargin.cli.options import new_file
+from benchmarks.common import (
+    Job,
+    Laps,
+    Tables,
+    add_outputs,
+    benchmark_options,
+    found,
+    run_evaluation_benchmark,
+    run_job,
+)
 from qmargin.errors import ConfigError
 from qmargin.evaluation.embed import map_embeddings, write_embeddings
 from qmargin.evaluation.intervals import StageProgress
@@ -20,7 +28,8 @@ from qmargin.evaluation.options import EvaluationOptions
 from qmargin.evaluation.protocols import templates as protocol
 from qmargin.evaluation.protocols.ijb_release import read_ijb
 
-WORKER = "benchmarks.protocols"
+SUBJECT = "protocols"
+PACKAGES = ("numpy", "scipy")  # whose versions matter
 
 
 @dataclass(frozen=True)
@@ -71,25 +80,28 @@ def add_subject(subjects: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add("--dim", type=int, default=defaults.dim, help="embedding size")
     add("--replicates", type=int, default=defaults.replicates, help="of the bootstrap")
     add("--seed", type=int, default=defaults.seed, help="seed of the embeddings")
-    add("--json", type=new_file, metavar="FILE", help="also write the results here")
+    add_outputs(parser)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Run the command with its parsed arguments."""
-    options, json_path = benchmark_options(arguments)
-    run_protocols_benchmark(ProtocolsBenchmark(**options), json_path=json_path)
+    options, json_path, tables = benchmark_options(arguments, SUBJECT)
+    run_protocols_benchmark(ProtocolsBenchmark(**options), json_path=json_path, tables=tables)
+    tables.write(PACKAGES)
 
 
 def run_protocols_benchmark(
-    settings: ProtocolsBenchmark, *, json_path: Path | None = None
+    settings: ProtocolsBenchmark, *, json_path: Path | None = None, tables: Tables | None = None
 ) -> dict[str, Any]:
     """Measure, print the table and write the numbers to ``json_path`` if it is given."""
     title = (
         f"{settings.images:,} embeddings of {settings.dim}, {settings.templates:,} templates, "
         f"{settings.pairs:,} pairs, {settings.replicates} replicates"
     )
-    return run_evaluation_benchmark(WORKER, asdict(settings), title, json_path)
+    return run_evaluation_benchmark(
+        SUBJECT, asdict(settings), title, json_path=json_path, tables=tables
+    )
 
 
 NOISE = 6.0  # of an image, in lengths of its subject's vector: scores of both kinds overlap

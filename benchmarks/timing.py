@@ -5,13 +5,10 @@ from __future__ import annotations
 import gc
 import math
 import platform
-import shutil
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import qmargin
+from benchmarks.common import current_commit
 from qmargin.cli.versions import installed_version
 
 BURST = 4  # calls of a step in a turn on a GPU
@@ -145,7 +143,7 @@ def describe_machine(device: torch.device, commit: str | None) -> dict[str, Any]
         "qmargin": qmargin.__version__,
         "torch": torch.__version__,
         "triton": installed_version("triton"),
-        "commit": commit or _commit(),
+        "commit": commit or current_commit(),
     }
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
@@ -153,23 +151,6 @@ def describe_machine(device: torch.device, commit: str | None) -> dict[str, Any]
         machine["memory_gib"] = round(properties.total_memory / 2**30, 1)
         machine["cuda"] = torch.version.cuda
     return machine
-
-
-def _commit() -> str | None:
-    """Of the sources that run, with a plus if they were changed since; None without git."""
-    git = shutil.which("git")
-    if git is None:
-        return None
-    here = Path(__file__).parent
-
-    def ask(*arguments: str) -> str | None:
-        result = subprocess.run(
-            [git, *arguments], cwd=here, capture_output=True, text=True, timeout=60
-        )
-        return result.stdout.strip() if result.returncode == 0 else None
-
-    head = ask("rev-parse", "--short", "HEAD")
-    return head if head is None else head + ("+" if ask("status", "--porcelain", ".") else "")
 
 
 class CommonHead(nn.Module):

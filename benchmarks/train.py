@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import io
 import json
-import shlex
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -18,10 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.common import Tables, add_outputs, command_line
 from benchmarks.timing import CommonHead, Step, describe_machine, median, time_turns
-from qmargin.cli.options import new_file
 from qmargin.cli.recipes import load_recipe
-from qmargin.cli.tables import output_console, print_table
 from qmargin.data.faces import normalised
 from qmargin.data.loader import Batch
 from qmargin.errors import ConfigError
@@ -101,7 +98,7 @@ def add_subject(subjects: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add("--save-steps", type=int, default=20, help="steps before the checkpoint (20)")
     add("--out", type=Path, metavar="DIR", help="whose disk takes the checkpoint (temporary files)")
     add("--commit", help="recorded in the file (default: ask git)")
-    add("--json", type=new_file, metavar="FILE", help="also write everything here")
+    add_outputs(parser)
     parser.set_defaults(run=run)
 
 
@@ -117,11 +114,13 @@ def run(arguments: argparse.Namespace) -> None:
         save_steps=arguments.save_steps,
         out=arguments.out,
     )
+    tables = Tables("train", arguments.page)
     found = run_train_benchmark(settings)
-    print_results(found)
+    print_results(found, tables)
+    tables.write(("torch", "triton"))
     if arguments.json is not None:
         record = {
-            "command": "python -m benchmarks " + shlex.join(sys.argv[1:]),
+            "command": command_line(),
             "machine": describe_machine(device, arguments.commit),
             **found,
         }
@@ -192,12 +191,12 @@ def shares(ms: dict[str, float]) -> dict[str, float | None]:
     }
 
 
-def print_results(found: dict[str, Any]) -> None:
+def print_results(found: dict[str, Any], tables: Tables | None = None) -> None:
     """Two tables: times of steps, and what they and the save say."""
-    console = output_console()
+    tables = tables or Tables()
     ms, batch = found["ms"], found["batch"]
-    print_table(
-        console,
+    tables.show(
+        "steps",
         f"{found['recipe']['model']['backbone']}, {found['classes']:,} classes, batch {batch}; "
         f"head {found['head']}",
         ["step", "what", "ms", "samples/s"],
@@ -206,7 +205,7 @@ def print_results(found: dict[str, Any]) -> None:
             for name, value in ms.items()
         ],
     )
-    print_table(console, "What it says", ["quantity", "value"], list(_facts(found)))
+    tables.show("shares", "What it says", ["quantity", "value"], list(_facts(found)))
 
 
 def _facts(found: dict[str, Any]) -> Iterator[list[str]]:

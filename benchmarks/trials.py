@@ -9,8 +9,16 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common import Job, Laps, benchmark_options, found, run_evaluation_benchmark, run_job
-from qmargin.cli.options import new_file
+from benchmarks.common import (
+    Job,
+    Laps,
+    Tables,
+    add_outputs,
+    benchmark_options,
+    found,
+    run_evaluation_benchmark,
+    run_job,
+)
 from qmargin.errors import ConfigError
 from qmargin.evaluation.embed_folder import write_embedding_file
 from qmargin.evaluation.embeddings import read_embeddings
@@ -19,7 +27,8 @@ from qmargin.evaluation.protocols.trials import Scoring, evaluate_speakers
 from qmargin.evaluation.scoring import CohortNorm
 from qmargin.evaluation.trials import read_trials
 
-WORKER = "benchmarks.trials"
+SUBJECT = "trials"
+PACKAGES = ("numpy", "scipy")  # whose versions matter
 
 
 @dataclass(frozen=True)
@@ -72,25 +81,28 @@ def add_subject(subjects: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add("--dim", type=int, default=defaults.dim, help="embedding size")
     add("--replicates", type=int, default=defaults.replicates, help="of the bootstrap")
     add("--seed", type=int, default=defaults.seed, help="seed of embeddings and trials")
-    add("--json", type=new_file, metavar="FILE", help="also write the results here")
+    add_outputs(parser)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Run the command with its parsed arguments."""
-    options, json_path = benchmark_options(arguments)
-    run_trials_benchmark(TrialsBenchmark(**options), json_path=json_path)
+    options, json_path, tables = benchmark_options(arguments, SUBJECT)
+    run_trials_benchmark(TrialsBenchmark(**options), json_path=json_path, tables=tables)
+    tables.write(PACKAGES)
 
 
 def run_trials_benchmark(
-    settings: TrialsBenchmark, *, json_path: Path | None = None
+    settings: TrialsBenchmark, *, json_path: Path | None = None, tables: Tables | None = None
 ) -> dict[str, Any]:
     """Measure, print the table and write the numbers to ``json_path`` if it is given."""
     title = (
         f"{settings.trials:,} trials of {settings.utterances:,} embeddings of {settings.dim}, "
         f"cohort of {settings.cohort:,} (top {settings.top}), {settings.replicates} replicates"
     )
-    return run_evaluation_benchmark(WORKER, asdict(settings), title, json_path)
+    return run_evaluation_benchmark(
+        SUBJECT, asdict(settings), title, json_path=json_path, tables=tables
+    )
 
 
 NOISE = 2.5  # of an utterance, in lengths of its speaker's vector: scores of both kinds overlap

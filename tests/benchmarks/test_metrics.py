@@ -107,6 +107,7 @@ def test_options_are_the_settings() -> None:
     options = vars(parsed())
     assert options.pop("run") is metrics.run
     assert options.pop("json") is None
+    assert options.pop("page") is None
     assert MetricsBenchmark(**{**options, "fars": tuple(options["fars"])}) == MetricsBenchmark()
     assert parsed("--fars", "0.1", "0.01").fars == [0.1, 0.01]
 

@@ -56,6 +56,6 @@ def test_sizes_that_make_no_sense(changes: dict[str, int], message: str) -> None
 
 
 def test_a_step_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protocols, "WORKER", "benchmarks.absent")
+    monkeypatch.setattr(protocols, "SUBJECT", "absent")
     with pytest.raises(BackendError, match="the step 'make' failed"):
         protocols.run_protocols_benchmark(ProtocolsBenchmark(**SMALL))

@@ -2,11 +2,15 @@
 
 import argparse
 from collections.abc import Sequence
+from functools import cache
 
 import benchmarks
 from qmargin.cli.main import build_parser, main
 
-PROGRAMS = {("qmargin",): build_parser, ("python", "-m", "benchmarks"): benchmarks.build_parser}
+PROGRAMS = {
+    ("qmargin",): cache(build_parser),
+    ("python", "-m", "benchmarks"): cache(benchmarks.build_parser),
+}
 
 
 def run_benchmark(words: Sequence[str]) -> int:
