@@ -11,7 +11,8 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --quiet
 
 .DEFAULT_GOAL := help
 .PHONY: help setup check format lint types test test-fast test-slow browser any-browser api docs \
-	bench demo clean
+	bench bench-loss bench-metrics bench-data bench-features bench-protocols bench-trials \
+	bench-train bench-head bench-head-gpu demo clean
 
 help:
 	@echo "make setup   virtual environment, package in editable mode, development extras"
@@ -21,7 +22,7 @@ help:
 	@echo "make format  rewrite the code in the house format"
 	@echo "make api     rewrite the snapshot of the public names, tests/public_api.txt"
 	@echo "make docs    build the site into site/, fail on a broken link"
-	@echo "make bench   time the loss against cross-entropy and entmax"
+	@echo "make bench   list the benchmarks; make bench-loss, bench-head, ... measure, write docs/benchmarks/"
 	@echo "make demo    train five losses on synthetic identities and write a report"
 	@echo "make clean   remove caches and built files; .venv stays"
 
@@ -75,12 +76,45 @@ docs: $(DOCS)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "site/index.html"
 
+# Benchmarks at the size of their pages, which they rewrite; ARGS has further options.
+BENCH := $(BIN)/python -m benchmarks
+PAGES := docs/benchmarks
+RESULTS := build/bench
+
 bench: $(DEV)
-	$(BIN)/qmargin bench loss
+	$(BENCH) --help
+
+bench-loss: $(DEV)
+	$(BENCH) loss --page $(PAGES)/loss.md $(ARGS)
+
+bench-metrics: $(DEV)
+	$(BENCH) metrics --page $(PAGES)/metrics.md $(ARGS)
+
+bench-data bench-features bench-protocols bench-trials: bench-%: $(DEV)
+	$(BENCH) $* --page $(PAGES)/data.md $(ARGS)
+
+bench-train: $(DEV)
+	$(BENCH) train --device cuda --set data.batch_size=512 --page $(PAGES)/training.md $(ARGS)
+
+bench-head: $(DEV)
+	mkdir -p $(RESULTS)
+	$(BENCH) head --device cpu --paths sparse,chunked,dense --settings several \
+		--parts products,paths,settings --repeats 5 --json $(RESULTS)/head-cpu.json $(ARGS)
+	$(BENCH) head-page --out $(PAGES)/head-cpu.md $(RESULTS)/head-cpu.json
+
+bench-head-gpu: $(DEV)
+	mkdir -p $(RESULTS)/gpu
+	PATH=$(abspath $(BIN)):$$PATH benchmarks/gpu.sh $(RESULTS)/gpu "$$(git rev-parse --short HEAD)" \
+		head head-bf16 head-bf16-settings growth end-to-end
+	$(BENCH) head-page --out $(PAGES)/head.md $(RESULTS)/gpu/head-*.json
+
+# Other subjects have no page: make bench-packing, bench-precision, ...
+bench-%: $(DEV)
+	$(BENCH) $* $(ARGS)
 
 demo: $(DEV)
 	$(BIN)/qmargin demo
 
 clean:
 	rm -rf build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find src tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
+	find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-SOURCE = Path(__file__).parents[1] / "src" / "qmargin"
+ROOT = Path(__file__).parents[1]
+FILES = sorted(path for folder in ("src", "benchmarks") for path in (ROOT / folder).rglob("*.py"))
 BANNED = {
     "pickle.load",
     "pickle.loads",
@@ -35,7 +36,7 @@ def bad_calls(code: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("path", sorted(SOURCE.rglob("*.py")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_no_banned_call(path: Path) -> None:
     assert not bad_calls(path.read_text(encoding="utf-8"))
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from qmargin.cli.main import build_parser
+from helpers.commands import PROGRAMS, parse_command
 from qmargin.study import studies
 
 ROOT = Path(__file__).parents[1]
@@ -25,7 +25,9 @@ TEXTS = [
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
 SHELL = re.compile(r"^```text\n(.*?)^```", re.MULTILINE | re.DOTALL)
-INLINE = re.compile(r"`(qmargin [^`]+)`")
+STARTS = tuple(" ".join(program) + " " for program in PROGRAMS)
+INLINE = re.compile(rf"`((?:{'|'.join(STARTS)})[^`]+)`")
+BEFORE = ["qmargin", "bench"]  # what benchmarks were when the numbers of their pages were measured
 LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
 
 
@@ -62,12 +64,12 @@ def test_python_blocks_run(
 
 
 def commands(text: str) -> tuple[list[list[str]], list[list[str]]]:
-    """Words of every ``qmargin`` command up to what a shell reads: of blocks, and of mentions."""
+    """Words of every command up to what a shell reads: of blocks, and of mentions."""
     blocks = [block.replace("\\\n", " ") for block in SHELL.findall(text)]
     lines = [line.strip() for block in blocks for line in block.splitlines()]
     mentions = [" ".join(code.split()) for code in INLINE.findall(SHELL.sub("", text))]
     whole, named = (
-        [_words(one) for one in some if one.startswith("qmargin ")] for some in (lines, mentions)
+        [_words(one) for one in some if one.startswith(STARTS)] for some in (lines, mentions)
     )
     return whole, named
 
@@ -78,22 +80,23 @@ def _words(line: str) -> list[str]:
 
 
 def test_commands_are_found() -> None:
-    text = "`qmargin a\n--b 'c d'`\n```text\nqmargin e \\\n  f  # why\nother\nqmargin g > h\n```\n"
-    whole, named = commands(text)
-    assert whole == [["qmargin", "e", "f"], ["qmargin", "g"]]
+    text = "`qmargin a\n--b 'c d'`\n```text\nqmargin e \\\n  f  # why\nother\nqmargin g > h\n"
+    whole, named = commands(text + "python -m benchmarks i\npython -m pip\n```\n")
+    assert whole == [["qmargin", "e", "f"], ["qmargin", "g"], ["python", "-m", "benchmarks", "i"]]
     assert named == [["qmargin", "a", "--b", "c d"]]
 
 
 @pytest.mark.parametrize("path", TEXTS, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_commands_are_understood(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Mentions may leave out what is required; ``...`` and ``[--option]`` stand for more."""
-    parser, wrong = build_parser(), []
+    wrong = []
     whole, named = commands(path.read_text(encoding="utf-8"))
     for words in [*whole, *named]:
         if {"...", "N"} & set(words) or any("[" in word for word in words):
             continue
+        is_record = path.parent.name == "benchmarks" and words[:2] == BEFORE
         try:
-            parser.parse_args(words[1:])
+            parse_command(["python", "-m", "benchmarks", *words[2:]] if is_record else words)
         except SystemExit as end:
             message = capsys.readouterr().err.strip().rpartition("\n")[2]
             is_short = "arguments are required" in message or "expected one argument" in message

@@ -57,10 +57,7 @@ THIRD_PARTY = {  # the first entry that a file's path starts with
     "report": "numpy",
     "sweep/sources.py": "optuna",
     "sweep": "torch numpy",
-    "cli/bench_metrics_worker.py": "numpy sklearn",
-    "cli/bench_data_worker.py": "numpy PIL",
-    "cli/bench_features.py": "torch numpy kaldi_native_fbank",
-    "cli": "torch numpy rich entmax PIL",
+    "cli": "torch numpy rich PIL",
     "__init__.py": "torch",
     "__main__.py": "",
 }
@@ -115,6 +112,11 @@ def test_cli_reaches_everything_only_from_above() -> None:
         if "cli" in imported_packages(path) and path.parent.name != "cli"
     ]
     assert users == ["__main__.py"]
+
+
+def test_nothing_shipped_imports_the_benchmarks() -> None:
+    roots = {name.split(".")[0] for path in SOURCE.rglob("*.py") for name in imported_names(path)}
+    assert "benchmarks" not in roots
 
 
 def modules_after(statement: str) -> set[str]:

@@ -1,7 +1,6 @@
 """``qmargin data`` and ``qmargin check-data`` with arguments as users type them."""
 
 import argparse
-import json
 import pickle
 from pathlib import Path
 
@@ -9,11 +8,10 @@ import numpy as np
 import pytest
 
 from helpers.pictures import jpeg, write_folder, write_records
-from qmargin.cli.bench_data import DataBenchmark, add_bench_data
 from qmargin.cli.data import add_data
 from qmargin.data import open_dataset, read_bin
 from qmargin.data.alignment import TEMPLATE
-from qmargin.errors import ConfigError, DataError
+from qmargin.errors import DataError
 
 IMAGES = [jpeg(seed) for seed in range(6)]
 
@@ -22,7 +20,6 @@ def run(*words: object) -> None:
     parser = argparse.ArgumentParser()
     commands = parser.add_subparsers(required=True)
     add_data(commands)
-    add_bench_data(commands.add_parser("bench").add_subparsers(required=True))
     arguments = parser.parse_args([str(word) for word in words])
     arguments.run(arguments)
 
@@ -76,22 +73,3 @@ def test_damaged_data_ends_with_an_error(
     output = capsys.readouterr().out
     assert "zero bytes" in output
     assert "person0/7.jpg" in output
-
-
-def test_the_benchmark_measures_and_writes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    options = ["--images", 60, "--records", 500, "--batch", 16, "--repeats", 1]
-    run("bench", "data", *options, "--json", tmp_path / "bench.json")
-    output = capsys.readouterr().out
-    assert "records / folder" in output
-    record = json.loads((tmp_path / "bench.json").read_text())
-    assert record["indexing"]["seconds"] > 0
-    assert set(record["loading"]) == {"bare", "loader", "first_bytes", "last_bytes"}
-    assert len(record["reading"]["rates"]) == 4
-
-
-def test_impossible_benchmarks_are_refused() -> None:
-    for options in ({"images": 0}, {"batch": 9, "images": 8}, {"records": -1}):
-        with pytest.raises(ConfigError):
-            DataBenchmark(**options)

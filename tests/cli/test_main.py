@@ -1,5 +1,4 @@
 import errno
-import json
 import os
 import signal
 import subprocess
@@ -11,7 +10,7 @@ import pytest
 from helpers.model_directories import make_model
 from helpers.runs import tiny_recipe
 from helpers.speakers import make_speakers
-from qmargin.cli.main import build_parser, main
+from qmargin.cli.main import main
 from qmargin.training.loop import train
 from qmargin.training.signals import Interrupted
 
@@ -29,7 +28,7 @@ def run_qmargin(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_help_names_the_commands() -> None:
     result = run_qmargin("--help")
     assert result.returncode == 0
-    for name in ("train", "recipes", "doctor", "evaluate", "report", "bench"):
+    for name in ("train", "recipes", "doctor", "evaluate", "report"):
         assert f"    {name} " in result.stdout
 
 
@@ -42,7 +41,7 @@ def test_version_is_the_installed_one(capsys: pytest.CaptureFixture[str]) -> Non
 
 @pytest.mark.parametrize(
     "arguments",
-    [[], ["bench"], ["fly"], ["bench", "loss", "--rows", "0"], ["bench", "loss", "--alphas", "-1"]],
+    [[], ["evaluate"], ["fly"], ["evaluate", "scores"], ["check-data", "x", "--threads", "0"]],
 )
 def test_usage_errors_exit_with_two(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
@@ -51,13 +50,6 @@ def test_usage_errors_exit_with_two(
         main(arguments)
     assert stop.value.code == 2
     assert "usage: qmargin" in capsys.readouterr().err
-
-
-def test_our_errors_are_one_line_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "loss", "--rows", "1", "--classes", "2", "--device", "nowhere"]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("qmargin: error: device 'nowhere'")
-    assert error.count("\n") == 1
 
 
 def test_scores_become_a_result_and_a_page(
@@ -83,7 +75,6 @@ def test_scores_become_a_result_and_a_page(
             "e.bin is not a file of embeddings",
         ),
         (["report", "nan.txt", "--out", "page"], "nan.txt is not JSON"),
-        (["bench", "metrics", "--scores", "1"], "genuine=1000000 of scores=1 leaves no impostors"),
     ],
 )
 def test_what_cannot_be_measured_exits_with_two_and_writes_nothing(
@@ -102,32 +93,6 @@ def test_what_cannot_be_measured_exits_with_two_and_writes_nothing(
     assert error.startswith(f"qmargin: error: {message}")
     assert error.count("\n") == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["list.txt", "nan.txt", "one.txt"]
-
-
-@pytest.mark.parametrize("subject", ["loss", "metrics"])
-def test_every_option_of_a_benchmark_is_documented(subject: str) -> None:
-    page = Path(__file__).parents[2] / "docs" / "reference" / "command-line.md"
-    text = page.read_text(encoding="utf-8").partition(f"## qmargin bench {subject}")[2]
-    arguments = build_parser().parse_args(["bench", subject])
-    for name in vars(arguments):
-        assert name == "run" or f"`--{name.replace('_', '-')}`" in text
-
-
-def test_bench_loss_writes_what_it_prints(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "bench.json"
-    small = ["--rows", "4", "--classes", "50", "--dim", "8", "--repeats", "2"]
-    assert main(["bench", "loss", *small, "--alphas", "1", "1.5", "3", "--json", str(path)]) == 0
-    printed = capsys.readouterr().out
-    record = json.loads(path.read_text(encoding="utf-8"))
-    assert record["settings"]["rows"] == 4
-    for timing in record["timings"]:
-        assert timing["name"] in printed
-        assert len(timing["seconds_all"]) == 2
-        assert timing["seconds"] > 0
-    for count in record["evaluations"]:
-        assert count["max_evaluations"] >= count["mean_evaluations"] >= 1
 
 
 @pytest.mark.parametrize("words", [["paper", "--list"], ["recipes"]])
@@ -231,10 +196,6 @@ def test_an_interruption_is_one_line_and_a_status(
         ["demo", "--out", "run"],
         ["study", "demo", "--out", "run"],
         ["sweep", "debug", "--seeds", "2", "--out", "run"],
-        ["bench", "loss"],
-        ["bench", "head"],
-        ["bench", "features"],
-        ["bench", "train"],
     ],
     ids=lambda words: " ".join(words[:2]),
 )
@@ -262,9 +223,7 @@ def test_a_gpu_that_is_not_there_is_refused_in_one_line(
         ("data index data --threads 0", "0 is not at least 1"),
         ("data align data --out faces --size 0", "0 is not at least 1"),
         ("evaluate trials t.txt --embeddings e.npz --out r.json --as-norm 0", "0 is not at least"),
-        ("bench loss --json none/r.json", "none/r.json is not a file in an existing folder"),
-        ("bench metrics --json .", ". is not a file in an existing folder"),
-        ("bench", "choose from loss, head"),
+        ("evaluate", "choose from scores"),
     ],
 )
 def test_values_that_cannot_be_used_are_refused_before_any_work(

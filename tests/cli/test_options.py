@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import benchmarks
 from qmargin.cli import doctor
 from qmargin.cli.completion import candidates
 from qmargin.cli.main import build_parser, main
@@ -27,11 +28,13 @@ def walk(
         yield from walk(below, (*words, name))
 
 
-COMMANDS = dict(walk(build_parser()))
+COMMANDS = {**dict(walk(build_parser())), **dict(walk(benchmarks.build_parser(), ("benchmarks",)))}
 LISTS = {  # an option with several values, and two of them
     "--fars": "1e-3 1e-4",
     "--p-target": "0.01 0.05",
     "--alphas": "1.5 2",
+    "--classes": "100 200",
+    "--only": "0 2",
     "--growth-classes": "100 200",
     "--losses": "arcface cosface",
     "--devices": "cpu cuda:1",
@@ -136,7 +139,6 @@ def test_a_list_that_took_a_positional_argument_says_so(capsys: pytest.CaptureFi
     [
         ("evalute", "evaluate"),
         ("evaluate scors", "scores"),
-        ("bench haed", "head"),
         ("data gte", "get"),
         ("data get omnigolt", "omniglot"),
         ("--versoin", "--version"),

@@ -235,7 +235,15 @@ def test_throughput_is_read_from_a_benchmark(tmp_path, capsys):
     for place, found in ((tmp_path, "is a folder"), (tmp_path / "gone", "is not there")):
         assert main([*words[:2], "--results", str(place)]) == 2
         said = capsys.readouterr().err
-        assert found in said and "qmargin bench head --parts end-to-end --json FILE" in said
+        assert found in said and "python -m benchmarks head --parts end-to-end --json FILE" in said
+
+
+def test_throughput_without_a_benchmark_names_the_option_and_the_command(tmp_path, capsys):
+    assert main(["paper", "table-throughput", "--out", str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err
+    assert "--results" in said
+    assert "python -m benchmarks head --parts end-to-end --json FILE" in said
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_command_lists_and_explains(capsys, tmp_path):

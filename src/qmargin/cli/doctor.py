@@ -26,7 +26,7 @@ _EXTRAS = {  # of pyproject.toml: what they bring, and what for
     "dev": (
         "entmax hypothesis kaldi-native-fbank matplotlib mpmath mypy onnx onnxruntime onnxscript "
         "optuna pytest pytest-xdist ruff scikit-learn triton",
-        "tests, checks and comparisons of `qmargin bench`",
+        "tests, checks and comparisons of `python -m benchmarks`",
     ),
 }
 Row = tuple[str, str]

@@ -51,15 +51,19 @@ def build_parser() -> argparse.ArgumentParser:
     """Parser of the whole command line.
 
     Examples:
-        >>> build_parser().parse_args(["bench", "loss", "--alphas", "1.5", "2"]).alphas
-        [1.5, 2.0]
+        >>> build_parser().parse_args(["train", "debug", "--out", "run"]).recipe
+        'debug'
     """
     from qmargin.cli.commands import build_parser
 
     return build_parser()
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(
+    argv: Sequence[str] | None = None,
+    *,
+    parser: Callable[[], argparse.ArgumentParser] = build_parser,
+) -> int:
     """Run the command line and return the exit status.
 
     0 is success, 1 an unforeseen error, 2 a refusal, and 128 + number the end by a signal: 130
@@ -67,18 +71,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Args:
         argv: Arguments without the program's name; those of the process when None.
+        parser: Makes the parser; called where signals are caught.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):  # names of files may not be in the terminal's set
         sys.stdout.reconfigure(errors="backslashreplace")
     with safe_streams():
-        return _main(argv, _Stop(is_last=argv is None))
+        return _main(argv, _Stop(is_last=argv is None), parser)
 
 
-def _main(argv: Sequence[str] | None, stop: _Stop) -> int:
+def _main(
+    argv: Sequence[str] | None, stop: _Stop, parser: Callable[[], argparse.ArgumentParser]
+) -> int:
     arguments = argparse.Namespace()
     try:
         with stop:
-            arguments = build_parser().parse_args(argv)
+            arguments = parser().parse_args(argv)
             run: Callable[[argparse.Namespace], None] = arguments.run
             run(arguments)
             sys.stdout.flush()

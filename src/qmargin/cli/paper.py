@@ -40,7 +40,7 @@ def add_paper(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         type=Path,
         metavar="PATH",
         help="a folder with result.json files of `qmargin demo` or `qmargin evaluate`, or the "
-        "JSON file of `qmargin bench head`, instead of measuring now; it is only read",
+        "JSON file of `python -m benchmarks head`, instead of measuring now; it is only read",
     )
     add(
         "--out", type=Path, default=Path("qmargin-paper"), metavar="DIR", help="folder of artefacts"
@@ -56,8 +56,8 @@ def add_paper(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 
 def makers() -> dict[str, Maker]:
     """Artefacts by name."""
-    from qmargin.cli.paper_throughput import table_throughput
     from qmargin.paper import figures, pairs, tables
+    from qmargin.paper.throughput import table_throughput
 
     return {
         "table-sota": tables.table_sota,

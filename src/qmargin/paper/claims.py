@@ -136,7 +136,7 @@ CLAIMS = (
             "tests/heads/test_sparse.py::test_stats_count_what_was_done",
             "tests/losses/test_accuracy.py::test_tau_support_and_mass",
         ),
-        "qmargin bench head --rows 32 --dim 32 --classes 5000 --parts settings --repeats 3",
+        "python -m benchmarks head --rows 32 --dim 32 --classes 5000 --parts settings --repeats 3",
         "Random prototypes on one H200: 585 on average and 960 at most for (1.25, 35, 0.2), "
         "docs/benchmarks/head.md. Every training records its support, and reports draw it.",
         "The support depends on the setting: 25,413 on average for (1.25, 10, 0.2).",
@@ -153,7 +153,7 @@ CLAIMS = (
             "tests/heads/test_paths.py::test_path_matches_the_definition",
             "tests/heads/test_paths.py::test_no_matrix_of_all_cosines_and_no_gradient_matrix",
         ),
-        "qmargin bench head --rows 32 --dim 32 --classes 5000 --parts paths --repeats 3",
+        "python -m benchmarks head --rows 32 --dim 32 --classes 5000 --parts paths --repeats 3",
         "Two million classes on one H200: docs/benchmarks/head.md.",
         "The paper saves the solver's time and still builds all logits; here neither they nor the "
         "gradient matrix exist.",

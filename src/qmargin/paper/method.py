@@ -129,7 +129,7 @@ METHOD = (
             f"{_ACCURACY}::test_bisection_finds_the_same_tau",
             f"{_PROPERTIES}::test_newton_climbs_to_tau_and_never_passes_it",
         ),
-        "qmargin bench loss --rows 64 --classes 20000",
+        "python -m benchmarks loss --rows 64 --classes 20000",
         _BY_TESTS,
         "Up to alpha 2 by a Newton step that never overshoots (M5) and needs fewer evaluations "
         "(docs/benchmarks/loss.md); bisection beyond, and on request.",
@@ -158,7 +158,7 @@ METHOD = (
             f"{_PROPERTIES}::test_certified_candidates_give_the_exact_tau",
             "tests/heads/test_paths.py::test_path_matches_the_definition",
         ),
-        "qmargin bench head --rows 32 --dim 32 --classes 5000 --paths paper --parts paths",
+        "python -m benchmarks head --rows 32 --dim 32 --classes 5000 --paths paper --parts paths",
         "Two million classes on one H200: docs/benchmarks/head.md.",
     ),
     Item(
@@ -209,7 +209,7 @@ METHOD = (
             "tests/losses/test_entmax_agreement.py::test_entmax15",
             f"{_ACCURACY}::test_definition_gives_the_projection_onto_the_simplex",
         ),
-        "qmargin bench loss --rows 64 --classes 20000",
+        "python -m benchmarks loss --rows 64 --classes 20000",
         "Against the entmax package, by the tests.",
     ),
     Item(

@@ -112,14 +112,14 @@ RESULTS = (
         "samples a second: ArcFace 2005, Q-Margin 1978, 1900 and 1466 with the top 1, 5 and 100 %, "
         "which are overheads of 1.3, 5 and 27 %",
         (
-            "src/qmargin/cli/paper_throughput.py:table_throughput",
+            "src/qmargin/paper/throughput.py:table_throughput",
             "src/qmargin/heads/paper.py:PaperStep",
         ),
         (
             f"{_ARTEFACTS}::test_throughput_is_read_from_a_benchmark",
             f"{_FACE}::test_rows_of_the_throughput_table_follow_the_papers_procedure",
         ),
-        "qmargin paper table-throughput",
+        "qmargin paper table-throughput --results throughput.json",
         "One H200 with all 2,059,906 classes and R-100 (docs/benchmarks/head.md): by the paper's "
         "procedure 0.967, 0.768 and 0.130 of ArcFace's speed with the top 1, 5 and 100 %, where "
         "the paper has 0.987, 0.948 and 0.731; the sparse head, which needs no sort, has 1.559. So "

@@ -1,0 +1,298 @@
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import qmargin
+from benchmarks import build_parser, head, timing
+from benchmarks.head import (
+    PARTS,
+    HeadBenchmark,
+    Workbench,
+    finish_gradient,
+    resolve_benchmark,
+    run_head_benchmark,
+)
+from benchmarks.head_page import render_page
+from benchmarks.timing import CommonHead, Row, guarded, time_turns
+from helpers.commands import run_benchmark
+from qmargin.cli import tables
+from qmargin.errors import ConfigError
+from qmargin.models import registry
+
+CPU = torch.device("cpu")
+SMALL = HeadBenchmark(
+    rows=4,
+    dim=8,
+    classes=301,
+    device=CPU,
+    screen=torch.float32,
+    growth_classes=(50, 130),
+    backbone="tiny",
+    batch=3,
+    repeats=2,
+    seconds=0.5,
+)
+
+
+class TinyBackbone(nn.Module):
+    def __init__(self, embedding_dim: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 16, stride=16)
+        self.line = nn.Linear(4 * 49, embedding_dim)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.line(self.conv(images).flatten(1))
+
+
+@pytest.fixture(autouse=True)
+def one_warm_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "WARM_TURNS", 1)
+
+
+@pytest.fixture
+def tiny_backbone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(registry._BACKBONES, "tiny", TinyBackbone)
+
+
+def rows_of(report_rows: list[dict], **wanted: object) -> list[dict]:
+    return [row for row in report_rows if all(row[key] == wanted[key] for key in wanted)]
+
+
+@pytest.mark.usefixtures("tiny_backbone")
+def test_every_part_is_measured_printed_and_saved(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "head.json"
+    arguments = "head --rows 4 --dim 8 --classes 301 --repeats 2 --seconds 0.5 --device cpu"
+    arguments += " --settings several --growth --growth-classes 50 130 --end-to-end --backbone tiny"
+    assert (
+        run_benchmark([*arguments.split(), "--batch", "3", "--commit", "abc", "--json", str(path)])
+        == 0
+    )
+    record = json.loads(path.read_text(encoding="utf-8"))
+    printed = capsys.readouterr()
+    assert set(record["parts"]) == set(PARTS)
+    assert record["settings"]["classes"] == 301
+    assert record["machine"]["commit"] == "abc"
+    assert record["machine"]["torch"] == torch.__version__
+    for part, rows in record["parts"].items():
+        assert rows, part
+        for row in rows:
+            assert row["failed"] is None, row
+            assert row["name"] in printed.out
+            assert row["step"] in ("gradients", "tau and loss") or row["ms"] > 0
+    assert printed.err.count("\n") == sum(len(rows) for rows in record["parts"].values())
+    check_parts(record["parts"])
+    assert "sparse, alpha 1.25, forward + backward, x dense" in render_page([path])
+    record["settings"]["device"] = "cuda:0"
+    path.write_text(json.dumps(record))
+    check_page(render_page([path]))
+
+
+def check_parts(parts: dict[str, list[dict]]) -> None:
+    assert [row["name"] for row in parts["products"]] == [
+        "one GEMM, k padded",
+        "one GEMM",
+        "three GEMMs, k padded",
+        "three GEMMs",
+    ]
+    taken = {row["facts"]["stats"]["path"] for row in parts["paths"] if "stats" in row["facts"]}
+    assert taken == {"sparse", "chunked", "dense", "sampled", "paper"}
+    fused = "forward + backward + ExactSGD"
+    assert len(rows_of(parts["paths"], name="sparse, alpha 1.25", step=fused)) == 1
+    assert len({row["facts"]["scale"] for row in parts["settings"]}) == 6
+    assert [row["facts"]["classes"] for row in parts["growth"]] == [50] * 3 + [130] * 3
+    for row in parts["errors"]:
+        facts = row["facts"]
+        if row["step"] == "gradients":
+            assert facts["embedding_gradient_error"] < 1e-5
+            assert facts["prototype_gradient_error"] < 1e-5
+        else:
+            assert facts["tau_error"] < 1e-4
+            assert facts["loss_error"] < 1e-4
+    numbers = {row["name"]: row["facts"] for row in parts["end-to-end"]}
+    assert numbers["ArcFace, common head"]["paper_samples_per_s"] == 2005.13
+    assert numbers["Q-Margin 1 %, paper"]["paper_samples_per_s"] == 1978.07
+    assert numbers["Q-Margin 1 %, paper"]["paper_versus_arcface"] == pytest.approx(0.9865, abs=1e-4)
+    assert numbers["ArcFace, common head"]["versus_arcface"] == 1.0
+    assert all(facts["images_per_s"] > 0 for facts in numbers.values())
+
+
+def check_page(page: str) -> None:
+    assert page.startswith("# The head on one device\n")
+    assert "commit `abc`" in page
+    for heading in ("Goals", "Bare products", "Paths", "Growth", "Whole training steps"):
+        assert f"\n## {heading}\n" in page
+    assert "| sparse, alpha 1.25, forward + backward, x GEMM" in page
+    assert "| auto, alpha 1.25, scale 10, forward + backward, x chunked" in page
+    assert "x dense" not in page
+    assert "paper, 8 GPUs, samples/s" in page
+
+
+def test_parts_from_several_files_make_one_page(tmp_path: Path) -> None:
+    files = [tmp_path / "a.json", tmp_path / "b.json"]
+    run_head_benchmark(SMALL, ["products"], json_path=files[0], commit="one", command="first")
+    run_head_benchmark(SMALL, ["growth"], json_path=files[1], commit="two", command="second")
+    page = render_page(files)
+    assert "- products: `first`, commit `one`" in page
+    assert "- growth: `second`, commit `two`" in page
+    assert "## Paths" not in page
+
+
+def test_screens_stand_side_by_side(tmp_path: Path) -> None:
+    paths = [tmp_path / "half.json", tmp_path / "brain.json"]
+    for path, screen in zip(paths, (torch.float16, torch.bfloat16), strict=True):
+        run_head_benchmark(replace(SMALL, screen=screen), ["paths"], json_path=path)
+        record = json.loads(path.read_text())
+        record["settings"]["device"] = "cuda:0"
+        path.write_text(json.dumps(record))
+    page = render_page(paths[::-1])  # in whatever order files are given
+    assert page.index("\n## Paths\n") < page.index("\n## Paths, bfloat16 screen\n")
+    assert page.count("A step from embeddings to gradients") == 1
+    claim = "sparse, alpha 1.25, forward + backward, x GEMM"
+    screens = [
+        row.split("|")[2].strip() for row in page.splitlines() if row.startswith(f"| {claim}")
+    ]
+    assert screens == ["float16", "bfloat16"]
+
+
+def test_a_row_that_fails_says_so_and_the_others_go_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measure = Workbench._measure
+
+    def fail_with_an_optimizer(self: Workbench, variant: object) -> Row:
+        if variant.optimizer == "SparseSGD":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried\nmore")
+        return measure(self, variant)
+
+    monkeypatch.setattr(Workbench, "_measure", fail_with_an_optimizer)
+    report = run_head_benchmark(SMALL, ["growth"])
+    failed = [row["failed"] for row in report.rows["growth"]]
+    assert failed == [None, "OutOfMemoryError: CUDA out of memory. Tried", None] * 2
+    assert "OutOfMemoryError: CUDA out of memory. Tried" in capsys.readouterr().out
+
+
+def test_a_part_that_cannot_begin_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(bench: HeadBenchmark) -> None:
+        raise MemoryError("all of it")
+
+    monkeypatch.setitem(PARTS, "paths", broken)
+    report = run_head_benchmark(SMALL, ["paths", "products"])
+    assert report.rows["paths"][0]["failed"] == "MemoryError: all of it"
+    assert len(report.rows["products"]) == 4
+
+
+def test_what_does_not_fit_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.head.available_memory", lambda device: 1000)
+    bench = HeadBenchmark(4, 8, 301, CPU, torch.float32, paths=("sparse", "dense", "common"),
+                          repeats=1, seconds=0.1)  # fmt: skip
+    rows = {(row.name, row.step): row for row in head.paths(bench)}
+    for (name, _), row in rows.items():
+        is_skipped = (row.failed or "").startswith("skipped: needs about")
+        assert is_skipped == (not name.startswith("sparse")), name
+
+
+def test_slow_steps_get_fewer_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    monkeypatch.setattr(timing, "once_ms", lambda step, device, calls: step() or 400.0)
+    (times,) = time_turns([lambda: calls.append(1)], CPU, repeats=50, seconds=2.0)
+    assert len(times) == 5
+    (times,) = time_turns([lambda: calls.append(1)], CPU, repeats=50, seconds=0.1)
+    assert len(times) == 3
+
+
+def test_a_promised_gradient_is_made() -> None:
+    """What is timed as forward + backward of a chunked step includes the prototypes' product."""
+    workbench = Workbench(SMALL)
+    head = workbench.head
+    head.path = "chunked"
+    head(workbench.leaf, workbench.labels).backward()
+    blocks = []
+    original = type(head.pending).raw_blocks
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            type(head.pending),
+            "raw_blocks",
+            lambda self: (blocks.append(block) or block for block in original(self)),
+        )
+        finish_gradient(head)
+    assert sum(len(rows) for _, rows, _ in blocks) == head.num_classes
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_the_batch_is_near_its_targets_and_no_other(dim: int) -> None:
+    """Noise from the prototypes' own seed would be one of the prototypes."""
+    bench = replace(SMALL, rows=64, dim=dim, classes=5000)
+    workbench = Workbench(bench)
+    embeddings = workbench.leaf.detach()
+    cosines = embeddings @ nn.functional.normalize(workbench.head.prototypes.detach()).t()
+    targets = cosines.gather(1, workbench.labels[:, None])
+    assert 0.29 < float(targets.min()) < float(targets.max()) < 0.71
+    assert float(cosines.scatter(1, workbench.labels[:, None], -1.0).max()) < 5.5 * dim**-0.5
+
+
+def test_updates_leave_every_turn_the_same_prototypes() -> None:
+    workbench = Workbench(SMALL)
+    before = workbench.head.prototypes.detach().clone()
+    for variant in head.path_variants(SMALL):
+        workbench.measure(variant)
+    assert torch.equal(workbench.head.prototypes.detach(), before)
+
+
+def test_the_common_head_is_arcface() -> None:
+    torch.manual_seed(0)
+    embeddings, labels = torch.randn(6, 16), torch.randint(40, (6,))
+    head = CommonHead(16, 40, scale=8.0)
+    cosines = nn.functional.normalize(embeddings) @ nn.functional.normalize(head.weight).t()
+    expected = qmargin.arcface(scale=8.0)(cosines.detach(), labels).mean()
+    assert abs(float(head(embeddings, labels).detach()) - float(expected)) < 0.05  # bfloat16
+    sampled = CommonHead(16, 40, rate=0.2)
+    loss = sampled(embeddings, labels)
+    loss.backward()
+    assert sampled.weight.grad is not None
+    touched = sampled.weight.grad.abs().sum(1).nonzero().flatten().tolist()
+    assert set(labels.tolist()) <= set(touched)
+    assert len(touched) <= 8
+
+
+def test_bad_names_are_errors_that_list_the_known(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_benchmark(["head", "--parts", "product", "--device", "cpu"]) == 2
+    assert "no part 'product'; known are products, paths" in capsys.readouterr().err
+    assert run_benchmark(["head", "--paths", "fast", "--device", "cpu"]) == 2
+    assert "no path 'fast'; known are sparse" in capsys.readouterr().err
+    with pytest.raises(ConfigError):
+        run_head_benchmark(SMALL, ["nothing"])
+
+
+def test_sizes_follow_the_device() -> None:
+    arguments = vars(build_parser().parse_args(["head", "--device", "cpu"]))
+    names = ("rows", "dim", "classes", "device", "screen", "paths", "repeats", "seed")
+    bench = resolve_benchmark({name: arguments[name] for name in names})
+    assert (bench.rows, bench.dim, bench.classes) == (256, 128, 200_000)
+    assert bench.screen == torch.float32
+
+
+def test_plain_text_without_rich(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tables, "find_spec", lambda name: None)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    run_head_benchmark(SMALL, ["products"])
+    assert "| one GEMM, k padded    |" in capsys.readouterr().out
+    with tables.progress_bar() as progress:
+        progress.advance(progress.add_task("timing", total=1))
+
+
+def test_a_failed_row_keeps_its_setting() -> None:
+    def fail() -> Row:
+        raise ValueError
+
+    row = guarded("sparse", "forward", fail, {"alpha": 1.5})
+    assert row.failed == "ValueError: "
+    assert row.facts == {"alpha": 1.5}

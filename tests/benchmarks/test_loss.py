@@ -1,0 +1,87 @@
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.loss import (
+    LossBenchmark,
+    cosine_batch,
+    count_evaluations,
+    entmax_contenders,
+    own_contenders,
+    run_loss_benchmark,
+    time_contenders,
+)
+from helpers.commands import run_benchmark
+
+SMALL = LossBenchmark(rows=6, classes=300, alphas=(1.0, 1.25, 1.5, 2.0), dim=32, repeats=2)
+
+
+def test_the_batch_is_made_of_cosines() -> None:
+    cosines, labels = cosine_batch(SMALL)
+    assert cosines.shape == (6, 300)
+    assert cosines.abs().max() <= 1.0
+    again, _ = cosine_batch(SMALL)
+    assert torch.equal(cosines, again)
+    targets = cosines.gather(1, labels[:, None])
+    assert (targets.mean() - 0.4).abs() < 0.2
+
+
+def test_contenders_of_one_alpha_compute_the_same_loss() -> None:
+    """The race is fair only if every entry does the same work: losses agree to float32 rounding."""
+    cosines, labels = cosine_batch(SMALL)
+    others, missing = entmax_contenders(SMALL)
+    assert not missing
+    timings = time_contenders([*own_contenders(SMALL), *others], cosines, labels, SMALL)
+    compared = [timing for timing in timings if timing.loss_difference is not None]
+    assert {timing.alpha for timing in compared} == {1.0, 1.25, 1.5, 2.0}
+    for timing in compared:
+        assert timing.loss_difference < 1e-3, timing
+
+
+def test_ratios_are_relative_to_cross_entropy_and_to_ours() -> None:
+    cosines, labels = cosine_batch(SMALL)
+    timings = time_contenders(own_contenders(SMALL), cosines, labels, SMALL)
+    assert timings[0].name == "F.cross_entropy"
+    assert timings[0].versus_cross_entropy == 1.0
+    for timing in timings:
+        if timing.name == "qmargin.fenchel_young_loss":
+            assert timing.versus_ours == 1.0
+
+
+def test_solvers_are_counted_for_every_alpha() -> None:
+    settings = LossBenchmark(rows=3, classes=100, alphas=(1.25, 3.0), dim=16)
+    counts = count_evaluations(*cosine_batch(settings), settings)
+    assert [(c.alpha, c.solver, c.bracket) for c in counts] == [
+        (1.25, "newton", "tight"),
+        (1.25, "bisection", "tight"),
+        (1.25, "bisection", "paper"),
+        (3.0, "bisection", "tight"),
+        (3.0, "bisection", "paper"),
+    ]
+    assert all(count.max_mass_error < 1e-5 for count in counts)
+
+
+def test_a_missing_entmax_is_said_in_the_table(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "entmax", None)  # what import finds for an absent package
+    run_loss_benchmark(LossBenchmark(rows=2, classes=20, alphas=(1.5,), dim=8, repeats=1))
+    assert "entmax: not installed" in capsys.readouterr().out
+
+
+def test_the_file_has_what_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "bench.json"
+    small = ["--rows", "4", "--classes", "50", "--dim", "8", "--repeats", "2"]
+    assert run_benchmark(["loss", *small, "--alphas", "1", "1.5", "3", "--json", str(path)]) == 0
+    printed = capsys.readouterr().out
+    record = json.loads(path.read_text(encoding="utf-8"))
+    assert record["settings"]["rows"] == 4
+    for timing in record["timings"]:
+        assert timing["name"] in printed
+        assert len(timing["seconds_all"]) == 2
+        assert timing["seconds"] > 0
+    for count in record["evaluations"]:
+        assert count["max_evaluations"] >= count["mean_evaluations"] >= 1
