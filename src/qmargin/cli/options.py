@@ -110,8 +110,8 @@ def described(action: argparse.Action) -> str:
         'rates (default: 0.1 1e-05)'
     """
     text = action.help or ""
-    is_flag = action.nargs == 0
-    if is_flag or action.required or action.default == argparse.SUPPRESS:
+    takes_value = action.nargs != 0 and (action.option_strings or action.nargs == "?")
+    if not takes_value or action.required or action.default == argparse.SUPPRESS:
         return text
     words = _LAST_WORDS.search(text)
     default = _shown(action.default)

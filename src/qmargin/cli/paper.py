@@ -40,7 +40,7 @@ def add_paper(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         type=Path,
         metavar="PATH",
         help="a folder with result.json files of `qmargin demo` or `qmargin evaluate`, or the "
-        "JSON file of `python -m benchmarks head`, instead of measuring now; it is only read",
+        "JSON file of `python -m benchmarks head`; it is only read",
     )
     add(
         "--out", type=Path, default=Path("qmargin-paper"), metavar="DIR", help="folder of artefacts"
