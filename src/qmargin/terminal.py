@@ -95,7 +95,7 @@ def safe_streams() -> Iterator[None]:
 
 
 def rich_console(stream: TextIO) -> Console:
-    """A console of rich whose own colours and movements reach a stream, and nobody else's.
+    """Console of rich whose colours and movements reach a stream; escapes in texts do not.
 
     Args:
         stream: A terminal; of a ``SafeStream``, the stream behind it.

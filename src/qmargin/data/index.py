@@ -152,7 +152,7 @@ def index_place(data: Path, folder: str | Path | None = None) -> Path:
 
 
 def announce(data: object, place: Path) -> None:
-    """Say that an index is being written where nobody asked for it."""
+    """Announce an index that is written without being asked for."""
     _log.warning(
         "writing the index of %s to %s; index_dir (--index-dir) puts it elsewhere", data, place
     )

@@ -187,7 +187,7 @@ def _finite_scores(scores: ArrayLike, name: str) -> Scores:
 class _Side(NamedTuple):
     """Scores of one label, and how often each is there; once without counts.
 
-    They are centred and scaled a piece at a time, so that nobody holds them twice.
+    They are centred and scaled a piece at a time, so that they are never held twice.
     """
 
     scores: NDArray[np.float64]
