@@ -52,10 +52,7 @@ def open_regular(path: str | Path) -> BinaryIO:
         DataError: It is not a regular file.
         OSError: It cannot be opened.
     """
-    try:
-        descriptor = os.open(path, READING)
-    except ValueError as error:  # a zero byte, or a character that no name can have
-        raise DataError(f"{str(path)[:80]!r} is no name of a file ({error})") from error
+    descriptor = _opened(path)
     try:
         check_regular(path, os.fstat(descriptor))
         return os.fdopen(descriptor, "rb")
@@ -71,10 +68,7 @@ def read_regular(path: str | Path, most: int) -> bytes:
         DataError: It is not a regular file, or has more than ``most`` bytes.
         OSError: It cannot be read.
     """
-    try:
-        descriptor = os.open(path, READING)
-    except ValueError as error:
-        raise DataError(f"{str(path)[:80]!r} is no name of a file ({error})") from error
+    descriptor = _opened(path)
     try:
         status = os.fstat(descriptor)
         check_regular(path, status)
@@ -83,6 +77,13 @@ def read_regular(path: str | Path, most: int) -> bytes:
         return os.read(descriptor, status.st_size)
     finally:
         os.close(descriptor)
+
+
+def _opened(path: str | Path) -> int:
+    try:
+        return os.open(path, READING)
+    except ValueError as error:  # a zero byte, or a character that no name can have
+        raise DataError(f"{str(path)[:80]!r} is no name of a file ({error})") from error
 
 
 def is_file(path: str | Path) -> bool:

@@ -32,8 +32,8 @@ from qmargin.evaluation.subjects import Subjects, find_subjects
 from qmargin.metrics.crossing import eer, min_dcf
 from qmargin.metrics.curve import StaircaseParts, thin_curve
 from qmargin.metrics.llr import cllr, min_cllr_of
-from qmargin.metrics.operating import tars_at_fars
-from qmargin.metrics.sufficiency import sufficiency
+from qmargin.metrics.operating import TarAtFar, tars_at_fars
+from qmargin.metrics.sufficiency import Sufficiency, sufficiency
 
 Floats = NDArray[np.float64]
 DET_POINTS = 400
@@ -128,26 +128,30 @@ def _tar_points(
     enough = {far: sufficiency(far, len(impostor)) for far in options.fars}
     fars = [far for far in options.fars if enough[far].allowed > 0]
     found = dict(zip(fars, tars_at_fars(genuine, impostor, fars, rule=options.rule), strict=True))
-    points = []
-    for far in options.fars:
-        state, point = enough[far], found.get(far)
-        points.append(
-            TarPoint(
-                far_target=far,
-                tar=None if point is None else point.tar,
-                interval=None,
-                far=None if point is None else point.far,
-                false_accepts=0 if point is None else point.false_accepts,
-                threshold=None if point is None else _known(point.threshold),
-                status=state.status,
-                allowed=state.allowed,
-                note=state.message,
-            )
-        )
-    return tuple(points)
+    return tuple(tar_point(far, enough[far], found.get(far)) for far in options.fars)
 
 
-def _known(threshold: float) -> float | None:
+def tar_point(
+    far: float,
+    state: Sufficiency,
+    point: TarAtFar | None,
+    interval: tuple[float, float] | None = None,
+) -> TarPoint:
+    """The entry of a FAR; ``point`` is None where it could not be measured."""
+    return TarPoint(
+        far_target=far,
+        tar=None if point is None else point.tar,
+        interval=interval,
+        far=None if point is None else point.far,
+        false_accepts=0 if point is None else point.false_accepts,
+        threshold=None if point is None else known_threshold(point.threshold),
+        status=state.status,
+        allowed=state.allowed,
+        note=state.message,
+    )
+
+
+def known_threshold(threshold: float) -> float | None:
     """None for the threshold that accepts nothing, not even +inf."""
     return None if np.isnan(threshold) else float(threshold)
 
@@ -164,13 +168,13 @@ def _metrics(
     costs = [min_dcf(genuine, impostor, p_target) for p_target in options.p_targets]
     return Metrics(
         tar=tuple(replace(point, interval=intervals.tar.get(point.far_target)) for point in points),
-        eer=EerPoint(equal.eer, intervals.eer, _known(equal.threshold)),
+        eer=EerPoint(equal.eer, intervals.eer, known_threshold(equal.threshold)),
         min_dcf=tuple(
             DcfPoint(
                 cost.p_target,
                 cost.min_dcf,
                 intervals.min_dcf.get(cost.p_target),
-                _known(cost.threshold),
+                known_threshold(cost.threshold),
             )
             for cost in costs
         ),
@@ -188,7 +192,7 @@ def _det(steps: StaircaseParts, intervals: Intervals) -> Det:
     return Det(
         tuple(curve.far.tolist()),
         tuple(curve.frr.tolist()),
-        tuple(_known(threshold) for threshold in curve.thresholds.tolist()),
+        tuple(known_threshold(threshold) for threshold in curve.thresholds.tolist()),
         intervals.band,
     )
 

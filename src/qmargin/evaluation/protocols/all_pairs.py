@@ -25,6 +25,7 @@ from qmargin.evaluation.all_pairs import (
     num_impostor_pairs,
 )
 from qmargin.evaluation.embeddings import Embeddings, collapse_note
+from qmargin.evaluation.evaluate import known_threshold, tar_point
 from qmargin.evaluation.intervals import StageProgress
 from qmargin.evaluation.options import EvaluationOptions
 from qmargin.evaluation.pair_intervals import (
@@ -51,7 +52,6 @@ from qmargin.evaluation.result import (
     ReplicateValues,
     Result,
     System,
-    TarPoint,
     Value,
     far_key,
 )
@@ -431,24 +431,12 @@ def _metrics(found: AllPairs, intervals: _Intervals, options: EvaluationOptions)
         state, place = sufficiency(far, found.num_impostors), measured.get(far)
         point = None if place is None else found.tar[place]
         ends = None if intervals.tar is None or place is None else intervals.tar[place]
-        points.append(
-            TarPoint(
-                far_target=far,
-                tar=None if point is None else point.tar,
-                interval=ends,
-                far=None if point is None else point.far,
-                false_accepts=0 if point is None else point.false_accepts,
-                threshold=None if point is None else _known(point.threshold),
-                status=state.status,
-                allowed=state.allowed,
-                note=state.message,
-            )
-        )
+        points.append(tar_point(far, state, point, ends))
     return Metrics(
         tar=tuple(points),
-        eer=EerPoint(found.eer.eer, intervals.eer, _known(found.eer.threshold)),
+        eer=EerPoint(found.eer.eer, intervals.eer, known_threshold(found.eer.threshold)),
         min_dcf=tuple(
-            DcfPoint(cost.p_target, cost.min_dcf, None, _known(cost.threshold))
+            DcfPoint(cost.p_target, cost.min_dcf, None, known_threshold(cost.threshold))
             for cost in found.min_dcf
         ),
         cllr=Value(None),
@@ -456,14 +444,9 @@ def _metrics(found: AllPairs, intervals: _Intervals, options: EvaluationOptions)
     )
 
 
-def _known(threshold: float) -> float | None:
-    """None for the threshold that accepts nothing."""
-    return None if np.isnan(threshold) else float(threshold)
-
-
 def _det(found: AllPairs, band: Band | None) -> Det:
     curve = found.det
-    thresholds = tuple(map(_known, curve.thresholds.tolist()))
+    thresholds = tuple(map(known_threshold, curve.thresholds.tolist()))
     return Det(tuple(curve.far.tolist()), tuple(curve.frr.tolist()), thresholds, band)
 
 
