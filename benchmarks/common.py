@@ -22,9 +22,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from qmargin.cli.doctor import installed_version
 from qmargin.cli.options import named_path, new_file
 from qmargin.cli.tables import markdown_table, output_console, print_table
-from qmargin.cli.versions import installed_version
 from qmargin.errors import BackendError, ConfigError
 from qmargin.files import write_atomically
 
@@ -245,8 +245,8 @@ def found(seconds: dict[str, float], result: Result) -> Job:
         "peak_bytes": peak_bytes(),
         "num_genuine": result.protocol.num_genuine,
         "num_impostors": result.protocol.num_impostors,
-        "eer": result.metrics.eer.value,
-        "tar": {f"{point.far_target:g}": point.tar for point in result.metrics.tar},
+        "eer": result.measures.eer.value,
+        "tar": {f"{point.far_target:g}": point.tar for point in result.measures.tar},
     }
 
 

@@ -26,10 +26,10 @@ from benchmarks.common import (
     run_in_process,
     write_record,
 )
-from qmargin.data.encoded import ImageDataset
 from qmargin.data.images import encode_image
 from qmargin.data.open import open_images, open_index
-from qmargin.data.recordio import RecordWriter, pack_payload
+from qmargin.data.readers.recordio import RecordWriter, pack_payload
+from qmargin.data.stored import ImageDataset
 from qmargin.errors import ConfigError
 
 WORKER = "benchmarks.data"
@@ -324,6 +324,7 @@ def measure_indexing(job: Job) -> dict[str, Any]:
     before = peak_bytes()
     start = time.perf_counter()
     index = open_index(path)
+    assert index.path is not None
     seconds = time.perf_counter() - start
     assert len(index) == job["records"]
     return {

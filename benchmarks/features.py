@@ -81,7 +81,7 @@ def run_features_benchmark(
     """Measure, print the tables and write the numbers to ``json_path`` if it is given."""
     import torch
 
-    from qmargin.training.process import find_device
+    from qmargin.training.distributed.process import find_device
 
     find_device(settings.device)  # one that is not there is refused before anything is made
     before = torch.get_num_threads()
@@ -114,7 +114,7 @@ def cut(settings: FeaturesBenchmark) -> NDArray[np.float32]:
     """The beginnings of utterances that are spread over a collection; short ones are tiled."""
     import numpy as np
 
-    from qmargin.data.audio_lists import open_audio
+    from qmargin.data.open import open_audio
     from qmargin.data.speech_augment import tiled
 
     assert settings.audio is not None
@@ -127,7 +127,7 @@ def time_banks(settings: FeaturesBenchmark, waveforms: NDArray[np.float32]) -> d
     """Seconds per pass over the batch of every contender, and how far apart they are."""
     import torch
 
-    from qmargin.features import FilterBank
+    from qmargin.models.features import FilterBank
 
     bank = FilterBank().to(settings.device)
     batch = torch.from_numpy(waveforms).to(settings.device)
@@ -187,10 +187,9 @@ def _differences(ours: NDArray[np.float32], theirs: list[NDArray[np.float32]]) -
 
 def time_stages(settings: FeaturesBenchmark) -> dict[str, float]:
     """Milliseconds per chunk on one core: decoding, and what every further stage adds to it."""
-    from qmargin.data.audio_lists import open_audio
-    from qmargin.data.rooms import RoomSimulator
+    from qmargin.data.open import open_audio
     from qmargin.data.speech import SPEEDS, SpeechDataset
-    from qmargin.data.speech_augment import SpeechAugmentation
+    from qmargin.data.speech_augment import RoomSimulator, SpeechAugmentation
 
     assert settings.audio is not None
     collection = open_audio(settings.audio)

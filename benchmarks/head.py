@@ -12,7 +12,7 @@ import gc
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,20 +39,19 @@ from benchmarks.timing import (
 from qmargin.cli.options import count, new_file, positive
 from qmargin.cli.tables import output_console, print_table
 from qmargin.errors import ConfigError
-from qmargin.heads.batch import unit_rows
-from qmargin.heads.chunked import ChunkedStep
-from qmargin.heads.classifier import PATHS, STEPS, MarginClassifier
-from qmargin.heads.memory import available_memory
-from qmargin.heads.paper import PaperStep
-from qmargin.heads.pending import as_pending
+from qmargin.heads.checks import available_memory
+from qmargin.heads.chunked import ChunkedGradient, ChunkedStep
+from qmargin.heads.classifier import ROW_LOSSES, STEPS, MarginClassifier
+from qmargin.heads.optimizers import ExactSGD, SparseSGD
+from qmargin.heads.paths import StepPath, as_path
 from qmargin.heads.sparse import SparseStep
-from qmargin.heads.step import RowsUpdate, StepRecord
-from qmargin.heads.updates import ExactSGD, SparseSGD
-from qmargin.kernels.head_records import ListOverflow
-from qmargin.losses.module import LossOutput
-from qmargin.maths.threshold import slacks
-from qmargin.models.registry import create_backbone
-from qmargin.training.process import find_device
+from qmargin.heads.step import StepRecord, unit_rows
+from qmargin.heads.top_k import TopKStep
+from qmargin.kernels.head_types import ListOverflow, Target
+from qmargin.kernels.solver import slacks
+from qmargin.losses.margin_loss import LossOutput
+from qmargin.models import create_backbone
+from qmargin.training.distributed.process import find_device
 
 FORWARD_BACKWARD = "forward + backward"
 PADDING = 128  # classes: keeps every row pitch of a [B, k] matrix a multiple of 16 bytes
@@ -111,7 +110,7 @@ class Variant:
     loss: qmargin.MarginLoss
     optimizer: str | None = None  # a key of OPTIMIZERS
     gradient: str = "fused"
-    options: dict[str, float] = field(default_factory=dict)  # attributes of the head
+    options: dict[str, float] = field(default_factory=dict)  # settings of the path
     bytes_per_logit: float = 0.0  # what a path that builds [B, k] tensors takes, roughly
     facts: dict[str, Any] = field(default_factory=dict)
 
@@ -119,6 +118,14 @@ class Variant:
     def step(self) -> str:
         """What is timed."""
         return FORWARD_BACKWARD + (f" + {self.optimizer}" if self.optimizer else "")
+
+
+def path_of(name: str, screen: torch.dtype | None, **settings: float) -> StepPath:
+    """A path by its name, with those of the settings that it has."""
+    kind = type(as_path(name))
+    given = {"screen_dtype": screen, **settings}
+    names = {field.name for field in fields(kind)}  # type: ignore[arg-type]
+    return kind(**{name: value for name, value in given.items() if name in names})
 
 
 def make_batch(prototypes: Tensor, rows: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -146,9 +153,8 @@ class Workbench:
             bench.dim,
             num_classes or bench.classes,
             bench.loss,
-            path="sparse",
+            path=path_of("sparse", bench.screen),
             gradient="fused",
-            screen_dtype=bench.screen,
             device=bench.device,
         )
         self.head.refresh()
@@ -170,7 +176,8 @@ class Workbench:
 
     def forget(self) -> None:
         """Drop what the last step left, some of which the head keeps for questions about it."""
-        self.leaf.grad = self.head.prototypes.grad = self.head.pending = self.head._step = None
+        self.leaf.grad = self.head.prototypes.grad = None
+        self.head.fused_gradient = self.head._step = None
 
     def measure(self, variant: Variant) -> Row:
         """Time a variant in turns with the product, and what memory it takes."""
@@ -187,13 +194,12 @@ class Workbench:
 
     def _measure(self, variant: Variant) -> Row:
         head = self.head
-        head.path, head.loss, head.gradient = variant.path, variant.loss, variant.gradient
-        for name, value in variant.options.items():
-            setattr(head, name, value)
+        head.path = path_of(variant.path, self.bench.screen, **variant.options)
+        head.loss, head.gradient = variant.loss, variant.gradient
         optimizer = OPTIMIZERS[variant.optimizer](head, **RULE) if variant.optimizer else None
 
         def step() -> None:
-            self.leaf.grad = head.prototypes.grad = head.pending = None
+            self.leaf.grad = head.prototypes.grad = head.fused_gradient = None
             head(self.leaf, self.labels).backward()
             if optimizer is not None:
                 optimizer.step()
@@ -250,16 +256,14 @@ def memory_reason(needed: float, device: torch.device) -> str | None:
 
 
 def finish_gradient(head: MarginClassifier) -> None:
-    """Make a pending gradient that is only promised, block by block, and drop it.
+    """Make a fused gradient whose products are left to the update, block by block, and drop it.
 
-    A chunked step leaves the prototypes' product to the update; a time without it would be a lie.
-    The sparse step leaves lists that hold all of its gradient, other paths the rows themselves.
+    That of a chunked step is: a time without it would be a lie. The lists of the sparse step hold
+    all of its gradient, other paths have the rows themselves.
     """
-    pending = head.pending
-    if pending is None or isinstance(pending, tuple | RowsUpdate):
-        return
-    for _ in as_pending(head, pending).raw_blocks():
-        pass
+    if isinstance(head.fused_gradient, ChunkedGradient):
+        for _ in head.fused_gradient.raw_blocks():
+            pass
 
 
 def path_variants(bench: HeadBenchmark) -> Iterator[Variant]:
@@ -275,12 +279,12 @@ def path_variants(bench: HeadBenchmark) -> Iterator[Variant]:
     for optimizer in (None, "ExactSGD"):
         yield Variant(f"dense, {name}", "dense", loss, optimizer, bytes_per_logit=20.0)
     for rate in (0.1, 0.3):
-        options = {"sample_rate": rate}
+        options = {"rate": rate}
         for optimizer in (None, "ExactSGD"):
             label = f"sampled {100 * rate:g} %, {name}"
             yield Variant(label, "sampled", loss, optimizer, "fused", options, 20.0 * rate)
     for percent in (1.0, 5.0, 100.0):
-        options = {"top_percent": percent}
+        options = {"percent": percent}
         for optimizer in (None, "ExactSGD"):
             label = f"paper {percent:g} %, {name}"
             yield Variant(label, "paper", loss, optimizer, "fused", options, 20.0)
@@ -457,8 +461,7 @@ def exact_rows(head: MarginClassifier, embeddings: Tensor, labels: Tensor) -> Lo
 def _row_errors(workbench: Workbench, path: str, truth: LossOutput, facts: dict[str, Any]) -> Row:
     """Largest errors of a path over the checked rows; the step itself takes the whole batch."""
     head = workbench.head
-    head.path = path
-    head.top_percent = 5.0
+    head.path = path_of(path, workbench.bench.screen)
     head.refresh()
     try:
         loss, record = _solved(head, path, workbench.leaf.detach(), workbench.labels)
@@ -482,24 +485,24 @@ def _solved(
 ) -> tuple[Tensor, StepRecord]:
     """Loss of each row, and the step's record."""
     unit, norms = unit_rows(embeddings, labels, -1, head.kernels)
-    if path in PATHS:
-        return PATHS[path](head, unit, labels, norms)
-    head.lengths = None
+    if head.path.name in ROW_LOSSES:
+        return ROW_LOSSES[head.path.name](head, unit, labels, norms)
+    head.list_lengths = None
     step = STEPS[path](head, unit, labels)
     loss = head.loss
     term = loss.margin(step.target_cosines().double(), loss.scale, labels=labels, norms=norms)
-    solution = step.solve(term.logits, term.log_reference, has_gradient=False)
-    step.confirm()
+    solution = step.solve(Target(term.logits, term.log_reference), has_gradient=False)
+    step.verify()
     return solution.loss, step
 
 
 def _tau(record: object) -> Tensor:
     """Of every row, from what a path keeps of its step."""
-    assert isinstance(record, SparseStep | ChunkedStep | PaperStep) and record.solved is not None
+    assert isinstance(record, SparseStep | ChunkedStep | TopKStep) and record.solved is not None
     if isinstance(record, ChunkedStep):
         solved = record.solved
         assert solved is not None
-        return solved.anchor - slacks(solved.level, record.chunks.order)
+        return solved.anchor - slacks(solved.level, record.chunks.b)
     tau: Tensor = record.solved.tau
     return tau
 
@@ -530,8 +533,7 @@ def _gradients(
         head.embedding_dim,
         head.num_classes,
         workbench.bench.loss,
-        path=path,
-        screen_dtype=None if dtype == torch.float64 else workbench.bench.screen,
+        path=path_of(path, None if dtype == torch.float64 else workbench.bench.screen),
         device=head.prototypes.device,
         dtype=dtype,
     )
@@ -676,10 +678,8 @@ class Race:
                 bench.dim,
                 bench.classes,
                 contender.loss,
-                path=contender.path,
+                path=path_of(contender.path, bench.screen, percent=contender.top_percent),
                 gradient="fused",
-                screen_dtype=bench.screen,
-                top_percent=contender.top_percent,
                 device=bench.device,
             )
             optimizer = OPTIMIZERS[contender.optimizer](head, **RULE)

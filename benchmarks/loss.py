@@ -19,10 +19,10 @@ from torch.nn import functional
 
 import qmargin
 from benchmarks.common import Tables, add_outputs, benchmark_options
+from qmargin.cli.doctor import installed_version
 from qmargin.cli.options import count, positive
-from qmargin.cli.tables import progress_bar
-from qmargin.cli.versions import installed_version
-from qmargin.training.process import find_device
+from qmargin.cli.tables import stage_progress
+from qmargin.training.distributed.process import find_device
 
 TARGET_COSINE = 0.4  # a sample in mid-training: above chance, not yet beyond the margin
 MOST_SOLVER_ROWS = 32  # the counts of table two hardly vary over rows; more would only cost time
@@ -226,9 +226,9 @@ def time_contenders(
     logits = settings.scale * cosines
     seconds: list[list[float]] = [[] for _ in contenders]
     losses: list[Tensor] = []
-    with progress_bar() as progress:
-        task = progress.add_task("timing", total=len(contenders) * (settings.repeats + 1))
+    with stage_progress() as progress:
         for turn in range(settings.repeats + 1):
+            progress("timing", turn, settings.repeats + 1)
             for index, contender in enumerate(contenders):
                 source = cosines if contender.wants_cosines else logits
                 elapsed, loss = _timed_step(contender, source, labels)
@@ -236,7 +236,6 @@ def time_contenders(
                     losses.append(loss)
                 else:
                     seconds[index].append(elapsed)
-                progress.advance(task)
     return _timings(contenders, seconds, losses)
 
 

@@ -29,11 +29,10 @@ from benchmarks.common import (
     run_in_process,
     write_record,
 )
-from qmargin.cli.tables import progress_bar
+from qmargin.cli.tables import stage_progress
 from qmargin.errors import ConfigError
-from qmargin.metrics.crossing import eer, min_dcf
-from qmargin.metrics.operating import num_allowed, tars_at_fars
-from qmargin.metrics.tail import ImpostorTail
+from qmargin.metrics.eer_dcf import eer, min_dcf
+from qmargin.metrics.operating import ImpostorTail, num_allowed, tars_at_fars
 
 WORKER = "benchmarks.metrics"
 FARS = (1e-3, 1e-4, 1e-5, 1e-6)
@@ -154,12 +153,11 @@ def run_metrics_benchmark(
 def time_readings(settings: MetricsBenchmark, names: list[str]) -> list[Reading]:
     """Every contender in turns, so that a slow spell of the machine meets all of them."""
     results: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
-    with progress_bar() as progress:
-        task = progress.add_task("reading", total=settings.repeats * len(names))
-        for _ in range(settings.repeats):
-            for name in names:
-                results[name].append(run_worker(settings, name))
-                progress.advance(task)
+    turns = names * settings.repeats
+    with stage_progress() as progress:
+        for done, name in enumerate(turns):
+            progress("reading", done, len(turns))
+            results[name].append(run_worker(settings, name))
     return [_reading(name, runs) for name, runs in results.items()]
 
 
@@ -342,9 +340,8 @@ NUM_REPLICATES = 1000
 def measure_files(job: Job) -> Job:
     """Seconds of every step from a trial list and embeddings to a result with intervals."""
     from qmargin.evaluation.embeddings import read_embeddings
-    from qmargin.evaluation.evaluate import evaluate_scores
-    from qmargin.evaluation.options import EvaluationOptions
-    from qmargin.evaluation.score_files import read_scores
+    from qmargin.evaluation.evaluate import EvaluationOptions, evaluate_scores
+    from qmargin.evaluation.scores import read_scores
     from qmargin.evaluation.scoring import score_trials
     from qmargin.evaluation.trials import read_trials
 

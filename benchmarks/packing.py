@@ -20,7 +20,7 @@ from torch import Tensor
 import qmargin
 from benchmarks.loss import LossBenchmark, cosine_batch
 from qmargin.cli.options import count
-from qmargin.kernels import candidates, rows
+from qmargin.kernels import rows
 
 ALPHAS = (1.25, 1.5, 2.0)
 GROUPS = (8, 16, 32, 64, 128)
@@ -104,7 +104,7 @@ def compare_groups(settings: LossBenchmark, cosines: Tensor, labels: Tensor) -> 
             block[:, : size * count].reshape(len(block), *shape).amax(dim)
 
     def whole_step(size: int, alpha: float) -> None:
-        candidates.GROUP = rows.GROUP = size  # type: ignore[attr-defined]
+        rows.GROUP = size
         loss_fn = settings.margin_loss(alpha)
         step(loss_fn, cosines, labels)
 

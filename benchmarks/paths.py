@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from functools import partial
 from unittest import mock
 
@@ -12,14 +13,19 @@ import torch.nn.functional as F
 import qmargin
 from benchmarks.timing import Step, median, time_turns
 from qmargin.cli.options import count
-from qmargin.demo.run import say
-from qmargin.heads import root_search
-from qmargin.training.process import find_device
+from qmargin.heads import chunked as root_search
+from qmargin.training.distributed.process import find_device
 
 PATHS = ("sparse", "chunked", "dense")
 FEW_SETTINGS = ((1.25, 4.4), (1.5, 0.43), (1.5, 3.3))
 WIDE_SETTINGS = ((1.0, 16.0), (1.25, 0.8), (1.25, 3.0), (1.5, 0.2), (2.0, 1.2e-4), (2.0, 4e-3))
 NOISE = 0.12  # of each coordinate of an embedding, beside the unit vector of its class
+
+
+def say(text: str) -> None:
+    """Print a line at once."""
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
 
 
 def add_subject(subjects: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -28,7 +34,7 @@ def add_subject(subjects: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "few-classes",
         help="which path is fastest where classes are few, or many of them are active",
         description="Time a step of each path, forward and backward, in turns; "
-        "qmargin.heads.choice has its limits from this table.",
+        "qmargin.heads.paths has its limits from this table.",
     )
     add = parser.add_argument
     add("--device", default="auto", help="auto, cpu or cuda")
@@ -40,7 +46,7 @@ def add_subject(subjects: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "wide-support",
         help="what a sample of the classes saves where many are active",
         description="Time a chunked step, forward and backward, whose search for the root starts "
-        "at the maxima of groups, and at the root of a sample: see qmargin.heads.root_search.",
+        "at the maxima of groups, and at the root of a sample: see qmargin.heads.chunked.",
     )
     add = parser.add_argument
     add("--device", default="auto", help="auto, cpu or cuda")

@@ -22,11 +22,11 @@ from benchmarks.common import (
     run_job,
 )
 from qmargin.errors import ConfigError
-from qmargin.evaluation.embed import map_embeddings, write_embeddings
-from qmargin.evaluation.intervals import StageProgress
-from qmargin.evaluation.options import EvaluationOptions
-from qmargin.evaluation.protocols import templates as protocol
-from qmargin.evaluation.protocols.ijb_release import read_ijb
+from qmargin.evaluation.embed import write_embeddings
+from qmargin.evaluation.embeddings import map_embeddings
+from qmargin.evaluation.evaluate import EvaluationOptions, StageProgress
+from qmargin.evaluation.protocols import ijb as protocol
+from qmargin.evaluation.protocols.ijb import read_ijb
 
 SUBJECT = "protocols"
 PACKAGES = ("numpy", "scipy")  # whose versions matter

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 import qmargin
 from benchmarks.common import current_commit
-from qmargin.cli.versions import installed_version
+from qmargin.cli.doctor import installed_version
 
 BURST = 4  # calls of a step in a turn on a GPU
 LONG_MS = 500.0  # of a step that is called once in a turn: launches do not show in it

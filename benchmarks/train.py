@@ -24,9 +24,9 @@ from qmargin.data.loader import Batch
 from qmargin.errors import ConfigError
 from qmargin.files import write_atomically
 from qmargin.training.build import build_backbone
+from qmargin.training.distributed.process import find_device
 from qmargin.training.loop import Run, open_run
 from qmargin.training.optim import clip_gradients_, parameter_groups
-from qmargin.training.process import find_device
 from qmargin.training.recipe import HeadPart, LossPart, Recipe, SchedulePart
 from qmargin.training.recipe_files import to_dict
 from qmargin.training.session import Session
@@ -317,12 +317,10 @@ class Bare:
         """A step of backbone and head."""
         session, optimizers = self.session, self.session.optimizers
         optimizers.zero_grad()
-        session.head.waits = not session.runs_ahead
-        loss = session.head(self._embed(), self.labels)
+        loss = session.head(self._embed(), self.labels, speculative=session.runs_ahead)
         session.scaler.scale(loss).backward()
-        if not session.head.confirm():
+        if not session.head.verify():
             raise RuntimeError("lists of the same batch have grown")  # which no weight explains
-        session.head.waits = True
         for optimizer in optimizers:
             session.scaler.unscale_(optimizer)
         self._clip()

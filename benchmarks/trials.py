@@ -20,10 +20,10 @@ from benchmarks.common import (
     run_job,
 )
 from qmargin.errors import ConfigError
-from qmargin.evaluation.embed_folder import write_embedding_file
+from qmargin.evaluation.embed import write_embedding_file
 from qmargin.evaluation.embeddings import read_embeddings
-from qmargin.evaluation.options import EvaluationOptions
-from qmargin.evaluation.protocols.trials import Scoring, evaluate_speakers
+from qmargin.evaluation.evaluate import EvaluationOptions
+from qmargin.evaluation.protocols.speakers import Scoring, evaluate_speakers
 from qmargin.evaluation.scoring import CohortNorm
 from qmargin.evaluation.trials import read_trials
 

@@ -172,7 +172,7 @@ def write_recordio(folder: Path) -> None:
 
 
 def write_split_recordio(folder: Path) -> None:
-    from qmargin.data.recordio import MAGIC_BYTES, RecordWriter, pack_payload
+    from qmargin.data.readers.recordio import MAGIC_BYTES, RecordWriter, pack_payload
 
     with RecordWriter(folder / "a.rec") as writer:
         for key in range(4):
@@ -216,8 +216,8 @@ def write_index(folder: Path) -> None:
 
 
 def read_index_alone(folder: Path) -> None:
-    from qmargin.data.encoded import ImageDataset
     from qmargin.data.open import open_index
+    from qmargin.data.stored import ImageDataset
 
     dataset = ImageDataset(open_index(folder / "a.rec.qmindex", keep_changed=True))
     for row in range(min(len(dataset), 50)):
@@ -247,7 +247,7 @@ def write_bins(folder: Path) -> None:
 
 
 def write_converted(folder: Path) -> None:
-    from qmargin.data.verification_bin import convert_bin
+    from qmargin.data.readers.verification_bin import convert_bin
 
     write_bins(folder)
     convert_bin(folder / "2.bin", folder / "a.npz")
@@ -313,6 +313,17 @@ def write_audio_index(folder: Path) -> None:
 
     write_kaldi(folder)
     open_dataset(folder, index=folder / "a.qmindex", verify=True)
+
+
+def write_unfinished_index(folder: Path) -> None:
+    from unittest import mock
+
+    from qmargin.data.open import open_dataset
+
+    write_kaldi(folder)
+    with mock.patch("qmargin.data.build.Path.unlink"):
+        open_dataset(folder, verify=True)
+    (folder / "wav.scp.qmindex").unlink()
 
 
 def write_scores(folder: Path) -> None:
@@ -394,7 +405,7 @@ def write_ijb(folder: Path) -> None:
 
 
 def read_ijb_release(folder: Path) -> None:
-    from qmargin.evaluation.protocols.ijb_release import read_ijb
+    from qmargin.evaluation.protocols.ijb import read_ijb
 
     release = read_ijb(folder / "IJBC")
     release.pairs()
@@ -435,7 +446,7 @@ def write_result(folder: Path) -> None:
 
 
 def write_recipe(folder: Path) -> None:
-    from qmargin.recipes.registry import get_recipe
+    from qmargin.recipes import get_recipe
     from qmargin.training.recipe_files import to_yaml
 
     (folder / "a.yaml").write_text(to_yaml(get_recipe("debug")))
@@ -444,13 +455,13 @@ def write_recipe(folder: Path) -> None:
 
 def write_checkpoint(folder: Path) -> None:
     from helpers.saving import random_state
-    from qmargin.training.checkpoint import save_checkpoint
+    from qmargin.training.checkpoint.reader import save_checkpoint
 
     save_checkpoint(folder, random_state(3))
 
 
 def read_checkpoint(folder: Path) -> None:
-    from qmargin.training.checkpoint import load_checkpoint, newest, open_checkpoint
+    from qmargin.training.checkpoint.reader import load_checkpoint, newest, open_checkpoint
 
     newest(folder)
     load_checkpoint(open_checkpoint(folder / "step-000003", check=False))
@@ -486,9 +497,9 @@ def write_pictures_npz(folder: Path) -> None:
 
 
 def read_pictures_npz(folder: Path) -> None:
-    from qmargin.demo.stored import read_stored
+    from qmargin.experiments.pictures import read_pictures
 
-    read_stored(folder / "a.npz", folder / "index")
+    read_pictures(folder / "a.npz")
 
 
 def read_picture(path: Path) -> None:
@@ -558,17 +569,23 @@ READERS = {
     "audio index": Reader(
         write_audio_index,
         lambda folder: (
-            lazily("qmargin.data.audio_index", "indexed_seconds")(folder / "a.qmindex"),
+            lazily("qmargin.data.index", "indexed_seconds")(folder / "a.qmindex"),
             read_recordings(".", folder, index=folder / "a.qmindex", verify=True),
         ),
         ("a.qmindex",),
+        repaired_index,
+    ),
+    "audio index, unfinished": Reader(
+        write_unfinished_index,
+        partial(read_recordings, ".", verify=True),
+        ("wav.scp.qmindex.part",),
     ),
     "scores": Reader(
-        write_scores, partial(each, lazily(f"{EVALUATION}.score_files", "read_scores"), "*"), ("*",)
+        write_scores, partial(each, lazily(f"{EVALUATION}.scores", "read_scores"), "*"), ("*",)
     ),
     "npz scores": Reader(
         write_npz_scores,
-        partial(each, lazily(f"{EVALUATION}.score_files", "read_scores"), "*.npz"),
+        partial(each, lazily(f"{EVALUATION}.scores", "read_scores"), "*.npz"),
         ("*.npz",),
         repaired_zip,
     ),
@@ -582,7 +599,7 @@ READERS = {
     ),
     "mapped embeddings": Reader(
         write_embeddings,
-        partial(each, lazily(f"{EVALUATION}.embed", "map_embeddings"), "*.safetensors"),
+        partial(each, lazily(f"{EVALUATION}.embeddings", "map_embeddings"), "*.safetensors"),
         ("*.safetensors",),
     ),
     "npz embeddings": Reader(
@@ -593,7 +610,7 @@ READERS = {
     ),
     "groups": Reader(
         write_mapping,
-        partial(each, lazily(f"{EVALUATION}.subjects", "read_mapping", role="groups"), "*"),
+        partial(each, lazily(f"{EVALUATION}.columns", "read_mapping", role="groups"), "*"),
         ("*",),
     ),
     "pairs": Reader(
@@ -604,7 +621,7 @@ READERS = {
     "ijb": Reader(write_ijb, read_ijb_release, ("IJBC/meta/*", "IJBC/loose_crop/0.png")),
     "durations": Reader(
         write_durations,
-        partial(each, lazily(f"{EVALUATION}.protocols.utterances", "read_seconds"), "*"),
+        partial(each, lazily(f"{EVALUATION}.embeddings", "read_seconds"), "*"),
         ("*",),
     ),
     "thresholds": Reader(
@@ -785,9 +802,9 @@ def prepare() -> None:
     import torch
 
     import qmargin.data.open
-    import qmargin.demo.stored
     import qmargin.evaluation.model
-    import qmargin.training.checkpoint  # noqa: F401
+    import qmargin.experiments.pictures
+    import qmargin.training.checkpoint.reader  # noqa: F401
 
     torch.set_num_threads(1)
 

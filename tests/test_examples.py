@@ -4,7 +4,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -28,18 +27,6 @@ def test_comparison_prints_a_row_for_each_loss() -> None:
         assert f"| {name} " in printed
 
 
-def test_error_rates_of_the_comparison_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    from compare_losses import equal_error_rate, tar_at_far
-
-    genuine = np.array([0.9, 0.8, 0.7, 0.2], dtype=np.float32)
-    impostor = np.array([0.75, 0.5, 0.3, 0.1], dtype=np.float32)
-    assert tar_at_far(genuine, impostor, 0.25) == 0.75  # one impostor may pass: threshold 0.5
-    assert tar_at_far(genuine, impostor, 0.1) == 0.5  # none may pass: threshold 0.75
-    assert equal_error_rate(genuine, impostor) == 0.25
-    assert equal_error_rate(genuine, genuine - 1) == 0.0
-
-
 @pytest.mark.slow
 def test_own_loop_learns() -> None:
     lines = run_example("own_loop.py").splitlines()
@@ -51,6 +38,6 @@ def test_own_loop_learns() -> None:
 def test_all_losses_of_the_comparison_learn() -> None:
     printed = run_example("compare_losses.py")
     rows = [line.split("|")[1:-1] for line in printed.splitlines() if line.startswith("| ")]
-    equal_error_rates = [float(cells[3]) for cells in rows[1:]]
+    equal_error_rates = [float(cells[3].strip(" *")) for cells in rows[2:]]
     assert len(equal_error_rates) == 5
     assert max(equal_error_rates) < 25.0  # chance is 50

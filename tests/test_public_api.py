@@ -19,7 +19,11 @@ INTERNAL = {  # what the parts of a head call on each other; docs/reference/api.
     "kernels",
     "may_have_moved",
     "next_seed",
-    "order",
+    "alpha_minus_one",
+    "chunk_dtype",
+    "list_capacity",
+    "note_current",
+    "screen_dtype_for",
 }
 PROMISES = [
     *sorted(qmargin.__all__),

@@ -20,18 +20,21 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))  # as a script
 
+from helpers.experiments import TINY_DEMO, run, small_sweep
 from helpers.runs import losses as losses_of
 from helpers.runs import tiny_recipe
-from helpers.sweeps import small_sweep
-from helpers.tiny_demo import options_for, patch_demo
-from qmargin.demo.losses import BY_DEVICE
-from qmargin.demo.recipe import SIZES, demo_recipe
-from qmargin.demo.run import run_demo
 from qmargin.evaluation.result import Result, read_result
+from qmargin.experiments.experiment import Experiment, Search, TestProtocol
+from qmargin.experiments.named import (
+    DEMO_SETTINGS,
+    Size,
+    demo_experiment,
+    grid_arms,
+    stroke_recipe,
+)
+from qmargin.experiments.run import NORMALISED, RESULT
+from qmargin.experiments.worlds import Made
 from qmargin.recipes import get_recipe, list_recipes
-from qmargin.study import studies
-from qmargin.study.run import StudyOptions, run_study
-from qmargin.sweep.run import TRIALS, run_sweep
 from qmargin.training.loop import train
 
 FILE = Path(__file__).parent / "reference_values.json"
@@ -55,16 +58,18 @@ def machine() -> str:
 
 def recipe_hashes() -> dict[str, str]:
     made = {name: get_recipe(name).sha256 for name in list_recipes() if name != "mine"}
-    for device, losses in BY_DEVICE.items():
-        for key, loss in losses.items():
-            made[f"demo {device} {key}"] = demo_recipe(loss, seed=0, size=SIZES[device]).sha256
+    for device in DEMO_SETTINGS:
+        demo = demo_experiment(device)
+        for key, arm in demo.arms.items():
+            recipe = demo.run_recipe(key, arm.points[0], seed=0, is_search=False)
+            made[f"demo {device} {key}"] = recipe.sha256
     return made
 
 
 def numbers_of(result: Result) -> dict[str, float]:
-    found = {f"tar@{point.far_target:g}": point.tar for point in result.metrics.tar}
-    found |= {"eer": result.metrics.eer.value, "cllr": result.metrics.cllr.value}
-    for point in result.metrics.tar:
+    found = {f"tar@{point.far_target:g}": point.tar for point in result.measures.tar}
+    found |= {"eer": result.measures.eer.value, "cllr": result.measures.cllr.value}
+    for point in result.measures.tar:
         found |= dict(zip((f"low@{point.far_target:g}", f"high@{point.far_target:g}"),
                           point.interval or (None, None), strict=True))  # fmt: skip
     return {name: value for name, value in found.items() if value is not None}
@@ -79,43 +84,53 @@ def training_losses(folder: Path) -> dict[str, float]:
     return found
 
 
+def arm_of(path: Path) -> str:
+    return path.parent.name.partition("-seed")[0]
+
+
 def demo_numbers(folder: Path) -> dict[str, float]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch_demo(patch)
-        run_demo(options_for(folder))
+    experiment = demo_experiment("cpu", size=TINY_DEMO).with_arms(["cosface", "q_margin"])
+    finished, _ = run(experiment, folder)
     return {
-        f"{path.parent.name} {name}": value
-        for path in sorted(folder.glob("seed-*/*/result.json"))
+        f"{arm_of(path)} {name}": value
+        for path in finished.paths[RESULT]
         for name, value in numbers_of(read_result(path)).items()
     }
 
 
 def sweep_numbers(folder: Path) -> dict[str, float]:
-    run_sweep(small_sweep(folder, "loss.margin=0.1,0.2", "loss.scale=16,32"))
-    rows = [json.loads(line) for line in (folder / TRIALS).read_text().splitlines()]
+    finished, _ = run(small_sweep("loss.margin=0.1,0.2", "loss.scale=16,32"), folder)
     return {
-        " ".join([*(f"{key}={text}" for key, text in sorted(row["point"].items())), name]): value
-        for row in rows
-        for name, value in row["metrics"].items()
+        " ".join([*(f"{key}={text}" for key, text in sorted(one.point.items())), name]): value
+        for one in finished.rounds[0]
+        for name, value in one.outcomes[0].measures.items()
     }
 
 
 def study_numbers(folder: Path) -> dict[str, float]:
-    from study.test_study import TINY, TINY_GRID
-
-    study = studies.Study(
-        "reference", "tiny strokes", "strokes", TINY, search_epochs=1, grid=TINY_GRID,
-        measure="tar@0.001", finalists=1, num_views=2,
+    """A search with finalists, and both protocols; both losses try settings of Q-Margin."""
+    size = Size(
+        num_classes=12, samples_per_class=8, epochs=2, batch_size=32, width=4, depth=0,
+        embedding_dim=16,
     )  # fmt: skip
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("qmargin.study.pictures.VALIDATION_IDS", 110)
-        patch.setattr("qmargin.study.pictures.VALIDATION_SAMPLES", 4)
-        losses = ("arcface", "q_margin")
-        run_study(StudyOptions(study, folder, seeds=1, losses=losses, device="cpu"))
+    alpha, scale, _ = DEMO_SETTINGS["cpu"]["q_margin"]
+    grid = {key: [(alpha, scale, m) for m in (0.1, 0.2)] for key in ("arcface", "q_margin")}
+    experiment = Experiment(
+        "reference",
+        stroke_recipe(size),
+        grid_arms(grid, sampled=False),
+        Made(110, 4, 110, 4),
+        "tiny strokes",
+        TestProtocol(views=2, normalise=True),
+        Search(measure="tar@0.001", settings=("run.epochs=1",), finalists=1),
+        seeds=(0,),
+    )
+    finished, _ = run(experiment, folder)
+    names = {RESULT: "evaluation", NORMALISED: "normalised"}
     return {
-        f"{path.parent.name} {path.stem} {name}": value
-        for path in sorted((folder / "final").glob("*/*.json"))
-        if path.stem in ("evaluation", "normalised")
+        f"{arm_of(path)}-0 {stem} {name}": value
+        for file, stem in names.items()
+        for path in finished.paths[file]
         for name, value in numbers_of(read_result(path)).items()
     }
 

@@ -12,10 +12,9 @@ import pytest
 from PIL import Image
 
 from qmargin.cli.main import main
-from qmargin.cli.progress import BarProgress
-from qmargin.cli.tables import output_console, print_table, rich_bars
+from qmargin.cli.tables import BarProgress, output_console, print_table, rich_bars
 from qmargin.terminal import SafeStream, printable, safe_streams
-from qmargin.training.display import BarDisplay
+from qmargin.training.reporting import BarDisplay
 
 HOSTILE = "\x1b]0;owned\x07\x1b[2J\r\x9b31m\u202egpj.exe\x7f\u2028[/red]|"
 RAW = "\x07\x9b\u202e\x7f\u2028"

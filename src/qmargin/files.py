@@ -1,4 +1,4 @@
-"""Files that are whole or absent: written aside, hashed, on the disk before anyone relies on them.
+"""Files that are whole or absent: written under another name, hashed, synced, then renamed.
 
 ``Guard`` decides what a command may write over. Every package may use these; they need nothing but
 Python and our errors.
@@ -45,45 +45,35 @@ READING = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0
 """How files are opened: without waiting for the other end of a pipe."""
 
 
-def open_regular(path: str | Path) -> BinaryIO:
-    """Open a file for reading; a pipe, a device or a folder is refused at once, not waited for.
-
-    Raises:
-        DataError: It is not a regular file.
-        OSError: It cannot be opened.
-    """
-    descriptor = _opened(path)
+def _open_checked(path: str | Path) -> tuple[int, os.stat_result]:
+    """Descriptor and status of a regular file."""
     try:
-        check_regular(path, os.fstat(descriptor))
-        return os.fdopen(descriptor, "rb")
-    except BaseException:
-        os.close(descriptor)
-        raise
-
-
-def read_regular(path: str | Path, most: int) -> bytes:
-    """All bytes of a small file, as fast as the system allows; see ``open_regular``.
-
-    Raises:
-        DataError: It is not a regular file, or has more than ``most`` bytes.
-        OSError: It cannot be read.
-    """
-    descriptor = _opened(path)
+        descriptor = os.open(path, READING)
+    except ValueError as error:  # a zero byte, or a character that no name can have
+        raise DataError(f"{str(path)[:80]!r} is no name of a file ({error})") from error
     try:
         status = os.fstat(descriptor)
         check_regular(path, status)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor, status
+
+
+def open_regular(path: str | Path) -> BinaryIO:
+    """Open a file for reading; ``DataError`` at once for a pipe, a device or a folder."""
+    return os.fdopen(_open_checked(path)[0], "rb")
+
+
+def read_regular(path: str | Path, most: int) -> bytes:
+    """All bytes of a regular file, without a buffer; ``DataError`` if more than ``most``."""
+    descriptor, status = _open_checked(path)
+    try:
         if status.st_size > most:
             raise DataError(f"{path} has {status.st_size:,} bytes; at most {most:,} are read")
         return os.read(descriptor, status.st_size)
     finally:
         os.close(descriptor)
-
-
-def _opened(path: str | Path) -> int:
-    try:
-        return os.open(path, READING)
-    except ValueError as error:  # a zero byte, or a character that no name can have
-        raise DataError(f"{str(path)[:80]!r} is no name of a file ({error})") from error
 
 
 def is_file(path: str | Path) -> bool:
@@ -100,15 +90,7 @@ def open_text(path: str | Path, *, encoding: str = "utf-8", newline: str | None 
 
 
 def check_regular(path: str | Path, status: os.stat_result | None = None) -> None:
-    """Raise ``DataError`` unless there is a regular file, for readers that take a path.
-
-    Args:
-        path: The file.
-        status: Of the file, where it is known.
-
-    Raises:
-        OSError: There is no such file.
-    """
+    """Raise ``DataError`` unless there is a regular file, for readers that take a path."""
     mode = (os.stat(path) if status is None else status).st_mode  # noqa: PTH116
     if not stat.S_ISREG(mode):
         kind = _KINDS.get(stat.S_IFMT(mode), "no regular file")
@@ -140,13 +122,13 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> FileEntry:
 
 @contextmanager
 def replacing(path: Path, *, sync: bool = True) -> Iterator[Path]:
-    """A free name to write to; it becomes ``path`` at the end, or vanishes after an error.
+    """A free name to write to; it becomes ``path`` at the end, or is removed after an error.
 
-    An error of the file system names ``path``, which people know, and not the free name.
+    An error of the file system names ``path`` and not the free name.
 
     Args:
         path: The file to make or replace.
-        sync: Make the new name last; what is not worth a wait for the disk goes without.
+        sync: Sync the folder, so that the new name survives a crash.
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
@@ -163,15 +145,7 @@ def replacing(path: Path, *, sync: bool = True) -> Iterator[Path]:
 
 
 def write_atomically(path: str | Path, content: bytes) -> None:
-    """Write a file, or replace it: a reader finds the old content or the new, even after a crash.
-
-    Examples:
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     write_atomically(Path(folder, "a.txt"), b"all of it")
-        ...     [path.name for path in Path(folder).iterdir()]
-        ['a.txt']
-    """
+    """Write or replace a file: readers find the old content or the new, even after a crash."""
     with replacing(Path(path)) as temporary:
         write_file(temporary, [content])
 
@@ -242,14 +216,6 @@ def without_folders(text: str) -> str:
     return f"{key}={without_folders(value)}" if equals else text
 
 
-def has_mark(path: Path, mark: str) -> bool:
-    """Whether a text occurs near the start or near the end of a file."""
-    with path.open("rb") as file:
-        head = file.read(_EDGE_BYTES)
-        file.seek(max(0, file.seek(0, os.SEEK_END) - _EDGE_BYTES))
-        return mark.encode() in head or mark.encode() in file.read()
-
-
 class Guard:
     """Refuses to write over inputs, and over files that this program did not write.
 
@@ -293,17 +259,26 @@ class Guard:
         Raises:
             ConfigError: It is an input, another output, no regular file, or not ours.
         """
-        self._check_place(path)
-        if self._is_taken(path) and not has_mark(path, mark):
-            raise _foreign(path)
+        place = path.parent.resolve() / path.name
+        if place in self._outputs:
+            raise ConfigError(f"{path} is named for two outputs; give each a file of its own")
+        self._outputs.add(place)
+        with suppress(OSError):
+            found = path.stat()
+            if (found.st_dev, found.st_ino) in self._inputs:
+                raise ConfigError(f"{path} is an input of this command; write to another file")
+            if not stat.S_ISREG(found.st_mode):
+                raise ConfigError(f"{path} is not a regular file; write to another place")
+        if self._is_taken(path):
+            with path.open("rb") as file:
+                edges = [file.read(_EDGE_BYTES)]
+                file.seek(max(0, file.seek(0, os.SEEK_END) - _EDGE_BYTES))
+                edges.append(file.read())
+            if not any(mark.encode() in edge for edge in edges):
+                raise _foreign(path)
 
     def check_content(self, path: Path, sha256: str) -> None:
-        """Refuse to replace a file without marks, unless it is known or the same as the new one.
-
-        Args:
-            path: The file to make or replace.
-            sha256: Of its new content.
-        """
+        """Refuse to replace a file without marks, unless it is known or has this new content."""
         if self._is_taken(path) and sha256_of(path) not in {sha256, *self._own}:
             raise _foreign(path)
 
@@ -319,25 +294,16 @@ class Guard:
         JSON by its format, everything else has to hold ``MADE_BY``.
         """
         for path, content in files.items():
-            self.check(path, _mark_of(path, content))
+            mark = '"format": "qmargin-' if path.suffix == ".json" else MADE_BY
+            if path.suffix == ".csv":
+                mark = content.partition(b"\n")[0].decode().strip()
+            self.check(path, mark)
         for path, content in files.items():
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(path, _marked(path, content))
+            before = f"% {MADE_BY}\n".encode() if path.suffix == ".tex" else b""
+            after = f"\n<!-- {MADE_BY} -->\n".encode() if path.suffix == ".md" else b""
+            write_atomically(path, before + content + after)
         return list(files)
-
-    def _check_place(self, path: Path) -> None:
-        place = path.parent.resolve() / path.name
-        if place in self._outputs:
-            raise ConfigError(f"{path} is named for two outputs; give each a file of its own")
-        self._outputs.add(place)
-        try:
-            found = path.stat()
-        except OSError:
-            return
-        if (found.st_dev, found.st_ino) in self._inputs:
-            raise ConfigError(f"{path} is an input of this command; write to another file")
-        if not stat.S_ISREG(found.st_mode):
-            raise ConfigError(f"{path} is not a regular file; write to another place")
 
     def _is_taken(self, path: Path) -> bool:
         """Whether there is something to lose, a dangling link too, that may not be ours."""
@@ -346,18 +312,6 @@ class Guard:
         if not path.exists():
             raise _foreign(path)
         return path.stat().st_size > 0  # as of mktemp
-
-
-def _mark_of(path: Path, content: bytes) -> str:
-    if path.suffix == ".csv":
-        return content.partition(b"\n")[0].decode().strip()
-    return '"format": "qmargin-' if path.suffix == ".json" else MADE_BY
-
-
-def _marked(path: Path, content: bytes) -> bytes:
-    if path.suffix == ".md":
-        return content + f"\n<!-- {MADE_BY} -->\n".encode()
-    return f"% {MADE_BY}\n".encode() + content if path.suffix == ".tex" else content
 
 
 def _foreign(path: Path) -> ConfigError:

@@ -6,6 +6,7 @@ Every package may use this; it needs nothing but Python, and rich where that is 
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -19,9 +20,7 @@ if TYPE_CHECKING:
 def printable(text: str, *, keep: str = "") -> str:
     r"""Text with escapes for control characters, bidirectional overrides and stray bytes.
 
-    Args:
-        text: Perhaps from a file name, a file or a server.
-        keep: Characters that stay as they are, such as a line's end.
+    Characters in ``keep`` stay as they are.
 
     Examples:
         >>> print(printable("a\x1b[31mb\r\u202ec"))
@@ -38,10 +37,7 @@ def printable(text: str, *, keep: str = "") -> str:
 
 
 class SafeStream:
-    r"""A text stream to which only line ends and tabs get besides printable characters.
-
-    Args:
-        stream: Where the text goes; everything but writing is left to it.
+    r"""A text stream that escapes all but printable characters, line ends and tabs.
 
     Examples:
         >>> import io
@@ -95,11 +91,7 @@ def safe_streams() -> Iterator[None]:
 
 
 def rich_console(stream: TextIO) -> Console:
-    """Console of rich whose colours and movements reach a stream; escapes in texts do not.
-
-    Args:
-        stream: A terminal; of a ``SafeStream``, the stream behind it.
-    """
+    """Console of rich whose colours and movements reach a stream; escapes in texts do not."""
     from rich.console import Console, ConsoleOptions, RenderableType
     from rich.segment import Segment
 
@@ -119,13 +111,21 @@ def start_live(live: Live) -> None:
 
     rich replaces both streams until the display stops, and would obey escapes in what they get.
     """
-    are_safe = [isinstance(stream, SafeStream) for stream in (sys.stdout, sys.stderr)]
+    names = [name for name in ("stdout", "stderr") if isinstance(getattr(sys, name), SafeStream)]
     live.start(refresh=True)
-    if are_safe[0]:
-        sys.stdout = _safe(sys.stdout)
-    if are_safe[1]:
-        sys.stderr = _safe(sys.stderr)
+    for name in names:
+        setattr(sys, name, _safe(getattr(sys, name)))
 
 
 def _safe(stream: TextIO) -> TextIO:
     return stream if isinstance(stream, SafeStream) else cast(TextIO, SafeStream(stream))
+
+
+def without_passwords(text: str) -> str:
+    """A text whose URLs keep their user and lose the password.
+
+    Examples:
+        >>> without_passwords("--storage postgresql://me:secret@host:5432/db --jobs 2")
+        '--storage postgresql://me:***@host:5432/db --jobs 2'
+    """
+    return re.sub(r"(://[^\s/@:]*):[^\s@]*@", r"\1:***@", text)

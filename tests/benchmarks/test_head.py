@@ -22,7 +22,7 @@ from benchmarks.timing import CommonHead, Row, guarded, time_turns
 from helpers.commands import run_benchmark
 from qmargin.cli import tables
 from qmargin.errors import ConfigError
-from qmargin.models import registry
+from qmargin.registry import backbones
 
 CPU = torch.device("cpu")
 SMALL = HeadBenchmark(
@@ -56,7 +56,8 @@ def one_warm_turn(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def tiny_backbone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(registry._BACKBONES, "tiny", TinyBackbone)
+    monkeypatch.setattr(backbones, "_entries", dict(backbones._entries))
+    backbones.register("tiny", TinyBackbone)
 
 
 def rows_of(report_rows: list[dict], **wanted: object) -> list[dict]:
@@ -102,7 +103,7 @@ def check_parts(parts: dict[str, list[dict]]) -> None:
         "three GEMMs",
     ]
     taken = {row["facts"]["stats"]["path"] for row in parts["paths"] if "stats" in row["facts"]}
-    assert taken == {"sparse", "chunked", "dense", "sampled", "paper"}
+    assert taken == {"sparse", "chunked", "dense", "sampled", "top_k"}
     fused = "forward + backward + ExactSGD"
     assert len(rows_of(parts["paths"], name="sparse, alpha 1.25", step=fused)) == 1
     assert len({row["facts"]["scale"] for row in parts["settings"]}) == 6
@@ -214,10 +215,10 @@ def test_a_promised_gradient_is_made() -> None:
     head.path = "chunked"
     head(workbench.leaf, workbench.labels).backward()
     blocks = []
-    original = type(head.pending).raw_blocks
+    original = type(head.fused_gradient).raw_blocks
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            type(head.pending),
+            type(head.fused_gradient),
             "raw_blocks",
             lambda self: (blocks.append(block) or block for block in original(self)),
         )
@@ -285,8 +286,6 @@ def test_plain_text_without_rich(
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     run_head_benchmark(SMALL, ["products"])
     assert "| one GEMM, k padded    |" in capsys.readouterr().out
-    with tables.progress_bar() as progress:
-        progress.advance(progress.add_task("timing", total=1))
 
 
 def test_a_failed_row_keeps_its_setting() -> None:

@@ -9,7 +9,7 @@ import pytest
 from benchmarks import protocols
 from benchmarks.protocols import ProtocolsBenchmark, add_subject, make_release
 from qmargin.errors import BackendError, ConfigError
-from qmargin.evaluation.protocols.ijb_release import read_ijb
+from qmargin.evaluation.protocols.ijb import read_ijb
 
 SMALL = {"images": 900, "templates": 60, "subjects": 12, "pairs": 500, "dim": 16, "seed": 0}
 

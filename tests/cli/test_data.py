@@ -1,34 +1,26 @@
 """``qmargin data`` and ``qmargin check-data`` with arguments as users type them."""
 
-import argparse
 import pickle
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from helpers.commands import run_command as run
 from helpers.pictures import jpeg, write_folder, write_records
-from qmargin.cli.data import add_data
+from helpers.recordings import encoded, speaker_folders, tone
 from qmargin.data import open_dataset, read_bin
 from qmargin.data.alignment import TEMPLATE
-from qmargin.errors import DataError
+from qmargin.errors import ConfigError, DataError
 
 IMAGES = [jpeg(seed) for seed in range(6)]
-
-
-def run(*words: object) -> None:
-    parser = argparse.ArgumentParser()
-    commands = parser.add_subparsers(required=True)
-    add_data(commands)
-    arguments = parser.parse_args([str(word) for word in words])
-    arguments.run(arguments)
 
 
 def test_index_says_what_it_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write_records(tmp_path / "train.rec", IMAGES, [0, 0, 1, 1, 2, 2])
     run("data", "index", path)
     output = capsys.readouterr().out
-    assert "train.rec.qmindex: recordio" in output
+    assert "train.rec.qmindex: images, recordio" in output
     assert "| samples    |     6 |" in output
     assert "| identities |     3 |" in output
     run("data", "index", path, "--out", tmp_path / "other.qmindex")
@@ -73,3 +65,59 @@ def test_damaged_data_ends_with_an_error(
     output = capsys.readouterr().out
     assert "zero bytes" in output
     assert "person0/7.jpg" in output
+
+
+@pytest.fixture
+def wavs(tmp_path: Path) -> Path:
+    root = speaker_folders(tmp_path / "wavs")
+    for number, path in enumerate(sorted(root.rglob("*.wav"))):
+        path.write_bytes(encoded(tone(1.5, hertz=300 + number)))
+    return root
+
+
+def test_an_index_of_recordings_says_what_it_found(
+    wavs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run("data", "index", wavs, "--threads", 1)
+    output = capsys.readouterr().out
+    assert "wavs.qmindex: recordings" in output
+    assert "| samples                        |      6 | 16,000 Hz: 6 |" in output
+    assert "| identities                     |      3 |" in output
+
+
+def test_good_recordings_pass_and_are_indexed(wavs: Path) -> None:
+    run("check-data", wavs)
+    assert wavs.with_name("wavs.qmindex").exists()
+    run("check-data", wavs)
+
+
+def test_everything_that_is_wrong_is_shown(wavs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run("data", "index", wavs)
+    paths = sorted(wavs.rglob("*.wav"))
+    paths[0].write_bytes(encoded(np.clip(20 * tone(1.5), -1, 1)))
+    paths[1].write_bytes(encoded(0.0001 * tone(1.5)))
+    paths[2].write_bytes(encoded(tone(0.3)))
+    paths[3].write_bytes(b"<html>")
+    paths[5].write_bytes(paths[4].read_bytes())
+    capsys.readouterr()
+    with pytest.raises(DataError, match="1 corrupt, 5 changed and 0 contradictory"):
+        run("check-data", wavs)
+    output = capsys.readouterr().out
+    for line in ("clipped  ", "silent  ", "shorter than 1 s", "cannot be read", "duplicates  "):
+        (row,) = [row for row in output.splitlines() if row.startswith(f"| {line}")]
+        assert row.split("|")[2].strip() == "1"
+
+
+def test_a_recording_under_two_speakers_is_an_error(wavs: Path) -> None:
+    paths = sorted(wavs.rglob("*.wav"))
+    paths[5].write_bytes(paths[0].read_bytes())
+    with pytest.raises(DataError, match="0 corrupt, 0 changed and 1 contradictory"):
+        run("check-data", wavs)
+
+
+def test_options_of_lists_need_a_list(tmp_path: Path) -> None:
+    (tmp_path / "faces" / "a").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="leave split out"):
+        run("data", "index", tmp_path / "faces", "--split", "train")
+    with pytest.raises(ConfigError, match="leave root out"):
+        run("check-data", tmp_path / "faces", "--root", tmp_path)

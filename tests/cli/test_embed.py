@@ -1,24 +1,19 @@
 """``qmargin embed``: a folder to a private file that evaluations read."""
 
-import argparse
 import stat
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from helpers.commands import run_command
 from helpers.model_directories import make_model, pictures, write_pictures
-from qmargin.cli.embed import add_embed
 from qmargin.errors import ConfigError, DataError
 from qmargin.evaluation.embeddings import read_embeddings
 from qmargin.evaluation.model import load_model
 
-
-def run(*arguments: object) -> None:
-    parser = argparse.ArgumentParser(prog="qmargin")
-    add_embed(parser.add_subparsers(required=True))
-    parsed = parser.parse_args(["embed", *map(str, arguments)])
-    parsed.run(parsed)
+run = partial(run_command, "embed")
 
 
 @pytest.fixture

@@ -8,24 +8,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from helpers.commands import parse_command, run_command
 from helpers.speakers import make_speakers
-from qmargin.cli.evaluate import add_evaluate
-from qmargin.cli.progress import PlainProgress, stage_progress
+from qmargin.cli.tables import PlainProgress, stage_progress
 from qmargin.errors import ConfigError, DataError, ProtocolError
-from qmargin.evaluation.embed_folder import write_embedding_file
+from qmargin.evaluation.embed import write_embedding_file
 from qmargin.evaluation.result import Result, read_result
 
 
 def parse(*arguments: object) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="qmargin")
-    add_evaluate(parser.add_subparsers(required=True))
-    return parser.parse_args(["evaluate", *map(str, arguments)])
+    return parse_command(["qmargin", "evaluate", *map(str, arguments)])
 
 
 def evaluated(*arguments: object) -> Result:
-    parsed = parse(*arguments)
-    parsed.run(parsed)
-    return read_result(parsed.out)
+    return read_result(run_command("evaluate", *arguments).out)
 
 
 @pytest.fixture
@@ -61,15 +57,15 @@ def test_trials_with_embeddings_give_the_same_result(folder: Path) -> None:
         "--out", folder / "a.json", *quick,
     )  # fmt: skip
     scores = evaluated("scores", folder / "system.txt", "--out", folder / "b.json", *quick)
-    assert trials.trials_sha256 == scores.trials_sha256
-    for first, second in zip(trials.metrics.tar, scores.metrics.tar, strict=True):
+    assert trials.protocol.data_sha256 == scores.protocol.data_sha256
+    for first, second in zip(trials.measures.tar, scores.measures.tar, strict=True):
         assert (first.tar, first.interval) == (second.tar, second.interval)
     assert [source.role for source in trials.sources] == ["scores", "trials", "embeddings"]
     again = evaluated(
         "scores", folder / "a.scores.tsv", "--trials", folder / "trials.txt",
         "--out", folder / "c.json", *quick,
     )  # fmt: skip
-    assert again.metrics == trials.metrics
+    assert again.measures == trials.measures
 
 
 def test_norms_and_subjects_are_options(folder: Path) -> None:
@@ -99,44 +95,29 @@ def test_a_model_card_is_kept(folder: Path) -> None:
             evaluated("scores", folder / "system.txt", *options)
 
 
-def test_nothing_is_written_when_something_is_wrong(folder: Path) -> None:
-    out = folder / "result.json"
-    scores = folder / "bad.txt"
-    scores.write_text("a b 0.5 1\na c nan 0\n")
-    with pytest.raises(DataError, match=r"bad\.txt, line 2: the score is NaN"):
-        evaluated("scores", scores, "--out", out)
-    scores.write_text("a b 0.5 1\na c 0.25 1\n")
-    with pytest.raises(ProtocolError, match=r"bad\.txt: there are 0 impostor trials"):
-        evaluated("scores", scores, "--out", out)
-    assert not out.exists()
-
-
-def test_a_folder_that_is_not_there_is_refused_before_the_work(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="not a file in an existing folder"):
-        evaluated("scores", "no such file", "--out", folder / "none" / "result.json")
-    with pytest.raises(ConfigError, match="needs a cohort"):
-        evaluated(
-            "trials", folder / "trials.txt", "--embeddings", folder / "model.npz",
-            "--as-norm", 5, "--out", folder / "r.json",
-        )  # fmt: skip
-
-
-def test_unlabelled_trials_are_refused(folder: Path) -> None:
-    (folder / "trials.txt").write_text("a b\n")
-    with pytest.raises(DataError, match=r"trials\.txt has no labels"):
-        evaluated(
-            "trials", folder / "trials.txt", "--embeddings", folder / "model.npz",
-            "--out", folder / "r.json",
-        )  # fmt: skip
-
-
 @pytest.mark.parametrize(
-    "arguments", [["scores", "f"], ["scores", "f", "--out", "o", "--rule", "best"], ["fly"]]
+    ("words", "named"),
+    [
+        ("scores nan.txt", r"nan\.txt, line 2"),
+        ("scores one.txt", r"one\.txt: there are 0 impostor trials"),
+        ("scores no-such-file --out none/r.json", "make the folder first"),
+        ("trials trials.txt --embeddings model.npz --as-norm 5", "--cohort"),
+        ("trials bare.txt --embeddings model.npz", r"bare\.txt has no labels"),
+        ("scores system.txt --ignore-extra", "--trials"),
+        ("scores system.txt --trials-format csv", "--trials"),
+    ],
 )
-def test_usage_errors_exit_with_two(arguments: list[str]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        parse(*arguments)
-    assert stop.value.code == 2
+def test_what_is_wrong_is_refused_and_nothing_written(
+    folder: Path, words: str, named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    Path("nan.txt").write_text("a b 0.5 1\na c nan 0\n")
+    Path("one.txt").write_text("a b 0.5 1\na c 0.25 1\n")
+    Path("bare.txt").write_text("a b\n")
+    kind, *options = words.split()
+    with pytest.raises((ConfigError, DataError, ProtocolError), match=named):
+        evaluated(kind, options[0], "--out", "r.json", *options[1:])
+    assert not Path("r.json").exists()
 
 
 def test_every_option_is_documented() -> None:
@@ -168,11 +149,6 @@ def test_progress_is_a_line_now_and_then_outside_a_terminal() -> None:
         progress("scoring", done, 4)
     progress("bootstrap", 1, 4)
     assert stream.getvalue() == "scoring: 3 of 4 (75 %)\n"
-
-
-def test_progress_outside_a_terminal_is_plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    with stage_progress() as progress:
-        assert isinstance(progress, PlainProgress)
 
 
 def test_progress_in_a_terminal_is_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,7 +204,7 @@ def test_thresholds_are_shown_with_digits_that_differ(
     options = ["--out", folder / "r.json", "--replicates", 0, "--fars", 0.1, 0.01]
     result = evaluated("scores", folder / "near.txt", *options)
     printed = capsys.readouterr().out
-    first, second = (point.threshold for point in result.metrics.tar)
+    first, second = (point.threshold for point in result.measures.tar)
     rows = [line.split("|") for line in printed.splitlines() if "TAR at FAR" in line]
     assert first != second
     assert rows[0][-3].strip() != rows[1][-3].strip()

@@ -1,34 +1,28 @@
 """``qmargin evaluate voxceleb`` from files to a result."""
 
-import argparse
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from helpers.commands import run_command
 from helpers.speakers import make_speakers
-from qmargin.cli.evaluate_speakers import add_speaker_protocols
 from qmargin.errors import ConfigError
-from qmargin.evaluation.embeddings import read_embeddings
-from qmargin.evaluation.protocols.cohorts import speaker_means
-from qmargin.evaluation.protocols.trials import (
+from qmargin.evaluation.embeddings import read_embeddings, read_seconds
+from qmargin.evaluation.protocols.speakers import (
     Scoring,
     calibrate_speakers,
     draw_trials,
     score_speakers,
+    speaker_means,
 )
-from qmargin.evaluation.protocols.utterances import read_seconds
 from qmargin.evaluation.result import Result, read_result
-from qmargin.evaluation.score_files import read_scores
+from qmargin.evaluation.scores import read_scores
 from qmargin.evaluation.scoring import CohortNorm
 from qmargin.evaluation.trials import read_trials
 
-
-def run(*words: object) -> None:
-    parser = argparse.ArgumentParser()
-    add_speaker_protocols(parser.add_subparsers())
-    arguments = parser.parse_args(["voxceleb", *map(str, words)])
-    arguments.run(arguments)
+run = partial(run_command, "evaluate", "voxceleb")
 
 
 @pytest.fixture
@@ -82,13 +76,13 @@ def test_the_training_set_serves_as_mean_cohort_and_calibration(files: Path) -> 
 
 
 def test_what_cannot_work_is_refused_at_once(files: Path) -> None:
-    with pytest.raises(ConfigError, match="--as-norm needs other speakers: give --training"):
-        measured(files, "--as-norm")
-    with pytest.raises(ConfigError, match="--calibrate needs other speakers"):
-        measured(files, "--calibrate")
-    with pytest.raises(ConfigError, match="needs recordings: give --audio DIR"):
-        measured(files, "--model", files)
+    for words, named in (
+        (("--as-norm",), "--training"),
+        (("--calibrate",), "--training"),
+        (("--model", files), "--audio"),
+        (("--out", files / "none" / "r.json"), "make the folder first"),
+    ):
+        with pytest.raises(ConfigError, match=named):
+            measured(files, *words)
     with pytest.raises(ConfigError, match="neither --model nor --embeddings"):
         run(files / "list.txt", "--out", files / "r.json")
-    with pytest.raises(ConfigError, match="make the folder first"):
-        measured(files, "--out", files / "none" / "r.json")

@@ -1,33 +1,27 @@
 """``qmargin export``: from a run to a directory that verifies, embeds and runs elsewhere."""
 
-import argparse
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from helpers.commands import run_command
 from helpers.model_directories import SIZE, make_model, pictures
 from helpers.results import synthetic_result, write_results
 from helpers.runs import tiny_recipe
-from qmargin.cli.export import add_export
 from qmargin.errors import BackendError, ConfigError, DataError
 from qmargin.evaluation.embeddings import read_embeddings
 from qmargin.evaluation.model import load_model
-from qmargin.features import FilterBank
 from qmargin.models import create_backbone, onnx_file
-from qmargin.models.card import ModelCard
-from qmargin.models.directory import CARD, read_card, write_model
-from qmargin.training.checkpoint import newest, read_prototypes
+from qmargin.models.directory import CARD, ModelCard, read_card, write_model
+from qmargin.models.features import FilterBank
+from qmargin.training.checkpoint.reader import newest, read_prototypes
 from qmargin.training.loop import train
 from qmargin.training.recipe_files import apply_settings
 
-
-def run(*arguments: object) -> None:
-    parser = argparse.ArgumentParser(prog="qmargin")
-    add_export(parser.add_subparsers(required=True))
-    parsed = parser.parse_args(["export", *map(str, arguments)])
-    parsed.run(parsed)
+run = partial(run_command, "export")
 
 
 @pytest.fixture(scope="module")
@@ -70,8 +64,13 @@ def test_an_onnx_file_is_compared_and_in_the_card(
         pytest.importorskip(name)
     onnxruntime = pytest.importorskip("onnxruntime")
     make_model(tmp_path / "m")
-    run(tmp_path / "m", "--onnx")
     path = tmp_path / "m" / "model.onnx"
+    path.write_bytes(b"mine")
+    with pytest.raises(ConfigError, match=r"model\.onnx exists"):
+        run(tmp_path / "m", "--onnx")
+    path.unlink()
+    for _ in range(2):  # its own is replaced
+        run(tmp_path / "m", "--onnx")
     assert f"{path}: differs from PyTorch by" in capsys.readouterr().out
     card = read_card(tmp_path / "m")
     assert card.facts["onnx_file"] == "model.onnx"
@@ -187,18 +186,6 @@ def test_an_export_can_be_repeated(trained: Path, tmp_path: Path) -> None:
     make_model(tmp_path / "another")
     with pytest.raises(ConfigError, match="not empty"):
         run(trained, "--out", tmp_path / "another")
-
-
-def test_an_onnx_file_replaces_our_own_only(tmp_path: Path) -> None:
-    for name in ("onnx", "onnxscript", "onnxruntime"):
-        pytest.importorskip(name)
-    make_model(tmp_path / "m")
-    (tmp_path / "m" / "model.onnx").write_bytes(b"mine")
-    with pytest.raises(ConfigError, match=r"model\.onnx exists"):
-        run(tmp_path / "m", "--onnx")
-    (tmp_path / "m" / "model.onnx").unlink()
-    run(tmp_path / "m", "--onnx")
-    run(tmp_path / "m", "--onnx")
 
 
 def test_prototypes_replace_embeddings_only(trained: Path, tmp_path: Path) -> None:

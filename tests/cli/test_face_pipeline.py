@@ -7,15 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from helpers.commands import run_command as run
 from helpers.pictures import shared_data
-from qmargin.cli.main import build_parser
+from qmargin.evaluation.embeddings import read_embeddings
+from qmargin.evaluation.protocols.all_pairs import evaluate_identities, identities_of
+from qmargin.evaluation.result import read_result
 
 NUM_TRAINED, NUM_TESTED = 24, 30
-
-
-def run(*arguments: object) -> None:
-    parsed = build_parser().parse_args(list(map(str, arguments)))
-    parsed.run(parsed)
 
 
 @pytest.fixture
@@ -93,6 +91,27 @@ def test_a_folder_of_portraits_becomes_a_model_and_a_report(
     said = json.loads(capsys.readouterr().out)
     assert -1.0 <= said["score"] <= 1.0
     assert said["far"] == 0.1
+
+    everyone = portraits / "all.json"
+    fit, few = ("--model", model, "--fit", "resize"), ("--replicates", 20, "--fars", 0.1)
+    run("evaluate", "all-pairs", photos, *fit, *few, "--out", everyone)
+    plain = read_result(everyone)
+    assert (plain.protocol.num_genuine, plain.protocol.num_subjects) == (NUM_TESTED, NUM_TESTED)
+    assert plain.run is not None and plain.run.checkpoint_sha256 == plain.weights_sha256
+    assert (plain.run.arm, plain.run.steps) == ("faces_mbf_q_margin", 4)
+    made = portraits / "all.embeddings.safetensors"
+    found = read_embeddings(made)
+    again = evaluate_identities(found, identities_of(found.keys))
+    assert again.measures.eer.value == plain.measures.eer.value
+    cohort = portraits / "cohort.safetensors"
+    run("export", portraits / "run", "--prototypes", cohort)
+    norm = ("--cohort", cohort, "--as-norm", 8, "--out", portraits / "normalised.json")
+    run("evaluate", "all-pairs", made, *norm, *few)
+    normalised = read_result(portraits / "normalised.json")
+    assert [source.role for source in normalised.sources] == ["embeddings", "cohort"]
+    assert normalised.protocol.scoring == "as-norm"
+    assert normalised.measures != plain.measures
+    assert normalised.protocol.data_sha256 == plain.protocol.data_sha256
 
     run("report", result, "--out", portraits / "report", "--media", photos, "--no-figures")
     page = (portraits / "report" / "index.html").read_text(encoding="utf-8")

@@ -8,19 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from helpers.commands import run_command as run
 from helpers.model_directories import make_model, pictures, write_pictures
 from helpers.results import synthetic_result, write_results
 from helpers.speakers import make_speakers
-from qmargin.cli.main import build_parser
 from qmargin.errors import ConfigError
 from qmargin.evaluation.result import read_result
 
 NOTES = b"my own notes\n"
-
-
-def run(*arguments: object) -> None:
-    parsed = build_parser().parse_args(list(map(str, arguments)))
-    parsed.run(parsed)
 
 
 def content_of(folder: Path) -> dict[str, bytes]:
@@ -208,7 +203,7 @@ def test_embeddings_replace_embeddings_only(tmp_path: Path, name: str) -> None:
 
 
 def test_pictures_do_not_replace_other_pictures(tmp_path: Path) -> None:
-    from qmargin.evaluation.protocols.verification_sets import VerificationSet, write_pictures
+    from qmargin.evaluation.protocols.face_sets import VerificationSet, write_pictures
     from qmargin.evaluation.result import Hardest, HardPair, Source
     from qmargin.files import Guard
 
@@ -225,26 +220,9 @@ def test_pictures_do_not_replace_other_pictures(tmp_path: Path) -> None:
         write_pictures(tmp_path / "new", pairs, hardest, guard=Guard())
 
 
-def test_a_page_of_the_paper_replaces_pages_only(tmp_path: Path) -> None:
+def test_a_page_of_results_is_looked_at_before_training(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_bytes(NOTES)
     with pytest.raises(ConfigError, match=r"page\.md exists"):
-        run("paper", "--page", page)
-    assert page.read_bytes() == NOTES
-    run("paper", "--page", page, "--overwrite")
-    run("paper", "--page", page)
-
-
-def test_a_page_of_a_study_is_looked_at_before_training(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_bytes(NOTES)
-    with pytest.raises(ConfigError, match=r"page\.md exists"):
-        run("study", "demo", "--out", tmp_path / "study", "--page", page)
+        run("compare", "demo", "--out", tmp_path / "demo", "--devices", "cpu", "--page", page)
     assert content_of(tmp_path) == {"page.md": NOTES}
-
-
-def test_a_sweep_does_not_take_over_tables(tmp_path: Path) -> None:
-    (tmp_path / "table.csv").write_bytes(NOTES)
-    with pytest.raises(ConfigError, match=r"table\.csv exists"):
-        run("sweep", "debug", "--out", tmp_path, "--grid", "loss.scale=10,16")
-    assert (tmp_path / "table.csv").read_bytes() == NOTES

@@ -1,26 +1,15 @@
-import argparse
 import re
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from helpers.commands import parse_command, run_command
 from helpers.results import synthetic_result, write_results
-from qmargin.cli.report import add_report
 from qmargin.errors import ConfigError
 from qmargin.report import write
 
-
-def parse(*arguments: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="qmargin")
-    add_report(parser.add_subparsers())
-    return parser.parse_args(["report", *arguments])
-
-
-def run(*arguments: str) -> None:
-    parsed = parse(*arguments)
-    parsed.run(parsed)
+run = partial(run_command, "report")
 
 
 def test_report_names_the_files_it_wrote(
@@ -50,32 +39,13 @@ def test_journals_may_be_repeated(tmp_path: Path) -> None:
     assert names == ["one", "two"]
 
 
-@pytest.mark.parametrize(
-    "arguments", [[], ["a.json"], ["a.json", "--out", "x", "--level", "1"], ["--out", "x"]]
-)
-def test_usage_errors_exit_with_two(
-    arguments: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as stop:
-        parse(*arguments)
-    assert stop.value.code == 2
-    assert "usage: qmargin report" in capsys.readouterr().err
-
-
-def test_parsing_imports_nothing_heavy() -> None:
-    code = (
-        "import sys, argparse; from qmargin.cli.report import add_report; "
-        "add_report(argparse.ArgumentParser().add_subparsers()); "
-        "sys.exit(bool({'torch', 'numpy', 'matplotlib'} & set(sys.modules)))"
-    )
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
-
-
 def test_every_option_is_documented() -> None:
     text = (Path(__file__).parents[2] / "docs" / "guide" / "report.md").read_text(encoding="utf-8")
-    options = vars(parse("a.json", "--out", "x"))
+    options = vars(parse_command(["qmargin", "report", "a.json", "--out", "x"]))
     for name in options:
-        assert name in ("run", "results") or f"`--{name.replace('_', '-')}" in text, name
+        assert name in ("run", "results", "journals") or f"`--{name.replace('_', '-')}" in text, (
+            name
+        )
 
 
 def test_a_report_without_matplotlib_has_page_and_tables(

@@ -1,24 +1,19 @@
 """``qmargin verify``: a score, a decision, and where it comes from."""
 
-import argparse
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from helpers.commands import run_command
 from helpers.model_directories import make_model, pictures, write_pictures
 from helpers.results import synthetic_result, write_results
-from qmargin.cli.verify import add_verify
 from qmargin.errors import ConfigError, DataError, ProtocolError
-from qmargin.evaluation.exporting import add_thresholds
+from qmargin.evaluation.export import add_thresholds
 from qmargin.evaluation.model import load_model
 
-
-def run(*arguments: object) -> None:
-    parser = argparse.ArgumentParser(prog="qmargin")
-    add_verify(parser.add_subparsers(required=True))
-    parsed = parser.parse_args(["verify", *map(str, arguments)])
-    parsed.run(parsed)
+run = partial(run_command, "verify")
 
 
 @pytest.fixture

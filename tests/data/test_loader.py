@@ -1,16 +1,18 @@
 """Batches: the same for any number of workers and ranks, and from any step on."""
 
+import gc
 import os
 import signal
 import time
 import traceback
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from qmargin.data.loader import Batch, build_loader
+from qmargin.data.loader import Batch, BufferPool, Layout, WorkerBuffers, build_loader
 from qmargin.data.order import GlobalOrder
 from qmargin.data.samples import CorruptBudget
 from qmargin.data.synthetic import SyntheticIdentities
@@ -214,3 +216,77 @@ def test_bad_settings_are_refused_before_anything_starts(
 def test_an_order_of_another_dataset_is_refused() -> None:
     with pytest.raises(ConfigError, match="the order is of 61 samples and the dataset has 60"):
         build_loader(dataset(), GlobalOrder(61, seed=0, batch_size=4))
+
+
+# Batch buffers: filled again once they are free, and never before.
+
+PICTURE = np.zeros((4, 5, 3), dtype=np.uint8).transpose(2, 0, 1)
+
+
+def test_rows_are_laid_out_as_inputs_are() -> None:
+    layout = Layout.of(7, PICTURE)
+    memory = layout.on(torch.empty(layout.num_bytes, dtype=torch.uint8))
+    assert memory.shape == (7, 3, 4, 5)
+    assert memory.dtype == torch.uint8
+    assert memory.is_contiguous(memory_format=torch.channels_last)
+    floats = Layout.of(3, np.zeros((2, 5)))
+    memory = floats.on(torch.empty(floats.num_bytes, dtype=torch.uint8))
+    assert (memory.shape, memory.dtype, memory.is_contiguous()) == ((3, 2, 5), torch.float64, True)
+
+
+def test_a_buffer_is_used_again_when_the_last_tensor_on_it_is_gone() -> None:
+    pool = BufferPool(1, 2)
+    buffers = WorkerBuffers(pool.in_use, pool=pool.number, worker=0)
+    layout = Layout.of(2, PICTURE)
+    memory, inputs = buffers.reserve(layout)
+    memory.fill_(7)
+    assert inputs is not None
+    assert inputs.memory is not None  # sent once
+    view = inputs.tensor()[1, :, 2:]
+    other = buffers.reserve(layout)[1]
+    assert other is not None
+    assert other.buffer != inputs.buffer
+    assert buffers.reserve(layout)[1] is None  # all are in use
+    assert (view == 7).all()
+    del view
+    gc.collect()
+    again = buffers.reserve(layout)[1]
+    assert again is not None
+    assert (again.buffer, again.memory) == (inputs.buffer, None)
+
+
+def test_a_larger_batch_gets_a_larger_buffer() -> None:
+    pool = BufferPool(1, 1)
+    buffers = WorkerBuffers(pool.in_use, pool=pool.number, worker=0)
+    first = buffers.reserve(Layout.of(2, PICTURE))[1]
+    assert first is not None
+    first.tensor()  # and let go of at once
+    memory, second = buffers.reserve(Layout.of(20, PICTURE))
+    assert second is not None
+    assert second.memory is not None
+    memory.fill_(9)
+    assert (second.tensor() == 9).all()
+
+
+@pytest.mark.parametrize("num_kept", [1, 3, 20])
+def test_batches_that_are_kept_do_not_change(num_kept: int) -> None:
+    """Kept ones would be overwritten if a worker filled their buffer again."""
+    dataset, order = SyntheticIdentities(40, 5, shape=(6,)), GlobalOrder(200, seed=1, batch_size=10)
+    with build_loader(dataset, order, stop_step=20) as stream:
+        expected = [batch.inputs for batch in stream]
+    kept: list[torch.Tensor] = []
+    with build_loader(dataset, order, stop_step=20, num_workers=2) as stream:
+        for step, batch in enumerate(stream):
+            kept = [*kept, batch.inputs][-num_kept:]
+            for inputs, right in zip(kept, expected[: step + 1][-num_kept:], strict=True):
+                assert torch.equal(inputs, right)
+
+
+def test_an_epoch_needs_no_more_memory_than_a_few_batches() -> None:
+    """Buffers that were sent are named, not sent again: no file is opened for them."""
+    dataset, order = SyntheticIdentities(40, 5, shape=(6,)), GlobalOrder(200, seed=1, batch_size=2)
+    places = set()
+    with build_loader(dataset, order, stop_step=100, num_workers=2, prefetch=2) as stream:
+        for batch in stream:
+            places.add(batch.inputs.data_ptr())
+    assert len(places) <= 2 * (2 + 2)

@@ -13,18 +13,16 @@ from helpers.limits import within
 from helpers.pictures import jpeg, write_folder, write_records
 from helpers.recordings import encoded, speaker_folders, tone
 from qmargin.data import open_dataset, read_bin
-from qmargin.data.aligning import align_photos
+from qmargin.data.alignment import align_photos
 from qmargin.data.audio import decode_audio, read_info
-from qmargin.data.audio_index import indexed_seconds
-from qmargin.data.index import read_index
-from qmargin.data.pairs_lists import read_pairs
+from qmargin.data.index import indexed_seconds, read_index
+from qmargin.data.readers.pairs import read_pairs
 from qmargin.errors import CorruptSample, DataError, QMarginError
+from qmargin.evaluation.columns import read_mapping
 from qmargin.evaluation.embeddings import read_embeddings
-from qmargin.evaluation.protocols.ijb_release import read_inside, read_template_list
-from qmargin.evaluation.protocols.integers import read_integers
+from qmargin.evaluation.protocols.ijb import read_inside, read_integers, read_template_list
 from qmargin.evaluation.protocols.pairs import read_pair_trials
-from qmargin.evaluation.score_files import read_scores
-from qmargin.evaluation.subjects import read_mapping
+from qmargin.evaluation.scores import read_scores
 from qmargin.evaluation.thresholds import read_thresholds
 from qmargin.evaluation.trials import read_trials
 from qmargin.files import open_regular

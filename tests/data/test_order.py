@@ -26,12 +26,13 @@ def test_every_sample_comes_once(n: int) -> None:
         assert sorted(whole(n, 7, epoch)) == list(range(n))
 
 
-def test_every_sample_of_the_largest_set_comes_once() -> None:
-    seen = np.zeros(WEBFACE42M, dtype=bool)
-    order = KeyedPermutation(WEBFACE42M, 0, 0)
-    for start in range(0, WEBFACE42M, 1 << 22):
-        seen[order[np.arange(start, min(start + (1 << 22), WEBFACE42M))]] = True
-    assert seen.all()
+def test_no_sample_of_the_largest_set_comes_twice() -> None:
+    """Of every hundredth position, from the first to the last."""
+    positions = np.arange(0, WEBFACE42M, 100)
+    found = KeyedPermutation(WEBFACE42M, 0, 0)[positions]
+    assert len(np.unique(found)) == len(positions)
+    assert 0 <= found.min() < 1000
+    assert WEBFACE42M - 1000 < found.max() < WEBFACE42M
 
 
 def test_one_position_equals_many() -> None:
@@ -51,7 +52,7 @@ def test_batches_of_the_largest_set_need_no_list_of_it() -> None:
 
 @pytest.mark.parametrize("n", [2, 3, 4, 5, 6])
 def test_all_orders_of_few_samples_are_equally_likely(n: int) -> None:
-    turns, num_orders = 6000, math.factorial(n)
+    turns, num_orders = max(1000, 6 * math.factorial(n)), math.factorial(n)
     counts = Counter(tuple(whole(n, 1, epoch)) for epoch in range(turns))
     expected = turns / num_orders
     excess = sum((count - expected) ** 2 for count in counts.values()) / expected

@@ -1,3 +1,4 @@
+import math
 from pathlib import Path
 
 import numpy as np
@@ -5,24 +6,27 @@ import pytest
 import torch
 
 from helpers.recordings import encoded, real_speech, speaker_folders, tone
-from qmargin.data.audio_lists import open_audio
 from qmargin.data.loader import build_loader
+from qmargin.data.open import open_audio
 from qmargin.data.order import GlobalOrder
-from qmargin.data.rooms import RoomSimulator
 from qmargin.data.samples import check_labels, read_sample
 from qmargin.data.speech import SpeechDataset, open_speech
 from qmargin.data.speech_augment import (
     SNR_DB,
+    SPEED_OF_SOUND,
     Noises,
     ResponseFiles,
+    Room,
+    RoomSimulator,
     SpectrumMasks,
     SpeechAugmentation,
     add_noise,
     reverberate,
+    room_response,
     tiled,
 )
 from qmargin.errors import ConfigError, CorruptSample, DataError
-from qmargin.features import FilterBank, subtract_mean
+from qmargin.models.features import FilterBank, subtract_mean
 
 
 def musan(root: Path) -> Path:
@@ -65,7 +69,7 @@ def test_chunks_are_uniform_parts_of_utterances(tmp_path: Path) -> None:
 def test_short_utterances_are_tiled(tmp_path: Path) -> None:
     dataset = SpeechDataset(open_audio(ramps(tmp_path, seconds=0.5)), speeds=(1.0,))
     chunk, _ = dataset.read(0, 0)
-    whole = torch.from_numpy(dataset.collection[0][0])
+    whole = torch.from_numpy(dataset.recordings[0][0])
     assert torch.equal(chunk, torch.cat([whole] * 5)[:32240])
 
 
@@ -111,7 +115,7 @@ def test_fine_tuning_keeps_the_classes_of_the_speeds(tmp_path: Path) -> None:
     assert {dataset.read(5, seed)[1] for seed in range(20)} == {2}
     check_labels(dataset)
     with pytest.raises(ConfigError, match="classes_per_speaker is 2 and there are 3 speeds"):
-        SpeechDataset(dataset.collection, classes_per_speaker=2)
+        SpeechDataset(dataset.recordings, classes_per_speaker=2)
 
 
 def full(tmp_path: Path, **options) -> SpeechDataset:
@@ -153,8 +157,8 @@ def test_batches_are_the_same_for_any_number_of_workers(tmp_path: Path) -> None:
 
 def test_a_corrupt_utterance_is_replaced_and_counted(tmp_path: Path) -> None:
     dataset = open_speech(speaker_folders(tmp_path))
-    dataset.collection.path(3).write_bytes(b"<html>")
-    dataset.collection.path(4).unlink()
+    dataset.recordings.path(3).write_bytes(b"<html>")
+    dataset.recordings.path(4).unlink()
     for index, reason in ((3, "not audio"), (4, "No such file")):
         sample = read_sample(dataset, index, seed=0, epoch=0)
         assert sample.index not in (3, 4)
@@ -290,7 +294,7 @@ def test_wrong_settings_are_refused(tmp_path: Path) -> None:
         SpeechDataset(collection, speeds=(0.0,))
     with pytest.raises(ConfigError, match="set as_features"):
         SpeechDataset(collection, masks=SpectrumMasks())
-    with pytest.raises(ConfigError, match="8000 Hz and the collection gives 16000"):
+    with pytest.raises(ConfigError, match="8000 Hz and the recordings give 16000"):
         SpeechDataset(collection, bank=FilterBank(8000, 40))
     with pytest.raises(ConfigError, match="choose one"):
         open_speech(tmp_path / "wavs", simulate_rooms=True, response_path=str(tmp_path))
@@ -316,3 +320,95 @@ def test_real_speech_makes_batches() -> None:
             assert not batch.replaced
             features = FilterBank()(batch.inputs)
             assert torch.isfinite(features).all()
+
+
+ROOM = Room((5.0, 4.0, 3.0), (1.0, 1.0, 1.0), (3.0, 2.0, 1.5), reverberation_s=0.3)
+
+
+def images_by_mirroring(room: Room, *, order: int) -> list[tuple[float, int]]:
+    """Distances and reflections of images, made by mirroring at one wall after another."""
+    found = {tuple(round(at, 6) for at in room.source): 0}
+    frontier = dict(found)
+    for turn in range(1, order + 1):
+        fresh = {}
+        for place in frontier:
+            for axis in range(3):
+                for wall in (0.0, room.size[axis]):
+                    image = list(place)
+                    image[axis] = round(2 * wall - image[axis], 6)
+                    if tuple(image) not in found and tuple(image) not in fresh:
+                        fresh[tuple(image)] = turn
+        found.update(fresh)
+        frontier = fresh
+    return [(math.dist(place, room.microphone), count) for place, count in found.items()]
+
+
+def test_early_reflections_are_where_mirrors_put_them() -> None:
+    seconds = 0.03
+    response = room_response(ROOM, seconds=seconds)
+    expected = np.zeros(round(seconds * 16000))
+    times = np.arange(len(expected))
+    for distance, count in images_by_mirroring(ROOM, order=6):
+        delay = distance / SPEED_OF_SOUND * 16000
+        if distance < seconds * SPEED_OF_SOUND:
+            gain = ROOM.reflection**count / (4 * math.pi * distance)
+            expected += gain * np.sinc(times - delay)
+    assert np.corrcoef(response, expected)[0, 1] > 0.95
+    assert np.abs(response).max() == pytest.approx(np.abs(expected).max(), rel=0.1)
+
+
+def test_nothing_is_heard_before_the_direct_sound() -> None:
+    response = room_response(ROOM)
+    arrival = math.dist(ROOM.source, ROOM.microphone) / SPEED_OF_SOUND * 16000
+    assert abs(np.abs(response).argmax() - arrival) <= 1
+    before = response[: int(arrival) - 12]
+    assert np.abs(before).max() < 1e-3 * np.abs(response).max()
+
+
+@pytest.mark.parametrize("time", [0.2, 0.35, 0.5])
+def test_sound_fades_in_the_reverberation_time(time: float) -> None:
+    """Schroeder's backward integral falls from -5 to -25 dB in about a third of RT60."""
+    room = Room((6.0, 5.0, 3.5), (1.5, 2.0, 1.2), (4.0, 3.1, 1.7), reverberation_s=time)
+    energy = np.cumsum(room_response(room, seconds=1.5 * time)[::-1].astype(float) ** 2)[::-1]
+    level = 10 * np.log10(energy / energy[0])
+    fall = (np.argmax(level < -25) - np.argmax(level < -5)) / 16000
+    assert 3 * fall == pytest.approx(time, rel=0.3)
+
+
+def test_there_is_no_offset() -> None:
+    response = room_response(ROOM)
+    assert abs(response.sum()) < 1e-2 * np.abs(response).sum()
+
+
+def test_rooms_follow_the_generator() -> None:
+    simulator = RoomSimulator()
+    first, again = (simulator.draw(np.random.default_rng(3)) for _ in range(2))
+    assert np.array_equal(first, again)
+    assert first.dtype == np.float32
+    generator = np.random.default_rng(0)
+    rooms = [simulator.draw_room(generator) for _ in range(100)]
+    assert len({room.size for room in rooms}) == 100
+    for room in rooms:
+        assert all(3.0 <= side <= 10.0 for side in room.size[:2])
+        assert 2.5 <= room.size[2] <= 4.0
+        assert 0.15 <= room.reverberation_s <= 0.45
+        assert 0.0 <= room.reflection <= 0.99
+
+
+def test_impossible_rooms_are_refused() -> None:
+    with pytest.raises(ConfigError, match="microphone is at"):
+        Room((5.0, 4.0, 3.0), (1.0, 1.0, 1.0), (3.0, 4.0, 1.5), reverberation_s=0.3)
+    with pytest.raises(ConfigError, match="reverberation_s is 0"):
+        Room((5.0, 4.0, 3.0), (1.0, 1.0, 1.0), (3.0, 2.0, 1.5), reverberation_s=0.0)
+    with pytest.raises(ConfigError, match=r"length is \(5, 3\)"):
+        RoomSimulator(length=(5, 3))
+
+
+def test_numbered_rooms_are_simulated_once() -> None:
+    simulator = RoomSimulator(reverberation_s=(0.15, 0.16), num_rooms=3)
+    drawn = [simulator.draw(np.random.default_rng(seed)) for seed in range(20)]
+    assert len({id(response) for response in drawn}) == 3
+    again = RoomSimulator(reverberation_s=(0.15, 0.16), num_rooms=3)
+    np.testing.assert_array_equal(again.draw(np.random.default_rng(7)), drawn[7])
+    with pytest.raises(ConfigError, match="num_rooms is -1"):
+        RoomSimulator(num_rooms=-1)

@@ -14,10 +14,10 @@ import pytest
 from helpers.limits import within
 from helpers.pictures import jpeg
 from qmargin.data import read_bin
-from qmargin.data.verification_bin import convert_bin
+from qmargin.data.readers.verification_bin import convert_bin
 from qmargin.errors import DataError
 from qmargin.evaluation.embeddings import read_embeddings
-from qmargin.evaluation.score_files import read_scores
+from qmargin.evaluation.scores import read_scores
 
 IMAGES = [jpeg(seed) for seed in range(6)]
 SAME = [True, False, True]
@@ -169,7 +169,6 @@ def op_codes(*parts: bytes) -> bytes:
 
 
 MEGABYTE = b"X" + (1 << 20).to_bytes(4, "little") + b"a" * (1 << 20)
-NESTED = b"(" + b"".join(b")2" if not n else b"\x86q\x01h\x01" for n in range(40))
 BOMBS = {
     "memo": op_codes(b"Nr\xff\xff\xff\x1f"),
     "bytearray": op_codes(b"\x96" + (1 << 33).to_bytes(8, "little")),

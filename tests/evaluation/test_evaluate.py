@@ -1,17 +1,31 @@
 """A result holds what plain definitions give, and says what the trials cannot answer."""
 
+from __future__ import annotations
+
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+import qmargin
 from helpers.speakers import make_speakers
+from qmargin import registry
 from qmargin.errors import ConfigError, DataError, ProtocolError
-from qmargin.evaluation.evaluate import default_name, evaluate_scores
-from qmargin.evaluation.options import EvaluationOptions
-from qmargin.evaluation.result import Source
-from qmargin.evaluation.score_files import ScoreSet, read_scores
+from qmargin.evaluation import columns
+from qmargin.evaluation.columns import Growing, SplitScores
+from qmargin.evaluation.embeddings import Embeddings
+from qmargin.evaluation.evaluate import EvaluationOptions, evaluate_scores
+from qmargin.evaluation.protocols import all_pairs
+from qmargin.evaluation.protocols.all_pairs import evaluate_identities, identities_of
+from qmargin.evaluation.result import Source, read_result, write_result
+from qmargin.evaluation.scores import ScoreSet, read_scores
+from qmargin.metrics import curve
+from qmargin.metrics.calibration import min_cllr, min_cllr_of
+from qmargin.metrics.curve import StaircaseParts, det_curve, staircase, thin_curve
+from qmargin.registry import Registry
 
 QUICK = EvaluationOptions(num_replicates=50, fars=(0.1, 0.01, 1e-6))
 
@@ -31,7 +45,7 @@ def test_points_follow_the_definition(score_set: ScoreSet) -> None:
     genuine = score_set.scores[score_set.is_genuine]
     impostor = np.sort(score_set.scores[~score_set.is_genuine])[::-1]
     result = evaluate_scores(score_set, QUICK)
-    for point in result.metrics.tar[:2]:
+    for point in result.measures.tar[:2]:
         allowed = max(k for k in range(len(impostor)) if k / len(impostor) <= point.far_target)
         assert point.allowed == allowed
         assert point.tar == np.mean(genuine > impostor[allowed])
@@ -40,25 +54,27 @@ def test_points_follow_the_definition(score_set: ScoreSet) -> None:
         assert point.far == point.false_accepts / len(impostor)
         assert point.interval is not None
         assert point.interval[0] <= point.tar <= point.interval[1]
-    assert [point.status for point in result.metrics.tar] == ["ok", "few", "not measurable"]
+    assert [point.status for point in result.measures.tar] == ["ok", "few", "not measurable"]
 
 
 def test_what_is_not_measurable_is_no_number(score_set: ScoreSet) -> None:
-    point = evaluate_scores(score_set, QUICK).metrics.tar[2]
+    point = evaluate_scores(score_set, QUICK).measures.tar[2]
     assert (point.tar, point.far, point.threshold, point.interval) == (None, None, None, None)
     assert point.note is not None
     assert "resolve no FAR below" in point.note
 
 
 def test_subjects_are_drawn_and_replicates_kept(score_set: ScoreSet) -> None:
-    result = evaluate_scores(score_set, QUICK)
+    calls: list[tuple[str, int, int]] = []
+    result = evaluate_scores(score_set, QUICK, progress=lambda *call: calls.append(call))
+    assert calls[-1] == ("bootstrap", 50, 50)
     assert result.protocol.interval.method == "subject bootstrap"
     assert result.protocol.num_subjects == 12
     assert result.replicates is not None
     assert list(result.replicates.tar) == ["0.1", "0.01"]
     assert len(result.replicates.eer) == 50
     low, high = np.quantile(np.array(result.replicates.eer, dtype=float), [0.025, 0.975])
-    assert result.metrics.eer.interval == (low, high)
+    assert result.measures.eer.interval == (low, high)
     band = result.det.band
     assert band is not None
     assert all(low <= high for low, high in zip(band.low, band.high, strict=True))
@@ -78,12 +94,12 @@ def test_the_order_of_trials_changes_nothing(score_set: ScoreSet) -> None:
         keys=score_set.keys.take(order),
     )
     first, second = evaluate_scores(score_set, QUICK), evaluate_scores(shuffled, QUICK)
-    assert second.metrics.tar == first.metrics.tar
-    assert second.metrics.eer == first.metrics.eer
+    assert second.measures.tar == first.measures.tar
+    assert second.measures.eer == first.measures.eer
     assert second.det == first.det
     assert second.hardest == first.hardest
     assert second.replicates == first.replicates
-    assert second.trials_sha256 == first.trials_sha256
+    assert second.protocol.data_sha256 == first.protocol.data_sha256
 
 
 def test_files_are_drawn_where_subjects_are_not_known(score_set: ScoreSet) -> None:
@@ -97,17 +113,17 @@ def test_trials_without_names_have_wilson_intervals() -> None:
     scores = nameless([0.9, 0.8, 0.2], [0.5, 0.1, 0.3, 0.0])
     result = evaluate_scores(scores, replace(QUICK, fars=(0.25,)))
     assert result.protocol.interval.method == "wilson"
-    low, high = result.metrics.tar[0].interval or (1.0, 0.0)
+    low, high = result.measures.tar[0].interval or (1.0, 0.0)
     assert low < 2 / 3 < high
-    assert result.metrics.eer.interval is None
-    assert (result.hardest, result.replicates, result.trials_sha256) == (None, None, None)
+    assert result.measures.eer.interval is None
+    assert (result.hardest, result.replicates, result.protocol.data_sha256) == (None, None, None)
 
 
 def test_too_few_subjects_mean_no_interval_and_a_reason(tmp_path: Path) -> None:
     path = tmp_path / "s.txt"
     path.write_text("a/1 a/2 .5 1\na/1 b/1 .1 0\na/1 b/2 .7 0\n")
     result = evaluate_scores(read_scores(path), replace(QUICK, fars=(0.5,)))
-    assert result.metrics.tar[0].interval is None
+    assert result.measures.tar[0].interval is None
     assert result.protocol.interval.method == "none"
     assert "more subjects" in str(result.protocol.interval.note)
 
@@ -115,7 +131,7 @@ def test_too_few_subjects_mean_no_interval_and_a_reason(tmp_path: Path) -> None:
 def test_no_replicates_means_no_intervals(score_set: ScoreSet) -> None:
     result = evaluate_scores(score_set, replace(QUICK, num_replicates=0))
     assert result.protocol.interval.method == "none"
-    assert result.metrics.eer.interval is None
+    assert result.measures.eer.interval is None
 
 
 def test_no_errors_are_not_certainty(tmp_path: Path) -> None:
@@ -125,9 +141,9 @@ def test_no_errors_are_not_certainty(tmp_path: Path) -> None:
     lines += [f"s{i}/1 s{j}/2 0.1 0" for i in range(30) for j in range(30) if i != j]
     path.write_text("\n".join(lines))
     result = evaluate_scores(read_scores(path), QUICK)
-    assert result.metrics.tar[0].tar == 1.0
-    assert result.metrics.tar[0].interval == (0.9, 1.0)
-    assert result.metrics.eer.interval == (0.0, 0.1)
+    assert result.measures.tar[0].tar == 1.0
+    assert result.measures.tar[0].interval == (0.9, 1.0)
+    assert result.measures.eer.interval == (0.0, 0.1)
     assert result.calibration is None  # one threshold separates everything
 
 
@@ -135,7 +151,7 @@ def test_no_errors_are_not_certainty(tmp_path: Path) -> None:
 def test_other_rules_are_named_and_have_no_interval(score_set: ScoreSet, rule: str) -> None:
     result = evaluate_scores(score_set, replace(QUICK, rule=rule))
     assert result.protocol.rule == rule
-    assert result.metrics.tar[0].interval is None
+    assert result.measures.tar[0].interval is None
     assert rule in str(result.protocol.interval.note)
 
 
@@ -157,10 +173,10 @@ def test_the_histogram_counts_every_finite_score() -> None:
     assert sum(result.histogram.impostor) == 2
     assert len(result.histogram.edges) == 65
     assert result.calibration is None
-    assert result.metrics.cllr.value is not None
+    assert result.measures.cllr.value is not None
     equal = evaluate_scores(nameless([1.0], [1.0]), replace(QUICK, fars=(0.5,)))
     assert sum(equal.histogram.genuine) == 1
-    assert equal.metrics.eer.value == 0.5
+    assert equal.measures.eer.value == 0.5
 
 
 def test_reliability_covers_all_trials(score_set: ScoreSet) -> None:
@@ -190,7 +206,7 @@ def test_groups_are_audited_at_the_common_threshold(score_set: ScoreSet) -> None
     audit = result.groups
     assert audit is not None
     assert audit.far_target == 0.1  # the smallest FAR with enough trials
-    assert audit.threshold == result.metrics.tar[0].threshold
+    assert audit.threshold == result.measures.tar[0].threshold
     assert score_set.keys is not None
     for row in audit.rows:
         is_odd = row.group == "odd"
@@ -241,12 +257,176 @@ def test_options_are_checked(bad: dict[str, object]) -> None:
         EvaluationOptions(**bad)  # type: ignore[arg-type]
 
 
-def test_progress_names_the_stage(score_set: ScoreSet) -> None:
-    calls: list[tuple[str, int, int]] = []
-    evaluate_scores(score_set, QUICK, progress=lambda *call: calls.append(call))
-    assert calls[-1] == ("bootstrap", 50, 50)
+MOST_BYTES = 30  # for a score of 8 and a label of 1
+CHILD = """
+import resource, sys
+from qmargin.evaluation.evaluate import evaluate_scores
+from qmargin.evaluation.scores import read_scores
+from qmargin.metrics import curve
+
+curve.PART = 1 << 17
+
+def peak(path):
+    assert evaluate_scores(read_scores(path)).protocol.num_trials
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+small, large = peak(sys.argv[1]), peak(sys.argv[2])
+print(large - small)
+"""
 
 
-def test_names_after_files() -> None:
-    assert default_name(Path("a/b.scores.tsv")) == "b"
-    assert default_name(".hidden") == "system"
+def write(path: Path, num_scores: int) -> Path:
+    generator = np.random.default_rng(0)
+    labels = generator.random(num_scores) < 0.1
+    scores = np.round(generator.normal(3.0 * labels), 6)
+    if path.name.startswith("two"):
+        np.savez(path, genuine=scores[labels], impostor=scores[~labels])
+    elif path.suffix == ".npz":
+        np.savez(path, scores=scores, labels=labels.astype(np.int64))
+    else:
+        sign = "," if path.suffix == ".csv" else "\t"
+        rows = zip(scores.tolist(), labels.tolist(), strict=True)
+        path.write_text(f"score{sign}label\n" + "".join(f"{a}{sign}{b:d}\n" for a, b in rows))
+    return path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["two.npz", "labels.npz", "s.csv", "s.tsv"])
+def test_bytes_of_a_score_are_few(tmp_path: Path, name: str) -> None:
+    num_scores = 2_000_000
+    small = write(tmp_path / f"{name.split('.')[0]}-small.{name.split('.')[1]}", 50_000)
+    paths = [small, write(tmp_path / name, num_scores)]
+    command = [sys.executable, "-c", CHILD, *map(str, paths)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+    assert int(done.stdout) / num_scores < MOST_BYTES
+
+
+@pytest.mark.parametrize("kind", ["distinct", "ties", "infinite", "one value", "float32"])
+@pytest.mark.parametrize("size", [1, 7, 1000, 10**9])
+def test_parts_are_the_whole(kind: str, size: int) -> None:
+    generator = np.random.default_rng(3)
+    genuine, impostor = generator.normal(1.0, size=60), generator.normal(size=300)
+    if kind == "ties":
+        genuine, impostor = np.round(genuine), np.round(impostor)
+    elif kind == "infinite":
+        genuine[:5], impostor[:5], impostor[5:9] = np.inf, np.inf, -np.inf
+    elif kind == "one value":
+        genuine, impostor = np.ones(60), np.ones(300)
+    elif kind == "float32":
+        genuine = genuine.astype(np.float32)
+    parts = StaircaseParts(genuine, impostor, size=size)
+    found = [np.concatenate(column) for column in zip(*parts, strict=True)]
+    for column, expected in zip(found, staircase(genuine, impostor), strict=True):
+        np.testing.assert_array_equal(column, expected)
+    thin, whole = thin_curve(parts, 20), det_curve(genuine, impostor).thin(20)
+    for name in ("thresholds", "far", "frr"):
+        np.testing.assert_array_equal(getattr(thin, name), getattr(whole, name))
+    assert min_cllr_of(parts) == pytest.approx(min_cllr(genuine, impostor), rel=1e-14, abs=1e-15)
+
+
+def test_a_result_does_not_depend_on_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = np.random.default_rng(1)
+    scores = np.concatenate([generator.normal(2.0, size=3000), generator.normal(size=40_000)])
+    source = Source("a", "b", "scores")
+    score_set = ScoreSet(scores, np.arange(len(scores)) < 3000, None, (source,))
+    options = EvaluationOptions(num_replicates=0)
+    whole = evaluate_scores(score_set, options)
+    monkeypatch.setattr(curve, "PART", 5000)
+    parts = evaluate_scores(score_set, options)
+    assert (parts.measures, parts.det) == (whole.measures, whole.det)
+
+
+def test_an_array_grows_over_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(columns, "BLOCK", 4)
+    growing, split = Growing(np.int32), SplitScores()
+    values = np.arange(11)
+    for part in (values[:3], values[3:4], values[4:4], values[4:]):
+        growing.append(part)
+        split.append(part.astype(float), part % 3 == 0)
+    assert len(growing) == 11
+    assert growing.array().tolist() == values.tolist()
+    scores, is_genuine = split.arrays()
+    assert scores.tolist() == [0, 3, 6, 9, 1, 2, 4, 5, 7, 8, 10]
+    assert is_genuine.sum() == 4
+
+
+def test_names_keep_the_order_of_the_file(tmp_path: Path) -> None:
+    speakers = make_speakers(4, 2)
+    score_set = read_scores(speakers.write_scores(tmp_path / "s.txt"))
+    assert score_set.is_genuine.tolist() == list(map(bool, speakers.labels))
+
+
+def test_a_file_of_scores_is_enough(tmp_path: Path) -> None:
+    path = make_speakers(4, 3).write_scores(tmp_path / "s.txt")
+    options = replace(QUICK, num_replicates=0)
+    found, expected = (qmargin.evaluate_scores(each, options) for each in (path, read_scores(path)))
+    assert replace(found, created="") == replace(expected, created="")
+
+
+class TestRegisteredMetrics:
+    """A metric is one function with a name."""
+
+    @pytest.fixture(autouse=True)
+    def _registry(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(registry, "metrics", Registry("metric", group="qmargin.test_metrics"))
+        registry.metrics.register("distance", self.distance)
+        registry.metrics.register("extremes", self.extremes)
+
+    @staticmethod
+    def distance(genuine: np.ndarray, impostor: np.ndarray) -> float:
+        """Distance of the means.
+
+        In the unit of the scores.
+        """
+        return float(genuine.mean() - impostor.mean())
+
+    @staticmethod
+    def extremes(genuine: np.ndarray, impostor: np.ndarray) -> dict[str, float]:
+        return {"low": genuine.min(), "high": impostor.max(), "none": float("nan")}
+
+    def test_they_are_in_every_result_and_its_file(
+        self, score_set: ScoreSet, tmp_path: Path
+    ) -> None:
+        result = evaluate_scores(score_set, QUICK)
+        genuine = score_set.scores[score_set.is_genuine]
+        impostor = score_set.scores[~score_set.is_genuine]
+        extra = result.measures.extra
+        assert list(extra) == ["distance", "extremes low", "extremes high", "extremes none"]
+        assert extra["distance"].value == pytest.approx(genuine.mean() - impostor.mean())
+        assert extra["distance"].note == "Distance of the means."
+        assert extra["extremes low"].value == genuine.min()
+        assert extra["extremes none"].value is None
+        write_result(tmp_path / "r.json", result, keep_paths=True)
+        assert read_result(tmp_path / "r.json") == result
+
+    def test_they_are_measured_over_all_pairs(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        keys = tuple(f"{name}/{i}" for name in "abcdef" for i in range(3))
+        rows = np.random.default_rng(0).normal(size=(18, 4))
+        embeddings = Embeddings(keys, rows, Source("e.npz", "ab", "embeddings"))
+        options = EvaluationOptions(fars=(0.1,), num_replicates=0, metrics=("extremes",))
+        found = evaluate_identities(embeddings, identities_of(keys), options)
+        assert found.hardest is not None
+        highest = found.measures.extra["extremes high"].value
+        assert highest == pytest.approx(found.hardest.false_accepts[0].score, abs=1e-6)
+        monkeypatch.setattr(all_pairs, "MAX_ROWS", 5)
+        large = evaluate_identities(embeddings, identities_of(keys), options)
+        assert "not measured" in str(large.measures.extra["extremes"].note)
+
+    def test_they_can_be_chosen(self, score_set: ScoreSet) -> None:
+        chosen = evaluate_scores(score_set, replace(QUICK, metrics=("distance",)))
+        assert list(chosen.measures.extra) == ["distance"]
+        assert evaluate_scores(score_set, replace(QUICK, metrics=())).measures.extra == {}
+        with pytest.raises(ConfigError, match="distanc"):
+            EvaluationOptions(metrics=("distanc",))
+
+    def test_one_that_fails_is_listed_and_harms_no_other(self, score_set: ScoreSet) -> None:
+        def broken(genuine: np.ndarray, impostor: np.ndarray) -> float:
+            genuine.sort()
+            return 0.0
+
+        plain = evaluate_scores(score_set, replace(QUICK, metrics=()))
+        registry.metrics.register("broken", broken)
+        result = evaluate_scores(score_set, QUICK)
+        assert result.measures.extra["broken"].value is None
+        assert "read-only" in str(result.measures.extra["broken"].note)
+        assert replace(result.measures, extra={}) == plain.measures

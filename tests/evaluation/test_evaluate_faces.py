@@ -1,30 +1,30 @@
 """``qmargin evaluate lfw|ijb|pairs`` from files to tables and results."""
 
-import argparse
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from helpers.commands import run_command
 from helpers.faces import PatchModel, face, folded_pairs, write_bin, write_release
 from helpers.model_directories import make_model
-from qmargin.cli.evaluate_faces import add_face_protocols
+from helpers.results import some_run
 from qmargin.data.images import encode_image
 from qmargin.errors import ConfigError, DataError
-from qmargin.evaluation.embed import stored_flip
-from qmargin.evaluation.embeddings import read_embeddings
+from qmargin.evaluation.embeddings import read_embeddings, stored_flip
 from qmargin.evaluation.model import load_model
-from qmargin.evaluation.protocols.measures import read_measured
+from qmargin.evaluation.protocols.face_sets import read_verification_set
 from qmargin.evaluation.protocols.pairs import read_pair_trials
-from qmargin.evaluation.protocols.verification_sets import read_verification_set
 from qmargin.evaluation.result import read_result
-from qmargin.models.card import ModelCard
+from qmargin.models.directory import ModelCard
 
 
 class CardModel(PatchModel):
     """The model of the tests with a card, as one from a directory has it."""
 
     card = ModelCard("patches", "images", (3, 112, 112), "small", 192, weights_sha256="ab" * 32)
+    run = some_run("patches", checkpoint_sha256="ab" * 32)
 
 
 @pytest.fixture(autouse=True)
@@ -32,11 +32,7 @@ def _model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("qmargin.evaluation.model.load_model", lambda *_, **__: CardModel())
 
 
-def run(*arguments: object) -> None:
-    parser = argparse.ArgumentParser()
-    add_face_protocols(parser.add_subparsers(required=True))
-    parsed = parser.parse_args([str(each) for each in arguments])
-    parsed.run(parsed)
+run = partial(run_command, "evaluate")
 
 
 @pytest.fixture
@@ -56,20 +52,21 @@ def test_a_set_in_folds(tmp_path: Path, lfw: Path, capsys: pytest.CaptureFixture
         "patches",
     ):
         assert words in printed
-    found = read_measured(out)
-    assert found.result.system.name == "patches"
-    assert found.result.protocol.name == "lfw"
-    assert [source.role for source in found.result.sources] == ["trials", "embeddings"]
-    assert found.result.system.model_card is not None
-    assert found.result.system.model_card["mirror images"] == "used"
-    assert found.result.system.model_card["weights_sha256"] == "ab" * 32
+    found = read_result(out)
+    assert found.system.name == "patches"
+    assert found.protocol.name == "lfw"
+    assert [source.role for source in found.sources] == ["trials", "embeddings"]
+    assert found.system.model_card is not None
+    assert found.protocol.flip == "sum"
+    assert found.system.model_card["weights_sha256"] == "ab" * 32
+    assert found.run == CardModel.run
     assert any((tmp_path / "p").iterdir())
     made = tmp_path / "lfw.embeddings.safetensors"
     assert stored_flip(made) == "both"
     again = tmp_path / "again.json"
     run("lfw", lfw, "--embeddings", made, "--out", again, "--replicates", 0, "--insightface")
-    assert read_measured(again).measures == found.measures
-    assert read_measured(again).result.metrics.eer.value == found.result.metrics.eer.value
+    assert read_result(again).measures.extra == found.measures.extra
+    assert read_result(again).measures.eer.value == found.measures.eer.value
 
 
 def test_embeddings_of_something_else_are_refused(tmp_path: Path, lfw: Path) -> None:
@@ -126,8 +123,8 @@ def test_templates_one_to_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     result = read_result(out)
     assert result.protocol.name == "IJBC"
     assert result.protocol.num_trials == len(release.pairs)
-    assert result.system.model_card is not None
-    assert result.system.model_card["pooling"] == "norms kept, detector scores used"
+    assert result.protocol.kind == "ijb-1:1"
+    assert result.protocol.pooling == "norms kept, detector scores used"
     assert any((tmp_path / "p").iterdir())
     made = tmp_path / "r.embeddings.safetensors"
     values = set()
@@ -151,9 +148,10 @@ def test_templates_in_galleries(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "rank-1 rate in G2" in capsys.readouterr().out
     assert not out.exists()
     for gallery in ("G1", "G2"):
-        found = read_measured(tmp_path / f"r.{gallery}.json")
-        assert found.measures[0].name == f"rank-1 rate in {gallery}"
-        assert found.result.protocol.num_trials == 24
+        found = read_result(tmp_path / f"r.{gallery}.json")
+        assert next(iter(found.measures.extra)) == f"rank-1 rate in {gallery}"
+        assert found.protocol.kind == "ijb-1:N"
+        assert found.protocol.num_trials == 24
 
 
 def write_people(folder: Path, *, extension: str = "png") -> None:
@@ -177,10 +175,10 @@ def test_the_pairs_of_lfw_have_folds(tmp_path: Path) -> None:
         "pairs", tmp_path / "pairs.txt", "--model", "DIR", "--out", out, "--replicates", 0,
         "--fars", 0.5, "--extension", "png",
     )  # fmt: skip
-    found = read_measured(out)
-    assert [measure.name for measure in found.measures] == ["2-fold accuracy"]
-    assert found.measures[0].value == 1.0
-    assert found.result.protocol.num_subjects == 8
+    found = read_result(out)
+    assert list(found.measures.extra) == ["2-fold accuracy"]
+    assert found.measures.extra["2-fold accuracy"].value == 1.0
+    assert found.protocol.num_subjects == 8
     (tmp_path / "pairs.txt").write_text("".join([lines[0], *lines[2:], lines[2]]))
     with pytest.raises(DataError, match=r"pairs.txt, pair 16: .* is also in .*, pair 1"):
         run("pairs", tmp_path / "pairs.txt", "--model", "DIR", "--out", out)

@@ -9,14 +9,12 @@ import pytest
 
 from helpers.results import synthetic_result
 from qmargin.errors import DataError
-from qmargin.evaluation.embed_folder import FileRow, write_manifest
+from qmargin.evaluation.embed import FileRow, write_manifest
 from qmargin.evaluation.embeddings import Embeddings
-from qmargin.evaluation.keys import TrialKeys
-from qmargin.evaluation.protocols.trials import write_scores
 from qmargin.evaluation.result import Source
-from qmargin.evaluation.score_files import read_scores
-from qmargin.evaluation.scoring import score_trials
-from qmargin.evaluation.trials import TrialList
+from qmargin.evaluation.scores import read_scores
+from qmargin.evaluation.scoring import score_trials, write_scores
+from qmargin.evaluation.trials import TrialKeys, TrialList
 from qmargin.files import FORMULA
 from qmargin.report.systems import arrange
 from qmargin.report.tables import csv_table

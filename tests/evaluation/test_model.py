@@ -1,6 +1,7 @@
 """``load_model``: embeddings of everything that holds an image, and decisions."""
 
 import io
+import json
 import os
 import zipfile
 from dataclasses import replace
@@ -13,22 +14,40 @@ from PIL import Image
 from torch import nn
 
 from helpers.model_directories import SIZE, make_model, pictures, write_pictures
-from helpers.results import synthetic_result
-from qmargin.data.detector import EYES_AND_NOSE, Face, why_no_detector
+from helpers.results import some_run, synthetic_result, write_results
+from helpers.runs import tiny_recipe
+from qmargin.data.alignment import EYES_AND_NOSE, Face, why_no_detector
 from qmargin.errors import (
     BackendError,
+    CheckpointError,
     ConfigError,
     CorruptSample,
     DataError,
     ProtocolError,
     ShapeError,
 )
-from qmargin.evaluation.model import Model, cosine, load_model
-from qmargin.evaluation.model_inputs import InputReader
-from qmargin.evaluation.thresholds import AffineMap, thresholds_of, write_thresholds
-from qmargin.models.card import ModelCard
-from qmargin.models.directory import THRESHOLDS, write_model
-from qmargin.models.registry import create_backbone, list_backbones, register_backbone
+from qmargin.evaluation.export import add_thresholds, export_run, input_of
+from qmargin.evaluation.model import ImageInputs, Model, cosine, load_model
+from qmargin.evaluation.result import Source, run_info
+from qmargin.evaluation.thresholds import (
+    AffineMap,
+    Thresholds,
+    read_thresholds,
+    thresholds_of,
+    write_thresholds,
+)
+from qmargin.models import create_backbone, list_backbones, register_backbone
+from qmargin.models.directory import (
+    RECIPE,
+    THRESHOLDS,
+    ModelCard,
+    load_backbone,
+    read_card,
+    write_model,
+)
+from qmargin.training.checkpoint.reader import newest, read_backbone
+from qmargin.training.loop import train
+from qmargin.training.recipe_files import read_recipe
 
 
 @pytest.fixture
@@ -205,10 +224,6 @@ def test_a_zero_vector_has_no_cosine() -> None:
         cosine(np.zeros(3), np.ones(3))
 
 
-def test_nothing_at_all_has_no_embeddings(directory: Path) -> None:
-    assert load_model(directory).embed([]).shape == (0, 8)
-
-
 class Moments(nn.Module):
     """Stands for a speaker network: waveforms ``[B, samples]`` of any length to ``[B, d]``."""
 
@@ -265,7 +280,7 @@ class OneFace:
 
 
 def test_photos_are_aligned(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qmargin.data.detector.FaceDetector", OneFace)
+    monkeypatch.setattr("qmargin.data.alignment.FaceDetector", OneFace)
     photo = np.full((40, 60, 3), (10, 200, 90), np.uint8)
     face = np.full((SIZE, SIZE, 3), (10, 200, 90), np.uint8)
     model = load_model(directory)
@@ -274,12 +289,6 @@ def test_photos_are_aligned(directory: Path, monkeypatch: pytest.MonkeyPatch) ->
         model.embed([photo, np.zeros_like(photo)])
     with pytest.raises(DataError, match="no face was found"):
         load_model(directory, fit="align").embed([np.zeros_like(face)])
-
-
-def test_a_missing_detector_is_said(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qmargin.data.detector.why_no_detector", lambda: "dlib-bin is missing")
-    with pytest.raises(BackendError, match="dlib-bin is missing"):
-        load_model(directory).embed(pictures(1, size=40))
 
 
 def test_a_real_face_is_found_and_aligned(directory: Path) -> None:
@@ -296,6 +305,258 @@ def test_a_real_face_is_found_and_aligned(directory: Path) -> None:
     card = replace(load_model(directory).card, input_shape=(3, 112, 112))
     large = np.array(portrait.resize((448, 448)))
     photo = np.pad(large, ((60, 60), (90, 30), (0, 0)), mode="edge")
-    batch = InputReader(card, fit="align").read([photo])
+    batch = ImageInputs(card, fit="align").read([photo])
     found = batch[0].permute(1, 2, 0).numpy()
     assert np.corrcoef(found.ravel(), np.array(portrait).ravel())[0, 1] > 0.9
+
+
+OURS, RESULT = "ab" * 32, "cd" * 32
+
+
+def made(**changes: object) -> Thresholds:
+    own = synthetic_result(num_impostors=2000, card={"weights_sha256": OURS})
+    result = replace(own, **changes)
+    return thresholds_of(result, weights_sha256=OURS, result_sha256=RESULT, flip="sum")
+
+
+def test_points_are_those_that_could_be_measured() -> None:
+    thresholds = made()
+    assert [point.far_target for point in thresholds.points] == [1e-2, 1e-3]
+    assert thresholds.at(0.001) == thresholds.points[1]
+    with pytest.raises(ProtocolError, match=r"FAR 1e-05 .* 2,000 impostor .* 0\.01, 0\.001"):
+        thresholds.at(1e-5)
+
+
+def test_they_survive_their_file(tmp_path: Path) -> None:
+    path = tmp_path / "thresholds.json"
+    write_thresholds(path, made())
+    assert read_thresholds(path) == made()
+    write_thresholds(path, replace(made(), calibration=None))
+    assert read_thresholds(path).calibration is None
+
+
+def test_a_result_of_another_model_is_refused() -> None:
+    assert made(system=replace(synthetic_result().system, model_card={"weights_sha256": OURS}))
+    assert made(run=some_run(checkpoint_sha256=OURS))
+    with pytest.raises(DataError, match="evaluate this model"):
+        made(run=some_run(checkpoint_sha256=RESULT))
+    with pytest.raises(DataError, match="evaluate this model"):
+        made(system=replace(synthetic_result().system, model_card={"weights_sha256": RESULT}))
+
+
+@pytest.mark.parametrize("card", [None, {"loss": "Q-Margin"}])
+def test_a_result_that_names_no_model_needs_trust(card: dict[str, str] | None) -> None:
+    result = synthetic_result("someone", card=card)
+    with pytest.raises(DataError, match=r"'someone'.* does not name the weights.*--trust-result"):
+        thresholds_of(result, weights_sha256=OURS, result_sha256=RESULT)
+    found = thresholds_of(result, weights_sha256=OURS, result_sha256=RESULT, is_trusted=True)
+    assert found.weights_sha256 == OURS
+
+
+def test_trust_does_not_extend_to_a_result_of_another_model() -> None:
+    other = synthetic_result(card={"weights_sha256": RESULT})
+    with pytest.raises(DataError, match="cdcdcdcdcdcd"):
+        thresholds_of(other, weights_sha256=OURS, result_sha256=RESULT, is_trusted=True)
+
+
+@pytest.mark.parametrize("role", ["cohort", "center"])
+def test_normalised_scores_are_refused(role: str) -> None:
+    """Their thresholds mean nothing for the plain cosine of two samples."""
+    with pytest.raises(DataError, match=f"changed by a {role}"):
+        made(sources=(Source("a", "b", "scores"), Source("a", "b", role)))
+
+
+def test_scores_of_templates_are_refused() -> None:
+    protocol = replace(synthetic_result(num_impostors=2000).protocol, pooling="norms kept")
+    with pytest.raises(DataError, match="compared templates"):
+        made(protocol=protocol)
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{}", '{"format": "qmargin-thresholds", "version": 2}', "[" * 100_000]
+)
+def test_damaged_files_are_refused(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "thresholds.json"
+    path.write_text(content)
+    with pytest.raises(DataError, match=r"thresholds\.json"):
+        read_thresholds(path)
+
+
+def test_numbers_are_numbers(tmp_path: Path) -> None:
+    path = tmp_path / "thresholds.json"
+    write_thresholds(path, made())
+    content = json.loads(path.read_text())
+    content["points"][0]["threshold"] = "low"
+    path.write_text(json.dumps(content))
+    with pytest.raises(DataError, match=r"points\[0\]\.threshold is 'low', not a number"):
+        read_thresholds(path)
+    path.write_text(json.dumps(content).replace('"low"', "NaN"))
+    with pytest.raises(DataError, match="NaN is not a JSON number"):
+        read_thresholds(path)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "tiny"
+    recipe = tiny_recipe(
+        "run.max_steps=4", "run.save_every_steps=2", "run.average_last=2", "run.ema_decay=0.5"
+    )
+    train(recipe, folder, device="cpu")
+    return folder
+
+
+def weights_of(directory: Path) -> dict[str, torch.Tensor]:
+    return load_backbone(directory)[0].state_dict()
+
+
+def equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    return first.keys() == second.keys() and all(
+        torch.equal(first[name], second[name]) for name in first
+    )
+
+
+def test_a_run_becomes_a_model(run: Path, tmp_path: Path) -> None:
+    card = export_run(run, tmp_path / "m", facts={"licence": "CC0"})
+    found = newest(run / "checkpoints").checkpoint
+    assert equal(weights_of(tmp_path / "m"), read_backbone(found))
+    assert card == read_card(tmp_path / "m")
+    assert (card.modality, card.input_shape, card.embedding_dim) == ("arrays", (32,), 32)
+    recipe = read_recipe(tmp_path / "m" / RECIPE)
+    assert card.facts["recipe_sha256"] == recipe.sha256
+    assert card.facts["checkpoint_sha256"] == found.sha256
+    assert card.facts["step"] == "4"
+    assert (card.facts["alpha"], card.facts["licence"]) == ("1.25", "CC0")
+    assert "consent" in card.facts["intended_use"]
+    model = load_model(tmp_path / "m")
+    assert model.embed(np.ones((2, 32))).shape == (2, 32)
+    expected = run_info(recipe, steps=4, num_classes=found.manifest.num_classes)
+    assert model.run == replace(expected, checkpoint_sha256=card.weights_sha256)
+
+
+def test_a_run_is_read_as_if_it_were_exported(run: Path, tmp_path: Path) -> None:
+    card = export_run(run, tmp_path / "m")
+    model = load_model(run)
+    now = model.card.facts.pop("exported")  # each says when it was made
+    assert now >= card.facts.pop("exported")
+    assert model.card == card
+    assert model.run == load_model(tmp_path / "m").run
+    inputs = np.random.default_rng(0).normal(size=(3, 32)).astype(np.float32)
+    assert np.array_equal(model.embed(inputs), load_model(tmp_path / "m").embed(inputs))
+
+
+def test_a_damaged_run_record_is_named(run: Path, tmp_path: Path) -> None:
+    export_run(run, tmp_path / "m")
+    path = tmp_path / "m" / "run.json"
+    for content in ("", "[]", '{"seed": 0}', " " * 2_000_000):
+        path.write_text(content)
+        with pytest.raises(DataError, match=r"run\.json"):
+            load_model(tmp_path / "m")
+    path.unlink()
+    assert load_model(tmp_path / "m").run is None
+
+
+def test_other_weights_of_a_run(run: Path, tmp_path: Path) -> None:
+    all_weights = []
+    for weights in ("last", "average", "ema"):
+        card = export_run(run, tmp_path / weights, weights=weights, name=weights)
+        assert (card.name, card.facts["weights"]) == (weights, weights)
+        all_weights.append(weights_of(tmp_path / weights))
+    assert not equal(all_weights[0], all_weights[1])
+    assert not equal(all_weights[1], all_weights[2])
+    steps = sorted((run / "checkpoints").iterdir())
+    export_run(steps[0], tmp_path / "first")
+    assert not equal(weights_of(tmp_path / "first"), all_weights[0])
+
+
+def test_what_is_not_there_is_said(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="has no checkpoint"):
+        export_run(tmp_path, tmp_path / "m")
+    with pytest.raises(ConfigError, match="one of last, average, ema"):
+        export_run(run, tmp_path / "m", weights="best")
+    short = tmp_path / "short"
+    train(tiny_recipe("run.max_steps=1"), short, device="cpu")
+    with pytest.raises(ConfigError, match=r"average\.safetensors does not exist"):
+        export_run(short, tmp_path / "m", weights="average")
+    weights = short / "checkpoints" / "step-000001" / "backbone.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    with pytest.raises(CheckpointError, match="damaged"):
+        export_run(short, tmp_path / "m")
+    assert not (tmp_path / "m").exists()
+
+
+def test_images_and_computed_data_have_their_shapes() -> None:
+    recipe = tiny_recipe("data.options.shape=[3, 16, 16]")
+    assert input_of(recipe) == ("images", (3, 16, 16))
+    pictures = tiny_recipe("data.kind=images", "data.path=faces", "data.options=null")
+    assert input_of(pictures) == ("images", (3, 112, 112))
+    small = tiny_recipe(
+        "data.kind=images", "data.path=a", "data.options=null", "data.options.size=48"
+    )
+    assert input_of(small) == ("images", (3, 48, 48))
+    sounds = tiny_recipe("data.kind=audio", "data.path=voices", "data.options=null")
+    assert input_of(sounds) == ("audio", ())
+
+
+def test_thresholds_come_from_a_result(run: Path, tmp_path: Path) -> None:
+    card = export_run(run, tmp_path / "m")
+    own = synthetic_result(card=card.to_texts(), protocol="LFW")
+    other = synthetic_result(card={"weights_sha256": "ab" * 32})
+    paths = write_results(tmp_path / "results", own, other)
+    thresholds = add_thresholds(tmp_path / "m", paths[0])
+    assert read_thresholds(tmp_path / "m" / THRESHOLDS) == thresholds
+    assert read_card(tmp_path / "m").facts["tar_at_far_0.001"].endswith(" on LFW")
+    found = load_model(tmp_path / "m").verify(np.ones(32), np.ones(32), far=1e-3)
+    assert found.is_same
+    assert found.score == pytest.approx(1.0)
+    with pytest.raises(DataError, match="evaluate this model"):
+        add_thresholds(tmp_path / "m", paths[1])
+    assert read_thresholds(tmp_path / "m" / THRESHOLDS) == thresholds
+
+
+@pytest.mark.parametrize(
+    ("said", "asked", "expected"),
+    [
+        ("sum", None, "sum"),
+        ("none", None, "none"),
+        ("sum", "sum", "sum"),
+        (None, "sum", "sum"),
+        (None, None, "does not say whether mirror images"),
+        ("sum", "none", "was made with flip sum, not none"),
+    ],
+)
+def test_images_are_embedded_as_in_the_evaluation(
+    tmp_path: Path, said: str | None, asked: str | None, expected: str
+) -> None:
+    result = synthetic_result(card=make_model(tmp_path / "m").to_texts())
+    result = replace(result, protocol=replace(result.protocol, flip=said))
+    (path,) = write_results(tmp_path / "results", result)
+    if expected in ("none", "sum"):
+        assert add_thresholds(tmp_path / "m", path, flip=asked).flip == expected
+        assert load_model(tmp_path / "m").thresholds.flip == expected
+    else:
+        with pytest.raises(ConfigError, match=expected):
+            add_thresholds(tmp_path / "m", path, flip=asked)
+        assert not (tmp_path / "m" / THRESHOLDS).exists()
+
+
+def test_nothing_at_all_has_no_embeddings(directory: Path) -> None:
+    assert load_model(directory).embed([]).shape == (0, 8)
+
+
+def test_an_unknown_flip_is_refused() -> None:
+    with pytest.raises(ConfigError, match="one of none, sum"):
+        replace(made(), flip="twice")
+
+
+def test_a_missing_detector_is_said(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("qmargin.data.alignment.why_no_detector", lambda: "dlib-bin is missing")
+    with pytest.raises(BackendError, match="dlib-bin is missing"):
+        load_model(directory).embed(pictures(1, size=40))
+
+
+def test_an_evaluation_that_measured_nothing_is_refused() -> None:
+    result = synthetic_result(num_impostors=20)
+    with pytest.raises(ProtocolError, match="20 impostor trials"):
+        thresholds_of(result, weights_sha256=OURS, result_sha256=RESULT, is_trusted=True)

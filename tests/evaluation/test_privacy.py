@@ -17,7 +17,7 @@ from helpers.results import synthetic_result
 from helpers.runs import tiny_recipe
 from helpers.speakers import make_speakers
 from qmargin.cli.main import build_parser
-from qmargin.evaluation.exporting import export_run
+from qmargin.evaluation.export import export_run
 from qmargin.evaluation.result import Source, read_result, without_paths, write_result
 from qmargin.files import without_folders
 from qmargin.report.write import ReportOptions, write_report
@@ -106,7 +106,7 @@ def test_an_exported_model_has_none(tmp_path: Path) -> None:
 
 
 def test_paths_of_a_recipe_are_cut_on_export() -> None:
-    from qmargin.evaluation.exporting import _public
+    from qmargin.evaluation.export import _public
     from qmargin.training.recipe_files import from_yaml, to_yaml
 
     settings = ["data.kind=images", "data.path=/home/ann/faces", "data.options=null"]

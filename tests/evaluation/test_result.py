@@ -10,12 +10,20 @@ from typing import Any
 
 import pytest
 
+from helpers.results import some_run
 from helpers.speakers import make_speakers
 from qmargin.errors import DataError
-from qmargin.evaluation.evaluate import evaluate_scores
-from qmargin.evaluation.options import EvaluationOptions
-from qmargin.evaluation.result import Result, Value, read_result, result_to_json, write_result
-from qmargin.evaluation.score_files import read_scores
+from qmargin.evaluation.evaluate import EvaluationOptions, evaluate_scores
+from qmargin.evaluation.result import (
+    Measure,
+    Result,
+    Value,
+    read_result,
+    result_from_json,
+    result_to_json,
+    write_result,
+)
+from qmargin.evaluation.scores import read_scores
 from qmargin.files import sha256_of, write_atomically
 
 
@@ -23,8 +31,11 @@ from qmargin.files import sha256_of, write_atomically
 def result(tmp_path_factory: pytest.TempPathFactory) -> Result:
     path = make_speakers().write_scores(tmp_path_factory.mktemp("scores") / "s.txt")
     groups = {f"id{i:02d}": "ab"[i % 2] for i in range(12)}
-    options = EvaluationOptions(num_replicates=20, group_of=groups, model_card={"data": "made up"})
-    return evaluate_scores(read_scores(path), options)
+    options = EvaluationOptions(
+        num_replicates=20, group_of=groups, model_card={"data": "made up"}, run=some_run()
+    )
+    found = evaluate_scores(read_scores(path), options)
+    return found.with_extra({"10-fold accuracy": Measure(0.9, 0.01, "made up")})
 
 
 def test_what_is_written_comes_back(tmp_path: Path, result: Result) -> None:
@@ -40,24 +51,24 @@ def test_no_part_is_left_out(result: Result) -> None:
 
 
 def test_infinities_are_words_and_nan_is_never_written(tmp_path: Path, result: Result) -> None:
-    equal = replace(result.metrics.eer, threshold=-math.inf)
+    equal = replace(result.measures.eer, threshold=-math.inf)
     path = tmp_path / "result.json"
-    write_result(path, replace(result, metrics=replace(result.metrics, eer=equal)))
+    write_result(path, replace(result, measures=replace(result.measures, eer=equal)))
     content = json.loads(path.read_text())
-    assert content["metrics"]["eer"]["threshold"] == "-inf"
+    assert content["measures"]["eer"]["threshold"] == "-inf"
     assert "NaN" not in path.read_text()
-    assert read_result(path).metrics.eer.threshold == -math.inf
-    lost = replace(result.metrics, eer=replace(equal, value=math.nan))
+    assert read_result(path).measures.eer.threshold == -math.inf
+    lost = replace(result.measures, eer=replace(equal, value=math.nan))
     before = path.read_bytes()
-    with pytest.raises(DataError, match=r"metrics\.eer\.value is None, not a number"):
-        write_result(path, replace(result, metrics=lost))
+    with pytest.raises(DataError, match=r"measures\.eer\.value is None"):
+        write_result(path, replace(result, measures=lost))
     assert path.read_bytes() == before
 
 
 def test_a_number_that_may_be_missing_is_null(tmp_path: Path, result: Result) -> None:
-    metrics = replace(result.metrics, cllr=Value(math.nan))
-    write_result(tmp_path / "r.json", replace(result, metrics=metrics))
-    assert read_result(tmp_path / "r.json").metrics.cllr.value is None
+    measures = replace(result.measures, cllr=Value(math.nan))
+    write_result(tmp_path / "r.json", replace(result, measures=measures))
+    assert read_result(tmp_path / "r.json").measures.cllr.value is None
 
 
 def change(content: Any, path: list[Any], value: Any) -> None:
@@ -73,18 +84,23 @@ def change(content: Any, path: list[Any], value: Any) -> None:
     ("place", "value", "message"),
     [
         (["format"], "other", "is not a qmargin-result file"),
-        (["version"], 2, "has version 2 of qmargin-result, but this qmargin reads version 1"),
+        (["version"], 3, "has version 3 of qmargin-result"),
+        (["version"], True, "has version True"),
         (["version"], ..., "has version None"),
-        (["metrics"], ..., "r.json: metrics is missing"),
-        (["metrics", "tar", 0, "far_target"], ..., r"metrics\.tar\[0\]\.far_target is missing"),
-        (["metrics", "tar", 1, "tar"], "high", r"metrics\.tar\[1\]\.tar is 'high', not a number"),
-        (["metrics", "tar", 0, "status"], "fine", "has the status 'fine'"),
-        (["metrics", "eer"], [], "metrics.eer is .*, not an object"),
+        (["measures"], ..., "r.json: measures is missing"),
+        (["measures", "tar", 0, "far_target"], ..., r"measures\.tar\[0\]\.far_target is missing"),
+        (["measures", "tar", 1, "tar"], "high", r"measures\.tar\[1\]\.tar is 'high', not a number"),
+        (["measures", "tar", 0, "status"], "fine", "has the status 'fine'"),
+        (["measures", "eer"], [], "measures.eer is .*, not an object"),
         (["protocol", "num_trials"], 1.5, "num_trials is 1.5, not an integer"),
         (["protocol", "num_trials"], True, "num_trials is True, not an integer"),
         (["protocol", "name"], None, "name is None, not a text"),
+        (["run"], ..., "run is missing"),
+        (["run", "seed"], "0", r"run\.seed is '0'"),
+        (["run", "margins", 0, "value"], "big", r"run\.margins\[0\]\.value is 'big'"),
+        (["measures", "extra"], [], r"measures\.extra is"),
         (["det", "far"], {"a": 1}, "det.far is .*, not a list"),
-        (["metrics", "eer", "interval"], [0.1], "interval is .*, not a list of 2"),
+        (["measures", "eer", "interval"], [0.1], "interval is .*, not a list of 2"),
         (["replicates", "tar"], [1], "replicates.tar is .*, not an object"),
     ],
 )
@@ -160,3 +176,43 @@ def test_a_pipe_is_refused_at_once(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "result.json")
     with pytest.raises(DataError, match=r"result\.json is a named pipe"):
         read_result(tmp_path / "result.json")
+
+
+def as_version_1(result: Result) -> dict[str, Any]:
+    """What version 1 wrote of a result."""
+    content = {**result_to_json(result), "version": 1}
+    del content["run"]
+    content["metrics"] = measures = dict(content.pop("measures"))
+    extra = measures.pop("extra")
+    content["measures"] = [{"name": name, **measure} for name, measure in extra.items()]
+    content["protocol"] = protocol = dict(content["protocol"])
+    content["trials_sha256"] = protocol.pop("data_sha256")
+    for name in ("kind", "scoring", "flip", "pooling"):
+        del protocol[name]
+    card = {"weights_sha256": "ab" * 32, "mirror images": "used", **dict.fromkeys(extra, "0.9")}
+    content["system"] = {**content["system"], "model_card": card}
+    return content
+
+
+def test_version_1_is_read_with_a_note(tmp_path: Path, result: Result) -> None:
+    path = tmp_path / "old.json"
+    path.write_text(json.dumps(as_version_1(result)))
+    found = read_result(path)
+    assert found.measures == result.measures
+    protocol = replace(result.protocol, kind=None, scoring=None, flip="sum")
+    assert (found.run, found.protocol) == (None, protocol)
+    assert found.system.model_card == {"weights_sha256": "ab" * 32}
+    assert found.weights_sha256 == "ab" * 32
+    assert found.notes[:-1] == result.notes
+    assert "version 1" in found.notes[-1]
+    write_result(path, found)
+    assert read_result(path).notes == found.notes
+
+
+@pytest.mark.parametrize("name", ["metrics", "protocol", "system"])
+def test_damage_of_version_1_is_named(result: Result, name: str) -> None:
+    for value in (..., "text"):
+        content = as_version_1(result)
+        change(content, [name], value)
+        with pytest.raises(DataError, match=f"old.json: {name}"):
+            result_from_json(content, "old.json")

@@ -1,7 +1,5 @@
 """Sets in folds: the flip test, accuracy and TAR that are told apart, pictures for a report."""
 
-import os
-import pickle
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,23 +7,18 @@ import numpy as np
 import pytest
 
 from helpers.faces import PatchModel, face, folded_pairs, write_bin
-from qmargin.errors import ConfigError, DataError, ShapeError
-from qmargin.evaluation.embed import embed_images
-from qmargin.evaluation.options import EvaluationOptions
-from qmargin.evaluation.protocols.measures import (
-    Measure,
-    read_measured,
-    with_measures,
-    write_measured,
-)
-from qmargin.evaluation.protocols.verification_sets import (
+from qmargin.errors import ConfigError, DataError, ProtocolError, ShapeError
+from qmargin.evaluation.embed import embed_samples
+from qmargin.evaluation.evaluate import EvaluationOptions
+from qmargin.evaluation.protocols.face_sets import (
     VerificationSet,
     evaluate_verification_set,
     flip_features,
+    fold_accuracy,
+    fold_tar,
     read_verification_set,
     write_pictures,
 )
-from qmargin.evaluation.result import read_result
 from qmargin.metrics.folds import kfold_accuracy
 from qmargin.metrics.operating import tar_at_far
 
@@ -40,7 +33,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> VerificationSet:
 
 @pytest.fixture(scope="module")
 def embeddings(pairs: VerificationSet) -> np.ndarray:
-    return embed_images(PatchModel(), pairs.images(), flip="both")
+    return embed_samples(PatchModel(), pairs.images(), flip="both")
 
 
 def plain_scores() -> np.ndarray:
@@ -72,13 +65,13 @@ def test_accuracy_and_tar_follow_their_definitions(
     scores, labels = plain_scores(), pairs.is_genuine
     expected = kfold_accuracy(scores, labels)
     assert 0.5 < expected.mean < 1.0  # hard enough to tell measures apart
-    named = {measure.name: measure for measure in found.measures}
+    named = found.measures.extra
     assert named["10-fold accuracy"].value == pytest.approx(expected.mean, abs=1e-12)
     assert named["10-fold accuracy"].std == pytest.approx(expected.std, abs=1e-12)
-    assert "with flip test" in str(named["10-fold accuracy"].note)
+    assert (found.protocol.kind, found.protocol.flip) == ("lfw", "sum")
     point = tar_at_far(scores[labels], scores[~labels], 0.1)
-    assert found.result.metrics.tar[0].tar == point.tar
-    assert found.result.metrics.tar[0].false_accepts == point.false_accepts
+    assert found.measures.tar[0].tar == point.tar
+    assert found.measures.tar[0].false_accepts == point.false_accepts
     distances = 2.0 - 2.0 * scores
     grid = np.arange(0, 4, 0.01)
     folds = np.arange(80) // 8
@@ -101,51 +94,25 @@ def test_mean_norm_is_over_every_image_and_both_views(
         for image in pair:
             for view in (image, image[:, ::-1]):
                 norms.append(np.linalg.norm(PatchModel().embed(view[None])[0].astype(np.float64)))
-    assert found.measures[-1].name == "mean norm"
-    assert found.measures[-1].value == pytest.approx(np.mean(norms), rel=1e-6)
-    assert [measure.name for measure in found.measures] == ["10-fold accuracy", "mean norm"]
+    assert list(found.measures.extra) == ["10-fold accuracy", "mean norm"]
+    assert found.measures.extra["mean norm"].value == pytest.approx(np.mean(norms), rel=1e-6)
 
 
 def test_without_the_flip_test(pairs: VerificationSet) -> None:
-    plain = embed_images(PatchModel(), pairs.images())
+    plain = embed_samples(PatchModel(), pairs.images())
     found = evaluate_verification_set(pairs, flip_features(plain, has_flip=False), QUICK)
     unit = plain.astype(np.float64) / np.linalg.norm(plain.astype(np.float64), axis=1)[:, None]
     scores = np.sum(unit[pairs.rows[:, 0]] * unit[pairs.rows[:, 1]], axis=1)
-    assert found.measures[0].value == kfold_accuracy(scores, pairs.is_genuine).mean
-    assert "without flip test" in str(found.measures[0].note)
-
-
-def test_the_result_goes_to_a_file_that_other_readers_understand(
-    tmp_path: Path, pairs: VerificationSet, embeddings: np.ndarray
-) -> None:
-    found = evaluate_verification_set(pairs, flip_features(embeddings), QUICK)
-    assert found.result.protocol.interval.method == "file bootstrap"
-    write_measured(tmp_path / "r.json", found, keep_paths=True)
-    assert read_measured(tmp_path / "r.json") == found
-    card = read_result(tmp_path / "r.json").system.model_card
-    assert card is not None
-    assert card["10-fold accuracy"].startswith(f"{found.measures[0].value:.5f} ± ")
-    twice = replace(found, measures=(found.measures[0], found.measures[0]))
-    write_measured(tmp_path / "twice.json", twice)
-    with pytest.raises(DataError, match="a name twice"):
-        read_measured(tmp_path / "twice.json")
-
-
-def test_measures_join_a_card_that_is_there(pairs: VerificationSet, embeddings: np.ndarray) -> None:
-    options = replace(QUICK, model_card={"backbone": "iresnet18"}, num_replicates=0)
-    result = evaluate_verification_set(pairs, flip_features(embeddings), options).result
-    assert result.system.model_card is not None
-    assert next(iter(result.system.model_card)) == "backbone"
-    bare = replace(result, system=replace(result.system, model_card=None))
-    assert with_measures(bare, ()).result.system.model_card is None
-    assert str(Measure("x", 0.5)) == "0.50000"
+    accuracy = found.measures.extra["10-fold accuracy"]
+    assert accuracy.value == kfold_accuracy(scores, pairs.is_genuine).mean
+    assert found.protocol.flip == "none"
 
 
 def test_pictures_of_the_hardest_pairs(
     tmp_path: Path, pairs: VerificationSet, embeddings: np.ndarray
 ) -> None:
     options = replace(QUICK, num_hardest=2, num_replicates=0)
-    result = evaluate_verification_set(pairs, flip_features(embeddings), options).result
+    result = evaluate_verification_set(pairs, flip_features(embeddings), options)
     assert result.hardest is not None
     trials = (*result.hardest.false_accepts, *result.hardest.false_rejects)
     wanted = {key for trial in trials for key in (trial.enrol, trial.test)}
@@ -182,19 +149,86 @@ def test_an_impostor_pair_of_one_image_is_refused(tmp_path: Path) -> None:
     images, labels = folded_pairs()
     images[5] = (images[5][0], images[5][0])
     pairs = read_verification_set(write_bin(tmp_path / "bad.bin", images, labels))
-    features = flip_features(embed_images(PatchModel(), pairs.images(), flip="both"))
+    features = flip_features(embed_samples(PatchModel(), pairs.images(), flip="both"))
     with pytest.raises(DataError, match=r"bad.bin, pair 5: the trial is impostor"):
         evaluate_verification_set(pairs, features, QUICK)
 
 
-class _Evil:
-    def __reduce__(self) -> tuple[object, tuple[str]]:
-        return os.system, ("touch evil",)
+def folds_of(number: int, num_folds: int) -> list[np.ndarray]:
+    """Contiguous folds, the first ones longer."""
+    sizes = [number // num_folds + (fold < number % num_folds) for fold in range(num_folds)]
+    ends = np.cumsum(sizes)
+    return [np.arange(end - size, end) for end, size in zip(ends, sizes, strict=True)]
 
 
-def test_code_in_a_set_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "evil.bin").write_bytes(pickle.dumps(([_Evil(), b""], [True])))
-    with pytest.raises(DataError, match="not a verification set"):
-        read_verification_set(tmp_path / "evil.bin")
-    assert not (tmp_path / "evil").exists()
+def plain_accuracy(distances: np.ndarray, labels: np.ndarray, num_folds: int) -> list[float]:
+    found = []
+    for test in folds_of(len(distances), num_folds):
+        train = np.setdiff1d(np.arange(len(distances)), test)
+        best, best_accuracy = 0.0, -1.0
+        for threshold in np.arange(0, 4, 0.01):
+            accuracy = np.mean((distances[train] < threshold) == labels[train])
+            if accuracy > best_accuracy:
+                best, best_accuracy = threshold, accuracy
+        found.append(np.mean((distances[test] < best) == labels[test]))
+    return found
+
+
+def plain_tar(
+    distances: np.ndarray, labels: np.ndarray, far: float, num_folds: int
+) -> tuple[list[float], list[float]]:
+    tars, fars = [], []
+    grid = np.arange(0, 4, 0.001)
+    for test in folds_of(len(distances), num_folds):
+        train = np.setdiff1d(np.arange(len(distances)), test)
+        impostors = distances[train][~labels[train]]
+        rates = [np.mean(impostors < threshold) for threshold in grid]
+        if max(rates) < far:
+            threshold = 0.0
+        else:
+            above = next(i for i, rate in enumerate(rates) if rate >= far)
+            lower = max((rate for rate in rates if rate < far), default=None)
+            if lower is None:
+                threshold = grid[above]
+            else:
+                below = rates.index(lower)
+                share = (far - lower) / (rates[above] - lower)
+                threshold = grid[below] + share * (grid[above] - grid[below])
+        chosen = distances[test]
+        tars.append(np.mean(chosen[labels[test]] < threshold))
+        fars.append(np.mean(chosen[~labels[test]] < threshold))
+    return tars, fars
+
+
+@pytest.mark.parametrize(("number", "digits"), [(207, 1), (200, 8)])
+def test_both_measures_follow_the_loop(number: int, digits: int) -> None:
+    rng = np.random.default_rng(number)
+    labels = np.arange(number) % 20 < 10
+    distances = np.where(labels, rng.normal(1.0, 0.4, number), rng.normal(1.8, 0.4, number))
+    distances = distances.clip(0, 4).round(digits)
+    accuracies = plain_accuracy(distances, labels, 10)
+    found = fold_accuracy(distances, labels)
+    assert found.mean == pytest.approx(np.mean(accuracies), abs=1e-15)
+    assert found.std == pytest.approx(np.std(accuracies), abs=1e-15)
+    for far in (0.001, 0.2):
+        tars, fars = plain_tar(distances, labels, far, 10)
+        rates = fold_tar(distances, labels, far)
+        assert rates.tar == pytest.approx(np.mean(tars), abs=1e-15)
+        assert rates.tar_std == pytest.approx(np.std(tars), abs=1e-15)
+        assert rates.far == pytest.approx(np.mean(fars), abs=1e-15)
+
+
+def test_a_far_that_no_threshold_reaches_accepts_nothing() -> None:
+    distances = np.tile([0.5, 4.0], 20)  # impostors beyond the grid
+    found = fold_tar(distances, np.tile([True, False], 20), 0.1)
+    assert (found.tar, found.far) == (0.0, 0.0)
+    assert found.thresholds == (0.0,) * 10
+
+
+def test_what_has_no_folds() -> None:
+    with pytest.raises(ProtocolError, match="3 pairs do not make 10 folds"):
+        fold_accuracy(np.zeros(3), np.array([True, False, True]))
+    with pytest.raises(ProtocolError, match="0 impostor pairs"):
+        fold_accuracy(np.zeros(20), np.arange(20) < 10)
+    with pytest.raises(ShapeError, match=r"labels \(2,\)"):
+        fold_tar(np.zeros(3), np.array([True, False]))

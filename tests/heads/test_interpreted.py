@@ -1,16 +1,18 @@
 """Whole steps of the head on the Triton kernels: in the interpreter, where there is no GPU."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
-from helpers.heads import assert_same, make_head, make_loss, random_batch, step, truth_of
+from helpers.heads import assert_same, make_head, make_loss, random_batch, screened, step, truth_of
 from qmargin.errors import ConfigError
 from qmargin.heads import classifier
-from qmargin.heads.updates import ExactSGD, SparseSGD
+from qmargin.heads.optimizers import ExactSGD, SparseSGD
 from qmargin.kernels.dispatch import Call, load_backend
-from qmargin.kernels.triton import support
+from qmargin.kernels.triton import head as support
 
 if torch.cuda.is_available():
     pytest.skip("test_paths_gpu.py runs them for real", allow_module_level=True)
@@ -25,37 +27,36 @@ def interpreted(monkeypatch):
         return load_backend(call, name)
 
     monkeypatch.setattr(classifier, "load_backend", load)
-    monkeypatch.setattr(support, "ROOM", 64)
+    monkeypatch.setattr(support, "ROOM", 32)
 
 
-def half_head(alpha, batch, **options):
-    head = make_head(make_loss(alpha), batch, screen_dtype=torch.float16, **options)
-    head.chunk_dtype = torch.float16
+def half_head(alpha, batch, *, path, **options):
+    head = make_head(make_loss(alpha), batch, path=screened(path, torch.float16), **options)
     assert head.kernels.__name__.endswith("triton.head")
     return head
 
 
-@pytest.mark.parametrize("alpha", [1.25, 2.0])
+@pytest.mark.parametrize("alpha", [1.5, 2.0])
 def test_sparse_steps_with_lengths_unknown_known_and_too_short(alpha):
-    batch = random_batch(700, dim=64, rows=6)
+    batch = random_batch(300, dim=16, rows=4)
     head = half_head(alpha, batch, path="sparse")
     truth = truth_of(make_loss(alpha), batch)
-    assert head.lengths is None
+    assert head.list_lengths is None
     for _ in range(2):
         assert_same(step(head, batch), truth, tolerance=2e-5)
         assert head.last_step.path == "sparse"
-    found = head.lengths
-    head.lengths = found._replace(candidates=1)
+    found = head.list_lengths
+    head.list_lengths = found._replace(candidates=1)
     assert_same(step(head, batch), truth, tolerance=2e-5)
-    assert head.lengths == found
+    assert head.list_lengths == found
     for _ in range(2):  # the second without a length to expect
-        head.list_capacity = 0
+        head.path = replace(head.path, list_capacity=0)
         assert_same(step(head, batch), truth, tolerance=5e-3)
-        assert head.last_step.path == "chunked" and head.lengths is None
+        assert head.last_step.path == "chunked" and head.list_lengths is None
 
 
 def test_softmax_by_blocks():
-    batch = random_batch(700, dim=64, rows=6)
+    batch = random_batch(300, dim=16, rows=4)
     truth = truth_of(make_loss(1.0), batch)
     assert_same(step(half_head(1.0, batch, path="chunked"), batch), truth, tolerance=5e-3)
 
@@ -63,9 +64,9 @@ def test_softmax_by_blocks():
 @pytest.mark.parametrize("optimizer", [ExactSGD, SparseSGD])
 @pytest.mark.parametrize("path", ["sparse", "chunked"])
 def test_updates(optimizer, path):
-    batch = random_batch(300, dim=64, rows=6)
-    plain = make_head(make_loss(1.25), batch, path="sparse", gradient="fused")
-    heads = (half_head(1.25, batch, path=path, gradient="fused"), plain)
+    batch = random_batch(70, dim=16, rows=3)
+    plain = make_head(make_loss(1.5), batch, path="sparse", gradient="fused")
+    heads = (half_head(1.5, batch, path=path, gradient="fused"), plain)
     for head in heads:
         update = optimizer(head, 0.1)
         for _ in range(2):
@@ -76,77 +77,74 @@ def test_updates(optimizer, path):
 
 
 @pytest.mark.parametrize("path", ["sparse", "chunked"])
-def test_a_head_that_does_not_wait_gives_the_same(path):
-    batch = random_batch(300, dim=64, rows=6)
-    heads = [half_head(1.25, batch, path=path, gradient="fused") for _ in range(2)]
-    heads[1].waits = False
+def test_a_speculative_step_gives_the_same(path):
+    batch = random_batch(70, dim=16, rows=3)
+    heads = [half_head(1.5, batch, path=path, gradient="fused") for _ in range(2)]
     updates = [ExactSGD(head, 0.1) for head in heads]
-    for _ in range(3):
-        for head, update in zip(heads, updates, strict=True):
-            head(batch.embeddings, batch.labels).backward()
-            assert head.is_confirmed == head.waits
-            assert head.confirm() and head.is_confirmed
+    for _ in range(2):
+        for head, update, speculative in zip(heads, updates, (False, True), strict=True):
+            head(batch.embeddings, batch.labels, speculative=speculative).backward()
+            assert head.is_verified != speculative
+            assert head.verify() and head.is_verified
             update.step()
     assert torch.equal(heads[0].prototypes, heads[1].prototypes)
 
 
-def test_lists_that_were_too_short_are_found_by_asking():
-    batch = random_batch(700, dim=64, rows=6)
+def test_lists_that_were_too_short_are_found_by_verify():
+    batch = random_batch(300, dim=16, rows=4)
     head = half_head(1.25, batch, path="sparse", gradient="fused")
     update = ExactSGD(head, 0.1)
     head(batch.embeddings, batch.labels)
-    head.lengths, head.waits = head.lengths._replace(candidates=1), False
-    head(batch.embeddings, batch.labels).backward()
+    head.list_lengths = head.list_lengths._replace(candidates=1)
+    head(batch.embeddings, batch.labels, speculative=True).backward()
     assert head.last_step is None
-    with pytest.raises(ConfigError, match="confirm"):
+    with pytest.raises(ConfigError, match="verify"):
         update.step()
-    assert not head.confirm()
-    assert head.pending is None and head.lengths is None
-    head.waits = True
+    assert not head.verify()
+    assert head.fused_gradient is None and head.list_lengths is None
     assert_same(step(head, batch), truth_of(make_loss(1.25), batch), tolerance=2e-5)
 
 
 def test_a_batch_that_is_discarded_leaves_nothing():
-    batch = random_batch(300, dim=64, rows=6)
-    head = half_head(1.25, batch, path="sparse", gradient="fused")
-    head.waits = False
-    head(batch.embeddings, batch.labels).backward()
+    batch = random_batch(70, dim=16, rows=3)
+    head = half_head(1.5, batch, path="sparse", gradient="fused")
+    head(batch.embeddings, batch.labels, speculative=True).backward()
     head.discard()
-    assert head.pending is None and head.is_confirmed and head.last_step is None
+    assert head.fused_gradient is None and head.is_verified and head.last_step is None
     head.discard()  # there is nothing left to forget
 
 
-def test_a_pass_that_is_not_confirmed_cannot_be_overlooked():
-    batch = random_batch(700, dim=64, rows=6)
-    head = half_head(1.25, batch, path="sparse", gradient="fused")
+def test_a_pass_that_is_not_verified_cannot_be_overlooked():
+    batch = random_batch(300, dim=16, rows=4)
+    head = half_head(1.5, batch, path="sparse", gradient="fused")
     head(batch.embeddings, batch.labels)
-    head.waits = False
-    with torch.no_grad():  # whoever asks for a loss alone gets one that stands
-        head(batch.embeddings, batch.labels)
-    assert head.is_confirmed
-    head(batch.embeddings, batch.labels).backward()
+    with torch.no_grad():  # whoever asks for a loss alone gets one that is valid
+        head(batch.embeddings, batch.labels, speculative=True)
+    assert head.is_verified
+    head(batch.embeddings, batch.labels, speculative=True).backward()
     with pytest.raises(ConfigError, match="discard"):
         head(batch.embeddings, batch.labels)
-    assert head.confirm()
-    left = head.pending
-    head(batch.embeddings[:1], batch.labels[:1])  # another batch, whose gradient nobody asks for
-    assert head.confirm() and head.pending is left
-    head(batch.embeddings[:1], batch.labels[:1])
+    assert head.verify()
+    left = head.fused_gradient
+    few = (batch.embeddings[:1], batch.labels[:1])  # another batch, without a backward pass
+    head(*few, speculative=True)
+    assert head.verify() and head.fused_gradient is left
+    head(*few, speculative=True)
     head.discard()
-    assert head.pending is left
+    assert head.fused_gradient is left
 
 
-@pytest.mark.parametrize("value", [0.0, 3e38])
 @pytest.mark.parametrize(
-    ("path", "alpha"), [("sparse", 1.25), ("sparse", 3.0), ("chunked", 1.0), ("chunked", 1.5)]
+    ("path", "alpha", "value"),
+    [("sparse", 1.5, 0.0), ("sparse", 3.0, 3e38), ("chunked", 1.0, 3e38), ("chunked", 1.5, 0.0)],
 )
 def test_a_prototype_without_a_direction_makes_loss_and_gradients_nan(path, alpha, value):
-    batch = random_batch(300, dim=64, rows=4)
-    batch.labels.clamp_(max=298)
+    batch = random_batch(70, dim=16, rows=3)
+    batch.labels.clamp_(max=68)
     head = half_head(alpha, batch, path=path, gradient="fused")
     step(head, batch)
     with torch.no_grad():
-        head.prototypes[299] = value
+        head.prototypes[69] = value
     outcome = step(head, batch)
     assert outcome.loss.isnan() and outcome.embeddings.isnan().all()
     assert outcome.prototypes[batch.labels].isnan().any(1).all()
@@ -159,7 +157,7 @@ def test_a_prototype_without_a_direction_makes_loss_and_gradients_nan(path, alph
 
 
 def test_an_embedding_whose_length_overflows_has_no_finite_loss():
-    batch = random_batch(300, dim=64, rows=4)
+    batch = random_batch(70, dim=16, rows=3)
     head = half_head(1.5, batch, path="sparse")
     unit, norms = head.kernels.unit_rows(batch.embeddings * 1e37, batch.labels, -100)
     assert norms.isinf().all() and unit.isnan().all()

@@ -4,8 +4,17 @@ import pytest
 import torch
 
 import qmargin
-from helpers.heads import Batch, Outcome, assert_same, make_head, make_loss, random_batch, truth_of
-from qmargin.heads.updates import ExactSGD, SparseSGD
+from helpers.heads import (
+    Batch,
+    Outcome,
+    assert_same,
+    every_class,
+    make_head,
+    make_loss,
+    random_batch,
+    truth_of,
+)
+from qmargin.heads.optimizers import ExactSGD, SparseSGD
 
 pytestmark = pytest.mark.gpu
 
@@ -31,9 +40,8 @@ def test_path_matches_the_definition(path: str, alpha: float) -> None:
         loss = make_loss(alpha)
         truth = truth_of(loss, batch)
         for dtype, tolerance in ((torch.float64, 1e-9), (torch.float32, 2e-5)):
-            options = {"path": path, "dtype": dtype, "sample_rate": 1.0, "device": "cuda"}
-            head = make_head(loss, batch, **options)
-            head.chunk_dtype = dtype
+            taken = qmargin.Chunked(dtype=dtype) if path == "chunked" else every_class(path)
+            head = make_head(loss, batch, path=taken, dtype=dtype, device="cuda")
             is_half = path == "paper" and dtype == torch.float32  # cosines are stored in half
             limit = 2e-2 if is_half else tolerance
             assert_same(gpu_step(head, batch), truth, tolerance=limit, note=(num_classes, dtype))
@@ -44,7 +52,7 @@ def test_path_matches_the_definition(path: str, alpha: float) -> None:
 def test_half_operands_are_as_good_as_their_rounding(alpha: float, screen: torch.dtype) -> None:
     batch = random_batch(5003, dim=128, rows=64)
     loss = make_loss(alpha)
-    head = make_head(loss, batch, path="chunked", device="cuda", screen_dtype=screen)
+    head = make_head(loss, batch, path=qmargin.Chunked(screen_dtype=screen), device="cuda")
     tolerance = 50 * torch.finfo(screen).eps
     assert_same(gpu_step(head, batch), truth_of(loss, batch), tolerance=tolerance)
 
@@ -125,7 +133,7 @@ EVERY_PATH = ("auto", "sparse", "chunked", "dense", "sampled", "paper")
 
 
 def make_gpu_head(path: str, alpha: float, batch: Batch, **options: object):
-    return make_head(make_loss(alpha), batch, path=path, device="cuda", sample_rate=1.0, **options)
+    return make_head(make_loss(alpha), batch, path=every_class(path), device="cuda", **options)
 
 
 @pytest.mark.parametrize("value", [0.0, torch.nan, torch.inf, 3e38])
@@ -194,7 +202,9 @@ def test_rows_of_the_loss(path: str) -> None:
     gradients = {}
     for name in (path, "dense"):
         head = make_gpu_head(name, 1.25, batch)
-        head.loss.reduction, head.chunk_dtype = "none", torch.float32
+        head.loss.reduction = "none"
+        if name == "chunked":
+            head.path = qmargin.Chunked(dtype=torch.float32)
         rows = batch.embeddings.cuda().requires_grad_()
         (head(rows, batch.labels.cuda()) * weights).sum().backward()
         gradients[name] = (rows.grad, head.prototypes.grad)

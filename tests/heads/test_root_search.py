@@ -7,10 +7,12 @@ import torch
 
 import qmargin
 from helpers.heads import assert_same, make_head, make_loss, random_batch, step, truth_of
-from qmargin.heads import chunks, root_search
-from qmargin.heads.chunks import Chunks, Target
-from qmargin.heads.root_search import RootSearch, solve
-from qmargin.maths.threshold import RowSums
+from qmargin.heads import chunked as root_search
+from qmargin.heads import chunks
+from qmargin.heads.chunked import RootSearch, solve
+from qmargin.heads.chunks import Chunks
+from qmargin.kernels.head_types import Target
+from qmargin.kernels.solver import RowSums
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +23,7 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("alpha", "scale"), [(1.25, 1.0), (1.5, 0.2), (2.0, 0.003)])
 def test_where_many_classes_are_active_a_sample_starts_the_search(alpha, scale) -> None:
-    batch = random_batch(20_001, rows=9)
+    batch = random_batch(8001, rows=5)
     batch.labels[0] = 16 * 71  # in the sample
     loss = make_loss(alpha, scale)
     head = make_head(loss, batch, path="chunked", dtype=torch.float64)
@@ -35,9 +37,9 @@ def test_where_many_classes_are_active_a_sample_starts_the_search(alpha, scale) 
     with mock.patch.object(Chunks, "row_sums", counted):
         outcome = step(head, batch)
         from_sample, passes = passes, []
-        with mock.patch.object(root_search, "MIN_SUPPORT", 20_001):
+        with mock.patch.object(root_search, "MIN_SUPPORT", 8001):
             step(head, batch)
-    assert outcome.stats.support_mean > 0.1 * 20_001
+    assert outcome.stats.support_mean > 0.1 * 8001
     assert set(passes) == {1.0}
     assert 1 <= from_sample.count(1.0) < len(passes)
     assert_same(outcome, truth_of(loss, batch), tolerance=1e-9)

@@ -12,18 +12,6 @@ LOSS_RELATIVE = {torch.float32: 1e-5, torch.float64: 1e-11}
 LOSS_ABSOLUTE = {torch.float32: 1e-6, torch.float64: 1e-12}
 
 
-def assert_within_budget(fast: Tensor, plain: Tensor, truth: Tensor, *, slack: float = 2.0) -> None:
-    """``fast`` may be as far from ``truth`` as ``plain`` is, times ``slack``, and no farther.
-
-    ``plain`` is the reference path in the same dtype as ``fast``; ``truth`` is float64. The
-    tolerance is measured, not chosen.
-    """
-    unit = torch.finfo(plain.dtype).eps * truth.abs().amax()
-    budget = slack * (plain.double() - truth).abs().amax() + 4 * unit
-    error = (fast.double() - truth).abs().amax()
-    assert error <= budget, f"error {error:.2e} exceeds budget {budget:.2e}"
-
-
 def assert_posterior(posterior: Tensor, truth: np.ndarray, *, names: list[str]) -> None:
     """Rows sum to one and no entry is off by more than the promise for the dtype."""
     tolerance = POSTERIOR_TOLERANCE[posterior.dtype]

@@ -18,6 +18,13 @@ def run_benchmark(words: Sequence[str]) -> int:
     return main(words, parser=benchmarks.build_parser)
 
 
+def run_command(*words: object) -> argparse.Namespace:
+    """Run ``qmargin WORDS`` in this process, without its handlers; errors are raised."""
+    arguments = parse_command(["qmargin", *map(str, words)])
+    arguments.run(arguments)
+    return arguments
+
+
 def parse_command(words: Sequence[str]) -> argparse.Namespace:
     """Arguments of a whole command line, its program included."""
     for program, make_parser in PROGRAMS.items():

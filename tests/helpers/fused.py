@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 import qmargin
 from qmargin.heads.classifier import MarginClassifier
+from qmargin.heads.gradients import PrototypeGradient
 
 NUM_CLASSES, DIM, ROWS = 331, 12, 24
 SETTINGS = [  # alpha, scale, margin
@@ -31,9 +32,8 @@ def make_head(
         DIM,
         num_classes,
         qmargin.MarginLoss(qmargin.Alpha(alpha), margin, scale=scale),
-        path="sparse",
+        path=qmargin.Sparse(screen_dtype=screen_dtype),
         gradient=gradient,
-        screen_dtype=screen_dtype,
         dtype=dtype,
     )
     generator = torch.Generator().manual_seed(1)
@@ -71,8 +71,8 @@ def train(head: MarginClassifier, optimizer: torch.optim.Optimizer, steps: range
         optimizer.step()
 
 
-class Blocks:
-    """A gradient that comes block by block, as the chunked path leaves it."""
+class Blocks(PrototypeGradient):
+    """A gradient that comes block by block, as that of the chunked path."""
 
     def __init__(self, gradient: Tensor) -> None:
         self.gradient = gradient

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from qmargin.heads.classifier import MarginClassifier
+from qmargin.heads.paths import Chunked, Sampled, StepPath, as_path
 from qmargin.heads.step import StepStats
-from qmargin.losses.module import MarginLoss
-from qmargin.maths.divergences import Alpha
-from qmargin.maths.margins import Margin, PriorMargin
+from qmargin.losses.divergences import Alpha
+from qmargin.losses.margin_loss import MarginLoss
+from qmargin.losses.margins import Margin, PriorMargin
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,18 @@ def make_loss(alpha: float, scale: float = 16.0, margin: Margin | None = None) -
     return MarginLoss(Alpha(alpha), margin or PriorMargin(0.05), scale=scale)
 
 
+def every_class(path: str | StepPath) -> StepPath:
+    """The path, with a sample of all classes."""
+    return Sampled(1.0) if path == "sampled" else as_path(path)
+
+
+def screened(path: str, dtype: torch.dtype | None) -> StepPath:
+    """A sparse or chunked path whose copy and products have a precision."""
+    if path == "chunked":
+        return Chunked(dtype=dtype, screen_dtype=dtype)
+    return replace(as_path(path), screen_dtype=dtype, chunk_dtype=dtype)
+
+
 def make_head(loss: MarginLoss, batch: Batch, **options: object) -> MarginClassifier:
     """A head with the batch's prototypes."""
     num_classes, dim = batch.prototypes.shape
@@ -65,20 +80,18 @@ def step(head: MarginClassifier, batch: Batch) -> Outcome:
     loss.backward()
     gradient = head.prototypes.grad
     if gradient is None:  # fused
-        gradient = pending_gradient(head)
+        gradient = fused_gradient(head)
     elif gradient.is_sparse:
         gradient = gradient.to_dense()
     return Outcome(loss.detach(), embeddings.grad, gradient, head.last_step)
 
 
-def pending_gradient(head: MarginClassifier) -> Tensor:
-    """What a fused backward pass left, made and taken away."""
-    from qmargin.heads.pending import as_pending
-
+def fused_gradient(head: MarginClassifier) -> Tensor:
+    """The gradient of a fused backward pass, made and taken away."""
     gradient = torch.full_like(head.prototypes, torch.nan)
-    for where, rows in as_pending(head, head.pending).blocks():
+    for where, rows in head.fused_gradient.blocks():
         gradient[where] = rows
-    head.pending = None
+    head.fused_gradient = None
     return gradient.detach()
 
 
@@ -104,3 +117,23 @@ def assert_same(outcome: Outcome, truth: Outcome, *, tolerance: float, note: obj
         error = float((value - expected).abs().max())
         size = float(expected.abs().max())
         assert error <= tolerance * size + 1e-3 * tolerance, f"{name} {note}: {error:.1e} of {size}"
+
+
+class LargestTensor(TorchDispatchMode):
+    """Watches the number of elements that operations return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        fresh = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        known = {leaf.untyped_storage().data_ptr() for leaf in tree_leaves(args) if _is_real(leaf)}
+        sizes = [leaf.numel() for leaf in fresh if leaf.untyped_storage().data_ptr() not in known]
+        self.num_elements = max(self.num_elements, *sizes, 0)
+        return result
+
+
+def _is_real(leaf: object) -> bool:
+    return isinstance(leaf, torch.Tensor)

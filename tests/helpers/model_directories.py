@@ -9,9 +9,8 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
-from qmargin.models.card import ModelCard
-from qmargin.models.directory import write_model
-from qmargin.models.registry import create_backbone
+from qmargin.models import create_backbone
+from qmargin.models.directory import ModelCard, write_model
 
 SIZE = 16
 

@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from qmargin.data.images import encode_image
-from qmargin.data.recordio import RecordWriter, pack_payload
+from qmargin.data.readers.recordio import RecordWriter, pack_payload
 
 ROOT = Path(__file__).parents[2]
 

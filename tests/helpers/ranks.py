@@ -4,10 +4,7 @@ The test keeps the store, as torchrun does: no port can be taken in between, and
 every rank. Without a launcher rank 0 keeps it.
 """
 
-import os
 import socket
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -17,21 +14,22 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from helpers.processes import Script
+
 PROLOGUE = """
 import os, signal, sys, time
 import torch
 torch.set_num_threads(1)
-from qmargin.training.process import start_process_group
+from qmargin.training.distributed.process import start_process_group
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 def say(*words):
     print(*words, flush=True)
 """
-WARNINGS = ["-W", "error", "-W", "ignore:This DataLoader will create"]  # on one or two cores
 
 
 @dataclass
 class Rank:
-    process: subprocess.Popen
+    process: Script
     folder: Path
     rank: int
     started: float = field(default_factory=time.monotonic)
@@ -65,12 +63,10 @@ def free_port() -> int:
 def environment(rank: int, world: int, port: int, *, launcher: bool) -> dict[str, str]:
     ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_PORT": port}
     return {
-        **os.environ,
         **{name: str(value) for name, value in ranks.items()},
         "MASTER_ADDR": "127.0.0.1",
         "TORCHELASTIC_USE_AGENT_STORE": str(launcher),
         "GLOO_SOCKET_IFNAME": "lo",
-        "OMP_NUM_THREADS": "1",
     }
 
 
@@ -83,16 +79,9 @@ def ranks_running(script: str, world: int, *, launcher: bool = True) -> Iterator
         folder, ranks = Path(name), []
         try:
             for rank in range(world):
-                with (
-                    (folder / f"{rank}.out").open("w") as output,
-                    (folder / f"{rank}.err").open("w") as errors,
-                ):
-                    process = subprocess.Popen(
-                        [sys.executable, *WARNINGS, "-c", PROLOGUE + script],
-                        env=environment(rank, world, port, launcher=launcher),
-                        stdout=output,
-                        stderr=errors,
-                    )
+                paths = (folder / f"{rank}.out", folder / f"{rank}.err")
+                variables = environment(rank, world, port, launcher=launcher)
+                process = Script(PROLOGUE + script, *paths, variables)
                 ranks.append(Rank(process, folder, rank))
             yield ranks
         finally:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -42,32 +44,62 @@ def synthetic_result(
     groups: tuple[str, ...] = (),
     keys: tuple[str, ...] = (),
     num_replicates: int = 200,
+    run: r.RunInfo | None = None,
 ) -> r.Result:
     """A system whose genuine scores lie ``separation`` deviations above the impostors."""
-    generator = np.random.default_rng(seed)
-    genuine = 0.1 * (generator.standard_normal(num_genuine) + separation)
-    impostor = 0.1 * generator.standard_normal(num_impostors)
+    genuine, impostor, parts = _measured(separation, num_genuine, num_impostors, seed)
+    measures: r.Measures = parts["measures"]
     noise = np.random.default_rng(7).standard_normal(num_replicates)
     own = np.random.default_rng(seed + 100).standard_normal(num_replicates)
     shake = 0.004 * (noise + 0.3 * own)
-    tar = tuple(_tar_point(genuine, impostor, far) for far in FARS)
     digest = hashlib.sha256(f"{protocol} {num_genuine} {num_impostors}".encode()).hexdigest()
     return r.Result(
         system=r.System(name, card),
-        protocol=_protocol(protocol, num_genuine, num_impostors, num_replicates),
+        run=run,
+        protocol=_protocol(protocol, digest, num_genuine, num_impostors, num_replicates),
         sources=(r.Source(f"scores/{name}.tsv", digest, "scores"),),
-        trials_sha256=digest,
-        metrics=_metrics(genuine, impostor, tar),
-        det=_det(genuine, impostor),
-        histogram=_histogram(genuine, impostor),
-        calibration=_calibration(genuine, impostor),
-        replicates=_replicates(tar, shake, digest),
-        groups=_groups(groups, generator) if groups else None,
+        **parts,
+        replicates=_replicates(measures.tar, shake, digest),
+        groups=_groups(groups, np.random.default_rng(seed + 1)) if groups else None,
         hardest=_hardest(keys, genuine, impostor) if keys else None,
         created="2026-01-15T12:00:00+00:00",
         command="qmargin evaluate scores FILE --out result.json",
         qmargin="0.1.0",
     )
+
+
+@cache
+def _measured(
+    separation: float, num_genuine: int, num_impostors: int, seed: int
+) -> tuple[np.ndarray, np.ndarray, dict[str, Any]]:
+    """Sorted scores, and what is measured on them."""
+    generator = np.random.default_rng(seed)
+    genuine = np.sort(0.1 * (generator.standard_normal(num_genuine) + separation))
+    impostor = np.sort(0.1 * generator.standard_normal(num_impostors))
+    tar = tuple(_tar_point(genuine, impostor, far) for far in FARS)
+    parts = {
+        "measures": _measures(genuine, impostor, tar),
+        "det": _det(genuine, impostor),
+        "histogram": _histogram(genuine, impostor),
+        "calibration": _calibration(genuine, impostor),
+    }
+    return genuine, impostor, parts
+
+
+def some_run(arm: str = "q_margin", seed: int = 0, **changes: object) -> r.RunInfo:
+    """A run of made-up settings."""
+    values = {
+        "recipe_sha256": hashlib.sha256(repr((arm, seed)).encode()).hexdigest(),
+        "arm": arm,
+        "title": arm,
+        "divergence": "alpha",
+        "alpha": 1.25,
+        "margins": (r.MarginInfo("prior", 0.2),),
+        "scale": 32.0,
+        "seed": seed,
+        "epochs": 20.0,
+    }
+    return r.RunInfo(**{**values, **changes})  # type: ignore[arg-type]
 
 
 def hostile_result(index: int = 0) -> r.Result:
@@ -84,7 +116,9 @@ def hostile_result(index: int = 0) -> r.Result:
     interval = replace(base.protocol.interval, note=attack)
     return replace(
         base,
-        protocol=replace(base.protocol, rule=attack, interval=interval),
+        protocol=replace(base.protocol, rule=attack, interval=interval, kind=attack),
+        run=some_run(attack, title=attack, divergence=attack, device=attack),
+        measures=replace(base.measures, extra={attack: r.Measure(0.5, note=attack)}),
         sources=(r.Source(attack, attack, attack),),
         created=attack,
         command=attack,
@@ -96,7 +130,7 @@ def _tar_point(genuine: np.ndarray, impostor: np.ndarray, far: float) -> r.TarPo
     allowed = int(far * len(impostor) + 1e-9)
     if allowed < 1:
         return r.TarPoint(far, None, None, None, 0, None, "not measurable", allowed)
-    edge = np.sort(impostor)[::-1][allowed]
+    edge = impostor[::-1][allowed]
     threshold = float(np.nextafter(edge, np.inf))
     tar = float((genuine > edge).mean())
     accepts = int((impostor > edge).sum())
@@ -107,13 +141,26 @@ def _tar_point(genuine: np.ndarray, impostor: np.ndarray, far: float) -> r.TarPo
     )
 
 
-def _protocol(name: str, num_genuine: int, num_impostors: int, num_replicates: int) -> r.Protocol:
+def _protocol(
+    name: str, digest: str, num_genuine: int, num_impostors: int, num_replicates: int
+) -> r.ProtocolInfo:
     interval = r.IntervalMethod("subject bootstrap", 0.95, num_replicates, 0)
     total = num_genuine + num_impostors
-    return r.Protocol(name, "conservative", total, num_genuine, num_impostors, 1190, interval)
+    return r.ProtocolInfo(
+        name=name,
+        kind="trials",
+        rule="conservative",
+        scoring="cosine",
+        data_sha256=digest,
+        num_trials=total,
+        num_genuine=num_genuine,
+        num_impostors=num_impostors,
+        num_subjects=1190,
+        interval=interval,
+    )
 
 
-def _metrics(genuine: np.ndarray, impostor: np.ndarray, tar: tuple[r.TarPoint, ...]) -> r.Metrics:
+def _measures(genuine: np.ndarray, impostor: np.ndarray, tar: tuple[r.TarPoint, ...]) -> r.Measures:
     middle = float((genuine.mean() + impostor.mean()) / 2)
     eer = float((impostor >= middle).mean() + (genuine < middle).mean()) / 2
     costs = tuple(
@@ -121,15 +168,15 @@ def _metrics(genuine: np.ndarray, impostor: np.ndarray, tar: tuple[r.TarPoint, .
         for p in (0.01, 0.05)
     )
     eer_point = r.EerPoint(eer, (0.9 * eer, 1.1 * eer), middle)
-    return r.Metrics(tar, eer_point, costs, r.Value(0.0712), r.Value(0.0433))
+    return r.Measures(tar, eer_point, costs, r.Value(0.0712), r.Value(0.0433))
 
 
 def _det(genuine: np.ndarray, impostor: np.ndarray, points: int = 400) -> r.Det:
-    falling = np.sort(impostor)[::-1]
+    falling = impostor[::-1]
     counts = np.unique(np.geomspace(1, len(falling), points - 1).astype(int))
     thresholds = falling[counts - 1]
     far = counts / len(falling)
-    frr = np.searchsorted(np.sort(genuine), thresholds) / len(genuine)
+    frr = np.searchsorted(genuine, thresholds) / len(genuine)
     grid = np.geomspace(1 / len(falling), 0.5, 60)
     centre = np.interp(np.log(grid), np.log(far), frr)
     spread = 1.96 * np.sqrt(centre * (1 - centre) / len(genuine)) + 0.08 * centre
@@ -195,4 +242,4 @@ def _hardest(keys: tuple[str, ...], genuine: np.ndarray, impostor: np.ndarray) -
         together = zip(keys, following, scores, strict=False)
         return tuple(r.HardPair(enrol, test, float(score)) for enrol, test, score in together)
 
-    return r.Hardest(pairs(np.sort(impostor)[::-1]), pairs(np.sort(genuine)))
+    return r.Hardest(pairs(impostor[::-1]), pairs(genuine))

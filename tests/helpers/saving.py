@@ -13,14 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qmargin.training.checkpoint import (
+from qmargin.training.checkpoint.reader import (
     CheckpointState,
     HeadRows,
     agree_on_newest,
+    join_rows,
     load_checkpoint,
     save_checkpoint,
+    split_rows,
 )
-from qmargin.training.resharding import join_rows, split_rows
+from qmargin.training.distributed.process import Process
 
 NUM_CLASSES, DIM = 41, 6
 SAVED = "acknowledged.txt"
@@ -124,10 +126,11 @@ class TinyRun:
         }
 
 
-def resume(folder: Path, rank: int = 0, world: int = 1, exchange: Any = None) -> TinyRun:
+def resume(folder: Path, process: Process | None = None) -> TinyRun:
     """The run of the newest checkpoint, or a fresh one."""
-    run = TinyRun(rank, world)
-    search = agree_on_newest(folder, rank=rank, world=world, exchange=exchange)
+    process = process or Process()
+    run = TinyRun(process.rank, process.world)
+    search = agree_on_newest(folder, process)
     if search.checkpoint is not None:
         run.load(load_checkpoint(search.checkpoint, start=run.start, stop=run.stop))
     return run

@@ -17,22 +17,22 @@ def batch(num_classes=500, rows=7, seed=0, dtype=torch.float32, lifted=True):
     return cosines, labels, targets
 
 
-def lifted_rows(order, scale=20.0, **options):
+def lifted_rows(b, scale=20.0, **options):
     cosines, labels, targets = batch(**options)
     prior = torch.full_like(targets, -0.1 * scale)
-    return Rows(cosines, scale, order, None, labels, scale * targets, prior)
+    return Rows(cosines, scale, b, None, labels, scale * targets, prior)
 
 
-@pytest.mark.parametrize("order", [0.05, 0.25, 0.5, 1.0, 2.0])
+@pytest.mark.parametrize("b", [0.05, 0.25, 0.5, 1.0, 2.0])
 @pytest.mark.parametrize("num_classes", [64, 65, 97, 500])
-def test_candidates_hold_the_support_and_give_the_same_loss(order, num_classes):
+def test_candidates_hold_the_support_and_give_the_same_loss(b, num_classes):
     """M8, M13: the classes left out are exactly zero, so nothing changes."""
-    rows = lifted_rows(order, scale=40.0, num_classes=num_classes)
+    rows = lifted_rows(b, scale=40.0, num_classes=num_classes)
     listed = candidates(rows)
     whole = everything(rows)
     solved = solve(rows)
     posterior_of_all, _ = kernels.posterior_rows(
-        whole.logits, whole.log_reference, solved.anchor, solved.level, order
+        whole.logits, whole.log_reference, solved.anchor, solved.level, b
     )
     torch.testing.assert_close(posterior_of_all.sum(1), torch.ones(7).double(), atol=1e-8, rtol=0)
     if listed is not None:
@@ -54,9 +54,9 @@ def test_the_packed_path_is_really_taken(monkeypatch):
             torch.testing.assert_close(fast, plain, atol=1e-7, rtol=1e-6)
 
 
-@pytest.mark.parametrize("order", [0.0, 0.25, 1.0, 2.0])
-def test_block_size_does_not_matter(order, monkeypatch):
-    rows = lifted_rows(order, dtype=torch.float64)
+@pytest.mark.parametrize("b", [0.0, 0.25, 1.0, 2.0])
+def test_block_size_does_not_matter(b, monkeypatch):
+    rows = lifted_rows(b, dtype=torch.float64)
     whole = solve(rows)
     weights = torch.linspace(0.0, 1.0, 7).double()
     gradient = posterior(rows, whole.anchor, whole.level, weights)
@@ -67,9 +67,9 @@ def test_block_size_does_not_matter(order, monkeypatch):
     torch.testing.assert_close(again, gradient, atol=1e-13, rtol=1e-13)
 
 
-@pytest.mark.parametrize("order", [0.0, 0.25, 1.0])
-def test_posterior_leaves_the_lifted_target_to_its_own_gradient(order):
-    rows = lifted_rows(order)
+@pytest.mark.parametrize("b", [0.0, 0.25, 1.0])
+def test_posterior_leaves_the_lifted_target_to_its_own_gradient(b):
+    rows = lifted_rows(b)
     solved = solve(rows)
     result = posterior(rows, solved.anchor, solved.level, None)
     assert bool((result.gather(1, rows.labels[:, None]) == 0).all())

@@ -82,7 +82,7 @@ def test_every_launch_compiles(recorded):
         launches.test_update(37, 40, 0.9, True, only_active)
         launches.test_update_of_given_rows(0.0, False, only_active, 0.3)
     for alpha in (1.0, 1.25, 1.3):
-        launches.test_blocks((700, 64, 5), alpha)
+        launches.test_blocks((300, 64, 5), alpha)
     launches.test_entries()
     launches.test_unit_rows()
     names = {entry[1] for entry in recorded.values()}

@@ -6,22 +6,21 @@ import torch
 pytest.importorskip("triton")
 
 from qmargin.heads.chunks import add_entries_
-from qmargin.kernels import head_records as records
 from qmargin.kernels import head_reference as plain
-from qmargin.kernels import update_reference
-from qmargin.kernels.triton import blocks, support
+from qmargin.kernels import head_types as records
+from qmargin.kernels.triton import blocks
 from qmargin.kernels.triton import head as fused
+from qmargin.kernels.triton import head as support
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's masked lanes
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SHAPES = [(300, 64, 5), (97, 40, 20), (1, 8, 3), (33, 100, 1), (1000, 128, 3)]  # k, d, B
-SETTINGS = [
-    (1.25, 20.0, 0.2),
-    (1.5, 10.0, 0.1),
-    (2.0, 2.0, 0.1),
-    (1.05, 30.0, 0.1),
-    (3.0, 3.0, 0.05),
+SHAPES = [(300, 64, 3), (97, 40, 18), (1, 8, 3), (33, 100, 1)]  # k, d, B
+SETTINGS = [  # alpha, scale, margin
+    (1.25, 40.0, 0.1),
+    (2.0, 4.0, 0.1),
+    (1.05, 100.0, 0.1),
+    (3.0, 6.0, 0.05),
 ]
 
 
@@ -57,14 +56,14 @@ class Batch:
 
     def terms(self, scale, margin):
         logits = self.prepared.target_cosines.double() * scale
-        return logits, torch.full_like(logits, -scale * margin)
+        return records.Target(logits, torch.full_like(logits, -scale * margin))
 
     def candidates(self, kernels, pairs):
         return kernels.score_candidates(self.rows(), pairs)
 
     def rows(self):
         state = (self.copy, self.prototypes, self.inverse_norms, self.labels)
-        return records.Rows(self.prepared, *state)
+        return records.Batch(self.prepared, *state)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -114,14 +113,20 @@ def test_refresh(num_classes, dim, dtype):
     assert bool(fused.refresh_copy(prototypes, found[2], found[1]).isnan())
 
 
-@pytest.mark.parametrize("alpha, scale, margin", SETTINGS)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    "shape, alpha, scale, margin",
+    [
+        *((SHAPES[0], *setting) for setting in SETTINGS),
+        *(((97, 40, 3), *setting) for setting in SETTINGS),
+        *((shape, 1.5, 10.0, 0.1) for shape in SHAPES[1:]),
+    ],
+)
 def test_pairs_scores_and_solution(shape, alpha, scale, margin):
     """The fused floor may be lower, never higher; what follows agrees to float32 rounding."""
-    batch, numbers = Batch(*shape), {"scale": scale, "order": alpha - 1.0}
-    terms, maxima = batch.terms(scale, margin), batch.maxima()
-    expected = plain.list_pairs(maxima, *terms, batch.slack, **numbers)
-    pairs = fused.list_pairs(maxima, *terms, batch.slack, **numbers)
+    batch, numbers = Batch(*shape), {"scale": scale, "b": alpha - 1.0}
+    target, maxima = batch.terms(scale, margin), batch.maxima()
+    expected = plain.list_pairs(maxima, target, batch.slack, **numbers)
+    pairs = fused.list_pairs(maxima, target, batch.slack, **numbers)
     assert bool((pairs.floor <= expected.floor).all())
     assert bool((pairs.floor > expected.floor - 0.1).all())
     listed = set(zip(pairs.rows.tolist(), pairs.groups.tolist(), strict=True))
@@ -131,8 +136,8 @@ def test_pairs_scores_and_solution(shape, alpha, scale, margin):
     scores = dict(zip(entries, candidates.scores.tolist(), strict=True))
     for row, column, score in zip(*(part.tolist() for part in certain[:3]), strict=True):
         assert scores[row, column] == pytest.approx(score, abs=1e-6)  # none is missing
-    wanted = plain.solve_lists(candidates, *terms, **numbers)
-    solved = fused.solve_lists(candidates, *terms, **numbers)
+    wanted = plain.solve_lists(candidates, target, **numbers)
+    solved = fused.solve_lists(candidates, target, **numbers)
     torch.testing.assert_close(solved.loss, wanted.loss, atol=1e-9, rtol=1e-7)
     torch.testing.assert_close(solved.tau, wanted.tau, atol=1e-9, rtol=0)
     torch.testing.assert_close(solved.others_mass, wanted.others_mass, atol=1e-10, rtol=1e-6)
@@ -154,8 +159,8 @@ def test_pairs_scores_and_solution(shape, alpha, scale, margin):
 def test_support_whatever_lengths_are_expected(expected, monkeypatch):
     """Lists too short, by either length, are found out; spare room changes nothing."""
     monkeypatch.setattr(support, "ROOM", 8)
-    batch, numbers = Batch(1000, 64, 5), {"scale": 20.0, "order": 0.25}
-    terms = (batch.maxima(), *batch.terms(20.0, 0.2), batch.slack)
+    batch, numbers = Batch(400, 64, 5), {"scale": 20.0, "b": 0.25}
+    terms = (batch.maxima(), batch.terms(20.0, 0.2), batch.slack)
     guess = None if expected is None else records.Lengths(*expected)
     options = {**numbers, "limit": 10**6, "expected": guess, "has_gradient": True}
     certain = plain.find_support(batch.rows(), *terms, **options)
@@ -163,15 +168,15 @@ def test_support_whatever_lengths_are_expected(expected, monkeypatch):
     support_found = fused.find_support(batch.rows(), *terms, **options)
     weights = torch.rand(5, device=DEVICE)
     made_before = fused.class_gradient(support_found.order, support_found.solved, weights, -weights)
-    lengths = support_found.confirm()
+    lengths = support_found.verify()
     if expected is not None and 1 in expected:
         assert lengths is None
         options["expected"] = None
         support_found = fused.find_support(batch.rows(), *terms, **options)
-        lengths = support_found.confirm()
+        lengths = support_found.verify()
     solved = support_found.solved
     assert lengths.pairs > 16 and lengths.candidates == len(solved.rows) > 16
-    torch.testing.assert_close(solved.loss, wanted.loss, atol=1e-7, rtol=1e-6)
+    torch.testing.assert_close(solved.loss, wanted.loss, atol=1e-6, rtol=1e-6)
     torch.testing.assert_close(solved.tau, wanted.tau, atol=1e-5, rtol=0)
     is_active = solved.posterior > 0
     found = torch.stack([solved.rows, solved.columns])[:, is_active].t().tolist()
@@ -188,7 +193,7 @@ def test_support_whatever_lengths_are_expected(expected, monkeypatch):
     assert torch.equal(found.long(), expected.columns[expected.values != 0].long())
     with pytest.raises(records.ListOverflow):
         options["limit"] = lengths.pairs - 1
-        fused.find_support(batch.rows(), *terms, **options).confirm()
+        fused.find_support(batch.rows(), *terms, **options).verify()
 
 
 def _check_gradients(batch, solved, wanted):
@@ -207,9 +212,14 @@ def _check_gradients(batch, solved, wanted):
     torch.testing.assert_close(rows, plain_rows, atol=2e-4, rtol=1e-4)
 
 
+def make_rule(momentum, nesterov, only_active):
+    scale = torch.tensor(0.7, device=DEVICE)
+    return records.SgdRule(0.1, momentum, 5e-4, nesterov, scale, only_active)
+
+
 @pytest.mark.parametrize("only_active", [False, True])
 @pytest.mark.parametrize("momentum, nesterov", [(0.9, False), (0.9, True), (0.0, False)])
-@pytest.mark.parametrize("num_classes, dim", [(100, 64), (37, 40), (16, 130)])
+@pytest.mark.parametrize("num_classes, dim", [(37, 40), (16, 130)])
 def test_update(num_classes, dim, momentum, nesterov, only_active):
     torch.manual_seed(0)
     columns = torch.randint(num_classes, (30,)).sort().values
@@ -217,17 +227,17 @@ def test_update(num_classes, dim, momentum, nesterov, only_active):
     embeddings = torch.nn.functional.normalize(torch.randn(6, dim))
     start, buffer = 0.1 * torch.randn(num_classes, dim), 0.01 * torch.randn(num_classes, dim)
     results = []
-    for kernels in (update_reference, fused):
+    for kernels in (plain, fused):
         prototypes, momenta = start.clone().to(DEVICE), buffer.clone().to(DEVICE)
         copy = torch.zeros(256, dim, dtype=torch.float16, device=DEVICE)
         inverse = torch.empty(num_classes, device=DEVICE)
         plain.refresh_copy(prototypes, copy, inverse)
         error = kernels.sgd_update(
             records.ClassGradient(*(part.to(DEVICE) for part in gradient)),
-            embeddings.to(DEVICE), prototypes, momenta if momentum else None, inverse, copy,
-            lr=0.1, momentum=momentum, weight_decay=5e-4, nesterov=nesterov,
-            grad_scale=torch.tensor(0.7, device=DEVICE), only_active=only_active,
-        )  # fmt: skip
+            embeddings.to(DEVICE),
+            records.PrototypeState(prototypes, momenta if momentum else None, inverse, copy),
+            make_rule(momentum, nesterov, only_active),
+        )
         results.append((prototypes, momenta, inverse, error))
         assert (
             float((copy[:num_classes].float() - prototypes * inverse[:, None]).abs().max()) < 3e-4
@@ -245,28 +255,27 @@ def test_update_of_given_rows(momentum, nesterov, only_active, factor):
     rows = torch.randn(20, 40)
     rows[3:9] = 0.0
     results = []
-    for kernels in (update_reference, fused):
+    for kernels in (plain, fused):
         prototypes, momenta = start.clone().to(DEVICE), buffer.clone().to(DEVICE)
         copy = torch.zeros(256, 40, dtype=torch.float16, device=DEVICE)
         inverse = torch.empty(50, device=DEVICE)
         plain.refresh_copy(prototypes, copy, inverse)
-        state = (prototypes, momenta if momentum else None, inverse, copy)
+        state = records.PrototypeState(prototypes, momenta if momentum else None, inverse, copy)
+        rule = make_rule(momentum, nesterov, only_active)
+        unit_factor = None if factor is None else torch.tensor(factor, device=DEVICE)
         error = kernels.sgd_update_rows(
-            slice(7, 27), rows.clone().to(DEVICE), *state,
-            lr=0.1, momentum=momentum, weight_decay=5e-4, nesterov=nesterov,
-            grad_scale=torch.tensor(0.7, device=DEVICE), only_active=only_active,
-            unit_factor=None if factor is None else torch.tensor(factor, device=DEVICE),
-        )  # fmt: skip
+            slice(7, 27), rows.clone().to(DEVICE), state, rule, unit_factor
+        )
         results.append((prototypes, momenta, inverse, error))
     for found, expected in zip(results[1], results[0], strict=True):
         torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("alpha", [1.0, 1.25, 1.3, 2.0])
-@pytest.mark.parametrize("shape", [(700, 64, 5), (257, 40, 3), (1, 8, 2)])
+@pytest.mark.parametrize("shape", [(300, 64, 5), (257, 40, 3), (1, 8, 2)])
 def test_blocks(shape, alpha):
     """Row sums and posteriors of blocks against plain sums over the same rounded operands."""
-    batch, scale, order = Batch(*shape), 20.0, alpha - 1.0
+    batch, scale, b = Batch(*shape), 20.0, alpha - 1.0
     operands = (batch.prepared.rounded, batch.copy, batch.labels, batch.num_classes)
     cosines = operands[0].double() @ batch.copy[: batch.num_classes].double().t()
     cosines.scatter_(1, batch.labels[:, None], -torch.inf)
@@ -275,38 +284,38 @@ def test_blocks(shape, alpha):
     shift = torch.where(largest == -torch.inf, 0.0, largest)
     gaps = scale * (cosines - shift[:, None].double())
     torch.testing.assert_close(mass, gaps.exp().sum(1), atol=1e-4, rtol=1e-5)
-    if order == 0.0:
+    if b == 0.0:
         level = torch.full_like(shift, -1.0)
         expected = (gaps - 1.0).exp()
     else:
         level = torch.full_like(shift, 0.8)
-        height = (0.8 + order * gaps).clamp_min(0.0)
-        expected = height ** (1.0 / order)
-        sums = blocks.row_sums(*operands, shift, level, scale, order)
+        height = (0.8 + b * gaps).clamp_min(0.0)
+        expected = height ** (1.0 / b)
+        sums = blocks.row_sums(*operands, shift, level, scale, b)
         slope = torch.where(height > 0, expected / height.clamp_min(1e-300), 0.0).sum(1)
         torch.testing.assert_close(sums[0], expected.sum(1), atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(sums[1], slope, atol=1e-4, rtol=1e-5)
     first = batch.num_classes // 3
     where = slice(first, max(first + 1, batch.num_classes * 4 // 5))
-    options = (where, shift, level, scale, order)
+    options = (where, shift, level, scale, b)
     block = blocks.posterior_block(*operands, *options, with_sums=True)
     width, expected = where.stop - where.start, expected[:, where]
     found = block.weights[:, :width].double() / blocks.FACTOR
     torch.testing.assert_close(found, expected, atol=1e-7, rtol=1e-3)
     assert not bool(block.weights[:, width:].any())
-    _check_sums(block, expected, cosines[:, where], order)
+    _check_sums(block, expected, cosines[:, where], b)
     assert torch.equal(blocks.posterior_block(*operands, *options).weights, block.weights)
 
 
-def _check_sums(block, expected, cosines, order):
+def _check_sums(block, expected, cosines, b):
     width = expected.shape[1]
-    if order == 0.0:
+    if b == 0.0:
         mass = block.sums[0].sum(1, dtype=torch.float64)
         torch.testing.assert_close(mass, expected.sum(1), atol=1e-5, rtol=1e-5)
         return
     mass, excess, count = block.sums.sum(2, dtype=torch.float64)
     torch.testing.assert_close(mass, expected.sum(1), atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(excess, (expected * expected**order).sum(1), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(excess, (expected * expected**b).sum(1), atol=1e-5, rtol=1e-5)
     assert torch.equal(count, (expected > 0).sum(1).double())
     is_active = (expected > 0).any(0)
     is_target = (cosines == -torch.inf).any(0)  # may be flagged, or not

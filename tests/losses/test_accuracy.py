@@ -18,19 +18,16 @@ from helpers.cases import (
     random_cosines,
     satisfying_gap,
 )
-from helpers.definition import AlphaGenerator, exact, margin_solution, mp
+from helpers.definition import AlphaGenerator, exact, mp
 from helpers.extended import extended
 
 SCALE_IDS = [f"scale{scale:g}" for scale in LOGIT_SCALES]
 ALPHA_IDS = [f"alpha{alpha:.7g}" for alpha in ALPHAS]
 on_grid = pytest.mark.parametrize("scale", LOGIT_SCALES, ids=SCALE_IDS)
 for_alphas = pytest.mark.parametrize("alpha", ALPHAS, ids=ALPHA_IDS)
-for_alphas_slowly = pytest.mark.parametrize(  # bisection over two million classes takes seconds
+for_two_million = pytest.mark.parametrize(  # seconds each
     "alpha",
-    [
-        pytest.param(a, id=i, marks=[pytest.mark.slow] * (a > 2))
-        for a, i in zip(ALPHAS, ALPHA_IDS, strict=True)
-    ],
+    [0.5, 1 + 1e-6, 1.25, *(pytest.param(a, marks=pytest.mark.slow) for a in (1.0, 2.0, 3.0))],
 )
 
 
@@ -59,15 +56,6 @@ def test_definition_gives_the_projection_onto_the_simplex(seed: int) -> None:
     solution = exact(AlphaGenerator(2.0), logits)
     np.testing.assert_allclose(solution.posterior, posterior, atol=1e-15)
     assert solution.support_size == size
-
-
-@for_alphas
-def test_definition_spreads_equal_logits_evenly(alpha: float) -> None:
-    """``p = 1 / k`` and ``tau = theta - f'(1 / k)`` for k equal logits."""
-    generator = AlphaGenerator(alpha)
-    solution = exact(generator, np.full(NUM_IDENTITIES, 0.5))
-    assert abs(solution.posteriors[0] * NUM_IDENTITIES - 1) < 1e-60
-    assert abs(solution.tau - 0.5 + generator.f_prime(mp.one / NUM_IDENTITIES)) < 1e-60
 
 
 @for_alphas
@@ -109,29 +97,12 @@ def test_definition_equals_the_solver_form_of_the_loss() -> None:
 # ---------------------------------------------------------------- posteriors
 
 
-def _posterior_truth(alpha: float, scale: float, rows: Rows, **kwargs: object) -> np.ndarray:
-    return np.stack([s.posterior for s in grid_truth(alpha, scale, **kwargs)])
-
-
-@on_grid
 @for_alphas
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
-def test_posterior_is_accurate(alpha: float, scale: float, dtype: torch.dtype) -> None:
-    """M1, M2: 1e-6 in float32 and 1e-12 in float64, in every entry and in the sum."""
-    rows = grid_rows(alpha, scale, dtype=dtype)
-    posterior = qmargin.softargmax(rows.logits, alpha=alpha, log_reference=rows.log_reference)
-    assert posterior.dtype == dtype
-    truth = _posterior_truth(alpha, scale, rows, dtype=dtype)
-    assert_posterior(posterior, truth, names=rows.names)
-
-
-@pytest.mark.parametrize("num_classes", [257, 1000])
-@for_alphas
-def test_posterior_is_accurate_with_more_classes(alpha: float, num_classes: int) -> None:
-    for scale in LOGIT_SCALES[1::2]:
+def test_posterior_is_accurate_with_more_classes(alpha: float) -> None:
+    for scale, num_classes in ((0.1, 1000), (10.0, 257)):
         rows = grid_rows(alpha, scale, num_classes=num_classes)
         posterior = qmargin.softargmax(rows.logits, alpha=alpha, log_reference=rows.log_reference)
-        truth = _posterior_truth(alpha, scale, rows, num_classes=num_classes)
+        truth = np.stack([s.posterior for s in grid_truth(alpha, scale, num_classes=num_classes)])
         assert_posterior(posterior, truth, names=rows.names)
 
 
@@ -147,53 +118,7 @@ def test_posterior_of_one_class_is_one(alpha: float) -> None:
         assert_loss(loss, [0.0] * len(labels), names=SCALE_IDS)
 
 
-@for_alphas_slowly
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
-def test_two_million_equal_logits_share_evenly(alpha: float, dtype: torch.dtype) -> None:
-    """``p = 1 / k``, without a loss of mass where ``1 + (alpha-1)(theta - tau)`` is 1e-13."""
-    tolerance = POSTERIOR_TOLERANCE[dtype]
-    for value in (1e-3, 1.0, 1e4):
-        logits = torch.full((1, NUM_IDENTITIES), value, dtype=dtype)
-        posterior = qmargin.softargmax(logits, alpha=alpha).double()
-        assert abs(float(posterior.sum()) - 1) <= tolerance
-        assert float((posterior - 1 / NUM_IDENTITIES).abs().max()) <= tolerance
-
-
-@for_alphas_slowly
-def test_loss_of_two_million_equal_logits(alpha: float) -> None:
-    """The loss with the target among the equals, and with the target lowered."""
-    logits = torch.full((1, NUM_IDENTITIES), 0.75)
-    label = torch.tensor([17])
-    for log_q in (0.0, -7.0):
-        reference = torch.zeros(NUM_IDENTITIES)
-        reference[17] = log_q
-        truth = exact(AlphaGenerator(alpha), logits[0], reference)
-        loss = qmargin.fenchel_young_loss(logits, label, alpha=alpha, log_reference=reference)
-        assert_loss(loss, [float(truth.loss(17))], names=[f"log q_y {log_q:g}"])
-
-
-@on_grid
-@for_alphas
-def test_half_precision_inputs_are_computed_in_float32(alpha: float, scale: float) -> None:
-    rows = grid_rows(alpha, scale)
-    for dtype in (torch.float16, torch.bfloat16):
-        logits = rows.logits.clamp(-6e4, 6e4).to(dtype)
-        halves = qmargin.softargmax(logits, alpha=alpha, log_reference=rows.log_reference)
-        singles = qmargin.softargmax(logits.float(), alpha=alpha, log_reference=rows.log_reference)
-        assert halves.dtype == torch.float32
-        assert torch.equal(halves, singles)
-        reference = rows.log_reference.to(dtype)
-        arguments = {"alpha": alpha, "log_reference": reference}
-        upcast = {"alpha": alpha, "log_reference": reference.float()}
-        for function in (
-            qmargin.log_partition,
-            lambda x, labels=rows.labels, **kw: qmargin.fenchel_young_loss(x, labels, **kw),
-            lambda x, **kw: qmargin.solve_tau(x, **kw).tau,
-        ):
-            assert torch.equal(function(logits, **arguments), function(logits.float(), **upcast))
-
-
-# ---------------------------------------------------------------- tau and the log-partition
+# ---------------------------------------------------------------- the grid
 
 
 def _check_tau(rows: Rows, solution: qmargin.TauSolution, truth: list, alpha: float) -> None:
@@ -221,41 +146,71 @@ def _check_tau(rows: Rows, solution: qmargin.TauSolution, truth: list, alpha: fl
 
 @on_grid
 @for_alphas
-def test_tau_support_and_mass(alpha: float, scale: float) -> None:
-    """M2, M3: the solver's three answers, in float32 and float64."""
-    for dtype in (torch.float32, torch.float64):
-        rows = grid_rows(alpha, scale, dtype=dtype)
-        solution = qmargin.solve_tau(rows.logits, alpha=alpha, log_reference=rows.log_reference)
-        _check_tau(rows, solution, grid_truth(alpha, scale, dtype=dtype), alpha)
+def test_every_operator_is_accurate(alpha: float, scale: float) -> None:
+    """M1, M2, M3, M6: posterior, tau, support, log-partition and loss, in float32 and float64.
 
-
-@on_grid
-@for_alphas
-def test_log_partition_is_accurate(alpha: float, scale: float) -> None:
-    """The maximum itself: the paper's plus ``(sum q - 1) / alpha``."""
+    The posterior is within 1e-6 in float32 and 1e-12 in float64, in every entry and in the sum; the
+    loss within 1e-5 of itself or 1e-6, and exactly zero for rows that meet their margin.
+    """
     for dtype in (torch.float32, torch.float64):
-        rows = grid_rows(alpha, scale, dtype=dtype)
-        value = qmargin.log_partition(rows.logits, alpha=alpha, log_reference=rows.log_reference)
+        rows, truth = grid_rows(alpha, scale, dtype=dtype), grid_truth(alpha, scale, dtype=dtype)
+        options = {"alpha": alpha, "log_reference": rows.log_reference}
+        posterior = qmargin.softargmax(rows.logits, **options)
+        assert posterior.dtype == dtype
+        assert_posterior(posterior, np.stack([s.posterior for s in truth]), names=rows.names)
+        solvers = ("newton", "bisection") if alpha <= 2 and 0.1 <= scale <= 10.0 else ("auto",)
+        for solver in solvers:
+            solution = qmargin.solve_tau(rows.logits, solver=solver, **options)
+            _check_tau(rows, solution, truth, alpha)
         total = np.exp(rows.log_reference.double().numpy()).sum(axis=1)
-        truth = [
-            float(solution.softmax_f) + (q - 1) / alpha
-            for solution, q in zip(grid_truth(alpha, scale, dtype=dtype), total, strict=True)
-        ]
-        unit = 4 * torch.finfo(dtype).eps * float(rows.logits.abs().max())
-        assert_loss(value, truth, names=rows.names, absolute=unit + 20 * torch.finfo(dtype).eps)
+        # the paper's maximum plus (sum q - 1) / alpha
+        maxima = [float(s.softmax_f) + (q - 1) / alpha for s, q in zip(truth, total, strict=True)]
+        eps = torch.finfo(dtype).eps
+        absolute = 4 * eps * float(rows.logits.abs().max()) + 20 * eps
+        value = qmargin.log_partition(rows.logits, **options)
+        assert_loss(value, maxima, names=rows.names, absolute=absolute)
+        loss = qmargin.fenchel_young_loss(rows.logits, rows.labels, **options)
+        losses = [float(s.loss(int(y))) for s, y in zip(truth, rows.labels, strict=True)]
+        # The truth is long double, good to 1e-11 of the largest term of the loss near alpha = 1
+        absolute = 1e-6 if dtype == torch.float32 else 1e-11 * max(1.0, scale)
+        assert_loss(loss, losses, names=rows.names, absolute=absolute)
+        assert loss.dtype == dtype and bool((loss >= 0).all())
 
 
-@pytest.mark.parametrize("alpha", [0.5, 1.0, 1.01, 1.25, 1.5, 1.75, 2.0])
-@pytest.mark.parametrize("scale", [1e-1, 1.0, 10.0])
-def test_bisection_finds_the_same_tau(alpha: float, scale: float) -> None:
-    """The paper's solver on the tight bracket, and Newton's, agree with the definition."""
-    rows = grid_rows(alpha, scale, dtype=torch.float64)
-    truth = grid_truth(alpha, scale, dtype=torch.float64)
-    for solver in ("newton", "bisection"):
-        solution = qmargin.solve_tau(
-            rows.logits, alpha=alpha, log_reference=rows.log_reference, solver=solver
-        )
-        _check_tau(rows, solution, truth, alpha)
+@for_alphas
+def test_half_precision_inputs_are_computed_in_float32(alpha: float) -> None:
+    rows = grid_rows(alpha, 10.0)
+    functions = (
+        qmargin.softargmax,
+        qmargin.log_partition,
+        lambda x, **options: qmargin.fenchel_young_loss(x, rows.labels, **options),
+        lambda x, **options: qmargin.solve_tau(x, **options).tau,
+    )
+    for dtype in (torch.float16, torch.bfloat16):
+        logits, reference = rows.logits.to(dtype), rows.log_reference.to(dtype)
+        for function in functions:
+            half = function(logits, alpha=alpha, log_reference=reference)
+            single = function(logits.float(), alpha=alpha, log_reference=reference.float())
+            assert half.dtype == torch.float32 and torch.equal(half, single)
+
+
+@for_two_million
+def test_two_million_equal_logits(alpha: float) -> None:
+    """``p = 1 / k``, without a loss of mass where ``1 + (alpha-1)(theta - tau)`` is 1e-13."""
+    for dtype, value in ((torch.float32, 1e4), (torch.float64, 1e-3)):
+        tolerance = POSTERIOR_TOLERANCE[dtype]
+        logits = torch.full((1, NUM_IDENTITIES), value, dtype=dtype)
+        posterior = qmargin.softargmax(logits, alpha=alpha).double()
+        assert abs(float(posterior.sum()) - 1) <= tolerance
+        assert float((posterior - 1 / NUM_IDENTITIES).abs().max()) <= tolerance
+    logits = torch.full((1, NUM_IDENTITIES), 0.75)
+    reference = torch.zeros(NUM_IDENTITIES)
+    reference[17] = -7.0  # a lowered target among the equals
+    truth = exact(AlphaGenerator(alpha), logits[0], reference)
+    loss = qmargin.fenchel_young_loss(
+        logits, torch.tensor([17]), alpha=alpha, log_reference=reference
+    )
+    assert_loss(loss, [float(truth.loss(17))], names=["lowered"])
 
 
 @pytest.mark.parametrize("alpha", [0.5, 1.0, 1.25, 1.5, 2.0, 3.0])
@@ -277,12 +232,12 @@ def test_bisection_on_the_bracket_of_the_paper_agrees(alpha: float) -> None:
 
 
 @pytest.mark.parametrize(("alpha", "limit"), [(1.25, 8), (2.0, 16)])
-@pytest.mark.parametrize("scale", [5.0, 10.0, 20.0, 35.0, 64.0])
+@pytest.mark.parametrize("scale", [5.0, 20.0, 64.0])
 def test_few_evaluations_reach_float32_accuracy(alpha: float, limit: int, scale: float) -> None:
     """M5: at most 8 evaluations at alpha 1.25 and 16 at 2, on cosine logits."""
-    cosines = random_cosines(6, 100_000, seed=int(scale))
+    cosines = random_cosines(6, 20_000, seed=int(scale))
     cosines[:, 0] = torch.tensor([-0.1, 0.1, 0.3, 0.5, 0.7, 0.95])
-    reference = torch.zeros(100_000)
+    reference = torch.zeros(20_000)
     reference[0] = -scale * 0.2
     logits = scale * cosines
     solution = qmargin.solve_tau(logits, alpha=alpha, log_reference=reference, solver="newton")
@@ -291,24 +246,6 @@ def test_few_evaluations_reach_float32_accuracy(alpha: float, limit: int, scale:
 
 
 # ---------------------------------------------------------------- losses
-
-
-@on_grid
-@for_alphas
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
-def test_loss_is_accurate(alpha: float, scale: float, dtype: torch.dtype) -> None:
-    """M6: 1e-5 relative or 1e-6 absolute in float32; rows that meet their margin are exactly 0."""
-    rows = grid_rows(alpha, scale, dtype=dtype)
-    loss = qmargin.fenchel_young_loss(
-        rows.logits, rows.labels, alpha=alpha, log_reference=rows.log_reference
-    )
-    truth = grid_truth(alpha, scale, dtype=dtype)
-    values = [float(s.loss(int(y))) for s, y in zip(truth, rows.labels, strict=True)]
-    assert loss.dtype == dtype
-    # The truth here is long double, good to 1e-11 of the largest term of the loss near alpha = 1
-    absolute = 1e-6 if dtype == torch.float32 else 1e-11 * max(1.0, scale)
-    assert_loss(loss, values, names=rows.names, absolute=absolute)
-    assert bool((loss >= 0).all())
 
 
 @pytest.mark.parametrize("alpha", [1.01, 1.25, 1.5, 2.0, 3.0])
@@ -381,15 +318,3 @@ def test_loss_over_all_identities(alpha: float, scale: float, margin: float) -> 
     if alpha > 1:
         assert float(output.loss[4]) == 0.0
         assert abs(truth[4]) < 1e-12
-
-
-def test_loss_of_equal_cosines_over_all_identities() -> None:
-    """All identities alike: the loss grows with the number of classes, not with rounding."""
-    cosines = torch.full((1, NUM_IDENTITIES), 0.03)
-    label = torch.tensor([123])
-    for alpha, scale, margin in ((1.25, 35.0, 0.2), (2.0, 10.0, 0.1)):
-        loss_fn = qmargin.MarginLoss(
-            qmargin.Alpha(alpha), qmargin.PriorMargin(margin), scale=scale, reduction="none"
-        )
-        truth = margin_solution(alpha, cosines[0], 123, scale=scale, kind="prior", margin=margin)
-        assert_loss(loss_fn(cosines, label), [float(truth.loss(123))], names=["equal"])

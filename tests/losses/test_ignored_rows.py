@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import qmargin
 from helpers.cases import spread_cosines
+from qmargin.errors import DataError
 
 IGNORED = [1, 3]
 KEPT = [0, 2, 4]
@@ -53,7 +54,7 @@ def gradients(name: str, rows: list[int] | None, bad: float, *, twice: bool) -> 
     return [torch.zeros(()) if g is None else g for g in found]
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 0.3])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("name", NAMES)
 def test_ignored_rows_leave_every_gradient_alone(name: str, bad: float) -> None:
     full, kept = (gradients(name, rows, bad, twice=False) for rows in (None, KEPT))
@@ -83,3 +84,23 @@ def test_functions_take_ignore_index_and_debug() -> None:
     loss = qmargin.margin_loss(cosines, labels, ignore_index=-7, debug=True, **settings)
     assert float(loss[1]) == 0.0
     assert torch.equal(loss[[0, 2, 3, 4]], expected[[0, 2, 3, 4]])
+
+
+def test_debug_refuses_what_cannot_be_a_cosine():
+    labels = torch.tensor([0, 1])
+    cosines = torch.tensor([[0.9, 0.1], [0.2, 32.0]])
+    with pytest.raises(DataError, match="32"):
+        qmargin.q_margin(debug=True)(cosines, labels)
+    rounded = torch.tensor([[1.0 + 1e-6, 0.1], [0.2, -1.0 - 1e-6]])
+    qmargin.q_margin(debug=True)(rounded, labels)
+    cosines[1, 1] = -100.0
+    qmargin.q_margin(debug=True)(cosines, torch.tensor([0, -100]))  # ignored rows may hold anything
+    half = torch.tensor([[1.0, 0.5]], dtype=torch.bfloat16) * 1.004
+    qmargin.q_margin(debug=True)(half, torch.tensor([0]))
+
+
+def test_a_loss_of_ignored_rows_leaves_zeros():
+    cosines = torch.randn(3, 10).clamp(-1, 1).requires_grad_()
+    loss = qmargin.q_margin()(cosines, torch.full((3,), -100))
+    loss.backward()
+    assert loss.isnan() and (cosines.grad == 0).all()

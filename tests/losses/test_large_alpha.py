@@ -10,9 +10,9 @@ import qmargin
 from helpers.budget import assert_loss, assert_posterior
 from helpers.definition import AlphaGenerator, exact, mp
 from qmargin import errors
-from qmargin.maths.objective import others_gain
+from qmargin.kernels.solver import others_gain
 
-for_large_alphas = pytest.mark.parametrize("alpha", [4.0, 8.0, 12.0, 16.0])
+for_large_alphas = pytest.mark.parametrize("alpha", [4.0, 9.0, 16.0])
 
 
 def rows(scale: float, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -27,7 +27,7 @@ def rows(scale: float, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @for_large_alphas
-@pytest.mark.parametrize("scale", [1e-3, 1e-2, 0.1, 1.0, 100.0])
+@pytest.mark.parametrize("scale", [1e-3, 0.1, 100.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 def test_posterior_and_loss_are_accurate(alpha: float, scale: float, dtype: torch.dtype) -> None:
     """M1, M6 up to the largest alpha that is accepted."""
@@ -75,11 +75,11 @@ def test_alpha_above_the_tested_range_is_refused(alpha: float) -> None:
             call()
 
 
-@pytest.mark.parametrize("order", [7.0, 11.0, 15.0])
-def test_the_cost_of_lost_mass_is_accurate(order: float) -> None:
+@pytest.mark.parametrize("b", [7.0, 15.0])
+def test_the_cost_of_lost_mass_is_accurate(b: float) -> None:
     """M6: ``phi(r) = (1 - (1 - r)^b (1 + b r)) / b``, on both sides of where its series ends."""
     mass = torch.logspace(-8, -0.5, 60, dtype=torch.float64)
-    truth = [float((1 - (1 - mp.mpf(r)) ** order * (1 + order * mp.mpf(r))) / order)
+    truth = [float((1 - (1 - mp.mpf(r)) ** b * (1 + b * mp.mpf(r))) / b)
              for r in mass.tolist()]  # fmt: skip
-    found = others_gain(mass, torch.log1p(-mass), order)
+    found = others_gain(mass, torch.log1p(-mass), b)
     np.testing.assert_allclose(found.numpy(), truth, rtol=1e-11)

@@ -1,16 +1,27 @@
 """Replicates of the subject bootstrap against trials that are really repeated."""
 
-from fractions import Fraction
+import dataclasses
 
 import numpy as np
 import pytest
 
-from qmargin.errors import ConfigError, ProtocolError
-from qmargin.metrics.bootstrap import bootstrap, interval
-from qmargin.metrics.crossing import eer, min_dcf
+from helpers.rates import plain_eer, plain_min_dcf, plain_tar_at_far
+from qmargin.errors import ConfigError, DataError, ProtocolError, ShapeError
+from qmargin.metrics.bootstrap import (
+    SortedTrials,
+    SubjectWeights,
+    Tail,
+    Trials,
+    Wanted,
+    bootstrap,
+    compare,
+    interval,
+    make_trials,
+    paired_difference,
+    weighted_point,
+)
+from qmargin.metrics.eer_dcf import eer, min_dcf
 from qmargin.metrics.operating import tar_at_far
-from qmargin.metrics.resampling import SortedTrials, Tail, Wanted, weighted_point
-from qmargin.metrics.subjects import SubjectWeights, Trials
 
 FARS = (0.004, 0.03, 0.3, 1.0)
 PRIORS = (0.01, 0.5, 0.9)
@@ -34,6 +45,11 @@ def random_trials(kind, seed, *, dtype=np.float64, num_trials=400, num_subjects=
     return Trials(scores.astype(dtype), is_genuine, enrol, test, names)
 
 
+def rows_of(trials, rows):
+    columns = ("scores", "is_genuine", "enrol_subject", "test_subject")
+    return Trials(*(getattr(trials, name)[rows] for name in columns), trials.subject_names)
+
+
 def repeated(trials, weights):
     """Every trial as often as its subjects were drawn, in a plain loop."""
     genuine, impostor = [], []
@@ -42,42 +58,6 @@ def repeated(trials, weights):
         times = weights[first] if first == second else weights[first] * weights[second]
         (genuine if trials.is_genuine[row] else impostor).extend([score] * int(times))
     return np.array(genuine), np.array(impostor)
-
-
-def plain_tar(genuine, impostor, far):
-    """The k+1 rule, word for word."""
-    descending = sorted(impostor, reverse=True)
-    k = max(k for k in range(len(impostor) + 1) if k / len(impostor) <= far)
-    if k == len(impostor):
-        return 1.0
-    return sum(score > descending[k] for score in genuine) / len(genuine)
-
-
-def plain_curve(genuine, impostor):
-    """Exact rates at both ends and at every distinct score, from the largest threshold."""
-    yield Fraction(0), Fraction(1)
-    for threshold in sorted({*genuine, *impostor}, reverse=True):
-        yield (
-            Fraction(int((impostor >= threshold).sum()), len(impostor)),
-            Fraction(int((genuine < threshold).sum()), len(genuine)),
-        )
-
-
-def plain_eer(genuine, impostor):
-    previous = None
-    for far, frr in plain_curve(genuine, impostor):
-        if far >= frr:
-            share = (previous[1] - previous[0]) / ((previous[1] - previous[0]) + (far - frr))
-            return float(previous[0] + share * (far - previous[0]))
-        previous = far, frr
-    raise AssertionError("the curve ends at FAR 1")
-
-
-def plain_min_dcf(genuine, impostor, p_target):
-    prior = Fraction(p_target)
-    scale = min(prior, 1 - prior)
-    curve = plain_curve(genuine, impostor)
-    return float(min(prior * frr + (1 - prior) * far for far, frr in curve) / scale)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
@@ -90,7 +70,7 @@ def test_replicates_are_the_metrics_of_repeated_trials(kind, dtype):
     weights = SubjectWeights(trials.subject_names, num_replicates=12, seed=5).rows(0, 12)
     for row, drawn in enumerate(weights):
         genuine, impostor = repeated(trials, drawn)
-        expected = [plain_tar(genuine, impostor, far) for far in (*FARS, 0.1, 0.6)]
+        expected = [plain_tar_at_far(genuine, impostor, far)[0] for far in (*FARS, 0.1, 0.6)]
         np.testing.assert_array_equal(found.tar[row], expected[:4])
         np.testing.assert_array_equal(found.frr_at_grid[row], 1 - np.array(expected[4:]))
         assert found.eer[row] == plain_eer(genuine, impostor)
@@ -128,13 +108,7 @@ def test_a_short_tail_knows_when_it_does_not_know(kind):
 
 def test_genuine_pairs_of_two_files_count_both():
     """Where files stand for subjects, a genuine pair has two of them."""
-    trials = Trials(
-        np.array([3.0, 1.0, 2.0]),
-        np.array([True, True, False]),
-        np.array([0, 0, 1], dtype=np.int32),
-        np.array([1, 2, 2], dtype=np.int32),
-        ("a", "b", "c"),
-    )
+    trials = Trials([3.0, 1.0, 2.0], [True, True, False], [0, 0, 1], [1, 2, 2], ("a", "b", "c"))
     found = bootstrap(trials, [0.5], p_targets=(), num_replicates=60)
     for row, (a, b, c) in enumerate(SubjectWeights(("a", "b", "c"), 60).rows(0, 60)):
         if b * c == 0 or a * b + a * c == 0:
@@ -147,12 +121,8 @@ def test_genuine_pairs_of_two_files_count_both():
 def test_order_of_trials_changes_nothing():
     trials = random_trials("ties", seed=3)
     order = np.random.default_rng(1).permutation(len(trials))
-    columns = [
-        getattr(trials, name)[order]
-        for name in ("scores", "is_genuine", "enrol_subject", "test_subject")
-    ]
     first = bootstrap(trials, FARS, num_replicates=30)
-    second = bootstrap(Trials(*columns, trials.subject_names), FARS, num_replicates=30)
+    second = bootstrap(rows_of(trials, order), FARS, num_replicates=30)
     for name in ("tar", "eer", "min_dcf"):
         np.testing.assert_array_equal(getattr(first, name), getattr(second, name))
     assert first.trials_sha256 == second.trials_sha256
@@ -175,31 +145,13 @@ def test_what_is_not_asked_for_is_not_there():
 def test_trials_of_one_label_are_refused():
     trials = random_trials("smooth", seed=6)
     for label, missing in ((True, "impostor"), (False, "genuine")):
-        rows = trials.is_genuine == label
-        part = Trials(
-            trials.scores[rows],
-            trials.is_genuine[rows],
-            trials.enrol_subject[rows],
-            trials.test_subject[rows],
-            trials.subject_names,
-        )
         with pytest.raises(ProtocolError, match=f"0 {missing} trials"):
-            bootstrap(part, [0.01])
-
-
-def test_impossible_settings_are_refused():
-    trials = random_trials("smooth", seed=7)
-    with pytest.raises(ConfigError, match="far=0"):
-        bootstrap(trials, [0.0])
-    with pytest.raises(ConfigError, match="p_target=1"):
-        bootstrap(trials, [0.1], p_targets=[1.0])
+            bootstrap(rows_of(trials, np.flatnonzero(trials.is_genuine == label)), [0.01])
 
 
 def test_interval_is_the_percentile_interval():
     values = np.random.default_rng(0).permutation(np.arange(1001.0))
     assert interval(values, 0.9) == pytest.approx((50.0, 950.0), rel=1e-12)
-    with pytest.raises(ConfigError, match="level=1"):
-        interval(values, 1.0)
 
 
 def test_interval_refuses_when_too_many_replicates_are_empty():
@@ -209,3 +161,187 @@ def test_interval_refuses_when_too_many_replicates_are_empty():
     values[5] = np.nan
     with pytest.raises(ProtocolError, match="6 of 100 replicates"):
         interval(values)
+
+
+def trials(**changes):
+    fields = {
+        "scores": [0.9, 0.2, 0.1],
+        "is_genuine": [True, False, False],
+        "enrol_subject": [0, 0, 1],
+        "test_subject": [0, 1, 2],
+        "subject_names": ("al", "bo", "cy"),
+    }
+    return Trials(**{**fields, **changes})
+
+
+def test_draws_are_multinomial():
+    rows = SubjectWeights(tuple(f"{i:03d}" for i in range(50)), num_replicates=4000).rows(0, 4000)
+    assert (rows.sum(axis=1) == 50).all() and (rows >= 0).all()
+    np.testing.assert_allclose(rows.mean(axis=0), 1.0, atol=0.08)
+    assert rows.var() == pytest.approx(1 - 1 / 50, abs=0.02)
+    assert np.cov(rows[:, 0], rows[:, 1])[0, 1] == pytest.approx(-1 / 50, abs=0.06)
+
+
+def test_any_part_of_the_draws_can_be_made_alone():
+    weights = SubjectWeights(tuple("abcde"), num_replicates=20, seed=3)
+    whole = weights.rows(0, 20)
+    np.testing.assert_array_equal(weights.rows(7, 13), whole[7:13])
+    other = SubjectWeights(tuple("abcde"), num_replicates=20, seed=4).rows(0, 20)
+    assert not np.array_equal(other, whole)
+
+
+def test_hash_of_names_tells_where_one_ends():
+    assert SubjectWeights(("ab", "c")).sha256 != SubjectWeights(("a", "bc")).sha256
+    assert SubjectWeights(("ab", "c")).sha256 == SubjectWeights(("ab", "c"), seed=5).sha256
+
+
+def test_hash_of_trials_ignores_order_and_scores():
+    base = trials()
+    turned = dataclasses.replace(rows_of(base, [2, 0, 1]), scores=np.array([5.0, 6.0, 7.0]))
+    assert turned.sha256 == base.sha256
+    assert trials(enrol_subject=[0, 0, 0]).sha256 != base.sha256
+
+
+def test_names_become_sorted_indices():
+    made = make_trials(
+        [0.9, 0.2, 0.1],
+        [1, 0, 0],
+        enrol_subjects=["al", "al", "bo"],
+        test_subjects=["al", "bo", "cy"],
+    )
+    assert made.subject_names == ("al", "bo", "cy")
+    assert made.is_genuine.dtype == bool
+    assert made.sha256 == trials().sha256
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_scores_keep_their_precision(dtype):
+    assert trials(scores=np.array([0.9, 0.2, 0.1], dtype=dtype)).scores.dtype == dtype
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"scores": [0.1, np.nan, 0.2]}, DataError, "1 is NaN"),
+        ({"is_genuine": [True, False]}, ShapeError, r"is_genuine has shape \(2,\)"),
+        ({"is_genuine": [2, 0, 0]}, DataError, r"is_genuine\[0\]"),
+        ({"test_subject": [0, 1, 3]}, DataError, r"test_subject\[2\] is 3"),
+        ({"test_subject": [0, 1, -1]}, DataError, r"test_subject\[2\] is -1"),
+        ({"test_subject": [0, 0, 2]}, DataError, "trial 1 is labelled impostor .* 'al'"),
+        ({"subject_names": ("al", "cy", "bo")}, DataError, "'bo' follows 'cy'"),
+        ({"subject_names": ("al", "al", "cy")}, DataError, "'al' follows 'al'"),
+        ({"subject_names": ("al",)}, ProtocolError, "1 subjects"),
+    ],
+)
+def test_impossible_trials_are_refused(changes, error, message):
+    with pytest.raises(error, match=message):
+        trials(**changes)
+
+
+def system(gain, *, seed=0, noise_seed=1, num_subjects=30, num_trials=3000):
+    """Trials that depend on ``seed`` alone, with scores that are better by ``gain``."""
+    rng = np.random.default_rng(seed)
+    enrol = rng.integers(num_subjects, size=num_trials).astype(np.int32)
+    test = np.where(
+        rng.random(num_trials) < 0.3, enrol, rng.integers(num_subjects, size=num_trials)
+    ).astype(np.int32)
+    is_genuine = enrol == test
+    noise = np.random.default_rng(noise_seed).normal(size=num_trials)
+    names = tuple(f"{index:02d}" for index in range(num_subjects))
+    return Trials(noise + (2 + gain) * is_genuine, is_genuine, enrol, test, names)
+
+
+def replicates(trials, **options):
+    return bootstrap(trials, options.pop("fars", [0.01, 0.1]), num_replicates=200, **options)
+
+
+def test_a_system_does_not_differ_from_itself():
+    found = replicates(system(0.0))
+    comparison = compare(found, found)
+    for difference in (*comparison.tar, comparison.eer, *comparison.min_dcf):
+        assert (difference.difference, difference.low, difference.high) == (0.0, 0.0, 0.0)
+        assert difference.p_value == 1.0
+        assert difference.num_replicates == 200
+
+
+def test_a_better_system_is_better_in_every_measure():
+    comparison = compare(replicates(system(1.5)), replicates(system(0.0, noise_seed=2)))
+    for difference in comparison.tar:
+        assert 0 < difference.low < difference.difference < difference.high
+        assert difference.p_value == 2 / 201
+    for difference in (comparison.eer, *comparison.min_dcf):
+        assert difference.low < difference.difference < difference.high < 0
+        assert difference.p_value == 2 / 201
+
+
+def test_exchange_of_systems_changes_signs_only():
+    first, second = replicates(system(0.1)), replicates(system(0.0, noise_seed=3))
+    there, back = compare(first, second), compare(second, first)
+    for one, other in zip(there.tar, back.tar, strict=True):
+        assert one.difference == -other.difference
+        assert (one.low, one.high) == pytest.approx((-other.high, -other.low))
+        assert one.p_value == other.p_value
+
+
+@pytest.mark.parametrize("num_below", [0, 1, 24, 26, 400, 500])
+def test_p_value_and_interval_agree(num_below):
+    """The interval of level 95 % holds zero exactly if the p-value is above 5 %."""
+    values = np.linspace(1, 2, 999)
+    values[:num_below] -= 3
+    found = paired_difference(1.0, 0.0, values, np.zeros(999))
+    assert found.p_value == min(1.0, 2 * (min(num_below, 999 - num_below) + 1) / 1000)
+    assert (found.low <= 0 <= found.high) == (found.p_value > 0.05)
+
+
+def test_replicates_where_either_system_is_undefined_are_left_out():
+    values = np.ones(100)
+    holes = values.copy()
+    holes[:3] = np.nan
+    assert paired_difference(1.0, 0.0, holes, values).num_replicates == 97
+    holes[:10] = np.nan
+    with pytest.raises(ProtocolError, match="10 of 100 replicates"):
+        paired_difference(1.0, 0.0, values, holes)
+
+
+def test_only_measures_of_both_are_compared():
+    first = replicates(system(0.1), fars=[0.1, 0.02], p_targets=[0.05, 0.2])
+    second = replicates(system(0.0), fars=[0.02, 0.3, 0.1], p_targets=[0.2], has_eer=False)
+    comparison = compare(first, second)
+    assert comparison.fars == (0.1, 0.02)
+    assert comparison.p_targets == (0.2,)
+    assert comparison.eer is None
+    assert comparison.tar[0].difference == first.observed_tar[0] - second.observed_tar[2]
+    assert comparison.tar[1].difference == first.observed_tar[1] - second.observed_tar[0]
+    assert comparison.min_dcf[0].difference == (
+        first.observed_min_dcf[1] - second.observed_min_dcf[0]
+    )
+
+
+def test_unpaired_replicates_are_refused():
+    base = replicates(system(0.0))
+    others = {
+        "trials": replicates(system(0.0, seed=9)),
+        "seed": replicates(system(0.0), seed=1),
+        "subjects": dataclasses.replace(base, subjects_sha256="0" * 64),
+        "num_replicates": bootstrap(system(0.0), [0.01], num_replicates=50),
+    }
+    for name, other in others.items():
+        with pytest.raises(ProtocolError, match=f"same {name}"):
+            compare(base, other)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: bootstrap(trials(), [0.0]), ConfigError, "far=0"),
+        (lambda: bootstrap(trials(), [0.1], p_targets=[1.0]), ConfigError, "p_target=1"),
+        (lambda: SubjectWeights(("a", "b"), num_replicates=0), ConfigError, "num_replicates=0"),
+        (lambda: SubjectWeights(("a", "b"), seed=-1), ConfigError, "seed=-1"),
+        (lambda: interval([1.0], 1.0), ConfigError, "level=1"),
+        (lambda: paired_difference(0, 0, [1, 2], [1, 2, 3]), ShapeError, r"\(2,\) and \(3,\)"),
+        (lambda: paired_difference(0, 0, [1], [1], level=2.0), ConfigError, "level=2"),
+    ],
+)
+def test_impossible_values_are_refused(call, error, message):
+    with pytest.raises(error, match=message):
+        call()

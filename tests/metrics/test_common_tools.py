@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 
 from qmargin.errors import DataError, ProtocolError
-from qmargin.metrics.crossing import eer, min_dcf
+from qmargin.metrics.calibration import cllr, min_cllr
 from qmargin.metrics.curve import det_curve
-from qmargin.metrics.llr import cllr, min_cllr
-from qmargin.metrics.operating import rates_at, tar_at_far
-from qmargin.metrics.tail import ImpostorTail
+from qmargin.metrics.eer_dcf import eer, min_dcf
+from qmargin.metrics.operating import ImpostorTail, rates_at, tar_at_far
 
 
 def shuffled(scores: np.ndarray, seed: int) -> np.ndarray:

@@ -3,11 +3,8 @@
 import numpy as np
 import pytest
 
-from qmargin.metrics.bootstrap import bootstrap, interval
-from qmargin.metrics.comparison import compare
-from qmargin.metrics.operating import tar_at_far
-from qmargin.metrics.subjects import Trials
-from qmargin.metrics.sufficiency import wilson
+from qmargin.metrics.bootstrap import Trials, bootstrap, compare, interval
+from qmargin.metrics.operating import tar_at_far, wilson
 
 FAR = 1e-3
 NUM_SUBJECTS, NUM_SAMPLES, DIM = 100, 6, 12

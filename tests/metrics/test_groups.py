@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from qmargin.errors import ConfigError, DataError, ProtocolError
+from qmargin.metrics.bootstrap import Trials, make_trials
 from qmargin.metrics.groups import GroupRate, group_rates, spread
-from qmargin.metrics.subjects import Trials, make_trials
 
 GROUP_OF = {f"s{index}": "xyz"[index % 3] for index in range(11)}  # s11 has no group
 

@@ -1,33 +1,41 @@
+"""Enough trials, and intervals of a proportion."""
+
+import io
 import math
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.stats import binom, norm
 
 from helpers.rates import plain_points, plain_tar_at_far, score_sets
 from qmargin.errors import ConfigError, DataError, ProtocolError, ShapeError
-from qmargin.metrics.operating import num_allowed, rates_at, tar_at_far, tars_at_fars
+from qmargin.metrics.operating import (
+    ImpostorTail,
+    Largest,
+    largest_below,
+    largest_scores,
+    num_allowed,
+    rates_at,
+    rule_of_three,
+    sufficiency,
+    tar_at_far,
+    tars_at_fars,
+    wilson,
+)
 
 SETS = score_sets()
-FARS = (0.02, 0.1, 0.25, 0.5, 0.99, 1.0)
 
 
-@pytest.mark.parametrize(
-    ("far", "num_impostors", "allowed"),
-    [
-        (3e-4, 10_000, 3),  # 3e-4 * 10_000 is 2.9999999999999996
-        (1e-4, 275_488, 27),
-        (1e-5, 15_658_489, 156),
-        (1e-6, 15_658_489, 15),
-        (1e-3, 3_000, 3),
-        (1e-3, 999, 0),
-        (1.0, 7, 7),
-        (1e-6, 10**9, 1000),
-    ],
-)
-def test_number_allowed(far: float, num_impostors: int, allowed: int) -> None:
-    assert num_allowed(far, num_impostors) == allowed
+def cast(name: str, dtypes: str) -> tuple[np.ndarray, np.ndarray]:
+    with np.errstate(over="ignore"):
+        genuine, impostor = (s.astype(d) for s, d in zip(SETS[name], dtypes, strict=True))
+    return genuine, impostor
+
+
+def measurable(impostor: np.ndarray) -> list[float]:
+    return [far for far in (0.02, 0.1, 0.25, 0.5, 0.99, 1.0) if far * len(impostor) >= 1]
 
 
 @given(far=st.floats(1e-9, 1.0), num_impostors=st.integers(1, 10**12))
@@ -47,11 +55,8 @@ def test_a_far_that_is_a_ratio_of_counts_allows_its_count(k: int, num_impostors:
 @pytest.mark.parametrize("name", SETS)
 @pytest.mark.parametrize("dtypes", ["dd", "ff", "df", "fd"])
 def test_tar_at_far_is_the_definition(name: str, dtypes: str) -> None:
-    with np.errstate(over="ignore"):
-        genuine, impostor = (s.astype(d) for s, d in zip(SETS[name], dtypes, strict=True))
-    for far in FARS:
-        if far * len(impostor) < 1:
-            continue
+    genuine, impostor = cast(name, dtypes)
+    for far in measurable(impostor):
         point = tar_at_far(genuine, impostor, far)
         assert (point.tar, point.far) == plain_tar_at_far(genuine, impostor, far)
         assert point.far == point.false_accepts / len(impostor)
@@ -63,11 +68,8 @@ def test_tar_at_far_is_the_definition(name: str, dtypes: str) -> None:
 @pytest.mark.parametrize("rule", ["conservative", "nearest"])
 def test_the_threshold_accepts_exactly_what_is_counted(name: str, dtypes: str, rule: str) -> None:
     """Also where the boundary is +inf, and when a caller compares float32 scores with it."""
-    with np.errstate(over="ignore"):
-        genuine, impostor = (s.astype(d) for s, d in zip(SETS[name], dtypes, strict=True))
-    for far in FARS:
-        if far * len(impostor) < 1:
-            continue
+    genuine, impostor = cast(name, dtypes)
+    for far in measurable(impostor):
         point = tar_at_far(genuine, impostor, far, rule=rule)
         rates = rates_at(genuine, impostor, point.threshold)
         assert (rates.tar, rates.false_accepts) == (point.tar, point.false_accepts)
@@ -83,9 +85,7 @@ def test_the_threshold_accepts_exactly_what_is_counted(name: str, dtypes: str, r
 def test_nearest_reads_the_nearest_point_of_the_curve(name: str) -> None:
     genuine, impostor = SETS[name]
     points = plain_points(genuine, impostor)
-    for far in FARS:
-        if far * len(impostor) < 1:
-            continue
+    for far in measurable(impostor):
         point = tar_at_far(genuine, impostor, far, rule="nearest")
         best = min(abs(accepts / len(impostor) - far) for _, accepts, _ in points)
         assert abs(point.far - far) == best
@@ -99,9 +99,7 @@ def test_interpolated_is_numpy_interpolation_of_the_curve(name: str) -> None:
     points = plain_points(genuine, impostor)[::-1]
     far_axis = [accepts / len(impostor) for _, accepts, _ in points]
     tar_axis = [1 - rejects / len(genuine) for _, _, rejects in points]
-    for far in FARS:
-        if far * len(impostor) < 1:
-            continue
+    for far in measurable(impostor):
         point = tar_at_far(genuine, impostor, far, rule="interpolated")
         assert point.tar == pytest.approx(float(np.interp(far, far_axis, tar_axis)), abs=1e-12)
 
@@ -154,10 +152,185 @@ def test_a_rate_below_one_impostor_is_not_measurable(rule: str) -> None:
         tar_at_far(np.ones(3), np.zeros(3_000), 1e-5, rule=rule)
 
 
-def test_unknown_rules_and_shapes_are_refused() -> None:
-    with pytest.raises(ConfigError, match="rule 'closest' is unknown"):
-        tar_at_far([1.0], [0.0], 1.0, rule="closest")
-    with pytest.raises(ShapeError, match=r"genuine scores have shape \(1, 1\)"):
-        tar_at_far([[1.0]], [0.0], 1.0)
-    with pytest.raises(DataError, match="impostor scores are of type"):
-        tar_at_far([1.0], ["0.5"], 1.0)
+@pytest.mark.parametrize(
+    ("far", "num_impostors", "status", "allowed"),
+    [
+        (1e-4, 275_488, "few", 27),  # VoxCeleb1-H
+        (1e-5, 15_658_489, "ok", 156),  # IJB-C
+        (1e-6, 15_658_489, "few", 15),
+        (1e-3, 3_000, "few", 3),  # LFW
+        (1e-4, 3_000, "not measurable", 0),
+        (3e-4, 10_000, "few", 3),  # the product rounds down to 2
+        (1e-3, 30_000, "ok", 30),
+        (1e-3, 29_999, "few", 29),
+        (1.0, 1, "few", 1),
+        (1 / 3, 3, "few", 1),
+    ],
+)
+def test_status_of_known_protocols(far, num_impostors, status, allowed):
+    found = sufficiency(far, num_impostors)
+    assert (found.status, found.allowed) == (status, allowed)
+    assert found.message.startswith("not measurable") == (status == "not measurable")
+
+
+@pytest.mark.parametrize("num_trials", [10, 300, 10**6])
+def test_rule_of_three_is_the_exact_bound_to_a_few_percent(num_trials):
+    assert rule_of_three(1) == 1.0
+    exact = 1 - 0.05 ** (1 / num_trials)  # the rate at which no error is seen with chance 5 %
+    assert rule_of_three(num_trials) == pytest.approx(exact, rel=0.17 if num_trials < 20 else 0.01)
+
+
+@pytest.mark.parametrize("successes", [0, 1, 7, 19, 20])
+@pytest.mark.parametrize("level", [0.5, 0.95, 0.999])
+def test_wilson_ends_solve_the_score_equation(successes, level):
+    """At an end ``p``, the observed share is exactly ``z`` standard errors of ``p`` away."""
+    z = norm.ppf(0.5 + level / 2)
+    for end in wilson(successes, 20, level):
+        distance = abs(successes / 20 - end)
+        assert distance == pytest.approx(z * (end * (1 - end) / 20) ** 0.5, abs=1e-12)
+
+
+def test_wilson_covers_independent_trials():
+    rate, num_trials = 0.9, 200
+    counts = range(num_trials + 1)
+    covered = [low <= rate <= high for low, high in (wilson(k, num_trials) for k in counts)]
+    coverage = sum(binom.pmf(k, num_trials, rate) for k in counts if covered[k])
+    assert 0.93 < coverage < 0.97
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: sufficiency(1e-3, 0), ProtocolError, "0 impostor trials"),
+        (lambda: rule_of_three(0), ProtocolError, "0 trials"),
+        (lambda: wilson(5, 4), DataError, "5 successes in 4"),
+        (lambda: wilson(0, 0), ProtocolError, "0 trials"),
+        (lambda: wilson(1, 4, level=95), ConfigError, "level=95"),
+        (lambda: tar_at_far([1.0], [0.0], 1.0, rule="closest"), ConfigError, "'closest'"),
+        (lambda: tar_at_far([[1.0]], [0.0], 1.0), ShapeError, r"genuine .* \(1, 1\)"),
+        (lambda: tar_at_far([1.0], ["0.5"], 1.0), DataError, "impostor scores are of type"),
+        (lambda: ImpostorTail(0.5, 4).merge(ImpostorTail(0.25, 4)), ConfigError, "max_far=0.25"),
+        (lambda: ImpostorTail(0.5, 4).merge(ImpostorTail(0.5, 5)), ConfigError, "impostors=5"),
+        (lambda: ImpostorTail.from_state_dict({}), DataError, "scores"),
+    ],
+)
+def test_impossible_input_is_refused(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("dtypes", ["dd", "ff", "fd", "df"])
+def test_a_stream_answers_like_the_whole(name: str, dtypes: str) -> None:
+    genuine, impostor = cast(name, dtypes)
+    tail = ImpostorTail(max_far=1.0, num_impostors=len(impostor))
+    for piece in np.array_split(impostor, 5):
+        tail.update(piece)
+    for far in measurable(impostor):  # NaN thresholds are the same threshold
+        assert repr(tail.tar_at_far(genuine, far)) == repr(tar_at_far(genuine, impostor, far))
+
+
+@pytest.mark.parametrize("order", ["ascending", "descending", "shuffled", "tied"])
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_long_streams_are_exact_in_any_order_and_split(order: str, num_ranks: int) -> None:
+    rng = np.random.default_rng(5)
+    genuine = rng.normal(3.0, 1.0, 2_000)
+    impostor = rng.normal(size=300_000)
+    impostor = {
+        "ascending": np.sort(impostor),
+        "descending": np.sort(impostor)[::-1],
+        "shuffled": impostor,
+        "tied": np.round(impostor, 1),
+    }[order]
+    tails = [ImpostorTail(1e-2, len(impostor)) for _ in range(num_ranks)]
+    for index, piece in enumerate(np.array_split(impostor, 30)):
+        tails[index % num_ranks].update(piece)
+    for other in tails[1:]:
+        tails[0].merge(other)
+    assert tails[0].num_seen == len(impostor)
+    for far in (1e-2, 1e-3, 1e-4, 1e-5):
+        expected = tar_at_far(genuine, impostor, far)
+        assert tails[0].tar_at_far(genuine, far) == expected
+        assert tails[0].threshold(far) == expected.threshold
+
+
+def test_float32_and_float64_chunks_mix() -> None:
+    rng = np.random.default_rng(6)
+    narrow, wide = rng.normal(size=100_000).astype(np.float32), rng.normal(size=100_000)
+    whole = np.concatenate([narrow.astype(float), wide])
+    for chunks in ([narrow, wide], [wide, narrow]):
+        tail = ImpostorTail(1e-3, len(whole))
+        for chunk in chunks:
+            tail.update(chunk)
+        assert tail.tar_at_far(wide, 1e-3) == tar_at_far(wide, whole, 1e-3)
+
+
+def test_the_threshold_of_a_float32_stream_is_a_float32() -> None:
+    tail = ImpostorTail(0.5, 2)
+    tail.update(np.array([0.1, 0.2], np.float32))
+    assert np.float32(tail.threshold(0.5)) == tail.threshold(0.5)
+    assert tail.tar_at_far(np.array([0.1], np.float32), 0.5).tar == 0.0
+
+
+def test_tails_are_saved_and_merged_over_files() -> None:
+    rng = np.random.default_rng(8)
+    impostor, genuine = rng.normal(size=50_000).astype(np.float32), rng.normal(2, 1, 500)
+    loaded = []
+    for part in (impostor[:20_000], impostor[20_000:], impostor[:0]):
+        tail = ImpostorTail(1e-2, len(impostor))
+        tail.update(part)
+        file = io.BytesIO()
+        np.savez(file, **tail.state_dict())
+        file.seek(0)
+        loaded.append(ImpostorTail.from_state_dict(np.load(file)))
+    for other in loaded[1:]:
+        loaded[0].merge(other)
+    assert loaded[0].tar_at_far(genuine, 1e-3) == tar_at_far(genuine, impostor, 1e-3)
+
+
+def test_the_memory_is_that_of_the_tail() -> None:
+    tail = ImpostorTail(1e-6, 10**9)
+    assert sum(array.nbytes for array in tail.state_dict().values()) < 100
+    tail.update(np.arange(500_000.0))
+    assert len(tail.state_dict()["scores"]) == 1001
+
+
+def test_incomplete_and_overfull_streams_are_refused() -> None:
+    tail = ImpostorTail(0.5, 3)
+    tail.update([1.0, 2.0])
+    for ask in (lambda: tail.tar_at_far([1.0], 0.5), lambda: tail.threshold(0.5)):
+        with pytest.raises(ProtocolError, match="2 of 3 impostor scores"):
+            ask()
+    with pytest.raises(ProtocolError, match=r"4 impostor scores .* 3"):
+        tail.update(np.zeros(2))
+    assert tail.num_seen == 2
+
+
+def test_rates_out_of_reach_are_refused() -> None:
+    tail = ImpostorTail(0.5, 4)
+    tail.update(np.zeros(4))
+    with pytest.raises(ConfigError, match=r"far=0\.75 is above max_far=0\.5"):
+        tail.threshold(0.75)
+    with pytest.raises(ProtocolError, match=r"FAR=0\.2 is not measurable"):
+        tail.threshold(0.2)
+    with pytest.raises(ProtocolError, match="not measurable"):
+        ImpostorTail(1e-3, 999)
+
+
+@pytest.mark.parametrize("num_kept", [1, 2, 7, 100, 1000])
+def test_the_largest_are_those_of_sorting(num_kept: int) -> None:
+    scores = np.random.default_rng(num_kept).integers(0, 50, 300).astype(float)
+    expected = np.sort(scores)[::-1][:num_kept]
+    assert np.array_equal(largest_scores(scores, num_kept), expected)
+    largest = Largest(num_kept, capacity=num_kept + 1)
+    for score in scores:
+        largest.update(np.array([score]))
+    assert np.array_equal(largest.descending(), expected)
+
+
+def test_the_largest_below_a_value() -> None:
+    scores = np.array([3.0, -math.inf, 1.0, 2.0], np.float32)
+    assert largest_below(scores, 3.0) == 2.0
+    assert largest_below(scores, 2.0 + 1e-12) == 2.0
+    assert largest_below(scores, 0.0) == -math.inf
+    assert largest_below(scores, -math.inf) is None

@@ -5,8 +5,7 @@ import json
 import pytest
 
 from qmargin.errors import ConfigError, DataError
-from qmargin.models.card import ModelCard, card_from_json, card_to_json
-from qmargin.report.model_card import loss_settings
+from qmargin.models.directory import ModelCard, card_from_json, card_to_json
 
 CARD = ModelCard(
     "a model",
@@ -27,7 +26,6 @@ def test_a_card_survives_its_file() -> None:
 def test_a_card_is_what_results_and_reports_carry() -> None:
     texts = json.loads(card_to_json(CARD))
     assert all(isinstance(text, str) for text in texts.values())
-    assert loss_settings(texts).alpha == 1.25
 
 
 def test_facts_replace_facts_and_nothing_else() -> None:

@@ -9,18 +9,19 @@ import torch
 
 from helpers.model_directories import make_model
 from qmargin.errors import ConfigError, DataError
-from qmargin.models.card import ModelCard, card_to_json
+from qmargin.models import create_backbone
 from qmargin.models.directory import (
     BACKBONE,
     CARD,
     RECIPE,
+    ModelCard,
     add_facts,
+    card_to_json,
     is_model_directory,
     load_backbone,
     read_card,
     write_model,
 )
-from qmargin.models.registry import create_backbone
 
 
 def test_weights_come_back_bit_for_bit(tmp_path: Path) -> None:

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from qmargin.errors import BackendError, ConfigError
-from qmargin.models import onnx_file
+from qmargin.models import create_backbone, onnx_file
 from qmargin.models.onnx_file import TOLERANCE, write_onnx
-from qmargin.models.registry import create_backbone
 
 SHAPE = (3, 16, 16)
 

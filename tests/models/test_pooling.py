@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from qmargin.errors import ConfigError, ShapeError
-from qmargin.models.pooling import (
+from qmargin.models.speaker_parts import (
     AttentiveStatisticsPooling,
     StatisticsPooling,
     create_pooling,

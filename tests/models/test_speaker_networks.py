@@ -8,10 +8,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from qmargin.errors import ConfigError, ShapeError
-from qmargin.features.filter_bank import FilterBank
 from qmargin.models.campplus import CamPlusPlus, DenseLayer, MaskedConvolution
 from qmargin.models.ecapa import EcapaBlock, EcapaTdnn, ScaledConvolution
-from qmargin.models.speaker_input import SpeakerInput
+from qmargin.models.features import FilterBank
+from qmargin.models.speaker_parts import SpeakerInput
 from qmargin.models.speaker_resnet import SpeakerBlock, SpeakerResNet, speaker_resnet
 
 SMALL: dict[str, Callable[[], nn.Module]] = {

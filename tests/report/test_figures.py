@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.results import HOSTILE, hostile_result, synthetic_result
+from helpers.results import HOSTILE, hostile_result, some_run, synthetic_result
 from qmargin.report.figures import draw_figures, sensitivity_plot
 from qmargin.report.media import MediaFolder
 from qmargin.report.systems import arrange
@@ -33,18 +33,16 @@ def test_names_of_all_scripts_do_not_warn() -> None:
 
 
 def test_sensitivity_has_a_line_for_each_alpha_and_margin() -> None:
-    settings = [("1.25", "10", "0.2"), ("1.25", "32", "0.2"), ("1.5", "10", "0.2")]
+    settings = [(1.25, 10.0), (1.25, 32.0), (1.5, 10.0)]
     results = [
-        synthetic_result(
-            f"s{i}", seed=i, card={"loss": "Q-Margin", "alpha": a, "scale": s, "margin": m}
-        )
-        for i, (a, s, m) in enumerate(settings)
+        synthetic_result(f"s{i}", seed=i, run=some_run(f"s{i}", alpha=alpha, scale=scale))
+        for i, (alpha, scale) in enumerate(settings)
     ]
     (panel,) = arrange(results)
     figure = sensitivity_plot(panel)
     lines = figure.axes[0].get_lines()
     assert [line.get_xdata().tolist() for line in lines] == [[10.0, 32.0], [10.0]]
-    tar = results[1].metrics.tar[1].tar
+    tar = results[1].measures.tar[1].tar
     assert lines[0].get_ydata()[1] == pytest.approx(100 * tar)
     assert sensitivity_plot(arrange([synthetic_result()])[0]) is None
 

@@ -1,5 +1,7 @@
 import base64
 import hashlib
+import html
+import json
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -7,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from helpers.results import HOSTILE, hostile_result, synthetic_result
+from helpers.results import HOSTILE, hostile_result, some_run, synthetic_result
 from qmargin.evaluation.result import Result, Value
 from qmargin.report.comparison import paired_differences
 from qmargin.report.journal import Journal
-from qmargin.report.page import PageContent, render_page
+from qmargin.report.numbers import LONGEST_NAME, LONGEST_TEXT, cleaned
+from qmargin.report.page import PageContent, _environment, render_page
 from qmargin.report.systems import arrange
 
 JOURNAL = Journal("journal", (0.0, 10.0), (900.0, 30.0), (5000.0, 700.0), 2, 2_059_906)
@@ -64,8 +67,8 @@ def test_sections_without_content_are_left_out() -> None:
 def test_measures_that_nobody_has_are_left_out(page: str) -> None:
     assert "minCllr" in page
     result = synthetic_result()
-    metrics = replace(result.metrics, cllr=Value(None), min_cllr=Value(None))
-    bare = replace(result, metrics=metrics, calibration=None)
+    metrics = replace(result.measures, cllr=Value(None), min_cllr=Value(None))
+    bare = replace(result, measures=metrics, calibration=None)
     assert "minCllr" not in page_of(bare)
 
 
@@ -79,7 +82,7 @@ def test_trainings_share_a_drawing() -> None:
 
 def test_verdict_has_all_five_numbers(page: str) -> None:
     verdict = page.partition('id="verdict"')[2].partition("</section>")[0]
-    point = synthetic_result("A", separation=5.4).metrics.tar[1]
+    point = synthetic_result("A", separation=5.4).measures.tar[1]
     assert f"{100 * point.tar:.2f} %" in verdict
     assert f"{100 * point.interval[0]:.2f} to {100 * point.interval[1]:.2f} %" in verdict
     for words in ("achieved FAR", "false accepts, 200 allowed", "threshold", "10⁻³"):
@@ -119,6 +122,40 @@ def test_hostile_names_add_no_element() -> None:
     assert '<img src=x onerror="window.__pwned=1">' in wild.text  # shown, not run
 
 
+def test_names_keep_their_letters_and_lose_what_moves_text() -> None:
+    assert cleaned("Ωμέγα 中文 é") == "Ωμέγα 中文 é"
+    for sign in ("\x00", "\n", "\x1b", "\u202e", "\u2066", "\u200b", "\u2028", "\ud800"):
+        assert cleaned(f"a{sign}b") == "a\ufffdb"
+    assert len(cleaned("x" * 10_000)) == LONGEST_NAME
+
+
+def test_every_text_is_escaped_and_cleaned_wherever_it_is_printed() -> None:
+    template = _environment().from_string('<p title="{{ a }}">{{ a }}</p>{{ a|tojson }}')
+    for attack in HOSTILE:
+        page = template.render(a=attack)
+        found = re.fullmatch(r'<p title="([^"<>]*)">([^<>]*)</p>([^<>&]*)', page)
+        assert found is not None
+        shown = cleaned(attack, LONGEST_TEXT)
+        assert [html.unescape(part) for part in found.groups()[:2]] == [shown, shown]
+        assert json.loads(found.group(3)) == attack
+
+
+def test_the_run_and_the_protocol_are_listed() -> None:
+    run = some_run("q_margin", 7, device="NVIDIA H200", steps=20_000)
+    text = page_of(synthetic_result(run=run)).partition('id="protocol"')[2]
+    for words in (
+        "q_margin",
+        "alpha 1.25",
+        "prior 0.2",
+        "NVIDIA H200",
+        "20,000",
+        run.recipe_sha256,
+    ):
+        assert words in text
+    for words in ("trials", "cosine"):
+        assert f"<bdi>{words}</bdi>" in text
+
+
 def test_not_measurable_is_a_word_not_a_number() -> None:
     page = page_of(
         synthetic_result("A", num_impostors=5_000), synthetic_result("B", num_impostors=5_000)
@@ -129,9 +166,9 @@ def test_not_measurable_is_a_word_not_a_number() -> None:
 
 def test_best_is_bold_and_the_rule_is_named() -> None:
     page = page_of(synthetic_result("A", separation=4.5), synthetic_result("B", separation=5.5))
-    table = page.partition('id="points"')[2].partition("</table>")[0]
-    assert "conservative rule" in table
-    a, b = table.split("<tr>")[-2:]
+    points = page.partition('id="points"')[2].partition("<details>")[0]
+    assert "conservative rule" in points
+    a, b = points.partition("</table>")[0].split("<tr>")[-2:]
     assert (a.count("<b>"), b.count("<b>")) == (0, 4)
 
 
@@ -171,8 +208,9 @@ def test_colours_have_contrast_in_every_theme(page: str) -> None:
             assert contrast(colours[series], colours["paper"]) >= 3.0, series
 
 
-def test_assets_are_beside_the_package() -> None:
+def test_templates_are_beside_the_package() -> None:
     import qmargin.report
 
-    folder = Path(qmargin.report.__file__).parent / "assets"
-    assert {path.name for path in folder.iterdir()} == {"page.css", "page.js"}
+    folder = Path(qmargin.report.__file__).parent / "templates"
+    names = {"page.css", "page.js", "page.html.j2", "parts.html.j2", "sections.html.j2"}
+    assert {path.name for path in folder.iterdir()} == names

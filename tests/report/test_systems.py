@@ -4,10 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from helpers.results import synthetic_result, write_results
+from helpers.results import some_run, synthetic_result, write_results
 from qmargin.errors import ConfigError, DataError
-from qmargin.evaluation.result import result_to_json
+from qmargin.evaluation.result import Result, result_to_json
 from qmargin.report.systems import arrange, load_panels
+
+
+def without_hash(result: Result) -> Result:
+    return replace(result, protocol=replace(result.protocol, data_sha256=None))
 
 
 def test_results_on_the_same_trials_share_a_panel_and_keep_their_order() -> None:
@@ -27,6 +31,11 @@ def test_results_on_the_same_trials_share_a_panel_and_keep_their_order() -> None
 def test_equal_names_are_told_apart() -> None:
     (panel,) = arrange([synthetic_result("A", seed=seed) for seed in range(3)])
     assert [entry.label for entry in panel.entries] == ["A", "A (2)", "A (3)"]
+    (panel,) = arrange([synthetic_result("A", run=some_run(seed=seed)) for seed in (4, 7)])
+    assert [entry.label for entry in panel.entries] == ["A, seed 4", "A, seed 7"]
+    assert [entry.colour for entry in panel.entries] == [0, 1]
+    (panel,) = arrange([synthetic_result(name) for name in ("A", "A (2)", "A")])
+    assert len({entry.label for entry in panel.entries}) == 3
 
 
 def test_other_trials_under_one_name_are_another_panel() -> None:
@@ -45,12 +54,10 @@ def test_equal_trials_under_two_names_are_one_panel() -> None:
 
 
 def test_without_a_hash_the_name_and_the_counts_tell_trials_apart() -> None:
-    first = replace(synthetic_result("A"), trials_sha256=None)
-    second = replace(synthetic_result("B"), trials_sha256=None)
+    first = without_hash(synthetic_result("A"))
+    second = without_hash(synthetic_result("B"))
     assert len(arrange([first, second])) == 1
-    assert (
-        len(arrange([first, replace(synthetic_result("C", protocol="x"), trials_sha256=None)])) == 2
-    )
+    assert len(arrange([first, without_hash(synthetic_result("C", protocol="x"))])) == 2
 
 
 def test_headline_is_the_strictest_far_with_enough_data_for_all() -> None:
@@ -87,7 +94,7 @@ def test_no_results_is_an_error() -> None:
         (lambda content: content["det"]["frr"].__setitem__(3, 1.5), "outside \\[0, 1\\]"),
         (lambda content: content["det"]["band"]["low"].__setitem__(3, "-inf"), "low is -inf"),
         (lambda content: content["histogram"]["genuine"].pop(), "columns of histogram"),
-        (lambda content: content["metrics"]["tar"][0].update(far_target=2.0), "target FAR is 2.0"),
+        (lambda content: content["measures"]["tar"][0].update(far_target=2.0), "target FAR is 2.0"),
         (lambda content: content["protocol"].update(num_impostors=0), "no trials of a kind"),
         (lambda content: content.update(version=99), "version 99"),
     ],

@@ -1,5 +1,4 @@
 import json
-import time
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ def test_files_of_a_report(tmp_path: Path) -> None:
     metrics = json.loads((tmp_path / "out" / "metrics.json").read_text())
     panel = metrics["panels"][0]
     assert [system["name"] for system in panel["systems"]] == ["A", "B"]
-    assert panel["systems"][0]["metrics"]["tar"][0]["far_target"] == 1e-2
+    assert panel["systems"][0]["measures"]["tar"][0]["far_target"] == 1e-2
     assert len(panel["differences"]) == 5
 
 
@@ -46,9 +45,7 @@ def test_levels_and_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) 
     assert ReportOptions(has_figures=False).level == 0.95
 
 
-@pytest.mark.slow
-def test_five_systems_of_a_million_trials_are_small_and_quick(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="comes with the figures extra")
+def test_the_page_of_five_systems_of_a_million_trials_is_small(tmp_path: Path) -> None:
     keys = tuple(f"id{i:05d}/video/{i:05d}.wav" for i in range(20))
     results = [
         synthetic_result(
@@ -63,7 +60,5 @@ def test_five_systems_of_a_million_trials_are_small_and_quick(tmp_path: Path) ->
         for i in range(5)
     ]
     paths = write_results(tmp_path, *results)
-    start = time.perf_counter()
-    written = write_report(paths, tmp_path / "out")
-    assert time.perf_counter() - start < 10.0
+    written = write_report(paths, tmp_path / "out", ReportOptions(has_figures=False))
     assert written[0].stat().st_size < 600_000

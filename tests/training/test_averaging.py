@@ -7,13 +7,13 @@ import torch
 from safetensors.torch import load_file
 
 from qmargin.errors import CheckpointError, ConfigError, ShapeError
-from qmargin.training.averaging import MovingAverage, average_checkpoints, write_weights
-from qmargin.training.checkpoint import (
+from qmargin.training.checkpoint.reader import (
     CheckpointState,
     load_checkpoint,
     open_checkpoint,
     save_checkpoint,
 )
+from qmargin.training.optim import MovingAverage, average_checkpoints, write_weights
 
 
 def values(seed: int, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:

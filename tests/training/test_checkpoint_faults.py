@@ -19,7 +19,9 @@ from helpers.saving import (
     save_for_ever,
 )
 from qmargin.errors import CheckpointError
-from qmargin.training.checkpoint import (
+from qmargin.training.checkpoint.files import Manifest
+from qmargin.training.checkpoint.folders import list_leftovers, list_steps
+from qmargin.training.checkpoint.reader import (
     load_checkpoint,
     newest,
     open_checkpoint,
@@ -28,8 +30,6 @@ from qmargin.training.checkpoint import (
     read_recipe,
     save_checkpoint,
 )
-from qmargin.training.folders import list_leftovers, list_steps
-from qmargin.training.manifest import Manifest
 
 FILES = ("manifest.json", "backbone.safetensors", "head-00000-of-00001.safetensors", "loop.json")
 

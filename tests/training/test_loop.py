@@ -9,14 +9,13 @@ import torch
 
 from helpers.runs import events, fragile_recipe, losses, saved_files, status, tiny_recipe
 from qmargin.errors import CheckpointError, ConfigError
-from qmargin.training import async_saver
-from qmargin.training.averaging import average_checkpoints
-from qmargin.training.checkpoint import open_checkpoint, read_backbone, read_part
-from qmargin.training.hooks import HookState
-from qmargin.training.loop import train
+from qmargin.training.checkpoint import writer as async_saver
+from qmargin.training.checkpoint.files import read_tensors
+from qmargin.training.checkpoint.reader import open_checkpoint, read_backbone, read_part
+from qmargin.training.loop import HookState, train
+from qmargin.training.optim import average_checkpoints
 from qmargin.training.recipe import Recipe, ValueSchedule
 from qmargin.training.recipe_files import apply_settings
-from qmargin.training.tensor_files import read_tensors
 
 TORCH = ("head.update=torch", "optimizer.accumulation=4")
 RECIPES = {

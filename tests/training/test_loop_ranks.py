@@ -10,7 +10,7 @@ import pytest
 from helpers.ranks import Rank, ranks_running, run_ranks
 from helpers.runs import MARK, FaultyIdentities, events, losses, saved_files, status, tiny_recipe
 from qmargin.data.order import GlobalOrder
-from qmargin.training.folders import list_steps
+from qmargin.training.checkpoint.folders import list_steps
 from qmargin.training.loop import train
 
 pytestmark = pytest.mark.dist
@@ -23,11 +23,6 @@ outcome = train(recipe, {out!r}, resume=True, allow_changes=True, device="cpu"{o
 say(outcome.step, outcome.loss, outcome.num_skipped, outcome.signal)
 """
 SAMPLES = GlobalOrder(3200, seed=0, batch_size=64)  # of the debug recipe
-
-
-@pytest.fixture(autouse=True)
-def _helpers_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]), prepend=":")
 
 
 def script(
@@ -187,8 +182,8 @@ settings = [f"--set={{setting}}" for setting in ("run.max_steps=2", "run.timeout
 sys.exit(main(["train", "debug", "--device=cpu", "--resume", "--out", {out!r}, *settings]))
 """
 PLACES = [  # in the order of a run; each is called on the rank that is lost
-    "starting.check_writable",
-    "starting.agree_on_newest",
+    "start.check_writable",
+    "start.agree_on_newest",
     "session.build_dataset",
     "session.build_backbone",
     "session.DistributedDataParallel",
@@ -198,7 +193,7 @@ PLACES = [  # in the order of a run; each is called on the rank that is lost
     "loop._saver",
     "loop.describe_run",
 ]
-QUICK = ("starting.agree_on_newest", "session.DistributedDataParallel")
+QUICK = ("start.agree_on_newest", "session.DistributedDataParallel")
 
 
 @pytest.mark.parametrize("victim", [1, 0])

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from qmargin.errors import ConfigError
 from qmargin.heads.classifier import MarginClassifier
-from qmargin.heads.updates import ExactSGD, SparseSGD
+from qmargin.heads.optimizers import ExactSGD, SparseSGD
 from qmargin.recipes import get_recipe
 from qmargin.training.build import build_backbone, build_head
 from qmargin.training.optim import (
@@ -126,7 +126,7 @@ def test_the_learning_rate_of_a_step_reaches_both(settings: list[str]) -> None:
         lr = 1.5 if new is head.prototypes else 0.5
         torch.testing.assert_close(new.detach(), old - lr * grad, rtol=1e-5, atol=1e-7)
     optimizers.zero_grad()
-    assert head.pending is None
+    assert head.fused_gradient is None
     assert all(weight.grad is None for weight in after)
 
 

@@ -8,8 +8,8 @@ import torch
 
 from helpers.ranks import ranks_running, run_ranks
 from qmargin.errors import ConfigError
-from qmargin.training.heartbeat import EXIT_RANK_LOST, Heartbeat
-from qmargin.training.process import (
+from qmargin.training.distributed.heartbeat import EXIT_RANK_LOST, Heartbeat
+from qmargin.training.distributed.process import (
     Process,
     choose_device,
     ranks_from,
@@ -20,11 +20,11 @@ from qmargin.training.process import (
 TORCHRUN = {"RANK": "2", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 BUSY = 10  # seconds more, for machines that do much else
 MEET_FOR_EVER = """
-from qmargin.training.agreement import any_rank
+from qmargin.training.distributed.consensus import all_agree
 with start_process_group({timeout}, device="cpu") as process:
     for turn in range(10**9):
         {before}
-        any_rank(process, False)
+        all_agree(process, True)
         if turn == 3:
             say("ready")
 """
@@ -94,7 +94,7 @@ def test_seeding_keeps_nothing() -> None:
 
 
 def test_only_failures_of_collectives_are_blamed_on_ranks() -> None:
-    with pytest.raises(RuntimeError, match="shapes"), Process().naming_ranks():
+    with pytest.raises(RuntimeError, match="shapes"), Process().name_lost_ranks():
         raise RuntimeError("shapes cannot be multiplied")
 
 
@@ -102,7 +102,7 @@ def test_only_failures_of_collectives_are_blamed_on_ranks() -> None:
 def test_three_ranks_meet_and_part() -> None:
     script = """
 with start_process_group(60, device="cpu") as process:
-    from qmargin.training.agreement import share
+    from qmargin.training.distributed.consensus import share
     say(process.rank, process.world, share(process, [10 * process.rank]))
 """
     outputs = run_ranks(script, 3)
@@ -178,7 +178,7 @@ def test_the_others_name_a_rank_whose_main_thread_hangs() -> None:
         assert [ranks[0].wait(), ranks[1].wait()] == [1, 1]
         for rank in ranks[:2]:
             last = rank.errors().strip().splitlines()[-1]
-            assert "RankError: rank 2 did not come to meeting" in last
+            assert "RankError: rank 2 did not reach collective" in last
         ranks[2].wait(20)  # and it does not stay behind alone
         assert ranks[2].process.returncode == EXIT_RANK_LOST
 
@@ -190,7 +190,7 @@ import torch.distributed as dist
 with start_process_group(12, device="cpu") as process:
     if RANK == 1:
         raise ValueError("out of paper")
-    with process.naming_ranks():
+    with process.name_lost_ranks():
         dist.all_reduce(torch.ones(1))
 """
     with ranks_running(script, 3) as ranks:

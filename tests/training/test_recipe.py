@@ -1,149 +1,125 @@
-"""``Recipe`` and its parts refuse what cannot be run, and hash what decides the outcome."""
+"""``Recipe``: refuses what cannot be run, hashes what decides the outcome, reads files, resumes."""
 
 import hashlib
 import json
+import os
 from dataclasses import FrozenInstanceError, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from qmargin.cli.recipes import load_recipe
 from qmargin.errors import ConfigError
-from qmargin.losses import presets
-from qmargin.losses.module import MarginLoss
 from qmargin.recipes import get_recipe
-from qmargin.training.loss_part import PRESETS, LossSettings
+from qmargin.schema import flatten
 from qmargin.training.recipe import (
+    FIXED,
     FREE,
     DataPart,
-    HeadPart,
     LossPart,
     ModelPart,
     OptimizerPart,
     Recipe,
-    RunPart,
     SchedulePart,
     ValueSchedule,
-    flatten,
+    check_resume,
+    diff,
+    refused_changes,
 )
-from qmargin.training.recipe_files import to_yaml
+from qmargin.training.recipe_files import (
+    apply_settings,
+    from_dict,
+    from_yaml,
+    read_recipe,
+    to_dict,
+    to_yaml,
+)
 
-LOSS = LossPart.from_preset("q_margin")
+SMALL = """
+name: mine
+data: {kind: synthetic, batch_size: 8, num_classes: 5}
+model: {backbone: small_mlp}
+loss: {preset: arcface, margin: 3e-1}
+optimizer: {lr: 1e-3}
+run: {epochs: 2}
+"""
+
+
+def changed(*texts: str) -> Recipe:
+    return apply_settings(get_recipe("debug"), texts)
 
 
 def small_recipe(**changes: Any) -> Recipe:
     return replace(get_recipe("debug"), **changes)
 
 
+IMPOSSIBLE = """
+data.batch_size=0 data.batch_size=true data.batch_size=4.0 data.num_classes=null data.path=x
+data.kind=synthetc data.options.a={} data.num_workers=100000 model.embedding_dim=0
+head.path=spares head.sample_rate=0 head.lr_ratio=0 head.top_percent=101 head.gradient=dense
+optimizer.lr=0 optimizer.lr=.inf optimizer.lr=fast optimizer.momentum=1 optimizer.weight_decay=-1
+optimizer.clip_norm=0 optimizer.accumulation=0 optimizer.accumulation=2 optimizer.nesterov=1
+schedule.milestones=[] schedule.milestones=[7,7] schedule.milestones=[0,7] schedule.milestones=7
+schedule.warmup_start=1 schedule.warmup_epochs=6 schedule.final_lr=0.2 margin_schedule.end_epoch=0
+run.epochs=0 run.epochs=2.5 run.max_steps=0 run.average_last=4 run.ema_decay=1 run.spike_factor=1
+run.timeout_s=1e300 loss.alpha=-1 loss.scale=0 loss.margin=abc loss.margin= loss.margn=3
+loss.options.gradient=exact loss.options.margin=1 loss.prest=arcface seed=-1
+seed=9223372036854775808 name= los.margin=3 margin=0.3 seed model=null
+"""
+
+
+@pytest.mark.parametrize("setting", IMPOSSIBLE.split())
+def test_settings_that_are_impossible_are_refused_by_their_key(setting: str) -> None:
+    key = setting.partition("=")[0]
+    last = key.rpartition(".")[2]
+    with pytest.raises(ConfigError, match=rf"{key}|{key.partition('.')[0]}.*{last}") as raised:
+        changed(setting)
+    assert not str(raised.value).endswith(".") and len(str(raised.value)) < 400
+
+
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("settings", "message"),
     [
-        (lambda: DataPart("synthetic", 0, num_classes=3), "batch_size is 0; .* at least 1"),
-        (lambda: DataPart("synthetic", True, num_classes=3), "batch_size is True; give a whole"),
-        (lambda: DataPart("synthetic", 4.0, num_classes=3), "batch_size is 4.0; give a whole"),
-        (lambda: DataPart("synthetic", 4), "num_classes is missing"),
-        (lambda: DataPart("synthetic", 4, path="x", num_classes=3), "path is 'x' and synthetic"),
-        (lambda: DataPart("images", 4), "path is missing; .* data.path"),
-        (lambda: DataPart("imags", 4, path="x"), "did you mean 'images'"),
-        (lambda: DataPart("images", 4, path="x", options={"a b": 1}), "the key 'a b'"),
-        (lambda: DataPart("images", 4, path="x", options={"a": {}}), "options.a is {}; give a"),
-        (lambda: DataPart("images", 4, path="x", options={"a": float("nan")}), "options.a is nan"),
-        (lambda: ModelPart("iresnet18", 0), "embedding_dim is 0"),
-        (lambda: HeadPart(path="spares"), "did you mean 'sparse'"),
-        (lambda: HeadPart(sample_rate=0.0), "sample_rate is 0; .* at most 1"),
-        (lambda: HeadPart(lr_ratio=0.0), "lr_ratio is 0"),
-        (lambda: HeadPart(top_percent=101.0), "top_percent is 101; .* at most 100"),
-        (lambda: HeadPart(update="exact", gradient="dense"), "update 'exact' needs 'fused'"),
-        (lambda: HeadPart(update="torch", gradient="fused"), "update 'torch' needs 'dense'"),
-        (lambda: OptimizerPart(lr=0.0), "lr is 0; it must be above 0"),
-        (lambda: OptimizerPart(lr=float("inf")), "lr is inf; give a finite number"),
-        (lambda: OptimizerPart(lr="0.1"), "lr is '0.1'; give a finite number"),
-        (lambda: OptimizerPart(lr=0.1, momentum=1.0), r"momentum is 1; it must be in \[0, 1\)"),
-        (lambda: OptimizerPart(lr=0.1, weight_decay=-1.0), "weight_decay is -1"),
-        (lambda: OptimizerPart(lr=0.1, clip_norm=0.0), "clip_norm is 0"),
-        (lambda: OptimizerPart(lr=0.1, accumulation=0), "accumulation is 0"),
-        (lambda: OptimizerPart(lr=0.1, momentum=0.0, nesterov=True), "nesterov is on"),
-        (lambda: OptimizerPart(lr=0.1, kind="adamw", nesterov=True), "nesterov is on for adamw"),
-        (lambda: SchedulePart("step"), "milestones is empty"),
-        (lambda: SchedulePart("step", milestones=(7, 7)), r"milestones is \[7.0, 7.0\]"),
-        (lambda: SchedulePart("step", milestones=(0, 7)), "above 0"),
-        (lambda: SchedulePart("step", milestones=7), "milestones is 7; give a list"),
-        (lambda: SchedulePart("exponential"), "final_lr is 0, which no exponential"),
-        (lambda: SchedulePart(warmup_start=1.0), "warmup_start is 1"),
-        (lambda: ValueSchedule("linear"), "end_epoch is missing"),
-        (lambda: ValueSchedule("linear", start_epoch=3, end_epoch=3), "the end must be later"),
-        (lambda: ValueSchedule("constant", end_epoch=3), "a jump has none"),
-        (lambda: RunPart(epochs=0), "epochs is 0"),
-        (lambda: RunPart(epochs=1, max_steps=0), "max_steps is 0"),
-        (lambda: RunPart(epochs=1, average_last=4), "average_last is 4 .* raise run.keep"),
-        (lambda: RunPart(epochs=1, ema_decay=1.0), "ema_decay is 1"),
-        (lambda: RunPart(epochs=1, spike_factor=1.0), "spike_factor is 1"),
-        (lambda: replace(LOSS, alpha=-1.0), "alpha is -1"),
-        (lambda: replace(LOSS, scale=0.0), "scale"),
-        (lambda: replace(LOSS, options={"gradient": "exact"}), "an option of the prior margin"),
-        (lambda: replace(LOSS, options={"margin": 1.0}), "which is loss.margin"),
-        (lambda: LossPart(1.0, "angular", 4.0, 64.0), "angular margin is 4"),
-        (lambda: LossPart.from_preset("arcfac"), "did you mean 'arcface'"),
-        (lambda: LossPart.from_preset("arcface", margn=1), "did you mean 'margin'"),
-        (lambda: LossPart.from_preset("arcface", margin_kind="prior"), "leave one of them out"),
+        ("optimizer.kind=adamw", "optimizer.kind .*head.update"),
+        ("optimizer.kind=adamw head.update=torch optimizer.nesterov=true", "optimizer.nesterov"),
+        ("optimizer.momentum=0 optimizer.nesterov=true", "optimizer.nesterov"),
+        ("optimizer.accumulation=3 head.update=torch", "optimizer.accumulation .*data.batch_size"),
+        ("head.update=torch head.gradient=fused", "head.gradient"),
+        ("head.update=torch head.gradient=sparse", "head.gradient"),
+        ("head.path=sparse loss.preset=arcface", "head.path .*loss.alpha 1"),
+        ("head.path=sparse loss.divergence=jensen_shannon", "head.path"),
+        ("head.path=paper alpha_schedule.initial=1 alpha_schedule.end_epoch=3", "head.path"),
+        ("loss.preset=adaface margin_schedule.end_epoch=3", "margin_schedule .*adaface"),
+        ("loss.divergence=jensen_shannon alpha_schedule.end_epoch=3", "alpha_schedule"),
+        ("scale_schedule.initial=0 scale_schedule.end_epoch=3", "scale_schedule"),
+        ("alpha_schedule.initial=1 alpha_schedule.final=99 alpha_schedule.end_epoch=3", "99"),
+        ("schedule.kind=exponential", "schedule.final_lr"),
+        ("margin_schedule.kind=constant margin_schedule.end_epoch=3", "margin_schedule.end_epoch"),
+        ("data.options.shape=[0x" + "f" * 5000 + "]", "data.options.shape"),
+        ("seed=" + "9" * 400, "seed is too large"),
     ],
 )
-def test_parts_refuse_what_is_impossible(make: Any, message: str) -> None:
+def test_settings_that_do_not_fit_are_refused(settings: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as raised:
-        make()
-    assert not str(raised.value).endswith(".")
+        changed(*settings.split())
+    assert len(str(raised.value)) < 300
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"seed": -1}, "seed is -1"),
-        ({"seed": 2**63}, "seed is 9223372036854775808; .* at most"),
-        ({"name": " "}, "name is empty"),
-        ({"data": 3}, "data is 3; give a DataPart"),
-        ({"schedule": SchedulePart(warmup_epochs=6)}, "warmup_epochs is 6 and .* 6 epochs"),
-        ({"schedule": SchedulePart("cosine", final_lr=0.2)}, "final_lr is 0.2 .* only 0.1"),
-        ({"optimizer": OptimizerPart(lr=0.1, kind="adamw")}, "set head.update to 'torch'"),
-        ({"optimizer": OptimizerPart(lr=0.1, accumulation=2)}, "holds the gradient of one part"),
-        (
-            {
-                "optimizer": OptimizerPart(lr=0.1, accumulation=3),
-                "head": HeadPart(update="torch"),
-            },
-            "accumulation is 3, which does not divide data.batch_size 64",
-        ),
-        ({"head": HeadPart(update="torch", gradient="sparse")}, "without decay"),
-        (
-            {"head": HeadPart(path="sparse"), "loss": LossPart.from_preset("arcface")},
-            "head.path is 'sparse' and alpha is 1;",
-        ),
-        (
-            {
-                "head": HeadPart(path="paper"),
-                "alpha_schedule": ValueSchedule("linear", initial=1.0, end_epoch=3),
-            },
-            "head.path is 'paper' and alpha is 1;",
-        ),
-        (
-            {
-                "loss": LossPart.from_preset("adaface"),
-                "margin_schedule": ValueSchedule("linear", end_epoch=3),
-            },
-            "the adaface margin sets its own",
-        ),
-        (
-            {"scale_schedule": ValueSchedule("linear", initial=0.0, end_epoch=3)},
-            "scale_schedule: scale",
-        ),
-        (
-            {"alpha_schedule": ValueSchedule("linear", initial=1.0, final=99.0, end_epoch=3)},
-            "alpha_schedule: alpha is 99",
-        ),
-    ],
-)
-def test_recipes_refuse_parts_that_do_not_fit(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        small_recipe(**changes)
+def test_parts_refuse_what_is_impossible_in_python_too() -> None:
+    for make, message in (
+        (lambda: DataPart("images", 4), "^path is missing.* data.path"),
+        (lambda: DataPart("images", 4, path="x", options={"a b": 1}), "^options .*'a b'"),
+        (lambda: OptimizerPart(lr="0.1"), "^lr is '0.1'"),
+        (lambda: ValueSchedule("linear"), "^end_epoch is missing"),
+        (lambda: LossPart.from_preset("arcface", margn=1), "did you mean 'margin'"),
+        (lambda: small_recipe(data=3), "^data is 3"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            make()
 
 
 def test_values_have_the_type_of_their_field() -> None:
@@ -160,36 +136,6 @@ def test_a_part_does_not_share_its_options_with_the_caller() -> None:
     part = ModelPart("small_mlp", 8, options)  # type: ignore[arg-type]
     options["input_dim"] = 99
     assert part.options == {"input_dim": 32}
-
-
-@pytest.mark.parametrize("name", PRESETS)
-def test_every_preset_is_written_out_and_built_again(name: str) -> None:
-    published: MarginLoss = getattr(presets, name)()
-    built = LossPart.from_preset(name).build()
-    assert repr(built) == repr(published)
-    assert built.scale == published.scale
-    assert type(built.margin) is type(published.margin)
-
-
-def test_no_preset_is_left_out() -> None:
-    made = {
-        name
-        for name, value in vars(presets).items()
-        if getattr(value, "__module__", "") == presets.__name__
-    }
-    assert made == set(PRESETS)
-
-
-def test_a_preset_can_be_changed() -> None:
-    part = LossPart.from_preset("arcface", margin=0.3, options={"gradient": "straight_through"})
-    loss = part.build(LossSettings(alpha=1.0, margin=0.1, scale=16.0))
-    assert "AngularMargin(margin=0.1, gradient='straight_through'), scale=16" in repr(loss)
-    assert part.settings == LossSettings(1.0, 0.3, 64.0)
-
-
-def test_draws_of_an_elastic_margin_follow_the_seed() -> None:
-    margin: Any = LossPart.from_preset("elasticface").build_margin(seed=5)
-    assert margin.seed == 5
 
 
 def test_the_hash_changes_with_what_decides_the_outcome_and_nothing_else() -> None:
@@ -246,3 +192,191 @@ def test_what_follows_from_other_values_is_resolved() -> None:
 def test_linear_scaling_is_explicit() -> None:
     assert small_recipe().lr_factor == 1.0
     assert small_recipe(optimizer=OptimizerPart(lr=0.1, base_batch=256)).lr_factor == 0.25
+
+
+finite = st.floats(1e-12, 1e12)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    lr=finite,
+    name=st.text(min_size=1).filter(str.strip),
+    seed=st.integers(0, 2**63 - 1),
+    noise=st.one_of(st.booleans(), finite, st.integers(-(2**63) + 1, 2**63 - 1), st.text()),
+    initial=st.floats(-1.0, 1.0),
+)
+def test_a_recipe_comes_back_equal(
+    lr: float, name: str, seed: int, noise: Any, initial: float
+) -> None:
+    recipe = get_recipe("debug")
+    recipe = replace(
+        recipe,
+        name=name,
+        seed=seed,
+        data=replace(recipe.data, options={"noise": noise, "shape": (3, 32, 32)}),
+        optimizer=OptimizerPart(lr=lr),
+        margin_schedule=ValueSchedule(initial=initial, end_epoch=2),
+    )
+    text = to_yaml(recipe)
+    assert text.splitlines()[0].endswith(recipe.sha256)
+    back = from_yaml(text)
+    assert back == recipe and back.sha256 == recipe.sha256
+    assert from_dict(to_dict(recipe)) == recipe
+
+
+def test_a_short_file_has_defaults_and_a_preset_is_written_out(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(SMALL.replace("epochs: 2", "epochs: &n 2, keep: *n"), encoding="utf-8")
+    recipe = read_recipe(path)
+    assert (recipe.optimizer.lr, recipe.run.keep) == (1e-3, 2)  # YAML alone reads a text
+    assert (recipe.loss.margin_kind, recipe.loss.margin, recipe.loss.scale) == ("angular", 0.3, 64)
+    assert recipe.head.update == "exact" and "preset" not in to_yaml(recipe)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "is None, not an object"),
+        ("- 1", r"is \[1\], not an object"),
+        ("name: x\nsead: 1", "sead is unknown, did you mean 'seed'"),
+        ("name: x\n3: 1", "3 is unknown"),
+        ("name: x", "data, model, loss, optimizer, run is missing"),
+        (SMALL.replace("{lr: 1e-3}", "{lr: fast}"), "optimizer.lr is 'fast'"),
+        (SMALL.replace("{lr: 1e-3}", "{lr: .nan}"), "optimizer.lr is nan"),
+        (SMALL.replace("{lr: 1e-3}", "{}"), "optimizer.lr is missing"),
+        (SMALL.replace("{lr: 1e-3}", "3"), "optimizer is 3"),
+        (SMALL.replace("{lr: 1e-3}", "{lr: 1, momentun: 1}"), "optimizer.momentun .*'momentum'"),
+        (SMALL.replace("{lr: 1e-3}", "{lr: 0}"), "optimizer.lr is 0"),
+        (SMALL.replace("name: mine", "name: 2020-01-01"), "name is datetime.date"),
+        ("a: &a [*a]", "a is unknown"),
+        ("? [a, b]\n: 1", "cannot be read|is unknown"),
+    ],
+)
+def test_bad_files_are_refused(text: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        from_yaml(text)
+    (tmp_path / "bad.yaml").write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match=rf"bad\.yaml: .*({message})"):
+        read_recipe(tmp_path / "bad.yaml")
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no FIFOs here")
+def test_a_recipe_is_read_from_a_file_and_nothing_else(tmp_path: Path) -> None:
+    """A FIFO without a writer, or a device without an end, would be read forever."""
+    fifo, folder, latin = (tmp_path / f"{name}.yaml" for name in ("fifo", "folder", "latin"))
+    os.mkfifo(fifo)
+    folder.mkdir()
+    latin.write_bytes(b"name: \xff\xfe")
+    for path in (fifo, folder, latin, Path("/dev/zero"), tmp_path / "none.yaml"):
+        with pytest.raises(ConfigError, match=path.name):
+            read_recipe(path)
+    with pytest.raises(ConfigError, match=r"fifo\.yaml is a named pipe"):
+        load_recipe(str(fifo))
+
+
+def test_settings_may_come_in_any_order_and_the_last_of_two_counts() -> None:
+    pair = ["optimizer.kind=adamw", "head.update=torch"]
+    assert changed(*pair) == changed(*reversed(pair))
+    assert changed("seed=1", "seed=2").seed == 2
+    recipe = changed("margin_schedule.initial=0.1", "margin_schedule.end_epoch=4")
+    assert recipe.margin_schedule == ValueSchedule(initial=0.1, end_epoch=4.0)
+    assert apply_settings(recipe, ["margin_schedule=null"]).margin_schedule is None
+
+
+def test_differences_are_lines_that_people_can_read() -> None:
+    lines = diff(
+        get_recipe("debug"),
+        changed("loss.margin=0.3", "schedule.milestones=[3, 4.5]", "data.options.augmentation=0"),
+    )
+    assert sorted(lines) == [
+        "data.options.augmentation: none -> 0",
+        "loss.margin: 0.2 -> 0.3",
+        "schedule.milestones: [4, 5] -> [3, 4.5]",
+    ]
+
+
+def test_a_difference_that_follows_from_another_is_shown() -> None:
+    lines = diff(get_recipe("debug"), changed("run.epochs=9"))
+    assert lines == ["run.epochs: 6 -> 9", "schedule.epochs: 6 -> 9"]
+    kept = changed("run.epochs=9", "schedule.epochs=6")
+    assert diff(get_recipe("debug"), kept) == ["run.epochs: 6 -> 9"]
+
+
+def test_a_section_that_appears_is_shown_by_its_values() -> None:
+    recipe = replace(get_recipe("debug"), margin_schedule=ValueSchedule(end_epoch=2))
+    lines = diff(get_recipe("debug"), recipe)
+    assert lines == [
+        "margin_schedule.kind: none -> exponential",
+        "margin_schedule.initial: none -> 0",
+        "margin_schedule.final: none -> 0.2",
+        "margin_schedule.start_epoch: none -> 0",
+        "margin_schedule.end_epoch: none -> 2",
+    ]
+    assert [line.split(":")[0] for line in diff(recipe, get_recipe("debug"))] == [
+        line.split(":")[0] for line in lines
+    ]
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "name=other",
+        "run.epochs=9",
+        "run.max_steps=7",
+        "run.keep=1",
+        "run.nan_budget=0",
+        "data.num_workers=4",
+        "data.max_corrupt=0",
+        "optimizer.lr=0.05",
+        "optimizer.weight_decay=0",
+        "loss.margin=0.1",
+        "loss.scale=16",
+        "head.update=sparse",
+        "precision.dtype=bf16",
+        "schedule.gamma=0.5",
+    ],
+)
+def test_what_may_change_on_resume(setting: str) -> None:
+    saved, asked = get_recipe("debug"), changed(setting)
+    assert not refused_changes(saved, asked)
+    is_other_outcome = saved.sha256 != asked.sha256
+    if is_other_outcome:
+        with pytest.raises(ConfigError, match="--allow-changes"):
+            check_resume(saved, asked)
+    shown = check_resume(saved, asked, allow_changes=is_other_outcome)
+    assert shown
+    assert is_other_outcome == any("changes the outcome" in line for line in shown)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["seed=1"],
+        ["data.num_classes=201"],
+        ["data.batch_size=128"],
+        ["data.drop_last=false"],
+        ["data.options.noise=0.4"],
+        ["data.options.augmentation=0.4"],
+        ["model.backbone=small_conv"],
+        ["model.embedding_dim=64"],
+        ["model.options.hidden_dim=65"],
+        ["loss.preset=arcface"],
+        ["loss.preset=arcface", "loss.options.gradient=straight_through"],
+        ["loss.divergence=jensen_shannon"],
+        ["loss.margin=[{prior: 0.2}, {angular: 0.1}]"],
+        ["optimizer.kind=adamw", "head.update=torch"],
+    ],
+)
+def test_what_may_not_change_on_resume(settings: list[str]) -> None:
+    saved, asked = get_recipe("debug"), changed(*settings)
+    refused = refused_changes(saved, asked)
+    assert refused and set(refused) <= set(diff(saved, asked))
+    with pytest.raises(ConfigError, match=" -> "):
+        check_resume(saved, asked)
+
+
+def test_fixed_keys_exist() -> None:
+    form = "loss.margin=[{angular: {margin: 0.1, gradient: exact}}, {prior: 0.1}]"
+    keys: dict[str, Any] = flatten(changed("loss.divergence=jensen_shannon", form))
+    for section in set(FIXED) - {"loss.divergence_options"}:
+        assert any(key == section or key.startswith(f"{section}.") for key in keys), section

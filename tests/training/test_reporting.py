@@ -7,9 +7,8 @@ import pytest
 
 from helpers.runs import tiny_recipe
 from qmargin.training import reporting
-from qmargin.training.display import BarDisplay
 from qmargin.training.loop import train
-from qmargin.training.reporting import Meter
+from qmargin.training.reporting import BarDisplay, Meter
 
 
 class Clock:
@@ -78,7 +77,7 @@ def test_a_run_moves_the_bar_at_every_step(tmp_path: Path, monkeypatch: pytest.M
     """However rare its records are."""
     moved: list[int] = []
 
-    class Recorder(reporting.NoDisplay):
+    class Recorder(reporting.Display):
         def moved(self, step: int, eta_s: float | None) -> None:
             moved.append(step)
 

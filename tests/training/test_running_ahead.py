@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from helpers.runs import FaultyIdentities, events, fragile_recipe, saved_files, tiny_recipe
 from qmargin.data.order import GlobalOrder
 from qmargin.heads.classifier import MarginClassifier
-from qmargin.training.folders import step_name
+from qmargin.training.checkpoint.folders import step_name
 from qmargin.training.loop import train
 from qmargin.training.recipe import ModelPart, OptimizerPart
 from qmargin.training.session import Session
@@ -30,16 +30,16 @@ def test_the_same_bits_by_both_ways(
     train(fragile_recipe(*SETTINGS), tmp_path / "plain", device="cpu")
     request.getfixturevalue("ahead")
     train(fragile_recipe(*SETTINGS), tmp_path / "ahead", device="cpu")
-    confirm, calls = MarginClassifier.confirm, []
+    verify, calls = MarginClassifier.verify, []
 
     def sometimes(head: MarginClassifier) -> bool:
-        calls.append(head.waits)
-        if not head.waits and len(calls) % 2:  # as if the lists had been too short
+        calls.append(head.is_verified)
+        if not head.is_verified and len(calls) % 2:  # as if the lists had been too short
             head.discard()
             return False
-        return confirm(head)
+        return verify(head)
 
-    monkeypatch.setattr(MarginClassifier, "confirm", sometimes)
+    monkeypatch.setattr(MarginClassifier, "verify", sometimes)
     train(fragile_recipe(*SETTINGS), tmp_path / "again", device="cpu")
     assert True in calls and False in calls
     plain = saved_files(tmp_path / "plain", 6)

@@ -43,7 +43,7 @@ def test_the_papers_steps_for_faces() -> None:
     assert rates == pytest.approx([0.1] * 14 + [0.01] * 12 + [0.001] * 14, rel=1e-15)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(step=st.integers(0, 3000), steps_per_epoch=st.integers(1, 200))
 def test_polynomial_with_warm_up_is_that_of_the_face_recipes(
     step: int, steps_per_epoch: int
@@ -58,7 +58,7 @@ def test_polynomial_with_warm_up_is_that_of_the_face_recipes(
     assert learning_rate(recipe, step, steps_per_epoch) == pytest.approx(expected, rel=1e-12)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(step=st.integers(0, 30_000), steps_per_epoch=st.integers(1, 200))
 def test_exponential_with_warm_up_is_that_of_the_speaker_recipe(
     step: int, steps_per_epoch: int
@@ -113,7 +113,7 @@ def test_the_schedule_may_be_longer_than_the_run() -> None:
     assert learning_rate(run, 13, 10) == learning_rate(cut, 13, 10)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(step=st.integers(0, 10_000), steps_per_epoch=st.integers(1, 200))
 def test_the_margin_rises_as_in_the_speaker_recipe(step: int, steps_per_epoch: int) -> None:
     """m0+(m1-m0)*(1-exp(((t-a)/(b-a))*ln(1e-3/(1+1e-6)))), a and b in steps, epochs from 1."""
@@ -128,15 +128,6 @@ def test_the_margin_rises_as_in_the_speaker_recipe(step: int, steps_per_epoch: i
         expected = 0.2 * (1.0 - math.exp(way * math.log(1e-3 / (1.0 + 1e-6))))
     value = scheduled_value(rise, step, steps_per_epoch, final=9.0)
     assert value == pytest.approx(expected, rel=1e-9, abs=1e-15)
-
-
-def test_measured_values_of_the_rise() -> None:
-    """Epoch 21 .058, 22 .100, 23 .129, 26 .175, 30 .194 of .2, counted from 1."""
-    rise = ValueSchedule("exponential", start_epoch=19, end_epoch=39)
-    epochs = {21: 0.058, 22: 0.100, 23: 0.129, 26: 0.175, 30: 0.194, 40: 0.2}
-    for epoch, expected in epochs.items():
-        value = scheduled_value(rise, 100 * (epoch - 1), 100, final=0.2)
-        assert value == pytest.approx(expected, abs=6e-4), epoch
 
 
 def test_linear_and_constant_moves() -> None:
@@ -175,11 +166,10 @@ def test_impossible_steps_are_refused(step: int, steps_per_epoch: int) -> None:
         scheduled_value(ValueSchedule(end_epoch=1), step, steps_per_epoch, final=1.0)
 
 
-@pytest.mark.parametrize("name", list_recipes())
-def test_a_recipe_of_its_own_length_reaches_what_it_schedules(name: str) -> None:
-    recipe = get_recipe(name)
-    if recipe.run.max_steps is None:  # those with one are for measuring speed
-        assert unreached(recipe, recipe.run.epochs) == []
+def test_a_recipe_of_its_own_length_reaches_what_it_schedules() -> None:
+    for recipe in map(get_recipe, list_recipes()):
+        if recipe.run.max_steps is None:  # those with one are for measuring speed
+            assert unreached(recipe, recipe.run.epochs) == [], recipe.name
 
 
 @pytest.mark.parametrize(

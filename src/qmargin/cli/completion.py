@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from qmargin.cli.options import commands_of
+from qmargin.cli.options import Parser, commands_of
 
 _SCRIPTS = {  # each asks this program, so that it knows what the installed version knows
     "bash": r"""_qmargin() {
@@ -73,6 +73,8 @@ def candidates(parser: argparse.ArgumentParser, words: Sequence[str]) -> list[st
     for word in before:
         parser = commands_of(parser).get(word, parser) if not last.startswith("-") else parser
         last = word
+    if isinstance(parser, Parser):
+        parser.load_extensions()
     option = parser._option_string_actions.get(last)
     if option is not None and option.nargs != 0:
         known = option.choices or ()

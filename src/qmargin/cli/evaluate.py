@@ -1,424 +1,416 @@
-"""``qmargin evaluate``: scores, trials or all pairs to a table and ``result.json``."""
+"""``qmargin evaluate``: options, checks and output that all kinds of evaluation share."""
 
 from __future__ import annotations
 
 import argparse
-import shlex
 import sys
-from dataclasses import replace
-from functools import partial
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from qmargin.cli.embed import add_folder_options, embed_folder
-from qmargin.cli.evaluate_checks import check_outputs, collapse_notes, with_weights
-from qmargin.cli.evaluate_faces import add_face_protocols
-from qmargin.cli.evaluate_options import add_costs, add_measures
-from qmargin.cli.evaluate_speakers import add_speaker_protocols
-from qmargin.cli.options import count
-from qmargin.cli.progress import BarProgress, PlainProgress, stage_progress
-from qmargin.cli.verify import add_model_options
+from qmargin.cli.options import (
+    Command,
+    Commands,
+    Count,
+    KeepingPaths,
+    Overwriting,
+    add_fields,
+    command_line,
+    guard_of,
+    instance_of,
+    option,
+    texts_of,
+)
+from qmargin.cli.tables import output_console, print_table, stage_progress
 from qmargin.errors import ConfigError, DataError
-from qmargin.files import check_regular
+from qmargin.files import Guard, check_regular
+from qmargin.registry import protocols
+from qmargin.terminal import printable
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.console import Console
+
     from qmargin.evaluation.embeddings import Embeddings
-    from qmargin.evaluation.options import EvaluationOptions
-    from qmargin.evaluation.result import Result, Source
-    from qmargin.evaluation.score_files import ScoreSet
+    from qmargin.evaluation.evaluate import EvaluationOptions
+    from qmargin.evaluation.result import GroupAudit, Result, RunInfo, TarPoint
     from qmargin.evaluation.scoring import CohortNorm
 
-_Progress = PlainProgress | BarProgress
-
-_FORMAT_HELP = (
-    "auto, csv, tsv, npz, or the order of columns without a header: enrol-test-score-label, "
-    "enrol-test-label-score, enrol-test-score, score-label, label-score (auto)"
-)
-_TRIALS_FORMAT_HELP = (
-    "auto, csv, tsv, enrol-test-label (Kaldi), label-enrol-test (VoxCeleb), enrol-test (auto)"
-)
+TOP_N = 300  # of a cohort
+_COLUMNS = ("measure", "value", "interval", "FAR", "false accepts", "threshold", "enough data")
 
 
-def add_evaluate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command to a parser."""
-    parser = commands.add_parser("evaluate", help="measure a verification system, with intervals")
-    kinds = parser.add_subparsers(title="what to evaluate", metavar="WHAT", required=True)
-    _add_scores(kinds)
-    _add_trials(kinds)
-    _add_all_pairs(kinds)
-    add_face_protocols(kinds)
-    add_speaker_protocols(kinds)
+class Known(NamedTuple):
+    """What is known of embeddings and the model that made them."""
+
+    card: Mapping[str, str] = MappingProxyType({})
+    run: RunInfo | None = None
+    flip: str | None = None
+    notes: tuple[str, ...] = ()
 
 
-def _add_scores(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = kinds.add_parser(
-        "scores",
-        help="a file of scores that any tool made",
-        description="Read scores and labels (text in the usual column orders, CSV, TSV, NPZ), "
-        "measure, print a table and write result.json.",
+@dataclass(frozen=True, kw_only=True)
+class Evaluation(Overwriting, KeepingPaths):
+    """Where a result goes, what it is called, and what is measured."""
+
+    out: Path = option("result.json to write")
+    name: str | None = option("name of the system (that of the model or file)", metavar="SYSTEM")
+    protocol: str | None = option(
+        "name of the trials (that of their file or folder)", metavar="NAME"
     )
-    add = parser.add_argument
-    add("file", type=Path, metavar="FILE", help="scores")
-    add("--format", default="auto", metavar="NAME", help=_FORMAT_HELP)
-    add("--trials", type=Path, metavar="FILE", help="trial list that has the labels")
-    add("--trials-format", default="auto", metavar="NAME", help=_TRIALS_FORMAT_HELP)
-    add("--ignore-extra", action="store_true", help="skip scores that are not in the trial list")
-    _add_common(parser)
-    parser.set_defaults(run=_run_scores)
-
-
-def _add_trials(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = kinds.add_parser(
-        "trials",
-        help="a trial list with embeddings",
-        description="Score the trials by the cosine of their embeddings, in float64, and evaluate. "
-        "A run that was stopped goes on where it was.",
+    fars: tuple[float, ...] = option(
+        "false accept rates at which to measure TAR",
+        default=(1e-2, 1e-3, 1e-4, 1e-5),
+        metavar="FAR",
     )
-    add = parser.add_argument
-    add("file", type=Path, metavar="TRIALS", help="trial list with labels")
-    add(
-        "--embeddings", type=Path, required=True, metavar="FILE", help=".npz .safetensors .ark .scp"
-    )
-    add("--trials-format", default="auto", metavar="NAME", help=_TRIALS_FORMAT_HELP)
-    _add_cohort(parser)
-    add("--center", type=Path, metavar="FILE", help="subtract the mean of these embeddings first")
-    add("--scores", type=Path, metavar="FILE", help="where the scores go (OUT with .scores.tsv)")
-    add("--restart", action="store_true", help="begin again where a part of other inputs is found")
-    _add_common(parser)
-    parser.set_defaults(run=_run_trials, resumes=True)
-
-
-def _add_all_pairs(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = kinds.add_parser(
-        "all-pairs",
-        help="every sample against every other, of a folder or a file of embeddings",
-        description="Compare every sample with every other by the cosine of their embeddings. "
-        "Operating points are exact at any number of samples; intervals draw identities. A folder "
-        "has one sub-folder per identity, with images or recordings, and needs --model.",
-    )
-    add = parser.add_argument
-    add("source", type=Path, metavar="DIR|EMBEDDINGS", help=_SOURCE_HELP)
-    add_model_options(parser, is_required=False)
-    add("--identities", type=Path, metavar="FILE", help=_IDENTITIES_HELP)
-    add("--embeddings", type=Path, metavar="FILE", help=_WRITTEN_HELP)
-    _add_cohort(parser)
-    add_folder_options(parser, max_corrupt=0)
-    add_measures(
-        parser,
-        fars=(1e-2, 1e-3, 1e-4, 1e-5),
-        named_by="model or file",
-        listed_in="the folder",
-        hardest="pairs",
-        has_rules=False,
-    )
-    add_costs(parser)
-    _add_model_card(parser)
-    parser.set_defaults(run=_run_all_pairs)
-
-
-_SOURCE_HELP = "folder with a sub-folder per identity, or embeddings: .safetensors .npz .ark .scp"
-_IDENTITIES_HELP = "lines `key identity` (the first folder of every key)"
-_WRITTEN_HELP = "where the embeddings of DIR go (OUT with .embeddings.safetensors)"
-
-
-def _add_cohort(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--cohort", type=Path, metavar="FILE", help="embeddings of other subjects, for --as-norm")
-    add(
-        "--as-norm",
-        type=count,
-        metavar="N",
-        help="normalise by the N nearest of the cohort (300 with --cohort, else none)",
+    replicates: int = option("replicates of the bootstrap; 0 for no intervals", default=1000)
+    level: float = option("level of the intervals", default=0.95)
+    seed: int = option("seed of the bootstrap", default=0)
+    hardest: int = option("hardest trials to keep", default=20)
+    metrics: tuple[str, ...] | None = option(
+        "registered metrics to measure besides, see `qmargin list metrics` (all)", metavar="NAME"
     )
 
+    def options(
+        self, *, name: str, protocol: str, known: Known | None = None, **others: Any
+    ) -> EvaluationOptions:
+        """What is measured.
 
-def _add_model_card(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--model-card", type=Path, metavar="FILE", help="JSON object of texts, kept in the result"
-    )
+        Args:
+            name: Of the system, where neither ``--name`` nor its card has one.
+            protocol: Of the trials, where ``--protocol`` does not say it.
+            known: What is known of embeddings.
+            others: Further fields of ``EvaluationOptions``.
+        """
+        from qmargin.evaluation.evaluate import EvaluationOptions
 
+        known = known or Known()
+        given = {
+            "name": self.name or known.card.get("name") or name,
+            "protocol": self.protocol or protocol,
+            "fars": self.fars,
+            "num_replicates": self.replicates,
+            "seed": self.seed,
+            "level": self.level,
+            "num_hardest": self.hardest,
+            "metrics": self.metrics,
+            "model_card": dict(known.card) or None,
+            "run": known.run,
+            "flip": known.flip,
+            "notes": known.notes,
+        }
+        for key, option_name in {"rule": "rule", "p_targets": "p_target"}.items():
+            if hasattr(self, option_name):
+                given[key] = getattr(self, option_name)
+        return EvaluationOptions(**{**given, **others})
 
-def _add_common(parser: argparse.ArgumentParser) -> None:
-    add_measures(parser, fars=(1e-2, 1e-3, 1e-4, 1e-5), named_by="file")
-    add_costs(parser)
-    add = parser.add_argument
-    add("--subjects", default="auto", metavar="HOW", help=_SUBJECTS_HELP)
-    add("--groups", type=Path, metavar="FILE", help="lines of subject,group: adds rates per group")
-    add("--group-far", type=float, metavar="FAR", help="FAR of the groups' common threshold")
-    _add_model_card(parser)
+    def check_outputs(
+        self, outputs: Mapping[str, tuple[Path, str]], arguments: Any = None
+    ) -> Guard:
+        """Refuse places that cannot be written, inputs, and files that another program wrote.
 
+        Args:
+            outputs: Path and mark by option, besides ``--out``.
+            arguments: Where the inputs are, if not in this command.
+        """
+        from qmargin.evaluation.result import RESULT_MARK
+        from qmargin.evaluation.resumable import PROGRESS_MARK, names_beside
 
-_SUBJECTS_HELP = (
-    "file of lines `name subject`, or path (folders in the names), or none; auto looks for "
-    "columns in the file, then for paths that agree with the labels (auto)"
-)
-
-
-def _run_scores(arguments: argparse.Namespace) -> None:
-    from qmargin.cli.evaluate_table import print_result
-    from qmargin.evaluation.score_files import read_scores
-    from qmargin.evaluation.trials import read_trials
-
-    if arguments.trials is None and (arguments.ignore_extra or arguments.trials_format != "auto"):
-        raise ConfigError(
-            "--ignore-extra and --trials-format are about a trial list: give --trials FILE, or "
-            "leave them out"
-        )
-    check_outputs(arguments)
-    with stage_progress() as progress:
-        trials = None
-        if arguments.trials is not None:
-            trials = read_trials(
-                arguments.trials,
-                format=arguments.trials_format,
-                progress=partial(progress, "reading trials"),
+        if self.out.is_dir() or not self.out.parent.is_dir():
+            raise ConfigError(
+                f"--out {self.out} is not a file in an existing folder: make the folder first"
             )
-        score_set = read_scores(
-            arguments.file,
-            trials=trials,
-            format=arguments.format,
-            ignore_extra=arguments.ignore_extra,
-            progress=partial(progress, "reading scores"),
-        )
-        protocol = arguments.trials or arguments.file
-        result = _measure(arguments, score_set, progress, (arguments.file, protocol))
-    print_result(result, arguments.out)
+        names = ("out", "pictures", *outputs)
+        guard = guard_of(arguments or self, names, own=_own_scores(self.out))
+        guard.check(self.out, RESULT_MARK)
+        for path, mark in outputs.values():
+            guard.check(path, mark)
+            partial, record = names_beside(path)  # a run that was stopped leaves these
+            guard.check(partial, mark)
+            guard.check(record, PROGRESS_MARK)
+        return guard
+
+    def finish(self, result: Result, out: Path | None = None) -> None:
+        """Write the result and print its tables."""
+        from qmargin.evaluation.result import write_result
+
+        out = out or self.out
+        write_result(out, result, keep_paths=self.keep_paths)
+        print_result(result, out)
 
 
-def _run_trials(arguments: argparse.Namespace) -> None:
-    from qmargin.cli.evaluate_table import print_result
-    from qmargin.evaluation.embeddings import read_embeddings
-    from qmargin.evaluation.score_files import read_scores
-    from qmargin.evaluation.scoring import score_trials
-    from qmargin.evaluation.trials import read_trials
+@dataclass(frozen=True, kw_only=True)
+class Rules(Command):
+    """What can be chosen where there is a list of scores."""
 
-    guard = check_outputs(arguments)
-    _check_cohort(arguments)
-    with stage_progress() as progress:
-        trials = read_trials(arguments.file, format=arguments.trials_format)
-        if trials.is_genuine is None:
-            raise DataError(f"{arguments.file} has no labels: give a trial list that has them")
-        embeddings = read_embeddings(arguments.embeddings)
-        norm, center = _cohort_norm(arguments), None
-        if arguments.center is not None:
-            center = read_embeddings(arguments.center, role="center")
-        path = score_trials(
-            embeddings,
-            trials,
-            out=arguments.scores,
-            norm=norm,
-            center=center,
-            restart=arguments.restart,
-            guard=guard,
-            progress=partial(progress, "scoring"),
-        )
-        score_set = read_scores(path, trials=trials)
-        others = [embeddings, *([norm.cohort] if norm else []), *([center] if center else [])]
-        sources = (*score_set.sources, *(other.source for other in others))
-        score_set = replace(score_set, sources=sources)
-        files = (arguments.embeddings, arguments.file)
-        result = _measure(arguments, score_set, progress, files, embeddings)
-    print_result(result, arguments.out)
-
-
-def _check_cohort(arguments: argparse.Namespace) -> None:
-    if arguments.as_norm is not None and arguments.cohort is None:
-        raise ConfigError(f"--as-norm {arguments.as_norm} needs a cohort: give --cohort FILE")
-
-
-def _cohort_norm(arguments: argparse.Namespace) -> CohortNorm | None:
-    from qmargin.evaluation.embeddings import read_embeddings
-    from qmargin.evaluation.scoring import CohortNorm
-
-    if arguments.cohort is None:
-        return None
-    return CohortNorm(read_embeddings(arguments.cohort, role="cohort"), arguments.as_norm or 300)
-
-
-def _run_all_pairs(arguments: argparse.Namespace) -> None:
-    from qmargin.cli.evaluate_table import print_result
-    from qmargin.evaluation.evaluate import default_name
-    from qmargin.evaluation.options import EvaluationOptions
-    from qmargin.evaluation.protocols.all_pairs import evaluate_identities, identities_of
-    from qmargin.evaluation.result import Source, write_result
-    from qmargin.evaluation.subjects import read_mapping
-
-    _check_all_pairs(arguments)
-    mapping, sources = None, tuple[Source, ...]()
-    if arguments.identities is not None:
-        mapping, source = read_mapping(arguments.identities, role="subjects")
-        sources = (source,)
-    given = _model_card(arguments.model_card)
-    with stage_progress() as progress:
-        embeddings, card, notes = _all_embeddings(arguments, mapping, progress)
-        norm = _cohort_norm(arguments)
-        if norm is not None:
-            card["scoring"] = f"AS-norm {norm.top_n}"
-        place = arguments.source if arguments.model is not None else arguments.identities
-        options = EvaluationOptions(
-            name=arguments.name or card.get("name") or default_name(arguments.source),
-            protocol=arguments.protocol
-            or ("all pairs" if place is None else f"all pairs of {default_name(place)}"),
-            fars=tuple(arguments.fars),
-            p_targets=tuple(arguments.p_target),
-            num_replicates=arguments.replicates,
-            seed=arguments.seed,
-            level=arguments.level,
-            num_hardest=arguments.hardest,
-            model_card=with_weights({**card, **(given or {})} or None, embeddings.weights_sha256),
-            sources=sources,
-            notes=notes,
-        )
-        result = evaluate_identities(
-            embeddings,
-            identities_of(embeddings.keys, mapping),
-            options,
-            norm=norm,
-            device=arguments.device,
-            command="qmargin " + shlex.join(sys.argv[1:]),
-            progress=progress,
-        )
-    write_result(arguments.out, result, keep_paths=arguments.keep_paths)
-    print_result(result, arguments.out)
-
-
-def _check_all_pairs(arguments: argparse.Namespace) -> None:
-    """Refuse what cannot work before any work is done."""
-    from qmargin.evaluation.embed_folder import check_suffix
-    from qmargin.training.process import find_device
-
-    source = arguments.source
-    if source.is_dir() and arguments.model is None:
-        raise ConfigError(f"{source} is a folder, whose files need a model: give --model DIR")
-    if arguments.model is None and arguments.embeddings is not None:
-        raise ConfigError(
-            f"--embeddings {arguments.embeddings} is where the embeddings of a folder go: give "
-            "embeddings to compare in its place, without the option"
-        )
-    if arguments.model is not None and not source.is_dir():
-        raise ConfigError(
-            f"{source} is not a folder, and --model embeds the files of one: give a folder, or "
-            "embeddings without --model"
-        )
-    _check_cohort(arguments)
-    find_device(arguments.device)
-    check_outputs(arguments)
-    if arguments.model is not None:
-        check_suffix(arguments.embeddings)
-
-
-def _all_embeddings(
-    arguments: argparse.Namespace, mapping: dict[str, str] | None, progress: _Progress
-) -> tuple[Embeddings, dict[str, str], tuple[str, ...]]:
-    """Embeddings of all samples, made or read, the model's card, and notes."""
-    from qmargin.evaluation.embed import stored_flip
-    from qmargin.evaluation.embeddings import read_embeddings
-    from qmargin.evaluation.protocols.all_pairs import check_identities, identities_of
-
-    if arguments.model is None:
-        return read_embeddings(arguments.source), _mirrored(stored_flip(arguments.source)), ()
-    from qmargin.evaluation.embed_folder import find_files
-    from qmargin.evaluation.model import load_model
-
-    model = load_model(arguments.model, device=arguments.device, fit=arguments.fit)
-    names = find_files(arguments.source, model.card.modality)
-    check_identities(identities_of(names, mapping))  # before minutes of embedding
-    path = arguments.embeddings
-    found, flip = embed_folder(arguments, model, arguments.source, names, path, progress)
-    bad = [file for file in found.files if file.row is None]
-    notes = [
-        f"{len(bad):,} of {len(found.files):,} files could not be read and are left out, the "
-        f"first is {file.key!r} ({file.problem})"
-        for file in bad[:1]
-    ]
-    card = dict(model.card.to_texts())
-    if model.card.modality == "images":
-        card.update(_mirrored(flip))
-    return read_embeddings(path), card, tuple(notes)
-
-
-def _mirrored(flip: str | None) -> dict[str, str]:
-    """A line of the model card, where it is known how embeddings were made."""
-    words = {"sum": "used", "none": "not used"}
-    return {"mirror images": words[flip]} if flip in words else {}
-
-
-def _measure(
-    arguments: argparse.Namespace,
-    score_set: ScoreSet,
-    progress: _Progress,
-    files: tuple[Path, Path],
-    embeddings: Embeddings | None = None,
-) -> Result:
-    """Evaluate and write the result; system and protocol have names after their files."""
-    from qmargin.evaluation.evaluate import evaluate_scores
-    from qmargin.evaluation.result import write_result
-
-    result = evaluate_scores(
-        score_set,
-        _options(arguments, *files, embeddings),
-        command="qmargin " + shlex.join(sys.argv[1:]),
-        progress=progress,
-    )
-    write_result(arguments.out, result, keep_paths=arguments.keep_paths)
-    return result
-
-
-def _options(
-    arguments: argparse.Namespace, system: Path, protocol: Path, embeddings: Embeddings | None
-) -> EvaluationOptions:
-    from qmargin.evaluation.evaluate import default_name
-    from qmargin.evaluation.options import EvaluationOptions
-
-    files, sources = _mappings(arguments)
-    return EvaluationOptions(
-        name=arguments.name or default_name(system),
-        protocol=arguments.protocol or default_name(protocol),
-        fars=tuple(arguments.fars),
-        p_targets=tuple(arguments.p_target),
-        rule=arguments.rule,
-        subjects="auto" if "subjects" in files else arguments.subjects,
-        subject_of=files.get("subjects"),
-        group_of=files.get("groups"),
-        group_far=arguments.group_far,
-        num_replicates=arguments.replicates,
-        seed=arguments.seed,
-        level=arguments.level,
-        num_hardest=arguments.hardest,
-        model_card=with_weights(
-            _model_card(arguments.model_card),
-            None if embeddings is None else embeddings.weights_sha256,
-        ),
-        sources=sources,
-        notes=() if embeddings is None else collapse_notes(embeddings),
+    rule: Literal["conservative", "nearest", "interpolated"] = option(
+        "choice of thresholds", default="conservative"
     )
 
 
-def _mappings(
-    arguments: argparse.Namespace,
-) -> tuple[dict[str, dict[str, str]], tuple[Source, ...]]:
-    """Files of subjects and of groups, where they are given."""
-    from qmargin.evaluation.subjects import read_mapping
+@dataclass(frozen=True, kw_only=True)
+class Costs(Command):
+    """Priors of minDCF."""
 
-    paths: dict[str, Any] = {"groups": arguments.groups}
-    if arguments.subjects not in ("auto", "path", "none"):
-        paths["subjects"] = arguments.subjects
-    read = {role: read_mapping(path, role=role) for role, path in paths.items() if path is not None}
-    return {role: mapping for role, (mapping, _) in read.items()}, tuple(
-        source for _, source in read.values()
+    p_target: tuple[float, ...] = option("priors of minDCF", default=(0.01, 0.05), metavar="P")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Card(Command):
+    """Facts about the system."""
+
+    model_card: Path | None = option("JSON object of texts, kept in the result")
+
+    def read_card(self) -> dict[str, str] | None:
+        """The facts."""
+        import json
+
+        path = self.model_card
+        if path is None:
+            return None
+        check_regular(path)
+        try:
+            content = json.loads(path.read_bytes())
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{path} is not JSON ({error})") from error
+        if not isinstance(content, dict) or not all(isinstance(v, str) for v in content.values()):
+            raise DataError(f"{path} is not a JSON object whose values are all texts")
+        return content
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cohort(Command):
+    """Embeddings that scores are normalised by."""
+
+    cohort: Path | None = option("embeddings of other subjects, for --as-norm")
+    as_norm: Count | None = option(
+        f"normalise by the N nearest of the cohort ({TOP_N} with --cohort, else none)"
     )
 
+    def check_cohort(self) -> None:
+        """Refuse a normalisation without a cohort."""
+        if self.as_norm is not None and self.cohort is None:
+            raise ConfigError(f"--as-norm {self.as_norm} needs a cohort: give --cohort FILE")
 
-def _model_card(path: Path | None) -> dict[str, str] | None:
-    import json
+    def read_cohort(self) -> CohortNorm | None:
+        """The cohort, where one is given."""
+        from qmargin.evaluation.embeddings import read_embeddings
+        from qmargin.evaluation.scoring import CohortNorm
 
-    if path is None:
-        return None
-    check_regular(path)
+        if self.cohort is None:
+            return None
+        return CohortNorm(read_embeddings(self.cohort, role="cohort"), self.as_norm or TOP_N)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoresFile(Evaluation):
+    """Where the scores of trials go."""
+
+    scores: Path | None = option("where the scores go (OUT with .scores.tsv)")
+    restart: bool = option("begin again where a part of other inputs is found")
+
+    @property
+    def scores_path(self) -> Path:
+        """Where the scores go."""
+        return self.scores or self.out.with_suffix(".scores.tsv")
+
+    @property
+    def scores_output(self) -> dict[str, tuple[Path, str]]:
+        """For ``check_outputs``."""
+        from qmargin.evaluation.scoring import SCORES_MARK
+
+        return {"scores": (self.scores_path, SCORES_MARK)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Registered(Evaluation, Rules, Costs):
+    """Options of every protocol that other packages have registered."""
+
+
+def add_protocols(kinds: Commands, known: Collection[str]) -> None:
+    """Add the protocols that other packages have registered; one that fails says so when used."""
+    for name, about in protocols.describe().items():
+        if name in known:
+            continue
+        try:
+            _add_protocol(kinds, name, protocols.get(name))
+        except ConfigError:
+            broken = kinds.add_parser(name, help=about.replace("%", "%%"))
+            broken.set_defaults(run=lambda _, name=name: protocols.get(name))
+
+
+def _add_protocol(kinds: Commands, name: str, protocol: Any) -> None:
+    parser = kinds.add_parser(name, **texts_of(protocol))
     try:
-        content = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{path} is not JSON ({error})") from error
-    if not isinstance(content, dict) or not all(isinstance(v, str) for v in content.values()):
-        raise DataError(f"{path} is not a JSON object whose values are all texts")
-    return content
+        add_fields(parser, protocol)
+        add_fields(parser, _Registered)
+    except argparse.ArgumentError as error:
+        raise ConfigError(
+            f"the protocol {name!r} has an option that every evaluation has ({error}); rename it"
+        ) from error
+
+    def run(arguments: argparse.Namespace) -> None:
+        command, measured = instance_of(_Registered, arguments), instance_of(protocol, arguments)
+        command.check_outputs({}, arguments)
+        with stage_progress() as progress:
+            options = command.options(name=name, protocol=name, kind=name)
+            result = measured.run(options, command=command_line(), progress=progress)
+        command.finish(result)
+
+    parser.set_defaults(run=run)
+
+
+def _own_scores(out: Path) -> tuple[str, ...]:
+    """Hashes of the score tables that the evaluation behind an earlier result wrote."""
+    from qmargin.evaluation.result import read_result
+
+    try:
+        sources = read_result(out).sources
+    except (OSError, DataError):
+        return ()
+    if all(source.role != "embeddings" for source in sources):
+        return ()  # it read the scores of another program
+    return tuple(source.sha256 for source in sources if source.role == "scores")
+
+
+def with_weights(card: Mapping[str, str] | None, weights: str | None) -> dict[str, str] | None:
+    """A model card with the hash of the weights that made the embeddings, where it is known.
+
+    Raises:
+        DataError: The card names other weights.
+    """
+    if weights is None:
+        return None if card is None else dict(card)
+    said = (card or {}).get("weights_sha256", weights)
+    if said != weights:
+        raise DataError(
+            f"the model card names the weights {said:.12}..., but the embeddings are of "
+            f"{weights:.12}...; give the card of the model that made them"
+        )
+    return {**(card or {}), "weights_sha256": weights}
+
+
+def collapse_notes(embeddings: Embeddings) -> tuple[str, ...]:
+    """What the result says of embeddings that all but coincide."""
+    from qmargin.evaluation.embeddings import collapse_note
+
+    note = collapse_note(embeddings.matrix)
+    return () if note is None else (note,)
+
+
+def print_result(result: Result, path: Path) -> None:
+    """Print what was measured, how sure it is, and where it was written."""
+    console = output_console()
+    protocol, method = result.protocol, result.protocol.interval
+    title = (
+        f"{result.system.name} on {protocol.name}: {protocol.num_genuine:,} genuine and "
+        f"{protocol.num_impostors:,} impostor trials, rule {protocol.rule}"
+    )
+    if result.measures.extra:
+        _print_extra(console, result)
+    print_table(console, title, _COLUMNS, _rows(result))
+    if result.groups is not None:
+        _print_groups(console, result.groups)
+    intervals = f"intervals: {method.method}"
+    if method.num_replicates:
+        intervals += f", {method.level:.0%}, {method.num_replicates:,} replicates"
+    if method.note:
+        intervals += f" ({method.note})"
+    notes = "".join(f"note: {printable(note)}\n" for note in result.notes)
+    sys.stdout.write(f"{printable(intervals)}\n{notes}{path}\n")
+
+
+def _rows(result: Result) -> list[Sequence[str]]:
+    from qmargin.report.numbers import digits_to_differ
+
+    measures, equal = result.measures, result.measures.eer
+    limits = [point.threshold for point in measures.tar] + [equal.threshold]
+    limits += [cost.threshold for cost in measures.min_dcf]
+    digits = digits_to_differ(limits, 5)
+    rows: list[Sequence[str]] = [_tar_row(point, digits) for point in measures.tar]
+    limit = _number(equal.threshold, digits)
+    rows.append(["EER", _percent(equal.value), _ends(equal.interval), "", "", limit, ""])
+    for cost in measures.min_dcf:
+        limit = _number(cost.threshold, digits)
+        cells = [f"{cost.value:.4f}", _costs(cost.interval), "", "", limit, ""]
+        rows.append([f"minDCF, p = {cost.p_target:g}", *cells])
+    costs = {"Cllr": measures.cllr, "min Cllr": measures.min_cllr}
+    if measures.min_cllr.value is not None:  # it is finite wherever it is measured
+        for name, value in costs.items():
+            shown = "infinite" if value.value is None else f"{value.value:.4f}"
+            rows.append([name, shown, "", "", "", "", ""])
+    return rows
+
+
+def _print_extra(console: Console | None, result: Result) -> None:
+    """Numbers that only this protocol or a registered metric has."""
+    rows = [
+        [
+            name,
+            "not defined" if measure.value is None else f"{measure.value:.5f}",
+            "" if measure.std is None else f"{measure.std:.5f}",
+            measure.note or "",
+        ]
+        for name, measure in result.measures.extra.items()
+    ]
+    columns = ("further measure", "value", "deviation", "how")
+    print_table(console, result.protocol.name, columns, rows)
+
+
+def _tar_row(point: TarPoint, digits: int) -> Sequence[str]:
+    name = f"TAR at FAR {point.far_target:g}"
+    if point.tar is None or point.far is None:
+        return [name, "not measurable", "", "", "", "", "0 allowed"]
+    allowed = f"{point.allowed:,} allowed"
+    return [
+        name,
+        _percent(point.tar),
+        _ends(point.interval),
+        f"{point.far:.3g}",
+        f"{point.false_accepts:,}",
+        _number(point.threshold, digits),
+        f"{point.status}: {allowed}",
+    ]
+
+
+def _print_groups(console: Console | None, groups: GroupAudit) -> None:
+    rows = [
+        [
+            row.group,
+            "-" if row.fmr is None else f"{row.fmr:.3g}",
+            "-" if row.fnmr is None else f"{row.fnmr:.3g}",
+            f"{row.num_impostors:,}",
+            f"{row.num_genuine:,}",
+            row.status,
+        ]
+        for row in groups.rows
+    ]
+    title = f"groups at the threshold of FAR {groups.far_target:g}"
+    columns = ("group", "FMR", "FNMR", "impostor trials", "genuine trials", "enough data")
+    print_table(console, title, columns, rows)
+    spreads = [
+        f"INEQ {_number(groups.ineq)}",
+        f"GARBE {_number(groups.garbe)}",
+        f"FMR largest over geometric mean {_number(groups.fmr.max_over_geomean)}",
+    ]
+    note = f"; {groups.note}" if groups.note else ""
+    sys.stdout.write(printable(", ".join(spreads) + note) + "\n\n")
+
+
+def _percent(rate: float) -> str:
+    return f"{100 * rate:.3f} %"
+
+
+def _ends(ends: tuple[float, float] | None) -> str:
+    return "" if ends is None else f"{100 * ends[0]:.2f} to {100 * ends[1]:.2f}"
+
+
+def _costs(ends: tuple[float, float] | None) -> str:
+    return "" if ends is None else f"{ends[0]:.3f} to {ends[1]:.3f}"
+
+
+def _number(value: float | None, digits: int = 5) -> str:
+    return "none" if value is None else f"{value:.{digits}g}"

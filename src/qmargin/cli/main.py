@@ -202,12 +202,34 @@ def _failed(error: Exception, arguments: argparse.Namespace) -> int:
         _say(f"error: {place}{error.strerror or error}{remedy}")
     else:
         sys.stderr.write("".join(traceback.format_exception(error)))
+        place = _place_in_extension(error)
+        if place:
+            _say(f"error: {type(error).__name__} in {place}, which is not part of qmargin: {error}")
+            return UNFORESEEN
         _say(
             f"error: unforeseen {type(error).__name__}; report it with the traceback above, the "
             "command and the output of `qmargin doctor`"
         )
         return UNFORESEEN
     return REFUSED
+
+
+def _place_in_extension(error: Exception) -> str:
+    """The innermost line that a user's package ran; empty where none was involved."""
+    from importlib.metadata import entry_points
+
+    from qmargin.registry import KINDS
+
+    packages = {
+        point.module.partition(".")[0]
+        for kind in KINDS.values()
+        for point in entry_points(group=kind.group)
+    }
+    place = ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        if str(frame.f_globals.get("__name__")).partition(".")[0] in packages:
+            place = f"{frame.f_code.co_filename}, line {line}"
+    return place
 
 
 def _is_memory(error: Exception) -> bool:

@@ -1,20 +1,228 @@
-"""What all commands share: defaults in every help text, lists of values, suggestions, paths."""
+"""Options, declared once: a command is a dataclass whose fields are its options.
+
+::
+
+    @dataclass(frozen=True, kw_only=True)
+    class Index(Command):
+        '''Build the index of a dataset.
+
+        The first line is shown in the list of commands, all of it by ``--help``.
+        '''
+
+        path: Path = argument("data to index", metavar="PATH")
+        threads: Count = option("threads that decode", default=2)
+
+        def run(self) -> None: ...
+
+    add_command(commands, "index", Index)
+
+The annotation decides how a value is read: ``bool`` is a switch, ``Literal`` a choice,
+``tuple[T, ...]`` takes several values with spaces or commas between them, ``T | None`` need not be
+given. Groups of options are base classes. The parser is argparse's; commands that add themselves to
+it by hand work beside these.
+"""
 
 from __future__ import annotations
 
 import argparse
 import re
+import shlex
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, field, fields
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import (
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    NoReturn,
+    TypeAlias,
+    TypeVar,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from qmargin.files import Guard
 
 _LAST_WORDS = re.compile(r" ?\((?:default: )?([^()]*)\)$")
 _SEVERAL = ("+", "*")
 _FEW = 8  # choices that are all named
+_UNSET: Any = object()
+_METAVARS = {int: "N", Path: "FILE"}
+
+T = TypeVar("T")
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
+
+class Command:
+    """Base of all commands: a dataclass of options, and what is done with them."""
+
+    resumes: ClassVar[bool] = False  # run again after an interruption, it goes on
+    epilog: ClassVar[str] = ""  # shown below the options
+
+    def run(self) -> None:
+        """Do what the command is for."""
+        raise NotImplementedError
+
+
+def option(
+    help: str = "",
+    *,
+    default: Any = _UNSET,
+    metavar: str = "",
+    name: str = "",
+    const: Any = None,
+    repeated: bool = False,
+) -> Any:
+    """Declare an option; its name is that of the field.
+
+    Args:
+        help: What it is; a default may be described in words, in parentheses at the end. Without
+            it, the field replaces the default of a base class and keeps the rest.
+        default: Without one, the option is required, unless its annotation allows None.
+        metavar: Stands for the value in help.
+        name: ``--name``, where it is not that of the field.
+        const: Value of the option where it is given without one.
+        repeated: The option is given once for each value of the tuple.
+    """
+    metadata = {"metavar": metavar, "name": name, "const": const, "repeated": repeated}
+    return field(metadata={"help": help, "default": default, **metadata})
+
+
+def argument(help: str, *, metavar: str = "", choices: tuple[str, ...] = ()) -> Any:
+    """Declare a positional argument; it need not be given where its annotation allows None.
+
+    Args:
+        help: What it is.
+        metavar: Stands for the value in help.
+        choices: Known values, where ``Literal`` cannot list them.
+    """
+    metadata = {"help": help, "metavar": metavar, "choices": choices, "positional": True}
+    return field(metadata=metadata)
+
+
+def add_command(commands: Commands, name: str, command: type[Command]) -> argparse.ArgumentParser:
+    """Add a command to a parser."""
+    parser = commands.add_parser(name, **texts_of(command), epilog=command.epilog or None)
+    add_fields(parser, command)
+
+    def run(arguments: argparse.Namespace) -> None:
+        instance_of(command, arguments).run()
+
+    parser.set_defaults(run=run, **({"resumes": True} if command.resumes else {}))
+    return parser
+
+
+def texts_of(described: object) -> dict[str, Any]:
+    """Help in the list of commands and description, from a docstring."""
+    text = (described.__doc__ or "").strip()
+    first = text.partition("\n")[0]
+    return {
+        "help": first[:1].lower() + first[1:].rstrip("."),
+        "description": " ".join(text.split()),
+    }
+
+
+def add_group(commands: Commands, name: str, help: str, *, title: str, metavar: str) -> Commands:
+    """Add a command that consists of others; returns what they are added to."""
+    parser = commands.add_parser(name, help=help)
+    return parser.add_subparsers(title=title, metavar=metavar, required=True)
+
+
+def add_fields(parser: argparse.ArgumentParser, record: type) -> None:
+    """Add the fields of a dataclass to a parser, as options.
+
+    A field that ``option`` or ``argument`` did not declare is an option with the field's default;
+    its metadata may have the entries ``help``, ``metavar``, ``name``, ``const``, ``repeated``,
+    ``positional`` and ``choices``.
+    """
+    hints = get_type_hints(record, include_extras=True)
+    for key, declared in _declared(record).items():
+        names, settings = _settings(key, declared, hints[key])
+        parser.add_argument(*names, **settings)
+
+
+def instance_of(record: Callable[..., T], arguments: argparse.Namespace) -> T:
+    """An instance of a dataclass, with the values of the options that ``add_fields`` added."""
+    given = {one.name: getattr(arguments, one.name) for one in fields(record)}  # type: ignore[arg-type]
+    return record(**{k: tuple(v) if isinstance(v, list) else v for k, v in given.items()})
+
+
+def _declared(record: type) -> dict[str, dict[str, Any]]:
+    """Metadata by field: the fields of the class itself first, then those of its bases."""
+    known, found = {one.name for one in fields(record)}, dict[str, dict[str, Any]]()
+    for base in record.__mro__:
+        for name, one in _own_fields(base).items():
+            if name not in known:  # a class variable
+                continue
+            default = one.default if one.default_factory is MISSING else one.default_factory()
+            declared = {"default": _UNSET if default is MISSING else default, **one.metadata}
+            nearer = found.pop(name, declared)  # and is shown where the base declares it
+            kept = nearer if nearer.get("help") else {**declared, "default": nearer["default"]}
+            found[name] = kept
+    return found
+
+
+def _own_fields(record: type) -> dict[str, Field[Any]]:
+    own: Mapping[str, Field[Any]] = vars(record).get("__dataclass_fields__", {})
+    above = [vars(base).get("__dataclass_fields__", {}) for base in record.__mro__[1:]]
+    return {
+        name: one for name, one in own.items() if not any(other.get(name) is one for other in above)
+    }
+
+
+def _settings(
+    name: str, declared: Mapping[str, Any], hint: Any
+) -> tuple[list[str], dict[str, Any]]:
+    """Names and settings of ``add_argument``."""
+    parts = [part for part in get_args(hint) if part is not type(None)]
+    is_optional = len(parts) < len(get_args(hint)) and get_origin(hint) is not Literal
+    if is_optional:
+        hint = parts[0] if len(parts) == 1 else hint
+    is_several = get_origin(hint) is tuple
+    kind, convert, choices = _value(get_args(hint)[0] if is_several else hint)
+    choices = declared.get("choices") or choices
+    settings: dict[str, Any] = {"help": declared.get("help") or name.replace("_", " ")}
+    names = [declared.get("name") or f"--{name.replace('_', '-')}"]
+    default = declared["default"]
+    if kind is bool:
+        action = argparse.BooleanOptionalAction if is_optional or default is True else "store_true"
+        if default is True:
+            settings["default"] = True
+        return names, {**settings, "dest": name, "action": action}
+    settings["type"] = convert
+    metavar = declared.get("metavar") or _METAVARS.get(kind)
+    if choices:
+        settings["choices"] = choices
+    elif metavar:
+        settings["metavar"] = metavar
+    is_repeated = declared.get("repeated", False)
+    if default is _UNSET and (is_optional or is_several):
+        default = None if is_optional else ()
+    if default is not _UNSET:
+        settings["default"] = list(default) if is_repeated else default
+    if is_repeated:
+        settings["action"] = "append"
+    elif is_several:
+        settings["nargs"] = "+"
+    if declared.get("const") is not None:
+        settings |= {"nargs": "?", "const": declared["const"]}
+    if declared.get("positional", False):
+        return [name], {**settings, **({"nargs": "?"} if is_optional else {})}
+    return names, {**settings, "dest": name, "required": "default" not in settings}
+
+
+def _value(hint: Any) -> tuple[Any, Callable[[str], Any], tuple[str, ...]]:
+    """Kind of a value, what reads it, and its choices."""
+    if get_origin(hint) is Literal:
+        return str, str, get_args(hint)
+    if get_origin(hint) is Annotated:
+        kind, convert = get_args(hint)[:2]
+        return kind, convert, ()
+    return hint, named_path if hint is Path else hint, ()
 
 
 class Parser(argparse.ArgumentParser):
@@ -24,8 +232,16 @@ class Parser(argparse.ArgumentParser):
     between them. What is misspelt gets the nearest name.
     """
 
+    add_extensions: Callable[[], None] | None = None  # adds commands of other packages below it
+
     def __init__(self, **options: Any) -> None:
         super().__init__(**{**options, "formatter_class": HelpFormatter})
+
+    def load_extensions(self) -> None:
+        """Add the commands that other packages bring; only where one of them may be meant."""
+        if self.add_extensions is not None:
+            add, self.add_extensions = self.add_extensions, None
+            add()
 
     def add_argument(self, *names: Any, **options: Any) -> argparse.Action:
         """Add an argument; an option with several values also takes commas."""
@@ -38,6 +254,8 @@ class Parser(argparse.ArgumentParser):
     ) -> tuple[Any, list[str]]:
         """Parse; the command that does not know an argument refuses it, and not the one above."""
         words = sys.argv[1:] if args is None else list(args)
+        if not words or words[0] not in commands_of(self):
+            self.load_extensions()
         if commands_of(self) and words and words[0].startswith("-"):
             name = words[0].partition("=")[0]
             if not any(known.startswith(name) for known in self._option_string_actions):
@@ -143,7 +361,7 @@ def _several(convert: Callable[[str], Any]) -> Callable[[str], list[Any]]:
     """A type for one word of a list, in which commas may separate values."""
 
     def values(text: str) -> list[Any]:
-        is_name = convert is Path and Path(text).exists()  # names of files may have commas
+        is_name = convert in (Path, named_path) and Path(text).exists()  # names may have commas
         parts = [text] if is_name else [part.strip() for part in text.split(",")]
         return [_value(part) for part in parts if part]
 
@@ -197,25 +415,73 @@ def positive(text: str) -> float:
     return value
 
 
-def add_overwrite(parser: argparse.ArgumentParser) -> None:
-    """Add the option that lets a command replace files of other programs."""
-    note = "replace existing files that this command did not write; inputs are never replaced"
-    parser.add_argument("--overwrite", action="store_true", help=note)
+def share(text: str) -> float:
+    """A number between 0 and 1."""
+    value = float(text)
+    if not 0.0 < value < 1.0:
+        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1")
+    return value
 
 
-def add_keep_paths(parser: argparse.ArgumentParser) -> None:
-    """Add the option that keeps absolute paths in what is written."""
-    note = "write absolute paths as they are; otherwise names of files stand for them"
-    parser.add_argument("--keep-paths", action="store_true", help=note)
+Count: TypeAlias = Annotated[int, count]
+Share: TypeAlias = Annotated[float, share]
 
 
-def guard_of(
-    arguments: argparse.Namespace, outputs: Collection[str], *, own: Iterable[str] = ()
-) -> Guard:
+@dataclass(frozen=True, kw_only=True)
+class Overwriting(Command):
+    """Whether a command may replace files of other programs."""
+
+    overwrite: bool = option(
+        "replace existing files that this command did not write; inputs are never replaced"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeepingPaths(Command):
+    """Whether absolute paths are kept in what is written."""
+
+    keep_paths: bool = option(
+        "write absolute paths as they are; otherwise names of files stand for them"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class IndexPlace(Command):
+    """Where indexes of data go."""
+
+    index_dir: Path | None = option(
+        "folder for the index of the data, instead of beside it", metavar="DIR"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelUse(Command):
+    """What every command that embeds samples with a model takes."""
+
+    model: Path | None = option("model directory, or a run", metavar="DIR")
+    fit: Literal["auto", "exact", "resize", "align"] = option(
+        "images of another size than the model's: exact refuses them, resize scales them, align "
+        "finds the face in every image and auto in those of another size",
+        default="auto",
+    )
+    device: str = option("where to run, such as cpu or cuda", default="cpu", metavar="NAME")
+
+
+def command_line(*, url: str | None = None) -> str:
+    """The command of this process, for what it writes.
+
+    Args:
+        url: Shown as ``URL``, because it may hold a password, a host or a folder.
+    """
+    words = [word if url is None else word.replace(url, "URL") for word in sys.argv[1:]]
+    return "qmargin " + shlex.join(words)
+
+
+def guard_of(arguments: Any, outputs: Collection[str], *, own: Iterable[str] = ()) -> Guard:
     """A guard whose inputs are all paths of the command line, except those of the named options.
 
     Args:
-        arguments: With ``overwrite``, from ``add_overwrite``.
+        arguments: A command with ``overwrite``, or its arguments.
         outputs: Options that name what is written.
         own: As in ``Guard``.
     """

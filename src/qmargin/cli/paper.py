@@ -1,141 +1,93 @@
-"""``qmargin paper``: what the paper says, where it is here, and its tables made anew."""
+"""``qmargin paper``: tables and figures of the paper, filled from results."""
 
 from __future__ import annotations
 
-import argparse
-import shlex
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from qmargin.cli.options import add_overwrite, guard_of
+from qmargin.cli.options import Overwriting, argument, option
 from qmargin.errors import ConfigError
-from qmargin.files import Guard, write_atomically
+from qmargin.files import Guard
 
-if TYPE_CHECKING:
-    from qmargin.paper.items import Item
-    from qmargin.paper.layout import Table
-    from qmargin.paper.runs import Request
+EXPERIMENTS = {  # that train what a table or figure shows, at a small scale
+    "table-sota": "demo",
+    "table-face": "paper-face",
+    "table-seeds": "paper-seeds",
+    "table-speaker": "paper-speaker",
+    "figure-det-face": "demo",
+    "figure-det-speaker": "paper-speaker",
+    "figure-margin": "paper-face",
+}
 
-    Maker = Callable[[Request], Table | list[Path]]
 
+@dataclass(frozen=True, kw_only=True)
+class Paper(Overwriting):
+    """Render tables and figures of the paper from results.
 
-def add_paper(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command to a parser."""
-    parser = commands.add_parser(
-        "paper",
-        help="the paper's equations, tables and figures, mapped and made anew",
-        description="Show where something that the paper says is in the code, or make one of its "
-        "tables or figures at the scale that this machine allows, beside the paper's own numbers. "
-        "Without --results, losses are trained by the demo's recipe on synthetic identities; "
-        "interrupted and run again, that goes on.",
-    )
-    add = parser.add_argument
-    add("name", nargs="?", metavar="NAME", help="of an equation, claim, table or figure")
-    add("--list", action="store_true", help="list all of them")
-    add(
-        "--results",
-        type=Path,
+    Your results stand next to the paper's own numbers: tables as Markdown, LaTeX and CSV, figures
+    as SVG and PDF with a caption.
+    """
+
+    name: str | None = argument("table or figure; --list shows all", metavar="NAME")
+    list: bool = option("list the tables and figures")
+    results: Path | None = option(
+        "folder with result.json files, of an experiment or of `qmargin evaluate`; for "
+        "table-throughput the JSON file of `python -m benchmarks head`",
         metavar="PATH",
-        help="a folder with result.json files of `qmargin demo` or `qmargin evaluate`, or the "
-        "JSON file of `python -m benchmarks head`; it is only read",
     )
-    add(
-        "--out", type=Path, default=Path("qmargin-paper"), metavar="DIR", help="folder of artefacts"
-    )
-    add("--seeds", type=int, metavar="N", help="repetitions (what the artefact needs)")
-    add("--minutes", type=float, metavar="M", help="for five losses and one seed, as in the demo")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to run (auto)")
-    add("--data", type=Path, metavar="PATH", help="pictures, as in the demo")
-    add("--page", type=Path, metavar="FILE", help="write everything as a page of Markdown")
-    add_overwrite(parser)
-    parser.set_defaults(run=run, resumes=True)
+    media: Path | None = option("pictures of the trials, for figure-pairs", metavar="DIR")
+    out: Path = option("output folder", default=Path("qmargin-paper"), metavar="DIR")
+
+    def run(self) -> None:
+        """List the tables and figures, or render one of them."""
+        from qmargin.report.paper_figures import FIGURES, paper_figure
+        from qmargin.report.paper_layouts import TABLES
+        from qmargin.report.paper_tables import paper_table
+
+        known = TABLES | FIGURES
+        if self.list:
+            sys.stdout.write("".join(f"{name:20} {about}\n" for name, about in known.items()))
+            return
+        name = self.name
+        if name is None:
+            raise ConfigError("name a table or figure of the paper; --list shows all of them")
+        from qmargin.schema import check_known
+
+        check_known(name, known, "NAME")
+        if self.results is None:
+            raise ConfigError(f"{name} needs --results; {source_of(name)}")
+        if self.media is not None and name != "figure-pairs":
+            raise ConfigError(f"--media is {self.media}, but {name} shows no pictures")
+        if name in TABLES:
+            table = paper_table(name, self.results)
+            files = table.files(name)
+            sys.stdout.write(table.to_markdown(level=None) + "\n")
+        else:
+            files = paper_figure(name, self.results, self.media)
+        guard = Guard([self.results], overwrite=self.overwrite)
+        try:
+            written = guard.write_all({self.out / stem: text for stem, text in files.items()})
+        except OSError as error:
+            raise ConfigError(
+                f"{error.filename or self.out} cannot be written ({error.strerror or error}); "
+                "choose another --out"
+            ) from error
+        sys.stdout.write("".join(f"{path}\n" for path in written))
 
 
-def makers() -> dict[str, Maker]:
-    """Artefacts by name."""
-    from qmargin.paper import figures, pairs, tables
-    from qmargin.paper.throughput import table_throughput
+def source_of(name: str) -> str:
+    """The command whose output a table or figure is made from."""
+    if name in EXPERIMENTS:
+        return (
+            f"train at a small scale with `qmargin compare {EXPERIMENTS[name]} --out DIR`, or "
+            "train the paper's recipes (`qmargin recipes`) and evaluate them, and give that folder"
+        )
+    if name == "figure-pairs":
+        return (
+            "run `qmargin evaluate pairs PAIRS --model MODEL --out DIR/NAME/result.json` for "
+            "Q-Margin and for ArcFace, and give that folder"
+        )
+    from qmargin.report.paper_tables import BENCHMARK
 
-    return {
-        "table-sota": tables.table_sota,
-        "table-face": tables.table_face,
-        "table-seeds": tables.table_seeds,
-        "table-throughput": table_throughput,
-        "table-speaker": tables.table_speaker,
-        "figure-pairs": pairs.figure_pairs,
-        "figure-det-face": figures.figure_det_face,
-        "figure-det-speaker": figures.figure_det_speaker,
-    }
-
-
-def run(arguments: argparse.Namespace) -> None:
-    """List, show or make."""
-    from qmargin.paper.page import ITEMS, PAGE_MARK, paper_page
-
-    if arguments.page is not None:
-        guard_of(arguments, ("page", "out")).check(arguments.page, PAGE_MARK)
-        with _writing(arguments.page):
-            write_atomically(arguments.page, paper_page().encode())
-    elif arguments.list:
-        lines = [f"{item.name:26} {item.where}: {item.says}" for item in ITEMS.values()]
-        sys.stdout.write("\n".join(lines) + "\n")
-    elif arguments.name is None:
-        raise ConfigError("name an equation, claim, table or figure; --list shows all of them")
-    else:
-        from qmargin.training.fields import check_known
-
-        check_known(arguments.name, ITEMS, "an item of the paper")
-        make(ITEMS[arguments.name], arguments)
-
-
-def make(item: Item, arguments: argparse.Namespace) -> None:
-    """An artefact, or what is known of everything else."""
-    from qmargin.paper.page import item_text
-    from qmargin.paper.runs import Request
-
-    request = Request(
-        out=arguments.out,
-        results=arguments.results,
-        seeds=arguments.seeds,
-        minutes=arguments.minutes,
-        device=arguments.device,
-        data=arguments.data,
-        command="qmargin " + shlex.join(sys.argv[1:]),
-        overwrite=arguments.overwrite,
-    )
-    maker = makers().get(item.name)
-    if maker is None:
-        why = f"{item.name} is described, and nothing is made for it"
-        request.refuse("results", "seeds", "minutes", "data", why=why)
-        sys.stdout.write(item_text(item) + "\n")
-        return
-    made = maker(request)
-    if not isinstance(made, list):
-        made = write_table(made, arguments.out, request.guard())
-    sys.stdout.write("".join(f"{path}\n" for path in made))
-
-
-def write_table(table: Table, folder: Path, guard: Guard) -> list[Path]:
-    """Print a table, and write it as Markdown and LaTeX."""
-    from qmargin.paper.layout import latex, markdown
-
-    texts = {"md": markdown(table), "tex": latex(table)}
-    sys.stdout.write(texts["md"] + "\n")
-    files = {folder / f"{table.name}.{kind}": text.encode() for kind, text in texts.items()}
-    with _writing(folder):
-        return guard.write_all(files)
-
-
-@contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    """Inside, what cannot be written is an error that says that another place is needed."""
-    try:
-        yield
-    except OSError as error:
-        raise ConfigError(
-            f"{error.filename or path} cannot be written ({error.strerror or error}); choose "
-            "another place"
-        ) from error
+    return f"in a checkout run `{BENCHMARK}` and give that file"

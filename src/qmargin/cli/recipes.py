@@ -1,14 +1,16 @@
-"""``qmargin recipes``: the runs that have a name."""
+"""``qmargin recipes`` and ``qmargin list``: what has a name."""
 
 from __future__ import annotations
 
-import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from qmargin.cli.options import Command, argument
 from qmargin.errors import ConfigError
+from qmargin.registry import KINDS
 
 if TYPE_CHECKING:
     from qmargin.training.recipe import Recipe
@@ -16,22 +18,42 @@ if TYPE_CHECKING:
 _ENDINGS = (".yaml", ".yml")
 
 
-def add_recipes(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command to a parser."""
-    parser = commands.add_parser(
-        "recipes",
-        help="list the recipes that `qmargin train` knows by name",
-        description="List recipes by name. `qmargin train NAME --print-recipe` writes one out.",
-    )
-    parser.set_defaults(run=run_recipes)
+@dataclass(frozen=True, kw_only=True)
+class Recipes(Command):
+    """List the recipes that `qmargin train` knows by name.
+
+    `qmargin train NAME --print-recipe` writes one out.
+    """
+
+    def run(self) -> None:
+        """Write one line per recipe."""
+        from qmargin.recipes import list_recipes
+
+        _write(list_recipes())
 
 
-def run_recipes(arguments: argparse.Namespace) -> None:
-    """Write one line per recipe."""
-    from qmargin.recipes import list_recipes
+@dataclass(frozen=True, kw_only=True)
+class List(Command):
+    """List what recipes, commands and experiments know by name.
 
-    described = list_recipes()
-    width = max(map(len, described))
+    Names that your own packages add are among them.
+    """
+
+    kind: str = argument("of what to list the names", choices=tuple(sorted(KINDS)))
+
+    def run(self) -> None:
+        """Write one line per name."""
+        described = KINDS[self.kind].describe()
+        if not described:
+            sys.stderr.write(
+                f"no {self.kind} are registered besides built-in ones; packages add them by the "
+                f"entry points {KINDS[self.kind].group}\n"
+            )
+        _write(described)
+
+
+def _write(described: Mapping[str, str]) -> None:
+    width = max(map(len, described), default=0)
     for name, description in described.items():
         sys.stdout.write(f"{name:{width}}  {description}\n")
 

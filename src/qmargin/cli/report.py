@@ -2,79 +2,56 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
-from qmargin.cli.options import add_keep_paths, add_overwrite
+from qmargin.cli.options import KeepingPaths, Overwriting, Share, argument, option
 
 
-def add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command to the parser."""
-    parser = commands.add_parser(
-        "report",
-        help="a page, tables and figures from results",
-        description="Write one self-contained HTML page that compares results of `qmargin "
-        "evaluate`, with tables (Markdown, LaTeX, CSV) and figures (SVG, PDF) beside it. Results "
-        "on the same trials are compared in pairs.",
-    )
-    add = parser.add_argument
-    add("results", nargs="+", type=Path, metavar="RESULT", help="result.json of a system")
-    add("--out", type=Path, required=True, metavar="DIR", help="folder to write into")
-    add("--title", default="Verification report", help="of the page (%(default)s)")
-    add(
-        "--media",
-        type=Path,
+@dataclass(frozen=True, kw_only=True)
+class Report(Overwriting, KeepingPaths):
+    """Write a page, tables and figures that compare results.
+
+    The page is one self-contained HTML file; tables (Markdown, LaTeX, CSV) and figures (SVG, PDF)
+    are written beside it. Results of `qmargin evaluate` on the same trials are compared in pairs.
+    """
+
+    results: tuple[Path, ...] = argument("result.json of a system", metavar="RESULT")
+    out: Path = option("folder to write into", metavar="DIR")
+    title: str = option("title of the page", default="Verification report", metavar="TEXT")
+    media: Path | None = option(
+        "show the hardest pairs: their keys are images or recordings under this folder, which are "
+        "copied into the page",
         metavar="ROOT",
-        help="show the hardest pairs: their keys are images or recordings under this folder, "
-        "which are copied into the page",
     )
-    add(
-        "--journal",
-        type=Path,
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="show the sparsity of the training that wrote this journal.jsonl; may be repeated",
+    journals: tuple[Path, ...] = option(
+        "show the sparsity of the training run that wrote this journal.jsonl; may be repeated",
+        name="--journal",
+        repeated=True,
     )
-    add("--level", type=_level, default=0.95, help="of intervals of differences (%(default)s)")
-    figures = parser.add_mutually_exclusive_group()
-    figures.add_argument(
-        "--figures",
-        action="store_true",
-        default=None,
-        help="draw SVG and PDF figures, or fail without matplotlib, qmargin[figures] (drawn where "
-        "it is installed)",
+    level: Share = option("level of intervals of differences", default=0.95)
+    figures: bool | None = option(
+        "draw SVG and PDF figures, or fail without matplotlib, qmargin[figures] (drawn where it is "
+        "installed)"
     )
-    figures.add_argument(
-        "--no-figures", action="store_false", dest="figures", help="draw no figures"
-    )
-    add_overwrite(parser)
-    add_keep_paths(parser)
-    parser.set_defaults(run=run_report)
 
+    def run(self) -> None:
+        """Write the report and say where it is."""
+        from qmargin.report import ReportOptions, write_report
 
-def run_report(arguments: argparse.Namespace) -> None:
-    """Write the report and say where it is."""
-    from qmargin.report import ReportOptions, write_report
-
-    options = ReportOptions(
-        title=arguments.title,
-        level=arguments.level,
-        media=arguments.media,
-        journals=tuple(arguments.journal),
-        has_figures=arguments.figures,
-        overwrite=arguments.overwrite,
-        keep_paths=arguments.keep_paths,
-    )
-    if arguments.figures is None and not options.draws_figures:
-        sys.stderr.write("no figures: matplotlib is missing; install qmargin[figures] for them\n")
-    for path in write_report(arguments.results, arguments.out, options):
-        sys.stdout.write(f"{path} ({path.stat().st_size / 1000:,.0f} KB)\n")
-
-
-def _level(text: str) -> float:
-    value = float(text)
-    if not 0.0 < value < 1.0:
-        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1")
-    return value
+        options = ReportOptions(
+            title=self.title,
+            level=self.level,
+            media=self.media,
+            journals=self.journals,
+            has_figures=self.figures,
+            overwrite=self.overwrite,
+            keep_paths=self.keep_paths,
+        )
+        if self.figures is None and not options.draws_figures:
+            sys.stderr.write(
+                "no figures: matplotlib is missing; install qmargin[figures] for them\n"
+            )
+        for path in write_report(self.results, self.out, options):
+            sys.stdout.write(f"{path} ({path.stat().st_size / 1000:,.0f} KB)\n")

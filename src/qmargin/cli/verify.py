@@ -2,64 +2,49 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from qmargin.cli.options import ModelUse, argument, option
 from qmargin.terminal import printable
 
 if TYPE_CHECKING:
     from qmargin.evaluation.model import Model, Verification
 
 DEFAULT_FAR = 1e-3
-_FIT_HELP = (
-    "images of another size than the model's: exact refuses them, resize scales them, align finds "
-    "the face in every image and auto in those of another size (auto)"
-)
 
 
-def add_verify(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command to a parser."""
-    parser = commands.add_parser(
-        "verify",
-        help="compare two samples with a model",
-        description="Print the score of two images or recordings, the decision at the threshold "
-        "that the model's own evaluation found for a false acceptance rate, and, where the model "
-        "is calibrated, the log-likelihood ratio.",
-    )
-    add = parser.add_argument
-    add("first", type=Path, metavar="A", help="an image or a recording")
-    add("second", type=Path, metavar="B", help="another")
-    add_model_options(parser)
-    add("--far", type=float, metavar="FAR", help=f"decide at this rate ({DEFAULT_FAR:g})")
-    add("--json", action="store_true", help="print one JSON object")
-    parser.set_defaults(run=run_verify)
+@dataclass(frozen=True, kw_only=True)
+class Verify(ModelUse):
+    """Compare two samples with a model.
 
+    Prints the score of two images or recordings, the decision at the threshold that the model's
+    own evaluation found for a false accept rate, and, where the model is calibrated, the
+    log-likelihood ratio.
+    """
 
-def add_model_options(parser: argparse.ArgumentParser, *, is_required: bool = True) -> None:
-    """Add what every command that uses a model takes."""
-    add = parser.add_argument
-    add("--model", type=Path, required=is_required, metavar="DIR", help="model directory, or a run")
-    add("--fit", choices=("auto", "exact", "resize", "align"), default="auto", help=_FIT_HELP)
-    add("--device", default="cpu", help="where to run, such as cpu or cuda (cpu)")
+    first: Path = argument("an image or a recording", metavar="A")
+    second: Path = argument("another", metavar="B")
+    model: Path = option()
+    far: float | None = option(f"decide at this rate ({DEFAULT_FAR:g})", metavar="FAR")
+    json: bool = option("print one JSON object")
 
+    def run(self) -> None:
+        """Compare, and print what was found."""
+        from qmargin.evaluation.model import load_model
 
-def run_verify(arguments: argparse.Namespace) -> None:
-    """Compare, and print what was found."""
-    from qmargin.evaluation.model import load_model
-
-    model = load_model(arguments.model, device=arguments.device, fit=arguments.fit)
-    far = arguments.far
-    if far is None and model.thresholds is not None:
-        far = DEFAULT_FAR
-    found = model.verify(arguments.first, arguments.second, far=far)
-    if arguments.json:
-        sys.stdout.write(json.dumps(asdict(found)) + "\n")
-    else:
-        sys.stdout.write("".join(f"{name:<9} {text}\n" for name, text in _lines(model, found)))
+        model = load_model(self.model, device=self.device, fit=self.fit)
+        far = self.far
+        if far is None and model.thresholds is not None:
+            far = DEFAULT_FAR
+        found = model.verify(self.first, self.second, far=far)
+        if self.json:
+            sys.stdout.write(json.dumps(asdict(found)) + "\n")
+        else:
+            sys.stdout.write("".join(f"{name:<9} {text}\n" for name, text in _lines(model, found)))
 
 
 def _lines(model: Model, found: Verification) -> list[tuple[str, str]]:

@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from qmargin.data.open import open_dataset
-    from qmargin.data.verification_bin import read_bin
+    from qmargin.data.readers.verification_bin import read_bin
 
 __all__ = ["open_dataset", "read_bin"]
 
-_HOMES = {"open_dataset": "qmargin.data.open", "read_bin": "qmargin.data.verification_bin"}
+_HOMES = {"open_dataset": "qmargin.data.open", "read_bin": "qmargin.data.readers.verification_bin"}
 
 
 def __getattr__(name: str) -> object:

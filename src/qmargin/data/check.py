@@ -1,124 +1,198 @@
-"""Every sample of a dataset looked at: bytes against checksums, pictures decoded, identities."""
+"""Check every sample of a dataset before training: checksums, decoding, identities, loudness."""
 
 from __future__ import annotations
 
+import zlib
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from qmargin.data.encoded import ImageDataset
+from qmargin.data.build import measure_recording
 from qmargin.data.images import decode_image
+from qmargin.data.stored import AudioDataset, ImageDataset
 from qmargin.errors import CorruptSample
 from qmargin.files import Progress
 
 MOST_EXAMPLES = 20
+LEAST_SECONDS = 1.0
+MOST_CLIPPED = 0.001  # share of the samples
+LEAST_RMS = 1e-4  # 80 dB below full scale
+_SHOWN = 3
 _BLOCK = 64  # samples of one task of a thread
 _CHUNK = 1 << 20
 
 
-class Finding(NamedTuple):
-    """A sample and what is wrong with it."""
+@dataclass
+class Findings:
+    """Samples or identities with something in common.
 
-    sample_id: str
-    reason: str
+    Attributes:
+        count: How many there are.
+        examples: The first few: a name and a remark.
+    """
+
+    count: int = 0
+    examples: list[tuple[str, str]] = field(default_factory=list)
+
+    def add(self, name: str, remark: str) -> None:
+        """Count one more."""
+        self.count += 1
+        if self.count <= MOST_EXAMPLES:
+            self.examples.append((name, remark))
 
 
-@dataclass(frozen=True)
+@dataclass
 class DataReport:
-    """What a dataset holds; lists have the first few, counts have all.
+    """What a dataset holds.
 
-    Args:
+    Attributes:
+        kind: ``"images"`` or ``"recordings"``.
         num_samples: Of the index.
         num_classes: Identities.
-        num_changed: Samples whose bytes are not those that were indexed.
-        num_corrupt: Samples that cannot be read or decoded, changed or not.
-        findings: Examples of both.
         num_empty: Identities without a sample.
-        num_single: Identities with one sample, which can make no genuine pair.
-        num_duplicates: Samples whose bytes another sample has too.
-        duplicates: Examples: a sample and its twin.
-        num_conflicts: Duplicates under two identities: one of the labels is wrong.
-        conflicts: Examples.
-        sizes: Width and height of the pictures, and how many have them.
+        corrupt: Samples that cannot be read or decoded, changed or not.
+        changed: Samples whose bytes or labels are not those that were indexed.
+        conflicts: Duplicates under two identities: one of the labels is wrong.
+        duplicates: Samples whose bytes an earlier sample has too.
+        single: Identities with one sample, which can make no genuine pair.
+        clipped: Recordings with many samples at full scale.
+        silent: Recordings with next to nothing in them.
+        short: Recordings of less than a second.
+        formats: Sizes of pictures, or sample rates, and how many have them.
+        hours: Of recordings.
         notes: What was left out of the index.
     """
 
+    kind: str
     num_samples: int
     num_classes: int
-    num_changed: int
-    num_corrupt: int
-    findings: tuple[Finding, ...]
-    num_empty: int
-    num_single: int
-    num_duplicates: int
-    duplicates: tuple[tuple[str, str], ...]
-    num_conflicts: int
-    conflicts: tuple[tuple[str, str], ...]
-    sizes: dict[tuple[int, int], int]
-    notes: tuple[str, ...]
+    num_empty: int = 0
+    corrupt: Findings = field(default_factory=Findings)
+    changed: Findings = field(default_factory=Findings)
+    conflicts: Findings = field(default_factory=Findings)
+    duplicates: Findings = field(default_factory=Findings)
+    single: Findings = field(default_factory=Findings)
+    clipped: Findings = field(default_factory=Findings)
+    silent: Findings = field(default_factory=Findings)
+    short: Findings = field(default_factory=Findings)
+    formats: Counter[str] = field(default_factory=Counter)
+    hours: float = 0.0
+    notes: tuple[str, ...] = ()
 
     @property
     def is_good(self) -> bool:
         """Whether nothing is damaged and no label contradicts another."""
-        return not (self.num_changed or self.num_corrupt or self.num_conflicts)
+        return not (self.corrupt.count or self.changed.count or self.conflicts.count)
+
+    def rows(self) -> list[tuple[str, str, str]]:
+        """What was looked for, how often it was found, and examples; the worst first."""
+        titles = {
+            "corrupt": "cannot be read",
+            "changed": "changed since indexing",
+            "conflicts": "duplicates of other identities",
+            "duplicates": "duplicates",
+            "single": "identities with one sample",
+        }
+        formats = [f"{name}: {count:,}" for name, count in self.formats.most_common()]
+        rows = [
+            ("samples", f"{self.num_samples:,}", _first(formats)),
+            ("identities", f"{self.num_classes:,}", ""),
+            ("identities without a sample", f"{self.num_empty:,}", ""),
+        ]
+        if self.kind == "recordings":
+            rows.append(("hours", f"{self.hours:,.2f}", ""))
+            titles |= {
+                "clipped": "clipped",
+                "silent": "silent",
+                "short": f"shorter than {LEAST_SECONDS:g} s",
+            }
+        for name, title in titles.items():
+            found: Findings = getattr(self, name)
+            examples = [f"{sample}: {remark}" for sample, remark in found.examples]
+            rows.append((title, f"{found.count:,}", _first(examples)))
+        return rows + [("note", "", note) for note in self.notes]
 
 
-class _Outcome(NamedTuple):
-    has_changed: bool
-    reason: str | None
-    size: tuple[int, int] | None
+def _first(texts: list[str]) -> str:
+    return "; ".join(texts[:_SHOWN]) + ("; ..." if len(texts) > _SHOWN else "")
+
+
+@dataclass
+class _Outcome:
+    """What was seen of one sample."""
+
+    length: int = 0
+    checksum: int = 0
+    change: str = ""
+    error: str = ""
+    format: str = ""
+    values: dict[str, Any] = field(default_factory=dict)
 
 
 def check_data(
-    dataset: ImageDataset, *, num_threads: int = 2, progress: Progress | None = None
+    dataset: ImageDataset | AudioDataset,
+    *,
+    num_threads: int = 2,
+    progress: Progress | None = None,
 ) -> DataReport:
     """Read and decode every sample and compare it with its checksum.
 
+    Recordings of an index that was built just now are not decoded a second time.
+
     Args:
-        dataset: What ``open_dataset`` gives; of the index that ``open_index`` keeps with
-            ``keep_changed``, changes in place are found.
+        dataset: With an index; of one that ``open_index`` keeps with ``keep_changed``, changes in
+            place are found.
         num_threads: That decode at once.
         progress: Called with the samples done.
     """
-    num_changed = num_corrupt = 0
-    findings: list[Finding] = []
-    sizes: Counter[tuple[int, int]] = Counter()
+    report = DataReport(
+        dataset.index.kind, len(dataset), dataset.num_classes, notes=dataset.index.notes
+    )
+    contents = np.zeros(len(dataset), dtype=np.uint64)
     for row, outcome in enumerate(_outcomes(dataset, num_threads)):
-        num_changed += outcome.has_changed
-        num_corrupt += outcome.size is None
-        if outcome.size is not None:
-            sizes[outcome.size] += 1
-        if outcome.reason is not None and len(findings) < MOST_EXAMPLES:
-            findings.append(Finding(dataset.sample_id(row), outcome.reason))
+        contents[row] = outcome.checksum << 32 | outcome.length
+        _add(report, dataset.sample_id(row), outcome)
         if progress is not None and row % _BLOCK == 0:
             progress(row, len(dataset))
+    _add_duplicates(report, dataset, contents)
     counts = _class_counts(dataset)
-    pairs, num_duplicates = _duplicates(dataset)
-    conflicts = [(a, b) for a, b in pairs if dataset.labels[a] != dataset.labels[b]]
-    return DataReport(
-        num_samples=len(dataset),
-        num_classes=dataset.num_classes,
-        num_changed=num_changed,
-        num_corrupt=num_corrupt,
-        findings=tuple(findings),
-        num_empty=int(np.count_nonzero(counts == 0)),
-        num_single=int(np.count_nonzero(counts == 1)),
-        num_duplicates=num_duplicates,
-        duplicates=_names(dataset, pairs),
-        num_conflicts=len(conflicts),
-        conflicts=_names(dataset, conflicts),
-        sizes=dict(sizes.most_common()),
-        notes=dataset.index.notes,
-    )
+    report.num_empty = int(np.count_nonzero(counts == 0))
+    for label in np.flatnonzero(counts == 1).tolist():
+        report.single.add(dataset.class_name(label), "one sample")
+    return report
 
 
-def _outcomes(dataset: ImageDataset, num_threads: int) -> Iterator[_Outcome]:
+def _add(report: DataReport, name: str, outcome: _Outcome) -> None:
+    if outcome.change:
+        report.changed.add(name, outcome.change)
+    if outcome.error:
+        report.corrupt.add(name, outcome.error)
+        return
+    report.formats[outcome.format] += 1
+    if not outcome.values:
+        return
+    values = outcome.values
+    seconds = values["num_samples"] / values["sample_rate"]
+    report.hours += seconds / 3600.0
+    if values["clipped"] > MOST_CLIPPED:
+        share = 100 * values["clipped"]
+        report.clipped.add(name, f"{share:.2f} % of the samples are at full scale")
+    if values["rms"] < LEAST_RMS:
+        report.silent.add(name, f"RMS is {values['rms']:.1e} of full scale")
+    if seconds < LEAST_SECONDS:
+        report.short.add(name, f"{seconds:.2f} s")
+
+
+def _outcomes(dataset: ImageDataset | AudioDataset, num_threads: int) -> Iterator[_Outcome]:
     """Outcomes in the order of the samples; a few blocks ahead, so that memory stays small."""
+    if isinstance(dataset, AudioDataset) and dataset.index.is_new:
+        yield from map(_indexed, [dataset] * len(dataset), range(len(dataset)))
+        return
     waiting: deque[Future[list[_Outcome]]] = deque()
     with ThreadPoolExecutor(num_threads) as pool:
         for start in range(0, len(dataset), _BLOCK):
@@ -130,29 +204,48 @@ def _outcomes(dataset: ImageDataset, num_threads: int) -> Iterator[_Outcome]:
             yield from future.result()
 
 
-def _look_at(dataset: ImageDataset, rows: Iterable[int]) -> list[_Outcome]:
+def _look_at(dataset: ImageDataset | AudioDataset, rows: Iterable[int]) -> list[_Outcome]:
     return [_outcome(dataset, row) for row in rows]
 
 
-def _outcome(dataset: ImageDataset, row: int) -> _Outcome:
+def _outcome(dataset: ImageDataset | AudioDataset, row: int) -> _Outcome:
+    outcome = _Outcome()
     try:
-        data = dataset.read(row)
+        data = dataset.stored(row)
     except CorruptSample as error:
-        return _Outcome(False, str(error), None)
-    reason = None
+        return _Outcome(error=str(error))
+    outcome.length, outcome.checksum = len(data), zlib.crc32(data)
     try:
         dataset.check(row, data)
     except CorruptSample as error:
-        reason = str(error)
-    has_changed = reason is not None
+        outcome.change = str(error)
     try:
-        height, width = decode_image(data, decoder=dataset.decoder).shape[:2]
+        if isinstance(dataset, AudioDataset):
+            outcome.values = measure_recording(data)
+            outcome.format = f"{outcome.values['sample_rate']:,} Hz"
+        else:
+            height, width = decode_image(data, decoder=dataset.decoder).shape[:2]
+            outcome.format = f"{width} x {height}"
     except CorruptSample as error:
-        return _Outcome(has_changed, reason or str(error), None)
-    return _Outcome(has_changed, reason, (width, height))
+        outcome.error = str(error)
+    return outcome
 
 
-def _class_counts(dataset: ImageDataset) -> NDArray[np.int64]:
+def _indexed(dataset: AudioDataset, row: int) -> _Outcome:
+    """The outcome that an index was built from."""
+    columns, errors = dataset.index.columns, dataset.index.texts("error")
+    names = ("sample_rate", "num_samples", "rms", "clipped")
+    values = {name: columns[name][row].item() for name in names}
+    return _Outcome(
+        int(columns["length"][row]),
+        int(columns["checksum"][row]),
+        error="" if errors is None else errors[row],
+        format=f"{values['sample_rate']:,} Hz",
+        values=values,
+    )
+
+
+def _class_counts(dataset: ImageDataset | AudioDataset) -> NDArray[np.int64]:
     counts = np.zeros(dataset.num_classes, dtype=np.int64)
     for start in range(0, len(dataset), _CHUNK):
         block = dataset.labels[start : start + _CHUNK]
@@ -160,35 +253,38 @@ def _class_counts(dataset: ImageDataset) -> NDArray[np.int64]:
     return counts
 
 
-def _duplicates(dataset: ImageDataset) -> tuple[list[tuple[int, int]], int]:
-    """Pairs of samples with the same bytes: each later one with the first of its kind.
+def _add_duplicates(
+    report: DataReport, dataset: ImageDataset | AudioDataset, contents: NDArray[np.uint64]
+) -> None:
+    """Pair each sample with the first that has the same bytes.
 
-    Checksum and length come from the index; only samples that share both are read again.
+    Args:
+        report: To add them to.
+        dataset: Samples that share length and checksum are read again and compared.
+        contents: Checksum and length of each; zero where it cannot be read.
     """
-    columns = dataset.index.columns
-    key = columns["checksum"].astype(np.uint64) << np.uint64(32)
-    key |= columns["length"].astype(np.uint64)
-    order = np.argsort(key, kind="stable")
-    starts = np.flatnonzero(np.diff(key[order], prepend=key[order[:1]] + np.uint64(1)))
+    order = np.argsort(contents, kind="stable")
+    starts = np.flatnonzero(np.diff(contents[order], prepend=contents[order[:1]] + np.uint64(1)))
     ends = np.append(starts[1:], len(order))
     pairs = []
-    for place in np.flatnonzero(ends - starts > 1).tolist():
+    for place in np.flatnonzero((ends - starts > 1) & (contents[order[starts]] > 0)).tolist():
         kinds: list[int] = []  # one sample of each content: a checksum may be shared by chance
         for row in order[starts[place] : ends[place]].tolist():
             twin = next((kind for kind in kinds if _same_bytes(dataset, kind, row)), None)
             if twin is None:
                 kinds.append(row)
             else:
-                pairs.append((twin, row))
-    return pairs, len(pairs)
+                pairs.append((row, twin))
+    for row, twin in sorted(pairs):
+        name, remark = dataset.sample_id(row), f"the same bytes as {dataset.sample_id(twin)}"
+        report.duplicates.add(name, remark)
+        if dataset.labels[row] != dataset.labels[twin]:
+            other = dataset.class_name(int(dataset.labels[twin]))
+            report.conflicts.add(name, f"{remark}, under another identity ({other!r})")
 
 
-def _same_bytes(dataset: ImageDataset, a: int, b: int) -> bool:
+def _same_bytes(dataset: ImageDataset | AudioDataset, a: int, b: int) -> bool:
     try:
-        return dataset.read(a) == dataset.read(b)
+        return dataset.stored(a) == dataset.stored(b)
     except CorruptSample:
         return False
-
-
-def _names(dataset: ImageDataset, pairs: list[tuple[int, int]]) -> tuple[tuple[str, str], ...]:
-    return tuple((dataset.sample_id(a), dataset.sample_id(b)) for a, b in pairs[:MOST_EXAMPLES])

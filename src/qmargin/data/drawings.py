@@ -1,4 +1,4 @@
-"""Small pictures held in memory: real data for the demo and for studies."""
+"""Small pictures held in memory: real data for the demo and for experiments."""
 
 from __future__ import annotations
 

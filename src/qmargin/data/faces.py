@@ -11,9 +11,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from qmargin.data.encoded import ImageDataset
 from qmargin.data.images import Pixels, resize_image
 from qmargin.data.order import check_count
+from qmargin.data.stored import ImageDataset
 from qmargin.errors import ConfigError
 
 Floats = NDArray[np.float32]

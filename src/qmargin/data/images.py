@@ -16,7 +16,7 @@ Channels = Literal["rgb", "bgr"]
 Pixels = NDArray[np.uint8]  # [H, W, 3]
 
 MAX_PIXELS = 50_000_000  # a large photo; 150 MB once decoded
-EXTENSIONS = frozenset({"jpg", "jpeg", "png", "webp", "bmp", "ppm"})
+SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm")
 _FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "PPM")  # Pillow reads many more, some by other programs
 _JPEG = b"\xff\xd8\xff"
 

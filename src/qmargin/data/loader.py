@@ -6,13 +6,15 @@ augmented, follows from the order. Workers therefore cannot change what is read.
 
 from __future__ import annotations
 
+import itertools
 import signal
 import sys
 import traceback
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,7 +22,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, get_worker_info
 
-from qmargin.data.lending import Borrower, Layout, Lender, Parcel
 from qmargin.data.order import GlobalOrder, check_count, sample_seeds
 from qmargin.data.samples import (
     CorruptBudget,
@@ -32,6 +33,129 @@ from qmargin.data.samples import (
     reads_many,
 )
 from qmargin.errors import ConfigError, DataError
+
+_ALIGNMENT = 64  # bytes: a multiple of the size of any element
+
+
+class Layout(NamedTuple):
+    """How a batch of inputs lies in a buffer."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @classmethod
+    def of(cls, num_rows: int, given: NDArray[Any]) -> Layout:
+        """Rows one after the other, each laid out as one input is."""
+        like = torch.from_numpy(np.empty_like(given))
+        return cls(like.dtype, (num_rows, *like.shape), (like.numel(), *like.stride()))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes to reserve."""
+        size = torch.Size(self.shape).numel() * self.dtype.itemsize
+        return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+    def on(self, memory: Tensor) -> Tensor:
+        """The inputs ``[num_rows, ...]`` on bytes of memory."""
+        return memory.view(self.dtype).as_strided(self.shape, self.strides)
+
+
+@dataclass(frozen=True)
+class SharedInputs:
+    """Inputs in a shared buffer, as a worker sends them: by the buffer's number."""
+
+    pool: int
+    worker: int
+    buffer: int
+    layout: Layout
+    memory: Tensor | None  # of the buffer, when it is sent for the first time
+
+    def tensor(self, *, is_pinned: bool = False) -> Tensor:
+        """The inputs, in the main process.
+
+        Args:
+            is_pinned: Copy them to page-locked memory; without it they stay where they are.
+        """
+        return _POOLS[self.pool].tensor(self, is_pinned=is_pinned)
+
+
+class WorkerBuffers:
+    """Reusable batch buffers of one worker, in shared memory.
+
+    Args:
+        in_use: Bytes that say which buffers the main process still uses.
+        pool: Number of its ``BufferPool``.
+        worker: Number of this worker.
+    """
+
+    def __init__(self, in_use: Tensor, *, pool: int, worker: int) -> None:
+        self._in_use, self._pool, self._worker = in_use, pool, worker
+        self._buffers: dict[int, Tensor] = {}
+
+    def reserve(self, layout: Layout) -> tuple[Tensor, SharedInputs | None]:
+        """A free buffer for inputs, and how to send it.
+
+        Where the main process keeps more batches than there are buffers, the memory is used only
+        once and is sent as a tensor.
+        """
+        for buffer, in_use in enumerate(self._in_use[self._worker].tolist()):
+            if not in_use:
+                self._in_use[self._worker, buffer] = 1
+                return self._filled(buffer, layout)
+        return layout.on(_shared(layout.num_bytes)), None
+
+    def _filled(self, buffer: int, layout: Layout) -> tuple[Tensor, SharedInputs]:
+        memory = self._buffers.get(buffer)
+        is_new = memory is None or len(memory) < layout.num_bytes
+        if memory is None or is_new:
+            memory = self._buffers[buffer] = _shared(layout.num_bytes)
+        sent = memory if is_new else None
+        inputs = SharedInputs(self._pool, self._worker, buffer, layout, sent)
+        return layout.on(memory), inputs
+
+
+def _shared(num_bytes: int) -> Tensor:
+    memory: Tensor = torch.empty(num_bytes, dtype=torch.uint8).share_memory_()
+    return memory
+
+
+class BufferPool:
+    """The buffers of all workers, in the main process.
+
+    A buffer is free again when the last tensor on it is gone.
+
+    Args:
+        num_workers: Processes that fill buffers.
+        num_buffers: Of each of them.
+    """
+
+    def __init__(self, num_workers: int, num_buffers: int) -> None:
+        self.in_use = torch.zeros(num_workers, num_buffers, dtype=torch.uint8).share_memory_()
+        self.number = next(_NUMBERS)
+        self._buffers: dict[tuple[int, int], Tensor] = {}
+        _POOLS[self.number] = self
+
+    def tensor(self, inputs: SharedInputs, *, is_pinned: bool) -> Tensor:
+        """See ``SharedInputs``."""
+        place = (inputs.worker, inputs.buffer)
+        if inputs.memory is not None:
+            self._buffers[place] = inputs.memory
+        if is_pinned:
+            pinned = inputs.layout.on(self._buffers[place]).pin_memory()
+            self._free(place)
+            return pinned
+        # PyTorch keeps the array for as long as any tensor is on its memory, and no longer.
+        array = self._buffers[place].numpy()
+        weakref.finalize(array, self._free, place).atexit = False
+        return inputs.layout.on(torch.from_numpy(array))
+
+    def _free(self, place: tuple[int, int]) -> None:
+        self.in_use[place] = 0
+
+
+_NUMBERS = itertools.count()
+_POOLS: weakref.WeakValueDictionary[int, BufferPool] = weakref.WeakValueDictionary()
 
 
 @dataclass(frozen=True)
@@ -73,7 +197,7 @@ class _Failure:
 class _Sent:
     """A batch in a form that is cheap to send: labels are numbers, inputs name their memory."""
 
-    inputs: Tensor | Parcel
+    inputs: Tensor | SharedInputs
     labels: list[int]
     ids: tuple[str, ...]
     step: int
@@ -85,10 +209,10 @@ class _Sent:
         return self.received(is_pinned=True)
 
     def received(self, *, is_pinned: bool = False) -> Batch:
-        """The batch, in the process that reads."""
+        """The batch, in the main process."""
         labels = torch.tensor(self.labels, dtype=torch.int64, pin_memory=is_pinned)
-        if isinstance(self.inputs, Parcel):
-            inputs = self.inputs.unpacked(is_pinned=is_pinned)
+        if isinstance(self.inputs, SharedInputs):
+            inputs = self.inputs.tensor(is_pinned=is_pinned)
         else:
             inputs = self.inputs.pin_memory() if is_pinned else self.inputs
         rows = inputs[: len(labels)]
@@ -98,8 +222,8 @@ class _Sent:
 class _Rows:
     """A batch while it is read: each input goes to its row at once, so that none is kept twice."""
 
-    def __init__(self, dataset: Dataset, num_rows: int, lender: Lender | None) -> None:
-        self._dataset, self._num_rows, self._lender = dataset, num_rows, lender
+    def __init__(self, dataset: Dataset, num_rows: int, buffers: WorkerBuffers | None) -> None:
+        self._dataset, self._num_rows, self._buffers = dataset, num_rows, buffers
         self._indices: list[int] = []
         self.labels: list[int] = []
         self.replaced: list[Replacement] = []
@@ -110,7 +234,7 @@ class _Rows:
         if not isinstance(given, np.ndarray):
             given = given.numpy()
         if not self._indices:
-            self._make_room(given)
+            self._reserve(given)
         if given.shape != self._shape or given.dtype != self._dtype:
             name, first = map(self._dataset.sample_id, (sample.index, self._indices[0]))
             raise DataError(
@@ -135,18 +259,18 @@ class _Rows:
         bad = np.flatnonzero((labels < 0) | (labels >= self._dataset.num_classes))
         if bad.size:
             check_label(self._dataset, int(indices[bad[0]]), int(labels[bad[0]]))
-        self._make_room(inputs[0])
+        self._reserve(inputs[0])
         self._array[:] = inputs
         self._indices, self.labels = indices.tolist(), labels.tolist()
 
-    def _make_room(self, given: NDArray[Any]) -> None:
+    def _reserve(self, given: NDArray[Any]) -> None:
         layout = Layout.of(self._num_rows, given)
-        parcel = None
-        if self._lender is None:
-            room = layout.on(torch.empty(layout.num_bytes, dtype=torch.uint8))
+        shared = None
+        if self._buffers is None:
+            inputs = layout.on(torch.empty(layout.num_bytes, dtype=torch.uint8))
         else:
-            room, parcel = self._lender.lend(layout)
-        self._array, self._inputs = room.numpy(), parcel or room
+            inputs, shared = self._buffers.reserve(layout)
+        self._array, self._inputs = inputs.numpy(), shared or inputs
         self._shape, self._dtype = given.shape, given.dtype
 
     def sent(self, step: int, epoch: int) -> _Sent:
@@ -161,7 +285,7 @@ class _BatchReader:
     def __init__(self, dataset: Dataset, order: GlobalOrder, *, rank: int, world: int) -> None:
         self._dataset, self._order = dataset, order
         self._rank, self._world = rank, world
-        self.lender: Lender | None = None
+        self.buffers: WorkerBuffers | None = None
 
     def __getitem__(self, step: int) -> _Sent | _Failure:
         current: int | None = None
@@ -171,7 +295,7 @@ class _BatchReader:
             chosen = part if len(part) else self._order.batch(step)[:1]
             epoch = self._order.epoch_of(step)
             seeds = sample_seeds(self._order.seed, epoch, chosen)
-            rows = _Rows(self._dataset, len(chosen), self.lender)
+            rows = _Rows(self._dataset, len(chosen), self.buffers)
             if reads_many(self._dataset):
                 rows.fill(chosen, *self._dataset.read_many(chosen, seeds))
             else:
@@ -195,10 +319,10 @@ class BatchStream(Iterator[Batch]):
     """
 
     def __init__(
-        self, batches: Iterator[_Sent | Batch | _Failure], borrower: Borrower, budget: CorruptBudget
+        self, batches: Iterator[_Sent | Batch | _Failure], pool: BufferPool, budget: CorruptBudget
     ) -> None:
         self._batches: Iterator[_Sent | Batch | _Failure] | None = batches
-        self._borrower = borrower  # kept: parcels are opened by it
+        self._pool = pool  # kept: inputs are found by it
         self.budget = budget
 
     def __next__(self) -> Batch:
@@ -285,21 +409,21 @@ def build_loader(
     if num_workers:
         check_count(prefetch, "prefetch", low=1)
         options = {"prefetch_factor": prefetch, "timeout": timeout_s}
-    # A worker has so many batches under way; the reader holds one and is given the next.
-    borrower = Borrower(num_workers, prefetch + 2)
+    # A worker reads this many batches ahead; the caller holds one and is given the next.
+    pool = BufferPool(num_workers, prefetch + 2)
     loader: DataLoader[_Sent | Batch | _Failure] = DataLoader(
         _BatchReader(dataset, order, rank=rank, world=world),  # type: ignore[arg-type]
         batch_size=None,
         sampler=steps,
         num_workers=num_workers,
         collate_fn=_as_it_is,
-        worker_init_fn=_WorkerStart(borrower.is_lent, borrower.number),
+        worker_init_fn=_WorkerStart(pool.in_use, pool.number),
         pin_memory=pin_memory,
         generator=torch.Generator(),  # leaves the state of the global one alone
         **options,
     )
     budget = CorruptBudget(None) if budget is None else budget
-    return BatchStream(iter(loader), borrower, budget)
+    return BatchStream(iter(loader), pool, budget)
 
 
 def _as_it_is(batch: Any) -> Any:
@@ -308,21 +432,21 @@ def _as_it_is(batch: Any) -> Any:
 
 @dataclass(frozen=True)
 class _WorkerStart:
-    """Gives a worker memory to lend, and lets it read on while its rank saves and stops.
+    """Give a worker its buffers, and let it read on while its rank saves and stops.
 
     Ctrl-C and job managers signal the whole process group. The rank finishes its step and ends its
-    workers itself; a second SIGTERM is that, or someone in a hurry, and is obeyed.
+    workers itself, by a second SIGTERM, which a worker obeys.
     """
 
-    is_lent: Tensor
-    reader: int
+    in_use: Tensor
+    pool: int
 
     def __call__(self, worker: int) -> None:
         reader: Any = get_worker_info().dataset  # type: ignore[union-attr]
-        reader.lender = Lender(self.is_lent, reader=self.reader, worker=worker)
+        reader.buffers = WorkerBuffers(self.in_use, pool=self.pool, worker=worker)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, _obey_the_next)
+        signal.signal(signal.SIGTERM, _restore_default)
 
 
-def _obey_the_next(number: int, frame: FrameType | None) -> None:
+def _restore_default(number: int, frame: FrameType | None) -> None:
     signal.signal(number, signal.SIG_DFL)

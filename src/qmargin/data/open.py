@@ -1,67 +1,39 @@
-"""``open_dataset``: images or recordings in any of the layouts people have, by their path."""
+"""``open_dataset``: images or recordings in any format that a reader knows, by their path."""
 
 from __future__ import annotations
 
+import hashlib
 import logging
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from qmargin.data.audio_collection import AudioCollection
-from qmargin.data.audio_index import audio_records
-from qmargin.data.audio_lists import audio_layout, open_audio
-from qmargin.data.encoded import ImageDataset
-from qmargin.data.fingerprints import is_in_place
-from qmargin.data.image_folder import (
-    check_image_folder,
-    folder_fingerprint,
-    identity_folders,
-    index_folder,
-)
+from qmargin.data.build import build_index, list_samples
 from qmargin.data.images import Channels, Decoder
-from qmargin.data.index import (
-    SUFFIX,
-    Index,
-    OutdatedIndex,
-    announce,
-    index_place,
-    read_index,
+from qmargin.data.index import SUFFIX, OutdatedIndex, SampleIndex, read_index
+from qmargin.data.reader import (
+    IMAGES,
+    KINDS,
+    RECORDINGS,
+    Found,
+    Kind,
+    Scan,
+    all_readers,
+    get_reader,
 )
-from qmargin.data.index_writer import one_builder
-from qmargin.data.manifest import index_manifest, manifest_fingerprint
-from qmargin.data.recordio_index import index_recordio, recordio_fingerprint
-from qmargin.data.tar_members import archive_files
-from qmargin.data.tar_shards import index_tar, tar_fingerprint
-from qmargin.errors import ConfigError, DataError
+from qmargin.data.stored import AudioDataset, ImageDataset
+from qmargin.errors import ConfigError, DataError, QMarginError
 from qmargin.files import Progress
 
-_log = logging.getLogger("qmargin.data")
-
-
-@dataclass(frozen=True)
-class Layout:
-    """A way to store images: what its index is called, made by, and outdated by."""
-
-    format: str
-    build: Callable[..., None]
-    fingerprint: Callable[[Path, Index], str]
-
-
-_LAYOUTS = {
-    layout.format: layout
-    for layout in (
-        Layout("recordio", index_recordio, recordio_fingerprint),
-        Layout("tar", index_tar, tar_fingerprint),
-        Layout("manifest", index_manifest, manifest_fingerprint),
-        Layout("folder", index_folder, folder_fingerprint),
-    )
+_OPTIONS = {
+    "images": ("root", "split", "decoder", "channels"),
+    "recordings": ("root", "split", "sample_rate"),
 }
-
-
-_OPTIONS = {"images": ("decoder", "channels"), "recordings": ("root", "split", "sample_rate")}
-_NEVER_AUDIO = (".rec", ".idx", ".bin", ".tsv", SUFFIX)
+_RECIPES = {"images": "images", "recordings": "audio"}  # data.kind of a recipe
+_log = logging.getLogger("qmargin.data")
 
 
 def open_dataset(
@@ -72,32 +44,31 @@ def open_dataset(
     verify: bool = False,
     progress: Progress | None = None,
     **options: Any,
-) -> ImageDataset | AudioCollection:
-    """Samples with labels from a path, whose layout is recognised.
+) -> ImageDataset | AudioDataset:
+    """Samples with labels from a path, whose format is recognised.
 
-    Of images: a ``.rec`` file or a folder with one, a ``.tar`` file or a folder of them, a ``.csv``
-    or ``.tsv`` manifest, a folder with one folder per identity, or an index of any of these; see
-    ``open_images``. Of recordings: a folder with one folder per speaker, Kaldi's ``wav.scp`` and
-    ``utt2spk``, JSON lines, tar shards of ``key.wav`` and ``key.spk``, or a CSV; see
-    ``open_audio``. Either has ``labels``, ``num_classes``, ``class_name``, ``read`` for encoded
-    bytes, ``sample_id`` and ``source``; indexing gives the picture, or the samples, and the label.
+    A path is a ``.rec`` file or a folder with one, a ``.tar`` file, a folder or a list of them, a
+    ``.csv`` or ``.tsv`` manifest, a folder with one folder per identity, Kaldi's ``wav.scp`` and
+    ``utt2spk``, JSON lines, what a registered reader knows, or an index of any of these. The result
+    has ``labels``, ``num_classes``, ``class_name``, ``read`` for encoded bytes, ``sample_id`` and
+    ``source``; indexing gives the picture, or the waveform, and the label.
 
     Args:
-        path: The data, or the index of images.
+        path: The data, or its index.
         index: Where the index is, or is to be; beside the data where it is left out.
         index_dir: Folder of indices, instead of beside the data.
-        verify: Compare every sample with its checksum when it is read. Recordings are read without
-            an index otherwise.
+        verify: Compare every sample with its checksum, and its label with that of the data, when
+            it is read.
         progress: Called while an index is built.
-        options: ``decoder`` and ``channels`` of images; ``root``, ``split`` and ``sample_rate`` of
-            recordings.
+        options: ``root`` and ``split`` of lists; ``decoder`` and ``channels`` of images, see
+            ``open_images``; ``sample_rate`` of recordings, see ``open_audio``.
 
     Raises:
-        DataError: The layout is unknown, or the data cannot be indexed.
+        DataError: The format is unknown, or the data cannot be read.
 
     Examples:
         >>> import tempfile
-        >>> from qmargin.data.recordio import RecordWriter, pack_payload
+        >>> from qmargin.data.readers.recordio import RecordWriter, pack_payload
         >>> folder = tempfile.TemporaryDirectory()
         >>> with RecordWriter(Path(folder.name, "train.rec")) as writer:
         ...     for key, label in enumerate((0, 0, 1)):
@@ -107,42 +78,25 @@ def open_dataset(
         (3, [0, 0, 1], b'not really a picture')
         >>> folder.cleanup()
     """
-    kind = "recordings" if is_audio(path) else "images"
+    kind = kind_of(path)
     for name in options:
-        if name not in _OPTIONS[kind]:
-            known = ", ".join(_OPTIONS[kind])
-            raise ConfigError(f"{path} has {kind}, and {name} is no option of them; known: {known}")
-    if kind == "images":
-        return open_images(
-            path, index=index, index_dir=index_dir, verify=verify, progress=progress, **options
-        )
-    collection = open_audio(path, progress=progress, **options)
-    if verify:
-        place = index_place(Path(path).resolve(), index_dir) if index is None else Path(index)
-        if index is None and index_dir is None and not place.exists():
-            announce(path, place)
-        records = audio_records(collection, place, progress=progress)
-        collection.verify_([item.size for item in records], [item.checksum for item in records])
-    elif index is not None:
-        raise ConfigError(
-            f"index is {index} and recordings are read without one; set verify to compare them with"
-            " it"
-        )
-    return collection
-
-
-def is_audio(path: str | Path) -> bool:
-    """Whether what is at a path is a list or folder of recordings."""
-    path = Path(path)
-    has_records = path.is_dir() and any(path.glob("*.rec"))
-    if has_records or path.suffix.lower() in _NEVER_AUDIO:
-        return False
-    return audio_layout(path) is not None
+        if name not in _OPTIONS[kind.name]:
+            known = ", ".join(_OPTIONS[kind.name])
+            raise ConfigError(
+                f"{path} has {kind.name}, and {name} is no option of them; known: {known}"
+            )
+    opener: Any = open_images if kind is IMAGES else open_audio
+    found: ImageDataset | AudioDataset = opener(
+        path, index=index, index_dir=index_dir, verify=verify, progress=progress, **options
+    )
+    return found
 
 
 def open_images(
     path: str | Path,
     *,
+    root: str | Path | None = None,
+    split: str | None = None,
     index: str | Path | None = None,
     index_dir: str | Path | None = None,
     verify: bool = False,
@@ -150,113 +104,339 @@ def open_images(
     channels: Channels = "rgb",
     progress: Progress | None = None,
 ) -> ImageDataset:
-    """Images with labels from a path, whose layout is recognised.
+    """Images with labels from a path, whose format is recognised.
 
     The index is built on first use, which reads all data once, and again when files have come or
     gone.
 
     Args:
         path: The data, or its index.
+        root: Folder that relative paths in a list start from; the list's own without it.
+        split: Rows of a CSV whose column ``split`` has this value.
         index: Where the index is, or is to be; beside the data where it is left out.
         index_dir: Folder of indices, instead of beside the data.
-        verify: Compare every sample with its checksum, and its label with that of the data, when
-            it is read.
+        verify: See ``open_dataset``.
         decoder: ``"pillow"``, or ``"simplejpeg"``, which gives the same bits faster.
         channels: Order of the stored channels; pictures are RGB either way.
         progress: Called while an index is built.
 
     Raises:
-        DataError: The layout is unknown, or the data cannot be indexed.
+        DataError: The format is unknown, or the data cannot be indexed.
     """
-    found = open_index(path, index=index, index_dir=index_dir, progress=progress)
+    found = open_index(
+        path,
+        kind=IMAGES,
+        options=reader_options(root=root, split=split),
+        index=index,
+        index_dir=index_dir,
+        progress=progress,
+    )
     return ImageDataset(found, verify=verify, decoder=decoder, channels=channels)
+
+
+def open_audio(
+    path: str | Path,
+    *,
+    root: str | Path | None = None,
+    split: str | None = None,
+    sample_rate: int = 16000,
+    index: str | Path | None = None,
+    index_dir: str | Path | None = None,
+    verify: bool = False,
+    indexed: bool = False,
+    progress: Progress | None = None,
+) -> AudioDataset:
+    """Recordings with speakers from a path, whose format is recognised.
+
+    An index that is there and fresh is used. Otherwise recordings are only listed, as measuring
+    them takes long, unless checksums or durations are asked for.
+
+    Args:
+        path: The data, or its index.
+        root: Folder that relative paths in a list start from; the list's own without it.
+        split: Rows of a CSV whose column ``split`` has this value.
+        sample_rate: Of the waveforms that indexing gives.
+        index: Where the index is, or is to be; beside the data where it is left out.
+        index_dir: Folder of indices, instead of beside the data.
+        verify: See ``open_dataset``.
+        indexed: Build the index where it is missing, for durations.
+        progress: Called while data is listed or an index is built.
+
+    Raises:
+        DataError: The format is unknown, or a line is wrong; the message names file and line.
+    """
+    options = reader_options(root=root, split=split)
+    if verify or indexed or index is not None or Path(path).suffix == SUFFIX:
+        found = open_index(
+            path,
+            kind=RECORDINGS,
+            options=options,
+            index=index,
+            index_dir=index_dir,
+            progress=progress,
+        )
+    else:
+        with _expecting(Path(path), RECORDINGS):
+            data = recognise(path, RECORDINGS, options)
+            known = _fresh(index_place(data.path, index_dir, make=False), data, options)
+            found = known or list_samples(_scan(data, options, progress), data.reader)
+    return AudioDataset(found, verify=verify, sample_rate=sample_rate)
+
+
+def reader_options(**options: str | Path | None) -> dict[str, str]:
+    """Options of a reader that were given, as an index keeps them."""
+    return {
+        name: str(Path(value).resolve()) if name == "root" else str(value)
+        for name, value in options.items()
+        if value is not None
+    }
 
 
 def open_index(
     path: str | Path,
     *,
+    kind: Kind | None = None,
+    options: Mapping[str, str] | None = None,
     index: str | Path | None = None,
     index_dir: str | Path | None = None,
     rebuild: bool = False,
     keep_changed: bool = False,
+    num_threads: int = 2,
     progress: Progress | None = None,
-) -> Index:
+) -> SampleIndex:
     """The index of a dataset, built where it is missing, stale or asked for.
 
     Args:
         path: The data, or its index.
+        kind: What samples are looked for; recognised without it.
+        options: Of the reader; see ``reader_options``.
         index: Where the index is, or is to be.
         index_dir: Folder of indices, instead of beside the data.
-        rebuild: Build it in any case.
+        rebuild: Build it in any case. What an interrupted build of recordings has measured is used.
         keep_changed: Keep the index of files that were changed in place, to find the changes.
+        num_threads: That decode recordings at once.
         progress: Called while it is built.
     """
-    path = Path(path)
+    path, options = Path(path), options or {}
     if path.suffix == SUFFIX and index is None and not rebuild:
-        return read_index(path) if keep_changed else _trusted(read_index(path))
-    with _no_recordings(path):
-        format, data = recognise(path)
-    place = index_place(data, index_dir) if index is None else Path(index)
-    known = None if rebuild else _fresh(place, format, data, keep_changed=keep_changed)
+        return _of_kind(read_index(path) if keep_changed else _trusted(read_index(path)), kind)
+    with _expecting(path, kind):
+        data = recognise(path, kind, options)
+    place = index_place(data.path, index_dir) if index is None else Path(index)
+    known = None if rebuild else _fresh(place, data, options, keep_changed=keep_changed)
     if known is not None:
         return known
     if not place.parent.is_dir():
         raise DataError(f"{place.parent} is not a folder; make it, or give another index")
     with one_builder(place):
-        known = None if rebuild else _fresh(place, format, data)  # made by another process
+        known = None if rebuild else _fresh(place, data, options)  # made by another process
         if known is not None:
             return known
         if place.exists() and not rebuild:
-            _log.warning("%s is built again: %s", place, _reason(place, format, data))
+            _log.warning("%s is built again: %s", place, _reason(place, data, options))
         elif index is None and index_dir is None and not rebuild:
-            announce(data, place)
-        with _no_recordings(path):
-            _LAYOUTS[format].build(data, place, progress=progress)
-        return read_index(place, data)
+            _log.warning(
+                "writing the index of %s to %s; index_dir (--index-dir) puts it elsewhere",
+                data.path,
+                place,
+            )
+        with _expecting(path, kind):
+            scan = _scan(data, options, progress)
+            build_index(scan, data.reader, place, num_threads=num_threads)
+        return replace(read_index(place, data.path), is_new=True)
+
+
+def kind_of(path: str | Path) -> Kind:
+    """Whether what is at a path are images or recordings.
+
+    Raises:
+        DataError: Nothing there is known.
+    """
+    path = Path(path)
+    if path.suffix == SUFFIX:
+        return KINDS[read_index(path).kind]
+    return recognise(path).kind or IMAGES
+
+
+def recognise(
+    path: str | Path, kind: Kind | None = None, options: Mapping[str, str] | None = None
+) -> Found:
+    """The data at a path, and who reads it.
+
+    Args:
+        path: A file or folder.
+        kind: What samples are looked for; any without it.
+        options: That the reader has to take.
+
+    Raises:
+        DataError: No reader knows what is there.
+        ConfigError: The reader does not take an option.
+    """
+    given, path = path, Path(path).resolve()
+    if not path.exists():
+        raise DataError(f"{given} does not exist; give a file or folder of images or recordings")
+    found = _find(path, kind)
+    for name, value in (options or {}).items():
+        if name not in found.reader.options:
+            raise ConfigError(
+                f"{name} is {value!r} and {found.path} is of the format {found.reader.format}, "
+                f"which has no such option; leave {name} out"
+            )
+    return found
+
+
+def _find(path: Path, kind: Kind | None) -> Found:
+    for reader in all_readers():
+        try:
+            found = reader.find(path, kind)
+        except Exception as error:
+            is_ours = type(reader).__module__.startswith("qmargin.")
+            if is_ours or isinstance(error, OSError | QMarginError):
+                raise
+            failure = f"{type(error).__name__}: {error}"
+            _log.warning("the reader %r failed on %s (%s)", reader.format, path, failure)
+            continue
+        if found is not None:
+            return found
+    raise DataError(_why_unknown(path))
+
+
+def _why_unknown(path: Path) -> str:
+    if path.is_dir():
+        return (
+            f"{path} has no folders, archives, records or lists; put the samples of each identity "
+            "into a folder of their own"
+        )
+    if path.suffix.lower() == ".bin":
+        return f"{path} is a verification set; use qmargin.data.read_bin"
+    return (
+        f"{path} is of no known format; give a .rec, .tar, .csv or .tsv file, JSON lines, or a "
+        "folder with one folder per identity"
+    )
 
 
 @contextmanager
-def _no_recordings(path: Path) -> Iterator[None]:
-    """Say so where no image is found because there are recordings."""
+def _expecting(path: Path, kind: Kind | None) -> Iterator[None]:
+    """Say so where nothing is found because there are samples of the other kind."""
     try:
         yield
     except DataError as error:
-        if not path.exists() or not is_audio(path):
+        try:
+            other = None if kind is None else recognise(path).kind
+        except DataError:
+            other = None
+        if kind is None or other is None or other is kind:
             raise
         raise DataError(
-            f"{path} has recordings, and images are expected; take a speaker recipe, or set "
-            "data.kind to audio"
+            f"{path} has {other.name}, and {kind.name} are expected; take a recipe for "
+            f"{other.name}, or set data.kind to {_RECIPES[other.name]}"
         ) from error
 
 
-def _fresh(place: Path, format: str, data: Path, *, keep_changed: bool = False) -> Index | None:
+def _of_kind(index: SampleIndex, kind: Kind | None) -> SampleIndex:
+    if kind is not None and index.kind != kind.name:
+        raise DataError(
+            f"{index.path} is of {index.kind}, and {kind.name} are expected; set data.kind to "
+            f"{_RECIPES[index.kind]}"
+        )
+    return index
+
+
+def _scan(data: Found, options: Mapping[str, str], progress: Progress | None = None) -> Scan:
+    scan = Scan(data.path, data.kind or IMAGES, options)
+    if progress is not None:
+        scan.progress = progress
+    return scan
+
+
+def index_place(data: Path, folder: str | Path | None = None, *, make: bool = True) -> Path:
+    """In a folder if one is given, or else beside the data, or in the cache where that is locked.
+
+    Args:
+        data: The dataset, as an absolute path: names in a folder tell its namesakes apart.
+        folder: Where indices go.
+        make: Make the folder of the cache.
+
+    Raises:
+        DataError: There is no such folder.
+    """
+    digest = hashlib.sha256(os.fsencode(data)).hexdigest()[:24]
+    if folder is not None:
+        if not Path(folder).is_dir():
+            raise DataError(f"index_dir is {str(folder)!r}, which is not a folder; make it first")
+        return Path(folder) / f"{data.name}.{digest[:12]}{SUFFIX}"
+    beside = data.with_name(data.name + SUFFIX)
+    if beside.exists() or os.access(beside.parent, os.W_OK):
+        return beside
+    cache = Path.home() / ".cache" / "qmargin"
+    if make:
+        cache.mkdir(parents=True, exist_ok=True)
+    return cache / f"{digest}{SUFFIX}"
+
+
+@contextmanager
+def one_builder(path: Path) -> Iterator[None]:
+    """Let one process at a time build an index, while others wait for it.
+
+    It only saves work: an index comes to its place whole, so that several builders would write the
+    same file one after the other. That is what happens on a file system without locks.
+
+    Args:
+        path: Of the index.
+    """
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        yield
+        return
+    lock = path.with_name(f".{path.name}.lock")
+    file = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            _log.warning("another process is building %s; waiting for it", path)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:
+            _log.warning("no lock for %s (%s); other processes may build it too", path, error)
+        yield
+    finally:
+        lock.unlink(missing_ok=True)
+        os.close(file)
+
+
+def _fresh(
+    place: Path, data: Found, options: Mapping[str, str], *, keep_changed: bool = False
+) -> SampleIndex | None:
     """The index at a place, if there is one and the data have not changed."""
     if not place.exists():
         return None
     try:
-        known = read_index(place, data)
+        known = read_index(place, data.path)
     except OutdatedIndex:
         return None
-    if _stale(known, format, data) is None:
+    reason = _stale(known, data, options)
+    if reason is None or (keep_changed and reason.endswith(_IN_PLACE)):
         return known
-    if keep_changed and known.format == format and not known.is_racy:
-        now = _LAYOUTS[format].fingerprint(data, known)
-        return known if is_in_place(known.fingerprint, now) else None
     return None
 
 
-def _reason(place: Path, format: str, data: Path) -> str | None:
+_IN_PLACE = "changed in place"
+
+
+def _reason(place: Path, data: Found, options: Mapping[str, str]) -> str | None:
     try:
-        return _stale(read_index(place, data), format, data)
+        return _stale(read_index(place, data.path), data, options)
     except OutdatedIndex:
         return "another version wrote it"
 
 
-def _trusted(index: Index) -> Index:
+def _trusted(index: SampleIndex) -> SampleIndex:
     """An index that was opened by its own path, if its data have not changed."""
     if not index.root.exists():
         raise DataError(f"{index.path} is the index of {index.root}, which does not exist")
-    reason = _stale(index, index.format, index.root) if index.format in _LAYOUTS else "no layout"
+    data = Found(get_reader(index.format), index.root, KINDS[index.kind])
+    reason = _stale(index, data, index.options)
     if reason is not None:
         raise DataError(
             f"{index.path} is stale: {reason}; build it again with qmargin data index {index.root} "
@@ -265,60 +445,17 @@ def _trusted(index: Index) -> Index:
     return index
 
 
-def _stale(index: Index, format: str, data: Path) -> str | None:
-    if index.format != format:
-        return f"it is of {index.format} data"
+def _stale(index: SampleIndex, data: Found, options: Mapping[str, str]) -> str | None:
+    """Why an index is not trusted; None where it is."""
+    if (index.format, index.kind) != (data.reader.format, (data.kind or IMAGES).name):
+        return f"it is of {index.kind} of the format {index.format}"
+    if dict(index.options) != dict(options):
+        return f"it was built with the options {dict(index.options)}"
     if index.is_racy:
-        return f"{data} was changing while it was built"
-    now = _LAYOUTS[format].fingerprint(data, index)
-    return None if now == index.fingerprint else f"{data} has {now}, it was of {index.fingerprint}"
-
-
-def recognise(path: Path) -> tuple[str, Path]:
-    """Format of the data at a path, and the path that stands for it.
-
-    Raises:
-        DataError: Nothing there is known.
-    """
-    path = path.resolve()
-    if not path.exists():
-        raise DataError(f"{path} does not exist; give a file or folder of images or recordings")
-    if path.is_dir():
-        return _recognise_folder(path)
-    suffix = path.suffix.lower()
-    if suffix in (".rec", ".idx"):
-        records = path.with_suffix(".rec")
-        if not records.exists():
-            raise DataError(f"{records} does not exist; {path.name} is of no use without it")
-        return "recordio", records
-    if suffix in (".csv", ".tsv"):
-        return "manifest", path
-    if suffix == ".tar":
-        return "tar", path
-    if suffix == ".bin":
-        raise DataError(f"{path} is a verification set; use qmargin.data.read_bin")
-    raise DataError(
-        f"{path} is of no known layout; give a .rec, .tar, .csv or .tsv file, JSON lines, or a "
-        "folder with one folder per identity"
-    )
-
-
-def _recognise_folder(path: Path) -> tuple[str, Path]:
-    records = sorted(path.glob("*.rec"))
-    if len(records) > 1:
-        names = ", ".join(record.name for record in records[:5])
-        raise DataError(f"{path} has {len(records)} .rec files ({names}); give one of them")
-    if records:
-        return "recordio", records[0]
-    if archive_files(path):
-        return "tar", path
-    if identities := identity_folders(path):
-        check_image_folder(path, identities)
-        return "folder", path
-    manifests = sorted((*path.glob("*.csv"), *path.glob("*.tsv")))
-    if len(manifests) == 1:
-        return "manifest", manifests[0]
-    raise DataError(
-        f"{path} has no folders, archives or records; put the images of each identity into a "
-        "folder of their own"
-    )
+        return f"{data.path} was changing while it was built"
+    before, now = index.fingerprint, data.reader.hasher(_scan(data, options), index, None)
+    if before is None or now.fingerprint == before:
+        return None
+    is_in_place = before.is_changed_in_place(now.fingerprint)
+    change = _IN_PLACE if is_in_place else "changed"
+    return f"{data.path} has {now.fingerprint}, it was of {before}: {change}"

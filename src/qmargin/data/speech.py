@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from pathlib import Path
 
@@ -11,29 +13,83 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from qmargin.data.audio import AudioInfo, Samples, decode_audio, played_rate
-from qmargin.data.audio_collection import AudioCollection
-from qmargin.data.audio_index import audio_records
-from qmargin.data.audio_lists import open_audio
-from qmargin.data.audio_memory import AudioMemory
-from qmargin.data.index import announce, index_place
-from qmargin.data.rooms import RoomSimulator
+from qmargin.data.audio import AudioInfo, Samples, Span, change_rate, decode_audio, played_rate
+from qmargin.data.open import open_audio
 from qmargin.data.speech_augment import (
     Noises,
     ResponseFiles,
     ResponseSource,
+    RoomSimulator,
     SpectrumMasks,
     SpeechAugmentation,
     tiled,
 )
-from qmargin.errors import ConfigError
-from qmargin.features.filter_bank import FULL_SCALE, FilterBank, subtract_mean
+from qmargin.data.stored import AudioDataset
+from qmargin.errors import ConfigError, CorruptSample
+from qmargin.models.features import FULL_SCALE, FilterBank, subtract_mean
 
 SPEEDS = (1.0, 0.9, 1.1)
+MAX_BYTES = 16 << 30  # of samples in memory
+_MOST_THREADS = 8
+_BLOCK = 256  # recordings between two looks at the memory
+
+
+class AudioMemory:
+    """Every recording at its sample rate in memory; forked workers share the arrays.
+
+    What cannot be decoded raises when it is asked for, as it does from its file, so that it is
+    counted and replaced in the same way.
+
+    Args:
+        recordings: What to decode.
+        max_bytes: More than this is refused.
+
+    Raises:
+        ConfigError: The samples take more than ``max_bytes``.
+    """
+
+    def __init__(self, recordings: AudioDataset, *, max_bytes: int = MAX_BYTES) -> None:
+        self.sample_rate = recordings.sample_rate
+        self._held: list[Samples | str] = []
+        self.nbytes = 0
+
+        def decoded(index: int) -> Samples | str:
+            try:
+                return recordings[index][0]
+            except CorruptSample as error:
+                return str(error)
+
+        with ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1)) as pool:
+            for start in range(0, len(recordings), _BLOCK):
+                block = range(start, min(start + _BLOCK, len(recordings)))
+                self._held += pool.map(decoded, block)
+                self.nbytes = sum(item.nbytes for item in self._held if not isinstance(item, str))
+                if self.nbytes > max_bytes:
+                    raise ConfigError(
+                        f"{len(self._held):,} of {len(recordings):,} recordings take "
+                        f"{self.nbytes / 2**30:.1f} GiB and at most {max_bytes / 2**30:.1f} are "
+                        "held; set in_memory to false"
+                    )
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def cut(self, index: int, *, span: Span, speed: float = 1.0) -> Samples:
+        """A span of a recording, as ``decode_audio`` gives it from a file of this rate.
+
+        Raises:
+            CorruptSample: It could not be decoded.
+        """
+        samples = self._held[index]
+        if isinstance(samples, str):
+            raise CorruptSample(samples)
+        info = AudioInfo(self.sample_rate, 1, len(samples), "memory")
+        start, stop = span(info)
+        return change_rate(samples[start:stop], played_rate(info, speed), self.sample_rate)
 
 
 class SpeechDataset:
-    """Chunks of equal length of the utterances of a collection.
+    """Chunks of equal length of recordings.
 
     A sample is a random chunk; a shorter utterance is tiled. What is drawn for it (its speed, the
     place of the chunk, noise or a room, dither, masks) follows from the seed of the reading alone.
@@ -42,7 +98,7 @@ class SpeechDataset:
     number ``j`` has label ``j * num_speakers + i``, so that there are three times as many classes.
 
     Args:
-        collection: Utterances and their speakers.
+        recordings: With their speakers.
         num_frames: Length of a chunk in frames of the filter bank.
         speeds: Drawn from with equal chances; ``(1.0,)`` for none.
         augmentation: Noise and reverberation.
@@ -53,12 +109,12 @@ class SpeechDataset:
         bank: The filter bank that chunks are cut for and features are computed with.
         classes_per_speaker: At least the number of speeds, which it is without it; more to go on
             with a classifier that was trained at more speeds.
-        memory: The samples of the same collection, where they are held in memory.
+        memory: The samples of the same recordings, where they are held in memory.
     """
 
     def __init__(
         self,
-        collection: AudioCollection,
+        recordings: AudioDataset,
         *,
         num_frames: int = 200,
         speeds: Sequence[float] = SPEEDS,
@@ -70,10 +126,10 @@ class SpeechDataset:
         classes_per_speaker: int | None = None,
         memory: AudioMemory | None = None,
     ) -> None:
-        self.collection, self.speeds = collection, tuple(speeds)
+        self.recordings, self.speeds = recordings, tuple(speeds)
         self.memory = memory
         self.augmentation, self.dither = augmentation, dither
-        self.bank = FilterBank(collection.sample_rate) if bank is None else bank.eval()
+        self.bank = FilterBank(recordings.sample_rate) if bank is None else bank.eval()
         self.as_features, self.masks = as_features, masks
         self.classes_per_speaker = classes_per_speaker or len(self.speeds)
         if num_frames < 1:
@@ -87,27 +143,27 @@ class SpeechDataset:
             )
         if masks is not None and not as_features:
             raise ConfigError("masks are of features; set as_features, or mask on the device")
-        if self.bank.sample_rate != collection.sample_rate:
+        if self.bank.sample_rate != recordings.sample_rate:
             raise ConfigError(
-                f"the filter bank is for {self.bank.sample_rate} Hz and the collection gives "
-                f"{collection.sample_rate} Hz; make them agree"
+                f"the filter bank is for {self.bank.sample_rate} Hz and the recordings give "
+                f"{recordings.sample_rate} Hz; make them agree"
             )
         self.num_samples = self.bank.num_samples(num_frames)
         for speed in self.speeds:  # a speed out of range must not wait for the first sample
             played_rate(AudioInfo(16000, 1, 1, "WAV"), speed)
 
     def __len__(self) -> int:
-        return len(self.collection)
+        return len(self.recordings)
 
     @property
     def num_classes(self) -> int:
         """Speakers times the classes of each."""
-        return self.collection.num_classes * self.classes_per_speaker
+        return self.recordings.num_classes * self.classes_per_speaker
 
     @property
-    def labels(self) -> NDArray[np.int64] | None:
+    def labels(self) -> NDArray[np.int32] | None:
         """Labels, or None where they depend on the speed that is drawn."""
-        return self.collection.labels if len(self.speeds) == 1 else None
+        return self.recordings.labels if len(self.speeds) == 1 else None
 
     def read(self, index: int, seed: int) -> tuple[Tensor, int]:
         """A chunk and its label, as the seed decides.
@@ -117,7 +173,7 @@ class SpeechDataset:
         """
         generator = np.random.default_rng(seed)
         turn = int(generator.integers(len(self.speeds)))
-        label = turn * self.collection.num_classes + int(self.collection.labels[index])
+        label = turn * self.recordings.num_classes + int(self.recordings.labels[index])
         samples = self._chunk(index, self.speeds[turn], place=generator.random())
         if self.augmentation is not None:
             samples = self.augmentation(samples, generator)
@@ -128,7 +184,7 @@ class SpeechDataset:
         return (self._features(waveform, generator) if self.as_features else waveform), label
 
     def _chunk(self, index: int, speed: float, *, place: float) -> Samples:
-        rate = self.collection.sample_rate
+        rate = self.recordings.sample_rate
 
         def span(info: AudioInfo) -> tuple[int, int]:
             ratio = played_rate(info, speed) / Fraction(rate)
@@ -137,7 +193,7 @@ class SpeechDataset:
             return start, min(info.num_samples, start + wanted)
 
         if self.memory is None:
-            source = self.collection.encoded(index)
+            source = self.recordings.encoded(index)
             samples = decode_audio(source, sample_rate=rate, span=span, speed=speed)
         else:
             samples = self.memory.cut(index, span=span, speed=speed)
@@ -152,11 +208,11 @@ class SpeechDataset:
 
     def sample_id(self, index: int) -> str:
         """The utterance's key."""
-        return self.collection.sample_id(index)
+        return self.recordings.sample_id(index)
 
     def source(self, index: int) -> str:
         """Where the utterance and its speaker are named."""
-        return self.collection.source(index)
+        return self.recordings.source(index)
 
 
 def open_speech(
@@ -229,14 +285,19 @@ def open_speech(
     augmentation = None
     if noises is not None or responses is not None:
         augmentation = SpeechAugmentation(augment, noises, responses)
-    collection = open_audio(path, root=root, split=split, sample_rate=sample_rate)
-    if verify or min_seconds > 0.0:
-        place = index_place(Path(path).resolve(), index_dir)
-        if index_dir is None and not place.exists():
-            announce(path, place)
-        collection = _compared(collection, place, verify=verify, min_seconds=min_seconds)
+    recordings = open_audio(
+        path,
+        root=root,
+        split=split,
+        sample_rate=sample_rate,
+        index_dir=index_dir,
+        verify=verify,
+        indexed=min_seconds > 0.0,
+    )
+    if min_seconds > 0.0:
+        recordings = _long_enough(recordings, min_seconds)
     return SpeechDataset(
-        collection,
+        recordings,
         num_frames=num_frames,
         speeds=SPEEDS if speed_perturbation else SPEEDS[:1],
         classes_per_speaker=len(SPEEDS) if keep_speed_classes else None,
@@ -245,25 +306,19 @@ def open_speech(
         as_features=as_features,
         masks=SpectrumMasks(mask_probability) if mask_probability > 0.0 else None,
         bank=FilterBank(sample_rate, num_bins, window),
-        memory=AudioMemory(collection) if in_memory else None,
+        memory=AudioMemory(recordings) if in_memory else None,
     )
 
 
-def _compared(
-    collection: AudioCollection, place: Path, *, verify: bool, min_seconds: float
-) -> AudioCollection:
-    """A collection with checksums to compare with, without what is too short, by its index."""
-    records = audio_records(collection, place)
-    if verify:
-        collection.verify_([item.size for item in records], [item.checksum for item in records])
-    kept = [
-        number
-        for number, record in enumerate(records)
-        if record.error or record.seconds >= min_seconds  # a corrupt one is replaced and counted
-    ]
-    if not kept:
+def _long_enough(recordings: AudioDataset, min_seconds: float) -> AudioDataset:
+    """Recordings without those that are too short, by the durations in their index."""
+    errors = recordings.index.texts("error")
+    is_kept = recordings.index.seconds() >= min_seconds
+    if errors is not None:  # a corrupt one is replaced and counted when it is read
+        is_kept |= np.diff(errors.ends, prepend=0) > 0
+    if not is_kept.any():
         raise ConfigError(
-            f"min_seconds is {min_seconds:g} and no utterance of {collection.origin} is that long; "
-            "lower it"
+            f"min_seconds is {min_seconds:g} and no recording of {recordings.index.root} is that "
+            "long; lower it"
         )
-    return collection if len(kept) == len(records) else collection.subset(kept)
+    return recordings if is_kept.all() else recordings.subset(np.flatnonzero(is_kept))

@@ -15,8 +15,47 @@ from qmargin.data.order import check_count, check_samples, derived_seed
 from qmargin.errors import ConfigError
 
 
+class SyntheticDataset:
+    """What all synthetic worlds share: sample ``i`` is of identity ``i // samples_per_class``.
+
+    A world is one file with a frozen dataclass that derives from this class and has ``read``; see
+    ``StrokeIdentities`` for one that draws pictures.
+    """
+
+    num_classes: int
+    samples_per_class: int
+    seed: int
+
+    def _check_counts(self) -> None:
+        check_count(self.num_classes, "num_classes", low=1)
+        check_count(self.samples_per_class, "samples_per_class", low=1)
+
+    def __len__(self) -> int:
+        return self.num_classes * self.samples_per_class
+
+    @property
+    def labels(self) -> NDArray[np.int64]:
+        """Identity of each sample, ``[n]``."""
+        check_samples(self.num_classes, self.samples_per_class)
+        return np.repeat(np.arange(self.num_classes), self.samples_per_class)
+
+    def _label(self, index: int) -> int:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        return index // self.samples_per_class
+
+    def sample_id(self, index: int) -> str:
+        """Identity and number of a sample."""
+        label, number = divmod(index, self.samples_per_class)
+        return f"identity-{label}/sample-{number}"
+
+    def source(self, index: int) -> str:
+        """Labels are computed, not written anywhere."""
+        return f"{type(self).__name__} of seed {self.seed}, sample {index}"
+
+
 @dataclass(frozen=True)
-class SyntheticIdentities:
+class SyntheticIdentities(SyntheticDataset):
     """A cloud of samples around one random centre per identity.
 
     A sample is its identity's centre, plus noise of its own, plus noise that is drawn anew each
@@ -49,8 +88,7 @@ class SyntheticIdentities:
     as_bytes: bool = False
 
     def __post_init__(self) -> None:
-        check_count(self.num_classes, "num_classes", low=1)
-        check_count(self.samples_per_class, "samples_per_class", low=1)
+        self._check_counts()
         check_samples(self.num_classes, self.samples_per_class)
         object.__setattr__(self, "shape", tuple(self.shape))
         if not self.shape:
@@ -62,19 +100,9 @@ class SyntheticIdentities:
             if not 0.0 <= value < math.inf:
                 raise ConfigError(f"{name} is {value}; it must be finite and at least 0")
 
-    def __len__(self) -> int:
-        return self.num_classes * self.samples_per_class
-
-    @property
-    def labels(self) -> NDArray[np.int64]:
-        """Identity of each sample, ``[n]``."""
-        return np.repeat(np.arange(self.num_classes), self.samples_per_class)
-
     def read(self, index: int, seed: int) -> tuple[Tensor, int]:
         """The sample with the augmentation of ``seed``, and its identity."""
-        if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)}")
-        label = index // self.samples_per_class
+        label = self._label(index)
         inputs = self._normal(0, label)
         inputs += self.noise * self._normal(1, index)
         if self.augmentation:
@@ -86,12 +114,3 @@ class SyntheticIdentities:
     def _normal(self, *key: int) -> Tensor:
         generator = torch.Generator().manual_seed(derived_seed(self.seed, *key))
         return torch.randn(tuple(self.shape), generator=generator)
-
-    def sample_id(self, index: int) -> str:
-        """Identity and number of a sample."""
-        label, number = divmod(index, self.samples_per_class)
-        return f"identity-{label}/sample-{number}"
-
-    def source(self, index: int) -> str:
-        """Synthetic labels are computed, not written anywhere."""
-        return f"synthetic identities of seed {self.seed}, sample {index}"

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import csv
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
 from operator import methodcaller
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -11,14 +15,291 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from qmargin.errors import DataError
-from qmargin.evaluation.keys import KeyTable
-from qmargin.evaluation.layouts import LABEL_WORDS, LABELS, MAX_LINE_BYTES, Layout, is_number
-from qmargin.files import Progress, open_regular
+from qmargin.errors import ConfigError, DataError
+from qmargin.evaluation.result import Source
+from qmargin.files import Progress, open_regular, sha256_of
 
+Codes = NDArray[np.int32]
 BLOCK = 1 << 22  # elements: so large a block of scores goes back to the system when it is freed
 _CHUNK_BYTES = 1 << 18  # lists of the cells stay in the cache: twice as fast as 1 << 22
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+SCORE_LAYOUTS = {  # the first two are the orders of WeSpeaker, and of SpeechBrain and 3D-Speaker
+    "enrol-test-score-label": ("enrol", "test", "score", "label"),
+    "enrol-test-label-score": ("enrol", "test", "label", "score"),
+    "enrol-test-score": ("enrol", "test", "score"),
+    "score-label": ("score", "label"),
+    "label-score": ("label", "score"),
+}
+TRIAL_LAYOUTS = {
+    "enrol-test-label": ("enrol", "test", "label"),  # Kaldi
+    "label-enrol-test": ("label", "enrol", "test"),  # VoxCeleb
+    "enrol-test": ("enrol", "test"),
+}
+_LABELS = {
+    True: ("1", "target", "true", "same", "genuine"),
+    False: ("0", "nontarget", "false", "different", "impostor"),
+}
+LABELS = {word.encode(): label for label, words in _LABELS.items() for word in words}
+LABEL_WORDS = "1/0, target/nontarget, true/false, same/different, genuine/impostor"
+_ALIASES = {
+    "enrol": "enroll enrolment enrollment reference model key1 id1 path1 file1 left",
+    "test": "probe query key2 id2 path2 file2 right",
+    "score": "scores similarity cosine llr",
+    "label": "labels target is_target is_genuine genuine same issame is_same match",
+    "enrol_subject": "enroll_subject enrol_speaker enroll_speaker subject1 speaker1 identity1",
+    "test_subject": "test_speaker probe_subject subject2 speaker2 identity2",
+}
+HEADER_NAMES = {
+    alias: name for name, aliases in _ALIASES.items() for alias in (name, *aliases.split())
+}
+MAX_LINE_BYTES = 1 << 20
+_HEADS = ("subject", "speaker", "identity", "key", "file", "utterance", "name", "utt", "id")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Names of the columns, None for one that is not used; no delimiter means white space."""
+
+    columns: tuple[str | None, ...]
+    delimiter: str | None
+    has_header: bool = False
+
+    def split(self, line: bytes) -> list[bytes]:
+        """Cells of one line."""
+        if self.delimiter is None:
+            return line.split()
+        if b'"' in line:
+            return _split_quoted(line, self.delimiter)
+        return [cell.strip() for cell in line.split(self.delimiter.encode())]
+
+
+def _split_quoted(line: bytes, delimiter: str) -> list[bytes]:
+    text = line.decode("utf-8", "surrogateescape")
+    try:
+        rows = list(csv.reader([text], delimiter=delimiter, strict=True, skipinitialspace=True))
+    except csv.Error:  # a quote without its partner: too few columns for any layout
+        return [line]
+    return [cell.strip().encode("utf-8", "surrogateescape") for cell in rows[0]]
+
+
+def numbered_lines(path: str | Path) -> Iterator[tuple[int, bytes]]:
+    """Lines that are not blank, with their numbers, without their ends and a byte-order mark."""
+    with open_regular(path) as file:
+        number = 0
+        while line := file.readline(MAX_LINE_BYTES + 1):
+            number += 1
+            if len(line) > MAX_LINE_BYTES:
+                raise DataError(
+                    f"{path}, line {number} is longer than {MAX_LINE_BYTES:,} bytes: "
+                    "is this a text file?"
+                )
+            if number == 1:
+                line = line.removeprefix(b"\xef\xbb\xbf")
+            if line := line.strip():
+                yield number, line
+
+
+def text_of(content: bytes, where: str) -> str:
+    """Names and the like as text; what is not UTF-8 would be merged with its kind.
+
+    Raises:
+        DataError: It is not UTF-8.
+    """
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{where}: {content[:60]!r} is not UTF-8: convert the file") from error
+
+
+def refuse_semicolons(cells: Sequence[bytes], where: str) -> None:
+    """Raise where a line is one cell because its columns are separated by semicolons."""
+    if len(cells) == 1 and b";" in cells[0]:
+        raise DataError(
+            f"{where}: the columns are separated by semicolons; separate them by commas or tabs"
+        )
+
+
+def read_mapping(path: str | Path, *, role: str) -> tuple[dict[str, str], Source]:
+    """Read two columns: a name and what it belongs to, such as ``utt2spk`` or ``subject,group``.
+
+    A first line such as ``subject,group`` is a header.
+
+    Raises:
+        DataError: A line has not two columns, or gives a name again with another value.
+    """
+    mapping: dict[str, str] = {}
+    delimiter: str | None = None
+    for place, (number, line) in enumerate(numbered_lines(path)):
+        text = text_of(line, f"{path}, line {number}")
+        if place == 0:
+            delimiter = next((each for each in ("\t", ",") if each in text), None)
+        layout = Layout((), delimiter)
+        raw = layout.split(line)
+        cells = [cell.decode("utf-8") for cell in raw]
+        refuse_semicolons(raw, f"{path}, line {number}")
+        if place == 0 and cells[0].lower() in _HEADS:
+            continue
+        if len(cells) != 2 or not all(cells):
+            raise DataError(f"{path}, line {number}: {text[:80]!r} is not a name and a {role[:-1]}")
+        if mapping.setdefault(cells[0], cells[1]) != cells[1]:
+            raise DataError(
+                f"{path}, line {number}: {cells[0]!r} is {cells[1]!r}, but was "
+                f"{mapping[cells[0]]!r} before: remove one"
+            )
+    if not mapping:
+        raise DataError(f"{path} is empty: it needs lines of a name and a {role[:-1]}")
+    return mapping, Source(str(path), sha256_of(path), role)
+
+
+def find_layout(
+    path: str | Path,
+    layouts: Mapping[str, tuple[str, ...]],
+    *,
+    required: tuple[str, ...],
+    format: str = "auto",
+) -> Layout:
+    """The layout of a file.
+
+    Args:
+        path: A text file.
+        layouts: Those that a file without a header may have, by their names.
+        required: Columns that a header must name.
+        format: A name of ``layouts``, ``"csv"`` or ``"tsv"`` (a header is needed), or ``"auto"``:
+            a header is recognised by its names, and without one the lines are read until they fit
+            one layout only.
+    """
+    if format not in ("auto", "csv", "tsv", *layouts):
+        known = ", ".join(["auto", "csv", "tsv", *layouts])
+        raise ConfigError(f"format {format!r} is not known for {path}: choose one of {known}")
+    first = next(numbered_lines(path), None)
+    if first is None:
+        raise DataError(f"{path} is empty: it needs at least one trial")
+    delimiter = {"csv": ",", "tsv": "\t"}.get(format) or _delimiter(path, first[1])
+    cells = Layout((), delimiter).split(first[1])
+    refuse_semicolons(cells, f"{path}, line {first[0]}")
+    if format in layouts:
+        return Layout(layouts[format], delimiter)
+    if format in ("csv", "tsv") or _is_header(cells, required):
+        return _header_layout(path, first[0], cells, delimiter, required)
+    fitting = {name: columns for name, columns in layouts.items() if len(columns) == len(cells)}
+    return Layout(_fitting_columns(path, fitting, delimiter, layouts), delimiter)
+
+
+def _delimiter(path: str | Path, line: bytes) -> str | None:
+    """Tabs before commas before white space; a comma inside a name of a spaced line is no comma."""
+    if b"\t" in line:
+        return "\t"
+    is_table = str(path).lower().endswith(".csv") or len(line.split()) == 1
+    return "," if b"," in line and (is_table or b", " in line) else None
+
+
+def _known_names(cells: Sequence[bytes]) -> list[str | None]:
+    texts = [cell.decode("utf-8", "replace").lower().replace(" ", "_") for cell in cells]
+    return [HEADER_NAMES.get(text) for text in texts]
+
+
+def _is_header(cells: Sequence[bytes], required: tuple[str, ...]) -> bool:
+    names = _known_names(cells)
+    return sum(name is not None for name in names) >= 2 and any(name in names for name in required)
+
+
+def _header_layout(
+    path: str | Path,
+    number: int,
+    cells: Sequence[bytes],
+    delimiter: str | None,
+    required: tuple[str, ...],
+) -> Layout:
+    names = _known_names(cells)
+    shown = ", ".join(cell.decode("utf-8", "replace") for cell in cells)
+    for name in required:
+        if name not in names:
+            raise DataError(
+                f"{path}, line {number}: the header has no column {name!r}, only {shown}"
+            )
+    for known in names:
+        if known is not None and names.count(known) > 1:
+            raise DataError(
+                f"{path}, line {number}: the header {shown} has two columns for {known!r}: "
+                "rename one"
+            )
+    if ("enrol" in names) != ("test" in names):
+        raise DataError(
+            f"{path}, line {number}: the header {shown} has one of enrol and test: name both"
+        )
+    return Layout(tuple(names), delimiter, has_header=True)
+
+
+def _fitting_columns(
+    path: str | Path,
+    fitting: dict[str, tuple[str, ...]],
+    delimiter: str | None,
+    layouts: Mapping[str, tuple[str, ...]],
+) -> tuple[str, ...]:
+    splitter = Layout((), delimiter)
+    for number, line in numbered_lines(path):
+        if len(fitting) == 1:
+            break
+        cells = splitter.split(line)
+        still = {
+            name: columns
+            for name, columns in fitting.items()
+            if len(cells) == len(columns) and all(map(_may_be, columns, cells))
+        }
+        if not still:
+            raise DataError(
+                f"{path}, line {number}: {len(cells)} columns that are none of "
+                f"{', '.join(fitting or layouts)} (labels are {LABEL_WORDS}); a file with other "
+                "columns needs a header"
+            )
+        fitting = still
+    if len(fitting) > 1:
+        raise DataError(
+            f"{path} can be read as {' or as '.join(fitting)}, because both columns hold nothing "
+            f"but 0 and 1: say which with --format"
+        )
+    return next(iter(fitting.values()))
+
+
+def _may_be(column: str, cell: bytes) -> bool:
+    checks: dict[str, Callable[[bytes], bool]] = {
+        "score": is_number,
+        "label": lambda cell: cell.lower() in LABELS,
+    }
+    return column not in checks or checks[column](cell)
+
+
+def is_number(cell: bytes) -> bool:
+    """Whether Python reads a cell as a float; digits grouped by ``_`` are refused."""
+    try:
+        float(cell)
+    except ValueError:
+        return False
+    return b"_" not in cell
+
+
+class KeyTable:
+    """Numbers names in the order in which they are met.
+
+    Examples:
+        >>> table = KeyTable()
+        >>> table.codes([b"ann", b"bob", b"ann"]).tolist()
+        [0, 1, 0]
+        >>> table.names
+        [b'ann', b'bob']
+    """
+
+    def __init__(self) -> None:
+        self._codes: defaultdict[bytes, int] = defaultdict(count().__next__)
+
+    def codes(self, column: Sequence[bytes]) -> Codes:
+        """The number of every name of a column, ``[n]``."""
+        return np.fromiter(map(self._codes.__getitem__, column), np.int32, count=len(column))
+
+    @property
+    def names(self) -> list[bytes]:
+        """Names by their number."""
+        return list(self._codes)
 
 
 class Columns:

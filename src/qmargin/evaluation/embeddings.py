@@ -4,25 +4,31 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+import struct
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
-from qmargin.data.npz import read_npz
+from qmargin.data.readers.npz import read_npz
 from qmargin.errors import DataError
-from qmargin.evaluation.kaldi import read_ark, read_scp
-from qmargin.evaluation.layouts import text_of
+from qmargin.evaluation.columns import MAX_LINE_BYTES, numbered_lines, read_mapping, text_of
 from qmargin.evaluation.result import Source
-from qmargin.files import check_regular, sha256_of
+from qmargin.files import check_regular, is_file, open_regular, sha256_of
 
-Named = list[tuple[str, NDArray[Any], str]]  # name, vector [d], place in the file for messages
+Entry = tuple[str, NDArray[Any], str]  # name, vector [d], place in the file for messages
+FORMAT = "qmargin-embeddings"
+EMBEDDINGS_MARK = f'"format": "{FORMAT}"'
 COLLAPSED = 1e-4  # embeddings whose cosines are this near to 1 in the mean say nothing
 _ROWS_LOOKED_AT = 4096
+_ROWS_CHECKED = 8192  # at once
 _READERS = (".npz", ".safetensors", ".ark", ".scp")
+_TYPES = {b"FV": "<f4", b"DV": "<f8", b"FM": "<f4", b"DM": "<f8"}
+_MAX_KEY_BYTES = 4096
+_OFFSET = re.compile("[0-9]{1,18}")
 
 
 @dataclass(frozen=True)
@@ -89,6 +95,78 @@ def read_embeddings(path: str | Path, *, role: str = "embeddings") -> Embeddings
     return Embeddings(tuple(keys), matrix, Source(str(path), sha256_of(path), role), weights)
 
 
+def map_embeddings(path: str | Path) -> Embeddings:
+    """Embeddings of a file, without copying those that ``write_embeddings`` wrote.
+
+    Their rows stay on the disk until they are used, so a million of them take no memory. Other
+    files are read by ``read_embeddings``.
+
+    Raises:
+        DataError: The file is damaged, or a value is not finite.
+    """
+    path = Path(path)
+    if path.suffix.lower() != ".safetensors":
+        return read_embeddings(path)
+    _, metadata = _open_safetensors(path, ())  # which checks that the file is whole
+    with open_regular(path) as file:
+        length = int.from_bytes(file.read(8), "little")
+        tensor = json.loads(file.read(length)).get("embeddings")
+    is_ours = tensor is not None and tensor["dtype"] == "F32" and len(tensor["shape"]) == 2
+    keys = _stored_keys(path, metadata)
+    if not is_ours or not keys or len(set(keys)) != tensor["shape"][0]:
+        return read_embeddings(path)  # which says what is wrong with it
+    begin = 8 + length + tensor["data_offsets"][0]
+    rows: NDArray[Any] = np.memmap(path, "<f4", "r", begin, tuple(tensor["shape"]))
+    _check_finite(path, keys, rows)
+    source = Source(str(path), sha256_of(path), "embeddings")
+    return Embeddings(tuple(keys), rows, source, weights_of(metadata))
+
+
+def stored_flip(path: str | Path) -> str | None:
+    """How mirror images entered a file of embeddings; None where it does not say."""
+    is_known = Path(path).suffix.lower() == ".safetensors"
+    return _open_safetensors(Path(path), ())[1].get("flip") if is_known else None
+
+
+def read_seconds(path: str | Path) -> dict[str, float]:
+    """Durations by name: of ``write_embeddings``, of an index, or of lines ``utterance seconds``.
+
+    Raises:
+        DataError: The file has no durations, or one that is not a positive number.
+    """
+    from qmargin.data.index import SUFFIX as INDEX_SUFFIX
+    from qmargin.data.index import indexed_seconds
+
+    path = Path(path)
+    if path.suffix == ".safetensors":
+        return _stored_seconds(path)
+    if path.suffix == INDEX_SUFFIX:
+        return _checked_seconds(path, indexed_seconds(path))
+    mapping, _ = read_mapping(path, role="durations")
+    seconds = {}
+    for name, text in mapping.items():
+        try:
+            seconds[name] = float(text)
+        except ValueError as error:
+            raise DataError(f"{path}: the duration of {name!r} is {text!r}, no number") from error
+    return _checked_seconds(path, seconds)
+
+
+def _stored_seconds(path: Path) -> dict[str, float]:
+    tensors, metadata = _open_safetensors(path, ("seconds",))
+    keys, values = _stored_keys(path, metadata), tensors.get("seconds", np.empty(0))
+    if not keys or values.shape != (len(keys),):
+        raise DataError(f"{path} has no durations: give a file of lines `utterance seconds`")
+    return _checked_seconds(path, dict(zip(keys, values.tolist(), strict=True)))
+
+
+def _checked_seconds(path: Path, seconds: dict[str, float]) -> dict[str, float]:
+    for name, value in seconds.items():
+        if not isinstance(value, int | float) or not 0.0 < value < np.inf:
+            raise DataError(f"{path}: the duration of {name!r} is {value}: give positive seconds")
+    return seconds
+
+
 def collapse_note(matrix: NDArray[Any]) -> str | None:
     """A note where embeddings all but coincide, so that no threshold tells them apart.
 
@@ -152,29 +230,44 @@ def _text(path: Path, key: Any) -> str:
 
 
 def _read_safetensors(path: Path) -> tuple[list[str], NDArray[Any], str | None]:
+    tensors, metadata = _open_safetensors(path)
+    keys = _stored_keys(path, metadata) if "keys" in metadata else None
+    return *_from_arrays(path, tensors, keys), weights_of(metadata)
+
+
+def _open_safetensors(
+    path: Path, names: Sequence[str] | None = None
+) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
+    """Tensors of these names, all of them without names, and the metadata."""
     from safetensors import SafetensorError, safe_open
 
     check_regular(path)
     try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        with safe_open(path, framework="np" if names == () else "pt") as file:
+            metadata = dict(file.metadata() or {})
+            stored = [name for name in file.keys() if names is None or name in names]  # noqa: SIM118
+            tensors = {name: file.get_tensor(name) for name in stored}
     except SafetensorError as error:
         raise DataError(f"{path} is not a safetensors file ({error}): was it cut short?") from error
     arrays = {  # NumPy has no bfloat16
         name: (tensor.float() if tensor.dtype.itemsize < 4 else tensor).numpy()
         for name, tensor in tensors.items()
     }
+    return arrays, metadata
+
+
+def _stored_keys(path: Path, metadata: Mapping[str, str]) -> list[str]:
+    """Names of the rows of a safetensors file."""
     try:
-        keys = json.loads(metadata["keys"]) if "keys" in metadata else None
+        keys = json.loads(metadata.get("keys", "[]"))
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path}: the metadata entry keys is not JSON ({error})") from error
-    if keys is not None and not isinstance(keys, list):
+    if not isinstance(keys, list):
         raise DataError(f"{path}: the metadata entry keys is not a list of names")
-    return *_from_arrays(path, arrays, keys), weights_of(metadata)
+    return [_text(path, key) for key in keys]
 
 
-def _stacked(path: Path, named: Named) -> tuple[list[str], NDArray[Any]]:
+def _stacked(path: Path, named: list[Entry]) -> tuple[list[str], NDArray[Any]]:
     """Vectors of one width as a matrix."""
     if not named:
         raise DataError(f"{path} has no embeddings: it needs at least one")
@@ -210,7 +303,153 @@ def _check(path: Path, keys: list[str], matrix: NDArray[Any]) -> None:
             raise DataError(
                 f"{path}: the name {key!r} has two embeddings, number {seen[key]} and {row}"
             )
-    is_bad = ~np.isfinite(matrix).all(axis=1)
-    if is_bad.any():
-        row = int(np.argmax(is_bad))
-        raise DataError(f"{path}: the embedding of {keys[row]!r} (number {row}) is not finite")
+    _check_finite(path, keys, matrix)
+
+
+def _check_finite(path: Path, keys: Sequence[str], matrix: NDArray[Any]) -> None:
+    for first in range(0, len(matrix), _ROWS_CHECKED):
+        is_bad = ~np.isfinite(matrix[first : first + _ROWS_CHECKED]).all(axis=1)
+        if is_bad.any():
+            row = first + int(np.argmax(is_bad))
+            raise DataError(f"{path}: the embedding of {keys[row]!r} (number {row}) is not finite")
+
+
+def read_ark(path: str | Path) -> list[Entry]:
+    """Every vector of an archive: name, values, place in the file."""
+    with open_regular(path) as file:
+        return list(_entries(file, path))
+
+
+def _entries(file: BinaryIO, path: str | Path) -> Iterator[Entry]:
+    while True:
+        start = file.tell()
+        place = f"byte {start}"
+        key = _read_key(file, path, place)
+        if key is None:
+            return
+        yield key, _read_value(file, f"{path}, {place}: {key!r}"), place
+
+
+def read_scp(path: str | Path) -> list[Entry]:
+    """Every vector that a script file points to: lines of ``key archive:offset``."""
+    return [_pointed(path, number, line) for number, line in numbered_lines(path)]
+
+
+def _pointed(path: str | Path, number: int, line: bytes) -> Entry:
+    place = f"line {number}"
+    text = text_of(line, f"{path}, {place}")
+    if "|" in text:
+        raise DataError(
+            f"{path}, {place}: an entry that runs a command is refused: write its output to an "
+            "archive first"
+        )
+    key, _, target = text.partition(" ")
+    archive, _, offset = target.strip().rpartition(":")
+    if not archive or not _OFFSET.fullmatch(offset):
+        raise DataError(f"{path}, {place}: {text[:80]!r} is not `key archive:offset`")
+    file_path = Path(archive)
+    if not is_file(file_path):  # Kaldi means the working folder; files that moved keep together
+        file_path = Path(path).parent / archive
+    if not is_file(file_path):
+        raise DataError(
+            f"{path}, {place}: the archive {archive[:80]!r} does not exist, or is no file"
+        )
+    with open_regular(file_path) as file:
+        size = file.seek(0, 2)
+        if int(offset) >= size:
+            raise DataError(
+                f"{path}, {place}: the offset is {offset}, and {archive!r} has {size:,} bytes"
+            )
+        file.seek(int(offset))
+        return key, _read_value(file, f"{path}, {place}: {key!r} in {archive}:{offset}"), place
+
+
+def _read_key(file: BinaryIO, path: str | Path, place: str) -> str | None:
+    """The name before the next value; None at the end of the file."""
+    key = bytearray()
+    while (byte := file.read(1)) not in (b"", b" ", b"\t"):
+        if byte == b"\n" and not key:
+            continue
+        if byte == b"\n" or len(key) > _MAX_KEY_BYTES:
+            raise DataError(
+                f"{path}, {place}: no value follows {bytes(key[:60])!r}: is this an ark?"
+            )
+        key += byte
+    if not key and not byte:
+        return None
+    if not key or not byte:
+        raise DataError(f"{path}, {place}: the archive is cut short in a name")
+    return text_of(bytes(key), f"{path}, {place}")
+
+
+def _read_value(file: BinaryIO, where: str) -> NDArray[Any]:
+    """A vector, or the only row of a matrix, binary or text."""
+    begin = file.read(2)
+    if begin == b"\0B":
+        return _one_row(_read_binary(file, where), where)
+    file.seek(-len(begin), 1)
+    return _one_row(_read_text(file, where), where)
+
+
+def _one_row(value: NDArray[Any], where: str) -> NDArray[Any]:
+    if value.ndim == 2 and len(value) != 1:
+        raise DataError(f"{where} is a matrix of {len(value)} rows, but an embedding is one vector")
+    return value.reshape(-1)
+
+
+def _read_binary(file: BinaryIO, where: str) -> NDArray[Any]:
+    kind = file.read(3).rstrip(b" ")
+    if kind not in _TYPES:
+        raise DataError(
+            f"{where} has the type {kind!r}, not one of FV, DV, FM, DM: "
+            "copy the archive without compression"
+        )
+    shape = tuple(_read_size(file, where) for _ in range(2 if kind.endswith(b"M") else 1))
+    dtype = np.dtype(_TYPES[kind])
+    num_bytes = int(np.prod(shape, dtype=object)) * dtype.itemsize
+    here = file.tell()
+    available = file.seek(0, 2) - here
+    file.seek(here)
+    if num_bytes > available:  # before memory is taken for it
+        raise DataError(
+            f"{where} should hold {num_bytes:,} bytes, but {available:,} follow: "
+            "the archive is cut short"
+        )
+    return np.frombuffer(file.read(num_bytes), dtype=dtype).reshape(shape)
+
+
+def _read_size(file: BinaryIO, where: str) -> int:
+    content = file.read(5)
+    if len(content) != 5 or content[0] != 4:
+        raise DataError(f"{where} has no size where one belongs: the archive is damaged")
+    (size,) = struct.unpack("<i", content[1:])
+    if size < 0:
+        raise DataError(f"{where} has the size {size}: the archive is damaged")
+    return int(size)
+
+
+def _read_text(file: BinaryIO, where: str) -> NDArray[Any]:
+    rows: list[list[float]] = []
+    is_open = False
+    while line := file.readline(MAX_LINE_BYTES):
+        cells = line.split()
+        if not is_open:
+            if cells[:1] != [b"["]:
+                raise DataError(f"{where} does not begin with `[`: is this a Kaldi archive?")
+            cells, is_open = cells[1:], True
+        is_last = cells[-1:] == [b"]"]
+        try:
+            values = [float(cell) for cell in (cells[:-1] if is_last else cells)]
+        except ValueError as error:
+            raise DataError(f"{where} has a value that is not a number ({error})") from None
+        if values:
+            rows.append(values)
+        if is_last:
+            return _text_matrix(rows, where)
+    raise DataError(f"{where} has no closing `]`: the archive is cut short")
+
+
+def _text_matrix(rows: list[list[float]], where: str) -> NDArray[Any]:
+    if len({len(row) for row in rows}) > 1:
+        raise DataError(f"{where} has rows of different widths: the archive is damaged")
+    return np.array(rows, dtype=np.float32) if rows else np.zeros(0, dtype=np.float32)

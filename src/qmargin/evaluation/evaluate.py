@@ -3,45 +3,151 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 import qmargin
-from qmargin.errors import ProtocolError
-from qmargin.evaluation.audit import audit_groups
-from qmargin.evaluation.intervals import Intervals, StageProgress, find_intervals
-from qmargin.evaluation.options import EvaluationOptions
-from qmargin.evaluation.pictures import calibration_curve, hardest_trials, score_histogram
+from qmargin import registry
+from qmargin.errors import ConfigError, DataError, ProtocolError
 from qmargin.evaluation.result import (
+    STATUSES,
+    Band,
+    CalibrationCurve,
     DcfPoint,
     Det,
     EerPoint,
-    Metrics,
-    Protocol,
+    GroupAudit,
+    GroupRow,
+    GroupSpread,
+    Hardest,
+    HardPair,
+    Histogram,
+    IntervalMethod,
+    Measure,
+    Measures,
+    ProtocolInfo,
+    Reliability,
+    ReplicateValues,
     Result,
+    RunInfo,
+    Source,
     System,
     TarPoint,
     Value,
+    far_key,
 )
-from qmargin.evaluation.score_files import ScoreSet
-from qmargin.evaluation.subjects import Subjects, find_subjects
-from qmargin.metrics.crossing import eer, min_dcf
-from qmargin.metrics.curve import StaircaseParts, thin_curve
-from qmargin.metrics.llr import cllr, min_cllr_of
-from qmargin.metrics.operating import TarAtFar, tars_at_fars
-from qmargin.metrics.sufficiency import Sufficiency, sufficiency
+from qmargin.evaluation.scores import ScoreSet, read_scores
+from qmargin.evaluation.trials import Subjects, TrialKeys, find_subjects
+from qmargin.metrics.bootstrap import DrawnPoints, Trials, bootstrap, interval
+from qmargin.metrics.calibration import Calibration, calibrate, cllr, min_cllr_of
+from qmargin.metrics.checks import pieces
+from qmargin.metrics.curve import DetCurve, StaircaseParts, thin_curve
+from qmargin.metrics.eer_dcf import Eer, MinDcf, eer, min_dcf
+from qmargin.metrics.groups import Group, GroupRates, Spread, group_rates
+from qmargin.metrics.operating import (
+    RULES,
+    TarAtFar,
+    check_level,
+    rule_of_three,
+    sufficiency,
+    tars_at_fars,
+    wilson,
+)
 
 Floats = NDArray[np.float64]
+Ends = tuple[float, float]
+StageProgress = Callable[[str, int, int], None]
 DET_POINTS = 400
+HISTOGRAM_BINS = 64
+RELIABILITY_BINS = 20
 NARROW = 1e-4  # of the largest score: scores that differ by less are of a system that collapsed
+MANY_TRIALS = 1 << 20  # from here on, one thread draws replicates while another measures
+_BAND_POINTS = 25
+_LARGEST_BAND_FAR = 0.5
+
+
+@dataclass(frozen=True)
+class EvaluationOptions:
+    """What to measure and how; the fields are options of ``qmargin evaluate``.
+
+    Attributes:
+        name: Of the system.
+        protocol: Name of the trials.
+        kind: Of the protocol, as in ``ProtocolInfo``.
+        scoring: How scores were made, as in ``ProtocolInfo``.
+        flip: As in ``ProtocolInfo``.
+        pooling: As in ``ProtocolInfo``.
+        run: The training run behind the system; None where it is not known.
+        fars: False acceptance rates at which to measure TAR.
+        p_targets: Priors of minDCF.
+        rule: How the threshold of a FAR is chosen: conservative, nearest or interpolated.
+        subjects: ``"auto"``, ``"path"`` or ``"none"``, see ``find_subjects``.
+        subject_of: Subject of every name; goes before ``subjects``.
+        group_of: Group of every subject; None for no audit of groups.
+        group_far: FAR whose threshold the audit uses; None for the smallest that has enough trials.
+        num_replicates: Of the bootstrap; 0 for none.
+        seed: Of the bootstrap.
+        level: Of the intervals.
+        num_hardest: Hardest trials to keep of each kind.
+        metrics: Names of registered metrics to measure besides; None for all of them.
+        model_card: Facts about the system.
+        sources: Files that were read besides those of the scores.
+        notes: What is known to be odd, for the result's notes.
+    """
+
+    name: str = "system"
+    protocol: str = "trials"
+    kind: str = "scores"
+    scoring: str = "given"
+    flip: str | None = None
+    pooling: str | None = None
+    run: RunInfo | None = None
+    fars: tuple[float, ...] = (1e-2, 1e-3, 1e-4, 1e-5)
+    p_targets: tuple[float, ...] = (0.01, 0.05)
+    rule: str = "conservative"
+    subjects: str = "auto"
+    subject_of: dict[str, str] | None = field(default=None, repr=False)
+    group_of: dict[str, str] | None = field(default=None, repr=False)
+    group_far: float | None = None
+    num_replicates: int = 1000
+    seed: int = 0
+    level: float = 0.95
+    num_hardest: int = 20
+    metrics: tuple[str, ...] | None = None
+    model_card: dict[str, str] | None = None
+    sources: tuple[Source, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, values in (("far", self.fars), ("p_target", self.p_targets)):
+            for value in values:
+                if not 0.0 < value < 1.0:
+                    raise ConfigError(f"{name}={value:g} is outside (0, 1): give such as 0.001")
+            if not values or len(set(values)) < len(values):
+                raise ConfigError(f"{name} has the values {values}: give at least one, each once")
+        if self.rule not in RULES:
+            raise ConfigError(f"rule {self.rule!r} is unknown: choose one of {', '.join(RULES)}")
+        if self.subjects not in ("auto", "path", "none"):
+            raise ConfigError(f"subjects={self.subjects!r} is not one of auto, path, none")
+        if self.group_far is not None and self.group_far not in self.fars:
+            raise ConfigError(f"group_far={self.group_far:g} is not among the FARs: add it there")
+        for name in ("num_replicates", "num_hardest", "seed"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name}={getattr(self, name)} is negative: give at least 0")
+        check_level(self.level)
+        for name in self.metrics or ():
+            registry.metrics.get(name)
 
 
 def evaluate_scores(
-    score_set: ScoreSet,
+    score_set: ScoreSet | str | Path,
     options: EvaluationOptions | None = None,
     *,
     command: str = "",
@@ -52,7 +158,7 @@ def evaluate_scores(
     A FAR that they cannot resolve is "not measurable", not an error.
 
     Args:
-        score_set: Scored trials.
+        score_set: Scored trials, or a file of them that ``read_scores`` reads.
         options: What to measure.
         command: What was run, for the record.
         progress: Called with a stage, how much of it is done, and its total.
@@ -62,28 +168,181 @@ def evaluate_scores(
         DataError: Subjects contradict labels; the message names the line.
     """
     options = options or EvaluationOptions()
+    if not isinstance(score_set, ScoreSet):
+        score_set = read_scores(score_set)
     genuine, impostor = _sides(score_set)
     subjects = find_subjects(score_set, options.subjects, options.subject_of)
     points = _tar_points(genuine, impostor, options)
-    intervals = find_intervals(score_set, subjects, points, options, progress)
+    measure = partial(_measured, genuine, impostor, options)
+    draw = partial(find_intervals, score_set, subjects, points, options, progress)
+    if subjects is None or len(score_set) < MANY_TRIALS or options.num_replicates == 0:
+        intervals, found = draw(), measure()
+    else:  # both take about as long, in NumPy, which lets threads run
+        with ThreadPoolExecutor(1) as pool:
+            job = pool.submit(measure)
+            intervals, found = draw(), job.result()
+    return new_result(
+        found,
+        points,
+        intervals,
+        options,
+        num_genuine=len(genuine),
+        num_impostors=len(impostor),
+        num_subjects=None if subjects is None or subjects.are_files else len(subjects.names),
+        data_sha256=score_set.trials_sha256(),
+        groups=audit_groups(score_set, subjects, points, options),
+        hardest=hardest_trials(score_set, options.num_hardest),
+        sources=(*score_set.sources, *options.sources),
+        notes=(*options.notes, *_notes(score_set)),
+        command=command,
+    )
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What is measured without drawing subjects.
+
+    Attributes:
+        eer: Equal error rate.
+        min_dcf: One for each prior.
+        curve: A few hundred points of the DET curve.
+        histogram: Of the scores.
+        cllr: In bits; None where scores are no log-likelihood ratios, or not finite.
+        min_cllr: Likewise.
+        calibration: To log-likelihood ratios.
+        extra: Of registered metrics.
+    """
+
+    eer: Eer
+    min_dcf: tuple[MinDcf, ...]
+    curve: DetCurve
+    histogram: Histogram
+    cllr: float | None = None
+    min_cllr: float | None = None
+    calibration: CalibrationCurve | None = None
+    extra: dict[str, Measure] = field(default_factory=dict)
+
+
+def _measured(genuine: Floats, impostor: Floats, options: EvaluationOptions) -> Measured:
     steps = StaircaseParts(genuine, impostor)
-    metrics = _metrics(genuine, impostor, steps, points, intervals, options)
+    return Measured(
+        eer=eer(genuine, impostor),
+        min_dcf=tuple(min_dcf(genuine, impostor, p_target) for p_target in options.p_targets),
+        curve=thin_curve(steps, DET_POINTS),
+        histogram=score_histogram(genuine, impostor),
+        cllr=_finite(cllr(genuine, impostor)),
+        min_cllr=_finite(min_cllr_of(steps)),
+        calibration=calibration_curve(genuine, impostor),
+        extra=registered_measures(genuine, impostor, options.metrics),
+    )
+
+
+def registered_measures(
+    genuine: NDArray[Any], impostor: NDArray[Any], names: Sequence[str] | None = None
+) -> dict[str, Measure]:
+    """Values of registered metrics.
+
+    A metric is a function ``metric(genuine, impostor)`` with a name given by
+    ``qmargin.register_metric``. It gets two arrays of one dimension, float32 or float64, read-only,
+    in no particular order, with at least one score each and without NaN; scores may be infinite,
+    and larger ones mean more alike. It returns a number, or several by their names, which follow
+    its own. NaN and None mean that it is not defined. The first line of its docstring becomes the
+    note of the measure. A metric that fails is listed without a value, with the reason.
+
+    Args:
+        genuine: Scores of trials of one subject.
+        impostor: Scores of trials of two subjects.
+        names: Which metrics; None for all that are registered.
+    """
+    sides = []
+    for scores in (genuine, impostor):
+        view = scores.view()
+        view.flags.writeable = False  # a metric that sorts in place would spoil the others
+        sides.append(view)
+    found: dict[str, Measure] = {}
+    for name in registry.metrics.names() if names is None else names:
+        try:
+            metric = registry.metrics.get(name)
+            value = metric(*sides)
+            values = value if isinstance(value, Mapping) else {"": value}
+            note = (metric.__doc__ or "").strip().partition("\n")[0] or None
+            for key, number in values.items():
+                known = None if number is None else _finite(float(number))
+                found[" ".join(filter(None, (name, str(key))))] = Measure(known, note=note)
+        except Exception as error:
+            found[name] = Measure(None, note=f"failed: {type(error).__name__}: {error}")
+    return found
+
+
+def new_result(
+    found: Measured,
+    points: Sequence[TarPoint],
+    intervals: Intervals,
+    options: EvaluationOptions,
+    *,
+    num_genuine: int,
+    num_impostors: int,
+    num_subjects: int | None,
+    data_sha256: str | None,
+    sources: tuple[Source, ...],
+    command: str,
+    hardest: Hardest | None = None,
+    groups: GroupAudit | None = None,
+    notes: tuple[str, ...] = (),
+) -> Result:
+    """Put measures, their intervals and what is known of the trials together."""
+    curve = found.curve
     return Result(
         system=System(options.name, options.model_card),
-        protocol=_protocol(score_set, subjects, intervals, options),
-        sources=(*score_set.sources, *options.sources),
-        trials_sha256=score_set.trials_sha256(),
-        metrics=metrics,
-        det=_det(steps, intervals),
-        histogram=score_histogram(genuine, impostor),
-        calibration=calibration_curve(genuine, impostor),
+        run=options.run,
+        protocol=ProtocolInfo(
+            name=options.protocol,
+            kind=options.kind,
+            rule=options.rule,
+            scoring=options.scoring,
+            data_sha256=data_sha256,
+            num_trials=num_genuine + num_impostors,
+            num_genuine=num_genuine,
+            num_impostors=num_impostors,
+            num_subjects=num_subjects,
+            interval=intervals.method,
+            flip=options.flip,
+            pooling=options.pooling,
+        ),
+        sources=sources,
+        measures=Measures(
+            tar=tuple(
+                replace(point, interval=intervals.tar.get(point.far_target)) for point in points
+            ),
+            eer=EerPoint(found.eer.eer, intervals.eer, _threshold(found.eer.threshold)),
+            min_dcf=tuple(
+                DcfPoint(
+                    cost.p_target,
+                    cost.min_dcf,
+                    intervals.min_dcf.get(cost.p_target),
+                    _threshold(cost.threshold),
+                )
+                for cost in found.min_dcf
+            ),
+            cllr=Value(found.cllr),
+            min_cllr=Value(found.min_cllr),
+            extra=found.extra,
+        ),
+        det=Det(
+            tuple(curve.far.tolist()),
+            tuple(curve.frr.tolist()),
+            tuple(map(_threshold, curve.thresholds.tolist())),
+            intervals.band,
+        ),
+        histogram=found.histogram,
+        calibration=found.calibration,
         replicates=intervals.replicates,
-        groups=audit_groups(score_set, subjects, metrics.tar, options),
-        hardest=hardest_trials(score_set, options.num_hardest),
+        groups=groups,
+        hardest=hardest,
         created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         command=command,
         qmargin=qmargin.__version__,
-        notes=(*options.notes, *_notes(score_set)),
+        notes=notes,
     )
 
 
@@ -124,96 +383,358 @@ def _sides(score_set: ScoreSet) -> tuple[Floats, Floats]:
 def _tar_points(
     genuine: Floats, impostor: Floats, options: EvaluationOptions
 ) -> tuple[TarPoint, ...]:
+    fars = measurable(options.fars, len(impostor))
+    found = tars_at_fars(genuine, impostor, fars, rule=options.rule)
+    return tar_points(options.fars, found, len(impostor))
+
+
+def measurable(fars: Sequence[float], num_impostors: int) -> tuple[float, ...]:
+    """Those rates that allow a false accept."""
+    return tuple(far for far in fars if sufficiency(far, num_impostors).allowed > 0)
+
+
+def tar_points(
+    fars: Sequence[float], found: Sequence[TarAtFar], num_impostors: int
+) -> tuple[TarPoint, ...]:
     """An entry for every FAR, measured or not, without intervals."""
-    enough = {far: sufficiency(far, len(impostor)) for far in options.fars}
-    fars = [far for far in options.fars if enough[far].allowed > 0]
-    found = dict(zip(fars, tars_at_fars(genuine, impostor, fars, rule=options.rule), strict=True))
-    return tuple(tar_point(far, enough[far], found.get(far)) for far in options.fars)
+    measured = {point.far_target: point for point in found}
+    entries = []
+    for far in fars:
+        state, point = sufficiency(far, num_impostors), measured.get(far)
+        entries.append(
+            TarPoint(
+                far_target=far,
+                tar=None if point is None else point.tar,
+                interval=None,
+                far=None if point is None else point.far,
+                false_accepts=0 if point is None else point.false_accepts,
+                threshold=None if point is None else _threshold(point.threshold),
+                status=state.status,
+                allowed=state.allowed,
+                note=state.message,
+            )
+        )
+    return tuple(entries)
 
 
-def tar_point(
-    far: float,
-    state: Sufficiency,
-    point: TarAtFar | None,
-    interval: tuple[float, float] | None = None,
-) -> TarPoint:
-    """The entry of a FAR; ``point`` is None where it could not be measured."""
-    return TarPoint(
-        far_target=far,
-        tar=None if point is None else point.tar,
-        interval=interval,
-        far=None if point is None else point.far,
-        false_accepts=0 if point is None else point.false_accepts,
-        threshold=None if point is None else known_threshold(point.threshold),
-        status=state.status,
-        allowed=state.allowed,
-        note=state.message,
-    )
-
-
-def known_threshold(threshold: float) -> float | None:
+def _threshold(threshold: float) -> float | None:
     """None for the threshold that accepts nothing, not even +inf."""
     return None if np.isnan(threshold) else float(threshold)
-
-
-def _metrics(
-    genuine: Floats,
-    impostor: Floats,
-    steps: StaircaseParts,
-    points: tuple[TarPoint, ...],
-    intervals: Intervals,
-    options: EvaluationOptions,
-) -> Metrics:
-    equal = eer(genuine, impostor)
-    costs = [min_dcf(genuine, impostor, p_target) for p_target in options.p_targets]
-    return Metrics(
-        tar=tuple(replace(point, interval=intervals.tar.get(point.far_target)) for point in points),
-        eer=EerPoint(equal.eer, intervals.eer, known_threshold(equal.threshold)),
-        min_dcf=tuple(
-            DcfPoint(
-                cost.p_target,
-                cost.min_dcf,
-                intervals.min_dcf.get(cost.p_target),
-                known_threshold(cost.threshold),
-            )
-            for cost in costs
-        ),
-        cllr=Value(_finite(cllr(genuine, impostor))),
-        min_cllr=Value(_finite(min_cllr_of(steps))),
-    )
 
 
 def _finite(value: float) -> float | None:
     return float(value) if np.isfinite(value) else None
 
 
-def _det(steps: StaircaseParts, intervals: Intervals) -> Det:
-    curve = thin_curve(steps, DET_POINTS)
-    return Det(
-        tuple(curve.far.tolist()),
-        tuple(curve.frr.tolist()),
-        tuple(known_threshold(threshold) for threshold in curve.thresholds.tolist()),
-        intervals.band,
-    )
+@dataclass(frozen=True)
+class Intervals:
+    """Confidence intervals and how they were made."""
+
+    method: IntervalMethod
+    tar: dict[float, Ends] = field(default_factory=dict)
+    eer: Ends | None = None
+    min_dcf: dict[float, Ends] = field(default_factory=dict)
+    band: Band | None = None
+    replicates: ReplicateValues | None = None
 
 
-def _protocol(
+def find_intervals(
     score_set: ScoreSet,
     subjects: Subjects | None,
-    intervals: Intervals,
+    points: Sequence[TarPoint],
     options: EvaluationOptions,
-) -> Protocol:
+    progress: StageProgress | None = None,
+) -> Intervals:
+    """The best intervals that the trials allow.
+
+    Subjects are drawn where they are known, files where only those are; without names the trials
+    are taken for independent (Wilson), which makes intervals too narrow.
+    """
+    if options.num_replicates == 0:
+        return no_intervals(options, "not asked for")
+    if subjects is None:
+        return _wilson(score_set, points, options)
     num_genuine = int(score_set.is_genuine.sum())
-    are_known = subjects is not None and not subjects.are_files
-    return Protocol(
-        name=options.protocol,
-        rule=options.rule,
-        num_trials=len(score_set),
-        num_genuine=num_genuine,
-        num_impostors=len(score_set) - num_genuine,
-        num_subjects=len(subjects.names) if subjects and are_known else None,
-        interval=intervals.method,
+    num_impostors = len(score_set) - num_genuine
+    try:
+        drawn = bootstrap(
+            as_trials(score_set, subjects),
+            [point.far_target for point in points if point.tar is not None],
+            p_targets=options.p_targets,
+            grid_fars=_grid(num_impostors),
+            num_replicates=options.num_replicates,
+            seed=options.seed,
+            progress=None if progress is None else partial(progress, "bootstrap"),
+        )
+        kind = "file bootstrap" if subjects.are_files else "subject bootstrap"
+        return intervals_of(drawn, num_genuine, num_impostors, options, kind, subjects.note)
+    except ProtocolError as error:
+        return no_intervals(options, str(error))
+
+
+def no_intervals(options: EvaluationOptions, why: str) -> Intervals:
+    """Where there are none, the reason."""
+    return Intervals(IntervalMethod("none", options.level, 0, options.seed, why))
+
+
+def _wilson(
+    score_set: ScoreSet, points: Sequence[TarPoint], options: EvaluationOptions
+) -> Intervals:
+    note = "trials have no names, so they are taken for independent: intervals are too narrow"
+    method = IntervalMethod("wilson", options.level, 0, options.seed, note)
+    num_genuine = int(score_set.is_genuine.sum())
+    tar = {
+        point.far_target: wilson(round(point.tar * num_genuine), num_genuine, options.level)
+        for point in points
+        if point.tar is not None and options.rule != "interpolated"  # no threshold has that TAR
+    }
+    return Intervals(method, tar=tar)
+
+
+def intervals_of(
+    drawn: DrawnPoints,
+    num_genuine: int,
+    num_impostors: int,
+    options: EvaluationOptions,
+    kind: str,
+    note: str,
+) -> Intervals:
+    """Percentile intervals of replicates; where none has an error, the rule of three bounds it."""
+    level, fars = options.level, drawn.fars
+    if options.rule != "conservative":
+        note += f"; TAR by the rule {options.rule} has no interval"
+        fars = ()
+    least = 1.0 - rule_of_three(num_genuine)
+    tars = [interval(column, level) for column in drawn.tar.T[: len(fars)]]
+    low, high = interval(drawn.eer, level)
+    bands = [interval(column, level) for column in drawn.frr_at_grid.T]
+    costs = [interval(column, level) for column in drawn.min_dcf.T]
+    return Intervals(
+        IntervalMethod(kind, level, options.num_replicates, options.seed, note),
+        tar={
+            far: (least, 1.0) if ends == (1.0, 1.0) else ends
+            for far, ends in zip(fars, tars, strict=True)
+        },
+        eer=(low, rule_of_three(min(num_genuine, num_impostors)) if high == 0.0 else high),
+        min_dcf=dict(zip(drawn.p_targets, costs, strict=True)),
+        band=Band(drawn.grid_fars, *zip(*bands, strict=True)) if bands else None,
+        replicates=ReplicateValues(
+            drawn.subjects_sha256,
+            drawn.seed,
+            _columns(drawn.fars, drawn.tar),
+            _optional(drawn.eer),
+            _columns(drawn.p_targets, drawn.min_dcf) if drawn.p_targets else None,
+        ),
     )
+
+
+def _columns(names: Sequence[float], values: Floats) -> dict[str, tuple[float | None, ...]]:
+    return {far_key(name): _optional(values[:, i]) for i, name in enumerate(names)}
+
+
+def _optional(values: Floats) -> tuple[float | None, ...]:
+    return tuple(None if value != value else value for value in values.tolist())
+
+
+def as_trials(score_set: ScoreSet, subjects: Subjects) -> Trials:
+    """The trials as the bootstrap and the audit of groups take them."""
+    return Trials(
+        score_set.scores, score_set.is_genuine, subjects.enrol, subjects.test, subjects.names
+    )
+
+
+def _grid(num_impostors: int) -> tuple[float, ...]:
+    """FARs of the band: evenly spaced on a logarithmic axis, none below one false accept."""
+    if num_impostors < 2:
+        return ()
+    grid = np.geomspace(1.0 / num_impostors, _LARGEST_BAND_FAR, _BAND_POINTS)
+    return tuple(np.unique(grid).tolist())
+
+
+def audit_groups(
+    score_set: ScoreSet,
+    subjects: Subjects | None,
+    points: Sequence[TarPoint],
+    options: EvaluationOptions,
+) -> GroupAudit | None:
+    """FMR and FNMR per group at the threshold of one FAR; None when no groups were given."""
+    if options.group_of is None:
+        return None
+    if subjects is None:
+        raise DataError(f"{score_set.sources[0].path} has no names, so its trials have no groups")
+    point = _point(points, options.group_far)
+    threshold = float("nan") if point.threshold is None else point.threshold
+    rates = group_rates(as_trials(score_set, subjects), options.group_of, threshold)
+    return GroupAudit(
+        threshold=point.threshold,
+        far_target=point.far_target,
+        rows=tuple(map(_row, rates.groups)),
+        fmr=_spread(rates.fmr),
+        note=_note(rates),
+        fnmr=_spread(rates.fnmr),
+        ineq=rates.ineq,
+        garbe=rates.garbe,
+    )
+
+
+def _point(points: Sequence[TarPoint], far: float | None) -> TarPoint:
+    """The point of the given FAR, or of the smallest one with enough trials."""
+    measured = [point for point in points if point.tar is not None]
+    if far is not None:
+        measured = [point for point in measured if point.far_target == far]
+    if not measured:
+        what = "no FAR is" if far is None else f"FAR={far:g} is not"
+        raise ProtocolError(f"{what} measurable on these trials, so groups have no threshold")
+    return min(measured, key=lambda point: (STATUSES.index(point.status), point.far_target))
+
+
+def _row(group: Group) -> GroupRow:
+    parts = [group.fmr, group.fnmr]
+    return GroupRow(
+        group=group.name,
+        fmr=group.fmr.rate,
+        fnmr=group.fnmr.rate,
+        num_genuine=group.fnmr.trials,
+        num_impostors=group.fmr.trials,
+        status=max((part.status for part in parts), key=STATUSES.index),
+        note=f"FMR: {group.fmr.message}; FNMR: {group.fnmr.message}",
+    )
+
+
+def _spread(spread: Spread) -> GroupSpread:
+    return GroupSpread(spread.max_over_geometric_mean, spread.max_over_min, spread.gini)
+
+
+def _note(rates: GroupRates) -> str | None:
+    parts = [
+        f"FMR: {rates.fmr.note}" if rates.fmr.note else "",
+        f"FNMR: {rates.fnmr.note}" if rates.fnmr.note else "",
+        f"{rates.num_cross_impostors:,} impostor trials of two groups count in none"
+        if rates.num_cross_impostors
+        else "",
+        f"{rates.num_ungrouped_trials:,} trials have a subject without a group"
+        if rates.num_ungrouped_trials
+        else "",
+    ]
+    return "; ".join(filter(None, parts)) or None
+
+
+def score_histogram(genuine: Floats, impostor: Floats) -> Histogram:
+    """Counts of the finite scores in bins of equal width.
+
+    Examples:
+        >>> histogram = score_histogram(np.array([1.0, 1.0]), np.array([0.0]))
+        >>> len(histogram.edges), histogram.genuine[-1], histogram.impostor[0]
+        (65, 2, 1)
+    """
+    low, high = _range([genuine, impostor])
+    edges = np.linspace(low, high, HISTOGRAM_BINS + 1)
+    counts = []
+    for side in (genuine, impostor):
+        found = np.zeros(HISTOGRAM_BINS, np.int64)
+        for piece in pieces(side):
+            found += np.histogram(piece[np.isfinite(piece)], bins=edges)[0]
+        counts.append(found.tolist())
+    return Histogram(tuple(edges.tolist()), tuple(counts[0]), tuple(counts[1]))
+
+
+def counted_histogram(genuine: Floats, impostor: Floats, counts: NDArray[np.int64]) -> Histogram:
+    """The same where impostors are known as counts at scores, all of them finite.
+
+    Examples:
+        >>> histogram = counted_histogram(np.ones(2), np.array([0.0, 0.5]), np.array([9, 0]))
+        >>> histogram.genuine[-1], histogram.impostor[0], sum(histogram.impostor)
+        (2, 9, 9)
+    """
+    impostor, counts = impostor[counts > 0], counts[counts > 0]
+    plain = score_histogram(genuine, impostor)
+    places = np.digitize(impostor, plain.edges[1:-1])
+    found = np.zeros(HISTOGRAM_BINS, np.int64)
+    np.add.at(found, places, counts)
+    return Histogram(plain.edges, plain.genuine, tuple(found.tolist()))
+
+
+def _range(sides: list[Floats]) -> tuple[float, float]:
+    """Smallest and largest finite score, a little apart even where they are the same."""
+    finite = (piece[np.isfinite(piece)] for side in sides for piece in pieces(side))
+    ends = [(float(piece.min()), float(piece.max())) for piece in finite if len(piece)]
+    low = min((end[0] for end in ends), default=0.0)
+    high = max((end[1] for end in ends), default=0.0)
+    if high - low > 1e-9 * max(abs(low), abs(high), 1e-9):
+        return low, high
+    margin = 0.5 * max(abs(low), 1.0)
+    return low - margin, high + margin
+
+
+def calibration_curve(genuine: Floats, impostor: Floats) -> CalibrationCurve | None:
+    """The affine map to log-likelihood ratios and how it fits; None where there is no such map.
+
+    There is none when a threshold separates all trials, or when a score is infinite.
+    """
+    try:
+        calibration = calibrate(genuine, impostor, prior=0.5)
+    except (ProtocolError, DataError):
+        return None
+    reliability = _reliability(calibration, genuine, impostor)
+    return CalibrationCurve(calibration.scale, calibration.offset, reliability)
+
+
+def _reliability(calibration: Calibration, genuine: Floats, impostor: Floats) -> Reliability:
+    """Predicted against observed shares, both labels weighing the same."""
+    edges = np.linspace(0.0, 1.0, RELIABILITY_BINS + 1)
+    shares, sums, counts = [], [], np.zeros(RELIABILITY_BINS, dtype=np.int64)
+    for side in (genuine, impostor):
+        found, total = np.zeros(RELIABILITY_BINS, np.int64), np.zeros(RELIABILITY_BINS)
+        for piece in pieces(side):
+            posterior = 0.5 * (1.0 + np.tanh(0.5 * calibration.apply(piece)))
+            place = (posterior * RELIABILITY_BINS).astype(np.int64)
+            np.minimum(place, RELIABILITY_BINS - 1, out=place)
+            found += np.bincount(place, minlength=RELIABILITY_BINS)
+            np.add.at(total, place, posterior)
+        counts += found
+        shares.append(found / len(side))
+        sums.append(total / len(side))
+    totals = shares[0] + shares[1]
+    has_trials = totals > 0
+    predicted = np.divide(sums[0] + sums[1], totals, where=has_trials, out=np.full_like(totals, 0))
+    observed = np.divide(shares[0], totals, where=has_trials, out=np.full_like(totals, 0))
+    return Reliability(
+        tuple(edges.tolist()),
+        _where(predicted, has_trials),
+        _where(observed, has_trials),
+        tuple(counts.tolist()),
+    )
+
+
+def _where(values: Floats, is_known: NDArray[np.bool_]) -> tuple[float | None, ...]:
+    pairs = zip(values.tolist(), is_known.tolist(), strict=True)
+    return tuple(value if known else None for value, known in pairs)
+
+
+def hardest_trials(score_set: ScoreSet, number: int) -> Hardest | None:
+    """The highest impostors and the lowest genuine trials; ties go by the order of the names.
+
+    None when the trials have no names, or none are asked for.
+    """
+    keys, scores, is_genuine = score_set.keys, score_set.scores, score_set.is_genuine
+    if keys is None or number == 0:
+        return None
+    return Hardest(
+        _first(keys, scores, np.flatnonzero(~is_genuine), -1.0, number),
+        _first(keys, scores, np.flatnonzero(is_genuine), 1.0, number),
+    )
+
+
+def _first(
+    keys: TrialKeys, scores: Floats, rows: NDArray[np.int64], sign: float, number: int
+) -> tuple[HardPair, ...]:
+    """The rows with the smallest signed score."""
+    signed = sign * scores[rows]
+    if number < len(rows):  # all of a tie at the last place, so that names decide
+        limit = np.partition(signed, number - 1)[number - 1]
+        rows, signed = rows[signed <= limit], signed[signed <= limit]
+    order = np.lexsort((keys.test[rows], keys.enrol[rows], signed))[:number]
+    return tuple(HardPair(*keys.trial(int(row)), float(scores[row])) for row in rows[order])
 
 
 def default_name(path: str | Path) -> str:

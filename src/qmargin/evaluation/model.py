@@ -3,25 +3,216 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from qmargin.errors import ConfigError, DataError
-from qmargin.evaluation.model_inputs import InputReader
+from qmargin.errors import ConfigError, CorruptSample, DataError, ShapeError
+from qmargin.evaluation.result import RunInfo, read_run
 from qmargin.evaluation.thresholds import FLIPS, Thresholds, read_thresholds
-from qmargin.models.card import ModelCard
-from qmargin.models.directory import THRESHOLDS, is_model_directory, load_backbone
-from qmargin.training.process import find_device
+from qmargin.files import read_regular
+from qmargin.models.directory import RUN, THRESHOLDS, ModelCard, is_model_directory, load_backbone
+from qmargin.training.distributed.process import find_device
 
+if TYPE_CHECKING:
+    from qmargin.data.alignment import FaceDetector
+
+
+FITS = ("auto", "exact", "resize", "align")
+MAX_FILE_BYTES = 256 * 1024**2
+SAMPLE_RATE = 16_000
 BATCH_SIZE = 64
+LEAST_SAMPLES = 1_680  # nine frames, the fewest that speaker networks take
+Pixels = NDArray[np.uint8]  # [H, W, 3]
+
+
+class Inputs:
+    """Makes batches of what a model is given; a subclass for every modality.
+
+    Args:
+        card: Says what the model takes.
+        fit: What to do with images of another size; see ``load_model``.
+
+    Attributes:
+        has_mirror: Whether inputs have mirror images.
+        max_batch: Inputs that can be read together; None for any number.
+    """
+
+    has_mirror: ClassVar[bool] = False
+    max_batch: ClassVar[int | None] = None
+
+    def __init__(self, card: ModelCard, *, fit: str = "auto") -> None:
+        if fit not in FITS:
+            raise ConfigError(f"fit is {fit!r}; it must be one of {', '.join(FITS)}")
+        self.card, self.fit = card, fit
+
+    def read(self, inputs: Sequence[Any], *, start: int = 0) -> Tensor:
+        """Inputs of the network, ``[B, *card.input_shape]`` in float32.
+
+        Args:
+            inputs: As ``Model.embed`` takes them.
+            start: Number of the first sample, for messages.
+
+        Raises:
+            DataError: A sample cannot be read; the message names it.
+        """
+        return self._batch([(item, _name(item, start + row)) for row, item in enumerate(inputs)])
+
+    def _batch(self, named: list[tuple[Any, str]]) -> Tensor:
+        raise NotImplementedError
+
+
+class ArrayInputs(Inputs):
+    """Arrays, taken as they are."""
+
+    def _batch(self, named: list[tuple[Any, str]]) -> Tensor:
+        shape = self.card.input_shape
+        for item, _ in named:
+            if isinstance(item, str | Path):
+                raise ConfigError(
+                    f"the model takes arrays of shape {list(shape)}, and {item} is a file; embed "
+                    "arrays in Python with load_model"
+                )
+        batch = np.stack([np.asarray(item, np.float32) for item, _ in named])
+        if batch.shape[1:] != shape:
+            raise ShapeError(
+                f"inputs have the shape {list(batch.shape[1:])} each and the model takes "
+                f"{list(shape)}"
+            )
+        return torch.from_numpy(batch)
+
+
+class AudioInputs(Inputs):
+    """Waveforms ``[B, samples]``, of which speaker networks make their own filter banks."""
+
+    max_batch = 1  # whole recordings, which differ in length
+
+    def _batch(self, named: list[tuple[Any, str]]) -> Tensor:
+        waveforms = [_waveform(item, name) for item, name in named]
+        if len({len(waveform) for waveform in waveforms}) > 1:
+            raise ShapeError("the recordings of a batch differ in length; embed them one at a time")
+        return torch.from_numpy(np.stack(waveforms))
+
+
+class ImageInputs(Inputs):
+    """RGB images at the model's size."""
+
+    has_mirror = True
+
+    def _batch(self, named: list[tuple[Any, str]]) -> Tensor:
+        from qmargin.data.faces import normalised
+
+        batch = np.stack([self._image(item, name) for item, name in named])  # [B, H, W, 3]
+        return normalised(torch.from_numpy(batch.transpose(0, 3, 1, 2).copy()))
+
+    def _image(self, item: Any, name: str) -> Pixels:
+        """One image at the model's size, ``[H, W, 3]``."""
+        size = self.card.input_shape[1:]
+        try:
+            pixels = _pixels(item, name)
+            if pixels.shape[:2] == size and self.fit != "align":
+                return pixels
+            if self.fit == "exact" or size[0] != size[1]:
+                raise DataError(
+                    f"{name} has {pixels.shape[1]} x {pixels.shape[0]} pixels and the model takes "
+                    f"{size[1]} x {size[0]}; align the faces first, or choose another fit for a "
+                    "square model"
+                )
+            upright = _pixels(item, name, upright=True)
+        except CorruptSample as error:
+            raise CorruptSample(f"{name} cannot be read: {error}") from error
+        return self._refitted(upright, size[0], name)
+
+    def _refitted(self, pixels: Pixels, size: int, name: str) -> Pixels:
+        if self.fit == "resize":
+            from qmargin.data.images import resize_image
+
+            return resize_image(pixels, size)
+        from qmargin.data.alignment import align_found
+
+        faces = self._detector.find(pixels)
+        if not faces:
+            raise DataError(
+                f"no face was found in {name}; give a photo with a face towards the camera, or an "
+                f"aligned face of {size} x {size} pixels"
+            )
+        return align_found(pixels, faces[0], size=size)  # the largest
+
+    @cached_property
+    def _detector(self) -> FaceDetector:
+        from qmargin.data.alignment import FaceDetector
+
+        return FaceDetector()
+
+
+INPUTS: dict[str, type[Inputs]] = {
+    "arrays": ArrayInputs,
+    "audio": AudioInputs,
+    "images": ImageInputs,
+}
+
+
+def _name(item: Any, number: int) -> str:
+    return repr(str(item)) if isinstance(item, (str, Path)) else f"sample {number}"
+
+
+def _pixels(item: Any, name: str, *, upright: bool = False) -> Pixels:
+    """An image as RGB uint8, from whatever holds it."""
+    if isinstance(item, (str, Path)):
+        from qmargin.data.images import decode_image
+
+        return decode_image(_content(Path(item)), upright=upright)
+    if hasattr(item, "convert") and hasattr(item, "getexif"):  # a Pillow image
+        return _from_pillow(item, upright)
+    pixels = np.asarray(item)
+    if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] != 3:
+        raise ShapeError(
+            f"{name} is a {pixels.dtype} array of shape {list(pixels.shape)}; give RGB uint8 "
+            "[H, W, 3]"
+        )
+    return pixels
+
+
+def _from_pillow(image: Any, upright: bool) -> Pixels:
+    from PIL import ImageOps
+
+    turned = ImageOps.exif_transpose(image) if upright else image
+    return np.array(turned.convert("RGB"))
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return read_regular(path, MAX_FILE_BYTES)
+    except DataError as error:
+        raise CorruptSample(str(error)) from error
+
+
+def _waveform(item: Any, name: str) -> NDArray[np.float32]:
+    """Samples at 16 kHz; what is too short for a network is repeated."""
+    if isinstance(item, (str, Path)):
+        from qmargin.data.audio import decode_audio
+
+        try:
+            samples = decode_audio(item, sample_rate=SAMPLE_RATE)
+        except CorruptSample as error:
+            raise CorruptSample(f"{name} cannot be read: {error}") from error
+    else:
+        samples = np.asarray(item)
+        if samples.ndim != 1 or samples.dtype.kind != "f" or not samples.size:
+            raise ShapeError(
+                f"{name} is a {samples.dtype} array of shape {list(samples.shape)}; give floating "
+                f"samples [n] in [-1, 1] at {SAMPLE_RATE:,} Hz"
+            )
+    times = -(-LEAST_SAMPLES // len(samples))
+    return np.tile(samples.astype(np.float32, copy=False), times)
 
 
 @dataclass(frozen=True)
@@ -51,6 +242,7 @@ class Model:
         backbone: In evaluation mode, on its device.
         card: What it is and takes.
         thresholds: From its evaluation, if there was one.
+        run: The training run, where it is known; results of the model carry it.
         fit: What to do with images of another size, see ``load_model``.
     """
 
@@ -59,11 +251,12 @@ class Model:
         backbone: nn.Module,
         card: ModelCard,
         thresholds: Thresholds | None = None,
+        run: RunInfo | None = None,
         *,
         fit: str = "auto",
     ) -> None:
-        self.backbone, self.card, self.thresholds = backbone, card, thresholds
-        self._reader = InputReader(card, fit=fit)
+        self.backbone, self.card, self.thresholds, self.run = backbone, card, thresholds, run
+        self._inputs = INPUTS[card.modality](card, fit=fit)
         tensors = chain(backbone.parameters(), backbone.buffers())
         self._device = next(tensors, torch.empty(0)).device
 
@@ -140,11 +333,10 @@ class Model:
         )
 
     def _batches(self, inputs: Sequence[Any], batch_size: int) -> Iterator[tuple[int, Tensor]]:
-        if self.card.modality == "audio":
-            batch_size = 1  # whole recordings, which differ in length
+        batch_size = min(batch_size, self._inputs.max_batch or batch_size)
         for start in range(0, len(inputs), batch_size):
             part = inputs[start : start + batch_size]
-            yield start, self._reader.read(part, start=start).to(self._device)
+            yield start, self._inputs.read(part, start=start).to(self._device)
 
     def _forward(self, batch: Tensor, flip: str) -> NDArray[np.float32]:
         embeddings: Tensor = self.backbone(batch)
@@ -156,7 +348,7 @@ class Model:
     def _check_flip(self, flip: str) -> None:
         if flip not in FLIPS:
             raise ConfigError(f"flip is {flip!r}; it must be one of {', '.join(FLIPS)}")
-        if flip == "sum" and self.card.modality != "images":
+        if flip == "sum" and not self._inputs.has_mirror:
             raise ConfigError(
                 f"flip is 'sum' and {self.card.name} takes {self.card.modality}; only images "
                 "have a mirror image"
@@ -183,9 +375,9 @@ def load_model(
 
     Examples:
         >>> import tempfile
-        >>> from qmargin.models.card import ModelCard
+        >>> from qmargin.models.directory import ModelCard
         >>> from qmargin.models.directory import write_model
-        >>> from qmargin.models.registry import create_backbone
+        >>> from qmargin.models import create_backbone
         >>> card = ModelCard("demo", "images", (3, 32, 32), "small_conv", 8)
         >>> weights = create_backbone("small_conv", embedding_dim=8).state_dict()
         >>> with tempfile.TemporaryDirectory() as folder:
@@ -205,18 +397,26 @@ def load_model(
             f"{path} belongs to the weights {thresholds.weights_sha256:.12}... and this model has "
             f"{card.weights_sha256:.12}...; evaluate this model and add its own thresholds"
         )
-    return Model(backbone, card, thresholds, fit=fit)
+    return Model(backbone, card, thresholds, _run_of(Path(directory), card), fit=fit)
+
+
+def _run_of(directory: Path, card: ModelCard) -> RunInfo | None:
+    """The run behind a model's weights; None in a directory that does not name it."""
+    path = directory / RUN
+    if not path.is_file():
+        return None
+    return replace(read_run(path), checkpoint_sha256=card.weights_sha256)
 
 
 def _is_run(path: str | Path) -> bool:
-    from qmargin.training.starting import CHECKPOINTS
+    from qmargin.training.start import CHECKPOINTS
 
     return (Path(path) / CHECKPOINTS).is_dir() and not is_model_directory(path)
 
 
 def _model_of_run(run: str | Path, *, device: torch.device | str, fit: str) -> Model:
     """As if it had been exported: the same name and hash of weights."""
-    from qmargin.evaluation.exporting import export_run
+    from qmargin.evaluation.export import export_run
 
     with TemporaryDirectory() as folder:
         directory = Path(folder) / "model"

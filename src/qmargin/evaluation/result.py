@@ -1,39 +1,132 @@
-"""What an evaluation found, as records and as ``result.json``."""
+"""The result of an evaluation: typed records, and their file ``result.json``."""
 
 from __future__ import annotations
 
 import json
 import posixpath
 import shlex
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
+import qmargin
 from qmargin.errors import DataError
-from qmargin.evaluation.records import decode, encode
-from qmargin.files import check_regular, without_folders, write_atomically
+from qmargin.files import check_regular, read_regular, without_folders, write_atomically
+from qmargin.schema import decode, encode
+
+if TYPE_CHECKING:
+    from qmargin.training.recipe import Recipe
 
 FORMAT = "qmargin-result"
-VERSION = 1
+VERSION = 2
+MAX_RUN_BYTES = 1_000_000
 RESULT_MARK = f'"format": "{FORMAT}"'
 _MAY_BE_INFINITE = (  # scores, and texts
     *("threshold", "score", "system", "sources", "command", "notes", "groups", "name", "note"),
-    *("enrol", "test"),
+    *("enrol", "test", "arm", "title", "divergence", "kind", "device", "code_version"),
+    *("rule", "scoring", "pooling"),
 )
 STATUSES = ("ok", "few", "not measurable")
 
 
 @dataclass(frozen=True)
 class System:
-    """Who made the scores."""
+    """What made the scores: a name, and facts for people."""
 
     name: str
     model_card: dict[str, str] | None = None
 
 
 @dataclass(frozen=True)
+class MarginInfo:
+    """One margin of a loss; ``value`` is its main number, None where it has none."""
+
+    kind: str
+    value: float | None
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """The training run behind a result. Reports group by these fields.
+
+    Attributes:
+        recipe_sha256: Hash of everything that decides the outcome of the run.
+        arm: Short name of the loss settings; runs of one arm differ in their seed.
+        title: The arm as tables show it.
+        divergence: ``"alpha"``, or the name of a registered divergence.
+        alpha: Main number of the divergence, of an alpha-divergence its order; None without one.
+        margins: Summands of the margin.
+        scale: ``s``; None where the loss has no single scale.
+        seed: Of the run.
+        epochs: Length of the run.
+        steps: Optimizer steps behind the evaluated weights.
+        num_classes: Training identities.
+        checkpoint_sha256: Hash of the evaluated weights, as in the model card.
+        train_seconds: Wall-clock time of the run.
+        device: Where it ran, such as ``"NVIDIA H200"``.
+        code_version: Of qmargin.
+    """
+
+    recipe_sha256: str
+    arm: str
+    title: str
+    divergence: str
+    alpha: float | None
+    margins: tuple[MarginInfo, ...]
+    scale: float | None
+    seed: int
+    epochs: float | None = None
+    steps: int | None = None
+    num_classes: int | None = None
+    checkpoint_sha256: str | None = None
+    train_seconds: float | None = None
+    device: str | None = None
+    code_version: str = qmargin.__version__
+
+
+def run_info(recipe: Recipe, *, arm: str | None = None, **known: Any) -> RunInfo:
+    """Describe a run of a recipe.
+
+    Args:
+        recipe: What was trained.
+        arm: Of an experiment; the recipe's name by default.
+        **known: Further fields of ``RunInfo``; ``title`` is the arm by default.
+
+    Examples:
+        >>> from qmargin.recipes.debug import debug
+        >>> info = run_info(debug(), arm="q_margin", steps=100)
+        >>> info.arm, info.divergence, info.margins[0].kind, info.steps
+        ('q_margin', 'alpha', 'prior', 100)
+    """
+    loss, arm = recipe.loss, arm or recipe.name
+    values: dict[str, Any] = {
+        "recipe_sha256": recipe.sha256,
+        "arm": arm,
+        "title": arm,
+        "divergence": loss.divergence,
+        "alpha": loss.alpha,
+        "margins": tuple(MarginInfo(kind, number) for kind, number in loss.margins),
+        "scale": loss.scale,
+        "seed": recipe.seed,
+        "epochs": float(recipe.run.epochs),
+    }
+    return RunInfo(**{**values, **known})
+
+
+def run_to_json(run: RunInfo) -> str:
+    """The content of ``run.json`` in a model directory."""
+    return json.dumps(encode(run, "run"), allow_nan=False, indent=1) + "\n"
+
+
+def read_run(path: str | Path) -> RunInfo:
+    """Read and check ``run.json``."""
+    return cast(RunInfo, decode(RunInfo, read_json(path, MAX_RUN_BYTES), f"{path}:"))
+
+
+@dataclass(frozen=True)
 class IntervalMethod:
-    """How the intervals were made: one of the methods of ``INTERVAL_METHODS``."""
+    """How intervals were made: ``"subject bootstrap"``, ``"file bootstrap"``, ``"wilson"``."""
 
     method: str
     level: float
@@ -42,20 +135,41 @@ class IntervalMethod:
     note: str | None = None
 
 
-INTERVAL_METHODS = ("subject bootstrap", "file bootstrap", "wilson", "none")
-
-
 @dataclass(frozen=True)
-class Protocol:
-    """Which trials, how many, and the rule that chose the thresholds."""
+class ProtocolInfo:
+    """Which trials were measured, and how.
+
+    Attributes:
+        name: Of the trials, for people.
+        kind: ``"scores"``, ``"trials"``, ``"all-pairs"``, ``"lfw"``, ``"ijb-1:1"``, ``"ijb-1:N"``,
+            ``"pairs"``, ``"voxceleb"`` or a registered protocol; None in a version-1 file.
+        rule: How the threshold of a FAR was chosen.
+        scoring: ``"given"`` (read from a file), ``"cosine"``, ``"as-norm"`` or ``"calibrated"``;
+            None in a version-1 file.
+        data_sha256: Of the pairs and their labels, whatever their order; results with the same one
+            are of the same trials. None where trials have no names.
+        num_trials: Of both kinds.
+        num_genuine: Pairs of one subject.
+        num_impostors: Pairs of two.
+        num_subjects: None where they are not known.
+        interval: How intervals were made.
+        flip: ``"sum"`` where an image's embedding is the sum of its own and its mirror image's,
+            ``"none"``; None where it is not known.
+        pooling: How the samples of a template became one vector; None where samples are compared.
+    """
 
     name: str
+    kind: str | None
     rule: str
+    scoring: str | None
+    data_sha256: str | None
     num_trials: int
     num_genuine: int
     num_impostors: int
     num_subjects: int | None
     interval: IntervalMethod
+    flip: str | None = None
+    pooling: str | None = None
 
 
 @dataclass(frozen=True)
@@ -113,14 +227,36 @@ class Value:
 
 
 @dataclass(frozen=True)
-class Metrics:
-    """Every number of the evaluation; a Cllr is in bits and takes the scores as natural LLRs."""
+class Measure:
+    """A number of one protocol or of a registered metric.
+
+    Attributes:
+        value: None where it is not defined.
+        std: Standard deviation over folds, where there are folds.
+        note: How it was measured.
+        interval: Where there is one.
+    """
+
+    value: float | None
+    std: float | None = None
+    note: str | None = None
+    interval: tuple[float, float] | None = None
+
+
+@dataclass(frozen=True)
+class Measures:
+    """Every number of the evaluation; a Cllr is in bits and takes the scores as natural LLRs.
+
+    ``extra`` has what only some protocols measure (accuracy over folds, rank rates) and registered
+    metrics, by name.
+    """
 
     tar: tuple[TarPoint, ...]
     eer: EerPoint
     min_dcf: tuple[DcfPoint, ...]
     cllr: Value
     min_cllr: Value
+    extra: dict[str, Measure] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -178,7 +314,7 @@ class ReplicateValues:
     """What every bootstrap replicate found, so that systems can be compared in pairs.
 
     ``tar`` and ``min_dcf`` are keyed by ``far_key``. Two systems are comparable when
-    ``subjects_sha256``, ``seed`` and the result's ``trials_sha256`` agree. A replicate that could
+    ``subjects_sha256``, ``seed`` and the protocols' ``data_sha256`` agree. A replicate that could
     not measure has None.
     """
 
@@ -248,13 +384,17 @@ class Hardest:
 
 @dataclass(frozen=True)
 class Result:
-    """One system on one protocol; ``notes`` say what a reader of its numbers has to know."""
+    """One system on one protocol.
+
+    ``run`` is None where the scores come from elsewhere; ``notes`` say what a reader of the numbers
+    has to know.
+    """
 
     system: System
-    protocol: Protocol
+    run: RunInfo | None
+    protocol: ProtocolInfo
     sources: tuple[Source, ...]
-    trials_sha256: str | None
-    metrics: Metrics
+    measures: Measures
     det: Det
     histogram: Histogram
     calibration: CalibrationCurve | None
@@ -265,6 +405,17 @@ class Result:
     command: str
     qmargin: str
     notes: tuple[str, ...] = ()
+
+    @property
+    def weights_sha256(self) -> str | None:
+        """Hash of the evaluated weights; None where it is not known."""
+        known = None if self.run is None else self.run.checkpoint_sha256
+        return known or (self.system.model_card or {}).get("weights_sha256")
+
+    def with_extra(self, extra: Mapping[str, Measure]) -> Result:
+        """The same result with more measures."""
+        measures = replace(self.measures, extra={**self.measures.extra, **extra})
+        return replace(self, measures=measures)
 
 
 def far_key(far: float) -> str:
@@ -283,22 +434,74 @@ def result_to_json(result: Result) -> dict[str, Any]:
 
 
 def result_from_json(content: object, source: str = "result") -> Result:
-    """Check and read what ``result_to_json`` made; ``source`` is named in errors."""
+    """Check and read what ``result_to_json`` made, in this version or in version 1.
+
+    Args:
+        content: Parsed JSON.
+        source: Named in errors.
+
+    Raises:
+        DataError: It is something else; the message names the entry.
+    """
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise DataError(f"{source} is not a {FORMAT} file: write one with `qmargin evaluate`")
-    if content.get("version") != VERSION:
+    version = content.get("version")
+    if version not in (1, VERSION) or isinstance(version, bool):
         raise DataError(
-            f"{source} has version {content.get('version')!r} of {FORMAT}, but this qmargin reads "
-            f"version {VERSION}: evaluate the scores again"
+            f"{source} has version {version!r} of {FORMAT}, but this qmargin reads versions 1 and "
+            f"{VERSION}: evaluate the scores again"
         )
+    if version == 1:
+        content = _from_version_1(content, source)
     result = cast(Result, decode(Result, content, f"{source}:"))
-    for point in result.metrics.tar:
+    for point in result.measures.tar:
         if point.status not in STATUSES:
             raise DataError(
-                f"{source}: metrics.tar has the status {point.status!r}: not one of ours"
+                f"{source}: measures.tar has the status {point.status!r}: not one of ours"
             )
     _check_finite(content, source)
     return result
+
+
+def _from_version_1(content: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Entries of a version-1 file under their names of today; what it did not have is None."""
+
+    def part(name: str, kind: type, default: Any = ...) -> Any:
+        value = content.get(name, default)
+        if value is ...:
+            raise DataError(f"{source}: {name} is missing: evaluate the scores again")
+        if not isinstance(value, kind):
+            raise DataError(f"{source}: {name} is not of the type {kind.__name__}")
+        return value
+
+    system = dict(part("system", dict))
+    card = system.get("model_card") or {}
+    card = dict(card) if isinstance(card, Mapping) else {}
+    listed = [dict(entry) for entry in part("measures", list, []) if isinstance(entry, Mapping)]
+    extra = {str(entry.pop("name", None)): entry for entry in listed}
+    flips = {"used": "sum", "not used": "none"}
+    flip, pooling = card.pop("mirror images", None), card.pop("pooling", None)
+    if isinstance(system.get("model_card"), Mapping):  # it repeated the measures
+        system["model_card"] = {key: text for key, text in card.items() if key not in extra} or None
+    return {
+        **content,
+        "system": system,
+        "run": None,
+        "protocol": {
+            **part("protocol", dict),
+            "kind": None,
+            "scoring": None,
+            "data_sha256": content.get("trials_sha256"),
+            "flip": flips.get(flip) if isinstance(flip, str) else None,
+            "pooling": pooling,
+        },
+        "measures": {**part("metrics", dict), "extra": extra},
+        "notes": [
+            *part("notes", list, []),
+            "read from a result of version 1, which does not name the training run or the kind of "
+            "protocol: evaluate again to add them",
+        ],
+    }
 
 
 def _check_finite(value: Any, where: str) -> None:
@@ -371,12 +574,17 @@ def write_result(path: str | Path, result: Result, *, keep_paths: bool = False) 
 
 def read_result(path: str | Path) -> Result:
     """Read and check ``result.json``."""
+    return result_from_json(read_json(path), str(path))
+
+
+def read_json(path: str | Path, limit: int | None = None) -> Any:
+    """Read a JSON file of at most ``limit`` bytes; NaN and infinite numbers are refused."""
     check_regular(path)
+    content = Path(path).read_bytes() if limit is None else read_regular(path, limit)
     try:
-        content = json.loads(Path(path).read_bytes(), parse_constant=_refuse_constant)
+        return json.loads(content, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path} is not JSON ({error}): was it cut short?") from error
-    return result_from_json(content, str(path))
 
 
 def _refuse_constant(name: str) -> None:

@@ -1,26 +1,34 @@
-"""Cosine scores of trials, in blocks, in float64, resumable."""
+"""Cosine scores of trials, or their AS-norm, in float64, as resumable tables."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from qmargin.errors import ConfigError, DataError, ShapeError
+from qmargin.evaluation.all_pairs import exact_scores, unit_rows
 from qmargin.evaluation.embeddings import Embeddings
-from qmargin.evaluation.resuming import ResumableFile
+from qmargin.evaluation.resumable import ResumableFile
 from qmargin.evaluation.trials import TrialList
-from qmargin.files import Guard, Progress, escape_formula
+from qmargin.files import Guard, Progress, escape_formula, replacing, sha256_of
 from qmargin.metrics.normalise import Moments, cohort_moments
 
 Floats = NDArray[np.float64]
 SCORES_MARK = "enrol\ttest\tscore"  # its first line: other programs may write the same
 _COHORT_BLOCK = 1024  # rows whose cohort scores are held at once
+_COHORT_PART = 256  # of these, rows that one thread sorts
+_MOST_THREADS = 8
+_ROWS_AT_ONCE = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -34,6 +42,71 @@ class CohortNorm:
 
     cohort: Embeddings
     top_n: int = 300
+
+
+class TrialSides(NamedTuple):
+    """What trials are scored by: one row for every name.
+
+    Attributes:
+        unit: Directions of the centred embeddings, ``[names, d]``.
+        lengths: Their lengths, ``[names]``.
+        moments: Of their cohort scores; None for plain cosines.
+    """
+
+    unit: Floats
+    lengths: Floats
+    moments: Moments | None
+
+    def scores(self, enrol: NDArray[np.int32], test: NDArray[np.int32]) -> Floats:
+        """Scores of pairs of names; each depends on its two names only."""
+        scores = exact_scores(self.unit, enrol.astype(np.intp), test.astype(np.intp))
+        if self.moments is None:
+            return scores
+        return 0.5 * (self.moments.apply(scores, enrol) + self.moments.apply(scores, test))
+
+
+def trial_sides(
+    embeddings: Embeddings,
+    trials: TrialList,
+    *,
+    center: Embeddings | None = None,
+    norm: CohortNorm | None = None,
+    progress: Progress | None = None,
+) -> TrialSides:
+    """Prepare the embeddings of a list of trials.
+
+    Args:
+        embeddings: One for every name in ``trials``.
+        trials: What will be compared.
+        center: Its mean is subtracted from every embedding, the cohort's too.
+        norm: AS-norm by a cohort; plain cosines without it.
+        progress: Called with the names compared with the cohort and their number.
+
+    Raises:
+        DataError: A name has no embedding, or one of length zero; the message names the line.
+    """
+    position = {key: row for row, key in enumerate(embeddings.keys)}
+    rows = np.array([position.get(name, -1) for name in trials.keys.names], dtype=np.int64)
+    refuse_missing(trials, rows < 0, f"embedding in {embeddings.source.path}")
+    matrix = _centred(embeddings, rows, center)
+    unit = _unit(matrix, embeddings, rows)
+    with np.errstate(over="ignore"):
+        lengths = np.sqrt(np.sum(matrix * matrix, axis=1))
+    moments = None if norm is None else norm_moments(unit, norm, center, progress)
+    return TrialSides(unit, lengths, moments)
+
+
+def refuse_missing(trials: TrialList, is_missing: NDArray[np.bool_], what: str) -> None:
+    """Refuse names of trials without ``what``; the message names the first line."""
+    if is_missing.any():
+        keys = trials.keys
+        first = int(np.argmax(is_missing[keys.enrol] | is_missing[keys.test]))
+        sides = (int(keys.enrol[first]), int(keys.test[first]))
+        name = keys.names[next(side for side in sides if is_missing[side])]
+        raise DataError(
+            f"{trials.where(first)}: {name!r} has no {what} "
+            f"({int(is_missing.sum()):,} of {len(keys.names):,} names have none)"
+        )
 
 
 def score_trials(
@@ -70,21 +143,16 @@ def score_trials(
     """
     if block < 1:
         raise ConfigError(f"block={block} is below 1: give at least 1")
-    rows = _rows_of(embeddings, trials)
-    mean = _mean(center, embeddings)
-    unit = _unit(embeddings, rows, mean)
-    moments = None if norm is None else norm_moments(unit, norm, mean)
+    sides = trial_sides(embeddings, trials, center=center, norm=norm)
     cells = name_cells(trials.keys.names)
     fingerprint = _fingerprint(embeddings, trials, norm, center)
     with ResumableFile(out, fingerprint, restart=restart, guard=guard) as file:
         for start in range(file.num_done, len(trials), block):
             stop = min(start + block, len(trials))
-            enrol, test = trials.keys.enrol[start:stop], trials.keys.test[start:stop]
-            scores = np.sum(unit[enrol] * unit[test], axis=1)
-            if moments is not None:
-                scores = 0.5 * (moments.apply(scores, enrol) + moments.apply(scores, test))
+            rows = slice(start, stop)
+            scores = sides.scores(trials.keys.enrol[rows], trials.keys.test[rows])
             header = score_header(trials) if start == 0 else ""
-            text = header + score_lines(trials, cells, scores, slice(start, stop))
+            text = header + score_lines(trials, cells, scores, rows)
             file.append(text.encode("utf-8"), stop - start)
             if progress is not None:
                 progress(stop, len(trials))
@@ -92,80 +160,79 @@ def score_trials(
     return Path(out)
 
 
-def _rows_of(embeddings: Embeddings, trials: TrialList) -> NDArray[np.int64]:
-    """Row of the embedding of every name of the trials."""
-    position = {key: row for row, key in enumerate(embeddings.keys)}
-    names = trials.keys.names
-    rows = np.array([position.get(name, -1) for name in names], dtype=np.int64)
-    if (rows < 0).any():
-        is_missing = rows < 0
-        first = int(np.argmax(is_missing[trials.keys.enrol] | is_missing[trials.keys.test]))
-        missing = next(name for name in trials.keys.trial(first) if name not in position)
-        raise DataError(
-            f"{trials.where(first)}: {missing!r} has no embedding in {embeddings.source.path} "
-            f"({int(is_missing.sum()):,} of {len(names):,} names have none)"
-        )
-    return rows
-
-
-def _mean(center: Embeddings | None, embeddings: Embeddings) -> Floats | None:
-    if center is None:
-        return None
-    _check_width(center, embeddings.embedding_dim)
-    return np.asarray(center.matrix.mean(axis=0, dtype=np.float64))
-
-
-def _check_width(other: Embeddings, width: int) -> None:
-    if other.embedding_dim != width:
-        raise ShapeError(
-            f"{other.source.path} has embeddings of width {other.embedding_dim}, but the trials' "
-            f"have {width}: use embeddings of the same model"
-        )
-
-
-def _unit(embeddings: Embeddings, rows: NDArray[np.int64], mean: Floats | None) -> Floats:
-    """Unit vectors ``[len(rows), d]``."""
+def _centred(embeddings: Embeddings, rows: NDArray[np.int64], center: Embeddings | None) -> Floats:
+    """Rows less the mean of ``center``, ``[len(rows), d]``."""
     matrix = embeddings.matrix[rows].astype(np.float64)
-    if mean is not None:
-        matrix -= mean
-    largest = np.abs(matrix).max(axis=1, keepdims=True)
-    if (largest == 0).any():
-        key = embeddings.keys[rows[int(np.argmin(largest))]]
-        raise DataError(
-            f"{embeddings.source.path}: the embedding of {key!r} is zero, so it has no direction"
-        )
-    matrix /= largest  # squares of very small or large values leave the range of float64
-    matrix /= np.sqrt(np.sum(matrix * matrix, axis=1, keepdims=True))
+    if center is not None:
+        _check_width(center, embeddings)
+        matrix -= center.matrix.mean(axis=0, dtype=np.float64)
     return matrix
 
 
-def norm_moments(unit: Floats, norm: CohortNorm, mean: Floats | None = None) -> Moments:
-    """Mean and deviation of each row's ``top_n`` highest cosines to the cohort."""
-    cohort, top_n = norm.cohort, norm.top_n
-    if not 2 <= top_n <= len(cohort):
-        raise ConfigError(
-            f"top_n={top_n} is not from 2 to {len(cohort)}, the size of the cohort in "
-            f"{cohort.source.path}"
+def _check_width(other: Embeddings, embeddings: Embeddings) -> None:
+    if other.embedding_dim != embeddings.embedding_dim:
+        raise ShapeError(
+            f"{other.source.path} has embeddings of width {other.embedding_dim}, but "
+            f"{embeddings.source.path} has {embeddings.embedding_dim}: use embeddings of one model"
         )
-    _check_width(cohort, unit.shape[1])
-    others = _unit(cohort, np.arange(len(cohort)), mean)
-    return nearest_moments(unit, others, top_n, str(cohort.source.path))
 
 
-def nearest_moments(unit: Floats, others: Floats, top_n: int, name: str) -> Moments:
+def _unit(matrix: Floats, embeddings: Embeddings, rows: NDArray[np.int64]) -> Floats:
+    is_zero = ~matrix.any(axis=1)
+    if is_zero.any():
+        key = embeddings.keys[rows[int(np.argmax(is_zero))]]
+        raise DataError(
+            f"{embeddings.source.path}: the embedding of {key!r} is zero, or equals the mean that "
+            "is subtracted, so it has no direction"
+        )
+    return unit_rows(matrix)
+
+
+def norm_moments(
+    unit: Floats,
+    norm: CohortNorm,
+    center: Embeddings | None = None,
+    progress: Progress | None = None,
+) -> Moments:
+    """Mean and deviation of each row's ``top_n`` highest cosines to the cohort."""
+    cohort = norm.cohort
+    if cohort.embedding_dim != unit.shape[1]:
+        raise ShapeError(
+            f"{cohort.source.path} has embeddings of width {cohort.embedding_dim}, but the trials' "
+            f"have {unit.shape[1]}: use embeddings of one model"
+        )
+    rows = np.arange(len(cohort))
+    others = _unit(_centred(cohort, rows, center), cohort, rows)
+    name = f"the cohort {cohort.source.path}"
+    return nearest_moments(unit, others, norm.top_n, name, progress)
+
+
+def nearest_moments(
+    unit: Floats, others: Floats, top_n: int, name: str, progress: Progress | None = None
+) -> Moments:
     """Mean and deviation of each row's ``top_n`` highest cosines to a cohort, in blocks.
 
     Args:
         unit: Rows of length one, ``[n, d]``.
         others: The cohort, likewise, ``[C, d]``.
-        top_n: How many count.
+        top_n: How many count, from 2 to ``C``.
         name: Of the cohort, for the messages.
+        progress: Called with the rows done and their number.
     """
-    parts = [
-        cohort_moments(unit[start : start + _COHORT_BLOCK] @ others.T, name, top_n)
-        for start in range(0, len(unit), _COHORT_BLOCK)
-    ]
-    means, deviations = zip(*parts, strict=True)
+    if progress is not None:
+        progress(0, len(unit))
+    if not 2 <= top_n <= len(others):
+        raise ConfigError(f"top_n={top_n} is not from 2 to {len(others)}, the size of {name}")
+    work = partial(cohort_moments, name=name, top_n=top_n)
+    found: list[Moments] = []
+    with ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1)) as pool:
+        for start in range(0, len(unit), _COHORT_BLOCK):
+            scores = unit[start : start + _COHORT_BLOCK] @ others.T  # on all cores; sorting is not
+            firsts = range(0, len(scores), _COHORT_PART)
+            found += pool.map(work, [scores[first : first + _COHORT_PART] for first in firsts])
+            if progress is not None:
+                progress(min(start + _COHORT_BLOCK, len(unit)), len(unit))
+    means, deviations = zip(*found, strict=True)
     return Moments(np.concatenate(means), np.concatenate(deviations))
 
 
@@ -226,3 +293,22 @@ def score_lines(trials: TrialList, cells: Sequence[str], scores: Floats, rows: s
     if trials.is_genuine is not None:
         columns.append(["1" if label else "0" for label in trials.is_genuine[rows].tolist()])
     return "\n".join([*map("\t".join, zip(*columns, strict=True)), ""])
+
+
+def write_scores(
+    path: str | Path, trials: TrialList, scores: Floats, *, guard: Guard | None = None
+) -> None:
+    """Write a table with the columns enrol, test, score and label, in full precision."""
+    with replacing(Path(path)) as temporary:
+        _write_table(temporary, trials, scores)
+        if guard is not None:
+            guard.check_content(Path(path), sha256_of(temporary))
+
+
+def _write_table(path: Path, trials: TrialList, scores: Floats) -> None:
+    cells = name_cells(trials.keys.names)
+    with path.open("w", encoding="utf-8", newline="\n") as file:
+        file.write(score_header(trials))
+        for start in range(0, len(scores), _ROWS_AT_ONCE):
+            rows = slice(start, start + _ROWS_AT_ONCE)
+            file.write(score_lines(trials, cells, scores[rows], rows))

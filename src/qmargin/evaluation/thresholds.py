@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, cast
 
 from qmargin.errors import ConfigError, DataError, ProtocolError
-from qmargin.evaluation.records import decode, encode
-from qmargin.evaluation.result import Result, TarPoint
-from qmargin.files import open_regular, write_atomically
+from qmargin.evaluation.result import Result, TarPoint, read_json
+from qmargin.files import write_atomically
+from qmargin.schema import decode, encode
 
 FORMAT = "qmargin-thresholds"
 VERSION = 1
@@ -76,12 +76,6 @@ class Thresholds:
         )
 
 
-def flip_of(result: Result) -> str | None:
-    """How an evaluation embedded images, ``"none"`` or ``"sum"``; None if its result is silent."""
-    words = (result.system.model_card or {}).get("mirror images", "")
-    return {"used": "sum", "not used": "none"}.get(words)
-
-
 def thresholds_of(
     result: Result,
     *,
@@ -94,7 +88,7 @@ def thresholds_of(
 
     Args:
         result: From ``qmargin evaluate``.
-        weights_sha256: Of the model; a result whose model card names other weights is refused.
+        weights_sha256: Of the model; a result of other weights is refused.
         result_sha256: Fingerprint of the result file.
         flip: How the embeddings were made, ``"none"`` or ``"sum"``.
         is_trusted: Take a result that names no weights for one of this model.
@@ -104,8 +98,7 @@ def thresholds_of(
             cosines of two samples.
         ProtocolError: Nothing could be measured.
     """
-    card = result.system.model_card or {}
-    evaluated = card.get("weights_sha256")
+    evaluated = result.weights_sha256
     if evaluated is None and not is_trusted:
         raise DataError(
             f"the result {result.system.name!r} on {result.protocol.name!r} does not name the "
@@ -117,7 +110,7 @@ def thresholds_of(
             f"the result is of the weights {evaluated:.12}... and this model has "
             f"{weights_sha256:.12}...; evaluate this model"
         )
-    if "pooling" in card:
+    if result.protocol.pooling is not None:
         raise DataError(
             f"{result.protocol.name} compared templates of many images, whose scores are others "
             "than those of two; evaluate pairs, as in `qmargin evaluate lfw` or `pairs`"
@@ -128,7 +121,7 @@ def thresholds_of(
             f"the scores of {result.protocol.name} were changed by a {normalised[0]}, which a "
             "comparison of two samples has not; evaluate plain cosines"
         )
-    points = tuple(point for point in result.metrics.tar if point.tar is not None)
+    points = tuple(point for point in result.measures.tar if point.tar is not None)
     if not points:
         raise ProtocolError(
             f"no FAR could be measured on {result.protocol.name} with "
@@ -157,16 +150,7 @@ def write_thresholds(path: str | Path, thresholds: Thresholds) -> None:
 
 def read_thresholds(path: str | Path) -> Thresholds:
     """Read and check ``thresholds.json``."""
-    path = Path(path)
-    with open_regular(path) as file:
-        content = file.read(MAX_BYTES + 1)
-    if len(content) > MAX_BYTES:
-        raise DataError(f"{path} is over {MAX_BYTES:,} bytes; this is another kind of file")
-    try:
-        parsed = json.loads(content, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{path} is not JSON ({error}); export the model again") from error
-    return _parse(parsed, str(path))
+    return _parse(read_json(path, MAX_BYTES), str(path))
 
 
 def _parse(content: Any, source: str) -> Thresholds:
@@ -176,7 +160,3 @@ def _parse(content: Any, source: str) -> Thresholds:
             f"{source} is not a {FORMAT} file of version {VERSION}; export the model again"
         )
     return cast(Thresholds, decode(Thresholds, content, f"{source}:"))
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not a JSON number")

@@ -1,8 +1,10 @@
-"""What a head refuses, and how it says so."""
+"""Checks of a head: settings, memory, batches, prototypes, and its place in a wrapped model."""
 
 from __future__ import annotations
 
+import os
 from numbers import Integral
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,11 +13,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from qmargin.errors import ConfigError, DataError, ShapeError
-from qmargin.heads.memory import check_memory
+from qmargin.heads.paths import Chunked, Sparse, TopK
 from qmargin.kernels.head_reference import inverse_lengths
+from qmargin.losses.adaptive import ElasticMargin
 from qmargin.losses.checks import check_floating, check_label_tensor
-from qmargin.losses.module import MarginLoss
-from qmargin.maths.adaptive import ElasticMargin
+from qmargin.losses.margin_loss import MarginLoss
 
 if TYPE_CHECKING:
     from qmargin.heads.classifier import MarginClassifier
@@ -34,18 +36,15 @@ def check_arguments(embedding_dim: object, num_classes: object, loss: object) ->
         )
 
 
-def check_settings(head: MarginClassifier, dtype: torch.dtype, paths: tuple[str, ...]) -> None:
+def check_settings(head: MarginClassifier, dtype: torch.dtype) -> None:
     """Refuse settings that no step could be taken with."""
-    if head.path not in ("auto", *paths):
-        known = ", ".join(("auto", *paths))
-        raise ConfigError(f"path is {head.path!r}; known paths are {known}")
     if head.gradient not in GRADIENTS:
         known = ", ".join(GRADIENTS)
         raise ConfigError(f"gradient is {head.gradient!r}; known ones are {known}")
     if dtype not in (torch.float32, torch.float64):
         raise ConfigError(
             f"prototypes are {dtype}; keep them in torch.float32 (or float64) and choose the "
-            "precision of the screen with screen_dtype"
+            "precision of the screen with path=Sparse(screen_dtype=...)"
         )
     if head.loss.reduction == "none" and head.ranks.world > 1:
         raise ConfigError(
@@ -60,22 +59,67 @@ def check_settings(head: MarginClassifier, dtype: torch.dtype, paths: tuple[str,
                     "the margin is drawn from each rank's own generator and the ranks must draw "
                     "the same; give ElasticMargin a seed"
                 )
-    if head.path in ("sparse", "chunked", "paper"):
-        order = head.order
-        if order <= 0.0 and head.path != "chunked":
+    path = head.path
+    if isinstance(path, Chunked | TopK) or path.name == "sparse":
+        alpha = 1.0 + head.alpha_minus_one
+        if alpha <= 1.0 and not isinstance(path, Chunked):
             raise ConfigError(
-                f"path {head.path!r} lives on posteriors that are zero for most classes and "
-                f"alpha is {1.0 + order:g}; use path='chunked', or an alpha above 1"
+                f"path is {path.name!r}, for posteriors that are zero for most classes, and alpha "
+                f"is {alpha:g}; use path='chunked', or an alpha above 1"
             )
 
 
-def check_head_memory(head: MarginClassifier, like: Tensor, screen: torch.dtype | None) -> None:
+_UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
+
+
+def available_memory(device: torch.device) -> int | None:
+    """Bytes that can be allocated on a device, None if that is unknown."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return free + cached
+    if device.type != "cpu":
+        return None
+    facts = Path("/proc/meminfo")  # counts what caches would give back; sysconf does not
+    if facts.exists():
+        for line in facts.read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):  # not a POSIX system
+        return None
+
+
+def check_memory(parts: dict[str, int], device: torch.device, *, subject: str) -> None:
+    """Raise ``ConfigError`` if the parts, in bytes, exceed what the device has left."""
+    available, needed = available_memory(device), sum(parts.values())
+    if available is None or needed <= available:
+        return
+    listed = ", ".join(f"{name} {gib(size)}" for name, size in parts.items())
+    raise ConfigError(
+        f"{subject} needs {gib(needed)} on {device} ({listed}) and {gib(available)} are free; "
+        "use fewer classes, a smaller embedding_dim, gradient='fused', or a larger device"
+    )
+
+
+def gib(size: float) -> str:
+    """Format a number of bytes.
+
+    Examples:
+        >>> gib(3 * 2**30), gib(5 * 2**20), gib(100)
+        ('3.0 GiB', '5.0 MiB', '0.1 KiB')
+    """
+    unit, name = next((unit, name) for unit, name in _UNITS if size >= unit or unit == 2**10)
+    return f"{size / unit:,.1f} {name}"
+
+
+def check_head_memory(head: MarginClassifier, like: Tensor) -> None:
     """Refuse a head that the device cannot hold; ``like`` has its dtype and device."""
     native, numbers = like.element_size(), len(head.shard) * head.embedding_dim
     parts = {"prototypes": numbers * native}
-    if head.path in ("auto", "sparse", "chunked") or head.gradient == "fused":
-        default = torch.float16 if like.is_cuda and native == 4 else like.dtype
-        parts["screened copy"] = numbers * (screen or default).itemsize
+    if isinstance(head.path, Sparse | Chunked) or head.gradient == "fused":
+        parts["screened copy"] = numbers * head.screen_dtype_for(like).itemsize
     if head.gradient == "dense":
         parts["gradient"] = numbers * native
     subject = f"a head of {len(head.shard):,} classes x {head.embedding_dim:,}"

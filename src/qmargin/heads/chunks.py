@@ -1,58 +1,45 @@
-"""Sums over blocks of classes that the root and the loss need, without a ``[B, k]`` tensor.
+"""Passes over all classes, block by block: no ``[B, k]`` tensor at any time.
 
-Blocks of cosines are computed, reduced to sums (M11) and forgotten. At ``alpha = 1`` one pass keeps
-a running log-sum-exp. Otherwise ``heads.root_search`` finds the root in a few passes.
+``Chunks`` is the plain version, ``FusedChunks`` overrides the passes with kernels whose blocks are
+never seen as cosines. ``heads.chunked`` calls them.
+
+**Which logits.** The others' cosines are products of operands in ``Chunked.dtype``: by default the
+prototypes' own precision on a CPU, the precision of the screened copy on a GPU. With half operands
+the loss is that of the *rounded* unit vectors, summed in float32, and its gradient is taken as if
+rounding were the identity; posteriors are rounded to half precision before they are multiplied,
+never before they are summed. The target's cosine always comes from the prototypes themselves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from copy import copy
-from typing import TYPE_CHECKING, NamedTuple
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from qmargin.kernels.head_records import GROUP, ClassGradient
 from qmargin.kernels.head_reference import drop_targets_
-from qmargin.maths.objective import posterior_rows
-from qmargin.maths.threshold import RowSums, heights, level_step, row_sums
-from qmargin.reading import Reading
+from qmargin.kernels.head_types import GROUP, ClassGradient
+from qmargin.kernels.solver import RowSums, heights, level_step, posterior_rows, row_sums
+from qmargin.transfers import Reading
 
 if TYPE_CHECKING:
     from qmargin.heads.classifier import MarginClassifier
-    from qmargin.heads.collectives import Ranks
+    from qmargin.heads.sharding import Ranks
+
 
 CHUNK_LOGITS = {"cpu": 1 << 21, "cuda": 1 << 25}  # in a block; about six such tensors live at once
 HALF_FACTOR = 2.0**15  # posteriors are at most one: so scaled they use the range of float16
-
-
-class SolvedBlocks(NamedTuple):
-    """The root of a batch and sums at it, over all classes but the target where not said otherwise.
-
-    ``[B]`` float64 each.
-    """
-
-    anchor: Tensor  # logit
-    level: Tensor
-    others_mass: Tensor
-    excess: Tensor  # sum of p * x
-    support_size: Tensor  # target included
-    mass_error: Tensor  # target included
-    num_active: Tensor  # scalar: classes in the support of any row, or the target of one
-    pulled: Tensor | None  # [B, d]: sum of p times unit prototype
-
-
-class Target(NamedTuple):
-    """What the margin made of each row's own class, ``[B]`` float64 each."""
-
-    logits: Tensor
-    log_reference: Tensor
-
-    def sums(self, anchor: Tensor, level: Tensor, order: float) -> RowSums:
-        """Its share of the mass and the slope."""
-        gap = (anchor - self.logits)[:, None]
-        return row_sums(gap, self.log_reference[:, None], level, order)
+FUSED_LOGITS = 1 << 27  # in a block, of which only its half posterior and its gradient rows live
+NUM_COARSE = 8192  # sets of classes whose maxima bound the root
+PULL_BLOCKS = 2  # at a time in passes that make no gradient rows: fewer launches, as much memory
+TILE = 256  # classes: a block of whole tiles wastes none
+# Weights of the softmax pass are relative to a guess of the largest cosine, times this: room for
+# cosines above the guess, and for the many far below it.
+GUESS_FACTOR = 2.0**4
+GUESS_CLASSES = 1 << 16  # whose largest cosine is the guess
 
 
 def product(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
@@ -84,10 +71,10 @@ class SoftmaxSums(NamedTuple):
     top: Tensor  # [B], that cosine; -inf if there are no others
     mass: Tensor  # [B] float64
     pulled: Tensor | None  # [B, d]
-    is_doubtful: Reading | None = None  # says afterwards whether a short cut failed
+    is_doubtful: Reading | None = None  # whether the guess of the largest cosine was too low
 
-    def confirm(self) -> bool:
-        """Wait for what is known only afterwards: whether the sums hold."""
+    def verify(self) -> bool:
+        """Wait for the device; True if the sums hold."""
         return self.is_doubtful is None or not bool(self.is_doubtful.wait())
 
     def over(self, ranks: Ranks, scale: float) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -105,8 +92,6 @@ class SoftmaxSums(NamedTuple):
 class Chunks:
     """A batch against all prototypes, block by block.
 
-    ``heads.fused_chunks`` overrides the passes over the blocks with kernels.
-
     Attributes:
         weight: How many classes each of these stands for: one, except in a sample.
         group_maxima: Of a sparse step before this one, if there was one.
@@ -119,13 +104,12 @@ class Chunks:
         self.head, self.embeddings, self.labels = head, embeddings, labels
         self.prototypes, self.ranks = head.prototypes.detach(), head.ranks
         self.copy, self.inverse_norms = head.copy, head.inverse_norms
-        self.scale, self.order = head.loss.scale, head.order
+        self.scale, self.b = head.loss.scale, head.alpha_minus_one
         native = self.prototypes.dtype
-        default = head.screen_dtype if embeddings.is_cuda else native
-        self.operand_dtype = head.chunk_dtype or default
+        self.operand_dtype = head.chunk_dtype
         self.operand = embeddings.to(self.operand_dtype)
         # Above alpha = 2 a posterior is a root of its height: float32 would show at the edge.
-        self.dtype = torch.float64 if self.order > 1.0 else native
+        self.dtype = torch.float64 if self.b > 1.0 else native
         self.rounding = torch.finfo(native).eps
         limit = self.block_logits()
         num_rows, num_groups = len(embeddings), max(1, -(-len(head.shard) // GROUP))
@@ -180,7 +164,7 @@ class Chunks:
         """The anchor as a rounded cosine, and the level there: differences of cosines are exact."""
         shift = (anchor / self.scale).to(self.dtype)
         missing = anchor - shift.double() * self.scale
-        return shift, (level - level_step(self.order) * missing).to(self.dtype)
+        return shift, (level - level_step(self.b) * missing).to(self.dtype)
 
     def posteriors(
         self, anchor: Tensor, level: Tensor
@@ -190,7 +174,7 @@ class Chunks:
         zero = torch.zeros_like(level)
         for where, unit in self.blocks():
             logits = self.cosines(where, unit).sub_(shift[:, None]).mul_(self.scale)
-            yield where, unit, *posterior_rows(logits, None, zero, level, self.order)
+            yield where, unit, *posterior_rows(logits, None, zero, level, self.b)
 
     def softmax_sums(self, *, pulls: bool, is_certain: bool = False) -> SoftmaxSums:
         """Everything that ``alpha = 1`` needs of the others, in one pass."""
@@ -216,7 +200,7 @@ class Chunks:
         shift, level = self.shifted(anchor, level)
         for where, unit in self.blocks():
             gaps = self.cosines(where, unit).sub_(shift[:, None]).mul_(-self.scale)
-            sums = row_sums(gaps, None, level, self.order)
+            sums = row_sums(gaps, None, level, self.b)
             mass, slope = mass + sums.mass.double(), slope + sums.slope.double()
         return RowSums(mass, slope)
 
@@ -242,7 +226,7 @@ class Chunks:
             is_active = posterior > 0
             mass = mass + posterior.sum(1).double()
             support = support + is_active.sum(1)
-            levels = heights(levels, self.order).mul_(posterior)
+            levels = heights(levels, self.b).mul_(posterior)
             excess = excess + torch.where(is_active, levels, 0.0).sum(1).double()
             num_active = num_active + self.num_active(is_active.any(0), where)
         return Sums(mass, excess, support, num_active, pulled)
@@ -279,15 +263,137 @@ def add_entries_(rows: Tensor, gradient: ClassGradient, embeddings: Tensor, wher
     rows.index_add_(0, local, own)
 
 
-def log_sum_exp(chunks: Chunks, target: Target, sums: SoftmaxSums) -> SolvedBlocks:
-    """``alpha = 1``: the solution from sums relative to a cosine."""
-    top, mass, pulled = sums.over(chunks.ranks, chunks.scale)
-    anchor = torch.where(top == -torch.inf, 0.0, top.double() * chunks.scale)
-    joint = target.logits - anchor + target.log_reference
-    total = torch.logaddexp(mass.log(), joint)  # tau, relative to the anchor
-    others = (mass.log() - total).exp()
-    if pulled is not None:
-        pulled = pulled * (-total).exp().to(pulled.dtype)[:, None]
-    count = torch.full_like(others, chunks.head.num_classes)
-    error = (others + (joint - total).exp() - 1.0).abs()
-    return SolvedBlocks(anchor, -total, others, others, count, error, count.mean(), pulled)
+class FusedChunks(Chunks):
+    """See ``Chunks``; blocks are never seen as cosines."""
+
+    def __init__(
+        self,
+        head: MarginClassifier,
+        embeddings: Tensor,
+        labels: Tensor,
+        group_maxima: Tensor | None = None,
+    ) -> None:
+        super().__init__(head, embeddings, labels)
+        self.group_maxima = group_maxima
+        self.kernels: Any = import_module("qmargin.kernels.triton.blocks")
+        self.screen: Any = import_module("qmargin.kernels.triton.screen")
+        self.size = max(TILE, self.size // TILE * TILE)
+
+    @property
+    def batch(self) -> tuple[Tensor, Tensor, Tensor, int]:
+        """What every kernel takes: operands, labels and the number of classes."""
+        return self.operand, self.copy, self.labels, len(self.prototypes)
+
+    def block_logits(self) -> int:
+        """See ``Chunks``."""
+        return FUSED_LOGITS
+
+    def weighed(
+        self, shift: Tensor, level: Tensor, num_blocks: int = 1, **options: Any
+    ) -> Iterator[tuple[slice, slice, Any]]:
+        """By some blocks at a time: classes, also with padding, and the kernel's ``Weighed``."""
+        size, num_classes = num_blocks * self.size, len(self.prototypes)
+        for start in range(0, num_classes, size):
+            where = slice(start, min(start + size, num_classes))
+            padded = slice(start, start + -(-(where.stop - start) // 8) * 8)
+            numbers = (shift, level, self.scale, self.b)
+            # No name for the block here: it must be gone before the next is made.
+            yield (
+                where,
+                padded,
+                self.kernels.posterior_block(*self.batch, where, *numbers, **options),
+            )
+
+    def softmax_sums(self, *, pulls: bool, is_certain: bool = False) -> SoftmaxSums:
+        """See ``Chunks``; the pull goes along with the sums if it is not to be certain."""
+        if is_certain or not pulls:
+            return self._sums_first(pulls=pulls)
+        first = min(GUESS_CLASSES, len(self.prototypes))
+        guess, _ = self.kernels.log_sum_exp(*self.batch[:3], first, self.scale)
+        guess = torch.where(guess == -torch.inf, 0.0, guess)
+        pulled = torch.zeros_like(self.embeddings)
+        options: dict[str, Any] = {"factor": GUESS_FACTOR, "with_sums": True}
+        sums = []
+        for _, padded, block in self.weighed(guess, 0.0 * guess, PULL_BLOCKS, **options):
+            pulled.add_(product(block.weights, self.copy[padded]), alpha=1.0 / GUESS_FACTOR)
+            sums.append(block.sums[0])
+            del block
+        masses = torch.cat(sums, 1)
+        # Where the guess was far too low, weights were cut off and masses may have overflowed.
+        room = min(torch.finfo(self.operand_dtype).max / GUESS_FACTOR, 2.0**100)
+        is_doubtful = (~(masses < room)).any().to(torch.int32)
+        is_doubtful = self.ranks.max_(is_doubtful)  # all ranks begin again, or none
+        mass = masses.sum(1, dtype=torch.float64)
+        return SoftmaxSums(guess, mass, pulled, Reading(is_doubtful))
+
+    def _sums_first(self, *, pulls: bool) -> SoftmaxSums:
+        """The sums first, the pull in a pass of its own when they are known."""
+        top, mass = self.kernels.log_sum_exp(*self.batch, self.scale)
+        if not pulls:
+            return SoftmaxSums(top, mass, None)
+        shift = torch.where(top == -torch.inf, 0.0, top)
+        pulled = torch.zeros_like(self.embeddings)
+        for _, padded, block in self.weighed(shift, torch.zeros_like(shift), PULL_BLOCKS):
+            pulled.add_(product(block.weights, self.copy[padded]), alpha=1.0 / HALF_FACTOR)
+            del block
+        return SoftmaxSums(top, mass, pulled)
+
+    def row_sums(self, anchor: Tensor, level: Tensor) -> RowSums:
+        """See ``Chunks``."""
+        shift, level = self.shifted(anchor, level)
+        return RowSums(*self.kernels.row_sums(*self.batch, shift, level, self.scale, self.b))
+
+    def maxima(self) -> Tensor:
+        """Maxima of sets of groups: fewer than of groups, and almost as good a bound."""
+        maxima, self.group_maxima = self.group_maxima, None
+        if maxima is None:
+            maxima = self.screen.group_maxima(*self.batch)
+        whole = maxima.shape[1] // NUM_COARSE * NUM_COARSE
+        if whole == 0:
+            return maxima
+        coarse = maxima[:, :whole].reshape(len(maxima), -1, NUM_COARSE).amax(1)
+        rest = maxima[:, whole:]
+        coarse[:, : rest.shape[1]] = torch.maximum(coarse[:, : rest.shape[1]], rest)
+        return coarse
+
+    def sums_at(self, anchor: Tensor, level: Tensor, *, pulls: bool) -> Sums:
+        """See ``Chunks``."""
+        shift, start = self.shifted(anchor, level)
+        totals = level.new_zeros((3, len(level)))
+        num_active = totals.new_zeros(())
+        pulled = torch.zeros_like(self.embeddings) if pulls else None
+        for where, padded, block in self.weighed(shift, start, PULL_BLOCKS, with_sums=True):
+            if pulled is not None:
+                pulled.add_(product(block.weights, self.copy[padded]), alpha=1 / HALF_FACTOR)
+            totals += block.sums.sum(2, dtype=torch.float64)
+            width = where.stop - where.start
+            num_active = num_active + self.num_active(block.active[:, :width].any(0), where)
+            del block
+        mass, excess, support = totals.unbind()
+        return Sums(mass, excess, support, num_active, pulled)
+
+    def pushes(
+        self, anchor: Tensor, level: Tensor, weighted: Tensor, targets: ClassGradient
+    ) -> Iterator[tuple[slice, Tensor]]:
+        """See ``Chunks``."""
+        for where, _, block in self.weighed(*self.shifted(anchor, level)):
+            rows = product(block.weights.t(), weighted)[: where.stop - where.start]
+            del block
+            self.kernels.add_entries_(rows, targets, self.embeddings, where)
+            yield where, rows
+            del rows
+
+
+def make_chunks(
+    head: MarginClassifier, embeddings: Tensor, labels: Tensor, maxima: Tensor | None = None
+) -> Chunks:
+    """Chunks for a batch, fused where kernels can serve it.
+
+    Fused ones save a pass over the classes if the ``maxima`` of a sparse step's groups are known.
+    """
+    dtype = head.chunk_dtype
+    is_half = dtype in (torch.float16, torch.bfloat16) and head.copy.dtype == dtype
+    has_kernels = head.kernels.__name__.endswith("triton.head") and head.embedding_dim % 8 == 0
+    if is_half and has_kernels and 0.0 <= head.alpha_minus_one <= 1.0:
+        return FusedChunks(head, embeddings, labels, maxima)
+    return Chunks(head, embeddings, labels)

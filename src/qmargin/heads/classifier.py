@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from copy import deepcopy
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,8 +13,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from qmargin.errors import ConfigError, ShapeError
-from qmargin.heads.attempt import Attempt, KeptMargin
-from qmargin.heads.batch import reduce_rows, unit_rows
 from qmargin.heads.checks import (
     check_arguments,
     check_batch,
@@ -24,38 +23,73 @@ from qmargin.heads.checks import (
     check_prototypes,
     check_settings,
 )
-from qmargin.heads.choice import Choice, choose_path
 from qmargin.heads.chunked import ChunkedStep, chunked_step
-from qmargin.heads.collectives import Ranks, equal_share, gather_rows
-from qmargin.heads.dense import dense_rows, unit_prototypes
-from qmargin.heads.paper import paper_rows
-from qmargin.heads.sampled import sampled_rows
-from qmargin.heads.shard import ClassShard, Prototypes, draw_prototypes
-from qmargin.heads.sparse import LIST_CAPACITY, SparseStep, sparse_step
-from qmargin.heads.step import StepRecord, StepStats
-from qmargin.heads.step_loss import step_loss
+from qmargin.heads.dense import dense_rows, sampled_rows, unit_prototypes
+from qmargin.heads.gradients import PrototypeGradient
+from qmargin.heads.paths import (
+    LIST_CAPACITY,
+    Auto,
+    Choice,
+    Chunked,
+    Sampled,
+    Sparse,
+    StepPath,
+    as_path,
+    choose_path,
+)
+from qmargin.heads.sharding import (
+    ClassShard,
+    Prototypes,
+    Ranks,
+    draw_prototypes,
+    equal_share,
+    gather_rows,
+)
+from qmargin.heads.sparse import SparseStep, sparse_step
+from qmargin.heads.step import StepRecord, StepStats, reduce_rows, step_loss, unit_rows
+from qmargin.heads.top_k import top_k_rows
 from qmargin.kernels.dispatch import Call, load_backend
-from qmargin.kernels.head_records import Lengths, ListOverflow
 from qmargin.kernels.head_reference import BLOCK_CLASSES
-from qmargin.losses.checks import check_margin
-from qmargin.losses.module import MarginLoss
-from qmargin.losses.operators import checked_labels
-from qmargin.maths.divergences import Alpha
+from qmargin.kernels.head_types import Lengths, ListOverflow
+from qmargin.losses.checks import checked_labels
+from qmargin.losses.divergences import Alpha
+from qmargin.losses.margin_loss import MarginLoss
+from qmargin.losses.margins import check_margin
 
-__all__ = ["MarginClassifier", "StepStats"]
-
-
+# Paths whose steps solve rows without a [B, k] matrix, and paths that give a loss for each row.
 STEPS: dict[str, Callable[..., SparseStep | ChunkedStep]] = {
     "sparse": sparse_step,
     "chunked": chunked_step,
 }
-PATHS: dict[str, Callable[..., tuple[Tensor, StepRecord]]] = {
+ROW_LOSSES: dict[str, Callable[..., tuple[Tensor, StepRecord]]] = {
     "dense": dense_rows,
     "sampled": sampled_rows,
-    "paper": paper_rows,
+    "top_k": top_k_rows,
 }
 PADDING = 256  # the screen's tiles: a copy of the prototypes has a multiple of this many rows
 NUM_MEASURED = 4  # steps whose support decides the next path
+
+
+@dataclass(frozen=True)
+class UnverifiedStep:
+    """A speculative step, and the state of the margin before it."""
+
+    step: SparseStep | ChunkedStep
+    margin: MarginSnapshot
+
+
+class MarginSnapshot:
+    """State of a margin before it sees a batch, such as running statistics."""
+
+    def __init__(self, margin: Any) -> None:
+        self.margin, self._state = margin, None
+        if isinstance(margin, nn.Module):
+            self._state = deepcopy(margin.state_dict())
+
+    def restore(self) -> None:
+        """Put the margin back into that state."""
+        if self._state is not None:
+            self.margin.load_state_dict(self._state)
 
 
 class MarginClassifier(nn.Module):
@@ -66,27 +100,21 @@ class MarginClassifier(nn.Module):
         num_classes: ``k``, any number.
         loss: A ``MarginLoss``; its ``reduction`` is that of the head's loss. ``"none"`` gives one
             value per row, on a single rank.
-        path: How a step is taken: ``"sparse"`` (exact lists of active classes, ``alpha > 1``),
-            ``"chunked"`` (blocks of classes, any alpha), ``"dense"`` (all cosines, any
-            divergence), ``"sampled"`` (Partial FC), ``"paper"`` (top K percent and bisection), or
-            ``"auto"``, which chooses between the first three and says why in ``last_step``.
-        gradient: What backward leaves: ``"dense"`` or ``"sparse"`` (COO) in ``prototypes.grad``, or
-            ``"fused"`` for the optimizers of ``qmargin.heads.updates``, which never build it.
-        screen_dtype: Precision of the copy that is screened; by default the prototypes' own, and
-            float16 for float32 prototypes on a GPU.
-        sample_rate: Share of the classes that ``"sampled"`` takes.
-        top_percent: Percentage of the classes that ``"paper"`` takes.
-        seed: Of the samples; the position in their sequence is part of ``state_dict()``.
+        path: How a step is taken: ``Sparse()`` (exact lists of active classes, ``alpha > 1``),
+            ``Chunked()`` (blocks of classes, any alpha), ``Dense()`` (all cosines, any
+            divergence), ``Sampled(rate=0.1)`` (Partial FC), ``TopK(percent=5)`` (the paper's
+            procedure), or ``Auto()``, which chooses between the first three and says why in
+            ``last_step``. The name of a path stands for its defaults: ``"auto"``, ``"sparse"``,
+            ``"chunked"``, ``"dense"``, ``"sampled"``, ``"top_k"`` or ``"paper"``.
+        gradient: Form of the prototype gradient: ``"dense"`` or ``"sparse"`` (COO) in
+            ``prototypes.grad``, or ``"fused"`` for ``ExactSGD`` and ``SparseSGD``, which never
+            build it.
         group: Process group whose ranks share the classes: each has the prototypes of a range,
             ``shard``, passes its own rows to ``forward``, and gets the mean loss over all rows,
             the same on every rank. Their gradients are made for a backbone under
             ``DistributedDataParallel``. None for one rank.
         device: Where the prototypes live.
         dtype: Of the prototypes: float32, or float64.
-
-    Three more settings are attributes: ``list_capacity`` (groups of classes that a sparse step may
-    list per row, on average; above it the step is redone as a chunked one), ``chunk_dtype``
-    (operands of ``"chunked"``, see ``qmargin.heads.chunked``) and ``waits`` (see ``confirm``).
 
     Prototypes may be changed by any optimizer, any in-place operation on the parameter, and through
     ``prototypes.data``. After a write that leaves no trace there (a NumPy array that shares the
@@ -115,12 +143,8 @@ class MarginClassifier(nn.Module):
         num_classes: int,
         loss: MarginLoss,
         *,
-        path: str = "auto",
+        path: str | StepPath = "auto",
         gradient: str = "dense",
-        screen_dtype: torch.dtype | None = None,
-        sample_rate: float = 0.1,
-        top_percent: float = 5.0,
-        seed: int = 0,
         group: dist.ProcessGroup | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
@@ -130,18 +154,14 @@ class MarginClassifier(nn.Module):
         self.embedding_dim, self.num_classes = embedding_dim, num_classes
         self.ranks = Ranks(group)
         self.shard = ClassShard.of(num_classes, self.ranks.rank, self.ranks.world)
-        self.loss, self.path, self.gradient = loss, path, gradient
-        self.sample_rate, self.top_percent, self.seed = sample_rate, top_percent, seed
-        self.list_capacity = LIST_CAPACITY
-        self.chunk_dtype: torch.dtype | None = None
-        self.waits = True
-        self._asked_screen_dtype = screen_dtype
-        self.lengths: Lengths | None = None  # of the last sparse step's lists
+        self.loss, self.gradient = loss, gradient
+        self._path = as_path(path)
+        self.list_lengths: Lengths | None = None  # of the last sparse step
         self.num_redone = 0  # sparse steps whose lists were too long, taken again by blocks
         self._num_samples = 0
-        self.pending: Any = None  # what fused optimizers read, see heads/leaving.py
+        self.fused_gradient: PrototypeGradient | None = None  # for a fused optimizer to apply
         self._step: StepRecord | None = None
-        self._unconfirmed: Attempt | None = None
+        self._unverified: UnverifiedStep | None = None
         self._reason = ""
         self._shares: deque[float] = deque(maxlen=NUM_MEASURED)
         self._home: tuple[Any, ...] | None = None
@@ -149,47 +169,76 @@ class MarginClassifier(nn.Module):
         self._kernels_key: tuple[Any, ...] | None = None
         self._stamp: Any = None  # see refresh
         self.may_have_moved = False
-        self.has_optimizer = False  # of heads/updates.py
-        self.checked_wrapper = 0  # id of the last DistributedDataParallel seen to leave it alone
+        self.has_optimizer = False  # of heads/optimizers.py
+        # id of the last DistributedDataParallel found to exclude the prototypes
+        self.checked_wrapper = 0
         self._was_chunked = False
-        check_settings(self, dtype, (*STEPS, *PATHS))
+        check_settings(self, dtype)
         check_margin(loss.margin, num_classes)
-        check_head_memory(self, torch.empty((), device=device, dtype=dtype), screen_dtype)
+        check_head_memory(self, torch.empty((), device=device, dtype=dtype))
         weights = torch.empty(len(self.shard), embedding_dim, device=device, dtype=dtype)
         drawn = int(torch.randint(1 << 62, ()))  # from the generator that torch.manual_seed seeds
         self.prototypes = Prototypes(draw_prototypes(self.shard, weights, drawn))
 
     @property
-    def order(self) -> float:
+    def path(self) -> StepPath:
+        """How a step is taken; a path or the name of one may be assigned."""
+        return self._path
+
+    @path.setter
+    def path(self, path: str | StepPath) -> None:
+        self._path = as_path(path)
+
+    @property
+    def alpha_minus_one(self) -> float:
         """``alpha - 1``, for paths that need it as a number."""
         divergence = self.loss.divergence
         if not isinstance(divergence, Alpha):
             raise ConfigError(
-                f"path {self.path!r} takes the divergence Alpha and this is {divergence}; "
-                "use path='dense'"
+                f"path is {self.path.name!r}, which takes the divergence Alpha, and this is "
+                f"{divergence}; use path='dense'"
             )
         if _is_learned(divergence):
             raise ConfigError(
-                f"path {self.path!r} has no gradient for alpha and this alpha requires one; "
-                "use path='dense', or detach it"
+                f"path is {self.path.name!r}, which has no gradient for alpha, and this alpha "
+                "requires one; use path='dense', or detach it"
             )
-        return divergence.order
+        return divergence.alpha_minus_one
 
     @property
     def screen_dtype(self) -> torch.dtype:
-        """Precision of the copy that is screened."""
-        if self._asked_screen_dtype is not None:
-            return self._asked_screen_dtype
-        native = self.prototypes.dtype
-        return torch.float16 if self.prototypes.is_cuda and native == torch.float32 else native
+        """Precision of the copy of the prototypes that is screened."""
+        return self.screen_dtype_for(self.prototypes)
+
+    def screen_dtype_for(self, prototypes: Tensor) -> torch.dtype:
+        """Precision of the copy of such prototypes."""
+        path = self.path
+        asked = path.screen_dtype if isinstance(path, Sparse | Chunked) else None
+        if asked is not None:
+            return asked
+        native = prototypes.dtype
+        return torch.float16 if prototypes.is_cuda and native == torch.float32 else native
+
+    @property
+    def chunk_dtype(self) -> torch.dtype:
+        """Precision of the operands of chunked steps."""
+        path = self.path
+        asked = path.chunk_dtype if isinstance(path, Sparse | Chunked) else None
+        default = self.screen_dtype if self.prototypes.is_cuda else self.prototypes.dtype
+        return asked or default
+
+    @property
+    def list_capacity(self) -> int:
+        """Groups that a sparse step may list per row, on average."""
+        return self.path.list_capacity if isinstance(self.path, Sparse) else LIST_CAPACITY
 
     @property
     def kernels(self) -> Any:
         """The operations of the sparse step for this device."""
-        key = (self.prototypes.device, self.prototypes.dtype, self._asked_screen_dtype)
+        key = (self.prototypes.device, self.prototypes.dtype, self.screen_dtype)
         if key != self._kernels_key:
-            call = Call(key[0].type, key[1], self.screen_dtype)
-            name = "auto" if len(self.shard) else "reference"  # kernels need a class to look at
+            call = Call(key[0].type, key[1], key[2])
+            name = "auto" if len(self.shard) else "reference"  # kernels need at least one class
             self._kernels_key, self._kernels = key, load_backend(call, name)
         return self._kernels
 
@@ -197,9 +246,9 @@ class MarginClassifier(nn.Module):
     def last_step(self) -> StepStats | None:
         """What the last forward pass did; reading it waits for a GPU.
 
-        None before the first, and for one that is not confirmed.
+        None before the first, and for a speculative one that is not verified.
         """
-        if self._step is None or not self.is_confirmed:
+        if self._step is None or not self.is_verified:
             return None
         stats = self._step.stats()
         reasons = [reason for reason in (self._reason, stats.reason) if reason]
@@ -220,8 +269,8 @@ class MarginClassifier(nn.Module):
         self.copy_error = self.kernels.refresh_copy(prototypes, self.copy, self.inverse_norms)
         self._home = home
         self.note_current()
-        # Fused optimizers of PyTorch leave no trace in the version: where a gradient was left, and
-        # as long as it is there, they may have used it.
+        # Fused optimizers of PyTorch do not change the version of a parameter: as long as there is
+        # a gradient, they may have applied it.
         self.may_have_moved = self.prototypes.grad is not None
 
     def _is_current(self) -> bool:
@@ -238,15 +287,25 @@ class MarginClassifier(nn.Module):
         self._stamp = prototypes.stamp() if isinstance(prototypes, Prototypes) else None
 
     def forward(
-        self, embeddings: Tensor, labels: Tensor, sizes: Sequence[int] | None = None
+        self,
+        embeddings: Tensor,
+        labels: Tensor,
+        sizes: Sequence[int] | None = None,
+        *,
+        speculative: bool = False,
     ) -> Tensor:
         """Loss of a batch of embeddings ``[B, d]`` (any length) with labels ``[B]``.
 
         It is reduced as the loss says: a scalar, or ``[B]`` for ``reduction="none"``. With several
         ranks each passes its own rows, some of them none, and gets the mean or sum over all;
         ``sizes``, how many rows each has, saves asking them.
+
+        A step guesses the sizes of its lists and waits for the device to see whether they sufficed.
+        With ``speculative=True``, a fused gradient and one rank it does not wait: the host may
+        launch the backward pass meanwhile, and must call ``verify`` before it uses the loss or
+        steps an optimizer.
         """
-        check_settings(self, self.prototypes.dtype, (*STEPS, *PATHS))
+        check_settings(self, self.prototypes.dtype)
         embeddings = check_batch(self, embeddings, labels)
         check_data_parallel(self)
         ranks, ignored = self.ranks, self.loss.ignore_index  # a negative number, for the margins
@@ -264,109 +323,106 @@ class MarginClassifier(nn.Module):
         if self.loss.debug:
             check_prototypes(self)
         choice = self._choose(len(labels))
-        if self._unconfirmed is not None and self.pending is not None:
+        if self._unverified is not None and self.fused_gradient is not None:
             raise ConfigError(
-                "the last forward pass left a gradient and is not confirmed; call head.confirm() "
-                "or head.discard() before the next"
+                "the last forward pass was speculative and its gradient is not verified; call "
+                "head.verify() or head.discard() before the next"
             )
-        self._step = self._unconfirmed = None  # what they kept is free for this step
+        self._step = self._unverified = None  # what they kept is free for this step
         with torch.autocast(embeddings.device.type, enabled=False):
             wide = embeddings.to(self.prototypes.dtype)
             unit, norms = unit_rows(wide, labels, ignored, self.kernels)
             check_norms(norms, debug=self.loss.debug)
             if choice.path in ("sparse", "chunked") or self.gradient == "fused":
                 self.refresh()
-            loss, self._step = self._take(choice.path, unit, labels.long(), norms)
+            is_alone = self.gradient == "fused" and self.ranks.world == 1
+            speculative = speculative and is_alone and torch.is_grad_enabled()
+            loss, self._step = self._take(choice.path, unit, labels.long(), norms, speculative)
         self._reason = choice.reason
         self._was_chunked = isinstance(self._step, ChunkedStep)
-        if self._unconfirmed is None:
+        if self._unverified is None:
             self._remember_share()
         return loss
 
     @property
-    def is_confirmed(self) -> bool:
-        """Whether the last forward pass is known to stand."""
-        return self._unconfirmed is None
+    def is_verified(self) -> bool:
+        """False after a speculative forward pass, until ``verify`` or ``discard`` is called."""
+        return self._unverified is None
 
-    def confirm(self) -> bool:
-        """Whether the last forward pass stands; waits for the device.
+    def verify(self) -> bool:
+        """Return True if the last forward pass is valid; waits for the device.
 
-        A forward pass guesses how long its lists will be, and waits to see whether it was right.
-        With ``head.waits = False``, a fused gradient and one rank it does not: a host may launch
-        the backward pass meanwhile, and has to ask here before it uses the loss or steps an
-        optimizer. If the answer is no, all gradients of the batch are void: take it again, with
-        ``head.waits = True``. Or call ``discard``, and ask nothing.
+        False means that the list sizes of a speculative pass did not suffice: all gradients of the
+        batch are void, those of the backbone included. Repeat it without ``speculative``. A caller
+        that has other reasons to drop the batch calls ``discard`` instead.
         """
-        attempt = self._unconfirmed
-        if attempt is None:
+        unverified = self._unverified
+        if unverified is None:
             return True
-        if not attempt.stands():
+        try:
+            is_valid = unverified.step.verify()
+        except ListOverflow:
+            is_valid = False
+        if not is_valid:
             self.discard()
             return False
-        self._unconfirmed = None
-        self.pending = attempt.cut(self.pending)
+        self._unverified = None
         self._remember_share()
         return True
 
     def discard(self) -> None:
-        """Forget a forward pass that is not confirmed, as if its batch had never come."""
-        attempt = self._unconfirmed
-        if attempt is not None:
-            attempt.margin.put_back()
-            if attempt.has_left(self.pending):
-                self.pending = None
-            self._unconfirmed = self.lengths = self._step = None
+        """Undo a speculative forward pass, as if its batch had never come."""
+        unverified = self._unverified
+        if unverified is not None:
+            unverified.margin.restore()
+            if unverified.step.owns(self.fused_gradient):
+                self.fused_gradient = None
+            self._unverified = self.list_lengths = self._step = None
 
     def _remember_share(self) -> None:
-        if self.path == "auto" and isinstance(self._step, SparseStep | ChunkedStep):
+        if isinstance(self.path, Auto) and isinstance(self._step, SparseStep | ChunkedStep):
             self._shares.append(self._step.class_share())
 
     def _take(
-        self, path: str, unit: Tensor, labels: Tensor, norms: Tensor
+        self, path: str, unit: Tensor, labels: Tensor, norms: Tensor, speculative: bool
     ) -> tuple[Tensor, StepRecord]:
-        """Mean loss of a batch by some path, and the record of the step."""
+        """Take a step by some path: the loss of the batch and the record of the step."""
         if path not in STEPS:
-            # These look at all classes, on every rank.
+            # Every rank computes these over all classes.
             unit, norms = equal_share(unit, self.ranks), equal_share(norms, self.ranks)
-            rows, record = PATHS[path](self, unit, labels, norms)
-            loss = self.loss
-            return reduce_rows(rows, labels, loss.ignore_index, loss.reduction), record
-        margin = KeptMargin(self.loss.margin)
+            rows, record = ROW_LOSSES[path](self, unit, labels, norms)
+            return reduce_rows(rows, labels, self.loss.ignore_index, self.loss.reduction), record
+        margin = MarginSnapshot(self.loss.margin)
 
-        def take(path: str, **hints: Any) -> Attempt:
+        def take(path: str, **hints: Any) -> tuple[Tensor, SparseStep | ChunkedStep]:
             step = STEPS[path](self, unit, labels, **hints)
-            return Attempt(step_loss(step, unit, labels, norms), step, margin)
+            return step_loss(step, unit, labels, norms), step
 
         try:
-            attempt = take(path)
-            if self._may_run_ahead():
-                self._unconfirmed = attempt
-            elif not attempt.step.confirm():  # a guess failed; the second time there are none
-                margin.put_back()
-                attempt = take(path, **({} if path == "sparse" else {"is_certain": True}))
-                attempt.step.confirm()
+            loss, step = take(path)
+            if speculative:
+                self._unverified = UnverifiedStep(step, margin)
+            elif not step.verify():  # redo it without guessing
+                margin.restore()
+                loss, step = take(path, **({} if path == "sparse" else {"is_certain": True}))
+                step.verify()
         except ListOverflow as overflow:
-            self.lengths = None
+            self.list_lengths = None
             self.num_redone += 1
-            margin.put_back()
-            attempt = take("chunked", maxima=overflow.maxima)
-            assert isinstance(attempt.step, ChunkedStep)
-            attempt.step.num_overflowed = len(labels)
-        return attempt.loss, attempt.step
-
-    def _may_run_ahead(self) -> bool:
-        """Whether this forward pass may return before it is known to stand."""
-        is_alone = self.gradient == "fused" and self.ranks.world == 1
-        return not self.waits and is_alone and torch.is_grad_enabled()
+            margin.restore()
+            loss, step = take("chunked", maxima=overflow.maxima)
+            assert isinstance(step, ChunkedStep)
+            step.num_overflowed = len(labels)
+        return loss, step
 
     def _choose(self, num_rows: int) -> Choice:
         """The path of this step."""
-        if self.path != "auto":
-            return Choice(self.path, f"path={self.path!r} was asked for")
+        if not isinstance(self.path, Auto):
+            return Choice(self.path.name, f"path={self.path.name!r} was asked for")
         divergence = self.loss.divergence
         is_known = isinstance(divergence, Alpha) and not _is_learned(divergence)
         return choose_path(
-            order=self.order if is_known else None,
+            alpha=self.loss.alpha_value if is_known else None,
             device=self.prototypes.device.type,
             num_logits=num_rows * self.num_classes,
             class_share=sum(self._shares) / len(self._shares) if self._shares else None,
@@ -424,33 +480,41 @@ class MarginClassifier(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *arguments)
 
     def next_seed(self) -> int:
-        """Seed of the next sample of classes: a function of ``seed`` and of the samples so far."""
+        """Seed of the next sample of classes, from ``Sampled.seed`` and the samples so far."""
         self._num_samples += 1
-        return (self.seed * 0x9E3779B97F4A7C15 + self._num_samples) % (1 << 63)
+        return (self._sample_seed * 0x9E3779B97F4A7C15 + self._num_samples) % (1 << 63)
+
+    @property
+    def _sample_seed(self) -> int:
+        return self.path.seed if isinstance(self.path, Sampled) else 0
 
     def get_extra_state(self) -> Tensor:
         """What the next samples and the next choice of path depend on, as integers."""
         shares = torch.tensor(list(self._shares), dtype=torch.float64).view(torch.int64)
-        numbers = [self.seed, self._num_samples, int(self._was_chunked)]
+        numbers = [self._sample_seed, self._num_samples, int(self._was_chunked)]
         return torch.cat([torch.tensor(numbers, dtype=torch.int64), shares])
 
     def set_extra_state(self, state: Tensor) -> None:
         """Go on where ``get_extra_state`` was called."""
-        self.seed, self._num_samples, was_chunked = (int(number) for number in state[:3])
+        seed, self._num_samples, was_chunked = (int(number) for number in state[:3])
+        if isinstance(self.path, Sampled):
+            self.path = replace(self.path, seed=seed)
         self._was_chunked = bool(was_chunked)
         shares = state[3:].cpu().clone().view(torch.float64)
         self._shares = deque(shares.tolist(), maxlen=NUM_MEASURED)
 
     def extra_repr(self) -> str:
         """Shown by ``print(head)``."""
-        text = f"{self.embedding_dim}, {self.num_classes}, path={self.path!r}"
+        is_default = self.path == type(self.path)()
+        path = repr(self.path.name) if is_default else repr(self.path)
+        text = f"{self.embedding_dim}, {self.num_classes}, path={path}"
         if not self.shard.is_whole:
             text += f", classes {self.shard.start} to {self.shard.stop - 1}"
         return f"{text}, gradient={self.gradient!r}, screen_dtype={self.screen_dtype}"
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy or a pickle holds: no step in flight, and no copy that can be made again."""
-        fresh = dict.fromkeys(("pending", "_step", "_unconfirmed", "_home", "_kernels"))
+        fresh = dict.fromkeys(("fused_gradient", "_step", "_unverified", "_home", "_kernels"))
         fresh |= {"_kernels_key": None, "_stamp": None, "has_optimizer": False}
         state = {**self.__dict__, **fresh, "_shares": deque(self._shares, NUM_MEASURED)}
         for name in ("copy", "inverse_norms", "copy_error"):

@@ -8,34 +8,91 @@ rounding moves a cosine by no more than the measured lengths of the rounding err
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from qmargin.heads.leaving import leave_classes
-from qmargin.heads.pending import element_bound
-from qmargin.heads.ranked import find_support_of_ranks, own_labels, poisoned
-from qmargin.heads.step import StepStats
-from qmargin.heads.step_loss import RowSolution
-from qmargin.kernels.head_records import (
+from qmargin.heads.gradients import ListedGradient, deliver, element_bound
+from qmargin.heads.sharding import Ranks
+from qmargin.heads.step import RowSolution, StepStats, own_labels, sum_target_cosines
+from qmargin.kernels.head_reference import class_order
+from qmargin.kernels.head_types import (
+    Batch,
+    Candidates,
     ClassGradient,
+    Lengths,
+    ListOverflow,
     PreparedRows,
-    Rows,
     SolvedRows,
     Support,
+    Target,
 )
+from qmargin.transfers import Reading
 
 if TYPE_CHECKING:
     from qmargin.heads.classifier import MarginClassifier
 
-LIST_CAPACITY = 8192  # listed groups per row, on average, above which lists lose to blocks
+
+def find_support_of_ranks(
+    kernels: Any,
+    ranks: Ranks,
+    batch: Batch,
+    maxima: Tensor,
+    target: Target,
+    slack: Tensor,
+    *,
+    scale: float,
+    b: float,
+    limit: int,
+    has_gradient: bool,
+) -> Support:
+    """See ``head_reference.find_support``; lists are of this rank's classes, sums of everyone's."""
+    pairs = kernels.list_pairs(maxima, target, slack, reduce=ranks.max_, scale=scale, b=b)
+    device = maxima.device
+    listed = ranks.integers(len(pairs.groups), limit, device=device)
+    if any(count > most for count, most in listed):  # all of them go on by blocks together
+        raise ListOverflow(maxima)
+    candidates = kernels.score_candidates(batch, pairs)
+    merged, own = merge_candidates(candidates, ranks)
+    solved = kernels.solve_lists(merged, target, scale=scale, b=b)
+    is_active = solved.posterior > 0
+    support = torch.bincount(merged.rows[is_active].long(), minlength=len(target.logits))
+    solved = solved._replace(
+        rows=candidates.rows,
+        columns=candidates.columns,
+        posterior=solved.posterior[own],
+        starts=candidates.starts,
+    )
+    pulled = sorted_classes = None
+    if has_gradient:
+        pulled = kernels.pull_rows(solved, batch.prototypes, batch.inverse_norms)
+        sorted_classes = class_order(solved.columns, batch.labels.clamp_min(0))
+    lengths = Lengths(sum(count for count, _ in listed), len(candidates.rows))
+    reading = Reading(torch.tensor(lengths))
+    return Support(solved, pulled, sorted_classes, reading, lengths, lengths.pairs, support)
+
+
+def merge_candidates(candidates: Candidates, ranks: Ranks) -> tuple[Candidates, Tensor]:
+    """Everyone's candidates, row by row, and where in them this rank's own are."""
+    device = candidates.scores.device
+    asked = ranks.integers(len(candidates.rows), device=device)
+    sizes = [size for (size,) in asked]
+    rows = ranks.gather(candidates.rows.long(), sizes)
+    rows, order = rows.sort(stable=True)
+    scores = ranks.gather(candidates.scores, sizes)[order]
+    place = torch.empty_like(order)
+    place[order] = torch.arange(len(order), device=device)
+    counts = torch.bincount(rows, minlength=len(candidates.starts) - 1)
+    starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+    merged = Candidates(rows.to(candidates.rows.dtype), torch.zeros_like(rows), scores, starts)
+    return merged, ranks.part(place, sizes)
 
 
 @dataclass
 class SparseStep:
-    """One forward and backward pass; what the autograd functions share."""
+    """Record of one forward and backward pass."""
 
     head: MarginClassifier
     prepared: PreparedRows
@@ -47,11 +104,6 @@ class SparseStep:
     gradient: ClassGradient | None = None
     bound: Tensor | None = None  # of the gradient's elements, see ``element_bound``
 
-    @property
-    def others_support(self) -> Tensor | None:
-        """Active classes of each row on all ranks, the target left out; None with one rank."""
-        return self.support.others_support if self.support is not None else None
-
     def screen(self) -> None:
         """Launch the screen: what the host does next, the margin above all, hides behind it."""
         head = self.head
@@ -59,22 +111,22 @@ class SparseStep:
             self.prepared.rounded, head.copy, self.labels, len(head.shard)
         )
 
-    def solve(
-        self, target_logits: Tensor, target_log_reference: Tensor, *, has_gradient: bool
-    ) -> RowSolution:
+    def solve(self, target: Target, *, has_gradient: bool) -> RowSolution:
         """Find the support and the posterior of every row (F1-F7)."""
-        head, prepared = self.head, self.prepared
-        self.target_logits = target_logits.detach()
-        kernels, prototypes = head.kernels, head.prototypes.detach()
-        numbers: dict[str, Any] = {"scale": head.loss.scale, "order": head.order}
+        head, kernels = self.head, self.head.kernels
+        self.target_logits = target.logits
+        numbers: dict[str, Any] = {"scale": head.loss.scale, "b": head.alpha_minus_one}
         numbers |= {"limit": head.list_capacity * len(self.labels), "has_gradient": has_gradient}
         maxima, self.maxima = self.maxima, None
-        rows = Rows(prepared, head.copy, prototypes, head.inverse_norms, self.labels)
-        given = (rows, maxima, target_logits, target_log_reference, self.slack())
+        assert maxima is not None
+        batch = Batch(
+            self.prepared, head.copy, head.prototypes.detach(), head.inverse_norms, self.labels
+        )
+        given = (batch, maxima, target, self.slack())
         if head.ranks.world > 1:
             self.support = find_support_of_ranks(kernels, head.ranks, *given, **numbers)
         else:
-            self.support = kernels.find_support(*given, expected=head.lengths, **numbers)
+            self.support = kernels.find_support(*given, expected=head.list_lengths, **numbers)
         solved = self.solved
         return RowSolution(solved.loss, -solved.others_mass, solved.in_reference)
 
@@ -99,39 +151,49 @@ class SparseStep:
         pulled = support.pulled * weights[:, None]
         return torch.addcmul(pulled, self.prepared.targets, target_weights[:, None])
 
-    def hand_over(self, factor: Tensor) -> Tensor | None:
+    def deliver_gradient(self, factor: Tensor) -> Tensor | None:
         """See ``SolvableStep``."""
         assert self.gradient is not None and self.bound is not None
-        gradient = self.gradient._replace(values=self.gradient.values * factor)
+        entries = self.gradient._replace(values=self.gradient.values * factor)
         bound = self.bound * factor.abs()
-        return leave_classes(self.head, gradient, self.prepared.embeddings, bound)
+        gradient = ListedGradient(self.head, entries, self.prepared.embeddings, bound)
+        return deliver(self.head, gradient)
 
     @property
     def solved(self) -> SolvedRows:
-        """The solution; certain once the step is confirmed."""
+        """The solution; certain once the step is verified."""
         assert self.support is not None
         return self.support.solved
 
-    def confirm(self) -> bool:
-        """Whether the lists were long enough; if not, the step must be taken again."""
+    def verify(self) -> bool:
+        """See ``SolvableStep``; cuts the lists, and a fused gradient made of them, to length."""
+        head = self.head
         assert self.support is not None
-        found = self.head.lengths = self.support.confirm()
+        found = head.list_lengths = self.support.verify()
         if found is None:
             return False
         self.num_candidates = found.candidates
         if self.gradient is not None:
-            self.gradient = self.cut(self.gradient)
+            self.gradient = self._cut(self.gradient)
+        fused = head.fused_gradient
+        if isinstance(fused, ListedGradient) and self.owns(fused):
+            head.fused_gradient = replace(fused, entries=self._cut(fused.entries))
         return True
 
-    def cut(self, gradient: ClassGradient) -> ClassGradient:
+    def _cut(self, gradient: ClassGradient) -> ClassGradient:
         """A gradient without what was made of spare entries of the lists, which comes last."""
-        length = self.num_candidates + len(self.labels)
-        return ClassGradient(*(part[:length] for part in gradient))
+        return gradient.part(slice(self.num_candidates + len(self.labels)))
+
+    def owns(self, gradient: object) -> bool:
+        """See ``SolvableStep``."""
+        if not isinstance(gradient, ListedGradient):
+            return False
+        return gradient.embeddings is self.prepared.embeddings
 
     def class_share(self) -> float:
         """Share of the classes that rows list; with several ranks, a number they agree on."""
         num_logits = max(1, len(self.labels) * self.head.num_classes)
-        support = self.others_support
+        support = None if self.support is None else self.support.others_support
         return (self.num_candidates if support is None else int(support.sum())) / num_logits
 
     def stats(self) -> StepStats:
@@ -139,11 +201,13 @@ class SparseStep:
         solved = self.solved
         assert self.target_logits is not None
         is_active = solved.posterior > 0
-        support = self.others_support
+        assert self.support is not None
+        support = self.support.others_support
         if support is None:
             rows = solved.rows[is_active].long()
             support = torch.bincount(rows, minlength=len(self.labels))
-        support = support + (self.target_logits > solved.tau - 1.0 / self.head.order)  # M3
+        edge = solved.tau - 1.0 / self.head.alpha_minus_one  # M3
+        support = support + (self.target_logits > edge)
         labels = self.labels[self.labels >= 0]
         classes = torch.cat([solved.columns[is_active].long(), labels]).unique()
         return StepStats(
@@ -183,8 +247,7 @@ def sparse_step(head: MarginClassifier, embeddings: Tensor, labels: Tensor) -> S
         is_own = local >= 0
         cosines = torch.where(is_own, cosines, 0.0)
         prepared = prepared._replace(targets=torch.where(is_own[:, None], prepared.targets, 0.0))
-    cosines = head.ranks.sum_(poisoned(cosines, head.copy_error))
-    prepared = prepared._replace(target_cosines=cosines)
+    prepared = prepared._replace(target_cosines=sum_target_cosines(head, cosines))
     step = SparseStep(head, prepared, local)
     step.screen()
     return step

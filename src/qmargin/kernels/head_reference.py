@@ -1,20 +1,23 @@
-"""The sparse head's operations in plain PyTorch: the truth for the kernels, and the CPU path.
+"""The head's operations in plain PyTorch: reference for the kernels, and the path on a CPU.
 
-Classes come in groups of ``GROUP`` consecutive ones. A *pair* is a row and a group that may hold
-active classes of that row; pairs are listed row by row (``groups``, ``starts``). No operation here
-makes a ``[B, k]`` tensor.
+A step calls ``unit_rows``, ``prepare_rows``, ``group_maxima``, ``find_support`` (``list_pairs``,
+``score_candidates``, ``solve_lists``, ``pull_rows``) and ``class_gradient``; then
+``prototype_gradient``, or ``sgd_update`` without a gradient matrix. No operation makes a ``[B, k]``
+or a ``[k, d]`` tensor, apart from what it returns.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from qmargin.kernels.head_records import (
+from qmargin.kernels.head_types import (
     GROUP,
+    Batch,
     Candidates,
     ClassGradient,
     ClassOrder,
@@ -22,15 +25,25 @@ from qmargin.kernels.head_records import (
     ListOverflow,
     Pairs,
     PreparedRows,
-    Rows,
+    PrototypeState,
+    SgdRule,
     SolvedRows,
     Support,
+    Target,
 )
-from qmargin.maths.objective import label_loss, posterior_rows
-from qmargin.maths.threshold import bound_from_below, heights, slacks, solve_newton, solve_rows
-from qmargin.reading import Reading
+from qmargin.kernels.solver import (
+    bound_from_below,
+    label_loss,
+    posterior_rows,
+    reference_gradient,
+    slacks,
+    solve_newton,
+    solve_rows,
+)
+from qmargin.transfers import Reading
 
 BLOCK_CLASSES = 1 << 14  # classes scored at a time: [B, 16384] stays in cache for usual batches
+UPDATE_CLASSES = 1 << 13  # prototypes updated at a time: 16 MiB each for gradient and temporaries
 BLOCK_ENTRIES = 1 << 16  # gathered prototypes at a time
 GROUP_ROWS = 8  # that are scored with a group's prototypes at a time
 DENSE_SHARE = 1 / 64  # of all pairs: with more, a product with all classes is faster
@@ -130,48 +143,39 @@ def drop_targets_(cosines: Tensor, local_labels: Tensor) -> None:
     cosines.scatter_(1, index, kept.masked_fill(is_here[:, None], -torch.inf))
 
 
-def bound_tau(
-    maxima: Tensor,
-    target_logits: Tensor,
-    target_log_reference: Tensor,
-    *,
-    scale: float,
-    order: float,
-) -> Tensor:
+def bound_tau(maxima: Tensor, target: Target, *, scale: float, b: float) -> Tensor:
     """Lower bound of ``tau`` for logits within rounding of ``scale * maxima``, ``[B]`` (F1, F4)."""
-    logits = torch.cat([maxima.double() * scale, target_logits[:, None]], 1)
+    logits = torch.cat([maxima.double() * scale, target.logits[:, None]], 1)
     reference = torch.zeros_like(logits)
-    reference[:, -1] = target_log_reference
-    if order > 1.0:
-        anchor, level = bound_from_below(logits, reference, order)
+    reference[:, -1] = target.log_reference
+    if b > 1.0:
+        anchor, level = bound_from_below(logits, reference, b)
     else:
-        anchor, level, _ = solve_newton(logits, reference, order, tolerance=1e-6)
-    return anchor - slacks(level, order)
+        anchor, level, _ = solve_newton(logits, reference, b, tolerance=1e-6)
+    return anchor - slacks(level, b)
 
 
 def list_pairs(
     maxima: Tensor,
-    target_logits: Tensor,
-    target_log_reference: Tensor,
+    target: Target,
     slack: Tensor,
     *,
     scale: float,
-    order: float,
+    b: float,
     reduce: Callable[[Tensor], Tensor] | None = None,
 ) -> Pairs:
     """Pairs that may hold active classes, given that maxima are within ``slack`` of the truth (F3).
 
     Args:
         maxima: ``[B, g]`` cosines.
-        target_logits: ``[B]`` float64.
-        target_log_reference: ``[B]`` float64.
+        target: Of each row.
         slack: ``[B]`` float64, in cosine.
         scale: ``s``.
-        order: ``alpha - 1``, positive.
-        reduce: Makes one bound of those of several ranks, each from its own classes: the largest.
+        b: ``alpha - 1``, positive.
+        reduce: Maximum over the ranks, each of which has a bound from its own classes.
     """
-    tau_low = bound_tau(maxima, target_logits, target_log_reference, scale=scale, order=order)
-    edge = (tau_low - 1.0 / order) / scale
+    tau_low = bound_tau(maxima, target, scale=scale, b=b)
+    edge = (tau_low - 1.0 / b) / scale
     edge = edge if reduce is None else reduce(edge)
     is_listed = maxima.double() > (edge - 2.0 * slack)[:, None]
     starts = torch.nn.functional.pad(is_listed.sum(1).cumsum(0), (1, 0))
@@ -179,7 +183,7 @@ def list_pairs(
     return Pairs(groups, rows, starts, edge - slack, slack)
 
 
-def score_candidates(batch: Rows, pairs: Pairs) -> Candidates:
+def score_candidates(batch: Batch, pairs: Pairs) -> Candidates:
     """Exact cosines of the classes in listed pairs that can be active, row by row.
 
     Scores come from the master prototypes; the copy is there for kernels, which filter with it.
@@ -191,7 +195,7 @@ def score_candidates(batch: Rows, pairs: Pairs) -> Candidates:
     return _score_pairs(batch, pairs)
 
 
-def _score_pairs(batch: Rows, pairs: Pairs) -> Candidates:
+def _score_pairs(batch: Batch, pairs: Pairs) -> Candidates:
     """By group: a few of its rows at a time, against its prototypes."""
     prepared, _, prototypes, inverse_norms, labels = batch
     num_classes, groups, rows = len(prototypes), pairs.groups, pairs.rows
@@ -226,7 +230,7 @@ def _score_pairs(batch: Rows, pairs: Pairs) -> Candidates:
     return Candidates(rows[pair], columns[pair, which], scores[pair, which], starts)
 
 
-def _score_blocks(batch: Rows, floor: Tensor) -> Candidates:
+def _score_blocks(batch: Batch, floor: Tensor) -> Candidates:
     """Every class above its row's floor; by F3 all of them lie in listed groups."""
     prepared, _, prototypes, inverse_norms, labels = batch
     lowered = floor.to(prototypes.dtype)  # the largest number at or below the floor
@@ -257,42 +261,25 @@ def _score_blocks(batch: Rows, floor: Tensor) -> Candidates:
     return Candidates(parts[0], parts[1], parts[2], starts)
 
 
-def solve_lists(
-    candidates: Candidates,
-    target_logits: Tensor,
-    target_log_reference: Tensor,
-    *,
-    scale: float,
-    order: float,
-) -> SolvedRows:
-    """Root, posterior and loss of every row from the exact scores of its candidates.
-
-    Args:
-        candidates: Every class that can be active.
-        target_logits: ``[B]`` float64.
-        target_log_reference: ``[B]`` float64.
-        scale: ``s``.
-        order: ``alpha - 1``, positive.
-    """
+def solve_lists(candidates: Candidates, target: Target, *, scale: float, b: float) -> SolvedRows:
+    """Root, posterior and loss of every row from the exact scores of all that can be active."""
     rows, columns, scores, starts = candidates
     counts = starts.diff()
     width = int(counts.max()) if len(counts) else 0
     position = torch.arange(len(rows), device=rows.device) - starts[rows]
     logits = scores.new_full((len(counts), width + 1), -math.inf, dtype=torch.float64)
     logits[rows, position] = scores.double() * scale
-    logits[:, -1] = target_logits
+    logits[:, -1] = target.logits
     reference = torch.zeros_like(logits)
-    reference[:, -1] = target_log_reference
-    anchor, level, _ = solve_rows(logits, reference, order)
-    posterior, levels = posterior_rows(logits, reference, anchor, level, order)
-    loss, target, others_mass = label_loss(posterior, levels, target_log_reference, order)
-    height = heights(levels[:, -1], order).clamp_min(0.0)
-    in_reference = (target * height - (-order * target_log_reference).exp()) / (1.0 + order)
+    reference[:, -1] = target.log_reference
+    anchor, level, _ = solve_rows(logits, reference, b)
+    posterior, levels = posterior_rows(logits, reference, anchor, level, b)
+    loss, own, others_mass = label_loss(posterior, levels, target.log_reference, b)
     return SolvedRows(
         loss,
-        anchor - slacks(level, order),
+        anchor - slacks(level, b),
         others_mass,
-        in_reference,
+        reference_gradient(own, levels[:, -1], target.log_reference, b),
         (posterior.sum(1) - 1.0).abs(),
         rows,
         columns,
@@ -302,14 +289,13 @@ def solve_lists(
 
 
 def find_support(
-    batch: Rows,
+    batch: Batch,
     maxima: Tensor,
-    target_logits: Tensor,
-    target_log_reference: Tensor,
+    target: Target,
     slack: Tensor,
     *,
     scale: float,
-    order: float,
+    b: float,
     limit: int,
     expected: Lengths | None,
     has_gradient: bool,
@@ -318,24 +304,22 @@ def find_support(
 
     Args:
         batch: What is scored.
-        maxima: See ``list_pairs``, as the next three.
-        target_logits: ``[B]`` float64.
-        target_log_reference: ``[B]`` float64.
-        slack: ``[B]`` float64, in cosine.
+        maxima: As for ``list_pairs``.
+        target: Of each row.
+        slack: As for ``list_pairs``.
         scale: ``s``.
-        order: ``alpha - 1``, positive.
+        b: ``alpha - 1``, positive.
         limit: Most pairs that may be listed; beyond it ``ListOverflow`` is raised, here or by
-            ``Support.confirm``.
+            ``Support.verify``.
         expected: Lengths of an earlier batch's lists: a hint for kernels that would otherwise wait
-            for the device to learn them. Wrong ones cost time, never truth.
+            for the device to learn them. Wrong lengths cost time, not correctness.
         has_gradient: Also make what a backward pass will need.
     """
-    terms = (target_logits, target_log_reference)
-    pairs = list_pairs(maxima, *terms, slack, scale=scale, order=order)
+    pairs = list_pairs(maxima, target, slack, scale=scale, b=b)
     if len(pairs.groups) > limit:
         raise ListOverflow(maxima)
     candidates = score_candidates(batch, pairs)
-    solved = solve_lists(candidates, *terms, scale=scale, order=order)
+    solved = solve_lists(candidates, target, scale=scale, b=b)
     lengths = Lengths(len(pairs.groups), len(candidates.rows))
     pulled = sorted_classes = None
     if has_gradient:
@@ -393,3 +377,126 @@ def prototype_gradient(
     unit = prototypes[classes] * inverse
     radial = (result * unit).sum(1, keepdim=True)
     return classes, (result - radial * unit) * inverse
+
+
+# Updates: one sweep over blocks of classes builds the gradient of a block, steps its prototypes and
+# rewrites their unit copy and inverse norms while they are at hand.
+
+
+def sgd_update(
+    gradient: ClassGradient, embeddings: Tensor, state: PrototypeState, rule: SgdRule
+) -> Tensor:
+    """Step prototypes in place from the sparse gradient of their cosines.
+
+    Args:
+        gradient: Sorted by class.
+        embeddings: ``[B, d]``, unit length.
+        state: Stepped in place.
+        rule: Settings of the step.
+
+    Returns:
+        Largest ``|w_j - copy_j|`` of the classes that were stepped, a scalar; zero if none was.
+    """
+    largest = state.prototypes.new_zeros(())
+    if not bool(rule.grad_scale.isfinite()):
+        return largest
+    tensors = (embeddings, state.prototypes, state.inverse_norms)
+    if rule.only_active:
+        has_gradient = (gradient.values != 0).nonzero().flatten()
+        for part in class_parts(gradient.part(has_gradient)):
+            active, rows = prototype_gradient(part, *tensors)
+            largest = torch.maximum(largest, _step_listed(active.long(), rows, state, rule))
+        return largest
+    for classes, rows in gradient_blocks(gradient, *tensors):
+        largest = torch.maximum(largest, _step_block(rows, state.part(classes), rule))
+    return largest
+
+
+def sgd_update_rows(
+    classes: slice, rows: Tensor, state: PrototypeState, rule: SgdRule, unit_factor: Tensor | None
+) -> Tensor:
+    """Step a range of consecutive classes, given the gradient of its prototypes.
+
+    As ``sgd_update``, for the range ``classes`` with the gradient ``rows`` ``[n, d]``, which is
+    overwritten. With ``unit_factor``, a scalar on the device, that times ``rows`` is the gradient
+    of the unit prototypes.
+    """
+    if not bool(rule.grad_scale.isfinite()):
+        return state.prototypes.new_zeros(())
+    state = state.part(classes)
+    rows = rows.to(state.prototypes.dtype)
+    if unit_factor is not None:
+        rows = project_rows(rows, state.prototypes, state.inverse_norms, unit_factor)
+    if not rule.only_active:
+        return _step_block(rows, state, rule)
+    active = (rows != 0).any(1).nonzero().flatten()
+    return _step_listed(active, rows[active], state, rule)
+
+
+def project_rows(
+    gradient: Tensor, prototypes: Tensor, inverse_norms: Tensor, factor: Tensor
+) -> Tensor:
+    """``factor`` times the gradient of prototypes ``[n, d]`` from that of their unit vectors.
+
+    In place.
+    """
+    unit = prototypes * inverse_norms[:, None]
+    gradient.sub_((gradient * unit).sum(1, keepdim=True) * unit)  # what would only lengthen it
+    return gradient.mul_((inverse_norms * factor)[:, None])
+
+
+def gradient_blocks(
+    gradient: ClassGradient, embeddings: Tensor, prototypes: Tensor, inverse_norms: Tensor
+) -> Iterator[tuple[slice, Tensor]]:
+    """Blocks of all classes, ascending, with the gradient of their prototypes, ``[n, d]``.
+
+    A block may be stepped before the next is asked for: its gradient depends on no other block.
+    """
+    k, d = prototypes.shape
+    starts = range(0, k, UPDATE_CLASSES)
+    edges = torch.tensor([*starts, k], device=gradient.columns.device)
+    cuts = torch.searchsorted(gradient.columns.long(), edges).tolist()
+    for start, (first, last) in zip(starts, pairwise(cuts), strict=True):
+        stop = min(start + UPDATE_CLASSES, k)
+        block = prototypes.new_zeros((stop - start, d))
+        if first < last:
+            part = gradient.part(slice(first, last))
+            classes, rows = prototype_gradient(part, embeddings, prototypes, inverse_norms)
+            block.index_copy_(0, classes.long() - start, rows)
+        yield slice(start, stop), block
+
+
+def class_parts(gradient: ClassGradient) -> Iterator[ClassGradient]:
+    """The gradient in parts of about ``UPDATE_CLASSES`` entries; no class is cut in two."""
+    columns = gradient.columns
+    firsts = columns[UPDATE_CLASSES::UPDATE_CLASSES].contiguous()
+    edges = sorted({0, *torch.searchsorted(columns, firsts).tolist(), len(columns)})
+    for first, last in pairwise(edges):
+        yield gradient.part(slice(first, last))
+
+
+def _step_block(rows: Tensor, state: PrototypeState, rule: SgdRule) -> Tensor:
+    """Step whole tensors in place, as ``torch.optim.SGD`` would, and refresh their copy."""
+    prototypes, momentum = state.prototypes, state.momentum
+    direction = rows.mul_(rule.grad_scale).add_(prototypes, alpha=rule.weight_decay)
+    if momentum is not None:
+        momentum.mul_(rule.momentum).add_(direction)
+        direction = direction.add_(momentum, alpha=rule.momentum) if rule.nesterov else momentum
+    prototypes.add_(direction, alpha=-rule.lr)
+    return refresh_copy(prototypes, state.copy, state.inverse_norms)
+
+
+def _step_listed(classes: Tensor, rows: Tensor, state: PrototypeState, rule: SgdRule) -> Tensor:
+    """Step the listed rows of the tensors; every other row is neither read nor written."""
+    if not len(classes):
+        return state.prototypes.new_zeros(())
+    prototypes, momentum, inverse_norms, copy = state
+    weights = prototypes[classes]
+    velocity = None if momentum is None else momentum[classes]
+    rounded = torch.empty_like(weights, dtype=copy.dtype)
+    listed = PrototypeState(weights, velocity, inverse_norms[classes], rounded)
+    error = _step_block(rows, listed, rule)
+    for whole, part in zip(state, listed, strict=True):
+        if whole is not None and part is not None:
+            whole.index_copy_(0, classes, part)
+    return error

@@ -5,6 +5,10 @@ exists. On a CPU and for ``alpha > 1`` a block is first reduced to its *candidat
 above ``tau_low + edge``: all others are certainly outside the support (M13), so the solve that
 follows touches hundreds of numbers where the row has a hundred thousand, and is exact (M8).
 
+Candidates are found by one pass of group maxima: a group whose maximum lies at or below
+``tau_low + edge`` holds no active class. Groups are strided (class ``j`` is in group ``j mod m``),
+so that the maxima of a row are elementwise maxima of long vectors.
+
 A margin changes only the target, so the target's column may be lifted out: then ``labels`` names
 it, and its logit and log reference arrive as vectors.
 """
@@ -12,26 +16,32 @@ it, and its logit and log reference arrive as vectors.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from functools import cache
+from importlib.util import find_spec
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from qmargin.kernels.candidates import (
-    GROUP,
-    certain_floor,
-    classes_above,
-    group_maxima,
-    tau_from_maxima,
-    tau_from_singles,
+from qmargin.kernels.solver import (
+    Solution,
+    bound_from_below,
+    distribution_loss,
+    label_loss,
+    level_cost,
+    log_partition,
+    posterior_rows,
+    slacks,
+    solve_newton,
+    solve_rows,
 )
-from qmargin.maths.objective import distribution_loss, label_loss, log_partition, posterior_rows
-from qmargin.maths.threshold import Solution, slacks, solve_rows
 
 CPU_BLOCK = 1 << 21  # logits per block: copies stay small, parallel regions few
 GPU_BLOCK = 1 << 25
+GROUP = 32  # classes, strided, whose maximum answers for all of them
 WORTH_PACKING = 4  # pack candidates when at most 1 in 4 classes is one
 
 
@@ -41,7 +51,7 @@ class Rows:
 
     values: Tensor  # [B, k]
     scale: float
-    order: float  # alpha - 1
+    b: float  # alpha - 1
     log_reference: Tensor | None = None  # [B, k], possibly expanded
     labels: Tensor | None = None  # [B]
     target_logits: Tensor | None = None  # [B]
@@ -67,7 +77,7 @@ class Listed(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What a solved batch leaves behind, ``[B]`` each."""
+    """A solved batch, ``[B]`` each."""
 
     value: Tensor  # loss, or log-partition without a target
     anchor: Tensor  # float64
@@ -88,6 +98,10 @@ def solve(
     bracket: str = "tight",
 ) -> Outcome:
     """Solve every row; its loss for a lifted or a distributed target, else its log-partition."""
+    if distribution is None and solver == "auto" and is_fused(rows):
+        outcome = _try_fused(_fused_outcome, rows)
+        if outcome is not None:
+            return outcome
     parts = [
         _solve_block(block, None if distribution is None else distribution[where], solver, bracket)
         for where, block in rows.blocks()
@@ -103,15 +117,82 @@ def solve(
     return merged._replace(**rounded)
 
 
+def is_fused(rows: Rows) -> bool:
+    """Whether the kernels of ``kernels.triton.rows`` serve these rows.
+
+    They take float32 rows on a GPU whose other classes have reference measure one, up to
+    ``alpha = 2``. Everything else, float64 above all, is computed here.
+    """
+    values = rows.values
+    if values.device.type != "cuda" and not may_interpret:
+        return False
+    return (
+        values.dtype == torch.float32
+        and rows.b <= 1.0
+        and rows.log_reference is None
+        and values.numel() > 0
+        and values.stride(1) == 1
+        and values.shape[1] < 1 << 31
+        and not kernel_faults
+        and has_triton()
+    )
+
+
+may_interpret = False  # tests run the kernels in Triton's interpreter, on CPU tensors
+kernel_faults: list[str] = []  # why the kernels cannot be built on this machine
+_T = TypeVar("_T")
+
+
+@cache
+def has_triton() -> bool:
+    """Whether Triton can be imported; without it a GPU computes rows in float64."""
+    return find_spec("triton") is not None
+
+
+def _try_fused(call: Callable[..., _T], *args: Any) -> _T | None:
+    """What kernels compute; None, with one warning, where they cannot be built on this machine."""
+    try:
+        return call(*args)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # of Triton, its compiler or the driver
+        kernel_faults.append(f"{type(error).__name__}: {error}")
+        warnings.warn(
+            f"kernels for rows cannot run here ({kernel_faults[-1]}); rows are computed in "
+            "float64, which is slower. Triton needs a C compiler and a recent driver",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return None
+
+
+def _fused_posterior(rows: Rows, anchor: Tensor, level: Tensor, weights: Tensor | None) -> Tensor:
+    from qmargin.kernels.triton.rows import write_posterior
+
+    return write_posterior(
+        rows.values, rows.scale, rows.b, rows.labels, anchor=anchor, level=level, weights=weights
+    )
+
+
+def _fused_outcome(rows: Rows) -> Outcome:
+    from qmargin.kernels.triton.rows import solve as solve_fused
+
+    target = None
+    if rows.labels is not None:
+        assert rows.target_logits is not None and rows.target_log_reference is not None
+        target = (rows.target_logits.double(), rows.target_log_reference.double())
+    return solve_fused(rows.values, rows.scale, rows.b, rows.labels, target=target)
+
+
 def _solve_block(block: Rows, distribution: Tensor | None, solver: str, bracket: str) -> Outcome:
-    order = block.order
-    if order == 0.0 and block.labels is not None and block.log_reference is None:
+    b = block.b
+    if b == 0.0 and block.labels is not None and block.log_reference is None:
         return _cross_entropy(block)
     listed = candidates(block) if distribution is None and solver == "auto" else None
     if listed is None:
         listed = everything(block)
     tolerance = 1e-14 if block.values.dtype == torch.float64 else 1e-9
-    solution = solve_rows(*listed, order, solver=solver, bracket=bracket, tolerance=tolerance)
+    solution = solve_rows(*listed, b, solver=solver, bracket=bracket, tolerance=tolerance)
     return _describe(block, listed, solution, distribution)
 
 
@@ -123,25 +204,23 @@ def _no_rows(values: Tensor) -> Outcome:
 def _describe(
     block: Rows, listed: Listed, solution: Solution, distribution: Tensor | None
 ) -> Outcome:
-    order, (anchor, level, count) = block.order, solution
-    posterior, levels = posterior_rows(listed.logits, listed.log_reference, anchor, level, order)
+    b, (anchor, level, count) = block.b, solution
+    posterior, levels = posterior_rows(listed.logits, listed.log_reference, anchor, level, b)
     mass = posterior.sum(1)
     target = deficit = torch.zeros_like(mass)
     if block.labels is not None:
         assert listed.log_reference is not None
-        value, target, deficit = label_loss(posterior, levels, listed.log_reference[:, -1], order)
+        value, target, deficit = label_loss(posterior, levels, listed.log_reference[:, -1], b)
     elif distribution is not None:
-        value = distribution_loss(
-            posterior, levels, listed.log_reference, distribution.double(), order
-        )
+        value = distribution_loss(posterior, levels, listed.log_reference, distribution.double(), b)
     else:
-        value = log_partition(posterior, listed.logits, anchor, level, order)
+        value = log_partition(posterior, listed.logits, anchor, level, b)
     value = torch.where(mass.isnan(), mass, value)  # a broken row never has a finite value
     return Outcome(
         value=value,
         anchor=anchor,
         level=level,
-        tau=anchor - slacks(level, order),
+        tau=anchor - slacks(level, b),
         support_size=(posterior > 0).sum(1),
         mass_error=(mass - 1.0).abs(),
         target_posterior=target,
@@ -197,17 +276,17 @@ def everything(block: Rows) -> Listed:
 
 def candidates(block: Rows) -> Listed | None:
     """The classes of a block that may be active, packed; None when packing would not pay."""
-    values, order = block.values, block.order
-    if values.device.type != "cpu" or order <= 0 or values.shape[1] < 2 * GROUP:
+    values, b = block.values, block.b
+    if values.device.type != "cpu" or b <= 0 or values.shape[1] < 2 * GROUP:
         return None
     groups = group_maxima(values, block.labels)
     if block.log_reference is None:
         tau_low = tau_from_maxima(
-            groups, block.scale, order, block.target_logits, block.target_log_reference
+            groups, block.scale, b, block.target_logits, block.target_log_reference
         )
     else:
-        tau_low = tau_from_singles(values, block.log_reference, block.scale, order)
-    floor = certain_floor(tau_low, order, block.scale, values.dtype)
+        tau_low = tau_from_singles(values, block.log_reference, block.scale, b)
+    floor = certain_floor(tau_low, b, block.scale, values.dtype)
     row, column = classes_above(values, groups, floor, block.labels)
     counts = torch.bincount(row, minlength=len(values))
     width = max(1, int(counts.max()))  # one even for rows whose target alone can be active
@@ -242,6 +321,18 @@ def posterior(rows: Rows, anchor: Tensor, level: Tensor, weights: Tensor | None)
 
     Only classes above the threshold are touched when few are: the rest of the result is zero.
     """
+    if is_fused(rows):
+        from qmargin.kernels.triton.rows import write_posterior
+
+        return write_posterior(
+            rows.values,
+            rows.scale,
+            rows.b,
+            rows.labels,
+            anchor=anchor,
+            level=level,
+            weights=weights,
+        )
     out = torch.zeros_like(rows.values, memory_format=torch.contiguous_format)
     for where, block in rows.blocks():
         _fill_posterior(
@@ -257,19 +348,19 @@ def posterior(rows: Rows, anchor: Tensor, level: Tensor, weights: Tensor | None)
 def _fill_posterior(
     out: Tensor, block: Rows, anchor: Tensor, level: Tensor, weights: Tensor | None
 ) -> None:
-    values, order = block.values, block.order
-    if order == 0.0 and block.log_reference is None:
+    values, b = block.values, block.b
+    if b == 0.0 and block.log_reference is None:
         _fill_exponential(out, block, anchor, level, weights)
         return
-    if values.device.type == "cpu" and order > 0 and not bool(level.isnan().any()):
-        tau = anchor - slacks(level, order)
-        floor = certain_floor(tau, order, block.scale, values.dtype)
+    if values.device.type == "cpu" and b > 0 and not bool(level.isnan().any()):
+        tau = anchor - slacks(level, b)
+        floor = certain_floor(tau, b, block.scale, values.dtype)
         row, column = classes_above(values, group_maxima(values, None), floor, block.labels)
         if len(row) * WORTH_PACKING <= values.numel():
             _fill_sparse(out, block, anchor, level, weights, row, column)
             return
-    listed = everything(Rows(values, block.scale, order, block.log_reference))
-    result, _ = posterior_rows(listed.logits, listed.log_reference, anchor, level, order)
+    listed = everything(Rows(values, block.scale, b, block.log_reference))
+    result, _ = posterior_rows(listed.logits, listed.log_reference, anchor, level, b)
     if weights is not None:
         result = torch.where(weights[:, None] == 0, 0.0, result * weights.double()[:, None])
     if block.labels is not None:
@@ -308,8 +399,93 @@ def _fill_sparse(
     reference = None
     if block.log_reference is not None:
         reference = block.log_reference[row, column].double()[:, None]
-    result, _ = posterior_rows(logits[:, None], reference, anchor[row], level[row], block.order)
+    result, _ = posterior_rows(logits[:, None], reference, anchor[row], level[row], block.b)
     result = result.squeeze(1)
     if weights is not None:
         result = result * weights.double()[row]
     out[row, column] = result.to(out.dtype)
+
+
+class Groups(NamedTuple):
+    """Maxima of each row's groups; the last, incomplete stride of classes are groups of one."""
+
+    maxima: Tensor  # [B, m + rest]
+    stride: int  # m, the number of full groups
+
+    def columns(self, group: Tensor, num_classes: int) -> Tensor:
+        """Classes of the given groups, ``[n, GROUP]``; a group of one repeats its class."""
+        member = torch.arange(GROUP, device=group.device)
+        full = group[:, None] + self.stride * member
+        single = (GROUP - 1) * self.stride + group[:, None]
+        return torch.where(group[:, None] < self.stride, full, single).clamp_max(num_classes - 1)
+
+    def of(self, column: Tensor) -> Tensor:
+        """Group of each class."""
+        full = column % max(self.stride, 1)
+        return torch.where(column < GROUP * self.stride, full, column - (GROUP - 1) * self.stride)
+
+
+def group_maxima(values: Tensor, labels: Tensor | None) -> Groups:
+    """Maximum of each group, the labelled class of each row left out."""
+    rows, num_classes = values.shape
+    stride = num_classes // GROUP
+    maxima = values[:, : GROUP * stride].reshape(rows, GROUP, stride).amax(1)
+    groups = Groups(torch.cat([maxima, values[:, GROUP * stride :]], 1), stride)
+    if labels is None:
+        return groups
+    own = groups.of(labels)
+    columns = groups.columns(own, num_classes)  # [B, GROUP]
+    members = values.gather(1, columns).masked_fill(columns == labels[:, None], -math.inf)
+    groups.maxima.scatter_(1, own[:, None], members.amax(1, keepdim=True))
+    return groups
+
+
+def classes_above(
+    values: Tensor, groups: Groups, floor: Tensor, labels: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Row and column of every class above its row's floor, row by row; no labelled class."""
+    row, group = (groups.maxima > floor[:, None]).nonzero(as_tuple=True)
+    columns = groups.columns(group, values.shape[1])  # [n, GROUP]
+    is_above = values[row[:, None], columns] > floor[row][:, None]
+    is_above[:, 1:] &= (group < groups.stride)[:, None]  # a group of one counts once
+    if labels is not None:
+        is_above &= columns != labels[row][:, None]
+    which, member = is_above.nonzero(as_tuple=True)
+    return row[which], columns[which, member]
+
+
+def certain_floor(tau: Tensor, b: float, scale: float, dtype: torch.dtype) -> Tensor:
+    """Value at and below which a class is certainly inactive given ``tau`` or a bound (M3)."""
+    floor = (tau - 1.0 / b) / scale
+    return (floor - 1e-6 * floor.abs() - 1e-30).to(dtype)  # what rounding blurs stays a candidate
+
+
+def tau_from_maxima(
+    groups: Groups,
+    scale: float,
+    b: float,
+    target_logits: Tensor | None,
+    target_log_reference: Tensor | None,
+) -> Tensor:
+    """Lower bound of ``tau``: the root over group maxima and the lifted target (M13).
+
+    Every Newton iterate is a lower bound itself, so it need not converge; above ``alpha = 2`` the
+    best bound of a single class serves (M4).
+    """
+    logits = groups.maxima.double() * scale
+    reference = torch.zeros_like(logits)
+    if target_logits is not None and target_log_reference is not None:
+        logits = torch.cat([logits, target_logits.double()[:, None]], 1)
+        reference = torch.cat([reference, target_log_reference.double()[:, None]], 1)
+    if b > 1.0:
+        anchor, level = bound_from_below(logits, reference, b)
+    else:
+        anchor, level, _ = solve_newton(logits, reference, b, tolerance=1e-3)
+    return anchor - slacks(level, b)
+
+
+def tau_from_singles(values: Tensor, log_reference: Tensor, scale: float, b: float) -> Tensor:
+    """Lower bound of ``tau`` where every class has a reference measure of its own (M4)."""
+    cost = slacks(level_cost(-log_reference.double(), b), b)
+    bound = (values.double() * scale - cost).amax(1)
+    return torch.where((log_reference == math.inf).any(1), math.nan, bound)  # as in the solver

@@ -1,23 +1,85 @@
-"""Arguments of the operators and losses: brought into one form, or refused with the remedy.
+"""Checks of numbers and tensors: each returns what is fit for use, or raises and names it.
 
-Nothing here reads a tensor's elements, except through the operators that do it on a CPU only.
+Values of a tensor are checked where that needs no wait for a device: on a CPU always, elsewhere
+only when ``debug`` asks for it.
 """
 
 from __future__ import annotations
 
-from numbers import Integral
+import math
+from numbers import Integral, Real
 
 import torch
 from torch import Tensor
 
 from qmargin.errors import ConfigError, DataError, ShapeError
-from qmargin.losses.operators import checked_labels
-from qmargin.maths.adaptive import ModuleSumMargin
-from qmargin.maths.divergences import Alpha, Divergence
-from qmargin.maths.margins import Margin
-from qmargin.maths.settings import PerClass, check_positive, describe, settings_in
 
 LARGEST_COSINE = 1.01  # products of unit vectors in half precision exceed one by less
+LARGEST_ALPHA = 16.0  # above it heights leave float64: 1e-20 of mass would be 1e-300 high
+SUM_TOLERANCE = 1e-3  # of a target distribution; bfloat16 rounds its entries coarser than that
+
+
+def describe(value: object) -> str:
+    """Name a value in an error message without reading a tensor's elements."""
+    if isinstance(value, Tensor):
+        return f"{value.dtype} of shape {list(value.shape)} on {value.device.type}"
+    return repr(value)
+
+
+def check_number(
+    value: object, name: str, *, low: float = -math.inf, high: float = math.inf
+) -> float:
+    """Return a finite number in ``[low, high)`` as a float, or raise ``ConfigError``.
+
+    NumPy's numbers are numbers; a bool is not. Inside a compiled graph the number may be symbolic
+    and passes unchecked.
+    """
+    if torch.compiler.is_compiling():
+        return float(value)  # type: ignore[arg-type]
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise ConfigError(f"{name} is {describe(value)}: give a finite number")
+    number = float(value)
+    if not math.isfinite(number):
+        raise ConfigError(f"{name} is {number}: give a finite number")
+    if not low <= number < high:
+        limits = f"at least {low:g}" if math.isinf(high) else f"in [{low:g}, {high:.6g})"
+        raise ConfigError(f"{name} is {number:g}: choose a value {limits}")
+    return number
+
+
+def check_positive(value: object, name: str, remedy: str) -> float:
+    """Return a positive finite number as a float, or raise ``ConfigError`` with the remedy."""
+    number = check_number(value, name)
+    if not torch.compiler.is_compiling() and number <= 0.0:
+        raise ConfigError(f"{name} is {number:g}: {remedy}")
+    return number
+
+
+def check_alpha_range(alpha: float) -> None:
+    """Raise unless the value of ``alpha``, given or learned, is in ``(0, LARGEST_ALPHA]``."""
+    if not 0.0 < alpha <= LARGEST_ALPHA:
+        raise ConfigError(
+            f"alpha is {alpha:g}; choose one in (0, {LARGEST_ALPHA:g}], and clamp a learnable one "
+            "after each update, e.g. alpha.data.clamp_(1.0, 2.0)"
+        )
+
+
+def check_scale(scale: float) -> float:
+    """A positive number as a float."""
+    return check_positive(scale, "scale", "choose a positive number (32 to 64 are common)")
+
+
+def check_ignore_index(ignore_index: int) -> int:
+    """A negative integer: it is no class."""
+    if torch.compiler.is_compiling():
+        return ignore_index
+    is_integer = isinstance(ignore_index, Integral) and not isinstance(ignore_index, bool)
+    if not is_integer or ignore_index >= 0:
+        raise ConfigError(
+            f"ignore_index is {ignore_index!r}; it must be a negative integer, so that it is no "
+            "class, e.g. -100"
+        )
+    return int(ignore_index)
 
 
 def check_floating(logits: Tensor, name: str = "logits") -> Tensor:
@@ -112,20 +174,6 @@ def check_reference(log_reference: Tensor | float | None, logits: Tensor) -> Ten
         ) from None
 
 
-def refuse_unsupported(label_smoothing: float, weight: Tensor | None) -> None:
-    """Refuse options of ``torch.nn.CrossEntropyLoss`` that a margin loss does not have."""
-    if label_smoothing != 0.0:
-        raise ConfigError(
-            f"label_smoothing is {label_smoothing!r} and a margin needs a single target class; for "
-            "smoothed targets pass a distribution to qmargin.fenchel_young_loss, without a margin"
-        )
-    if weight is not None:
-        raise ConfigError(
-            f"weight is {describe(weight)} and margin losses have no class weights; use "
-            "reduction='none' and multiply each row by the weight of its class"
-        )
-
-
 def check_norms(norms: Tensor | None, labels: Tensor) -> None:
     """Raise unless norms are absent, or floating, one per row, on the device of the labels."""
     if norms is None:
@@ -150,48 +198,59 @@ def _check_device(tensor: Tensor, other: Tensor, name: str, other_name: str = "l
         )
 
 
-def check_divergence(divergence: Divergence) -> Divergence:
-    """The divergence, or an error for a number or a class in its place."""
-    is_divergence = isinstance(divergence, Alpha) or hasattr(divergence, "link_slope")
-    if isinstance(divergence, type) or not is_divergence:
-        raise ConfigError(
-            f"divergence is {divergence!r}; give an object with the methods of Divergence, "
-            "e.g. Alpha(1.25)"
-        )
-    return divergence
-
-
-def check_margin(margin: Margin, num_classes: int | None = None) -> None:
-    """Raise unless it is a margin, whose ``PerClass`` settings are as long as there are classes."""
-    if isinstance(margin, type) or not (callable(margin) and hasattr(margin, "effective")):
-        raise ConfigError(
-            f"margin is {margin!r}; give an object with the methods of Margin, e.g. "
-            "PriorMargin(0.2)"
-        )
-    if num_classes is None or torch.compiler.is_compiling():  # there a missing class gives NaN
-        return
-    settings = settings_in(margin.prior if isinstance(margin, ModuleSumMargin) else margin)
-    for name, value in settings:
-        if isinstance(value, PerClass) and len(value.values) != num_classes:
-            raise ShapeError(
-                f"{name} of the margin has {len(value.values)} values and there are {num_classes} "
-                "classes; give PerClass one value per class"
+@torch.library.custom_op("qmargin::checked_labels", mutates_args=())
+def checked_labels(labels: Tensor, num_classes: int, debug: bool) -> Tensor:
+    """Operator that lets a range check live inside a compiled graph; returns int64 labels."""
+    if labels.numel() and (labels.device.type == "cpu" or debug):
+        is_bad = (labels < 0) | (labels >= num_classes)
+        if bool(is_bad.any()):
+            row = int(is_bad.flatten().nonzero()[0])
+            raise DataError(
+                f"label {int(labels.flatten()[row])} at row {row} is outside 0..{num_classes - 1}; "
+                "check the class count, or mark rows to skip with ignore_index"
             )
+    return labels.to(torch.int64, copy=True)
 
 
-def check_scale(scale: float) -> float:
-    """A positive number as a float."""
-    return check_positive(scale, "scale", "choose a positive number (32 to 64 are common)")
+@checked_labels.register_fake
+def _(labels: Tensor, num_classes: int, debug: bool) -> Tensor:
+    return torch.empty_like(labels, dtype=torch.int64)
 
 
-def check_ignore_index(ignore_index: int) -> int:
-    """A negative integer: it is no class."""
-    if torch.compiler.is_compiling():
-        return ignore_index
-    is_integer = isinstance(ignore_index, Integral) and not isinstance(ignore_index, bool)
-    if not is_integer or ignore_index >= 0:
-        raise ConfigError(
-            f"ignore_index is {ignore_index!r}; it must be a negative integer, so that it is no "
-            "class, e.g. -100"
-        )
-    return int(ignore_index)
+@checked_labels.register_vmap
+def _(
+    info: object, in_dims: tuple[int, None, None], labels: Tensor, num_classes: int, debug: bool
+) -> tuple[Tensor, int]:
+    return checked_labels(labels, num_classes, debug), in_dims[0]
+
+
+@torch.library.custom_op("qmargin::target_fault", mutates_args=())
+def target_fault(target: Tensor, debug: bool) -> Tensor:
+    """Zero for each row of target distributions ``[..., k]``, NaN for a row with a NaN in it.
+
+    An entry below zero and a sum that is not one are errors, found on a CPU always and elsewhere
+    when ``debug`` asks for it. What comes back is to be added to the loss.
+    """
+    total = target.sum(-1, dtype=torch.float64)
+    if target.device.type == "cpu" or debug:
+        tolerance = max(SUM_TOLERANCE, torch.finfo(target.dtype).eps)
+        lowest = target.amin(-1)
+        is_bad = (lowest < 0) | ((total - 1.0).abs() > tolerance)  # both false for NaN
+        if bool(is_bad.any()):
+            row = int(is_bad.flatten().nonzero()[0])
+            raise DataError(
+                f"target distribution at row {row} has the sum {float(total.flatten()[row]):.6g} "
+                f"and the smallest entry {float(lowest.flatten()[row]):.6g}; entries are at least "
+                f"0 and sum to 1 within {tolerance:g}: divide each row by its sum"
+            )
+    return torch.where(total.isnan(), total, 0.0)
+
+
+@target_fault.register_fake
+def _(target: Tensor, debug: bool) -> Tensor:
+    return target.new_empty(target.shape[:-1], dtype=torch.float64)
+
+
+@target_fault.register_vmap
+def _(info: object, in_dims: tuple[int, None], target: Tensor, debug: bool) -> tuple[Tensor, int]:
+    return target_fault(target.movedim(in_dims[0], 0), debug), 0

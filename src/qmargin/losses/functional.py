@@ -1,4 +1,4 @@
-"""The operators as functions: posterior, log-partition, loss and threshold, any alpha, any q."""
+"""Posterior, log-partition, loss and threshold as functions: any alpha, any reference measure."""
 
 from __future__ import annotations
 
@@ -8,19 +8,22 @@ import torch
 from torch import Tensor
 
 from qmargin.errors import ConfigError
-from qmargin.losses.autograd import lift_target, posterior_of, solution_of, value_of
 from qmargin.losses.checks import (
     check_distribution,
-    check_divergence,
+    check_floating,
     check_labels,
     check_reference,
+    target_fault,
 )
-from qmargin.losses.checks import check_floating as check_floating
-from qmargin.losses.checks import check_label_tensor as check_label_tensor
-from qmargin.losses.generic import generic_log_partition, generic_loss, solve_generic
-from qmargin.losses.operators import checked_labels as checked_labels
-from qmargin.losses.operators import target_fault
-from qmargin.maths.divergences import Alpha, Divergence
+from qmargin.losses.divergences import (
+    Alpha,
+    Divergence,
+    check_divergence,
+    generic_log_partition,
+    generic_loss,
+    solve_generic,
+)
+from qmargin.losses.operators import lift_target, posterior_of, solution_of, value_of
 
 SOLVERS = ("auto", "newton", "bisection")
 BRACKETS = ("tight", "paper")
@@ -204,14 +207,16 @@ def solve_tau(
     if bracket not in BRACKETS:
         raise ConfigError(f"bracket is {bracket!r}; known brackets are {', '.join(BRACKETS)}")
     divergence = Alpha(alpha)
-    if solver == "newton" and divergence.order > 1.0:
+    if solver == "newton" and divergence.alpha_minus_one > 1.0:
         raise ConfigError(
-            f"solver 'newton' is proven for alpha up to 2 and alpha is {divergence.order + 1.0:g}; "
-            "use solver='bisection' or 'auto'"
+            f"solver is 'newton', which is proven for alpha up to 2, and alpha is "
+            f"{divergence.alpha_minus_one + 1.0:g}; use solver='bisection' or 'auto'"
         )
     logits = check_floating(logits)
     reference = check_reference(log_reference, logits)
     rows, row_reference, alpha_tensor = _as_rows(logits, reference, divergence)
+    if solver == "auto":  # by name, so that evaluations are counted
+        solver = "newton" if divergence.alpha_minus_one <= 1.0 else "bisection"
     solved = solution_of(rows, row_reference, alpha_tensor, solver=solver, bracket=bracket)
     shape = logits.shape[:-1]
     return TauSolution(

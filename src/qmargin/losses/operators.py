@@ -1,23 +1,17 @@
-"""The row operations and the checks of data as torch operators.
-
-Operators (``torch.library``) keep the data-dependent part opaque, so that ``torch.compile`` traces
-through without a break, and ``vmap`` folds its dimension into the rows.
-"""
+"""Row operations as torch operators with their derivatives."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from qmargin.errors import DataError
 from qmargin.kernels import rows as row_kernels
-from qmargin.kernels.rows import Rows
-from qmargin.maths.divergences import check_alpha_range
-
-SUM_TOLERANCE = 1e-3  # of a target distribution; bfloat16 rounds its entries coarser than that
+from qmargin.kernels.rows import Outcome, Rows
+from qmargin.losses.checks import check_alpha_range
 
 
 def _rows(
@@ -126,59 +120,330 @@ torch.library.register_vmap(solve_rows, _fold_batch(solve_rows))
 torch.library.register_vmap(weighted_posterior, _fold_batch(weighted_posterior))
 
 
-@torch.library.custom_op("qmargin::checked_labels", mutates_args=())
-def checked_labels(labels: Tensor, num_classes: int, debug: bool) -> Tensor:
-    """Operator that lets a range check live inside a compiled graph; returns int64 labels."""
-    if labels.numel() and (labels.device.type == "cpu" or debug):
-        is_bad = (labels < 0) | (labels >= num_classes)
-        if bool(is_bad.any()):
-            row = int(is_bad.flatten().nonzero()[0])
-            raise DataError(
-                f"label {int(labels.flatten()[row])} at row {row} is outside 0..{num_classes - 1}; "
-                "check the class count, or mark rows to skip with ignore_index"
-            )
-    return labels.to(torch.int64, copy=True)
+def _polynomial(z: Tensor, offset: int) -> Tensor:
+    """``sum_i z^i / (i + offset)!`` by Horner's rule: exponential tails near zero."""
+    result = torch.zeros_like(z)
+    for power in range(14, -1, -1):
+        result = result * z + 1.0 / math.factorial(power + offset)
+    return result
 
 
-@checked_labels.register_fake
-def _(labels: Tensor, num_classes: int, debug: bool) -> Tensor:
-    return torch.empty_like(labels, dtype=torch.int64)
+def _phi1(z: Tensor) -> Tensor:
+    """``expm1(z) / z``, 1 at zero, differentiable there."""
+    is_small = z.abs() < 0.3
+    safe = torch.where(is_small, 1.0, z)
+    return torch.where(is_small, _polynomial(torch.where(is_small, z, 0.0), 1), safe.expm1() / safe)
 
 
-@checked_labels.register_vmap
-def _(
-    info: object, in_dims: tuple[int, None, None], labels: Tensor, num_classes: int, debug: bool
-) -> tuple[Tensor, int]:
-    return checked_labels(labels, num_classes, debug), in_dims[0]
+def _phi2(z: Tensor) -> Tensor:
+    """``(expm1(z) - z) / z^2``, 1/2 at zero, differentiable there."""
+    is_small = z.abs() < 0.3
+    safe = torch.where(is_small, 1.0, z)
+    near = _polynomial(torch.where(is_small, z, 0.0), 2)
+    return torch.where(is_small, near, (safe.expm1() - safe) / safe.square())
 
 
-@torch.library.custom_op("qmargin::target_fault", mutates_args=())
-def target_fault(target: Tensor, debug: bool) -> Tensor:
-    """Zero for each row of target distributions ``[..., k]``, NaN for a row with a NaN in it.
+def _log_ratio(posterior: Tensor, log_reference: Tensor | None) -> tuple[Tensor, Tensor]:
+    """``log(p / q)`` with zero off the support, and the support."""
+    is_active = posterior > 0
+    log_posterior = torch.where(is_active, posterior, 1.0).log()
+    if log_reference is None:
+        return log_posterior, is_active
+    return torch.where(is_active, log_posterior - log_reference, 0.0), is_active
 
-    An entry below zero and a sum that is not one are errors, found on a CPU always and elsewhere
-    when ``debug`` asks for it. What comes back is to be added to the loss.
+
+class Posterior(torch.autograd.Function):
+    """``softargmax`` of solved rows; its gradient follows from the implicit equation alone."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        logits: Tensor, log_reference: Tensor | None, alpha: Tensor, anchor: Tensor, level: Tensor
+    ) -> Tensor:
+        """Posterior ``[B, k]`` of rows with the given solution (M1)."""
+        posterior: Tensor = weighted_posterior(
+            logits, log_reference, alpha, None, anchor, level, None, 1.0
+        )
+        return posterior
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        """Save the result: everything else follows from it."""
+        _, log_reference, alpha, _, _ = inputs
+        ctx.save_for_backward(output, log_reference, alpha)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """``w (g - <w, g> / <w, 1>)`` with ``w = p / x``, and likewise for the other inputs."""
+        posterior, log_reference, alpha = ctx.saved_tensors
+        b = (alpha.double() - 1.0).to(posterior)  # in float32 the difference would lose digits
+        ratio, is_active = _log_ratio(posterior, log_reference)
+        weight = torch.where(is_active, posterior * (-b * ratio).exp(), 0.0)  # [B, k]
+        grad = torch.where(is_active, grad, 0.0)
+        mean = (weight * grad).sum(-1, keepdim=True) / weight.sum(-1, keepdim=True)
+        grad_logits = weight * (grad - mean) if ctx.needs_input_grad[0] else None
+        grad_reference = grad_alpha = None
+        if log_reference is not None and ctx.needs_input_grad[1]:
+            grad_reference = posterior * (grad - mean)
+        if ctx.needs_input_grad[2]:
+            drift = -ratio.square() * _phi2(-b * ratio)  # d log p / d alpha at a fixed tau
+            grad_alpha = (posterior * drift * (grad - mean)).sum().to(alpha).reshape(alpha.shape)
+        return grad_logits, grad_reference, grad_alpha, None, None
+
+
+class LiftTarget(torch.autograd.Function):
+    """Splits a batch into its rows and the target's entry of each.
+
+    A plain ``gather`` would make its gradient a second ``[B, k]`` matrix of zeros and add it to the
+    first; here the target's gradient is put into the rows' gradient where it belongs.
     """
-    total = target.sum(-1, dtype=torch.float64)
-    if target.device.type == "cpu" or debug:
-        tolerance = max(SUM_TOLERANCE, torch.finfo(target.dtype).eps)
-        lowest = target.amin(-1)
-        is_bad = (lowest < 0) | ((total - 1.0).abs() > tolerance)  # both false for NaN
-        if bool(is_bad.any()):
-            row = int(is_bad.flatten().nonzero()[0])
-            raise DataError(
-                f"target distribution at row {row} has the sum {float(total.flatten()[row]):.6g} "
-                f"and the smallest entry {float(lowest.flatten()[row]):.6g}; entries are at least "
-                f"0 and sum to 1 within {tolerance:g}: divide each row by its sum"
-            )
-    return torch.where(total.isnan(), total, 0.0)
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(rows: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """The rows, unchanged, and their targets ``[B]``."""
+        return rows.view_as(rows), rows.gather(1, labels[:, None]).squeeze(1)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: tuple[Tensor, ...]) -> None:
+        """Keep the labels, and which targets are masked out: those pass no gradient."""
+        ctx.save_for_backward(inputs[1], output[1] == -math.inf)
+
+    @staticmethod
+    def backward(ctx: Any, grad_rows: Tensor, grad_target: Tensor) -> tuple[Tensor, None]:
+        """The rows' gradient with the target's added; in place, since the rows' is fresh."""
+        labels, is_masked = ctx.saved_tensors
+        own = torch.where(is_masked, 0.0, grad_target)[:, None]
+        if torch.is_grad_enabled():
+            return grad_rows.scatter_add(1, labels[:, None], own), None
+        return grad_rows.scatter_add_(1, labels[:, None], own), None
 
 
-@target_fault.register_fake
-def _(target: Tensor, debug: bool) -> Tensor:
-    return target.new_empty(target.shape[:-1], dtype=torch.float64)
+class FenchelYoung(torch.autograd.Function):
+    """Loss for a lifted or distributed target, or the log-partition when there is none.
+
+    Inputs: values ``[B, k]``, log_reference ``[B, k]``, alpha (one element), labels ``[B]``,
+    target_logits ``[B]``, target_log_reference ``[B]``, distribution ``[B, k]``, is_ignored ``[B]``
+    (rows whose value the caller discards: they may hold anything), scale.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        values: Tensor,
+        log_reference: Tensor | None,
+        alpha: Tensor,
+        labels: Tensor | None,
+        target_logits: Tensor | None,
+        target_log_reference: Tensor | None,
+        distribution: Tensor | None,
+        is_ignored: Tensor | None,
+        scale: float,
+    ) -> tuple[Tensor, ...]:
+        """The value ``[B]`` and, not differentiable, what the solver knows about each row."""
+        outputs: tuple[Tensor, ...] = solve_rows(
+            values,
+            log_reference,
+            alpha,
+            labels,
+            target_logits,
+            target_log_reference,
+            distribution,
+            scale,
+            "auto",
+            "tight",
+        )
+        return outputs
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        """Save the inputs and the solution; the posterior is recomputed, never stored."""
+        *tensors, ctx.scale = inputs
+        _, anchor, level, _, _, _, _, target_deficit, _ = output
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.save_for_backward(*tensors, anchor, level, target_deficit)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        """``p - y`` for the logits (M7), and the envelope's gradient for everything else."""
+        needs = ctx.needs_input_grad
+        if needs[1] or needs[2] or needs[5] or torch.is_grad_enabled():
+            return _full_backward(ctx, grad)
+        values, log_reference, alpha, labels, target_logits, _, distribution, _, *solved = (
+            ctx.saved_tensors
+        )
+        anchor, level, deficit = solved
+        weights = grad * ctx.scale if ctx.scale != 1.0 else grad
+        grad_values = weighted_posterior(
+            values, log_reference, alpha, labels, anchor, level, weights, ctx.scale
+        )
+        if distribution is not None:
+            grad_values = grad_values - weights[:, None] * distribution
+            grad_values = torch.where(values == -math.inf, 0.0, grad_values)
+        grad_target = None
+        if target_logits is not None:
+            grad_target = torch.where(grad == 0, 0.0, -grad * deficit).to(target_logits.dtype)
+        return grad_values, None, None, None, grad_target, None, None, None, None
 
 
-@target_fault.register_vmap
-def _(info: object, in_dims: tuple[int, None], target: Tensor, debug: bool) -> tuple[Tensor, int]:
-    return target_fault(target.movedim(in_dims[0], 0), debug), 0
+def _full_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """Every gradient, in differentiable pieces: for second derivatives, reference and alpha."""
+    (
+        values, log_reference, alpha, labels, target_logits, target_log_reference, distribution,
+        is_ignored, anchor, level, _,
+    ) = ctx.saved_tensors  # fmt: skip
+    logits = values if ctx.scale == 1.0 else values * ctx.scale
+    if is_ignored is not None:  # any finite row will do: its gradient is multiplied by zero
+        logits = torch.where(is_ignored[:, None], 0.0, logits)
+        anchor = torch.where(is_ignored, 0.0, anchor)
+        level = torch.where(is_ignored, 1.0, level)
+    reference = log_reference
+    if labels is not None:
+        index = labels[:, None]
+        logits = logits.scatter(1, index, target_logits[:, None].to(logits.dtype))
+        reference = torch.zeros_like(logits) if reference is None else reference
+        reference = reference.scatter(1, index, target_log_reference[:, None].to(logits.dtype))
+    p = posterior_of(logits, reference, alpha, anchor, level)
+    b = alpha.double() - 1.0
+    if labels is not None:
+        rows = _with_label(p, index, log_reference, target_log_reference.double(), b)
+    else:
+        rows = _with_distribution(p, distribution, log_reference, b)
+    column = grad[:, None]
+    grad_values = torch.where(values == -math.inf, 0.0, column * rows.logits * ctx.scale)
+    grad_reference = grad_target = grad_target_reference = None
+    if log_reference is not None:
+        grad_reference = column * rows.reference
+    if rows.target is not None and rows.target_reference is not None:
+        grad_target = (grad * rows.target).to(target_logits.dtype)
+        grad_target_reference = (grad * rows.target_reference).to(target_log_reference.dtype)
+    grad_alpha = (grad * rows.alpha).sum().to(alpha).reshape(alpha.shape)
+    return (
+        grad_values, grad_reference, grad_alpha, None, grad_target, grad_target_reference,
+        None, None, None,
+    )  # fmt: skip
+
+
+class RowGradients(NamedTuple):
+    """Gradients of one row's value."""
+
+    logits: Tensor  # [B, k], zero for a lifted target
+    reference: Tensor  # [B, k]
+    alpha: Tensor  # [B], float64
+    target: Tensor | None = None  # [B], float64
+    target_reference: Tensor | None = None
+
+
+def _with_label(
+    p: Tensor, index: Tensor, log_reference: Tensor | None, own_reference: Tensor, b: Tensor
+) -> RowGradients:
+    """Gradients for a lifted target, whose own entries are differences and taken in float64."""
+    others = p.scatter(1, index, 0.0)
+    deficit = others.sum(1, dtype=torch.float64)  # 1 - p_y with all its digits
+    own = p.gather(1, index).squeeze(1).double()
+    own = torch.where(own < 1e-3, own, 1.0 - deficit)
+    one = torch.ones_like(own)
+    in_alpha = _alpha_slope(others, log_reference, b.to(p)).sum(1, dtype=torch.float64)
+    in_alpha = in_alpha + _alpha_slope(own, own_reference, b)
+    in_own = _reference_slope(own, own_reference, b)
+    return RowGradients(
+        others,
+        _reference_slope(others, log_reference, b.to(p)),
+        in_alpha - _alpha_slope(one, own_reference, b),
+        -deficit,
+        in_own - _reference_slope(one, own_reference, b),
+    )
+
+
+def _with_distribution(
+    p: Tensor, target: Tensor | None, log_reference: Tensor | None, b: Tensor
+) -> RowGradients:
+    """Gradients of the log-partition, less those of what the target itself costs."""
+    b = b.to(p)
+    in_reference = _reference_slope(p, log_reference, b)
+    in_alpha = _alpha_slope(p, log_reference, b)
+    if target is None:
+        return RowGradients(p, in_reference, in_alpha.sum(1, dtype=torch.float64))
+    in_reference = in_reference - _reference_slope(target, log_reference, b)
+    in_alpha = in_alpha - _alpha_slope(target, log_reference, b)
+    return RowGradients(p - target, in_reference, in_alpha.sum(1, dtype=torch.float64))
+
+
+def _reference_slope(p: Tensor, reference: Tensor | None, b: Tensor) -> Tensor:
+    """Gradient of ``-D(p:q)`` in ``log q`` at fixed ``p``: ``p exp(b l) / alpha``, elementwise.
+
+    With ``l = log(p / q)``: ``D = sum p L / alpha`` and ``L = f'(p / q)``.
+    """
+    ratio, is_active = _log_ratio(p, reference)
+    return torch.where(is_active, p * (b * ratio).exp(), 0.0) / (b + 1.0)
+
+
+def _alpha_slope(p: Tensor, reference: Tensor | None, b: Tensor) -> Tensor:
+    """Summands of the gradient of ``-D(p:q)`` in alpha at fixed ``p``, elementwise.
+
+    With ``z = b l``: ``L = l phi1(z)`` and ``dL / d alpha = l^2 (phi1(z) - phi2(z))``, finite
+    through ``alpha = 1``.
+    """
+    ratio, _ = _log_ratio(p, reference)
+    alpha, z = b + 1.0, b * ratio
+    bend = ratio.square() * (_phi1(z) - _phi2(z))
+    return p * (ratio * _phi1(z) / alpha - bend) / alpha
+
+
+def lift_target(rows: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows ``[B, k]`` for ``value_of`` alone, and the target's entry of each, ``[B]``."""
+    apply: Callable[..., tuple[Tensor, Tensor]] = LiftTarget.apply
+    return apply(rows, labels)
+
+
+def posterior_of(
+    logits: Tensor, log_reference: Tensor | None, alpha: Tensor, anchor: Tensor, level: Tensor
+) -> Tensor:
+    """Differentiable posterior ``[B, k]`` of solved rows."""
+    apply: Callable[..., Tensor] = Posterior.apply
+    return apply(logits, log_reference, alpha, anchor, level)
+
+
+def value_of(
+    values: Tensor,
+    log_reference: Tensor | None,
+    alpha: Tensor,
+    *,
+    labels: Tensor | None = None,
+    target_logits: Tensor | None = None,
+    target_log_reference: Tensor | None = None,
+    distribution: Tensor | None = None,
+    is_ignored: Tensor | None = None,
+    scale: float = 1.0,
+) -> Outcome:
+    """Differentiable value of each row, with what the solver knows about it."""
+    apply: Callable[..., tuple[Tensor, ...]] = FenchelYoung.apply
+    outputs = apply(
+        values,
+        log_reference,
+        alpha,
+        labels,
+        target_logits,
+        target_log_reference,
+        distribution,
+        is_ignored,
+        scale,
+    )
+    return Outcome._make(outputs)
+
+
+@torch.no_grad()
+def solution_of(
+    logits: Tensor,
+    log_reference: Tensor | None,
+    alpha: Tensor,
+    *,
+    solver: str = "auto",
+    bracket: str = "tight",
+) -> Outcome:
+    """The solved rows, without gradients."""
+    outputs = solve_rows(logits, log_reference, alpha, None, None, None, None, 1.0, solver, bracket)
+    return Outcome._make(outputs)

@@ -1,21 +1,46 @@
 """Published losses by name: each is two parts and a scale.
 
 Defaults are the settings its authors, or the Q-Margin paper, recommend. The ``_face`` and
-``_speaker`` presets are the best rows of the paper's tables.
+``_speaker`` presets are the best rows of the paper's tables. ``reduction``, ``ignore_index`` and
+``debug`` are those of ``MarginLoss``.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
-from qmargin.losses.module import MarginLoss
-from qmargin.maths.adaptive import AdaFaceMargin, ElasticMargin, MagFaceMargin
-from qmargin.maths.divergences import Alpha
-from qmargin.maths.margins import AngularMargin, CombinedMargin, CosineMargin, PriorMargin
+from qmargin.losses.adaptive import AdaFaceMargin, ElasticMargin, MagFaceMargin
+from qmargin.losses.divergences import Alpha
+from qmargin.losses.margin_loss import MarginLoss, Reduction
+from qmargin.losses.margins import AngularMargin, CombinedMargin, CosineMargin, Margin, PriorMargin
+
+
+def _loss(
+    divergence: Alpha,
+    margin: Margin,
+    scale: float,
+    reduction: Reduction,
+    ignore_index: int,
+    debug: bool,
+) -> MarginLoss:
+    return MarginLoss(
+        divergence,
+        margin,
+        scale=scale,
+        reduction=reduction,
+        ignore_index=ignore_index,
+        debug=debug,
+    )
 
 
 def q_margin(
-    *, alpha: float = 1.25, scale: float = 32.0, margin: float = 0.2, **options: Any
+    *,
+    alpha: float = 1.25,
+    scale: float = 32.0,
+    margin: float = 0.2,
+    reduction: Reduction = "mean",
+    ignore_index: int = -100,
+    debug: bool = False,
 ) -> MarginLoss:
     """Q-Margin: a sparse posterior whose target has the reference measure ``exp(-s m)``.
 
@@ -25,32 +50,47 @@ def q_margin(
         >>> q_margin()
         MarginLoss(Alpha(alpha=1.25), PriorMargin(margin=0.2), scale=32, effective_margin=0.494)
     """
-    return MarginLoss(Alpha(alpha), PriorMargin(margin), scale=scale, **options)
+    return _loss(Alpha(alpha), PriorMargin(margin), scale, reduction, ignore_index, debug)
 
 
-def q_margin_face(**options: Any) -> MarginLoss:
+def q_margin_face(
+    *, reduction: Reduction = "mean", ignore_index: int = -100, debug: bool = False
+) -> MarginLoss:
     """Q-Margin as it was best on faces: alpha 1.25, scale 35, margin 0.2 (WebFace42M table)."""
-    return q_margin(alpha=1.25, scale=35.0, margin=0.2, **options)
+    return _loss(Alpha(1.25), PriorMargin(0.2), 35.0, reduction, ignore_index, debug)
 
 
-def q_margin_speaker(**options: Any) -> MarginLoss:
+def q_margin_speaker(
+    *, reduction: Reduction = "mean", ignore_index: int = -100, debug: bool = False
+) -> MarginLoss:
     """Q-Margin as it was best on speakers at FAR 1e-3: alpha 1.5, scale 10, margin 0.1."""
-    return q_margin(alpha=1.5, scale=10.0, margin=0.1, **options)
+    return _loss(Alpha(1.5), PriorMargin(0.1), 10.0, reduction, ignore_index, debug)
 
 
-def q_margin_speaker_strict(**options: Any) -> MarginLoss:
+def q_margin_speaker_strict(
+    *, reduction: Reduction = "mean", ignore_index: int = -100, debug: bool = False
+) -> MarginLoss:
     """Q-Margin as it was best on speakers at FAR 1e-4: alpha 1.75, scale 5, margin 0.1."""
-    return q_margin(alpha=1.75, scale=5.0, margin=0.1, **options)
+    return _loss(Alpha(1.75), PriorMargin(0.1), 5.0, reduction, ignore_index, debug)
 
 
-def cosface(*, scale: float = 64.0, margin: float = 0.5, **options: Any) -> MarginLoss:
+def cosface(
+    *,
+    scale: float = 64.0,
+    margin: float = 0.5,
+    reduction: Reduction = "mean",
+    ignore_index: int = -100,
+    debug: bool = False,
+) -> MarginLoss:
     """CosFace: cross-entropy with a cosine margin; the paper's settings for faces."""
-    return MarginLoss(Alpha(1.0), CosineMargin(margin), scale=scale, **options)
+    return _loss(Alpha(1.0), CosineMargin(margin), scale, reduction, ignore_index, debug)
 
 
-def cosface_speaker(**options: Any) -> MarginLoss:
+def cosface_speaker(
+    *, reduction: Reduction = "mean", ignore_index: int = -100, debug: bool = False
+) -> MarginLoss:
     """CosFace as in the paper's speaker table: scale 32, margin 0.2."""
-    return cosface(scale=32.0, margin=0.2, **options)
+    return _loss(Alpha(1.0), CosineMargin(0.2), 32.0, reduction, ignore_index, debug)
 
 
 def arcface(
@@ -58,56 +98,111 @@ def arcface(
     scale: float = 64.0,
     margin: float = 0.5,
     gradient: Literal["exact", "straight_through"] = "exact",
-    **options: Any,
+    reduction: Reduction = "mean",
+    ignore_index: int = -100,
+    debug: bool = False,
 ) -> MarginLoss:
     """ArcFace: cross-entropy with an angular margin in radians; the settings for faces.
 
     ``gradient="straight_through"`` matches code that leaves the factor sin(angle + m) / sin(angle)
     out of the gradient.
     """
-    return MarginLoss(Alpha(1.0), AngularMargin(margin, gradient=gradient), scale=scale, **options)
+    return _loss(
+        Alpha(1.0), AngularMargin(margin, gradient=gradient), scale, reduction, ignore_index, debug
+    )
 
 
-def arcface_speaker(**options: Any) -> MarginLoss:
+def arcface_speaker(
+    *,
+    gradient: Literal["exact", "straight_through"] = "exact",
+    reduction: Reduction = "mean",
+    ignore_index: int = -100,
+    debug: bool = False,
+) -> MarginLoss:
     """ArcFace as in the paper's speaker table: scale 32, margin 0.2."""
-    return arcface(scale=32.0, margin=0.2, **options)
+    margin = AngularMargin(0.2, gradient=gradient)
+    return _loss(Alpha(1.0), margin, 32.0, reduction, ignore_index, debug)
 
 
 def entmax_face(
-    *, alpha: float = 1.25, scale: float = 64.0, margin: float = 0.5, **options: Any
+    *,
+    alpha: float = 1.25,
+    scale: float = 64.0,
+    margin: float = 0.5,
+    reduction: Reduction = "mean",
+    ignore_index: int = -100,
+    debug: bool = False,
 ) -> MarginLoss:
     """EntMax with an angular margin in radians, as in the paper's comparison on faces."""
-    return MarginLoss(Alpha(alpha), AngularMargin(margin), scale=scale, **options)
+    return _loss(Alpha(alpha), AngularMargin(margin), scale, reduction, ignore_index, debug)
 
 
-def entmax_speaker(**options: Any) -> MarginLoss:
+def entmax_speaker(
+    *, reduction: Reduction = "mean", ignore_index: int = -100, debug: bool = False
+) -> MarginLoss:
     """EntMax with an angular margin as in the speaker table: alpha 1.75, scale 5, margin 0.1."""
-    return entmax_face(alpha=1.75, scale=5.0, margin=0.1, **options)
+    return _loss(Alpha(1.75), AngularMargin(0.1), 5.0, reduction, ignore_index, debug)
 
 
-def sparsemax_face(*, scale: float = 1.9, margin: float = 0.2, **options: Any) -> MarginLoss:
+def sparsemax_face(
+    *,
+    scale: float = 1.9,
+    margin: float = 0.2,
+    reduction: Reduction = "mean",
+    ignore_index: int = -100,
+    debug: bool = False,
+) -> MarginLoss:
     """SparseMax with an angular margin in radians, as in the paper's comparison on faces."""
-    return MarginLoss(Alpha(2.0), AngularMargin(margin), scale=scale, **options)
+    return _loss(Alpha(2.0), AngularMargin(margin), scale, reduction, ignore_index, debug)
 
 
-def sphereface(*, scale: float = 30.0, multiplier: float = 1.5, **options: Any) -> MarginLoss:
+def sphereface(
+    *,
+    scale: float = 30.0,
+    multiplier: float = 1.5,
+    reduction: Reduction = "mean",
+    ignore_index: int = -100,
+    debug: bool = False,
+) -> MarginLoss:
     """SphereFace: cross-entropy with a multiplied angle.
 
     The defaults are those of OpenSphere, its authors' later code: s 30, m 1.5 (SphereFace-R).
     """
-    return MarginLoss(Alpha(1.0), CombinedMargin(multiplier=multiplier), scale=scale, **options)
+    return _loss(
+        Alpha(1.0), CombinedMargin(multiplier=multiplier), scale, reduction, ignore_index, debug
+    )
 
 
-def adaface(*, scale: float = 64.0, margin: float = 0.4, **options: Any) -> MarginLoss:
+def adaface(
+    *,
+    scale: float = 64.0,
+    margin: float = 0.4,
+    reduction: Reduction = "mean",
+    ignore_index: int = -100,
+    debug: bool = False,
+) -> MarginLoss:
     """AdaFace: margins that follow the norm of the embedding; pass ``norms`` to the loss."""
-    return MarginLoss(Alpha(1.0), AdaFaceMargin(margin), scale=scale, **options)
+    return _loss(Alpha(1.0), AdaFaceMargin(margin), scale, reduction, ignore_index, debug)
 
 
-def magface(*, scale: float = 64.0, **options: Any) -> MarginLoss:
+def magface(
+    *,
+    scale: float = 64.0,
+    reduction: Reduction = "mean",
+    ignore_index: int = -100,
+    debug: bool = False,
+) -> MarginLoss:
     """MagFace: a margin and a penalty that grow with the norm; pass ``norms`` to the loss."""
-    return MarginLoss(Alpha(1.0), MagFaceMargin(), scale=scale, **options)
+    return _loss(Alpha(1.0), MagFaceMargin(), scale, reduction, ignore_index, debug)
 
 
-def elasticface(*, scale: float = 64.0, margin: float = 0.5, **options: Any) -> MarginLoss:
+def elasticface(
+    *,
+    scale: float = 64.0,
+    margin: float = 0.5,
+    reduction: Reduction = "mean",
+    ignore_index: int = -100,
+    debug: bool = False,
+) -> MarginLoss:
     """ElasticFace: an angular margin drawn anew for every sample in training."""
-    return MarginLoss(Alpha(1.0), ElasticMargin(margin), scale=scale, **options)
+    return _loss(Alpha(1.0), ElasticMargin(margin), scale, reduction, ignore_index, debug)

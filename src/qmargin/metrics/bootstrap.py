@@ -1,4 +1,4 @@
-"""Confidence intervals by drawing subjects, not trials, with replacement.
+"""Confidence intervals and paired comparisons by drawing subjects, not trials, with replacement.
 
 Trials that share a subject rise and fall together, so an interval that counts trials is too
 narrow. Here whole subjects are drawn: a genuine pair counts as often as its subject was drawn, an
@@ -7,27 +7,361 @@ impostor pair as often as the product of its two. Every replicate chooses its ow
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+import hashlib
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+from scipy import sparse
 
-from qmargin.errors import ProtocolError
-from qmargin.metrics.checks import check_rate
-from qmargin.metrics.resampling import FIRST_TAIL, Point, SortedTrials, Tail, Wanted, weighted_point
-from qmargin.metrics.subjects import SubjectWeights, Trials
-from qmargin.metrics.sufficiency import check_level
+from qmargin.errors import ConfigError, DataError, ProtocolError, ShapeError
+from qmargin.metrics.checks import check_rate, checked_scores
+from qmargin.metrics.eer_dcf import Costs, polyline_crossing
+from qmargin.metrics.operating import check_level, num_allowed
 
 Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
 Progress = Callable[[int, int], None]
+FIRST_TAIL = 1024  # impostors in the first tail; it is doubled while a replicate needs more
 BATCH = 16  # replicates whose weights are held at once
-MAX_EMPTY = 0.05  # share of replicates without genuine or impostor trials that is still bearable
+MAX_EMPTY = 0.05  # largest share of replicates without genuine or impostor trials
 
 
 @dataclass(frozen=True, eq=False)
-class Replicates:
-    """Operating points in every replicate, ``R`` of them, and on the trials as they are.
+class Trials:
+    """Scores of pairs, with the subject on each side.
+
+    Attributes:
+        scores: ``[n]`` float32 or float64.
+        is_genuine: ``[n]`` bool.
+        enrol_subject: ``[n]`` int32, index into ``subject_names``.
+        test_subject: ``[n]`` int32, index into ``subject_names``.
+        subject_names: Distinct and sorted. Where no subjects are known, the names of the files.
+    """
+
+    scores: NDArray[np.floating]
+    is_genuine: NDArray[np.bool_]
+    enrol_subject: NDArray[np.int32]
+    test_subject: NDArray[np.int32]
+    subject_names: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "scores", checked_scores(self.scores, "scores"))
+        object.__setattr__(self, "subject_names", tuple(self.subject_names))
+        for name in ("is_genuine", "enrol_subject", "test_subject"):
+            dtype = np.bool_ if name == "is_genuine" else np.int32
+            array = np.asarray(getattr(self, name))
+            if array.shape != (len(self),):
+                raise ShapeError(
+                    f"{name} has shape {array.shape}, the scores have ({len(self)},): "
+                    "give one per trial"
+                )
+            cast: NDArray[np.generic] = array.astype(dtype, copy=False)
+            if cast is not array and (wrong := np.flatnonzero(cast != array)).size:
+                row = int(wrong[0])
+                raise DataError(
+                    f"{name}[{row}] is {array[row]!r}, it must be {dtype.__name__}: convert it"
+                )
+            object.__setattr__(self, name, cast)
+        _check_names(self.subject_names)
+        width = len(self.subject_names)
+        for name in ("enrol_subject", "test_subject"):
+            index = getattr(self, name)
+            if (wrong := np.flatnonzero((index < 0) | (index >= width))).size:
+                row = int(wrong[0])
+                raise DataError(
+                    f"{name}[{row}] is {index[row]}, it must be from 0 to {width - 1}: "
+                    "index subject_names"
+                )
+        alone = np.flatnonzero(~self.is_genuine & (self.enrol_subject == self.test_subject))
+        if alone.size:
+            row = int(alone[0])
+            raise DataError(
+                f"trial {row} is labelled impostor but both sides are subject "
+                f"{self.subject_names[self.enrol_subject[row]]!r}: correct the label or the subject"
+            )
+
+    def __len__(self) -> int:
+        return len(self.scores)
+
+    @property
+    def sha256(self) -> str:
+        """Hash of the pairs and labels, whatever their order and scores."""
+        width = len(self.subject_names)
+        pair = self.enrol_subject.astype(np.int64) * width + self.test_subject
+        keys = np.sort(2 * pair + self.is_genuine)
+        return hashlib.sha256(keys.astype("<i8").tobytes()).hexdigest()
+
+
+def make_trials(
+    scores: ArrayLike,
+    is_genuine: ArrayLike,
+    *,
+    enrol_subjects: Sequence[str],
+    test_subjects: Sequence[str],
+) -> Trials:
+    """Trials from the name of the subject on each side.
+
+    Examples:
+        >>> trials = make_trials(
+        ...     [0.9, 0.1], [True, False], enrol_subjects=["bo", "bo"], test_subjects=["bo", "al"]
+        ... )
+        >>> trials.subject_names, trials.enrol_subject, trials.test_subject
+        (('al', 'bo'), array([1, 1], dtype=int32), array([1, 0], dtype=int32))
+    """
+    names = tuple(sorted({*enrol_subjects, *test_subjects}))
+    index = {name: position for position, name in enumerate(names)}
+    enrol, test = (
+        np.fromiter(map(index.__getitem__, side), dtype=np.int32, count=len(side))
+        for side in (enrol_subjects, test_subjects)
+    )
+    return Trials(np.asarray(scores), np.asarray(is_genuine), enrol, test, names)
+
+
+@dataclass(frozen=True)
+class SubjectWeights:
+    """How often each subject is drawn in each replicate: as many draws as there are subjects.
+
+    The draws follow from the sorted names and the seed alone, so two systems scored on the same
+    trials get the same replicates.
+
+    Attributes:
+        subjects: Distinct names, sorted.
+        num_replicates: Number of replicates.
+        seed: Any integer from 0.
+
+    Examples:
+        >>> weights = SubjectWeights(("al", "bo", "cy"), num_replicates=2)
+        >>> weights.rows(0, 2).sum(axis=1)
+        array([3, 3])
+    """
+
+    subjects: tuple[str, ...] = field(repr=False)
+    num_replicates: int = 1000
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "subjects", tuple(self.subjects))
+        _check_names(self.subjects)
+        if self.num_replicates < 1:
+            raise ConfigError(f"num_replicates={self.num_replicates} is below 1: give at least 1")
+        if self.seed < 0:
+            raise ConfigError(f"seed={self.seed} is negative: give an integer from 0")
+
+    @property
+    def sha256(self) -> str:
+        """Hash of the names."""
+        digest = hashlib.sha256()
+        for name in self.subjects:
+            digest.update(name.encode("utf-8", "surrogatepass") + b"\0")
+        return digest.hexdigest()
+
+    def rows(self, start: int, stop: int) -> NDArray[np.int64]:
+        """Weights ``[stop - start, num_subjects]`` of some replicates."""
+        size = len(self.subjects)
+        rows = np.empty((stop - start, size), dtype=np.int64)
+        for row, replicate in zip(rows, range(start, stop), strict=True):
+            # a stream per replicate: any part of the weights can be made on its own
+            draws = np.random.default_rng([self.seed, replicate]).integers(size, size=size)
+            row[:] = np.bincount(draws, minlength=size)
+        return rows
+
+
+def _check_names(names: Sequence[str]) -> None:
+    """Refuse names that are not distinct and sorted, or fewer than two."""
+    if len(names) < 2:
+        raise ProtocolError(
+            f"{len(names)} subjects cannot be resampled, at least 2 are needed: "
+            f"give the subject of each trial"
+        )
+    for left, right in pairwise(names):
+        if left >= right:
+            raise DataError(
+                f"subject {right!r} follows {left!r}, names are distinct and sorted: "
+                f"use make_trials"
+            )
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What to compute in every replicate."""
+
+    fars: tuple[float, ...]
+    p_targets: tuple[float, ...]
+    has_eer: bool
+
+
+class Point(NamedTuple):
+    """The results of one replicate; NaN where it drew no genuine or no impostor trial."""
+
+    tar: Floats  # [F]
+    eer: float
+    min_dcf: Floats  # [P]
+
+
+class Side(NamedTuple):
+    """Scores of one label in sorted order, and the rows of the weights that multiply."""
+
+    scores: NDArray[np.floating]
+    enrol: NDArray[np.intp]
+    test: NDArray[np.intp]
+
+    def first(self, length: int) -> Side:
+        """The first trials in sorted order."""
+        return Side(self.scores[:length], self.enrol[:length], self.test[:length])
+
+    def total_counts(self, size: int) -> sparse.csr_array:
+        """How many trials have each pair of subjects, ``[size, size]``."""
+        low, high = np.minimum(self.enrol, self.test), np.maximum(self.enrol, self.test)
+        codes = low * size + high
+        if size * size <= 4 * len(codes):  # counting in place is faster than sorting
+            every = np.bincount(codes, minlength=size * size)
+            keys = np.flatnonzero(every)
+            counts = every[keys]
+        else:
+            keys, counts = np.unique(codes, return_counts=True)
+        return sparse.csr_array(
+            (counts.astype(np.int64), (keys // size, keys % size)), shape=(size, size)
+        )
+
+    def running(self, weights: Ints) -> Ints:
+        """Weight of the first ``i`` trials, for every ``i`` from 0."""
+        sums = np.zeros(len(self.enrol) + 1, dtype=np.int64)
+        each = weights.take(self.enrol, mode="clip")
+        each *= weights.take(self.test, mode="clip")
+        np.cumsum(each, out=sums[1:])
+        return sums
+
+
+class SortedTrials:
+    """Both labels sorted: impostors from the largest score, genuine from the smallest."""
+
+    def __init__(self, trials: Trials) -> None:
+        num_genuine = int(trials.is_genuine.sum())
+        for label, number in (("genuine", num_genuine), ("impostor", len(trials) - num_genuine)):
+            if number == 0:
+                raise ProtocolError(
+                    f"there are 0 {label} trials among {len(trials):,}, at least 1 is needed: "
+                    "check the labels"
+                )
+        # One more subject, of weight 1: a pair of the same subject counts that subject once.
+        self.size = len(trials.subject_names) + 1
+        enrol = trials.enrol_subject.astype(np.intp)
+        test = trials.test_subject.astype(np.intp)
+        test[enrol == test] = self.size - 1
+
+        def side(is_kept: NDArray[np.bool_], sign: int) -> Side:
+            rows = np.flatnonzero(is_kept)
+            rows = rows[np.argsort(sign * trials.scores[rows], kind="stable")]
+            return Side(trials.scores[rows], enrol[rows], test[rows])
+
+        self.impostors = side(~trials.is_genuine, -1)
+        self.genuine = side(trials.is_genuine, 1)
+        self.counts = tuple(side.total_counts(self.size) for side in (self.genuine, self.impostors))
+
+    def totals(self, weights: Ints) -> Ints:
+        """Weight of all genuine and of all impostor trials, ``[2, R]`` from ``[R, size]``."""
+        columns = np.ascontiguousarray(weights.T)
+        return np.stack([(columns * (counts @ columns)).sum(axis=0) for counts in self.counts])
+
+
+class Tail:
+    """The largest impostors and the genuine scores not above all of them."""
+
+    def __init__(self, trials: SortedTrials, length: int) -> None:
+        scores = trials.impostors.scores
+        if length < len(scores):  # all of a tie, so that the rates at its score are known
+            length = len(scores) - int(np.searchsorted(scores[::-1], scores[length - 1]))
+        self.is_whole = length >= len(scores)
+        self.impostors = trials.impostors.first(length)
+        above = np.searchsorted(trials.genuine.scores, scores[0], side="right")
+        self.genuine = trials.genuine.first(int(above))
+        kept = self.impostors.scores
+        self.num_not_above = np.searchsorted(self.genuine.scores, kept, side="right")
+        # Vertices of the curve, from the largest threshold: distinct scores inside the tail.
+        inside = self.genuine.scores[np.searchsorted(self.genuine.scores, kept[-1]) :]
+        self.vertices = self._counts(np.unique(np.concatenate([kept, inside]))[::-1])
+        # A threshold between two genuine scores can be raised to the next at no cost, so the
+        # genuine scores alone are candidates for the smallest cost.
+        self.candidates = self._counts(np.unique(inside)[::-1])
+
+    def __len__(self) -> int:
+        return len(self.impostors.scores)
+
+    def _counts(self, thresholds: NDArray[np.floating]) -> tuple[Ints, Ints]:
+        """Impostors accepted and genuine rejected at each threshold, in sorted order."""
+        ascending = self.impostors.scores[::-1]
+        accepted = len(ascending) - np.searchsorted(ascending, thresholds, side="left")
+        return accepted, np.searchsorted(self.genuine.scores, thresholds, side="left")
+
+
+def weighted_point(tail: Tail, weights: Ints, totals: Ints, wanted: Wanted) -> Point | None:
+    """Operating points of one replicate, or None where the tail is too short to know them.
+
+    Args:
+        tail: The largest impostors.
+        weights: Of each subject, and 1 at the end.
+        totals: Weight of all genuine and of all impostor trials.
+        wanted: What to compute.
+    """
+    num_genuine, num_impostors = (int(total) for total in totals)
+    if num_genuine == 0 or num_impostors == 0:
+        nothing = np.full(len(wanted.fars) + len(wanted.p_targets), np.nan)
+        return Point(nothing[: len(wanted.fars)], np.nan, nothing[len(wanted.fars) :])
+    accepted = tail.impostors.running(weights)
+    rejected = tail.genuine.running(weights)
+    # TAR: genuine above the first impostor that is one too many; past the tail, all are allowed.
+    allowed = np.array([num_allowed(far, num_impostors) for far in wanted.fars], dtype=np.int64)
+    if not tail.is_whole and allowed.max(initial=-1) >= accepted[-1]:
+        return None
+    first = np.searchsorted(accepted[1:], allowed, side="right")
+    inside = np.minimum(first, len(tail) - 1)
+    below = np.where(first < len(tail), tail.num_not_above[inside], 0)
+    tar = (num_genuine - rejected[below]) / num_genuine
+    # EER: where the polyline over distinct scores crosses FAR = FRR.
+    eer = np.nan
+    if wanted.has_eer:
+        ends, starts = tail.vertices
+
+        def errors(vertex: int) -> tuple[int, int]:
+            if vertex < 0:  # above all impostors
+                return 0, int(rejected[-1])
+            return int(accepted[ends[vertex]]), int(rejected[starts[vertex]])
+
+        def is_past(vertex: int) -> bool:
+            false_accepts, false_rejects = errors(vertex)
+            return false_accepts * num_genuine >= false_rejects * num_impostors
+
+        if not is_past(len(ends) - 1):
+            return None
+        if is_past(-1):
+            eer = 0.0
+        else:
+            after = bisect_left(range(len(ends) - 1), True, key=is_past)
+            before = errors(after - 1)
+            eer, _ = polyline_crossing(before, errors(after), num_genuine, num_impostors)
+    # minDCF, unless a threshold below the tail could cost less.
+    ends, starts = tail.candidates
+    far_at, frr_at = accepted[ends] / num_impostors, rejected[starts] / num_genuine
+    largest_far, largest_frr = accepted[-1] / num_impostors, rejected[-1] / num_genuine
+    costs = np.empty(len(wanted.p_targets))
+    for index, p_target in enumerate(wanted.p_targets):
+        price = Costs.of(p_target)
+        # above all impostors; all rejected; all accepted
+        ends_cost = min(price.total(largest_frr, 0.0), price.total(1.0, 0.0), price.total(0.0, 1.0))
+        costs[index] = price.total(frr_at, far_at).min(initial=float(ends_cost))
+        if not tail.is_whole and price.total(0.0, largest_far) < costs[index]:
+            return None
+    return Point(tar, eer, costs)
+
+
+@dataclass(frozen=True, eq=False)
+class DrawnPoints:
+    """Operating points in every replicate, ``R`` of them.
 
     A replicate that drew no genuine or no impostor trial is NaN.
 
@@ -39,13 +373,8 @@ class Replicates:
         eer: ``[R]``; NaN where it was not asked for.
         min_dcf: ``[R, P]``.
         frr_at_grid: ``[R, G]``, one minus the TAR at ``grid_fars``: the band of a DET curve.
-        observed_tar: ``[F]``.
-        observed_eer: On the trials as they are.
-        observed_min_dcf: ``[P]``.
-        observed_frr_at_grid: ``[G]``.
         seed: Of the draws.
         subjects_sha256: Of the subjects' names.
-        trials_sha256: Of the pairs and their labels, whatever their order.
     """
 
     fars: tuple[float, ...]
@@ -55,18 +384,32 @@ class Replicates:
     eer: Floats
     min_dcf: Floats
     frr_at_grid: Floats
-    observed_tar: Floats
-    observed_eer: float
-    observed_min_dcf: Floats
-    observed_frr_at_grid: Floats
     seed: int
     subjects_sha256: str
-    trials_sha256: str
 
     @property
     def num_replicates(self) -> int:
         """``R``."""
         return len(self.eer)
+
+
+@dataclass(frozen=True, eq=False)
+class Replicates(DrawnPoints):
+    """Operating points in every replicate, and on the trials as they are.
+
+    Attributes:
+        observed_tar: ``[F]``.
+        observed_eer: On the trials as they are.
+        observed_min_dcf: ``[P]``.
+        observed_frr_at_grid: ``[G]``.
+        trials_sha256: Of the pairs and their labels, whatever their order.
+    """
+
+    observed_tar: Floats
+    observed_eer: float
+    observed_min_dcf: Floats
+    observed_frr_at_grid: Floats
+    trials_sha256: str
 
 
 def bootstrap(
@@ -98,7 +441,7 @@ def bootstrap(
         progress: Called with the number of replicates done and their total.
 
     Examples:
-        >>> from qmargin.metrics.subjects import make_trials
+        >>> from qmargin.metrics.bootstrap import make_trials
         >>> names = ["al", "bo", "cy", "al", "bo"]
         >>> others = ["al", "bo", "cy", "bo", "cy"]
         >>> trials = make_trials(
@@ -116,7 +459,21 @@ def bootstrap(
     p_targets = tuple(float(p_target) for p_target in p_targets)
     wanted = Wanted(fars + grid_fars, p_targets, has_eer)
     weights = SubjectWeights(trials.subject_names, num_replicates=num_replicates, seed=seed)
-    points = _points(_sorted(trials), weights, wanted, progress)
+    ordered = SortedTrials(trials)
+    tail = Tail(ordered, FIRST_TAIL)
+    points: list[Point] = []
+    rows = np.ones((1, ordered.size), dtype=np.int64)  # the trials as they are, then replicates
+    for start in range(0, num_replicates + BATCH, BATCH):
+        for row, totals in zip(rows, ordered.totals(rows).T, strict=True):
+            while (point := weighted_point(tail, row, totals, wanted)) is None:
+                tail = Tail(ordered, 2 * len(tail))  # few of the later replicates need less
+            points.append(point)
+        if progress is not None and start > 0:
+            progress(min(start, num_replicates), num_replicates)
+        stop = min(start + BATCH, num_replicates)
+        rows = np.ones((max(stop - start, 0), ordered.size), dtype=np.int64)
+        if len(rows):
+            rows[:, :-1] = weights.rows(start, stop)
     tar = np.stack([point.tar for point in points])
     eer = np.array([point.eer for point in points])
     min_dcf = np.stack([point.min_dcf for point in points])
@@ -147,11 +504,11 @@ def interval(values: ArrayLike, level: float = 0.95) -> tuple[float, float]:
         (0.2, 0.4)
     """
     check_level(level)
-    low, high = np.quantile(defined(values), [0.5 - level / 2, 0.5 + level / 2])
+    low, high = np.quantile(_defined(values), [0.5 - level / 2, 0.5 + level / 2])
     return float(low), float(high)
 
 
-def defined(values: ArrayLike) -> Floats:
+def _defined(values: ArrayLike) -> Floats:
     """The replicates that have a value; an error where too many have none."""
     array = np.asarray(values, dtype=np.float64)
     kept = array[~np.isnan(array)]
@@ -163,36 +520,127 @@ def defined(values: ArrayLike) -> Floats:
     return kept
 
 
-def _sorted(trials: Trials) -> SortedTrials:
-    num_genuine = int(trials.is_genuine.sum())
-    if num_genuine in (0, len(trials)):
-        missing = "genuine" if num_genuine == 0 else "impostor"
-        raise ProtocolError(
-            f"there are 0 {missing} trials among {len(trials):,}, at least 1 is needed: "
-            f"check the labels"
+@dataclass(frozen=True)
+class Difference:
+    """System A minus system B.
+
+    Attributes:
+        difference: On the trials as they are.
+        low: Lower end of the percentile interval.
+        high: Upper end.
+        p_value: Two-sided: twice the share of replicates on the rarer side of zero.
+        num_replicates: Replicates in which both systems could be measured.
+    """
+
+    difference: float
+    low: float
+    high: float
+    p_value: float
+    num_replicates: int
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Differences of every measure that both systems have.
+
+    Attributes:
+        fars: Targets of ``tar``.
+        p_targets: Priors of ``min_dcf``.
+        tar: Differences of TAR; above zero, system A is better.
+        eer: Difference of EER, below zero where system A is better; None where not measured.
+        min_dcf: Differences of minDCF; below zero, system A is better.
+    """
+
+    fars: tuple[float, ...]
+    p_targets: tuple[float, ...]
+    tar: tuple[Difference, ...]
+    eer: Difference | None
+    min_dcf: tuple[Difference, ...]
+
+
+def compare(replicates_a: Replicates, replicates_b: Replicates, level: float = 0.95) -> Comparison:
+    """Paired comparison of two systems over the same draws of subjects.
+
+    Both systems are measured in every replicate, so what is hard for both cancels. A test that
+    counts trials (McNemar) takes trials that share a subject for independent ones, and finds
+    differences where there are none.
+
+    Raises:
+        ProtocolError: If the replicates are not of the same trials, subjects and seed.
+    """
+    both = (replicates_a, replicates_b)
+    for attribute in ("subjects_sha256", "trials_sha256", "seed", "num_replicates"):
+        left, right = (getattr(each, attribute) for each in both)
+        if left != right:
+            raise ProtocolError(
+                f"two systems can be compared only with the same "
+                f"{attribute.removesuffix('_sha256')}, here {left} and {right}: "
+                f"evaluate both on one list of trials with one seed"
+            )
+
+    def differences(name: str, keys: list[float], all_keys: str) -> tuple[Difference, ...]:
+        found = []
+        for key in keys:
+            columns = [getattr(each, all_keys).index(key) for each in both]
+            pairs = list(zip(both, columns, strict=True))
+            observed = [float(getattr(each, f"observed_{name}")[column]) for each, column in pairs]
+            values = [getattr(each, name)[:, column] for each, column in pairs]
+            found.append(paired_difference(*observed, *values, level=level))
+        return tuple(found)
+
+    fars = [far for far in replicates_a.fars if far in replicates_b.fars]
+    priors = [prior for prior in replicates_a.p_targets if prior in replicates_b.p_targets]
+    observed_a, observed_b = (each.observed_eer for each in both)
+    eer = None
+    if not np.isnan([observed_a, observed_b]).any():
+        values = replicates_a.eer, replicates_b.eer
+        eer = paired_difference(observed_a, observed_b, *values, level=level)
+    return Comparison(
+        fars=tuple(fars),
+        p_targets=tuple(priors),
+        tar=differences("tar", fars, "fars"),
+        eer=eer,
+        min_dcf=differences("min_dcf", priors, "p_targets"),
+    )
+
+
+def paired_difference(
+    observed_a: float,
+    observed_b: float,
+    values_a: ArrayLike,
+    values_b: ArrayLike,
+    *,
+    level: float = 0.95,
+) -> Difference:
+    """Difference of one measure, from its value and its replicates in both systems.
+
+    The p-value is the smallest ``1 - level`` whose percentile interval leaves zero out, up to the
+    one replicate that is added to both sides so that no p-value is zero.
+
+    Args:
+        observed_a: Measure of system A on the trials as they are.
+        observed_b: Of system B.
+        values_a: ``[R]`` replicates of system A.
+        values_b: ``[R]`` of system B, from the same draws.
+        level: Of the interval.
+
+    Examples:
+        >>> paired_difference(0.9, 0.8, [0.91, 0.9, 0.89], [0.8, 0.82, 0.78]).p_value
+        0.5
+    """
+    values_a, values_b = np.asarray(values_a, dtype=float), np.asarray(values_b, dtype=float)
+    if values_a.shape != values_b.shape or values_a.ndim != 1:
+        raise ShapeError(
+            f"replicates have shapes {values_a.shape} and {values_b.shape}, they must be equal "
+            f"and of one dimension: use the same num_replicates"
         )
-    return SortedTrials(trials)
-
-
-def _points(
-    trials: SortedTrials, weights: SubjectWeights, wanted: Wanted, progress: Progress | None
-) -> list[Point]:
-    """The trials as they are, then every replicate."""
-    total = weights.num_replicates
-    tail = Tail(trials, FIRST_TAIL)
-    rows = np.ones((1, trials.size), dtype=np.int64)
-    points: list[Point] = []
-    for start in range(0, total + BATCH, BATCH):
-        for row, totals in zip(rows, trials.totals(rows).T, strict=True):
-            point = weighted_point(tail, row, totals, wanted)
-            while point is None:  # no replicate after this one will need a shorter tail often
-                tail = Tail(trials, 2 * len(tail))
-                point = weighted_point(tail, row, totals, wanted)
-            points.append(point)
-        if progress is not None and start > 0:
-            progress(min(start, total), total)
-        stop = min(start + BATCH, total)
-        rows = np.ones((max(stop - start, 0), trials.size), dtype=np.int64)
-        if len(rows):
-            rows[:, :-1] = weights.rows(start, stop)
-    return points
+    low, high = interval(values_a - values_b, level)
+    values = _defined(values_a - values_b)
+    rarer = min(np.count_nonzero(values <= 0.0), np.count_nonzero(values >= 0.0))
+    return Difference(
+        difference=observed_a - observed_b,
+        low=low,
+        high=high,
+        p_value=min(1.0, 2 * (int(rarer) + 1) / (len(values) + 1)),
+        num_replicates=len(values),
+    )

@@ -9,7 +9,7 @@ from numpy.typing import ArrayLike, NDArray
 from qmargin.errors import ConfigError, DataError, ProtocolError, ShapeError
 
 Scores: TypeAlias = NDArray[Any]  # one dimension, float32 or float64
-PIECE = 1 << 16  # scores looked at together: temporaries stay in the cache
+PIECE = 1 << 16  # scores processed together: temporaries stay in the cache
 
 
 def checked_scores(scores: ArrayLike, name: str, *, may_be_empty: bool = False) -> Scores:
@@ -32,62 +32,39 @@ def checked_scores(scores: ArrayLike, name: str, *, may_be_empty: bool = False) 
         Traceback (most recent call last):
         qmargin.errors.DataError: genuine score 1 is NaN: remove the trial or score it again
     """
-    array = _as_floats(scores, name)
+    array = np.asarray(scores)
+    if array.dtype not in (np.float32, np.float64):
+        if array.dtype.kind not in "buif" and array.size:
+            raise DataError(f"{name} scores are of type {array.dtype}: pass real numbers")
+        array = array.astype(np.float64)
     if array.ndim != 1:
         raise ShapeError(f"{name} scores have shape {array.shape}: pass one dimension")
     if array.size == 0:
         if may_be_empty:
             return array
         raise ProtocolError(f"there are 0 {name} scores: at least 1 is needed to measure a rate")
-    if np.isnan(array.min()):  # one pass without a temporary, because the least of all is NaN
+    if np.isnan(array.min()):  # one pass without a temporary: the minimum is NaN if any score is
         index = int(np.flatnonzero(np.isnan(array))[0])
         raise DataError(f"{name} score {index} is NaN: remove the trial or score it again")
     return array
 
 
-def _as_floats(scores: ArrayLike, name: str) -> NDArray[Any]:
-    array = np.asarray(scores)
-    if array.dtype in (np.float32, np.float64):
-        return array
-    if array.dtype.kind not in "buif" and array.size:
-        raise DataError(f"{name} scores are of type {array.dtype}: pass real numbers")
-    return array.astype(np.float64)
+def checked_pair(genuine: ArrayLike, impostor: ArrayLike) -> tuple[Scores, Scores]:
+    """Checked genuine and impostor scores."""
+    return checked_scores(genuine, "genuine"), checked_scores(impostor, "impostor")
 
 
 def check_rate(rate: float, name: str) -> float:
-    """The rate itself if it is in (0, 1].
-
-    Raises:
-        ConfigError: If it is not.
-
-    Examples:
-        >>> check_rate(0.001, "far")
-        0.001
-    """
+    """The rate itself; ``ConfigError`` unless it is in (0, 1]."""
     if not 0.0 < rate <= 1.0:
         raise ConfigError(f"{name}={rate:g} is not in (0, 1]: pass a rate such as 0.001")
     return float(rate)
 
 
-def common_dtype(*scores: Scores) -> np.dtype[Any]:
-    """The narrowest precision that holds all the scores exactly.
-
-    Examples:
-        >>> common_dtype(np.zeros(1, np.float32), np.zeros(1)).name
-        'float64'
-    """
-    return np.result_type(*scores)
-
-
-def pieces(scores: Scores, size: int = PIECE) -> Iterator[Scores]:
-    """The scores in slices of at most ``size``, in order.
-
-    Examples:
-        >>> [len(piece) for piece in pieces(np.zeros(5), size=2)]
-        [2, 2, 1]
-    """
-    for start in range(0, len(scores), size):
-        yield scores[start : start + size]
+def pieces(scores: Scores) -> Iterator[Scores]:
+    """The scores in slices of at most ``PIECE``, in order."""
+    for start in range(0, len(scores), PIECE):
+        yield scores[start : start + PIECE]
 
 
 def mean_of(scores: Scores, function: Callable[[Scores], NDArray[np.float64]]) -> float:
@@ -116,12 +93,6 @@ def just_above(value: float, dtype: np.dtype[Any]) -> float:
     """The next number of this precision: the least threshold that rejects ``value``.
 
     Nothing is above infinity; NaN is returned then, because ``score >= NaN`` never accepts.
-
-    Examples:
-        >>> just_above(1.0, np.dtype(np.float64))
-        1.0000000000000002
-        >>> just_above(float("inf"), np.dtype(np.float64))
-        nan
     """
     if np.isposinf(value):
         return float("nan")
@@ -145,32 +116,17 @@ def round_down(value: float, dtype: np.dtype[Any]) -> Any:
 
 
 def round_up(value: float, dtype: np.dtype[Any]) -> Any:
-    """The least number of this precision that is not below ``value``.
-
-    Examples:
-        >>> float(round_up(0.1, np.dtype(np.float32)))
-        0.10000000149011612
-    """
+    """The least number of this precision that is not below ``value``."""
     return -round_down(-value, dtype)
 
 
 def count_above(scores: Scores, value: float) -> int:
-    """How many scores are strictly above ``value``.
-
-    Examples:
-        >>> count_above(np.array([1.0, 2.0, 3.0]), 2.0)
-        1
-    """
+    """How many scores are strictly above ``value``."""
     limit = round_down(value, scores.dtype)
     return sum(int(np.count_nonzero(piece > limit)) for piece in pieces(scores))
 
 
 def count_accepted(scores: Scores, threshold: float) -> int:
-    """How many scores are at or above ``threshold``.
-
-    Examples:
-        >>> count_accepted(np.array([1.0, 2.0, 3.0]), 2.0)
-        2
-    """
+    """How many scores are at or above ``threshold``."""
     limit = round_up(threshold, scores.dtype)
     return sum(int(np.count_nonzero(piece >= limit)) for piece in pieces(scores))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from typing import Any, NamedTuple
@@ -12,8 +12,10 @@ from numpy.typing import ArrayLike, NDArray
 from scipy.special import ndtri
 
 from qmargin.errors import ConfigError
-from qmargin.metrics.checks import Scores, checked_scores, common_dtype, pieces
+from qmargin.metrics.checks import Scores, checked_pair, pieces
 
+Floats = NDArray[np.float64]
+Points = tuple[NDArray[Any], Floats, Floats]  # thresholds, FAR and FRR
 PART = 1 << 22  # scores whose staircase is held at once
 SAMPLE = 1 << 16  # scores that decide where parts end
 
@@ -40,18 +42,15 @@ def staircase(genuine: Scores, impostor: Scores) -> Staircase:
     is_new = np.ones(len(values), dtype=bool)
     np.not_equal(values[1:], values[:-1], out=is_new[1:])
     values = values[is_new]
-    return Staircase(
-        values,
-        len(impostor) - np.searchsorted(impostor, values),
-        np.searchsorted(genuine, values),
-    )
+    accepts = len(impostor) - np.searchsorted(impostor, values)
+    return Staircase(values, accepts, np.searchsorted(genuine, values))
 
 
 class StaircaseParts:
     """The staircase of any number of scores, in consecutive parts, lowest first.
 
-    Each part takes memory for about ``size`` scores, however many there are in all. The scores are
-    looked at once for every part, so a few large parts are faster than many small ones.
+    Each part takes memory for about ``size`` scores, however many there are in all. All scores are
+    read once for every part, so a few large parts are faster than many small ones.
 
     Args:
         genuine: Checked genuine scores.
@@ -66,13 +65,15 @@ class StaircaseParts:
 
     def __init__(self, genuine: Scores, impostor: Scores, *, size: int | None = None) -> None:
         self.genuine, self.impostor = genuine, impostor
-        self._splits = _splits(genuine, impostor, PART if size is None else size)
         self._whole: Staircase | None = None  # kept where it is the only part
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether there is one part only."""
-        return not len(self._splits)
+        size, total = PART if size is None else size, len(genuine) + len(impostor)
+        self.is_whole = total <= size
+        if not self.is_whole:  # values between parts of half of ``size`` or so, by a sample
+            step = max(1, total // SAMPLE)
+            sample = np.concatenate([genuine[::step], impostor[::step]])
+            sample.sort()
+            width = max(1, len(sample) * size // (2 * total))
+            self._splits = np.unique(sample[width // 2 :: width])
 
     def __iter__(self) -> Iterator[Staircase]:
         if self.is_whole:
@@ -81,26 +82,20 @@ class StaircaseParts:
             yield self._whole
             return
         rejects, accepts = 0, len(self.impostor)
-        bounds = [None, *self._splits, None]
-        for low, high in pairwise(bounds):
-            sides = [_between(scores, low, high) for scores in (self.genuine, self.impostor)]
-            if low is not None:  # how often the lower bound itself occurs
+        for low, high in pairwise([None, *self._splits, None]):
+            genuine, genuine_low = _between(self.genuine, low, high)
+            impostor, impostor_low = _between(self.impostor, low, high)
+            if low is not None:
                 yield Staircase(np.array([low]), np.array([accepts]), np.array([rejects]))
-                rejects, accepts = rejects + sides[0].num_low, accepts - sides[1].num_low
-            part = staircase(sides[0].inside, sides[1].inside)
-            left = accepts - len(sides[1].inside)
+                rejects, accepts = rejects + genuine_low, accepts - impostor_low
+            part = staircase(genuine, impostor)
+            left = accepts - len(impostor)
             yield Staircase(part.values, part.false_accepts + left, part.false_rejects + rejects)
-            rejects, accepts = rejects + len(sides[0].inside), left
+            rejects, accepts = rejects + len(genuine), left
 
 
-class _Between(NamedTuple):
+def _between(scores: Scores, low: Any, high: Any) -> tuple[Scores, int]:
     """Scores strictly between two bounds, and the number of those at the lower one."""
-
-    inside: Scores
-    num_low: int
-
-
-def _between(scores: Scores, low: Any, high: Any) -> _Between:
     found, num_low = [], 0
     for piece in pieces(scores):
         is_inside = np.ones(len(piece), np.bool_) if low is None else piece > low
@@ -109,29 +104,11 @@ def _between(scores: Scores, low: Any, high: Any) -> _Between:
         found.append(piece[is_inside])
         if low is not None:
             num_low += int(np.count_nonzero(piece == low))
-    return _Between(np.concatenate(found) if found else scores, num_low)
-
-
-def _splits(genuine: Scores, impostor: Scores, size: int) -> Scores:
-    """Values between parts, by a sample of the scores; each part has half of ``size`` or so."""
-    total = len(genuine) + len(impostor)
-    if total <= size:
-        return np.empty(0)
-    step = max(1, total // SAMPLE)
-    sample = np.concatenate([genuine[::step], impostor[::step]])
-    sample.sort()
-    width = max(1, len(sample) * size // (2 * total))
-    splits: Scores = np.unique(sample[width // 2 :: width])
-    return splits
+    return np.concatenate(found) if found else scores, num_low
 
 
 def rejecting_threshold(*scores: Scores) -> float:
-    """Threshold of the end where nothing is accepted: +inf, or NaN if some score is +inf.
-
-    Examples:
-        >>> rejecting_threshold(np.array([1.0]))
-        inf
-    """
+    """Threshold of the end where nothing is accepted: +inf, or NaN if some score is +inf."""
     largest = max((array.max() for array in scores if len(array)), default=0.0)
     return float("nan") if np.isposinf(largest) else float("inf")
 
@@ -152,8 +129,8 @@ class DetCurve:
     """
 
     thresholds: NDArray[Any]
-    far: NDArray[np.float64]
-    frr: NDArray[np.float64]
+    far: Floats
+    frr: Floats
     num_genuine: int
     num_impostors: int
 
@@ -161,7 +138,7 @@ class DetCurve:
         return len(self.far)
 
     @property
-    def tar(self) -> NDArray[np.float64]:
+    def tar(self) -> Floats:
         """True acceptance rates: ``(far, tar)`` is the ROC curve."""
         return 1.0 - self.frr
 
@@ -180,25 +157,9 @@ class DetCurve:
             raise ConfigError(f"num_points={num_points} is too few: both ends make 2")
         if len(self) <= num_points:
             return self
-        across = _probit(self.far, self.num_impostors)
-        up = _probit(self.frr, self.num_genuine)
-        length = np.concatenate([[0.0], np.cumsum(np.hypot(np.diff(across), np.diff(up)))])
-        wanted = np.linspace(0.0, length[-1], num_points)
-        index = np.unique([0, *np.searchsorted(length, wanted[1:-1]), len(self) - 1])
-        return DetCurve(
-            self.thresholds[index],
-            self.far[index],
-            self.frr[index],
-            self.num_genuine,
-            self.num_impostors,
-        )
-
-
-def _probit(rates: NDArray[np.float64], num_trials: int) -> NDArray[np.float64]:
-    """Normal quantiles; rates of 0 and 1 are drawn half a trial inside."""
-    margin = 0.5 / num_trials
-    quantiles: NDArray[np.float64] = ndtri(np.clip(rates, margin, 1.0 - margin))
-    return quantiles
+        sizes = self.num_genuine, self.num_impostors
+        walk = list(_walk([(self.thresholds, self.far, self.frr)], *sizes))
+        return DetCurve(*_thinned(lambda: walk, num_points), *sizes)
 
 
 def det_curve(genuine: ArrayLike, impostor: ArrayLike) -> DetCurve:
@@ -217,17 +178,9 @@ def det_curve(genuine: ArrayLike, impostor: ArrayLike) -> DetCurve:
         >>> curve.thresholds, curve.far, curve.frr
         (array([ 1.,  2.,  3., inf]), array([1. , 0.5, 0. , 0. ]), array([0. , 0. , 0.5, 1. ]))
     """
-    genuine = checked_scores(genuine, "genuine")
-    impostor = checked_scores(impostor, "impostor")
-    steps = staircase(genuine, impostor)
-    end = np.asarray(rejecting_threshold(genuine, impostor), common_dtype(genuine, impostor))
-    return DetCurve(
-        np.append(steps.values, end),
-        np.append(steps.false_accepts, 0) / len(impostor),
-        np.append(steps.false_rejects, len(genuine)) / len(genuine),
-        len(genuine),
-        len(impostor),
-    )
+    genuine, impostor = checked_pair(genuine, impostor)
+    parts = StaircaseParts(genuine, impostor, size=len(genuine) + len(impostor))
+    return DetCurve(*_joined(_points(parts)), len(genuine), len(impostor))
 
 
 def thin_curve(parts: StaircaseParts, num_points: int) -> DetCurve:
@@ -239,46 +192,58 @@ def thin_curve(parts: StaircaseParts, num_points: int) -> DetCurve:
         >>> bool((thin.far == det_curve(genuine, impostor).thin(20).far).all())
         True
     """
-    walked = list(_walk(parts)) if parts.is_whole else None
-    ends = [(len(piece.length), float(piece.length[-1])) for piece in walked or _walk(parts)]
+    sizes = len(parts.genuine), len(parts.impostor)
+    kept = list(_walk(_points(parts), *sizes)) if parts.is_whole else None
+    return DetCurve(*_thinned(lambda: kept or _walk(_points(parts), *sizes), num_points), *sizes)
+
+
+def _joined(points: Iterable[Points]) -> Points:
+    thresholds, far, frr = map(np.concatenate, zip(*points, strict=True))
+    return thresholds, far, frr
+
+
+def _points(parts: StaircaseParts) -> Iterator[Points]:
+    """The points of the staircase, then the one that accepts nothing."""
+    genuine, impostor = parts.genuine, parts.impostor
+    end = np.asarray(rejecting_threshold(genuine, impostor), np.result_type(genuine, impostor))
+    last = Staircase(np.atleast_1d(end), np.array([0]), np.array([len(genuine)]))
+    for values, accepts, rejects in chain(parts, [last]):
+        if len(values):
+            yield values, accepts / len(impostor), rejects / len(genuine)
+
+
+def _walk(
+    points: Iterable[Points], num_genuine: int, num_impostors: int
+) -> Iterator[tuple[Points, Floats]]:
+    """Points, and how far along the curve on probit axes each lies, over all pieces."""
+
+    def probit(rates: Floats, num_trials: int) -> Floats:
+        margin = 0.5 / num_trials  # rates of 0 and 1 are drawn half a trial inside
+        quantiles: Floats = ndtri(np.clip(rates, margin, 1.0 - margin))
+        return quantiles
+
+    across, up, length = np.empty(0), np.empty(0), np.zeros(1)
+    for piece in points:
+        across = np.append(across[-1:], probit(piece[1], num_impostors))
+        up = np.append(up[-1:], probit(piece[2], num_genuine))
+        moves = np.hypot(np.diff(across), np.diff(up))
+        length = np.cumsum(np.append(length[-1:], moves))[-len(piece[1]) :]
+        yield piece, length
+
+
+def _thinned(walk: Callable[[], Iterable[tuple[Points, Floats]]], num_points: int) -> Points:
+    """At most ``num_points`` points; ``walk`` is called twice."""
+    ends = [(len(length), float(length[-1])) for _, length in walk()]
     total = sum(count for count, _ in ends)
     wanted = np.linspace(0.0, ends[-1][1], num_points)[1:-1]
     found, first, before = [], 0, 0.0
-    for piece, (count, length) in zip(walked or _walk(parts), ends, strict=True):
+    for ((thresholds, far, frr), along), (count, length) in zip(walk(), ends, strict=True):
         if total <= num_points:
             index = np.arange(count)
         else:
             own = wanted[(wanted > before) & (wanted <= length)]
             both = [end - first for end in (0, total - 1) if first <= end < first + count]
-            index = np.unique(np.array([*both, *np.searchsorted(piece.length, own)], np.int64))
-        found.append([column[index] for column in piece])
+            index = np.unique(np.array([*both, *np.searchsorted(along, own)], np.int64))
+        found.append((thresholds[index], far[index], frr[index]))
         first, before = first + count, length
-    columns = [np.concatenate(column) for column in zip(*found, strict=True)]
-    thresholds, far, frr, _ = columns
-    return DetCurve(thresholds, far, frr, len(parts.genuine), len(parts.impostor))
-
-
-class _Piece(NamedTuple):
-    """Consecutive points of the curve, and how far along it on probit axes each lies."""
-
-    thresholds: NDArray[Any]
-    far: NDArray[np.float64]
-    frr: NDArray[np.float64]
-    length: NDArray[np.float64]
-
-
-def _walk(parts: StaircaseParts) -> Iterator[_Piece]:
-    """The whole curve; a sum goes on from one piece to the next as if there were one."""
-    genuine, impostor = parts.genuine, parts.impostor
-    end = np.asarray(rejecting_threshold(genuine, impostor), common_dtype(genuine, impostor))
-    last = Staircase(np.atleast_1d(end), np.array([0]), np.array([len(genuine)]))
-    across, up, length = np.empty(0), np.empty(0), np.zeros(1)
-    for steps in chain(parts, [last]):
-        if not len(steps.values):
-            continue
-        far, frr = steps.false_accepts / len(impostor), steps.false_rejects / len(genuine)
-        across = np.append(across[-1:], _probit(far, len(impostor)))
-        up = np.append(up[-1:], _probit(frr, len(genuine)))
-        moves = np.hypot(np.diff(across), np.diff(up))
-        length = np.cumsum(np.append(length[-1:], moves))[-len(far) :]
-        yield _Piece(steps.values, far, frr, length)
+    return _joined(found)

@@ -61,62 +61,50 @@ def kfold_accuracy(
         (1.0, array([0.45, 0.55]))
     """
     scores = checked_scores(scores, "trial")
-    labels = _checked_labels(is_genuine, len(scores))
-    home = _fold_of_trials(len(scores), num_folds) if folds is None else np.asarray(folds)
-    if home.shape != scores.shape:
-        raise ShapeError(f"folds have shape {home.shape} but there are {len(scores)} scores")
-    names = np.unique(home)
-    if len(names) < 2:
-        raise ProtocolError(
-            f"there is {len(names)} fold: at least 2 are needed to choose thresholds"
-        )
-    results = [_fold_accuracy(scores, labels, home == name) for name in names]
-    accuracies, thresholds = np.array(results, np.float64).T
-    mean, std = float(accuracies.mean()), float(accuracies.std(ddof=1))
-    return KFoldAccuracy(mean, std, accuracies, thresholds)
-
-
-def _checked_labels(is_genuine: ArrayLike, num_trials: int) -> NDArray[np.bool_]:
-    labels = np.asarray(is_genuine)
+    labels, num_trials = np.asarray(is_genuine), len(scores)
     if labels.shape != (num_trials,):
         raise ShapeError(f"labels have shape {labels.shape} but there are {num_trials} scores")
     if not np.isin(labels, (0, 1)).all():
         index = int(np.flatnonzero(~np.isin(labels, (0, 1)))[0])
         raise DataError(f"label {index} is {labels[index]}: pass 1 or True for genuine, else 0")
-    return labels.astype(np.bool_)
-
-
-def _fold_of_trials(num_trials: int, num_folds: int) -> NDArray[np.int64]:
-    if num_folds < 2:
+    if folds is not None:
+        home = np.asarray(folds)
+    elif num_folds < 2:
         raise ConfigError(f"num_folds={num_folds} is too few: at least 2 are needed")
-    if num_trials < num_folds:
+    elif num_trials < num_folds:
         raise ProtocolError(
             f"{num_trials} trials do not fill {num_folds} folds: add trials or ask for fewer folds"
         )
-    return np.arange(num_trials, dtype=np.int64) * num_folds // num_trials
+    else:
+        home = np.arange(num_trials, dtype=np.int64) * num_folds // num_trials
+    if home.shape != scores.shape:
+        raise ShapeError(f"folds have shape {home.shape} but there are {num_trials} scores")
+    names = np.unique(home)
+    if len(names) < 2:
+        raise ProtocolError(
+            f"there is {len(names)} fold: at least 2 are needed to choose thresholds"
+        )
+    results = [_fold_accuracy(scores, labels.astype(np.bool_), home == name) for name in names]
+    accuracies, thresholds = np.array(results, np.float64).T
+    mean, std = float(accuracies.mean()), float(accuracies.std(ddof=1))
+    return KFoldAccuracy(mean, std, accuracies, thresholds)
 
 
 def _fold_accuracy(
     scores: Scores, labels: NDArray[np.bool_], is_test: NDArray[np.bool_]
 ) -> tuple[float, float]:
     """Accuracy of the fold and the threshold of the others."""
-    genuine, impostor = scores[~is_test & labels], scores[~is_test & ~labels]
-    checked_scores(genuine, "genuine training")
-    checked_scores(impostor, "impostor training")
-    steps = staircase(genuine, impostor)
-    errors = np.append(steps.false_accepts + steps.false_rejects, len(genuine))
-    best = int(np.argmin(errors))
-    if best == len(steps.values):
+    genuine = checked_scores(scores[~is_test & labels], "genuine training")
+    impostor = checked_scores(scores[~is_test & ~labels], "impostor training")
+    values, accepts, rejects = staircase(genuine, impostor)
+    best = int(np.argmin(np.append(accepts + rejects, len(genuine))))
+    if best == len(values):
         threshold = rejecting_threshold(scores)
-    else:
-        threshold = _halfway(steps.values[max(best - 1, 0)], steps.values[best])
+    else:  # halfway, as long as that rejects the lower and accepts the higher score
+        low, high = float(values[max(best - 1, 0)]), float(values[best])
+        middle = 0.5 * low + 0.5 * high
+        threshold = middle if np.isfinite(middle) and middle > low else high
     right = count_accepted(scores[is_test & labels], threshold)
     wrong = count_accepted(scores[is_test & ~labels], threshold)
     num_impostors = np.count_nonzero(is_test & ~labels)
     return (right + num_impostors - wrong) / np.count_nonzero(is_test), threshold
-
-
-def _halfway(low: float, high: float) -> float:
-    """A threshold that rejects ``low`` and accepts ``high``; ``high`` itself if they are equal."""
-    middle = 0.5 * float(low) + 0.5 * float(high)
-    return middle if np.isfinite(middle) and middle > low else float(high)

@@ -11,12 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from qmargin.errors import ConfigError, DataError, ProtocolError
+from qmargin.metrics.bootstrap import Trials
 from qmargin.metrics.checks import round_up
-from qmargin.metrics.subjects import Trials
-from qmargin.metrics.sufficiency import ENOUGH_FALSE_ACCEPTS, Status, rule_of_three
+from qmargin.metrics.operating import ENOUGH_FALSE_ACCEPTS, Status, rule_of_three
 
 
 @dataclass(frozen=True)
@@ -118,32 +117,52 @@ def group_rates(
     for name, weight in (("beta", beta), ("alpha", alpha)):
         if not 0.0 <= weight <= 1.0:
             raise ConfigError(f"{name}={weight!r} is outside [0, 1]: give the share of FMR")
-    names, members = _members(trials, groups)
+    known = [groups.get(name) for name in trials.subject_names]
+    names = sorted({group for group in known if group is not None})
+    if not names:
+        raise ProtocolError(
+            f"none of the {len(known)} subjects of the trials has a group: "
+            f"name the groups' subjects as the trials do, such as {trials.subject_names[0]!r}"
+        )
+    index = {group: position for position, group in enumerate(names)}
+    members = np.array([-1 if group is None else index[group] for group in known])
     enrol, test = members[trials.enrol_subject], members[trials.test_subject]
     is_grouped = (enrol >= 0) & (test >= 0)
     is_cross = is_grouped & (enrol != test)
-    _check_genuine(trials, is_cross, groups)
+    if (wrong := np.flatnonzero(is_cross & trials.is_genuine)).size:
+        row = int(wrong[0])
+        left, right = (
+            trials.subject_names[side[row]] for side in (trials.enrol_subject, trials.test_subject)
+        )
+        raise DataError(
+            f"trial {row} is genuine but its sides {left!r} and {right!r} are in the groups "
+            f"{groups[left]!r} and {groups[right]!r}: correct the label or the groups"
+        )
     is_accepted = trials.scores >= round_up(threshold, trials.scores.dtype)
     is_inside = is_grouped & ~is_cross
-    counts = [
-        [np.bincount(enrol[rows], minlength=len(names)) for rows in (kind, kind & is_error)]
-        for kind, is_error in (
-            (is_inside & ~trials.is_genuine, is_accepted),
-            (is_inside & trials.is_genuine, ~is_accepted),
+    num_subjects, false_matches, impostors, false_non_matches, genuine = (
+        np.bincount(column, minlength=len(names)).tolist()
+        for column in (
+            members[members >= 0],
+            enrol[is_inside & ~trials.is_genuine & is_accepted],
+            enrol[is_inside & ~trials.is_genuine],
+            enrol[is_inside & trials.is_genuine & ~is_accepted],
+            enrol[is_inside & trials.is_genuine],
         )
-    ]
-    num_subjects = np.bincount(members[members >= 0], minlength=len(names))
-    rows = tuple(
-        Group(name, int(num_subjects[index]), *(_rate(*pair, index=index) for pair in counts))
-        for index, name in enumerate(names)
     )
-    fmr, fnmr = spread([row.fmr for row in rows]), spread([row.fnmr for row in rows])
+    fmrs = [_rate(*pair) for pair in zip(false_matches, impostors, strict=True)]
+    fnmrs = [_rate(*pair) for pair in zip(false_non_matches, genuine, strict=True)]
+    fmr, fnmr = spread(fmrs), spread(fnmrs)
+    logs = [
+        None if each.max_over_min is None else math.log(each.max_over_min) for each in (fmr, fnmr)
+    ]
+    log_ineq = _weighted(logs[0], logs[1], beta)
     return GroupRates(
         threshold=float(threshold),
-        groups=rows,
+        groups=tuple(map(Group, names, num_subjects, fmrs, fnmrs)),
         fmr=fmr,
         fnmr=fnmr,
-        ineq=_ineq(fmr.max_over_min, fnmr.max_over_min, beta),
+        ineq=None if log_ineq is None else math.exp(log_ineq),
         garbe=_weighted(fmr.gini, fnmr.gini, alpha),
         num_cross_impostors=int(is_cross.sum()),
         num_ungrouped_trials=int((~is_grouped).sum()),
@@ -160,11 +179,19 @@ def spread(rates: Sequence[GroupRate]) -> Spread:
         (2.0, 1.5874, 0.25)
     """
     values = np.array([each.rate for each in rates if each.rate is not None], dtype=np.float64)
-    num_groups, note = len(values), _note(rates)
+    counts = {
+        "without trials, left out": sum(each.rate is None for each in rates),
+        "without errors": sum(each.rate == 0.0 for each in rates),
+        f"with fewer than {ENOUGH_FALSE_ACCEPTS} errors": sum(
+            each.status == "few" and each.rate != 0.0 for each in rates
+        ),
+    }
+    notes = [f"{count} of {len(rates)} groups {what}" for what, count in counts.items() if count]
+    num_groups, note = len(values), "; ".join(notes) or None
     if num_groups < 2:
-        return Spread(None, None, None, num_groups, "; ".join(filter(None, ["one group", note])))
+        return Spread(None, None, None, num_groups, "; ".join(["one group", *notes]))
     largest, smallest = float(values.max()), float(values.min())
-    if largest == 0.0:  # all are equal, but at a rate that nobody knows
+    if largest == 0.0:  # all are equal, but at an unknown rate
         return Spread(None, None, None, num_groups, note)
     ratio = None if smallest == 0.0 else largest / math.exp(np.log(values).mean())
     differences = np.abs(values[:, None] - values).sum()
@@ -173,34 +200,7 @@ def spread(rates: Sequence[GroupRate]) -> Spread:
     return Spread(ratio, inequity, float(gini), num_groups, note)
 
 
-def _members(trials: Trials, groups: Mapping[str, str]) -> tuple[list[str], NDArray[np.int64]]:
-    """Names of the groups, and the index of each subject's group, -1 for none."""
-    known = [groups.get(name) for name in trials.subject_names]
-    names = sorted({group for group in known if group is not None})
-    if not names:
-        raise ProtocolError(
-            f"none of the {len(known)} subjects of the trials has a group: "
-            f"name the groups' subjects as the trials do, such as {trials.subject_names[0]!r}"
-        )
-    index = {group: position for position, group in enumerate(names)}
-    return names, np.array([-1 if group is None else index[group] for group in known])
-
-
-def _check_genuine(trials: Trials, is_cross: NDArray[np.bool_], groups: Mapping[str, str]) -> None:
-    wrong = np.flatnonzero(is_cross & trials.is_genuine)
-    if wrong.size:
-        row = int(wrong[0])
-        names = [
-            trials.subject_names[side[row]] for side in (trials.enrol_subject, trials.test_subject)
-        ]
-        raise DataError(
-            f"trial {row} is genuine but its sides {names[0]!r} and {names[1]!r} are in the groups "
-            f"{groups[names[0]]!r} and {groups[names[1]]!r}: correct the label or the groups"
-        )
-
-
-def _rate(trials: NDArray[np.int64], errors: NDArray[np.int64], *, index: int) -> GroupRate:
-    num_trials, num_errors = int(trials[index]), int(errors[index])
+def _rate(num_errors: int, num_trials: int) -> GroupRate:
     if num_trials == 0:
         return GroupRate(None, 0, 0, "not measurable", "no trials")
     if num_errors == 0:
@@ -209,25 +209,6 @@ def _rate(trials: NDArray[np.int64], errors: NDArray[np.int64], *, index: int) -
     message = f"{num_errors:,} errors in {num_trials:,} trials"
     status: Status = "few" if num_errors < ENOUGH_FALSE_ACCEPTS else "ok"
     return GroupRate(num_errors / num_trials, num_errors, num_trials, status, message)
-
-
-def _note(rates: Sequence[GroupRate]) -> str | None:
-    counts = {
-        "without trials, left out": sum(each.rate is None for each in rates),
-        "without errors": sum(each.rate == 0.0 for each in rates),
-        f"with fewer than {ENOUGH_FALSE_ACCEPTS} errors": sum(
-            each.status == "few" and each.rate != 0.0 for each in rates
-        ),
-    }
-    total = len(rates)
-    parts = [f"{count} of {total} groups {what}" for what, count in counts.items() if count]
-    return "; ".join(parts) or None
-
-
-def _ineq(fmr: float | None, fnmr: float | None, beta: float) -> float | None:
-    logs = [None if each is None else math.log(each) for each in (fmr, fnmr)]
-    total = _weighted(logs[0], logs[1], beta)
-    return None if total is None else math.exp(total)
 
 
 def _weighted(first: float | None, second: float | None, share: float) -> float | None:

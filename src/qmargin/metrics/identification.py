@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -11,7 +10,7 @@ from qmargin.errors import ConfigError, DataError, ProtocolError, ShapeError
 from qmargin.metrics.checks import Scores, check_rate, checked_scores
 from qmargin.metrics.operating import tars_at_fars
 
-ROWS = 256  # searches looked at together
+ROWS = 256  # searches processed together
 
 
 @dataclass(frozen=True)
@@ -92,28 +91,6 @@ def identify(
         (0.5, 0.0)
     """
     probes, gallery = np.asarray(probe_subjects), np.asarray(gallery_subjects)
-    matrix = _checked_matrix(scores, probes, gallery)
-    ranks = tuple(sorted({1, *ranks}))
-    if ranks[0] < 1:
-        raise ConfigError(f"rank {ranks[0]} does not exist: ranks start at 1")
-    names, columns = np.unique(gallery, return_inverse=True)
-    mates, others, best = _search(matrix, _positions(probes, names), columns)
-    has_mate = others >= 0
-    if not has_mate.any():
-        raise ProtocolError(
-            f"none of {len(probes)} probes has its subject in the gallery: add mates"
-        )
-    place = others[has_mate] + 1
-    return Identification(
-        ranks=ranks,
-        rank_rates=tuple(float(np.mean(place <= rank)) for rank in ranks),
-        fnirs=_fnirs_at_fpirs(mates[has_mate], best[~has_mate], fpirs),
-        num_mated=int(has_mate.sum()),
-        num_nonmated=int((~has_mate).sum()),
-    )
-
-
-def _checked_matrix(scores: ArrayLike, probes: NDArray[Any], gallery: NDArray[Any]) -> Scores:
     matrix = np.asarray(scores)
     if matrix.ndim != 2 or matrix.shape != (probes.size, gallery.size):
         raise ShapeError(
@@ -131,50 +108,54 @@ def _checked_matrix(scores: ArrayLike, probes: NDArray[Any], gallery: NDArray[An
         raise DataError(
             f"the score of probe {row} and gallery entry {column} is NaN: score it again"
         )
-    return matrix
-
-
-def _positions(probes: NDArray[Any], names: NDArray[Any]) -> NDArray[np.int64]:
-    """Place of each probe's subject among the gallery's, -1 if it is not there."""
-    place = np.minimum(np.searchsorted(names, probes), len(names) - 1)
-    return np.where(names[place] == probes, place, -1).astype(np.int64)
+    ranks = tuple(sorted({1, *ranks}))
+    if ranks[0] < 1:
+        raise ConfigError(f"rank {ranks[0]} does not exist: ranks start at 1")
+    names, columns = np.unique(gallery, return_inverse=True)
+    places = np.minimum(np.searchsorted(names, probes), len(names) - 1)
+    has_mate = names[places] == probes
+    if not has_mate.any():
+        raise ProtocolError(
+            f"none of {len(probes)} probes has its subject in the gallery: add mates"
+        )
+    mates, others, best = _search(matrix, places, columns)
+    mates, ranks_of_mates = mates[has_mate], others[has_mate] + 1
+    points = []
+    if fpirs:
+        for fpir in fpirs:
+            check_rate(fpir, "fpir")
+        points = tars_at_fars(mates, checked_scores(best[~has_mate], "non-mated"), fpirs)
+    return Identification(
+        ranks=ranks,
+        rank_rates=tuple(float(np.mean(ranks_of_mates <= rank)) for rank in ranks),
+        fnirs=tuple(
+            FnirAtFpir(
+                fpir_target=point.far_target,
+                fnir=(len(mates) - round(point.tar * len(mates))) / len(mates),
+                fpir=point.far,
+                false_positives=point.false_accepts,
+                threshold=point.threshold,
+            )
+            for point in points
+        ),
+        num_mated=int(has_mate.sum()),
+        num_nonmated=int((~has_mate).sum()),
+    )
 
 
 def _search(
-    matrix: Scores, positions: NDArray[np.int64], columns: NDArray[np.intp]
+    matrix: Scores, places: NDArray[np.intp], columns: NDArray[np.intp]
 ) -> tuple[Scores, NDArray[np.int64], Scores]:
-    """Per search: the mate's score, how many others reach it (-1: no mate), the largest score."""
+    """Per search: the score of the subject at its place, how many others reach it, the largest."""
     order = np.argsort(columns, kind="stable")
     starts = np.flatnonzero(np.diff(columns[order], prepend=-1))
     is_plain = len(starts) == len(order) and bool(np.all(order == np.arange(len(order))))
-    mates = np.empty(len(matrix), matrix.dtype)
+    mates, best = np.empty(len(matrix), matrix.dtype), np.empty(len(matrix), matrix.dtype)
     others = np.empty(len(matrix), np.int64)
-    best = np.empty(len(matrix), matrix.dtype)
     for start in range(0, len(matrix), ROWS):
         rows = slice(start, start + ROWS)
         block = matrix[rows] if is_plain else np.maximum.reduceat(matrix[rows][:, order], starts, 1)
-        place = positions[rows]
-        mates[rows] = block[np.arange(len(block)), place]
-        reach = (block >= mates[rows, None]).sum(axis=1) - 1  # without the mate itself
-        others[rows] = np.where(place < 0, -1, reach)
+        mates[rows] = block[np.arange(len(block)), places[rows]]
+        others[rows] = (block >= mates[rows, None]).sum(axis=1) - 1  # without the mate itself
         best[rows] = block.max(axis=1)
     return mates, others, best
-
-
-def _fnirs_at_fpirs(mates: Scores, best: Scores, fpirs: Sequence[float]) -> tuple[FnirAtFpir, ...]:
-    if not fpirs:
-        return ()
-    for fpir in fpirs:
-        check_rate(fpir, "fpir")
-    checked_scores(best, "non-mated")
-    points = tars_at_fars(mates, best, fpirs)
-    return tuple(
-        FnirAtFpir(
-            fpir_target=point.far_target,
-            fnir=(len(mates) - round(point.tar * len(mates))) / len(mates),
-            fpir=point.far,
-            false_positives=point.false_accepts,
-            threshold=point.threshold,
-        )
-        for point in points
-    )

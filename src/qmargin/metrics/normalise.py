@@ -25,20 +25,13 @@ def z_norm(
 ) -> NDArray[np.float64]:
     """Scores in standard deviations above what the enrolled model gives to a cohort.
 
-    Args:
-        scores: Scores of trials ``[n]`` with ``enrol_index``, or of all pairs ``[E, T]`` without.
-        enrol_cohort: Scores of each enrolled model against the cohort, ``[E, C]``.
-        enrol_index: Row of ``enrol_cohort`` of each trial, ``[n]``.
-
-    Returns:
-        An array like ``scores``, in float64.
+    The arguments are those of :func:`as_norm`.
 
     Examples:
         >>> z_norm([3.0], [[0.0, 2.0]], enrol_index=[0])
         array([2.])
     """
-    trials = _checked_trials(scores, enrol_index)
-    return _normalised(trials, cohort_moments(enrol_cohort, "enrol_cohort"), enrol_index, axis=0)
+    return _normalised(scores, enrol_cohort, "enrol_cohort", enrol_index)
 
 
 def t_norm(
@@ -46,20 +39,13 @@ def t_norm(
 ) -> NDArray[np.float64]:
     """Scores in standard deviations above what the cohort's models give to the test.
 
-    Args:
-        scores: Scores of trials ``[n]`` with ``test_index``, or of all pairs ``[E, T]`` without.
-        test_cohort: Scores of each test against the cohort, ``[T, C]``.
-        test_index: Row of ``test_cohort`` of each trial, ``[n]``.
-
-    Returns:
-        An array like ``scores``, in float64.
+    The arguments are those of :func:`as_norm`.
 
     Examples:
         >>> t_norm([[3.0, 5.0]], [[0.0, 2.0], [4.0, 8.0]])
         array([[ 2. , -0.5]])
     """
-    trials = _checked_trials(scores, test_index)
-    return _normalised(trials, cohort_moments(test_cohort, "test_cohort"), test_index, axis=1)
+    return _normalised(scores, test_cohort, "test_cohort", test_index)
 
 
 def s_norm(
@@ -70,23 +56,14 @@ def s_norm(
     enrol_index: ArrayLike | None = None,
     test_index: ArrayLike | None = None,
 ) -> NDArray[np.float64]:
-    """Mean of Z-norm and T-norm.
-
-    Args:
-        scores: Scores of trials ``[n]`` with both indices, or of all pairs ``[E, T]`` without.
-        enrol_cohort: Scores of each enrolled model against the cohort, ``[E, C]``.
-        test_cohort: Scores of each test against the cohort, ``[T, C]``.
-        enrol_index: Row of ``enrol_cohort`` of each trial, ``[n]``.
-        test_index: Row of ``test_cohort`` of each trial, ``[n]``.
-
-    Returns:
-        An array like ``scores``, in float64.
+    """Mean of Z-norm and T-norm: :func:`as_norm` with the whole cohort.
 
     Examples:
         >>> s_norm([[3.0]], [[0.0, 2.0]], [[1.0, 3.0]])
         array([[1.5]])
     """
-    return _symmetric(scores, enrol_cohort, test_cohort, None, enrol_index, test_index)
+    index = {"enrol_index": enrol_index, "test_index": test_index}
+    return as_norm(scores, enrol_cohort, test_cohort, top_n=None, **index)
 
 
 def as_norm(
@@ -94,7 +71,7 @@ def as_norm(
     enrol_cohort: ArrayLike,
     test_cohort: ArrayLike,
     *,
-    top_n: int = 300,
+    top_n: int | None = 300,
     enrol_index: ArrayLike | None = None,
     test_index: ArrayLike | None = None,
 ) -> NDArray[np.float64]:
@@ -104,7 +81,7 @@ def as_norm(
         scores: Scores of trials ``[n]`` with both indices, or of all pairs ``[E, T]`` without.
         enrol_cohort: Scores of each enrolled model against the cohort, ``[E, C]``.
         test_cohort: Scores of each test against the cohort, ``[T, C]``.
-        top_n: How many of the largest cohort scores of each row count.
+        top_n: How many of the largest cohort scores of each row count; None for all.
         enrol_index: Row of ``enrol_cohort`` of each trial, ``[n]``.
         test_index: Row of ``test_cohort`` of each trial, ``[n]``.
 
@@ -119,48 +96,16 @@ def as_norm(
         >>> as_norm([[3.0]], [[0.0, 2.0, -9.0]], [[1.0, 3.0, -9.0]], top_n=2)
         array([[1.5]])
     """
-    return _symmetric(scores, enrol_cohort, test_cohort, top_n, enrol_index, test_index)
-
-
-def _symmetric(
-    scores: ArrayLike,
-    enrol_cohort: ArrayLike,
-    test_cohort: ArrayLike,
-    top_n: int | None,
-    enrol_index: ArrayLike | None,
-    test_index: ArrayLike | None,
-) -> NDArray[np.float64]:
     if (enrol_index is None) != (test_index is None):
         raise ShapeError("only one of enrol_index and test_index is given: pass both or none")
-    trials = _checked_trials(scores, enrol_index)
-    by_enrol = cohort_moments(enrol_cohort, "enrol_cohort", top_n)
-    by_test = cohort_moments(test_cohort, "test_cohort", top_n)
-    normalised = _normalised(trials, by_enrol, enrol_index, axis=0)
-    normalised += _normalised(trials, by_test, test_index, axis=1)
+    normalised = _normalised(scores, enrol_cohort, "enrol_cohort", enrol_index, top_n)
+    normalised += _normalised(scores, test_cohort, "test_cohort", test_index, top_n)
     normalised *= 0.5
     return normalised
 
 
-def _checked_trials(scores: ArrayLike, index: ArrayLike | None) -> NDArray[np.float64]:
-    trials = np.asarray(scores, np.float64)
-    wanted = 2 if index is None else 1
-    if trials.ndim != wanted:
-        form = "[enrolled, tests] without indices" if wanted == 2 else "[trials] with an index"
-        raise ShapeError(f"scores have shape {trials.shape}: pass {form}")
-    if np.isnan(trials).any():
-        place = tuple(int(i[0]) for i in np.nonzero(np.isnan(trials)))
-        raise DataError(f"score {place} is NaN: remove the trial or score it again")
-    return trials
-
-
 def cohort_moments(cohort: ArrayLike, name: str, top_n: int | None = None) -> Moments:
-    """Mean and standard deviation of each row of cohort scores, or of its largest.
-
-    Args:
-        cohort: Scores against the cohort, ``[rows, C]``.
-        name: What they are, for the messages.
-        top_n: How many of the largest of each row count; None for all.
-    """
+    """Mean and standard deviation of each row of cohort scores, or of its ``top_n`` largest."""
     matrix: NDArray[Any] = np.asarray(cohort, np.float64)
     if matrix.ndim != 2:
         raise ShapeError(f"{name} has shape {matrix.shape}: pass [rows, cohort members]")
@@ -185,9 +130,23 @@ def cohort_moments(cohort: ArrayLike, name: str, top_n: int | None = None) -> Mo
 
 
 def _normalised(
-    trials: NDArray[np.float64], moments: Moments, index: ArrayLike | None, *, axis: int
+    scores: ArrayLike,
+    cohort: ArrayLike,
+    name: str,
+    index: ArrayLike | None,
+    top_n: int | None = None,
 ) -> NDArray[np.float64]:
-    num_rows = len(moments.mean)
+    """Scores in standard deviations above the mean of the cohort scores of their row."""
+    trials = np.asarray(scores, np.float64)
+    wanted = 2 if index is None else 1
+    if trials.ndim != wanted:
+        form = "[enrolled, tests] without indices" if wanted == 2 else "[trials] with an index"
+        raise ShapeError(f"scores have shape {trials.shape}: pass {form}")
+    if np.isnan(trials).any():
+        place = tuple(int(i[0]) for i in np.nonzero(np.isnan(trials)))
+        raise DataError(f"score {place} is NaN: remove the trial or score it again")
+    moments = cohort_moments(cohort, name, top_n)
+    num_rows, axis = len(moments.mean), 0 if name == "enrol_cohort" else 1
     if index is None:
         if trials.shape[axis] != num_rows:
             raise ShapeError(

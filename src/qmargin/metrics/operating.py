@@ -1,25 +1,155 @@
 """Operating points: rates at a threshold, and true acceptance at a limited false acceptance."""
 
-from collections.abc import Sequence
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from statistics import NormalDist
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from qmargin.errors import ConfigError, ProtocolError
+from qmargin.errors import ConfigError, DataError, ProtocolError
 from qmargin.metrics.checks import (
+    PIECE,
     Scores,
     check_rate,
+    checked_pair,
     checked_scores,
-    common_dtype,
     count_above,
     count_accepted,
     just_above,
+    pieces,
+    round_down,
+    round_up,
 )
-from qmargin.metrics.selection import largest_below, largest_scores
 
+Status = Literal["ok", "few", "not measurable"]
+ENOUGH_FALSE_ACCEPTS = 30  # below this a rate is uncertain by more than a third
 RULES = ("conservative", "nearest", "interpolated")
+
+
+def num_allowed(far: float, num_impostors: int) -> int:
+    """The largest number of false accepts whose rate does not exceed ``far``.
+
+    Rates are compared as they are computed, by division: ``far * num_impostors`` may round to the
+    wrong side of a whole number.
+
+    Examples:
+        >>> num_allowed(3e-4, 10_000), int(3e-4 * 10_000)
+        (3, 2)
+    """
+    check_rate(far, "far")
+    if num_impostors < 1:
+        raise ProtocolError(
+            f"{num_impostors} impostor scores cannot resolve a rate: pass at least 1"
+        )
+    allowed = min(num_impostors, int(far * num_impostors) + 1)
+    while allowed / num_impostors > far:
+        allowed -= 1
+    return allowed
+
+
+def check_measurable(far: float, num_impostors: int) -> int:
+    """Number of false accepts that ``far`` allows; ``ProtocolError`` if it allows none."""
+    allowed = num_allowed(far, num_impostors)
+    if allowed == 0:
+        raise ProtocolError(
+            f"FAR={far:g} is not measurable with {num_impostors:,} impostor scores: "
+            f"ask for at least {1 / num_impostors:.1e} or add impostor trials"
+        )
+    return allowed
+
+
+@dataclass(frozen=True)
+class Sufficiency:
+    """Whether a false acceptance rate can be measured, and how well.
+
+    Attributes:
+        status: ``"ok"``; ``"few"`` with fewer than 30 false accepts allowed; or
+            ``"not measurable"`` when not even one is.
+        allowed: False accepts that the rate allows.
+        message: One sentence for a reader.
+    """
+
+    status: Status
+    allowed: int
+    message: str
+
+
+def sufficiency(far: float, num_impostors: int) -> Sufficiency:
+    """Whether ``num_impostors`` trials can measure a false acceptance rate of ``far``.
+
+    Examples:
+        >>> sufficiency(1e-5, 15_658_489)
+        Sufficiency(status='ok', allowed=156, message='156 false accepts are allowed')
+        >>> sufficiency(1e-4, 275_488).status
+        'few'
+        >>> sufficiency(1e-6, 3_000).message
+        'not measurable: 3,000 impostor trials resolve no FAR below 3.3e-04'
+    """
+    if num_impostors < 1:
+        raise ProtocolError(
+            f"there are {num_impostors} impostor trials, a FAR needs at least 1: add impostors"
+        )
+    allowed = num_allowed(far, num_impostors)
+    if allowed == 0:
+        limit = f"{num_impostors:,} impostor trials resolve no FAR below {1 / num_impostors:.1e}"
+        return Sufficiency("not measurable", 0, f"not measurable: {limit}")
+    noun = "false accept is" if allowed == 1 else "false accepts are"
+    if allowed < ENOUGH_FALSE_ACCEPTS:
+        message = f"only {allowed} {noun} allowed, fewer than {ENOUGH_FALSE_ACCEPTS}"
+        return Sufficiency("few", allowed, message)
+    return Sufficiency("ok", allowed, f"{allowed:,} {noun} allowed")
+
+
+def rule_of_three(num_trials: int) -> float:
+    """Upper end of the 95 % interval of a rate when no error was seen: ``3 / n``, at most 1.
+
+    Examples:
+        >>> rule_of_three(3000)
+        0.001
+    """
+    if num_trials < 1:
+        raise ProtocolError(f"there are {num_trials} trials, a bound needs at least 1: add trials")
+    return min(1.0, 3.0 / num_trials)
+
+
+def wilson(successes: int, trials: int, level: float = 0.95) -> tuple[float, float]:
+    """Wilson score interval of a proportion of independent trials.
+
+    Trials that share a subject are not independent: this interval is then too narrow, see
+    `bootstrap`.
+
+    Examples:
+        >>> low, high = wilson(8, 10)
+        >>> round(low, 4), round(high, 4)
+        (0.4902, 0.9433)
+    """
+    check_level(level)
+    if trials < 1:
+        raise ProtocolError(f"there are {trials} trials, an interval needs at least 1: add trials")
+    if not 0 <= successes <= trials:
+        raise DataError(
+            f"{successes} successes in {trials} trials are impossible: "
+            f"give a number from 0 to {trials}"
+        )
+    z = NormalDist().inv_cdf(0.5 + level / 2)
+    share = successes / trials
+    scale = 1 + z * z / trials
+    centre = (share + z * z / (2 * trials)) / scale
+    half = z / scale * math.sqrt(share * (1 - share) / trials + z * z / (4 * trials * trials))
+    low = 0.0 if successes == 0 else centre - half  # rounding must not leave the exact ends
+    high = 1.0 if successes == trials else centre + half
+    return low, high
+
+
+def check_level(level: float) -> None:
+    """Refuse a confidence level outside (0, 1)."""
+    if not 0.0 < level < 1.0:
+        raise ConfigError(f"level={level!r} is outside (0, 1): give 0.95 for a 95 % interval")
 
 
 @dataclass(frozen=True)
@@ -77,46 +207,6 @@ class Rates:
         return (self.num_genuine - self.false_rejects) / self.num_genuine
 
 
-def num_allowed(far: float, num_impostors: int) -> int:
-    """The largest number of false accepts whose rate does not exceed ``far``.
-
-    Rates are compared as they are computed, by division: ``far * num_impostors`` may round to the
-    wrong side of a whole number.
-
-    Examples:
-        >>> num_allowed(3e-4, 10_000), int(3e-4 * 10_000)
-        (3, 2)
-    """
-    check_rate(far, "far")
-    if num_impostors < 1:
-        raise ProtocolError(
-            f"{num_impostors} impostor scores cannot resolve a rate: pass at least 1"
-        )
-    allowed = min(num_impostors, int(far * num_impostors) + 1)
-    while allowed / num_impostors > far:
-        allowed -= 1
-    return allowed
-
-
-def check_measurable(far: float, num_impostors: int) -> int:
-    """Number of false accepts that ``far`` allows, at least one.
-
-    Raises:
-        ProtocolError: If it allows none, so that the rate cannot be measured.
-
-    Examples:
-        >>> check_measurable(1e-3, 3_000)
-        3
-    """
-    allowed = num_allowed(far, num_impostors)
-    if allowed == 0:
-        raise ProtocolError(
-            f"FAR={far:g} is not measurable with {num_impostors:,} impostor scores: "
-            f"ask for at least {1 / num_impostors:.1e} or add impostor trials"
-        )
-    return allowed
-
-
 def tar_at_far(
     genuine: ArrayLike, impostor: ArrayLike, far: float, rule: str = "conservative"
 ) -> TarAtFar:
@@ -160,30 +250,34 @@ def tars_at_fars(
     """
     if rule not in RULES:
         raise ConfigError(f"rule {rule!r} is unknown: choose one of {', '.join(RULES)}")
-    genuine = checked_scores(genuine, "genuine")
-    impostor = checked_scores(impostor, "impostor")
-    allowed = [check_measurable(far, len(impostor)) for far in fars]
+    genuine, impostor = checked_pair(genuine, impostor)
+    num_impostors = len(impostor)
+    allowed = [check_measurable(far, num_impostors) for far in fars]
     tail = largest_scores(impostor, max(allowed, default=0) + 1)
-    dtype = common_dtype(genuine, impostor)
+    dtype = np.result_type(genuine, impostor)
     points = []
     for far, k in zip(fars, allowed, strict=True):
-        point = tail_point(genuine, tail, far, num_impostors=len(impostor), dtype=dtype)
-        if rule != "conservative" and k < len(impostor):
-            other = _nearest if rule == "nearest" else _interpolated
-            point = other(point, genuine, impostor, float(tail[k]))
+        point = _tail_point(genuine, tail, far, num_impostors, dtype)
+        if rule != "conservative" and k < num_impostors:  # the next point accepts the ties too
+            boundary = float(tail[k])
+            more = count_accepted(impostor, boundary)
+            next_far = more / num_impostors
+            if rule == "interpolated":
+                next_tar = count_accepted(genuine, boundary) / len(genuine)
+                share = (far - point.far) / (next_far - point.far)
+                tar = point.tar + share * (next_tar - point.tar)
+                point = replace(point, tar=tar, far=far, false_accepts=k, threshold=float("nan"))
+            elif abs(next_far - far) <= abs(point.far - far):
+                below = largest_below(impostor, boundary)
+                point = _point(genuine, far, below, more, num_impostors, dtype)
         points.append(replace(point, rule=rule))
     return points
 
 
-def tail_point(
-    genuine: Scores,
-    tail: NDArray[np.float64],
-    far: float,
-    *,
-    num_impostors: int,
-    dtype: np.dtype[Any],
+def _tail_point(
+    genuine: Scores, tail: Scores, far: float, num_impostors: int, dtype: np.dtype[Any]
 ) -> TarAtFar:
-    """The conservative operating point, from the largest impostors.
+    """The conservative operating point.
 
     Args:
         genuine: Checked genuine scores.
@@ -192,22 +286,13 @@ def tail_point(
         far: Limit of the false acceptance rate.
         num_impostors: Number of all impostor scores.
         dtype: Precision of the scores, in which the threshold is the next number.
-
-    Examples:
-        >>> tail = np.array([3.0, 2.0])
-        >>> point = tail_point(
-        ...     np.array([4.0, 2.5]), tail, 0.25, num_impostors=4, dtype=np.dtype(np.float64)
-        ... )
-        >>> point.tar, point.far
-        (1.0, 0.25)
     """
     allowed = check_measurable(far, num_impostors)
     if allowed == num_impostors:
-        return _point(genuine, far, None, num_impostors, num_impostors, -np.inf)
+        return _point(genuine, far, None, num_impostors, num_impostors, dtype)
     boundary = float(tail[allowed])
     false_accepts = count_above(tail[:allowed], boundary)
-    threshold = just_above(boundary, dtype)
-    return _point(genuine, far, boundary, false_accepts, num_impostors, threshold)
+    return _point(genuine, far, boundary, false_accepts, num_impostors, dtype)
 
 
 def _point(
@@ -216,7 +301,7 @@ def _point(
     boundary: float | None,
     false_accepts: int,
     num_impostors: int,
-    threshold: float,
+    dtype: np.dtype[Any],
 ) -> TarAtFar:
     """The point that accepts what is above ``boundary``, or everything if that is None."""
     num_accepted = len(genuine) if boundary is None else count_above(genuine, boundary)
@@ -225,36 +310,10 @@ def _point(
         tar=num_accepted / len(genuine),
         far=false_accepts / num_impostors,
         false_accepts=false_accepts,
-        threshold=threshold,
+        threshold=-np.inf if boundary is None else just_above(boundary, dtype),
         rule="conservative",
         num_genuine=len(genuine),
         num_impostors=num_impostors,
-    )
-
-
-def _nearest(point: TarAtFar, genuine: Scores, impostor: Scores, boundary: float) -> TarAtFar:
-    """The given point, or the next one with more false accepts if its FAR is as near or nearer."""
-    more = count_accepted(impostor, boundary)
-    far = point.far_target
-    if abs(more / len(impostor) - far) > abs(point.far - far):
-        return point
-    below = largest_below(impostor, boundary)
-    threshold = -np.inf if below is None else just_above(below, common_dtype(genuine, impostor))
-    return _point(genuine, far, below, more, len(impostor), threshold)
-
-
-def _interpolated(point: TarAtFar, genuine: Scores, impostor: Scores, boundary: float) -> TarAtFar:
-    """The straight line from the given point to the one that accepts the ties with ``boundary``."""
-    far = point.far_target
-    next_far = count_accepted(impostor, boundary) / len(impostor)
-    next_tar = count_accepted(genuine, boundary) / len(genuine)
-    share = (far - point.far) / (next_far - point.far)
-    return replace(
-        point,
-        tar=point.tar + share * (next_tar - point.tar),
-        far=far,
-        false_accepts=num_allowed(far, len(impostor)),
-        threshold=float("nan"),
     )
 
 
@@ -266,8 +325,7 @@ def rates_at(genuine: ArrayLike, impostor: ArrayLike, threshold: float) -> Rates
         >>> rates.far, round(rates.frr, 3)
         (0.25, 0.333)
     """
-    genuine = checked_scores(genuine, "genuine")
-    impostor = checked_scores(impostor, "impostor")
+    genuine, impostor = checked_pair(genuine, impostor)
     threshold = float(threshold)
     false_accepts = count_accepted(impostor, threshold)
     false_rejects = len(genuine) - count_accepted(genuine, threshold)
@@ -280,3 +338,199 @@ def rates_at(genuine: ArrayLike, impostor: ArrayLike, threshold: float) -> Rates
         num_genuine=len(genuine),
         num_impostors=len(impostor),
     )
+
+
+class Largest:
+    """Keeps the ``num_kept`` largest scores of a stream, whatever its order.
+
+    Scores are kept in float64, which holds every float32; ``dtype`` is the narrowest precision that
+    would have been enough.
+
+    Args:
+        num_kept: How many to keep.
+        capacity: Of the buffer; when it is full, all but the largest are dropped.
+
+    Examples:
+        >>> largest = Largest(2)
+        >>> largest.update(np.array([3.0, 1.0, 2.0]))
+        >>> largest.descending()
+        array([3., 2.])
+    """
+
+    def __init__(self, num_kept: int, *, capacity: int | None = None) -> None:
+        self.num_kept = num_kept
+        self.dtype: np.dtype[Any] = np.dtype(np.float32)
+        usual = max(2 * num_kept, num_kept + PIECE)
+        self._buffer = np.empty(usual if capacity is None else min(capacity, usual))
+        self._size = 0
+        self._floor: float | None = None  # ``num_kept`` scores are known to be at or above it
+
+    def update(self, scores: Scores) -> None:
+        """Add checked scores."""
+        self.dtype = np.result_type(self.dtype, scores.dtype)
+        for piece in pieces(scores):
+            rest = piece
+            while len(rest):
+                if self._floor is not None:
+                    # A tie with the floor may go: enough scores at or above it are kept already.
+                    rest = rest[rest > round_down(self._floor, rest.dtype)]
+                taken = rest[: len(self._buffer) - self._size]
+                self._buffer[self._size : self._size + len(taken)] = taken
+                self._size += len(taken)
+                rest = rest[len(taken) :]
+                if self._size == len(self._buffer):
+                    self._shrink()
+
+    def _shrink(self) -> None:
+        if self._size <= self.num_kept:
+            return
+        first = self._size - self.num_kept
+        filled = self._buffer[: self._size]
+        filled.partition(first)
+        self._buffer[: self.num_kept] = filled[first:].copy()
+        self._size = self.num_kept
+        self._floor = float(self._buffer[0])
+
+    def descending(self) -> Scores:
+        """The largest of all scores in ``dtype``, largest first; all of them if they are fewer."""
+        self._shrink()
+        self._buffer[: self._size].sort()
+        return self._buffer[: self._size][::-1].astype(self.dtype)
+
+
+def largest_scores(scores: Scores, num_kept: int) -> Scores:
+    """The ``num_kept`` largest of checked scores, largest first."""
+    largest = Largest(min(num_kept, len(scores)), capacity=len(scores))
+    largest.update(scores)
+    return largest.descending()
+
+
+def largest_below(scores: Scores, value: float) -> float | None:
+    """The largest score strictly below ``value``; None if there is none."""
+    limit = round_up(value, scores.dtype)
+    found = [float(below.max()) for piece in pieces(scores) if len(below := piece[piece < limit])]
+    return max(found, default=None)
+
+
+class ImpostorTail:
+    """The largest impostor scores: all that TAR at FAR needs to know of them.
+
+    Scores come in any order and in any chunks; tails of several processes or files are merged. The
+    result is exactly that of :func:`qmargin.metrics.tar_at_far` on all the scores at once, in
+    memory for about twice the number of false accepts that ``max_far`` allows.
+
+    Args:
+        max_far: The largest false acceptance rate that will be asked for.
+        num_impostors: Number of all impostor scores, over all processes and files.
+
+    Raises:
+        ProtocolError: If ``max_far`` allows no false accept.
+
+    Examples:
+        >>> tail = ImpostorTail(max_far=0.5, num_impostors=4)
+        >>> tail.update([0.1, 0.5])
+        >>> other = ImpostorTail(max_far=0.5, num_impostors=4)
+        >>> other.update([0.3, 0.2])
+        >>> tail.merge(other)
+        >>> tail.tar_at_far([0.9, 0.4], far=0.25).tar
+        1.0
+    """
+
+    def __init__(self, max_far: float, num_impostors: int) -> None:
+        self.max_far = float(max_far)
+        self.num_impostors = int(num_impostors)
+        self.num_seen = 0
+        allowed = check_measurable(self.max_far, self.num_impostors)
+        self._largest = Largest(min(allowed + 1, self.num_impostors))
+
+    def update(self, scores: ArrayLike) -> None:
+        """Add impostor scores.
+
+        Raises:
+            DataError: If a score is NaN; its index is that in this call.
+            ProtocolError: If more scores come than were announced.
+        """
+        scores = checked_scores(scores, "impostor", may_be_empty=True)
+        self._count(len(scores))
+        if len(scores):
+            self._largest.update(scores)
+
+    def merge(self, other: ImpostorTail) -> None:
+        """Add all that another tail, of the same rates and sizes, has seen.
+
+        Raises:
+            ConfigError: If the tails were made for different ``max_far`` or ``num_impostors``.
+            ProtocolError: If together they have seen more scores than were announced.
+        """
+        if (other.max_far, other.num_impostors) != (self.max_far, self.num_impostors):
+            raise ConfigError(
+                f"a tail of max_far={other.max_far:g} and num_impostors={other.num_impostors} "
+                f"cannot join one of {self.max_far:g} and {self.num_impostors}: make them alike"
+            )
+        self._count(other.num_seen)
+        self._largest.update(other._largest.descending())
+
+    def _count(self, num_more: int) -> None:
+        if self.num_seen + num_more > self.num_impostors:
+            raise ProtocolError(
+                f"{self.num_seen + num_more:,} impostor scores came but num_impostors is "
+                f"{self.num_impostors:,}: pass the number of all of them"
+            )
+        self.num_seen += num_more
+
+    def threshold(self, far: float) -> float:
+        """The least threshold whose false acceptance rate does not exceed ``far``."""
+        allowed = self._check_complete(far)
+        if allowed == self.num_impostors:
+            return -np.inf
+        return just_above(float(self._largest.descending()[allowed]), self._largest.dtype)
+
+    def tar_at_far(self, genuine: ArrayLike, far: float) -> TarAtFar:
+        """True acceptance rate of genuine scores at ``far``, by the conservative rule.
+
+        Raises:
+            ConfigError: If ``far`` is above ``max_far``.
+            ProtocolError: If not all impostor scores have come yet, or ``far`` is not measurable.
+        """
+        self._check_complete(far)
+        genuine = checked_scores(genuine, "genuine")
+        dtype = np.result_type(genuine, self._largest.dtype)
+        return _tail_point(genuine, self._largest.descending(), far, self.num_impostors, dtype)
+
+    def _check_complete(self, far: float) -> int:
+        """Number of false accepts that ``far`` allows, if it can be answered."""
+        if far > self.max_far:
+            raise ConfigError(
+                f"far={far:g} is above max_far={self.max_far:g}: make the tail with a larger one"
+            )
+        if self.num_seen != self.num_impostors:
+            raise ProtocolError(
+                f"{self.num_seen:,} of {self.num_impostors:,} impostor scores came: pass the rest"
+            )
+        return check_measurable(far, self.num_impostors)
+
+    def state_dict(self) -> dict[str, NDArray[np.generic]]:
+        """Everything to save or send, as arrays; :meth:`from_state_dict` makes the tail again."""
+        return {
+            "max_far": np.array(self.max_far),
+            "num_impostors": np.array(self.num_impostors),
+            "num_seen": np.array(self.num_seen),
+            "scores": self._largest.descending(),
+        }
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, NDArray[np.generic]]) -> ImpostorTail:
+        """The tail that :meth:`state_dict` described.
+
+        Examples:
+            >>> tail = ImpostorTail(max_far=0.5, num_impostors=2)
+            >>> tail.update([2.0, 1.0])
+            >>> ImpostorTail.from_state_dict(tail.state_dict()).threshold(0.5)
+            1.0000000000000002
+        """
+        if missing := {"max_far", "num_impostors", "num_seen", "scores"} - set(state):
+            raise DataError(f"the state of a tail lacks {sorted(missing)}: pass a whole state_dict")
+        tail = cls(float(state["max_far"]), int(state["num_impostors"]))
+        tail._largest.update(checked_scores(state["scores"], "impostor", may_be_empty=True))
+        tail._count(int(state["num_seen"]))
+        return tail

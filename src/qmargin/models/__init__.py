@@ -1,15 +1,33 @@
 """Backbones: networks that map inputs to embeddings, and know nothing of losses."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from qmargin.registry import backbones, register_backbone
 
 if TYPE_CHECKING:
-    from qmargin.models.registry import create_backbone, list_backbones, register_backbone
+    from torch import nn
 
 __all__ = ["create_backbone", "list_backbones", "register_backbone"]
 
 
-def __getattr__(name: str) -> object:  # torch is imported on first use
-    if name in __all__:
-        return getattr(import_module("qmargin.models.registry"), name)
-    raise AttributeError(f"module 'qmargin.models' has no attribute {name!r}")
+def create_backbone(name: str, *, embedding_dim: int = 512, **options: Any) -> nn.Module:
+    """Build a backbone with fresh weights.
+
+    Examples:
+        >>> create_backbone("iresnet18", embedding_dim=128).embedding_dim
+        128
+    """
+    backbone: nn.Module = backbones.get(name)(embedding_dim=embedding_dim, **options)
+    return backbone
+
+
+def list_backbones() -> list[str]:
+    """Names that ``create_backbone`` knows.
+
+    Examples:
+        >>> [name for name in list_backbones() if name.startswith("iresnet")]
+        ['iresnet18', 'iresnet34', 'iresnet50', 'iresnet100', 'iresnet200']
+    """
+    return backbones.names()

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from qmargin.models.parts import no_autocast
-from qmargin.models.pooling import StatisticsPooling, check_sizes
-from qmargin.models.speaker_input import SpeakerInput
+from qmargin.models.face_parts import no_autocast
+from qmargin.models.speaker_parts import SpeakerInput, StatisticsPooling, check_sizes
+from qmargin.registry import register_backbone
 
 BLOCKS = ((12, 1), (24, 2), (16, 2))  # layers of each dense block, and their dilation
 GROWTH = 32  # channels that a layer adds
@@ -183,6 +183,7 @@ class EmbeddingLayer(nn.Module):
         return out
 
 
+@register_backbone("campplus")
 class CamPlusPlus(nn.Module):
     """Filter banks ``[B, T, num_bins]``, or waveforms, to embeddings ``[B, d]`` of any length.
 

@@ -6,13 +6,15 @@ sees the whole recording, so that a ``state_dict`` from there loads here.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
 from qmargin.errors import ConfigError
-from qmargin.models.parts import no_autocast
-from qmargin.models.pooling import AttentiveStatisticsPooling, check_sizes
-from qmargin.models.speaker_input import SpeakerInput
+from qmargin.models.face_parts import no_autocast
+from qmargin.models.speaker_parts import AttentiveStatisticsPooling, SpeakerInput, check_sizes
+from qmargin.registry import register_backbone
 
 WIDTHS = (512, 1024)  # published sizes
 DILATIONS = (2, 3, 4)  # of the three residual blocks
@@ -142,3 +144,7 @@ class EcapaTdnn(nn.Module):
         with no_autocast(frames.device.type):
             embeddings: Tensor = self.linear(self.bn(self.pool(frames)))
         return embeddings
+
+
+for _width in WIDTHS:
+    register_backbone(f"ecapa{_width}", partial(EcapaTdnn, width=_width))

@@ -6,13 +6,14 @@ that a ``state_dict`` from there loads here.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from qmargin.errors import ConfigError
-from qmargin.models.parts import (
+from qmargin.models.face_parts import (
     IMAGE_SIZE,
     check_embedding_dim,
     check_faces,
@@ -20,6 +21,7 @@ from qmargin.models.parts import (
     no_autocast,
     recomputed,
 )
+from qmargin.registry import register_backbone
 
 BLOCKS = {  # residual blocks of each stage, by depth
     18: (2, 2, 2, 2),
@@ -132,7 +134,7 @@ def _stage(in_channels: int, channels: int, num_blocks: int, shortcut: Shortcut)
 
 
 def iresnet(depth: int, embedding_dim: int = 512, **options: Any) -> IResNet:
-    """The network of a depth: 18, 34, 50, 100 or 200; for the options see ``IResNet``.
+    """IResNet of a depth, for 112 x 112 faces; for the options see ``IResNet``.
 
     Examples:
         >>> with torch.device("meta"):
@@ -144,3 +146,7 @@ def iresnet(depth: int, embedding_dim: int = 512, **options: Any) -> IResNet:
         known = ", ".join(map(str, BLOCKS))
         raise ConfigError(f"depth is {depth!r}; known depths are {known}")
     return IResNet(BLOCKS[depth], embedding_dim, **options)
+
+
+for _depth in BLOCKS:
+    register_backbone(f"iresnet{_depth}", partial(iresnet, _depth))

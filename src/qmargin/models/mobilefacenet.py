@@ -6,19 +6,21 @@ The layers, their names and their first values are those of the networks that In
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from qmargin.errors import ConfigError
-from qmargin.models.parts import (
+from qmargin.models.face_parts import (
     IMAGE_SIZE,
     check_embedding_dim,
     check_faces,
     no_autocast,
     recomputed,
 )
+from qmargin.registry import register_backbone
 
 FEATURE_SIZE = IMAGE_SIZE // 16
 FEATURE_CHANNELS = 512
@@ -181,7 +183,7 @@ class MobileFaceNet(nn.Module):
 
 
 def mobilefacenet(name: str, embedding_dim: int = 512, **options: Any) -> MobileFaceNet:
-    """The network of a name: ``"mobilefacenet"`` or ``"mobilefacenet_large"``.
+    """MobileFaceNet of a size, for 112 x 112 faces.
 
     Examples:
         >>> network = mobilefacenet("mobilefacenet")
@@ -192,3 +194,7 @@ def mobilefacenet(name: str, embedding_dim: int = 512, **options: Any) -> Mobile
         raise ConfigError(f"name is {name!r}; known are {', '.join(SIZES)}")
     size = SIZES[name]
     return MobileFaceNet(size.blocks, size.width, embedding_dim, **options)
+
+
+for _name in SIZES:
+    register_backbone(_name, partial(mobilefacenet, _name))

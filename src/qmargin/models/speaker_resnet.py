@@ -7,12 +7,14 @@ both directions; there is no pooling before the end.
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor, nn
 
 from qmargin.errors import ConfigError
-from qmargin.models.parts import no_autocast
-from qmargin.models.pooling import PoolingKind, check_sizes, create_pooling
-from qmargin.models.speaker_input import SpeakerInput
+from qmargin.models.face_parts import no_autocast
+from qmargin.models.speaker_parts import PoolingKind, SpeakerInput, check_sizes, create_pooling
+from qmargin.registry import register_backbone
 
 BLOCKS = {  # blocks of each stage, and convolutions of a block, by depth
     18: ((2, 2, 2, 2), 2),
@@ -146,7 +148,7 @@ def speaker_resnet(
     embedding_norm: bool = False,
     dither: float = 0.0,
 ) -> SpeakerResNet:
-    """The network of a depth: 18, 34, 50 or 101; see ``SpeakerResNet`` for the options.
+    """Speaker ResNet of a depth; see ``SpeakerResNet`` for the options.
 
     Examples:
         >>> import torch
@@ -169,3 +171,7 @@ def speaker_resnet(
         embedding_norm=embedding_norm,
         dither=dither,
     )
+
+
+for _depth in BLOCKS:
+    register_backbone(f"speaker_resnet{_depth}", partial(speaker_resnet, _depth))

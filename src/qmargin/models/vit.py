@@ -8,6 +8,7 @@ whatever was asked for.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from qmargin.errors import ConfigError
-from qmargin.models.parts import (
+from qmargin.models.face_parts import (
     IMAGE_SIZE,
     check_embedding_dim,
     check_faces,
@@ -23,6 +24,7 @@ from qmargin.models.parts import (
     no_autocast,
     recomputed,
 )
+from qmargin.registry import register_backbone
 
 PATCH_SIZE = 9
 NUM_PATCHES = (IMAGE_SIZE // PATCH_SIZE) ** 2  # the last 4 pixels of a line are left out
@@ -225,7 +227,7 @@ def _wide(places: Tensor, tokens: Tensor) -> Tensor:
 
 
 def vit(name: str, embedding_dim: int = 512, **options: Any) -> VisionTransformer:
-    """The transformer of a size, with its dropping and masking unless ``options`` has others.
+    """Vision transformer of a size, with its dropping and masking unless ``options`` has others.
 
     Args:
         name: ``"vit_tiny"``, ``"vit_small"``, ``"vit_base"`` or ``"vit_large"``.
@@ -243,3 +245,7 @@ def vit(name: str, embedding_dim: int = 512, **options: Any) -> VisionTransforme
     size = SIZES[name]
     options = {"drop_path": size.drop_path, "mask_ratio": size.mask_ratio, **options}
     return VisionTransformer(size.width, size.depth, embedding_dim, **options)
+
+
+for _name in SIZES:
+    register_backbone(_name, partial(vit, _name))

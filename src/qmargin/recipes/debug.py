@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from qmargin.registry import register_recipe
+
 if TYPE_CHECKING:
     from qmargin.training.recipe import Recipe
 
 
+@register_recipe("debug")
 def debug() -> Recipe:
     """Synthetic identities and a small network: Q-Margin end to end on a CPU in a minute.
 

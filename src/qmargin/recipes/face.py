@@ -19,14 +19,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from qmargin.recipes.rows import Loss
+from qmargin.recipes import Loss, builder
+from qmargin.registry import register_recipe
 
 if TYPE_CHECKING:
     from qmargin.training.recipe import Recipe
 
     Builder = Callable[[], Recipe]
 
-UNTRIED = "Not run end to end with this package."
 BACKBONES = {"r18": "iresnet18", "r50": "iresnet50", "r100": "iresnet100", "mbf": "mobilefacenet"}
 BASE_BATCH = 1024
 ONE_GPU_BATCH = 256
@@ -179,6 +179,10 @@ def _runs() -> dict[str, FaceRun]:
     return runs
 
 
+def _plain(name: str, run: FaceRun) -> Recipe:
+    return run.build(name)
+
+
 def _small(name: str, run: FaceRun) -> Recipe:
     """Thousands of photos instead of millions: shown darker, lighter and coarser than they are."""
     recipe = run.build(name)
@@ -210,29 +214,22 @@ def _synthetic(name: str, run: FaceRun) -> Recipe:
     )
 
 
-def _builder(name: str, run: FaceRun, build: Callable[[str, FaceRun], Recipe]) -> Builder:
-    def builder() -> Recipe:
-        return build(name, run)
-
-    builder.__doc__ = f"{run.describe()}\n\n{UNTRIED}"
-    return builder
-
-
 def _face_recipes() -> dict[str, Builder]:
-    found = {
-        name: _builder(name, run, lambda name, run: run.build(name))
-        for name, run in _runs().items()
-    }
+    runs = {name: (run, _plain) for name, run in _runs().items()}
     for backbone, losses in (("r18", ("arcface", "q_margin")), ("mbf", ("q_margin",))):
         for loss in losses:
             row = Q_MARGIN_START if loss == "q_margin" else HEADLINES[loss]
             run = FaceRun("faces", backbone, row, batch_size=SMALL_BATCH)
-            found[f"faces_{backbone}_{loss}"] = _builder(f"faces_{backbone}_{loss}", run, _small)
-    name = "synthetic2m_r100_q_margin"
+            runs[f"faces_{backbone}_{loss}"] = run, _small
     run = FaceRun("synthetic2m", "r100", Q_MARGIN, note="1 GPU", batch_size=ONE_GPU_BATCH)
-    found[name] = _builder(name, run, _synthetic)
-    return found
+    runs["synthetic2m_r100_q_margin"] = run, _synthetic
+    return {
+        name: builder(name, run, build, line=run.describe()) for name, (run, build) in runs.items()
+    }
 
 
 FACE_RECIPES = _face_recipes()
 """Functions that return a recipe, by its name."""
+
+for _name, _build in FACE_RECIPES.items():
+    register_recipe(_name, _build)

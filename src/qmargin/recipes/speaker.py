@@ -24,14 +24,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from qmargin.recipes.rows import Loss
+from qmargin.recipes import Loss, builder
+from qmargin.registry import register_recipe
 
 if TYPE_CHECKING:
     from qmargin.training.recipe import Recipe
 
     Builder = Callable[[], Recipe]
+    Build = Callable[[str, "SpeakerRun"], Recipe]
 
-UNTRIED = "Not run end to end with this package."
 NUM_SPEAKERS = 5_994
 NUM_SPEEDS = 3
 NUM_UTTERANCES = 1_092_009
@@ -213,39 +214,35 @@ def _voxceleb2(name: str, run: SpeakerRun) -> Recipe:
     return run.build(name)
 
 
-def _builder(
-    name: str, run: SpeakerRun, build: Callable[[str, SpeakerRun], Recipe], *, data: str
-) -> Builder:
-    def builder() -> Recipe:
-        return build(name, run)
-
-    builder.__doc__ = f"{run.describe(data)}\n\n{UNTRIED}"
-    return builder
-
-
 def _speaker_recipes() -> dict[str, Builder]:
-    runs = {f"r34_{row}": SpeakerRun("r34", loss) for row, loss in TABLE.items()}
+    found: dict[str, Builder] = {}
+
+    def add(
+        name: str, run: SpeakerRun, build: Callable[[str, SpeakerRun], Recipe], data: str
+    ) -> None:
+        found.setdefault(name, builder(name, run, build, line=run.describe(data)))
+
+    for row, loss in TABLE.items():
+        add(f"voxceleb2_r34_{row}", SpeakerRun("r34", loss), _voxceleb2, "VoxCeleb2")
     for row in OTHERS:
         for network in NETWORKS:
-            runs.setdefault(f"{network}_{row}", SpeakerRun(network, TABLE[row]))
-        runs[f"r34_{row}_1gpu"] = SpeakerRun(
-            "r34", TABLE[row], note="1 GPU", batch_size=ONE_GPU_BATCH
-        )
-    found = {
-        f"voxceleb2_{key}": _builder(f"voxceleb2_{key}", run, _voxceleb2, data="VoxCeleb2")
-        for key, run in runs.items()
-    }
+            run = SpeakerRun(network, TABLE[row])
+            add(f"voxceleb2_{network}_{row}", run, _voxceleb2, "VoxCeleb2")
+        run = SpeakerRun("r34", TABLE[row], note="1 GPU", batch_size=ONE_GPU_BATCH)
+        add(f"voxceleb2_r34_{row}_1gpu", run, _voxceleb2, "VoxCeleb2")
     for row, margin in LARGE_MARGINS.items():
-        name, loss = f"voxceleb2_r34_{row}_lm", TABLE[row]._replace(margin=margin)
+        loss = TABLE[row]._replace(margin=margin)
         run = SpeakerRun("r34", loss, note="fine-tuning", batch_size=TUNING_BATCH)
-        found[name] = _builder(name, run, _large_margin, data="VoxCeleb2")
+        add(f"voxceleb2_r34_{row}_lm", run, _large_margin, "VoxCeleb2")
     for row in COMPARED:
         run = SpeakerRun("r34", TABLE[row], batch_size=SMALL_BATCH)
-        small, spoken = f"speakers_r34_{row}", f"audiomnist_r34_{row}"
-        found[small] = _builder(small, run, _small, data="A folder of speakers")
-        found[spoken] = _builder(spoken, run, _audiomnist, data="AudioMNIST")
+        add(f"speakers_r34_{row}", run, _small, "A folder of speakers")
+        add(f"audiomnist_r34_{row}", run, _audiomnist, "AudioMNIST")
     return found
 
 
 SPEAKER_RECIPES = _speaker_recipes()
 """Functions that return a recipe, by its name."""
+
+for _name, _build in SPEAKER_RECIPES.items():
+    register_recipe(_name, _build)

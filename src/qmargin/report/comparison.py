@@ -1,23 +1,24 @@
-"""Systems compared in pairs, from the same bootstrap replicates."""
+"""Systems compared on the same trials: paired differences, and means over the seeds of an arm."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import combinations
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from qmargin.errors import ProtocolError
-from qmargin.evaluation.result import far_key
-from qmargin.metrics.comparison import paired_difference
-from qmargin.report.layout import data_table
-from qmargin.report.markup import Html, joined, name_of, tag
-from qmargin.report.numbers import power, probability, signed
-from qmargin.report.systems import Entry, Panel
+from qmargin.evaluation.result import Result, far_key
+from qmargin.metrics.bootstrap import Difference, interval, paired_difference
+from qmargin.report.numbers import MISSING, cleaned
+from qmargin.report.systems import Entry, Panel, name_of, seeds_of
 
 MOST_PAIRS = 15  # beyond, only pairs with the first system
+SIGNIFICANT = 0.05
 
 
 @dataclass(frozen=True)
@@ -48,9 +49,23 @@ class PairedDifference:
             interval=(-high, -low),
         )
 
+    @property
+    def is_shown(self) -> bool:
+        """Whether the systems differ by more than chance."""
+        low, high = self.interval
+        return self.adjusted < SIGNIFICANT and not low <= 0.0 <= high
+
+
+def reading(made: PairedDifference) -> str:
+    """What a difference says, in words."""
+    if not made.is_shown:
+        return "no difference shown"
+    is_first = (made.difference > 0.0) == (made.far is not None)  # a smaller EER is better
+    return "first is better" if is_first else "second is better"
+
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """p-values corrected for their number by Holm's step-down method, in the given order.
+    """Correct p-values for their number by Holm's step-down method, in the given order.
 
     Examples:
         >>> holm([0.01, 0.04, 0.03])
@@ -65,89 +80,75 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def paired_differences(panel: Panel, level: float = 0.95) -> list[PairedDifference]:
-    """Every pair of systems with common replicates, at each FAR and for the EER."""
-    pairs = list(combinations(panel.entries, 2))
+    """Every pair of systems with common replicates, at each FAR and for the EER.
+
+    Runs of one arm, which differ in their seed, are not compared with each other.
+    """
+    pairs = [pair for pair in combinations(panel.entries, 2) if not _is_one_arm(*pair)]
     if len(pairs) > MOST_PAIRS:
         pairs = [pair for pair in pairs if pair[0] is panel.entries[0]]
     pairs = [pair for pair in pairs if are_paired(*pair)]
     found = []
     for far in [*panel.fars, None]:
-        family = [made for pair in pairs if (made := _difference(*pair, far, level)) is not None]
+        family = [made for pair in pairs if (made := _paired(*pair, far, level)) is not None]
         adjusted = holm([made.p_value for made in family])
         found += [replace(made, adjusted=p) for made, p in zip(family, adjusted, strict=True)]
     return found
 
 
-def comparison_block(panel: Panel, differences: list[PairedDifference], level: float) -> Html:
-    """Differences at the headline FAR as a drawing, all others in a table below."""
-    if not differences:
-        return tag("p", _why_none(panel), class_="hint")
-    headline = panel.headline_far()
-    main = [made for made in differences if made.far == headline]
-    others = [made for made in differences if made.far != headline]
-    caption = (
-        f"Difference of TAR at FAR {power(headline)} in percentage points, first minus second"
-        if headline is not None
-        else "Difference of EER in percentage points, first minus second"
+def _is_one_arm(first: Entry, second: Entry) -> bool:
+    a, b = first.result.run, second.result.run
+    return a is not None and b is not None and a.arm == b.arm and a.seed != b.seed
+
+
+def _paired(
+    first: Entry, second: Entry, far: float | None, level: float
+) -> PairedDifference | None:
+    made = _difference([first], [second], far, level)
+    if made is None:
+        return None
+    ends, p_value = (made.low, made.high), made.p_value
+    return PairedDifference(
+        first.label, second.label, far, made.difference, ends, p_value, adjusted=p_value
     )
-    parts = [_table(main, caption)]
-    if others:
-        rest = _table(others, "In percentage points, first minus second", has_measure=True)
-        parts.append(tag("details", tag("summary", "Other operating points and the EER"), rest))
-    parts.append(
-        tag(
-            "p",
-            f"Paired bootstrap over subjects, {100 * level:g} % intervals; p-values are two-sided "
-            "and corrected for the number of pairs (Holm). The same subjects are drawn for both "
-            "systems, so what they have in common cancels.",
-            class_="hint",
-        )
-    )
-    return joined(parts)
 
 
 def are_paired(first: Entry, second: Entry) -> bool:
     """Whether two results drew the same subjects over the same trials."""
     a, b = first.result.replicates, second.result.replicates
-    if a is None or b is None or first.result.trials_sha256 is None:
+    one, other = first.result.protocol, second.result.protocol
+    if a is None or b is None or one.data_sha256 is None:
         return False
-    return (
-        first.result.trials_sha256 == second.result.trials_sha256
-        and a.subjects_sha256 == b.subjects_sha256
-        and a.seed == b.seed
-        and first.result.protocol.rule == second.result.protocol.rule
+    return (one.data_sha256, one.rule, a.subjects_sha256, a.seed) == (
+        other.data_sha256,
+        other.rule,
+        b.subjects_sha256,
+        b.seed,
     )
 
 
 def _difference(
-    first: Entry, second: Entry, far: float | None, level: float
-) -> PairedDifference | None:
-    """One measure of two systems; None where one of them, or too many replicates, have no value."""
-    observed = [observed_value(entry, far) for entry in (first, second)]
-    values = [replicate_values(entry, far) for entry in (first, second)]
-    if observed[0] is None or observed[1] is None or values[0] is None or values[1] is None:
+    first: Sequence[Entry], second: Sequence[Entry], far: float | None, level: float
+) -> Difference | None:
+    """Difference of means over runs; None where a run, or too many replicates, have no value."""
+    observed = [[observed_value(entry, far) for entry in side] for side in (first, second)]
+    drawn = [[replicate_values(entry, far) for entry in side] for side in (first, second)]
+    if any(None in side for side in observed) or any(v is None for side in drawn for v in side):
         return None
-    if len(values[0]) != len(values[1]):
+    if len({len(values) for side in drawn for values in side if values is not None}) != 1:
         return None
+    a, b = (float(np.mean(np.array(side, dtype=float))) for side in observed)
+    values = [np.mean(np.array(side, dtype=float), axis=0) for side in drawn]
     try:
-        made = paired_difference(observed[0], observed[1], values[0], values[1], level=level)
+        return paired_difference(a, b, values[0], values[1], level=level)
     except ProtocolError:
         return None
-    return PairedDifference(
-        first=first.label,
-        second=second.label,
-        far=far,
-        difference=made.difference,
-        interval=(made.low, made.high),
-        p_value=made.p_value,
-        adjusted=made.p_value,
-    )
 
 
 def observed_value(entry: Entry, far: float | None) -> float | None:
     """TAR at a FAR, or EER where that is None, on the trials as they are."""
     if far is None:
-        return entry.result.metrics.eer.value
+        return entry.result.measures.eer.value
     point = entry.point_at(far)
     return None if point is None else point.tar
 
@@ -161,62 +162,143 @@ def replicate_values(entry: Entry, far: float | None) -> NDArray[np.float64] | N
     return np.array(values, dtype=np.float64) if values else None  # None becomes NaN
 
 
-def _why_none(panel: Panel) -> str:
-    if len(panel.entries) < 2:
-        return "One system only: give several results on the same trials to compare them."
-    return (
-        "These systems cannot be compared in pairs: they need the same trials, subjects, rule and "
-        "seed, and replicates (evaluate with --replicates)."
-    )
+@dataclass(frozen=True)
+class Repeats:
+    """Systems of one protocol, each with the results of its runs in the order of their seeds."""
+
+    title: str
+    fars: tuple[float, ...]
+    systems: dict[str, tuple[Entry, ...]]
+
+    @property
+    def num_repeats(self) -> int:
+        """Of the system that has most."""
+        return max(len(entries) for entries in self.systems.values())
+
+    @property
+    def measures(self) -> tuple[float | None, ...]:
+        """Columns of a table: the FARs of TARs, and None for the EER."""
+        return (*self.fars, None)
+
+    @cached_property
+    def headline_far(self) -> float | None:
+        """The strictest FAR that every run measured, with enough false accepts if possible."""
+        entries = [entry for group in self.systems.values() for entry in group]
+        for accepted in (("ok",), ("ok", "few")):
+            for far in sorted(self.fars):
+                points = [entry.point_at(far) for entry in entries]
+                if all(point is not None and point.status in accepted for point in points):
+                    return far
+        return None
+
+    def values(self, name: str, far: float | None) -> list[float]:
+        """TARs at a FAR, or EERs where that is None, of the runs in which they are known."""
+        found = (observed_value(entry, far) for entry in self.systems[name])
+        return [value for value in found if value is not None]
+
+    def ranked(self, far: float | None) -> list[str]:
+        """Names from best to worst by their means; what was not measured every time is left out."""
+        means = {
+            name: float(np.mean(self.values(name, far)))
+            for name, entries in self.systems.items()
+            if len(self.values(name, far)) == len(entries)
+        }
+        return sorted(means, key=lambda name: means[name], reverse=far is not None)
 
 
-def _table(found: list[PairedDifference], caption: str, *, has_measure: bool = False) -> Html:
-    head = ["<First", "<Second", "Difference", "", "Interval", "p", "<Reading"]
-    if has_measure:
-        head.insert(0, "<Measure")
-    reach = max([abs(end) for made in found for end in made.interval] + [1e-9])
-    rows = [_row(made, reach, has_measure) for made in found]
-    return data_table(head, rows, caption)
+class _Family(NamedTuple):
+    """Results that belong into one table of means."""
+
+    name: str
+    kind: str | None
+    rule: str
+    scoring: str | None
 
 
-def _row(made: PairedDifference, reach: float, has_measure: bool) -> Html:
-    low, high = made.interval
-    measure = "EER" if made.far is None else f"TAR at {power(made.far)}"
-    first = name_of(made.first)
-    start = [tag("th", measure, scope="row"), tag("td", first, class_="left")]
-    return tag(
-        "tr",
-        *(start if has_measure else [tag("th", first, scope="row")]),
-        tag("td", name_of(made.second), class_="left"),
-        tag("td", signed(100 * made.difference)),
-        tag("td", _whisker(made, reach), class_="wide"),
-        tag("td", f"{signed(100 * low)} to {signed(100 * high)}"),
-        tag("td", probability(made.adjusted)),
-        tag("td", reading(made), class_="left reading"),
-    )
+def find_repeats(panels: Sequence[Panel]) -> list[Repeats]:
+    """Every protocol on which a system has results of several runs.
+
+    Runs of one arm with different seeds belong together; where the run is unknown, results under
+    one name do.
+    """
+    families: dict[_Family, dict[tuple[bool, str], list[Entry]]] = {}
+    for panel in panels:
+        for entry in panel.entries:
+            protocol, run = entry.result.protocol, entry.result.run
+            family = _Family(protocol.name, protocol.kind, protocol.rule, protocol.scoring)
+            arm = (False, name_of(entry.result)) if run is None else (True, run.arm)
+            families.setdefault(family, {}).setdefault(arm, []).append(entry)
+    found = [_repeats(family, list(arms.values())) for family, arms in families.items()]
+    return [repeats for repeats in found if repeats.systems and repeats.num_repeats > 1]
 
 
-def reading(made: PairedDifference) -> str:
-    """What a difference says, in words."""
-    low, high = made.interval
-    if made.adjusted >= 0.05 or low <= 0.0 <= high:
-        return "no difference shown"
-    is_first = (made.difference > 0.0) == (made.far is not None)  # a smaller EER is better
-    return "first is better" if is_first else "second is better"
+def _repeats(family: _Family, arms: Sequence[list[Entry]]) -> Repeats:
+    systems: dict[str, tuple[Entry, ...]] = {}
+    for entries in arms:
+        results = [entry.result for entry in entries]
+        if results[0].run is not None and seeds_of(results) is None:
+            continue  # several evaluations of one run
+        name = label = name_of(results[0])
+        while label in systems:
+            label = f"{name} ({len(systems) + 1})"
+        systems[label] = tuple(sorted(entries, key=_seed))
+    points = (p for group in systems.values() for e in group for p in e.result.measures.tar)
+    fars = sorted({point.far_target for point in points}, reverse=True)
+    return Repeats(cleaned(family.name), tuple(fars), systems)
 
 
-def _whisker(made: PairedDifference, reach: float) -> Html:
-    def place(value: float) -> float:
-        return 100.0 + 94.0 * value / reach
+def _seed(entry: Entry) -> int:
+    return 0 if entry.result.run is None else entry.result.run.seed
 
-    low, high = (place(end) for end in made.interval)
-    kind = "unsure" if reading(made) == "no difference shown" else "sure"
-    return tag(
-        "svg",
-        tag("path", d="M100 0V18", class_="gauge-mark"),
-        tag("path", d=f"M{low:.1f} 9H{high:.1f}", class_=f"whisker {kind}"),
-        tag("circle", cx=f"{place(made.difference):.1f}", cy=9, r=4, class_=f"whisker-dot {kind}"),
-        viewBox="0 0 200 18",
-        class_="gauge-drawing",
-        aria_hidden="true",
-    )
+
+def interval_of_mean(
+    repeats: Repeats, name: str, far: float | None, *, level: float = 0.95
+) -> tuple[float, float] | None:
+    """Bootstrap interval of a system's mean over runs. It covers subjects, not seeds.
+
+    None where a run has no replicates, or too many in which the measure is undefined.
+    """
+    drawn = [replicate_values(entry, far) for entry in repeats.systems[name]]
+    known = [values for values in drawn if values is not None]
+    if len(known) < len(drawn) or len(set(map(len, known))) != 1:
+        return None
+    try:
+        return interval(np.mean(np.array(drawn, dtype=float), axis=0), level)
+    except ProtocolError:
+        return None
+
+
+def difference_of_means(
+    repeats: Repeats, first: str, second: str, far: float | None, *, level: float = 0.95
+) -> Difference | None:
+    """First minus second, over all runs, with a paired bootstrap over subjects.
+
+    Runs are paired by their seeds; in each pair both systems are measured on the same draws of
+    subjects. The interval covers subjects; the standard deviation of the means covers seeds. None
+    where a pair has no common draws.
+    """
+    sides = [repeats.systems[name] for name in (first, second)]
+    if [_known_seed(e.result) for e in sides[0]] != [_known_seed(e.result) for e in sides[1]]:
+        return None
+    if not all(are_paired(*pair) for pair in zip(*sides, strict=True)):
+        return None
+    return _difference(sides[0], sides[1], far, level)
+
+
+def _known_seed(result: Result) -> int | None:
+    return None if result.run is None else result.run.seed
+
+
+def spread(values: Sequence[float], digits: int = 2, *, sign: str = "±") -> str:
+    """Mean and sample standard deviation in per cent.
+
+    Examples:
+        >>> spread([0.5, 0.7], 1), spread([0.5]), spread([])
+        ('60.0 ± 14.1', '50.00', '-')
+    """
+    if not values:
+        return MISSING
+    mean = 100.0 * float(np.mean(values))
+    if len(values) == 1:
+        return f"{mean:.{digits}f}"
+    return f"{mean:.{digits}f} {sign} {100.0 * float(np.std(values, ddof=1)):.{digits}f}"

@@ -13,14 +13,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from qmargin.evaluation.result import HardPair
 from qmargin.files import MADE_BY, write_atomically
-from qmargin.metrics.sufficiency import ENOUGH_FALSE_ACCEPTS, rule_of_three
-from qmargin.report.det import curve_points, det_scales
-from qmargin.report.markup import cleaned
 from qmargin.report.media import MediaFolder
-from qmargin.report.model_card import loss_settings
-from qmargin.report.numbers import digits_to_differ, number, power
-from qmargin.report.scales import RATES, probit
-from qmargin.report.systems import NUM_COLOURS, Entry, Panel
+from qmargin.report.numbers import cleaned, digits_to_differ, number, power
+from qmargin.report.plots import det_geometry, rate_or_bound
+from qmargin.report.systems import NUM_COLOURS, Entry, Panel, margin_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -75,61 +71,50 @@ def draw_figures(panels: Sequence[Panel], media: MediaFolder | None) -> dict[str
 def det_plot(panel: Panel) -> Figure:
     """DET curves with bands on probit axes, shaded where false accepts are few."""
     figure, axes = _blank(5.2, 4.2)
-    across, up = det_scales(panel)
-    for entry in panel.entries:
-        colour = COLOURS[entry.colour % NUM_COLOURS]
-        points = [p for p in curve_points(entry) if 0.0 < p.far < 1.0 and 0.0 < p.frr < 1.0]
-        line = [probit(p.far) for p in points], [probit(p.frr) for p in points]
-        style = DASHES[entry.colour // NUM_COLOURS % len(DASHES)]
-        axes.plot(*line, color=colour, linestyle=style, linewidth=1.5)
-        _operating_points(axes, entry, colour)
-        band = entry.result.det.band
-        if band is not None:
-            rows = [r for r in zip(band.far, band.low, band.high, strict=True) if 0 < r[0] < 1]
-            low, high = ([probit(min(max(r[i], up.low), up.high)) for r in rows] for i in (1, 2))
-            axes.fill_between(
-                [probit(r[0]) for r in rows], low, high, color=colour, alpha=0.12, lw=0
-            )
-    largest = max(entry.result.protocol.num_impostors for entry in panel.entries)
-    few = min(max(ENOUGH_FALSE_ACCEPTS / largest, across.low), across.high)
-    axes.axvspan(probit(across.low), probit(few), color="0.5", alpha=0.12, lw=0)
-    axes.set(xlim=[probit(across.low), probit(across.high)], ylim=[probit(up.low), probit(up.high)])
-    shown = [rate for rate in across.ticks(RATES) if rate not in (0.002, 0.005, 0.02)]
-    axes.set_xticks([probit(rate) for rate in shown], [power(rate) for rate in shown])
-    rates = up.ticks(RATES)
-    axes.set_yticks([probit(rate) for rate in rates], [f"{100 * rate:.3g} %" for rate in rates])
+    det = det_geometry(panel)
+    for curve in det.curves:
+        colour = COLOURS[curve.entry.colour % NUM_COLOURS]
+        style = DASHES[curve.entry.colour // NUM_COLOURS % len(DASHES)]
+        places = [x for x, _ in curve.line], [y for _, y in curve.line]
+        axes.plot(*places, color=colour, linestyle=style, linewidth=1.5)
+        if curve.band:
+            across, low, high = zip(*curve.band, strict=True)
+            axes.fill_between(across, low, high, color=colour, alpha=0.12, lw=0)
+        for sign in curve.signs:
+            face, marker = "white" if sign.is_hollow else colour, _marker(curve.entry)
+            dot: Any = {"color": colour, "markersize": 5, "markerfacecolor": face}
+            axes.plot([sign.x], [sign.y], marker=marker, **dot)
+    for end in det.few:
+        axes.axvspan(det.box.left, end, color="0.5", alpha=0.12, lw=0)
+    axes.set(xlim=(det.box.left, det.box.right), ylim=(det.box.bottom, det.box.top))
+    axes.set_xticks([tick.place for tick in det.bottom], [tick.label for tick in det.bottom])
+    axes.set_yticks([tick.place for tick in det.left], [tick.label for tick in det.left])
     axes.set(xlabel="False accept rate", ylabel="False reject rate")
     axes.grid(color="0.9", linewidth=0.6)
     _legend(axes, panel.entries)
     return figure
 
 
-def _operating_points(axes: Any, entry: Entry, colour: str) -> None:
-    for point in entry.result.metrics.tar:
-        if point.tar is not None and point.far and 0.0 < point.tar < 1.0:
-            place = [probit(point.far)], [probit(1.0 - point.tar)]
-            face = colour if point.status == "ok" else "white"
-            sign = MARKERS[entry.colour % len(MARKERS)]
-            axes.plot(*place, color=colour, marker=sign, markersize=5, markerfacecolor=face)
+def _marker(entry: Entry) -> str:
+    return MARKERS[entry.colour % len(MARKERS)]
 
 
 def sensitivity_plot(panel: Panel) -> Figure | None:
-    """TAR over scale, a line for each alpha and margin; None without cards that say them."""
+    """TAR over scale, a line for each divergence and margin; None without runs that tell them."""
     far = panel.headline_far()
-    lines: dict[str, list[tuple[float, float]]] = {}
+    lines: dict[str, list[LinePoint]] = {}
     for entry in panel.entries:
-        card = entry.result.system.model_card or {}
-        found, point = loss_settings(card), None if far is None else entry.point_at(far)
-        if found.scale is None or point is None or point.tar is None:
+        run, point = entry.result.run, None if far is None else entry.point_at(far)
+        if run is None or run.scale is None or point is None or point.tar is None:
             continue
-        alpha = "" if found.alpha is None else f", \u03b1 = {found.alpha:g}"
-        margin = "" if found.margin is None else f", m = {found.margin:g}"
-        name = _short(card.get("loss", entry.label))
-        lines.setdefault(f"{name}{alpha}{margin}", []).append((found.scale, 100.0 * point.tar))
-    if far is None or sum(len(points) for points in lines.values()) < 2:
+        kinds, values = margin_of(run)
+        order = cleaned(run.divergence) if run.alpha is None else f"\u03b1 = {run.alpha:g}"
+        name = _short(f"{kinds} margin {values}, {order}")
+        lines.setdefault(name, []).append((run.scale, 100.0 * point.tar, None))
+    scales = {place for points in lines.values() for place, _, _ in points}
+    if far is None or len(scales) < 2:
         return None
-    named = {name: [(x, y, None) for x, y in points] for name, points in lines.items()}
-    return lines_plot({"Scale": named}, f"TAR % at FAR {power(far)}")
+    return lines_plot({"Scale": lines}, f"TAR % at FAR {power(far)}")
 
 
 def lines_plot(
@@ -243,13 +228,13 @@ def _rate_ticks(low: float, high: float) -> list[float]:
 
 def _group_dot(axes: Any, entry: Entry, rate: float | None, trials: int, height: int) -> None:
     """A rate, or a hollow dot at the bound 3/n of a group without errors."""
-    if rate is None or trials < 1:
+    place = rate_or_bound(rate, trials)
+    if rate is None or place is None:
         return
     colour = COLOURS[entry.colour % NUM_COLOURS]
     face = colour if rate > 0.0 else "white"
-    place = rate if rate > 0.0 else rule_of_three(trials)
-    sign = MARKERS[entry.colour % len(MARKERS)]
-    axes.plot([place], [height], color=colour, marker=sign, markersize=5, markerfacecolor=face)
+    dot: Any = {"color": colour, "markersize": 5, "markerfacecolor": face}
+    axes.plot([place], [height], marker=_marker(entry), **dot)
 
 
 def hardest_plot(entry: Entry, media: MediaFolder) -> Figure | None:
@@ -305,7 +290,7 @@ def _legend(axes: Any, entries: Sequence[Entry]) -> None:
             [],
             [],
             color=COLOURS[entry.colour % NUM_COLOURS],
-            marker=MARKERS[entry.colour % len(MARKERS)],
+            marker=_marker(entry),
             linestyle=DASHES[entry.colour // NUM_COLOURS % len(DASHES)],
         )
         for entry in entries

@@ -1,14 +1,35 @@
-"""How numbers are written, on the page and in the tables."""
+"""How numbers and names are written, on the page and in the tables."""
 
 from __future__ import annotations
 
 import math
+import unicodedata
 from collections.abc import Iterable
 
+LONGEST_NAME = 120  # characters of a name that are shown
+LONGEST_TEXT = 2000  # of a note, a path or a command
 NOT_MEASURABLE = "not measurable"
 MISSING = "-"
 _MOST_DIGITS = 17  # tell any two numbers apart
 _RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+
+
+def cleaned(text: str, longest: int = LONGEST_NAME) -> str:
+    """Make a text printable: no control, override or surrogate characters, not too long.
+
+    Characters that would move the text around them, end a line or break the encoding are replaced
+    by a sign that shows something was there.
+
+    Examples:
+        >>> cleaned("speaker" + chr(0x202E) + "7")
+        'speaker\ufffd7'
+    """
+    signs = (
+        "\ufffd" if unicodedata.category(sign) in ("Cc", "Cf", "Cs", "Co", "Zl", "Zp") else sign
+        for sign in text[: longest + 1]
+    )
+    shown = "".join(signs)
+    return shown if len(shown) <= longest else shown[: longest - 1] + "…"
 
 
 def percent(rate: float | None, digits: int = 2) -> str:
@@ -28,19 +49,9 @@ def percent_interval(interval: tuple[float, float] | None) -> str:
         >>> ascii(percent_interval((0.9591, 0.9672)))
         "'95.91\\u201396.72'"
     """
-    return between(interval, "{:.2f}", 100.0)
-
-
-def between(interval: tuple[float, float] | None, form: str, factor: float = 1.0) -> str:
-    r"""Both ends of an interval in a given form, with a dash that is not a minus.
-
-    Examples:
-        >>> ascii(between((0.1, 0.25), "{:.3f}"))
-        "'0.100\\u20130.250'"
-    """
     if interval is None:
         return ""
-    return "\u2013".join(form.format(factor * end) for end in interval)
+    return "\u2013".join(f"{100.0 * end:.2f}" for end in interval)
 
 
 def signed(value: float, digits: int = 2) -> str:
@@ -102,21 +113,9 @@ def power(rate: float) -> str:
         return "0"
     if rate >= 0.01:
         return f"{100.0 * rate:.3g} %"
-    mantissa, exponent = _parts(rate)
-    raised = f"10{str(exponent).translate(_RAISED)}"
-    return raised if mantissa == "1" else f"{mantissa}\u00d7{raised}"
-
-
-def latex_power(rate: float) -> str:
-    r"""The same for LaTeX.
-
-    Examples:
-        >>> latex_power(1e-4), latex_power(2.5e-3)
-        ('$10^{-4}$', '$2.5\\times10^{-3}$')
-    """
-    mantissa, exponent = _parts(rate)
-    raised = f"10^{{{exponent}}}"
-    return f"${raised}$" if mantissa == "1" else f"${mantissa}\\times{raised}$"
+    mantissa, _, exponent = f"{rate:.2e}".partition("e")
+    raised = f"10{str(int(exponent)).translate(_RAISED)}"
+    return raised if float(mantissa) == 1.0 else f"{float(mantissa):g}\u00d7{raised}"
 
 
 def count(value: int) -> str:
@@ -137,11 +136,6 @@ def probability(value: float) -> str:
         ('0.032', '< 0.001')
     """
     return "< 0.001" if value < 0.001 else f"{value:.3f}"
-
-
-def _parts(rate: float) -> tuple[str, int]:
-    mantissa, _, exponent = f"{rate:.2e}".partition("e")
-    return f"{float(mantissa):g}", int(exponent)
 
 
 def short_count(value: float) -> str:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from qmargin.errors import ConfigError, DataError
-from qmargin.evaluation.result import Result, TarPoint, read_result, without_paths
-from qmargin.report.markup import cleaned
+from qmargin.evaluation.result import Result, RunInfo, TarPoint, read_result, without_paths
+from qmargin.report.numbers import cleaned
 
 NUM_COLOURS = 8
 
@@ -23,7 +23,7 @@ class Entry:
 
     def point_at(self, far: float) -> TarPoint | None:
         """The operating point at this target, None if it was not asked for."""
-        return next((p for p in self.result.metrics.tar if p.far_target == far), None)
+        return next((p for p in self.result.measures.tar if p.far_target == far), None)
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Panel:
     @property
     def fars(self) -> list[float]:
         """Every target FAR of the panel, the largest first."""
-        points = (point for entry in self.entries for point in entry.result.metrics.tar)
+        points = (point for entry in self.entries for point in entry.result.measures.tar)
         return sorted({point.far_target for point in points}, reverse=True)
 
     @property
@@ -72,17 +72,11 @@ class Panel:
         points = [entry.point_at(far) for entry in self.entries]
         return all(p is not None and p.status in accepted for p in points)
 
-    def best_tar(self, far: float) -> float | None:
-        """The largest TAR at this target."""
-        points = (entry.point_at(far) for entry in self.entries)
-        tars = [p.tar for p in points if p is not None and p.tar is not None]
-        return max(tars, default=None)
-
     def leader(self) -> Entry:
         """The system with the largest TAR at the headline FAR, or else the smallest EER."""
         far = self.headline_far()
         if far is None:
-            return min(self.entries, key=lambda entry: entry.result.metrics.eer.value)
+            return min(self.entries, key=lambda entry: entry.result.measures.eer.value)
         return max(self.entries, key=lambda entry: _tar_or_zero(entry, far))
 
 
@@ -91,8 +85,9 @@ def load_panels(
 ) -> list[Panel]:
     """Read results and arrange them by trials, in the order given.
 
-    A system has the same colour in every panel. Two results under one name on the same trials are
-    told apart by a number. Absolute paths become names of files unless ``keep_paths``.
+    A system has the same colour in every panel. Results under one name on the same trials are told
+    apart by the seed of their run, or by a number. Absolute paths become names of files unless
+    ``keep_paths``.
     """
     if not paths:
         raise ConfigError("a report needs at least 1 result, got 0: name a result.json")
@@ -104,33 +99,79 @@ def load_panels(
 
 def arrange(results: Sequence[Result], *, headline: float | None = None) -> list[Panel]:
     """Panels of results that were read already."""
-    colours: dict[str, int] = {}
-    panels: dict[tuple[object, ...], list[Entry]] = {}
+    groups: dict[tuple[object, ...], list[Result]] = {}
     for result in results:
-        name = cleaned(result.system.name) or "unnamed"
-        entries = panels.setdefault(_trials_of(result), [])
-        taken = {entry.label for entry in entries}
-        number = 1
-        while (label := name if number == 1 else f"{name} ({number})") in taken:
-            number += 1
-        entries.append(Entry(result, label, colours.setdefault(label, len(colours))))
-    made = [
-        Panel(_title(entries), tuple(entries), index, headline)
-        for index, entries in enumerate(panels.values())
-    ]
-    return _with_distinct_titles(made)
+        groups.setdefault(_trials_of(result), []).append(result)
+    colours: dict[tuple[str, int], int] = {}
+    panels = []
+    for index, group in enumerate(groups.values()):
+        names = [name_of(result) for result in group]
+        entries: list[Entry] = []
+        for place, result in enumerate(group):
+            key = names[place], names[:place].count(names[place])
+            own = [other for other in group if name_of(other) == names[place]]
+            label = _label(result, own, key[1], {entry.label for entry in entries})
+            entries.append(Entry(result, label, colours.setdefault(key, len(colours))))
+        panels.append(Panel(_title(entries), tuple(entries), index, headline))
+    return _with_distinct_titles(panels)
+
+
+def name_of(result: Result) -> str:
+    """Name of the system, as it is shown."""
+    return cleaned(result.system.name) or "unnamed"
+
+
+def seeds_of(results: Sequence[Result]) -> list[int] | None:
+    """Seeds of the runs behind results; None if one is unknown or occurs twice."""
+    seeds = [result.run.seed for result in results if result.run is not None]
+    return seeds if len(set(seeds)) == len(results) else None
+
+
+def _label(result: Result, own: Sequence[Result], number: int, taken: set[str]) -> str:
+    """Name of a system that no other result of the panel has; ``own`` are those of its name."""
+    name = label = name_of(result)
+    if len(own) > 1 and result.run is not None and seeds_of(own) is not None:
+        label = f"{name}, seed {result.run.seed}"
+    elif number:
+        label = f"{name} ({number + 1})"
+    while label in taken:
+        number += 1
+        label = f"{name} ({number + 1})"
+    return label
 
 
 def _with_distinct_titles(panels: list[Panel]) -> list[Panel]:
-    titles = [panel.title for panel in panels]
-    return [
-        panel
-        if titles.count(panel.title) == 1
-        else replace(
-            panel, title=f"{panel.title}, trial set {titles[:index].count(panel.title) + 1}"
-        )
-        for index, panel in enumerate(panels)
-    ]
+    """Tell panels of one protocol apart by the seed of their runs, or by a number."""
+    found = []
+    for panel in panels:
+        same = [other for other in panels if other.title == panel.title]
+        seeds = [_common_seed(other) for other in same]
+        place = same.index(panel)
+        if len(same) > 1 and None not in seeds and len(set(seeds)) == len(same):
+            panel = replace(panel, title=f"{panel.title}, seed {seeds[place]}")
+        elif len(same) > 1:
+            panel = replace(panel, title=f"{panel.title}, trial set {place + 1}")
+        found.append(panel)
+    return found
+
+
+def _common_seed(panel: Panel) -> int | None:
+    """Seed of all runs of a panel; None if they differ or one is unknown."""
+    seeds = {None if e.result.run is None else e.result.run.seed for e in panel.entries}
+    return seeds.pop() if len(seeds) == 1 else None
+
+
+def margin_of(run: RunInfo) -> tuple[str, str]:
+    """Kinds and values of the margins of a run.
+
+    Examples:
+        >>> from qmargin.evaluation.result import MarginInfo
+        >>> margins = (MarginInfo("prior", 0.1), MarginInfo("angular", 0.05))
+        >>> margin_of(RunInfo("", "sum", "Sum", "alpha", 1.25, margins, 32.0, 0))
+        ('prior + angular', '0.1 + 0.05')
+    """
+    values = ("?" if margin.value is None else f"{margin.value:g}" for margin in run.margins)
+    return " + ".join(cleaned(margin.kind) for margin in run.margins), " + ".join(values)
 
 
 def _title(entries: Sequence[Entry]) -> str:
@@ -143,8 +184,8 @@ def _title(entries: Sequence[Entry]) -> str:
 
 def _trials_of(result: Result) -> tuple[object, ...]:
     protocol = result.protocol
-    if result.trials_sha256 is not None:
-        return (result.trials_sha256,)
+    if protocol.data_sha256 is not None:
+        return (protocol.data_sha256,)
     return protocol.name, protocol.num_genuine, protocol.num_impostors
 
 
@@ -162,14 +203,14 @@ def _checked(result: Result, path: str | Path) -> Result:
         band = det.band
         _same_length(path, "det.band", len(band.far), len(band.low), len(band.high))
         rates += [*band.far, *band.low, *band.high]
-    for point in result.metrics.tar:
+    for point in result.measures.tar:
         if not 0.0 < point.far_target < 1.0:
             raise DataError(
                 f"{path}: a target FAR is {point.far_target}, outside (0, 1): evaluate with --fars "
                 "inside"
             )
-    tars = [point.tar for point in result.metrics.tar if point.tar is not None]
-    for rate in [*rates, *tars, result.metrics.eer.value]:
+    tars = [point.tar for point in result.measures.tar if point.tar is not None]
+    for rate in [*rates, *tars, result.measures.eer.value]:
         if not 0.0 <= rate <= 1.0:
             raise DataError(f"{path}: a rate is {rate}, outside [0, 1]: evaluate the scores again")
     _same_length(

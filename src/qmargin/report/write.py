@@ -9,20 +9,26 @@ from pathlib import Path
 from typing import Any
 
 from qmargin.errors import ConfigError
-from qmargin.evaluation.records import encode
+from qmargin.evaluation.result import Result, far_key
 from qmargin.files import Guard
-from qmargin.report.comparison import PairedDifference, paired_differences
+from qmargin.report.comparison import (
+    PairedDifference,
+    Repeats,
+    find_repeats,
+    paired_differences,
+)
 from qmargin.report.figures import draw_figures, has_matplotlib
 from qmargin.report.journal import read_journal
 from qmargin.report.media import MediaFolder
 from qmargin.report.page import PageContent, render_page
 from qmargin.report.systems import Panel, load_panels
 from qmargin.report.tables import csv_table, latex_tables, markdown_tables
+from qmargin.schema import encode
 
 
 @dataclass(frozen=True)
 class ReportOptions:
-    """What a report shows beside the results.
+    """What a report shows besides the results.
 
     Attributes:
         title: Of the page.
@@ -113,7 +119,7 @@ def _metrics(
     """What the page shows, for programs; numbers as in ``result.json``."""
     return {
         "format": "qmargin-report",
-        "version": 1,
+        "version": 2,
         "title": title,
         "panels": [
             {
@@ -125,10 +131,25 @@ def _metrics(
             }
             for panel, found in zip(panels, differences, strict=True)
         ],
+        "repeats": [
+            {
+                "title": repeats.title,
+                "systems": [_means(repeats, name) for name in repeats.systems],
+            }
+            for repeats in find_repeats(panels)
+        ],
     }
 
 
-def _system(label: str, result: Any) -> dict[str, Any]:
-    parts = ("protocol", "metrics", "groups", "sources", "trials_sha256", "created")
+def _means(repeats: Repeats, name: str) -> dict[str, Any]:
+    """Values of every run, so that means and deviations can be computed."""
+    tars = {far_key(far): repeats.values(name, far) for far in repeats.fars}
+    results = [entry.result for entry in repeats.systems[name]]
+    seeds = [None if result.run is None else result.run.seed for result in results]
+    return {"name": name, "seeds": seeds, "eer": repeats.values(name, None), "tar": tars}
+
+
+def _system(label: str, result: Result) -> dict[str, Any]:
+    parts = ("run", "protocol", "measures", "groups", "sources", "created")
     found = {part: encode(getattr(result, part), part) for part in parts}
     return {"name": label, **found, "model_card": result.system.model_card}

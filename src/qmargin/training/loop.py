@@ -3,40 +3,159 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any, TypeAlias
 
+import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
+import qmargin
 from qmargin.data.loader import Batch
 from qmargin.data.samples import Dataset
 from qmargin.errors import CheckpointError, DataError
-from qmargin.training.async_saver import AsyncSaver
-from qmargin.training.averaging import write_averages
-from qmargin.training.exchange import group_exchange
-from qmargin.training.folders import check_writable, list_steps
-from qmargin.training.hooks import Hook, run_hooks
-from qmargin.training.process import start_process_group
+from qmargin.heads.classifier import MarginClassifier
+from qmargin.training.checkpoint.folders import check_writable, list_steps
+from qmargin.training.checkpoint.reader import agree_on_newest
+from qmargin.training.checkpoint.writer import AsyncSaver
+from qmargin.training.distributed.consensus import gather, run_on_all
+from qmargin.training.distributed.process import Process, start_process_group
+from qmargin.training.optim import write_averages
 from qmargin.training.recipe import Recipe
-from qmargin.training.records import describe_run, start_record, step_record
-from qmargin.training.reporting import Meter, Reporter
-from qmargin.training.session import Session, open_session, restore_, snapshot
+from qmargin.training.reporting import Meter, Reporter, check_trackers
+from qmargin.training.schedules import loss_settings
+from qmargin.training.session import MOST_ROLLBACKS, Session, open_session, restore_, snapshot
 from qmargin.training.signals import Interrupted, StopRequest
-from qmargin.training.spikes import MOST_ROLLBACKS
-from qmargin.training.starting import (
+from qmargin.training.start import (
     CHECKPOINTS,
     Start,
-    find_newest,
     find_start,
     locked,
     recipe_to_train,
 )
 from qmargin.training.step import OVERFLOW, StepResult, batch_rows, take_step
-from qmargin.training.together import gather_texts, together
-from qmargin.training.trackers import check_trackers
+
+
+@dataclass(frozen=True)
+class HookState:
+    """What a hook may read; it belongs to the run, so do not change it.
+
+    Attributes:
+        step: Steps that have been taken.
+        epoch: Epoch of the next step.
+        recipe: Of the run.
+        process: This rank: hooks run on every rank, and may use ``process.rank`` to share work.
+        backbone: In evaluation mode, the same on every rank.
+        head: This rank's classes.
+        average: Moving average of the backbone's weights, if the recipe keeps one.
+    """
+
+    step: int
+    epoch: int
+    recipe: Recipe
+    process: Process
+    backbone: nn.Module
+    head: MarginClassifier
+    average: dict[str, Tensor] | None
+
+
+Hook: TypeAlias = Callable[[HookState], dict[str, float]]
+
+
+@torch.no_grad()
+def run_hooks(hooks: Sequence[Hook], session: Session) -> dict[str, float]:
+    """Results of all hooks; the backbone is in training mode again afterwards."""
+    session.broadcast_buffers_()
+    average = session.average
+    state = HookState(
+        step=session.progress.step,
+        epoch=session.epoch,
+        recipe=session.recipe,
+        process=session.process,
+        backbone=session.backbone.eval(),
+        head=session.head,
+        average=None if average is None else dict(average.tensors),
+    )
+    results: dict[str, float] = {}
+    try:
+        for hook in hooks:
+            found = run_on_all(session.process, lambda hook=hook: hook(state))  # type: ignore[misc]
+            results |= {name: float(value) for name, value in found.items()}
+    finally:
+        session.backbone.train()
+    return results
+
+
+def start_record(session: Session, start: Start) -> dict[str, Any]:
+    """The first event of a process: what runs, where, and from which step on."""
+    return {
+        "step": session.progress.step,
+        "recipe": session.recipe.name,
+        "recipe_sha256": session.recipe.sha256,
+        "weights_sha256": session.weights_sha256,
+        "checkpoint": None if start.checkpoint is None else start.checkpoint.path.name,
+        "changes": start.changes,
+        "unreached": session.unreached,
+        "total_steps": session.total_steps,
+        "steps_per_epoch": session.order.steps_per_epoch,
+        "num_samples": session.order.n,
+        "num_classes": session.head.num_classes,
+        "world": session.process.world,
+        "device": str(session.process.device),
+        "version": qmargin.__version__,
+        "torch": torch.__version__,
+    }
+
+
+def describe_run(session: Session) -> str:
+    """The run in one line, for people."""
+    process, recipe = session.process, session.recipe
+    ranks = f"on {process.device}" if process.world == 1 else f"on {process.world} ranks"
+    where = f", from step {session.progress.step}" if session.progress.step else ""
+    return (
+        f"training {recipe.name} {ranks}: {session.order.n:,} samples of "
+        f"{session.head.num_classes:,} classes, {session.total_steps:,} steps of "
+        f"{recipe.data.batch_size:,}{where}"
+    )
+
+
+def step_record(
+    session: Session, result: StepResult, rates: Mapping[str, float | None]
+) -> dict[str, Any]:
+    """A record of the step that was just taken; every rank must call, and it waits for the GPU.
+
+    Support, path and mass error are those of the last part of the batch.
+    """
+    head, step = session.head, session.progress.step
+    stats, per_epoch = head.last_step, session.order.steps_per_epoch
+    settings = loss_settings(session.recipe, step - 1, per_epoch)
+    record: dict[str, Any] = {
+        "step": step,
+        "total_steps": session.total_steps,
+        "epoch": session.order.epoch_of(step - 1),
+        "loss": result.loss,
+        "lr": session.optimizers.backbone.param_groups[0]["lr"],
+        "effective_margin": head.loss.effective_margin,
+        **settings._asdict(),
+        "grad_norm": result.grad_norm,
+        "num_skipped": session.progress.num_skipped,
+        "num_corrupt": session.budget.count,
+        "num_redone": head.num_redone,
+        "num_classes": head.num_classes,
+        **rates,
+    }
+    if session.scaler.is_enabled():
+        record["loss_scale"] = session.scaler.get_scale()
+    device = session.process.device
+    if device.type == "cuda":
+        record["peak_gib"] = torch.cuda.max_memory_allocated(device) / 2**30  # of this rank
+    names = ("support_mean", "support_max", "path", "mass_error", "num_overflowed")
+    return record | {name: None if stats is None else getattr(stats, name) for name in names}
+
 
 NUM_SHOWN = 5  # samples that a message names; the journal has all of them
 
@@ -135,7 +254,7 @@ def open_run(
     device: str = "auto",
     trackers: Sequence[str] = (),
 ) -> Iterator[Run]:
-    """Everything that ``train`` does before the first step and after the last.
+    """Build a run: process group, lock, checkpoint, session, reporter, saver; and take it down.
 
     Raises:
         Interrupted: By a signal while the run is built; nothing is left but what was there.
@@ -144,10 +263,10 @@ def open_run(
     check_trackers(trackers)
     recipe = recipe_to_train(recipe, folder, resume=resume)
     with StopRequest() as request, ExitStack() as stack:
-        with request.obeyed_at_once():
+        with request.raising_at_once():
             group = start_process_group(recipe.run.timeout_s, device=device)
             process = stack.enter_context(group)
-            with process.naming_ranks():
+            with process.name_lost_ranks():
                 stack.enter_context(locked(folder, process))
                 start = find_start(
                     recipe, folder, process, resume=resume, allow_changes=allow_changes
@@ -166,7 +285,7 @@ def open_run(
                     trackers=trackers,
                 )
                 stack.callback(reporter.close)
-                stack.enter_context(reporter.telling_failures())
+                stack.enter_context(reporter.recording_failures())
                 saver = stack.enter_context(_saver(folder, session))
                 _announce(session, start, reporter)
         yield Run(session, saver, reporter, request, hooks)
@@ -218,12 +337,12 @@ class Run:
         return self.end()
 
     def follow(self, batches: Iterator[Batch]) -> None:
-        """Take steps until the run is over, or has to go back and read on elsewhere."""
+        """Take steps until the run is over or rolls back."""
         while not self.is_over and self.next_step(batches):
             pass
 
     def next_step(self, batches: Iterator[Batch]) -> bool:
-        """Take a step; False if the run went back, and reads on elsewhere."""
+        """Take a step; False if the run rolled back, and needs a new stream of batches."""
         result = self.take_step(batches)
         self.account(result)
         if result.skipped is None and self.session.spikes.is_spike(result.loss):
@@ -233,13 +352,13 @@ class Run:
         return True
 
     def take_step(self, batches: Iterator[Batch]) -> StepResult:
-        """One step, with a word on the save in the background before it."""
+        """Report finished background saves, then take one step."""
         failure = None
         try:
             self.note_saved(self.saver.poll())
         except CheckpointError as error:
             failure = error
-        with self.session.process.naming_ranks():
+        with self.session.process.name_lost_ranks():
             return take_step(self.session, batches, stop=self.request.number, failure=failure)
 
     def account(self, result: StepResult) -> None:
@@ -249,14 +368,14 @@ class Run:
         self.meter.add(batch_rows(session.order, step))
         budget.add(session.epoch, ())
         if result.num_corrupt:
-            samples = gather_texts(session.process, result.replaced)
+            samples = _all_of(session.process, result.replaced)
             self.reporter.event("corrupt", step=step, samples=samples)
             budget.count += result.num_corrupt
             budget.check(budget.count, last=samples[-1])
         if result.skipped is None:
             self.loss = result.loss
             return
-        samples = gather_texts(session.process, result.samples)
+        samples = _all_of(session.process, result.samples)
         self.reporter.event("skip", step=step, reason=result.skipped, samples=samples)
         if result.skipped == OVERFLOW:
             return  # how the scale of fp16 finds its value
@@ -266,12 +385,12 @@ class Run:
         limit = session.recipe.run.nan_budget
         if progress.num_skipped > limit:
             raise DataError(
-                f"{text}, the {progress.num_skipped}. such step, and run.nan_budget allows {limit};"
-                " look at these samples, or lower the learning rate"
+                f"{text}; {progress.num_skipped} steps skipped and run.nan_budget allows {limit}, "
+                "look at these samples or lower the learning rate"
             )
 
     def advance(self, result: StepResult) -> None:
-        """What follows a step: tell, save, validate."""
+        """Report, save and validate after a step, where the recipe asks for it."""
         session, run = self.session, self.session.recipe.run
         session.progress.step += 1
         self.reporter.moved(self.step, self.meter.eta_s(self.step, session.total_steps))
@@ -296,7 +415,7 @@ class Run:
         self.saved_step = self.step
 
     def note_saved(self, path: Path | None) -> None:
-        """Tell of a checkpoint that is complete."""
+        """Report a checkpoint that is complete."""
         if path is not None:
             self.reporter.event("checkpoint", checkpoint=path.name)
             self.reporter.status(checkpoint=path.name)
@@ -311,13 +430,13 @@ class Run:
         """Go back to the weights of the newest checkpoint, and on after the window."""
         session, progress, spike = self.session, self.session.progress, self.step
         self.note_saved(self.saver.wait())
-        checkpoint = find_newest(self.saver.folder, session.process).checkpoint
+        checkpoint = agree_on_newest(self.saver.folder, session.process).checkpoint
         assert checkpoint is not None  # that of step 0, if no other
         progress.rollbacks.append(checkpoint.step)
         if progress.rollbacks.count(checkpoint.step) > MOST_ROLLBACKS:
             raise DataError(
-                f"the loss of step {spike} is {loss:.4g}, a spike, and the run has gone back to "
-                f"step {checkpoint.step} {MOST_ROLLBACKS} times; lower the learning rate, or raise "
+                f"the loss of step {spike} spiked to {loss:.4g} and the run has gone back to step "
+                f"{checkpoint.step} {MOST_ROLLBACKS} times; lower the learning rate, or raise "
                 "run.spike_factor"
             )
         restore_(session, checkpoint)
@@ -327,12 +446,12 @@ class Run:
         places = {"checkpoint": checkpoint.step, "next_step": progress.step}
         self.reporter.event("rollback", step=spike, loss=loss, **places)
         self.reporter.note(
-            f"the loss of step {spike} is {loss:.4g}, a spike: back to the weights of step "
-            f"{checkpoint.step}, on with step {progress.step}"
+            f"the loss of step {spike} spiked to {loss:.4g}: restored the weights of step "
+            f"{checkpoint.step}, going on with step {progress.step}"
         )
 
     def end(self) -> Outcome:
-        """Validate and save the last step, and tell how the run ended."""
+        """Validate, save the last step, write averages and report how the run ended."""
         session, folder = self.session, self.saver.folder.parent
         if not self.signal:
             self.validate()
@@ -342,7 +461,7 @@ class Run:
             last = list(list_steps(self.saver.folder).values())[: session.recipe.run.average_last]
             chosen = last if session.process.is_first else []
             moving = session.average if session.process.is_first else None
-            together(session.process, lambda: write_averages(folder, chosen, moving))
+            run_on_all(session.process, lambda: write_averages(folder, chosen, moving))
         state = "stopped" if self.signal else "finished"
         self.reporter.event(state, step=self.step, loss=self.loss, signal=self.signal)
         self.reporter.status(state=state, step=self.step, signal=self.signal)
@@ -368,22 +487,22 @@ def _check_space(session: Session, folder: Path) -> None:
             needed = session.process.world * snapshot(session).num_bytes()
             check_writable(folder / CHECKPOINTS, needed_bytes=needed)
 
-    together(session.process, check)
+    run_on_all(session.process, check)
 
 
 def _saver(folder: Path, session: Session) -> AsyncSaver:
-    process, exchange = session.process, None
+    process, keep = session.process, session.recipe.run.keep
     if process.world > 1:
         timeout = timedelta(seconds=process.timeout_s)
-        with process.meeting():  # a group of its own: its messages come at any time
-            exchange = group_exchange(dist.new_group(backend="gloo", timeout=timeout))
-    return AsyncSaver(
-        folder / CHECKPOINTS,
-        rank=process.rank,
-        world=process.world,
-        exchange=exchange,
-        keep=session.recipe.run.keep,
-    )
+        with process.collective():  # a group of its own: its messages come at any time
+            group = dist.new_group(backend="gloo", timeout=timeout)
+        process = replace(process, control=group, heartbeat=None)
+    return AsyncSaver(folder / CHECKPOINTS, process=process, keep=keep)
+
+
+def _all_of(process: Process, samples: Sequence[str]) -> list[str]:
+    """Samples of all ranks."""
+    return [sample for part in gather(process, list(samples)) for sample in part]
 
 
 def _listed(samples: Sequence[str]) -> str:

@@ -1,62 +1,81 @@
-"""The loss of a recipe: four numbers and names, from which a ``MarginLoss`` is built."""
+"""The loss of a recipe: any registered divergence, a margin or a sum of margins, and a scale.
+
+People write it as it is thought, in any of these forms::
+
+    loss: {preset: arcface, margin: 0.3}
+    loss: {divergence: {alpha: 1.25}, margin: [{prior: 0.1}, {angular: 0.05}], scale: 16}
+    loss: {divergence: jensen_shannon, margin: {angular: {margin: 0.5, gradient: exact}}, scale: 30}
+    loss: {alpha: 1.25, margin: {prior: {per_class: margins.npy}}, scale: 32}
+    loss: {alpha: 1.25, margin_kind: prior, margin: 0.2, scale: 32, options: {}}
+
+All become the last one, with ``divergence``, ``divergence_options`` and ``plus`` where they are
+needed: the first margin's main number is ``margin``, the divergence's is ``alpha``, and these are
+what schedules, sweeps and ``--set loss.margin=0.3`` change.
+"""
 
 from __future__ import annotations
 
+import inspect
+import math
 import warnings
-from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from qmargin.errors import ConfigError, MarginWarning
+from qmargin.errors import ConfigError, DataError, MarginWarning
+from qmargin.files import open_regular, sha256_of
 from qmargin.losses import presets
-from qmargin.losses.module import MarginLoss
-from qmargin.maths.adaptive import AdaFaceMargin, ElasticMargin, MagFaceMargin
-from qmargin.maths.divergences import Alpha
-from qmargin.maths.margins import (
-    AngularMargin,
-    CombinedMargin,
-    CosineMargin,
-    Margin,
-    PriorMargin,
-)
-from qmargin.training.fields import Option, check_fields, check_known, check_options, hints_of
+from qmargin.losses.divergences import Divergence
+from qmargin.losses.margin_loss import MarginLoss
+from qmargin.losses.margins import Margin, ModuleSumMargin, PerClass, main_number
+from qmargin.registry import Registry, divergences, margins
+from qmargin.schema import NEW, NUMBER, Options, check_fields, check_known, check_options, short
 
-PRESETS = (
-    "q_margin",
-    "q_margin_face",
-    "q_margin_speaker",
-    "q_margin_speaker_strict",
-    "cosface",
-    "cosface_speaker",
-    "arcface",
-    "arcface_speaker",
-    "entmax_face",
-    "entmax_speaker",
-    "sparsemax_face",
-    "sphereface",
-    "adaface",
-    "magface",
-    "elasticface",
+PRESETS = tuple(
+    name
+    for name, value in vars(presets).items()
+    if inspect.isfunction(value) and value.__module__ == presets.__name__ and name[0] != "_"
 )
-MARGINS: dict[str, tuple[type[Any], str]] = {  # the class, and the name of its main number
-    "prior": (PriorMargin, "margin"),
-    "cosine": (CosineMargin, "margin"),
-    "angular": (AngularMargin, "margin"),
-    "multiplied": (CombinedMargin, "multiplier"),
-    "adaface": (AdaFaceMargin, "margin"),
-    "magface": (MagFaceMargin, "lower_margin"),
-    "elastic": (ElasticMargin, "margin"),
-}
-MarginKind = Literal["prior", "cosine", "angular", "multiplied", "adaface", "magface", "elastic"]
+PER_CLASS = "per_class"
+"""Option of any margin: factors of its main number, one per class, in a list or a file."""
+MAX_CLASS_BYTES = 1 << 30
 
 
 class LossSettings(NamedTuple):
     """The numbers of a loss that schedules may change."""
 
-    alpha: float
+    alpha: float | None  # None where the divergence has no number
     margin: float
     scale: float
+
+
+def check_registered(name: str, registry: Registry[Any], what: str) -> None:
+    """Refuse a name that is not registered, with the nearest that is, or that cannot be used."""
+    if name not in registry:
+        check_known(name, registry.names(), what)
+    try:
+        registry.get(name)
+    except ConfigError as error:
+        raise ConfigError(f"{what} is {name!r}; {error}") from error
+
+
+@cache
+def _kind_of(margin: type) -> str:
+    """Registered name of a class of margins."""
+    return next(name for name in margins.names() if margins.get(name) is margin)
+
+
+def _number_of(kind: str) -> str:
+    """Name of a margin's main parameter."""
+    name = main_number(margins.get(kind))
+    if name is None:
+        raise ConfigError(f"margin_kind is {kind!r}, which takes no number; give it a parameter")
+    return name
 
 
 @dataclass(frozen=True)
@@ -67,56 +86,86 @@ class LossPart:
     for it. What is kept are its numbers, so that a record stays true when a preset changes.
 
     Args:
-        alpha: Order of the divergence.
-        margin_kind: ``"prior"`` (Q-Margin), ``"cosine"``, ``"angular"``, ``"multiplied"``
-            (SphereFace), ``"adaface"``, ``"magface"`` or ``"elastic"``.
+        alpha: Main number of the divergence, of an alpha-divergence its order; None where the
+            divergence has none.
+        margin_kind: Registered name of the margin: ``"prior"`` (Q-Margin), ``"cosine"``,
+            ``"angular"``, ``"multiplied"`` (SphereFace), ``"adaface"``, ``"magface"``,
+            ``"elastic"``, or one of yours.
         margin: The margin's main number, in its own unit: the lower margin of MagFace, the
             multiplier of ``"multiplied"``.
         scale: ``s``, positive.
-        options: Further settings of the margin, such as ``gradient`` of an angular one.
+        options: Further settings of the margin, such as ``gradient`` of an angular one. With
+            ``per_class``, a list or the path of a NumPy or text file with one number per class,
+            each class has that number times ``margin``.
+        divergence: Registered name of the divergence.
+        divergence_options: Further settings of the divergence.
+        plus: Margins that are added to the first, as settings by name.
 
     Examples:
-        >>> LossPart.from_preset("q_margin", margin=0.25)
-        LossPart(alpha=1.25, margin_kind='prior', margin=0.25, scale=32.0, options={})
+        >>> LossPart.from_preset("q_margin", margin=0.25).margin_kind
+        'prior'
         >>> LossPart.from_preset("cosface").build()
         MarginLoss(Alpha(alpha=1.0), CosineMargin(margin=0.5), scale=64, effective_margin=0.5)
+        >>> LossPart(1.25, "prior", 0.1, 16.0, plus={"cosine": {"margin": 0.05}}).build()
+        MarginLoss(Alpha(alpha=1.25), SumMargin(prior=PriorMargin(margin=0.1), \
+geometric=CosineMargin(margin=0.05)), scale=16, effective_margin=0.173)
     """
 
-    alpha: float
-    margin_kind: MarginKind
+    SHORTHANDS: ClassVar[tuple[str, ...]] = ("preset",)
+
+    alpha: float | None
+    margin_kind: str
     margin: float
     scale: float
-    options: dict[str, Option] = field(default_factory=dict, hash=False)
+    options: Options = field(default_factory=dict, hash=False)
+    divergence: str = field(default="alpha", metadata=NEW)
+    divergence_options: Options = field(default_factory=dict, hash=False, metadata=NEW)
+    plus: dict[str, Options] = field(default_factory=dict, hash=False, metadata=NEW)
 
     def __post_init__(self) -> None:
         check_fields(self)
-        kind, main = MARGINS[self.margin_kind]
+        check_registered(self.divergence, divergences, "divergence")
+        check_registered(self.margin_kind, margins, "margin_kind")
+        self._check_divergence()
+        main = _number_of(self.margin_kind)
         if main in self.options:
-            raise ConfigError(f"options has {main!r}, which is loss.margin; set it there")
-        what = f"an option of the {self.margin_kind} margin"
-        check_options(self.options, kind, what, given=(main,))
+            raise ConfigError(f"options.{main} is the margin's main number; set margin instead")
+        _check_margin_options(self.margin_kind, self.options, "options")
+        for kind, options in self.plus.items():
+            check_registered(kind, margins, "plus")
+            if kind == self.margin_kind:
+                raise ConfigError(f"plus.{kind} is the first margin; give its settings in options")
+            _check_margin_options(kind, options, f"plus.{kind}")
         with warnings.catch_warnings():  # a margin out of reach is said when a run builds the loss
             warnings.simplefilter("ignore", MarginWarning)
-            self.build()
+            self.build(values=self._stand_ins())
 
     @classmethod
     def from_preset(cls, preset: str, **changes: Any) -> LossPart:
         """The numbers of a published loss, some of them changed."""
-        check_known(preset, PRESETS, "preset")
-        if "margin_kind" in changes:
-            raise ConfigError(
-                f"preset is {preset!r} and margin_kind {changes['margin_kind']!r} is given as "
-                "well; a preset has a margin of its own, leave one of them out"
-            )
+        names = [entry.name for entry in fields(cls)]
         for name in changes:
-            check_known(name, hints_of(cls), "a setting of the loss")
-        loss: MarginLoss = getattr(presets, preset)()
-        kind = next(kind for kind, (made, _) in MARGINS.items() if type(loss.margin) is made)
-        number = getattr(loss.margin, MARGINS[kind][1])
-        # presets are written with alpha in decimals, and alpha_value went through alpha - 1
-        alpha = getattr(loss.divergence, "alpha", loss.alpha_value)
-        values = {"alpha": alpha, "margin": number, "scale": loss.scale, **changes}
-        return cls(margin_kind=kind, **values)  # type: ignore[arg-type]
+            check_known(name, names, "a setting of the loss")
+        return cls(**cls.expand({"preset": preset, **changes}))
+
+    @classmethod
+    def expand(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Fields from any way of writing a loss.
+
+        Examples:
+            >>> LossPart.expand({"margin": [{"prior": 0.1}, {"angular": 0.05}], "scale": 16})
+            {'margin': 0.1, 'scale': 16, 'margin_kind': 'prior', 'plus': {'angular': \
+{'margin': 0.05}}}
+        """
+        found = dict(values)
+        if "divergence" in found and (
+            "alpha" not in found or isinstance(found["divergence"], Mapping)
+        ):
+            found |= _read_divergence(found)
+        if isinstance(found.get("margin"), Mapping | list | tuple) or _is_name(found):
+            found |= _read_margins(found)
+        preset = found.pop("preset", None)
+        return found if preset is None else {**_preset_values(preset, found), **found}
 
     @property
     def settings(self) -> LossSettings:
@@ -124,25 +173,313 @@ class LossPart:
         return LossSettings(self.alpha, self.margin, self.scale)
 
     @property
-    def has_state(self) -> bool:
-        """Whether the margin keeps statistics or draws, which a new object would lose."""
-        return issubclass(MARGINS[self.margin_kind][0], nn.Module)
+    def order(self) -> float:
+        """Alpha of an alpha-divergence.
 
-    def build_margin(self, margin: float | None = None, *, seed: int | None = None) -> Margin:
-        """The margin, with another main number if one is given.
+        Raises:
+            ConfigError: The divergence is another one.
+        """
+        if self.divergence != "alpha" or self.alpha is None:
+            raise ConfigError(f"loss.divergence is {self.divergence!r}, which has no alpha")
+        return self.alpha
+
+    @property
+    def effective_margin(self) -> float | None:
+        """Cosine gap that the margin adds; None where that is not one number."""
+        if self.divergence != "alpha" or self.class_sources:
+            return None
+        return self.build_margin().effective(self.order, self.scale)
+
+    @property
+    def margins(self) -> tuple[tuple[str, float | None], ...]:
+        """Name and main number of every margin, the first one first."""
+        others = [(kind, options.get(_number_of(kind))) for kind, options in self.plus.items()]
+        numbers = [(kind, value if isinstance(value, float) else None) for kind, value in others]
+        return ((self.margin_kind, self.margin), *numbers)
+
+    @property
+    def has_state(self) -> bool:
+        """Whether the first margin keeps statistics or draws, which a new object would lose."""
+        return _is_stateful(self.margin_kind)
+
+    @property
+    def class_sources(self) -> dict[str, str | tuple[Any, ...]]:
+        """Per-class numbers by margin: the path of a file, or the numbers themselves."""
+        options = {self.margin_kind: self.options, **self.plus}
+        return {
+            kind: settings[PER_CLASS]  # type: ignore[misc]
+            for kind, settings in options.items()
+            if PER_CLASS in settings
+        }
+
+    def build(
+        self,
+        settings: LossSettings | None = None,
+        *,
+        seed: int | None = None,
+        values: Mapping[str, Tensor] | None = None,
+    ) -> MarginLoss:
+        """The loss, with other numbers if they are given.
 
         Args:
-            margin: Instead of the part's own.
-            seed: Of the draws of an elastic margin, unless ``options`` has one.
+            settings: Instead of the part's own.
+            seed: Of the draws of a margin that draws, unless its options have one.
+            values: Per-class numbers by margin; read where they are None.
         """
-        kind, main = MARGINS[self.margin_kind]
-        options: dict[str, Any] = {main: self.margin if margin is None else margin, **self.options}
-        if self.margin_kind == "elastic":
-            options.setdefault("seed", seed)
-        built: Margin = kind(**options)
-        return built
-
-    def build(self, settings: LossSettings | None = None, *, seed: int | None = None) -> MarginLoss:
-        """The loss, with other numbers if they are given."""
         alpha, margin, scale = self.settings if settings is None else settings
-        return MarginLoss(Alpha(alpha), self.build_margin(margin, seed=seed), scale=scale)
+        built = self.build_margin(margin, seed=seed, values=values)
+        return MarginLoss(self.build_divergence(alpha), built, scale=scale)
+
+    def build_divergence(self, number: float | None = None) -> Divergence:
+        """The divergence, with another main number if one is given."""
+        maker = divergences.get(self.divergence)
+        main, number = main_number(maker), self.alpha if number is None else number
+        numbers = {} if main is None or number is None else {main: number}
+        made: Divergence = maker(**numbers, **self.divergence_options)
+        return made
+
+    def build_margin(
+        self,
+        number: float | None = None,
+        *,
+        seed: int | None = None,
+        values: Mapping[str, Tensor] | None = None,
+        keep: Margin | None = None,
+    ) -> Margin:
+        """The margin, or the sum of margins, with another main number if one is given.
+
+        Args:
+            number: Instead of the part's own.
+            seed: Of the draws of a margin that draws, unless its options have one.
+            values: Per-class numbers by margin; read where they are None.
+            keep: A margin of this loss whose parts with state are used again.
+        """
+        if values is None:
+            values = {kind: read_class_values(one) for kind, one in self.class_sources.items()}
+        main = _number_of(self.margin_kind)
+        number = self.margin if number is None else number
+        settings: dict[str, Options] = {self.margin_kind: {main: number, **self.options}}
+        built: Any = None
+        for kind, options in (settings | self.plus).items():
+            if keep is not None and _is_stateful(kind):
+                made = keep.geometric if isinstance(keep, ModuleSumMargin) else keep
+            else:
+                made = _make_margin(kind, options, values.get(kind), seed)
+            built = made if built is None else built + made
+        result: Margin = built
+        return result
+
+    def _check_divergence(self) -> None:
+        maker = divergences.get(self.divergence)
+        main = main_number(maker)
+        if main is None and self.alpha is not None:
+            raise ConfigError(f"alpha is {self.alpha:g} and {self.divergence} takes no number")
+        if main is not None and self.alpha is None and _default_of(maker, main) is None:
+            raise ConfigError(
+                f"alpha is missing; give the {main} of the divergence {self.divergence}"
+            )
+        given = () if main is None else (main,)
+        check_options(self.divergence_options, maker, "divergence_options", given=given)
+
+    def _stand_ins(self) -> dict[str, Tensor]:
+        """What stands for per-class numbers of files, which are read when a run is built."""
+        return {
+            kind: torch.ones(1) if isinstance(source, str) else read_class_values(source)
+            for kind, source in self.class_sources.items()
+        }
+
+
+class ScheduledLoss:
+    """The loss of a run on its device: per-class numbers are read once, state is kept.
+
+    Args:
+        part: The loss of the recipe.
+        seed: Of the draws of margins.
+        num_classes: Of the data; None not to compare per-class numbers with it.
+        device: Of the cosines.
+
+    Raises:
+        ConfigError: Per-class numbers cannot be read, or are not one per class.
+    """
+
+    def __init__(
+        self,
+        part: LossPart,
+        *,
+        seed: int | None = None,
+        num_classes: int | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.part, self._settings = part, part.settings
+        self._values: dict[str, Tensor] = {}
+        self.sha256s: dict[str, str] = {}  # of the files that were read
+        for kind, source in part.class_sources.items():
+            values = read_class_values(source)
+            if num_classes is not None and len(values) != num_classes:
+                raise ConfigError(
+                    f"loss.options.{PER_CLASS} of the {kind} margin has {len(values):,} numbers "
+                    f"and the data {num_classes:,} classes; give one number per class"
+                )
+            if isinstance(source, str):
+                self.sha256s[kind] = sha256_of(Path(source).expanduser())
+            self._values[kind] = values.to(device)
+        self.loss = part.build(seed=seed, values=self._values)
+
+    def at(self, settings: LossSettings) -> MarginLoss:
+        """The loss with the numbers of a step; the same object while they do not change."""
+        if settings == self._settings:
+            return self.loss
+        old = self.loss
+        margin = self.part.build_margin(settings.margin, values=self._values, keep=old.margin)
+        with warnings.catch_warnings():  # the numbers at the end were judged when it was built
+            warnings.simplefilter("ignore", MarginWarning)
+            self.loss = MarginLoss(
+                self.part.build_divergence(settings.alpha),
+                margin,
+                scale=settings.scale,
+                reduction=old.reduction,
+                ignore_index=old.ignore_index,
+                debug=old.debug,
+            ).train(old.training)
+        self._settings = settings
+        return self.loss
+
+
+def read_class_values(source: str | tuple[Any, ...]) -> Tensor:
+    """Numbers, one per class, from a list, a ``.npy`` file or a text file with one per line.
+
+    Raises:
+        ConfigError: It cannot be read, or holds something else than finite numbers.
+    """
+    where = f"loss.options.{PER_CLASS}"
+    try:
+        numbers = _read_file(Path(source).expanduser()) if isinstance(source, str) else source
+        values = torch.as_tensor(numbers, dtype=torch.float32)
+    except (OSError, ValueError, TypeError, DataError) as error:
+        raise ConfigError(f"{where} is {short(source)}, which cannot be read ({error})") from error
+    if values.ndim != 1 or not len(values) or not bool(values.isfinite().all()):
+        raise ConfigError(f"{where} is {short(source)}, not a list of finite numbers")
+    return values
+
+
+def _read_file(path: Path) -> Any:
+    import numpy as np
+
+    with open_regular(path) as file:
+        if path.stat().st_size > MAX_CLASS_BYTES:
+            raise DataError(f"the file has more than {MAX_CLASS_BYTES:,} bytes")
+        if path.suffix == ".npy":  # mapped: a header cannot claim more than the file has
+            return np.array(np.load(path, mmap_mode="r", allow_pickle=False), dtype=np.float32)
+        return [float(line) for line in file.read().decode("ascii").split()]
+
+
+def _read_divergence(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of a divergence: ``"name"``, ``{"name": number}`` or ``{"name": {settings}}``."""
+    name, options = _one_entry(values["divergence"], divergences, "divergence")
+    main = main_number(divergences.get(name))
+    number = options.pop(main, None) if main is not None else None
+    if number is not None and values.get("alpha") is not None:
+        raise ConfigError(f"alpha is {values['alpha']} and divergence.{name} {number}; keep one")
+    number = values.get("alpha") if number is None else number
+    return {"divergence": name, "alpha": number, "divergence_options": options}
+
+
+def _read_margins(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of one margin or a list of them, each as ``_read_divergence`` has a divergence."""
+    given = values["margin"]
+    for name in ("margin_kind", "options", "plus"):
+        if values.get(name):
+            raise ConfigError(f"{name} is given and margin has its own settings; keep one of them")
+    entries = given if isinstance(given, list | tuple) else [given]
+    found: dict[str, dict[str, Any]] = {}
+    for entry in entries:
+        kind, options = _one_entry(entry, margins, "margin")
+        if kind in found:
+            raise ConfigError(f"margin has {kind} twice; keep one of them")
+        main = _number_of(kind)
+        default = 1.0 if PER_CLASS in options else _default_of(margins.get(kind), main)
+        if main not in options and default is not None:
+            options = {main: default, **options}
+        found[kind] = options
+    if not found:
+        raise ConfigError("margin is an empty list; give at least one margin")
+    (first, options), *others = found.items()
+    main = _number_of(first)
+    if main not in options:
+        raise ConfigError(f"margin.{first} has no {main}; give a number")
+    result: dict[str, Any] = {"margin_kind": first, "margin": options.pop(main)}
+    result |= {"options": options} if options else {}
+    return result | ({"plus": dict(others)} if others else {})
+
+
+def _is_name(values: Mapping[str, Any]) -> bool:
+    """Whether the margin is a name, and not the text of a number as YAML 1.1 has 1e-1."""
+    margin = values.get("margin")
+    has_kind = "margin_kind" in values or "preset" in values
+    return isinstance(margin, str) and not has_kind and NUMBER.fullmatch(margin) is None
+
+
+def _one_entry(entry: Any, registry: Registry[Any], where: str) -> tuple[str, dict[str, Any]]:
+    """Name and settings of ``"name"``, ``{"name": number}`` or ``{"name": {settings}}``."""
+    if isinstance(entry, str):
+        entry = {entry: {}}
+    if not isinstance(entry, Mapping) or len(entry) != 1:
+        raise ConfigError(
+            f"{where} is {short(entry)}, not a name with its settings, as in {{prior: 0.2}}"
+        )
+    ((name, options),) = entry.items()
+    check_registered(str(name), registry, where)
+    if isinstance(options, Mapping):
+        return name, dict(options)
+    main = main_number(registry.get(name))
+    if options is None or main is None:
+        if options is not None:
+            raise ConfigError(f"{where}.{name} is {short(options)} and takes no number")
+        return name, {}
+    return name, {main: options}
+
+
+def _preset_values(preset: Any, changes: Mapping[str, Any]) -> dict[str, Any]:
+    check_known(str(preset), PRESETS, "preset")
+    if "margin_kind" in changes:
+        raise ConfigError(
+            f"preset is {preset!r} and margin_kind {changes['margin_kind']!r} is given as "
+            "well; a preset has a margin of its own, leave one of them out"
+        )
+    loss: MarginLoss = getattr(presets, preset)()
+    kind = _kind_of(type(loss.margin))
+    number = getattr(loss.margin, _number_of(kind))
+    # presets are written with alpha in decimals, and alpha_value went through alpha - 1
+    alpha = getattr(loss.divergence, "alpha", loss.alpha_value)
+    return {"alpha": alpha, "margin_kind": kind, "margin": number, "scale": loss.scale}
+
+
+def _check_margin_options(kind: str, options: Mapping[str, Any], where: str) -> None:
+    """Refuse options that a margin does not take; those of the first leave its number out."""
+    given = (_number_of(kind),) if where == "options" else ()
+    named = {name: value for name, value in options.items() if name != PER_CLASS}
+    check_options(named, margins.get(kind), where, given=given)
+
+
+def _make_margin(
+    kind: str, options: Mapping[str, Any], values: Tensor | None, seed: int | None
+) -> Any:
+    maker, main, chosen = margins.get(kind), _number_of(kind), dict(options)
+    if chosen.pop(PER_CLASS, None) is not None:
+        assert values is not None  # whoever builds a loss reads them
+        chosen[main] = PerClass(values * chosen.get(main, 1.0))
+    if seed is not None and "seed" in inspect.signature(maker).parameters:
+        chosen.setdefault("seed", seed)
+    return maker(**chosen)
+
+
+def _is_stateful(kind: str) -> bool:
+    maker = margins.get(kind)
+    return isinstance(maker, type) and issubclass(maker, nn.Module)
+
+
+def _default_of(maker: Callable[..., Any], name: str | None) -> Any:
+    """Default of a parameter; None where there is none."""
+    found = inspect.signature(maker).parameters.get(name or "")
+    default = None if found is None or found.default is found.empty else found.default
+    return default if default is None or math.isfinite(default) else None

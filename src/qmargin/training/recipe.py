@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import warnings
-from collections.abc import Iterator
-from dataclasses import dataclass, field, fields, is_dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 from qmargin.errors import ConfigError, MarginWarning
-from qmargin.training.fields import check_at_least, check_fields
-from qmargin.training.loss_part import LossPart
-from qmargin.training.parts import (
-    DataPart,
-    HeadPart,
-    ModelPart,
-    OptimizerPart,
-    PrecisionPart,
-    RunPart,
-    SchedulePart,
-    ValueSchedule,
-)
+from qmargin.registry import datasets
+from qmargin.schema import Options, check_fields, check_range, flatten
+from qmargin.training.loss_part import LossPart, check_registered
 
 __all__ = [
     "DataPart",
@@ -36,6 +27,321 @@ __all__ = [
     "ValueSchedule",
     "flatten",
 ]
+
+HalfOrSingle = Literal["float16", "bfloat16", "float32"]
+MOST_WORKERS = 1024  # per rank; each is a process
+LONGEST_TIMEOUT_S = 1e7  # 115 days
+
+
+@dataclass(frozen=True)
+class DataPart:
+    """Samples, and how many of them make a step.
+
+    Args:
+        kind: Registered name: ``"synthetic"`` identities, ``"strokes"``, ``"images"``,
+            ``"audio"``, or one of yours.
+        batch_size: Samples of a step over **all** ranks and accumulated parts.
+        path: Where the samples are; computed ones have none.
+        num_classes: Identities; None to count them in the data.
+        options: Of the dataset, such as ``samples_per_class`` and ``noise`` of synthetic ones, or
+            ``flip``, ``photometric`` and ``low_resolution`` of images.
+        num_workers: Loading processes per rank, at most 1024; it changes nothing but speed.
+        max_corrupt: Unreadable samples that are replaced before the run stops.
+        drop_last: Leave out the samples at the end of an epoch that do not fill a batch.
+        index_dir: Folder for the index of the samples; None for a place beside them.
+    """
+
+    kind: str
+    batch_size: int
+    path: str | None = None
+    num_classes: int | None = None
+    options: Options = field(default_factory=dict, hash=False)
+    num_workers: int = 0
+    max_corrupt: int = 100
+    drop_last: bool = True
+    index_dir: str | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        check_range(self, "batch_size", "num_classes", at_least=1)
+        check_range(self, "max_corrupt", at_least=0)
+        check_range(self, "num_workers", at_least=0, at_most=MOST_WORKERS)
+        check_registered(self.kind, datasets, "kind")
+        if self.path is not None and not self.is_stored:
+            raise ConfigError(f"path is {self.path!r} and {self.kind} data has none; leave it out")
+        taken = inspect.signature(datasets.get(self.kind)).parameters
+        for name in ("path", "num_classes"):
+            is_needed = name in taken and taken[name].default is inspect.Parameter.empty
+            if is_needed and getattr(self, name) is None:
+                raise ConfigError(f"{name} is missing; {self.kind} data needs it, set data.{name}")
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether the samples are read from a path, and not computed."""
+        return "path" in inspect.signature(datasets.get(self.kind)).parameters
+
+
+@dataclass(frozen=True)
+class ModelPart:
+    """The backbone, by its name in ``qmargin.models``, with its options.
+
+    Args:
+        backbone: Its name.
+        embedding_dim: Length of an embedding.
+        options: Of this backbone.
+        weights: What it starts with: a model directory, a safetensors file or a PyTorch
+            checkpoint. None for fresh weights.
+    """
+
+    backbone: str
+    embedding_dim: int = 512
+    options: Options = field(default_factory=dict, hash=False)
+    weights: str | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        check_range(self, "embedding_dim", at_least=1)
+
+
+@dataclass(frozen=True)
+class HeadPart:
+    """How the classifier takes a step; see ``MarginClassifier``.
+
+    Args:
+        path: ``"auto"`` or one of the head's paths.
+        update: ``"exact"`` (``ExactSGD``), ``"sparse"`` (``SparseSGD``: another optimizer, which
+            touches active classes only) or ``"torch"`` (the optimizer of the backbone).
+        lr_ratio: Learning rate of the prototypes over that of the backbone; above 1 where classes
+            are visited a few times only.
+        gradient: ``"auto"`` takes what the update needs: ``"fused"``, or ``"dense"`` for torch.
+        screen_dtype: Precision of the screened copy; None for the head's own choice.
+        chunk_dtype: Precision of the products of chunked steps; None for the head's own choice.
+        sample_rate: Share of the classes that ``path="sampled"`` takes.
+        top_percent: Percentage of the classes that ``path="paper"`` takes.
+    """
+
+    path: Literal["auto", "sparse", "chunked", "dense", "sampled", "paper"] = "auto"
+    update: Literal["exact", "sparse", "torch"] = "exact"
+    lr_ratio: float = 1.0
+    gradient: Literal["auto", "dense", "sparse", "fused"] = "auto"
+    screen_dtype: HalfOrSingle | None = None
+    chunk_dtype: HalfOrSingle | None = None
+    sample_rate: float = 0.1
+    top_percent: float = 5.0
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        check_range(self, "lr_ratio", above=0)
+        check_range(self, "sample_rate", above=0, at_most=1)
+        check_range(self, "top_percent", above=0, at_most=100)
+        is_fused = self.gradient == "fused"
+        if self.gradient != "auto" and is_fused != (self.update != "torch"):
+            needed = "dense" if self.update == "torch" else "fused"
+            raise ConfigError(
+                f"gradient is {self.gradient!r} and update {self.update!r} needs {needed!r}; "
+                "leave the gradient at 'auto'"
+            )
+
+    @property
+    def gradient_form(self) -> str:
+        """What backward leaves, with ``"auto"`` decided."""
+        if self.gradient != "auto":
+            return self.gradient
+        return "dense" if self.update == "torch" else "fused"
+
+
+@dataclass(frozen=True)
+class OptimizerPart:
+    """The optimizer of the backbone and, unless the head has one of its own, of the prototypes.
+
+    Args:
+        kind: ``"sgd"`` or ``"adamw"``.
+        lr: Learning rate at the peak of the schedule.
+        momentum: Of SGD.
+        weight_decay: Times the weight.
+        nesterov: Of SGD.
+        beta1: Of AdamW.
+        beta2: Of AdamW.
+        epsilon: Of AdamW.
+        decay_norms: Whether biases, norms and other vectors of the backbone decay as well.
+        clip_norm: Largest norm of a step's gradient; None not to clip.
+        clip_head: Whether the prototypes' gradient counts in that norm and is clipped with it.
+        accumulation: Parts into which each rank cuts its share of a batch.
+        base_batch: If given, every learning rate is multiplied by ``batch_size / base_batch``.
+    """
+
+    lr: float
+    kind: Literal["sgd", "adamw"] = "sgd"
+    momentum: float = 0.9
+    weight_decay: float = 5e-4
+    nesterov: bool = False
+    beta1: float = 0.9
+    beta2: float = 0.999
+    epsilon: float = 1e-8
+    decay_norms: bool = True
+    clip_norm: float | None = None
+    clip_head: bool = True
+    accumulation: int = 1
+    base_batch: int | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        check_range(self, "lr", "epsilon", "clip_norm", above=0)
+        check_range(self, "momentum", "beta1", "beta2", at_least=0, below=1)
+        check_range(self, "weight_decay", at_least=0)
+        check_range(self, "accumulation", "base_batch", at_least=1)
+        if self.nesterov and (self.kind != "sgd" or self.momentum == 0.0):
+            raise ConfigError(
+                f"nesterov is on for {self.kind} with momentum {self.momentum:g}; it needs sgd "
+                "with momentum, switch it off"
+            )
+
+
+@dataclass(frozen=True)
+class SchedulePart:
+    """The learning rate over a run; formulas in ``qmargin.training.schedules``.
+
+    Args:
+        kind: ``"step"``, ``"polynomial"``, ``"cosine"``, ``"exponential"`` or ``"constant"``.
+        epochs: Length of the schedule; None for that of the run.
+        warmup_epochs: A line up from ``warmup_start`` at the beginning; parts of epochs may be
+            given.
+        warmup_start: Share of the learning rate at step 0.
+        decay_in_warmup: Whether decay starts at step 0, under the warm-up, as in WeSpeaker, or
+            when the warm-up ends.
+        milestones: Epochs after which ``"step"`` multiplies by ``gamma``.
+        gamma: Factor of ``"step"``.
+        power: Of ``"polynomial"``; 1 is a line.
+        final_lr: At the end of ``"polynomial"``, ``"cosine"`` and ``"exponential"``.
+    """
+
+    kind: Literal["step", "polynomial", "cosine", "exponential", "constant"] = "constant"
+    epochs: int | None = None
+    warmup_epochs: float = 0.0
+    warmup_start: float = 0.0
+    decay_in_warmup: bool = False
+    milestones: tuple[float, ...] = ()
+    gamma: float = 0.1
+    power: float = 1.0
+    final_lr: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        check_range(self, "epochs", at_least=1)
+        check_range(self, "warmup_epochs", "final_lr", at_least=0)
+        check_range(self, "warmup_start", at_least=0, below=1)
+        check_range(self, "gamma", "power", above=0)
+        if self.kind == "step" and not self.milestones:
+            raise ConfigError("milestones is empty; a step schedule needs the epochs of its steps")
+        if any(mark <= 0.0 for mark in self.milestones) or (
+            sorted(set(self.milestones)) != list(self.milestones)
+        ):
+            raise ConfigError(
+                f"milestones is {list(self.milestones)}; give growing numbers of epochs above 0"
+            )
+        if self.kind == "exponential" and self.final_lr == 0.0:
+            raise ConfigError("final_lr is 0, which no exponential reaches; give a positive one")
+
+
+@dataclass(frozen=True)
+class ValueSchedule:
+    """A number that moves from ``initial`` to ``final`` between two epochs.
+
+    Epochs are counted from 0: with ``start_epoch=19`` the move begins after 19 full epochs, which
+    is "epoch 20" for those who count from 1.
+
+    Args:
+        kind: ``"linear"``, ``"exponential"`` (fast first, as the margin rises in WeSpeaker and in
+            the paper's speaker runs) or ``"constant"`` (a jump at ``start_epoch``).
+        initial: Until ``start_epoch``.
+        final: From ``end_epoch`` on; None for the number in the loss part.
+        start_epoch: Parts of epochs may be given.
+        end_epoch: Not before ``start_epoch``; a jump has none.
+    """
+
+    kind: Literal["constant", "exponential", "linear"] = "exponential"
+    initial: float = 0.0
+    final: float | None = None
+    start_epoch: float = 0.0
+    end_epoch: float | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        check_range(self, "start_epoch", at_least=0)
+        if self.kind == "constant":
+            if self.end_epoch is not None:
+                raise ConfigError(f"end_epoch is {self.end_epoch:g} and a jump has none; remove it")
+        elif self.end_epoch is None:
+            raise ConfigError(f"end_epoch is missing; a schedule that is {self.kind} needs one")
+        elif self.end_epoch <= self.start_epoch:
+            raise ConfigError(
+                f"end_epoch is {self.end_epoch:g} and start_epoch {self.start_epoch:g}; "
+                "the end must be later"
+            )
+
+
+@dataclass(frozen=True)
+class PrecisionPart:
+    """Precision of the backbone (``"fp32"``, ``"bf16"``, ``"fp16"``), its layout, its compiler."""
+
+    dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+    channels_last: bool = False
+    compile: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True)
+class RunPart:
+    """Length of a run, what it writes and what it survives; intervals are in steps.
+
+    Args:
+        epochs: Over the data.
+        max_steps: Stop earlier; the schedule stays as it is.
+        start_from: Output folder of another run, or one of its checkpoints: this one starts with
+            the weights of its backbone, averaged where that run wrote an average, and with its
+            prototypes. None for fresh weights.
+        save_every_steps: Between checkpoints.
+        keep: Newest checkpoints that are kept.
+        validate_every: Between calls of the validation hooks; None for none.
+        log_every: Between lines of the journal.
+        ema_decay: Of a moving average of the backbone's weights; None for none.
+        average_last: Checkpoints averaged at the end; 0 for none.
+        nan_budget: Steps that may be skipped because something was not finite.
+        timeout_s: Seconds after which a rank that says nothing counts as lost.
+        spike_factor: Roll back when the loss exceeds its recent level by this factor; None never.
+        spike_window: Steps that make the recent level, and that are skipped after a roll-back.
+    """
+
+    epochs: int
+    max_steps: int | None = None
+    start_from: str | None = None
+    save_every_steps: int = 1000
+    keep: int = 3
+    validate_every: int | None = None
+    log_every: int = 50
+    ema_decay: float | None = None
+    average_last: int = 0
+    nan_budget: int = 10
+    timeout_s: float = 600.0
+    spike_factor: float | None = None
+    spike_window: int = 100
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        counts = ("epochs", "max_steps", "save_every_steps", "keep", "validate_every", "log_every")
+        check_range(self, *counts, "spike_window", at_least=1)
+        check_range(self, "average_last", "nan_budget", at_least=0)
+        check_range(self, "timeout_s", above=0, at_most=LONGEST_TIMEOUT_S)
+        check_range(self, "ema_decay", at_least=0, below=1)
+        check_range(self, "spike_factor", above=1)
+        if self.average_last > self.keep:
+            raise ConfigError(
+                f"average_last is {self.average_last} and only {self.keep} checkpoints are kept; "
+                "raise run.keep"
+            )
+
 
 SCHEDULED = {"margin_schedule": "margin", "scale_schedule": "scale", "alpha_schedule": "alpha"}
 FREE = (  # keys, or the sections above them, that do not decide what a run computes
@@ -105,7 +411,7 @@ class Recipe:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        check_at_least(self, 0, "seed")
+        check_range(self, "seed", at_least=0)
         if not self.name.strip():
             raise ConfigError("name is empty; give the recipe one")
         self._check_schedule()
@@ -160,7 +466,7 @@ class Recipe:
                 f"optimizer.kind is {optimizer.kind!r} and head.update {head.update!r} is a form "
                 "of sgd; set head.update to 'torch'"
             )
-        if parts > 1 and head.left_gradient == "fused":
+        if parts > 1 and head.gradient_form == "fused":
             raise ConfigError(
                 f"optimizer.accumulation is {parts} and head.update {head.update!r} holds the "
                 "gradient of one part only; set head.update to 'torch'"
@@ -170,7 +476,7 @@ class Recipe:
                 f"optimizer.accumulation is {parts}, which does not divide data.batch_size "
                 f"{self.data.batch_size}; choose a divisor"
             )
-        if head.left_gradient == "sparse" and (
+        if head.gradient_form == "sparse" and (
             optimizer.kind != "sgd" or optimizer.weight_decay > 0.0
         ):
             raise ConfigError(
@@ -180,33 +486,34 @@ class Recipe:
             )
 
     def _check_loss(self) -> None:
-        if self.margin_schedule is not None and self.loss.margin_kind in (
-            "adaface",
-            "magface",
-            "elastic",
-        ):
+        loss = self.loss
+        if self.margin_schedule is not None and loss.has_state:
             raise ConfigError(
-                f"margin_schedule is given and the {self.loss.margin_kind} margin sets its own "
-                "margins; remove the schedule"
+                f"margin_schedule is given and the {loss.margin_kind} margin sets its own margins; "
+                "remove the schedule"
+            )
+        if self.alpha_schedule is not None and loss.alpha is None:
+            raise ConfigError(
+                f"alpha_schedule is given and the divergence {loss.divergence} has no number; "
+                "remove the schedule"
             )
         for name, target in SCHEDULED.items():
-            part: ValueSchedule | None = getattr(self, name)
-            for value in (part.initial, part.final) if part is not None else ():
-                if value is not None:
-                    _check_value(self.loss, target, value, name)
-        alphas = [self.loss.alpha] if self.alpha_schedule is None else _ends(self)
-        if self.head.path in ("sparse", "paper") and min(alphas) <= 1.0:
+            for value in _ends(getattr(self, name)):
+                _check_value(loss, target, value, name)
+        alphas = [loss.alpha, *_ends(self.alpha_schedule)] if loss.divergence == "alpha" else []
+        lowest = min((alpha for alpha in alphas if alpha is not None), default=0.0)
+        if self.head.path in ("sparse", "paper") and lowest <= 1.0:
             raise ConfigError(
-                f"head.path is {self.head.path!r} and alpha is {min(alphas):g}; that path needs an "
-                "alpha above 1, set head.path to 'auto'"
+                f"head.path is {self.head.path!r} and loss.alpha {lowest:g}; that path needs an "
+                "alpha-divergence with an alpha above 1, set head.path to 'auto'"
             )
 
 
-def _ends(recipe: Recipe) -> list[float]:
-    """The smallest and largest alpha of a schedule, in some order."""
-    part = recipe.alpha_schedule
-    assert part is not None
-    return [part.initial, recipe.loss.alpha if part.final is None else part.final]
+def _ends(schedule: ValueSchedule | None) -> list[float]:
+    """First and last value of a schedule, where it has its own."""
+    if schedule is None:
+        return []
+    return [value for value in (schedule.initial, schedule.final) if value is not None]
 
 
 def _check_value(loss: LossPart, target: str, value: float, name: str) -> None:
@@ -214,33 +521,98 @@ def _check_value(loss: LossPart, target: str, value: float, name: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", MarginWarning)
         try:
-            loss.build(loss.settings._replace(**{target: value}))
+            replace(loss, **{target: value})  # type: ignore[arg-type]
         except ConfigError as error:
             raise ConfigError(f"{name}: {error}") from error
-
-
-def flatten(part: Any, prefix: str = "") -> dict[str, Any]:
-    """Every value of a recipe by its dotted key; a section that is absent is None.
-
-    Examples:
-        >>> flatten(PrecisionPart(), "precision")
-        {'precision.dtype': 'fp32', 'precision.channels_last': False, 'precision.compile': False}
-    """
-    return dict(_walk(part, prefix))
-
-
-def _walk(value: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-    start = f"{prefix}." if prefix else ""
-    if is_dataclass(value):
-        for entry in fields(value):
-            yield from _walk(getattr(value, entry.name), start + entry.name)
-    elif isinstance(value, dict):
-        for name, inner in value.items():
-            yield from _walk(inner, start + name)
-    else:
-        yield prefix, value
 
 
 def is_under(key: str, sections: tuple[str, ...]) -> bool:
     """Whether a dotted key is one of these, or inside one of these sections."""
     return any(key == section or key.startswith(f"{section}.") for section in sections)
+
+
+FIXED = (  # with another of these, saved weights and positions would mean something else
+    "seed",
+    "data.kind",
+    "data.num_classes",
+    "data.options",
+    "data.batch_size",
+    "data.drop_last",
+    "model",
+    "loss.divergence",
+    "loss.divergence_options",
+    "loss.margin_kind",
+    "loss.options",
+    "loss.plus",
+    "optimizer.kind",
+)
+
+
+def diff(old: Recipe, new: Recipe) -> list[str]:
+    """What differs between two recipes, one line per key.
+
+    Values that follow from others are compared as well: a longer run whose learning rate follows
+    its length has two lines.
+
+    Examples:
+        >>> from dataclasses import replace
+        >>> from qmargin.recipes.debug import debug
+        >>> diff(debug(), replace(debug(), seed=7))
+        ['seed: 0 -> 7']
+    """
+    return [line for _, line in _changes(old, new)]
+
+
+def refused_changes(saved: Recipe, asked: Recipe) -> list[str]:
+    """Lines of ``diff`` with which a run cannot be resumed; see ``FIXED``."""
+    return [line for key, line in _changes(saved, asked) if is_under(key, FIXED)]
+
+
+def check_resume(saved: Recipe, asked: Recipe, *, allow_changes: bool = False) -> list[str]:
+    """The lines to show before a run is resumed under another recipe; refuse what cannot be.
+
+    Args:
+        saved: Recipe of the checkpoint.
+        asked: Recipe to go on with.
+        allow_changes: Whether the outcome may change.
+
+    Returns:
+        Lines of ``diff``; those that change what the run computes end in a note that says so.
+
+    Raises:
+        ConfigError: If a change is in ``FIXED``; or alters the outcome, and that is not allowed.
+    """
+    refused = refused_changes(saved, asked)
+    if refused:
+        raise ConfigError(
+            f"this run cannot be resumed with {'; '.join(refused)}; undo the change, or start a "
+            "new run in another folder"
+        )
+    changes = _changes(saved, asked)
+    altering = [line for key, line in changes if not is_under(key, FREE)]
+    if altering and not allow_changes:
+        raise ConfigError(
+            f"this run was saved with another recipe: {'; '.join(altering)}; resume without naming "
+            "a recipe or these settings to keep the stored one, or add --allow-changes "
+            "(allow_changes=True in Python) to change the outcome"
+        )
+    return [f"{line} (changes the outcome)" if line in altering else line for _, line in changes]
+
+
+def _changes(old: Recipe, new: Recipe) -> list[tuple[str, str]]:
+    before, after = flatten(old.resolved()), flatten(new.resolved())
+    keys = [*before, *(key for key in after if key not in before)]
+    pairs = [(key, before.get(key), after.get(key)) for key in keys]  # absent is None
+    return [
+        (key, f"{key}: {_text(left)} -> {_text(right)}")
+        for key, left, right in pairs
+        if left != right or type(left) is not type(right)
+    ]
+
+
+def _text(value: object) -> str:
+    if value is None:
+        return "none"
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_text, value))}]"
+    return f"{value:g}" if isinstance(value, float) and float(f"{value:g}") == value else str(value)

@@ -1,22 +1,167 @@
-"""Everything a run tells: journal, status, display and trackers, from the first rank only."""
+"""Everything a run reports, from rank 0: journal, status, terminal and trackers."""
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
-from qmargin.training.display import Display, NoDisplay, open_display
-from qmargin.training.journal import Journal
-from qmargin.training.process import Process
+from qmargin.errors import ConfigError
+from qmargin.schema import check_known
+from qmargin.terminal import rich_console, start_live
+from qmargin.training.distributed.process import Process
+from qmargin.training.journal import Journal, write_status
 from qmargin.training.recipe import Recipe
+from qmargin.training.recipe_files import to_dict
 from qmargin.training.signals import Interrupted
-from qmargin.training.status import write_status
-from qmargin.training.trackers import TRACKERS, Tracker, numbers_of
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as Bars
+    from rich.progress import Task
+
+
+class Display:
+    """Shows steps, their records and notes; this one, for ranks other than 0, shows nothing."""
+
+    def moved(self, step: int, eta_s: float | None) -> None:
+        """Show how many steps have been taken, and the seconds left."""
+
+    def step(self, record: Mapping[str, Any]) -> None:
+        """Show a record of the journal."""
+
+    def note(self, text: str) -> None:
+        """Show a sentence."""
+
+    def close(self) -> None:
+        """Leave the terminal as it was."""
+
+
+class PlainDisplay(Display):
+    """A line per record, for files and job managers."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def step(self, record: Mapping[str, Any]) -> None:
+        """Write the record."""
+        self.note(describe(record))
+
+    def note(self, text: str) -> None:
+        """Write a line."""
+        self._stream.write(text + "\n")
+        self._stream.flush()
+
+
+class BarDisplay(Display):
+    """A bar, and the numbers of the last record in a line below it."""
+
+    def __init__(self, stream: TextIO, total_steps: int, start: int) -> None:
+        from rich.console import Group
+        from rich.live import Live
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+        from rich.text import Text
+
+        self._line = Text("waiting for the first record")
+        self._bars: Bars = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[speed]}"),
+        )
+        self._bars.add_task("", total=total_steps, completed=start, speed="")
+        self.task: Task = self._bars.tasks[0]
+        self._rate = ""
+        shown = Group(self._bars, self._line)
+        self._live = Live(shown, console=rich_console(stream), refresh_per_second=4)
+        start_live(self._live)
+
+    def moved(self, step: int, eta_s: float | None) -> None:
+        """Move the bar; it is drawn a few times a second, so this costs next to nothing."""
+        self.task.completed = step
+        self.task.fields["speed"] = f"{self._rate}{duration(eta_s)} left"
+
+    def step(self, record: Mapping[str, Any]) -> None:
+        """Move the bar and change the numbers."""
+        self._rate = f"{record['samples_per_s']:,.0f} samples/s, "
+        self.task.description = f"epoch {record['epoch']}"
+        self.moved(record["step"], record["eta_s"])
+        self._line.plain = ", ".join([f"loss {_number(record['loss'])}", *_settings(record)])
+
+    def note(self, text: str) -> None:
+        """Write a line above the bar."""
+        self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def close(self) -> None:
+        """Leave the bar as it stands."""
+        self._live.stop()
+
+
+def open_display(total_steps: int, *, start: int = 0, stream: TextIO | None = None) -> Display:
+    """A bar if the stream is a terminal and rich is installed, otherwise plain lines.
+
+    Args:
+        total_steps: Of the run.
+        start: Steps that were taken before.
+        stream: Standard error by default.
+    """
+    stream = sys.stderr if stream is None else stream
+    if not stream.isatty() or find_spec("rich") is None:
+        return PlainDisplay(stream)
+    return BarDisplay(stream, total_steps, start)
+
+
+def describe(record: Mapping[str, Any]) -> str:
+    """A step record in one line.
+
+    Examples:
+        >>> record = {"step": 20, "total_steps": 300, "epoch": 0, "loss": 1.5, "lr": 0.1}
+        >>> record |= {"margin": 0.2, "effective_margin": 0.5, "path": "sparse", "eta_s": 65.4}
+        >>> describe(record | {"support_mean": 12.25, "support_max": 40, "samples_per_s": 5120.0})
+        'step 20/300, epoch 0, loss 1.5, lr 0.1, margin 0.2 (0.5), support 12.25 (max 40), sparse, \
+5,120 samples/s, 0:01:05 left'
+    """
+    parts = [
+        f"step {record['step']}/{record['total_steps']}",
+        f"epoch {record['epoch']}",
+        f"loss {_number(record['loss'])}",
+        *_settings(record),
+        f"{record['samples_per_s']:,.0f} samples/s",
+        f"{duration(record['eta_s'])} left",
+    ]
+    return ", ".join(parts)
+
+
+def _settings(record: Mapping[str, Any]) -> list[str]:
+    effective = record.get("effective_margin")
+    gap = "" if effective is None else f" ({_number(effective)})"
+    return [
+        f"lr {_number(record['lr'])}",
+        f"margin {_number(record['margin'])}{gap}",
+        f"support {_number(record['support_mean'])} (max {_number(record['support_max'])})",
+        str(record["path"]),
+    ]
+
+
+def _number(value: float | str | None) -> str:
+    return f"{value:.4g}" if isinstance(value, int | float) else str(value)
+
+
+def duration(seconds: float | None) -> str:
+    """Seconds for people.
+
+    Examples:
+        >>> duration(3725.2)
+        '1:02:05'
+    """
+    return "unknown time" if seconds is None else str(timedelta(seconds=round(seconds)))
+
 
 SPAN_S = 1.0  # steps are timed together for at least this long: loaders deliver in bursts
 NUM_SPANS = 30  # of the recent ones, whose median is the speed
@@ -75,8 +220,96 @@ class Meter:
         return rates
 
 
+class Tracker(Protocol):
+    """Takes numbers by name; texts and None are left out before."""
+
+    def log(self, numbers: Mapping[str, float], step: int) -> None:
+        """Record the numbers of a step."""
+
+    def close(self) -> None:
+        """Write what is left."""
+
+
+class TensorBoardTracker:
+    """Scalars in ``DIR/tensorboard``."""
+
+    def __init__(self, recipe: Recipe, folder: Path, step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        # numbers from a step on replace what an abandoned attempt wrote
+        self._writer: Any = SummaryWriter(str(folder / "tensorboard"), purge_step=step)
+
+    def log(self, numbers: Mapping[str, float], step: int) -> None:
+        """Add one scalar per number."""
+        for name, number in numbers.items():
+            self._writer.add_scalar(name, number, step)
+
+    def close(self) -> None:
+        """Write what is left."""
+        self._writer.close()
+
+
+class WandbTracker:
+    """A run of Weights & Biases, with which a resumed training goes on.
+
+    Its settings come from its own environment variables, such as ``WANDB_PROJECT``.
+    """
+
+    def __init__(self, recipe: Recipe, folder: Path, step: int) -> None:
+        import wandb  # type: ignore[import-not-found,unused-ignore]
+
+        marker = folder / "wandb-run.txt"
+        name = marker.read_text(encoding="ascii").strip() if marker.exists() else None
+        options = {"id": name, "resume": "allow", "dir": str(folder)}
+        self._run: Any = wandb.init(name=recipe.name, config=to_dict(recipe), **options)
+        marker.write_text(f"{self._run.id}\n", encoding="ascii")
+
+    def log(self, numbers: Mapping[str, float], step: int) -> None:
+        """Send the numbers."""
+        self._run.log(dict(numbers), step=step)
+
+    def close(self) -> None:
+        """Finish the run."""
+        self._run.finish()
+
+
+TRACKERS: dict[str, Callable[[Recipe, Path, int], Tracker]] = {
+    "tensorboard": TensorBoardTracker,
+    "wandb": WandbTracker,
+}
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Refuse trackers that are unknown or not installed, before anything else is done.
+
+    Examples:
+        >>> check_trackers(["tensorbord"])
+        Traceback (most recent call last):
+        qmargin.errors.ConfigError: a tracker is 'tensorbord', did you mean 'tensorboard'? known \
+are tensorboard, wandb
+    """
+    for name in names:
+        check_known(name, TRACKERS, "a tracker")
+        if find_spec(name) is None:
+            raise ConfigError(f"{name} is not installed; pip install 'qmargin[{name}]', or drop it")
+
+
+def numbers_of(record: Mapping[str, Any]) -> dict[str, float]:
+    """What a tracker can draw of a record.
+
+    Examples:
+        >>> numbers_of({"loss": 1.5, "path": "sparse", "effective_margin": None, "step": 3})
+        {'loss': 1.5}
+    """
+    return {
+        name: value
+        for name, value in record.items()
+        if isinstance(value, int | float) and not isinstance(value, bool) and name != "step"
+    }
+
+
 class Reporter:
-    """Tells what happens; on ranks other than the first, and without a folder, nobody listens.
+    """Reports what happens; a no-op on ranks other than 0 and without a folder.
 
     Args:
         folder: The output folder; None to write nothing.
@@ -100,7 +333,7 @@ class Reporter:
         trackers: Sequence[str] = (),
     ) -> None:
         self._folder = folder if process.is_first else None
-        self._display: Display = NoDisplay()
+        self._display = Display()
         self._journal: Journal | None = None
         self._trackers: list[Tracker] = []
         self._status: dict[str, Any] = {
@@ -130,7 +363,7 @@ class Reporter:
         self._display.moved(step, eta_s)
 
     def step(self, record: Mapping[str, Any]) -> None:
-        """Tell everyone about a step."""
+        """Report a step to the journal, the terminal, the trackers and the status."""
         self.event("step", **record)
         self._display.step(record)
         self._track(record, record["step"])
@@ -138,7 +371,7 @@ class Reporter:
         self.status(**{name: record[name] for name in names})
 
     def validation(self, metrics: Mapping[str, float], step: int) -> None:
-        """Tell everyone about the results of hooks."""
+        """Report the results of hooks, as ``step`` does."""
         self.event("validation", step=step, metrics=dict(metrics))
         texts = [f"{name} {value:.4g}" for name, value in metrics.items()]
         self.note(f"validation at step {step}: {', '.join(texts)}")
@@ -156,7 +389,7 @@ class Reporter:
         return 0 if self._journal is None else self._journal.sync()
 
     @contextmanager
-    def telling_failures(self) -> Iterator[None]:
+    def recording_failures(self) -> Iterator[None]:
         """Around the run: what ends it is in the journal and in the status."""
         try:
             yield

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 
 import torch
@@ -18,20 +20,72 @@ from qmargin.data.order import GlobalOrder
 from qmargin.data.samples import CorruptBudget, Dataset, check_labels
 from qmargin.errors import CheckpointError, ConfigError, DataError
 from qmargin.heads.classifier import MarginClassifier
-from qmargin.training.averaging import MovingAverage
-from qmargin.training.build import build_backbone, build_dataset, build_head
-from qmargin.training.checkpoint import Checkpoint, CheckpointState, HeadRows, load_checkpoint
-from qmargin.training.optim import Optimizers, build_optimizers
-from qmargin.training.pretrained import load_pretrained_
-from qmargin.training.process import Process
+from qmargin.training.build import (
+    build_backbone,
+    build_dataset,
+    build_head,
+    build_loss,
+    load_pretrained_,
+)
+from qmargin.training.build import load_start_weights_ as load_weights_
+from qmargin.training.checkpoint.files import PROTOTYPES
+from qmargin.training.checkpoint.reader import (
+    Checkpoint,
+    CheckpointState,
+    HeadRows,
+    join_rows,
+    load_checkpoint,
+    split_rows,
+)
+from qmargin.training.distributed.consensus import run_on_all
+from qmargin.training.distributed.process import Process
+from qmargin.training.loss_part import LossSettings, ScheduledLoss
+from qmargin.training.optim import MovingAverage, Optimizers, build_optimizers
 from qmargin.training.recipe import Recipe
 from qmargin.training.recipe_files import to_yaml
-from qmargin.training.resharding import join_rows, split_rows
 from qmargin.training.schedules import unreached
-from qmargin.training.spikes import SpikeWatch
-from qmargin.training.start_weights import load_weights_
-from qmargin.training.state import PROTOTYPES
-from qmargin.training.together import together
+
+MOST_ROLLBACKS = 3
+"""Roll-backs to one checkpoint; a loss that spikes more often has another cause than the data."""
+
+
+class SpikeDetector:
+    """Compares each loss with the median of those before it.
+
+    Args:
+        factor: A loss above this multiple of the median is a spike; None to see none.
+        window: Losses that make the median; until there are as many, nothing is a spike.
+        losses: Those before, for a run that goes on.
+
+    Examples:
+        >>> watch = SpikeDetector(2.0, window=3)
+        >>> [watch.is_spike(loss) for loss in (9.0, 1.0, 1.1, 0.9, 2.5, 1.0)]
+        [False, False, False, False, True, False]
+    """
+
+    def __init__(self, factor: float | None, window: int, losses: Iterable[float] = ()) -> None:
+        self.factor = factor
+        self._losses = deque(losses, maxlen=window)
+
+    @property
+    def losses(self) -> list[float]:
+        """What a checkpoint needs to keep."""
+        return list(self._losses)
+
+    def is_spike(self, loss: float) -> bool:
+        """Whether the loss of a step is a spike; if it is not, it counts from now on."""
+        if self.factor is None:
+            return False
+        is_full = len(self._losses) == self._losses.maxlen
+        if is_full and loss > self.factor * median(self._losses):
+            return True
+        self._losses.append(loss)
+        return False
+
+    def forget(self) -> None:
+        """Start over after a roll-back."""
+        self._losses.clear()
+
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 LOADER_PATIENCE = 0.8  # of the ranks' timeout: who waits for data says so before the others do
@@ -43,7 +97,7 @@ class Progress:
 
     step: int = 0
     num_skipped: int = 0
-    rollbacks: list[int] = field(default_factory=list)  # the steps that were gone back to
+    rollbacks: list[int] = field(default_factory=list)  # steps of the checkpoints restored
 
 
 @dataclass
@@ -57,11 +111,12 @@ class Session:
     backbone: nn.Module
     model: nn.Module  # the backbone, wrapped for several ranks
     head: MarginClassifier
+    loss: ScheduledLoss
     optimizers: Optimizers
     scaler: torch.amp.GradScaler
     average: MovingAverage | None
     budget: CorruptBudget
-    spikes: SpikeWatch
+    spikes: SpikeDetector
     progress: Progress = field(default_factory=Progress)
     weights_sha256: str | None = None  # of the file that the backbone started with
 
@@ -74,13 +129,13 @@ class Session:
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether a host may launch a whole step before it looks at any number of it.
+        """Whether the host may launch a whole step before it reads any number of it.
 
-        On one GPU, with a head that need not wait: one whose gradient the update makes.
+        On one GPU, with a fused gradient, which the update computes.
         """
         is_one_gpu = self.process.device.type == "cuda" and self.process.world == 1
-        # a sample of classes is drawn before anything is known, and cannot be given back
-        return is_one_gpu and self.head.gradient == "fused" and self.head.path != "sampled"
+        # a sample of classes is drawn before anything is known, and cannot be drawn again
+        return is_one_gpu and self.head.gradient == "fused" and self.head.path.name != "sampled"
 
     @property
     def total_steps(self) -> int:
@@ -98,6 +153,12 @@ class Session:
     def epoch(self) -> int:
         """Epoch of the step about to be taken."""
         return self.order.epoch_of(self.progress.step)
+
+    def set_loss_(self, settings: LossSettings) -> None:
+        """Give the head the alpha, margin and scale of the step about to be taken."""
+        loss = self.loss.at(settings)
+        if loss is not self.head.loss:
+            self.head.loss = loss
 
     def stream(self) -> BatchStream:
         """Batches of this rank from the step about to be taken."""
@@ -126,22 +187,22 @@ class Session:
         return nullcontext()
 
     @torch.no_grad()
-    def share_buffers_(self) -> None:
+    def broadcast_buffers_(self) -> None:
         """Give every rank the running statistics of rank 0, which are those that are saved."""
         if self.process.world > 1:
-            with self.process.naming_ranks():
+            with self.process.name_lost_ranks():
                 for buffer in self.backbone.buffers():
                     dist.broadcast(buffer, src=0)
 
     @torch.no_grad()
-    def keep_buffers_(self) -> None:
-        """Remember running statistics, which a forward pass changes."""
+    def save_buffers_(self) -> None:
+        """Copy running statistics before a forward pass changes them."""
         for kept, buffers in zip(self._kept, self._buffers, strict=True):
             torch._foreach_copy_(kept, buffers)
 
     @torch.no_grad()
-    def put_back_buffers_(self) -> None:
-        """Undo what a step that is skipped did to running statistics."""
+    def restore_buffers_(self) -> None:
+        """Undo what a skipped step did to running statistics."""
         for kept, buffers in zip(self._kept, self._buffers, strict=True):
             torch._foreach_copy_(buffers, kept)
 
@@ -174,9 +235,11 @@ def build_session(
         batch, is_short = recipe.data.batch_size, recipe.data.drop_last
         return found, GlobalOrder(len(found), recipe.seed, batch, drop_last=is_short)
 
-    def make() -> tuple[nn.Module, MarginClassifier, str | None]:
+    def make() -> tuple[nn.Module, MarginClassifier, ScheduledLoss, str | None]:
         device, classes = process.device, samples.num_classes
         options: dict[str, Any] = {} if process.world == 1 else {"group": dist.group.WORLD}
+        loss = build_loss(recipe, num_classes=classes, device=device)
+        options["loss"] = loss.loss
         head = build_head(recipe, num_classes=classes, device=device, **options).to(device)
         backbone = build_backbone(recipe, device=device)
         found = None
@@ -184,10 +247,10 @@ def build_session(
             found = load_pretrained_(backbone, recipe.model.weights)
         if recipe.run.start_from is not None and not is_resumed:
             load_weights_(backbone, head, recipe.run.start_from)
-        return backbone, head, found
+        return backbone, head, loss, found
 
-    samples, order = together(process, read)
-    backbone, head, weights_sha256 = together(process, make)
+    samples, order = run_on_all(process, read)
+    backbone, head, loss, weights_sha256 = run_on_all(process, make)
     run = recipe.run
     return Session(
         recipe=recipe,
@@ -197,11 +260,12 @@ def build_session(
         backbone=backbone,
         model=_wrapped(recipe, process, backbone),
         head=head,
+        loss=loss,
         optimizers=build_optimizers(recipe, backbone, head),
         scaler=torch.amp.GradScaler(process.device.type, enabled=recipe.precision.dtype == "fp16"),
         average=None if run.ema_decay is None else MovingAverage(run.ema_decay),
         budget=CorruptBudget(recipe.data.max_corrupt),
-        spikes=SpikeWatch(run.spike_factor, run.spike_window),
+        spikes=SpikeDetector(run.spike_factor, run.spike_window),
         weights_sha256=weights_sha256,
     )
 
@@ -249,6 +313,7 @@ def snapshot(session: Session, *, journal_bytes: int = 0) -> CheckpointState:
             "rollbacks": list(progress.rollbacks),
             "corrupt": {"epoch": session.budget.epoch, "count": session.budget.count},
             "losses": session.spikes.losses,
+            "class_values": dict(session.loss.sha256s),
             "journal_bytes": journal_bytes,
         },
         recipe_yaml=to_yaml(session.recipe),
@@ -277,7 +342,7 @@ def restore_(session: Session, checkpoint: Checkpoint) -> Mapping[str, Any]:
             ) from error
         return state.loop
 
-    return together(session.process, load)
+    return run_on_all(session.process, load)
 
 
 def restore_progress_(session: Session, step: int, loop: Mapping[str, Any]) -> None:
@@ -287,11 +352,15 @@ def restore_progress_(session: Session, step: int, loop: Mapping[str, Any]) -> N
             f"the run was saved with {loop['num_samples']:,} samples and the data has "
             f"{session.order.n:,}; the order of samples would change, restore the data"
         )
+    if loop.get("class_values", session.loss.sha256s) != session.loss.sha256s:
+        raise DataError(
+            "the file of loss.options.per_class has changed since the run was saved; restore it"
+        )
     session.progress = Progress(step, loop["num_skipped"], list(loop["rollbacks"]))
     corrupt = loop["corrupt"]
     session.budget = CorruptBudget(session.budget.limit, **corrupt)
     run = session.recipe.run
-    session.spikes = SpikeWatch(run.spike_factor, run.spike_window, loop["losses"])
+    session.spikes = SpikeDetector(run.spike_factor, run.spike_window, loop["losses"])
 
 
 def _load_(session: Session, state: CheckpointState) -> None:
@@ -334,8 +403,8 @@ def _wrapped(recipe: Recipe, process: Process, backbone: nn.Module) -> nn.Module
     if process.world == 1:
         return backbone
     place = [process.device.index] if process.device.type == "cuda" else None
-    # Running statistics are those of rank 0, see share_buffers_; a broadcast in every forward pass
-    # would cost time, and would hang when a rank has no batch to pass forward.
+    # Running statistics are those of rank 0, see broadcast_buffers_; a broadcast in every forward
+    # pass would cost time, and would hang when a rank has no batch to pass forward.
     known = inspect.signature(DistributedDataParallel).parameters
     renamed = "forward_sync_buffers"  # since torch 2.13
     options: dict[str, Any] = {renamed if renamed in known else "broadcast_buffers": False}

@@ -67,7 +67,7 @@ class StopRequest:
         self.number = 0
         """Number of the signal that asked to stop, or 0."""
         self._leave = leave
-        self._is_obeyed_at_once = False
+        self._raises_at_once = False
         self._handlers: dict[signal.Signals, Any] = {}
         self._old_fd = -1
 
@@ -105,12 +105,12 @@ class StopRequest:
             raise Interrupted(self.number)
 
     @contextmanager
-    def obeyed_at_once(self) -> Iterator[None]:
+    def raising_at_once(self) -> Iterator[None]:
         """Around work that leaves nothing to save: a signal raises ``Interrupted`` right there.
 
         Where ranks are lost because the same signal stopped them, this rank was stopped as well.
         """
-        self._is_obeyed_at_once = True
+        self._raises_at_once = True
         try:
             self.obey()
             yield
@@ -120,7 +120,7 @@ class StopRequest:
                 raise Interrupted(self.number) from error
             raise
         finally:
-            self._is_obeyed_at_once = False
+            self._raises_at_once = False
 
     def _pass_on(self, handler: Any) -> None:
         """What came while a training ended is for those around it, who may have more to do."""
@@ -131,8 +131,8 @@ class StopRequest:
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.number == 0:
             self.number = number
-        if self._is_obeyed_at_once:
-            self._is_obeyed_at_once = False  # what cleans up is not interrupted
+        if self._raises_at_once:
+            self._raises_at_once = False  # what cleans up is not interrupted
             self.obey()
 
     def _count(self) -> None:

@@ -18,13 +18,12 @@ from torch import Tensor
 from qmargin.data.faces import normalised
 from qmargin.data.loader import Batch
 from qmargin.data.order import GlobalOrder, derived_seed
-from qmargin.reading import Reading
-from qmargin.training.agreement import Verdict, all_agree, vote
-from qmargin.training.build import set_loss_
+from qmargin.training.distributed.consensus import Verdict, all_agree, vote
+from qmargin.training.distributed.process import seed_everything
 from qmargin.training.optim import clip_gradients_, stored_norm
-from qmargin.training.process import seed_everything
 from qmargin.training.schedules import learning_rate, loss_settings
 from qmargin.training.session import Session
+from qmargin.transfers import Reading
 
 BAD_INPUT = "an embedding is not finite, or has no direction"
 BAD_GRADIENT = "the gradient is not finite"
@@ -60,21 +59,17 @@ def take_step(
         failure: What went wrong on this rank before; every rank raises then.
     """
     prepare_step_(session)
-    session.keep_buffers_()
+    session.save_buffers_()
     batch, verdict = _read(session, batches, stop, failure)
     result = StepResult(
         replaced=tuple(item.sample_id for item in batch.replaced),
         num_corrupt=verdict.num_corrupt,
         stop=verdict.stop,
     )
-    session.head.waits = not session.runs_ahead
-    try:
-        parts = _backpropagate(session, batch)
-    finally:
-        session.head.waits = True
-    if parts is None:  # the head guessed wrong: once more, step by step
+    parts = _backpropagate(session, batch, speculative=session.runs_ahead)
+    if parts is None:  # the head's list sizes did not suffice: repeat it without speculation
         prepare_step_(session)
-        session.put_back_buffers_()
+        session.restore_buffers_()
         parts = _backpropagate(session, batch)
     assert parts is not None
     if parts.unusable is not None:
@@ -89,15 +84,14 @@ class _Parts(NamedTuple):
     unusable: tuple[str, ...] | None = None  # samples of this rank to blame, if any rank has some
 
 
-def _backpropagate(session: Session, batch: Batch) -> _Parts | None:
-    """Forward and backward, part by part; None if the head has to take the batch again.
+def _backpropagate(session: Session, batch: Batch, *, speculative: bool = False) -> _Parts | None:
+    """Forward and backward, part by part; None if the batch has to be repeated.
 
-    Where the head does not wait, the host looks at nothing before all is launched: nothing is lost
-    if it was in vain, and a GPU does not wait for it. With several ranks it looks first, because
-    rows of one rank reach the classes of all.
+    A speculative pass launches everything before the host reads a result, so that a GPU does not
+    wait for it. With several ranks the host reads first, because rows of one rank reach the classes
+    of all.
     """
     process, head, shares = session.process, session.head, _shares(session)
-    runs_ahead = not head.waits
     num_rows, first = sum(map(sum, shares)), 0
     losses = []
     for index, share in enumerate(shares):
@@ -105,16 +99,17 @@ def _backpropagate(session: Session, batch: Batch) -> _Parts | None:
         with session.without_sync(index + 1 < len(shares)):
             embeddings, failure = _embed(session, batch.inputs[part])
             usable = Reading(usable_rows(embeddings))
-            is_finite = runs_ahead or bool(usable.wait().all())  # the step's first wait for a GPU
+            is_finite = speculative or bool(usable.wait().all())  # the step's first wait for a GPU
             if not vote(process, error=failure, is_finite=is_finite).is_finite:
                 return _Parts(unusable=_unusable(batch, part, usable))
             labels = batch.labels[part].to(process.device, non_blocking=True)
-            loss = head(embeddings, labels, share) * (sum(share) / num_rows)
+            loss = head(embeddings, labels, share, speculative=speculative)
+            loss = loss * (sum(share) / num_rows)
             session.scaler.scale(loss).backward()
-        if runs_ahead and not bool(usable.wait().all()):
+        if speculative and not bool(usable.wait().all()):
             head.discard()
             return _Parts(unusable=_unusable(batch, part, usable))
-        if not head.confirm():
+        if not head.verify():
             return None
         losses.append(loss.detach())
     return _Parts(losses=tuple(losses))
@@ -130,7 +125,7 @@ def prepare_step_(session: Session) -> None:
     per_epoch = session.order.steps_per_epoch
     session.optimizers.zero_grad()
     session.optimizers.set_learning_rate(learning_rate(recipe, step, per_epoch))
-    set_loss_(session.head, recipe, loss_settings(recipe, step, per_epoch))
+    session.set_loss_(loss_settings(recipe, step, per_epoch))
     seed_everything(derived_seed(recipe.seed, step), rank=session.process.rank)
 
 
@@ -267,5 +262,5 @@ def _clip(session: Session) -> tuple[Tensor, Tensor]:
 
 def _skip(session: Session, result: StepResult, reason: str) -> StepResult:
     session.optimizers.zero_grad()
-    session.put_back_buffers_()
+    session.restore_buffers_()
     return replace(result, skipped=reason)

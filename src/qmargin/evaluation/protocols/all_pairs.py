@@ -1,12 +1,14 @@
 """All pairs of a set of samples: from embeddings with identities to a ``Result``.
 
 Every sample is compared with every other. Operating points are exact at any number of samples, see
-``evaluate_all_pairs``; intervals come from drawing identities with replacement.
+``evaluate_all_pairs``; intervals come from drawing identities with replacement. All pairs are
+tested, so the weight of a replicate is known without counting, and only the largest impostors have
+to be looked at. Where even these are too many to hold, rates that need more of them come from a
+random sample of the impostor pairs.
 """
 
 from __future__ import annotations
 
-import datetime
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,52 +18,59 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-import qmargin
+from qmargin import registry
 from qmargin.errors import ConfigError, DataError, ProtocolError, ShapeError
 from qmargin.evaluation.all_pairs import (
     AllPairs,
+    PairNorm,
+    PairScores,
+    ScoredPair,
     all_genuine,
     evaluate_all_pairs,
+    largest_impostors,
     num_impostor_pairs,
+    random_impostors,
+    unit_rows,
 )
 from qmargin.evaluation.embeddings import Embeddings, collapse_note
-from qmargin.evaluation.evaluate import known_threshold, tar_point
-from qmargin.evaluation.intervals import StageProgress
-from qmargin.evaluation.options import EvaluationOptions
-from qmargin.evaluation.pair_intervals import (
-    MAX_ROWS,
-    PairReplicates,
-    all_trials,
-    bootstrap_many_pairs,
-    bootstrap_pairs,
-    column_intervals,
+from qmargin.evaluation.evaluate import (
+    EvaluationOptions,
+    Intervals,
+    Measured,
+    StageProgress,
+    counted_histogram,
+    intervals_of,
+    measurable,
+    new_result,
+    no_intervals,
+    registered_measures,
+    score_histogram,
+    tar_points,
 )
-from qmargin.evaluation.pair_scores import ScoredPair, unit_rows
-from qmargin.evaluation.pictures import counted_histogram, score_histogram
-from qmargin.evaluation.result import (
-    Band,
-    DcfPoint,
-    Det,
-    EerPoint,
-    Hardest,
-    HardPair,
-    Histogram,
-    IntervalMethod,
-    Metrics,
-    Protocol,
-    ReplicateValues,
-    Result,
-    System,
-    Value,
-    far_key,
-)
+from qmargin.evaluation.result import Hardest, HardPair, Histogram, Measure, Result
 from qmargin.evaluation.scoring import CohortNorm, norm_moments
+from qmargin.files import Progress
+from qmargin.metrics.bootstrap import (
+    DrawnPoints,
+    Point,
+    SortedTrials,
+    SubjectWeights,
+    Tail,
+    Trials,
+    Wanted,
+    weighted_point,
+)
 from qmargin.metrics.normalise import Moments
-from qmargin.metrics.subjects import Trials
-from qmargin.metrics.sufficiency import rule_of_three, sufficiency
 
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
 GRID_POINTS = 12
 SPLITS = ("train", "test")  # folders of a divided dataset, not of two identities
+FIRST_TAIL = 1.5  # times the largest rate that is asked for: longer tails are rarely needed
+LEAST_TAIL = 1e-4  # of the impostors
+MAX_ROWS = 10_240  # embeddings whose pairs are all held at once, in about two gigabytes
+MAX_TAIL = 1 << 23  # largest impostors that are held of more embeddings
+NUM_SAMPLED = 1 << 22  # impostor pairs that are drawn for rates above those of the tail
 _FIRST = 3  # names in a message
 
 
@@ -122,9 +131,9 @@ def evaluate_identities(
         >>> keys = ("al/0", "al/1", "bo/0", "bo/1")
         >>> embeddings = Embeddings(keys, rows, Source("made.npz", "", "embeddings"))
         >>> result = evaluate_identities(embeddings, identities_of(keys))
-        >>> result.protocol.num_genuine, result.protocol.num_impostors, result.metrics.eer.value
+        >>> result.protocol.num_genuine, result.protocol.num_impostors, result.measures.eer.value
         (2, 4, 0.0)
-        >>> result.metrics.tar[0].status
+        >>> result.measures.tar[0].status
         'not measurable'
     """
     options = options or EvaluationOptions()
@@ -220,7 +229,7 @@ def measure_pairs(
         progress: As in ``evaluate_identities``.
     """
     num_impostors = num_impostor_pairs(samples.num_samples)
-    fars = tuple(far for far in options.fars if sufficiency(far, num_impostors).allowed > 0)
+    fars = measurable(options.fars, num_impostors)
     found = evaluate_all_pairs(
         samples.embeddings,
         samples.labels,
@@ -229,32 +238,109 @@ def measure_pairs(
         num_hardest=options.num_hardest,
         device=device,
         moments=moments,
-        progress=_stage(progress, "comparing"),
+        progress=None if progress is None else partial(progress, "comparing"),
     )
     trials = None
     if len(samples.labels) <= MAX_ROWS:
         trials = all_trials(samples.embeddings, samples.labels, samples.identities, moments)
-    grid: tuple[float, ...] = ()
-    if fars:
-        grid = tuple(np.geomspace(1.0 / num_impostors, max(fars), GRID_POINTS).tolist())
-    replicates, intervals = None, _Intervals(_no_intervals(options, "not asked for"))
+    intervals = no_intervals(options, "not asked for")
     if options.num_replicates:
         try:
-            replicates = _replicates(
-                samples, trials, found, options, grid, moments, device, progress
-            )
-            intervals = _intervals(found, replicates, options, grid)
+            intervals = _intervals(samples, trials, found, options, moments, device, progress)
         except ProtocolError as error:
-            replicates, intervals = None, _Intervals(_no_intervals(options, str(error)))
-    return _result(
-        found,
-        intervals,
-        options,
-        samples,
+            intervals = no_intervals(options, str(error))
+    measured = Measured(
+        eer=found.eer,
+        min_dcf=found.min_dcf,
+        curve=found.det,
         histogram=_histogram(samples, trials, found, moments),
-        replicates=None if replicates is None else _values(found, replicates, options.seed),
+        extra=_extra(trials, options),
+    )
+    hardest = None
+    if options.num_hardest:
+        kinds = (found.hardest_impostors, found.hardest_genuine)
+        hardest = Hardest(*(_named(pairs, samples.name_of) for pairs in kinds))
+    scoring = "cosine" if moments is None else "as-norm"
+    return new_result(
+        measured,
+        tar_points(options.fars, found.tar, num_impostors),
+        intervals,
+        replace(options, kind="all-pairs", scoring=scoring, pooling=None),
+        num_genuine=found.num_genuine,
+        num_impostors=num_impostors,
+        num_subjects=len(samples.identities),
+        data_sha256=samples.sha256,
+        hardest=hardest,
+        sources=options.sources,
+        notes=options.notes,
         command=command,
     )
+
+
+def _intervals(
+    samples: PairSamples,
+    trials: Trials | None,
+    found: AllPairs,
+    options: EvaluationOptions,
+    moments: Moments | None,
+    device: str,
+    progress: StageProgress | None,
+) -> Intervals:
+    grid: tuple[float, ...] = ()
+    if found.tar:
+        largest = max(point.far_target for point in found.tar)
+        grid = tuple(np.geomspace(1.0 / found.num_impostors, largest, GRID_POINTS).tolist())
+    drawing: dict[str, Any] = {
+        "grid_fars": grid,
+        "num_replicates": options.num_replicates,
+        "seed": options.seed,
+        "progress": None if progress is None else partial(progress, "bootstrap"),
+    }
+    if trials is None:
+        drawn = bootstrap_many_pairs(
+            samples.embeddings,
+            samples.labels,
+            samples.identities,
+            found,
+            device=device,
+            moments=moments,
+            **drawing,
+        )
+    else:
+        fars = tuple(point.far_target for point in found.tar)
+        drawn = bootstrap_pairs(
+            trials, samples.num_samples, fars, rough_eer=found.eer.eer, **drawing
+        )
+    note = "; ".join(filter(None, ("identities are drawn with replacement", drawn.note)))
+    return intervals_of(
+        drawn, found.num_genuine, found.num_impostors, options, "subject bootstrap", note
+    )
+
+
+def _histogram(
+    samples: PairSamples, trials: Trials | None, found: AllPairs, moments: Moments | None
+) -> Histogram:
+    if trials is None:
+        genuine = all_genuine(samples.embeddings, samples.labels, moments).scores
+        return counted_histogram(genuine, found.products.scores, found.products.counts)
+    scores, is_genuine = trials.scores, trials.is_genuine
+    return score_histogram(
+        scores[is_genuine].astype(np.float64), scores[~is_genuine].astype(np.float64)
+    )
+
+
+def _extra(trials: Trials | None, options: EvaluationOptions) -> dict[str, Measure]:
+    """Registered metrics, where all scores can be held at once."""
+    if trials is not None:
+        scores, is_genuine = trials.scores, trials.is_genuine
+        return registered_measures(scores[is_genuine], scores[~is_genuine], options.metrics)
+    names = registry.metrics.names() if options.metrics is None else options.metrics
+    note = f"not measured: the scores of more than {MAX_ROWS:,} samples are not held"
+    return {name: Measure(None, note=note) for name in names}
+
+
+def _named(pairs: tuple[ScoredPair, ...], name: Callable[[int], str]) -> tuple[HardPair, ...]:
+    return tuple(HardPair(name(pair.first), name(pair.second), pair.score) for pair in pairs)
 
 
 def _check_rows(embeddings: Embeddings) -> None:
@@ -289,178 +375,251 @@ def _samples(embeddings: Embeddings, identities: Sequence[str]) -> PairSamples:
     )
 
 
-def _stage(progress: StageProgress | None, name: str) -> Callable[[int, int], None] | None:
-    return None if progress is None else partial(progress, name)
+@dataclass(frozen=True, eq=False)
+class PairReplicates(DrawnPoints):
+    """Operating points in replicates; ``note`` says what was done where pairs were not all held."""
+
+    note: str | None = None
 
 
-@dataclass(frozen=True)
-class _Intervals:
-    """Of every measure, where there are any."""
+def all_trials(
+    embeddings: NDArray[Any],
+    labels: NDArray[np.integer[Any]],
+    subject_names: tuple[str, ...],
+    moments: Moments | None = None,
+) -> Trials:
+    """Scores of all pairs in float32, with the subjects on both sides.
 
-    method: IntervalMethod
-    tar: tuple[tuple[float, float], ...] | None = None
-    eer: tuple[float, float] | None = None
-    band: Band | None = None
+    Args:
+        embeddings: ``[n, d]``, at most ``MAX_ROWS`` unless there is memory for ``[n, n]``.
+        labels: Subject of each row, a position in ``subject_names``.
+        subject_names: Distinct and sorted.
+        moments: For AS-norm.
+    """
+    unit = unit_rows(embeddings).astype(np.float32)
+    labels = labels.astype(np.int32)
+    matrix = unit @ unit.T  # [n, n]
+    if moments is not None:
+        rows = np.arange(len(matrix))
+        norm = PairNorm(*(column.astype(np.float32) for column in PairNorm.of(moments)))
+        norm.apply(matrix, rows[:, None], rows)
+    is_kept = np.triu(np.ones(matrix.shape, dtype=bool), k=1)
+    enrol = np.broadcast_to(labels[:, None], matrix.shape)[is_kept]
+    test = np.broadcast_to(labels, matrix.shape)[is_kept]
+    return Trials(matrix[is_kept], enrol == test, enrol, test, subject_names)
 
 
-def _no_intervals(options: EvaluationOptions, why: str) -> IntervalMethod:
-    return IntervalMethod("none", options.level, 0, options.seed, why)
+def bootstrap_pairs(
+    trials: Trials,
+    num_samples: Ints,
+    fars: tuple[float, ...],
+    *,
+    grid_fars: tuple[float, ...],
+    rough_eer: float,
+    num_replicates: int,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> PairReplicates:
+    """Operating points in replicates that draw subjects with replacement.
+
+    Args:
+        trials: All pairs of all samples.
+        num_samples: Of every subject, ``[S]``.
+        fars: At which to measure TAR.
+        grid_fars: At which to measure FRR, for the band of a DET curve.
+        rough_eer: Of the trials as they are; replicates are near it.
+        num_replicates: ``R``.
+        seed: Of the draws.
+        progress: Called with the replicates done and their number.
+    """
+    weights = SubjectWeights(trials.subject_names, num_replicates=num_replicates, seed=seed)
+    rows = weights.rows(0, num_replicates)
+    wanted = Wanted(fars + grid_fars, (), True)
+    share = FIRST_TAIL * max((*wanted.fars, rough_eer, LEAST_TAIL))
+    while (points := _points(_tail(trials, share), rows, num_samples, wanted, progress)) is None:
+        share *= 4.0
+    tar = np.stack([point.tar for point in points])
+    return _replicates(tar, [point.eer for point in points], fars, grid_fars, weights)
+
+
+def bootstrap_many_pairs(
+    embeddings: NDArray[Any],
+    labels: NDArray[np.integer[Any]],
+    subject_names: tuple[str, ...],
+    found: AllPairs,
+    *,
+    grid_fars: tuple[float, ...],
+    num_replicates: int,
+    seed: int = 0,
+    device: str = "cpu",
+    moments: Moments | None = None,
+    progress: Progress | None = None,
+) -> PairReplicates:
+    """The same for embeddings whose pairs cannot be held.
+
+    The largest impostors are found as ``evaluate_all_pairs`` finds them, with exact scores. Rates
+    that need more of them are measured in the same replicates on impostor pairs drawn at random.
+
+    Args:
+        embeddings: ``[n, d]``.
+        labels: Subject of each row, a position in ``subject_names``.
+        subject_names: Distinct and sorted.
+        found: What ``evaluate_all_pairs`` found, on the same device.
+        grid_fars: At which to measure FRR.
+        num_replicates: ``R``.
+        seed: Of the draws.
+        device: Where products are computed.
+        moments: For AS-norm.
+        progress: Called with the replicates done and their number.
+    """
+    weights = SubjectWeights(subject_names, num_replicates=num_replicates, seed=seed)
+    rows = weights.rows(0, num_replicates)
+    num_samples = np.bincount(labels, minlength=len(subject_names))
+    genuine = all_genuine(embeddings, labels, moments)
+    fars = tuple(point.far_target for point in found.tar)
+    place = np.argsort((*fars, *grid_fars), kind="stable")
+    rates = tuple(np.array((*fars, *grid_fars))[place].tolist())
+
+    needed = 2 * FIRST_TAIL * max((*rates, found.eer.eer, LEAST_TAIL)) * found.num_impostors
+    largest = largest_impostors(
+        embeddings,
+        labels,
+        found.products,
+        min(MAX_TAIL, int(needed) + 1024),
+        device=device,
+        moments=moments,
+    )
+    reach = len(largest.scores) / (FIRST_TAIL * found.num_impostors)  # the largest rate it answers
+    near = Wanted(tuple(rate for rate in rates if rate <= reach), (), found.eer.eer <= reach)
+    tail, points = _tail_of(genuine, largest, labels, subject_names), None
+    while tail is not None and (near.fars or near.has_eer):
+        points = _points(tail, rows, num_samples, near, progress)
+        if points is not None:
+            break
+        near = Wanted(near.fars[:-1], (), False)  # a replicate drew the subjects of the tail
+    if points is None:
+        near = Wanted((), (), False)
+        points = [Point(np.empty(0), np.nan, np.empty(0))] * num_replicates
+
+    far = Wanted(rates[len(near.fars) :], (), not near.has_eer)
+    note, others = None, points
+    if far.fars or far.has_eer:
+        drawn = random_impostors(embeddings, labels, NUM_SAMPLED, moments=moments, seed=seed)
+        note = _note(far, len(drawn.scores), found.num_impostors)
+        tail = _tail_of(genuine, drawn, labels, subject_names)
+        assert tail is not None
+        others = [_sampled_point(tail, row, num_samples, far) for row in rows]
+    tar = np.empty((num_replicates, len(rates)))
+    tar[:, place[: len(near.fars)]] = np.stack([point.tar for point in points])
+    if far.fars:
+        tar[:, place[len(near.fars) :]] = np.stack([point.tar for point in others])
+    eers = [point.eer for point in (points if near.has_eer else others)]
+    return _replicates(tar, eers, fars, grid_fars, weights, note)
 
 
 def _replicates(
-    samples: PairSamples,
-    trials: Trials | None,
-    found: AllPairs,
-    options: EvaluationOptions,
-    grid: tuple[float, ...],
-    moments: Moments | None,
-    device: str,
-    progress: StageProgress | None,
+    tar: Floats,
+    eers: Sequence[float],
+    fars: tuple[float, ...],
+    grid_fars: tuple[float, ...],
+    weights: SubjectWeights,
+    note: str | None = None,
 ) -> PairReplicates:
-    if trials is None:
-        return bootstrap_many_pairs(
-            samples.embeddings,
-            samples.labels,
-            samples.identities,
-            found,
-            grid_fars=grid,
-            num_replicates=options.num_replicates,
-            seed=options.seed,
-            device=device,
-            moments=moments,
-            progress=_stage(progress, "bootstrap"),
-        )
-    return bootstrap_pairs(
-        trials,
-        samples.num_samples,
-        tuple(point.far_target for point in found.tar),
-        grid_fars=grid,
-        rough_eer=found.eer.eer,
-        num_replicates=options.num_replicates,
-        seed=options.seed,
-        progress=_stage(progress, "bootstrap"),
+    """From TAR at all rates, ``[R, F + G]``."""
+    return PairReplicates(
+        fars=fars,
+        p_targets=(),
+        grid_fars=grid_fars,
+        tar=tar[:, : len(fars)],
+        eer=np.array(eers),
+        min_dcf=np.empty((len(tar), 0)),
+        frr_at_grid=1.0 - tar[:, len(fars) :],
+        seed=weights.seed,
+        subjects_sha256=weights.sha256,
+        note=note,
     )
 
 
-def _intervals(
-    found: AllPairs,
-    replicates: PairReplicates,
-    options: EvaluationOptions,
-    grid: tuple[float, ...],
-) -> _Intervals:
-    """Where no replicate has an error, the rule of three bounds what is left."""
-    least = 1.0 - rule_of_three(found.num_genuine)
-    tars = column_intervals(replicates.tar, options.level)
-    ((low, high),) = column_intervals(replicates.eer[:, None], options.level)
-    most = rule_of_three(min(found.num_genuine, found.num_impostors))
-    band = None
-    if grid:
-        lows, highs = zip(*column_intervals(replicates.frr_at_grid, options.level), strict=True)
-        band = Band(grid, lows, highs)
-    note = "identities are drawn with replacement"
-    if replicates.note is not None:
-        note += f"; {replicates.note}"
-    return _Intervals(
-        IntervalMethod(
-            "subject bootstrap", options.level, options.num_replicates, options.seed, note
-        ),
-        tar=tuple((least, 1.0) if ends == (1.0, 1.0) else ends for ends in tars),
-        eer=(low, most) if high == 0.0 else (low, high),
-        band=band,
+def _note(far: Wanted, num_drawn: int, num_impostors: int) -> str:
+    what = [f"FARs from {far.fars[0]:.1e} on"] if far.fars else []
+    what += ["the EER"] if far.has_eer else []
+    return (
+        f"intervals at {' and '.join(what)} come from {num_drawn:,} of {num_impostors:,} impostor "
+        "pairs, drawn at random"
     )
 
 
-def _histogram(
-    samples: PairSamples, trials: Trials | None, found: AllPairs, moments: Moments | None
-) -> Histogram:
-    if trials is None:
-        genuine = all_genuine(samples.embeddings, samples.labels, moments).scores
-        return counted_histogram(genuine, found.products.scores, found.products.counts)
-    scores, is_genuine = trials.scores, trials.is_genuine
-    return score_histogram(
-        scores[is_genuine].astype(np.float64), scores[~is_genuine].astype(np.float64)
+def _tail_of(
+    genuine: PairScores,
+    impostors: PairScores,
+    labels: NDArray[np.integer[Any]],
+    subject_names: tuple[str, ...],
+) -> Tail | None:
+    """Genuine and impostor pairs together; None without impostors."""
+    if not len(impostors.scores):
+        return None
+    codes = labels.astype(np.int32)
+    scores = np.concatenate((genuine.scores, impostors.scores))
+    first = codes[np.concatenate((genuine.first, impostors.first))]
+    second = codes[np.concatenate((genuine.second, impostors.second))]
+    trials = Trials(scores, first == second, first, second, subject_names)
+    return Tail(SortedTrials(trials), len(scores))
+
+
+def _tail(trials: Trials, share: float) -> Tail:
+    """All genuine pairs and the largest impostors."""
+    impostors = np.flatnonzero(~trials.is_genuine)
+    num_kept = min(len(impostors), int(np.ceil(share * len(impostors))) + 1024)
+    scores = trials.scores[impostors]
+    floor = np.partition(scores, len(scores) - num_kept)[len(scores) - num_kept]
+    rows = np.flatnonzero(trials.is_genuine | (trials.scores >= floor))
+    kept = Trials(
+        trials.scores[rows],
+        trials.is_genuine[rows],
+        trials.enrol_subject[rows],
+        trials.test_subject[rows],
+        trials.subject_names,
     )
+    return Tail(SortedTrials(kept), len(rows))
 
 
-def _result(
-    found: AllPairs,
-    intervals: _Intervals,
-    options: EvaluationOptions,
-    samples: PairSamples,
-    *,
-    histogram: Histogram,
-    replicates: ReplicateValues | None,
-    command: str,
-) -> Result:
-    hardest = None
-    if options.num_hardest:
-        hardest = Hardest(
-            _named(found.hardest_impostors, samples), _named(found.hardest_genuine, samples)
-        )
-    return Result(
-        system=System(options.name, options.model_card),
-        protocol=Protocol(
-            name=options.protocol,
-            rule="conservative",
-            num_trials=found.num_genuine + found.num_impostors,
-            num_genuine=found.num_genuine,
-            num_impostors=found.num_impostors,
-            num_subjects=len(samples.identities),
-            interval=intervals.method,
-        ),
-        sources=options.sources,
-        trials_sha256=samples.sha256,
-        metrics=_metrics(found, intervals, options),
-        det=_det(found, intervals.band),
-        histogram=histogram,
-        calibration=None,
-        replicates=replicates,
-        groups=None,
-        hardest=hardest,
-        created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        command=command,
-        qmargin=qmargin.__version__,
-        notes=options.notes,
-    )
-
-
-def _metrics(found: AllPairs, intervals: _Intervals, options: EvaluationOptions) -> Metrics:
-    measured = {point.far_target: place for place, point in enumerate(found.tar)}
+def _points(
+    tail: Tail, rows: Ints, num_samples: Ints, wanted: Wanted, progress: Progress | None
+) -> list[Point] | None:
+    """Every replicate, or None where the tail is too short for one of them."""
     points = []
-    for far in options.fars:
-        state, place = sufficiency(far, found.num_impostors), measured.get(far)
-        point = None if place is None else found.tar[place]
-        ends = None if intervals.tar is None or place is None else intervals.tar[place]
-        points.append(tar_point(far, state, point, ends))
-    return Metrics(
-        tar=tuple(points),
-        eer=EerPoint(found.eer.eer, intervals.eer, known_threshold(found.eer.threshold)),
-        min_dcf=tuple(
-            DcfPoint(cost.p_target, cost.min_dcf, None, known_threshold(cost.threshold))
-            for cost in found.min_dcf
-        ),
-        cllr=Value(None),
-        min_cllr=Value(None),
-    )
+    for row in rows:
+        point = _point(tail, row, num_samples, wanted)
+        if point is None:
+            return None
+        points.append(point)
+        if progress is not None:
+            progress(len(points), len(rows))
+    return points
 
 
-def _det(found: AllPairs, band: Band | None) -> Det:
-    curve = found.det
-    thresholds = tuple(map(known_threshold, curve.thresholds.tolist()))
-    return Det(tuple(curve.far.tolist()), tuple(curve.frr.tolist()), thresholds, band)
+def _point(tail: Tail, row: Ints, num_samples: Ints, wanted: Wanted) -> Point | None:
+    """One replicate, or None where an answer may lie below the tail."""
+    num_genuine, num_impostors = _num_pairs(row, num_samples)
+    padded = np.append(row, 1)  # the subject of weight 1, with which genuine pairs are counted
+    num_seen = int(tail.impostors.running(padded)[-1])
+    largest = max(wanted.fars, default=0.0)
+    if num_seen < num_impostors and largest * num_impostors >= num_seen:
+        return None
+    return weighted_point(tail, padded, np.array([num_genuine, num_impostors]), wanted)
 
 
-def _values(found: AllPairs, replicates: PairReplicates, seed: int) -> ReplicateValues:
-    def optional(column: NDArray[np.float64]) -> tuple[float | None, ...]:
-        return tuple(None if value != value else value for value in column.tolist())
+def _sampled_point(tail: Tail, row: Ints, num_samples: Ints, wanted: Wanted) -> Point:
+    """One replicate where a sample stands for all impostors."""
+    padded = np.append(row, 1)
+    num_impostors = int(tail.impostors.running(padded)[-1])
+    totals = np.array([_num_pairs(row, num_samples)[0], num_impostors])
+    point = weighted_point(tail, padded, totals, wanted)
+    assert point is not None  # the tail is all there is
+    return point
 
-    tar = {
-        far_key(point.far_target): optional(column)
-        for point, column in zip(found.tar, replicates.tar.T, strict=True)
-    }
-    return ReplicateValues(replicates.subjects_sha256, seed, tar, optional(replicates.eer))
 
-
-def _named(pairs: tuple[ScoredPair, ...], samples: PairSamples) -> tuple[HardPair, ...]:
-    name = samples.name_of
-    return tuple(HardPair(name(pair.first), name(pair.second), pair.score) for pair in pairs)
+def _num_pairs(row: Ints, num_samples: Ints) -> tuple[int, int]:
+    """Genuine and impostor pairs of a replicate."""
+    drawn = row * num_samples
+    return int((drawn * (num_samples - 1)).sum()) // 2, num_impostor_pairs(drawn)

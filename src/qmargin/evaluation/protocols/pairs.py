@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import glob
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -11,58 +10,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qmargin.errors import DataError
+from qmargin.evaluation.columns import numbered_lines
 from qmargin.evaluation.embeddings import Embeddings
-from qmargin.evaluation.evaluate import evaluate_scores
-from qmargin.evaluation.intervals import StageProgress
-from qmargin.evaluation.keys import TrialKeys
-from qmargin.evaluation.layouts import numbered_lines
-from qmargin.evaluation.options import EvaluationOptions
-from qmargin.evaluation.protocols.ijb_release import IMAGE_SIZE, read_inside
-from qmargin.evaluation.protocols.measures import Measure, Measured, with_measures
-from qmargin.evaluation.result import Source
-from qmargin.evaluation.score_files import read_scores
+from qmargin.evaluation.evaluate import EvaluationOptions, StageProgress, evaluate_scores
+from qmargin.evaluation.result import Measure, Result, Source
+from qmargin.evaluation.scores import read_scores
 from qmargin.evaluation.scoring import score_trials
-from qmargin.evaluation.trials import TrialList, check_pairs, read_trials
-from qmargin.files import Guard, is_file, sha256_of
+from qmargin.evaluation.trials import TrialKeys, TrialList, check_pairs, read_trials
+from qmargin.files import Guard, sha256_of
 from qmargin.metrics.folds import kfold_accuracy
-
-_LOOK_AT = 20  # names that decide whether a folder is the right one
-
-
-@dataclass(frozen=True)
-class FolderImages:
-    """Images of a folder by number, RGB ``size x size``; labels are -1."""
-
-    folder: Path
-    names: tuple[str, ...] = field(repr=False)
-    size: int = IMAGE_SIZE
-
-    def __post_init__(self) -> None:
-        """Refuse a folder that has none of the first images, before a model is asked for any."""
-        looked_at = self.names[:_LOOK_AT]
-        if not looked_at or any(is_file(self.folder / name) for name in looked_at):
-            return
-        first = Path(looked_at[0])
-        found = sorted(self.folder.glob(f"{glob.escape(str(first.with_suffix('')))}.*"))
-        below = sorted(self.folder.glob(f"*/{glob.escape(str(first))}"))
-        remedy = "give the folder that the names start in with --images"
-        if found:
-            remedy = f"there is {found[0].name!r}: pass --extension {found[0].suffix[1:]}"
-        elif below:
-            place = self.folder / below[0].relative_to(self.folder).parts[0]
-            remedy = f"they are in --images {place}"
-        raise DataError(
-            f"{self.folder} has none of the images of the list, such as {looked_at[0]!r}; {remedy}"
-        )
-
-    def __len__(self) -> int:
-        return len(self.names)
-
-    def __getitem__(self, index: int) -> tuple[NDArray[np.uint8], int]:
-        from qmargin.data.images import decode_image, resize_image
-
-        image = decode_image(read_inside(self.folder, self.names[index]))
-        return resize_image(image, self.size), -1
 
 
 @dataclass(frozen=True)
@@ -83,7 +39,7 @@ def read_pair_trials(path: str | Path, *, extension: str = "jpg") -> PairTrials:
     Raises:
         DataError: A line cannot be read, or a pair occurs twice.
     """
-    from qmargin.data.pairs_lists import read_pairs
+    from qmargin.data.readers.pairs import read_pairs
 
     path = Path(path)
     if not _is_pair_list(path):
@@ -102,7 +58,7 @@ def read_pair_trials(path: str | Path, *, extension: str = "jpg") -> PairTrials:
 
 def _is_pair_list(path: Path) -> bool:
     """Whether the first line is the header of such a CSV file, or counts as LFW's has."""
-    from qmargin.data.pairs_lists import FIRST, LABEL, SECOND
+    from qmargin.data.readers.pairs import FIRST, LABEL, SECOND
 
     first = next(numbered_lines(path), None)
     if first is None:
@@ -126,7 +82,7 @@ def evaluate_pairs(
     guard: Guard | None = None,
     command: str = "",
     progress: StageProgress | None = None,
-) -> Measured:
+) -> Result:
     """Verification of pairs by the cosine of their embeddings.
 
     Args:
@@ -151,10 +107,12 @@ def evaluate_pairs(
     )
     score_set = read_scores(path, trials=trials)
     score_set = replace(score_set, sources=(*score_set.sources, embeddings.source))
+    options = replace(options or EvaluationOptions(), kind="pairs", scoring="cosine")
     result = evaluate_scores(score_set, options, command=command, progress=progress)
     if folds is None:
-        return with_measures(result, ())
+        return result
     found = kfold_accuracy(score_set.scores, score_set.is_genuine, folds=folds)
     name = f"{len(found.accuracies)}-fold accuracy"
-    note = "thresholds of the other folds"
-    return with_measures(result, (Measure(name, found.mean, found.std, note),))
+    return result.with_extra(
+        {name: Measure(found.mean, found.std, "thresholds of the other folds")}
+    )

@@ -16,9 +16,14 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from qmargin.kernels.head_records import ClassGradient
-from qmargin.kernels.triton.screen import cosines_of_row
-from qmargin.kernels.triton.tuning import ScreenTiles, num_programs, power_of_two, screen_tiles
+from qmargin.kernels.head_types import ClassGradient
+from qmargin.kernels.triton.screen import (
+    ScreenTiles,
+    cosines_of_row,
+    num_programs,
+    power_of_two,
+    screen_tiles,
+)
 
 FACTOR = 2.0**15  # posteriors are at most one: so scaled they use the range of float16
 
@@ -46,8 +51,8 @@ def _cosines(
 
 
 @triton.jit
-def _powers(height, order, POWER: tl.constexpr):
-    """Posterior and slope at a height; zero off the support. ``POWER`` is ``1 / order``, or 0."""
+def _powers(height, b, POWER: tl.constexpr):
+    """Posterior and slope at a height; zero off the support. ``POWER`` is ``1 / b``, or 0."""
     safe = tl.where(height > 0, height, 1.0)
     if POWER > 0:  # a few products, where logarithms would cost more than the matrix product
         slope = tl.where(height > 0, 1.0, 0.0)
@@ -55,7 +60,7 @@ def _powers(height, order, POWER: tl.constexpr):
             slope *= safe
         posterior = slope * safe
     else:
-        logarithm = tl.log2(safe) / order
+        logarithm = tl.log2(safe) / b
         posterior = tl.where(height > 0, tl.exp2(logarithm), 0.0)
         slope = posterior / safe
     return posterior, slope
@@ -64,7 +69,7 @@ def _powers(height, order, POWER: tl.constexpr):
 @triton.jit
 def _row_sums(
     embeddings, copy, LABELS, SHIFT, LEVEL, FIRST_SUM, SECOND_SUM, num_rows, num_classes,
-    num_tiles, row_tiles, class_tiles, scale, order,
+    num_tiles, row_tiles, class_tiles, scale, b,
     DEPTH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     POWER: tl.constexpr, IS_SOFTMAX: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
@@ -84,8 +89,8 @@ def _row_sums(
         else:  # mass and slope at the trial level
             shift = tl.load(SHIFT + rows, mask=inside, other=0.0)
             level = tl.load(LEVEL + rows, mask=inside, other=0.0)
-            height = level[:, None] + (cosines - shift[:, None]) * (order * scale)
-            mass, slope = _powers(height, order, POWER)
+            height = level[:, None] + (cosines - shift[:, None]) * (b * scale)
+            mass, slope = _powers(height, b, POWER)
             first = tl.sum(mass, 1)
             second = tl.sum(slope, 1)
         place = rows.to(tl.int64) * class_tiles + class_tile
@@ -94,14 +99,14 @@ def _row_sums(
 
 
 @triton.jit
-def _weigh(cosines, shift, level, scale, order, POWER: tl.constexpr, IS_SOFTMAX: tl.constexpr):
+def _weigh(cosines, shift, level, scale, b, POWER: tl.constexpr, IS_SOFTMAX: tl.constexpr):
     """Posterior of classes, and their heights; at ``alpha = 1`` their logarithms to base 2."""
     if IS_SOFTMAX:
         rate = scale * 1.4426950408889634
         logits = level * 1.4426950408889634 + (cosines - shift) * rate
         return tl.exp2(logits), logits
-    height = level + (cosines - shift) * (order * scale)
-    posterior, _slope = _powers(height, order, POWER)
+    height = level + (cosines - shift) * (b * scale)
+    posterior, _slope = _powers(height, b, POWER)
     return posterior, height
 
 
@@ -121,7 +126,7 @@ def _store_sums(
 @triton.jit
 def _posterior(
     embeddings, copy, out, SHIFT, LEVEL, SUMS, ACTIVE, num_rows, num_classes, first,
-    num_tiles, row_tiles, class_tiles, size, scale, order, factor, largest,
+    num_tiles, row_tiles, class_tiles, size, scale, b, factor, largest,
     DEPTH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     POWER: tl.constexpr, IS_SOFTMAX: tl.constexpr, WITH_SUMS: tl.constexpr,
     HAS_END: tl.constexpr, PROGRAMS: tl.constexpr,
@@ -137,7 +142,7 @@ def _posterior(
         shift = tl.load(SHIFT + rows, mask=inside, other=0.0)
         level = tl.load(LEVEL + rows, mask=inside, other=0.0)
         posterior, height = _weigh(
-            cosines, shift[:, None], level[:, None], scale, order, POWER, IS_SOFTMAX
+            cosines, shift[:, None], level[:, None], scale, b, POWER, IS_SOFTMAX
         )
         if WITH_SUMS:
             place = rows.to(tl.int64) * class_tiles + class_tile
@@ -157,7 +162,7 @@ def _posterior(
 @triton.jit
 def _drop_targets(
     EMBEDDINGS, COPY, LABELS, OUT, SHIFT, LEVEL, SUMS, num_classes, first, width, class_tiles, size,
-    scale, order, depth,
+    scale, b, depth,
     BN: tl.constexpr, BK: tl.constexpr, POWER: tl.constexpr, IS_SOFTMAX: tl.constexpr,
     WITH_SUMS: tl.constexpr,
 ):  # fmt: skip
@@ -174,7 +179,7 @@ def _drop_targets(
                 EMBEDDINGS, COPY, row, label, classes, num_classes, depth, BN, BK
             )
             posterior, height = _weigh(
-                cosines, tl.load(SHIFT + row), tl.load(LEVEL + row), scale, order, POWER, IS_SOFTMAX
+                cosines, tl.load(SHIFT + row), tl.load(LEVEL + row), scale, b, POWER, IS_SOFTMAX
             )
             place = row.to(tl.int64) * class_tiles + class_tile
             _store_sums(posterior, height, SUMS, place, size, row >= 0, 0, IS_SOFTMAX)
@@ -202,10 +207,10 @@ class _Launch(NamedTuple):
         return cls(operands, row_tiles, class_tiles, programs, tiles)
 
 
-def _whole(order: float) -> int:
-    """``1 / order`` if that is a small whole number, as for alpha 1.25, 1.5 and 2; else 0."""
-    power = round(1.0 / order) if order > 0.05 else 0
-    return power if power and abs(power * order - 1.0) < 1e-12 else 0
+def _whole(b: float) -> int:
+    """``1 / b`` if that is a small whole number, as for alpha 1.25, 1.5 and 2; else 0."""
+    power = round(1.0 / b) if b > 0.05 else 0
+    return power if power and abs(power * b - 1.0) < 1e-12 else 0
 
 
 def log_sum_exp(
@@ -227,10 +232,10 @@ def row_sums(
     shift: Tensor,
     level: Tensor,
     scale: float,
-    order: float,
+    b: float,
 ) -> tuple[Tensor, Tensor]:
     """Mass and slope ``[B]`` float64 of the others; ``level`` is the height at cosine ``shift``."""
-    sums = _sums(embeddings, copy, labels, num_classes, shift, level, scale, order)
+    sums = _sums(embeddings, copy, labels, num_classes, shift, level, scale, b)
     mass, slope = (part.sum(1, dtype=torch.float64) for part in sums)
     return mass, slope
 
@@ -243,7 +248,7 @@ def _sums(
     shift: Tensor | None,
     level: Tensor | None,
     scale: float,
-    order: float,
+    b: float,
 ) -> tuple[Tensor, Tensor]:
     launch = _Launch.of(embeddings, copy, num_classes)
     tiles, num_rows = launch.tiles, len(embeddings)
@@ -253,8 +258,8 @@ def _sums(
     _row_sums[(launch.programs,)](
         *launch.operands, labels, shift if void is None else void, level if void is None else void,
         first, second, num_rows, num_classes, launch.row_tiles * launch.class_tiles,
-        launch.row_tiles, launch.class_tiles, scale, order,
-        embeddings.shape[1], tiles.rows, tiles.classes, tiles.depth, _whole(order),
+        launch.row_tiles, launch.class_tiles, scale, b,
+        embeddings.shape[1], tiles.rows, tiles.classes, tiles.depth, _whole(b),
         void is not None, launch.programs, num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     return first, second
@@ -277,7 +282,7 @@ def posterior_block(
     shift: Tensor,
     level: Tensor,
     scale: float,
-    order: float,
+    b: float,
     *,
     factor: float = FACTOR,
     with_sums: bool = False,
@@ -290,7 +295,7 @@ def posterior_block(
     """
     width = -(-(where.stop - where.start) // 8) * 8
     launch = _Launch.of(embeddings, copy, width)
-    tiles, num_rows, is_softmax = launch.tiles, len(embeddings), order == 0.0
+    tiles, num_rows, is_softmax = launch.tiles, len(embeddings), b == 0.0
     out = torch.empty((num_rows, width), dtype=copy.dtype, device=copy.device)
     sums = active = None
     if with_sums:
@@ -300,8 +305,8 @@ def posterior_block(
             flags = (launch.row_tiles, launch.class_tiles * tiles.classes)
             active = torch.empty(flags, dtype=torch.int8, device=copy.device)
     last = min(where.stop, num_classes)
-    numbers = (scale, order)
-    kinds = (_whole(order), is_softmax, with_sums)
+    numbers = (scale, b)
+    kinds = (_whole(b), is_softmax, with_sums)
     given = (shift, level, shift if sums is None else sums)
     _posterior[(launch.programs,)](
         *launch.operands, TensorDescriptor.from_tensor(out, [tiles.rows, tiles.classes]), *given,
@@ -325,7 +330,7 @@ def _add_entries(
     ROWS, COLUMNS, ENTRIES, VALUES, EMBEDDINGS, first, width, num_entries, depth,
     DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """A program per entry, of which the first of a class does the work: sums keep their order."""
+    """A program per entry, of which the first of a class does the work: sums keep their b."""
     entry = tl.program_id(0)
     column = tl.load(COLUMNS + entry)
     before = tl.load(COLUMNS + tl.maximum(entry - 1, 0))

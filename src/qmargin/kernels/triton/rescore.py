@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qmargin.kernels.head_records import GROUP, Candidates, Pairs, Rows
-from qmargin.kernels.triton.starts import NO_LIMIT
-from qmargin.kernels.triton.tuning import power_of_two
+from qmargin.kernels.head_types import GROUP, Batch, Candidates, Pairs
+from qmargin.kernels.triton.bound import NO_LIMIT
+from qmargin.kernels.triton.screen import power_of_two
 
 ENTRIES = 8  # that a program scores at a time
 PAIRS = 64  # that a program expands
@@ -116,7 +116,7 @@ def _score(
         tl.store(SCORES + entry, cosine, mask=inside)
 
 
-def score_candidates(batch: Rows, pairs: Pairs) -> Candidates:
+def score_candidates(batch: Batch, pairs: Pairs) -> Candidates:
     """See ``head_reference.score_candidates``."""
     masks, ends = candidate_bits(batch, pairs)
     total = torch.empty(1, dtype=torch.int64, device=masks.device)
@@ -126,7 +126,7 @@ def score_candidates(batch: Rows, pairs: Pairs) -> Candidates:
     )
 
 
-def candidate_bits(batch: Rows, pairs: Pairs) -> tuple[Tensor, Tensor]:
+def candidate_bits(batch: Batch, pairs: Pairs) -> tuple[Tensor, Tensor]:
     """One int32 per pair, whose bit ``j`` is set when the group's class ``j`` may be active.
 
     And how many bits are set up to and including each pair.
@@ -178,7 +178,7 @@ def expand_bits(
     return rows, columns
 
 
-def score_entries(batch: Rows, rows: Tensor, columns: Tensor, starts: Tensor) -> Candidates:
+def score_entries(batch: Batch, rows: Tensor, columns: Tensor, starts: Tensor) -> Candidates:
     """Exact cosines of listed classes."""
     prototypes, depth = batch.prototypes, batch.prototypes.shape[1]
     num_rows = len(batch.labels)

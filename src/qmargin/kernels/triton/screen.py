@@ -1,6 +1,8 @@
-"""Screen: one product whose epilogue keeps only the maximum of each group (F4)."""
+"""Unit rows, rounded copies, and the screening product that keeps group maxima (F4)."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -8,8 +10,126 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from qmargin.kernels.head_records import GROUP
-from qmargin.kernels.triton.tuning import num_programs, screen_tiles
+from qmargin.kernels.head_types import GROUP, PreparedRows
+
+
+class ScreenTiles(NamedTuple):
+    """Tiles of the fused product."""
+
+    rows: int
+    classes: int
+    depth: int
+    warps: int
+    stages: int
+
+
+def screen_tiles(num_rows: int) -> ScreenTiles:
+    """Wide tiles for full batches, narrow ones when a tile would be mostly padding."""
+    if num_rows > 64:
+        return ScreenTiles(128, 256, 64, 8, 3)
+    return ScreenTiles(64 if num_rows > 32 else 32 if num_rows > 16 else 16, 128, 64, 4, 3)
+
+
+def num_programs(device: torch.device) -> int:
+    """One persistent program per multiprocessor; a few in the interpreter."""
+    if device.type != "cuda":
+        return 2
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def power_of_two(number: int) -> int:
+    """Smallest power of two that is at least ``number``."""
+    return 1 << (number - 1).bit_length()
+
+
+@triton.jit
+def _unit(EMBEDDINGS, LABELS, UNIT, NORMS, ignored, depth, DEPTH: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    dimension = tl.arange(0, DEPTH)
+    inside = dimension < depth
+    x = tl.load(EMBEDDINGS + row * depth + dimension, mask=inside, other=0.0)
+    x = tl.where(inside & (tl.load(LABELS + row) == ignored), 1.0, x)
+    norm = tl.sqrt(tl.sum(x * x, 0))
+    tl.store(NORMS + row, norm)
+    divisor = tl.where(norm < float("inf"), norm, float("nan"))
+    tl.store(UNIT + row * depth + dimension, x / divisor, mask=inside)
+
+
+@triton.jit
+def _unit_gradient(GRADIENT, UNIT, NORMS, OUT, depth, DEPTH: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    dimension = tl.arange(0, DEPTH)
+    inside = dimension < depth
+    g = tl.load(GRADIENT + row * depth + dimension, mask=inside, other=0.0)
+    u = tl.load(UNIT + row * depth + dimension, mask=inside, other=0.0)
+    g = (g - tl.sum(g * u, 0) * u) / tl.load(NORMS + row)
+    tl.store(OUT + row * depth + dimension, g, mask=inside)
+
+
+def unit_rows(embeddings: Tensor, labels: Tensor, ignored: int) -> tuple[Tensor, Tensor]:
+    """See ``head_reference.unit_rows``."""
+    embeddings = embeddings.contiguous()
+    num_rows, depth = embeddings.shape
+    unit = torch.empty_like(embeddings)
+    norms = torch.empty(num_rows, dtype=embeddings.dtype, device=embeddings.device)
+    if num_rows:
+        _unit[(num_rows,)](
+            embeddings, labels, unit, norms, ignored, depth, power_of_two(depth), num_warps=4
+        )
+    return unit, norms
+
+
+def unit_gradient(gradient: Tensor, unit: Tensor, norms: Tensor) -> Tensor:
+    """See ``head_reference.unit_gradient``."""
+    gradient = gradient.contiguous()
+    num_rows, depth = gradient.shape
+    out = torch.empty_like(gradient)
+    if num_rows:
+        _unit_gradient[(num_rows,)](
+            gradient, unit, norms, out, depth, power_of_two(depth), num_warps=4
+        )
+    return out
+
+
+@triton.jit
+def _prepare(
+    EMBEDDINGS, LABELS, PROTOTYPES, INVERSE_NORMS, ROUNDED, ROUNDING, TARGETS, COSINES, depth,
+    DEPTH: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    dimension = tl.arange(0, DEPTH)
+    inside = dimension < depth
+    x = tl.load(EMBEDDINGS + row * depth + dimension, mask=inside, other=0.0)
+    rounded = x.to(ROUNDED.dtype.element_ty)
+    tl.store(ROUNDED + row * depth + dimension, rounded, mask=inside)
+    error = x - rounded.to(tl.float32)
+    tl.store(ROUNDING + row, tl.sqrt(tl.sum(error * error, 0)))
+    label = tl.load(LABELS + row).to(tl.int64)
+    prototype = tl.load(PROTOTYPES + label * depth + dimension, mask=inside, other=0.0)
+    target = prototype * tl.load(INVERSE_NORMS + label)
+    tl.store(TARGETS + row * depth + dimension, target, mask=inside)
+    tl.store(COSINES + row, tl.sum(x * target, 0))
+
+
+def prepare_rows(
+    embeddings: Tensor,
+    labels: Tensor,
+    prototypes: Tensor,
+    inverse_norms: Tensor,
+    screen_dtype: torch.dtype,
+) -> PreparedRows:
+    """See ``head_reference.prepare_rows``."""
+    embeddings = embeddings.contiguous()
+    num_rows, depth = embeddings.shape
+    rounded = torch.empty(embeddings.shape, dtype=screen_dtype, device=embeddings.device)
+    targets = torch.empty_like(embeddings)
+    rounding, cosines = torch.empty((2, num_rows), device=embeddings.device).unbind()
+    if num_rows:
+        _prepare[(num_rows,)](
+            embeddings, labels, prototypes, inverse_norms, rounded, rounding, targets,
+            cosines, depth, power_of_two(depth), num_warps=4,
+        )  # fmt: skip
+    return PreparedRows(embeddings, rounded, rounding, targets, cosines)
 
 
 @triton.jit

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qmargin.kernels.head_records import Candidates, SolvedRows
+from qmargin.kernels.head_types import Candidates, SolvedRows, Target
 
 BLOCK = 1024
 MAX_STEPS = 64
@@ -38,30 +38,30 @@ def _sums(SCORES, begin, end, level, best, rate, power, log_reference, gap, BLOC
 
 
 @triton.jit
-def _loss(excess, others, own, own_mass, alone, order):
-    """Closed form of the loss (M6): ``maths.objective.loss_from_sums`` for one row."""
+def _loss(excess, others, own, own_mass, alone, b):
+    """Closed form of the loss (M6): ``solver.loss_from_sums`` for one row."""
     r = others
     series_log = -r * (1.0 + r * (0.5 + r * (1.0 / 3.0 + r * (0.25 + r * 0.2))))
     log_rest = tl.where(r < 1e-3, series_log, tl.log(tl.where(r < 0.5, 1.0 - r, 0.5)))
     log_target = tl.where(r < 0.5, log_rest, tl.log(tl.where(own_mass > 0, own_mass, 1.0)))
-    exact = (1.0 - tl.exp(order * log_target) * (1.0 + order * r)) / order
-    # For small r the exact form cancels: use the series of its exponent divided by the order,
-    # whose coefficients are (1 + (-1)^n order^(n-1)) / n for n = 12 .. 2.
+    exact = (1.0 - tl.exp(b * log_target) * (1.0 + b * r)) / b
+    # For small r the exact form cancels: use the series of its exponent divided by the b,
+    # whose coefficients are (1 + (-1)^n b^(n-1)) / n for n = 12 .. 2.
     series = r * 0.0
-    term = tl.exp(11.0 * tl.log(order))
+    term = tl.exp(11.0 * tl.log(b))
     number = 12.0
     sign = 1.0
     for _ in range(11):
         series = (series + (1.0 + sign * term) / number) * r
-        term = term / order
+        term = term / b
         number -= 1.0
         sign = -sign
     series = series * r
-    x = order * series
+    x = b * series
     gain = tl.where(r < 0.02, series * (1.0 - x * (0.5 - x / 6.0)), exact)
     active = excess + alone * gain
-    inactive = excess + (alone - own) / order - own  # linear in the target's missing height
-    return tl.where(own > 0, active, inactive) / (1.0 + order)
+    inactive = excess + (alone - own) / b - own  # linear in the target's missing height
+    return tl.where(own > 0, active, inactive) / (1.0 + b)
 
 
 @triton.jit
@@ -73,10 +73,10 @@ def _solve(
     row = tl.program_id(0)
     begin = tl.load(STARTS + row)
     end = tl.load(STARTS + row + 1)
-    order = tl.load(SETTINGS)
+    b = tl.load(SETTINGS)
     scale = tl.load(SETTINGS + 1)
-    power = 1.0 / order
-    rate = order * scale
+    power = 1.0 / b
+    rate = b * scale
     running = tl.full((BLOCK,), float("-inf"), tl.float32)
     for start in range(begin, end, BLOCK):
         entry = start + tl.arange(0, BLOCK)
@@ -84,8 +84,8 @@ def _solve(
         running = tl.maximum(running, score)
     best = tl.where(end > begin, tl.max(running, 0).to(tl.float64), -1.0)
     log_reference = tl.load(TARGET_LOG_REFERENCE + row)
-    gap = (tl.load(TARGET_LOGIT + row) - best * scale) * order
-    alone = tl.exp(-order * log_reference)  # the target's height when it holds all the mass
+    gap = (tl.load(TARGET_LOGIT + row) - best * scale) * b
+    alone = tl.exp(-b * log_reference)  # the target's height when it holds all the mass
     level = tl.minimum(1.0, alone - gap)
     if STEPS > 0:
         step = 0
@@ -94,12 +94,12 @@ def _solve(
             mass, slope = _sums(
                 SCORES, begin, end, level, best, rate, power, log_reference, gap, BLOCK
             )
-            level += mass / slope * (tl.exp(-order * tl.log(mass)) - 1.0)
+            level += mass / slope * (tl.exp(-b * tl.log(mass)) - 1.0)
             is_moving = (tl.abs(mass - 1.0) > 1e-12).to(tl.int32)
             step += 1
     if HALVINGS > 0:
         # Bounds: all mass on one class, or spread evenly over the list and the target.
-        share = tl.exp(-order * tl.log((end - begin + 1).to(tl.float64)))
+        share = tl.exp(-b * tl.log((end - begin + 1).to(tl.float64)))
         low = tl.minimum(share, alone * share - gap)
         high = level
         for _ in range(HALVINGS):
@@ -124,36 +124,29 @@ def _solve(
     own = level + gap
     own_mass, _own_slope = _powers(own, power, log_reference)
     target = tl.where(others < 0.5, 1.0 - others, own_mass)
-    tl.store(LOSS + row, _loss(excess, others, own, own_mass, alone, order))
-    tl.store(TAU + row, best * scale - (level - 1.0) / order)
+    tl.store(LOSS + row, _loss(excess, others, own, own_mass, alone, b))
+    tl.store(TAU + row, best * scale - (level - 1.0) / b)
     tl.store(MASS + row, others)
-    tl.store(IN_REFERENCE + row, (target * tl.where(own > 0, own, 0.0) - alone) / (1.0 + order))
+    tl.store(IN_REFERENCE + row, (target * tl.where(own > 0, own, 0.0) - alone) / (1.0 + b))
     tl.store(ERROR + row, tl.abs(others + own_mass - 1.0))
 
 
 @lru_cache(maxsize=64)
-def _settings(order: float, scale: float, device: torch.device) -> Tensor:
+def settings_tensor(b: float, scale: float, device: torch.device) -> Tensor:
     """Float64 numbers for kernels, whose plain float arguments are float32."""
-    return torch.tensor([order, scale], dtype=torch.float64, device=device)
+    return torch.tensor([b, scale], dtype=torch.float64, device=device)
 
 
-def solve_lists(
-    candidates: Candidates,
-    target_logits: Tensor,
-    target_log_reference: Tensor,
-    *,
-    scale: float,
-    order: float,
-) -> SolvedRows:
+def solve_lists(candidates: Candidates, target: Target, *, scale: float, b: float) -> SolvedRows:
     """See ``head_reference.solve_lists``."""
-    num_rows, device = len(target_logits), target_logits.device
+    num_rows, device = len(target.logits), target.logits.device
     wide = torch.empty((5, num_rows), dtype=torch.float64, device=device)
     loss, tau, others, in_reference, error = wide.unbind()
     posterior = torch.empty_like(candidates.scores)
-    is_newton = order <= 1.0
+    is_newton = b <= 1.0
     _solve[(num_rows,)](
-        candidates.scores, candidates.starts, target_logits, target_log_reference,
-        _settings(order, scale, device), loss, tau, others, in_reference, error, posterior,
+        candidates.scores, candidates.starts, target.logits, target.log_reference,
+        settings_tensor(b, scale, device), loss, tau, others, in_reference, error, posterior,
         MAX_STEPS if is_newton else 0, 0 if is_newton else NUM_HALVINGS, BLOCK, num_warps=4,
     )  # fmt: skip
     return SolvedRows(

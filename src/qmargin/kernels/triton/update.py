@@ -1,6 +1,6 @@
 """Update: gradient, momentum SGD, renormalised copy, all in one sweep over the prototypes.
 
-And the copy alone, for prototypes that somebody else has moved.
+``refresh_copy`` writes the copy alone, for prototypes that changed in another way.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qmargin.kernels.head_records import ClassGradient
-from qmargin.kernels.triton.tuning import power_of_two
+from qmargin.kernels.head_types import ClassGradient, PrototypeState, SgdRule
+from qmargin.kernels.triton.screen import power_of_two
 
 CLASSES = 2  # prototypes per program of the sweep over all of them
 CLASSES_KEPT = 8  # and of the one that only rewrites what is kept of them
@@ -230,73 +230,51 @@ def _error(largest: Tensor) -> Tensor:
 
 
 def sgd_update(
-    gradient: ClassGradient,
-    embeddings: Tensor,
-    prototypes: Tensor,
-    momentum_buffer: Tensor | None,
-    inverse_norms: Tensor,
-    copy: Tensor,
-    *,
-    lr: float,
-    momentum: float,
-    weight_decay: float,
-    nesterov: bool,
-    grad_scale: Tensor,
-    only_active: bool,
+    gradient: ClassGradient, embeddings: Tensor, state: PrototypeState, rule: SgdRule
 ) -> Tensor:
-    """See ``update_reference.sgd_update``."""
-    num_classes, depth = prototypes.shape
+    """See ``head_reference.sgd_update``."""
+    num_classes, depth = state.prototypes.shape
     columns = gradient.columns.to(torch.int32)
-    largest = torch.zeros((), dtype=torch.float32, device=prototypes.device)
-    wide = power_of_two(depth)
     entries = (columns, gradient.rows, gradient.values)
-    state = (prototypes, prototypes if momentum_buffer is None else momentum_buffer)
-    kept = (inverse_norms, copy, grad_scale.to(torch.float32), largest)
-    rule = (lr, momentum, weight_decay)
-    flags = (momentum_buffer is not None, nesterov)
+    given, largest = _arguments(state, rule)
+    wide = power_of_two(depth)
+    flags = (state.momentum is not None, rule.nesterov)
     warps = 1 if wide <= 512 else 4
-    if only_active and len(columns):
+    if rule.only_active and len(columns):
         _active[(len(columns),)](
-            *entries, embeddings, *state, *kept, *rule, len(columns), depth, *flags, wide,
-            num_warps=warps,
+            *entries, embeddings, *given, largest, rule.lr, rule.momentum, rule.weight_decay,
+            len(columns), depth, *flags, wide, num_warps=warps,
         )  # fmt: skip
-    elif not only_active:
+    elif not rule.only_active:
         programs = triton.cdiv(num_classes, CLASSES)
-        edges = torch.arange(programs + 1, dtype=torch.int32, device=prototypes.device) * CLASSES
+        edges = torch.arange(programs + 1, dtype=torch.int32, device=columns.device) * CLASSES
         segments = torch.searchsorted(columns, edges, out_int32=True)
         _sweep[(programs,)](
-            *entries, segments, embeddings, *state, *kept, *rule, num_classes, depth, *flags,
-            CLASSES, wide, num_warps=warps,
+            *entries, segments, embeddings, *given, largest, rule.lr, rule.momentum,
+            rule.weight_decay, num_classes, depth, *flags, CLASSES, wide, num_warps=warps,
         )  # fmt: skip
     return _error(largest)
 
 
 def sgd_update_rows(
-    classes: slice,
-    rows: Tensor,
-    prototypes: Tensor,
-    momentum_buffer: Tensor | None,
-    inverse_norms: Tensor,
-    copy: Tensor,
-    *,
-    lr: float,
-    momentum: float,
-    weight_decay: float,
-    nesterov: bool,
-    grad_scale: Tensor,
-    only_active: bool,
-    unit_factor: Tensor | None,
+    classes: slice, rows: Tensor, state: PrototypeState, rule: SgdRule, unit_factor: Tensor | None
 ) -> Tensor:
-    """See ``update_reference.sgd_update_rows``."""
-    largest = torch.zeros((), dtype=torch.float32, device=prototypes.device)
-    wide = power_of_two(prototypes.shape[1])
-    buffer = prototypes if momentum_buffer is None else momentum_buffer
+    """See ``head_reference.sgd_update_rows``."""
+    depth = state.prototypes.shape[1]
+    given, largest = _arguments(state.part(classes), rule)
+    wide = power_of_two(depth)
     _given[(len(rows),)](
-        rows.contiguous(), prototypes[classes], buffer[classes], inverse_norms[classes],
-        copy[classes], grad_scale.to(torch.float32),
-        largest if unit_factor is None else unit_factor.to(torch.float32), largest,
-        lr, momentum, weight_decay, prototypes.shape[1],
-        momentum_buffer is not None, nesterov, only_active, unit_factor is not None, wide,
+        rows.contiguous(), *given, largest if unit_factor is None else unit_factor.float(), largest,
+        rule.lr, rule.momentum, rule.weight_decay, depth,
+        state.momentum is not None, rule.nesterov, rule.only_active, unit_factor is not None, wide,
         num_warps=1 if wide <= 512 else 4,
     )  # fmt: skip
     return _error(largest)
+
+
+def _arguments(state: PrototypeState, rule: SgdRule) -> tuple[tuple[Tensor, ...], Tensor]:
+    """What every update kernel takes, and where it writes the largest squared error."""
+    prototypes, momentum, inverse_norms, copy = state
+    largest = torch.zeros((), dtype=torch.float32, device=prototypes.device)
+    buffer = prototypes if momentum is None else momentum
+    return (prototypes, buffer, inverse_norms, copy, rule.grad_scale.float()), largest

@@ -1,0 +1,212 @@
+"""``qmargin compare``, ``qmargin sweep`` and ``qmargin demo``: run experiments."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from qmargin.cli.options import (
+    Command,
+    Count,
+    Overwriting,
+    argument,
+    command_line,
+    guard_of,
+    option,
+)
+from qmargin.cli.recipes import load_recipe
+from qmargin.errors import ConfigError
+from qmargin.files import MADE_BY
+
+if TYPE_CHECKING:
+    from qmargin.experiments.experiment import Experiment
+    from qmargin.experiments.runner import Finished
+
+EXIT_CODES = """exit status:
+  0    all runs are complete
+  2    refused, or some runs failed; the last line says why
+  130  stopped by Ctrl-C after saving; the same command continues
+  143  stopped by SIGTERM after saving; the same command continues
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Running(Overwriting):
+    """What every command that runs an experiment takes."""
+
+    resumes: ClassVar[bool] = True
+    epilog: ClassVar[str] = EXIT_CODES
+
+    settings: tuple[str, ...] = option(
+        "change a value of the recipe for every run; may be repeated",
+        name="--set",
+        metavar="KEY=VALUE",
+        repeated=True,
+    )
+    jobs: Count | None = option("runs at once (one on each device)")
+    devices: tuple[str, ...] = option("cpu, or cuda:0 cuda:1", default=("auto",), metavar="NAME")
+    storage: str | None = option(
+        "Optuna storage that several machines share: sqlite:///FILE, journal:FILE, redis:// or "
+        "postgresql://",
+        metavar="URL",
+    )
+
+    def complete(self, experiment: Experiment, out: Path, **options: Any) -> Finished:
+        """Do what is missing."""
+        from qmargin.experiments.runner import RunOptions, complete
+
+        names = ("devices", "jobs", "storage", "overwrite")
+        given = {name: getattr(self, name) for name in names}
+        command = command_line(url=self.storage)
+        return complete(experiment, out, RunOptions(**given, command=command, **options))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compare(Running):
+    """Compare losses: search settings, train with several seeds, test, report.
+
+    Every loss chooses its settings on validation identities, is trained with several seeds and is
+    measured on test identities. Interrupted or killed and run again, it continues.
+    """
+
+    experiment: str | None = argument("one of --list, or a .yaml file", metavar="NAME|FILE")
+    list: bool = option("list the experiments that have a name")
+    out: Path | None = option("folder of the experiment", metavar="DIR")
+    data: Path | None = option("pictures or recordings, where they are read", metavar="PATH")
+    arms: tuple[str, ...] = option("some of the losses (all)", metavar="NAME")
+    seeds: Count | None = option("runs of each loss that are tested (those of the experiment)")
+    search_only: bool = option("only let losses choose their settings")
+    page: Path | None = option("also write what was found as Markdown")
+    commit: str = option("of the code, for the page", default="", metavar="HASH")
+
+    def run(self) -> None:
+        """Run the experiment; a signal ends it with the status of that signal, after saving."""
+        if self.list:
+            from qmargin.experiments.named import list_experiments
+
+            for name, words in list_experiments().items():
+                sys.stdout.write(f"{name:12}  {words}\n")
+            return
+        if self.experiment is None or self.out is None:
+            raise ConfigError("an experiment and --out are needed: qmargin compare NAME --out DIR")
+        from qmargin.experiments.page import results_page, tell
+        from qmargin.training.checkpoint.folders import check_writable
+
+        experiment = self._find(self.experiment)
+        if self.page is not None:
+            check_writable(self.page.parent)  # hours before it is written
+            guard_of(self, ("page", "out")).check(self.page, MADE_BY)
+        finished = self.complete(experiment, self.out, search_only=self.search_only, show=True)
+        if finished.paths:
+            tell(finished)
+        if self.page is not None:
+            command = command_line(url=self.storage)
+            text = results_page(finished, command=command, commit=self.commit)
+            guard_of(self, ("page", "out")).write_all({self.page: text.encode()})
+            sys.stdout.write(f"{self.page}\n")
+
+    def _find(self, name: str) -> Experiment:
+        from qmargin.experiments.experiment import read_experiment
+        from qmargin.experiments.named import get_experiment
+        from qmargin.training.distributed.process import choose_device
+        from qmargin.training.recipe_files import apply_settings
+
+        if name.endswith((".yaml", ".yml")):
+            if self.data is not None:
+                raise ConfigError("--data is for named experiments; write data: into the file")
+            made = read_experiment(name)
+        else:
+            device = choose_device(0, self.devices[0]).type
+            made = get_experiment(name, device=device, data=self.data)
+        made = replace(made, recipe=apply_settings(made.recipe, self.settings))
+        if self.seeds is not None:
+            made = replace(made, seeds=tuple(range(self.seeds)))
+        return made.with_arms(self.arms) if self.arms else made
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sweep(Running):
+    """Train a recipe with many settings and compare them.
+
+    Every combination of some settings is trained, or those that a search proposes, and measured on
+    validation identities; a table and figures are written. Interrupted or killed and run again, it
+    continues.
+    """
+
+    recipe: str = argument("name of a recipe, or a .yaml file", metavar="NAME|FILE")
+    out: Path = option("folder of the sweep", metavar="DIR")
+    axes: tuple[str, ...] = option(
+        "values of a setting, as in loss.scale=10,16, of m_eff, the effective margin, or of "
+        "hardness, which decides the scale; a search also takes LOW:HIGH and LOW:HIGH:log; may be "
+        "repeated",
+        name="--grid",
+        metavar="KEY=V1,V2",
+        repeated=True,
+    )
+    seeds: Count = option("runs of each combination", default=1)
+    search: Literal["grid", "random", "optuna"] = option(
+        "every combination, random ones, or a search by Optuna", default="grid"
+    )
+    trials: Count | None = option("combinations of a search (40)")
+    validation: tuple[str, ...] = option(
+        "data of other identities, to measure on; or settings such as data.options.split=dev; data "
+        "that is made needs none; may be repeated",
+        metavar="PATH",
+        repeated=True,
+    )
+    measure: str | None = option("eer, or a TAR such as tar@1e-3 (the strictest measured well)")
+    prune: bool = option("stop runs that are behind the median, by Optuna")
+
+    def run(self) -> None:
+        """Run an experiment of one arm, which is searched and not tested."""
+        from qmargin.experiments.experiment import sweep_experiment
+
+        experiment = sweep_experiment(
+            load_recipe(self.recipe),
+            self.axes,
+            settings=self.settings,
+            seeds=self.seeds,
+            method=self.search,
+            num_points=self.trials,
+            measure=self.measure,
+            prune=self.prune,
+            validation=[text if "=" in text else f"data.path={text}" for text in self.validation],
+        )
+        self.complete(experiment, self.out)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Demo(Command):
+    """Train five losses on synthetic identities and compare them.
+
+    ArcFace, CosFace, EntMax, SparseMax and Q-Margin are trained by one recipe on synthetic stroke
+    identities and tested on all pairs of other identities; a report is written. On two CPU cores it
+    takes at most six minutes. Interrupted and run again, it continues.
+    """
+
+    resumes: ClassVar[bool] = True
+
+    out: Path = option("folder of the demo", default=Path("qmargin-demo"), metavar="DIR")
+    seeds: Count = option("seeds of each loss", default=1)
+    losses: tuple[str, ...] = option(
+        "of arcface cosface entmax sparsemax q_margin (all)", metavar="NAME"
+    )
+    minutes: float | None = option(
+        "for all five losses and one seed (the standard length, shorter only where six minutes "
+        "would not do)",
+        metavar="M",
+    )
+    data: Path | None = option(
+        "pictures instead of synthetic ones: a folder with one folder per identity, or another "
+        "layout of `qmargin train`, or an NPZ file",
+        metavar="PATH",
+    )
+    device: Literal["auto", "cpu", "cuda"] = option("where to train", default="auto")
+
+    def run(self) -> None:
+        """Run the demo; a signal ends it with the status of that signal, after saving."""
+        from qmargin.experiments.demo import DemoOptions, run_demo
+
+        run_demo(DemoOptions(**vars(self), command=command_line()))

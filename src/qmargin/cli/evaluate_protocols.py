@@ -1,0 +1,500 @@
+"""``qmargin evaluate lfw|ijb|pairs|voxceleb``: samples and a model, or embeddings, to a result."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from qmargin.cli.evaluate import (
+    TOP_N,
+    Costs,
+    Evaluation,
+    Known,
+    Rules,
+    ScoresFile,
+    collapse_notes,
+    with_weights,
+)
+from qmargin.cli.options import Command, Count, argument, command_line, option
+from qmargin.cli.tables import StageProgress, stage_progress
+from qmargin.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from qmargin.evaluation.embed import SampleSet
+    from qmargin.evaluation.embeddings import Embeddings
+    from qmargin.evaluation.evaluate import EvaluationOptions
+    from qmargin.evaluation.protocols.ijb import IjbRelease, Templates
+    from qmargin.evaluation.protocols.speakers import QualityCalibration, Scoring
+    from qmargin.evaluation.result import Result
+    from qmargin.evaluation.trials import TrialList
+    from qmargin.files import Guard
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Embedded(Evaluation, Rules):
+    """A protocol of samples, which a model embeds, or whose embeddings are read."""
+
+    resumes: ClassVar[bool] = True
+
+    model: Path | None = option("model directory, or a run", metavar="DIR")
+    embeddings: Path | None = option(
+        "embeddings: written by --model, or read where there is no --model (OUT with "
+        ".embeddings.safetensors)"
+    )
+    device: str = option("where the model runs, such as cpu or cuda", default="cpu", metavar="NAME")
+    workers: int = option("threads that decode", default=2)
+    restart: bool = option("begin again where a part of other inputs is found")
+
+    @property
+    def embeddings_path(self) -> Path:
+        """Where embeddings are, or go."""
+        return self.embeddings or self.out.with_suffix(".embeddings.safetensors")
+
+    def check(self) -> Guard:
+        """Refuse what cannot work before any work is done."""
+        from qmargin.evaluation.embeddings import EMBEDDINGS_MARK
+
+        outputs = self.scores_output if isinstance(self, ScoresFile) else {}
+        if self.model is None and self.embeddings is None:
+            raise ConfigError("there is neither --model nor --embeddings: give one of them")
+        if self.model is not None:
+            from qmargin.training.distributed.process import find_device
+
+            find_device(self.device)
+            outputs = {**outputs, "embeddings": (self.embeddings_path, EMBEDDINGS_MARK)}
+        return self.check_outputs(outputs)
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """Images whose embeddings are needed, at a model's size, and how mirror images enter them."""
+
+    keys: Sequence[str]
+    images: Callable[[int], SampleSet]
+    flip: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Faces(_Embedded):
+    """A protocol of images."""
+
+    no_flip: bool = option("leave mirror images out")
+    batch_size: int = option("images at a time", default=64)
+
+    def read(
+        self, wanted: _Wanted, progress: StageProgress, *, is_exact: bool = True
+    ) -> tuple[Embeddings, Known]:
+        """Embeddings of the images, made or read, and what is known of them.
+
+        Rows are in the order of the images where ``is_exact``; otherwise names find them.
+        """
+        from qmargin.evaluation.embed import write_embeddings
+        from qmargin.evaluation.embeddings import map_embeddings, stored_flip
+
+        path, known = self.embeddings_path, Known()
+        if self.model is not None:
+            from qmargin.evaluation.model import load_model
+
+            model = load_model(self.model, device=self.device, fit="exact")
+            known = Known(model.card.to_texts(), model.run)
+            write_embeddings(
+                model,
+                wanted.images(_size(model.card.input_shape)),
+                path,
+                keys=wanted.keys,
+                model_id=model.card.weights_sha256,
+                flip=wanted.flip,
+                batch_size=self.batch_size,
+                num_workers=self.workers,
+                restart=self.restart,
+                progress=partial(progress, "embedding"),
+            )
+        flip = stored_flip(path)
+        _check_flip(path, flip, wanted.flip)
+        found = map_embeddings(path)
+        if is_exact and found.keys != tuple(wanted.keys):
+            raise DataError(
+                f"{path} has embeddings of {len(found):,} other images, or in another order, than "
+                f"the {len(wanted.keys):,} of the set: make them with --model"
+            )
+        return found, known._replace(
+            card=with_weights(known.card, found.weights_sha256) or {},
+            flip="sum" if flip == "both" else flip,
+            notes=collapse_notes(found),
+        )
+
+    def face_options(self, protocol: Path, known: Known, **others: Any) -> EvaluationOptions:
+        """What is measured; names are those of files."""
+        from qmargin.evaluation.evaluate import default_name
+
+        name = default_name(self.model or self.embeddings_path)
+        return self.options(name=name, protocol=default_name(protocol), known=known, **others)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Pictures(Command):
+    """Images of the hardest pairs."""
+
+    pictures: Path | None = option(
+        "write images of the hardest pairs there, for `qmargin report --media DIR`", metavar="DIR"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lfw(_Faces, _Pictures):
+    """Evaluate a verification set in folds: LFW, CFP-FP, AgeDB-30, CALFW, CPLFW (.bin).
+
+    Accuracy over ten folds with the flip test, and TAR at FAR 1e-3, 1e-2 and 1e-1 over all pairs.
+    """
+
+    file: Path = argument(".bin, or the .npz made from it", metavar="SET")
+    insightface: bool = option("also measure as InsightFace does")
+    fars: tuple[float, ...] = option(default=(1e-3, 1e-2, 1e-1))
+
+    def run(self) -> None:
+        """Embed, and measure over folds and all pairs."""
+        from qmargin.evaluation.protocols import face_sets as sets
+
+        guard = self.check()
+        pairs = sets.read_verification_set(self.file)
+        wanted = _Wanted(pairs.keys, pairs.images, "none" if self.no_flip else "both")
+        with stage_progress() as progress:
+            embeddings, known = self.read(wanted, progress)
+            result = sets.evaluate_verification_set(
+                pairs,
+                sets.flip_features(embeddings.matrix, has_flip=wanted.flip == "both"),
+                self.face_options(self.file, known),
+                compatible=self.insightface,
+                sources=(embeddings.source,),
+                command=command_line(),
+                progress=progress,
+            )
+        if self.pictures is not None:
+            sets.write_pictures(self.pictures, pairs, result.hardest, guard=guard)
+        self.finish(result)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pairs(_Faces, ScoresFile):
+    """Evaluate any list of image pairs.
+
+    Embeds every image of a list of pairs once and compares them. The list is CSV with a header
+    (a,b,label and maybe fold), LFW's pairs.txt, or lines of two names and a label.
+    """
+
+    file: Path = argument("list of pairs with labels", metavar="PAIRS")
+    images: Path | None = option("folder that the names are in (the list's)", metavar="DIR")
+    extension: str = option("extension of the images of pairs.txt", default="jpg", metavar="NAME")
+
+    def run(self) -> None:
+        """Embed, score and measure."""
+        from qmargin.evaluation.embed import FolderImages
+        from qmargin.evaluation.protocols.pairs import evaluate_pairs, read_pair_trials
+
+        guard = self.check()
+        pairs = read_pair_trials(self.file, extension=self.extension)
+        folder = self.images or self.file.parent
+        if self.model is not None and not folder.is_dir():
+            raise ConfigError(
+                f"--images {folder} is not a folder: give the one that the names are in"
+            )
+        names = pairs.trials.keys.names
+        images = partial(FolderImages, folder, names)
+        wanted = _Wanted(names, images, "none" if self.no_flip else "sum")
+        with stage_progress() as progress:
+            embeddings, known = self.read(wanted, progress, is_exact=False)
+            result = evaluate_pairs(
+                embeddings,
+                pairs.trials,
+                self.face_options(self.file, known),
+                scores=self.scores_path,
+                guard=guard,
+                folds=pairs.folds,
+                restart=self.restart,
+                command=command_line(),
+                progress=progress,
+            )
+        self.finish(result)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ijb(_Faces, _Pictures):
+    """Evaluate IJB-B or IJB-C, one-to-one or search.
+
+    Pools images into media and templates and compares the templates: 1:1 over the list of pairs,
+    or 1:N, each probe searched in each gallery (one result per gallery).
+    """
+
+    folder: Path = argument("IJBB or IJBC, with loose_crop/ and meta/", metavar="DIR")
+    task: Literal["1:1", "1:N"] = option("pairs or search", default="1:1")
+    unit_embeddings: bool = option("images weigh the same, whatever their norm")
+    no_detector_scores: bool = option("do not weigh images by the detector")
+    fars: tuple[float, ...] = option(
+        "false accept rates at which to measure TAR, or false positive rates of a search (1e-6 to "
+        "1e-1; 1e-2 and 1e-1 of a search)",
+        default=(),
+        metavar="FAR",
+    )
+    replicates: int = option(default=100)  # of millions of pairs: a thousand take minutes
+
+    def run(self) -> None:
+        """Embed, pool, and compare templates."""
+        from qmargin.evaluation.protocols.ijb import (
+            Pooling,
+            pool_templates,
+            read_ijb,
+            write_template_pictures,
+        )
+        from qmargin.evaluation.result import RESULT_MARK
+
+        guard = self.check()
+        release = read_ijb(self.folder)
+        pooling = Pooling(not self.unit_embeddings, not self.no_detector_scores)
+        is_search = self.task == "1:N"
+        with stage_progress() as progress:
+            flip = "none" if self.no_flip else "sum"
+            embeddings, known = self.read(_Wanted(release.keys, release.images, flip), progress)
+            templates = pool_templates(
+                embeddings.matrix, release.rows, pooling, progress=partial(progress, "pooling")
+            )
+            options = self.face_options(
+                Path(release.name),
+                known,
+                fars=self.fars
+                or ((1e-2, 1e-1) if is_search else (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1)),
+                sources=(*release.sources, embeddings.source),
+                pooling=f"norms {'kept' if pooling.keep_norms else 'set to 1'}, "
+                f"detector scores {'used' if pooling.use_detector else 'not used'}",
+            )
+            del embeddings  # a gigabyte that nothing needs any more
+            run = _search_galleries if is_search else _verify_templates
+            found = run(release, templates, options, progress)
+        for suffix, result in found:
+            out = self.out
+            if self.pictures is not None:
+                write_template_pictures(self.pictures, release, result.hardest, guard=guard)
+            if suffix:
+                out = out.with_name(f"{out.stem}{suffix}{out.suffix}")
+                guard.check(out, RESULT_MARK)
+            self.finish(result, out)
+
+
+def _verify_templates(
+    release: IjbRelease, templates: Templates, options: EvaluationOptions, progress: StageProgress
+) -> list[tuple[str, Result]]:
+    from qmargin.evaluation.protocols.ijb import evaluate_templates
+
+    pairs = release.pairs(progress=partial(progress, "reading pairs"))
+    result = evaluate_templates(
+        templates, pairs, options, command=command_line(), progress=progress
+    )
+    return [("", result)]
+
+
+def _search_galleries(
+    release: IjbRelease, templates: Templates, options: EvaluationOptions, progress: StageProgress
+) -> list[tuple[str, Result]]:
+    from qmargin.evaluation.protocols.ijb import evaluate_identification
+
+    probes = release.probes()
+    return [
+        (
+            f".{gallery.name}",
+            evaluate_identification(
+                templates, probes, gallery, options, command=command_line(), progress=progress
+            ),
+        )
+        for gallery in release.galleries()
+    ]
+
+
+def _size(input_shape: tuple[int, ...]) -> int:
+    """Side of the images that a model takes."""
+    if len(input_shape) != 3 or input_shape[1] != input_shape[2]:
+        raise ConfigError(
+            f"the model takes inputs of shape {input_shape}, and these protocols need one of "
+            "square images: (3, size, size)"
+        )
+    return input_shape[1]
+
+
+def _check_flip(path: Path, stored: str | None, wanted: str) -> None:
+    """Refuse embeddings that would be taken for something else."""
+    if stored is None and wanted == "both":
+        raise DataError(
+            f"{path} does not say whether it has mirror images: pass --no-flip to take its rows as "
+            "they are, or make it with --model"
+        )
+    if stored is not None and stored != wanted:
+        remedy = "leave --no-flip out" if wanted == "none" else "pass --no-flip"
+        raise DataError(
+            f"{path} was made with flip={stored}, but flip={wanted} is needed here: {remedy}, or "
+            "make it again with --model"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class VoxCeleb(_Embedded, ScoresFile, Costs):
+    """Evaluate speaker trials: VoxCeleb1-O, -E, -H or any list.
+
+    Embeds whole recordings, or reads their embeddings, subtracts the mean of the training set,
+    compares by cosine, and may normalise by a cohort and calibrate.
+    """
+
+    trials: str = argument(
+        "O, E, H (official lists) or a file of trials with labels", metavar="LIST"
+    )
+    audio: Path | None = option("folder that the names of the list are in", metavar="DIR")
+    training: Path | None = option(
+        "embeddings of the training set: its mean, its speakers as a cohort, its trials"
+    )
+    speakers: Path | None = option(
+        "lines `utterance speaker` of the training set (folders of the names)"
+    )
+    no_center: bool = option("do not subtract the mean of --training")
+    as_norm: Count | None = option(
+        f"normalise by the N nearest speakers of the training set, {TOP_N} without a number",
+        const=TOP_N,
+    )
+    calibrate: bool = option(
+        "turn scores into log-likelihood ratios, with what is known of both recordings, by trials "
+        "drawn from the training set"
+    )
+    durations: tuple[Path, ...] = option(
+        "lines `utterance seconds`, embeddings made by --model, or an index of qmargin data index, "
+        "of the list and of the training set, for --calibrate"
+    )
+    fars: tuple[float, ...] = option(default=(1e-2, 1e-3, 1e-4))
+    seed: int = option("seed of the bootstrap and of drawn trials", default=0)
+
+    def run(self) -> None:
+        """Embed, score, calibrate and measure."""
+        from qmargin.evaluation.evaluate import default_name
+        from qmargin.evaluation.protocols.speakers import evaluate_speakers
+
+        guard = self._check()
+        with stage_progress() as progress:
+            trials, protocol = self._trials(guard, progress)
+            embeddings, known = self._embeddings(trials, progress)
+            scoring, calibration = self._scoring()
+            result = evaluate_speakers(
+                embeddings,
+                trials,
+                self.options(
+                    name=default_name(self.embeddings_path),
+                    protocol=protocol,
+                    known=known,
+                    kind="voxceleb",
+                    model_card={**known.card, "scoring": self._steps()},
+                ),
+                scoring=scoring,
+                calibration=calibration,
+                scores=self.scores_path,
+                guard=guard,
+                command=command_line(),
+                progress=progress,
+            )
+        self.finish(result)
+
+    def _check(self) -> Guard:
+        """Refuse what cannot work before any work is done."""
+        if self.model is not None and self.audio is None:
+            raise ConfigError(f"--model {self.model} needs recordings: give --audio DIR")
+        needs = {"--as-norm": self.as_norm, "--calibrate": self.calibrate}
+        for name, value in needs.items():
+            if value and self.training is None:
+                raise ConfigError(f"{name} needs other speakers: give --training FILE")
+        return self.check()
+
+    def _trials(self, guard: Guard, progress: StageProgress) -> tuple[TrialList, str]:
+        from qmargin.evaluation.evaluate import default_name
+        from qmargin.evaluation.protocols.speakers import OFFICIAL, unpack_official
+        from qmargin.evaluation.trials import read_trials
+
+        path, protocol = Path(self.trials), default_name(self.trials)
+        if self.trials in OFFICIAL:
+            path = unpack_official(self.trials, self.out.parent, guard=guard)
+            protocol = OFFICIAL[self.trials].title
+        return read_trials(path, progress=partial(progress, "reading trials")), protocol
+
+    def _embeddings(self, trials: TrialList, progress: StageProgress) -> tuple[Embeddings, Known]:
+        """Embeddings of the recordings, made or read, and what is known of them."""
+        from qmargin.evaluation.embeddings import read_embeddings
+
+        path, known = self.embeddings_path, Known()
+        if self.model is not None and self.audio is not None:
+            from qmargin.evaluation.embed import Recordings, write_embeddings
+            from qmargin.evaluation.model import load_model
+
+            model = load_model(self.model, device=self.device)
+            known = Known(model.card.to_texts(), model.run)
+            write_embeddings(
+                model,
+                Recordings(self.audio, trials.keys.names),
+                path,
+                model_id=model.card.weights_sha256,
+                num_workers=self.workers,
+                restart=self.restart,
+                progress=partial(progress, "embedding"),
+            )
+        found = read_embeddings(path)
+        card = with_weights(known.card, found.weights_sha256) or {}
+        return found, known._replace(card=card, notes=collapse_notes(found))
+
+    def _scoring(self) -> tuple[Scoring, QualityCalibration | None]:
+        """What the training set is used for."""
+        from qmargin.evaluation.columns import read_mapping
+        from qmargin.evaluation.embeddings import read_embeddings
+        from qmargin.evaluation.protocols.speakers import (
+            Scoring,
+            calibrate_speakers,
+            draw_trials,
+            speaker_means,
+            speakers_of,
+        )
+        from qmargin.evaluation.scoring import CohortNorm
+
+        if self.training is None:
+            return Scoring(), None
+        training = read_embeddings(self.training, role="center")
+        speaker_of = None
+        if self.speakers is not None:
+            speaker_of, _ = read_mapping(self.speakers, role="subjects")
+        norm = None
+        if self.as_norm is not None:
+            norm = CohortNorm(speaker_means(training, speaker_of), self.as_norm)
+        scoring = Scoring(
+            center=None if self.no_center else training,
+            norm=norm,
+            seconds=self._seconds() if self.calibrate else None,
+        )
+        if not self.calibrate:
+            return scoring, None
+        drawn = draw_trials(
+            training, speakers=speakers_of(training.keys, speaker_of), seed=self.seed
+        )
+        return scoring, calibrate_speakers(training, drawn, scoring)
+
+    def _seconds(self) -> dict[str, float] | None:
+        """Durations of all files together; None where none is given, and they are left out."""
+        from qmargin.evaluation.embeddings import read_seconds
+
+        found: dict[str, float] = {}
+        for path in self.durations:
+            found.update(read_seconds(path))
+        return found or None
+
+    def _steps(self) -> str:
+        """How scores are made, for the model card."""
+        steps = ["cosine"]
+        if self.training is not None and not self.no_center:
+            steps.insert(0, "mean subtracted")
+        if self.as_norm is not None:
+            steps.append(f"AS-norm {self.as_norm}")
+        if self.calibrate:
+            steps.append("quality-aware calibration")
+        return ", ".join(steps)

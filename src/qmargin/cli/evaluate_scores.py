@@ -1,0 +1,302 @@
+"""``qmargin evaluate scores|trials|all-pairs``: from scores or embeddings to a result."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from qmargin.cli.embed import FolderUse
+from qmargin.cli.evaluate import (
+    Card,
+    Cohort,
+    Costs,
+    Evaluation,
+    Known,
+    Rules,
+    ScoresFile,
+    collapse_notes,
+    with_weights,
+)
+from qmargin.cli.options import argument, command_line, option
+from qmargin.cli.tables import StageProgress, stage_progress
+from qmargin.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from qmargin.evaluation.embeddings import Embeddings
+    from qmargin.evaluation.result import Result
+    from qmargin.evaluation.scores import ScoreSet
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Trials(Evaluation, Rules, Costs, Card):
+    """Trials of named samples, whose subjects and groups may be known."""
+
+    trials_format: str = option(
+        "auto, csv, tsv, enrol-test-label (Kaldi), label-enrol-test (VoxCeleb), enrol-test",
+        default="auto",
+        metavar="NAME",
+    )
+    subjects: str = option(
+        "file of lines `name subject`, or path (folders in the names), or none; auto looks for "
+        "columns in the file, then for paths that agree with the labels",
+        default="auto",
+        metavar="HOW",
+    )
+    groups: Path | None = option("lines of subject,group: adds rates per group")
+    group_far: float | None = option("FAR of the groups' common threshold", metavar="FAR")
+
+    def measure(
+        self,
+        score_set: ScoreSet,
+        progress: StageProgress,
+        *,
+        system: Path,
+        protocol: Path,
+        embeddings: Embeddings | None = None,
+    ) -> Result:
+        """Evaluate; system and protocol have names after their files."""
+        from qmargin.evaluation.columns import read_mapping
+        from qmargin.evaluation.evaluate import default_name, evaluate_scores
+
+        paths: dict[str, Any] = {"groups": self.groups}
+        if self.subjects not in ("auto", "path", "none"):
+            paths["subjects"] = self.subjects
+        read = {role: read_mapping(path, role=role) for role, path in paths.items() if path}
+        mappings = {role: mapping for role, (mapping, _) in read.items()}
+        weights = None if embeddings is None else embeddings.weights_sha256
+        cohort = getattr(self, "cohort", None)
+        options = self.options(
+            name=default_name(system),
+            protocol=default_name(protocol),
+            kind="scores" if embeddings is None else "trials",
+            scoring="given" if embeddings is None else "as-norm" if cohort else "cosine",
+            subjects="auto" if "subjects" in read else self.subjects,
+            subject_of=mappings.get("subjects"),
+            group_of=mappings.get("groups"),
+            group_far=self.group_far,
+            model_card=with_weights(self.read_card(), weights),
+            sources=tuple(source for _, source in read.values()),
+            notes=() if embeddings is None else collapse_notes(embeddings),
+        )
+        return evaluate_scores(score_set, options, command=command_line(), progress=progress)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scores(_Trials):
+    """Evaluate a file of scores that any tool made.
+
+    Reads scores and labels (text in the usual column orders, CSV, TSV, NPZ), measures, prints a
+    table and writes result.json.
+    """
+
+    file: Path = argument("scores", metavar="FILE")
+    format: str = option(
+        "auto, csv, tsv, npz, or the order of columns without a header: enrol-test-score-label, "
+        "enrol-test-label-score, enrol-test-score, score-label, label-score",
+        default="auto",
+        metavar="NAME",
+    )
+    trials: Path | None = option("trial list that has the labels")
+    ignore_extra: bool = option("skip scores that are not in the trial list")
+
+    def run(self) -> None:
+        """Read and measure."""
+        from qmargin.evaluation.scores import read_scores
+        from qmargin.evaluation.trials import read_trials
+
+        if self.trials is None and (self.ignore_extra or self.trials_format != "auto"):
+            raise ConfigError(
+                "--ignore-extra and --trials-format are about a trial list: give --trials FILE, or "
+                "leave them out"
+            )
+        self.check_outputs({})
+        with stage_progress() as progress:
+            trials = None
+            if self.trials is not None:
+                reading = partial(progress, "reading trials")
+                trials = read_trials(self.trials, format=self.trials_format, progress=reading)
+            score_set = read_scores(
+                self.file,
+                trials=trials,
+                format=self.format,
+                ignore_extra=self.ignore_extra,
+                progress=partial(progress, "reading scores"),
+            )
+            protocol = self.trials or self.file
+            result = self.measure(score_set, progress, system=self.file, protocol=protocol)
+        self.finish(result)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trials(_Trials, ScoresFile, Cohort):
+    """Evaluate a trial list with embeddings.
+
+    Scores the trials by the cosine of their embeddings, in float64, and evaluates them. A run that
+    was stopped goes on where it was.
+    """
+
+    resumes: ClassVar[bool] = True
+
+    file: Path = argument("trial list with labels", metavar="TRIALS")
+    embeddings: Path = option(".npz .safetensors .ark .scp")
+    center: Path | None = option("subtract the mean of these embeddings first")
+
+    def run(self) -> None:
+        """Score and measure."""
+        from qmargin.evaluation.embeddings import read_embeddings
+        from qmargin.evaluation.scores import read_scores
+        from qmargin.evaluation.scoring import score_trials
+        from qmargin.evaluation.trials import read_trials
+
+        guard = self.check_outputs(self.scores_output)
+        self.check_cohort()
+        with stage_progress() as progress:
+            trials = read_trials(self.file, format=self.trials_format)
+            if trials.is_genuine is None:
+                raise DataError(f"{self.file} has no labels: give a trial list that has them")
+            embeddings = read_embeddings(self.embeddings)
+            norm, center = self.read_cohort(), None
+            if self.center is not None:
+                center = read_embeddings(self.center, role="center")
+            path = score_trials(
+                embeddings,
+                trials,
+                out=self.scores_path,
+                norm=norm,
+                center=center,
+                restart=self.restart,
+                guard=guard,
+                progress=partial(progress, "scoring"),
+            )
+            score_set = read_scores(path, trials=trials)
+            others = [embeddings, *([norm.cohort] if norm else []), *([center] if center else [])]
+            sources = (*score_set.sources, *(other.source for other in others))
+            result = self.measure(
+                replace(score_set, sources=sources),
+                progress,
+                system=self.embeddings,
+                protocol=self.file,
+                embeddings=embeddings,
+            )
+        self.finish(result)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllPairs(FolderUse, Cohort, Evaluation, Costs, Card):
+    """Compare every sample with every other, of a folder or a file of embeddings.
+
+    Samples are compared by the cosine of their embeddings. Operating points are exact at any number
+    of samples; intervals draw identities. A folder has one sub-folder per identity, with images or
+    recordings, and needs --model.
+    """
+
+    source: Path = argument(
+        "folder with a sub-folder per identity, or embeddings: .safetensors .npz .ark .scp",
+        metavar="DIR|EMBEDDINGS",
+    )
+    identities: Path | None = option("lines `key identity` (the first folder of every key)")
+    embeddings: Path | None = option(
+        "where the embeddings of DIR go (OUT with .embeddings.safetensors)"
+    )
+    max_corrupt: int = option(default=0)
+
+    @property
+    def embeddings_path(self) -> Path:
+        """Where the embeddings of a folder go."""
+        return self.embeddings or self.out.with_suffix(".embeddings.safetensors")
+
+    def run(self) -> None:
+        """Embed where that is needed, and measure."""
+        from qmargin.evaluation.columns import read_mapping
+        from qmargin.evaluation.evaluate import default_name
+        from qmargin.evaluation.protocols.all_pairs import evaluate_identities, identities_of
+
+        self._check()
+        mapping, source = None, None
+        if self.identities is not None:
+            mapping, source = read_mapping(self.identities, role="subjects")
+        given = self.read_card()
+        with stage_progress() as progress:
+            embeddings, known = self._embeddings(mapping, progress)
+            card = dict(known.card)
+            norm = self.read_cohort()
+            if norm is not None:
+                card["scoring"] = f"AS-norm {norm.top_n}"
+            place = self.source if self.model is not None else self.identities
+            options = self.options(
+                name=default_name(self.source),
+                known=known,
+                protocol="all pairs" if place is None else f"all pairs of {default_name(place)}",
+                model_card=with_weights(
+                    {**card, **(given or {})} or None, embeddings.weights_sha256
+                ),
+                sources=() if source is None else (source,),
+            )
+            result = evaluate_identities(
+                embeddings,
+                identities_of(embeddings.keys, mapping),
+                options,
+                norm=norm,
+                device=self.device,
+                command=command_line(),
+                progress=progress,
+            )
+        self.finish(result)
+
+    def _check(self) -> None:
+        """Refuse what cannot work before any work is done."""
+        from qmargin.evaluation.embed import check_suffix
+        from qmargin.evaluation.embeddings import EMBEDDINGS_MARK
+        from qmargin.training.distributed.process import find_device
+
+        source = self.source
+        if source.is_dir() and self.model is None:
+            raise ConfigError(f"{source} is a folder, whose files need a model: give --model DIR")
+        if self.model is None and self.embeddings is not None:
+            raise ConfigError(
+                f"--embeddings {self.embeddings} is where the embeddings of a folder go: give "
+                "embeddings to compare in its place, without the option"
+            )
+        if self.model is not None and not source.is_dir():
+            raise ConfigError(
+                f"{source} is not a folder, and --model embeds the files of one: give a folder, or "
+                "embeddings without --model"
+            )
+        self.check_cohort()
+        find_device(self.device)
+        if self.model is None:
+            self.check_outputs({})
+        else:
+            self.check_outputs({"embeddings": (self.embeddings_path, EMBEDDINGS_MARK)})
+            check_suffix(self.embeddings_path)
+
+    def _embeddings(
+        self, mapping: dict[str, str] | None, progress: StageProgress
+    ) -> tuple[Embeddings, Known]:
+        """Embeddings of all samples, made or read, and what is known of them."""
+        from qmargin.evaluation.embeddings import read_embeddings, stored_flip
+        from qmargin.evaluation.protocols.all_pairs import check_identities, identities_of
+        from qmargin.evaluation.thresholds import FLIPS
+
+        if self.model is None:
+            stored = stored_flip(self.source)
+            return read_embeddings(self.source), Known(flip=stored if stored in FLIPS else None)
+        from qmargin.evaluation.embed import find_files
+        from qmargin.evaluation.model import load_model
+
+        model = load_model(self.model, device=self.device, fit=self.fit)
+        names = find_files(self.source, model.card.modality)
+        check_identities(identities_of(names, mapping))  # before minutes of embedding
+        path = self.embeddings_path
+        found, flip = self.embed_folder(model, self.source, names, path, progress)
+        bad = [file for file in found.files if file.row is None]
+        notes = [
+            f"{len(bad):,} of {len(found.files):,} files could not be read and are left out, the "
+            f"first is {file.key!r} ({file.problem})"
+            for file in bad[:1]
+        ]
+        is_mirrored = flip if model.card.modality == "images" else None
+        known = Known(model.card.to_texts(), model.run, is_mirrored, tuple(notes))
+        return read_embeddings(path), known

@@ -1,0 +1,234 @@
+"""Readers of formats: the interface, and the samples they give.
+
+A reader is one class in one file, registered by name with ``qmargin.registry.register_reader``, in
+``qmargin.data.readers`` or in a package of yours. It says whether a path is of its format and gives
+the samples in it; indexing, checking, verifying and training work the same for all of them.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar, NamedTuple
+
+from qmargin import registry
+from qmargin.data import audio, images
+from qmargin.data.fingerprint import Hasher, hash_files
+from qmargin.data.index import SampleIndex
+from qmargin.errors import ConfigError, CorruptSample
+from qmargin.files import Progress
+
+ReadAt = Callable[[Path, int, int], bytes]  # path, offset, count to bytes; fewer at the end
+_log = logging.getLogger("qmargin.data")
+
+
+class Kind(NamedTuple):
+    """What samples are.
+
+    Attributes:
+        name: In indices and messages.
+        noun: For one of them.
+        suffixes: Lower-case endings of their files.
+        max_bytes: What claims to be larger is damaged.
+    """
+
+    name: str
+    noun: str
+    suffixes: tuple[str, ...]
+    max_bytes: int
+
+    def is_name(self, name: str) -> bool:
+        """Whether a file is taken for a sample by its name.
+
+        Examples:
+            >>> IMAGES.is_name("a/1.JPG"), IMAGES.is_name("notes.txt"), IMAGES.is_name(".1.jpg")
+            (True, False, False)
+        """
+        return name.lower().endswith(self.suffixes) and not name.rpartition("/")[2].startswith(".")
+
+
+IMAGES = Kind("images", "image", images.SUFFIXES, 1 << 26)
+RECORDINGS = Kind("recordings", "recording", audio.SUFFIXES, 0x7FFFF000)  # what one call reads
+KINDS = {kind.name: kind for kind in (IMAGES, RECORDINGS)}
+
+
+class Sample(NamedTuple):
+    """One sample, as a reader gives it; all samples of a dataset have the same fields.
+
+    Attributes:
+        identity: Name of who is seen or heard, or a label in ``[0, 2**31 - 2]``.
+        name: Unique among recordings, where trial lists use it; None for numbered records.
+        path: File that holds it, relative to the folder of the data; without it that is ``name``,
+            or the data itself where there is an offset.
+        offset: First byte in the file; None where the file is the sample.
+        length: Bytes from there on.
+        key: Number of a record, or line in a list.
+        label_at: Where the identity is written, for ``Reader.has_label``.
+        content: Encoded bytes, from readers that have them at hand; they are read otherwise.
+        by_reader: Whether ``Reader.read`` has to put the bytes together.
+    """
+
+    identity: str | int
+    name: str | None = None
+    path: str | None = None
+    offset: int | None = None
+    length: int | None = None
+    key: int | None = None
+    label_at: int | None = None
+    content: bytes | memoryview | None = None
+    by_reader: bool | None = None
+
+
+@dataclass
+class Scan:
+    """One pass over a dataset: what a reader is told, and what it notes besides the samples.
+
+    Attributes:
+        path: The data.
+        kind: What samples are looked for.
+        options: Options of the reader that were given, such as ``split``.
+        progress: To be called with how much is done, and of how much.
+        hasher: Of the fingerprint, for readers that go on with it on the way.
+        classes: Identities that have a label even without a sample.
+        num_classes: Where the data says it.
+        notes: What was left out, for people.
+        folders: That were listed.
+    """
+
+    path: Path
+    kind: Kind
+    options: Mapping[str, str] = field(default_factory=dict)
+    progress: Progress = lambda done, total: None
+    hasher: Hasher | None = None
+    classes: Sequence[str] = ()
+    num_classes: int | None = None
+    notes: list[str] = field(default_factory=list)
+    folders: list[str] = field(default_factory=list)
+
+    @property
+    def folder(self) -> Path:
+        """What paths in lists are relative to."""
+        if "root" in self.options:
+            return Path(self.options["root"])
+        return self.path if self.path.is_dir() else self.path.parent
+
+
+class Found(NamedTuple):
+    """Data that a reader recognised; images if it does not show what they are."""
+
+    reader: Reader
+    path: Path
+    kind: Kind | None
+
+
+class Reader(ABC):
+    """A format; see ``docs/guide/face-data.md`` for an example.
+
+    Attributes:
+        format: Name in indices: the one that it was registered with.
+        precedence: Readers with a higher one are asked first; built-in readers are below 0.
+        options: Names of options that it takes.
+    """
+
+    format: str = ""
+    precedence: ClassVar[int] = 0
+    options: ClassVar[tuple[str, ...]] = ()
+
+    @abstractmethod
+    def find(self, path: Path, kind: Kind | None) -> Found | None:
+        """What is read for a path, or None where it is not of this format.
+
+        Args:
+            path: A file or folder that exists.
+            kind: What samples are wanted; None for any.
+        """
+
+    @abstractmethod
+    def samples(self, scan: Scan) -> Iterator[Sample]:
+        """The samples of a dataset, in order.
+
+        Raises:
+            DataError: Something in it is wrong; the message has the place.
+        """
+
+    def files(self, scan: Scan) -> list[Path]:
+        """Files whose change makes an index stale."""
+        return [scan.path]
+
+    def watched(self, scan: Scan) -> list[Path]:
+        """Files and folders that must not be as new as the index."""
+        return self.files(scan)
+
+    def hasher(self, scan: Scan, index: SampleIndex | None, started: int | None) -> Hasher:
+        """Fingerprint of the data as it is now.
+
+        Args:
+            scan: The data.
+            index: The index to compare with, which may say what to look at; None to build one.
+            started: When the build began; see ``Hasher``.
+        """
+        return hash_files(self.files(scan), started)
+
+    def read(self, index: SampleIndex, row: int, read_at: ReadAt) -> bytes:
+        """Bytes of a sample that was given with ``by_reader``, or ``CorruptSample``."""
+        raise NotImplementedError(f"{self.format} gives samples that are ranges of bytes")
+
+    def has_label(self, index: SampleIndex, row: int, read_at: ReadAt) -> bool:
+        """Whether the data still gives a sample the label of the index.
+
+        The default is for formats whose labels are names of folders or in the list that was hashed.
+        """
+        return True
+
+
+def sample_path(index: SampleIndex, row: int) -> Path:
+    """The file that holds a sample.
+
+    Raises:
+        CorruptSample: The index names none.
+    """
+    paths, names = index.texts("path"), index.texts("name")
+    try:
+        if paths is not None:
+            return index.folder / paths[int(index.columns["file"][row])]
+        if names is None or "offset" in index.columns or "by_reader" in index.columns:
+            return index.root
+        return index.folder / names[row]
+    except (IndexError, KeyError) as error:
+        raise CorruptSample(f"{index.path} names no file for sample {row}") from error
+
+
+def all_readers() -> list[Reader]:
+    """Every reader, in the order in which they are asked; one that cannot be used is logged."""
+    found = []
+    for name in registry.readers.names():
+        try:
+            found.append(get_reader(name))
+        except ConfigError as error:
+            _log.warning("%s", error)
+    return sorted(found, key=lambda reader: -reader.precedence)
+
+
+def get_reader(name: str) -> Reader:
+    """A reader by the name of its format.
+
+    Raises:
+        ConfigError: There is none of that name, or it cannot be used.
+    """
+    maker = registry.readers.get(name)
+    try:
+        reader = maker()
+    except Exception as error:
+        raise ConfigError(
+            f"the reader {name!r} cannot be made ({type(error).__name__}: {error}); repair it"
+        ) from error
+    if not isinstance(reader, Reader):
+        raise ConfigError(
+            f"the reader {name!r} gives a {type(reader).__name__}; derive it from "
+            "qmargin.data.reader.Reader"
+        )
+    reader.format = name
+    return reader

@@ -1,0 +1,1 @@
+"""Readers, one format per file; see ``qmargin.data.reader`` to add one."""

@@ -1,0 +1,195 @@
+"""Folders: one folder per identity, named after it, with images or recordings at any depth."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import islice
+from pathlib import Path
+
+from qmargin.data.fingerprint import Hasher
+from qmargin.data.index import SampleIndex
+from qmargin.data.reader import IMAGES, RECORDINGS, Found, Kind, Reader, Sample, Scan
+from qmargin.errors import DataError
+from qmargin.registry import register_reader
+
+MAX_DEPTH = 16
+_LOOK_AT = 10_000  # files that decide what a folder holds: not all of 42 million images
+_UNREADABLE = (".m4a", ".aac", ".wma", ".webm", ".mp4")
+_PART_NAMES = (
+    "train training test testing val valid validation dev devel development eval evaluation holdout"
+)
+_LIBRISPEECH = (
+    "train-clean-100 train-clean-360 train-other-500 dev-clean dev-other test-clean test-other"
+)
+PARTS = frozenset(
+    f"{part}{suffix}"
+    for part in _PART_NAMES.split()
+    for suffix in ("", "set", "_set", "-set", "_split", "_data", "_images", "_wav")
+) | frozenset((*_LIBRISPEECH.split(), "wav", "aac"))
+"""Lower-case names of folders that hold a part of a dataset, each identity one level below."""
+
+
+def identity_folders(root: Path) -> list[str]:
+    """Names of the folders of a dataset, in order; hidden ones are left out."""
+    with os.scandir(root) as entries:
+        return sorted(
+            entry.name for entry in entries if entry.is_dir() and not entry.name.startswith(".")
+        )
+
+
+def files_below(
+    root: Path,
+    folder: str,
+    suffixes: tuple[str, ...] = ("",),
+    *,
+    before_listing: Callable[[str], None] | None = None,
+) -> Iterator[str]:
+    """Files of a folder and those below it as paths relative to the root, in order.
+
+    Args:
+        root: The dataset.
+        folder: Relative to the root; empty for the root itself.
+        suffixes: Lower-case endings of the names; hidden files are left out.
+        before_listing: Called with each folder before it is listed.
+
+    Raises:
+        DataError: A link leads back to a folder above it.
+    """
+    waiting = [(folder, 0)]
+    while waiting:
+        folder, depth = waiting.pop()
+        if depth > MAX_DEPTH:
+            raise DataError(
+                f"{root / folder} is more than {MAX_DEPTH} folders deep; look for a link to itself"
+            )
+        if before_listing is not None:
+            before_listing(folder)
+        prefix = f"{folder}/" if folder else ""
+        subfolders, files = [], []
+        with os.scandir(root / folder) as entries:
+            for entry in entries:
+                if entry.name.startswith("."):
+                    continue
+                if entry.is_dir():
+                    subfolders.append(f"{prefix}{entry.name}")
+                elif entry.name.lower().endswith(suffixes):
+                    files.append(f"{prefix}{entry.name}")
+        yield from sorted(files)
+        waiting += [(name, depth + 1) for name in sorted(subfolders, reverse=True)]
+
+
+def check_no_parts(root: Path, identities: Sequence[str], suffixes: tuple[str, ...]) -> None:
+    """Refuse a path one level too high: folders that are parts of a dataset and no identities.
+
+    Args:
+        root: The path that was given.
+        identities: Names of its folders.
+        suffixes: Endings of the names of samples.
+
+    Raises:
+        DataError: All folders with samples are called like parts, such as ``train`` and ``test``;
+            or two of these have folders inside; or there is one folder around all others.
+    """
+
+    def first(name: str) -> str:
+        return next(files_below(root, name, suffixes), "")
+
+    def is_nested(name: str) -> bool:
+        return first(name).count("/") > 1
+
+    parts = [name for name in identities if name.lower() in PARTS]
+    if len(identities) == 1 and not parts and is_nested(identities[0]):
+        raise DataError(
+            f"{root} has one folder, {identities[0]!r}, with folders inside, so there is one "
+            f"identity; give the folder whose folders are the identities, such as "
+            f"{root / identities[0]}"
+        )
+    if not parts:
+        return
+    others = (name for name in identities if name.lower() not in PARTS)
+    if sum(map(is_nested, parts)) < 2 and any(map(first, others)):
+        return  # people may be called Dev or Val
+    train = next((name for name in parts if name.lower().startswith("train")), parts[0])
+    raise DataError(
+        f"{root} has the folders {', '.join(parts[:5])}, which are parts of a dataset and no "
+        f"identities; give one of them, such as {root / train}"
+    )
+
+
+def kind_of_folder(root: Path) -> Kind | None:
+    """What the first files below a folder are; recordings where there are both."""
+    found = None
+    for name in islice(files_below(root, ""), _LOOK_AT):
+        if RECORDINGS.is_name(name) or name.lower().endswith(_UNREADABLE):
+            return RECORDINGS
+        if IMAGES.is_name(name):
+            found = IMAGES
+    return found
+
+
+@register_reader("folder")
+class FolderReader(Reader):
+    """A folder with one folder per identity."""
+
+    precedence = -9  # nearly any folder could be one
+
+    def find(self, path: Path, kind: Kind | None) -> Found | None:
+        if not path.is_dir() or not identity_folders(path):
+            return None
+        return Found(self, path, kind or kind_of_folder(path))
+
+    def watched(self, scan: Scan) -> list[Path]:
+        return [scan.path / name for name in identity_folders(scan.path)]
+
+    def hasher(self, scan: Scan, index: SampleIndex | None, started: int | None) -> Hasher:
+        """Names of the identities, and times of all folders that were listed."""
+        path, found, known = scan.path, Hasher("folders", started), []
+        try:
+            for name in () if index is None else index.texts("folder") or ():
+                found.add_folder(name, path / name)
+                if "/" not in name:
+                    known.append(name)
+        except (FileNotFoundError, NotADirectoryError):
+            found.add_text("a folder is missing")
+        if index is not None and known != identity_folders(path):
+            found.add_text("other identities")
+        return found
+
+    def samples(self, scan: Scan) -> Iterator[Sample]:
+        """Samples by the names of the identities; an identity without one keeps its label."""
+        root, suffixes = scan.path, scan.kind.suffixes
+        identities = scan.classes = identity_folders(root)
+        stray = sum(1 for entry in root.iterdir() if scan.kind.is_name(entry.name))
+        if stray:
+            scan.notes.append(f"{stray} {scan.kind.name} outside the folders were left out")
+        check_no_parts(root, identities, suffixes)
+        is_empty = True
+        for number, identity in enumerate(identities, 1):
+            note = partial(_note, scan)
+            for name in files_below(root, identity, suffixes, before_listing=note):
+                is_empty = False
+                yield Sample(identity, name)
+            scan.progress(number, len(identities))
+        if is_empty:
+            raise DataError(_why_empty(root, scan.kind))
+
+
+def _note(scan: Scan, folder: str) -> None:
+    if scan.hasher is not None:
+        scan.hasher.add_folder(folder, scan.path / folder)
+        scan.folders.append(folder)
+
+
+def _why_empty(root: Path, kind: Kind) -> str:
+    unreadable = next(files_below(root, "", _UNREADABLE), None)
+    if kind is RECORDINGS and unreadable is not None:
+        return (
+            f"{root / unreadable} and files like it cannot be decoded; convert them to FLAC or WAV "
+            "once, for example with ffmpeg"
+        )
+    return (
+        f"{root} has no {kind.name} in its folders; put those of each identity into a folder of "
+        "their own"
+    )

@@ -1,0 +1,448 @@
+"""RecordIO, as MXNet and InsightFace write it: every record that holds an image is a sample."""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qmargin.data.index import SampleIndex, parse_label
+from qmargin.data.reader import IMAGES, RECORDINGS, Found, Kind, ReadAt, Reader, Sample, Scan
+from qmargin.errors import CorruptSample, DataError
+from qmargin.files import open_regular
+from qmargin.registry import register_reader
+
+MAGIC = 0xCED7230A
+MAGIC_BYTES = struct.pack("<I", MAGIC)
+MAX_PART = (1 << 29) - 1
+MAX_LABELS = 4096  # of one record
+MAX_RECORD = 1 << 28  # what claims to be larger is damaged
+_HEAD = struct.Struct("<II")  # magic, flag << 29 | length
+_LABEL = struct.Struct("<IfQQ")  # flag, label, id, second id
+_WHOLE, _FIRST, _MIDDLE, _LAST = range(4)
+_WINDOW = 1 << 23
+_IDX_BYTES = 1 << 22
+_MOST_DIGITS = 18
+
+
+class Record(NamedTuple):
+    """One record of a file."""
+
+    offset: int
+    payload: memoryview
+    is_split: bool
+
+
+class Payload(NamedTuple):
+    """What a record holds: labels, and where its image begins."""
+
+    flag: int
+    label: float
+    image_start: int
+
+
+def scan_records(file: BinaryIO, *, name: str, size: int) -> Iterator[Record]:
+    """Every record of an open file, in order, through a window of a few megabytes.
+
+    Raises:
+        DataError: A record is damaged or cut off; the message has its byte.
+    """
+    window, base = memoryview(b""), 0
+
+    def bytes_at(position: int, count: int) -> memoryview:
+        nonlocal window, base
+        if position + count > base + len(window):
+            file.seek(position)
+            wanted = min(max(count, _WINDOW), size - position)  # memory for what is there
+            window, base = memoryview(file.read(max(0, wanted))), position
+        return window[position - base : position - base + count]
+
+    position = 0
+    while position < size:
+        offset = position
+        payload, position, is_split = _joined(bytes_at, offset, f"{name}, record at byte {offset}")
+        yield Record(offset, payload, is_split)
+
+
+def _joined(
+    bytes_at: Callable[[int, int], memoryview], position: int, where: str
+) -> tuple[memoryview, int, bool]:
+    """Payload of the record at a position, where the next one begins, and whether it was split."""
+    flag, data, position = _part(bytes_at, position, where)
+    if flag == _WHOLE:
+        return data, position, False
+    if flag != _FIRST:
+        raise DataError(
+            f"{where}: it begins with a middle part; the file is damaged, copy it again"
+        )
+    parts, total = [bytes(data)], len(data)
+    while flag != _LAST:
+        flag, data, position = _part(bytes_at, position, where)
+        if flag not in (_MIDDLE, _LAST):
+            raise DataError(
+                f"{where}: its last part is missing; the file is damaged, copy it again"
+            )
+        parts.append(bytes(data))
+        total += len(data) + 4
+        if total > MAX_RECORD:
+            raise DataError(f"{where}: more than {MAX_RECORD} bytes; the file is damaged")
+    return memoryview(MAGIC_BYTES.join(parts)), position, True
+
+
+def _part(
+    bytes_at: Callable[[int, int], memoryview], position: int, where: str
+) -> tuple[int, memoryview, int]:
+    """Flag and bytes of one part, and where the next one begins."""
+    head = bytes_at(position, 8)
+    if len(head) < 8:
+        raise DataError(f"{where}: the file ends inside it; copy the file again")
+    magic, flag_and_length = _HEAD.unpack(head)
+    if magic != MAGIC:
+        raise DataError(
+            f"{where}: {magic:#010x} instead of {MAGIC:#010x} at byte {position}; the file is "
+            "damaged or not a RecordIO file"
+        )
+    length = flag_and_length & MAX_PART
+    if length > MAX_RECORD:
+        raise DataError(f"{where}: a part of {length} bytes; at most {MAX_RECORD} are read")
+    data = bytes_at(position + 8, length)
+    if len(data) < length:
+        raise DataError(
+            f"{where}: it has {length} bytes and the file ends after {len(data)} of them; copy the "
+            "file again"
+        )
+    return flag_and_length >> 29, data, position + 8 + length + (-length % 4)
+
+
+def read_record(read_at: Callable[[int, int], bytes], offset: int) -> memoryview:
+    """Payload of the record at an offset.
+
+    Args:
+        read_at: Bytes of the file from an offset on, at most so many.
+        offset: Of the record.
+
+    Raises:
+        CorruptSample: There is no whole record.
+    """
+
+    def bytes_at(position: int, count: int) -> memoryview:
+        return memoryview(read_at(position, count))
+
+    try:
+        return _joined(bytes_at, offset, f"record at byte {offset}")[0]
+    except DataError as error:
+        raise CorruptSample(str(error)) from error
+
+
+def parse_payload(payload: bytes | memoryview, where: str) -> Payload:
+    """The label of a record and where its image begins.
+
+    Examples:
+        >>> parse_payload(pack_payload(7, b"image"), "record 0")
+        Payload(flag=0, label=7.0, image_start=24)
+        >>> parse_payload(pack_payload([3.0, 1.0], b"image"), "record 1")
+        Payload(flag=2, label=3.0, image_start=32)
+    """
+    if len(payload) < _LABEL.size:
+        raise DataError(
+            f"{where}: {len(payload)} bytes, fewer than the {_LABEL.size} of its header; the file "
+            "was not written for images"
+        )
+    flag, label, _, _ = _LABEL.unpack_from(payload)
+    start = _LABEL.size + 4 * flag
+    if flag > MAX_LABELS or start > len(payload):
+        raise DataError(f"{where}: {flag} labels do not fit into its {len(payload)} bytes")
+    if flag:
+        (label,) = struct.unpack_from("<f", payload, _LABEL.size)
+    return Payload(flag, label, start)
+
+
+def label_before(read_at: Callable[[int, int], bytes], offset: int) -> float | None:
+    """The label in the header that ends where an image begins; None where there is no header.
+
+    Args:
+        read_at: Bytes of the file from an offset on, at most so many.
+        offset: Of the image.
+    """
+    for most in (2, MAX_LABELS):  # InsightFace writes two; a longer header is searched for
+        start = max(0, offset - _HEAD.size - _LABEL.size - 4 * most)
+        window = read_at(start, offset - start)
+        for flag in range(most + 1):
+            at = len(window) - _HEAD.size - _LABEL.size - 4 * flag
+            if at < 0 or window[at : at + 4] != MAGIC_BYTES:
+                continue
+            payload = window[at + _HEAD.size :]
+            if _LABEL.unpack_from(payload)[0] == flag:
+                return parse_payload(payload, f"record at byte {start + at}").label
+    return None
+
+
+def pack_payload(label: float | Sequence[float], image: bytes, *, number: int = 0) -> bytes:
+    """Payload of a record: one label, or several as InsightFace writes them, then the image."""
+    if isinstance(label, Sequence):
+        values = struct.pack(f"<{len(label)}f", *label)
+        return _LABEL.pack(len(label), 0.0, number, 0) + values + image
+    return _LABEL.pack(0, label, number, 0) + image
+
+
+class RecordWriter:
+    r"""Writes a ``.rec`` file and its ``.idx``; to be used in a ``with`` statement.
+
+    Args:
+        path: Of the ``.rec`` file; the ``.idx`` lies beside it.
+
+    Examples:
+        >>> import tempfile
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> path = Path(folder.name, "train.rec")
+        >>> with RecordWriter(path) as writer:
+        ...     writer.write(0, pack_payload(7, b"image"))
+        >>> path.stat().st_size, path.with_suffix(".idx").read_text()
+        (40, '0\t0\n')
+        >>> folder.cleanup()
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        path = Path(path)
+        self._records = path.open("wb")
+        self._lines = path.with_suffix(".idx").open("w", encoding="ascii", newline="\n")
+
+    def write(self, key: int, payload: bytes) -> None:
+        """Append a record."""
+        self._lines.write(f"{key}\t{self._records.tell()}\n")
+        parts = _split(payload)
+        for number, part in enumerate(parts):
+            if len(part) > MAX_PART:
+                raise DataError(f"record {key} has {len(part)} bytes; at most {MAX_PART} fit")
+            is_first, is_last = number == 0, number == len(parts) - 1
+            flag = {(True, True): _WHOLE, (True, False): _FIRST, (False, True): _LAST}.get(
+                (is_first, is_last), _MIDDLE
+            )
+            self._records.write(_HEAD.pack(MAGIC, flag << 29 | len(part)))
+            self._records.write(part)
+            self._records.write(b"\0" * (-len(part) % 4))
+
+    def __enter__(self) -> RecordWriter:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._records.close()
+        self._lines.close()
+
+
+def _split(payload: bytes) -> list[bytes]:
+    """Pieces of a payload between magic numbers at multiples of four of the payload."""
+    parts, start, at = [], 0, payload.find(MAGIC_BYTES)
+    while at >= 0:
+        if at % 4 == 0:
+            parts.append(payload[start:at])
+            start = at + 4
+        at = payload.find(MAGIC_BYTES, start if at % 4 == 0 else at + 1)
+    return [*parts, payload[start:]]
+
+
+def idx_lines(path: Path) -> Iterator[tuple[int, int]]:
+    """Keys and offsets of an ``.idx`` file in the order of the offsets.
+
+    Files are written in that order and are then read as a stream; one that is not is sorted in
+    memory, which takes 24 bytes per record.
+    """
+    last = -1
+    is_sorted = True
+    for _, offsets in _idx_blocks(path):
+        if offsets[0] <= last or np.any(np.diff(offsets) <= 0):
+            is_sorted = False
+            break
+        last = int(offsets[-1])
+    if is_sorted:
+        for keys, offsets in _idx_blocks(path):
+            yield from zip(keys.tolist(), offsets.tolist(), strict=True)
+        return
+    blocks = list(_idx_blocks(path))
+    keys = np.concatenate([block[0] for block in blocks])
+    offsets = np.concatenate([block[1] for block in blocks])
+    order = np.argsort(offsets, kind="stable")
+    for start in range(0, len(order), 1 << 16):
+        rows = order[start : start + (1 << 16)]
+        yield from zip(keys[rows].tolist(), offsets[rows].tolist(), strict=True)
+
+
+def _idx_blocks(path: Path) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+    num_lines, rest = 0, b""
+    with open_regular(path) as file:
+        while chunk := file.read(_IDX_BYTES):
+            text, newline, rest = (rest + chunk).rpartition(b"\n")
+            if len(rest) > 1000:
+                raise DataError(f"{path}, line {num_lines + 1}: it is longer than a key and offset")
+            if newline:
+                yield from _idx_block(path, text, num_lines)
+                num_lines += text.count(b"\n") + 1
+    yield from _idx_block(path, rest, num_lines)
+
+
+def _idx_block(
+    path: Path, text: bytes, num_lines: int
+) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+    words = text.split()
+    if not words:
+        return
+    try:
+        if max(map(len, words)) > _MOST_DIGITS:  # an array of texts is as wide as the widest
+            raise ValueError("a number that is too long")
+        pairs = np.array(words).astype(np.int64).reshape(-1, 2)
+        is_good = bool((pairs >= 0).all())
+    except (ValueError, OverflowError):
+        is_good = False
+    if not is_good:
+        row, line = _bad_line(text)
+        raise DataError(
+            f"{path}, line {num_lines + row + 1}: {line[:60]!r} is not a key and an offset; "
+            "remove the .idx file to find the records without it"
+        )
+    yield pairs[:, 0], pairs[:, 1]
+
+
+def _bad_line(text: bytes) -> tuple[int, str]:
+    for row, line in enumerate(text.split(b"\n")):
+        words = line.split()
+        if words and (
+            len(words) != 2
+            or not all(word.isdigit() and len(word) <= _MOST_DIGITS for word in words)
+        ):
+            return row, line.decode("utf-8", "replace")
+    return 0, text[:60].decode("utf-8", "replace")
+
+
+_BETWEEN_REPORTS = 4096
+
+
+@register_reader("recordio")
+class RecordReader(Reader):
+    """A ``.rec`` file with its ``.idx``, or a folder with one; samples are in its order.
+
+    Counts in the header record are float32 and wrong above 2**24 images, so that they are not
+    used: a record with an image is a sample. Without an ``.idx`` file, keys are counted. A file
+    ``property`` may give the number of identities.
+    """
+
+    precedence = -1
+
+    def find(self, path: Path, kind: Kind | None) -> Found | None:
+        if kind is RECORDINGS:
+            return None
+        if path.is_dir():
+            records = sorted(path.glob("*.rec"))
+            if len(records) > 1:
+                names = ", ".join(record.name for record in records[:5])
+                raise DataError(f"{path} has {len(records)} .rec files ({names}); give one of them")
+            return Found(self, records[0], IMAGES) if records else None
+        if path.suffix.lower() not in (".rec", ".idx"):
+            return None
+        records_file = path.with_suffix(".rec") if path.suffix.lower() == ".idx" else path
+        if not records_file.exists():
+            raise DataError(f"{records_file} does not exist; {path.name} is of no use without it")
+        return Found(self, records_file, IMAGES)
+
+    def files(self, scan: Scan) -> list[Path]:
+        others = (scan.path.with_suffix(".idx"), scan.path.with_name("property"))
+        return [scan.path, *(other for other in others if other.exists())]
+
+    def samples(self, scan: Scan) -> Iterator[Sample]:
+        path, num_empty, largest = scan.path, 0, -1
+        name = path.name
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            for count, (key, record) in enumerate(_numbered(path, file, size)):
+                where = f"{name}, record {key} at byte {record.offset}"
+                flag, value, start = parse_payload(record.payload, where)
+                image = record.payload[start:]
+                if count % _BETWEEN_REPORTS == 0:
+                    scan.progress(record.offset, size)
+                if not image and flag:
+                    num_empty += 1
+                    continue
+                label = parse_label(value, where)
+                if label > largest:
+                    largest = label
+                is_split = record.is_split
+                offset = record.offset if is_split else record.offset + 8 + start
+                # By position, as the names would take a tenth of the time of indexing.
+                yield Sample(label, None, None, offset, len(image), key, None, image, is_split)
+        if not path.with_suffix(".idx").exists():
+            scan.notes.append(f"{path.stem}.idx is missing; records were found without it")
+        if num_empty:
+            scan.notes.append(f"{num_empty:,} records hold no image (header, ranges of identities)")
+        scan.num_classes = _num_classes(path, largest + 1)
+
+    def read(self, index: SampleIndex, row: int, read_at: ReadAt) -> bytes:
+        payload, start = _split_record(index, row, read_at)
+        return bytes(payload[start.image_start :])
+
+    def has_label(self, index: SampleIndex, row: int, read_at: ReadAt) -> bool:
+        is_split = "by_reader" in index.columns and index.columns["by_reader"][row]
+        if is_split:
+            label: float | None = _split_record(index, row, read_at)[1].label
+        else:
+            offset = int(index.columns["offset"][row])
+            label = label_before(lambda at, count: read_at(index.root, at, count), offset)
+        return label == int(index.columns["label"][row])
+
+
+def _split_record(index: SampleIndex, row: int, read_at: ReadAt) -> tuple[memoryview, Payload]:
+    offset = int(index.columns["offset"][row])
+    payload = read_record(lambda at, count: read_at(index.root, at, count), offset)
+    try:
+        return payload, parse_payload(payload, f"record at byte {offset}")
+    except DataError as error:
+        raise CorruptSample(str(error)) from error
+
+
+def _numbered(path: Path, file: BinaryIO, size: int) -> Iterator[tuple[int, Record]]:
+    """Records with their keys; the two files are read side by side and must agree."""
+    idx = path.with_suffix(".idx")
+    records = scan_records(file, name=path.name, size=size)
+    if not idx.exists():
+        yield from enumerate(records)
+        return
+    remedy = f"get the {idx.name} of this {path.name}, or remove it to find the records without it"
+    lines = idx_lines(idx)
+    for record in records:
+        key, offset = next(lines, (-1, size))
+        if offset < record.offset:
+            raise DataError(f"{idx} sends key {key} to byte {offset}, inside a record; {remedy}")
+        if offset > record.offset:
+            raise DataError(f"{idx} has no line for the record at byte {record.offset}; {remedy}")
+        yield key, record
+    key, offset = next(lines, (-1, -1))
+    if offset >= 0:
+        raise DataError(
+            f"{idx} sends key {key} to byte {offset}, and {path.name} has {size} bytes; {remedy}"
+        )
+
+
+def _num_classes(path: Path, found: int) -> int:
+    """Number of identities: what ``property`` says, if anything."""
+    about = path.with_name("property")
+    if not about.is_file():
+        return found
+    with open_regular(about) as file:
+        text = file.read(64).split(b",")[0].strip()
+    if not text.isdigit():
+        raise DataError(f"{about} does not begin with a number of classes; correct or remove it")
+    if int(text) < found:
+        raise DataError(
+            f"{about} says {int(text)} classes and {path.name} has the label {found - 1}; correct "
+            "or remove it"
+        )
+    return int(text)

@@ -1,0 +1,397 @@
+"""Tar archives, read in place: samples and labels are members that share a key."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+from qmargin.data.index import SampleIndex, parse_label
+from qmargin.data.reader import (
+    IMAGES,
+    RECORDINGS,
+    Found,
+    Kind,
+    ReadAt,
+    Reader,
+    Sample,
+    Scan,
+    sample_path,
+)
+from qmargin.errors import CorruptSample, DataError
+from qmargin.files import is_file, open_regular
+from qmargin.registry import register_reader
+
+MAX_NAME = 4096
+MAX_MEMBERS = 50_000_000
+_BLOCK = 512
+_MAX_EXTENSION = 1 << 16
+_REGULAR = (b"0", b"\0", b"7")
+_LONG_NAME, _PAX, _PAX_GLOBAL, _FOLDER, _LONG_LINK = b"L", b"x", b"g", b"5", b"K"
+
+
+class Member(NamedTuple):
+    """A regular file in an archive."""
+
+    name: str
+    offset: int
+    size: int
+
+
+def tar_members(file: BinaryIO, *, name: str, max_size: int) -> Iterator[Member]:
+    """Every regular file of an archive, in order.
+
+    Args:
+        file: Open for reading; its position may be moved between two members.
+        name: Of the archive, for errors.
+        max_size: Of a member.
+
+    Raises:
+        DataError: The archive is damaged, compressed, or holds what it should not.
+    """
+    size = file.seek(0, 2)
+    position, next_name = 0, None
+    for _ in range(MAX_MEMBERS):
+        file.seek(position)
+        header = file.read(_BLOCK)
+        where = f"{name}, member at byte {position}"
+        if not header.strip(b"\0"):
+            return  # blocks of zeros end an archive; some writers leave them out
+        _check_header(header, where)
+        kind, length = header[156:157], _number(header[124:136], where)
+        position += _BLOCK
+        if position + length > size:
+            raise DataError(f"{where}: the archive ends inside it; copy the file again")
+        if kind in (_LONG_NAME, _PAX, _PAX_GLOBAL, _LONG_LINK):
+            found = _extended_name(_extension(file, length, where), kind, where)
+            next_name = next_name if found is None else found
+        elif kind in _REGULAR:
+            if length > max_size:
+                raise DataError(f"{where}: {length} bytes; at most {max_size} are read")
+            yield Member(_checked(next_name or _short_name(header), where), position, length)
+            next_name = None
+        elif kind == _FOLDER:
+            next_name = None
+        else:
+            raise DataError(f"{where}: a link, device or sparse file ({kind!r}); store plain files")
+        position += -(-length // _BLOCK) * _BLOCK
+    raise DataError(f"{name} has more than {MAX_MEMBERS} members; split it")
+
+
+def member_at(read_at: Callable[[int, int], bytes], offset: int, max_size: int) -> bytes:
+    """Bytes of the member whose data begins at an offset.
+
+    Args:
+        read_at: Bytes of the archive from an offset on, at most so many.
+        offset: Of the member's data.
+        max_size: Of the member.
+
+    Raises:
+        CorruptSample: There is no such member any more.
+    """
+    where = f"member at byte {offset}"
+    try:
+        header = read_at(max(0, offset - _BLOCK), _BLOCK)
+        _check_header(header, where)
+        size = _number(header[124:136], where)
+    except DataError as error:
+        raise CorruptSample(str(error)) from error
+    if size > max_size:
+        raise CorruptSample(f"{where}: {size} bytes; at most {max_size} are read")
+    return read_at(offset, size)
+
+
+def _check_header(header: bytes, where: str) -> None:
+    if header[:2] == b"\x1f\x8b" or header[:3] in (b"BZh", b"(\xb5/"):
+        raise DataError(f"{where}: the archive is compressed; decompress it, samples are at random")
+    if len(header) < _BLOCK:
+        raise DataError(f"{where}: the archive ends inside its header; copy the file again")
+    stored = header[148:156].strip(b" \0")
+    total = sum(header[:148]) + 8 * 32 + sum(header[156:])
+    if not stored.isdigit() or any(digit > 55 for digit in stored) or int(stored, 8) != total:
+        raise DataError(f"{where}: its header has a wrong checksum; the archive is damaged")
+
+
+def _number(field: bytes, where: str) -> int:
+    """A size: octal digits, or, as GNU writes large ones, binary after a set high bit."""
+    if field[0] == 0x80:
+        return int.from_bytes(field[1:], "big")
+    text = field.strip(b" \0") or b"0"
+    if not text.isdigit() or any(digit > 55 for digit in text):
+        raise DataError(f"{where}: its size {field!r} is not a number; the archive is damaged")
+    return int(text, 8)
+
+
+def _extension(file: BinaryIO, length: int, where: str) -> bytes:
+    if length > _MAX_EXTENSION:
+        raise DataError(f"{where}: {length} bytes of attributes; at most {_MAX_EXTENSION} are read")
+    return file.read(length)
+
+
+def _extended_name(data: bytes, kind: bytes, where: str) -> str | None:
+    """The name that an extension gives to the next member, if it gives one."""
+    if kind == _LONG_NAME:
+        return data.rstrip(b"\0").decode("utf-8", "surrogateescape")
+    if kind != _PAX:
+        return None
+    name = None
+    while data:
+        length, space, _ = data.partition(b" ")
+        if not space or not length.isdigit() or not len(length) < int(length) <= len(data):
+            raise DataError(f"{where}: its pax attributes are damaged")
+        key, _, value = data[len(length) + 1 : int(length) - 1].partition(b"=")
+        if key == b"path":
+            name = value.decode("utf-8", "surrogateescape")
+        elif key == b"size" or key.startswith(b"GNU.sparse"):
+            raise DataError(f"{where}: it is larger than 8 GB or sparse; store plain files")
+        data = data[int(length) :]
+    return name
+
+
+def _short_name(header: bytes) -> str:
+    name = header[:100].rstrip(b"\0")
+    prefix = header[345:500].split(b"\0")[0] if header[257:263] == b"ustar\0" else b""
+    return (prefix + b"/" + name if prefix else name).decode("utf-8", "surrogateescape")
+
+
+def _checked(name: str, where: str) -> str:
+    if not 0 < len(name) <= MAX_NAME or "\0" in name:
+        raise DataError(f"{where}: its name has {len(name)} characters; 1 to {MAX_NAME} are read")
+    return name
+
+
+NUMBERS = ("cls", "cls.txt", "label")  # hold an integer
+NAMES = ("id", "identity", "spk")  # hold a name
+MAX_LABEL_BYTES = 1 << 16
+MAX_LIST_BYTES = 1 << 26
+_LOOK_AT = 64  # members that decide what a tar holds
+_BETWEEN_REPORTS = 256
+_Group = dict[str, Member]  # members that share a key, by their extensions
+
+
+@register_reader("tar")
+class TarReader(Reader):
+    """A tar, a folder of tars, or a text file that lists tars.
+
+    A sample is ``key.jpg`` or ``key.wav`` with its label in ``key.cls`` (an integer), ``key.id`` or
+    ``key.spk`` (a name), or ``key.json`` (``label`` or ``identity``). All samples of a dataset have
+    the same kind of label.
+    """
+
+    precedence = -5
+    options = ("root",)
+
+    def find(self, path: Path, kind: Kind | None) -> Found | None:
+        if path.is_dir():
+            tars = sorted(path.glob("*.tar"))
+        elif path.suffix.lower() == ".tar":
+            tars = [path] if path.is_file() else []
+        else:
+            tars = _first_listed(path)
+        return Found(self, path, kind or _kind_of(tars[0])) if tars else None
+
+    def files(self, scan: Scan) -> list[Path]:
+        return [
+            *(shard for _, shard in _shards(scan)),
+            *([] if _is_plain(scan.path) else [scan.path]),
+        ]
+
+    def samples(self, scan: Scan) -> Iterator[Sample]:
+        shards = _shards(scan)
+        total = sum(shard.stat().st_size for _, shard in shards if is_file(shard))
+        done, num_other = 0, 0
+        for name, shard in shards:
+            try:
+                file = open_regular(shard)
+            except OSError as error:
+                raise DataError(
+                    f"{shard} cannot be read: {error.strerror or error}; correct the list"
+                ) from error
+            with file:
+                for count, (key, group) in enumerate(_groups(file, shard, scan.kind)):
+                    where = f"{shard}, sample {key}"
+                    content = _content(group, scan.kind, where)
+                    if content is None:
+                        if scan.kind is RECORDINGS and _label_member(group) is not None:
+                            raise DataError(f"{where}: it has a label and no recording; add it")
+                        num_other += 1
+                        continue
+                    label = _label_member(group)
+                    if label is None:
+                        kinds = ", ".join(f".{extension}" for extension in group)
+                        raise DataError(
+                            f"{where}: it has {kinds} and no label; add a .cls with an integer, or "
+                            "a .id or .spk with a name"
+                        )
+                    identity = _identity(_read(file, label, where), label.name, where)
+                    yield Sample(
+                        identity,
+                        key,
+                        path=name,
+                        offset=content.offset,
+                        length=content.size,
+                        label_at=label.offset,
+                    )
+                    if count % _BETWEEN_REPORTS == 0:
+                        scan.progress(done + content.offset, total)
+                done += file.seek(0, 2)
+            scan.progress(min(done, total), total)
+        if num_other:
+            noun = scan.kind.noun
+            scan.notes.append(f"{num_other:,} samples without an {noun} were left out")
+
+    def has_label(self, index: SampleIndex, row: int, read_at: ReadAt) -> bool:
+        path, label = sample_path(index, row), int(index.columns["label"][row])
+        offset = int(index.columns["label_at"][row])
+        content = member_at(lambda at, count: read_at(path, at, count), offset, MAX_LABEL_BYTES)
+        names = index.texts("class")
+        wanted = label if names is None else names[label]
+        for name in ("a.json", "a.id" if names is not None else "a.cls"):
+            try:
+                if _identity(content, name, "") == wanted:
+                    return True
+            except DataError:
+                continue
+        return False
+
+
+def _is_plain(path: Path) -> bool:
+    """Whether a path is a tar or a folder of them, and not a list."""
+    return path.is_dir() or path.suffix.lower() == ".tar"
+
+
+def _shards(scan: Scan) -> list[tuple[str | None, Path]]:
+    """Names of tars in an index, None for a single one, and where they are."""
+    if scan.path.is_dir():
+        return [(shard.name, shard) for shard in sorted(scan.path.glob("*.tar"))]
+    if _is_plain(scan.path):
+        return [(None, scan.path)]
+    return [(name, scan.folder / name) for name in _listed(scan.path)]
+
+
+def _listed(path: Path) -> Iterator[str]:
+    with open_regular(path) as file:
+        content = file.read(MAX_LIST_BYTES + 1)
+    if len(content) > MAX_LIST_BYTES:
+        raise DataError(f"{path} is over {MAX_LIST_BYTES:,} bytes; list fewer tars in one file")
+    try:
+        lines = content.decode("utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 ({error}); convert the file") from error
+    for row, line in enumerate(lines, start=1):
+        name = line.strip()
+        if name and not name.endswith(".tar"):
+            raise DataError(
+                f"{path}, line {row}: {name!r} is no .tar; list tars that are not compressed, so "
+                "that any sample can be read without those before it"
+            )
+        if name:
+            yield name
+
+
+def _first_listed(path: Path) -> list[Path]:
+    """The first tar of a file that lists tars; nothing for other files."""
+    if not path.is_file():
+        return []
+    with open_regular(path) as file:
+        first = file.readline(MAX_NAME).strip()
+    return [path.parent / first.decode("utf-8", "surrogateescape")] if first[-4:] == b".tar" else []
+
+
+def _kind_of(tar: Path) -> Kind | None:
+    """What the first members of a tar are; recordings where there are both."""
+    found = None
+    try:
+        with open_regular(tar) as file:
+            members = tar_members(file, name=str(tar), max_size=RECORDINGS.max_bytes)
+            for member in islice(members, _LOOK_AT):
+                if RECORDINGS.is_name(member.name):
+                    return RECORDINGS
+                found = IMAGES if IMAGES.is_name(member.name) else found
+    except (DataError, OSError):
+        return found  # reading it shows what is wrong
+    return found
+
+
+def _groups(file: BinaryIO, shard: Path, kind: Kind) -> Iterator[tuple[str, _Group]]:
+    """Members by key, in order; the members of a sample are usually next to each other.
+
+    A key is a name up to the first dot of its last part, as in WebDataset; of recordings, up to
+    the last dot. What is incomplete waits for the rest of the archive.
+    """
+    waiting: dict[str, _Group] = {}
+    current, group = "", _Group()
+    for member in tar_members(file, name=str(shard), max_size=kind.max_bytes):
+        folder, slash, base = member.name.rpartition("/")
+        split = base.rpartition if kind is RECORDINGS else base.partition
+        stem, dot, extension = split(".")
+        if not stem or not dot:
+            continue  # hidden files and files that are no part of a sample
+        key, extension = folder + slash + stem, extension.lower()
+        if key != current:
+            if _is_whole(group, kind):
+                yield current, group
+            elif group:
+                waiting[current] = group
+            current, group = key, waiting.pop(key, {})
+        if extension in group:
+            raise DataError(f"{shard}: two members {key}.{extension}; a sample has one of each")
+        group[extension] = member
+    if group:
+        waiting[current] = group
+    yield from waiting.items()
+
+
+def _is_whole(group: _Group, kind: Kind) -> bool:
+    return _label_member(group) is not None and _content(group, kind, "") is not None
+
+
+def _content(group: _Group, kind: Kind, where: str) -> Member | None:
+    """The member that is the image or recording, if there is one."""
+    found = [item for extension, item in group.items() if f".{extension}" in kind.suffixes]
+    if len(found) > 1 and kind is RECORDINGS and where:
+        raise DataError(f"{where}: it has two recordings; keep one")
+    return found[0] if found else None
+
+
+def _label_member(group: _Group) -> Member | None:
+    """The member that holds the label: a number or a name, or else the JSON."""
+    found = next((name for name in group if name in (*NUMBERS, *NAMES)), "json")
+    return group.get(found)
+
+
+def _read(file: BinaryIO, member: Member, where: str) -> bytes:
+    if member.size > MAX_LABEL_BYTES:
+        raise DataError(f"{where}: {member.name!r} has {member.size} bytes, not a label")
+    file.seek(member.offset)
+    return file.read(member.size)
+
+
+def _identity(content: bytes, name: str, where: str) -> str | int:
+    try:
+        text = content.decode("utf-8").strip()
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{where}: its label {content[:60]!r} is not UTF-8; convert it to UTF-8"
+        ) from error
+    extension = name.rpartition("/")[2].partition(".")[2].lower()
+    if extension.endswith("json"):
+        return _from_json(text, where)
+    if extension in NUMBERS:
+        return parse_label(text, where)
+    if not text:
+        raise DataError(f"{where}: its label {name!r} is empty; write a name")
+    return text
+
+
+def _from_json(text: str, where: str) -> str | int:
+    try:
+        fields = json.loads(text)
+        is_number = "label" in fields
+        value = str(fields["label" if is_number else "identity"])
+        value.encode()  # JSON can escape what no text has
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise DataError(f"{where}: its .json has no label or identity in UTF-8; add one") from error
+    return parse_label(value, where) if is_number else value

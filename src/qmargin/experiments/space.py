@@ -1,0 +1,279 @@
+"""Settings that an experiment tries: lists and ranges of values for keys of a recipe."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from qmargin.errors import ConfigError
+from qmargin.losses.hardness import scale_of_hardness
+from qmargin.losses.margins import PriorMargin
+from qmargin.training.recipe import Recipe, flatten, is_under
+from qmargin.training.recipe_files import apply_settings
+
+EFFECTIVE = "m_eff"
+"""Effective margin: what a margin adds to the cosine gap of a zero loss; sets ``loss.margin``."""
+
+HARDNESS = "hardness"
+"""Hardness of the negatives, comparable over alpha and classes; sets ``loss.scale``."""
+
+DECIDES = {EFFECTIVE: "loss.margin", HARDNESS: "loss.scale"}
+PRESET, LOSS = "loss.preset", "loss"  # a preset replaces the whole section
+
+Point = dict[str, str]
+"""One value of every key, as on the command line."""
+
+
+@dataclass(frozen=True)
+class Values:
+    """A list of values of a key."""
+
+    key: str
+    texts: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Range:
+    """All numbers between two, both included; for a random or Optuna search."""
+
+    key: str
+    low: float
+    high: float
+    is_log: bool = False
+
+
+Axis = Values | Range
+
+
+def value_text(value: Any) -> str:
+    """A value of YAML or Python as the text of a setting.
+
+    Examples:
+        >>> value_text(16.0), value_text(1 / 3), value_text(True), value_text([1, 2])
+        ('16', '0.3333333333333333', 'true', '[1, 2]')
+    """
+    if isinstance(value, str):
+        return value
+    if isinstance(value, float):
+        short = f"{value:g}"
+        return short if float(short) == value else repr(value)
+    return json.dumps(value)
+
+
+def parse_axis(text: str) -> Axis:
+    """An axis of the command line: ``KEY=V1,V2``, or ``KEY=LOW:HIGH[:log]`` for a search.
+
+    Examples:
+        >>> parse_axis("loss.alpha=1.25,1.5")
+        Values(key='loss.alpha', texts=('1.25', '1.5'))
+        >>> parse_axis("loss.scale=8:64:log")
+        Range(key='loss.scale', low=8.0, high=64.0, is_log=True)
+    """
+    key, equals, rest = (part.strip() for part in text.partition("="))
+    if not equals or not key:
+        raise ConfigError(f"the axis {text!r} has no values; write it as key=value,value")
+    return make_axis(key, rest) if ":" in rest else make_axis(key, list(_split(rest)))
+
+
+def make_axis(key: str, value: Any) -> Axis:
+    """An axis from a key and a list of values, or a range such as ``"8:64:log"``."""
+    if isinstance(value, str) and ":" in value:
+        return _range(key, value)
+    texts = tuple(value_text(entry).strip() for entry in value)
+    if not texts or not all(texts):
+        raise ConfigError(f"{key} has an empty value; give at least one value, none of them empty")
+    for text in texts:
+        if texts.count(text) > 1:
+            raise ConfigError(f"{key} has the value {text} twice; keep one of them")
+    return Values(key, texts)
+
+
+def _range(key: str, text: str) -> Range:
+    ends, is_log = text.removesuffix(":log").split(":"), text.endswith(":log")
+    try:
+        low, high = map(float, ends)
+    except ValueError as error:
+        raise ConfigError(f"the range {text!r} of {key} is not LOW:HIGH or LOW:HIGH:log") from error
+    if not (math.isfinite(low) and math.isfinite(high) and low < high):
+        raise ConfigError(f"the range of {key} is {text}; the first number must be the smaller")
+    if is_log and low <= 0.0:
+        raise ConfigError(f"the range of {key} is {text}; with log it must begin above 0")
+    return Range(key, low, high, is_log)
+
+
+def _split(text: str) -> Iterator[str]:
+    """Parts between the commas that are not inside brackets."""
+    depth, start = 0, 0
+    for place, sign in enumerate(text):
+        depth += (sign in "[{") - (sign in "]}")
+        if sign == "," and depth == 0:
+            yield text[start:place]
+            start = place + 1
+    yield text[start:]
+
+
+def check_axes(recipe: Recipe, axes: Sequence[Axis], settings: Sequence[str] = ()) -> None:
+    """Refuse axes that contradict each other, a fixed setting, or the recipe.
+
+    Args:
+        recipe: That the axes change.
+        axes: What differs between runs.
+        settings: Fixed for all runs, such as ``loss.scale=16``.
+
+    Raises:
+        ConfigError: With the nearest known key, where a key is unknown.
+    """
+    keys = [axis.key for axis in axes]
+    for key in keys:
+        if keys.count(key) > 1:
+            raise ConfigError(f"{key} is given twice; give all its values in one list")
+    for key, decided in DECIDES.items():
+        if key in keys and decided in keys:
+            raise ConfigError(f"{key} and {decided} are both given; each decides the other")
+    if "seed" in keys:
+        raise ConfigError("seed is an axis; say how many seeds instead")
+    for axis in axes:
+        if isinstance(axis, Range):
+            value = flatten(recipe).get(axis.key)
+            if isinstance(value, bool | str | tuple):
+                raise ConfigError(f"{axis.key} is {value!r} and has no range; list its values")
+        with_point(recipe, first_point(recipe, axis))  # refuses a key that is unknown
+    for setting in settings:
+        _check_setting(setting, axes)
+
+
+def _check_setting(setting: str, axes: Sequence[Axis]) -> None:
+    key = setting.partition("=")[0].strip()
+    for axis in axes:
+        decided = LOSS if axis.key == PRESET else DECIDES.get(axis.key, axis.key)
+        if is_under(key, (decided,)):
+            why = "is an axis" if decided == axis.key else f"follows from the axis {axis.key}"
+            raise ConfigError(f"{setting} is set, and {decided} {why}; leave one of them out")
+
+
+def check_points(recipe: Recipe, points: Sequence[Point]) -> None:
+    """Refuse points that the recipe refuses, and two that make the same recipe."""
+    owners: dict[str, Point] = {}
+    for point in points:
+        owner = owners.setdefault(with_point(recipe, point).sha256, point)
+        if owner != point:
+            raise ConfigError(
+                f"{described(owner)} and {described(point)} are the same run; keep one of them"
+            )
+
+
+def described(point: Point) -> str:
+    """A point in words.
+
+    Examples:
+        >>> described({"loss.alpha": "1.5", "m_eff": "0.3"}), described({})
+        ('alpha 1.5, m_eff 0.3', 'the recipe as it is')
+    """
+    texts = [f"{key.rpartition('.')[2]} {text}" for key, text in point.items()]
+    return ", ".join(texts) or "the recipe as it is"
+
+
+def grid(axes: Sequence[Axis]) -> list[Point]:
+    """Every combination of values, the last axis moving fastest.
+
+    Examples:
+        >>> grid([parse_axis("loss.alpha=1.25,1.5"), parse_axis("loss.scale=10")])
+        [{'loss.alpha': '1.25', 'loss.scale': '10'}, {'loss.alpha': '1.5', 'loss.scale': '10'}]
+    """
+    for axis in axes:
+        if isinstance(axis, Range):
+            raise ConfigError(
+                f"{axis.key} is a range, which a grid cannot visit; list values, or search with "
+                "optuna or random"
+            )
+    columns = [[(axis.key, text) for text in axis.texts] for axis in axes]  # type: ignore[union-attr]
+    return [dict(row) for row in itertools.product(*columns)]
+
+
+def first_point(recipe: Recipe, axis: Axis) -> Point:
+    """The first value of an axis, or the lower end of a range."""
+    if isinstance(axis, Range):
+        return {axis.key: range_text(recipe, axis.key, axis.low)}
+    return {axis.key: axis.texts[0]}
+
+
+def range_text(recipe: Recipe, key: str, value: float) -> str:
+    """A number of a range as a setting: whole where the recipe has a whole number.
+
+    Examples:
+        >>> from qmargin.recipes.debug import debug
+        >>> range_text(debug(), "run.epochs", 5.7), range_text(debug(), "loss.scale", 12.34567)
+        ('6', '12.35')
+    """
+    known = flatten(recipe).get(key)
+    return str(round(value)) if isinstance(known, int) else f"{value:.4g}"
+
+
+def with_point(recipe: Recipe, point: Mapping[str, str], *, seed: int | None = None) -> Recipe:
+    """The recipe of a run.
+
+    Args:
+        recipe: Of the arm.
+        point: ``hardness`` becomes the scale that has it, and then ``m_eff`` the margin that asks
+            for this gap; all others are settings.
+        seed: Instead of the recipe's own.
+
+    Examples:
+        >>> from qmargin.recipes.debug import debug
+        >>> found = with_point(debug(), {"loss.scale": "32", "m_eff": "0.5"}, seed=3)
+        >>> round(found.loss.margin, 4), found.seed
+        (0.2012, 3)
+    """
+    settings = [f"{key}={text}" for key, text in point.items() if key not in DECIDES]
+    changed = apply_settings(recipe, settings)
+    if HARDNESS in point:
+        changed = _with_hardness(changed, point[HARDNESS])
+    if EFFECTIVE in point:
+        changed = _with_effective(changed, point[EFFECTIVE])
+    return changed if seed is None else replace(changed, seed=seed)
+
+
+def _number(key: str, text: str, *, such_as: float) -> float:
+    try:
+        return float(text)
+    except ValueError as error:
+        raise ConfigError(f"{key} is {text!r}; give a number, such as {such_as:g}") from error
+
+
+def _with_hardness(recipe: Recipe, text: str) -> Recipe:
+    mean = _number(HARDNESS, text, such_as=3.0)
+    num_classes = recipe.data.num_classes
+    if num_classes is None:
+        raise ConfigError(
+            f"{HARDNESS} is an axis and the recipe does not say how many classes there are; give "
+            "data.num_classes, or use loss.scale"
+        )
+    dim = recipe.model.embedding_dim
+    scale = scale_of_hardness(mean, recipe.loss.order, num_classes=num_classes, embedding_dim=dim)
+    return replace(recipe, loss=replace(recipe.loss, scale=scale))
+
+
+def _with_effective(recipe: Recipe, text: str) -> Recipe:
+    loss = recipe.loss
+    gap = _number(EFFECTIVE, text, such_as=0.5)
+    if loss.margin_kind == "cosine":
+        margin = gap
+    elif loss.margin_kind == "prior":
+        prior = PriorMargin.from_effective(gap, alpha=loss.order, scale=loss.scale)
+        assert isinstance(prior.margin, float)  # one for all rows
+        margin = prior.margin
+    else:
+        raise ConfigError(
+            f"{EFFECTIVE} is an axis and the margin is {loss.margin_kind}, whose gap is not one "
+            "number; use loss.margin"
+        )
+    return replace(recipe, loss=replace(loss, margin=margin))
+
+
+def effective_margin(recipe: Recipe) -> float | None:
+    """The effective margin of a recipe; None if it varies."""
+    return recipe.loss.effective_margin

@@ -1,0 +1,647 @@
+"""Data of an experiment: identities to train, to validate and to test, which are disjoint.
+
+``Made`` identities come from a recipe itself, ``Stored`` ones are pictures or recordings in the
+layouts that ``qmargin train`` reads, and ``Drawn`` ones are small grey pictures held in memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field, fields, replace
+from functools import lru_cache, partial
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qmargin.data.drawings import Drawings, variants_of
+from qmargin.data.faces import FaceImages
+from qmargin.data.order import derived_seed
+from qmargin.data.samples import Dataset, Input
+from qmargin.data.speech import SpeechDataset
+from qmargin.data.stored import StoredSamples
+from qmargin.data.strokes import StrokeIdentities
+from qmargin.errors import ConfigError, DataError
+from qmargin.experiments.pictures import StoredPictures, read_pictures
+from qmargin.files import replacing
+from qmargin.training.build import STORED as STORED_OPTIONS
+from qmargin.training.build import build_dataset
+from qmargin.training.recipe import Recipe
+from qmargin.training.recipe_files import apply_settings
+from qmargin.training.signals import StopRequest
+
+VALIDATION = 0x76616C  # seeds of made validation identities
+TEST = 0x746573
+SYNTHETIC = "All data are synthetic and made by this package: results are about them alone"
+HELD_OUT = 0x57D4  # order in which stored identities are held out
+TRAIN_SHARE = 0.6  # of stored identities, where the data do not say which ones train
+SHIFT = 2  # pixels by which training moves a drawing
+PLAIN_IMAGES = {"flip": 0.0}  # augmentations, switched off
+PLAIN_SPEECH = {
+    "speed_perturbation": False,
+    "keep_speed_classes": False,
+    "augment": 0.0,
+    "dither": 0.0,
+    "mask_probability": 0.0,
+}
+_BLOCK = 1 << 16  # pictures that a process draws at a time
+
+
+@dataclass(frozen=True)
+class World:
+    """Data of an experiment; can be sent to other processes.
+
+    Methods take ``is_search``: while settings are searched, runs train on the training identities
+    without those for validation and are measured on these; otherwise they train on all training
+    identities and are measured on the test identities.
+
+    Args:
+        folder: Of what runs share; set by ``prepare``.
+        note: What a user should know about the data.
+    """
+
+    folder: Path | None = field(default=None, compare=False, kw_only=True)
+    note: str = field(default="", compare=False, kw_only=True)
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """What identifies the data, for the record of an experiment."""
+        names = [entry.name for entry in fields(self) if entry.compare]
+        return {"kind": type(self).__name__, **{name: getattr(self, name) for name in names}}
+
+    @property
+    def is_ink(self) -> bool:
+        """Whether pictures have bright ink on a dark ground, and are shown inverted."""
+        return False
+
+    def differs(self, recipe: Recipe) -> bool:
+        """Whether every seed of a recipe has test identities of its own."""
+        return False
+
+    def opened(self) -> World:
+        """The same data after a look at them.
+
+        Raises:
+            DataError: They cannot be read.
+        """
+        return self
+
+    def adapt(self, recipe: Recipe, *, is_search: bool) -> Recipe:
+        """A recipe with what the data decide."""
+        raise NotImplementedError
+
+    def prepare(
+        self, folder: Path, recipes: Sequence[Recipe], *, is_search: bool, request: StopRequest
+    ) -> World:
+        """Write to a folder what runs share; returns data that read it."""
+        return self
+
+    def train(self, recipe: Recipe, *, is_search: bool) -> Dataset | None:
+        """Training data of a run; None for those of the recipe itself."""
+        return None
+
+    def measured(self, recipe: Recipe, *, is_search: bool) -> Dataset:
+        """Validation or test data of a run, without augmentation."""
+        raise NotImplementedError
+
+    def check(self, recipe: Recipe) -> str:
+        """Refuse data whose identities of training and test are not disjoint.
+
+        Returns:
+            What could not be checked; empty for nothing.
+        """
+        return ""
+
+
+@dataclass(frozen=True)
+class Made(World):
+    """Synthetic or stroke identities that a recipe describes; others of the same kind are measured.
+
+    Args:
+        num_validation: Identities to validate on.
+        samples_validation: Of each of them.
+        num_test: Identities to test.
+        samples_test: Of each of them.
+    """
+
+    num_validation: int = 200
+    samples_validation: int = 10
+    num_test: int = 500
+    samples_test: int = 10
+    note: str = field(default=SYNTHETIC, compare=False, kw_only=True)
+
+    @property
+    def is_ink(self) -> bool:
+        """Strokes are."""
+        return True
+
+    def differs(self, recipe: Recipe) -> bool:
+        """Unless the recipe fixes the seed of the data."""
+        return "seed" not in recipe.data.options
+
+    def adapt(self, recipe: Recipe, *, is_search: bool) -> Recipe:
+        """The recipe as it is."""
+        if recipe.data.is_stored:
+            raise ConfigError(
+                f"data.kind is {recipe.data.kind!r}, which is read from a path; say which "
+                "identities are tested with data: {train: PATH, test: PATH}"
+            )
+        return recipe
+
+    def prepare(
+        self, folder: Path, recipes: Sequence[Recipe], *, is_search: bool, request: StopRequest
+    ) -> Made:
+        """Draw stroke identities once for all runs."""
+        made = replace(self, folder=folder)
+        files: dict[Path, StrokeIdentities] = {}
+        for recipe in recipes:
+            file, dataset = made._drawn(recipe), build_dataset(recipe)
+            if file is not None and isinstance(dataset, StrokeIdentities):
+                files[file] = dataset
+        for file, dataset in files.items():
+            rows = np.arange(len(dataset))
+            blocks = [
+                partial(dataset.images, rows[start : start + _BLOCK])
+                for start in range(0, len(dataset), _BLOCK)
+            ]
+            draw_to(file, (len(dataset), dataset.size, dataset.size), blocks, request=request)
+        return made
+
+    def train(self, recipe: Recipe, *, is_search: bool) -> Dataset | None:
+        """Drawn strokes where they were kept; otherwise what the recipe describes."""
+        file = self._drawn(recipe)
+        if file is None or not file.exists():
+            return None
+        dataset = build_dataset(recipe)
+        assert isinstance(dataset, StrokeIdentities)
+        return dataset.kept_in(file)
+
+    def measured(self, recipe: Recipe, *, is_search: bool) -> Dataset:
+        """Other identities of the same kind."""
+        count, samples = self.num_test, self.samples_test
+        if is_search:
+            count, samples = self.num_validation, self.samples_validation
+        options = {**recipe.data.options, "samples_per_class": samples}
+        if recipe.data.kind == "strokes":
+            options |= {"split": "validation" if is_search else "test", "shift": 0}
+            options.pop("in_memory", None)
+        else:
+            seed = derived_seed(recipe.seed, VALIDATION if is_search else TEST)
+            options |= {"seed": seed, "augmentation": 0.0}
+        data = replace(recipe.data, options=options, num_classes=count)
+        return build_dataset(replace(recipe, data=data))
+
+    def _drawn(self, recipe: Recipe) -> Path | None:
+        if self.folder is None or recipe.data.kind != "strokes":
+            return None
+        text = f"{recipe.data.num_classes} {sorted(recipe.data.options.items())} {recipe.seed}"
+        return self.folder / f"strokes-{hashlib.sha256(text.encode()).hexdigest()[:12]}.npy"
+
+
+@dataclass(frozen=True)
+class Stored(World):
+    """Pictures or recordings in the layouts that ``qmargin train`` reads.
+
+    Args:
+        train: Path of training identities; None for that of the recipe.
+        test: Path of test identities; None where nothing is tested.
+        validation: Share of the training identities that a search holds out, or settings of the
+            data that have others, such as ``("data.path=faces/validation",)``.
+        trials: List of trials of recordings, whose names are relative to the folder of the list;
+            None for all pairs of the test data.
+    """
+
+    train_path: str | None = None
+    test_path: str | None = None
+    validation: float | tuple[str, ...] = 0.1
+    trials: str | None = None
+
+    def __post_init__(self) -> None:
+        share = self.validation
+        if isinstance(share, float | int) and not 0.0 < share < 1.0:
+            raise ConfigError(f"data.validation is {share:g}; give a share between 0 and 1")
+        for setting in () if isinstance(share, float | int) else share:
+            if not setting.startswith("data."):
+                raise ConfigError(
+                    f"the validation setting is {setting!r}; give settings of the data, as in "
+                    "data.path=DIR"
+                )
+
+    def opened(self) -> Stored:
+        """The same with whole paths, of what exists."""
+        changes: dict[str, Any] = {}
+        for name in ("train_path", "test_path", "trials"):
+            given = getattr(self, name)
+            if given is not None:
+                path = Path(given).expanduser()
+                if not path.exists():
+                    key = name.removesuffix("_path")
+                    raise DataError(f"data.{key} is {given}, which does not exist; check the path")
+                changes[name] = str(path.resolve())
+        return replace(self, **changes)
+
+    def adapt(self, recipe: Recipe, *, is_search: bool) -> Recipe:
+        """The recipe with the path of the training data."""
+        if not recipe.data.is_stored:
+            raise ConfigError(
+                f"data.train is given and the recipe makes its own data ({recipe.data.kind}); "
+                "take a recipe for images or audio"
+            )
+        if self.train_path is None:
+            return recipe
+        # counted anew: a search trains on a part of them
+        return replace(recipe, data=replace(recipe.data, path=self.train_path, num_classes=None))
+
+    def train(self, recipe: Recipe, *, is_search: bool) -> Dataset | None:
+        """What a search does not hold out; otherwise the recipe's own data."""
+        if not is_search or not isinstance(self.validation, float | int):
+            return None
+        dataset = build_dataset(recipe)
+        held_out, count = self.held_out(dataset), stored_in(dataset).num_classes
+        return SomeIdentities(dataset, [n for n in range(count) if n not in held_out])
+
+    def measured(self, recipe: Recipe, *, is_search: bool) -> Dataset:
+        """Held-out or test identities."""
+        if not is_search:
+            if self.test_path is None:
+                raise ConfigError("data.test is missing; say where the test identities are")
+            return build_dataset(plain_recipe(recipe, [f"data.path={self.test_path}"]))
+        if isinstance(self.validation, float | int):
+            dataset = build_dataset(plain_recipe(recipe))
+            return SomeIdentities(dataset, sorted(self.held_out(dataset)))
+        changed = plain_recipe(recipe, self.validation)
+        if changed.data == plain_recipe(recipe).data:
+            raise ConfigError(
+                f"the validation data are those of the training, {recipe.data.path}; name other "
+                "identities with --validation PATH"
+            )
+        return build_dataset(changed)
+
+    def held_out(self, dataset: Dataset) -> set[int]:
+        """Numbers of the identities that a search holds out, whatever the order of the data."""
+        assert isinstance(self.validation, float | int)
+        names = names_in(stored_in(dataset))
+        count = max(2, round(self.validation * len(names)))
+        if len(names) - count < 2:
+            raise DataError(
+                f"{self.train_path or 'the data'} has {len(names)} identities, of which a search "
+                f"holds out {count}; at least 2 must be left to train on, give more"
+            )
+        order = sorted(range(len(names)), key=lambda n: derived_seed(HELD_OUT, *names[n].encode()))
+        return set(order[:count])
+
+    def check(self, recipe: Recipe) -> str:
+        """Refuse an identity that is trained on and tested."""
+        if self.test_path is None:
+            return ""
+        trained = stored_in(build_dataset(plain_recipe(recipe)))
+        tested = stored_in(self.measured(recipe, is_search=False))
+        if not (trained.has_names or tested.has_names or trained.index.root == tested.index.root):
+            return (
+                f"identities of {recipe.data.path} and {self.test_path} have numbers and no names: "
+                "whether they are disjoint was not checked"
+            )
+        both = sorted(set(names_in(trained)) & set(names_in(tested)))
+        if both:
+            raise DataError(
+                f"{len(both)} identities are in {recipe.data.path} and in {self.test_path}, such "
+                f"as {both[0]!r}; test other identities than are trained on"
+            )
+        return ""
+
+
+def plain_recipe(recipe: Recipe, settings: Sequence[str] = ()) -> Recipe:
+    """A recipe whose data are read without augmentation, with other settings of the data."""
+    part, options = recipe.data, dict(recipe.data.options)
+    if part.kind == "images":
+        options = {name: options[name] for name in (*STORED_OPTIONS, "size") if name in options}
+        options |= PLAIN_IMAGES
+    elif part.kind == "audio":
+        options |= PLAIN_SPEECH
+    data = replace(part, options=options, num_classes=None)
+    return apply_settings(replace(recipe, data=data), settings)
+
+
+def stored_in(dataset: Dataset) -> StoredSamples:
+    """The pictures or recordings behind a dataset of a loader."""
+    if isinstance(dataset, FaceImages):
+        return dataset.images
+    if isinstance(dataset, SpeechDataset):
+        return dataset.recordings
+    raise ConfigError(f"{type(dataset).__name__} does not name its identities")
+
+
+def names_in(stored: StoredSamples) -> list[str]:
+    """Names of identities, in the order of their labels."""
+    return [stored.class_name(number) for number in range(stored.num_classes)]
+
+
+class SomeIdentities:
+    """Samples of some identities of a dataset, which are numbered anew.
+
+    Recordings at several speeds have classes for each speed; these stay apart.
+
+    Args:
+        dataset: Pictures or recordings.
+        kept: Numbers of the identities, in their new order.
+    """
+
+    def __init__(self, dataset: Dataset, kept: Sequence[int]) -> None:
+        stored = stored_in(dataset)
+        self._dataset, self._num_all, self._num_kept = dataset, stored.num_classes, len(kept)
+        self._numbers = np.full(stored.num_classes, -1)
+        self._numbers[list(kept)] = np.arange(len(kept))
+        self._rows = np.flatnonzero(self._numbers[stored.labels] >= 0)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @property
+    def num_classes(self) -> int:
+        """Classes that are left."""
+        return self._dataset.num_classes // self._num_all * self._num_kept
+
+    @property
+    def labels(self) -> NDArray[Any] | None:
+        """New labels; None where they are known once samples are read."""
+        labels = self._dataset.labels
+        return None if labels is None else self._numbers[labels[self._rows]]
+
+    def read(self, index: int, seed: int) -> tuple[Input, int]:
+        """The sample, under its new label."""
+        inputs, label = self._dataset.read(int(self._rows[index]), seed)
+        turn, identity = divmod(label, self._num_all)
+        return inputs, turn * self._num_kept + int(self._numbers[identity])
+
+    def sample_id(self, index: int) -> str:
+        """Name of a sample."""
+        return self._dataset.sample_id(int(self._rows[index]))
+
+    def source(self, index: int) -> str:
+        """Where the sample's label is written."""
+        return self._dataset.source(int(self._rows[index]))
+
+
+@dataclass(frozen=True)
+class Drawn(World):
+    """Small grey pictures of a path, held in memory; see ``read_pictures``.
+
+    Args:
+        path: An NPZ file, or a folder with one folder per identity.
+        seed: Of the order and division of identities; None for that of each run, so that every
+            seed has test identities of its own where the data do not divide them.
+        validation: Share of the training identities that a search holds out; whole groups, such as
+            alphabets, where they are known.
+        budget: Pictures that a run reads in all: it sets the epochs. None for those of the recipe.
+        most_test: Test pictures at most; None for all.
+        samples_test: Test pictures of an identity at most; None for all.
+        turns: Quarter turns of a training identity are identities of their own.
+        mirrors: So are its mirror images.
+        alike: From which correlation on two of them are one, see ``Drawings.with_turns``.
+        warp: How far training pictures are distorted, see ``variants_of``.
+        num_variants: Distorted variants of each training picture.
+    """
+
+    path: str
+    seed: int | None = None
+    validation: float = 0.2
+    budget: int | None = None
+    most_test: int | None = None
+    samples_test: int | None = None
+    turns: bool = False
+    mirrors: bool = False
+    alike: float | None = None
+    warp: float = 0.0
+    num_variants: int = 16
+    digest: str = ""
+
+    @property
+    def is_ink(self) -> bool:
+        """As the pictures were found."""
+        return _read(self.path).is_ink
+
+    def differs(self, recipe: Recipe) -> bool:
+        """Where the seed of a run divides the identities."""
+        return self.seed is None
+
+    def opened(self) -> Drawn:
+        """The same with the digest of its pictures."""
+        path = str(Path(self.path).expanduser().resolve())
+        _read.cache_clear()
+        stored = _read(path)
+        return replace(self, path=path, digest=stored.digest, note=stored.note)
+
+    def adapt(self, recipe: Recipe, *, is_search: bool) -> Recipe:
+        """The recipe with the path, and as many epochs as the budget allows."""
+        data = replace(recipe.data, kind="images", path=self.path, num_classes=None, options={})
+        if self.budget is None:
+            return replace(recipe, data=data)
+        count = len(self._parts(recipe.seed, is_search=is_search)[0])
+        epochs = max(1, round(self.budget / count))
+        return replace(
+            recipe,
+            data=replace(data, batch_size=min(data.batch_size, count)),
+            run=replace(recipe.run, epochs=epochs),
+        )
+
+    def prepare(
+        self, folder: Path, recipes: Sequence[Recipe], *, is_search: bool, request: StopRequest
+    ) -> Drawn:
+        """Draw the distorted variants once for all runs."""
+        made = replace(self, folder=folder)
+        for seed in sorted({recipe.seed for recipe in recipes}):
+            train, _ = made._parts(seed, is_search=is_search)
+            batch = min(recipe.data.batch_size for recipe in recipes)
+            if len(train) < batch:
+                raise DataError(
+                    f"{self.path} has {len(train)} pictures to train on and a step takes {batch}; "
+                    "give more, or a smaller data.batch_size"
+                )
+            if self.warp:
+                made._draw_variants(train, request)
+        return made
+
+    def train(self, recipe: Recipe, *, is_search: bool) -> Dataset | None:
+        """Pictures of the training identities."""
+        train = replace(self._parts(recipe.seed, is_search=is_search)[0], shift=SHIFT)
+        if self.warp:
+            train = replace(train, variants=np.load(self._variants(train), mmap_mode="r"))
+        return train
+
+    def measured(self, recipe: Recipe, *, is_search: bool) -> Drawings:
+        """Pictures of the held-out or test identities."""
+        return self._parts(recipe.seed, is_search=is_search)[1]
+
+    def _parts(self, seed: int, *, is_search: bool) -> tuple[Drawings, Drawings]:
+        stored = _read(self.path)
+        train, test = divided(stored, seed if self.seed is None else self.seed)
+        if is_search:
+            train, test = held_out(train, stored.groups, self.validation)
+        learned = part_of(stored, train, self.budget)
+        if self.turns:
+            learned = learned.with_turns(has_mirrors=self.mirrors, alike=self.alike)
+        measured = part_of(stored, test, self.most_test)
+        return learned, first_samples(measured, self.samples_test)
+
+    def _variants(self, train: Drawings) -> Path:
+        assert self.folder is not None  # prepared
+        digest = hashlib.blake2b(train.pictures.tobytes(), digest_size=8).hexdigest()
+        return self.folder / f"variants-{self.warp:g}-{self.num_variants}-{digest}.npy"
+
+    def _draw_variants(self, train: Drawings, request: StopRequest) -> None:
+        pictures, count = train.pictures, self.num_variants
+        step = max(1, _BLOCK // count)
+        blocks = [
+            partial(variants_of, pictures[start : start + step], self.warp, count, first=start)
+            for start in range(0, len(pictures), step)
+        ]
+        shape = (len(pictures), count, *pictures.shape[1:])
+        draw_to(self._variants(train), shape, blocks, request=request)
+
+
+@lru_cache(maxsize=1)
+def _read(path: str) -> StoredPictures:
+    return read_pictures(Path(path))
+
+
+def divided(stored: StoredPictures, seed: int) -> tuple[list[int], list[int]]:
+    """Labels to train and to test: as the data say, or by a seed.
+
+    Raises:
+        DataError: There are too few identities, or no genuine pair.
+    """
+    order = sorted(set(stored.labels.tolist()), key=lambda label: derived_seed(seed, label))
+    if stored.is_test is None:
+        split = round(TRAIN_SHARE * len(order))
+        train, test = order[:split], order[split:]
+    else:
+        tested = set(stored.labels[stored.is_test].tolist())
+        train = [label for label in order if label not in tested]
+        test = [label for label in order if label in tested]
+    if min(len(train), len(test)) < 2:
+        raise DataError(
+            f"{stored.origin} has {len(train)} identities to train and {len(test)} to test; at "
+            "least 2 of each are needed"
+        )
+    if np.bincount(stored.labels)[test].max() < 2:
+        raise DataError(
+            f"no test identity of {stored.origin} has two pictures, and a genuine pair needs two; "
+            "give more pictures of each"
+        )
+    return train, test
+
+
+def held_out(
+    train: Sequence[int], groups: NDArray[np.int64] | None, share: float
+) -> tuple[list[int], list[int]]:
+    """Labels that a search trains on, and those that it validates on.
+
+    Where labels have groups, whole groups are held out: a network learns what the members of a
+    group have in common, and the groups of the test are others, too.
+    """
+    least = share * len(train)
+    if groups is None:
+        split = len(train) - max(2, round(least))
+        chosen = set(train[split:])
+    else:
+        chosen = set()
+        for group in sorted(
+            set(groups[list(train)].tolist()), key=lambda one: derived_seed(HELD_OUT, one)
+        ):
+            if len(chosen) < least:
+                chosen |= {label for label in train if groups[label] == group}
+    kept = [label for label in train if label not in chosen]
+    if len(kept) < 2:
+        raise DataError(
+            f"of {len(train)} training identities a search holds out {len(chosen)}, and at least 2 "
+            "must be left to train on; give more identities or groups"
+        )
+    return kept, [label for label in train if label in chosen]
+
+
+def part_of(stored: StoredPictures, labels: Sequence[int], most: int | None = None) -> Drawings:
+    """Pictures of some identities, as many whole identities as ``most`` pictures allow."""
+    counts = np.bincount(stored.labels)
+    kept = list(labels)
+    if most is not None:
+        totals = np.cumsum(counts[kept])
+        kept = kept[: max(2, int(np.searchsorted(totals, most, side="right")))]
+    numbers = np.full(len(counts), -1)
+    numbers[kept] = np.arange(len(kept))
+    rows = np.flatnonzero(numbers[stored.labels] >= 0)
+    rows = rows[np.argsort(numbers[stored.labels[rows]], kind="stable")]
+    return Drawings(
+        pictures=stored.pictures[rows],
+        labels=numbers[stored.labels[rows]],
+        names=tuple(stored.names[row] for row in rows),
+        origin=stored.origin,
+    )
+
+
+def first_samples(drawings: Drawings, count: int | None) -> Drawings:
+    """At most so many samples of each identity; samples of an identity stand together."""
+    if count is None:
+        return drawings
+    starts = np.searchsorted(drawings.labels, drawings.labels)
+    rows = np.flatnonzero(np.arange(len(drawings)) - starts < count)
+    return replace(
+        drawings,
+        pictures=drawings.pictures[rows],
+        labels=drawings.labels[rows],
+        names=tuple(drawings.names[row] for row in rows),
+    )
+
+
+def draw_to(
+    file: Path,
+    shape: tuple[int, ...],
+    blocks: Sequence[Callable[[], NDArray[np.uint8]]],
+    *,
+    request: StopRequest,
+) -> None:
+    """Draw blocks of pictures into a file, with all cores, unless it is there.
+
+    Args:
+        file: That processes can share.
+        shape: Of all blocks together.
+        blocks: Each draws some of the pictures; sent to processes.
+        request: A signal ends it, and leaves no file.
+    """
+    if file.exists():
+        return
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(file) as temporary:
+        pictures = np.lib.format.open_memmap(temporary, mode="w+", dtype=np.uint8, shape=shape)
+        start = 0
+        for block in _in_processes(blocks, request):
+            pictures[start : start + len(block)] = block
+            start += len(block)
+        pictures.flush()
+
+
+def _in_processes(
+    blocks: Sequence[Callable[[], NDArray[np.uint8]]], request: StopRequest
+) -> Iterator[NDArray[np.uint8]]:
+    if len(blocks) == 1:
+        yield blocks[0]()
+        return
+    from qmargin.experiments.slots import follow_parent
+
+    request.obey()  # before processes are started
+    jobs = min(len(blocks), os.cpu_count() or 1)
+    with ProcessPoolExecutor(jobs, get_context("spawn"), initializer=follow_parent) as pool:
+        try:
+            for found in pool.map(_call, blocks):
+                request.obey()
+                yield found
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _call(block: Callable[[], NDArray[np.uint8]]) -> NDArray[np.uint8]:
+    return block()

@@ -1,0 +1,219 @@
+"""Forms of the prototype gradient: dense, sparse, or fused into the optimizer.
+
+A path computes a ``PrototypeGradient``, which knows how to make the gradient block by block.
+``deliver`` turns it into the form that ``head.gradient`` asks for.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from qmargin.errors import ConfigError
+from qmargin.kernels.head_reference import UPDATE_CLASSES, class_parts, gradient_blocks
+from qmargin.kernels.head_types import ClassGradient
+
+if TYPE_CHECKING:
+    from qmargin.heads.classifier import MarginClassifier
+
+
+class PrototypeGradient:
+    """The prototypes' gradient, made block by block when it is asked for.
+
+    A path must define ``blocks``. One whose blocks are costly overrides ``is_finite`` as well: an
+    optimizer asks before it steps the first block.
+    """
+
+    def blocks(self) -> Iterator[tuple[slice, Tensor]]:
+        """Consecutive ranges of classes, ascending, all of them; the gradient ``[n, d]`` of each.
+
+        The gradient is that of the raw prototypes, the length of each included. It can be asked for
+        any number of times as long as the prototypes stay as they are. Within one pass, a consumer
+        may overwrite the gradient it got, and may step those classes (their prototypes, inverse
+        norms and copy), before it asks for the next range.
+        """
+        raise NotImplementedError
+
+    def raw_blocks(self) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
+        """Return ``blocks`` for a consumer that reads the prototypes anyway.
+
+        Where the third item is not None, that number times the rows is the gradient of the *unit*
+        prototypes, and ``head_reference.project_rows`` makes the other of it.
+        """
+        return ((where, rows, None) for where, rows in self.blocks())
+
+    def norm(self) -> Tensor:
+        """Euclidean norm of the whole gradient, a float64 scalar."""
+        return _norm_of(rows for _, rows in self.blocks())
+
+    def is_finite(self) -> Tensor:
+        """Whether every element is finite, a boolean scalar on the device; no sync."""
+        return self.norm().isfinite()
+
+    def to_dense(self, prototypes: Tensor) -> Tensor:
+        """The gradient of all prototypes ``[k, d]``."""
+        gradient = torch.empty_like(prototypes)
+        for where, rows in self.blocks():
+            gradient[where] = rows
+        return gradient
+
+    def to_sparse(self, prototypes: Tensor) -> Tensor:
+        """The same as a COO tensor of the classes whose gradient is not zero."""
+        parts = [(prototypes.new_empty(0, dtype=torch.int64), prototypes[:0])]  # of no classes
+        for where, rows in self.blocks():
+            active = (rows != 0).any(1).nonzero().flatten()
+            parts.append((where.start + active, rows[active]))
+        classes, rows = (torch.cat(column) for column in zip(*parts, strict=True))
+        return _coo(classes, rows, prototypes)
+
+
+def _norm_of(parts: Iterable[Tensor]) -> Tensor:
+    """Euclidean norm of tensors that are never held together, a float64 scalar."""
+    norms = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms) if norms else torch.zeros(0))
+    return total.double()
+
+
+def _coo(classes: Tensor, rows: Tensor, like: Tensor) -> Tensor:
+    return torch.sparse_coo_tensor(
+        classes[None], rows, like.shape, is_coalesced=True, check_invariants=False
+    )
+
+
+@dataclass(frozen=True)
+class ListedGradient(PrototypeGradient):
+    """Gradient of a sparse step: entries for the active classes only."""
+
+    head: MarginClassifier
+    entries: ClassGradient
+    embeddings: Tensor  # [B, d], unit
+    bound: Tensor  # float64 scalar, see ``element_bound``
+
+    def blocks(self) -> Iterator[tuple[slice, Tensor]]:
+        """See ``PrototypeGradient``; the gradient of inactive classes is zero."""
+        return gradient_blocks(self.entries, *self._tensors())
+
+    def norm(self) -> Tensor:
+        """From the active classes alone, some at a time."""
+        rows_of = self.head.kernels.prototype_gradient
+        norm = _norm_of(rows_of(part, *self._tensors())[1] for part in class_parts(self.entries))
+        return norm.to(self.embeddings.device)
+
+    def is_finite(self) -> Tensor:
+        """From a bound of the gradient's elements."""
+        return is_bounded(self.bound, self.embeddings.dtype)
+
+    def to_dense(self, prototypes: Tensor) -> Tensor:
+        """See ``PrototypeGradient``."""
+        classes, rows = self.head.kernels.prototype_gradient(self.entries, *self._tensors())
+        return torch.zeros_like(prototypes).index_copy_(0, classes, rows)
+
+    def to_sparse(self, prototypes: Tensor) -> Tensor:
+        """See ``PrototypeGradient``; listed classes whose gradient is zero are kept."""
+        classes, rows = self.head.kernels.prototype_gradient(self.entries, *self._tensors())
+        return _coo(classes, rows, prototypes)
+
+    def _tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.embeddings, self.head.prototypes.detach(), self.head.inverse_norms
+
+
+@dataclass(frozen=True)
+class RowsGradient(PrototypeGradient):
+    """Gradient rows that exist already: of every class, or of the listed ones."""
+
+    rows: Tensor  # [n, d]
+    num_classes: int
+    classes: Tensor | None = None  # [n] ascending; None for all of them
+
+    def blocks(self) -> Iterator[tuple[slice, Tensor]]:
+        """See ``PrototypeGradient``; classes that are not listed have gradient zero."""
+        edges = [*range(0, self.num_classes, UPDATE_CLASSES), self.num_classes]
+        cuts = edges
+        if self.classes is not None:
+            wanted = torch.tensor(edges, device=self.classes.device)
+            cuts = torch.searchsorted(self.classes, wanted).tolist()
+        for (start, stop), cut in zip(pairwise(edges), pairwise(cuts), strict=True):
+            rows = self.rows[slice(*cut)]
+            if self.classes is None:
+                yield slice(start, stop), rows.clone()
+            else:
+                local = self.classes[slice(*cut)] - start
+                block = rows.new_zeros((stop - start, rows.shape[1]))
+                yield slice(start, stop), block.index_copy_(0, local, rows)
+
+    def to_dense(self, prototypes: Tensor) -> Tensor:
+        """See ``PrototypeGradient``."""
+        if self.classes is None:
+            return self.rows
+        return torch.zeros_like(prototypes).index_copy_(0, self.classes, self.rows)
+
+
+def element_bound(weights: Tensor, inverse_norms: Tensor, depth: int) -> Tensor:
+    """Bound of these weights and of every element of a gradient made of them, a float64 scalar.
+
+    For gradients of cosines that add up to at most ``weights`` in absolute value, of any shape,
+    every element of a prototype's gradient is at most the sum of the weights, times the inverse
+    norm, times ``1 + d`` for the part along the prototype that is taken out: elements of unit
+    embeddings are at most one. (An embedding that is not finite has no finite weight.)
+    """
+    total: Tensor = torch.linalg.vector_norm(weights, 1, dtype=torch.float64)
+    if not len(inverse_norms):
+        return total
+    bound: Tensor = total * ((2 + depth) * inverse_norms.amax()).clamp_min(1.0)
+    return bound
+
+
+def is_bounded(bound: Tensor, dtype: torch.dtype) -> Tensor:
+    """Whether numbers up to ``bound`` are finite, a boolean scalar; false for NaN."""
+    return bound < torch.finfo(dtype).max
+
+
+def deliver(head: MarginClassifier, gradient: PrototypeGradient) -> Tensor | None:
+    """The gradient for autograd in the head's form; None where an optimizer will apply it."""
+    if head.gradient != "fused":
+        head.may_have_moved = True
+        prototypes = head.prototypes.detach()
+        is_sparse = head.gradient == "sparse"
+        return gradient.to_sparse(prototypes) if is_sparse else gradient.to_dense(prototypes)
+    if head.fused_gradient is not None:
+        raise ConfigError(
+            "a fused gradient is waiting to be applied and gradient='fused' holds only one; call "
+            "step() or zero_grad() of qmargin.ExactSGD or SparseSGD before the next backward, or "
+            "accumulate with gradient='dense' or 'sparse'"
+        )
+    head.fused_gradient = gradient
+    if not head.has_optimizer:
+        _hook_optimizers()
+        _WITHOUT_OPTIMIZER.add(head)
+    return None
+
+
+_WITHOUT_OPTIMIZER: weakref.WeakSet[MarginClassifier] = weakref.WeakSet()
+
+
+@cache
+def _hook_optimizers() -> None:
+    """Have every optimizer of torch check whether it was given prototypes it cannot step."""
+    register_optimizer_step_pre_hook(_refuse_to_skip)
+
+
+def _refuse_to_skip(optimizer: Optimizer, *_: Any) -> None:
+    """Raise where an optimizer would skip prototypes whose gradient is fused."""
+    heads = [head for head in _WITHOUT_OPTIMIZER if not head.has_optimizer]
+    for head in (head for head in heads if head.fused_gradient is not None):
+        stepped = (value for group in optimizer.param_groups for value in group["params"])
+        if any(value is head.prototypes for value in stepped):
+            raise ConfigError(
+                f"gradient='fused' leaves {type(optimizer).__name__} no gradient of the "
+                "prototypes; step them with qmargin.ExactSGD(head, lr=...) or SparseSGD, or build "
+                "the head with gradient='dense'"
+            )

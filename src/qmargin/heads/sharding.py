@@ -1,0 +1,229 @@
+"""Classes split over ranks: which rank owns which, and the collectives between them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+BLOCK_CLASSES = 1 << 13  # prototypes that are drawn from one seed
+
+
+@dataclass(frozen=True)
+class ClassShard:
+    """The half-open range of classes that a rank owns.
+
+    Attributes:
+        start: First class.
+        stop: One past the last; equal to ``start`` where there are fewer classes than ranks.
+        num_classes: Of all ranks together.
+
+    Examples:
+        >>> [ClassShard.of(10, rank, 4).start for rank in range(4)]
+        [0, 3, 6, 8]
+        >>> ClassShard.of(10, 2, 4)
+        ClassShard(start=6, stop=8, num_classes=10)
+    """
+
+    start: int
+    stop: int
+    num_classes: int
+
+    @classmethod
+    def of(cls, num_classes: int, rank: int, world: int) -> ClassShard:
+        """Consecutive classes in equal parts; the first ranks have one more where needed."""
+        size, more = divmod(num_classes, world)
+        start = rank * size + min(rank, more)
+        return cls(start, start + size + (rank < more), num_classes)
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether there is no other shard."""
+        return len(self) == self.num_classes
+
+    def local(self, labels: Tensor) -> Tensor:
+        """Labels counted from the shard's first class, -1 for classes that others own."""
+        local = labels - self.start
+        return torch.where((local >= 0) & (local < len(self)), local, -1)
+
+
+class Prototypes(nn.Parameter):
+    """A parameter that notices writes through ``.data``, which leave no trace in its version.
+
+    Weight averaging and many training scripts write that way. A head reads ``stamp`` before it
+    trusts what it keeps of the prototypes. A *view* of ``.data`` that outlives it, and arrays that
+    share its memory, still write unseen.
+    """
+
+    num_handed_out = 0
+    aliases: tuple[weakref.ref[Tensor], ...] = ()
+
+    @property
+    def data(self) -> Tensor:
+        """The values without their history, counted as a write."""
+        alias: Tensor = nn.Parameter.data.__get__(self)  # type: ignore[attr-defined]
+        self.num_handed_out += 1
+        self.aliases = (*self._living(), weakref.ref(alias))
+        return alias
+
+    @data.setter
+    def data(self, values: Tensor) -> None:
+        self.num_handed_out += 1
+        nn.Parameter.data.__set__(self, values)  # type: ignore[attr-defined]
+
+    def stamp(self) -> tuple[int, int] | None:
+        """What changes with every write; None while an alias can write at any time."""
+        self.aliases = self._living()
+        return None if self.aliases else (self._version, self.num_handed_out)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        plain = nn.Parameter(self.detach(), self.requires_grad)  # files need not know this class
+        return plain.__reduce_ex__(protocol)
+
+    def _living(self) -> tuple[weakref.ref[Tensor], ...]:
+        return tuple(alias for alias in self.aliases if alias() is not None)
+
+
+def draw_prototypes(shard: ClassShard, weights: Tensor, seed: int) -> Tensor:
+    """Fill the prototypes of a shard ``[n, d]`` with numbers that do not depend on the sharding."""
+    if weights.is_meta:  # shapes only
+        return weights
+    for block in range(shard.start // BLOCK_CLASSES, -(-shard.stop // BLOCK_CLASSES)):
+        first = block * BLOCK_CLASSES
+        size = min(BLOCK_CLASSES, shard.num_classes - first)
+        generator = torch.Generator(weights.device).manual_seed((seed + block) % (1 << 63))
+        drawn = torch.randn(
+            (size, weights.shape[1]),
+            generator=generator,
+            device=weights.device,
+            dtype=weights.dtype,
+        )
+        start, stop = max(first, shard.start), min(first + size, shard.stop)
+        weights[start - shard.start : stop - shard.start] = drawn[start - first : stop - first]
+    return weights.mul_(0.01)
+
+
+class Ranks:
+    """Those that share the classes; with one, no process group is needed and nothing is sent."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.group = group
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self.world = 1 if group is None else dist.get_world_size(group)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
+        return Ranks(self.group)  # a process group cannot be copied, and need not be
+
+    def sum_(self, values: Tensor) -> Tensor:
+        """Add up over the ranks, in place; the same bits on each of them."""
+        if self.world > 1:
+            dist.all_reduce(values, group=self.group)
+        return values
+
+    def max_(self, values: Tensor) -> Tensor:
+        """Largest over the ranks, in place."""
+        if self.world > 1:
+            dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.group)
+        return values
+
+    def integers(self, *values: int, device: torch.device) -> list[list[int]]:
+        """Everyone's integers, by rank; waits for the device."""
+        if self.world == 1:
+            return [list(values)]
+        mine = torch.tensor(values, dtype=torch.int64, device=device)
+        return self.gather(mine, [len(values)] * self.world).view(self.world, -1).tolist()
+
+    def gather(self, values: Tensor, sizes: Sequence[int]) -> Tensor:
+        """Everyone's rows, one rank's after the other's; ``sizes`` says how many each has."""
+        if self.world == 1:
+            return values
+        longest = max(sizes)
+        padded = values.new_zeros((longest, *values.shape[1:]))
+        padded[: len(values)] = values
+        parts = [torch.empty_like(padded) for _ in range(self.world)]
+        dist.all_gather(parts, padded, group=self.group)
+        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+    def part(self, values: Tensor, sizes: Sequence[int]) -> Tensor:
+        """This rank's rows of what ``gather`` made."""
+        start = sum(sizes[: self.rank])
+        return values[start : start + sizes[self.rank]]
+
+
+class Gather(torch.autograd.Function):
+    """Rows of all ranks; see ``gather_rows`` and ``gather_classes`` for the gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, ranks: Ranks, sizes: Sequence[int], adds_up: bool
+    ) -> Tensor:
+        """``[sum of sizes, d]``, the same on every rank."""
+        ctx.ranks, ctx.sizes, ctx.adds_up = ranks, sizes, adds_up
+        return ranks.gather(rows, sizes)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        """This rank's rows of the sum over the ranks, or of what every rank has."""
+        ranks: Ranks = ctx.ranks
+        if ctx.adds_up:
+            return _scatter_sum(grad, ranks, ctx.sizes) * ranks.world, None, None, None
+        return ranks.part(grad, ctx.sizes).clone(), None, None, None
+
+
+class EqualShare(torch.autograd.Function):
+    """The identity, with the gradient divided by the number of ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, ranks: Ranks) -> Tensor:
+        """The rows."""
+        ctx.world = ranks.world
+        return rows.view_as(rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        """An equal share of the gradient."""
+        return grad / ctx.world, None
+
+
+def _scatter_sum(values: Tensor, ranks: Ranks, sizes: Sequence[int]) -> Tensor:
+    """This rank's part of the sum over the ranks."""
+    is_even = len(set(sizes)) == 1
+    if is_even and dist.get_backend(ranks.group) == "nccl":
+        own = values.new_empty((sizes[0], *values.shape[1:]))
+        dist.reduce_scatter_tensor(own, values.contiguous(), group=ranks.group)
+        return own
+    total = ranks.sum_(values.clone(memory_format=torch.contiguous_format))  # gloo has no scatter
+    return ranks.part(total, sizes)
+
+
+def gather_rows(rows: Tensor, ranks: Ranks, sizes: Sequence[int]) -> Tensor:
+    """Rows of the global batch from those of every rank.
+
+    Ranks have shares of the gradient, which are added up and multiplied by the number of ranks:
+    ``DistributedDataParallel`` will average.
+    """
+    apply: Callable[..., Tensor] = Gather.apply
+    return rows if ranks.world == 1 else apply(rows, ranks, sizes, True)
+
+
+def gather_classes(rows: Tensor, ranks: Ranks, sizes: Sequence[int]) -> Tensor:
+    """Rows of all classes from those of every shard; every rank computes all of the gradient."""
+    apply: Callable[..., Tensor] = Gather.apply
+    return rows if ranks.world == 1 else apply(rows, ranks, sizes, False)
+
+
+def equal_share(rows: Tensor, ranks: Ranks) -> Tensor:
+    """The rows, whose whole gradient every rank computes: each contributes an equal share."""
+    apply: Callable[..., Tensor] = EqualShare.apply
+    return rows if ranks.world == 1 else apply(rows, ranks)

@@ -1,0 +1,287 @@
+"""``MarginLoss``: a divergence times a margin, and the statistics of a step."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from qmargin.errors import ConfigError, ShapeError
+from qmargin.losses.checks import (
+    check_cosines,
+    check_floating,
+    check_ignore_index,
+    check_label_tensor,
+    check_labels,
+    check_norms,
+    check_scale,
+    describe,
+)
+from qmargin.losses.divergences import (
+    Alpha,
+    Divergence,
+    check_divergence,
+    generic_loss,
+    solve_generic,
+)
+from qmargin.losses.margins import (
+    Margin,
+    TargetTerm,
+    check_margin,
+    register_learnable,
+    warn_if_unreachable,
+)
+from qmargin.losses.operators import lift_target, value_of
+
+Reduction = Literal["mean", "sum", "none"]
+REDUCTIONS: tuple[Reduction, ...] = ("mean", "sum", "none")
+
+
+class LossOutput(NamedTuple):
+    """What the solver knows about each row; only the loss carries gradients."""
+
+    loss: Tensor  # [B]
+    tau: Tensor  # [B]
+    support_size: Tensor  # [B] classes with positive posterior
+    target_posterior: Tensor  # [B]
+    mass_error: Tensor  # [B] |sum of the posterior - 1|
+
+
+def margin_loss_with_stats(
+    cosines: Tensor,
+    labels: Tensor,
+    *,
+    divergence: Divergence,
+    margin: Margin,
+    scale: float,
+    norms: Tensor | None = None,
+    ignore_index: int = -100,
+    debug: bool = False,
+) -> LossOutput:
+    """Loss of each row with threshold, support size and target posterior.
+
+    The target is lifted out of its row: the margin turns its cosine into a logit and a log
+    reference, two vectors, and every other class keeps reference measure one. No mask of shape
+    ``[B, k]`` is built.
+
+    Args:
+        cosines: ``[B, k]`` (or ``[..., k]``); half precision is computed in float32.
+        labels: Class of each row, integers ``[B]``.
+        divergence: Shape of the posterior.
+        margin: What is asked of the target.
+        scale: ``s``, the factor from cosines to logits.
+        norms: Lengths of the embeddings ``[B]``, for margins that follow them.
+        ignore_index: Rows with this label have zero loss and gradient, whatever they hold; their
+            statistics mean nothing.
+        debug: Check labels and the range of the cosines on every device, which waits for it.
+    """
+    scale = check_scale(scale)
+    check_divergence(divergence)
+    ignore_index = check_ignore_index(ignore_index)
+    cosines = check_floating(cosines, "cosines")
+    check_margin(margin, cosines.shape[-1])
+    check_label_tensor(labels, cosines, "cosines")
+    check_norms(norms, labels)
+    shape, is_ignored = labels.shape, (labels == ignore_index).reshape(-1)
+    labels = check_labels(torch.where(labels == ignore_index, 0, labels), cosines, debug=debug)
+    if debug:
+        check_cosines(cosines.reshape(-1, cosines.shape[-1]), is_ignored)
+    rows, targets = lift_target(cosines.reshape(-1, cosines.shape[-1]), labels.reshape(-1))
+    # Ignored rows may hold anything, NaN included, and none of it may reach a gradient.
+    targets = torch.where(is_ignored, 0.0, targets)
+    norms = None if norms is None else torch.where(is_ignored, 1.0, norms.reshape(-1))
+    marked = torch.where(is_ignored, -1, labels.reshape(-1))
+    # One number per row is cheap in float64, and s * m can be far larger than what is left of it.
+    term = margin(targets.double(), scale, labels=marked, norms=norms)
+    if isinstance(divergence, Alpha):
+        output = _alpha_loss(rows, marked, term, divergence, scale)
+    else:
+        output = _generic_loss(rows, marked, term, divergence, scale)
+    if term.penalty is not None:
+        output = output._replace(loss=output.loss + term.penalty.to(output.loss.dtype))
+    output = output._replace(loss=torch.where(is_ignored, 0.0, output.loss))
+    return LossOutput(*(part.reshape(shape) for part in output))
+
+
+def margin_loss(
+    cosines: Tensor,
+    labels: Tensor,
+    *,
+    divergence: Divergence,
+    margin: Margin,
+    scale: float,
+    norms: Tensor | None = None,
+    ignore_index: int = -100,
+    debug: bool = False,
+) -> Tensor:
+    """Loss of each row, ``[B]``; arguments as for ``margin_loss_with_stats``."""
+    return margin_loss_with_stats(
+        cosines,
+        labels,
+        divergence=divergence,
+        margin=margin,
+        scale=scale,
+        norms=norms,
+        ignore_index=ignore_index,
+        debug=debug,
+    ).loss
+
+
+def _alpha_loss(
+    rows: Tensor, labels: Tensor, term: TargetTerm, divergence: Alpha, scale: float
+) -> LossOutput:
+    """A negative label marks a row to ignore."""
+    solved = value_of(
+        rows,
+        None,
+        divergence.as_tensor(),
+        labels=labels.clamp_min(0),
+        target_logits=term.logits,
+        target_log_reference=term.log_reference,
+        is_ignored=labels < 0,
+        scale=scale,
+    )
+    return LossOutput(
+        solved.value, solved.tau, solved.support_size, solved.target_posterior, solved.mass_error
+    )
+
+
+def _generic_loss(
+    rows: Tensor, labels: Tensor, term: TargetTerm, divergence: Divergence, scale: float
+) -> LossOutput:
+    """The same through the generic solver, which does need full ``[B, k]`` matrices."""
+    index = labels.clamp_min(0)[:, None]
+    logits = torch.where(labels[:, None] < 0, 0.0, rows.double() * scale)
+    logits = logits.scatter(1, index, term.logits[:, None])
+    reference = torch.zeros_like(logits).scatter(1, index, term.log_reference[:, None])
+    target = torch.zeros_like(logits).scatter(1, index, 1.0)
+    loss = generic_loss(logits, target, reference, divergence)
+    with torch.no_grad():
+        tau, posterior = solve_generic(logits, reference, divergence)
+    return LossOutput(
+        loss.to(rows.dtype),
+        tau.squeeze(1).to(rows.dtype),
+        (posterior > 0).sum(1),
+        posterior.gather(1, index).squeeze(1).to(rows.dtype),
+        (posterior.sum(1) - 1.0).abs().to(rows.dtype),
+    )
+
+
+def refuse_unsupported(label_smoothing: float, weight: Tensor | None) -> None:
+    """Refuse options of ``torch.nn.CrossEntropyLoss`` that a margin loss does not have."""
+    if label_smoothing != 0.0:
+        raise ConfigError(
+            f"label_smoothing is {label_smoothing!r} and a margin needs a single target class; for "
+            "smoothed targets pass a distribution to qmargin.fenchel_young_loss, without a margin"
+        )
+    if weight is not None:
+        raise ConfigError(
+            f"weight is {describe(weight)} and margin losses have no class weights; use "
+            "reduction='none' and multiply each row by the weight of its class"
+        )
+
+
+class MarginLoss(nn.Module):
+    """A loss is a divergence times a margin, at a scale.
+
+    It holds no state of its own. An alpha or a margin that is a parameter, and a margin that is a
+    module (AdaFace keeps running statistics), are registered, so that an optimizer finds them.
+
+    Args:
+        divergence: ``Alpha(1.25)``, or any other ``Divergence``.
+        margin: ``PriorMargin(0.2)``, ``CosineMargin(0.35)``, ``AngularMargin(0.5)``, a sum, ...
+        scale: ``s``, positive.
+        reduction: ``"mean"``, ``"sum"``, or ``"none"`` for one value per row.
+        ignore_index: Rows with this label have zero loss and zero gradient, and do not count in
+            the mean. The mean of a batch of such rows is NaN, with zero gradients, as in torch.
+        debug: Check the range of labels and cosines on a GPU too, which waits for the device.
+        label_smoothing: Not supported: a margin needs one target; the error says what to use.
+        weight: Not supported: weigh the rows of ``reduction="none"`` instead.
+
+    Examples:
+        >>> from qmargin.losses.margins import PriorMargin
+        >>> loss_fn = MarginLoss(Alpha(1.25), PriorMargin(0.2), scale=32.0, reduction="none")
+        >>> loss_fn(torch.tensor([[0.9, 0.1, 0.0], [0.2, 0.3, 0.1]]), torch.tensor([0, 0]))
+        tensor([ 0.0000, 15.8497])
+    """
+
+    def __init__(
+        self,
+        divergence: Divergence,
+        margin: Margin,
+        *,
+        scale: float,
+        reduction: Reduction = "mean",
+        ignore_index: int = -100,
+        debug: bool = False,
+        label_smoothing: float = 0.0,
+        weight: Tensor | None = None,
+    ) -> None:
+        super().__init__()
+        refuse_unsupported(label_smoothing, weight)
+        check_margin(margin)
+        if reduction not in REDUCTIONS:
+            raise ConfigError(f"reduction is {reduction!r}; known ones are {', '.join(REDUCTIONS)}")
+        self.divergence = check_divergence(divergence)
+        self.margin = margin
+        self.scale = check_scale(scale)
+        self.reduction: Reduction = reduction
+        self.ignore_index = check_ignore_index(ignore_index)
+        self.debug = debug
+        if isinstance(divergence, Alpha) and isinstance(divergence.alpha, nn.Parameter):
+            self.alpha = divergence.alpha
+        register_learnable(self, margin, "margin")  # a margin that is a module has its own
+        if self.alpha_value is not None:
+            warn_if_unreachable(margin, alpha=self.alpha_value, scale=self.scale)
+
+    @property
+    def alpha_value(self) -> float | None:
+        """Order of the divergence as a number; None for other divergences."""
+        return self.divergence.alpha_minus_one + 1.0 if isinstance(self.divergence, Alpha) else None
+
+    @property
+    def effective_margin(self) -> float | None:
+        """The cosine gap the margin adds (M12); None where that is not one number."""
+        if self.alpha_value is None:
+            return None
+        return self.margin.effective(self.alpha_value, self.scale)
+
+    def with_stats(
+        self, cosines: Tensor, labels: Tensor, norms: Tensor | None = None
+    ) -> LossOutput:
+        """Unreduced loss with tau, support size, target posterior and residual, per row."""
+        return margin_loss_with_stats(
+            cosines,
+            labels,
+            divergence=self.divergence,
+            margin=self.margin,
+            scale=self.scale,
+            norms=norms,
+            ignore_index=self.ignore_index,
+            debug=self.debug,
+        )
+
+    def forward(self, cosines: Tensor, labels: Tensor, norms: Tensor | None = None) -> Tensor:
+        """Mean or sum over the rows that are not ignored, or one loss per row ``[B]``."""
+        loss = self.with_stats(cosines, labels, norms).loss
+        if self.reduction == "none":
+            return loss
+        if self.reduction == "sum":
+            return loss.sum()
+        if loss.numel() == 0:
+            raise ShapeError(
+                "the batch is empty, so its mean loss is undefined; skip empty batches "
+                "or use reduction='none'"
+            )
+        count = (labels != self.ignore_index).sum()
+        return loss.sum() / count.clamp_min(1) + 0.0 / count  # of no rows: NaN, zero gradients
+
+    def extra_repr(self) -> str:
+        """Shown by ``print(loss_fn)``."""
+        parts = [f"{self.divergence}", f"scale={self.scale:g}"]
+        if not isinstance(self.margin, nn.Module):
+            parts.insert(1, f"{self.margin}")
+        if self.effective_margin is not None:
+            parts.append(f"effective_margin={self.effective_margin:.3g}")
+        return ", ".join(parts)

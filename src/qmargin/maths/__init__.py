@@ -1,1 +1,0 @@
-"""Definitions in plain PyTorch: divergences, margins, the threshold, the loss."""

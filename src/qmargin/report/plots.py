@@ -1,0 +1,483 @@
+"""Geometry of the drawings: scales, ticks and lines in the units of the drawing.
+
+The page writes them as SVG and ``figures`` draws the DET plot from the same places, so both show
+the same curves, bands, signs and ticks.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+from typing import Any
+
+from qmargin.evaluation.result import Histogram, Reliability
+from qmargin.metrics.operating import ENOUGH_FALSE_ACCEPTS, rule_of_three
+from qmargin.report.journal import Journal
+from qmargin.report.numbers import (
+    NOT_MEASURABLE,
+    count,
+    number,
+    percent,
+    percent_interval,
+    power,
+    short_count,
+)
+from qmargin.report.systems import Entry, Panel
+
+RATES = (
+    *(10.0**exponent for exponent in range(-9, -2)),
+    *(0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 0.9, 0.95, 0.98, 0.99),
+)
+MANTISSAS = (1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0)
+_NORMAL = NormalDist()
+Place = tuple[float, float]
+
+
+def probit(rate: float) -> float:
+    """Quantile of the standard normal distribution, the axis of a DET plot.
+
+    Examples:
+        >>> round(probit(0.5), 3), round(probit(1e-4), 3)
+        (0.0, -3.719)
+    """
+    return _NORMAL.inv_cdf(rate)
+
+
+@dataclass(frozen=True)
+class Scale:
+    """One axis: values between ``low`` and ``high`` lie between ``start`` and ``end``."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+    transform: Callable[[float], float] = float
+
+    def __call__(self, value: float) -> float:
+        """Place of a value; values outside lie outside.
+
+        Examples:
+            >>> Scale(1.0, 100.0, 0.0, 10.0, math.log10)(10.0)
+            5.0
+        """
+        low, high = self.transform(self.low), self.transform(self.high)
+        share = (self.transform(value) - low) / (high - low)
+        return self.start + share * (self.end - self.start)
+
+    def clamped(self, value: float) -> float:
+        """Place of a value, or of the nearer end for one outside."""
+        return self(min(max(value, self.low), self.high))
+
+    def within(self, values: Iterable[float]) -> list[float]:
+        """Those of the values that lie on the axis."""
+        slack = 1e-9 * (self.high - self.low)
+        return [value for value in values if self.low - slack <= value <= self.high + slack]
+
+    def ticks(self, values: Iterable[float], label: Callable[[float], str]) -> list[Tick]:
+        """Ticks at values; every second one is minor, hidden where the drawing is small."""
+        return [
+            Tick(self(value), label(value), bool(place % 2)) for place, value in enumerate(values)
+        ]
+
+
+@dataclass(frozen=True)
+class Tick:
+    """A labelled place on an axis."""
+
+    place: float
+    label: str
+    is_minor: bool = False
+
+
+def decades(low: float, high: float) -> list[float]:
+    """Powers of ten between two numbers.
+
+    Examples:
+        >>> decades(0.5, 150.0)
+        [1.0, 10.0, 100.0]
+    """
+    first, last = math.ceil(math.log10(low) - 1e-9), math.floor(math.log10(high) + 1e-9)
+    return [10.0**exponent for exponent in range(first, last + 1)]
+
+
+def round_ticks(low: float, high: float, wanted: int = 5) -> list[float]:
+    """About ``wanted`` round numbers between two numbers.
+
+    Examples:
+        >>> round_ticks(-0.13, 0.94)
+        [0.0, 0.2, 0.4, 0.6, 0.8]
+    """
+    rough = (high - low) / max(wanted, 1)
+    unit = 10.0 ** math.floor(math.log10(rough))
+    step = min((unit * factor for factor in (1, 2, 2.5, 5, 10)), key=lambda s: abs(s - rough))
+    first = math.ceil(low / step - 1e-9)
+    last = math.floor(high / step + 1e-9)
+    return [round(index * step, 12) + 0.0 for index in range(first, last + 1)]
+
+
+def path_data(points: Sequence[Place]) -> str:
+    """A polyline for the attribute ``d``, to a tenth of a unit, without repeated points.
+
+    Examples:
+        >>> path_data([(0, 0), (0.01, 0.01), (3, 4.25)])
+        'M0 0L3 4.2'
+    """
+    rounded = [f"{round(x, 1):g} {round(y, 1):g}" for x, y in points]
+    kept = [text for i, text in enumerate(rounded) if i == 0 or text != rounded[i - 1]]
+    return "M" + "L".join(kept) if kept else ""
+
+
+# -- DET ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Box:
+    """Where the plot lies in its drawing."""
+
+    left: float
+    right: float
+    top: float
+    bottom: float
+
+    @property
+    def width(self) -> float:
+        """From the left to the right."""
+        return self.right - self.left
+
+    @property
+    def height(self) -> float:
+        """From the top to the bottom."""
+        return self.bottom - self.top
+
+
+@dataclass(frozen=True)
+class CurvePoint:
+    """A point of a DET curve that belongs to one threshold."""
+
+    far: float
+    frr: float
+    threshold: float | None
+
+
+@dataclass(frozen=True)
+class Sign:
+    """An operating point; hollow where it rests on few false accepts."""
+
+    x: float
+    y: float
+    is_hollow: bool
+
+
+@dataclass(frozen=True)
+class DetCurve:
+    """One system: its line, its band as (place, low, high), its operating points and read-outs.
+
+    ``cells`` and ``heights`` have an entry for each stop of the read-out: TAR, interval, false
+    accepts and threshold as texts, and the height of the curve, None outside of the plot.
+    """
+
+    entry: Entry
+    line: list[Place]
+    band: list[tuple[float, float, float]]
+    signs: list[Sign]
+    cells: list[list[str]]
+    heights: list[float | None]
+
+
+@dataclass(frozen=True)
+class DetGeometry:
+    """A DET plot on probit axes.
+
+    ``few`` are the places up to which rates rest on too few false accepts, one for each number of
+    impostors; ``stops`` are those of the read-out, which begins at ``start``.
+    """
+
+    panel: Panel
+    across: Scale
+    up: Scale
+    box: Box
+    bottom: list[Tick]
+    left: list[Tick]
+    few: list[float]
+    diagonal: tuple[Place, Place] | None
+    curves: list[DetCurve]
+    stops: list[Tick]
+    start: int
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """All read-outs for the page's script."""
+        return {
+            "start": self.start,
+            "labels": [stop.label for stop in self.stops],
+            "x": [round(stop.place, 1) for stop in self.stops],
+            "systems": [{"cells": curve.cells, "y": curve.heights} for curve in self.curves],
+        }
+
+
+DET_BOX = Box(left=74.0, right=624.0, top=32.0, bottom=412.0)
+
+
+def det_geometry(panel: Panel) -> DetGeometry:
+    """Axes that show everything from one false accept to beyond the equal error rate."""
+    points = {entry.label: curve_points(entry) for entry in panel.entries}
+    across, up = _det_scales(panel, [point for found in points.values() for point in found])
+    fars = readout_fars(panel, across)
+    headline = panel.headline_far()
+    wanted = probit(fars[len(fars) // 2] if headline is None else headline)
+    sizes = sorted({entry.result.protocol.num_impostors for entry in panel.entries})
+    low, high = max(across.low, up.low), min(across.high, up.high)
+    shown = [rate for rate in across.within(RATES) if rate not in (0.002, 0.005, 0.02)]
+    return DetGeometry(
+        panel=panel,
+        across=across,
+        up=up,
+        box=DET_BOX,
+        bottom=across.ticks(shown, power),
+        left=up.ticks(up.within(RATES), lambda rate: f"{100 * rate:.3g} %"),
+        few=[across.clamped(ENOUGH_FALSE_ACCEPTS / size) for size in sizes],
+        diagonal=((across(low), up(low)), (across(high), up(high))) if low < high else None,
+        curves=[_det_curve(e, points[e.label], across, up, fars) for e in panel.entries],
+        stops=across.ticks(fars, power),
+        start=min(range(len(fars)), key=lambda index: abs(probit(fars[index]) - wanted)),
+    )
+
+
+def curve_points(entry: Entry) -> list[CurvePoint]:
+    """Stored points and measured operating points, the smallest FAR and best FRR first."""
+    det = entry.result.det
+    stored = zip(det.far, det.frr, det.threshold, strict=True)
+    points = [CurvePoint(far, frr, threshold) for far, frr, threshold in stored]
+    for measured in entry.result.measures.tar:
+        if measured.tar is not None and measured.far is not None:
+            points.append(CurvePoint(measured.far, 1.0 - measured.tar, measured.threshold))
+    return sorted(points, key=lambda point: (point.far, -point.frr))
+
+
+def _det_scales(panel: Panel, points: Iterable[CurvePoint]) -> tuple[Scale, Scale]:
+    largest = max(entry.result.protocol.num_impostors for entry in panel.entries)
+    eer = max(entry.result.measures.eer.value for entry in panel.entries)
+    low = max(min(1.0 / largest, 0.005), RATES[0])
+    high = next(rate for rate in RATES if rate >= min(max(2.0 * eer, 0.05), 0.6))
+    frrs = [p.frr for p in points if low <= p.far <= high and 0.0 < p.frr < 1.0]
+    bottom = max((r for r in RATES if r <= min(frrs, default=0.01)), default=RATES[0])
+    top = min((r for r in RATES if r >= max(frrs, default=0.4)), default=RATES[-1])
+    if bottom == top:
+        bottom = bottom / 10.0
+    box = DET_BOX
+    return (
+        Scale(low, high, box.left, box.right, probit),
+        Scale(bottom, top, box.bottom, box.top, probit),
+    )
+
+
+def readout_fars(panel: Panel, across: Scale) -> list[float]:
+    """The FARs that the read-out stops at: the targets and round numbers between the ends."""
+    rounds = [m * 10.0**e for e in range(-9, 0) for m in MANTISSAS]
+    inside = [far for far in [*rounds, *panel.fars] if across.low <= far <= across.high]
+    return sorted({f"{far:.3g}": far for far in inside}.values())  # a target wins over its rounding
+
+
+def _det_curve(
+    entry: Entry, points: list[CurvePoint], across: Scale, up: Scale, fars: Sequence[float]
+) -> DetCurve:
+    band = entry.result.det.band
+    rows = [] if band is None else zip(band.far, band.low, band.high, strict=True)
+    stops = [point_below(points, far) for far in fars]
+    return DetCurve(
+        entry=entry,
+        line=[
+            (across(p.far), up(p.frr)) for p in points if 0.0 < p.far < 1.0 and 0.0 < p.frr < 1.0
+        ],
+        band=[
+            (across(far), up.clamped(low), up.clamped(high))
+            for far, low, high in rows
+            if 0.0 < far < 1.0
+        ],
+        signs=[
+            Sign(across(point.far), up(1.0 - point.tar), point.status != "ok")
+            for point in entry.result.measures.tar
+            if point.tar is not None and point.far and 0.0 < point.tar < 1.0
+        ],
+        cells=[readout(entry, point, far) for point, far in zip(stops, fars, strict=True)],
+        heights=[
+            None if p is None or not 0.0 < p.frr < 1.0 else round(up.clamped(p.frr), 1)
+            for p in stops
+        ],
+    )
+
+
+def point_below(points: list[CurvePoint], far: float) -> CurvePoint | None:
+    """The last of the sorted points whose FAR is not above ``far``."""
+    place = bisect_right(points, far, key=lambda point: point.far)
+    return points[place - 1] if place else None
+
+
+def readout(entry: Entry, point: CurvePoint | None, far: float) -> list[str]:
+    """TAR, its interval, false accepts and threshold at the last stored point not above a FAR."""
+    size = entry.result.protocol.num_impostors
+    if point is None or far * size < 1.0 - 1e-9:
+        return [NOT_MEASURABLE, "", "", ""]
+    return [
+        percent(1.0 - point.frr),
+        percent_interval(_interval_at(entry, far)),
+        f"{count(round(point.far * size))} FA",
+        f"≥ {number(point.threshold)}",
+    ]
+
+
+def _interval_at(entry: Entry, far: float) -> tuple[float, float] | None:
+    measured = entry.point_at(far)
+    if measured is not None:
+        return measured.interval
+    band = entry.result.det.band
+    if band is None:
+        return None
+    inside = [i for i, value in enumerate(band.far) if value <= far]
+    return (1.0 - band.high[inside[-1]], 1.0 - band.low[inside[-1]]) if inside else None
+
+
+# -- small charts ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A chart beside the DET plot: its size, ticks, and what is drawn by name."""
+
+    width: float
+    height: float
+    box: Box
+    bottom: list[Tick]
+    left: list[Tick]
+    shapes: dict[str, Any]
+
+
+SMALL = Box(left=14.0, right=326.0, top=18.0, bottom=172.0)
+
+
+def histogram_chart(histogram: Histogram, threshold: float | None) -> Chart:
+    """Genuine and impostor scores, each as shares of its own count, linear and logarithmic."""
+    edges = histogram.edges
+    across = Scale(edges[0], max(edges[-1], edges[0] + 1e-12), SMALL.left, SMALL.right)
+    is_inside = threshold is not None and across.low <= threshold <= across.high
+    return Chart(
+        340.0,
+        210.0,
+        SMALL,
+        across.ticks(round_ticks(across.low, across.high), lambda value: number(value, 3)),
+        [],
+        {
+            "areas": {
+                how: {
+                    kind: _steps(edges, counts, across, how == "log")
+                    for kind, counts in (
+                        ("impostor", histogram.impostor),
+                        ("genuine", histogram.genuine),
+                    )
+                }
+                for how in ("linear", "log")
+            },
+            "threshold": across(threshold) if threshold is not None and is_inside else None,
+        },
+    )
+
+
+def _steps(
+    edges: Sequence[float], counts: Sequence[int], across: Scale, is_log: bool
+) -> list[Place]:
+    total, tallest = max(sum(counts), 1), max([*counts, 1])
+    lowest = math.log10(0.5 / total)
+
+    def place(trials: int) -> float:
+        share = trials / tallest
+        if is_log:
+            share = 1.0 - math.log10(trials / total) / lowest if trials else 0.0
+        return SMALL.bottom - SMALL.height * share
+
+    points = [(across(edges[0]), SMALL.bottom)]
+    for index, trials in enumerate(counts):
+        points += [(across(edge), place(trials)) for edge in edges[index : index + 2]]
+    return [*points, (across(edges[-1]), SMALL.bottom)]
+
+
+def reliability_chart(reliability: Reliability) -> Chart:
+    """Observed share of genuine trials over the predicted one; larger dots hold more trials."""
+    box = Box(44.0, SMALL.right, SMALL.top, SMALL.bottom)
+    across = Scale(0.0, 1.0, box.left, box.right)
+    up = Scale(0.0, 1.0, box.bottom, box.top)
+    most = max([*reliability.count, 1])
+    points = zip(reliability.predicted, reliability.observed, reliability.count, strict=False)
+    dots = [
+        (across(p), up(o), 2.5 + 5.0 * math.sqrt(trials / most))
+        for p, o, trials in points
+        if p is not None and o is not None
+    ]
+    return Chart(
+        340.0,
+        210.0,
+        box,
+        across.ticks((0.0, 0.25, 0.5, 0.75, 1.0), "{:g}".format),
+        up.ticks((0.0, 0.5, 1.0), "{:g}".format),
+        {"dots": dots, "line": [(x, y) for x, y, _ in dots]},
+    )
+
+
+def support_chart(journals: Sequence[Journal]) -> Chart:
+    """Mean and largest number of active classes over the steps of runs, in their colours."""
+    box = Box(left=62.0, right=624.0, top=26.0, bottom=232.0)
+    columns = [column for journal in journals for column in (journal.mean, journal.largest)]
+    values = [value for column in columns for value in column if value is not None]
+    low = 10.0 ** math.floor(math.log10(max(min(values), 1.0)))
+    high = max(*values, 10.0 * low) * 1.15  # so that a line at the top does not hide in the frame
+    up = Scale(low, high, box.bottom, box.top, math.log10)
+    steps = [step for journal in journals for step in journal.steps]
+    across = Scale(min(steps), max(*steps, min(steps) + 1), box.left, box.right)
+
+    def line(journal: Journal, column: Sequence[float | None]) -> list[Place]:
+        pairs = zip(journal.steps, column, strict=True)
+        return [(across(step), up.clamped(value)) for step, value in pairs if value is not None]
+
+    lines = [
+        {"largest": line(journal, journal.largest), "mean": line(journal, journal.mean)}
+        for journal in journals
+    ]
+    return Chart(
+        640.0,
+        280.0,
+        box,
+        across.ticks(round_ticks(across.low, across.high, 6), short_count),
+        up.ticks(decades(low, high), short_count),
+        {"lines": lines},
+    )
+
+
+# -- drawings in tables ---------------------------------------------------------------------------
+
+
+def gauge(allowed: int) -> tuple[float, float]:
+    """Length of a bar on a logarithmic scale from 1 to 1000, and the place of thirty; of 200."""
+    share = min(math.log10(max(allowed, 1)) / 3.0, 1.0)
+    return 200.0 * share, 200.0 * math.log10(ENOUGH_FALSE_ACCEPTS) / 3.0
+
+
+def whisker_scale(intervals: Iterable[tuple[float, float]]) -> Scale:
+    """Places of differences from 6 to 194, zero in the middle."""
+    reach = max([abs(end) for ends in intervals for end in ends] + [1e-9])
+    return Scale(-reach, reach, 6.0, 194.0)
+
+
+def rate_or_bound(rate: float | None, trials: int) -> float | None:
+    """A rate, or the bound 3/n of a group without errors; None without trials."""
+    if rate is None or trials < 1:
+        return None
+    return rate if rate > 0.0 else rule_of_three(trials)
+
+
+def group_scale(rates: Iterable[float | None]) -> Scale:
+    """Logarithmic places of rates from 8 to 152."""
+    known = [rate for rate in rates if rate is not None and rate > 0.0] or [0.01]
+    room = 10.0**0.15
+    return Scale(min(known) / room, max(known) * room, 8.0, 152.0, math.log10)

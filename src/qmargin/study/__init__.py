@@ -1,1 +1,0 @@
-"""Studies of losses: one recipe for all, the same effort for each, tested on other identities."""

@@ -1,1 +1,0 @@
-"""Many trainings by one recipe: grids and searches over its settings, with seeds and a table."""

@@ -1,0 +1,1 @@
+"""The processes that share a run: groups, heartbeats, decisions taken together."""

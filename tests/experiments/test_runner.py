@@ -1,0 +1,435 @@
+"""Experiments from end to end: what is trained, kept, resumed, stopped and refused."""
+
+import csv
+import json
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from helpers.experiments import Few, run, small_comparison, small_sweep
+from helpers.runs import saved_files, tiny_recipe
+from qmargin.cli.main import main
+from qmargin.errors import CheckpointError, ConfigError, DataError
+from qmargin.evaluation.result import read_result
+from qmargin.experiments import run as run_module
+from qmargin.experiments import slots
+from qmargin.experiments.experiment import Arm, TestProtocol
+from qmargin.experiments.run import RESULT, Run, Task
+from qmargin.experiments.runner import RECORD, run_experiment
+from qmargin.training import loop
+from qmargin.training.lock import RunLock
+from qmargin.training.signals import Interrupted, StopRequest
+
+GRID = ("loss.scale=10,32", "m_eff=0.2,0.5")
+MANY = (
+    *("optimizer.lr=0.2", "loss.preset=cosface", "data.batch_size=16", "model.embedding_dim=8"),
+    *("data.num_classes=20", "seed=3"),
+)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_a_grid_is_trained_measured_and_written(tmp_path: Path) -> None:
+    finished, said = run(small_sweep(*GRID, seeds=2), tmp_path)
+    (tried,) = finished.rounds
+    assert len(tried) == 4 and all(one.is_complete for one in tried)
+    folders = sorted(path.name for path in (tmp_path / "search").iterdir())
+    assert len(folders) == 8 and folders[0].startswith("debug-seed0-")
+    one = tried[2]
+    assert one.point == {"loss.scale": "32", "m_eff": "0.2"}
+    results = [read_result(path) for path in (tmp_path / "search").glob(f"*/{RESULT}")]
+    eers = {result.measures.eer.value for result in results}
+    assert {outcome.measures["eer"] for row in tried for outcome in row.outcomes} == eers
+    names = {path.name for path in tmp_path.rglob("*.*")}
+    expected = {RECORD, "search.md", "search.csv", "search.tex", "sensitivity.svg"}
+    assert expected | {"effective-margin.pdf"} <= names
+    with (tmp_path / "search.csv").open(encoding="utf-8") as file:
+        row = next(
+            row for row in csv.DictReader(file) if row["s"] == "32" and row["m_eff"] == "0.2"
+        )
+    values = [outcome.measures["eer"] for outcome in one.outcomes]
+    assert float(row["EER"]) == pytest.approx(100 * statistics.fmean(values), rel=1e-12)
+    assert float(row["EER deviation"]) == pytest.approx(100 * statistics.stdev(values))
+    assert "8 runs, 0 of them complete" in said
+    assert any(line.startswith("[1/8] debug, scale 10, m_eff 0.2, seed 0: ") for line in said)
+    assert said[-1].startswith("debug: best by tar@0.01 is scale ")
+
+
+def test_arms_choose_are_trained_and_tested(tmp_path: Path) -> None:
+    finished, said = run(small_comparison(seeds=(0, 1)), tmp_path)
+    assert set(finished.chosen) == {"cosface", "q_margin"} and finished.chosen["q_margin"] == {}
+    scale = float(finished.chosen["cosface"]["loss.scale"])
+    assert scale in (10.0, 16.0) and "4 runs, 0 of them complete" in said
+    names = [path.parent.name.rpartition("-")[0] for path in finished.paths[RESULT]]
+    assert names == ["cosface-seed0", "q_margin-seed0", "cosface-seed1", "q_margin-seed1"]
+    first = finished.results[0]
+    assert first.system.name == "CosFace" and first.measures.tar[0].interval is not None
+    assert (
+        first.protocol.data_sha256 != finished.results[2].protocol.data_sha256
+    )  # other identities
+    assert first.protocol.data_sha256 == finished.results[1].protocol.data_sha256
+    assert finished.page.exists() and (tmp_path / "report" / "tables.tex").exists()
+    again, said = run(small_comparison(seeds=(0, 1)), tmp_path)
+    assert "4 runs, 4 of them complete" in said and again.chosen == finished.chosen
+
+
+def test_results_of_the_function_are_those_of_the_folder(tmp_path: Path) -> None:
+    found = run_experiment(
+        small_comparison().with_arms(["q_margin"]), tmp_path, devices=["cpu"], say=lambda text: None
+    )
+    assert [result.system.name for result in found] == ["Q-Margin"]
+
+
+def test_an_arm_may_take_the_settings_of_another(tmp_path: Path) -> None:
+    base = small_comparison()
+    settings = ("loss.preset=cosface", "loss.margin=0.2", "head.path=sampled")
+    settings += ("head.sample_rate=0.5", "head.update=torch")
+    sampled = Arm("sampled", settings, like="cosface")
+    experiment = replace(base, arms={"cosface": base.arms["cosface"], "sampled": sampled})
+    finished, _ = run(experiment, tmp_path)
+    assert finished.chosen["sampled"] == finished.chosen["cosface"]
+    with pytest.raises(ConfigError, match="add cosface"):
+        experiment.with_arms(["sampled"])
+
+
+# -- resuming -------------------------------------------------------------------------------------
+
+
+def test_what_is_there_is_kept_and_more_is_added(tmp_path: Path) -> None:
+    run(small_sweep("loss.scale=10"), tmp_path)
+    (first,) = (tmp_path / "search").iterdir()
+    before = (first / RESULT).stat().st_mtime_ns
+    finished, said = run(small_sweep("loss.scale=10,16", seeds=2), tmp_path)
+    assert "4 runs, 1 of them complete" in said
+    assert (first / RESULT).stat().st_mtime_ns == before and len(finished.rounds[0]) == 2
+
+
+@pytest.mark.parametrize("damage", [None, b"", b'{"format": "qmargin-res'])
+def test_a_result_that_cannot_be_read_is_made_again_from_the_checkpoint(
+    tmp_path: Path, damage: bytes | None
+) -> None:
+    before, _ = run(small_sweep("loss.scale=10"), tmp_path)
+    (folder,) = (tmp_path / "search").iterdir()
+    (folder / RESULT).unlink() if damage is None else (folder / RESULT).write_bytes(damage)
+    saved = saved_files(folder, 6)
+    after, said = run(small_sweep("loss.scale=10"), tmp_path)
+    assert "1 runs, 0 of them complete" in said
+    assert after.rounds[0][0].outcomes[0].measures == before.rounds[0][0].outcomes[0].measures
+    assert saved_files(folder, 6) == saved  # nothing was trained anew
+
+
+def test_a_result_of_another_recipe_is_refused(tmp_path: Path) -> None:
+    run(small_sweep("loss.scale=10"), tmp_path)
+    (folder,) = (tmp_path / "search").iterdir()
+    text = (folder / RESULT).read_text()
+    sha256 = small_sweep("loss.scale=10").run_recipe(
+        "debug", {"loss.scale": "10"}, seed=0, is_search=True
+    ).sha256  # fmt: skip
+    (folder / RESULT).write_text(text.replace(sha256, "0" * 64))
+    with pytest.raises(ConfigError, match="is of another recipe"):
+        run(small_sweep("loss.scale=10"), tmp_path)
+
+
+def test_a_run_without_a_whole_checkpoint_names_the_folder_to_remove(tmp_path: Path) -> None:
+    run(small_sweep("loss.scale=10,16"), tmp_path)
+    first, second = sorted((tmp_path / "search").iterdir())
+    (first / RESULT).unlink()
+    for manifest in first.glob("checkpoints/step-*/manifest.json"):
+        manifest.write_text("{")
+    with pytest.raises(DataError, match=f"no whole checkpoint; remove .*{first.name} "):
+        run(small_sweep("loss.scale=10,16"), tmp_path)
+    assert "none of the 2 checkpoints" in (first / "train.log").read_text(encoding="utf-8")
+    shutil.rmtree(first)
+    before = (second / RESULT).stat().st_mtime_ns
+    finished, _ = run(small_sweep("loss.scale=10,16"), tmp_path)
+    assert all(one.is_complete for one in finished.rounds[0])
+    assert (second / RESULT).stat().st_mtime_ns == before
+
+
+def test_a_run_stopped_before_its_test_does_not_train_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    experiment = small_comparison().with_arms(["q_margin"])
+
+    def full(*arguments: object, **options: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run_module, "evaluate_run", full)
+        with pytest.raises(DataError, match="has no space left; free some and run the same"):
+            run(experiment, tmp_path)
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert not (folder / RESULT).exists()
+    run(experiment, tmp_path)
+    events = [json.loads(line) for line in (folder / "journal.jsonl").read_text().splitlines()]
+    assert [event["step"] for event in events if event["event"] == "start"] == [0, 6]
+    assert len([event for event in events if event["event"] == "step"]) == 6
+
+
+def test_a_run_that_fails_does_not_stop_the_others(tmp_path: Path) -> None:
+    experiment = small_sweep("optimizer.lr=1e38,0.1", settings=("run.nan_budget=0",))
+    with pytest.raises(DataError, match="1 of 2 runs failed, the first of them with lr 1e38"):
+        run(experiment, tmp_path)
+    assert "1 failed" in (tmp_path / "search.md").read_text(encoding="utf-8")
+    assert len(list(tmp_path.glob(f"search/*/{RESULT}"))) == 1
+    with pytest.raises(DataError):  # failures are tried again, what is finished is kept
+        run(experiment, tmp_path)
+
+
+def test_a_schedule_that_runs_never_reach_is_announced_once(tmp_path: Path) -> None:
+    late = ("margin_schedule.start_epoch=6", "margin_schedule.end_epoch=9")
+    _, said = run(small_sweep("loss.margin=0.1,0.3", settings=late), tmp_path)
+    (warning,) = (line for line in said if line.startswith("warning: "))
+    assert "margin_schedule.start_epoch is 6" in warning
+
+
+# -- refusals -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"settings": ("optimizer.lr=0.2",)}, r"recipe\.optimizer\.lr is 0\.1 there, 0\.2 here"),
+        ({"measure": "eer"}, r"search\.measure is tar@0\.01 there, eer here"),
+        ({"settings": MANY}, "and [1-9] more"),
+    ],
+)
+def test_a_folder_of_another_experiment_is_refused(
+    tmp_path: Path, changes: dict, message: str
+) -> None:
+    run(small_sweep("loss.margin=0.1"), tmp_path)
+    before = (tmp_path / RECORD).read_bytes()
+    with pytest.raises(ConfigError, match=message):
+        run(small_sweep("loss.margin=0.1", **changes), tmp_path)
+    assert (tmp_path / RECORD).read_bytes() == before
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "format: other", "format: qmargin-experiment\nx: 1"])
+def test_a_damaged_record_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / RECORD).write_text(text)
+    with pytest.raises(DataError, match=r"experiment\.yaml is not the record"):
+        run(small_sweep("loss.scale=10"), tmp_path)
+
+
+@pytest.mark.parametrize("name", ["search.md", "report/index.html"])
+def test_files_of_others_are_not_overwritten(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("mine")
+    with pytest.raises(ConfigError, match=name):
+        run(small_sweep("loss.scale=10"), tmp_path)
+    assert path.read_text() == "mine"
+    run(small_sweep("loss.scale=10"), tmp_path, overwrite=True)
+
+
+def test_folders_of_older_versions_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "sweep.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"sweep\.json.*another --out"):
+        run(small_sweep("loss.scale=10"), tmp_path)
+    assert not (tmp_path / RECORD).exists()
+
+
+def test_one_experiment_in_a_folder(tmp_path: Path) -> None:
+    with RunLock(tmp_path), pytest.raises(ConfigError, match="is in use by"):
+        run(small_sweep("loss.scale=10"), tmp_path)
+
+
+def test_places_that_cannot_be_written_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    with pytest.raises((ConfigError, CheckpointError), match="cannot be"):
+        run(small_sweep("loss.scale=10"), tmp_path / "file" / "sweep")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"devices": ("cpu", "cuda:0")}, "device is 'cuda:0'"),
+        ({"devices": ("tpu",)}, "device is 'tpu'"),
+        ({"devices": ()}, "devices is empty"),
+        ({"jobs": 0}, "jobs is 0"),
+    ],
+)
+def test_what_is_refused_leaves_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict, message: str
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(ConfigError, match=message):
+        run(small_sweep("loss.scale=10"), tmp_path / "new", **options)
+    with pytest.raises(ConfigError, match=r"the measure is 'tar@1e-9'"):
+        run(small_sweep("loss.scale=10", measure="tar@1e-9"), tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+# -- signals and kills ----------------------------------------------------------------------------
+
+
+def test_a_signal_stops_after_saving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    take_step = loop.take_step
+
+    def take_step_after_signal(*arguments, **options):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return take_step(*arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "take_step", take_step_after_signal)
+        with pytest.raises(Interrupted):
+            run(small_sweep("loss.scale=10,16"), tmp_path)
+    (folder,) = (tmp_path / "search").iterdir()
+    assert (folder / "checkpoints").is_dir() and not (folder / RESULT).exists()
+    finished, _ = run(small_sweep("loss.scale=10,16"), tmp_path)
+    assert all(one.is_complete for one in finished.rounds[0])
+
+
+@pytest.mark.parametrize("where", ["snapshot", "evaluate_run"])
+def test_a_signal_that_comes_when_a_training_has_ended_stops_the_experiment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    module = loop if where == "snapshot" else run_module
+    last = getattr(module, where)
+
+    def after_a_signal(*arguments, **options):
+        is_end = module is run_module or arguments[0].progress.step == arguments[0].total_steps
+        if is_end:
+            os.kill(os.getpid(), signal.SIGINT)
+        return last(*arguments, **options)
+
+    monkeypatch.setattr(module, where, after_a_signal)
+    with pytest.raises(Interrupted):
+        run(small_comparison(seeds=(0, 1)).with_arms(["q_margin"]), tmp_path)
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert read_result(folder / RESULT)
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+from helpers.experiments import run, small_sweep
+if __name__ == "__main__":
+    settings = ("run.max_steps=60", "run.save_every_steps=5")
+    experiment = small_sweep("loss.scale=10,16", settings=settings)
+    run(experiment, Path(sys.argv[1]), jobs=int(sys.argv[2]))
+"""
+
+
+def start(out: Path, jobs: int) -> subprocess.Popen:
+    script = out.parent / "script.py"
+    script.write_text(SCRIPT, encoding="utf-8")
+    paths = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen([sys.executable, str(script), str(out), str(jobs)], env=environment)
+
+
+def wait_for(pattern: str, folder: Path, process: subprocess.Popen) -> None:
+    deadline = time.monotonic() + 120
+    while not list(folder.glob(pattern)):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_an_experiment_that_is_killed_continues_bit_for_bit(tmp_path: Path, jobs: int) -> None:
+    settings = ("run.max_steps=60", "run.save_every_steps=5")
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    expected, _ = run(small_sweep("loss.scale=10,16", settings=settings), whole)
+    process = start(killed, jobs)
+    wait_for("search/*/checkpoints/step-000010", killed, process)
+    process.kill()
+    process.wait(timeout=60)
+    assert len(list(killed.glob(f"search/*/{RESULT}"))) < 2
+    time.sleep(1.0)  # workers notice that the experiment is gone
+    found, _ = run(small_sweep("loss.scale=10,16", settings=settings), killed)
+    starts = [path.read_text().count('"start"') for path in killed.glob("search/*/journal.jsonl")]
+    assert max(starts) == 2  # it was a half training that went on
+    for folder in (whole / "search").iterdir():
+        assert saved_files(folder, 60) == saved_files(killed / "search" / folder.name, 60)
+    for one, other in zip(expected.rounds[0], found.rounds[0], strict=True):
+        assert one.outcomes[0].measures == other.outcomes[0].measures
+
+
+@pytest.mark.slow
+def test_a_signal_saves_what_runs_in_all_processes(tmp_path: Path) -> None:
+    out = tmp_path / "sweep"
+    process = start(out, 2)
+    wait_for("search/*/checkpoints/step-000010", out, process)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=60) != 0
+    states = [json.loads(path.read_text())["state"] for path in out.glob("search/*/status.json")]
+    assert "stopped" in states and set(states) <= {"stopped", "finished", "running"}
+
+
+@pytest.mark.slow
+def test_a_worker_whose_run_is_over_is_not_waited_for(tmp_path: Path) -> None:
+    """Its outcome is in the pipe, nobody took it, and then everything is to stop."""
+    task = Task(Few(), TestProtocol(), "x", "x", tmp_path / "pictures")
+    one = Run("x", "x", {}, tiny_recipe("run.max_steps=2"), tmp_path / "search" / "x", True)
+    with StopRequest() as request:
+        with slots.open_slots(task, devices=("cpu",), jobs=2, request=request) as opened:
+            opened.start(one)
+            while not (one.folder / RESULT).exists():
+                time.sleep(0.05)
+            time.sleep(1.0)  # it waits for another run now, where signals are not noted
+            opened._workers[0].process.terminate = lambda: None
+            began = time.monotonic()
+        assert time.monotonic() - began < 30.0
+
+
+# -- commands -------------------------------------------------------------------------------------
+
+
+def test_the_sweep_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "sweep"
+    words = ["sweep", "debug", "--set", "run.max_steps=2", "--devices", "cpu", f"--out={out}"]
+    assert main([*words, "--grid", "loss.alpha=1.25,1.5"]) == 0
+    assert "[2/2] debug, alpha 1.5, seed 0: " in capsys.readouterr().out
+    assert main([*words, "--grid", "loss.alpa=1,2"]) == 2
+    assert "did you mean 'alpha'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--grid", "loss.scale=10,20", "--set", "loss.scale=3"], "loss.scale=3 is set"),
+        (["--grid", "m_eff=0.2,0.3", "--set", "loss.margin=0.3"], "follows from the axis m_eff"),
+        (["--grid", "loss.scale=10,20", "--trials", "3"], "--trials is 3"),
+        ([], "there is nothing to sweep"),
+        (["--grid", "loss.scale=1,2", "--validation", "x"], "leave --validation out"),
+    ],
+)
+def test_options_of_a_sweep_that_would_do_nothing_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    assert main(["sweep", "debug", *words, "--out", str(tmp_path / "new")]) == 2
+    assert message in capsys.readouterr().err and not (tmp_path / "new").exists()
+
+
+def test_compare_lists_and_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", "--list"]) == 0
+    assert "strokes-10k" in capsys.readouterr().out
+    for words, message in (
+        (["omnigot"], "did you mean 'omniglot'"),
+        (["omniglot"], "--data PATH"),
+        (["strokes-10k", "--data", str(tmp_path)], "leave --data out"),
+        (["strokes-10k", "--arms", "arcfase"], "did you mean 'arcface'"),
+        (["strokes-10k", "--arms", "sampled"], "add arcface"),
+        (["strokes-10k", "--set", "run.epoch=3"], "did you mean 'epochs'"),
+    ):
+        assert main(["compare", *words, "--devices", "cpu", f"--out={tmp_path / 'new'}"]) == 2
+        assert message in capsys.readouterr().err
+    assert main(["compare", "demo"]) == 2 and "--out" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()

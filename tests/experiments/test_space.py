@@ -1,0 +1,135 @@
+"""Settings that experiments try, and what is refused before anything is trained."""
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from qmargin.errors import ConfigError
+from qmargin.experiments.space import (
+    Range,
+    Values,
+    check_axes,
+    check_points,
+    effective_margin,
+    grid,
+    parse_axis,
+    with_point,
+)
+from qmargin.losses.hardness import hardness
+from qmargin.recipes import get_recipe
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "loss.alpha",
+        "=1,2",
+        "loss.alpha=",
+        "loss.alpha=1.25,,1.5",
+        "loss.alpha=1.5,1.5",
+        "loss.scale=a:b",
+        "loss.scale=1:2:3",
+        "loss.scale=5:5",
+        "loss.scale=0:5:log",
+        "loss.scale=1:inf",
+    ],
+)
+def test_bad_axes_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError):
+        parse_axis(text)
+
+
+def test_brackets_hold_lists_together() -> None:
+    assert parse_axis("schedule.milestones=[4, 5],[3,5]") == Values(
+        "schedule.milestones", ("[4, 5]", "[3,5]")
+    )
+    assert parse_axis("loss.scale=8:64") == Range("loss.scale", 8.0, 64.0)
+
+
+@pytest.mark.parametrize(
+    ("texts", "message"),
+    [
+        (["loss.margn=0.1,0.2"], "did you mean 'margin'"),
+        (["loss.alpha=1.5", "loss.alpha=1.25"], "loss.alpha is given twice"),
+        (["m_eff=0.3", "loss.margin=0.1"], "each decides the other"),
+        (["seed=1,2"], "how many seeds"),
+        (["loss.alpha=1.5,1.50"], "are the same run"),
+        (["run.log_every=1,2"], "are the same run"),  # decides nothing
+        (["loss.scale=8:64"], "loss.scale is a range"),
+        (["loss.alpha=0.1,x"], "alpha is 'x'"),
+        (["loss.preset=arcface", "m_eff=0.3"], "the margin is angular"),
+        (["m_eff=wide"], "m_eff is 'wide'"),
+        (["hardness=2", "loss.scale=16"], "hardness and loss.scale"),
+        (["hardness=far"], "hardness is 'far'"),
+        (["hardness=9"], "hardness is 9"),
+        (["precision.compile=0:1"], "precision.compile is False"),
+        (["loss.margn=0:1"], "did you mean 'margin'"),
+    ],
+)
+def test_axes_that_do_not_fit_are_refused(texts: list[str], message: str) -> None:
+    recipe, axes = get_recipe("debug"), [parse_axis(text) for text in texts]
+    with pytest.raises(ConfigError, match=message):
+        check_axes(recipe, axes)
+        check_points(recipe, grid(axes))
+
+
+@pytest.mark.parametrize(
+    ("axis", "setting", "message"),
+    [
+        ("loss.scale=10,20", "loss.scale=3", "loss.scale is an axis"),
+        ("loss.scale=8:64", " loss.scale = 3", "loss.scale is an axis"),
+        ("m_eff=0.3", "loss.margin=0.3", "loss.margin follows from the axis m_eff"),
+        ("hardness=2", "loss.scale=16", "loss.scale follows from the axis hardness"),
+        ("loss.preset=arcface", "loss.scale=16", "loss follows from the axis loss.preset"),
+    ],
+)
+def test_a_setting_that_an_axis_decides_is_refused(axis: str, setting: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_axes(get_recipe("debug"), [parse_axis(axis)], [setting])
+
+
+def test_other_settings_are_allowed() -> None:
+    axes = [parse_axis("loss.scale=10,20"), parse_axis("m_eff=0.3")]
+    check_axes(get_recipe("debug"), axes, ["loss.preset=cosface", "optimizer.lr=0.2"])
+
+
+def test_the_last_axis_moves_fastest() -> None:
+    axes = [parse_axis("loss.preset=arcface,q_margin"), parse_axis("loss.scale=10,16,32")]
+    points = grid(axes)
+    assert len(points) == 6 and points[1] == {"loss.preset": "arcface", "loss.scale": "16"}
+    recipe = with_point(get_recipe("debug"), points[1], seed=7)
+    assert (recipe.loss.margin_kind, recipe.loss.scale, recipe.seed) == ("angular", 16.0, 7)
+
+
+@settings(max_examples=50, deadline=None)
+@given(alpha=st.floats(1.0, 2.0), scale=st.floats(1.0, 64.0), gap=st.floats(0.01, 1.9))
+def test_an_effective_margin_is_met_at_every_alpha_and_scale(
+    alpha: float, scale: float, gap: float
+) -> None:
+    point = {"loss.alpha": repr(alpha), "loss.scale": repr(scale), "m_eff": repr(gap)}
+    found = effective_margin(with_point(get_recipe("debug"), point))
+    assert found is not None and math.isclose(found, gap, rel_tol=1e-9)
+
+
+@pytest.mark.parametrize("alpha", ["1", "1.25", "2"])
+def test_a_hardness_is_met_before_the_margin_is_chosen(alpha: str) -> None:
+    point = {"m_eff": "0.4", "hardness": "1.5", "loss.alpha": alpha}
+    recipe = with_point(get_recipe("debug"), point)
+    sizes = {
+        "num_classes": recipe.data.num_classes,
+        "embedding_dim": recipe.model.embedding_dim,
+    }
+    assert hardness(recipe.loss.alpha, recipe.loss.scale, **sizes).mean == pytest.approx(1.5)
+    assert effective_margin(recipe) == pytest.approx(0.4)
+
+
+def test_a_hardness_needs_the_number_of_classes() -> None:
+    with pytest.raises(ConfigError, match=r"data\.num_classes"):
+        with_point(get_recipe("audiomnist_r34_arcface"), {"hardness": "2"})
+
+
+def test_a_cosine_margin_is_its_own_gap() -> None:
+    recipe = with_point(get_recipe("debug"), {"loss.preset": "cosface", "m_eff": "0.35"})
+    assert recipe.loss.margin == 0.35

@@ -1,0 +1,273 @@
+"""Experiments as YAML files: own pictures and recordings, and what is refused before training."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from PIL import Image
+
+from helpers.recordings import encoded
+from qmargin.cli.main import main
+from qmargin.errors import ConfigError, DataError
+from qmargin.evaluation.result import read_result
+from qmargin.experiments.experiment import from_mapping, read_experiment
+from qmargin.experiments.runner import run_experiment
+from qmargin.experiments.worlds import Drawn, Made, Stored
+
+FACES = {
+    "name": "my-faces",
+    "recipe": "faces_r18",
+    "set": {
+        "model.backbone": "small_conv",
+        "model.embedding_dim": 16,
+        "data": {"batch_size": 8, "num_workers": 0},
+        "data.options.size": 16,
+        "run.epochs": 1,
+        "schedule": {"warmup_epochs": 0, "kind": "cosine", "milestones": []},
+    },
+    "data": {"train": "train", "test": "test", "validation": 0.3},
+    "arms": {
+        "cosface": {"scale": [8, 16], "margin": 0.2},
+        "q_margin": {"alpha": 1.25, "scale": 16, "margin": 0.2},
+    },
+    "seeds": 1,
+    "protocol": {"kind": "all-pairs", "far": [0.1], "replicates": 20},
+}
+
+
+def faces(folder: Path, part: str, count: int, *, first: int = 0) -> None:
+    """People of one colour each, four noisy pictures of everybody."""
+    draws = np.random.default_rng(first)
+    for person in range(first, first + count):
+        base = np.random.default_rng(person).integers(0, 200, (1, 1, 3))
+        (folder / part / f"person{person}").mkdir(parents=True)
+        for number in range(4):
+            pixels = (base + draws.integers(0, 55, (16, 16, 3))).astype(np.uint8)
+            Image.fromarray(pixels).save(folder / part / f"person{person}" / f"{number}.png")
+
+
+def speakers(folder: Path, part: str, count: int, *, first: int = 0) -> None:
+    """Speakers of one pitch each, three recordings of everybody."""
+    draws = np.random.default_rng(first)
+    for speaker in range(first, first + count):
+        (folder / part / f"id{speaker}").mkdir(parents=True)
+        for number in range(3):
+            time = np.arange(12_000) / 16_000
+            wave = 0.3 * np.sin(2 * np.pi * (150 + 40 * speaker) * time)
+            samples = (wave + 0.05 * draws.normal(size=len(time))).astype(np.float32)
+            path = folder / part / f"id{speaker}" / f"{number}.wav"
+            path.write_bytes(encoded(np.clip(samples, -1, 1)))
+
+
+def changed(**changes: Any) -> dict[str, Any]:
+    return {**FACES, **changes}
+
+
+def write(folder: Path, content: Any) -> Path:
+    path = folder / "experiment.yaml"
+    path.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
+    return path
+
+
+def test_losses_are_compared_on_own_pictures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    faces(tmp_path, "train", 8)
+    faces(tmp_path, "test", 4, first=100)
+    (tmp_path / "test" / "person100" / "3.png").write_bytes(b"junk")
+    path, out, page = write(tmp_path, FACES), tmp_path / "out", tmp_path / "page.md"
+    words = ["compare", str(path), f"--out={out}", "--devices", "cpu", f"--page={page}"]
+    assert main(words) == 0
+    said = capsys.readouterr().out
+    assert "CosFace" in said and "Q-Margin" in said and "index.html" in said
+    results = [read_result(path) for path in sorted(out.glob("runs/*/result.json"))]
+    assert [result.run.arm for result in results if result.run] == ["cosface", "q_margin"]
+    assert results[0].protocol.num_genuine == 3 * 6 + 3  # one picture cannot be read
+    assert any("1 samples" in note for note in results[0].notes)
+    assert results[0].run is not None and results[0].run.num_classes == 8
+    assert len(list(out.glob("search/*/result.json"))) == 2
+    text = page.read_text(encoding="utf-8")
+    assert "| chosen |" in text and "holds out" in text
+    assert str(tmp_path) not in (out / "report" / "index.html").read_text(encoding="utf-8")
+
+
+def voices(folder: Path, *, has_trials: bool) -> dict[str, Any]:
+    """Speakers in a folder, and an experiment with them."""
+    speakers(folder, "train", 6)
+    speakers(folder, "test", 4, first=10)
+    data: dict[str, Any] = {"train": "train", "test": "test", "validation": 0.4}
+    if has_trials:
+        names = [f"test/id{s}/{n}.wav" for s in range(10, 14) for n in range(3)]
+        lines = [
+            f"{int(a.split('/')[1] == b.split('/')[1])} {a} {b}"
+            for place, a in enumerate(names)
+            for b in names[:place]
+        ]
+        (folder / "trials.txt").write_text("\n".join(lines) + "\n")
+        data["trials"] = "trials.txt"
+    return {
+        "name": "voices",
+        "recipe": "audiomnist_r34_arcface",
+        "set": {
+            "run.epochs": 1,
+            "run.max_steps": 2,
+            "data.batch_size": 8,
+            "data.num_workers": 0,
+            "data.options.num_frames": 40,
+            "model.embedding_dim": 16,
+            "schedule.warmup_epochs": 0,
+            "margin_schedule": None,
+        },
+        "data": data,
+        "arms": {"arcface": {"scale": [8, 16]}},
+        "seeds": 1,
+        "protocol": {"far": 0.1, "replicates": 20},
+    }
+
+
+@pytest.mark.parametrize("has_trials", [False, True])
+def test_losses_are_compared_on_own_recordings(tmp_path: Path, has_trials: bool) -> None:
+    experiment = read_experiment(write(tmp_path, voices(tmp_path, has_trials=has_trials)))
+    (result,) = run_experiment(experiment, tmp_path / "out", devices=["cpu"])
+    assert result.protocol.num_genuine == 4 * 3 and result.protocol.num_trials == 12 * 11 // 2
+    assert result.protocol.kind == ("trials" if has_trials else "all-pairs")
+    assert len(list(tmp_path.glob("out/search/*/result.json"))) == 2
+
+
+def test_sections_of_a_file() -> None:
+    content = {
+        "recipe": "debug",
+        "set": {"loss": {"scale": 8}, "run.epochs": 2},
+        "arms": {
+            "entmax": None,
+            "wide": {"title": "Wide", "loss": {"preset": "q_margin", "scale": "8:64:log"}},
+            "same": {"like": "wide", "head.path": "dense"},
+        },
+        "seeds": [3, 5],
+        "search": {"method": "random", "points": 4, "seeds": 2, "set": {"run.epochs": 1}},
+        "protocol": {"far": ["1e-2", 1.0e-3]},
+        "data": {"num_test": 20},
+    }
+    experiment = from_mapping(content)
+    assert experiment.recipe.loss.scale == 8.0 and experiment.seeds == (3, 5)
+    assert experiment.arms["entmax"].settings == ("loss.preset=entmax_face",)
+    assert experiment.arms["wide"].title == "Wide" and experiment.arms["same"].like == "wide"
+    assert set(experiment.searched) == {"wide"}
+    assert experiment.search.seeds == (1000, 1001) and experiment.search.num_points == 4
+    assert experiment.search.settings == ("run.epochs=1",)
+    assert experiment.protocol.fars == (0.01, 0.001) and experiment.world == Made(num_test=20)
+    drawn = from_mapping({**content, "data": {"pictures": "x.npz"}}, Path("/folder")).world
+    assert isinstance(drawn, Drawn) and drawn.path == "/folder/x.npz"
+    stored = from_mapping(changed(data={"train": "a", "test": "b", "validation": "c"}), Path("/f"))
+    assert stored.world == Stored("/f/a", "/f/b", ("data.path=/f/c",))
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"margin": {"cosine": 0.2}}, [("cosine", 0.2)]),
+        ({"loss.margin": {"angular": {"margin": 0.3, "gradient": "exact"}}}, [("angular", 0.3)]),
+        (
+            {"loss": {"margin": [{"prior": 0.1}, {"cosine": 0.2}]}},
+            [("prior", 0.1), ("cosine", 0.2)],
+        ),
+        ({"loss.divergence": {"alpha": 1.5}, "margin": {"prior": 0.1}}, [("prior", 0.1)]),
+    ],
+)
+def test_an_arm_takes_a_loss_as_recipes_write_it(
+    values: dict[str, Any], expected: list[tuple[str, float]]
+) -> None:
+    experiment = from_mapping({"recipe": "debug", "arms": {"mine": {**values, "scale": [8, 16]}}})
+    assert list(experiment.arm_recipe("mine").loss.margins) == expected
+    assert [axis.key for axis in experiment.arms["mine"].axes] == ["loss.scale"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"arm": {}}, "did you mean 'arms'"),
+        ({"recipe": "faces_r19"}, "did you mean 'faces_r18"),
+        ({"arms": {}}, "arms is empty"),
+        ({"arms": {"cosfase": None}}, "did you mean 'cosface'"),
+        ({"arms": {"cosfase": {"scale": [8, 16]}}}, "arms.cosfase: .*did you mean 'cosface'"),
+        ({"arms": {"cosface": {3: 3}}}, "arms.cosface: 3 is unknown"),
+        ({"arms": {"cosface": {"scal": 3}}}, "arms.cosface: scal .*'scale'"),
+        ({"arms": {"cosface": {"scale": [8, 8]}}}, "scale has the value 8 twice"),
+        ({"arms": {"cosface": {"scale": [8, "x"]}}}, "scale is 'x'"),
+        ({"arms": {"a/b": {"loss.scale": 3}}}, "an arm is named 'a/b'"),
+        ({"arms": {"cosface": 3}}, "arms.cosface is 3"),
+        ({"arms": {"mine": {"like": "cosface"}}}, "add cosface"),
+        ({"arms": {"multiplied": {"loss.scale": [8, 16]}}}, "arms.multiplied: .* its margin is"),
+        ({"arms": {"jensen_shannon": {"loss.scale": 8}}}, "arms.jensen_shannon: .* divergence is"),
+        ({"arms": {"mine": {"margin": {"angle": 0.1}}}}, "loss.margin is 'angle'.*'angular'"),
+        ({"set": {"run.epoch": 3}}, "did you mean 'epochs'"),
+        ({"set": 3}, "set is 3"),
+        ({"seeds": 0}, "seeds is 0"),
+        ({"seeds": [1, 1]}, r"seeds are \[1, 1\]"),
+        ({"protocol": {"kind": "pairs"}}, "did you mean 'all-pairs'"),
+        ({"protocol": {"far": [2.0]}}, "protocol.far has 2"),
+        ({"protocol": {"far": "x"}}, "protocol.far is"),
+        ({"protocol": {"kind": "trials"}}, "data.trials is None"),
+        ({"protocol": {"fars": 0.1}}, "did you mean 'far'"),
+        ({"search": "optun"}, "did you mean 'optuna'"),
+        ({"search": {"points": 0}}, "num_points is 0"),
+        ({"data": {"train": "train", "tets": "x"}}, "did you mean 'test'"),
+        ({"data": {"train": "train", "validation": 2}}, "data.validation is 2"),
+        ({"data": {"train": "train", "test": "test", "validation": 1.5}}, "data.validation is 1.5"),
+    ],
+)
+def test_a_file_that_cannot_be_meant_is_refused(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read_experiment(write(tmp_path, changed(**changes)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data": {"train": "train", "test": "train"}}, "identities are in .*such as 'person0'"),
+        ({"data": {"train": "train", "test": "gone"}}, "data.test is .*gone"),
+        ({"protocol": {"far": [1e-6]}}, "protocol.far has 1e-06 .* 96 impostor pairs"),
+        ({"data": {"train": "train", "test": "one"}}, "0 of two"),
+        ({"search": {"measure": "tar@1e-6"}}, "the measure is 'tar@1e-6'"),
+    ],
+)
+def test_data_that_cannot_be_used_is_refused_before_training(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    faces(tmp_path, "train", 8)
+    faces(tmp_path, "test", 4, first=100)
+    faces(tmp_path, "one", 1, first=200)
+    path, out = write(tmp_path, changed(**changes)), tmp_path / "out"
+    with pytest.raises((ConfigError, DataError), match=message):
+        run_experiment(read_experiment(path), out, devices=["cpu"], say=lambda text: None)
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"protocol": {"far": 1e-3}}, "protocol.far has 0.001 .* 54 impostor pairs"),
+        ({"more": "1 test/id10/0.wav test/id10/9.wav"}, r"test/id10/9\.wav: there is no such file"),
+    ],
+)
+def test_trials_that_cannot_be_used_are_refused_before_training(
+    tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    content = voices(tmp_path, has_trials=True) | change
+    with (tmp_path / "trials.txt").open("a") as file:
+        file.write(content.pop("more", ""))
+    with pytest.raises(DataError, match=message):
+        run_experiment(read_experiment(write(tmp_path, content)), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("text", ["- a", "name: [", "a: 1\na: 2", "x" * 200_000])
+def test_files_that_are_no_experiment_are_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"x\.yaml"):
+        read_experiment(path)

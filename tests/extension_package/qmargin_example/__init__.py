@@ -1,0 +1,1 @@
+"""One of everything that can be added to qmargin, one file each."""
