@@ -132,12 +132,14 @@ class _Stop:
         if self._is_last:
             atexit.register(self._ignore)  # what is registered first is called last
 
-    def __exit__(self, *details: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
         if _ALARM in self._handlers:
             signal.setitimer(signal.ITIMER_REAL, 0.0)
+        # A finished command has succeeded, whatever arrives while the interpreter shuts down.
+        leave = _leave if kind else lambda *_: os._exit(0)
         for number, handler in self._handlers.items():
             is_ours = self._is_last and number != _ALARM
-            signal.signal(number, _leave if is_ours else handler)
+            signal.signal(number, leave if is_ours else handler)
         sys.unraisablehook = self._old_hook
 
     def _arrived(self, number: int, frame: FrameType | None) -> None:
