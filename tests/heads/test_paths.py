@@ -19,10 +19,9 @@ from helpers.heads import (
     step,
     truth_of,
 )
-from qmargin.heads import chunks
-from qmargin.heads.dense import sample_classes
+from qmargin.heads import chunked as chunks
+from qmargin.heads.dense import largest_left_out, sample_classes
 from qmargin.heads.optimizers import ExactSGD
-from qmargin.heads.top_k import largest_left_out
 from qmargin.kernels import head_reference
 
 NUM_CLASSES = (1, 2, 32, 33, 97, 1031)

@@ -16,7 +16,7 @@ from helpers.heads import (
     step,
     truth_of,
 )
-from qmargin.kernels.head_types import GROUP
+from qmargin.kernels.head_reference import GROUP
 
 ALPHAS = (1.05, 1.25, 2.0, 3.0)
 HALVES = (torch.float16, torch.bfloat16)
