@@ -27,14 +27,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from qmargin.heads.gradients import PrototypeGradient, deliver, element_bound, is_bounded
-from qmargin.heads.step import RowSolution, StepStats, own_labels, sum_target_cosines
-from qmargin.kernels.head_reference import (
-    GROUP,
-    ClassGradient,
-    Target,
-    drop_targets_,
-    project_rows,
-)
+from qmargin.heads.step import RowSolution, StepStats, own_labels, step_stats, sum_target_cosines
+from qmargin.kernels.head_reference import GROUP, ClassGradient, Target, drop_targets_, project_rows
 from qmargin.kernels.solver import (
     RowSums,
     heights,
@@ -615,7 +609,7 @@ class ChunkedStep:
     def stats(self) -> StepStats:
         solved, num_classes = self.solved, self.head.num_classes
         assert solved is not None
-        return StepStats.of(
+        return step_stats(
             "chunked",
             solved.support_size,
             solved.mass_error,

@@ -17,16 +17,7 @@ from qmargin.heads import checks
 from qmargin.heads.chunked import ChunkedStep, chunked_step
 from qmargin.heads.dense import dense_rows, sampled_rows, top_k_rows, unit_prototypes
 from qmargin.heads.gradients import PrototypeGradient
-from qmargin.heads.paths import (
-    LIST_CAPACITY,
-    Auto,
-    Choice,
-    Chunked,
-    Sampled,
-    StepPath,
-    as_path,
-    choose_path,
-)
+from qmargin.heads.paths import LIST_CAPACITY, Auto, Choice, Sampled, StepPath, as_path, choose_path
 from qmargin.heads.sharding import (
     ClassShard,
     Prototypes,
@@ -184,8 +175,7 @@ class MarginClassifier(nn.Module):
     @property
     def chunk_dtype(self) -> torch.dtype:
         """Precision of the operands of chunked steps."""
-        name = "dtype" if isinstance(self.path, Chunked) else "chunk_dtype"
-        asked: torch.dtype | None = getattr(self.path, name, None)
+        asked: torch.dtype | None = getattr(self.path, "chunk_dtype", None)
         return asked or (self.screen_dtype if self.prototypes.is_cuda else self.prototypes.dtype)
 
     @property

@@ -27,7 +27,7 @@ from torch.autograd.function import once_differentiable
 from qmargin.heads.gradients import RowsGradient, deliver
 from qmargin.heads.paths import Sampled, TopK
 from qmargin.heads.sharding import ClassShard, gather_rows
-from qmargin.heads.step import StepStats
+from qmargin.heads.step import StepStats, step_stats
 from qmargin.kernels.head_reference import inverse_lengths
 from qmargin.kernels.solver import (
     label_loss,
@@ -97,7 +97,7 @@ class DenseStep:
         is_active = self.cosines * self.scale > (self.output.tau + self.edge)[:, None]
         has_gradient = is_active.any(0)
         has_gradient[self.labels[self.labels >= 0]] = True
-        return StepStats.of(
+        return step_stats(
             self.path,
             self.output.support_size,
             self.output.mass_error,
@@ -218,7 +218,7 @@ class TopKStep:
         if self.num_widened:
             reason = f"{self.num_violated} rows failed the check of the top {self.percent:g} %"
             reason += f", which was doubled {self.num_widened} times"
-        return StepStats.of(
+        return step_stats(
             "top_k",
             solved.support_size,
             solved.mass_error,

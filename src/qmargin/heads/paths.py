@@ -70,6 +70,11 @@ class Chunked(StepPath):
     def __post_init__(self) -> None:
         _check_dtypes(dtype=self.dtype, screen_dtype=self.screen_dtype)
 
+    @property
+    def chunk_dtype(self) -> torch.dtype | None:
+        """The operands' precision, by the name it has in ``Sparse``."""
+        return self.dtype
+
 
 @dataclass(frozen=True)
 class Dense(StepPath):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from qmargin.heads.gradients import ListedGradient, deliver, element_bound
 from qmargin.heads.sharding import Ranks
-from qmargin.heads.step import RowSolution, StepStats, own_labels, sum_target_cosines
+from qmargin.heads.step import RowSolution, StepStats, own_labels, step_stats, sum_target_cosines
 from qmargin.kernels.head_reference import (
     Batch,
     Candidates,
@@ -186,7 +186,7 @@ class SparseStep:
         support = support + (target_logits > solved.tau - 1.0 / self.head.alpha_minus_one)  # M3
         labels = self.labels[self.labels >= 0]
         classes = torch.cat([solved.columns[is_active].long(), labels]).unique()
-        return StepStats.of(
+        return step_stats(
             "sparse",
             support,
             solved.mass_error,

@@ -48,21 +48,20 @@ class StepStats:
     mass_error: float
     active_share: float
 
-    @classmethod
-    def of(
-        cls,
-        path: str,
-        support: Tensor,
-        mass_error: Tensor,
-        *,
-        num_candidates: float,
-        active_share: float,
-        num_overflowed: int = 0,
-        reason: str = "",
-    ) -> StepStats:
-        """From the support sizes and the mass errors of the rows, ``[B]`` each."""
-        sizes = (float(support.double().mean()), int(support.max()), num_candidates, num_overflowed)
-        return cls(path, reason, *sizes, float(mass_error.max()), active_share)
+
+def step_stats(
+    path: str,
+    support: Tensor,
+    mass_error: Tensor,
+    *,
+    num_candidates: float,
+    active_share: float,
+    num_overflowed: int = 0,
+    reason: str = "",
+) -> StepStats:
+    """Statistics from the support sizes and the mass errors of the rows, ``[B]`` each."""
+    sizes = (float(support.double().mean()), int(support.max()), num_candidates, num_overflowed)
+    return StepStats(path, reason, *sizes, float(mass_error.max()), active_share)
 
 
 class StepRecord(Protocol):
