@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import qmargin
-from benchmarks.common import command_line
+from benchmarks.common import command_line, new_file, positive
 from benchmarks.head_page import TABLES, table_cells
 from benchmarks.timing import (
     CommonHead,
@@ -36,7 +36,7 @@ from benchmarks.timing import (
     peak_gib,
     time_turns,
 )
-from qmargin.cli.options import count, new_file, positive
+from qmargin.cli.options import count
 from qmargin.cli.tables import output_console, print_table
 from qmargin.errors import ConfigError
 from qmargin.heads.checks import available_memory

@@ -40,7 +40,6 @@ class Paper(Overwriting):
     out: Path = option("output folder", default=Path("qmargin-paper"), metavar="DIR")
 
     def run(self) -> None:
-        """List the tables and figures, or render one of them."""
         from qmargin.report.paper_figures import FIGURES, paper_figure
         from qmargin.report.paper_layouts import TABLES
         from qmargin.report.paper_tables import paper_table
