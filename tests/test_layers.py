@@ -136,7 +136,7 @@ def test_importing_the_package_needs_torch_and_nothing_else() -> None:
 
 def test_parsing_arguments_does_not_import_torch() -> None:
     """``qmargin --help`` and ``--version`` must answer at once."""
-    loaded = modules_after("import qmargin.cli.main as m; m.build_parser()")
+    loaded = modules_after("import qmargin.cli.commands as m; m.build_parser()")
     assert not {"torch", "numpy", "scipy", "matplotlib", "rich"} & loaded
 
 

@@ -40,7 +40,6 @@ class Paper(Overwriting):
     out: Path = option("output folder", default=Path("qmargin-paper"), metavar="DIR")
 
     def run(self) -> None:
-        """List the tables and figures, or render one of them."""
         from qmargin.report.paper import FIGURES, paper_figure, paper_table
         from qmargin.report.paper_layouts import TABLES
 
