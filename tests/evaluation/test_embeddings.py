@@ -17,8 +17,8 @@ from safetensors.torch import save, save_file
 from qmargin.errors import DataError, QMarginError
 from qmargin.evaluation.columns import read_mapping
 from qmargin.evaluation.embeddings import read_embeddings, read_seconds
+from qmargin.evaluation.export import read_thresholds
 from qmargin.evaluation.scores import read_scores
-from qmargin.evaluation.thresholds import read_thresholds
 from qmargin.evaluation.trials import read_trials
 
 KEYS = ["id1/a.wav", "id1/b.wav", "îd2/c.wav"]

@@ -19,9 +19,9 @@ from qmargin.evaluation.trials import (
     Subjects,
     TrialKeys,
     find_subjects,
-    first_duplicate,
     match_rows,
     read_trials,
+    repeated_rows,
 )
 
 TRIALS = [  # enrol, test, score, label
@@ -313,7 +313,7 @@ class TestJoin:
         ({"scores": [0.5, np.nan], "labels": [1, 0]}, r"scores\[1\]: the score is NaN"),
         ({"scores": [0.5, 0.1], "labels": [1, 2]}, "row 1: the label 2 is not one of"),
         ({"scores": [0.5, 0.1], "labels": [1]}, r"label has the shape \(1,\)"),
-        ({"scores": [[0.5, 0.1]], "labels": [1]}, "2 dimensions"),
+        ({"scores": [[0.5, 0.1]], "labels": [[1, 0]]}, "2 dimensions"),
         ({"scores": ["a"], "labels": [1]}, "one dimension of numbers"),
         ({"numbers": [0.5]}, "has the arrays numbers: it needs genuine and impostor"),
         ({"scores": [0.5], "score": [0.5]}, "two arrays for 'score'"),
@@ -412,9 +412,10 @@ def test_names_come_back_sorted_and_in_use(pairs: list[tuple[str, str]]) -> None
 @given(PAIRS)
 def test_the_earliest_repetition_is_found(pairs: list[tuple[str, str]]) -> None:
     expected = next(
-        ((pairs.index(pair), row) for row, pair in enumerate(pairs) if pair in pairs[:row]), None
+        ((row, pairs.index(pair)) for row, pair in enumerate(pairs) if pair in pairs[:row]), None
     )
-    assert first_duplicate(keys_of(pairs).pairs()) == expected
+    earlier, later = repeated_rows(keys_of(pairs).pairs())
+    assert min(zip(later, earlier, strict=True), default=None) == expected
 
 
 @given(PAIRS, PAIRS)

@@ -26,16 +26,18 @@ from qmargin.errors import (
     ProtocolError,
     ShapeError,
 )
-from qmargin.evaluation.export import add_thresholds, export_run, input_of
-from qmargin.evaluation.model import ImageInputs, Model, cosine, load_model
-from qmargin.evaluation.result import Source, run_info
-from qmargin.evaluation.thresholds import (
+from qmargin.evaluation.export import (
     AffineMap,
     Thresholds,
+    add_thresholds,
+    export_run,
+    input_of,
     read_thresholds,
     thresholds_of,
     write_thresholds,
 )
+from qmargin.evaluation.model import Inputs, Model, cosine, load_model
+from qmargin.evaluation.result import Source, run_info
 from qmargin.models import create_backbone, list_backbones, register_backbone
 from qmargin.models.directory import (
     RECIPE,
@@ -305,7 +307,7 @@ def test_a_real_face_is_found_and_aligned(directory: Path) -> None:
     card = replace(load_model(directory).card, input_shape=(3, 112, 112))
     large = np.array(portrait.resize((448, 448)))
     photo = np.pad(large, ((60, 60), (90, 30), (0, 0)), mode="edge")
-    batch = ImageInputs(card, fit="align").read([photo])
+    batch = Inputs(card, fit="align").read([photo])
     found = batch[0].permute(1, 2, 0).numpy()
     assert np.corrcoef(found.ravel(), np.array(portrait).ravel())[0, 1] > 0.9
 
@@ -416,7 +418,7 @@ def equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bo
 
 
 def test_a_run_becomes_a_model(run: Path, tmp_path: Path) -> None:
-    card = export_run(run, tmp_path / "m", facts={"licence": "CC0"})
+    card = export_run(run, tmp_path / "m")
     found = newest(run / "checkpoints").checkpoint
     assert equal(weights_of(tmp_path / "m"), read_backbone(found))
     assert card == read_card(tmp_path / "m")
@@ -425,7 +427,7 @@ def test_a_run_becomes_a_model(run: Path, tmp_path: Path) -> None:
     assert card.facts["recipe_sha256"] == recipe.sha256
     assert card.facts["checkpoint_sha256"] == found.sha256
     assert card.facts["step"] == "4"
-    assert (card.facts["alpha"], card.facts["licence"]) == ("1.25", "CC0")
+    assert card.facts["alpha"] == "1.25"
     assert "consent" in card.facts["intended_use"]
     model = load_model(tmp_path / "m")
     assert model.embed(np.ones((2, 32))).shape == (2, 32)

@@ -90,7 +90,7 @@ def change(content: Any, path: list[Any], value: Any) -> None:
         (["measures"], ..., "r.json: measures is missing"),
         (["measures", "tar", 0, "far_target"], ..., r"measures\.tar\[0\]\.far_target is missing"),
         (["measures", "tar", 1, "tar"], "high", r"measures\.tar\[1\]\.tar is 'high', not a number"),
-        (["measures", "tar", 0, "status"], "fine", "has the status 'fine'"),
+        (["measures", "tar", 0, "status"], "fine", "status 'fine'"),
         (["measures", "eer"], [], "measures.eer is .*, not an object"),
         (["protocol", "num_trials"], 1.5, "num_trials is 1.5, not an integer"),
         (["protocol", "num_trials"], True, "num_trials is True, not an integer"),

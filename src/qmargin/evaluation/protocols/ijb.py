@@ -20,7 +20,7 @@ from qmargin.evaluation.evaluate import EvaluationOptions, StageProgress, evalua
 from qmargin.evaluation.protocols.face_sets import write_hardest
 from qmargin.evaluation.result import Hardest, Measure, Result, Source
 from qmargin.evaluation.scores import ScoreSet
-from qmargin.evaluation.trials import SubjectColumns, TrialKeys
+from qmargin.evaluation.trials import TrialKeys
 from qmargin.files import Guard, Progress, open_regular, sha256_of
 from qmargin.metrics.identification import Identification, identify
 
@@ -657,7 +657,7 @@ def evaluate_templates(
 
 def _subjects(
     templates: Templates, pairs: TemplatePairs, enrol: Codes, test: Codes
-) -> tuple[SubjectColumns | None, str]:
+) -> tuple[TrialKeys | None, str]:
     """Subjects of both sides that no label contradicts, and where they come from."""
     ids, given = templates.ids.tolist(), pairs.subject_of
     choices: list[tuple[list[str], str]] = []
@@ -669,7 +669,7 @@ def _subjects(
     for names, note in choices:
         distinct, places = np.unique(names, return_inverse=True)
         codes = places.astype(np.int32)
-        sides = SubjectColumns(tuple(distinct.tolist()), codes[enrol], codes[test])
+        sides = TrialKeys.from_codes(tuple(distinct.tolist()), codes[enrol], codes[test])
         if ((sides.enrol == sides.test) == pairs.is_genuine).all():
             return sides, note
     return None, "subjects are not known: templates are drawn, so intervals are too narrow"
@@ -800,7 +800,7 @@ def _searches(
         is_mated,
         TrialKeys.from_names(enrol, test),
         (probes.source, gallery.source),
-        SubjectColumns(tuple(names.tolist()), codes[: len(best)], codes[len(best) :]),
+        TrialKeys.from_codes(tuple(names.tolist()), codes[: len(best)], codes[len(best) :]),
         lambda row: f"{probes.source.path}, search {row + 1}",
     )
 
