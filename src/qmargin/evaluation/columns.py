@@ -82,7 +82,7 @@ class Layout:
         return [cell.strip().encode("utf-8", "surrogateescape") for cell in cells]
 
 
-def first_row(is_wanted: NDArray[np.bool_]) -> int | None:
+def first_row(is_wanted: Any) -> int | None:
     """Place of the first True, or None."""
     place = int(np.argmax(is_wanted)) if len(is_wanted) else 0
     return place if len(is_wanted) and is_wanted[place] else None
