@@ -233,7 +233,7 @@ def test_groups_are_audited_at_the_common_threshold(score_set):
     ("genuine", "impostor", "kind"), [([], [0.5], "genuine"), ([0.5], [], "impostor")]
 )
 def test_one_label_alone_is_refused(genuine, impostor, kind):
-    with pytest.raises(ProtocolError, match=rf"s\.npz has 0 {kind} trials of 1"):
+    with pytest.raises(ProtocolError, match=rf"s\.npz: there are 0 {kind} trials"):
         evaluate_scores(nameless(genuine, impostor))
 
 

@@ -355,8 +355,8 @@ def _sides(score_set: ScoreSet) -> tuple[Floats, Floats]:
     for kind, number in (("genuine", num_genuine), ("impostor", len(scores) - num_genuine)):
         if number == 0:
             raise ProtocolError(
-                f"{score_set.sources[-1].path} has 0 {kind} trials of {len(scores):,}, at least 1 "
-                "is needed: check the labels"
+                f"{score_set.sources[-1].path}: there are 0 {kind} trials among {len(scores):,}: "
+                "check the labels"
             )
     if is_genuine[:num_genuine].all():  # as readers arrange scores without names
         return scores[:num_genuine], scores[num_genuine:]

@@ -239,9 +239,9 @@ def measure_pairs(
     )
     if len(samples.labels) <= MAX_ROWS:
         trials = all_trials(samples, moments)
-        sides = [trials.scores[rows] for rows in (trials.is_genuine, ~trials.is_genuine)]
+        sides = trials.scores[trials.is_genuine], trials.scores[~trials.is_genuine]
         histogram = score_histogram(*(side.astype(np.float64) for side in sides))
-        extra = registered_measures(*sides, options.metrics)
+        extra = registered_measures(*sides, names=options.metrics)
         del sides  # hundreds of megabytes
     else:
         trials, products = None, found.products
