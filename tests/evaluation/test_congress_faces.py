@@ -12,7 +12,7 @@ from helpers.faces import PatchModel
 from qmargin.evaluation.embed import FolderImages, write_embeddings
 from qmargin.evaluation.embeddings import read_embeddings
 from qmargin.evaluation.evaluate import EvaluationOptions
-from qmargin.evaluation.protocols.pairs import evaluate_pairs
+from qmargin.evaluation.protocols.face_sets import evaluate_pairs
 from qmargin.evaluation.result import write_result
 from qmargin.evaluation.trials import read_trials
 from qmargin.report.media import MediaFolder

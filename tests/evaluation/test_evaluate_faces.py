@@ -13,8 +13,7 @@ from qmargin.data.images import encode_image
 from qmargin.errors import ConfigError, DataError
 from qmargin.evaluation.embeddings import read_embeddings, stored_flip
 from qmargin.evaluation.model import load_model
-from qmargin.evaluation.protocols.face_sets import read_verification_set
-from qmargin.evaluation.protocols.pairs import read_pair_trials
+from qmargin.evaluation.protocols.face_sets import read_pair_trials, read_verification_set
 from qmargin.evaluation.result import read_result
 from qmargin.models.directory import ModelCard
 

@@ -100,7 +100,7 @@ def test_what_cannot_be_pooled():
         with pytest.raises(DataError, match="score of image 1 is"):
             TemplateRows(np.zeros(2, np.int64), np.zeros(2, np.int64), np.array([1.0, bad]))
     two = TemplateRows(np.array([4, 4]), np.array([0, 1]), np.array([1.0, 1.0]))
-    with pytest.raises(DataError, match="template 4 has the length zero"):
+    with pytest.raises(DataError, match="template 4 has length zero"):
         pool_templates(np.array([[1.0, 2.0], [-1.0, -2.0]]), two)
     with pytest.raises(DataError, match="image 1 is zero"):
         pool_templates(np.array([[1.0, 2.0], [0.0, 0.0]]), two, Pooling(keep_norms=False))
