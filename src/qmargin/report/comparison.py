@@ -215,21 +215,22 @@ class _Family(NamedTuple):
     scoring: str | None
 
 
-def find_repeats(panels: Sequence[Panel]) -> list[Repeats]:
+def find_repeats(panels: Sequence[Panel], *, title: str | None = None) -> list[Repeats]:
     """Every protocol on which a system has results of several runs.
 
     Runs of one arm with different seeds belong together; where the run is unknown, results under
-    one name do.
+    one name do. With a title, all results are of one experiment, whatever its seeds are tested on.
     """
     families: dict[_Family, dict[tuple[bool, str], list[Entry]]] = {}
     for panel in panels:
         for entry in panel.entries:
             protocol, run = entry.result.protocol, entry.result.run
             family = _Family(protocol.name, protocol.kind, protocol.rule, protocol.scoring)
+            family = family if title is None else _Family(title, None, "", None)
             arm = (False, name_of(entry.result)) if run is None else (True, run.arm)
             families.setdefault(family, {}).setdefault(arm, []).append(entry)
     found = [_repeats(family, list(arms.values())) for family, arms in families.items()]
-    return [repeats for repeats in found if repeats.systems and repeats.num_repeats > 1]
+    return [one for one in found if one.systems and (title is not None or one.num_repeats > 1)]
 
 
 def _repeats(family: _Family, arms: Sequence[list[Entry]]) -> Repeats:
