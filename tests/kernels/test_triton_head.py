@@ -5,9 +5,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from qmargin.heads.chunks import add_entries_
+from qmargin.heads.chunked import add_entries_
 from qmargin.kernels import head_reference as plain
-from qmargin.kernels import head_types as records
+from qmargin.kernels import head_reference as records
 from qmargin.kernels.triton import blocks
 from qmargin.kernels.triton import head as fused
 from qmargin.kernels.triton import head as support

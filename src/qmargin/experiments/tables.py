@@ -23,19 +23,19 @@ from qmargin.files import MADE_BY, Guard, write_atomically
 from qmargin.losses.hardness import hardness
 from qmargin.metrics.bootstrap import Difference
 from qmargin.metrics.operating import sufficiency
-from qmargin.report.comparison import (
+from qmargin.report.figures import LinePoint, has_matplotlib, write_lines
+from qmargin.report.journal import read_journal
+from qmargin.report.numbers import MISSING, power, probability, signed
+from qmargin.report.systems import (
     Repeats,
     difference_of_means,
     find_repeats,
     interval_of_mean,
+    load_panels,
     spread,
 )
-from qmargin.report.figures import LinePoint, has_matplotlib, write_lines
-from qmargin.report.journal import read_journal
-from qmargin.report.numbers import MISSING, power, probability, signed
-from qmargin.report.systems import load_panels
 from qmargin.report.table import CellValue, Column, Number, Table
-from qmargin.report.tables import mean_cell, repeats_table
+from qmargin.report.tables import repeats_table
 from qmargin.report.write import ReportOptions, write_report
 from qmargin.training.journal import JOURNAL
 from qmargin.training.recipe import Recipe
@@ -173,11 +173,19 @@ def search_table(
     return Table(title, tuple(columns), tuple(rows), words, label="qmargin-search")
 
 
+def _mean(values: Sequence[float]) -> tuple[float, float | None]:
+    """Mean and standard deviation in per cent."""
+    deviation = 100.0 * statistics.stdev(values) if len(values) > 1 else None
+    return 100.0 * statistics.fmean(values), deviation
+
+
 def _measured(one: Tried, name: str) -> CellValue:
-    """Mean over seeds in per cent; as text, which is never the best, if runs are not complete."""
-    values = one.known(name)
-    number = mean_cell(values)
-    return None if not values else number if one.is_complete else number.text
+    """Mean over seeds; as text, which is never the best, if runs are not complete."""
+    if not (values := one.known(name)):
+        return None
+    mean, deviation = _mean(values)
+    number = Number(mean, deviation=deviation)
+    return number if one.is_complete else number.text
 
 
 def _settings(recipe: Recipe) -> tuple[CellValue, ...]:
@@ -257,9 +265,7 @@ def _lines(
     for one in tried:
         values, across = one.known(measure), place(one)
         if values and across is not None:
-            deviation = 100.0 * statistics.stdev(values) if len(values) > 1 else None
-            point = (across, 100.0 * statistics.fmean(values), deviation)
-            lines.setdefault(label(one), []).append(point)
+            lines.setdefault(label(one), []).append((across, *_mean(values)))
     return lines
 
 
@@ -275,7 +281,7 @@ def _float(text: str) -> float | None:
 
 def repeats_of(paths: Sequence[Path], title: str) -> Repeats:
     """Results of one experiment by system, the seeds of each in order."""
-    (found,) = find_repeats(load_panels(paths), title=title)
+    (found,) = find_repeats(load_panels(paths), experiment=title)
     return found
 
 

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from qmargin.kernels.head_types import ClassGradient
+from qmargin.kernels.head_reference import ClassGradient
 from qmargin.kernels.triton.screen import (
     ScreenTiles,
     cosines_of_row,

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qmargin.kernels.head_types import Pairs, Target
+from qmargin.kernels.head_reference import Pairs, Target
 
 BLOCK = 1024
 NO_LIMIT = (1 << 31) - 1  # entries of a list are counted in 32 bits

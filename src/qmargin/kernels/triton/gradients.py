@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qmargin.kernels.head_types import ClassGradient, ClassOrder, SolvedRows
+from qmargin.kernels.head_reference import ClassGradient, ClassOrder, SolvedRows
 from qmargin.kernels.triton.screen import power_of_two
 
 BLOCK = 1024

@@ -5,8 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qmargin.kernels.head_reference import class_order
-from qmargin.kernels.head_types import Batch, Lengths, ListOverflow, Support, Target
+from qmargin.kernels.head_reference import (
+    Batch,
+    Lengths,
+    ListOverflow,
+    Support,
+    Target,
+    class_order,
+)
 from qmargin.kernels.triton.bound import bound_pairs, list_pairs, list_starts, write_pairs
 from qmargin.kernels.triton.gradients import class_gradient, prototype_gradient, pull_rows
 from qmargin.kernels.triton.rescore import (

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qmargin.kernels.head_types import GROUP, Batch, Candidates, Pairs
+from qmargin.kernels.head_reference import GROUP, Batch, Candidates, Pairs
 from qmargin.kernels.triton.bound import NO_LIMIT
 from qmargin.kernels.triton.screen import power_of_two
 

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from qmargin.kernels.head_types import GROUP, PreparedRows
+from qmargin.kernels.head_reference import GROUP, PreparedRows
 
 
 class ScreenTiles(NamedTuple):

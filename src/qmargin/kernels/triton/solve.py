@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qmargin.kernels.head_types import Candidates, SolvedRows, Target
+from qmargin.kernels.head_reference import Candidates, SolvedRows, Target
 
 BLOCK = 1024
 MAX_STEPS = 64

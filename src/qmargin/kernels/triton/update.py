@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qmargin.kernels.head_types import ClassGradient, PrototypeState, SgdRule
+from qmargin.kernels.head_reference import ClassGradient, PrototypeState, SgdRule
 from qmargin.kernels.triton.screen import power_of_two
 
 CLASSES = 2  # prototypes per program of the sweep over all of them
