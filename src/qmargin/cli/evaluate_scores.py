@@ -249,7 +249,7 @@ class AllPairs(FolderUse, Cohort, Evaluation, Costs, Card):
         """Refuse what cannot work before any work is done."""
         from qmargin.evaluation.embed import check_suffix
         from qmargin.evaluation.embeddings import EMBEDDINGS_MARK
-        from qmargin.training.distributed.process import find_device
+        from qmargin.training.distributed import find_device
 
         source = self.source
         if source.is_dir() and self.model is None:

@@ -13,7 +13,7 @@ from qmargin.experiments.named import stroke_recipe as _stroke_recipe
 from qmargin.experiments.page import tell
 from qmargin.experiments.runner import RunOptions, complete, read_record
 from qmargin.experiments.space import with_point
-from qmargin.training.distributed.process import choose_device
+from qmargin.training.distributed import choose_device
 
 MINUTES = 6.0
 SECONDS_BESIDES = 25.0  # start, drawing of samples, report

@@ -20,8 +20,8 @@ from qmargin.report.journal import read_journal
 from qmargin.report.numbers import power
 from qmargin.report.table import CellValue, Column, Number, Table
 from qmargin.report.write import ReportOptions, write_report
-from qmargin.training.journal import JOURNAL
 from qmargin.training.recipe import Recipe
+from qmargin.training.reporting import JOURNAL
 
 SEARCH = "search"  # stem of its tables
 FIGURES, JOURNALS, REPORT = "figures", "journals", "report"
