@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.nn import functional
 
 import qmargin
-from benchmarks.common import Tables, add_outputs, benchmark_options
+from benchmarks.common import Tables, add_outputs, benchmark_options, positive
 from qmargin.cli.doctor import installed_version
-from qmargin.cli.options import count, positive
+from qmargin.cli.options import count
 from qmargin.cli.tables import stage_progress
 from qmargin.training.distributed import find_device
 

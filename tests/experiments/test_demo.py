@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from helpers.experiments import TINY_DEMO
-from qmargin.cli.main import build_parser, main
+from qmargin.cli.commands import build_parser
+from qmargin.cli.main import main
 from qmargin.data.strokes import StrokeIdentities
 from qmargin.errors import ConfigError, DataError
 from qmargin.evaluation.result import read_result

@@ -57,10 +57,10 @@ class Running(Overwriting):
         """Do what is missing."""
         from qmargin.experiments.runner import RunOptions, complete
 
-        names = ("devices", "jobs", "storage", "overwrite")
-        given = {name: getattr(self, name) for name in names}
+        for name in ("devices", "jobs", "storage", "overwrite"):
+            options[name] = getattr(self, name)
         command = command_line(url=self.storage)
-        return complete(experiment, out, RunOptions(**given, command=command, **options))
+        return complete(experiment, out, RunOptions(command=command, **options))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,12 +82,11 @@ class Compare(Running):
     commit: str = option("of the code, for the page", default="", metavar="HASH")
 
     def run(self) -> None:
-        """Run the experiment; a signal ends it with the status of that signal, after saving."""
         if self.list:
             from qmargin.experiments.named import list_experiments
 
-            for name, words in list_experiments().items():
-                sys.stdout.write(f"{name:12}  {words}\n")
+            described = list_experiments().items()
+            sys.stdout.write("".join(f"{name:12}  {words}\n" for name, words in described))
             return
         if self.experiment is None or self.out is None:
             raise ConfigError("an experiment and --out are needed: qmargin compare NAME --out DIR")
@@ -160,7 +159,6 @@ class Sweep(Running):
     prune: bool = option("stop runs that are behind the median, by Optuna")
 
     def run(self) -> None:
-        """Run an experiment of one arm, which is searched and not tested."""
         from qmargin.experiments.experiment import sweep_experiment
 
         experiment = sweep_experiment(
@@ -206,7 +204,6 @@ class Demo(Command):
     device: Literal["auto", "cpu", "cuda"] = option("where to train", default="auto")
 
     def run(self) -> None:
-        """Run the demo; a signal ends it with the status of that signal, after saving."""
         from qmargin.experiments.demo import DemoOptions, run_demo
 
         run_demo(DemoOptions(**vars(self), command=command_line()))

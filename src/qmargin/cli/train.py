@@ -67,7 +67,6 @@ class Train(IndexPlace):
     )
 
     def run(self) -> None:
-        """Print the recipe, try it, or train by it."""
         if self.print_recipe and self.dry_run:
             raise ConfigError("--print-recipe and --dry-run are both given; choose one of them")
         recipe = self._find_recipe()

@@ -20,9 +20,15 @@ from qmargin.experiments.tables import search_table
 from qmargin.experiments.worlds import Drawn, Made
 from qmargin.metrics.bootstrap import Difference
 from qmargin.metrics.operating import sufficiency
-from qmargin.report.comparison import Repeats, difference_of_means, interval_of_mean, spread
 from qmargin.report.numbers import MISSING, power, probability, signed
-from qmargin.report.systems import Entry, load_panels
+from qmargin.report.systems import (
+    Entry,
+    Repeats,
+    difference_of_means,
+    interval_of_mean,
+    load_panels,
+    spread,
+)
 from qmargin.report.table import CellValue, Column, Number, Table
 
 FOCUS = "Q-Margin"  # compared with the best of the others

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 
 from qmargin.errors import BackendError
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """What dispatch looks at: nothing that needs the device to answer."""
 
     device: str
@@ -25,8 +24,7 @@ class Call:
     may_interpret: bool = False  # run kernels in Triton's interpreter: right, and very slow
 
 
-@dataclass(frozen=True)
-class Backend:
+class Backend(NamedTuple):
     """A module with the operations of the sparse head."""
 
     name: str
@@ -55,15 +53,16 @@ BACKENDS = (  # the first that can run wins
 
 def choose_backend(call: Call, name: str = "auto") -> Backend:
     """Return the named backend, or the first that can run; raise with every reason."""
-    reasons = {}
+    reasons = []
     for backend in BACKENDS:
         if name in ("auto", backend.name):
-            reasons[backend.name] = backend.why_not(call)
-            if reasons[backend.name] is None:
+            reason = backend.why_not(call)
+            if reason is None:
                 return backend
+            reasons.append(f"{backend.name}: {reason}")
     known = ", ".join(backend.name for backend in BACKENDS)
-    detail = "; ".join(f"{key}: {reason}" for key, reason in reasons.items())
-    raise BackendError(f"no backend {name!r} for this call ({detail or 'known: ' + known})")
+    detail = "; ".join(reasons) or f"known: {known}"
+    raise BackendError(f"no backend {name!r} for this call ({detail})")
 
 
 @lru_cache  # asked several times a step, and looking for triton on disk is slow
