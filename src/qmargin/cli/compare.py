@@ -92,7 +92,7 @@ class Compare(Running):
         if self.experiment is None or self.out is None:
             raise ConfigError("an experiment and --out are needed: qmargin compare NAME --out DIR")
         from qmargin.experiments.tables import results_page
-        from qmargin.training.checkpoint.folders import check_writable
+        from qmargin.training.checkpoint import check_writable
 
         experiment = self._find(self.experiment)
         if self.page is not None:
@@ -110,7 +110,7 @@ class Compare(Running):
     def _find(self, name: str) -> Experiment:
         from qmargin.experiments.experiment import read_experiment
         from qmargin.experiments.named import get_experiment
-        from qmargin.training.distributed.process import choose_device
+        from qmargin.training.distributed import choose_device
         from qmargin.training.recipe_files import apply_settings
 
         if name.endswith((".yaml", ".yml")):

@@ -36,7 +36,7 @@ from qmargin.files import write_atomically
 from qmargin.metrics.normalise import Moments
 from qmargin.metrics.operating import sufficiency
 from qmargin.training.build import build_backbone
-from qmargin.training.checkpoint.reader import open_checkpoint, read_backbone, read_prototypes
+from qmargin.training.checkpoint import open_checkpoint, read_backbone, read_prototypes
 from qmargin.training.loop import HookState
 from qmargin.training.recipe import Recipe
 

@@ -28,12 +28,16 @@ from qmargin.experiments.space import Point, described
 from qmargin.experiments.storage import Pruned, PruningReport, TrialRef
 from qmargin.experiments.worlds import World
 from qmargin.training.build import build_dataset
-from qmargin.training.checkpoint.folders import list_steps
-from qmargin.training.checkpoint.reader import is_damaged, open_checkpoint, read_backbone
+from qmargin.training.checkpoint import (
+    CHECKPOINTS,
+    is_damaged,
+    list_steps,
+    open_checkpoint,
+    read_backbone,
+)
 from qmargin.training.loop import open_run
 from qmargin.training.recipe import Recipe
 from qmargin.training.signals import Interrupted
-from qmargin.training.start import CHECKPOINTS
 
 RESULT = "result.json"
 NORMALISED = "result-as-norm.json"

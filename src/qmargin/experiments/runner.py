@@ -45,14 +45,14 @@ from qmargin.experiments.tables import PICTURES, check_outputs, write_final, wri
 from qmargin.experiments.worlds import Stored
 from qmargin.files import write_atomically
 from qmargin.schema import dump_yaml, flatten, load_yaml, read_text
-from qmargin.training.checkpoint.folders import check_writable
-from qmargin.training.distributed.process import choose_device
-from qmargin.training.lock import RunLock
+from qmargin.training.checkpoint import check_writable
+from qmargin.training.distributed import choose_device
 from qmargin.training.recipe import FREE, is_under
 from qmargin.training.recipe_files import apply_settings
 from qmargin.training.reporting import duration
 from qmargin.training.schedules import unreached
 from qmargin.training.signals import StopRequest
+from qmargin.training.start import RunLock
 
 RECORD = "experiment.yaml"
 FORMAT = {"format": "qmargin-experiment", "version": 1}

@@ -37,8 +37,8 @@ from qmargin.report.systems import (
 from qmargin.report.table import CellValue, Column, Number, Table
 from qmargin.report.tables import repeats_table
 from qmargin.report.write import ReportOptions, write_report
-from qmargin.training.journal import JOURNAL
 from qmargin.training.recipe import Recipe
+from qmargin.training.reporting import JOURNAL
 
 if TYPE_CHECKING:
     from qmargin.experiments.runner import Finished

@@ -23,7 +23,7 @@ from qmargin.experiments.runner import Finished, RunOptions, complete, read_reco
 from qmargin.experiments.space import with_point
 from qmargin.experiments.worlds import Drawn, Made
 from qmargin.registry import register_experiment
-from qmargin.training.distributed.process import choose_device
+from qmargin.training.distributed import choose_device
 
 MINUTES = 6.0
 SECONDS_BESIDES = 25.0  # start, drawing of samples, report
