@@ -279,7 +279,7 @@ def test_blocks(shape, alpha):
     operands = (batch.prepared.rounded, batch.copy, batch.labels, batch.num_classes)
     cosines = operands[0].double() @ batch.copy[: batch.num_classes].double().t()
     cosines.scatter_(1, batch.labels[:, None], -torch.inf)
-    largest, mass = blocks.log_sum_exp(*operands, scale)
+    largest, mass = blocks.log_sum_exp(operands, scale)
     torch.testing.assert_close(largest.double(), cosines.amax(1), atol=1e-6, rtol=0)
     shift = torch.where(largest == -torch.inf, 0.0, largest)
     gaps = scale * (cosines - shift[:, None].double())
@@ -291,20 +291,20 @@ def test_blocks(shape, alpha):
         level = torch.full_like(shift, 0.8)
         height = (0.8 + b * gaps).clamp_min(0.0)
         expected = height ** (1.0 / b)
-        sums = blocks.row_sums(*operands, shift, level, scale, b)
+        sums = blocks.row_sums(operands, shift, level, scale, b)
         slope = torch.where(height > 0, expected / height.clamp_min(1e-300), 0.0).sum(1)
         torch.testing.assert_close(sums[0], expected.sum(1), atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(sums[1], slope, atol=1e-4, rtol=1e-5)
     first = batch.num_classes // 3
     where = slice(first, max(first + 1, batch.num_classes * 4 // 5))
-    options = (where, shift, level, scale, b)
-    block = blocks.posterior_block(*operands, *options, with_sums=True)
+    options = (where, (shift, level), scale, b)
+    block = blocks.posterior_block(operands, *options, with_sums=True)
     width, expected = where.stop - where.start, expected[:, where]
     found = block.weights[:, :width].double() / blocks.FACTOR
     torch.testing.assert_close(found, expected, atol=1e-7, rtol=1e-3)
     assert not bool(block.weights[:, width:].any())
     _check_sums(block, expected, cosines[:, where], b)
-    assert torch.equal(blocks.posterior_block(*operands, *options).weights, block.weights)
+    assert torch.equal(blocks.posterior_block(operands, *options).weights, block.weights)
 
 
 def _check_sums(block, expected, cosines, b):
@@ -328,8 +328,8 @@ def test_weights_are_cut_off_at_the_largest_number():
     batch = Batch(300, 64, 5)
     operands = (batch.prepared.rounded, batch.copy, batch.labels, batch.num_classes)
     low = torch.full((5,), -2.0, device=DEVICE)
-    numbers = (slice(0, 300), low, torch.zeros_like(low), 64.0, 0.0)
-    weights = blocks.posterior_block(*operands, *numbers, with_sums=True).weights
+    numbers = (slice(0, 300), (low, torch.zeros_like(low)), 64.0, 0.0)
+    weights = blocks.posterior_block(operands, *numbers, with_sums=True).weights
     assert float(weights.max()) == torch.finfo(torch.float16).max
 
 

@@ -296,10 +296,10 @@ class FusedChunks(Chunks):
         self, shift: Tensor, level: Tensor, num_blocks: int = 1, **options: Any
     ) -> Iterator[tuple[slice, Any]]:
         """By some blocks at a time: classes, and the kernel's ``Weighed``."""
-        numbers = (shift, level, self.scale, self.b)
+        given = ((shift, level), self.scale, self.b)
         for where in self.ranges(num_blocks):
             # No name for the block here: it must be gone before the next is made.
-            yield where, self.kernels.posterior_block(*self.batch, where, *numbers, **options)
+            yield where, self.kernels.posterior_block(self.batch, where, *given, **options)
 
     def add_pull_(self, pulled: Tensor, weights: Tensor, where: slice, factor: float) -> None:
         """Add ``weights`` of a block, which has padding, times unit prototypes over ``factor``."""
@@ -310,7 +310,7 @@ class FusedChunks(Chunks):
         """See ``Chunks``; the pull goes along with the sums if it is not to be certain."""
         pulled = torch.zeros_like(self.embeddings) if pulls else None
         if is_certain or pulled is None:
-            top, mass = self.kernels.log_sum_exp(*self.batch, self.scale)
+            top, mass = self.kernels.log_sum_exp(self.batch, self.scale)
             if pulled is not None:  # in a pass of its own, now that the sums are known
                 shift = torch.where(top == -torch.inf, 0.0, top)
                 for where, block in self.weighed(shift, torch.zeros_like(shift), PULL_BLOCKS):
@@ -318,7 +318,7 @@ class FusedChunks(Chunks):
                     del block
             return SoftmaxSums(top, mass, pulled)
         first = min(GUESS_CLASSES, len(self.prototypes))
-        guess, _ = self.kernels.log_sum_exp(*self.batch[:3], first, self.scale)
+        guess, _ = self.kernels.log_sum_exp((*self.batch[:3], first), self.scale)
         guess = torch.where(guess == -torch.inf, 0.0, guess)
         options: dict[str, Any] = {"factor": GUESS_FACTOR, "with_sums": True}
         sums = []
@@ -336,7 +336,7 @@ class FusedChunks(Chunks):
 
     def row_sums(self, anchor: Tensor, level: Tensor) -> RowSums:
         shift, level = self.shifted(anchor, level)
-        return RowSums(*self.kernels.row_sums(*self.batch, shift, level, self.scale, self.b))
+        return RowSums(*self.kernels.row_sums(self.batch, shift, level, self.scale, self.b))
 
     def maxima(self) -> Tensor:
         """Maxima of sets of groups: fewer than of groups, and almost as good a bound."""

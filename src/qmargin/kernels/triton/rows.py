@@ -23,7 +23,6 @@ from torch import Tensor
 
 from qmargin.kernels.rows import Outcome
 from qmargin.kernels.solver import uses_slack
-from qmargin.kernels.triton.solve import settings_tensor
 
 CAPACITY = 4096  # entries of a row's list
 DEPTH = 8  # entries of a lane, before they are joined to the list
@@ -33,7 +32,7 @@ HEIGHT, SLACK, EXPONENTIAL = 0, 1, 2  # the form of a level
 
 
 @triton.jit
-def _log1p(x):
+def log1p(x):
     """``log(1 + x)``, accurate for a small ``x``."""
     series = x * (1.0 - x * (0.5 - x * (1.0 / 3.0 - x * (0.25 - x * (0.2 - x / 6.0)))))
     w = 1.0 + x
@@ -53,7 +52,7 @@ def _ratio(level, b, FORM: tl.constexpr, POWER: tl.constexpr):
     if FORM == 1:
         height = 1.0 + b * level
         safe = tl.where(height > 0, height, 1.0)
-        p = tl.where(height > 0, tl.exp(_log1p(b * level) / b), 0.0)
+        p = tl.where(height > 0, tl.exp(log1p(b * level) / b), 0.0)
         slope = p / safe
     elif POWER == 1:
         p = tl.maximum(level, 0.0)
@@ -80,9 +79,9 @@ def _change(mass, b, FORM: tl.constexpr):
 
 
 @triton.jit
-def _gain(r, log_target, b):
+def gain(r, log_target, b):
     """Cost of a target that lost the mass ``r``: ``kernels.solver.others_gain`` of one row."""
-    exact = -_expm1(b * log_target + _log1p(b * r)) / b
+    exact = -_expm1(b * log_target + log1p(b * r)) / b
     series = r * 0.0
     power = b * b * b * b * b * b * b * b * b * b * b  # b ** 11
     number = 12.0
@@ -291,8 +290,8 @@ def _solve_rows(
             own_ratio, _s = _ratio(own_level, b, FORM, 0)
             own = own_ratio * tl.exp(own_ref)
             log_own = tl.log(tl.where(own > 0, own, 1.0))
-            log_target = tl.where(r < 0.5, _log1p(-tl.minimum(r, 0.5)), log_own)
-            value = surplus + tl.exp(-b * own_ref) * _gain(r, log_target, b)
+            log_target = tl.where(r < 0.5, log1p(-tl.minimum(r, 0.5)), log_own)
+            value = surplus + tl.exp(-b * own_ref) * gain(r, log_target, b)
             own_height = own_level if FORM == 0 else 1.0 + b * own_level
             own_slack = own_level if FORM == 1 else (own_level - 1.0) / b
             missing = _expm1(-b * own_ref) / b - own_slack
@@ -362,7 +361,7 @@ def _solve_softmax(
     all_mass = tl.where(is_broken, float("nan"), all_mass)
     deficit = tl.exp(log_mass - all_mass)
     if HAS_TARGET:
-        value = tl.where(deficit < 0.5, -_log1p(-tl.minimum(deficit, 0.5)), all_mass - joint)
+        value = tl.where(deficit < 0.5, -log1p(-tl.minimum(deficit, 0.5)), all_mass - joint)
         value = tl.where(is_broken, float("nan"), value)
     else:
         value = anchor + all_mass
@@ -411,6 +410,12 @@ def _write_posterior(
     if HAS_TARGET:
         p = tl.where(at == tl.load(LABELS + row), 0.0, p)
     tl.store(OUT + row * k + at, p, mask=at < k)
+
+
+@lru_cache(maxsize=64)
+def settings_tensor(b: float, scale: float, device: torch.device) -> Tensor:
+    """Float64 numbers for kernels, whose plain float arguments are float32."""
+    return torch.tensor([b, scale], dtype=torch.float64, device=device)
 
 
 def _form(b: float) -> tuple[int, int]:
