@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from qmargin.cli.doctor import installed_version
-from qmargin.cli.options import named_path, new_file
+from qmargin.cli.options import named_path
 from qmargin.cli.tables import markdown_table, output_console, print_table
 from qmargin.errors import BackendError, ConfigError
 from qmargin.files import write_atomically
@@ -116,6 +116,24 @@ def current_commit() -> str | None:
     head = ask("rev-parse", "--short", "HEAD")
     is_changed = ask("status", "--porcelain", "src", "benchmarks")
     return head if head is None else head + ("+" if is_changed else "")
+
+
+def new_file(text: str) -> Path:
+    """A file to write at the end of long work, in a folder that is there at its beginning."""
+    path = named_path(text)
+    if path.is_dir() or not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(
+            f"{text} is not a file in an existing folder; make the folder first"
+        )
+    return path
+
+
+def positive(text: str) -> float:
+    """A finite number above 0."""
+    value = float(text)
+    if not 0.0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not a positive finite number")
+    return value
 
 
 def add_outputs(parser: argparse.ArgumentParser) -> None:

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qmargin.cli.options import named_path, new_file
+from benchmarks.common import new_file
+from qmargin.cli.options import named_path
 from qmargin.cli.tables import markdown_table
 from qmargin.files import write_atomically
 

@@ -18,8 +18,9 @@ from helpers.commands import run_command as run
 from helpers.registries import REGISTRIES, forget_registered
 from helpers.runs import losses
 from qmargin import registry
+from qmargin.cli.commands import build_parser
 from qmargin.cli.completion import candidates
-from qmargin.cli.main import build_parser, main
+from qmargin.cli.main import main
 from qmargin.data import open_dataset
 from qmargin.errors import ConfigError, DataError
 from qmargin.evaluation.result import read_result

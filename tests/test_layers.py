@@ -49,13 +49,14 @@ THIRD_PARTY = {  # the first entry that a file's path starts with
     "training": "torch numpy safetensors yaml",
     "recipes": "",
     "evaluation": "numpy scipy torch safetensors PIL pyannote",
-    "report/figures.py": "matplotlib PIL",
+    "report/figures.py": "matplotlib",
     "report/media.py": "PIL",
     "report/page.py": "jinja2 markupsafe",
-    "report/paper_figures.py": "matplotlib numpy PIL",
+    "report/paper.py": "matplotlib numpy",
     "report": "numpy",
-    "experiments/measure.py": "torch numpy PIL safetensors",
+    "experiments/measure.py": "torch numpy PIL",
     "experiments/pictures.py": "numpy PIL",
+    "experiments/run.py": "safetensors",
     "experiments/search.py": "optuna",
     "experiments/storage.py": "optuna sqlalchemy",
     "experiments": "torch numpy",
@@ -136,7 +137,7 @@ def test_importing_the_package_needs_torch_and_nothing_else() -> None:
 
 def test_parsing_arguments_does_not_import_torch() -> None:
     """``qmargin --help`` and ``--version`` must answer at once."""
-    loaded = modules_after("import qmargin.cli.main as m; m.build_parser()")
+    loaded = modules_after("import qmargin.cli.commands as m; m.build_parser()")
     assert not {"torch", "numpy", "scipy", "matplotlib", "rich"} & loaded
 
 

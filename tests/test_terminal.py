@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from qmargin.cli.main import main
-from qmargin.cli.tables import BarProgress, output_console, print_table, rich_bars
+from qmargin.cli.tables import output_console, print_table, stage_progress
 from qmargin.terminal import SafeStream, printable, safe_streams
 from qmargin.training.reporting import BarDisplay
 
@@ -74,9 +74,7 @@ def test_tables_elsewhere_have_escapes(capsys: pytest.CaptureFixture[str]) -> No
 def test_what_is_written_beside_a_progress_bar_is_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = terminal_for(monkeypatch)
     with safe_streams():
-        bars = rich_bars("")
-        assert bars is not None
-        with BarProgress(bars) as progress:
+        with stage_progress() as progress:
             progress(HOSTILE, 1, 2)
             sys.stderr.write(f"{HOSTILE} is left out\n")
             sys.stdout.write(f"{HOSTILE} is left out\n")

@@ -1,5 +1,9 @@
 """Everything this package raises or warns about on purpose."""
 
+from __future__ import annotations
+
+from collections.abc import Iterable
+
 
 class QMarginError(Exception):
     """Base of all our errors; catch it to catch every mistake we can name."""
@@ -39,3 +43,16 @@ class RankError(QMarginError, RuntimeError):
 
 class MarginWarning(UserWarning):
     """A loss is well defined, but its margin cannot be reached by any embedding."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """A question about the nearest known name, for messages; empty if none is near.
+
+    Examples:
+        >>> nearest("evalute", ["evaluate", "report"])
+        "did you mean 'evaluate'?"
+    """
+    from difflib import get_close_matches
+
+    close = get_close_matches(name, list(known), n=1)
+    return f"did you mean {close[0]!r}?" if close else ""

@@ -1,16 +1,13 @@
 """Extension points: what users add by name, in one place.
 
 Divergences, margins, backbones, readers, datasets, protocols, metrics, recipes and experiments are
-found by name. A name is added by one new file:
-
-- inside this package, a module of the registry's ``home`` that calls a ``register_*`` function;
-- in a package of yours, an entry point of the group ``qmargin.margins``, ``qmargin.backbones`` and
-  so on, which names the object::
+found by name. A name is added by a call of a ``register_*`` function, or its use as a decorator: in
+a module of the registry's ``home``, in a script or a notebook. A package of yours has an entry
+point of the group ``qmargin.margins``, ``qmargin.backbones`` and so on instead, which names the
+object::
 
     [project.entry-points."qmargin.margins"]
     mine = "my_package.margins:MyMargin"
-
-- in a script or a notebook, a call of a ``register_*`` function, or its use as a decorator.
 
 Importing this module imports neither torch nor numpy: homes and entry points are imported when a
 name is looked up or listed.
@@ -22,12 +19,11 @@ import re
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import partial
 from importlib import import_module
 from typing import Any, Generic, TypeVar, overload
 
-from qmargin.errors import ConfigError
+from qmargin.errors import ConfigError, nearest
 
 T = TypeVar("T")
 V = TypeVar("V")
@@ -62,7 +58,6 @@ class Registry(Generic[T]):
     Args:
         kind: Singular, for messages, such as ``"margin"``.
         home: Package whose modules register the built-in objects; imported on first use.
-        group: Group of entry points; ``qmargin.`` and the plural of ``kind`` unless given.
 
     Examples:
         >>> shapes = Registry("shape")
@@ -72,20 +67,15 @@ class Registry(Generic[T]):
         ...     return side * side
         >>> shapes.get("square")(3)
         9
-        >>> shapes.describe()
-        {'square': 'Area of a square.'}
-        >>> shapes.register("root", "math:sqrt")  # imported when it is used
-        >>> shapes.get("root")(9)
-        3.0
         >>> shapes.get("squar")
         Traceback (most recent call last):
             ...
-        qmargin.errors.ConfigError: no shape 'squar'; did you mean 'square'? known are square, root
+        qmargin.errors.ConfigError: no shape 'squar'; did you mean 'square'? known are square
     """
 
-    def __init__(self, kind: str, *, home: str | None = None, group: str | None = None) -> None:
+    def __init__(self, kind: str, *, home: str | None = None) -> None:
         self.kind = kind
-        self.group = group or f"qmargin.{kind}s"
+        self.group = f"qmargin.{kind}s"  # of entry points
         self._home = home
         self._is_home_imported = home is None
         self._importing: set[int] = set()  # threads that import the home
@@ -113,8 +103,7 @@ class Registry(Generic[T]):
                 return decorated
 
             return decorate
-        entry = _Entry(None, reference=value) if isinstance(value, str) else _Entry(value)
-        self._register(name, entry)
+        self._register(name, _Entry(None, value) if isinstance(value, str) else _Entry(value))
         return None
 
     def get(self, name: str) -> T:
@@ -128,11 +117,10 @@ class Registry(Generic[T]):
             self._find_entry_points()
         if name not in self._entries:
             known = list(self._entries)
-            close = get_close_matches(name, known, n=1)
-            hints = [f"did you mean {close[0]!r}?"] if close else []
-            if len(known) <= _LISTED or not close:
+            hints = [nearest(name, known)]
+            if len(known) <= _LISTED or not hints[0]:
                 hints.append(f"known are {', '.join(known) or 'none'}")
-            raise ConfigError(f"no {self.kind} {name!r}; {' '.join(hints)}")
+            raise ConfigError(f"no {self.kind} {name!r}; {' '.join(filter(None, hints))}")
         return self._loaded(name)
 
     def names(self) -> list[str]:
@@ -142,18 +130,14 @@ class Registry(Generic[T]):
         return list(self._entries)
 
     def describe(self) -> dict[str, str]:
-        """All names, each with the first line of its docstring.
-
-        An extension that cannot be imported is listed with the reason.
-        """
+        """All names, each with the first line of its docstring, or why it cannot be imported."""
         described = {}
         for name in self.names():
             try:
                 text = getattr(_unwrapped(self._loaded(name)), "__doc__", None) or ""
             except ConfigError as error:
-                described[name] = str(error)
-            else:
-                described[name] = text.strip().split("\n")[0]
+                text = str(error)
+            described[name] = text.strip().partition("\n")[0]
         return described
 
     def __contains__(self, name: object) -> bool:
@@ -168,10 +152,8 @@ class Registry(Generic[T]):
             self._import_home()  # so that a built-in name is refused here and now
         held = self._entries.get(name)
         if held is not None and not _may_replace(held, entry):
-            raise ConfigError(
-                f"a {self.kind} {name!r} is registered already, by {held.origin}; choose another "
-                "name"
-            )
+            by = f"registered already, by {held.origin}"
+            raise ConfigError(f"a {self.kind} {name!r} is {by}; choose another name")
         self._entries[name] = entry
 
     def _import_home(self) -> None:
@@ -217,12 +199,10 @@ class Registry(Generic[T]):
 
     def _loaded(self, name: str) -> T:
         entry = self._entries[name]
+        if entry.value is None and not entry.reference:
+            what = f"the packages {entry.package} both have a {self.kind} {name!r}"
+            raise ConfigError(f"{what}; remove one of them")
         if entry.value is None:
-            if not entry.reference:
-                raise ConfigError(
-                    f"the packages {entry.package} both have a {self.kind} {name!r}; remove one of "
-                    "them"
-                )
             module, _, attribute = entry.reference.partition(":")
             try:
                 value: Any = import_module(module)

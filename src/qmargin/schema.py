@@ -1,19 +1,14 @@
 """Frozen dataclasses from plain data (YAML, JSON, ``key=value``) and back, checked by annotations.
 
-There are two ways in, with one implementation:
-
-- ``decode`` reads *records* that a program wrote, such as results. Keys that a dataclass does not
-  know are ignored, because a later version may have added them; ``"inf"`` and ``"-inf"`` are
-  numbers. Errors are ``DataError``.
-- ``decode_settings`` reads what *people* write, such as recipes. Unknown keys are refused with the
-  nearest known one, numbers are finite, integers fit into 64 bits. Errors are ``ConfigError``.
-
-``encode`` is the way out of both. Every error begins with the path of the value, as in
+``decode`` reads *records* that a program wrote: unknown keys are ignored, because a later version
+may have added them, ``"inf"`` is a number, errors are ``DataError``. ``decode_settings`` reads what
+*people* write: unknown keys are refused with the nearest known one, numbers are finite, integers
+fit into 64 bits, errors are ``ConfigError``. Every error begins with the path of the value, as in
 ``optimizer.lr``.
 
 Annotations may be ``bool``, ``int``, ``float``, ``str``, ``Literal``, ``Any``, dataclasses, named
-tuples, ``tuple[...]``, ``dict[str, ...]`` and unions of these. A dataclass that has other ways of
-being written declares their keys in ``SHORTHANDS`` and turns them into fields in a class method
+tuples, ``tuple[...]``, ``dict[str, ...]`` and unions of these. A dataclass that can be written in
+other ways declares their keys in ``SHORTHANDS`` and turns them into fields in a class method
 ``expand``. A field with the metadata ``NEW`` leaves files and hashes without it as they were.
 """
 
@@ -24,49 +19,44 @@ import inspect
 import math
 import re
 import types
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import MISSING, dataclass, is_dataclass
-from difflib import get_close_matches
 from functools import cache
 from numbers import Integral, Real
 from pathlib import Path
 from reprlib import Repr
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from qmargin.errors import ConfigError, DataError, QMarginError
+from qmargin.errors import ConfigError, DataError, QMarginError, nearest
 from qmargin.files import open_regular
 
 T = TypeVar("T")
 
 Scalar = str | int | float | bool
-Option = Scalar | tuple[Scalar, ...]
-"""A value of an option: a scalar, or a short list of them, such as a shape."""
-Options = dict[str, Option]
-"""Options by name; names are identifiers."""
+Option = Scalar | tuple[Scalar, ...]  # a scalar, or a short list of them, such as a shape
+Options = dict[str, Option]  # by name; names are identifiers
 
-LARGEST_INTEGER = 2**63 - 1
-"""In either direction: of counts, seeds and everything that becomes a number of torch."""
-
+LARGEST_INTEGER = 2**63 - 1  # in either direction: counts and seeds become numbers of torch
 NEW = {"omit_default": True}
 """Metadata of a field that was added later: with its default it is in no file and in no hash."""
 
-_INFINITIES = {"inf": math.inf, "-inf": -math.inf}
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
+_INFINITIES = {"inf": math.inf, "-inf": -math.inf}
 _TOO_LARGE = "is too large"
 _NULLS = ("null", "none", "None")
+_WANTED = {bool: "true or false", int: "an integer", float: "a number", str: "a text"}
 
 
 class _Short(Repr):
-    """``repr`` of a part of a value, whatever its size."""
-
     def repr_int(self, x: int, level: int) -> str:
-        """Digits, of a number that has few of them."""
         bits = x.bit_length()
         return super().repr_int(x, level) if bits < 100 else f"an integer of {bits} bits"
 
 
 short = _Short().repr
-"""A short ``repr``, for messages."""
+"""A short ``repr`` of values of any size, for messages."""
 
 
 def fields_of(part: Any) -> Iterator[tuple[str, Any]]:
@@ -79,10 +69,6 @@ def fields_of(part: Any) -> Iterator[tuple[str, Any]]:
 
 def encode(value: Any, where: str) -> Any:
     """What ``json.dumps`` takes with ``allow_nan=False``; a NaN becomes None.
-
-    Args:
-        value: A dataclass, or something that its fields may hold.
-        where: Named in errors.
 
     Examples:
         >>> encode((1.5, float("inf"), None, float("nan")), "values")
@@ -120,21 +106,14 @@ def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
         inner = value.items()
     else:
         return {prefix: value}
-    start = f"{prefix}." if prefix else ""
     found: dict[str, Any] = {}
     for name, item in inner:
-        found |= flatten(item, f"{start}{name}")
+        found |= flatten(item, f"{prefix}.{name}" if prefix else name)
     return found
 
 
-def decode(kind: Any, value: Any, where: str, *, refuse_unknown: bool = False) -> Any:
+def decode(kind: Any, value: Any, where: str) -> Any:
     """A record of the annotated type ``kind`` from parsed JSON.
-
-    Args:
-        kind: A dataclass, or another annotation.
-        value: What ``json.loads`` returned.
-        where: Named in errors, with the path inside.
-        refuse_unknown: Whether keys that a dataclass does not know are an error.
 
     Examples:
         >>> decode(tuple[float, ...], [1, "-inf"], "values")
@@ -144,7 +123,7 @@ def decode(kind: Any, value: Any, where: str, *, refuse_unknown: bool = False) -
         ...
         qmargin.errors.DataError: count is 'many', not an integer
     """
-    return _Decoder(DataError, refuse_unknown, is_written=False).read(kind, value, where)
+    return _Decoder(DataError).read(kind, value, where)
 
 
 def decode_settings(kind: Any, value: Any, where: str = "") -> Any:
@@ -162,7 +141,7 @@ def decode_settings(kind: Any, value: Any, where: str = "") -> Any:
         ...
         qmargin.errors.ConfigError: opt.decai is unknown, did you mean 'decay'? known are lr, decay
     """
-    return _Decoder(ConfigError, refuse_unknown=True, is_written=True).read(kind, value, where)
+    return _Decoder(ConfigError, is_written=True).read(kind, value, where)
 
 
 def check_fields(part: Any) -> None:
@@ -170,32 +149,28 @@ def check_fields(part: Any) -> None:
 
     A whole number is a number, a list is a tuple; a truth value is never a number.
     """
-    decoder = _Decoder(ConfigError, refuse_unknown=True, is_written=False)
     for name, hint in hints_of(type(part)).items():
-        object.__setattr__(part, name, decoder.read(hint, getattr(part, name), name))
+        value = _Decoder(ConfigError).read(hint, getattr(part, name), name)
+        object.__setattr__(part, name, value)
 
 
 @dataclass(frozen=True)
 class _Decoder:
-    """One reading: which error it raises, and what it takes.
-
-    Attributes:
-        error: Class of the errors; with ``ConfigError`` numbers are finite and bounded.
-        refuse_unknown: Whether unknown keys are an error.
-        is_written: Whether the text of a number is a number: YAML 1.1 takes 1e-3, which has no
-            point, for a text.
-    """
+    """One reading: ``ConfigError`` is strict, about unknown keys and the range of numbers."""
 
     error: type[QMarginError]
-    refuse_unknown: bool
-    is_written: bool
+    is_written: bool = False  # a text can be a number: YAML 1.1 takes 1e-3 for a text
+
+    @property
+    def is_strict(self) -> bool:
+        return self.error is ConfigError
 
     def read(self, kind: Any, value: Any, where: str) -> Any:
         origin, arguments = get_origin(kind), get_args(kind)
         if kind is Any:
             return value
         if origin in (types.UnionType, Union):
-            return self._union(kind, value, where)
+            return self._union(arguments, value, where)
         if origin is Literal:
             if not isinstance(value, str):
                 self._refuse(value, where, f"one of {', '.join(arguments)}")
@@ -211,32 +186,33 @@ class _Decoder:
             return self._dict(kind, value, where)
         return self._scalar(kind, value, where)
 
-    def _union(self, kind: Any, value: Any, where: str) -> Any:
-        members = [member for member in get_args(kind) if member is not types.NoneType]
-        if value is None and len(members) < len(get_args(kind)):
+    def _union(self, members: tuple[Any, ...], value: Any, where: str) -> Any:
+        if value is None and types.NoneType in members:
             return None
+        members = tuple(member for member in members if member is not types.NoneType)
         if len(members) == 1:
             return self.read(members[0], value, where)
-        # A text stays a text: it is a number only where nothing but a number is expected.
-        exact = dataclasses.replace(self, is_written=False)
-        wanted = []
+        exact = _Decoder(self.error)  # a text is a number only where nothing else is expected
         for member in members:
             try:
                 return exact.read(member, value, where)
             except self.error as error:
                 if _TOO_LARGE in str(error):
                     raise
-                wanted.append(_WANTED.get(member, "a list"))
-        return self._refuse(value, where, " or ".join(wanted))
+        wanted = " or ".join(_WANTED.get(member, "a list") for member in members)
+        return self._refuse(value, where, wanted)
 
     def _dataclass(self, kind: type, value: Any, where: str) -> Any:
         if not isinstance(value, Mapping):
             self._refuse(value, where or "the file", "an object of keys and values")
         hints = hints_of(kind)
         shorthands: tuple[str, ...] = getattr(kind, "SHORTHANDS", ())
-        if self.refuse_unknown:
-            for name in value:
-                self._check_key(name, [*shorthands, *hints], where)
+        known = [*shorthands, *hints]
+        for name in value if self.is_strict else ():
+            if name not in known:
+                text = name if isinstance(name, str) else repr(name)
+                place = _inside(where, short(text)[1:-1])
+                raise self.error(f"{place} is unknown, {suggest(text, known)}")
         if shorthands:
             expand: Callable[[Mapping[str, Any]], Mapping[str, Any]] = kind.expand  # type: ignore[attr-defined]
             value = self._located(where, lambda: expand(value))
@@ -253,12 +229,6 @@ class _Decoder:
         if missing:
             raise self.error(f"{', '.join(missing)} is missing; give a value")
         return self._located(where, lambda: kind(**found))
-
-    def _check_key(self, name: Any, known: list[str], where: str) -> None:
-        if name in known:
-            return
-        text = name if isinstance(name, str) else repr(name)
-        raise self.error(f"{_inside(where, short(text)[1:-1])} is unknown, {suggest(text, known)}")
 
     def _located(self, where: str, make: Callable[[], T]) -> T:
         """Run checks of a dataclass, whose errors begin with the name of a field."""
@@ -289,53 +259,29 @@ class _Decoder:
         return {key: self.read(inner, item, _inside(where, key)) for key, item in value.items()}
 
     def _scalar(self, kind: Any, value: Any, where: str) -> Any:
-        is_number = isinstance(value, Real) and not isinstance(value, bool)
-        if kind in (int, float) and isinstance(value, Integral):
-            self._check_size(int(value), where)
+        if kind in (bool, str) and isinstance(value, kind):
+            return value
         if kind is float and isinstance(value, str):
             if self.is_written and NUMBER.fullmatch(value):
                 return float(value)
-            if not self._is_strict and value in _INFINITIES:
+            if not self.is_strict and value in _INFINITIES:
                 return _INFINITIES[value]
-        if kind is float and is_number:
-            number = _as_float(value)
-            if math.isfinite(number):
-                return number
-            wanted = "a finite number" if self._is_strict else "a number that a float64 holds"
-            return self._refuse(value, where, wanted)
-        if kind is int and is_number and isinstance(value, Integral):
-            return int(value)
-        if kind in (bool, str) and isinstance(value, kind):
-            return value
-        wanted = "a finite number" if kind is float and self._is_strict else _WANTED[kind]
-        return self._refuse(value, where, wanted)
-
-    @property
-    def _is_strict(self) -> bool:
-        return self.error is ConfigError
-
-    def _check_size(self, value: int, where: str) -> None:
-        """Refuse an integer that no number of torch can hold; its digits may be without end."""
-        if self._is_strict and abs(value) > LARGEST_INTEGER:
-            raise self.error(f"{where} {_TOO_LARGE}: {short(value)}; the most is {LARGEST_INTEGER}")
+        is_number = isinstance(value, Real) and not isinstance(value, bool)
+        if kind in (int, float) and is_number:
+            if isinstance(value, Integral):
+                if self.is_strict and abs(int(value)) > LARGEST_INTEGER:
+                    text = f"{short(int(value))}; the most is {LARGEST_INTEGER}"
+                    raise self.error(f"{where} {_TOO_LARGE}: {text}")
+                if kind is int:
+                    return int(value)
+            with suppress(OverflowError):  # an integer of hundreds of digits
+                if kind is float and math.isfinite(float(value)):
+                    return float(value)
+        is_finite = kind is float and (self.is_strict or is_number)
+        return self._refuse(value, where, "a finite number" if is_finite else _WANTED[kind])
 
     def _refuse(self, value: Any, where: str, wanted: str) -> Any:
         raise self.error(f"{where} is {short(value)}, not {wanted}")
-
-
-_WANTED: dict[Any, str] = {
-    bool: "true or false",
-    int: "an integer",
-    float: "a number",
-    str: "a text",
-}
-
-
-def _as_float(value: Any) -> float:
-    try:
-        return float(value)
-    except OverflowError:  # an integer of hundreds of digits
-        return math.inf
 
 
 def _inside(where: str, name: str) -> str:
@@ -357,12 +303,11 @@ hints_of: Callable[[Any], dict[str, Any]] = cache(_hints)
 """Annotations of the fields of a dataclass, as types."""
 
 
-def optional_of(hint: Any) -> Any:
+def _optional_of(hint: Any) -> Any:
     """The type inside ``T | None``; any other annotation unchanged."""
-    if get_origin(hint) not in (Union, types.UnionType):
-        return hint
     members = [member for member in get_args(hint) if member is not types.NoneType]
-    return members[0] if len(members) == 1 else hint
+    is_union = get_origin(hint) in (Union, types.UnionType)
+    return members[0] if is_union and len(members) == 1 else hint
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
@@ -373,21 +318,13 @@ def suggest(name: str, known: Iterable[str]) -> str:
         "did you mean 'cosine'? known are step, cosine"
     """
     known = list(known)
-    close = get_close_matches(name, known, n=1)
-    hint = f"did you mean {close[0]!r}?" if close else "nothing is like it;"
-    return f"{hint} known are {', '.join(known) or 'none'}"
+    return f"{nearest(name, known) or 'nothing is like it;'} known are {', '.join(known) or 'none'}"
 
 
 def check_known(
     name: str, known: Iterable[str], what: str, *, error: type[QMarginError] = ConfigError
 ) -> None:
-    """Refuse a name that is not known, with the nearest that is.
-
-    Examples:
-        >>> check_known("cosin", ["step", "cosine"], "kind")
-        Traceback (most recent call last):
-        qmargin.errors.ConfigError: kind is 'cosin', did you mean 'cosine'? known are step, cosine
-    """
+    """Refuse a name that is not known, with the nearest that is."""
     known = list(known)
     if name not in known:
         raise error(f"{what} is {short(name)}, {suggest(name, known)}")
@@ -402,19 +339,15 @@ def check_options(
 ) -> None:
     """Refuse options that a function does not take by name, and a function that needs more.
 
-    Args:
-        options: By name.
-        taker: Function or class that will get them.
-        what: Key of the options, which begins the error.
-        given: Arguments that it gets from elsewhere, and not from the options.
+    Errors begin with the key ``what``. Arguments in ``given`` come from elsewhere.
     """
     parameters = inspect.signature(taker).parameters.values()
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     wanted = {
         parameter.name: parameter
         for parameter in parameters
         if parameter.name not in given and parameter.kind is not parameter.VAR_KEYWORD
     }
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     for name in options:
         if name in given or (name not in wanted and not takes_any):
             raise ConfigError(f"{what}.{name} is unknown, {suggest(name, wanted)}")
@@ -445,30 +378,24 @@ def check_range(
 # --- YAML ---------------------------------------------------------------------------------------
 
 MAX_BYTES = 100_000  # a recipe has about two thousand
-MAX_VALUES = 5000
-MAX_LENGTH = 10_000  # of one of them; paths have at most 4096
 MAX_ALIASES = 10
-MAX_DEPTH = 20
+_MAX_VALUES = 5000
+_MAX_LENGTH = 10_000  # of one of them; paths have at most 4096
+_MAX_DEPTH = 20
 
 
 def read_text(path: Path | str) -> str:
-    """Text of a small YAML file.
-
-    Raises:
-        ConfigError: It cannot be read, is too large, or not UTF-8.
-    """
-    path = Path(path)
+    """Text of a small YAML file."""
     try:
         with open_regular(path) as file:
             content = file.read(MAX_BYTES + 1)
+        if len(content) > MAX_BYTES:
+            raise ConfigError(f"{path} has over {MAX_BYTES:,} bytes; this is another kind of file")
+        return content.decode("utf-8")
     except DataError as error:
         raise ConfigError(str(error)) from error
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error.strerror}); give a YAML file") from error
-    if len(content) > MAX_BYTES:
-        raise ConfigError(f"{path} has over {MAX_BYTES:,} bytes; this is another kind of file")
-    try:
-        return content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 text; save it as such ({error})") from error
 
@@ -482,15 +409,19 @@ def load_yaml(text: str) -> Any:
     """
     import yaml
 
+    if len(text) > MAX_BYTES:
+        raise ConfigError(f"the text has {len(text):,} characters; the most is {MAX_BYTES:,}")
     try:
         _check_events(text)
         loader = yaml.SafeLoader(text)
         node = loader.get_single_node()
-        _check_keys(node, set())
-        return None if node is None else loader.construct_document(node)
+        if node is None:
+            return None
+        _check_nodes(node)
+        return loader.construct_document(node)
+    except ConfigError:
+        raise
     except (yaml.YAMLError, ValueError) as error:
-        if isinstance(error, ConfigError):
-            raise
         message = " ".join(str(error).split())
         raise ConfigError(f"the YAML cannot be read ({message}); mend it there") from error
 
@@ -502,12 +433,11 @@ def dump_yaml(values: Any) -> str:
     class Dumper(yaml.SafeDumper):  # type: ignore[misc]
         """Writes text with line breaks or control characters in escapes: YAML would fold them."""
 
-    Dumper.add_representer(
-        str,
-        lambda dumper, text: dumper.represent_scalar(
-            "tag:yaml.org,2002:str", text, style=None if text.isprintable() else '"'
-        ),
-    )
+    def represent(dumper: Any, text: str) -> Any:
+        style = None if text.isprintable() else '"'
+        return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+    Dumper.add_representer(str, represent)
     text: str = yaml.dump(values, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=100)
     return text
 
@@ -516,8 +446,6 @@ def _check_events(text: str) -> None:
     """Caps, before anything is built."""
     import yaml
 
-    if len(text) > MAX_BYTES:
-        raise ConfigError(f"the text has {len(text):,} characters; the most is {MAX_BYTES:,}")
     depth = num_aliases = 0
     for number, event in enumerate(yaml.parse(text, Loader=yaml.SafeLoader)):
         num_aliases += isinstance(event, yaml.AliasEvent)
@@ -525,41 +453,38 @@ def _check_events(text: str) -> None:
         depth -= isinstance(event, yaml.CollectionEndEvent)
         length = len(event.value) if isinstance(event, yaml.ScalarEvent) else 0
         for count, most, what in (
-            (number, MAX_VALUES, "keys and values"),
-            (length, MAX_LENGTH, "characters in a value"),
+            (number, _MAX_VALUES, "keys and values"),
+            (length, _MAX_LENGTH, "characters in a value"),
             (num_aliases, MAX_ALIASES, "aliases"),
-            (depth, MAX_DEPTH, "levels"),
+            (depth, _MAX_DEPTH, "levels"),
         ):
             if count > most:
                 raise ConfigError(f"the YAML has over {most:,} {what}; write less")
 
 
-def _check_keys(node: Any, seen: set[int]) -> None:
+def _check_nodes(root: Any) -> None:
     """Refuse a key that is given twice, of which YAML would silently take the last.
 
     ``8:32`` stays a text, which a range is; YAML 1.1 takes it for a number in base 60.
     """
     import yaml
 
-    if node is None or id(node) in seen:
-        return
-    if isinstance(node, yaml.ScalarNode):
-        if node.tag.endswith((":int", ":float")) and ":" in node.value:
+    todo, seen = [root], set[int]()
+    while todo:
+        node = todo.pop()
+        if id(node) in seen:
+            continue
+        seen.add(id(node))
+        if isinstance(node, yaml.SequenceNode):
+            todo += node.value
+        elif isinstance(node, yaml.MappingNode):
+            todo += [part for pair in node.value for part in pair]
+            keys = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
+            for key, times in keys.items():
+                if times > 1:
+                    raise ConfigError(f"the key {short(key)} is given twice; keep one of them")
+        elif node.tag.endswith((":int", ":float")) and ":" in node.value:
             node.tag = "tag:yaml.org,2002:str"
-        return
-    seen.add(id(node))
-    if isinstance(node, yaml.SequenceNode):
-        for inner in node.value:
-            _check_keys(inner, seen)
-        return
-    keys: set[str] = set()
-    for key, inner in node.value:
-        if isinstance(key, yaml.ScalarNode):
-            if key.value in keys:
-                raise ConfigError(f"the key {short(key.value)} is given twice; keep one of them")
-            keys.add(key.value)
-        _check_keys(key, seen)
-        _check_keys(inner, seen)
 
 
 # --- key=value ----------------------------------------------------------------------------------
@@ -579,16 +504,10 @@ def split_setting(setting: str) -> tuple[str, str]:
 
 
 def set_value(values: dict[str, Any], kind: Any, key: str, text: str) -> None:
-    """Put what a text means under a dotted key of the plain values of a dataclass.
+    """Put what a text means under a dotted key of ``values``, the encoded dataclass ``kind``.
 
     ``null`` clears an optional value or section, a list is ``[7, 13]``. Values are checked when the
     dataclass is decoded.
-
-    Args:
-        values: As ``encode`` makes them; changed in place.
-        kind: The dataclass.
-        key: As in ``optimizer.lr``.
-        text: The value.
     """
     *sections, last = key.split(".")
     where, walked, hint = values, "", kind
@@ -599,10 +518,17 @@ def set_value(values: dict[str, Any], kind: Any, key: str, text: str) -> None:
             where[name] = {}
         where = where[name]
     hint = _inner(hint, last, walked)
-    is_section = is_dataclass(hint) or get_origin(hint) is dict
-    if is_section and text not in _NULLS:
+    is_dict = get_origin(hint) is dict
+    if text in _NULLS:
+        where[last] = {} if is_dict else None
+    elif is_dict or is_dataclass(hint):
         raise ConfigError(f"{key} is a section; set a key inside it, as in {key}.NAME=VALUE")
-    where[last] = ({} if get_origin(hint) is dict else None) if is_section else _meaning(text, hint)
+    elif hint is str or get_origin(hint) is Literal:
+        where[last] = text
+    else:
+        value = load_yaml(text)
+        is_number = isinstance(value, str) and NUMBER.fullmatch(value)
+        where[last] = float(value) if is_number and (hint == Option or hint is Any) else value
 
 
 def _inner(hint: Any, name: str, walked: str) -> Any:
@@ -614,31 +540,11 @@ def _inner(hint: Any, name: str, walked: str) -> Any:
     hints, shorthands = hints_of(hint), getattr(hint, "SHORTHANDS", ())
     if name in shorthands:
         return Any
-    if name not in hints:
-        homes = [] if walked else _homes(hint, name)
-        if homes:
-            raise ConfigError(f"{name} is not a key of its own; did you mean {homes[0]}?")
-        known = suggest(name, [*shorthands, *hints])
-        raise ConfigError(f"{_inside(walked, name)} is unknown, {known}")
-    return optional_of(hints[name])
-
-
-def _homes(kind: Any, name: str) -> list[str]:
-    """Dotted keys of the sections that have a key of this name."""
-    parts = {section: optional_of(hint) for section, hint in hints_of(kind).items()}
-    return [
-        f"{section}.{name}"
-        for section, part in parts.items()
-        if is_dataclass(part) and name in (*hints_of(part), *getattr(part, "SHORTHANDS", ()))
-    ]
-
-
-def _meaning(text: str, hint: Any) -> Any:
-    """What a text means where a value of this annotation is expected."""
-    if text in _NULLS:
-        return None
-    if hint is str or get_origin(hint) is Literal:
-        return text
-    value = load_yaml(text)
-    is_number = isinstance(value, str) and NUMBER.fullmatch(value)
-    return float(value) if is_number and (hint == Option or hint is Any) else value
+    if name in hints:
+        return _optional_of(hints[name])
+    for section, part in hints.items() if not walked else ():
+        part = _optional_of(part)
+        if is_dataclass(part) and name in (*hints_of(part), *getattr(part, "SHORTHANDS", ())):
+            raise ConfigError(f"{name} is not a key of its own; did you mean {section}.{name}?")
+    known = suggest(name, [*shorthands, *hints])
+    raise ConfigError(f"{_inside(walked, name)} is unknown, {known}")

@@ -1,7 +1,4 @@
-"""Text on a terminal: names and messages from files and servers cannot steer it.
-
-Every package may use this; it needs nothing but Python, and rich where that is installed.
-"""
+"""Text on a terminal: names and messages from files and servers cannot steer it."""
 
 from __future__ import annotations
 
@@ -18,9 +15,7 @@ if TYPE_CHECKING:
 
 
 def printable(text: str, *, keep: str = "") -> str:
-    r"""Text with escapes for control characters, bidirectional overrides and stray bytes.
-
-    Characters in ``keep`` stay as they are.
+    r"""Text with escapes for control characters other than ``keep``, overrides and stray bytes.
 
     Examples:
         >>> print(printable("a\x1b[31mb\r\u202ec"))
@@ -29,23 +24,13 @@ def printable(text: str, *, keep: str = "") -> str:
     if text.isprintable():
         return text
     return "".join(
-        character
-        if character.isprintable() or character in keep
-        else character.encode("unicode_escape").decode("ascii")
-        for character in text
+        one if one.isprintable() or one in keep else one.encode("unicode_escape").decode("ascii")
+        for one in text
     )
 
 
 class SafeStream:
-    r"""A text stream that escapes all but printable characters, line ends and tabs.
-
-    Examples:
-        >>> import io
-        >>> stream = SafeStream(io.StringIO())
-        >>> _ = stream.write("one\x07\n")
-        >>> stream.getvalue()
-        'one\\x07\n'
-    """
+    """A text stream that escapes all but printable characters, line ends and tabs."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -73,10 +58,7 @@ class _OneLine(logging.Formatter):
 
 @contextmanager
 def safe_streams() -> Iterator[None]:
-    """Standard output and standard error show what steers a terminal as escapes.
-
-    So do messages of ``logging`` that no handler of the user takes.
-    """
+    """Escape what steers a terminal, in both streams and in ``logging`` without a handler."""
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = _safe(sys.stdout), _safe(sys.stderr)
     handler = logging.lastResort

@@ -10,7 +10,7 @@ import pytest
 
 from helpers.commands import parse_command, run_command
 from helpers.speakers import make_speakers
-from qmargin.cli.tables import PlainProgress, stage_progress
+from qmargin.cli.tables import line_progress, stage_progress
 from qmargin.errors import ConfigError, DataError, ProtocolError
 from qmargin.evaluation.embed import write_embedding_file
 from qmargin.evaluation.result import Result, read_result
@@ -144,7 +144,7 @@ def test_names_cannot_steer_the_terminal(folder: Path, capsys: pytest.CaptureFix
 
 def test_progress_is_a_line_now_and_then_outside_a_terminal() -> None:
     stream, seconds = io.StringIO(), iter([0.0, 4.0, 6.0, 7.0, 7.5])
-    progress = PlainProgress(stream, clock=lambda: next(seconds))
+    progress = line_progress(stream, clock=lambda: next(seconds))
     for done in (1, 2, 3, 4):
         progress("scoring", done, 4)
     progress("bootstrap", 1, 4)

@@ -13,8 +13,9 @@ import pytest
 
 import benchmarks
 from qmargin.cli import doctor
+from qmargin.cli.commands import build_parser
 from qmargin.cli.completion import candidates
-from qmargin.cli.main import build_parser, main
+from qmargin.cli.main import main
 from qmargin.cli.options import Parser, commands_of, described
 
 ROOT = Path(__file__).parents[2]

@@ -37,8 +37,7 @@ from qmargin.evaluation.evaluate import EvaluationOptions
 from qmargin.evaluation.model import load_model
 from qmargin.evaluation.protocols.speakers import evaluate_speakers
 from qmargin.evaluation.trials import read_trials
-from qmargin.models.speaker_parts import SpeakerInput
-from qmargin.models.speaker_resnet import SpeakerResNet
+from qmargin.models.speaker import SpeakerInput, SpeakerResNet
 
 
 @pytest.fixture

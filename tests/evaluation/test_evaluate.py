@@ -367,7 +367,7 @@ class TestRegisteredMetrics:
 
     @pytest.fixture(autouse=True)
     def _registry(self, monkeypatch):
-        monkeypatch.setattr(registry, "metrics", Registry("metric", group="qmargin.test_metrics"))
+        monkeypatch.setattr(registry, "metrics", Registry("test_metric"))
         registry.metrics.register("distance", self.distance)
         registry.metrics.register("extremes", self.extremes)
 

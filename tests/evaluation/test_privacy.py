@@ -15,7 +15,7 @@ from helpers.model_directories import make_model
 from helpers.results import synthetic_result
 from helpers.runs import tiny_recipe
 from helpers.speakers import make_speakers
-from qmargin.cli.main import build_parser
+from qmargin.cli.commands import build_parser
 from qmargin.evaluation.export import export_run
 from qmargin.evaluation.result import Source, read_result, without_paths, write_result
 from qmargin.files import without_folders

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from functools import cache
 
 import benchmarks
-from qmargin.cli.main import build_parser, main
+from qmargin.cli.commands import build_parser
+from qmargin.cli.main import main
 
 PROGRAMS = {
     ("qmargin",): cache(build_parser),

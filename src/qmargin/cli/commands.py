@@ -6,16 +6,14 @@ import argparse
 from functools import partial
 
 import qmargin
-from qmargin.cli import evaluate_protocols as protocols
+from qmargin.cli import data, evaluate_protocols, evaluate_scores
 from qmargin.cli.compare import Compare, Demo, Sweep
-from qmargin.cli.completion import add_completion
-from qmargin.cli.data import add_data
+from qmargin.cli.completion import Completion
 from qmargin.cli.doctor import Doctor
 from qmargin.cli.embed import Embed
 from qmargin.cli.evaluate import add_protocols
-from qmargin.cli.evaluate_scores import AllPairs, Scores, Trials
 from qmargin.cli.export import Export
-from qmargin.cli.options import Command, Commands, Parser, add_command, add_group
+from qmargin.cli.options import Command, Commands, Parser, add_command
 from qmargin.cli.paper import Paper
 from qmargin.cli.recipes import List, Recipes
 from qmargin.cli.report import Report
@@ -23,13 +21,35 @@ from qmargin.cli.train import Train
 from qmargin.cli.verify import Verify
 
 EVALUATIONS: dict[str, type[Command]] = {
-    "scores": Scores,
-    "trials": Trials,
-    "all-pairs": AllPairs,
-    "lfw": protocols.Lfw,
-    "ijb": protocols.Ijb,
-    "pairs": protocols.Pairs,
-    "voxceleb": protocols.VoxCeleb,
+    "scores": evaluate_scores.Scores,
+    "trials": evaluate_scores.Trials,
+    "all-pairs": evaluate_scores.AllPairs,
+    "lfw": evaluate_protocols.Lfw,
+    "ijb": evaluate_protocols.Ijb,
+    "pairs": evaluate_protocols.Pairs,
+    "voxceleb": evaluate_protocols.VoxCeleb,
+}
+COMMANDS: dict[str, type[Command] | dict[str, type[Command]]] = {
+    "demo": Demo,
+    "train": Train,
+    "compare": Compare,
+    "sweep": Sweep,
+    "recipes": Recipes,
+    "list": List,
+    "doctor": Doctor,
+    "evaluate": EVALUATIONS,
+    "report": Report,
+    "paper": Paper,
+    "data": data.ACTIONS,
+    "check-data": data.CheckData,
+    "embed": Embed,
+    "verify": Verify,
+    "export": Export,
+    "completion": Completion,
+}
+GROUPS = {  # help of commands that consist of others, and what these are called
+    "evaluate": ("measure a verification system, with intervals", "what to evaluate", "WHAT"),
+    "data": ("get, index and convert images and recordings, align faces", "what to do", "ACTION"),
 }
 
 
@@ -40,36 +60,21 @@ def build_parser() -> argparse.ArgumentParser:
         >>> build_parser().parse_args(["train", "debug", "--out", "run"]).recipe
         'debug'
     """
-    parser: argparse.ArgumentParser = Parser(
+    parser = Parser(
         prog="qmargin",
         description="Alpha-divergence losses with probabilistic margins (Q-Margin).",
     )
     parser.add_argument("--version", action="version", version=f"qmargin {qmargin.__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    add_command(commands, "demo", Demo)
-    add_command(commands, "train", Train)
-    add_command(commands, "compare", Compare)
-    add_command(commands, "sweep", Sweep)
-    add_command(commands, "recipes", Recipes)
-    add_command(commands, "list", List)
-    add_command(commands, "doctor", Doctor)
-    add_evaluate(commands)
-    add_command(commands, "report", Report)
-    add_command(commands, "paper", Paper)
-    add_data(commands)
-    add_command(commands, "embed", Embed)
-    add_command(commands, "verify", Verify)
-    add_command(commands, "export", Export)
-    add_completion(commands)
+    commands: Commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for name, command in COMMANDS.items():
+        if not isinstance(command, dict):
+            add_command(commands, name, command)
+            continue
+        help, title, metavar = GROUPS[name]
+        group = commands.add_parser(name, help=help)
+        below: Commands = group.add_subparsers(title=title, metavar=metavar, required=True)
+        for inner, part in command.items():
+            add_command(below, inner, part)
+        if command is EVALUATIONS:
+            group.add_extensions = partial(add_protocols, below, EVALUATIONS)
     return parser
-
-
-def add_evaluate(commands: Commands) -> None:
-    """Add ``evaluate`` and all its kinds."""
-    help = "measure a verification system, with intervals"
-    kinds = add_group(commands, "evaluate", help, title="what to evaluate", metavar="WHAT")
-    for name, command in EVALUATIONS.items():
-        add_command(kinds, name, command)
-    parser = commands.choices["evaluate"]
-    if isinstance(parser, Parser):
-        parser.add_extensions = partial(add_protocols, kinds, EVALUATIONS)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
 
-from qmargin.cli.options import Parser, commands_of
+from qmargin.cli.options import Command, Parser, argument, commands_of, option
 
 _SCRIPTS = {  # each asks this program, so that it knows what the installed version knows
     "bash": r"""_qmargin() {
@@ -37,37 +39,27 @@ _HOW = """to use it now, and in every new shell by the same line in its start fi
 """
 
 
-def add_completion(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command to a parser."""
-    parser = commands.add_parser(
-        "completion",
-        help="a script that completes commands and options in a shell",
-        description="Write a script that completes commands, options and their values.",
-        epilog=_HOW,
-    )
-    parser.add_argument("shell", choices=tuple(_SCRIPTS), help="whose language the script is in")
-    parser.add_argument("--words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    parser.set_defaults(run=run_completion)
+@dataclass(frozen=True, kw_only=True)
+class Completion(Command):
+    """Write a script that completes commands, options and their values in a shell."""
 
+    epilog: ClassVar[str] = _HOW
 
-def run_completion(arguments: argparse.Namespace) -> None:
-    """Write the script, or what can be at the place of the last word."""
-    if arguments.words is None:
-        sys.stdout.write(_SCRIPTS[arguments.shell])
-    else:
+    shell: Literal["bash", "zsh", "fish"] = argument("whose language the script is in")
+    words: tuple[str, ...] | None = option(argparse.SUPPRESS, nargs=argparse.REMAINDER)
+
+    def run(self) -> None:
+        if self.words is None:
+            sys.stdout.write(_SCRIPTS[self.shell])
+            return
         from qmargin.cli.commands import build_parser
 
-        found = candidates(build_parser(), arguments.words)
+        found = candidates(build_parser(), self.words)
         sys.stdout.write("".join(f"{name}\n" for name in found))
 
 
 def candidates(parser: argparse.ArgumentParser, words: Sequence[str]) -> list[str]:
-    """What the last word can become; nothing where a file or a number is expected.
-
-    Args:
-        parser: Of the program.
-        words: After the program's name; the last may be empty or a part.
-    """
+    """What the last of the words can become; nothing where a file or a number is expected."""
     *before, current = words or [""]
     last = ""
     for word in before:

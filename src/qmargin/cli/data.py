@@ -7,16 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from qmargin.cli.options import (
-    Command,
-    Commands,
-    Count,
-    IndexPlace,
-    add_command,
-    add_group,
-    argument,
-    option,
-)
+from qmargin.cli.options import Command, Count, IndexPlace, argument, option
 from qmargin.cli.tables import StageProgress, output_console, print_table, stage_progress
 from qmargin.errors import DataError
 
@@ -27,17 +18,6 @@ _FORMATS = (
     "images or recordings: one folder per identity, a CSV, tar files, JSON lines, a .rec file, "
     "wav.scp and utt2spk, or what a registered reader knows"
 )
-
-
-def add_data(commands: Commands) -> None:
-    """Add ``data`` and ``check-data`` to a parser."""
-    help = "get, index and convert images and recordings, align faces"
-    actions = add_group(commands, "data", help, title="what to do", metavar="ACTION")
-    add_command(actions, "get", Get)
-    add_command(actions, "index", Index)
-    add_command(actions, "convert-bin", ConvertBin)
-    add_command(actions, "align", Align)
-    add_command(commands, "check-data", CheckData)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +37,6 @@ class Get(Command):
     )
 
     def run(self) -> None:
-        """Download, and say what there is."""
         from qmargin.data.download import BASE, get_omniglot
         from qmargin.data.readers.folder import identity_folders
 
@@ -107,7 +86,6 @@ class Index(_Indexed):
     out: Path | None = option("index (PATH with .qmindex)")
 
     def run(self) -> None:
-        """Write the index and say what is in it."""
         from qmargin.data.check import check_data
         from qmargin.data.stored import open_stored
 
@@ -118,11 +96,8 @@ class Index(_Indexed):
             report = check_data(open_stored(index))
             print_table(output_console(), title, ["", "number", "details"], report.rows())
             return
-        rows = [
-            ["samples", f"{len(index):,}"],
-            ["identities", f"{index.num_classes:,}"],
-            *(["note", note] for note in index.notes),
-        ]
+        rows = [["samples", f"{len(index):,}"], ["identities", f"{index.num_classes:,}"]]
+        rows += [["note", note] for note in index.notes]
         print_table(output_console(), title, ["", "value"], rows)
 
 
@@ -138,7 +113,6 @@ class ConvertBin(Command):
     out: Path | None = option("NPZ file (FILE with .npz)")
 
     def run(self) -> None:
-        """Convert."""
         from qmargin.data.readers.verification_bin import convert_bin
 
         out = self.out or self.path.with_suffix(".npz")
@@ -159,20 +133,20 @@ class Align(Command):
     size: Count = option("pixels of a side", default=112)
 
     def run(self) -> None:
-        """Align, and count what could not be."""
         from qmargin.data.alignment import align_photos
 
         with stage_progress() as progress:
-            report = align_photos(
-                self.path, self.out, size=self.size, progress=partial(progress, "aligning")
-            )
-        corrupt = [name for name, _ in report.corrupt]
-        rows = [
-            ["aligned faces", f"{report.num_aligned:,}", ""],
-            ["photos without a face", f"{len(report.without_face):,}", _first(report.without_face)],
-            ["photos with several", f"{len(report.crowded):,}", _first(report.crowded)],
-            ["not images", f"{len(corrupt):,}", _first(corrupt)],
-        ]
+            shown = partial(progress, "aligning")
+            report = align_photos(self.path, self.out, size=self.size, progress=shown)
+        left_out = {
+            "photos without a face": report.without_face,
+            "photos with several": report.crowded,
+            "not images": [name for name, _ in report.corrupt],
+        }
+        rows = [["aligned faces", f"{report.num_aligned:,}", ""]]
+        for what, names in left_out.items():
+            first = ", ".join([*names[:3], *(["..."] if len(names) > 3 else [])])
+            rows.append([what, f"{len(names):,}", first])
         print_table(output_console(), str(self.out), ["", "number", "first"], rows)
 
 
@@ -189,17 +163,13 @@ class CheckData(_Indexed):
     index: Path | None = option("index (PATH with .qmindex)")
 
     def run(self) -> None:
-        """Check, and fail where something is damaged."""
         from qmargin.data.check import check_data
         from qmargin.data.stored import open_stored
 
         with stage_progress() as progress:
-            index = self.open_index(self.index, progress)
-            report = check_data(
-                open_stored(index),
-                num_threads=self.threads,
-                progress=partial(progress, "checking"),
-            )
+            data = open_stored(self.open_index(self.index, progress))
+            checking = partial(progress, "checking")
+            report = check_data(data, num_threads=self.threads, progress=checking)
         print_table(output_console(), str(self.path), ["", "number", "details"], report.rows())
         if not report.is_good:
             raise DataError(
@@ -210,5 +180,9 @@ class CheckData(_Indexed):
             )
 
 
-def _first(names: tuple[str, ...] | list[str]) -> str:
-    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+ACTIONS: dict[str, type[Command]] = {
+    "get": Get,
+    "index": Index,
+    "convert-bin": ConvertBin,
+    "align": Align,
+}

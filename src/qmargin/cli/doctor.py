@@ -42,30 +42,22 @@ class Doctor(Command):
     out: Path = option("folder whose disk to look at (here)", default=Path(), metavar="DIR")
 
     def run(self) -> None:
-        """Write the table."""
-        rows = [*_software(), *_devices(), *_backends(), *_extras(), *_machine(self.out)]
+        rows = [*_devices(), *_backends(), *_extras(), *_machine(self.out)]
         width = max(len(name) for name, _ in rows)
-        for name, value in rows:
-            sys.stdout.write(f"{name:{width}}  {value}\n")
-
-
-def _software() -> Iterator[Row]:
-    import torch
-
-    import qmargin
-
-    yield "qmargin", qmargin.__version__
-    yield "python", f"{platform.python_version()} on {platform.platform()}"
-    yield "torch", torch.__version__
-    yield "cuda of torch", torch.version.cuda or "none: this is a build without it"
+        sys.stdout.write("".join(f"{name:{width}}  {value}\n" for name, value in rows))
 
 
 def _devices() -> Iterator[Row]:
     import torch
     import torch.distributed as dist
 
+    import qmargin
     from qmargin.heads.checks import gib
 
+    yield "qmargin", qmargin.__version__
+    yield "python", f"{platform.python_version()} on {platform.platform()}"
+    yield "torch", torch.__version__
+    yield "cuda of torch", torch.version.cuda or "none: this is a build without it"
     yield "cpu", f"{os.cpu_count()} cores; threads that torch uses: {torch.get_num_threads()}"
     if not torch.cuda.is_available():
         has_cuda = torch.version.cuda is not None
@@ -74,49 +66,38 @@ def _devices() -> Iterator[Row]:
     for index in range(torch.cuda.device_count()):
         facts = torch.cuda.get_device_properties(index)
         free, total = torch.cuda.mem_get_info(index)
-        yield (
-            f"gpu {index}",
-            f"{facts.name}, compute capability {facts.major}.{facts.minor}, {gib(free)} of "
-            f"{gib(total)} free",
-        )
-    kinds = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available}
-    found = [name for name, is_available in kinds.items() if is_available()]
+        capability = f"compute capability {facts.major}.{facts.minor}"
+        yield f"gpu {index}", f"{facts.name}, {capability}, {gib(free)} of {gib(total)} free"
+    kinds = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
+    found = [name for name, is_available in kinds.items() if is_available]
     others = [f"not {name}: torch is built without" for name in kinds if name not in found]
     runs = f"with {' and '.join(found)}" if found else "not possible"
     yield "several ranks", "; ".join([runs, *others])
 
 
 def _backends() -> Iterator[Row]:
-    """For each device, the backend of the head that would run, and why not the others."""
+    """For each device, the backend of the head that would run, and why not the kernels."""
     import torch
 
-    from qmargin.kernels.dispatch import BACKENDS, Call, choose_backend
+    from qmargin.kernels.dispatch import why_not_triton
 
     for device in ("cuda", "cpu"):
         if device == "cuda" and not torch.cuda.is_available():
             yield f"head on {device}", "no such device"
             continue
         screen = torch.float16 if device == "cuda" else torch.float32  # as the head chooses
-        call = Call(device, torch.float32, screen)
-        chosen = choose_backend(call).name
-        others = [
-            f"not {backend.name}: {backend.why_not(call) or f'{chosen} comes first'}"
-            for backend in BACKENDS
-            if backend.name != chosen
-        ]
-        yield f"head on {device}", "; ".join([f"{chosen} runs", *others])
+        reason = why_not_triton(device, torch.float32, screen)
+        runs = f"reference runs; not triton: {reason}" if reason else "triton runs"
+        yield f"head on {device}", runs
 
 
 def _extras() -> Iterator[Row]:
     for extra, (packages, purpose) in _EXTRAS.items():
         versions = {name: installed_version(name) for name in packages.split()}
-        missing = [name for name, version in versions.items() if version is None]
+        missing = ", ".join(name for name, version in versions.items() if version is None)
+        text = ", ".join(f"{name} {version}" for name, version in versions.items())
         if missing:
-            text = (
-                f"{', '.join(missing)} not installed; for {purpose}: pip install 'qmargin[{extra}]'"
-            )
-        else:
-            text = ", ".join(f"{name} {version}" for name, version in versions.items())
+            text = f"{missing} not installed; for {purpose}: pip install 'qmargin[{extra}]'"
         yield f"extra {extra}", text
 
 
@@ -133,12 +114,7 @@ def _machine(folder: Path) -> Iterator[Row]:
 
 
 def installed_version(package: str) -> str | None:
-    """Version of a package, None if it is not installed.
-
-    Examples:
-        >>> installed_version("no-such-package") is None
-        True
-    """
+    """Version of a package, None if it is not installed."""
     from importlib.metadata import PackageNotFoundError, version  # slow, and not needed for --help
 
     try:

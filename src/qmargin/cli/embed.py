@@ -34,11 +34,7 @@ class FolderUse(ModelUse):
     def embed_folder(
         self, model: Model, folder: Path, names: Sequence[str], out: Path, progress: StageProgress
     ) -> tuple[EmbeddedFolder, str]:
-        """Embed files of a folder and write the embeddings.
-
-        Returns:
-            What became of every file, and how mirror images entered.
-        """
+        """Write embeddings; returns what became of every file, and how mirror images entered."""
         from qmargin.evaluation.embed import embed_files, write_embedding_file
 
         flip = self.flip or ("none" if model.thresholds is None else model.thresholds.flip)
@@ -70,29 +66,22 @@ class Embed(FolderUse, Overwriting):
     out: Path = option(".safetensors or .npz")
 
     def run(self) -> None:
-        """Embed, and write embeddings and manifest."""
-        from qmargin.evaluation.embed import (
-            MANIFEST_MARK,
-            MARKS,
-            check_suffix,
-            find_files,
-            write_manifest,
-        )
+        from qmargin.evaluation import embed
         from qmargin.evaluation.embeddings import collapse_note
         from qmargin.evaluation.model import load_model
 
-        out = check_suffix(self.out)
+        out = embed.check_suffix(self.out)
         if not out.parent.is_dir():
             raise ConfigError(f"--out {out} is not in an existing folder; make the folder first")
         manifest = out.with_name(out.name + MANIFEST)
         guard = guard_of(self, ("out",))
-        guard.check(out, MARKS[out.suffix])
-        guard.check(manifest, MANIFEST_MARK)
+        guard.check(out, embed.MARKS[out.suffix])
+        guard.check(manifest, embed.MANIFEST_MARK)
         model = load_model(self.model, device=self.device, fit=self.fit)
-        names = find_files(self.folder, model.card.modality)
+        names = embed.find_files(self.folder, model.card.modality)
         with stage_progress() as progress:
             found, flip = self.embed_folder(model, self.folder, names, out, progress)
-        write_manifest(manifest, found.files)
+        embed.write_manifest(manifest, found.files)
         note = collapse_note(found.matrix)
         if note is not None:
             sys.stderr.write(f"warning: {note}\n")

@@ -3,26 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
-from qmargin.cli.options import (
-    Command,
-    Commands,
-    Count,
-    KeepingPaths,
-    Overwriting,
-    add_fields,
-    command_line,
-    guard_of,
-    instance_of,
-    option,
-    texts_of,
-)
+from qmargin.cli import options
+from qmargin.cli.options import Command, Commands, Count, KeepingPaths, Overwriting, option
 from qmargin.cli.tables import output_console, print_table, stage_progress
 from qmargin.errors import ConfigError, DataError
 from qmargin.files import Guard, check_regular
@@ -30,13 +20,11 @@ from qmargin.registry import protocols
 from qmargin.terminal import printable
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from rich.console import Console
 
     from qmargin.evaluation.embeddings import Embeddings
     from qmargin.evaluation.evaluate import EvaluationOptions
-    from qmargin.evaluation.result import GroupAudit, Result, RunInfo, TarPoint
+    from qmargin.evaluation.result import GroupAudit, Result, RunInfo
     from qmargin.evaluation.scoring import CohortNorm
 
 TOP_N = 300  # of a cohort
@@ -74,17 +62,16 @@ class Evaluation(Overwriting, KeepingPaths):
         "registered metrics to measure besides, see `qmargin list metrics` (all)", metavar="NAME"
     )
 
+    @property
+    def embeddings_path(self) -> Path:
+        """Where embeddings are, or go, in commands that have ``--embeddings``."""
+        given: Path | None = getattr(self, "embeddings", None)
+        return given or self.out.with_suffix(".embeddings.safetensors")
+
     def options(
         self, *, name: str, protocol: str, known: Known | None = None, **others: Any
     ) -> EvaluationOptions:
-        """What is measured.
-
-        Args:
-            name: Of the system, where neither ``--name`` nor its card has one.
-            protocol: Of the trials, where ``--protocol`` does not say it.
-            known: What is known of embeddings.
-            others: Further fields of ``EvaluationOptions``.
-        """
+        """What is measured; the names are those without ``--name``, a card and ``--protocol``."""
         from qmargin.evaluation.evaluate import EvaluationOptions
 
         known = known or Known()
@@ -102,9 +89,10 @@ class Evaluation(Overwriting, KeepingPaths):
             "flip": known.flip,
             "notes": known.notes,
         }
-        for key, option_name in {"rule": "rule", "p_targets": "p_target"}.items():
-            if hasattr(self, option_name):
-                given[key] = getattr(self, option_name)
+        if isinstance(self, Rules):
+            given["rule"] = self.rule
+        if isinstance(self, Costs):
+            given["p_targets"] = self.p_target
         return EvaluationOptions(**{**given, **others})
 
     def check_outputs(
@@ -112,9 +100,8 @@ class Evaluation(Overwriting, KeepingPaths):
     ) -> Guard:
         """Refuse places that cannot be written, inputs, and files that another program wrote.
 
-        Args:
-            outputs: Path and mark by option, besides ``--out``.
-            arguments: Where the inputs are, if not in this command.
+        ``outputs`` has path and mark by option, besides ``--out``. The inputs are in ``arguments``,
+        or in this command.
         """
         from qmargin.evaluation.result import RESULT_MARK
         from qmargin.evaluation.resumable import PROGRESS_MARK, names_beside
@@ -124,13 +111,12 @@ class Evaluation(Overwriting, KeepingPaths):
                 f"--out {self.out} is not a file in an existing folder: make the folder first"
             )
         names = ("out", "pictures", *outputs)
-        guard = guard_of(arguments or self, names, own=_own_scores(self.out))
+        guard = options.guard_of(arguments or self, names, own=_own_scores(self.out))
         guard.check(self.out, RESULT_MARK)
         for path, mark in outputs.values():
-            guard.check(path, mark)
             partial, record = names_beside(path)  # a run that was stopped leaves these
-            guard.check(partial, mark)
-            guard.check(record, PROGRESS_MARK)
+            for place, text in ((path, mark), (partial, mark), (record, PROGRESS_MARK)):
+                guard.check(place, text)
         return guard
 
     def finish(self, result: Result, out: Path | None = None) -> None:
@@ -139,7 +125,7 @@ class Evaluation(Overwriting, KeepingPaths):
 
         out = out or self.out
         write_result(out, result, keep_paths=self.keep_paths)
-        print_result(result, out)
+        _print_result(result, out)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,8 +152,6 @@ class Card(Command):
 
     def read_card(self) -> dict[str, str] | None:
         """The facts."""
-        import json
-
         path = self.model_card
         if path is None:
             return None
@@ -206,11 +190,19 @@ class Cohort(Command):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScoresFile(Evaluation):
+class Resumed(Evaluation):
+    """An evaluation that goes on where it was stopped."""
+
+    resumes: ClassVar[bool] = True
+
+    restart: bool = option("begin again where a part of other inputs is found")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoresFile(Resumed):
     """Where the scores of trials go."""
 
     scores: Path | None = option("where the scores go (OUT with .scores.tsv)")
-    restart: bool = option("begin again where a part of other inputs is found")
 
     @property
     def scores_path(self) -> Path:
@@ -243,21 +235,22 @@ def add_protocols(kinds: Commands, known: Collection[str]) -> None:
 
 
 def _add_protocol(kinds: Commands, name: str, protocol: Any) -> None:
-    parser = kinds.add_parser(name, **texts_of(protocol))
+    parser = kinds.add_parser(name, **options.texts_of(protocol))
     try:
-        add_fields(parser, protocol)
-        add_fields(parser, _Registered)
+        options.add_fields(parser, protocol)
+        options.add_fields(parser, _Registered)
     except argparse.ArgumentError as error:
         raise ConfigError(
             f"the protocol {name!r} has an option that every evaluation has ({error}); rename it"
         ) from error
 
     def run(arguments: argparse.Namespace) -> None:
-        command, measured = instance_of(_Registered, arguments), instance_of(protocol, arguments)
+        command = options.instance_of(_Registered, arguments)
+        measured = options.instance_of(protocol, arguments)
         command.check_outputs({}, arguments)
         with stage_progress() as progress:
-            options = command.options(name=name, protocol=name, kind=name)
-            result = measured.run(options, command=command_line(), progress=progress)
+            given = command.options(name=name, protocol=name, kind=name)
+            result = measured.run(given, command=options.command_line(), progress=progress)
         command.finish(result)
 
     parser.set_defaults(run=run)
@@ -277,11 +270,7 @@ def _own_scores(out: Path) -> tuple[str, ...]:
 
 
 def with_weights(card: Mapping[str, str] | None, weights: str | None) -> dict[str, str] | None:
-    """A model card with the hash of the weights that made the embeddings, where it is known.
-
-    Raises:
-        DataError: The card names other weights.
-    """
+    """A model card with the hash of the weights that made the embeddings, where it is known."""
     if weights is None:
         return None if card is None else dict(card)
     said = (card or {}).get("weights_sha256", weights)
@@ -301,16 +290,21 @@ def collapse_notes(embeddings: Embeddings) -> tuple[str, ...]:
     return () if note is None else (note,)
 
 
-def print_result(result: Result, path: Path) -> None:
+def _print_result(result: Result, path: Path) -> None:
     """Print what was measured, how sure it is, and where it was written."""
     console = output_console()
     protocol, method = result.protocol, result.protocol.interval
+    if result.measures.extra:
+        columns = ("further measure", "value", "deviation", "how")
+        rows = [
+            [name, _text(each.value, ".5f", "not defined"), _text(each.std, ".5f"), each.note or ""]
+            for name, each in result.measures.extra.items()
+        ]
+        print_table(console, protocol.name, columns, rows)
     title = (
         f"{result.system.name} on {protocol.name}: {protocol.num_genuine:,} genuine and "
         f"{protocol.num_impostors:,} impostor trials, rule {protocol.rule}"
     )
-    if result.measures.extra:
-        _print_extra(console, result)
     print_table(console, title, _COLUMNS, _rows(result))
     if result.groups is not None:
         _print_groups(console, result.groups)
@@ -323,94 +317,58 @@ def print_result(result: Result, path: Path) -> None:
     sys.stdout.write(f"{printable(intervals)}\n{notes}{path}\n")
 
 
-def _rows(result: Result) -> list[Sequence[str]]:
+def _rows(result: Result) -> list[list[str]]:
     from qmargin.report.numbers import digits_to_differ
 
-    measures, equal = result.measures, result.measures.eer
-    limits = [point.threshold for point in measures.tar] + [equal.threshold]
-    limits += [cost.threshold for cost in measures.min_dcf]
-    digits = digits_to_differ(limits, 5)
-    rows: list[Sequence[str]] = [_tar_row(point, digits) for point in measures.tar]
-    limit = _number(equal.threshold, digits)
-    rows.append(["EER", _percent(equal.value), _ends(equal.interval), "", "", limit, ""])
+    measures, eer = result.measures, result.measures.eer
+    limits = [point.threshold for point in measures.tar]
+    limits += [eer.threshold, *(cost.threshold for cost in measures.min_dcf)]
+    digits = f".{digits_to_differ(limits, 5)}g"
+    rows = []
+    for point in measures.tar:
+        name = f"TAR at FAR {point.far_target:g}"
+        if point.tar is None or point.far is None:
+            rows.append([name, "not measurable", "", "", "", "", "0 allowed"])
+            continue
+        cells = [_percent(point.tar), _range(point.interval, 100, ".2f"), f"{point.far:.3g}"]
+        cells += [f"{point.false_accepts:,}", _text(point.threshold, digits, "none")]
+        rows.append([name, *cells, f"{point.status}: {point.allowed:,} allowed"])
+    cells = [_percent(eer.value), _range(eer.interval, 100, ".2f"), "", ""]
+    rows.append(["EER", *cells, _text(eer.threshold, digits, "none"), ""])
     for cost in measures.min_dcf:
-        limit = _number(cost.threshold, digits)
-        cells = [f"{cost.value:.4f}", _costs(cost.interval), "", "", limit, ""]
+        cells = [f"{cost.value:.4f}", _range(cost.interval, 1, ".3f"), "", ""]
+        cells += [_text(cost.threshold, digits, "none"), ""]
         rows.append([f"minDCF, p = {cost.p_target:g}", *cells])
-    costs = {"Cllr": measures.cllr, "min Cllr": measures.min_cllr}
     if measures.min_cllr.value is not None:  # it is finite wherever it is measured
-        for name, value in costs.items():
-            shown = "infinite" if value.value is None else f"{value.value:.4f}"
-            rows.append([name, shown, "", "", "", "", ""])
+        for name, value in {"Cllr": measures.cllr, "min Cllr": measures.min_cllr}.items():
+            rows.append([name, _text(value.value, ".4f", "infinite"), "", "", "", "", ""])
     return rows
 
 
-def _print_extra(console: Console | None, result: Result) -> None:
-    """Numbers that only this protocol or a registered metric has."""
-    rows = [
-        [
-            name,
-            "not defined" if measure.value is None else f"{measure.value:.5f}",
-            "" if measure.std is None else f"{measure.std:.5f}",
-            measure.note or "",
-        ]
-        for name, measure in result.measures.extra.items()
-    ]
-    columns = ("further measure", "value", "deviation", "how")
-    print_table(console, result.protocol.name, columns, rows)
-
-
-def _tar_row(point: TarPoint, digits: int) -> Sequence[str]:
-    name = f"TAR at FAR {point.far_target:g}"
-    if point.tar is None or point.far is None:
-        return [name, "not measurable", "", "", "", "", "0 allowed"]
-    allowed = f"{point.allowed:,} allowed"
-    return [
-        name,
-        _percent(point.tar),
-        _ends(point.interval),
-        f"{point.far:.3g}",
-        f"{point.false_accepts:,}",
-        _number(point.threshold, digits),
-        f"{point.status}: {allowed}",
-    ]
-
-
 def _print_groups(console: Console | None, groups: GroupAudit) -> None:
-    rows = [
-        [
-            row.group,
-            "-" if row.fmr is None else f"{row.fmr:.3g}",
-            "-" if row.fnmr is None else f"{row.fnmr:.3g}",
-            f"{row.num_impostors:,}",
-            f"{row.num_genuine:,}",
-            row.status,
-        ]
-        for row in groups.rows
-    ]
+    rows = []
+    for row in groups.rows:
+        rates = [_text(rate, ".3g", "-") for rate in (row.fmr, row.fnmr)]
+        rows.append(
+            [row.group, *rates, f"{row.num_impostors:,}", f"{row.num_genuine:,}", row.status]
+        )
     title = f"groups at the threshold of FAR {groups.far_target:g}"
     columns = ("group", "FMR", "FNMR", "impostor trials", "genuine trials", "enough data")
     print_table(console, title, columns, rows)
-    spreads = [
-        f"INEQ {_number(groups.ineq)}",
-        f"GARBE {_number(groups.garbe)}",
-        f"FMR largest over geometric mean {_number(groups.fmr.max_over_geomean)}",
-    ]
+    spreads = {"INEQ": groups.ineq, "GARBE": groups.garbe}
+    spreads["FMR largest over geometric mean"] = groups.fmr.max_over_geomean
+    text = ", ".join(f"{name} {_text(value, '.5g', 'none')}" for name, value in spreads.items())
     note = f"; {groups.note}" if groups.note else ""
-    sys.stdout.write(printable(", ".join(spreads) + note) + "\n\n")
+    sys.stdout.write(printable(text + note) + "\n\n")
+
+
+def _text(value: float | None, form: str, none: str = "") -> str:
+    return none if value is None else format(value, form)
 
 
 def _percent(rate: float) -> str:
     return f"{100 * rate:.3f} %"
 
 
-def _ends(ends: tuple[float, float] | None) -> str:
-    return "" if ends is None else f"{100 * ends[0]:.2f} to {100 * ends[1]:.2f}"
-
-
-def _costs(ends: tuple[float, float] | None) -> str:
-    return "" if ends is None else f"{ends[0]:.3f} to {ends[1]:.3f}"
-
-
-def _number(value: float | None, digits: int = 5) -> str:
-    return "none" if value is None else f"{value:.{digits}g}"
+def _range(ends: tuple[float, float] | None, factor: float, form: str) -> str:
+    return "" if ends is None else f"{factor * ends[0]:{form}} to {factor * ends[1]:{form}}"

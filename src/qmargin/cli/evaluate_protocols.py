@@ -2,43 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from qmargin.cli.evaluate import (
-    TOP_N,
-    Costs,
-    Evaluation,
-    Known,
-    Rules,
-    ScoresFile,
-    collapse_notes,
-    with_weights,
-)
+from qmargin.cli import evaluate
+from qmargin.cli.evaluate import TOP_N, Costs, Known, Resumed, Rules, ScoresFile
 from qmargin.cli.options import Command, Count, argument, command_line, option
 from qmargin.cli.tables import StageProgress, stage_progress
 from qmargin.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from qmargin.evaluation.embed import SampleSet
     from qmargin.evaluation.embeddings import Embeddings
     from qmargin.evaluation.evaluate import EvaluationOptions
-    from qmargin.evaluation.protocols.ijb import IjbRelease, Templates
     from qmargin.evaluation.protocols.speakers import QualityCalibration, Scoring
-    from qmargin.evaluation.result import Result
     from qmargin.evaluation.trials import TrialList
     from qmargin.files import Guard
+    from qmargin.models.directory import ModelCard
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Embedded(Evaluation, Rules):
+class _Embedded(Resumed, Rules):
     """A protocol of samples, which a model embeds, or whose embeddings are read."""
-
-    resumes: ClassVar[bool] = True
 
     model: Path | None = option("model directory, or a run", metavar="DIR")
     embeddings: Path | None = option(
@@ -47,12 +35,6 @@ class _Embedded(Evaluation, Rules):
     )
     device: str = option("where the model runs, such as cpu or cuda", default="cpu", metavar="NAME")
     workers: int = option("threads that decode", default=2)
-    restart: bool = option("begin again where a part of other inputs is found")
-
-    @property
-    def embeddings_path(self) -> Path:
-        """Where embeddings are, or go."""
-        return self.embeddings or self.out.with_suffix(".embeddings.safetensors")
 
     def check(self) -> Guard:
         """Refuse what cannot work before any work is done."""
@@ -62,20 +44,33 @@ class _Embedded(Evaluation, Rules):
         if self.model is None and self.embeddings is None:
             raise ConfigError("there is neither --model nor --embeddings: give one of them")
         if self.model is not None:
-            from qmargin.training.distributed.process import find_device
+            from qmargin.training.distributed import find_device
 
             find_device(self.device)
             outputs = {**outputs, "embeddings": (self.embeddings_path, EMBEDDINGS_MARK)}
         return self.check_outputs(outputs)
 
+    def embed(
+        self, samples: Callable[[ModelCard], SampleSet], progress: StageProgress, **options: Any
+    ) -> Known:
+        """Embed samples where a model is given; returns what is known of it."""
+        if self.model is None:
+            return Known()
+        from qmargin.evaluation.embed import write_embeddings
+        from qmargin.evaluation.model import load_model
 
-@dataclass(frozen=True)
-class _Wanted:
-    """Images whose embeddings are needed, at a model's size, and how mirror images enter them."""
-
-    keys: Sequence[str]
-    images: Callable[[int], SampleSet]
-    flip: str
+        model = load_model(self.model, device=self.device, fit="exact")
+        write_embeddings(
+            model,
+            samples(model.card),
+            self.embeddings_path,
+            model_id=model.card.weights_sha256,
+            num_workers=self.workers,
+            restart=self.restart,
+            progress=partial(progress, "embedding"),
+            **options,
+        )
+        return Known(model.card.to_texts(), model.run)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,45 +81,36 @@ class _Faces(_Embedded):
     batch_size: int = option("images at a time", default=64)
 
     def read(
-        self, wanted: _Wanted, progress: StageProgress, *, is_exact: bool = True
+        self,
+        keys: Sequence[str],
+        images: Callable[[int], SampleSet],
+        flip: str,
+        progress: StageProgress,
+        *,
+        is_exact: bool = True,
     ) -> tuple[Embeddings, Known]:
         """Embeddings of the images, made or read, and what is known of them.
 
-        Rows are in the order of the images where ``is_exact``; otherwise names find them.
+        ``images`` takes the model's size, ``flip`` is how mirror images enter. Rows are in the
+        order of the keys where ``is_exact``; otherwise names find them.
         """
-        from qmargin.evaluation.embed import write_embeddings
         from qmargin.evaluation.embeddings import map_embeddings, stored_flip
 
-        path, known = self.embeddings_path, Known()
-        if self.model is not None:
-            from qmargin.evaluation.model import load_model
-
-            model = load_model(self.model, device=self.device, fit="exact")
-            known = Known(model.card.to_texts(), model.run)
-            write_embeddings(
-                model,
-                wanted.images(_size(model.card.input_shape)),
-                path,
-                keys=wanted.keys,
-                model_id=model.card.weights_sha256,
-                flip=wanted.flip,
-                batch_size=self.batch_size,
-                num_workers=self.workers,
-                restart=self.restart,
-                progress=partial(progress, "embedding"),
-            )
-        flip = stored_flip(path)
-        _check_flip(path, flip, wanted.flip)
+        options = {"keys": keys, "flip": flip, "batch_size": self.batch_size}
+        known = self.embed(lambda card: images(_size(card.input_shape)), progress, **options)
+        path = self.embeddings_path
+        stored = stored_flip(path)
+        _check_flip(path, stored, flip)
         found = map_embeddings(path)
-        if is_exact and found.keys != tuple(wanted.keys):
+        if is_exact and found.keys != tuple(keys):
             raise DataError(
                 f"{path} has embeddings of {len(found):,} other images, or in another order, than "
-                f"the {len(wanted.keys):,} of the set: make them with --model"
+                f"the {len(keys):,} of the set: make them with --model"
             )
         return found, known._replace(
-            card=with_weights(known.card, found.weights_sha256) or {},
-            flip="sum" if flip == "both" else flip,
-            notes=collapse_notes(found),
+            card=evaluate.with_weights(known.card, found.weights_sha256) or {},
+            flip="sum" if stored == "both" else stored,
+            notes=evaluate.collapse_notes(found),
         )
 
     def face_options(self, protocol: Path, known: Known, **others: Any) -> EvaluationOptions:
@@ -156,17 +142,16 @@ class Lfw(_Faces, _Pictures):
     fars: tuple[float, ...] = option(default=(1e-3, 1e-2, 1e-1))
 
     def run(self) -> None:
-        """Embed, and measure over folds and all pairs."""
         from qmargin.evaluation.protocols import face_sets as sets
 
         guard = self.check()
         pairs = sets.read_verification_set(self.file)
-        wanted = _Wanted(pairs.keys, pairs.images, "none" if self.no_flip else "both")
+        flip = "none" if self.no_flip else "both"
         with stage_progress() as progress:
-            embeddings, known = self.read(wanted, progress)
+            embeddings, known = self.read(pairs.keys, pairs.images, flip, progress)
             result = sets.evaluate_verification_set(
                 pairs,
-                sets.flip_features(embeddings.matrix, has_flip=wanted.flip == "both"),
+                sets.flip_features(embeddings.matrix, has_flip=flip == "both"),
                 self.face_options(self.file, known),
                 compatible=self.insightface,
                 sources=(embeddings.source,),
@@ -191,7 +176,6 @@ class Pairs(_Faces, ScoresFile):
     extension: str = option("extension of the images of pairs.txt", default="jpg", metavar="NAME")
 
     def run(self) -> None:
-        """Embed, score and measure."""
         from qmargin.evaluation.embed import FolderImages
         from qmargin.evaluation.protocols.face_sets import evaluate_pairs, read_pair_trials
 
@@ -202,11 +186,10 @@ class Pairs(_Faces, ScoresFile):
             raise ConfigError(
                 f"--images {folder} is not a folder: give the one that the names are in"
             )
-        names = pairs.trials.keys.names
+        names, flip = pairs.trials.keys.names, "none" if self.no_flip else "sum"
         images = partial(FolderImages, folder, names)
-        wanted = _Wanted(names, images, "none" if self.no_flip else "sum")
         with stage_progress() as progress:
-            embeddings, known = self.read(wanted, progress, is_exact=False)
+            embeddings, known = self.read(names, images, flip, progress, is_exact=False)
             result = evaluate_pairs(
                 embeddings,
                 pairs.trials,
@@ -242,74 +225,43 @@ class Ijb(_Faces, _Pictures):
     replicates: int = option(default=100)  # of millions of pairs: a thousand take minutes
 
     def run(self) -> None:
-        """Embed, pool, and compare templates."""
-        from qmargin.evaluation.protocols.ijb import (
-            Pooling,
-            pool_templates,
-            read_ijb,
-            write_template_pictures,
-        )
+        from qmargin.evaluation.protocols import ijb
         from qmargin.evaluation.result import RESULT_MARK
 
         guard = self.check()
-        release = read_ijb(self.folder)
-        pooling = Pooling(not self.unit_embeddings, not self.no_detector_scores)
-        is_search = self.task == "1:N"
+        release = ijb.read_ijb(self.folder)
+        pooling = ijb.Pooling(not self.unit_embeddings, not self.no_detector_scores)
+        fars = (1e-2, 1e-1) if self.task == "1:N" else (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
         with stage_progress() as progress:
             flip = "none" if self.no_flip else "sum"
-            embeddings, known = self.read(_Wanted(release.keys, release.images, flip), progress)
-            templates = pool_templates(
+            embeddings, known = self.read(release.keys, release.images, flip, progress)
+            templates = ijb.pool_templates(
                 embeddings.matrix, release.rows, pooling, progress=partial(progress, "pooling")
             )
             options = self.face_options(
                 Path(release.name),
                 known,
-                fars=self.fars
-                or ((1e-2, 1e-1) if is_search else (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1)),
+                fars=self.fars or fars,
                 sources=(*release.sources, embeddings.source),
                 pooling=f"norms {'kept' if pooling.keep_norms else 'set to 1'}, "
                 f"detector scores {'used' if pooling.use_detector else 'not used'}",
             )
             del embeddings  # a gigabyte that nothing needs any more
-            run = _search_galleries if is_search else _verify_templates
-            found = run(release, templates, options, progress)
-        for suffix, result in found:
+            given: dict[str, Any] = {"command": command_line(), "progress": progress}
+            if self.task == "1:1":
+                pairs = release.pairs(progress=partial(progress, "reading pairs"))
+                found = {"": ijb.evaluate_templates(templates, pairs, options, **given)}
+            else:
+                search = partial(ijb.evaluate_identification, templates, release.probes())
+                found = {f".{g.name}": search(g, options, **given) for g in release.galleries()}
+        for suffix, result in found.items():
             out = self.out
             if self.pictures is not None:
-                write_template_pictures(self.pictures, release, result.hardest, guard=guard)
+                ijb.write_template_pictures(self.pictures, release, result.hardest, guard=guard)
             if suffix:
                 out = out.with_name(f"{out.stem}{suffix}{out.suffix}")
                 guard.check(out, RESULT_MARK)
             self.finish(result, out)
-
-
-def _verify_templates(
-    release: IjbRelease, templates: Templates, options: EvaluationOptions, progress: StageProgress
-) -> list[tuple[str, Result]]:
-    from qmargin.evaluation.protocols.ijb import evaluate_templates
-
-    pairs = release.pairs(progress=partial(progress, "reading pairs"))
-    result = evaluate_templates(
-        templates, pairs, options, command=command_line(), progress=progress
-    )
-    return [("", result)]
-
-
-def _search_galleries(
-    release: IjbRelease, templates: Templates, options: EvaluationOptions, progress: StageProgress
-) -> list[tuple[str, Result]]:
-    from qmargin.evaluation.protocols.ijb import evaluate_identification
-
-    probes = release.probes()
-    return [
-        (
-            f".{gallery.name}",
-            evaluate_identification(
-                templates, probes, gallery, options, command=command_line(), progress=progress
-            ),
-        )
-        for gallery in release.galleries()
-    ]
 
 
 def _size(input_shape: tuple[int, ...]) -> int:
@@ -372,11 +324,15 @@ class VoxCeleb(_Embedded, ScoresFile, Costs):
     seed: int = option("seed of the bootstrap and of drawn trials", default=0)
 
     def run(self) -> None:
-        """Embed, score, calibrate and measure."""
         from qmargin.evaluation.evaluate import default_name
         from qmargin.evaluation.protocols.speakers import evaluate_speakers
 
-        guard = self._check()
+        if self.model is not None and self.audio is None:
+            raise ConfigError(f"--model {self.model} needs recordings: give --audio DIR")
+        for name, value in {"--as-norm": self.as_norm, "--calibrate": self.calibrate}.items():
+            if value and self.training is None:
+                raise ConfigError(f"{name} needs other speakers: give --training FILE")
+        guard = self.check()
         with stage_progress() as progress:
             trials, protocol = self._trials(guard, progress)
             embeddings, known = self._embeddings(trials, progress)
@@ -400,16 +356,6 @@ class VoxCeleb(_Embedded, ScoresFile, Costs):
             )
         self.finish(result)
 
-    def _check(self) -> Guard:
-        """Refuse what cannot work before any work is done."""
-        if self.model is not None and self.audio is None:
-            raise ConfigError(f"--model {self.model} needs recordings: give --audio DIR")
-        needs = {"--as-norm": self.as_norm, "--calibrate": self.calibrate}
-        for name, value in needs.items():
-            if value and self.training is None:
-                raise ConfigError(f"{name} needs other speakers: give --training FILE")
-        return self.check()
-
     def _trials(self, guard: Guard, progress: StageProgress) -> tuple[TrialList, str]:
         from qmargin.evaluation.evaluate import default_name
         from qmargin.evaluation.protocols.speakers import OFFICIAL, unpack_official
@@ -423,78 +369,47 @@ class VoxCeleb(_Embedded, ScoresFile, Costs):
 
     def _embeddings(self, trials: TrialList, progress: StageProgress) -> tuple[Embeddings, Known]:
         """Embeddings of the recordings, made or read, and what is known of them."""
+        from qmargin.evaluation.embed import Recordings
         from qmargin.evaluation.embeddings import read_embeddings
 
-        path, known = self.embeddings_path, Known()
-        if self.model is not None and self.audio is not None:
-            from qmargin.evaluation.embed import Recordings, write_embeddings
-            from qmargin.evaluation.model import load_model
-
-            model = load_model(self.model, device=self.device)
-            known = Known(model.card.to_texts(), model.run)
-            write_embeddings(
-                model,
-                Recordings(self.audio, trials.keys.names),
-                path,
-                model_id=model.card.weights_sha256,
-                num_workers=self.workers,
-                restart=self.restart,
-                progress=partial(progress, "embedding"),
-            )
-        found = read_embeddings(path)
-        card = with_weights(known.card, found.weights_sha256) or {}
-        return found, known._replace(card=card, notes=collapse_notes(found))
+        audio = self.audio or Path()
+        known = self.embed(lambda _: Recordings(audio, trials.keys.names), progress)
+        found = read_embeddings(self.embeddings_path)
+        card = evaluate.with_weights(known.card, found.weights_sha256) or {}
+        return found, known._replace(card=card, notes=evaluate.collapse_notes(found))
 
     def _scoring(self) -> tuple[Scoring, QualityCalibration | None]:
         """What the training set is used for."""
         from qmargin.evaluation.columns import read_mapping
-        from qmargin.evaluation.embeddings import read_embeddings
-        from qmargin.evaluation.protocols.speakers import (
-            Scoring,
-            calibrate_speakers,
-            draw_trials,
-            speaker_means,
-            speakers_of,
-        )
+        from qmargin.evaluation.embeddings import read_embeddings, read_seconds
+        from qmargin.evaluation.protocols import speakers
         from qmargin.evaluation.scoring import CohortNorm
 
         if self.training is None:
-            return Scoring(), None
+            return speakers.Scoring(), None
         training = read_embeddings(self.training, role="center")
         speaker_of = None
         if self.speakers is not None:
             speaker_of, _ = read_mapping(self.speakers, role="subjects")
-        norm = None
+        norm, seconds = None, dict[str, float]()
         if self.as_norm is not None:
-            norm = CohortNorm(speaker_means(training, speaker_of), self.as_norm)
-        scoring = Scoring(
-            center=None if self.no_center else training,
-            norm=norm,
-            seconds=self._seconds() if self.calibrate else None,
-        )
+            norm = CohortNorm(speakers.speaker_means(training, speaker_of), self.as_norm)
+        for path in self.durations if self.calibrate else ():
+            seconds |= read_seconds(path)
+        center = None if self.no_center else training
+        scoring = speakers.Scoring(center=center, norm=norm, seconds=seconds or None)
         if not self.calibrate:
             return scoring, None
-        drawn = draw_trials(
-            training, speakers=speakers_of(training.keys, speaker_of), seed=self.seed
-        )
-        return scoring, calibrate_speakers(training, drawn, scoring)
-
-    def _seconds(self) -> dict[str, float] | None:
-        """Durations of all files together; None where none is given, and they are left out."""
-        from qmargin.evaluation.embeddings import read_seconds
-
-        found: dict[str, float] = {}
-        for path in self.durations:
-            found.update(read_seconds(path))
-        return found or None
+        names = speakers.speakers_of(training.keys, speaker_of)
+        drawn = speakers.draw_trials(training, speakers=names, seed=self.seed)
+        return scoring, speakers.calibrate_speakers(training, drawn, scoring)
 
     def _steps(self) -> str:
         """How scores are made, for the model card."""
-        steps = ["cosine"]
-        if self.training is not None and not self.no_center:
-            steps.insert(0, "mean subtracted")
-        if self.as_norm is not None:
-            steps.append(f"AS-norm {self.as_norm}")
-        if self.calibrate:
-            steps.append("quality-aware calibration")
-        return ", ".join(steps)
+        steps = {
+            "mean subtracted": self.training is not None and not self.no_center,
+            "cosine": True,
+            f"AS-norm {self.as_norm}": self.as_norm is not None,
+            "quality-aware calibration": self.calibrate,
+        }
+        return ", ".join(step for step, is_used in steps.items() if is_used)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from qmargin.cli.embed import FolderUse
 from qmargin.cli.evaluate import (
@@ -102,15 +102,11 @@ class Scores(_Trials):
     ignore_extra: bool = option("skip scores that are not in the trial list")
 
     def run(self) -> None:
-        """Read and measure."""
         from qmargin.evaluation.scores import read_scores
         from qmargin.evaluation.trials import read_trials
 
         if self.trials is None and (self.ignore_extra or self.trials_format != "auto"):
-            raise ConfigError(
-                "--ignore-extra and --trials-format are about a trial list: give --trials FILE, or "
-                "leave them out"
-            )
+            raise ConfigError("--ignore-extra and --trials-format need --trials FILE")
         self.check_outputs({})
         with stage_progress() as progress:
             trials = None
@@ -137,14 +133,11 @@ class Trials(_Trials, ScoresFile, Cohort):
     was stopped goes on where it was.
     """
 
-    resumes: ClassVar[bool] = True
-
     file: Path = argument("trial list with labels", metavar="TRIALS")
     embeddings: Path = option(".npz .safetensors .ark .scp")
     center: Path | None = option("subtract the mean of these embeddings first")
 
     def run(self) -> None:
-        """Score and measure."""
         from qmargin.evaluation.embeddings import read_embeddings
         from qmargin.evaluation.scores import read_scores
         from qmargin.evaluation.scoring import score_trials
@@ -157,9 +150,8 @@ class Trials(_Trials, ScoresFile, Cohort):
             if trials.is_genuine is None:
                 raise DataError(f"{self.file} has no labels: give a trial list that has them")
             embeddings = read_embeddings(self.embeddings)
-            norm, center = self.read_cohort(), None
-            if self.center is not None:
-                center = read_embeddings(self.center, role="center")
+            norm = self.read_cohort()
+            center = read_embeddings(self.center, role="center") if self.center else None
             path = score_trials(
                 embeddings,
                 trials,
@@ -171,15 +163,11 @@ class Trials(_Trials, ScoresFile, Cohort):
                 progress=partial(progress, "scoring"),
             )
             score_set = read_scores(path, trials=trials)
-            others = [embeddings, *([norm.cohort] if norm else []), *([center] if center else [])]
-            sources = (*score_set.sources, *(other.source for other in others))
-            result = self.measure(
-                replace(score_set, sources=sources),
-                progress,
-                system=self.embeddings,
-                protocol=self.file,
-                embeddings=embeddings,
-            )
+            others = [embeddings, norm and norm.cohort, center]
+            sources = (*score_set.sources, *(other.source for other in others if other))
+            score_set = replace(score_set, sources=sources)
+            names = {"system": self.embeddings, "protocol": self.file}
+            result = self.measure(score_set, progress, **names, embeddings=embeddings)
         self.finish(result)
 
 
@@ -202,13 +190,7 @@ class AllPairs(FolderUse, Cohort, Evaluation, Costs, Card):
     )
     max_corrupt: int = option(default=0)
 
-    @property
-    def embeddings_path(self) -> Path:
-        """Where the embeddings of a folder go."""
-        return self.embeddings or self.out.with_suffix(".embeddings.safetensors")
-
     def run(self) -> None:
-        """Embed where that is needed, and measure."""
         from qmargin.evaluation.columns import read_mapping
         from qmargin.evaluation.evaluate import default_name
         from qmargin.evaluation.protocols.all_pairs import evaluate_identities, identities_of
@@ -217,11 +199,10 @@ class AllPairs(FolderUse, Cohort, Evaluation, Costs, Card):
         mapping, source = None, None
         if self.identities is not None:
             mapping, source = read_mapping(self.identities, role="subjects")
-        given = self.read_card()
+        given = self.read_card() or {}
         with stage_progress() as progress:
             embeddings, known = self._embeddings(mapping, progress)
-            card = dict(known.card)
-            norm = self.read_cohort()
+            card, norm = dict(known.card), self.read_cohort()
             if norm is not None:
                 card["scoring"] = f"AS-norm {norm.top_n}"
             place = self.source if self.model is not None else self.identities
@@ -229,9 +210,7 @@ class AllPairs(FolderUse, Cohort, Evaluation, Costs, Card):
                 name=default_name(self.source),
                 known=known,
                 protocol="all pairs" if place is None else f"all pairs of {default_name(place)}",
-                model_card=with_weights(
-                    {**card, **(given or {})} or None, embeddings.weights_sha256
-                ),
+                model_card=with_weights({**card, **given} or None, embeddings.weights_sha256),
                 sources=() if source is None else (source,),
             )
             result = evaluate_identities(
@@ -249,20 +228,19 @@ class AllPairs(FolderUse, Cohort, Evaluation, Costs, Card):
         """Refuse what cannot work before any work is done."""
         from qmargin.evaluation.embed import check_suffix
         from qmargin.evaluation.embeddings import EMBEDDINGS_MARK
-        from qmargin.training.distributed.process import find_device
+        from qmargin.training.distributed import find_device
 
-        source = self.source
-        if source.is_dir() and self.model is None:
-            raise ConfigError(f"{source} is a folder, whose files need a model: give --model DIR")
+        if self.model is None and self.source.is_dir():
+            raise ConfigError(f"{self.source} is a folder and needs a model: give --model DIR")
         if self.model is None and self.embeddings is not None:
             raise ConfigError(
                 f"--embeddings {self.embeddings} is where the embeddings of a folder go: give "
                 "embeddings to compare in its place, without the option"
             )
-        if self.model is not None and not source.is_dir():
+        if self.model is not None and not self.source.is_dir():
             raise ConfigError(
-                f"{source} is not a folder, and --model embeds the files of one: give a folder, or "
-                "embeddings without --model"
+                f"{self.source} is not a folder, and --model embeds the files of one: give a "
+                "folder, or embeddings without --model"
             )
         self.check_cohort()
         find_device(self.device)

@@ -58,7 +58,6 @@ class Export(Overwriting, KeepingPaths):
     )
 
     def run(self) -> None:
-        """Make or complete a model directory."""
         from qmargin.evaluation.export import add_thresholds, write_prototypes
         from qmargin.models.directory import add_facts
 

@@ -26,19 +26,14 @@ from qmargin.terminal import printable, safe_streams
 from qmargin.training.signals import ONE_REQUEST_S, Interrupted, exit_status
 
 REFUSED, UNFORESEEN, CLOSED_PIPE = 2, 1, 128 + 13  # the last as shells count SIGPIPE
-_SIGNALS = [
-    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
-]
+_SIGNALS = [signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
 _ALARM = getattr(signal, "SIGALRM", None)
 _RETRY_S = 0.01
 _REMEDIES = {
     errno.ENOENT: "check the path",
-    errno.EACCES: "check the permissions, or choose another place",
-    errno.EPERM: "check the permissions, or choose another place",
-    errno.EROFS: "choose another place",
-    errno.EEXIST: "choose another place",
-    errno.ENOSPC: "free some space, or choose another place",
-    errno.EDQUOT: "free some space, or choose another place",
+    **dict.fromkeys((errno.EACCES, errno.EPERM), "check the permissions, or choose another place"),
+    **dict.fromkeys((errno.EROFS, errno.EEXIST), "choose another place"),
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free some space, or choose another place"),
     errno.EISDIR: "name a file",
     errno.ENOTDIR: "name a folder",
     errno.EMFILE: "raise the limit on open files (ulimit -n), or use fewer workers",
@@ -47,31 +42,16 @@ _REMEDIES = {
 _NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "alloc_failed")
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Parser of the whole command line.
-
-    Examples:
-        >>> build_parser().parse_args(["train", "debug", "--out", "run"]).recipe
-        'debug'
-    """
-    from qmargin.cli.commands import build_parser
-
-    return build_parser()
-
-
 def main(
     argv: Sequence[str] | None = None,
     *,
-    parser: Callable[[], argparse.ArgumentParser] = build_parser,
+    parser: Callable[[], argparse.ArgumentParser] | None = None,
 ) -> int:
     """Run the command line and return the exit status.
 
-    0 is success, 1 an unforeseen error, 2 a refusal, and 128 + number the end by a signal: 130
-    for Ctrl-C, 143 for SIGTERM.
-
     Args:
         argv: Arguments without the program's name; those of the process when None.
-        parser: Makes the parser; called where signals are caught.
+        parser: Makes another parser than that of ``qmargin``; called where signals are caught.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):  # names of files may not be in the terminal's set
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -80,14 +60,17 @@ def main(
 
 
 def _main(
-    argv: Sequence[str] | None, stop: _Stop, parser: Callable[[], argparse.ArgumentParser]
+    argv: Sequence[str] | None, stop: _Stop, build: Callable[[], argparse.ArgumentParser] | None
 ) -> int:
     arguments = argparse.Namespace()
     try:
         with stop:
-            arguments = parser().parse_args(argv)
-            run: Callable[[argparse.Namespace], None] = arguments.run
-            run(arguments)
+            if build is None:
+                from qmargin.cli.commands import build_parser
+
+                build = build_parser
+            arguments = build().parse_args(argv)
+            arguments.run(arguments)
             sys.stdout.flush()
     except BrokenPipeError:  # `| head` has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -108,15 +91,12 @@ class _Stop:
     runs have a ``StopRequest``, which replaces these handlers until the run is saved. The
     exception waits until a module is imported, because C++ code of torch aborts when it meets one,
     and until a temporary folder is made or removed as a whole.
-
-    Args:
-        is_last: Whether the process ends afterwards: signals then end it without a traceback.
     """
 
     def __init__(self, *, is_last: bool) -> None:
         self.number = 0
         self._since = 0.0
-        self._is_last = is_last
+        self._is_last = is_last  # the process ends afterwards: signals then leave no traceback
         self._handlers: dict[int, Any] = {}
         self._old_hook = sys.unraisablehook
 
@@ -194,25 +174,28 @@ def _interrupted(number: int, arguments: argparse.Namespace) -> int:
 
 def _failed(error: Exception, arguments: argparse.Namespace) -> int:
     """Say what happened and what to do, in one line; only the unforeseen has a traceback."""
+    is_runtime = isinstance(error, RuntimeError)
     if isinstance(error, QMarginError):
-        _say(f"error: {error}")
-    elif isinstance(error, MemoryError) or _is_memory(error):
-        _say(f"error: out of memory ({_first_line(error)}); {_smaller(arguments)}")
+        text = str(error)
+    elif isinstance(error, MemoryError) or (
+        is_runtime and any(words in str(error).lower() for words in _NO_MEMORY)
+    ):
+        first = next(iter(str(error).splitlines()), "") or type(error).__name__
+        text = f"out of memory ({first}); {_smaller(arguments)}"
     elif isinstance(error, OSError):
         place = f"{error.filename}: " if error.filename else ""
         remedy = f"; {_REMEDIES[error.errno]}" if error.errno in _REMEDIES else ""
-        _say(f"error: {place}{error.strerror or error}{remedy}")
+        text = f"{place}{error.strerror or error}{remedy}"
     else:
         sys.stderr.write("".join(traceback.format_exception(error)))
-        place = _place_in_extension(error)
+        kind, place = type(error).__name__, _place_in_extension(error)
+        text = f"unforeseen {kind}; report it with the traceback above, the command and the output "
+        text += "of `qmargin doctor`"
         if place:
-            _say(f"error: {type(error).__name__} in {place}, which is not part of qmargin: {error}")
-            return UNFORESEEN
-        _say(
-            f"error: unforeseen {type(error).__name__}; report it with the traceback above, the "
-            "command and the output of `qmargin doctor`"
-        )
+            text = f"{kind} in {place}, which is not part of qmargin: {error}"
+        _say(f"error: {text}")
         return UNFORESEEN
+    _say(f"error: {text}")
     return REFUSED
 
 
@@ -222,22 +205,13 @@ def _place_in_extension(error: Exception) -> str:
 
     from qmargin.registry import KINDS
 
-    packages = {
-        point.module.partition(".")[0]
-        for kind in KINDS.values()
-        for point in entry_points(group=kind.group)
-    }
+    groups = [entry_points(group=kind.group) for kind in KINDS.values()]
+    packages = {point.module.partition(".")[0] for points in groups for point in points}
     place = ""
     for frame, line in traceback.walk_tb(error.__traceback__):
         if str(frame.f_globals.get("__name__")).partition(".")[0] in packages:
             place = f"{frame.f_code.co_filename}, line {line}"
     return place
-
-
-def _is_memory(error: Exception) -> bool:
-    return isinstance(error, RuntimeError) and any(
-        words in str(error).lower() for words in _NO_MEMORY
-    )
 
 
 def _smaller(arguments: argparse.Namespace) -> str:
@@ -247,10 +221,6 @@ def _smaller(arguments: argparse.Namespace) -> str:
     if "settings" in arguments:
         return "lower the batch with --set data.batch_size=N, or use a machine with more memory"
     return "use smaller inputs, or a machine with more memory"
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 
 def _say(text: str) -> None:

@@ -26,7 +26,6 @@ class Recipes(Command):
     """
 
     def run(self) -> None:
-        """Write one line per recipe."""
         from qmargin.recipes import list_recipes
 
         _write(list_recipes())
@@ -42,7 +41,6 @@ class List(Command):
     kind: str = argument("of what to list the names", choices=tuple(sorted(KINDS)))
 
     def run(self) -> None:
-        """Write one line per name."""
         described = KINDS[self.kind].describe()
         if not described:
             sys.stderr.write(

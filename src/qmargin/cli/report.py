@@ -37,7 +37,6 @@ class Report(Overwriting, KeepingPaths):
     )
 
     def run(self) -> None:
-        """Write the report and say where it is."""
         from qmargin.report import ReportOptions, write_report
 
         options = ReportOptions(

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, TextIO, TypeAlias
 
 from qmargin.terminal import printable, rich_console, start_live
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.progress import Progress
 
 SECONDS_BETWEEN_LINES = 5.0
+StageProgress: TypeAlias = Callable[[str, int, int], None]  # stage, how much is done, of how much
 
 
 def output_console() -> Console | None:
@@ -35,20 +35,14 @@ def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str
         | ours   | 1.5 |
         | theirs |  12 |
     """
-    columns, *rows = ([_cell(text) for text in row] for row in (columns, *rows))
-    widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
-
-    def line(cells: Sequence[str]) -> str:
-        first = cells[0].ljust(widths[0])
-        others = [cell.rjust(width) for cell, width in zip(cells[1:], widths[1:], strict=True)]
-        return "| " + " | ".join([first, *others]) + " |"
-
-    rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
-    return "\n".join([line(columns), rule, *map(line, rows)])
-
-
-def _cell(text: str) -> str:
-    return printable(text).replace("|", "\\|")
+    lines = [[printable(text).replace("|", "\\|") for text in row] for row in (columns, *rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    aligned = [
+        [cell.rjust(width) if place else cell.ljust(width) for place, cell, width in cells]
+        for cells in (zip(range(len(line)), line, widths, strict=True) for line in lines)
+    ]
+    first, *others = [f"| {' | '.join(line)} |" for line in aligned]
+    return "\n".join([first, "|" + "|".join("-" * (width + 2) for width in widths) + "|", *others])
 
 
 def print_table(
@@ -57,15 +51,6 @@ def print_table(
     """Print ``rows`` under ``columns``: the first holds text, the others numbers.
 
     Without a console the table is Markdown, so that it can be pasted into a page.
-
-    Examples:
-        >>> print_table(None, "Times", ["loss", "ms"], [["ours", "1.5"]])
-        Times
-        <BLANKLINE>
-        | loss |  ms |
-        |------|-----|
-        | ours | 1.5 |
-        <BLANKLINE>
     """
     if console is None:
         sys.stdout.write(f"{printable(title)}\n\n{markdown_table(columns, rows)}\n\n")
@@ -84,100 +69,53 @@ def print_table(
     console.print(table)
 
 
-def rich_bars(amount: str) -> Progress | None:
-    """Bars on standard error that vanish at the end; None outside a terminal, or without rich.
-
-    Args:
-        amount: How much of a task is done, as a format of rich.
-    """
+@contextmanager
+def stage_progress() -> Iterator[StageProgress]:
+    """Show on standard error how far stages are: bars in a terminal, lines elsewhere."""
     if not sys.stderr.isatty() or find_spec("rich") is None:
-        return None
+        yield line_progress(sys.stderr)
+        return
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
     class Bars(Progress):
         def start(self) -> None:
             start_live(self.live)
 
-    return Bars(
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        TextColumn(amount),
-        TimeRemainingColumn(),
-        console=rich_console(sys.stderr),
-        transient=True,
-    )
+    tasks: dict[str, Any] = {}
+    name, percent = TextColumn("{task.description}", markup=False), "{task.percentage:>3.0f} %"
+    columns = (name, BarColumn(), TextColumn(percent), TimeRemainingColumn())
+    with Bars(*columns, console=rich_console(sys.stderr), transient=True) as bars:
+
+        def show(stage: str, done: int, total: int) -> None:
+            if stage not in tasks:
+                tasks[stage] = bars.add_task(stage, total=total)
+            bars.update(tasks[stage], completed=done, total=total)
+
+        yield show
 
 
-class PlainProgress:
-    """Writes a line when a stage has taken some seconds since the last one.
-
-    Args:
-        stream: Where the lines go.
-        clock: Seconds that only grow.
+def line_progress(stream: TextIO, clock: Callable[[], float] = time.monotonic) -> StageProgress:
+    """Write a line when a stage has taken some seconds since the last one.
 
     Examples:
         >>> import io
         >>> stream, seconds = io.StringIO(), iter([0.0, 1.0, 7.0])
-        >>> progress = PlainProgress(stream, clock=lambda: next(seconds))
+        >>> progress = line_progress(stream, clock=lambda: next(seconds))
         >>> for done in (0, 20, 50):
         ...     progress("scoring", done, 100)
         >>> print(stream.getvalue(), end="")
         scoring: 50 of 100 (50 %)
     """
+    current, last = "", 0.0
 
-    def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
-        self._stream, self._clock = stream, clock
-        self._stage = ""
-        self._last = 0.0
+    def show(stage: str, done: int, total: int) -> None:
+        nonlocal current, last
+        now = clock()
+        if stage != current:
+            current, last = stage, now
+        elif now - last >= SECONDS_BETWEEN_LINES:
+            last = now
+            stream.write(f"{stage}: {done:,} of {total:,} ({100 * done // max(total, 1)} %)\n")
+            stream.flush()
 
-    def __call__(self, stage: str, done: int, total: int) -> None:
-        """Say how far a stage is."""
-        now = self._clock()
-        if stage != self._stage:
-            self._stage, self._last = stage, now
-        elif now - self._last >= SECONDS_BETWEEN_LINES:
-            self._last = now
-            share = 100 * done // max(total, 1)
-            self._stream.write(f"{stage}: {done:,} of {total:,} ({share} %)\n")
-            self._stream.flush()
-
-    def __enter__(self) -> PlainProgress:
-        return self
-
-    def __exit__(self, *details: object) -> None:
-        """Nothing to clear."""
-
-
-class BarProgress:
-    """A bar per stage, cleared at the end."""
-
-    def __init__(self, bars: Progress) -> None:
-        self._bars = bars
-        self._tasks: dict[str, Any] = {}
-
-    def __call__(self, stage: str, done: int, total: int) -> None:
-        """Say how far a stage is."""
-        if stage not in self._tasks:
-            self._tasks[stage] = self._bars.add_task(stage, total=total)
-        self._bars.update(self._tasks[stage], completed=done, total=total)
-
-    def __enter__(self) -> BarProgress:
-        self._bars.__enter__()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._bars.__exit__(kind, error, traceback)
-
-
-StageProgress: TypeAlias = PlainProgress | BarProgress
-
-
-def stage_progress() -> StageProgress:
-    """What shows progress on standard error, to be used in a ``with`` statement."""
-    bars = rich_bars("{task.percentage:>3.0f} %")
-    return PlainProgress(sys.stderr) if bars is None else BarProgress(bars)
+    return show

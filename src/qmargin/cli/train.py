@@ -67,7 +67,6 @@ class Train(IndexPlace):
     )
 
     def run(self) -> None:
-        """Print the recipe, try it, or train by it."""
         if self.print_recipe and self.dry_run:
             raise ConfigError("--print-recipe and --dry-run are both given; choose one of them")
         recipe = self._find_recipe()
@@ -88,7 +87,7 @@ class Train(IndexPlace):
         except QMarginError as error:
             _show_origin(error)
             if isinstance(error, RankError):
-                from qmargin.training.distributed.heartbeat import EXIT_RANK_LOST
+                from qmargin.training.distributed import EXIT_RANK_LOST
 
                 sys.stderr.write(f"qmargin: error: {error}\n")
                 raise SystemExit(EXIT_RANK_LOST) from error
@@ -155,7 +154,7 @@ def _is_first() -> bool:
 def _show_origin(error: BaseException) -> None:
     """Write the traceback of what happened in a data worker or on another rank, if that was it."""
     from qmargin.data.loader import WorkerTraceback
-    from qmargin.training.distributed.consensus import RemoteTraceback
+    from qmargin.training.distributed import RemoteTraceback
 
     if isinstance(error.__cause__, WorkerTraceback | RemoteTraceback):
         sys.stderr.write(f"{error.__cause__}\n")

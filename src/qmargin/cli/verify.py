@@ -33,7 +33,6 @@ class Verify(ModelUse):
     json: bool = option("print one JSON object")
 
     def run(self) -> None:
-        """Compare, and print what was found."""
         from qmargin.evaluation.model import load_model
 
         model = load_model(self.model, device=self.device, fit=self.fit)

@@ -27,7 +27,7 @@ from qmargin.schema import decode, decode_settings, encode
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from qmargin.training.checkpoint.reader import Checkpoint
+    from qmargin.training.checkpoint import Checkpoint
     from qmargin.training.recipe import Recipe
 
 WEIGHTS = ("last", "average", "ema")
@@ -52,7 +52,7 @@ def export_run(
     the run wrote at its end). Absolute paths of the recipe become names of files unless kept.
     """
     from qmargin.models.directory import write_model
-    from qmargin.training.checkpoint.reader import read_recipe
+    from qmargin.training.checkpoint import read_recipe
     from qmargin.training.recipe_files import from_yaml
 
     checkpoint = _find_checkpoint(Path(run))
@@ -118,7 +118,7 @@ def is_export_of(directory: str | Path, run: str | Path, *, weights: str = "last
 def write_prototypes(run: str | Path, path: str | Path) -> int:
     """Write the class vectors of a run as embeddings, for AS-norm; returns their number."""
     from qmargin.evaluation.embed import check_suffix, write_embedding_file
-    from qmargin.training.checkpoint.reader import read_prototypes
+    from qmargin.training.checkpoint import read_prototypes
 
     check_suffix(path)
     rows = read_prototypes(_find_checkpoint(Path(run))).float().numpy()
@@ -191,9 +191,7 @@ def input_of(recipe: Recipe) -> tuple[str, tuple[int, ...]]:
 
 
 def _find_checkpoint(run: Path) -> Checkpoint:
-    from qmargin.training.checkpoint.files import MANIFEST
-    from qmargin.training.checkpoint.reader import newest, open_checkpoint
-    from qmargin.training.start import CHECKPOINTS
+    from qmargin.training.checkpoint import CHECKPOINTS, MANIFEST, newest, open_checkpoint
 
     if (run / MANIFEST).is_file():
         return open_checkpoint(run)
@@ -207,8 +205,7 @@ def _find_checkpoint(run: Path) -> Checkpoint:
 
 
 def _read_weights(checkpoint: Checkpoint, weights: str) -> dict[str, Tensor]:
-    from qmargin.training.checkpoint.files import read_tensors
-    from qmargin.training.checkpoint.reader import read_backbone
+    from qmargin.training.checkpoint import read_backbone, read_tensors
     from qmargin.training.optim import AVERAGE, MOVING_AVERAGE
 
     if weights not in WEIGHTS:

@@ -20,7 +20,7 @@ from qmargin.evaluation.export import FLIPS, Thresholds, export_run, read_thresh
 from qmargin.evaluation.result import RunInfo, read_run
 from qmargin.files import read_regular
 from qmargin.models.directory import RUN, THRESHOLDS, ModelCard, is_model_directory, load_backbone
-from qmargin.training.distributed.process import find_device
+from qmargin.training.distributed import find_device
 
 if TYPE_CHECKING:
     from qmargin.data.alignment import FaceDetector
@@ -294,7 +294,7 @@ def load_model(
         >>> model.embed(np.zeros((2, 32, 32, 3), np.uint8)).shape
         (2, 8)
     """
-    from qmargin.training.start import CHECKPOINTS
+    from qmargin.training.checkpoint import CHECKPOINTS
 
     device = find_device(device)  # before gigabytes are read
     folder = Path(directory)
