@@ -51,7 +51,7 @@ from qmargin.kernels.head_reference import ListOverflow, Target
 from qmargin.kernels.solver import slacks
 from qmargin.losses.margin_loss import LossOutput
 from qmargin.models import create_backbone
-from qmargin.training.distributed.process import find_device
+from qmargin.training.distributed import find_device
 
 FORWARD_BACKWARD = "forward + backward"
 PADDING = 128  # classes: keeps every row pitch of a [B, k] matrix a multiple of 16 bytes
