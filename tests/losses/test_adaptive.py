@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qmargin.errors import ConfigError, ShapeError
-from qmargin.losses.adaptive import AdaFaceMargin, ElasticMargin, MagFaceMargin
+from qmargin.losses.margins import AdaFaceMargin, ElasticMargin, MagFaceMargin
 from qmargin.losses.margins import (
     AngularMargin,
     CosineMargin,

@@ -82,7 +82,8 @@ def margin_loss_with_stats(
     cosines = check_floating(cosines, "cosines")
     check_margin(margin, cosines.shape[-1])
     check_label_tensor(labels, cosines, "cosines")
-    check_norms(norms, labels)
+    if norms is not None:
+        check_norms(norms, labels)
     shape, is_ignored = labels.shape, (labels == ignore_index).reshape(-1)
     labels = check_labels(torch.where(labels == ignore_index, 0, labels), cosines, debug=debug)
     if debug:
@@ -132,16 +133,9 @@ def _alpha_loss(
     rows: Tensor, labels: Tensor, term: TargetTerm, divergence: Alpha, scale: float
 ) -> LossOutput:
     """A negative label marks a row to ignore."""
-    solved = value_of(
-        rows,
-        None,
-        divergence.as_tensor(),
-        labels=labels.clamp_min(0),
-        target_logits=term.logits,
-        target_log_reference=term.log_reference,
-        is_ignored=labels < 0,
-        scale=scale,
-    )
+    lifted = labels.clamp_min(0), term.logits, term.log_reference
+    alpha = divergence.as_tensor()
+    solved = value_of(rows, None, alpha, lifted=lifted, is_ignored=labels < 0, scale=scale)
     return LossOutput(
         solved.value, solved.tau, solved.support_size, solved.target_posterior, solved.mass_error
     )
@@ -166,20 +160,6 @@ def _generic_loss(
         posterior.gather(1, index).squeeze(1).to(rows.dtype),
         (posterior.sum(1) - 1.0).abs().to(rows.dtype),
     )
-
-
-def refuse_unsupported(label_smoothing: float, weight: Tensor | None) -> None:
-    """Refuse options of ``torch.nn.CrossEntropyLoss`` that a margin loss does not have."""
-    if label_smoothing != 0.0:
-        raise ConfigError(
-            f"label_smoothing is {label_smoothing!r} and a margin needs a single target class; for "
-            "smoothed targets pass a distribution to qmargin.fenchel_young_loss, without a margin"
-        )
-    if weight is not None:
-        raise ConfigError(
-            f"weight is {describe(weight)} and margin losses have no class weights; use "
-            "reduction='none' and multiply each row by the weight of its class"
-        )
 
 
 class MarginLoss(nn.Module):
@@ -219,7 +199,16 @@ class MarginLoss(nn.Module):
         weight: Tensor | None = None,
     ) -> None:
         super().__init__()
-        refuse_unsupported(label_smoothing, weight)
+        if label_smoothing != 0.0:
+            raise ConfigError(
+                f"label_smoothing is {label_smoothing!r} and a margin needs a single target class; "
+                "pass a distribution to qmargin.fenchel_young_loss, without a margin"
+            )
+        if weight is not None:
+            raise ConfigError(
+                f"weight is {describe(weight)} and margin losses have no class weights; use "
+                "reduction='none' and multiply each row by the weight of its class"
+            )
         check_margin(margin)
         if reduction not in REDUCTIONS:
             raise ConfigError(f"reduction is {reduction!r}; known ones are {', '.join(REDUCTIONS)}")
