@@ -1,7 +1,7 @@
-"""Any f-divergence by bisection and automatic differentiation: a solver that needs no formula.
+"""Divergences, and a generic solver for any of them by bisection and automatic differentiation.
 
-It serves divergences without a closed form (the proof is ``JensenShannon``) and checks those with
-one. It is dense, keeps its intermediates for autograd, and is the slowest way to a right answer.
+The solver serves divergences without a closed form, such as ``JensenShannon``, and checks those
+with one. It is dense and slow.
 """
 
 from __future__ import annotations
@@ -142,34 +142,28 @@ class Alpha:
 class JensenShannon:
     """The Jensen-Shannon divergence, ``f(u) = u log u - (u + 1) log((u + 1) / 2)``.
 
-    Here to show that a divergence is one record: nothing else in the package knows it. It has no
-    edge, so posteriors are never sparse, and slack stays below ``log 2``.
+    It has no edge, so posteriors are never sparse, and slack stays below ``log 2``. Nothing else in
+    the package knows it: a divergence is one record.
     """
 
     @property
     def edge(self) -> float:
-        """No class ever leaves the support."""
         return -math.inf
 
     def generator(self, ratio: Tensor) -> Tensor:
-        """``f(u)``."""
         entropy: Tensor = torch.special.xlogy(ratio, ratio)
         return entropy - (ratio + 1.0) * ((ratio + 1.0) / 2.0).log()
 
     def derivative(self, ratio: Tensor) -> Tensor:
-        """``log(2u / (u + 1))``."""
         return math.log(2.0) - torch.log1p(1.0 / ratio)
 
     def link(self, slack: Tensor) -> Tensor:
-        """``e^v / (2 - e^v)``."""
         return slack.exp() / (2.0 - slack.exp())
 
     def link_slope(self, slack: Tensor) -> Tensor:
-        """``2 e^v / (2 - e^v)^2``."""
         return 2.0 * slack.exp() / (2.0 - slack.exp()).square()
 
     def excess(self, slack: Tensor) -> Tensor:
-        """``f*(v) + f(0) = log 2 - log(2 - e^v)``."""
         return -torch.log1p(-0.5 * slack.exp())
 
 

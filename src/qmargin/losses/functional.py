@@ -8,13 +8,7 @@ import torch
 from torch import Tensor
 
 from qmargin.errors import ConfigError
-from qmargin.losses.checks import (
-    check_distribution,
-    check_floating,
-    check_labels,
-    check_reference,
-    target_fault,
-)
+from qmargin.losses import checks
 from qmargin.losses.divergences import (
     Alpha,
     Divergence,
@@ -61,8 +55,8 @@ def softargmax(
         tensor([0.7054, 0.2595, 0.0351])
     """
     divergence = _divergence(alpha, divergence)
-    logits = check_floating(logits)
-    reference = check_reference(log_reference, logits)
+    logits = checks.check_floating(logits)
+    reference = checks.check_reference(log_reference, logits)
     if not isinstance(divergence, Alpha):
         _, posterior = solve_generic(*_as_wide(logits, reference), divergence)
         return posterior.to(logits.dtype)
@@ -91,8 +85,8 @@ def log_partition(
         tensor(1.3133)
     """
     divergence = _divergence(alpha, divergence)
-    logits = check_floating(logits)
-    reference = check_reference(log_reference, logits)
+    logits = checks.check_floating(logits)
+    reference = checks.check_reference(log_reference, logits)
     if not isinstance(divergence, Alpha):
         value = generic_log_partition(*_as_wide(logits, reference), divergence)
         return value.to(logits.dtype)
@@ -129,14 +123,16 @@ def fenchel_young_loss(
         tensor([0.])
     """
     divergence = _divergence(alpha, divergence)
-    logits = check_floating(logits)
-    reference = check_reference(log_reference, logits)
+    logits = checks.check_floating(logits)
+    reference = checks.check_reference(log_reference, logits)
     if isinstance(target, Tensor) and target.is_floating_point():
-        distribution = check_distribution(target, logits)
-        fault: Tensor = target_fault(target, debug)  # of the target as given: rounding is its own
+        distribution = checks.check_distribution(target, logits)
+        fault: Tensor = checks.target_fault(
+            target, debug
+        )  # of the target as given: rounding is its own
         value = _distribution_loss(logits, distribution, reference, divergence)
         return value + fault.to(value.dtype)
-    labels = check_labels(target, logits, debug=debug)
+    labels = checks.check_labels(target, logits, debug=debug)
     if not isinstance(divergence, Alpha):
         one_hot = torch.zeros_like(logits).scatter(-1, labels[..., None], 1.0)
         return _distribution_loss(logits, one_hot, reference, divergence)
@@ -200,8 +196,8 @@ def solve_tau(
             f"solver is 'newton', which is proven for alpha up to 2, and alpha is "
             f"{divergence.alpha_minus_one + 1.0:g}; use solver='bisection' or 'auto'"
         )
-    logits = check_floating(logits)
-    reference = check_reference(log_reference, logits)
+    logits = checks.check_floating(logits)
+    reference = checks.check_reference(log_reference, logits)
     rows, row_reference, alpha_tensor = _as_rows(logits, reference, divergence)
     solved = solution_of(rows, row_reference, alpha_tensor, solver=solver, bracket=bracket)
     tau, support_size, mass_error = (

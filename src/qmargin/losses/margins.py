@@ -245,6 +245,14 @@ class StatelessMargin(ByValue):
     A subclass is a frozen dataclass with a ``term``, which gets cosines in float32 or better.
     """
 
+    _limits: ClassVar[tuple[tuple[str, float, float], ...]] = ()  # of settings: name, low, high
+
+    def __post_init__(self) -> None:
+        for name, low, high in self._limits:
+            title = f"{name} of {type(self).__name__}"
+            value = check_setting(getattr(self, name), title, low=low, high=high)
+            object.__setattr__(self, name, value)
+
     def __call__(
         self,
         target_cosines: Tensor,
@@ -323,10 +331,8 @@ class PriorMargin(StatelessMargin):
         TargetTerm(logits=tensor([16.]), log_reference=tensor([-8.]), penalty=None)
     """
 
+    _limits = (("margin", -math.inf, math.inf),)
     margin: Setting
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "margin", check_setting(self.margin, "prior margin"))
 
     @classmethod
     def from_effective(cls, effective: float, *, alpha: float, scale: float) -> PriorMargin:
@@ -398,10 +404,8 @@ class CosineMargin(StatelessMargin):
         tensor([8.])
     """
 
+    _limits = (("margin", -math.inf, math.inf),)
     margin: Setting
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "margin", check_setting(self.margin, "cosine margin"))
 
     def term(
         self, cosines: Tensor, scale: float, labels: Tensor | None, norms: Tensor | None
@@ -435,12 +439,12 @@ class AngularMargin(StatelessMargin):
         tensor([ 0.8776, -0.4794, -1.1224])
     """
 
+    _limits = (("margin", 0.0, math.pi),)
     margin: Setting
     gradient: Literal["exact", "straight_through"] = "exact"
 
     def __post_init__(self) -> None:
-        margin = check_setting(self.margin, "angular margin", low=0.0, high=math.pi)
-        object.__setattr__(self, "margin", margin)
+        super().__post_init__()
         if self.gradient not in ("exact", "straight_through"):
             raise ConfigError(
                 f"gradient is {self.gradient!r}: choose 'exact' or 'straight_through'"
@@ -463,11 +467,10 @@ class AngularMargin(StatelessMargin):
 class CombinedMargin(StatelessMargin):
     r"""Multiplied angle, added angle and lowered cosine in one: ``cos(m1 angle + m2) - m3``.
 
-    The family of the ArcFace paper; ``CombinedMargin(multiplier=4.0)`` is SphereFace (without its
-    annealing). Each further turn of ``pi`` is continued as in SphereFace,
-    ``(-1)^n cos(phi) - 2n`` with ``n = floor(phi / pi)`` and ``phi = m1 angle + m2``: continuous
-    and never decreasing in the cosine. ``AngularMargin`` continues by a line instead. The gradient
-    is finite everywhere, by the same rule as there.
+    ``CombinedMargin(multiplier=4.0)`` is SphereFace (without its annealing). Each further turn of
+    ``pi`` is continued as there, ``(-1)^n cos(phi) - 2n`` with ``phi = m1 angle + m2`` and
+    ``n = floor(phi / pi)``: continuous and never decreasing in the cosine. The gradient is finite
+    everywhere, by the rule of ``AngularMargin``.
 
     Args:
         multiplier: ``m1``, positive.
@@ -479,20 +482,19 @@ class CombinedMargin(StatelessMargin):
         tensor([ 1., -1., -3.])
     """
 
+    _limits = (
+        ("multiplier", 0.0, math.inf),
+        ("angular", 0.0, math.pi),
+        ("cosine", -math.inf, math.inf),
+    )
     multiplier: Setting = 1.0
     angular: Setting = 0.0
     cosine: Setting = 0.0
 
     def __post_init__(self) -> None:
-        for name, low, high in (
-            ("multiplier", 0.0, math.inf),
-            ("angular", 0.0, math.pi),
-            ("cosine", -math.inf, math.inf),
-        ):
-            value = check_setting(getattr(self, name), f"{name} of a margin", low=low, high=high)
-            object.__setattr__(self, name, value)
+        super().__post_init__()
         if isinstance(self.multiplier, float) and self.multiplier == 0.0:
-            raise ConfigError("multiplier of a margin is 0: choose a positive one, 1 for none")
+            raise ConfigError("multiplier is 0: choose a positive number, 1 to leave angles alone")
 
     def term(
         self, cosines: Tensor, scale: float, labels: Tensor | None, norms: Tensor | None
@@ -600,10 +602,9 @@ class AdaFaceMargin(StatefulMargin):
 
     so that it is ArcFace at ``z = -1``, CosFace at ``z = 0`` and a negative angular margin at
     ``z = 1``. As published, norms are clipped to [0.001, 100] and detached, the cosine is kept
-    ``eps = 0.001`` inside (-1, 1), and the angle ``eps`` inside (0, pi): outside, the gradient is
-    zero. The statistics start at 20 and 100 and move before they are used, in training mode only.
-    Non-finite norms and rows with a negative label do not move them; a batch with fewer than two
-    usable rows leaves the deviation alone. Each process has its own.
+    ``eps = 0.001`` inside (-1, 1), and the angle ``eps`` inside (0, pi). The statistics start at 20
+    and 100 and move before they are used, in training mode only, by rows with finite norms and
+    labels that are not negative. Each process has its own.
 
     Args:
         margin: ``m``, in [0, pi).
