@@ -25,8 +25,9 @@ FORMAT = "qmargin-model 1"
 MODALITIES = ("images", "audio", "arrays")
 MAX_BYTES = 1_000_000
 _OWN = (  # entries that are not facts
-    "format name modality input_shape backbone backbone_options embedding_dim weights_sha256"
-).split()
+    "format", "name", "modality", "input_shape", "backbone", "backbone_options", "embedding_dim",
+    "weights_sha256",
+)  # fmt: skip
 
 INTENDED_USE = (
     "Comparing two samples of people who know of it and agreed to it, with a threshold measured on "
