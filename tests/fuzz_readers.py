@@ -425,8 +425,8 @@ def write_durations(folder: Path) -> None:
 
 
 def write_thresholds(folder: Path) -> None:
-    from qmargin.evaluation.thresholds import thresholds_of
-    from qmargin.evaluation.thresholds import write_thresholds as write
+    from qmargin.evaluation.export import thresholds_of
+    from qmargin.evaluation.export import write_thresholds as write
 
     hashes = {"weights_sha256": "0" * 64, "result_sha256": "1" * 64}
     found = thresholds_of(small_result(), **hashes, is_trusted=True)
@@ -455,13 +455,13 @@ def write_recipe(folder: Path) -> None:
 
 def write_checkpoint(folder: Path) -> None:
     from helpers.saving import random_state
-    from qmargin.training.checkpoint.reader import save_checkpoint
+    from qmargin.training.checkpoint import save_checkpoint
 
     save_checkpoint(folder, random_state(3))
 
 
 def read_checkpoint(folder: Path) -> None:
-    from qmargin.training.checkpoint.reader import load_checkpoint, newest, open_checkpoint
+    from qmargin.training.checkpoint import load_checkpoint, newest, open_checkpoint
 
     newest(folder)
     load_checkpoint(open_checkpoint(folder / "step-000003", check=False))
@@ -804,7 +804,7 @@ def prepare() -> None:
     import qmargin.data.open
     import qmargin.evaluation.model
     import qmargin.experiments.pictures
-    import qmargin.training.checkpoint.reader  # noqa: F401
+    import qmargin.training.checkpoint  # noqa: F401
 
     torch.set_num_threads(1)
 

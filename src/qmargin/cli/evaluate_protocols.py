@@ -44,7 +44,7 @@ class _Embedded(Resumed, Rules):
         if self.model is None and self.embeddings is None:
             raise ConfigError("there is neither --model nor --embeddings: give one of them")
         if self.model is not None:
-            from qmargin.training.distributed.process import find_device
+            from qmargin.training.distributed import find_device
 
             find_device(self.device)
             outputs = {**outputs, "embeddings": (self.embeddings_path, EMBEDDINGS_MARK)}
@@ -177,7 +177,7 @@ class Pairs(_Faces, ScoresFile):
 
     def run(self) -> None:
         from qmargin.evaluation.embed import FolderImages
-        from qmargin.evaluation.protocols.pairs import evaluate_pairs, read_pair_trials
+        from qmargin.evaluation.protocols.face_sets import evaluate_pairs, read_pair_trials
 
         guard = self.check()
         pairs = read_pair_trials(self.file, extension=self.extension)

@@ -87,7 +87,7 @@ class Train(IndexPlace):
         except QMarginError as error:
             _show_origin(error)
             if isinstance(error, RankError):
-                from qmargin.training.distributed.heartbeat import EXIT_RANK_LOST
+                from qmargin.training.distributed import EXIT_RANK_LOST
 
                 sys.stderr.write(f"qmargin: error: {error}\n")
                 raise SystemExit(EXIT_RANK_LOST) from error
@@ -154,7 +154,7 @@ def _is_first() -> bool:
 def _show_origin(error: BaseException) -> None:
     """Write the traceback of what happened in a data worker or on another rank, if that was it."""
     from qmargin.data.loader import WorkerTraceback
-    from qmargin.training.distributed.consensus import RemoteTraceback
+    from qmargin.training.distributed import RemoteTraceback
 
     if isinstance(error.__cause__, WorkerTraceback | RemoteTraceback):
         sys.stderr.write(f"{error.__cause__}\n")
