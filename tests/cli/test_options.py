@@ -91,9 +91,7 @@ def test_a_stated_default_is_the_real_one() -> None:
 
 
 @pytest.mark.parametrize(
-    "words",
-    [words for words, parser in COMMANDS.items() if several(parser)],
-    ids=" ".join,
+    "words", [words for words, parser in COMMANDS.items() if several(parser)], ids=" ".join
 )
 def test_lists_take_spaces_and_commas(words: tuple[str, ...]) -> None:
     parser = COMMANDS[words]
