@@ -81,7 +81,7 @@ def run_features_benchmark(
     """Measure, print the tables and write the numbers to ``json_path`` if it is given."""
     import torch
 
-    from qmargin.training.distributed.process import find_device
+    from qmargin.training.distributed import find_device
 
     find_device(settings.device)  # one that is not there is refused before anything is made
     before = torch.get_num_threads()

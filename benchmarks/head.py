@@ -42,16 +42,16 @@ from qmargin.errors import ConfigError
 from qmargin.heads.checks import available_memory
 from qmargin.heads.chunked import ChunkedGradient, ChunkedStep
 from qmargin.heads.classifier import ROW_LOSSES, STEPS, MarginClassifier
+from qmargin.heads.dense import TopKStep
 from qmargin.heads.optimizers import ExactSGD, SparseSGD
 from qmargin.heads.paths import StepPath, as_path
 from qmargin.heads.sparse import SparseStep
 from qmargin.heads.step import StepRecord, unit_rows
-from qmargin.heads.top_k import TopKStep
-from qmargin.kernels.head_types import ListOverflow, Target
+from qmargin.kernels.head_reference import ListOverflow, Target
 from qmargin.kernels.solver import slacks
 from qmargin.losses.margin_loss import LossOutput
 from qmargin.models import create_backbone
-from qmargin.training.distributed.process import find_device
+from qmargin.training.distributed import find_device
 
 FORWARD_BACKWARD = "forward + backward"
 PADDING = 128  # classes: keeps every row pitch of a [B, k] matrix a multiple of 16 bytes

@@ -22,7 +22,7 @@ from benchmarks.common import Tables, add_outputs, benchmark_options, positive
 from qmargin.cli.doctor import installed_version
 from qmargin.cli.options import count
 from qmargin.cli.tables import stage_progress
-from qmargin.training.distributed.process import find_device
+from qmargin.training.distributed import find_device
 
 TARGET_COSINE = 0.4  # a sample in mid-training: above chance, not yet beyond the margin
 MOST_SOLVER_ROWS = 32  # the counts of table two hardly vary over rows; more would only cost time

@@ -24,9 +24,8 @@ from qmargin.experiments.measure import embed_dataset, load_backbone
 from qmargin.experiments.named import Setting, Size, get_experiment, loss_arm, stroke_recipe
 from qmargin.experiments.runner import Finished, RunOptions, complete
 from qmargin.experiments.worlds import Drawn
-from qmargin.training.checkpoint.folders import list_steps
-from qmargin.training.distributed.process import find_device
-from qmargin.training.start import CHECKPOINTS
+from qmargin.training.checkpoint import CHECKPOINTS, list_steps
+from qmargin.training.distributed import find_device
 
 # What each chose in a search of eight epochs.
 LOSSES: dict[str, Setting] = {

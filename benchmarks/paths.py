@@ -14,7 +14,7 @@ import qmargin
 from benchmarks.timing import Step, median, time_turns
 from qmargin.cli.options import count
 from qmargin.heads import chunked as root_search
-from qmargin.training.distributed.process import find_device
+from qmargin.training.distributed import find_device
 
 PATHS = ("sparse", "chunked", "dense")
 FEW_SETTINGS = ((1.25, 4.4), (1.5, 0.43), (1.5, 3.3))

@@ -24,7 +24,7 @@ from qmargin.data.loader import Batch
 from qmargin.errors import ConfigError
 from qmargin.files import write_atomically
 from qmargin.training.build import build_backbone
-from qmargin.training.distributed.process import find_device
+from qmargin.training.distributed import find_device
 from qmargin.training.loop import Run, open_run
 from qmargin.training.optim import clip_gradients_, parameter_groups
 from qmargin.training.recipe import HeadPart, LossPart, Recipe, SchedulePart

@@ -24,7 +24,7 @@ from qmargin.experiments.named import Setting, Size, get_experiment, loss_arm, s
 from qmargin.experiments.runner import RunOptions, complete
 from qmargin.experiments.search import Tried
 from qmargin.experiments.worlds import Drawn, Made
-from qmargin.training.checkpoint.reader import open_checkpoint, read_prototypes, read_recipe
+from qmargin.training.checkpoint import open_checkpoint, read_prototypes, read_recipe
 from qmargin.training.recipe import Recipe
 from qmargin.training.recipe_files import apply_settings, from_yaml
 

@@ -455,13 +455,13 @@ def write_recipe(folder: Path) -> None:
 
 def write_checkpoint(folder: Path) -> None:
     from helpers.saving import random_state
-    from qmargin.training.checkpoint.reader import save_checkpoint
+    from qmargin.training.checkpoint import save_checkpoint
 
     save_checkpoint(folder, random_state(3))
 
 
 def read_checkpoint(folder: Path) -> None:
-    from qmargin.training.checkpoint.reader import load_checkpoint, newest, open_checkpoint
+    from qmargin.training.checkpoint import load_checkpoint, newest, open_checkpoint
 
     newest(folder)
     load_checkpoint(open_checkpoint(folder / "step-000003", check=False))
@@ -804,7 +804,7 @@ def prepare() -> None:
     import qmargin.data.open
     import qmargin.evaluation.model
     import qmargin.experiments.pictures
-    import qmargin.training.checkpoint.reader  # noqa: F401
+    import qmargin.training.checkpoint  # noqa: F401
 
     torch.set_num_threads(1)
 

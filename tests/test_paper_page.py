@@ -10,7 +10,7 @@ import pytest
 
 from helpers.commands import parse_command
 from helpers.pages import ROOT, code_in, missing, spans
-from qmargin.report.paper_figures import FIGURES
+from qmargin.report.paper import FIGURES
 from qmargin.report.paper_layouts import TABLES
 
 PAGE = (ROOT / "docs" / "paper.md").read_text(encoding="utf-8")

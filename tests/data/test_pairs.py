@@ -51,7 +51,7 @@ def test_csv_pairs(tmp_path: Path) -> None:
         ("", "p.txt", "no pairs"),
         ("a,b,label\n", "p.csv", "no pairs"),
         ("a,b,label\nx,y,2\n", "p.csv", "line 2: the label '2' is not 0 or 1"),
-        ("a,b\nx,y\n", "p.csv", "it needs one of label"),
+        ("a,b\nx,y\n", "p.csv", "one of label"),
         ("a,b,label,fold\nx,y,1,-1\n", "p.csv", "line 2: the fold '-1'"),
     ],
 )

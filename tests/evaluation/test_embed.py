@@ -41,8 +41,7 @@ from qmargin.evaluation.protocols.speakers import (
     evaluate_speakers,
 )
 from qmargin.evaluation.trials import TrialList, read_trials
-from qmargin.models.speaker_parts import SpeakerInput
-from qmargin.models.speaker_resnet import SpeakerResNet
+from qmargin.models.speaker import SpeakerInput, SpeakerResNet
 
 
 @pytest.fixture

@@ -45,7 +45,7 @@ from qmargin.models.directory import (
     read_card,
     write_model,
 )
-from qmargin.training.checkpoint.reader import newest, read_backbone
+from qmargin.training.checkpoint import newest, read_backbone
 from qmargin.training.loop import train
 from qmargin.training.recipe_files import read_recipe
 

@@ -26,8 +26,8 @@ from qmargin.experiments.experiment import Arm, TestProtocol
 from qmargin.experiments.run import RESULT, Run, Task
 from qmargin.experiments.runner import RECORD, run_experiment
 from qmargin.training import loop
-from qmargin.training.lock import RunLock
 from qmargin.training.signals import Interrupted, StopRequest
+from qmargin.training.start import RunLock
 
 GRID = ("loss.scale=10,32", "m_eff=0.2,0.5")
 MANY = (

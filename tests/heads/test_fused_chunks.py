@@ -7,10 +7,9 @@ import torch
 pytest.importorskip("triton")
 
 from helpers.heads import make_head, make_loss, random_batch, screened
-from qmargin.heads import chunks as fused_chunks
-from qmargin.heads.chunked import solve
-from qmargin.heads.chunks import Chunks, FusedChunks
-from qmargin.kernels.head_types import ClassGradient, Target
+from qmargin.heads import chunked as fused_chunks
+from qmargin.heads.chunked import Chunks, FusedChunks, solve
+from qmargin.kernels.head_reference import ClassGradient, Target
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's masked lanes
 
@@ -46,7 +45,7 @@ def test_solution_and_gradient(alpha, num_classes, monkeypatch):
     expected, found = (solve(chunks, target, pulls=True) for chunks in (plain, fused))
     assert_solutions_agree(expected, found)
     if alpha > 1.0:  # a sparse step may leave its maxima
-        fused.group_maxima = fused.screen.group_maxima(*fused.batch)
+        fused.group_maxima = fused.head.kernels.group_maxima(*fused.batch)
         assert_solutions_agree(expected, solve(fused, target, pulls=True))
         assert fused.group_maxima is None
     weighted = torch.randn_like(plain.embeddings).half()

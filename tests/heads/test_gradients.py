@@ -7,14 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from helpers.fused import (
-    DIM,
-    Blocks,
-    batch,
-    make_head,
-    tensors_of,
-    train,
-)
+from helpers.fused import DIM, Blocks, batch, make_head, tensors_of, train
 from helpers.heads import LargestTensor
 from qmargin.errors import DataError
 from qmargin.heads.gradients import RowsGradient, deliver

@@ -8,14 +8,7 @@ import torch
 from torch import Tensor
 
 import qmargin
-from helpers.fused import (
-    NUM_CLASSES,
-    Blocks,
-    batch,
-    make_head,
-    plain_loss,
-    train,
-)
+from helpers.fused import NUM_CLASSES, Blocks, batch, make_head, plain_loss, train
 from qmargin.errors import ConfigError
 from qmargin.heads.optimizers import ExactSGD, SparseSGD
 from qmargin.kernels import head_reference

@@ -19,10 +19,9 @@ from helpers.heads import (
     step,
     truth_of,
 )
-from qmargin.heads import chunks
-from qmargin.heads.dense import sample_classes
+from qmargin.heads import chunked as chunks
+from qmargin.heads.dense import largest_left_out, sample_classes
 from qmargin.heads.optimizers import ExactSGD
-from qmargin.heads.top_k import largest_left_out
 from qmargin.kernels import head_reference
 
 NUM_CLASSES = (1, 2, 32, 33, 97, 1031)
@@ -56,12 +55,7 @@ def test_path_matches_the_definition(path: str, alpha: float, dtype: torch.dtype
         for scale in (3.0, 24.0):
             batch = random_batch(num_classes, dim=(8, 64, 100)[index % 3], seed=index)
             loss = make_loss(alpha, scale)
-            head = make_head(
-                loss,
-                batch,
-                path=every_class(path),
-                dtype=dtype,
-            )
+            head = make_head(loss, batch, path=every_class(path), dtype=dtype)
             outcome = step(head, batch)
             truth = truth_of(loss, batch)
             note = (num_classes, scale)
@@ -76,12 +70,7 @@ def test_every_margin_works_on_every_path(path: str, margin: str) -> None:
     batch = random_batch(97, seed=5)
     loss = make_loss(1.25, margin=copy.deepcopy(MARGINS[margin]))
     truth = truth_of(copy.deepcopy(loss), batch)
-    head = make_head(
-        loss,
-        batch,
-        path=every_class(path),
-        dtype=torch.float64,
-    )
+    head = make_head(loss, batch, path=every_class(path), dtype=torch.float64)
     assert_same(step(head, batch), truth, tolerance=1e-9)
     if margin == "adaface":  # its running statistics saw the batch once
         once = copy.deepcopy(MARGINS[margin])

@@ -214,11 +214,7 @@ def test_the_reduction_of_the_loss_is_honoured(path, alpha):
     for reduction in ("mean", "sum", "none"):
         loss = make_loss(alpha)
         loss.reduction = reduction
-        heads[reduction] = make_head(
-            loss,
-            batch,
-            path=every_class(path),
-        )
+        heads[reduction] = make_head(loss, batch, path=every_class(path))
     mean, total = step(heads["mean"], batch), step(heads["sum"], batch)
     torch.testing.assert_close(total.loss, 5 * mean.loss)
     torch.testing.assert_close(total.embeddings, 5 * mean.embeddings)

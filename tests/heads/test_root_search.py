@@ -7,11 +7,10 @@ import torch
 
 import qmargin
 from helpers.heads import assert_same, make_head, make_loss, random_batch, step, truth_of
+from qmargin.heads import chunked as chunks
 from qmargin.heads import chunked as root_search
-from qmargin.heads import chunks
-from qmargin.heads.chunked import RootSearch, solve
-from qmargin.heads.chunks import Chunks
-from qmargin.kernels.head_types import Target
+from qmargin.heads.chunked import Chunks, RootSearch, solve
+from qmargin.kernels.head_reference import Target
 from qmargin.kernels.solver import RowSums
 
 

@@ -7,16 +7,8 @@ import torch
 from torch import Tensor
 
 import qmargin
-from helpers.heads import (
-    Batch,
-    assert_same,
-    make_head,
-    make_loss,
-    random_batch,
-    step,
-    truth_of,
-)
-from qmargin.kernels.head_types import GROUP
+from helpers.heads import Batch, assert_same, make_head, make_loss, random_batch, step, truth_of
+from qmargin.kernels.head_reference import GROUP
 
 ALPHAS = (1.05, 1.25, 2.0, 3.0)
 HALVES = (torch.float16, torch.bfloat16)

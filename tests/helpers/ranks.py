@@ -20,7 +20,7 @@ PROLOGUE = """
 import os, signal, sys, time
 import torch
 torch.set_num_threads(1)
-from qmargin.training.distributed.process import start_process_group
+from qmargin.training.distributed import start_process_group
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 def say(*words):
     print(*words, flush=True)

@@ -16,8 +16,7 @@ from qmargin.data.synthetic import SyntheticIdentities
 from qmargin.errors import CorruptSample
 from qmargin.models import list_backbones, register_backbone
 from qmargin.recipes import get_recipe
-from qmargin.training.checkpoint.files import read_manifest
-from qmargin.training.checkpoint.folders import step_name
+from qmargin.training.checkpoint import read_manifest, step_name
 from qmargin.training.recipe import Recipe
 from qmargin.training.recipe_files import apply_settings
 

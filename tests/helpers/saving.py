@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qmargin.training.checkpoint.reader import (
+from qmargin.training.checkpoint import (
     CheckpointState,
     HeadRows,
     agree_on_newest,
@@ -22,7 +22,7 @@ from qmargin.training.checkpoint.reader import (
     save_checkpoint,
     split_rows,
 )
-from qmargin.training.distributed.process import Process
+from qmargin.training.distributed import Process
 
 NUM_CLASSES, DIM = 41, 6
 SAVED = "acknowledged.txt"

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from qmargin.kernels import head_reference as plain
-from qmargin.kernels.head_types import GROUP, Batch, Candidates, Pairs, PreparedRows
+from qmargin.kernels.head_reference import GROUP, Batch, Candidates, Pairs, PreparedRows
 
 
 def random_rows(num_classes: int, num_rows: int, dtype: torch.dtype, dim: int = 24) -> Batch:

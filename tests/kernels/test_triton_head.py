@@ -5,9 +5,11 @@ import torch
 
 pytest.importorskip("triton")
 
-from qmargin.heads.chunks import add_entries_
+from qmargin.heads.chunked import add_entries_
+from qmargin.heads.sharding import Ranks
+from qmargin.heads.sparse import find_support
 from qmargin.kernels import head_reference as plain
-from qmargin.kernels import head_types as records
+from qmargin.kernels import head_reference as records
 from qmargin.kernels.triton import blocks
 from qmargin.kernels.triton import head as fused
 from qmargin.kernels.triton import head as support
@@ -159,11 +161,11 @@ def test_pairs_scores_and_solution(shape, alpha, scale, margin):
 def test_support_whatever_lengths_are_expected(expected, monkeypatch):
     """Lists too short, by either length, are found out; spare room changes nothing."""
     monkeypatch.setattr(support, "ROOM", 8)
-    batch, numbers = Batch(400, 64, 5), {"scale": 20.0, "b": 0.25}
+    batch = Batch(400, 64, 5)
     terms = (batch.maxima(), batch.terms(20.0, 0.2), batch.slack)
-    guess = None if expected is None else records.Lengths(*expected)
-    options = {**numbers, "limit": 10**6, "expected": guess, "has_gradient": True}
-    certain = plain.find_support(batch.rows(), *terms, **options)
+    options = {"scale": 20.0, "b": 0.25, "limit": 10**6, "has_gradient": True}
+    certain = find_support(plain, Ranks(), batch.rows(), *terms, **options)
+    options["expected"] = None if expected is None else records.Lengths(*expected)
     wanted = certain.solved
     support_found = fused.find_support(batch.rows(), *terms, **options)
     weights = torch.rand(5, device=DEVICE)
@@ -279,7 +281,7 @@ def test_blocks(shape, alpha):
     operands = (batch.prepared.rounded, batch.copy, batch.labels, batch.num_classes)
     cosines = operands[0].double() @ batch.copy[: batch.num_classes].double().t()
     cosines.scatter_(1, batch.labels[:, None], -torch.inf)
-    largest, mass = blocks.log_sum_exp(*operands, scale)
+    largest, mass = blocks.log_sum_exp(operands, scale)
     torch.testing.assert_close(largest.double(), cosines.amax(1), atol=1e-6, rtol=0)
     shift = torch.where(largest == -torch.inf, 0.0, largest)
     gaps = scale * (cosines - shift[:, None].double())
@@ -291,20 +293,20 @@ def test_blocks(shape, alpha):
         level = torch.full_like(shift, 0.8)
         height = (0.8 + b * gaps).clamp_min(0.0)
         expected = height ** (1.0 / b)
-        sums = blocks.row_sums(*operands, shift, level, scale, b)
+        sums = blocks.row_sums(operands, shift, level, scale, b)
         slope = torch.where(height > 0, expected / height.clamp_min(1e-300), 0.0).sum(1)
         torch.testing.assert_close(sums[0], expected.sum(1), atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(sums[1], slope, atol=1e-4, rtol=1e-5)
     first = batch.num_classes // 3
     where = slice(first, max(first + 1, batch.num_classes * 4 // 5))
-    options = (where, shift, level, scale, b)
-    block = blocks.posterior_block(*operands, *options, with_sums=True)
+    options = (where, (shift, level), scale, b)
+    block = blocks.posterior_block(operands, *options, with_sums=True)
     width, expected = where.stop - where.start, expected[:, where]
     found = block.weights[:, :width].double() / blocks.FACTOR
     torch.testing.assert_close(found, expected, atol=1e-7, rtol=1e-3)
     assert not bool(block.weights[:, width:].any())
     _check_sums(block, expected, cosines[:, where], b)
-    assert torch.equal(blocks.posterior_block(*operands, *options).weights, block.weights)
+    assert torch.equal(blocks.posterior_block(operands, *options).weights, block.weights)
 
 
 def _check_sums(block, expected, cosines, b):
@@ -328,8 +330,8 @@ def test_weights_are_cut_off_at_the_largest_number():
     batch = Batch(300, 64, 5)
     operands = (batch.prepared.rounded, batch.copy, batch.labels, batch.num_classes)
     low = torch.full((5,), -2.0, device=DEVICE)
-    numbers = (slice(0, 300), low, torch.zeros_like(low), 64.0, 0.0)
-    weights = blocks.posterior_block(*operands, *numbers, with_sums=True).weights
+    numbers = (slice(0, 300), (low, torch.zeros_like(low)), 64.0, 0.0)
+    weights = blocks.posterior_block(operands, *numbers, with_sums=True).weights
     assert float(weights.max()) == torch.finfo(torch.float16).max
 
 

@@ -5,7 +5,7 @@ import torch
 
 from helpers.recordings import real_speech
 from qmargin.errors import ConfigError, ShapeError
-from qmargin.models.features import FLOOR, FilterBank, mel_triangles, subtract_mean
+from qmargin.models.features import FLOOR, FilterBank, mel_triangles
 
 kaldi = pytest.importorskip("kaldi_native_fbank")
 EPSILON = 1e-3
@@ -115,23 +115,15 @@ def test_real_speech_has_kaldis_features(window: str) -> None:
     assert errors["ours"] <= 2 * errors["theirs"] + 4  # rare events: both are a handful
 
 
-def test_rows_of_a_batch_do_not_depend_on_each_other() -> None:
-    samples = noise(7, 32240)
-    bank = FilterBank()
+def test_rows_and_parts_do_not_depend_on_each_other() -> None:
+    """Long waveforms are worked on in blocks of 512 frames."""
+    samples, bank = noise(3, 160 * 700 + 400), FilterBank()
     together = bank(samples)
-    assert together.shape == (7, 200, 80)
-    for row, waveform in zip(together, samples, strict=True):
-        torch.testing.assert_close(bank(waveform[None])[0], row, rtol=0, atol=1e-5)
-
-
-def test_a_long_waveform_is_the_same_in_parts() -> None:
-    """It is worked on in blocks of 512 frames."""
-    samples = noise(1, 160 * 1500 + 400)
-    bank = FilterBank()
-    whole = bank(samples)[0]
-    start = 160 * 700
-    part = bank(samples[:, start : start + 16000])[0]
-    torch.testing.assert_close(whole[700 : 700 + len(part)], part, rtol=0, atol=1e-5)
+    assert together.shape == (3, 701, 80)
+    torch.testing.assert_close(bank(samples[1:2])[0], together[1], rtol=0, atol=1e-5)
+    start = 160 * 400
+    part = bank(samples[:, start : start + 32240])
+    torch.testing.assert_close(together[:, 400 : 400 + 200], part, rtol=0, atol=1e-5)
 
 
 def test_an_empty_batch_has_no_rows() -> None:
@@ -149,7 +141,9 @@ def test_frames_lie_inside_the_waveform(num_samples: int) -> None:
 
 
 def test_silence_is_at_the_floor() -> None:
-    features = FilterBank()(torch.zeros(1, 1600))
+    bank = FilterBank()
+    assert bank.state_dict() == {} and not list(bank.parameters())
+    features = bank(torch.zeros(1, 1600))
     assert torch.equal(features, torch.full_like(features, np.log(FLOOR)))
 
 
@@ -177,11 +171,6 @@ def test_mean_subtraction() -> None:
     torch.testing.assert_close(features.mean(1), torch.zeros(2, 80), rtol=0, atol=1e-5)
     raw = FilterBank()(samples)
     torch.testing.assert_close(features, raw - raw.mean(1, keepdim=True))
-    lengths = torch.tensor([raw.shape[1], 10])
-    padded = subtract_mean(raw, lengths)
-    torch.testing.assert_close(padded[0], features[0])
-    torch.testing.assert_close(padded[1, :10], raw[1, :10] - raw[1, :10].mean(0))
-    assert not padded[1, 10:].any()
 
 
 def test_gradients_reach_the_waveform() -> None:
@@ -204,40 +193,12 @@ def test_the_exported_graph_gives_the_same_features() -> None:
             assert_close(row, expected)
 
 
-@pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")  # torch's exporter, of itself
-def test_onnx_gives_the_same_features(tmp_path) -> None:
-    pytest.importorskip("onnx")
-    pytest.importorskip("onnxscript")
-    onnxruntime = pytest.importorskip("onnxruntime")
-    bank, path = FilterBank().eval(), tmp_path / "bank.onnx"
-    dynamic = {"waveforms": {0: torch.export.Dim("batch"), 1: torch.export.Dim("time", min=560)}}
-    torch.onnx.export(
-        bank,
-        (noise(2, 4000),),
-        path,
-        input_names=["waveforms"],
-        dynamic_shapes=dynamic,
-        dynamo=True,
-        verbose=False,
-    )
-    session = onnxruntime.InferenceSession(str(path))
-    samples = noise(3, 16000, seed=1)
-    (features,) = session.run(None, {"waveforms": samples.numpy()})
-    for row, expected in zip(features, bank(samples).numpy(), strict=True):
-        assert_close(row, expected)
-
-
-def test_nothing_is_saved_with_a_model() -> None:
-    assert FilterBank().state_dict() == {}
-    assert not list(FilterBank().parameters())
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"window": "kaiser"}, "window is 'kaiser'; it is one of hamming"),
+        ({"window": "kaiser"}, "window is 'kaiser'"),
         ({"num_bins": 0}, "num_bins is 0"),
-        ({"num_bins": 400}, "num_bins is 400, of which some hold no point"),
+        ({"num_bins": 400}, "num_bins is 400"),
         ({"sample_rate": 0}, "sample_rate is 0"),
         ({"shift_ms": 0.0}, "frame_shift is 0"),
         ({"frame_ms": 0.01}, "frames have 0 samples"),
@@ -252,17 +213,21 @@ def test_impossible_settings_are_refused(options: dict, message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "waveforms", [torch.zeros(16000), torch.zeros(1, 1, 16000), torch.zeros(1, 16000).short()]
+    "waveforms",
+    [
+        torch.zeros(16000),
+        torch.zeros(1, 1, 16000),
+        torch.zeros(1, 16000).short(),
+        torch.zeros(1, 399),  # shorter than a frame
+    ],
 )
 def test_wrong_inputs_are_refused(waveforms: torch.Tensor) -> None:
-    with pytest.raises(ShapeError, match=r"give floating \[B, T\]"):
+    with pytest.raises(ShapeError, match="waveforms have"):
         FilterBank()(waveforms)
 
 
-def test_short_waveforms_and_half_constants_are_refused() -> None:
-    with pytest.raises(ShapeError, match="399 samples and a frame has 400"):
-        FilterBank()(torch.zeros(1, 399))
-    with pytest.raises(ConfigError, match="keep it in float32"):
+def test_constants_in_half_precision_are_refused() -> None:
+    with pytest.raises(ConfigError, match="float16"):
         FilterBank().half()(torch.zeros(1, 400))
 
 

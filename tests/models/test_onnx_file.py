@@ -41,7 +41,6 @@ def test_one_file_of_any_batch_size_gives_what_pytorch_gives(tmp_path: Path) -> 
         np.testing.assert_allclose(found, backbone(images).detach().numpy(), atol=1e-5)
     assert 0.0 <= record.max_difference <= TOLERANCE
     assert record.to_facts("model.onnx")["onnx_sha256"] == record.sha256
-    assert record.to_facts("model.onnx")["onnx_runtime"].startswith("onnxruntime ")
 
 
 @pytest.mark.slow

@@ -11,9 +11,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from qmargin.errors import DataError
-from qmargin.models.iresnet import BLOCKS, CHANNELS, IResNet, iresnet
-from qmargin.models.mobilefacenet import MobileFaceNet
-from qmargin.models.weights import Loaded, load_weights_, read_weights
+from qmargin.models import create_backbone
+from qmargin.models.face import IResNet, MobileFaceNet
+from qmargin.models.weights import load_weights_, read_weights
 
 SMALL = (1, 2, 1, 1)
 
@@ -50,7 +50,7 @@ class IRNetwork(nn.Module):
             nn.Conv2d(3, 64, 3, 1, 1, bias=False), nn.BatchNorm2d(64), nn.PReLU(64)
         )
         body, inputs = [], 64
-        for channels, number in zip(CHANNELS, blocks, strict=True):
+        for channels, number in zip((64, 128, 256, 512), blocks, strict=True):
             body += [
                 IRBlock(inputs if place == 0 else channels, channels, 2 if place == 0 else 1)
                 for place in range(number)
@@ -83,11 +83,15 @@ def images() -> Tensor:
     return torch.randn(2, 3, 112, 112, generator=torch.Generator().manual_seed(1))
 
 
+def without_counters(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value for name, value in state.items() if "num_batches_tracked" not in name}
+
+
 @pytest.mark.parametrize(
     ("wrap", "prefix"),
     [
         (lambda state: state, ""),
-        (lambda state: state, "module."),
+        (without_counters, "module."),
         (lambda state: {"state_dict": state, "epoch": 3}, "module."),
         (lambda state: {"state_dict_backbone": state, "global_step": 9}, ""),
         (lambda state: {"state_dict": {**state, "head.kernel": torch.ones(2)}}, "model."),
@@ -98,9 +102,9 @@ def test_weights_are_found_in_usual_containers(
 ) -> None:
     theirs, ours = shaken(IResNet(SMALL, 8)), IResNet(SMALL, 8).eval()
     state = {prefix + name: tensor for name, tensor in theirs.state_dict().items()}
-    torch.save(wrap(state), tmp_path / "model.pt")
-    loaded = load_weights_(ours, tmp_path / "model.pt")
-    assert loaded == Loaded("same", False, len(theirs.state_dict()))
+    is_old = wrap is without_counters  # files from before torch 1.6
+    torch.save(wrap(state), tmp_path / "model.pt", _use_new_zipfile_serialization=not is_old)
+    load_weights_(ours, tmp_path / "model.pt")
     assert torch.equal(ours(images), theirs(images))
 
 
@@ -116,34 +120,21 @@ def test_adaface_networks_load_and_take_rgb(tmp_path: Path, images: Tensor) -> N
     state = {f"model.{name}": tensor for name, tensor in theirs.state_dict().items()}
     torch.save({"state_dict": {**state, "head.t": torch.zeros(1)}}, tmp_path / "ada.ckpt")
     ours = IResNet(SMALL, 8, shortcut="subsample").eval()
-    loaded = load_weights_(ours, tmp_path / "ada.ckpt")
-    assert (loaded.layout, loaded.is_bgr) == ("adaface", True)
+    load_weights_(ours, tmp_path / "ada.ckpt")
     torch.testing.assert_close(ours(images), theirs(images.flip(1)), rtol=1e-5, atol=1e-5)
     load_weights_(ours, tmp_path / "ada.ckpt", is_bgr=False)
     torch.testing.assert_close(ours(images), theirs(images), rtol=1e-5, atol=1e-5)
+    with pytest.raises(DataError, match=r"missing: layer1\.0\.downsample"):
+        load_weights_(IResNet(SMALL, 8), tmp_path / "ada.ckpt")
 
 
-def test_the_published_depths_have_the_shapes_of_adaface() -> None:
+def test_the_published_depth_has_the_shapes_of_adaface() -> None:
     """IR-101 has 65,150,912 parameters: those of R-100 less a projection and the last norm's."""
     with torch.device("meta"):
-        for depth in (18, 34, 50, 100):
-            theirs, ours = IRNetwork(BLOCKS[depth], 512), iresnet(depth, shortcut="subsample")
-            assert sum(weight.numel() for weight in ours.parameters()) == 1024 + sum(
-                weight.numel() for weight in theirs.parameters()
-            )
-        assert sum(weight.numel() for weight in theirs.parameters()) == 65_150_912
-
-
-def test_old_files_without_counters_of_batches_load(tmp_path: Path, images: Tensor) -> None:
-    theirs, ours = shaken(IResNet(SMALL, 8)), IResNet(SMALL, 8).eval()
-    state = {
-        name: tensor
-        for name, tensor in theirs.state_dict().items()
-        if not name.endswith("num_batches_tracked")
-    }
-    torch.save(state, tmp_path / "old.pth", _use_new_zipfile_serialization=False)
-    load_weights_(ours, tmp_path / "old.pth")
-    assert torch.equal(ours(images), theirs(images))
+        theirs = IRNetwork((3, 13, 30, 3), 512)
+        ours = create_backbone("iresnet100", shortcut="subsample")
+    counts = [sum(weight.numel() for weight in one.parameters()) for one in (theirs, ours)]
+    assert counts == [65_150_912, 65_150_912 + 1024]
 
 
 @pytest.mark.parametrize(
@@ -166,12 +157,6 @@ def test_weights_of_another_structure_are_refused_and_nothing_is_loaded(
     assert all(torch.equal(before[name], now) for name, now in network.state_dict().items())
 
 
-def test_adaface_into_a_projecting_network_is_refused(tmp_path: Path) -> None:
-    torch.save(IRNetwork(SMALL, 8).state_dict(), tmp_path / "ada.pt")
-    with pytest.raises(DataError, match=r"missing: layer1\.0\.downsample.*shortcut of the file"):
-        load_weights_(IResNet(SMALL, 8), tmp_path / "ada.pt")
-
-
 class Hostile:
     """Runs a command when it is unpickled by the ordinary loader."""
 
@@ -185,54 +170,42 @@ class Hostile:
 def test_a_file_that_runs_code_is_not_opened(tmp_path: Path) -> None:
     mark = tmp_path / "mark"
     torch.save({"state_dict": Hostile(f"touch {mark}")}, tmp_path / "evil.pt")
-    with pytest.raises(DataError, match=r"evil\.pt is damaged, or holds more than tensors"):
+    with pytest.raises(DataError, match=r"evil\.pt"):
         read_weights(tmp_path / "evil.pt")
     assert not mark.exists()
 
 
-def cut(content: bytes) -> bytes:
-    return content[: len(content) // 2]
-
-
-@pytest.mark.parametrize("content", [b"", b"<html>404</html>", b"\x80\x02garbage", cut])
-def test_files_that_are_no_checkpoints_are_refused(content: Any, tmp_path: Path) -> None:
+def test_files_that_are_no_checkpoints_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "model.pt"
-    if callable(content):
-        torch.save(IResNet(SMALL, 8).state_dict(), path)
-        content = content(path.read_bytes())
-    path.write_bytes(content)
-    with pytest.raises(DataError, match=r"model\.pt is damaged"):
-        read_weights(path)
-
-
-def test_truncated_safetensors_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "model.safetensors"
+    torch.save(nn.Linear(20, 20).state_dict(), path)
+    whole = path.read_bytes()
     save_file({"weight": torch.ones(1000)}, path)
-    path.write_bytes(cut(path.read_bytes()))
-    with pytest.raises(DataError, match="cannot be read"):
-        read_weights(path)
+    tensors = path.read_bytes()
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("note.txt", "hello")
+    strange = (b"", b"<html>404</html>", b"\x80\x02garbage", path.read_bytes())
+    for content in (*strange, whole[: len(whole) // 2], tensors[: len(tensors) // 2]):
+        path.write_bytes(content)
+        with pytest.raises(DataError, match=r"model\.pt"):
+            read_weights(path)
+    with pytest.raises(DataError, match=r"absent\.pt"):
+        read_weights(tmp_path / "absent.pt")
 
 
 def test_other_contents_are_named(tmp_path: Path) -> None:
     path = tmp_path / "model.pt"
     for content, message in (
-        ({"optimizer": {"lr": 0.1}}, r"has no weights .*, but \['optimizer'\]"),
-        ([torch.ones(1)], "has no weights .*, but list"),
-        ({}, r"has no weights"),
+        ({"optimizer": {"lr": 0.1}}, r"\['optimizer'\]"),
+        ([torch.ones(1)], "list"),
+        ({}, "no weights"),
         ({"a": torch.tensor([1.0, float("nan")])}, "a has values that are not finite"),
     ):
         torch.save(content, path)
         with pytest.raises(DataError, match=message):
             read_weights(path)
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("note.txt", "hello")
-    with pytest.raises(DataError, match="is damaged"):
-        read_weights(path)
-    with pytest.raises(DataError, match="there is no file"):
-        read_weights(tmp_path / "absent.pt")
 
 
 def test_only_networks_of_colours_are_turned_round(tmp_path: Path) -> None:
     torch.save(nn.Linear(2, 3).state_dict(), tmp_path / "line.pt")
-    with pytest.raises(DataError, match="Linear has no convolution of three colours"):
+    with pytest.raises(DataError, match="Linear"):
         load_weights_(nn.Linear(2, 3), tmp_path / "line.pt", is_bgr=True)

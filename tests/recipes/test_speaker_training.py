@@ -8,7 +8,7 @@ from torch import nn
 from helpers.recordings import real_speech
 from qmargin.cli.main import main
 from qmargin.evaluation.result import read_result
-from qmargin.models.speaker_resnet import SpeakerResNet
+from qmargin.models.speaker import SpeakerResNet
 from qmargin.registry import backbones
 
 SETTINGS = {  # a minute of the small recipe, with a network a hundredth the size

@@ -11,11 +11,10 @@ import pytest
 
 from helpers.results import HOSTILE, hostile_result, some_run, synthetic_result
 from qmargin.evaluation.result import Result, Value
-from qmargin.report.comparison import paired_differences
 from qmargin.report.journal import Journal
 from qmargin.report.numbers import LONGEST_NAME, LONGEST_TEXT, cleaned
-from qmargin.report.page import PageContent, _environment, render_page
-from qmargin.report.systems import arrange
+from qmargin.report.page import _environment, render_page
+from qmargin.report.systems import arrange, paired_differences
 
 JOURNAL = Journal("journal", (0.0, 10.0), (900.0, 30.0), (5000.0, 700.0), 2, 2_059_906)
 SECTIONS = ["verdict", "data", "det", "scores", "points", "pairs"]
@@ -25,7 +24,7 @@ SECTIONS += ["groups", "hardest", "sparsity", "calibration", "protocol"]
 def page_of(*results: Result, **options: object) -> str:
     panels = arrange(results)
     differences = [paired_differences(panel) for panel in panels]
-    return render_page(PageContent("A title", panels, differences, **options))
+    return render_page("A title", panels, differences, **options)
 
 
 class Elements(HTMLParser):

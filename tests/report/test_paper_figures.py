@@ -7,8 +7,8 @@ from PIL import Image
 from helpers.paper_results import run_result, write_run
 from qmargin.cli.main import main
 from qmargin.errors import ConfigError, DataError
-from qmargin.report import paper_figures
-from qmargin.report.paper_figures import paper_figure
+from qmargin.report import paper
+from qmargin.report.paper import paper_figure
 from qmargin.report.paper_layouts import Setting
 
 pytest.importorskip("matplotlib", reason="figures need matplotlib")
@@ -68,7 +68,7 @@ def test_pairs_are_those_on_which_two_systems_disagree(judged):
     files = paper_figure("figure-pairs", judged / "runs", judged / "faces")
     caption = files["figure-pairs.md"].decode()
     assert "that ArcFace gets right and Q-Margin wrong" in caption  # two results, in their order
-    ours, theirs = (paper_figures._judge(judged / "runs" / i / "result.json") for i in "01")
+    ours, theirs = (paper.judge(judged / "runs" / i / "result.json") for i in "01")
     wanted = ours.is_genuine & ours.is_right & ~theirs.is_right
     opposite = ours.is_genuine & theirs.is_right & ~ours.is_right
     assert wanted.sum() > 0

@@ -12,6 +12,14 @@ from helpers.paper_results import run_result, write_run
 from qmargin import q_margin
 from qmargin.cli.main import main
 from qmargin.errors import DataError
+from qmargin.report.paper import (
+    Measured,
+    accuracy_table,
+    find_results,
+    measured_in,
+    notes_on,
+    paper_table,
+)
 from qmargin.report.paper_layouts import (
     FACE_ROWS,
     LAYOUTS,
@@ -21,14 +29,6 @@ from qmargin.report.paper_layouts import (
     SPEAKER_ROWS,
     THROUGHPUT,
     Setting,
-)
-from qmargin.report.paper_tables import (
-    Measured,
-    accuracy_table,
-    find_results,
-    measured_in,
-    notes_on,
-    paper_table,
 )
 
 BEST = Setting("prior", 1.25, 35.0, 0.2)

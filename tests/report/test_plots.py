@@ -8,7 +8,7 @@ from scipy.special import ndtri
 
 from helpers.results import FARS, synthetic_result
 from qmargin.evaluation.result import Det, Histogram, Result
-from qmargin.report.page import PageContent, render_page
+from qmargin.report.page import render_page
 from qmargin.report.plots import (
     CurvePoint,
     DetGeometry,
@@ -29,7 +29,7 @@ def geometry_of(*results: Result) -> DetGeometry:
 
 
 def drawing_of(*results: Result) -> str:
-    page = render_page(PageContent("t", arrange(results), [[]]))
+    page = render_page("t", arrange(results), [[]])
     return page.partition('<figure class="det')[2].partition("</svg>\n</div>")[0]
 
 

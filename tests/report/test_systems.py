@@ -62,17 +62,17 @@ def test_without_a_hash_the_name_and_the_counts_tell_trials_apart() -> None:
 
 def test_headline_is_the_strictest_far_with_enough_data_for_all() -> None:
     (panel,) = arrange([synthetic_result(num_impostors=400_000)])  # 40 allowed at 1e-4, 4 at 1e-5
-    assert panel.headline_far() == 1e-4
+    assert panel.headline_far == 1e-4
     (panel,) = arrange([synthetic_result(num_impostors=2_000)])  # 20 at 1e-2, 2 at 1e-3, then none
-    assert panel.headline_far() == 1e-3
+    assert panel.headline_far == 1e-3
     (panel,) = arrange([synthetic_result(num_impostors=50)])
-    assert panel.headline_far() is None
+    assert panel.headline_far is None
 
 
 def test_a_headline_that_was_asked_for_is_taken_where_it_was_measured() -> None:
     result = synthetic_result(num_impostors=400_000)
-    assert arrange([result], headline=1e-3)[0].headline_far() == 1e-3
-    assert arrange([result], headline=0.5)[0].headline_far() == 1e-4  # nobody measured it
+    assert arrange([result], headline=1e-3)[0].headline_far == 1e-3
+    assert arrange([result], headline=0.5)[0].headline_far == 1e-4  # nobody measured it
 
 
 def test_leader_has_the_largest_tar_at_the_headline() -> None:
@@ -112,4 +112,4 @@ def test_files_that_cannot_be_drawn_are_named(tmp_path: Path, change, message: s
 def test_helper_writes_what_the_schema_reads(tmp_path: Path) -> None:
     result = replace(synthetic_result(groups=("a", "b"), keys=("x", "y")), command="c")
     (path,) = write_results(tmp_path, result)
-    assert result_to_json(load_panels([path])[0].first) == result_to_json(result)
+    assert result_to_json(load_panels([path])[0].entries[0].result) == result_to_json(result)

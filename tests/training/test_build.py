@@ -24,9 +24,8 @@ from qmargin.models.directory import BACKBONE
 from qmargin.recipes import get_recipe
 from qmargin.registry import datasets
 from qmargin.training.build import build_backbone, build_dataset, build_head, load_start_weights_
-from qmargin.training.checkpoint.files import read_tensors
-from qmargin.training.checkpoint.reader import newest, read_backbone
-from qmargin.training.distributed.process import Process
+from qmargin.training.checkpoint import newest, read_backbone, read_tensors
+from qmargin.training.distributed import Process
 from qmargin.training.loop import train
 from qmargin.training.optim import AVERAGE
 from qmargin.training.recipe import DataPart, ModelPart, Recipe

@@ -14,24 +14,24 @@ from torch.testing import assert_close
 
 from helpers.saving import NUM_CLASSES, fingerprint, random_state
 from qmargin.errors import CheckpointError, ShapeError
-from qmargin.training.checkpoint.files import flatten, map_tensors, unflatten
-from qmargin.training.checkpoint.folders import (
-    check_writable,
-    list_leftovers,
-    list_steps,
-    set_aside,
-)
-from qmargin.training.checkpoint.reader import (
+from qmargin.training.checkpoint import (
+    AsyncSaver,
     CheckpointState,
     HeadRows,
+    check_writable,
+    flatten,
+    list_leftovers,
+    list_steps,
     load_checkpoint,
+    map_leaves,
     newest,
     open_checkpoint,
     read_part,
     save_checkpoint,
+    set_aside,
+    unflatten,
 )
-from qmargin.training.checkpoint.writer import AsyncSaver
-from qmargin.training.distributed.process import Process
+from qmargin.training.distributed import Process
 
 
 def assert_states_equal(left: CheckpointState, right: CheckpointState) -> None:
@@ -137,7 +137,7 @@ def test_names_that_look_like_paths_do_not_collide(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["[", '{"$tensor": "gone"}', '{"$code": 1}', '{"$items": 3}'])
 def test_a_foreign_tree_is_an_error(text: str) -> None:
-    with pytest.raises(CheckpointError, match="not one that this version wrote"):
+    with pytest.raises(CheckpointError, match="the state is damaged"):
         unflatten(text, {})
 
 
@@ -149,20 +149,20 @@ def test_objects_are_refused_by_place() -> None:
 
 
 def test_states_that_make_no_sense_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ShapeError, match="one row for each of the 3 prototypes"):
+    with pytest.raises(ShapeError, match="momentum is"):
         HeadRows(0, 3, {"prototypes": torch.zeros(3, 2), "momentum": torch.zeros(2, 2)})
-    with pytest.raises(ShapeError, match="classes 2 to 5, but there are 4"):
+    with pytest.raises(ShapeError, match="classes 2 to 5 of 4"):
         HeadRows(2, 4, {"prototypes": torch.zeros(3, 2)})
     with pytest.raises(CheckpointError, match=r"'\.\./x'"):
         CheckpointState(1, parts={"../x": {}})
-    with pytest.raises(CheckpointError, match="is a int, not a tensor"):
-        CheckpointState(1, {"counter": 3})  # type: ignore[dict-item]
+    with pytest.raises(CheckpointError, match=r"'counter' is a .*int"):
+        save_checkpoint(tmp_path, CheckpointState(1, {"counter": 3}))  # type: ignore[dict-item]
     with pytest.raises(CheckpointError, match="loop holds the tensor 'x'"):
         save_checkpoint(tmp_path, CheckpointState(1, loop={"x": torch.ones(1)}))
     with pytest.raises(CheckpointError, match="strided"):
         save_checkpoint(tmp_path, CheckpointState(1, {"s": torch.eye(2).to_sparse()}))
     head = HeadRows(0, 4, {"prototypes": torch.zeros(3, 2)})
-    with pytest.raises(CheckpointError, match="shards end at class 3, but there are 4"):
+    with pytest.raises(CheckpointError, match="shards end at class 3 of 4"):
         save_checkpoint(tmp_path, CheckpointState(1, head=head))
     with pytest.raises(CheckpointError, match="control group"):
         save_checkpoint(tmp_path, CheckpointState(1), process=Process(0, 2))
@@ -187,9 +187,6 @@ def test_pruning_spares_what_was_just_written(tmp_path: Path) -> None:
     search = newest(tmp_path)
     assert search.checkpoint is not None and search.checkpoint.step == 2
     assert len(list(tmp_path.glob("step-*.aside-*"))) == 2
-    save_checkpoint(tmp_path, random_state(3), keep=5)
-    set_aside(tmp_path, 2, delete=True)
-    assert list(list_steps(tmp_path)) == [2] and not list_leftovers(tmp_path)
 
 
 def test_a_whole_checkpoint_is_never_overwritten(tmp_path: Path) -> None:
@@ -197,7 +194,7 @@ def test_a_whole_checkpoint_is_never_overwritten(tmp_path: Path) -> None:
     before = open_checkpoint(first).sha256
     again = replace(random_state(4), loop={"seconds": 3.0})
     assert save_checkpoint(tmp_path, again) == first  # the same weights: nothing to do
-    with pytest.raises(CheckpointError, match="holds other values"):
+    with pytest.raises(CheckpointError, match="exists with other values"):
         save_checkpoint(tmp_path, random_state(4, seed=1))
     assert open_checkpoint(first).sha256 == before
     assert not list_leftovers(tmp_path)
@@ -253,7 +250,7 @@ def test_background_saves_hold_the_values_of_their_step(tmp_path: Path) -> None:
             saver.save(replace(fresh, head=state.head))
             for tensor in state.head.tensors.values():
                 tensor.fill_(float("nan"))
-            map_tensors(fresh.backbone, lambda _, tensor: tensor.zero_())
+            map_leaves(fresh.backbone, lambda _, tensor: tensor.zero_())
     for step, path in list_steps(tmp_path).items():
         assert_states_equal(load_checkpoint(open_checkpoint(path)), random_state(step))
     assert len(list_steps(tmp_path)) == 5
@@ -305,7 +302,7 @@ def test_unwritable_folders_are_refused_before_the_run(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="cannot be written to"):
         check_writable(tmp_path / "file" / "out")
     free = shutil.disk_usage(tmp_path).free
-    with pytest.raises(CheckpointError, match="checkpoints take"):
+    with pytest.raises(CheckpointError, match="bytes left"):
         check_writable(tmp_path, needed_bytes=2 * free)
 
 

@@ -19,14 +19,14 @@ from helpers.saving import (
     save_for_ever,
 )
 from qmargin.errors import CheckpointError
-from qmargin.training.checkpoint.files import Manifest
-from qmargin.training.checkpoint.folders import list_leftovers, list_steps
-from qmargin.training.checkpoint.reader import (
+from qmargin.training.checkpoint import (
+    Manifest,
+    list_leftovers,
+    list_steps,
     load_checkpoint,
     newest,
     open_checkpoint,
     read_backbone,
-    read_loop,
     read_recipe,
     save_checkpoint,
 )
@@ -93,7 +93,7 @@ def test_no_reader_of_a_checkpoint_waits_for_a_pipe(tmp_path: Path) -> None:
     opened = open_checkpoint(path)
     for name in ("recipe.yaml", "loop.json", "backbone.safetensors"):
         pipe(path / name)
-    for read in (read_recipe, read_loop, read_backbone):
+    for read in (read_recipe, load_checkpoint, read_backbone):
         with pytest.raises(CheckpointError, match="regular file"):
             read(opened)
 
@@ -149,7 +149,7 @@ def test_a_manifest_cannot_point_elsewhere(tmp_path: Path, name: str) -> None:
 
 def test_a_manifest_of_the_future_says_so(tmp_path: Path) -> None:
     manifest = open_checkpoint(save_checkpoint(tmp_path, random_state(1))).manifest
-    with pytest.raises(CheckpointError, match="has version 2 and this program knows 1"):
+    with pytest.raises(CheckpointError, match="version 2 is newer than 1"):
         Manifest.from_text(manifest.to_text().replace('"version": 1', '"version": 2'))
     with pytest.raises(CheckpointError, match="damaged"):
         Manifest.from_text('{"body": ' + "[" * 100_000)

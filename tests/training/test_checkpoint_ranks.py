@@ -13,8 +13,13 @@ import pytest
 from helpers import saving_ranks
 from helpers.processes import finish, start
 from helpers.saving import NUM_CLASSES, SAVED, TinyRun, fingerprint, random_state, resume
-from qmargin.training.checkpoint.folders import list_leftovers, list_steps
-from qmargin.training.checkpoint.reader import load_checkpoint, newest, save_checkpoint
+from qmargin.training.checkpoint import (
+    list_leftovers,
+    list_steps,
+    load_checkpoint,
+    newest,
+    save_checkpoint,
+)
 
 pytestmark = pytest.mark.dist
 

@@ -4,8 +4,7 @@ import pytest
 
 from helpers.ranks import ranks_running, run_ranks
 from qmargin.errors import ConfigError, DataError
-from qmargin.training.distributed.consensus import all_agree, gather, run_on_all, share, vote
-from qmargin.training.distributed.process import Process
+from qmargin.training.distributed import Process, all_agree, gather, run_on_all, share, vote
 
 
 def test_one_rank_agrees_with_itself() -> None:
@@ -24,7 +23,7 @@ def test_one_rank_agrees_with_itself() -> None:
 @pytest.mark.dist
 def test_ranks_agree_on_flags_counts_and_signals() -> None:
     script = """
-from qmargin.training.distributed.consensus import all_agree, gather, run_on_all, share, vote
+from qmargin.training.distributed import all_agree, gather, run_on_all, share, vote
 with start_process_group(60, device="cpu") as process:
     say(all_agree(process, True), all_agree(process, RANK != 1))
     say(gather(process, "\u00e9" * RANK))
@@ -46,7 +45,7 @@ with start_process_group(60, device="cpu") as process:
 @pytest.mark.dist
 def test_the_first_error_is_raised_everywhere_with_its_traceback_first() -> None:
     script = """
-from qmargin.training.distributed.consensus import vote
+from qmargin.training.distributed import vote
 def open_the_parcel():
     raise ValueError("it is empty: \\u00e9\\nsecond line")
 with start_process_group(60, device="cpu") as process:
@@ -73,7 +72,7 @@ BROKEN_LOADER = """
 from qmargin.data.loader import build_loader
 from qmargin.data.order import GlobalOrder
 from qmargin.data.synthetic import SyntheticIdentities
-from qmargin.training.distributed.consensus import vote
+from qmargin.training.distributed import vote
 
 class Broken(SyntheticIdentities):
     def read(self, index, seed):

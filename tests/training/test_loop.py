@@ -9,9 +9,8 @@ import torch
 
 from helpers.runs import events, fragile_recipe, losses, saved_files, status, tiny_recipe
 from qmargin.errors import CheckpointError, ConfigError
-from qmargin.training.checkpoint import writer as async_saver
-from qmargin.training.checkpoint.files import read_tensors
-from qmargin.training.checkpoint.reader import open_checkpoint, read_backbone, read_part
+from qmargin.training import checkpoint as async_saver
+from qmargin.training.checkpoint import open_checkpoint, read_backbone, read_part, read_tensors
 from qmargin.training.loop import HookState, train
 from qmargin.training.optim import average_checkpoints
 from qmargin.training.recipe import Recipe, ValueSchedule

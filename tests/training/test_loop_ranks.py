@@ -10,7 +10,7 @@ import pytest
 from helpers.ranks import Rank, ranks_running, run_ranks
 from helpers.runs import MARK, FaultyIdentities, events, losses, saved_files, status, tiny_recipe
 from qmargin.data.order import GlobalOrder
-from qmargin.training.checkpoint.folders import list_steps
+from qmargin.training.checkpoint import list_steps
 from qmargin.training.loop import train
 
 pytestmark = pytest.mark.dist
@@ -184,14 +184,14 @@ sys.exit(main(["train", "debug", "--device=cpu", "--resume", "--out", {out!r}, *
 PLACES = [  # in the order of a run; each is called on the rank that is lost
     "start.check_writable",
     "start.agree_on_newest",
-    "session.build_dataset",
-    "session.build_backbone",
+    "build.build_dataset",
+    "build.build_backbone",
     "session.DistributedDataParallel",
     "session.build_optimizers",
     "session.restore_",
     "loop.check_writable",
     "loop._saver",
-    "loop.describe_run",
+    "loop._announce",
 ]
 QUICK = ("start.agree_on_newest", "session.DistributedDataParallel")
 
@@ -220,12 +220,12 @@ def test_a_rank_lost_before_the_first_step_is_named(
 
 STOPPED = """
 from qmargin.cli.main import main
-from qmargin.training import session
+from qmargin.training import build
 def dawdle(*details, **options):
     say("building")
     time.sleep(30)
 if RANK in {slow!r}:
-    session.build_backbone = dawdle
+    build.build_backbone = dawdle
 settings = [f"--set={{setting}}" for setting in ("run.max_steps=2", "run.timeout_s=20")]
 sys.exit(main(["train", "debug", "--device=cpu", "--out", {out!r}, *settings]))
 """

@@ -149,7 +149,7 @@ def test_hashes_tell_losses_apart() -> None:
 
 def test_numbers_of_a_step_reach_the_parts() -> None:
     part = LossPart(1.25, "prior", 0.1, 16.0, plus={"angular": {"margin": 0.05}})
-    loss = part.build(LossSettings(1.5, 0.3, 8.0))
+    loss = ScheduledLoss(part).at(LossSettings(1.5, 0.3, 8.0))
     assert (loss.divergence, loss.scale) == (Alpha(1.5), 8.0)
     assert loss.margin == SumMargin(PriorMargin(0.3), AngularMargin(0.05))
     assert isinstance(read(divergence="jensen_shannon", margin={"prior": 0.1}, scale=1).build()

@@ -8,8 +8,9 @@ import torch
 
 from helpers.ranks import ranks_running, run_ranks
 from qmargin.errors import ConfigError
-from qmargin.training.distributed.heartbeat import EXIT_RANK_LOST, Heartbeat
-from qmargin.training.distributed.process import (
+from qmargin.training.distributed import (
+    EXIT_RANK_LOST,
+    Heartbeat,
     Process,
     choose_device,
     ranks_from,
@@ -20,7 +21,7 @@ from qmargin.training.distributed.process import (
 TORCHRUN = {"RANK": "2", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 BUSY = 10  # seconds more, for machines that do much else
 MEET_FOR_EVER = """
-from qmargin.training.distributed.consensus import all_agree
+from qmargin.training.distributed import all_agree
 with start_process_group({timeout}, device="cpu") as process:
     for turn in range(10**9):
         {before}
@@ -102,7 +103,7 @@ def test_only_failures_of_collectives_are_blamed_on_ranks() -> None:
 def test_three_ranks_meet_and_part() -> None:
     script = """
 with start_process_group(60, device="cpu") as process:
-    from qmargin.training.distributed.consensus import share
+    from qmargin.training.distributed import share
     say(process.rank, process.world, share(process, [10 * process.rank]))
 """
     outputs = run_ranks(script, 3)

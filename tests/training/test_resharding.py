@@ -11,8 +11,8 @@ from helpers.saving import NUM_CLASSES, class_range, random_state
 from qmargin.errors import CheckpointError, ConfigError
 from qmargin.heads.classifier import MarginClassifier
 from qmargin.heads.optimizers import ExactSGD
-from qmargin.training.checkpoint.files import Checkpoint
-from qmargin.training.checkpoint.reader import (
+from qmargin.training.checkpoint import (
+    Checkpoint,
     CheckpointState,
     HeadRows,
     join_rows,
@@ -23,7 +23,7 @@ from qmargin.training.checkpoint.reader import (
     save_checkpoint,
     split_rows,
 )
-from qmargin.training.distributed.process import Process
+from qmargin.training.distributed import Process
 
 
 def save_in_threads(folder: Path, states: list[CheckpointState]) -> Checkpoint:

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from helpers.runs import FaultyIdentities, events, fragile_recipe, saved_files, tiny_recipe
 from qmargin.data.order import GlobalOrder
 from qmargin.heads.classifier import MarginClassifier
-from qmargin.training.checkpoint.folders import step_name
+from qmargin.training.checkpoint import step_name
 from qmargin.training.loop import train
 from qmargin.training.recipe import ModelPart, OptimizerPart
 from qmargin.training.session import Session

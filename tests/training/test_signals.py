@@ -13,7 +13,7 @@ from qmargin.training.signals import ONE_REQUEST_S, StopRequest, exit_status
 
 SIGNALS = [signal.SIGTERM, signal.SIGINT]
 LOOP = """
-from qmargin.training.distributed.consensus import vote
+from qmargin.training.distributed import vote
 from qmargin.training.signals import StopRequest, exit_status
 with start_process_group(30, device="cpu") as process, StopRequest() as request:
     for step in range(10**9):

@@ -44,7 +44,7 @@ class _Embedded(Resumed, Rules):
         if self.model is None and self.embeddings is None:
             raise ConfigError("there is neither --model nor --embeddings: give one of them")
         if self.model is not None:
-            from qmargin.training.distributed.process import find_device
+            from qmargin.training.distributed import find_device
 
             find_device(self.device)
             outputs = {**outputs, "embeddings": (self.embeddings_path, EMBEDDINGS_MARK)}

@@ -228,7 +228,7 @@ class AllPairs(FolderUse, Cohort, Evaluation, Costs, Card):
         """Refuse what cannot work before any work is done."""
         from qmargin.evaluation.embed import check_suffix
         from qmargin.evaluation.embeddings import EMBEDDINGS_MARK
-        from qmargin.training.distributed.process import find_device
+        from qmargin.training.distributed import find_device
 
         if self.model is None and self.source.is_dir():
             raise ConfigError(f"{self.source} is a folder and needs a model: give --model DIR")

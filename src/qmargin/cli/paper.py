@@ -40,10 +40,13 @@ class Paper(Overwriting):
     out: Path = option("output folder", default=Path("qmargin-paper"), metavar="DIR")
 
     def run(self) -> None:
-        from qmargin.report.paper_figures import FIGURES, paper_figure
+        from qmargin.report.paper import FIGURES, paper_figure, paper_table
         from qmargin.report.paper_layouts import TABLES
+<<<<<<< HEAD
         from qmargin.report.paper_tables import paper_table
         from qmargin.schema import check_known
+=======
+>>>>>>> main
 
         known = TABLES | FIGURES
         if self.list:
@@ -80,6 +83,6 @@ def _source_of(name: str) -> str:
             "run `qmargin evaluate pairs PAIRS --model MODEL --out DIR/NAME/result.json` for "
             "Q-Margin and for ArcFace, and give that folder"
         )
-    from qmargin.report.paper_tables import BENCHMARK
+    from qmargin.report.paper import BENCHMARK
 
     return f"in a checkout run `{BENCHMARK}` and give that file"

@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 from qmargin.data.images import Pixels, decode_image, encode_image
 from qmargin.data.reader import IMAGES
 from qmargin.data.readers.folder import files_below
-from qmargin.data.readers.manifest import IDENTITIES, LANDMARKS, PATHS, column_of, read_rows
+from qmargin.data.readers.lists import IDENTITIES, LANDMARKS, PATHS, column_of, read_rows
 from qmargin.errors import BackendError, ConfigError, CorruptSample, DataError, ShapeError
 from qmargin.files import Progress, read_regular
 

@@ -3,41 +3,36 @@
 from __future__ import annotations
 
 import zlib
-from collections import Counter, deque
-from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from qmargin.data.build import measure_recording
+from qmargin.data.build import in_order, measure_recording
 from qmargin.data.images import decode_image
 from qmargin.data.stored import AudioDataset, ImageDataset
 from qmargin.errors import CorruptSample
 from qmargin.files import Progress
 
-MOST_EXAMPLES = 20
-LEAST_SECONDS = 1.0
-MOST_CLIPPED = 0.001  # share of the samples
-LEAST_RMS = 1e-4  # 80 dB below full scale
-_SHOWN = 3
-_BLOCK = 64  # samples of one task of a thread
-_CHUNK = 1 << 20
+MOST_EXAMPLES: Final = 20
+LEAST_SECONDS: Final = 1.0
+MOST_CLIPPED: Final = 0.001  # share of the samples
+LEAST_RMS: Final = 1e-4  # 80 dB below full scale
+_SHOWN: Final = 3
+_BLOCK: Final = 64  # samples of one task of a thread
+_CHUNK: Final = 1 << 20
+_Dataset = ImageDataset | AudioDataset
 
 
 @dataclass
 class Findings:
-    """Samples or identities with something in common.
-
-    Attributes:
-        count: How many there are.
-        examples: The first few: a name and a remark.
-    """
+    """Samples or identities with something in common."""
 
     count: int = 0
-    examples: list[tuple[str, str]] = field(default_factory=list)
+    examples: list[tuple[str, str]] = field(default_factory=list)  # the first: name and remark
 
     def add(self, name: str, remark: str) -> None:
         """Count one more."""
@@ -48,41 +43,23 @@ class Findings:
 
 @dataclass
 class DataReport:
-    """What a dataset holds.
+    """What a dataset holds."""
 
-    Attributes:
-        kind: ``"images"`` or ``"recordings"``.
-        num_samples: Of the index.
-        num_classes: Identities.
-        num_empty: Identities without a sample.
-        corrupt: Samples that cannot be read or decoded, changed or not.
-        changed: Samples whose bytes or labels are not those that were indexed.
-        conflicts: Duplicates under two identities: one of the labels is wrong.
-        duplicates: Samples whose bytes an earlier sample has too.
-        single: Identities with one sample, which can make no genuine pair.
-        clipped: Recordings with many samples at full scale.
-        silent: Recordings with next to nothing in them.
-        short: Recordings of less than a second.
-        formats: Sizes of pictures, or sample rates, and how many have them.
-        hours: Of recordings.
-        notes: What was left out of the index.
-    """
-
-    kind: str
+    kind: str  # "images" or "recordings"
     num_samples: int
     num_classes: int
-    num_empty: int = 0
-    corrupt: Findings = field(default_factory=Findings)
-    changed: Findings = field(default_factory=Findings)
-    conflicts: Findings = field(default_factory=Findings)
-    duplicates: Findings = field(default_factory=Findings)
-    single: Findings = field(default_factory=Findings)
+    num_empty: int = 0  # identities without a sample
+    corrupt: Findings = field(default_factory=Findings)  # cannot be read or decoded
+    changed: Findings = field(default_factory=Findings)  # other bytes or labels than indexed
+    conflicts: Findings = field(default_factory=Findings)  # duplicates under two identities
+    duplicates: Findings = field(default_factory=Findings)  # bytes of an earlier sample
+    single: Findings = field(default_factory=Findings)  # identities with one sample
     clipped: Findings = field(default_factory=Findings)
     silent: Findings = field(default_factory=Findings)
     short: Findings = field(default_factory=Findings)
-    formats: Counter[str] = field(default_factory=Counter)
-    hours: float = 0.0
-    notes: tuple[str, ...] = ()
+    formats: Counter[str] = field(default_factory=Counter)  # sizes of pictures, or sample rates
+    hours: float = 0.0  # of recordings
+    notes: tuple[str, ...] = ()  # what was left out of the index
 
     @property
     def is_good(self) -> bool:
@@ -91,28 +68,24 @@ class DataReport:
 
     def rows(self) -> list[tuple[str, str, str]]:
         """What was looked for, how often it was found, and examples; the worst first."""
-        titles = {
-            "corrupt": "cannot be read",
-            "changed": "changed since indexing",
-            "conflicts": "duplicates of other identities",
-            "duplicates": "duplicates",
-            "single": "identities with one sample",
-        }
         formats = [f"{name}: {count:,}" for name, count in self.formats.most_common()]
         rows = [
             ("samples", f"{self.num_samples:,}", _first(formats)),
             ("identities", f"{self.num_classes:,}", ""),
             ("identities without a sample", f"{self.num_empty:,}", ""),
         ]
+        titles = {
+            "cannot be read": self.corrupt,
+            "changed since indexing": self.changed,
+            "duplicates of other identities": self.conflicts,
+            "duplicates": self.duplicates,
+            "identities with one sample": self.single,
+        }
         if self.kind == "recordings":
             rows.append(("hours", f"{self.hours:,.2f}", ""))
-            titles |= {
-                "clipped": "clipped",
-                "silent": "silent",
-                "short": f"shorter than {LEAST_SECONDS:g} s",
-            }
-        for name, title in titles.items():
-            found: Findings = getattr(self, name)
+            titles |= {"clipped": self.clipped, "silent": self.silent}
+            titles[f"shorter than {LEAST_SECONDS:g} s"] = self.short
+        for title, found in titles.items():
             examples = [f"{sample}: {remark}" for sample, remark in found.examples]
             rows.append((title, f"{found.count:,}", _first(examples)))
         return rows + [("note", "", note) for note in self.notes]
@@ -135,20 +108,12 @@ class _Outcome:
 
 
 def check_data(
-    dataset: ImageDataset | AudioDataset,
-    *,
-    num_threads: int = 2,
-    progress: Progress | None = None,
+    dataset: ImageDataset | AudioDataset, *, num_threads: int = 2, progress: Progress | None = None
 ) -> DataReport:
-    """Read and decode every sample and compare it with its checksum.
+    """Read and decode every sample of an index and compare it with its checksum.
 
-    Recordings of an index that was built just now are not decoded a second time.
-
-    Args:
-        dataset: With an index; of one that ``open_index`` keeps with ``keep_changed``, changes in
-            place are found.
-        num_threads: That decode at once.
-        progress: Called with the samples done.
+    Recordings of an index that was built just now are not decoded a second time. Of an index that
+    ``open_index`` keeps with ``keep_changed``, changes in place are found.
     """
     report = DataReport(
         dataset.index.kind, len(dataset), dataset.num_classes, notes=dataset.index.notes
@@ -160,7 +125,10 @@ def check_data(
         if progress is not None and row % _BLOCK == 0:
             progress(row, len(dataset))
     _add_duplicates(report, dataset, contents)
-    counts = _class_counts(dataset)
+    counts = np.zeros(dataset.num_classes, dtype=np.int64)
+    for start in range(0, len(dataset), _CHUNK):
+        block = dataset.labels[start : start + _CHUNK]
+        counts += np.bincount(block, minlength=dataset.num_classes)
     report.num_empty = int(np.count_nonzero(counts == 0))
     for label in np.flatnonzero(counts == 1).tolist():
         report.single.add(dataset.class_name(label), "one sample")
@@ -188,33 +156,25 @@ def _add(report: DataReport, name: str, outcome: _Outcome) -> None:
         report.short.add(name, f"{seconds:.2f} s")
 
 
-def _outcomes(dataset: ImageDataset | AudioDataset, num_threads: int) -> Iterator[_Outcome]:
+def _outcomes(dataset: _Dataset, num_threads: int) -> Iterator[_Outcome]:
     """Outcomes in the order of the samples; a few blocks ahead, so that memory stays small."""
+    count = len(dataset)
     if isinstance(dataset, AudioDataset) and dataset.index.is_new:
-        yield from map(_indexed, [dataset] * len(dataset), range(len(dataset)))
+        yield from (_indexed(dataset, row) for row in range(count))
         return
-    waiting: deque[Future[list[_Outcome]]] = deque()
-    with ThreadPoolExecutor(num_threads) as pool:
-        for start in range(0, len(dataset), _BLOCK):
-            rows = range(start, min(start + _BLOCK, len(dataset)))
-            waiting.append(pool.submit(_look_at, dataset, rows))
-            if len(waiting) > 4 * num_threads:
-                yield from waiting.popleft().result()
-        for future in waiting:
-            yield from future.result()
+    blocks = (range(start, min(start + _BLOCK, count)) for start in range(0, count, _BLOCK))
+    for outcomes in in_order(
+        lambda rows: [_outcome(dataset, row) for row in rows], blocks, num_threads
+    ):
+        yield from outcomes
 
 
-def _look_at(dataset: ImageDataset | AudioDataset, rows: Iterable[int]) -> list[_Outcome]:
-    return [_outcome(dataset, row) for row in rows]
-
-
-def _outcome(dataset: ImageDataset | AudioDataset, row: int) -> _Outcome:
-    outcome = _Outcome()
+def _outcome(dataset: _Dataset, row: int) -> _Outcome:
     try:
         data = dataset.stored(row)
     except CorruptSample as error:
         return _Outcome(error=str(error))
-    outcome.length, outcome.checksum = len(data), zlib.crc32(data)
+    outcome = _Outcome(len(data), zlib.crc32(data))
     try:
         dataset.check(row, data)
     except CorruptSample as error:
@@ -233,29 +193,19 @@ def _outcome(dataset: ImageDataset | AudioDataset, row: int) -> _Outcome:
 
 def _indexed(dataset: AudioDataset, row: int) -> _Outcome:
     """The outcome that an index was built from."""
-    columns, errors = dataset.index.columns, dataset.index.texts("error")
-    names = ("sample_rate", "num_samples", "rms", "clipped")
-    values = {name: columns[name][row].item() for name in names}
+    errors = dataset.index.texts("error")
+    names = ("length", "checksum", "sample_rate", "num_samples", "rms", "clipped")
+    values = {name: dataset.index.columns[name][row].item() for name in names}
     return _Outcome(
-        int(columns["length"][row]),
-        int(columns["checksum"][row]),
+        values["length"],
+        values["checksum"],
         error="" if errors is None else errors[row],
         format=f"{values['sample_rate']:,} Hz",
         values=values,
     )
 
 
-def _class_counts(dataset: ImageDataset | AudioDataset) -> NDArray[np.int64]:
-    counts = np.zeros(dataset.num_classes, dtype=np.int64)
-    for start in range(0, len(dataset), _CHUNK):
-        block = dataset.labels[start : start + _CHUNK]
-        counts += np.bincount(block, minlength=dataset.num_classes)
-    return counts
-
-
-def _add_duplicates(
-    report: DataReport, dataset: ImageDataset | AudioDataset, contents: NDArray[np.uint64]
-) -> None:
+def _add_duplicates(report: DataReport, dataset: _Dataset, contents: NDArray[np.uint64]) -> None:
     """Pair each sample with the first that has the same bytes.
 
     Args:
@@ -283,7 +233,7 @@ def _add_duplicates(
             report.conflicts.add(name, f"{remark}, under another identity ({other!r})")
 
 
-def _same_bytes(dataset: ImageDataset | AudioDataset, a: int, b: int) -> bool:
+def _same_bytes(dataset: _Dataset, a: int, b: int) -> bool:
     try:
         return dataset.stored(a) == dataset.stored(b)
     except CorruptSample:

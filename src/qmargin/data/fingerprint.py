@@ -6,13 +6,14 @@ import hashlib
 import os
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from qmargin.errors import DataError
-from qmargin.files import describe_file, open_regular
+from qmargin.files import open_regular, sha256_of
 
 _SECOND: Final = 10**9
 _TICK: Final = 2 * 10**7  # in ns; kernels round times to 10 ms at most
@@ -23,31 +24,18 @@ _MOST_BLOCKS: Final = 64  # over all files, and at least two of each
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """Count, size and digest of files or folders.
+    """Count, size and digest of files or folders."""
 
-    Attributes:
-        what: What is counted, for messages.
-        count: How many there are.
-        size: Bytes of all of them; 0 where sizes say nothing.
-        digest: Of names, sizes, times, inodes and some or all of the bytes.
-    """
-
-    what: str
+    what: str  # is counted, for messages
     count: int
-    size: int
-    digest: str
+    size: int  # bytes of all of them; 0 where sizes say nothing
+    digest: str  # of names, sizes, times, inodes and some or all of the bytes
 
     def __str__(self) -> str:
         return f"{self.count:,} {self.what} of {self.size:,} bytes, {self.digest}"
 
     def is_changed_in_place(self, now: Fingerprint) -> bool:
-        """Whether there are as many files of the same sizes, with other bytes or times.
-
-        Examples:
-            >>> before = Fingerprint("files", 2, 40, "ab")
-            >>> before.is_changed_in_place(Fingerprint("files", 2, 40, "cd"))
-            True
-        """
+        """Whether there are as many files of the same sizes, with other bytes or times."""
         is_alike = (now.what, now.count, now.size) == (self.what, self.count, self.size)
         return is_alike and self.size > 0
 
@@ -58,10 +46,7 @@ class Hasher:
     Args:
         what: What is counted, for messages.
         started: When the build of an index began, by the clock of the file system; None to compare
-            only.
-
-    Attributes:
-        is_racy: Whether something was as new as the build itself: a later change may not show.
+            only. ``is_racy`` is set if something is as new as that: a later change may not show.
     """
 
     def __init__(self, what: str, started: int | None = None) -> None:
@@ -83,8 +68,13 @@ class Hasher:
         """Add size, time and inode of a file, and blocks of it from its start to its end."""
         with open_regular(path) as file:
             status = os.fstat(file.fileno())
-            self._add(path.name, status, size=status.st_size)
-            for offset in _offsets(status.st_size, num_blocks):
+            size = status.st_size
+            self._add(path.name, status, size=size)
+            if size <= num_blocks * _BLOCK:
+                offsets = list(range(0, size, _BLOCK))
+            else:
+                offsets = [(size - _BLOCK) * n // (num_blocks - 1) for n in range(num_blocks)]
+            for offset in offsets:
                 file.seek(offset)
                 self._digest.update(file.read(_BLOCK))
 
@@ -104,38 +94,35 @@ class Hasher:
             self.is_racy |= self._started - tick < written <= now + tick
 
 
-def hash_files(paths: Sequence[Path], started: int | None = None) -> Hasher:
-    """Hash files that hold samples.
+@contextmanager
+def _readable() -> Iterator[None]:
+    """Raise ``DataError`` for a file that is not there, or has no possible name."""
+    try:
+        yield
+    except DataError:
+        raise
+    except (OSError, ValueError) as error:
+        path, reason = getattr(error, "filename", "a file"), getattr(error, "strerror", None)
+        found = f"{path} cannot be read: {reason or error}"
+        raise DataError(f"{found}; give all files of the data") from error
 
-    Raises:
-        DataError: One of them is not there, or not a regular file.
-    """
+
+def hash_files(paths: Sequence[Path], started: int | None = None) -> Hasher:
+    """Hash files that hold samples, by some of their bytes."""
     hasher = Hasher("files", started)
     num_blocks = max(2, _MOST_BLOCKS // max(1, len(paths)))
-    for path in paths:
-        try:
+    with _readable():
+        for path in paths:
             hasher.add_file(path, num_blocks=num_blocks)
-        except (OSError, ValueError) as error:
-            raise _unreadable(error) from error
     return hasher
-
-
-def _unreadable(error: OSError | ValueError) -> Exception:
-    """An error of ours for a file that is not there, or has no possible name."""
-    if isinstance(error, DataError):
-        return error
-    path, reason = getattr(error, "filename", "a file"), getattr(error, "strerror", None)
-    return DataError(f"{path} cannot be read: {reason or error}; give all files of the data")
 
 
 def hash_lists(paths: Sequence[Path]) -> Hasher:
     """All bytes of lists and nothing else: lists may be copied, and samples have checksums."""
     hasher = Hasher("lists")
-    for path in paths:
-        try:
-            hasher.add_text(describe_file(path).sha256)
-        except (OSError, ValueError) as error:
-            raise _unreadable(error) from error
+    with _readable():
+        for path in paths:
+            hasher.add_text(sha256_of(path))
     return hasher
 
 
@@ -148,10 +135,8 @@ def clock_of(folder: Path) -> int:
 def started_after(paths: Iterable[Path], folder: Path) -> int:
     """The clock of a folder's file system, once it shows another time than that of the paths."""
     now = clock_of(folder)
-    try:
+    with _readable():
         times = [os.stat(path).st_mtime_ns for path in paths]  # noqa: PTH116  # two million times
-    except (OSError, ValueError) as error:
-        raise _unreadable(error) from error
     ticks = [written + _tick(written) for written in times if written <= now + _TICK]
     wait = max(ticks, default=0) + _TICK - now  # stamps lag behind by a tick
     if wait > 0:
@@ -162,10 +147,3 @@ def started_after(paths: Iterable[Path], folder: Path) -> int:
 
 def _tick(written: int) -> int:
     return _TICK if written % _SECOND else _COARSE_TICK
-
-
-def _offsets(size: int, num_blocks: int) -> list[int]:
-    """Where to read: everything of a small file, else blocks from the first to the last."""
-    if size <= num_blocks * _BLOCK:
-        return list(range(0, size, _BLOCK))
-    return [(size - _BLOCK) * number // (num_blocks - 1) for number in range(num_blocks)]

@@ -33,6 +33,7 @@ _OPTIONS = {
     "recordings": ("root", "split", "sample_rate"),
 }
 _RECIPES = {"images": "images", "recordings": "audio"}  # data.kind of a recipe
+_IN_PLACE = "changed in place"
 _log = logging.getLogger("qmargin.data")
 
 
@@ -53,6 +54,9 @@ def open_dataset(
     has ``labels``, ``num_classes``, ``class_name``, ``read`` for encoded bytes, ``sample_id`` and
     ``source``; indexing gives the picture, or the waveform, and the label.
 
+    The index of images is built on first use, which reads all data once, and again when files have
+    come or gone. Recordings are only listed, unless there is an index or ``verify`` needs one.
+
     Args:
         path: The data, or its index.
         index: Where the index is, or is to be; beside the data where it is left out.
@@ -60,8 +64,10 @@ def open_dataset(
         verify: Compare every sample with its checksum, and its label with that of the data, when
             it is read.
         progress: Called while an index is built.
-        options: ``root`` and ``split`` of lists; ``decoder`` and ``channels`` of images, see
-            ``open_images``; ``sample_rate`` of recordings, see ``open_audio``.
+        options: ``root``, the folder that relative paths in a list start from, and ``split``, rows
+            of a CSV whose column ``split`` has this value. Of images: ``decoder``, ``"pillow"`` or
+            ``"simplejpeg"``, which gives the same bits faster, and ``channels``, the stored order,
+            ``"rgb"`` or ``"bgr"``; pictures are RGB either way. Of recordings: ``sample_rate``.
 
     Raises:
         DataError: The format is unknown, or the data cannot be read.
@@ -78,18 +84,19 @@ def open_dataset(
         (3, [0, 0, 1], b'not really a picture')
         >>> folder.cleanup()
     """
-    kind = kind_of(path)
+    if Path(path).suffix == SUFFIX:
+        kind = KINDS[read_index(path).kind]
+    else:
+        kind = recognise(path).kind or IMAGES
     for name in options:
         if name not in _OPTIONS[kind.name]:
-            known = ", ".join(_OPTIONS[kind.name])
-            raise ConfigError(
-                f"{path} has {kind.name}, and {name} is no option of them; known: {known}"
-            )
+            found = f"{path} has {kind.name}, and {name} is no option of them"
+            raise ConfigError(f"{found}; known: {', '.join(_OPTIONS[kind.name])}")
     opener: Any = open_images if kind is IMAGES else open_audio
-    found: ImageDataset | AudioDataset = opener(
+    dataset: ImageDataset | AudioDataset = opener(
         path, index=index, index_dir=index_dir, verify=verify, progress=progress, **options
     )
-    return found
+    return dataset
 
 
 def open_images(
@@ -104,25 +111,7 @@ def open_images(
     channels: Channels = "rgb",
     progress: Progress | None = None,
 ) -> ImageDataset:
-    """Images with labels from a path, whose format is recognised.
-
-    The index is built on first use, which reads all data once, and again when files have come or
-    gone.
-
-    Args:
-        path: The data, or its index.
-        root: Folder that relative paths in a list start from; the list's own without it.
-        split: Rows of a CSV whose column ``split`` has this value.
-        index: Where the index is, or is to be; beside the data where it is left out.
-        index_dir: Folder of indices, instead of beside the data.
-        verify: See ``open_dataset``.
-        decoder: ``"pillow"``, or ``"simplejpeg"``, which gives the same bits faster.
-        channels: Order of the stored channels; pictures are RGB either way.
-        progress: Called while an index is built.
-
-    Raises:
-        DataError: The format is unknown, or the data cannot be indexed.
-    """
+    """Images with labels from a path; see ``open_dataset``."""
     found = open_index(
         path,
         kind=IMAGES,
@@ -146,24 +135,9 @@ def open_audio(
     indexed: bool = False,
     progress: Progress | None = None,
 ) -> AudioDataset:
-    """Recordings with speakers from a path, whose format is recognised.
+    """Recordings with speakers from a path; see ``open_dataset``.
 
-    An index that is there and fresh is used. Otherwise recordings are only listed, as measuring
-    them takes long, unless checksums or durations are asked for.
-
-    Args:
-        path: The data, or its index.
-        root: Folder that relative paths in a list start from; the list's own without it.
-        split: Rows of a CSV whose column ``split`` has this value.
-        sample_rate: Of the waveforms that indexing gives.
-        index: Where the index is, or is to be; beside the data where it is left out.
-        index_dir: Folder of indices, instead of beside the data.
-        verify: See ``open_dataset``.
-        indexed: Build the index where it is missing, for durations.
-        progress: Called while data is listed or an index is built.
-
-    Raises:
-        DataError: The format is unknown, or a line is wrong; the message names file and line.
+    With ``indexed``, an index is built where it is missing, for durations.
     """
     options = reader_options(root=root, split=split)
     if verify or indexed or index is not None or Path(path).suffix == SUFFIX:
@@ -178,8 +152,10 @@ def open_audio(
     else:
         with _expecting(Path(path), RECORDINGS):
             data = recognise(path, RECORDINGS, options)
-            known = _fresh(index_place(data.path, index_dir, make=False), data, options)
-            found = known or list_samples(_scan(data, options, progress), data.reader)
+            known, reason = _known(index_place(data.path, index_dir, make=False), data, options)
+            if known is None or reason:
+                known = list_samples(_scan(data, options, progress), data.reader)
+            found = known
     return AudioDataset(found, verify=verify, sample_rate=sample_rate)
 
 
@@ -219,43 +195,30 @@ def open_index(
     """
     path, options = Path(path), options or {}
     if path.suffix == SUFFIX and index is None and not rebuild:
-        return _of_kind(read_index(path) if keep_changed else _trusted(read_index(path)), kind)
+        return _opened_itself(path, kind, is_trusted=keep_changed)
     with _expecting(path, kind):
         data = recognise(path, kind, options)
     place = index_place(data.path, index_dir) if index is None else Path(index)
-    known = None if rebuild else _fresh(place, data, options, keep_changed=keep_changed)
-    if known is not None:
-        return known
+    if not rebuild:
+        known, reason = _known(place, data, options)
+        if known is not None and (not reason or (keep_changed and reason.endswith(_IN_PLACE))):
+            return known
     if not place.parent.is_dir():
         raise DataError(f"{place.parent} is not a folder; make it, or give another index")
-    with one_builder(place):
-        known = None if rebuild else _fresh(place, data, options)  # made by another process
-        if known is not None:
-            return known
-        if place.exists() and not rebuild:
-            _log.warning("%s is built again: %s", place, _reason(place, data, options))
-        elif index is None and index_dir is None and not rebuild:
-            _log.warning(
-                "writing the index of %s to %s; index_dir (--index-dir) puts it elsewhere",
-                data.path,
-                place,
-            )
+    with _one_builder(place):
+        if not rebuild:
+            known, reason = _known(place, data, options)
+            if known is not None and not reason:
+                return known  # made by another process
+            if reason:
+                _log.warning("%s is built again: %s", place, reason)
+            elif index is None and index_dir is None:
+                message = "writing the index of %s to %s; index_dir (--index-dir) puts it elsewhere"
+                _log.warning(message, data.path, place)
         with _expecting(path, kind):
             scan = _scan(data, options, progress)
             build_index(scan, data.reader, place, num_threads=num_threads)
         return replace(read_index(place, data.path), is_new=True)
-
-
-def kind_of(path: str | Path) -> Kind:
-    """Whether what is at a path are images or recordings.
-
-    Raises:
-        DataError: Nothing there is known.
-    """
-    path = Path(path)
-    if path.suffix == SUFFIX:
-        return KINDS[read_index(path).kind]
-    return recognise(path).kind or IMAGES
 
 
 def recognise(
@@ -278,10 +241,8 @@ def recognise(
     found = _find(path, kind)
     for name, value in (options or {}).items():
         if name not in found.reader.options:
-            raise ConfigError(
-                f"{name} is {value!r} and {found.path} is of the format {found.reader.format}, "
-                f"which has no such option; leave {name} out"
-            )
+            format = f"{found.path} is of the format {found.reader.format}"
+            raise ConfigError(f"{name} is {value!r} and {format}; leave {name} out")
     return found
 
 
@@ -298,21 +259,13 @@ def _find(path: Path, kind: Kind | None) -> Found:
             continue
         if found is not None:
             return found
-    raise DataError(_why_unknown(path))
-
-
-def _why_unknown(path: Path) -> str:
     if path.is_dir():
-        return (
-            f"{path} has no folders, archives, records or lists; put the samples of each identity "
-            "into a folder of their own"
-        )
+        remedy = "put the samples of each identity into a folder of their own"
+        raise DataError(f"{path} has no folders, archives, records or lists; {remedy}")
     if path.suffix.lower() == ".bin":
-        return f"{path} is a verification set; use qmargin.data.read_bin"
-    return (
-        f"{path} is of no known format; give a .rec, .tar, .csv or .tsv file, JSON lines, or a "
-        "folder with one folder per identity"
-    )
+        raise DataError(f"{path} is a verification set; use qmargin.data.read_bin")
+    known = "a .rec, .tar, .csv or .tsv file, JSON lines, or a folder with one folder per identity"
+    raise DataError(f"{path} is of no known format; give {known}")
 
 
 @contextmanager
@@ -327,19 +280,12 @@ def _expecting(path: Path, kind: Kind | None) -> Iterator[None]:
             other = None
         if kind is None or other is None or other is kind:
             raise
-        raise DataError(
-            f"{path} has {other.name}, and {kind.name} are expected; take a recipe for "
-            f"{other.name}, or set data.kind to {_RECIPES[other.name]}"
-        ) from error
+        raise _other_kind(path, other.name, kind) from error
 
 
-def _of_kind(index: SampleIndex, kind: Kind | None) -> SampleIndex:
-    if kind is not None and index.kind != kind.name:
-        raise DataError(
-            f"{index.path} is of {index.kind}, and {kind.name} are expected; set data.kind to "
-            f"{_RECIPES[index.kind]}"
-        )
-    return index
+def _other_kind(path: Path, found: str, kind: Kind) -> DataError:
+    recipe = f"take a recipe for {found}, or set data.kind to {_RECIPES[found]}"
+    return DataError(f"{path} has {found}, and {kind.name} are expected; {recipe}")
 
 
 def _scan(data: Found, options: Mapping[str, str], progress: Progress | None = None) -> Scan:
@@ -356,9 +302,6 @@ def index_place(data: Path, folder: str | Path | None = None, *, make: bool = Tr
         data: The dataset, as an absolute path: names in a folder tell its namesakes apart.
         folder: Where indices go.
         make: Make the folder of the cache.
-
-    Raises:
-        DataError: There is no such folder.
     """
     digest = hashlib.sha256(os.fsencode(data)).hexdigest()[:24]
     if folder is not None:
@@ -375,14 +318,11 @@ def index_place(data: Path, folder: str | Path | None = None, *, make: bool = Tr
 
 
 @contextmanager
-def one_builder(path: Path) -> Iterator[None]:
+def _one_builder(path: Path) -> Iterator[None]:
     """Let one process at a time build an index, while others wait for it.
 
     It only saves work: an index comes to its place whole, so that several builders would write the
     same file one after the other. That is what happens on a file system without locks.
-
-    Args:
-        path: Of the index.
     """
     try:
         import fcntl
@@ -405,57 +345,44 @@ def one_builder(path: Path) -> Iterator[None]:
         os.close(file)
 
 
-def _fresh(
-    place: Path, data: Found, options: Mapping[str, str], *, keep_changed: bool = False
-) -> SampleIndex | None:
-    """The index at a place, if there is one and the data have not changed."""
+def _known(place: Path, data: Found, options: Mapping[str, str]) -> tuple[SampleIndex | None, str]:
+    """The index at a place, if there is one, and why it is not trusted; empty where it is."""
     if not place.exists():
-        return None
+        return None, ""
     try:
         known = read_index(place, data.path)
     except OutdatedIndex:
-        return None
-    reason = _stale(known, data, options)
-    if reason is None or (keep_changed and reason.endswith(_IN_PLACE)):
-        return known
-    return None
+        return None, "another version wrote it"
+    return known, _stale(known, data, options)
 
 
-_IN_PLACE = "changed in place"
-
-
-def _reason(place: Path, data: Found, options: Mapping[str, str]) -> str | None:
-    try:
-        return _stale(read_index(place, data.path), data, options)
-    except OutdatedIndex:
-        return "another version wrote it"
-
-
-def _trusted(index: SampleIndex) -> SampleIndex:
-    """An index that was opened by its own path, if its data have not changed."""
-    if not index.root.exists():
-        raise DataError(f"{index.path} is the index of {index.root}, which does not exist")
-    data = Found(get_reader(index.format), index.root, KINDS[index.kind])
-    reason = _stale(index, data, index.options)
-    if reason is not None:
-        raise DataError(
-            f"{index.path} is stale: {reason}; build it again with qmargin data index {index.root} "
-            f"--out {index.path}"
-        )
+def _opened_itself(path: Path, kind: Kind | None, *, is_trusted: bool) -> SampleIndex:
+    """An index by its own path, if its data have not changed."""
+    index = read_index(path)
+    if not is_trusted:
+        if not index.root.exists():
+            raise DataError(f"{path} is the index of {index.root}, which does not exist")
+        data = Found(get_reader(index.format), index.root, KINDS[index.kind])
+        reason = _stale(index, data, index.options)
+        if reason:
+            command = f"qmargin data index {index.root} --out {path}"
+            raise DataError(f"{path} is stale: {reason}; build it again with {command}")
+    if kind is not None and index.kind != kind.name:
+        raise _other_kind(path, index.kind, kind)
     return index
 
 
-def _stale(index: SampleIndex, data: Found, options: Mapping[str, str]) -> str | None:
-    """Why an index is not trusted; None where it is."""
+def _stale(index: SampleIndex, data: Found, options: Mapping[str, str]) -> str:
+    """Why an index is not trusted; empty where it is."""
     if (index.format, index.kind) != (data.reader.format, (data.kind or IMAGES).name):
         return f"it is of {index.kind} of the format {index.format}"
     if dict(index.options) != dict(options):
         return f"it was built with the options {dict(index.options)}"
     if index.is_racy:
         return f"{data.path} was changing while it was built"
-    before, now = index.fingerprint, data.reader.hasher(_scan(data, options), index, None)
-    if before is None or now.fingerprint == before:
-        return None
-    is_in_place = before.is_changed_in_place(now.fingerprint)
-    change = _IN_PLACE if is_in_place else "changed"
-    return f"{data.path} has {now.fingerprint}, it was of {before}: {change}"
+    before = index.fingerprint
+    now = data.reader.hasher(_scan(data, options), index, None).fingerprint
+    if before is None or now == before:
+        return ""
+    change = _IN_PLACE if before.is_changed_in_place(now) else "changed"
+    return f"{data.path} has {now}, it was of {before}: {change}"

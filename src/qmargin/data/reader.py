@@ -26,19 +26,12 @@ _log = logging.getLogger("qmargin.data")
 
 
 class Kind(NamedTuple):
-    """What samples are.
+    """Whether samples are images or recordings."""
 
-    Attributes:
-        name: In indices and messages.
-        noun: For one of them.
-        suffixes: Lower-case endings of their files.
-        max_bytes: What claims to be larger is damaged.
-    """
-
-    name: str
-    noun: str
-    suffixes: tuple[str, ...]
-    max_bytes: int
+    name: str  # in indices and messages
+    noun: str  # for one of them
+    suffixes: tuple[str, ...]  # lower-case endings of their files
+    max_bytes: int  # what claims to be larger is damaged
 
     def is_name(self, name: str) -> bool:
         """Whether a file is taken for a sample by its name.
@@ -84,29 +77,17 @@ class Sample(NamedTuple):
 
 @dataclass
 class Scan:
-    """One pass over a dataset: what a reader is told, and what it notes besides the samples.
-
-    Attributes:
-        path: The data.
-        kind: What samples are looked for.
-        options: Options of the reader that were given, such as ``split``.
-        progress: To be called with how much is done, and of how much.
-        hasher: Of the fingerprint, for readers that go on with it on the way.
-        classes: Identities that have a label even without a sample.
-        num_classes: Where the data says it.
-        notes: What was left out, for people.
-        folders: That were listed.
-    """
+    """One pass over a dataset: what a reader is told, and what it notes besides the samples."""
 
     path: Path
     kind: Kind
-    options: Mapping[str, str] = field(default_factory=dict)
+    options: Mapping[str, str] = field(default_factory=dict)  # that were given, such as split
     progress: Progress = lambda done, total: None
-    hasher: Hasher | None = None
-    classes: Sequence[str] = ()
-    num_classes: int | None = None
-    notes: list[str] = field(default_factory=list)
-    folders: list[str] = field(default_factory=list)
+    hasher: Hasher | None = None  # for readers that go on with the fingerprint on the way
+    classes: Sequence[str] = ()  # identities that have a label even without a sample
+    num_classes: int | None = None  # where the data says it
+    notes: list[str] = field(default_factory=list)  # what was left out, for people
+    folders: list[str] = field(default_factory=list)  # that were listed
 
     @property
     def folder(self) -> Path:
@@ -125,34 +106,24 @@ class Found(NamedTuple):
 
 
 class Reader(ABC):
-    """A format; see ``docs/guide/face-data.md`` for an example.
+    """A format; see ``docs/guide/face-data.md`` for an example."""
 
-    Attributes:
-        format: Name in indices: the one that it was registered with.
-        precedence: Readers with a higher one are asked first; built-in readers are below 0.
-        options: Names of options that it takes.
-    """
-
-    format: str = ""
-    precedence: ClassVar[int] = 0
-    options: ClassVar[tuple[str, ...]] = ()
+    format: str = ""  # in indices: the name that it was registered with
+    precedence: ClassVar[int] = 0  # readers with a higher one are asked first; ours are below 0
+    options: ClassVar[tuple[str, ...]] = ()  # names of options that it takes
 
     @abstractmethod
     def find(self, path: Path, kind: Kind | None) -> Found | None:
-        """What is read for a path, or None where it is not of this format.
+        """What is read for an existing path, or None where it is not of this format.
 
         Args:
-            path: A file or folder that exists.
+            path: A file or folder.
             kind: What samples are wanted; None for any.
         """
 
     @abstractmethod
     def samples(self, scan: Scan) -> Iterator[Sample]:
-        """The samples of a dataset, in order.
-
-        Raises:
-            DataError: Something in it is wrong; the message has the place.
-        """
+        """The samples of a dataset, in order; ``DataError`` with the place for what is wrong."""
 
     def files(self, scan: Scan) -> list[Path]:
         """Files whose change makes an index stale."""
@@ -185,11 +156,7 @@ class Reader(ABC):
 
 
 def sample_path(index: SampleIndex, row: int) -> Path:
-    """The file that holds a sample.
-
-    Raises:
-        CorruptSample: The index names none.
-    """
+    """The file that holds a sample, or ``CorruptSample`` if the index names none."""
     paths, names = index.texts("path"), index.texts("name")
     try:
         if paths is not None:
@@ -213,22 +180,15 @@ def all_readers() -> list[Reader]:
 
 
 def get_reader(name: str) -> Reader:
-    """A reader by the name of its format.
-
-    Raises:
-        ConfigError: There is none of that name, or it cannot be used.
-    """
+    """A reader by the name of its format, or ``ConfigError``."""
     maker = registry.readers.get(name)
     try:
         reader = maker()
     except Exception as error:
-        raise ConfigError(
-            f"the reader {name!r} cannot be made ({type(error).__name__}: {error}); repair it"
-        ) from error
+        reason = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"the reader {name!r} cannot be made ({reason}); repair it") from error
     if not isinstance(reader, Reader):
-        raise ConfigError(
-            f"the reader {name!r} gives a {type(reader).__name__}; derive it from "
-            "qmargin.data.reader.Reader"
-        )
+        found = f"the reader {name!r} gives a {type(reader).__name__}"
+        raise ConfigError(f"{found}; derive it from qmargin.data.reader.Reader")
     reader.format = name
     return reader

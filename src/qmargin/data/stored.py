@@ -51,11 +51,7 @@ class OpenFiles:
         self._lock = threading.Lock()
 
     def read_at(self, path: Path, offset: int, count: int) -> bytes:
-        """Bytes of a file from an offset on; fewer than asked for at its end.
-
-        Raises:
-            CorruptSample: The file cannot be read there.
-        """
+        """Bytes of a file from an offset on, or ``CorruptSample``; fewer at its end."""
         try:
             file = self._files.get(path) or self._opened(path)
             if hasattr(os, "pread"):
@@ -67,24 +63,8 @@ class OpenFiles:
             reason = getattr(error, "strerror", None) or error
             raise CorruptSample(f"{path} cannot be read at byte {offset}: {reason}") from error
 
-    def read_whole(self, path: Path, most: int) -> bytes:
-        """All bytes of a file of its own.
-
-        Raises:
-            CorruptSample: It cannot be read, or is larger than ``most`` bytes.
-        """
-        try:
-            return read_regular(path, most)
-        except (OSError, DataError) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise CorruptSample(f"{path} cannot be read: {reason}") from error
-
     def read_range(self, path: Path, offset: int, length: int, most: int) -> bytes:
-        """Bytes of a range that has to be there.
-
-        Raises:
-            CorruptSample: It is not, or is larger than ``most`` bytes.
-        """
+        """Bytes of a range that has to be there, or ``CorruptSample``."""
         if length > most:
             raise CorruptSample(f"{length} bytes; at most {most} are read")
         data = self.read_at(path, offset, length)
@@ -118,13 +98,10 @@ class StoredSamples:
         self.index, self.verify, self.rows = index, verify, rows
         self._reader = get_reader(index.format)
         columns = index.columns
-        needed = ["checksum", "length"] if verify or index.path is not None else []
-        missing = [name for name in needed if name not in columns]
-        if missing:
-            raise DataError(
-                f"{index.path or index.root} has no {missing[0]}; build the index again with "
-                "qmargin data index"
-            )
+        for name in ("checksum", "length") if verify or index.path is not None else ():
+            if name not in columns:
+                where = index.path or index.root
+                raise DataError(f"{where} has no {name}; build it again with qmargin data index")
         self._files = OpenFiles()
         self._kind = KINDS[index.kind]
         self._most = max(MAX_RANGE, self._kind.max_bytes)
@@ -132,8 +109,7 @@ class StoredSamples:
         self._by_reader, self._keys = columns.get("by_reader"), columns.get("key")
         self._names, self._paths = index.texts("name"), index.texts("path")
         self._folder = index.folder
-        labels = columns["label"]
-        self._labels = labels if rows is None else labels[rows]
+        self._labels = columns["label"] if rows is None else columns["label"][rows]
         self._length = len(self._labels)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -164,77 +140,47 @@ class StoredSamples:
         return self.index.texts("class") is not None
 
     def read(self, index: int) -> bytes:
-        """Encoded bytes of a sample.
-
-        Raises:
-            CorruptSample: They cannot be read, or, with ``verify``, have changed.
-        """
-        row = self._row(index)
-        data = self._stored(row)
+        """Encoded bytes of a sample; ``CorruptSample`` if unreadable or, with verify, changed."""
+        data = self.stored(index)
         if self.verify:
-            self._check(row, data)
+            self.check(index, data)
         return data
 
     def stored(self, index: int) -> bytes:
-        """Encoded bytes of a sample as they are now, compared with nothing.
-
-        Raises:
-            CorruptSample: They cannot be read.
-        """
-        return self._stored(self._row(index))
-
-    def _stored(self, row: int) -> bytes:
+        """Encoded bytes of a sample as they are now, compared with nothing."""
+        row = self._row(index)
         if self._by_reader is not None and self._by_reader[row]:
             return self._reader.read(self.index, row, self._files.read_at)
-        if self._offsets is None or self._lengths is None:
-            return self._files.read_whole(self._path(row), self._kind.max_bytes)
-        offset, length = int(self._offsets[row]), int(self._lengths[row])
-        path = self.index.root if self._paths is None else self._path(row)
-        return self._files.read_range(path, offset, length, self._most)
-
-    def _path(self, row: int) -> Path:
-        if self._paths is not None:
-            return sample_path(self.index, row)
-        if self._offsets is not None or self._names is None:
-            return self.index.root
-        return self._folder / self._names[row]
+        if self._offsets is not None and self._lengths is not None:
+            offset, length = int(self._offsets[row]), int(self._lengths[row])
+            path = self.index.root if self._paths is None else sample_path(self.index, row)
+            return self._files.read_range(path, offset, length, self._most)
+        path = self._path(row)
+        try:
+            return read_regular(path, self._kind.max_bytes)
+        except (OSError, DataError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise CorruptSample(f"{path} cannot be read: {reason}") from error
 
     def check(self, index: int, data: bytes) -> None:
         """Raise ``CorruptSample`` unless bytes and label are those that were indexed."""
-        self._check(self._row(index), data)
-
-    def _check(self, row: int, data: bytes) -> None:
-        columns = self.index.columns
+        row, columns = self._row(index), self.index.columns
         length, checksum = int(columns["length"][row]), int(columns["checksum"][row])
         if len(data) != length or zlib.crc32(data) != checksum:
-            raise CorruptSample(
-                f"{len(data)} bytes with checksum {zlib.crc32(data):08x}; {length} with "
-                f"{checksum:08x} were indexed: the data has changed or is damaged"
-            )
+            found = f"{len(data)} bytes with checksum {zlib.crc32(data):08x}"
+            raise CorruptSample(f"{found} have changed from {length} with {checksum:08x}")
         if not self._reader.has_label(self.index, row, self._files.read_at):
-            raise CorruptSample(
-                f"{self._path(row)} no longer gives the label {int(columns['label'][row])} that "
-                "was indexed; build the index again with qmargin data index"
-            )
+            found = f"{self._path(row)} no longer gives the label {int(columns['label'][row])}"
+            raise CorruptSample(f"{found}; build the index again with qmargin data index")
 
     def path(self, index: int) -> Path:
         """File that holds a sample: its own, or that of many."""
         return self._path(self._row(index))
 
-    def size(self, index: int) -> int:
-        """Encoded bytes of a sample, without reading them.
-
-        Raises:
-            CorruptSample: Its file is not there.
-        """
-        row = self._row(index)
-        if self._offsets is not None and self._lengths is not None:
-            return int(self._lengths[row])
-        path = self._path(row)
-        try:
-            return os.stat(path).st_size  # noqa: PTH116  # half the time of Path.stat
-        except OSError as error:
-            raise CorruptSample(f"{path} cannot be read: {error.strerror or error}") from error
+    def _path(self, row: int) -> Path:
+        if self._paths is None and self._offsets is None and self._names is not None:
+            return self._folder / self._names[row]  # as sample_path, in less time
+        return sample_path(self.index, row)
 
     def _row(self, index: int) -> int:
         place = operator.index(index)
@@ -261,15 +207,7 @@ class StoredSamples:
 
 @final
 class ImageDataset(StoredSamples):
-    """Images with labels; ``open_dataset`` makes one.
-
-    Args:
-        index: Where the samples are.
-        verify: See ``StoredSamples``.
-        rows: See ``StoredSamples``.
-        decoder: ``"pillow"``, or ``"simplejpeg"``, which gives the same bits faster.
-        channels: Order of the stored channels; pictures are RGB either way.
-    """
+    """Images with labels; ``open_dataset`` makes one."""
 
     _options = ("verify", "rows", "decoder", "channels")
 
@@ -302,14 +240,7 @@ class ImageDataset(StoredSamples):
 
 @final
 class AudioDataset(StoredSamples):
-    """Recordings with speakers; ``open_dataset`` makes one.
-
-    Args:
-        index: Where the samples are.
-        verify: See ``StoredSamples``.
-        rows: See ``StoredSamples``.
-        sample_rate: Of the waveforms.
-    """
+    """Recordings with speakers; ``open_dataset`` makes one."""
 
     _options = ("verify", "rows", "sample_rate")
 

@@ -17,7 +17,7 @@ from qmargin.models.directory import INTENDED_USE, LIMITS, ModelCard
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from qmargin.training.checkpoint.reader import Checkpoint
+    from qmargin.training.checkpoint import Checkpoint
     from qmargin.training.recipe import Recipe
 
 
@@ -49,7 +49,7 @@ def export_run(
         CheckpointError: The checkpoint is damaged.
     """
     from qmargin.models.directory import write_model
-    from qmargin.training.checkpoint.reader import read_recipe
+    from qmargin.training.checkpoint import read_recipe
     from qmargin.training.recipe_files import from_yaml
 
     checkpoint = _find_checkpoint(Path(run))
@@ -123,7 +123,7 @@ def write_prototypes(run: str | Path, path: str | Path) -> int:
         The number of classes.
     """
     from qmargin.evaluation.embed import check_suffix, write_embedding_file
-    from qmargin.training.checkpoint.reader import read_prototypes
+    from qmargin.training.checkpoint import read_prototypes
 
     check_suffix(path)
     rows = read_prototypes(_find_checkpoint(Path(run))).float().numpy()
@@ -220,9 +220,7 @@ _STORED_INPUTS: dict[str, Callable[[Recipe], tuple[str, tuple[int, ...]]]] = {
 
 
 def _find_checkpoint(run: Path) -> Checkpoint:
-    from qmargin.training.checkpoint.files import MANIFEST
-    from qmargin.training.checkpoint.reader import newest, open_checkpoint
-    from qmargin.training.start import CHECKPOINTS
+    from qmargin.training.checkpoint import CHECKPOINTS, MANIFEST, newest, open_checkpoint
 
     if (run / MANIFEST).is_file():
         return open_checkpoint(run)
@@ -236,8 +234,7 @@ def _find_checkpoint(run: Path) -> Checkpoint:
 
 
 def _read_weights(checkpoint: Checkpoint, weights: str) -> dict[str, Tensor]:
-    from qmargin.training.checkpoint.files import read_tensors
-    from qmargin.training.checkpoint.reader import read_backbone
+    from qmargin.training.checkpoint import read_backbone, read_tensors
     from qmargin.training.optim import AVERAGE, MOVING_AVERAGE
 
     if weights not in WEIGHTS:

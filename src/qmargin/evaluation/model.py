@@ -20,7 +20,7 @@ from qmargin.evaluation.result import RunInfo, read_run
 from qmargin.evaluation.thresholds import FLIPS, Thresholds, read_thresholds
 from qmargin.files import read_regular
 from qmargin.models.directory import RUN, THRESHOLDS, ModelCard, is_model_directory, load_backbone
-from qmargin.training.distributed.process import find_device
+from qmargin.training.distributed import find_device
 
 if TYPE_CHECKING:
     from qmargin.data.alignment import FaceDetector
@@ -409,7 +409,7 @@ def _run_of(directory: Path, card: ModelCard) -> RunInfo | None:
 
 
 def _is_run(path: str | Path) -> bool:
-    from qmargin.training.start import CHECKPOINTS
+    from qmargin.training.checkpoint import CHECKPOINTS
 
     return (Path(path) / CHECKPOINTS).is_dir() and not is_model_directory(path)
 

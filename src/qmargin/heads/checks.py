@@ -16,13 +16,11 @@ from qmargin.errors import ConfigError, DataError, ShapeError
 from qmargin.heads.paths import Chunked, Sparse, TopK
 from qmargin.kernels.head_reference import inverse_lengths
 from qmargin.losses.adaptive import ElasticMargin
-from qmargin.losses.checks import check_floating, check_label_tensor
+from qmargin.losses.checks import check_floating
 from qmargin.losses.margin_loss import MarginLoss
 
 if TYPE_CHECKING:
     from qmargin.heads.classifier import MarginClassifier
-
-GRADIENTS = ("dense", "sparse", "fused")
 
 
 def check_arguments(embedding_dim: object, num_classes: object, loss: object) -> None:
@@ -38,9 +36,8 @@ def check_arguments(embedding_dim: object, num_classes: object, loss: object) ->
 
 def check_settings(head: MarginClassifier, dtype: torch.dtype) -> None:
     """Refuse settings that no step could be taken with."""
-    if head.gradient not in GRADIENTS:
-        known = ", ".join(GRADIENTS)
-        raise ConfigError(f"gradient is {head.gradient!r}; known ones are {known}")
+    if head.gradient not in ("dense", "sparse", "fused"):
+        raise ConfigError(f"gradient is {head.gradient!r}; known ones are dense, sparse, fused")
     if dtype not in (torch.float32, torch.float64):
         raise ConfigError(
             f"prototypes are {dtype}; keep them in torch.float32 (or float64) and choose the "
@@ -52,13 +49,12 @@ def check_settings(head: MarginClassifier, dtype: torch.dtype) -> None:
             "means and sums; use reduction='mean' or 'sum'"
         )
     margin = head.loss.margin
-    if head.ranks.world > 1 and isinstance(margin, nn.Module):
-        for part in margin.modules():
-            if isinstance(part, ElasticMargin) and part.seed is None:
-                raise ConfigError(
-                    "the margin is drawn from each rank's own generator and the ranks must draw "
-                    "the same; give ElasticMargin a seed"
-                )
+    parts = margin.modules() if head.ranks.world > 1 and isinstance(margin, nn.Module) else ()
+    if any(isinstance(part, ElasticMargin) and part.seed is None for part in parts):
+        raise ConfigError(
+            "the margin is drawn from each rank's own generator and the ranks must draw the same; "
+            "give ElasticMargin a seed"
+        )
     path = head.path
     if isinstance(path, Chunked | TopK) or path.name == "sparse":
         alpha = 1.0 + head.alpha_minus_one
@@ -67,9 +63,6 @@ def check_settings(head: MarginClassifier, dtype: torch.dtype) -> None:
                 f"path is {path.name!r}, for posteriors that are zero for most classes, and alpha "
                 f"is {alpha:g}; use path='chunked', or an alpha above 1"
             )
-
-
-_UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
 
 def available_memory(device: torch.device) -> int | None:
@@ -81,37 +74,19 @@ def available_memory(device: torch.device) -> int | None:
     if device.type != "cpu":
         return None
     facts = Path("/proc/meminfo")  # counts what caches would give back; sysconf does not
-    if facts.exists():
-        for line in facts.read_text(encoding="ascii").splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
+    for line in facts.read_text(encoding="ascii").splitlines() if facts.exists() else ():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):  # not a POSIX system
         return None
 
 
-def check_memory(parts: dict[str, int], device: torch.device, *, subject: str) -> None:
-    """Raise ``ConfigError`` if the parts, in bytes, exceed what the device has left."""
-    available, needed = available_memory(device), sum(parts.values())
-    if available is None or needed <= available:
-        return
-    listed = ", ".join(f"{name} {gib(size)}" for name, size in parts.items())
-    raise ConfigError(
-        f"{subject} needs {gib(needed)} on {device} ({listed}) and {gib(available)} are free; "
-        "use fewer classes, a smaller embedding_dim, gradient='fused', or a larger device"
-    )
-
-
 def gib(size: float) -> str:
-    """Format a number of bytes.
-
-    Examples:
-        >>> gib(3 * 2**30), gib(5 * 2**20), gib(100)
-        ('3.0 GiB', '5.0 MiB', '0.1 KiB')
-    """
-    unit, name = next((unit, name) for unit, name in _UNITS if size >= unit or unit == 2**10)
-    return f"{size / unit:,.1f} {name}"
+    """Format a number of bytes."""
+    power = next((power for power in (30, 20) if size >= 1 << power), 10)
+    return f"{size / (1 << power):,.1f} {' KMG'[power // 10]}iB"
 
 
 def check_head_memory(head: MarginClassifier, like: Tensor) -> None:
@@ -122,30 +97,28 @@ def check_head_memory(head: MarginClassifier, like: Tensor) -> None:
         parts["screened copy"] = numbers * head.screen_dtype_for(like).itemsize
     if head.gradient == "dense":
         parts["gradient"] = numbers * native
-    subject = f"a head of {len(head.shard):,} classes x {head.embedding_dim:,}"
-    check_memory(parts, like.device, subject=subject)
+    available, needed = available_memory(like.device), sum(parts.values())
+    if available is not None and needed > available:
+        listed = ", ".join(f"{name} {gib(size)}" for name, size in parts.items())
+        raise ConfigError(
+            f"a head of {len(head.shard):,} classes x {head.embedding_dim:,} needs {gib(needed)} "
+            f"on {like.device} ({listed}) and {gib(available)} are free; use fewer classes, a "
+            "smaller embedding_dim, gradient='fused', or a larger device"
+        )
 
 
 def check_embeddings(head: MarginClassifier, embeddings: Tensor) -> Tensor:
     """Refuse embeddings of the wrong shape, dtype or device; return them in float32 or float64."""
     embeddings = check_floating(embeddings, "embeddings")
-    if embeddings.dim() != 2 or embeddings.shape[1] != head.embedding_dim:
+    shape, device = tuple(embeddings.shape), head.prototypes.device
+    if len(shape) != 2 or shape[1] != head.embedding_dim:
         raise ShapeError(
-            f"embeddings have shape {tuple(embeddings.shape)}; "
-            f"this head takes [B, {head.embedding_dim}]"
+            f"embeddings have shape {shape}; this head takes [B, {head.embedding_dim}]"
         )
-    if embeddings.device != head.prototypes.device:
+    if embeddings.device != device:
         raise ShapeError(
-            f"embeddings are on {embeddings.device} and prototypes on "
-            f"{head.prototypes.device}; move one of them"
+            f"embeddings are on {embeddings.device} and prototypes on {device}; move one of them"
         )
-    return embeddings
-
-
-def check_batch(head: MarginClassifier, embeddings: Tensor, labels: Tensor) -> Tensor:
-    """Refuse a batch of the wrong shape, dtype or device; the embeddings, if they will do."""
-    embeddings = check_embeddings(head, embeddings)
-    check_label_tensor(labels, embeddings, "embeddings")
     return embeddings
 
 
@@ -168,9 +141,8 @@ def check_prototypes(head: MarginClassifier) -> None:
     inverse = inverse_lengths(head.prototypes.detach())
     bad = inverse.isnan().nonzero()
     mine = head.shard.start + int(bad[0]) if len(bad) else -1
-    found = [
-        number for (number,) in head.ranks.integers(mine, device=inverse.device) if number >= 0
-    ]
+    numbers = (number for (number,) in head.ranks.integers(mine, device=inverse.device))
+    found = [number for number in numbers if number >= 0]
     if found:
         raise DataError(
             f"the prototype of class {min(found)} is zero or not finite, so every loss is NaN; "
@@ -179,19 +151,15 @@ def check_prototypes(head: MarginClassifier) -> None:
 
 
 def check_data_parallel(head: MarginClassifier) -> None:
-    """Refuse prototypes that ``DistributedDataParallel`` would overwrite and average.
-
-    Replicated prototypes with an ordinary gradient are what it is for. A shard is different on
-    every rank, and a fused gradient never passes it.
-    """
+    """Refuse a shard, or a fused gradient, that ``DistributedDataParallel`` would average."""
     wrapper = getattr(DistributedDataParallel, "_active_ddp_module", None)
     if wrapper is None or id(wrapper) == head.checked_wrapper:
         return
     if head.ranks.world == 1 and head.gradient != "fused":
         return
     names = (name for name, value in wrapper.module.named_parameters() if value is head.prototypes)
-    name = next(names, None)
-    if name is None or name in wrapper.parameters_to_ignore or _world_of(wrapper) == 1:
+    name, world = next(names, None), dist.get_world_size(wrapper.process_group)
+    if name is None or name in wrapper.parameters_to_ignore or world == 1:
         head.checked_wrapper = id(wrapper)
         return
     if head.ranks.world == 1:
@@ -207,18 +175,12 @@ def check_data_parallel(head: MarginClassifier) -> None:
     )
 
 
-def _world_of(wrapper: DistributedDataParallel) -> int:
-    return dist.get_world_size(wrapper.process_group)
-
-
 def exclude_from_ddp(model: nn.Module) -> nn.Module:
     """Have ``DistributedDataParallel(model)`` leave sharded prototypes inside the model alone.
 
     Call it before wrapping a model that contains a ``MarginClassifier(group=...)``. Every rank has
     prototypes of its own there, which must not be overwritten by those of rank 0 or averaged.
-
-    Returns:
-        The same model.
+    Returns the same model.
 
     Examples:
         >>> from qmargin import MarginClassifier, q_margin
@@ -228,12 +190,9 @@ def exclude_from_ddp(model: nn.Module) -> nn.Module:
     """
     from qmargin.heads.classifier import MarginClassifier
 
-    names = [
-        f"{name}.prototypes" if name else "prototypes"
-        for name, module in model.named_modules()
-        if isinstance(module, MarginClassifier)
-    ]
+    heads = [name for name, part in model.named_modules() if isinstance(part, MarginClassifier)]
+    names = (f"{name}.prototypes" if name else "prototypes" for name in heads)
     known = getattr(model, "_ddp_params_and_buffers_to_ignore", [])
-    ignored = [*known, *(name for name in names if name not in known)]
+    ignored = list(dict.fromkeys([*known, *names]))
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
     return model

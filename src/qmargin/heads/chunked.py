@@ -1,47 +1,88 @@
 """The chunked step: any alpha, over blocks of classes that are computed and discarded.
 
-Forward solves every row by passes over the blocks (``heads.chunks``), and pulls the embeddings'
-gradient out of the posterior while it is at hand. Backward computes the blocks once more, for the
-prototypes' gradient alone: at ``alpha = 1`` a step has four products.
+Forward solves every row by passes over the blocks, and pulls the embeddings' gradient out of the
+posterior while it is at hand. Backward computes the blocks once more, for the prototypes' gradient.
+
+**Which logits.** The others' cosines are products of operands in ``Chunked.dtype``. With half
+operands the loss is that of the *rounded* unit vectors, summed in float32, and its gradient is
+taken as if rounding were the identity; posteriors are rounded before they are multiplied, never
+before they are summed. The target's cosine always comes from the prototypes themselves.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from qmargin.heads.chunks import HALF_FACTOR, Chunks, SoftmaxSums, Sums, make_chunks
 from qmargin.heads.gradients import PrototypeGradient, deliver, element_bound, is_bounded
-from qmargin.heads.step import RowSolution, StepStats, own_labels, sum_target_cosines
-from qmargin.kernels.head_reference import project_rows
-from qmargin.kernels.head_types import ClassGradient, Target
+from qmargin.heads.step import RowSolution, StepStats, own_labels, step_stats, sum_target_cosines
+from qmargin.kernels.head_reference import GROUP, ClassGradient, Target, drop_targets_, project_rows
 from qmargin.kernels.solver import (
     RowSums,
+    heights,
     level_change,
     level_cost,
     level_step,
     loss_from_sums,
+    posterior_rows,
     reference_gradient,
     row_sums,
     solve_rows,
 )
 from qmargin.losses.hardness import hardness
+from qmargin.transfers import Reading
 
 if TYPE_CHECKING:
     from qmargin.heads.classifier import MarginClassifier
 
+CHUNK_LOGITS = {"cpu": 1 << 21, "cuda": 1 << 25}  # in a block; about six such tensors live at once
+HALF_FACTOR = 2.0**15  # posteriors are at most one: so scaled they use the range of float16
+FUSED_LOGITS = 1 << 27  # in a block, of which only its half posterior and its gradient rows live
+NUM_COARSE = 8192  # sets of classes whose maxima bound the root
+PULL_BLOCKS = 2  # at a time in passes that make no gradient rows: fewer launches, as much memory
+TILE = 256  # classes: a block of whole tiles wastes none
+# Weights of the softmax pass are relative to a guess of the largest cosine, times this: room for
+# cosines above the guess, and for the many far below it.
+GUESS_FACTOR = 2.0**4
+GUESS_CLASSES = 1 << 16  # whose largest cosine is the guess
+
+
+def product(left: Tensor, right: Tensor) -> Tensor:
+    """``left @ right``; half operands are summed, and returned, in float32."""
+    if left.dtype not in (torch.float16, torch.bfloat16):
+        return left @ right
+    if left.is_cuda and hasattr(torch.ops.aten.mm, "dtype_out"):  # torch 2.8 and later
+        shape = (left.shape[0], right.shape[1])
+        out = torch.empty(shape, dtype=torch.float32, device=left.device)
+        result: Tensor = torch.ops.aten.mm.dtype_out(left, right, torch.float32, out=out)
+        return result
+    return left.float() @ right.float()
+
+
+class SoftmaxSums(NamedTuple):
+    """Sums over the others at ``alpha = 1``, relative to a cosine near their largest."""
+
+    top: Tensor  # [B], that cosine; -inf if there are no others
+    mass: Tensor  # [B] float64
+    pulled: Tensor | None  # [B, d]
+    is_doubtful: Reading | None = None  # whether the guess of the largest cosine was too low
+
+    def verify(self) -> bool:
+        """Wait for the device; True if the sums hold."""
+        return self.is_doubtful is None or not bool(self.is_doubtful.wait())
+
 
 class SolvedBlocks(NamedTuple):
-    """The root of a batch and sums at it, over all classes but the target where not said otherwise.
-
-    ``[B]`` float64 each.
-    """
+    """The root of a batch and sums at it over all classes but the target, ``[B]`` float64 each."""
 
     anchor: Tensor  # logit
     level: Tensor
@@ -53,6 +94,284 @@ class SolvedBlocks(NamedTuple):
     pulled: Tensor | None  # [B, d]: sum of p times unit prototype
 
 
+class Chunks:
+    """A batch against all prototypes, block by block."""
+
+    weight = 1.0  # how many classes each of these stands for: one, except in a sample
+    group_maxima: Tensor | None = None  # of a sparse step before this one, if there was one
+
+    def __init__(self, head: MarginClassifier, embeddings: Tensor, labels: Tensor) -> None:
+        self.head, self.embeddings, self.labels = head, embeddings, labels
+        self.prototypes, self.ranks = head.prototypes.detach(), head.ranks
+        self.copy, self.inverse_norms = head.copy, head.inverse_norms
+        self.scale, self.b = head.loss.scale, head.alpha_minus_one
+        native = self.prototypes.dtype
+        self.operand_dtype = head.chunk_dtype
+        self.operand = embeddings.to(self.operand_dtype)
+        # Above alpha = 2 a posterior is a root of its height: float32 would show at the edge.
+        self.dtype = torch.float64 if self.b > 1.0 else native
+        self.rounding = torch.finfo(native).eps
+        limit = self.block_logits()
+        num_rows, num_groups = len(embeddings), max(1, -(-len(head.shard) // GROUP))
+        self.group = GROUP * -(-4 * num_rows * num_groups // limit)  # maxima: a quarter of a block
+        self.size = self.group * max(1, limit // (num_rows * self.group))
+
+    def block_logits(self) -> int:
+        """Logits in a block: what bounds the memory."""
+        return CHUNK_LOGITS.get(self.embeddings.device.type, CHUNK_LOGITS["cuda"])
+
+    def sample(self, step: int) -> Chunks:
+        """The same batch against every ``step``-th class, which stands for all of them."""
+        few = copy(self)
+        few.weight, few.group_maxima = float(step), None
+        few.prototypes, few.inverse_norms = self.prototypes[::step], self.inverse_norms[::step]
+        few.copy = self.copy[: len(self.prototypes) : step].contiguous()
+        is_there = (self.labels >= 0) & (self.labels % step == 0)  # below zero: of another rank
+        few.labels = torch.where(is_there, self.labels // step, -1)
+        return few
+
+    def ranges(self, num_blocks: int = 1) -> Iterator[slice]:
+        """Consecutive classes, some blocks at a time."""
+        size, num_classes = num_blocks * self.size, len(self.prototypes)
+        for start in range(0, num_classes, size):
+            yield slice(start, min(start + size, num_classes))
+
+    def blocks(self) -> Iterator[tuple[slice, Tensor]]:
+        """Consecutive classes and their unit prototypes in the precision of the operands."""
+        for where in self.ranges():
+            if self.copy.dtype == self.operand_dtype:
+                yield where, self.copy[where]
+            else:
+                yield where, self.unit(where).to(self.operand_dtype)
+
+    def unit(self, where: slice | Tensor) -> Tensor:
+        """Unit prototypes of some classes, ``[n, d]``, in their own precision."""
+        return self.prototypes[where] * self.inverse_norms[where][:, None]
+
+    def cosines(self, where: slice, unit: Tensor) -> Tensor:
+        """Cosines ``[B, n]``, ``-inf`` at targets."""
+        cosines = product(self.operand, unit.t()).to(self.dtype)
+        drop_targets_(cosines, self.labels - where.start)
+        return cosines
+
+    def pull(self, posterior: Tensor, unit: Tensor) -> Tensor:
+        """``posterior @ unit``, ``[B, d]``, for posteriors between zero and one."""
+        if unit.dtype == self.prototypes.dtype:
+            return posterior.to(unit.dtype) @ unit
+        return product((posterior * HALF_FACTOR).to(unit.dtype), unit) / HALF_FACTOR
+
+    def shifted(self, anchor: Tensor, level: Tensor) -> tuple[Tensor, Tensor]:
+        """The anchor as a rounded cosine, and the level there: differences of cosines are exact."""
+        shift = (anchor / self.scale).to(self.dtype)
+        missing = anchor - shift.double() * self.scale
+        return shift, (level - level_step(self.b) * missing).to(self.dtype)
+
+    def posteriors(
+        self, anchor: Tensor, level: Tensor
+    ) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
+        """By blocks: classes, unit prototypes, posterior and levels ``[B, n]`` (M1)."""
+        shift, level = self.shifted(anchor, level)
+        zero = torch.zeros_like(level)
+        for where, unit in self.blocks():
+            logits = self.cosines(where, unit).sub_(shift[:, None]).mul_(self.scale)
+            yield where, unit, *posterior_rows(logits, None, zero, level, self.b)
+
+    def softmax_sums(self, *, pulls: bool, is_certain: bool = False) -> SoftmaxSums:
+        """Everything that ``alpha = 1`` needs of the others, in one pass."""
+        scale, embeddings = self.scale, self.embeddings
+        top = embeddings.new_full((len(embeddings),), -torch.inf)
+        mass = torch.zeros_like(top, dtype=torch.float64)
+        pulled = torch.zeros_like(embeddings) if pulls else None
+        for where, unit in self.blocks():
+            cosines = self.cosines(where, unit)
+            higher = torch.maximum(top, cosines.amax(1))
+            shift = torch.where(higher == -torch.inf, 0.0, higher)  # only the target so far
+            shrink = ((top - shift) * scale).exp()
+            part = cosines.sub_(shift[:, None]).mul_(scale).exp_()
+            mass = mass * shrink.double() + part.sum(1).double()
+            if pulled is not None:
+                pulled = pulled.mul_(shrink[:, None]).add_(self.pull(part, unit))
+            top = higher
+        return SoftmaxSums(top, mass, pulled)
+
+    def row_sums(self, anchor: Tensor, level: Tensor) -> RowSums:
+        """Mass and slope of the others at a trial level (M11)."""
+        mass = slope = torch.zeros_like(level)
+        shift, level = self.shifted(anchor, level)
+        for where, unit in self.blocks():
+            gaps = self.cosines(where, unit).sub_(shift[:, None]).mul_(-self.scale)
+            sums = row_sums(gaps, None, level, self.b)
+            mass, slope = mass + sums.mass.double(), slope + sums.slope.double()
+        return RowSums(mass, slope)
+
+    def maxima(self) -> Tensor:
+        """Largest cosine of each group of consecutive classes, targets left out."""
+        parts = [self.embeddings.new_empty((len(self.embeddings), 0), dtype=self.dtype)]
+        for where, unit in self.blocks():
+            cosines = self.cosines(where, unit)
+            if missing := -cosines.shape[1] % self.group:
+                cosines = pad(cosines, (0, missing), value=-torch.inf)
+            parts.append(cosines.unflatten(1, (-1, self.group)).amax(2))
+        return torch.cat(parts, 1)
+
+    def sums_at(
+        self, anchor: Tensor, level: Tensor, *, pulls: bool
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Mass, excess and support of the others ``[3, B]``; ``num_active``; ``pulled``."""
+        totals = level.new_zeros((3, len(level)))
+        num_active = totals.new_zeros(())
+        pulled = torch.zeros_like(self.embeddings) if pulls else None
+        for where, unit, posterior, levels in self.posteriors(anchor, level):
+            if pulled is not None:
+                pulled += self.pull(posterior, unit)
+            is_active = posterior > 0
+            excess = torch.where(is_active, heights(levels, self.b).mul_(posterior), 0.0)
+            for total, part in zip(totals, (posterior, excess, is_active), strict=True):
+                total += part.sum(1)
+            num_active = num_active + self.num_active(is_active.any(0), where)
+        return totals, num_active, pulled
+
+    def num_active(self, is_active: Tensor, where: slice) -> Tensor:
+        """Classes of a block that are active in some row or a target, a scalar."""
+        local, width = self.labels - where.start, where.stop - where.start
+        has_gradient = pad(is_active, (0, 1))
+        is_elsewhere = (local < 0) | (local >= width)
+        has_gradient[local.masked_fill(is_elsewhere, width)] = True
+        return has_gradient[:width].sum()
+
+    def pushes(
+        self, anchor: Tensor, level: Tensor, weighted: Tensor, targets: ClassGradient
+    ) -> Iterator[tuple[slice, Tensor]]:
+        """Classes and ``sum_b f p_bj weighted_b``, ``[n, d]``, plus the targets' own entries.
+
+        ``f`` is ``HALF_FACTOR`` for operands in half precision, else one.
+        """
+        is_native = weighted.dtype == self.embeddings.dtype
+        for where, _, posterior, _ in self.posteriors(anchor, level):
+            scaled = posterior if is_native else posterior * HALF_FACTOR
+            rows = product(scaled.to(weighted.dtype).t(), weighted).to(self.embeddings.dtype)
+            add_entries_(rows, targets, self.embeddings, where)
+            yield where, rows
+
+
+def add_entries_(rows: Tensor, gradient: ClassGradient, embeddings: Tensor, where: slice) -> None:
+    """Add the entries of some classes, times their embeddings, to the classes' rows ``[n, d]``."""
+    columns, entries, values = gradient
+    is_here = (columns >= where.start) & (columns < where.stop)
+    own = torch.where(is_here[:, None], embeddings[entries.long()] * values[:, None], 0.0)
+    local = (columns.long() - where.start).clamp(0, len(rows) - 1)
+    rows.index_add_(0, local, own)
+
+
+class FusedChunks(Chunks):
+    """The same by kernels; known ``group_maxima`` save a pass over the classes."""
+
+    def __init__(
+        self,
+        head: MarginClassifier,
+        embeddings: Tensor,
+        labels: Tensor,
+        group_maxima: Tensor | None = None,
+    ) -> None:
+        super().__init__(head, embeddings, labels)
+        self.group_maxima = group_maxima
+        self.kernels: Any = import_module("qmargin.kernels.triton.blocks")
+        self.size = max(TILE, self.size // TILE * TILE)
+
+    @property
+    def batch(self) -> tuple[Tensor, Tensor, Tensor, int]:
+        """What every kernel takes: operands, labels and the number of classes."""
+        return self.operand, self.copy, self.labels, len(self.prototypes)
+
+    def block_logits(self) -> int:
+        return FUSED_LOGITS
+
+    def weighed(
+        self, shift: Tensor, level: Tensor, num_blocks: int = 1, **options: Any
+    ) -> Iterator[tuple[slice, Any]]:
+        """By some blocks at a time: classes, and the kernel's ``Weighed``."""
+        given = ((shift, level), self.scale, self.b)
+        for where in self.ranges(num_blocks):
+            # No name for the block here: it must be gone before the next is made.
+            yield where, self.kernels.posterior_block(self.batch, where, *given, **options)
+
+    def add_pull_(self, pulled: Tensor, weights: Tensor, where: slice, factor: float) -> None:
+        """Add ``weights`` of a block, which has padding, times unit prototypes over ``factor``."""
+        unit = self.copy[where.start : where.start + weights.shape[1]]
+        pulled.add_(product(weights, unit), alpha=1.0 / factor)
+
+    def softmax_sums(self, *, pulls: bool, is_certain: bool = False) -> SoftmaxSums:
+        """See ``Chunks``; the pull goes along with the sums if it is not to be certain."""
+        pulled = torch.zeros_like(self.embeddings) if pulls else None
+        if is_certain or pulled is None:
+            top, mass = self.kernels.log_sum_exp(self.batch, self.scale)
+            if pulled is not None:  # in a pass of its own, now that the sums are known
+                shift = torch.where(top == -torch.inf, 0.0, top)
+                for where, block in self.weighed(shift, torch.zeros_like(shift), PULL_BLOCKS):
+                    self.add_pull_(pulled, block.weights, where, HALF_FACTOR)
+                    del block
+            return SoftmaxSums(top, mass, pulled)
+        first = min(GUESS_CLASSES, len(self.prototypes))
+        guess, _ = self.kernels.log_sum_exp((*self.batch[:3], first), self.scale)
+        guess = torch.where(guess == -torch.inf, 0.0, guess)
+        options: dict[str, Any] = {"factor": GUESS_FACTOR, "with_sums": True}
+        sums = []
+        for where, block in self.weighed(guess, 0.0 * guess, PULL_BLOCKS, **options):
+            self.add_pull_(pulled, block.weights, where, GUESS_FACTOR)
+            sums.append(block.sums[0])
+            del block
+        masses = torch.cat(sums, 1)
+        # Where the guess was far too low, weights were cut off and masses may have overflowed.
+        room = min(torch.finfo(self.operand_dtype).max / GUESS_FACTOR, 2.0**100)
+        is_doubtful = (~(masses < room)).any().to(torch.int32)
+        is_doubtful = self.ranks.max_(is_doubtful)  # all ranks begin again, or none
+        mass = masses.sum(1, dtype=torch.float64)
+        return SoftmaxSums(guess, mass, pulled, Reading(is_doubtful))
+
+    def row_sums(self, anchor: Tensor, level: Tensor) -> RowSums:
+        shift, level = self.shifted(anchor, level)
+        return RowSums(*self.kernels.row_sums(self.batch, shift, level, self.scale, self.b))
+
+    def maxima(self) -> Tensor:
+        """Maxima of sets of groups: fewer than of groups, and almost as good a bound."""
+        maxima, self.group_maxima = self.group_maxima, None
+        if maxima is None:
+            maxima = self.head.kernels.group_maxima(*self.batch)
+        whole = maxima.shape[1] // NUM_COARSE * NUM_COARSE
+        if whole == 0:
+            return maxima
+        coarse = maxima[:, :whole].reshape(len(maxima), -1, NUM_COARSE).amax(1)
+        rest = maxima[:, whole:]
+        coarse[:, : rest.shape[1]] = torch.maximum(coarse[:, : rest.shape[1]], rest)
+        return coarse
+
+    def sums_at(
+        self, anchor: Tensor, level: Tensor, *, pulls: bool
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        shift, start = self.shifted(anchor, level)
+        totals = level.new_zeros((3, len(level)))
+        num_active = totals.new_zeros(())
+        pulled = torch.zeros_like(self.embeddings) if pulls else None
+        for where, block in self.weighed(shift, start, PULL_BLOCKS, with_sums=True):
+            if pulled is not None:
+                self.add_pull_(pulled, block.weights, where, HALF_FACTOR)
+            totals += block.sums.sum(2, dtype=torch.float64)
+            width = where.stop - where.start
+            num_active = num_active + self.num_active(block.active[:, :width].any(0), where)
+            del block
+        return totals, num_active, pulled
+
+    def pushes(
+        self, anchor: Tensor, level: Tensor, weighted: Tensor, targets: ClassGradient
+    ) -> Iterator[tuple[slice, Tensor]]:
+        for where, block in self.weighed(*self.shifted(anchor, level)):
+            rows = product(block.weights.t(), weighted)[: where.stop - where.start]
+            del block
+            self.kernels.add_entries_(rows, targets, self.embeddings, where)
+            yield where, rows
+            del rows
+
+
 def target_sums(target: Target, anchor: Tensor, level: Tensor, b: float) -> RowSums:
     """The target's share of the mass and the slope."""
     gap = (anchor - target.logits)[:, None]
@@ -61,7 +380,13 @@ def target_sums(target: Target, anchor: Tensor, level: Tensor, b: float) -> RowS
 
 def log_sum_exp(chunks: Chunks, target: Target, sums: SoftmaxSums) -> SolvedBlocks:
     """``alpha = 1``: the solution from sums relative to a cosine."""
-    top, mass, pulled = sums.over(chunks.ranks, chunks.scale)
+    ranks, (top, mass, pulled, _) = chunks.ranks, sums
+    if ranks.world > 1:  # relative to the largest cosine of all; each pulls its own share
+        top = ranks.max_(top.clone())
+        factor = ((sums.top - top).double() * chunks.scale).exp()
+        factor = torch.where(sums.top == -torch.inf, 0.0, factor)
+        mass = ranks.sum_(mass * factor)
+        pulled = None if pulled is None else pulled * factor.to(pulled.dtype)[:, None]
     anchor = torch.where(top == -torch.inf, 0.0, top.double() * chunks.scale)
     joint = target.logits - anchor + target.log_reference
     total = torch.logaddexp(mass.log(), joint)  # tau, relative to the anchor
@@ -117,7 +442,11 @@ class RootSearch:
         search = cls.from_maxima(few, target, few.maxima().amax(1, keepdim=True))
         sums = search.run(1e-2)  # about as far as a sample can be trusted
         search.chunks = chunks
-        is_enough = _num_effective(sums, chunks.b) >= step * MIN_SUPPORT
+        # How many classes would be active, were all equally so: the mass is a sum of x^n and the
+        # slope of x^(n - 1), with n = 1 / b.
+        b = chunks.b
+        num_effective = ((sums.slope.log() - (1.0 - b) * sums.mass.log()) / b).exp()
+        is_enough = num_effective >= step * MIN_SUPPORT
         if not bool(is_enough.all()):
             other = cls.from_maxima(chunks, target, chunks.maxima())
             search.anchor = torch.where(is_enough, search.anchor, other.anchor)
@@ -144,10 +473,7 @@ class RootSearch:
         return cls(chunks, target, anchor, level, low, level + 1e-12 * (1.0 + level.abs()))
 
     def run(self, tolerance: float) -> RowSums:
-        """Step until every mass was within ``tolerance`` of one before the last step.
-
-        Returns the sums over the others there.
-        """
+        """Step until masses were within ``tolerance`` of one; the others' sums before the last."""
         b, rounding = self.chunks.b, torch.finfo(self.chunks.dtype).eps
         error = torch.full_like(self.level, torch.inf)
         for _ in range(MAX_PASSES):
@@ -197,50 +523,37 @@ def _expected_support(alpha: float, scale: float, num_classes: int, dim: int) ->
     return hardness(alpha, scale, num_classes=num_classes, embedding_dim=dim).support
 
 
-def _num_effective(sums: RowSums, b: float) -> Tensor:
-    """At most as many as are active: as many as would be, were all of them equally so.
-
-    The mass is a sum of ``x^n`` and the slope of ``x^(n - 1)``, with ``n = 1 / b``.
-    """
-    return ((sums.slope.log() - (1.0 - b) * sums.mass.log()) / b).exp()
-
-
 def sum_up(
     chunks: Chunks, target: Target, anchor: Tensor, level: Tensor, *, pulls: bool
 ) -> SolvedBlocks:
     """The solution at a root, with the target's share."""
-    sums = chunks.sums_at(anchor, level, pulls=pulls)
-    if chunks.ranks.world > 1:
-        parts = chunks.ranks.sum_(torch.stack([sums.mass, sums.excess, sums.support_size.double()]))
-        num_active = chunks.ranks.sum_(sums.num_active.clone())
-        sums = Sums(parts[0], parts[1], parts[2], num_active, sums.pulled)
+    totals, num_active, pulled = chunks.sums_at(anchor, level, pulls=pulls)
+    mass, excess, support = chunks.ranks.sum_(totals)
+    num_active = chunks.ranks.sum_(num_active)
     own = target_sums(target, anchor, level, chunks.b).mass
     # Heights that are not numbers are not above zero, and would count as inactive.
-    mass = torch.where(target.logits.isnan(), torch.nan, sums.mass)
-    error, support = (mass + own - 1.0).abs(), sums.support_size + (own > 0)
-    rest = (sums.num_active, sums.pulled)
-    return SolvedBlocks(anchor, level, mass, sums.excess, support, error, *rest)
+    mass = torch.where(target.logits.isnan(), torch.nan, mass)
+    error, support = (mass + own - 1.0).abs(), support + (own > 0)
+    return SolvedBlocks(anchor, level, mass, excess, support, error, num_active, pulled)
 
 
 @dataclass
 class ChunkedStep:
-    """One forward and backward pass."""
+    """One forward and backward pass, see ``SolvableStep``."""
 
     head: MarginClassifier
     chunks: Chunks
     targets: Tensor  # [B, d], unit prototypes of the rows' own classes
     softmax: SoftmaxSums | None = None
     solved: SolvedBlocks | None = None
-    push: Push | None = None
+    gradient: ChunkedGradient | None = None
     num_overflowed: int = 0  # rows of a sparse step that this one replaced
 
     def target_cosines(self) -> Tensor:
-        """See ``SolvableStep``; from the prototypes themselves."""
         cosines = (self.chunks.embeddings * self.targets).sum(1)
         return sum_target_cosines(self.head, cosines)
 
     def solve(self, target: Target, *, has_gradient: bool) -> RowSolution:
-        """See ``SolvableStep``."""
         b = self.chunks.b
         if self.softmax is not None:
             solved = log_sum_exp(self.chunks, target, self.softmax)
@@ -248,46 +561,53 @@ class ChunkedStep:
             solved = solve(self.chunks, target, pulls=has_gradient)
         self.solved = solved
         level = solved.level - level_step(b) * (solved.anchor - target.logits)
-        loss, posterior = loss_from_sums(
-            solved.excess, solved.others_mass, level, target.log_reference, b
-        )
+        sums = (solved.excess, solved.others_mass)
+        loss, posterior = loss_from_sums(*sums, level, target.log_reference, b)
         in_reference = reference_gradient(posterior, level, target.log_reference, b)
         return RowSolution(loss, -solved.others_mass, in_reference)
 
     def make_gradient(self, weights: Tensor, target_weights: Tensor) -> Tensor:
-        """See ``SolvableStep``."""
-        assert self.solved is not None
-        self.push = Push.of(self.chunks, self.solved, weights, target_weights)
+        chunks, solved = self.chunks, self.solved
+        assert solved is not None
+        embeddings, dtype = chunks.embeddings, chunks.operand_dtype
+        factor = largest = torch.ones_like(weights[0])
+        if dtype != embeddings.dtype:  # bring posteriors and weights into the range of half
+            largest = weights.abs().amax().clamp_min(torch.finfo(weights.dtype).tiny)
+            factor = largest / HALF_FACTOR
+        weighted = (embeddings * (weights / largest)[:, None]).to(dtype)
+        columns, rows = chunks.labels.to(torch.int32).sort(stable=True)
+        targets = ClassGradient(columns, rows, target_weights[rows] / factor)
+        both = torch.cat([weights, target_weights.to(weights.dtype)])
+        bound = element_bound(both, self.head.inverse_norms, embeddings.shape[1])
+        bound = bound + 0.0 * solved.level.sum()
+        self.gradient = ChunkedGradient(chunks, solved, weighted, targets, factor, bound)
         own = self.targets * target_weights[:, None]
-        pulled = self.solved.pulled
-        return own if pulled is None else own.addcmul_(pulled, weights[:, None])
+        return own if solved.pulled is None else own.addcmul_(solved.pulled, weights[:, None])
 
     def deliver_gradient(self, factor: Tensor) -> Tensor | None:
-        """See ``SolvableStep``."""
-        assert self.solved is not None and self.push is not None
-        return deliver(self.head, ChunkedGradient(self.chunks, self.solved, self.push, factor))
+        known = self.gradient
+        assert known is not None
+        bound = known.bound * factor.abs()
+        return deliver(self.head, replace(known, factor=known.factor * factor, bound=bound))
 
     def verify(self) -> bool:
         """See ``SolvableStep``; if not, the step must be redone with ``is_certain``."""
         return self.softmax is None or self.softmax.verify()
 
     def owns(self, gradient: object) -> bool:
-        """See ``SolvableStep``."""
         return isinstance(gradient, ChunkedGradient) and gradient.solved is self.solved
 
     def stats(self) -> StepStats:
-        """Summarise the step."""
-        assert self.solved is not None
-        num_classes = self.chunks.head.num_classes
-        return StepStats(
-            path="chunked",
-            reason="its lists would have been too long" if self.num_overflowed else "",
-            support_mean=float(self.solved.support_size.mean()),
-            support_max=int(self.solved.support_size.max()),
+        solved, num_classes = self.solved, self.head.num_classes
+        assert solved is not None
+        return step_stats(
+            "chunked",
+            solved.support_size,
+            solved.mass_error,
             num_candidates=float(num_classes),
+            active_share=float(solved.num_active) / num_classes,
             num_overflowed=self.num_overflowed,
-            mass_error=float(self.solved.mass_error.max()),
-            active_share=float(self.solved.num_active) / num_classes,
+            reason="its lists would have been too long" if self.num_overflowed else "",
         )
 
     def class_share(self) -> float:
@@ -296,67 +616,33 @@ class ChunkedStep:
         if self.chunks.b <= 0.0:
             return 1.0
         num_others = (self.solved.support_size - 1.0).clamp_min(0.0)  # lists leave the target out
-        return float(num_others.mean()) / self.chunks.head.num_classes
+        return float(num_others.mean()) / self.head.num_classes
 
 
-class Push(NamedTuple):
-    """What the prototypes' gradient is made of, besides the posteriors; known before backward."""
+@dataclass(frozen=True)
+class ChunkedGradient(PrototypeGradient):
+    """The gradient of a chunked step; it reads the prototypes, so step a block before the next."""
 
+    chunks: Chunks
+    solved: SolvedBlocks
     weighted: Tensor  # [B, d], embeddings times their share, as operands
     targets: ClassGradient  # the rows' own classes
     factor: Tensor  # scalar, that products with ``weighted`` and ``targets`` still need
     bound: Tensor  # float64 scalar, see ``element_bound``; NaN if a row has no root
 
-    @classmethod
-    def of(
-        cls, chunks: Chunks, solved: SolvedBlocks, weights: Tensor, target_weights: Tensor
-    ) -> Push:
-        """From gradients of the others' cosines per posterior, and of the targets', ``[B]``."""
-        embeddings, dtype = chunks.embeddings, chunks.operand_dtype
-        factor = torch.ones_like(weights[0])
-        largest = factor
-        if dtype != embeddings.dtype:  # bring posteriors and weights into the range of half
-            largest = weights.abs().amax().clamp_min(torch.finfo(weights.dtype).tiny)
-            factor = largest / HALF_FACTOR
-        weighted = (embeddings * (weights / largest)[:, None]).to(dtype)
-        columns, rows = chunks.labels.to(torch.int32).sort(stable=True)
-        targets = ClassGradient(columns, rows, target_weights[rows] / factor)
-        both = torch.cat([weights, target_weights.to(weights.dtype)])
-        bound = element_bound(both, chunks.head.inverse_norms, embeddings.shape[1])
-        return cls(weighted, targets, factor, bound + 0.0 * solved.level.sum())
-
-
-@dataclass(frozen=True)
-class ChunkedGradient(PrototypeGradient):
-    """The prototypes' gradient of a chunked step, computed block by block when asked for.
-
-    It reads the prototypes: use it before they change, or step each block before the next.
-    """
-
-    chunks: Chunks
-    solved: SolvedBlocks
-    push: Push
-    factor: Tensor  # scalar: gradient that came into the loss
-
     def raw_blocks(self) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
-        """See ``PrototypeGradient``: gradients of unit prototypes, up to a factor."""
-        solved, (weighted, targets, factor, _) = self.solved, self.push
-        factor = factor * self.factor
-        for where, block in self.chunks.pushes(solved.anchor, solved.level, weighted, targets):
-            yield where, block, factor
+        root = (self.solved.anchor, self.solved.level)
+        for where, block in self.chunks.pushes(*root, self.weighted, self.targets):
+            yield where, block, self.factor
 
     def blocks(self) -> Iterator[tuple[slice, Tensor]]:
-        """Consecutive classes and the gradient of their prototypes, ``[n, d]``."""
         chunks = self.chunks
-        for where, rows, factor in self.raw_blocks():
-            assert factor is not None
+        for where, rows, _ in self.raw_blocks():
             lengths = chunks.head.inverse_norms[where]
-            yield where, project_rows(rows, chunks.prototypes[where], lengths, factor)
+            yield where, project_rows(rows, chunks.prototypes[where], lengths, self.factor)
 
     def is_finite(self) -> Tensor:
-        """From a bound of the gradient's elements, without making it."""
-        bound = self.push.bound * self.factor.abs()
-        return is_bounded(bound, self.chunks.embeddings.dtype)
+        return is_bounded(self.bound, self.chunks.embeddings.dtype)
 
 
 def chunked_step(
@@ -367,21 +653,19 @@ def chunked_step(
     maxima: Tensor | None = None,
     is_certain: bool = False,
 ) -> ChunkedStep:
-    """A step for unit embeddings; at ``alpha = 1`` its sums are launched.
+    """A step for unit embeddings, with ``maxima`` of a sparse step's groups if there was one.
 
-    Args:
-        head: Prototypes and loss.
-        embeddings: ``[B, d]``.
-        labels: ``[B]``; a negative one marks a row that does not count.
-        maxima: Of a sparse step's groups, if there was one.
-        is_certain: Take no short cut that would have to be verified.
+    A certain step takes no short cut that would have to be verified.
     """
     local, columns = own_labels(head, labels)
-    chunks = make_chunks(head, embeddings.detach(), local, maxima)
-    if len(head.shard):
-        targets = chunks.unit(columns)
+    dtype = head.chunk_dtype
+    is_half = dtype in (torch.float16, torch.bfloat16) and head.copy.dtype == dtype
+    has_kernels = head.kernels.__name__.endswith("triton.head") and head.embedding_dim % 8 == 0
+    if is_half and has_kernels and 0.0 <= head.alpha_minus_one <= 1.0:
+        chunks: Chunks = FusedChunks(head, embeddings.detach(), local, maxima)
     else:
-        targets = torch.zeros_like(chunks.embeddings)
+        chunks = Chunks(head, embeddings.detach(), local)
+    targets = chunks.unit(columns) if len(head.shard) else torch.zeros_like(chunks.embeddings)
     if head.ranks.world > 1:
         targets = torch.where((local >= 0)[:, None], targets, 0.0)
     step = ChunkedStep(head, chunks, targets)

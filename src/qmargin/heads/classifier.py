@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,30 +13,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from qmargin.errors import ConfigError, ShapeError
-from qmargin.heads.checks import (
-    check_arguments,
-    check_batch,
-    check_data_parallel,
-    check_embeddings,
-    check_head_memory,
-    check_norms,
-    check_prototypes,
-    check_settings,
-)
+from qmargin.heads import checks
 from qmargin.heads.chunked import ChunkedStep, chunked_step
-from qmargin.heads.dense import dense_rows, sampled_rows, unit_prototypes
+from qmargin.heads.dense import dense_rows, sampled_rows, top_k_rows, unit_prototypes
 from qmargin.heads.gradients import PrototypeGradient
-from qmargin.heads.paths import (
-    LIST_CAPACITY,
-    Auto,
-    Choice,
-    Chunked,
-    Sampled,
-    Sparse,
-    StepPath,
-    as_path,
-    choose_path,
-)
+from qmargin.heads.paths import LIST_CAPACITY, Auto, Choice, Sampled, StepPath, as_path, choose_path
 from qmargin.heads.sharding import (
     ClassShard,
     Prototypes,
@@ -47,11 +28,9 @@ from qmargin.heads.sharding import (
 )
 from qmargin.heads.sparse import SparseStep, sparse_step
 from qmargin.heads.step import StepRecord, StepStats, reduce_rows, step_loss, unit_rows
-from qmargin.heads.top_k import top_k_rows
-from qmargin.kernels.dispatch import Call, load_backend
-from qmargin.kernels.head_reference import BLOCK_CLASSES
-from qmargin.kernels.head_types import Lengths, ListOverflow
-from qmargin.losses.checks import checked_labels
+from qmargin.kernels.dispatch import load_backend
+from qmargin.kernels.head_reference import BLOCK_CLASSES, Lengths, ListOverflow
+from qmargin.losses.checks import check_label_tensor, checked_labels
 from qmargin.losses.divergences import Alpha
 from qmargin.losses.margin_loss import MarginLoss
 from qmargin.losses.margins import check_margin
@@ -68,28 +47,6 @@ ROW_LOSSES: dict[str, Callable[..., tuple[Tensor, StepRecord]]] = {
 }
 PADDING = 256  # the screen's tiles: a copy of the prototypes has a multiple of this many rows
 NUM_MEASURED = 4  # steps whose support decides the next path
-
-
-@dataclass(frozen=True)
-class UnverifiedStep:
-    """A speculative step, and the state of the margin before it."""
-
-    step: SparseStep | ChunkedStep
-    margin: MarginSnapshot
-
-
-class MarginSnapshot:
-    """State of a margin before it sees a batch, such as running statistics."""
-
-    def __init__(self, margin: Any) -> None:
-        self.margin, self._state = margin, None
-        if isinstance(margin, nn.Module):
-            self._state = deepcopy(margin.state_dict())
-
-    def restore(self) -> None:
-        """Put the margin back into that state."""
-        if self._state is not None:
-            self.margin.load_state_dict(self._state)
 
 
 class MarginClassifier(nn.Module):
@@ -150,7 +107,7 @@ class MarginClassifier(nn.Module):
         dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
-        check_arguments(embedding_dim, num_classes, loss)
+        checks.check_arguments(embedding_dim, num_classes, loss)
         self.embedding_dim, self.num_classes = embedding_dim, num_classes
         self.ranks = Ranks(group)
         self.shard = ClassShard.of(num_classes, self.ranks.rank, self.ranks.world)
@@ -161,7 +118,8 @@ class MarginClassifier(nn.Module):
         self._num_samples = 0
         self.fused_gradient: PrototypeGradient | None = None  # for a fused optimizer to apply
         self._step: StepRecord | None = None
-        self._unverified: UnverifiedStep | None = None
+        # A speculative step, and what puts the margin back into its state before it.
+        self._unverified: tuple[SparseStep | ChunkedStep, Callable[[], object]] | None = None
         self._reason = ""
         self._shares: deque[float] = deque(maxlen=NUM_MEASURED)
         self._home: tuple[Any, ...] | None = None
@@ -170,12 +128,11 @@ class MarginClassifier(nn.Module):
         self._stamp: Any = None  # see refresh
         self.may_have_moved = False
         self.has_optimizer = False  # of heads/optimizers.py
-        # id of the last DistributedDataParallel found to exclude the prototypes
-        self.checked_wrapper = 0
+        self.checked_wrapper = 0  # id of the last DistributedDataParallel that excludes them
         self._was_chunked = False
-        check_settings(self, dtype)
+        checks.check_settings(self, dtype)
         check_margin(loss.margin, num_classes)
-        check_head_memory(self, torch.empty((), device=device, dtype=dtype))
+        checks.check_head_memory(self, torch.empty((), device=device, dtype=dtype))
         weights = torch.empty(len(self.shard), embedding_dim, device=device, dtype=dtype)
         drawn = int(torch.randint(1 << 62, ()))  # from the generator that torch.manual_seed seeds
         self.prototypes = Prototypes(draw_prototypes(self.shard, weights, drawn))
@@ -195,13 +152,12 @@ class MarginClassifier(nn.Module):
         divergence = self.loss.divergence
         if not isinstance(divergence, Alpha):
             raise ConfigError(
-                f"path is {self.path.name!r}, which takes the divergence Alpha, and this is "
-                f"{divergence}; use path='dense'"
+                f"path is {self.path.name!r}, which takes Alpha, not {divergence}; use path='dense'"
             )
         if _is_learned(divergence):
             raise ConfigError(
-                f"path is {self.path.name!r}, which has no gradient for alpha, and this alpha "
-                "requires one; use path='dense', or detach it"
+                f"path is {self.path.name!r}, which has no gradient for a learned alpha; use "
+                "path='dense', or detach it"
             )
         return divergence.alpha_minus_one
 
@@ -212,42 +168,32 @@ class MarginClassifier(nn.Module):
 
     def screen_dtype_for(self, prototypes: Tensor) -> torch.dtype:
         """Precision of the copy of such prototypes."""
-        path = self.path
-        asked = path.screen_dtype if isinstance(path, Sparse | Chunked) else None
-        if asked is not None:
-            return asked
-        native = prototypes.dtype
-        return torch.float16 if prototypes.is_cuda and native == torch.float32 else native
+        asked: torch.dtype | None = getattr(self.path, "screen_dtype", None)
+        is_half = prototypes.is_cuda and prototypes.dtype == torch.float32
+        return asked or (torch.float16 if is_half else prototypes.dtype)
 
     @property
     def chunk_dtype(self) -> torch.dtype:
         """Precision of the operands of chunked steps."""
-        path = self.path
-        asked = path.chunk_dtype if isinstance(path, Sparse | Chunked) else None
-        default = self.screen_dtype if self.prototypes.is_cuda else self.prototypes.dtype
-        return asked or default
+        asked: torch.dtype | None = getattr(self.path, "chunk_dtype", None)
+        return asked or (self.screen_dtype if self.prototypes.is_cuda else self.prototypes.dtype)
 
     @property
     def list_capacity(self) -> int:
         """Groups that a sparse step may list per row, on average."""
-        return self.path.list_capacity if isinstance(self.path, Sparse) else LIST_CAPACITY
+        return getattr(self.path, "list_capacity", LIST_CAPACITY)
 
     @property
     def kernels(self) -> Any:
         """The operations of the sparse step for this device."""
-        key = (self.prototypes.device, self.prototypes.dtype, self.screen_dtype)
+        key = (self.prototypes.device.type, self.prototypes.dtype, self.screen_dtype)
         if key != self._kernels_key:
-            call = Call(key[0].type, key[1], key[2])
-            name = "auto" if len(self.shard) else "reference"  # kernels need at least one class
-            self._kernels_key, self._kernels = key, load_backend(call, name)
+            self._kernels_key, self._kernels = key, load_backend(*key, len(self.shard))
         return self._kernels
 
     @property
     def last_step(self) -> StepStats | None:
-        """What the last forward pass did; reading it waits for a GPU.
-
-        None before the first, and for a speculative one that is not verified.
-        """
+        """What the last forward pass did, None for one that is not verified; waits for a GPU."""
         if self._step is None or not self.is_verified:
             return None
         stats = self._step.stats()
@@ -275,16 +221,16 @@ class MarginClassifier(nn.Module):
 
     def _is_current(self) -> bool:
         """Whether the prototypes have certainly not been written since ``note_current``."""
-        prototypes = self.prototypes
-        if not isinstance(prototypes, Prototypes):  # replaced: writes through .data go unnoticed
-            return False
-        stamp = prototypes.stamp()
+        stamp = self._read_stamp()
         return stamp is not None and stamp == self._stamp
 
     def note_current(self) -> None:
         """The screened copy is that of the prototypes as they are now."""
-        prototypes = self.prototypes
-        self._stamp = prototypes.stamp() if isinstance(prototypes, Prototypes) else None
+        self._stamp = self._read_stamp()
+
+    def _read_stamp(self) -> tuple[int, int] | None:
+        prototypes = self.prototypes  # when replaced, writes through .data go unnoticed
+        return prototypes.stamp() if isinstance(prototypes, Prototypes) else None
 
     def forward(
         self,
@@ -302,17 +248,17 @@ class MarginClassifier(nn.Module):
 
         A step guesses the sizes of its lists and waits for the device to see whether they sufficed.
         With ``speculative=True``, a fused gradient and one rank it does not wait: the host may
-        launch the backward pass meanwhile, and must call ``verify`` before it uses the loss or
-        steps an optimizer.
+        launch the backward pass, and must call ``verify`` before it uses the loss or steps an
+        optimizer.
         """
-        check_settings(self, self.prototypes.dtype)
-        embeddings = check_batch(self, embeddings, labels)
-        check_data_parallel(self)
+        checks.check_settings(self, self.prototypes.dtype)
+        embeddings = checks.check_embeddings(self, embeddings)
+        check_label_tensor(labels, embeddings, "embeddings")
+        checks.check_data_parallel(self)
         ranks, ignored = self.ranks, self.loss.ignore_index  # a negative number, for the margins
         if ranks.world > 1:
             if sizes is None:
-                asked = ranks.integers(len(labels), device=labels.device)
-                sizes = [size for (size,) in asked]
+                sizes = [size for (size,) in ranks.integers(len(labels), device=labels.device)]
             embeddings = gather_rows(embeddings.to(self.prototypes.dtype), ranks, sizes)
             labels = ranks.gather(labels, sizes)
         if len(labels) == 0:
@@ -321,7 +267,7 @@ class MarginClassifier(nn.Module):
             counted = labels.masked_fill(labels == ignored, 0)
             checked_labels(counted, self.num_classes, self.loss.debug)
         if self.loss.debug:
-            check_prototypes(self)
+            checks.check_prototypes(self)
         choice = self._choose(len(labels))
         if self._unverified is not None and self.fused_gradient is not None:
             raise ConfigError(
@@ -332,10 +278,10 @@ class MarginClassifier(nn.Module):
         with torch.autocast(embeddings.device.type, enabled=False):
             wide = embeddings.to(self.prototypes.dtype)
             unit, norms = unit_rows(wide, labels, ignored, self.kernels)
-            check_norms(norms, debug=self.loss.debug)
+            checks.check_norms(norms, debug=self.loss.debug)
             if choice.path in ("sparse", "chunked") or self.gradient == "fused":
                 self.refresh()
-            is_alone = self.gradient == "fused" and self.ranks.world == 1
+            is_alone = self.gradient == "fused" and ranks.world == 1
             speculative = speculative and is_alone and torch.is_grad_enabled()
             loss, self._step = self._take(choice.path, unit, labels.long(), norms, speculative)
         self._reason = choice.reason
@@ -353,29 +299,27 @@ class MarginClassifier(nn.Module):
         """Return True if the last forward pass is valid; waits for the device.
 
         False means that the list sizes of a speculative pass did not suffice: all gradients of the
-        batch are void, those of the backbone included. Repeat it without ``speculative``. A caller
-        that has other reasons to drop the batch calls ``discard`` instead.
+        batch are void, those of the backbone included. Repeat it without ``speculative``.
         """
-        unverified = self._unverified
-        if unverified is None:
+        if self._unverified is None:
             return True
         try:
-            is_valid = unverified.step.verify()
+            is_valid = self._unverified[0].verify()
         except ListOverflow:
             is_valid = False
-        if not is_valid:
+        if is_valid:
+            self._unverified = None
+            self._remember_share()
+        else:
             self.discard()
-            return False
-        self._unverified = None
-        self._remember_share()
-        return True
+        return is_valid
 
     def discard(self) -> None:
         """Undo a speculative forward pass, as if its batch had never come."""
-        unverified = self._unverified
-        if unverified is not None:
-            unverified.margin.restore()
-            if unverified.step.owns(self.fused_gradient):
+        if self._unverified is not None:
+            step, restore_margin = self._unverified
+            restore_margin()
+            if step.owns(self.fused_gradient):
                 self.fused_gradient = None
             self._unverified = self.list_lengths = self._step = None
 
@@ -392,7 +336,7 @@ class MarginClassifier(nn.Module):
             unit, norms = equal_share(unit, self.ranks), equal_share(norms, self.ranks)
             rows, record = ROW_LOSSES[path](self, unit, labels, norms)
             return reduce_rows(rows, labels, self.loss.ignore_index, self.loss.reduction), record
-        margin = MarginSnapshot(self.loss.margin)
+        restore_margin = _snapshot(self.loss.margin)
 
         def take(path: str, **hints: Any) -> tuple[Tensor, SparseStep | ChunkedStep]:
             step = STEPS[path](self, unit, labels, **hints)
@@ -401,15 +345,15 @@ class MarginClassifier(nn.Module):
         try:
             loss, step = take(path)
             if speculative:
-                self._unverified = UnverifiedStep(step, margin)
+                self._unverified = (step, restore_margin)
             elif not step.verify():  # redo it without guessing
-                margin.restore()
+                restore_margin()
                 loss, step = take(path, **({} if path == "sparse" else {"is_certain": True}))
                 step.verify()
         except ListOverflow as overflow:
             self.list_lengths = None
             self.num_redone += 1
-            margin.restore()
+            restore_margin()
             loss, step = take("chunked", maxima=overflow.maxima)
             assert isinstance(step, ChunkedStep)
             step.num_overflowed = len(labels)
@@ -435,21 +379,17 @@ class MarginClassifier(nn.Module):
         return self.prototypes
 
     def cosines(self, embeddings: Tensor) -> Tensor:
-        """Cosines with every class, ``[B, k]``, differentiable; every rank gets those of its rows.
-
-        With several ranks all have to call it, and each gathers all prototypes.
-        """
-        embeddings = check_embeddings(self, embeddings).to(self.prototypes.dtype)
+        """Cosines with every class ``[B, k]``, differentiable; all ranks have to call it."""
+        embeddings = checks.check_embeddings(self, embeddings).to(self.prototypes.dtype)
         return nn.functional.normalize(embeddings) @ unit_prototypes(self).t()
 
     @torch.no_grad()
     def predict(self, embeddings: Tensor) -> Tensor:
         """Most similar class of each row, ``[B]`` int64, without a ``[B, k]`` matrix.
 
-        The training accuracy is ``(head.predict(embeddings) == labels).float().mean()``. With
-        several ranks all have to call it, each with its own rows.
+        With several ranks all have to call it, each with its own rows.
         """
-        rows = check_embeddings(self, embeddings).detach().to(self.prototypes.dtype)
+        rows = checks.check_embeddings(self, embeddings).detach().to(self.prototypes.dtype)
         ranks, sizes = self.ranks, [len(embeddings)]
         if ranks.world > 1:
             sizes = [size for (size,) in ranks.integers(len(rows), device=rows.device)]
@@ -514,12 +454,20 @@ class MarginClassifier(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy or a pickle holds: no step in flight, and no copy that can be made again."""
-        fresh = dict.fromkeys(("fused_gradient", "_step", "_unverified", "_home", "_kernels"))
-        fresh |= {"_kernels_key": None, "_stamp": None, "has_optimizer": False}
+        names = "fused_gradient _step _unverified _home _kernels _kernels_key _stamp"
+        fresh = {**dict.fromkeys(names.split()), "has_optimizer": False}
         state = {**self.__dict__, **fresh, "_shares": deque(self._shares, NUM_MEASURED)}
         for name in ("copy", "inverse_norms", "copy_error"):
             state.pop(name, None)
         return state
+
+
+def _snapshot(margin: object) -> Callable[[], object]:
+    """A function that puts a margin back into its state, such as running statistics."""
+    if not isinstance(margin, nn.Module):
+        return lambda: None
+    state = deepcopy(margin.state_dict())
+    return lambda: margin.load_state_dict(state)
 
 
 def _is_learned(divergence: Alpha) -> bool:

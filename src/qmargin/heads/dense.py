@@ -1,30 +1,42 @@
-"""Steps over all cosines in plain PyTorch: of every class, or of a sample (Partial FC).
+"""Steps over all cosines: of every class, of a sample (Partial FC), or the paper's own procedure.
 
-The dense step takes any divergence; the other paths are tested against it. The sampled step is not
-the loss over all classes but an estimate that changes with the sample, for comparison. Classes
-outside the sample have gradient zero in this step. What that means depends on the optimizer: with a
-dense gradient and ``torch.optim.SGD`` they still move, by their momentum and weight decay, as in
-the second version of Partial FC; with a sparse gradient, or ``SparseSGD``, they stay where they
-are, as in its first.
+The other paths are tested against the dense step. A class outside the sample has gradient zero in
+that step: with a dense gradient and ``torch.optim.SGD`` it still moves by momentum and weight
+decay, as in the second version of Partial FC; with a sparse gradient, or ``SparseSGD``, it stays
+where it is, as in the first.
+
+The paper finds the largest cosines of each row by sorting in half precision. The root over them is
+the root over all classes if no class left out can be active (M8). The check allows for the rounding
+of the sort: it asks of the largest cosine that could have been left out. A batch that fails it is
+solved again with twice as many, up to all.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from qmargin.heads.gradients import RowsGradient, deliver
-from qmargin.heads.paths import Sampled
-from qmargin.heads.sharding import ClassShard, gather_classes
-from qmargin.heads.step import StepStats
+from qmargin.heads.paths import Sampled, TopK
+from qmargin.heads.sharding import ClassShard, gather_rows
+from qmargin.heads.step import StepStats, step_stats
 from qmargin.kernels.head_reference import inverse_lengths
+from qmargin.kernels.solver import (
+    label_loss,
+    posterior_rows,
+    reference_gradient,
+    slacks,
+    solve_bisection,
+)
 from qmargin.losses.margin_loss import LossOutput, margin_loss_with_stats
 from qmargin.losses.margins import Margin, TargetTerm
+from qmargin.losses.operators import lift_target
 
 if TYPE_CHECKING:
     from qmargin.heads.classifier import MarginClassifier
@@ -39,7 +51,6 @@ class UnitPrototypes(torch.autograd.Function):
     def forward(
         ctx: Any, prototypes: Tensor, classes: Tensor | None, head: MarginClassifier
     ) -> Tensor:
-        """Rows of unit length, ``[n, d]``."""
         rows = prototypes if classes is None else prototypes[classes]
         inverse = inverse_lengths(rows)[:, None]
         unit: Tensor = rows * inverse
@@ -50,7 +61,6 @@ class UnitPrototypes(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
-        """The part of the gradient along the prototype does not turn it, so it is left out."""
         unit, inverse, classes = ctx.saved_tensors
         rows = (grad - (grad * unit).sum(1, keepdim=True) * unit) * inverse
         head: MarginClassifier = ctx.head
@@ -64,7 +74,8 @@ def unit_prototypes(head: MarginClassifier, classes: Tensor | None = None) -> Te
     if ranks.world == 1:
         return apply(head.prototypes, classes, head)
     shards = [ClassShard.of(head.num_classes, rank, ranks.world) for rank in range(ranks.world)]
-    unit = gather_classes(apply(head.prototypes, None, head), ranks, [len(part) for part in shards])
+    own, sizes = apply(head.prototypes, None, head), [len(part) for part in shards]
+    unit = gather_rows(own, ranks, sizes, adds_up=False)
     return unit if classes is None else unit[classes]
 
 
@@ -81,19 +92,14 @@ class DenseStep:
     num_classes: int
 
     def stats(self) -> StepStats:
-        """Summarise the step."""
-        support = self.output.support_size
         is_active = self.cosines * self.scale > (self.output.tau + self.edge)[:, None]
         has_gradient = is_active.any(0)
         has_gradient[self.labels[self.labels >= 0]] = True
-        return StepStats(
-            path=self.path,
-            reason="",
-            support_mean=float(support.double().mean()),
-            support_max=int(support.max()),
+        return step_stats(
+            self.path,
+            self.output.support_size,
+            self.output.mass_error,
             num_candidates=float(self.cosines.shape[1]),
-            num_overflowed=0,
-            mass_error=float(self.output.mass_error.max()),
             active_share=int(has_gradient.sum()) / self.num_classes,
         )
 
@@ -160,25 +166,14 @@ class OwnLabels:
         labels: Tensor | None = None,
         norms: Tensor | None = None,
     ) -> TargetTerm:
-        """Apply the margin, see ``Margin``."""
         return self.margin(target_cosines, scale, labels=self.labels, norms=norms)
 
     def effective(self, alpha: float, scale: float) -> float | None:
-        """Return that of the margin itself."""
         return self.margin.effective(alpha, scale)
 
 
 def sample_classes(labels: Tensor, num_classes: int, *, rate: float, seed: int) -> Tensor:
-    """Ascending classes: those of the labels, filled up at random to ``rate * num_classes``.
-
-    If the labels alone are more than that, they are all there is.
-
-    Examples:
-        >>> sample_classes(torch.tensor([7, 3, 7]), 10, rate=0.4, seed=0)
-        tensor([1, 3, 5, 7])
-        >>> sample_classes(torch.tensor([7, 3, 7]), 10, rate=0.1, seed=0)
-        tensor([3, 7])
-    """
+    """Ascending classes: those of the labels, filled up at random to ``rate * num_classes``."""
     generator = torch.Generator(labels.device).manual_seed(seed)
     keys = torch.rand(num_classes, device=labels.device, generator=generator)
     keys.index_fill_(0, labels, IN_BATCH)
@@ -186,3 +181,161 @@ def sample_classes(labels: Tensor, num_classes: int, *, rate: float, seed: int) 
     if len(labels) > num_sampled:  # only then can the positives exceed the budget
         num_sampled = max(num_sampled, int((keys == IN_BATCH).sum()))
     return keys.topk(num_sampled).indices.sort().values
+
+
+BLOCK_LOGITS = {"cpu": 1 << 21, "cuda": 1 << 25}  # solved at a time, in float64
+
+
+@dataclass
+class TopKStep:
+    """One forward and backward pass; what the autograd function and the record share."""
+
+    scale: float
+    b: float
+    num_classes: int
+    percent: float
+    labels: Tensor  # [B]
+    index: Tensor | None = None  # [B, K]: classes kept; None for all
+    solved: SolvedKept | None = None
+    num_kept: int = 0
+    num_widened: int = 0  # times that K was doubled
+    num_violated: int = 0  # rows that failed the first check
+
+    def stats(self) -> StepStats:
+        solved = self.solved
+        assert solved is not None
+        is_active = solved.posterior > 0
+        if self.index is None:
+            active = is_active.any(0).nonzero().flatten()
+        else:
+            active = self.index[is_active]
+        reason = f"the top {self.percent:g} % passed the check"
+        if self.num_widened:
+            reason = f"{self.num_violated} rows failed the check of the top {self.percent:g} %"
+            reason += f", which was doubled {self.num_widened} times"
+        return step_stats(
+            "top_k",
+            solved.support_size,
+            solved.mass_error,
+            num_candidates=float(self.num_kept),
+            active_share=len(torch.cat([active, self.labels]).unique()) / self.num_classes,
+            num_overflowed=self.num_violated,
+            reason=reason,
+        )
+
+
+def largest_left_out(floor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Bound of the values that a half-precision sort put at or below ``floor``, float64."""
+    wide = floor.double()
+    if dtype == torch.float16:
+        return wide
+    return wide + 2.0**-11 * wide.abs() + 2.0**-25  # half a step of float16, normal or not
+
+
+class SolvedKept(NamedTuple):
+    """The solution over the kept classes and the target, ``[B]`` float64 if not said otherwise."""
+
+    posterior: Tensor  # [B, K], without the target
+    tau: Tensor
+    loss: Tensor
+    others_mass: Tensor
+    target_posterior: Tensor
+    target_level: Tensor
+    support_size: Tensor  # int64
+    mass_error: Tensor
+
+
+def solve_kept(step: TopKStep, kept: Tensor, target: Tensor, log_reference: Tensor) -> SolvedKept:
+    """Bisection from the paper's bracket on the kept cosines ``[B, K]``, by blocks of rows."""
+    dtype = torch.float64 if kept.dtype == torch.float64 else torch.float32
+    tolerance = 1e-14 if dtype == torch.float64 else 1e-9
+    limit = BLOCK_LOGITS.get(kept.device.type, BLOCK_LOGITS["cuda"])
+    size = max(1, limit // kept.shape[1])
+    parts = []
+    for start in range(0, len(kept), size):
+        rows = slice(start, start + size)
+        logits = torch.cat([kept[rows].double() * step.scale, target[rows, None]], 1)
+        reference = torch.zeros_like(logits)
+        reference[:, -1] = log_reference[rows]
+        anchor, level, _ = solve_bisection(
+            logits, reference, step.b, bracket="paper", tolerance=tolerance
+        )
+        posterior, levels = posterior_rows(logits, reference, anchor, level, step.b)
+        loss, own, others_mass = label_loss(posterior, levels, reference[:, -1], step.b)
+        tau, support = anchor - slacks(level, step.b), (posterior > 0).sum(1)
+        error = (posterior.sum(1) - 1.0).abs()
+        target_part = (own, levels[:, -1], support, error)
+        parts.append((posterior[:, :-1].to(dtype), tau, loss, others_mass, *target_part))
+    return SolvedKept(*(torch.cat(column) for column in zip(*parts, strict=True)))
+
+
+def solve_top(step: TopKStep, others: Tensor, target: Tensor, reference: Tensor) -> SolvedKept:
+    """Solve on the largest cosines of each row, on twice as many while any row fails the check."""
+    num_classes, rounded = others.shape[1], others.half()
+    step.num_kept = math.ceil(step.percent / 100.0 * num_classes)
+    while step.num_kept < num_classes:
+        top = rounded.topk(step.num_kept, sorted=False)
+        step.index = top.indices
+        solved = solve_kept(step, others.gather(1, top.indices), target, reference)
+        bound = step.scale * largest_left_out(top.values.amin(1), others.dtype)
+        is_violated = bound > solved.tau - 1.0 / step.b  # M8; false for NaN
+        num_violated = int(is_violated.sum())
+        if num_violated == 0:
+            return solved
+        step.num_violated = step.num_violated or num_violated
+        step.num_widened += 1
+        step.num_kept = min(2 * step.num_kept, num_classes)
+    step.index = None
+    return solve_kept(step, others, target, reference)
+
+
+class TopKRows(torch.autograd.Function):
+    """Loss of each row from the kept cosines."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, cosines: Tensor, logits: Tensor, log_reference: Tensor, step: TopKStep
+    ) -> Tensor:
+        others = cosines.scatter(1, step.labels[:, None], -math.inf)
+        step.solved = solved = solve_top(step, others, logits, log_reference)
+        ctx.step, ctx.shape = step, cosines.shape
+        ctx.save_for_backward(log_reference)
+        return solved.loss.to(solved.posterior.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        (log_reference,) = ctx.saved_tensors
+        step: TopKStep = ctx.step
+        solved = step.solved
+        assert solved is not None
+        values = solved.posterior * (grad * step.scale)[:, None]
+        if step.index is not None:
+            values = values.new_zeros(ctx.shape).scatter_(1, step.index, values)
+        in_reference = reference_gradient(
+            solved.target_posterior, solved.target_level, log_reference, step.b
+        )
+        wide = grad.double()
+        return values, -wide * solved.others_mass, wide * in_reference, None
+
+
+def top_k_rows(
+    head: MarginClassifier, embeddings: Tensor, labels: Tensor, norms: Tensor
+) -> tuple[Tensor, TopKStep]:
+    """Loss of each row ``[B]`` for unit embeddings, and the record of the step."""
+    loss, path = head.loss, head.path
+    assert isinstance(path, TopK)
+    columns = labels.clamp_min(0)
+    step = TopKStep(loss.scale, head.alpha_minus_one, head.num_classes, path.percent, columns)
+    unit = unit_prototypes(head)
+    if embeddings.is_cuda and embeddings.dtype == torch.float32:
+        cosines = embeddings.half() @ unit.half().t()  # [B, k], as the paper has them
+    else:
+        cosines = embeddings @ unit.t()
+    cosines, target_cosines = lift_target(cosines, columns)
+    term = loss.margin(target_cosines.double(), loss.scale, labels=labels, norms=norms)
+    rows: Callable[..., Tensor] = TopKRows.apply
+    value = rows(cosines, term.logits, term.log_reference, step)
+    if term.penalty is not None:
+        value = value + term.penalty.to(value.dtype)
+    return value.to(embeddings.dtype), step

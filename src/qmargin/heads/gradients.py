@@ -1,8 +1,4 @@
-"""Forms of the prototype gradient: dense, sparse, or fused into the optimizer.
-
-A path computes a ``PrototypeGradient``, which knows how to make the gradient block by block.
-``deliver`` turns it into the form that ``head.gradient`` asks for.
-"""
+"""Forms of the prototype gradient: dense, sparse, or fused into the optimizer."""
 
 from __future__ import annotations
 
@@ -19,35 +15,32 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from qmargin.errors import ConfigError
-from qmargin.kernels.head_reference import UPDATE_CLASSES, class_parts, gradient_blocks
-from qmargin.kernels.head_types import ClassGradient
+from qmargin.kernels.head_reference import (
+    UPDATE_CLASSES,
+    ClassGradient,
+    class_parts,
+    gradient_blocks,
+)
 
 if TYPE_CHECKING:
     from qmargin.heads.classifier import MarginClassifier
 
 
 class PrototypeGradient:
-    """The prototypes' gradient, made block by block when it is asked for.
-
-    A path must define ``blocks``. One whose blocks are costly overrides ``is_finite`` as well: an
-    optimizer asks before it steps the first block.
-    """
+    """The prototypes' gradient, made block by block when it is asked for."""
 
     def blocks(self) -> Iterator[tuple[slice, Tensor]]:
         """Consecutive ranges of classes, ascending, all of them; the gradient ``[n, d]`` of each.
 
-        The gradient is that of the raw prototypes, the length of each included. It can be asked for
-        any number of times as long as the prototypes stay as they are. Within one pass, a consumer
-        may overwrite the gradient it got, and may step those classes (their prototypes, inverse
-        norms and copy), before it asks for the next range.
+        It can be asked for as long as the prototypes stay as they are. A consumer may overwrite the
+        rows it got, and may step those classes before it asks for the next range.
         """
         raise NotImplementedError
 
     def raw_blocks(self) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
         """Return ``blocks`` for a consumer that reads the prototypes anyway.
 
-        Where the third item is not None, that number times the rows is the gradient of the *unit*
-        prototypes, and ``head_reference.project_rows`` makes the other of it.
+        A third item, if any, times the rows is the gradient of the *unit* prototypes.
         """
         return ((where, rows, None) for where, rows in self.blocks())
 
@@ -99,26 +92,21 @@ class ListedGradient(PrototypeGradient):
     bound: Tensor  # float64 scalar, see ``element_bound``
 
     def blocks(self) -> Iterator[tuple[slice, Tensor]]:
-        """See ``PrototypeGradient``; the gradient of inactive classes is zero."""
         return gradient_blocks(self.entries, *self._tensors())
 
     def norm(self) -> Tensor:
-        """From the active classes alone, some at a time."""
         rows_of = self.head.kernels.prototype_gradient
         norm = _norm_of(rows_of(part, *self._tensors())[1] for part in class_parts(self.entries))
         return norm.to(self.embeddings.device)
 
     def is_finite(self) -> Tensor:
-        """From a bound of the gradient's elements."""
         return is_bounded(self.bound, self.embeddings.dtype)
 
     def to_dense(self, prototypes: Tensor) -> Tensor:
-        """See ``PrototypeGradient``."""
         classes, rows = self.head.kernels.prototype_gradient(self.entries, *self._tensors())
         return torch.zeros_like(prototypes).index_copy_(0, classes, rows)
 
     def to_sparse(self, prototypes: Tensor) -> Tensor:
-        """See ``PrototypeGradient``; listed classes whose gradient is zero are kept."""
         classes, rows = self.head.kernels.prototype_gradient(self.entries, *self._tensors())
         return _coo(classes, rows, prototypes)
 
@@ -135,23 +123,20 @@ class RowsGradient(PrototypeGradient):
     classes: Tensor | None = None  # [n] ascending; None for all of them
 
     def blocks(self) -> Iterator[tuple[slice, Tensor]]:
-        """See ``PrototypeGradient``; classes that are not listed have gradient zero."""
         edges = [*range(0, self.num_classes, UPDATE_CLASSES), self.num_classes]
-        cuts = edges
-        if self.classes is not None:
-            wanted = torch.tensor(edges, device=self.classes.device)
-            cuts = torch.searchsorted(self.classes, wanted).tolist()
+        if self.classes is None:
+            for where in pairwise(edges):
+                yield slice(*where), self.rows[slice(*where)].clone()
+            return
+        wanted = torch.tensor(edges, device=self.classes.device)
+        cuts = torch.searchsorted(self.classes, wanted).tolist()
         for (start, stop), cut in zip(pairwise(edges), pairwise(cuts), strict=True):
-            rows = self.rows[slice(*cut)]
-            if self.classes is None:
-                yield slice(start, stop), rows.clone()
-            else:
-                local = self.classes[slice(*cut)] - start
-                block = rows.new_zeros((stop - start, rows.shape[1]))
-                yield slice(start, stop), block.index_copy_(0, local, rows)
+            block = self.rows.new_zeros((stop - start, self.rows.shape[1]))
+            part = slice(*cut)
+            block.index_copy_(0, self.classes[part] - start, self.rows[part])
+            yield slice(start, stop), block
 
     def to_dense(self, prototypes: Tensor) -> Tensor:
-        """See ``PrototypeGradient``."""
         if self.classes is None:
             return self.rows
         return torch.zeros_like(prototypes).index_copy_(0, self.classes, self.rows)
@@ -160,10 +145,8 @@ class RowsGradient(PrototypeGradient):
 def element_bound(weights: Tensor, inverse_norms: Tensor, depth: int) -> Tensor:
     """Bound of these weights and of every element of a gradient made of them, a float64 scalar.
 
-    For gradients of cosines that add up to at most ``weights`` in absolute value, of any shape,
-    every element of a prototype's gradient is at most the sum of the weights, times the inverse
-    norm, times ``1 + d`` for the part along the prototype that is taken out: elements of unit
-    embeddings are at most one. (An embedding that is not finite has no finite weight.)
+    Elements of unit embeddings are at most one; the part along the prototype that is taken out adds
+    a factor of ``1 + d``. (An embedding that is not finite has no finite weight.)
     """
     total: Tensor = torch.linalg.vector_norm(weights, 1, dtype=torch.float64)
     if not len(inverse_norms):
@@ -208,10 +191,10 @@ def _hook_optimizers() -> None:
 
 def _refuse_to_skip(optimizer: Optimizer, *_: Any) -> None:
     """Raise where an optimizer would skip prototypes whose gradient is fused."""
-    heads = [head for head in _WITHOUT_OPTIMIZER if not head.has_optimizer]
-    for head in (head for head in heads if head.fused_gradient is not None):
+    for head in list(_WITHOUT_OPTIMIZER):
         stepped = (value for group in optimizer.param_groups for value in group["params"])
-        if any(value is head.prototypes for value in stepped):
+        is_waiting = head.fused_gradient is not None and not head.has_optimizer
+        if is_waiting and any(value is head.prototypes for value in stepped):
             raise ConfigError(
                 f"gradient='fused' leaves {type(optimizer).__name__} no gradient of the "
                 "prototypes; step them with qmargin.ExactSGD(head, lr=...) or SparseSGD, or build "

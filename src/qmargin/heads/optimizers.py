@@ -1,8 +1,7 @@
 """Optimizers for ``MarginClassifier(gradient="fused")``: the prototypes' gradient is never built.
 
-In fused mode a backward pass sets ``head.fused_gradient`` instead of ``prototypes.grad``: what is
-needed to make the gradient, one block of classes at a time. The optimizers here consume it in one
-sweep that steps the prototypes, their momentum and the copy that the next forward pass screens.
+They consume ``head.fused_gradient`` in one sweep that steps the prototypes, their momentum and the
+copy that the next forward pass screens.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 
 from qmargin.errors import ConfigError, DataError
 from qmargin.heads.gradients import ListedGradient, PrototypeGradient
-from qmargin.kernels.head_types import PrototypeState, SgdRule
+from qmargin.kernels.head_reference import PrototypeState, SgdRule
 
 if TYPE_CHECKING:
     from qmargin.heads.classifier import MarginClassifier
@@ -26,9 +25,8 @@ if TYPE_CHECKING:
 class _FusedSGD(torch.optim.Optimizer):
     """What both optimizers share.
 
-    The gradient's scale travels as the ``.grad`` of a parameter of its own, a single number: one
-    for a new gradient, infinity for one that is not finite. ``torch.amp.GradScaler`` finds it among
-    the ``param_groups``, unscales and checks it like any gradient, and needs to know nothing of us.
+    The gradient's scale is the ``.grad`` of a parameter of its own: one for a new gradient,
+    infinity for one that is not finite. ``torch.amp.GradScaler`` unscales and checks it.
     """
 
     _only_active: bool
@@ -170,9 +168,15 @@ class _FusedSGD(torch.optim.Optimizer):
         """Run the sweep; the largest error of the rows of the copy that it wrote."""
         head, group = self.head, self.param_groups[0]
         prototypes = head.prototypes.detach()
-        momentum = self._momentum_buffer(group)
-        state = PrototypeState(prototypes, momentum, head.inverse_norms, head.copy)
         lr, kept, decay = (float(group[name]) for name in ("lr", "momentum", "weight_decay"))
+        momentum = None
+        if kept != 0.0:
+            own = self.state[head.prototypes]
+            if own.get("momentum_buffer") is None:  # zeros: as torch, whose first buffer is g
+                form = torch.contiguous_format
+                own["momentum_buffer"] = torch.zeros_like(prototypes, memory_format=form)
+            momentum = own["momentum_buffer"]
+        state = PrototypeState(prototypes, momentum, head.inverse_norms, head.copy)
         rule = SgdRule(lr, kept, decay, bool(group["nesterov"]), scale, self._only_active)
         error: Tensor
         if isinstance(gradient, ListedGradient):
@@ -183,17 +187,6 @@ class _FusedSGD(torch.optim.Optimizer):
             part = head.kernels.sgd_update_rows(classes, rows, state, rule, factor)
             error = torch.maximum(error, part)
         return error
-
-    def _momentum_buffer(self, group: dict[str, Any]) -> Tensor | None:
-        if float(group["momentum"]) == 0.0:
-            return None
-        state = self.state[self.head.prototypes]
-        if state.get("momentum_buffer") is None:  # zeros: as torch, whose first buffer is g
-            state["momentum_buffer"] = torch.zeros_like(
-                self.head.prototypes, memory_format=torch.contiguous_format
-            )
-        buffer: Tensor = state["momentum_buffer"]
-        return buffer
 
     def state_dict(self) -> dict[str, Any]:
         """Settings and momentum, in the layout of ``torch.optim.SGD`` over the prototypes."""
@@ -246,19 +239,9 @@ class SparseSGD(_FusedSGD):
     A class is active in a step if its gradient is not exactly zero. In that step its prototype,
     momentum and weight decay follow ``torch.optim.SGD`` on that row alone. In every other step the
     row does not change at all: it does not decay, and its momentum waits, undiminished, for the
-    next step in which the class is active. So a step costs what its active classes cost, a
-    rarely active class decays less than a busy one, and what pushed it long ago still
-    pushes it as if it were the step before. Where all classes are active, as at ``alpha = 1``, the
-    two optimizers are the same.
-
-    Args:
-        head: A ``MarginClassifier`` with ``gradient="fused"``.
-        lr: Learning rate; schedulers of ``torch.optim.lr_scheduler`` change it as usual.
-        momentum: Share of a row's momentum that is kept when it is active.
-        weight_decay: Times the prototype, added to the gradient of an active row.
-        nesterov: Look ahead along the new momentum.
-        error_if_nonfinite: Raise instead of skipping a step whose gradient is not finite. It makes
-            a GPU wait.
+    next step in which the class is active. So a step costs what its active classes cost, and a
+    rarely active class decays less than a busy one. Where all classes are active, as at
+    ``alpha = 1``, the two optimizers are the same. The arguments are those of ``ExactSGD``.
     """
 
     _only_active = True
@@ -274,12 +257,11 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Clip ordinary and fused gradients together, by their global Euclidean norm.
 
-    As ``torch.nn.utils.clip_grad_norm_`` over all of them at once. The norm of a fused gradient
-    is summed over parts of the classes; the gradient is then scaled without being made.
+    As ``torch.nn.utils.clip_grad_norm_`` over all of them at once; a fused gradient is scaled
+    without being made.
 
     Args:
-        parameters: Of the backbone, and any others; those without ``.grad`` do not count. Gradients
-            may be dense or sparse.
+        parameters: Of the backbone, and any others; gradients may be dense or sparse.
         optimizers: Whose fused gradients count as well.
         max_norm: The norm is at most this afterwards.
         error_if_nonfinite: Raise, before anything is scaled, if the norm is not finite.
@@ -289,14 +271,18 @@ def clip_grad_norm_(
     """
     scales = {id(optimizer._scale) for optimizer in optimizers}
     grads = [p.grad for p in parameters if p.grad is not None and id(p) not in scales]
-    norms = _norms_of_groups([_stored(_merged(grad)) for grad in grads])
+    merged = [_stored(grad.coalesce() if grad.is_sparse else grad) for grad in grads]
+    # A few kernels for many small tensors: one for each would take longer than the head.
+    norms = [
+        torch.linalg.vector_norm(torch.stack(torch._foreach_norm(group, 2, _wide(group[0]))))
+        for group in _alike(merged)
+    ]
     norms += [optimizer.grad_norm() for optimizer in optimizers]
     if not norms:
         return torch.zeros(())
     device, dtype = norms[0].device, reduce(torch.promote_types, (norm.dtype for norm in norms))
-    total: Tensor = torch.linalg.vector_norm(
-        torch.stack([norm.to(device, dtype) for norm in norms])
-    )
+    alike = torch.stack([norm.to(device, dtype) for norm in norms])
+    total: Tensor = torch.linalg.vector_norm(alike)
     if error_if_nonfinite and not bool(total.isfinite()):
         raise DataError(
             f"the global norm of the gradients is {float(total)}; nothing was clipped, look for "
@@ -309,30 +295,14 @@ def clip_grad_norm_(
     return total
 
 
-def _merged(grad: Tensor) -> Tensor:
-    """The gradient with each element stored once."""
-    return grad.coalesce() if grad.is_sparse else grad
-
-
 def _stored(grad: Tensor) -> Tensor:
     """The stored numbers of a dense or sparse gradient; a view."""
     values: Tensor = grad._values() if grad.is_sparse else grad
     return values
 
 
-def _norms_of_groups(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Euclidean norms of those tensors that share a device and a type, one for each such group.
-
-    A few kernels for many small tensors: one for each would take longer than the head.
-    """
-    return [
-        torch.linalg.vector_norm(torch.stack(torch._foreach_norm(group, 2, _wide(group[0]))))
-        for group in _alike(tensors)
-    ]
-
-
 def scale_all_(tensors: Iterable[Tensor], factor: Tensor) -> None:
-    """Multiply dense tensors by a scalar, likewise."""
+    """Multiply dense tensors by a scalar, with few kernels."""
     for group in _alike(tensors):
         torch._foreach_mul_(group, factor.to(group[0].device, _wide(group[0])))
 

@@ -11,7 +11,7 @@ from qmargin.errors import ConfigError
 from qmargin.losses.checks import check_number
 
 LIST_CAPACITY = 8192  # listed groups per row, on average, above which lists lose to blocks
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+DTYPES = (None, torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class StepPath:
@@ -25,8 +25,8 @@ class Sparse(StepPath):
     """Exact lists of the classes that can be active, for ``alpha > 1``.
 
     Args:
-        screen_dtype: Precision of the copy of the prototypes that is screened; by default that of
-            the prototypes, and float16 for float32 prototypes on a GPU.
+        screen_dtype: Precision of the screened copy of the prototypes; by default that of the
+            prototypes, and float16 for float32 prototypes on a GPU.
         chunk_dtype: Operands of a step that is redone by blocks, see ``Chunked``.
         list_capacity: Groups of 32 classes that a step may list per row, on average; above it the
             step is redone by blocks of classes.
@@ -38,8 +38,7 @@ class Sparse(StepPath):
     list_capacity: int = LIST_CAPACITY
 
     def __post_init__(self) -> None:
-        _check_dtype(self.screen_dtype, "screen_dtype")
-        _check_dtype(self.chunk_dtype, "chunk_dtype")
+        _check_dtypes(screen_dtype=self.screen_dtype, chunk_dtype=self.chunk_dtype)
         if self.list_capacity < 0:
             raise ConfigError(f"list_capacity is {self.list_capacity}; it must be at least 0")
 
@@ -69,8 +68,7 @@ class Chunked(StepPath):
     screen_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        _check_dtype(self.dtype, "dtype")
-        _check_dtype(self.screen_dtype, "screen_dtype")
+        _check_dtypes(dtype=self.dtype, screen_dtype=self.screen_dtype)
 
     @property
     def chunk_dtype(self) -> torch.dtype | None:
@@ -119,31 +117,24 @@ class TopK(StepPath):
             raise ConfigError(f"percent is {self.percent!r}; choose a percentage in (0, 100]")
 
 
-PATHS: dict[str, type[StepPath]] = {
-    path.name: path for path in (Auto, Sparse, Chunked, Dense, Sampled, TopK)
-}
-ALIASES = {"paper": "top_k"}
+KINDS: tuple[type[StepPath], ...] = (Auto, Sparse, Chunked, Dense, Sampled, TopK)
+PATHS = {path.name: path for path in KINDS} | {"paper": TopK}
 
 
 def as_path(path: str | StepPath) -> StepPath:
-    """Return a path given by name with its default settings.
-
-    Examples:
-        >>> as_path("sampled")
-        Sampled(rate=0.1, seed=0)
-    """
+    """Return a path given by name with its default settings."""
     if isinstance(path, StepPath):
         return path
-    name = ALIASES.get(path, path) if isinstance(path, str) else None
-    if name not in PATHS:
-        known = ", ".join((*PATHS, *ALIASES))
+    if not isinstance(path, str) or path not in PATHS:
+        known = ", ".join(PATHS)
         raise ConfigError(f"path is {path!r}; known paths are {known}, or give a path object")
-    return PATHS[name]()
+    return PATHS[path]()
 
 
-def _check_dtype(dtype: object, name: str) -> None:
-    if dtype is not None and dtype not in DTYPES:
-        raise ConfigError(f"{name} is {dtype!r}; choose a floating dtype such as torch.float16")
+def _check_dtypes(**dtypes: object) -> None:
+    for name, dtype in dtypes.items():
+        if dtype not in DTYPES:
+            raise ConfigError(f"{name} is {dtype!r}; choose a floating dtype such as torch.float16")
 
 
 SMALL_LOGITS = 1 << 22  # below this, all cosines of a batch cost less than going without them
@@ -182,12 +173,6 @@ def choose_path(
         class_share: Share of the classes that are, or may be, active in a row, measured in the
             last steps; None before the first.
         was_chunked: Whether the step before was chunked.
-
-    Examples:
-        >>> choose_path(
-        ...     alpha=1.0, device="cpu", num_logits=10**9, class_share=None, was_chunked=False
-        ... )
-        Choice(path='chunked', reason='alpha is 1: every class is active')
     """
     if alpha is None:
         return Choice("dense", "only the dense path has this divergence or a learned alpha")

@@ -17,23 +17,11 @@ BLOCK_CLASSES = 1 << 13  # prototypes that are drawn from one seed
 
 @dataclass(frozen=True)
 class ClassShard:
-    """The half-open range of classes that a rank owns.
-
-    Attributes:
-        start: First class.
-        stop: One past the last; equal to ``start`` where there are fewer classes than ranks.
-        num_classes: Of all ranks together.
-
-    Examples:
-        >>> [ClassShard.of(10, rank, 4).start for rank in range(4)]
-        [0, 3, 6, 8]
-        >>> ClassShard.of(10, 2, 4)
-        ClassShard(start=6, stop=8, num_classes=10)
-    """
+    """The half-open range of classes that a rank owns; empty with fewer classes than ranks."""
 
     start: int
     stop: int
-    num_classes: int
+    num_classes: int  # of all ranks together
 
     @classmethod
     def of(cls, num_classes: int, rank: int, world: int) -> ClassShard:
@@ -59,9 +47,8 @@ class ClassShard:
 class Prototypes(nn.Parameter):
     """A parameter that notices writes through ``.data``, which leave no trace in its version.
 
-    Weight averaging and many training scripts write that way. A head reads ``stamp`` before it
-    trusts what it keeps of the prototypes. A *view* of ``.data`` that outlives it, and arrays that
-    share its memory, still write unseen.
+    A head reads ``stamp`` before it trusts what it keeps of the prototypes. A *view* of ``.data``
+    that outlives it, and arrays that share its memory, still write unseen.
     """
 
     num_handed_out = 0
@@ -101,12 +88,7 @@ def draw_prototypes(shard: ClassShard, weights: Tensor, seed: int) -> Tensor:
         first = block * BLOCK_CLASSES
         size = min(BLOCK_CLASSES, shard.num_classes - first)
         generator = torch.Generator(weights.device).manual_seed((seed + block) % (1 << 63))
-        drawn = torch.randn(
-            (size, weights.shape[1]),
-            generator=generator,
-            device=weights.device,
-            dtype=weights.dtype,
-        )
+        drawn = weights.new_empty((size, weights.shape[1])).normal_(generator=generator)
         start, stop = max(first, shard.start), min(first + size, shard.stop)
         weights[start - shard.start : stop - shard.start] = drawn[start - first : stop - first]
     return weights.mul_(0.01)
@@ -160,70 +142,49 @@ class Ranks:
 
 
 class Gather(torch.autograd.Function):
-    """Rows of all ranks; see ``gather_rows`` and ``gather_classes`` for the gradient."""
+    """Rows of all ranks; see ``gather_rows`` for the gradient."""
 
     @staticmethod
     def forward(
         ctx: Any, rows: Tensor, ranks: Ranks, sizes: Sequence[int], adds_up: bool
     ) -> Tensor:
-        """``[sum of sizes, d]``, the same on every rank."""
         ctx.ranks, ctx.sizes, ctx.adds_up = ranks, sizes, adds_up
         return ranks.gather(rows, sizes)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        """This rank's rows of the sum over the ranks, or of what every rank has."""
         ranks: Ranks = ctx.ranks
         if ctx.adds_up:
             return _scatter_sum(grad, ranks, ctx.sizes) * ranks.world, None, None, None
         return ranks.part(grad, ctx.sizes).clone(), None, None, None
 
 
-class EqualShare(torch.autograd.Function):
-    """The identity, with the gradient divided by the number of ranks."""
+def gather_rows(
+    rows: Tensor, ranks: Ranks, sizes: Sequence[int], *, adds_up: bool = True
+) -> Tensor:
+    """Rows of the global batch, or of all classes, from those of every rank.
 
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, ranks: Ranks) -> Tensor:
-        """The rows."""
-        ctx.world = ranks.world
-        return rows.view_as(rows)
+    With ``adds_up``, ranks have shares of the gradient, which are added up and multiplied by the
+    number of ranks: ``DistributedDataParallel`` will average. Else every rank computes all of it.
+    """
+    apply: Callable[..., Tensor] = Gather.apply
+    return rows if ranks.world == 1 else apply(rows, ranks, sizes, adds_up)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        """An equal share of the gradient."""
-        return grad / ctx.world, None
+
+def equal_share(rows: Tensor, ranks: Ranks) -> Tensor:
+    """The rows, whose whole gradient every rank computes: each contributes an equal share."""
+    if ranks.world > 1 and rows.requires_grad:
+        rows = rows.view_as(rows)
+        rows.register_hook(lambda grad: grad / ranks.world)
+    return rows
 
 
 def _scatter_sum(values: Tensor, ranks: Ranks, sizes: Sequence[int]) -> Tensor:
     """This rank's part of the sum over the ranks."""
-    is_even = len(set(sizes)) == 1
-    if is_even and dist.get_backend(ranks.group) == "nccl":
+    if len(set(sizes)) == 1 and dist.get_backend(ranks.group) == "nccl":
         own = values.new_empty((sizes[0], *values.shape[1:]))
         dist.reduce_scatter_tensor(own, values.contiguous(), group=ranks.group)
         return own
     total = ranks.sum_(values.clone(memory_format=torch.contiguous_format))  # gloo has no scatter
     return ranks.part(total, sizes)
-
-
-def gather_rows(rows: Tensor, ranks: Ranks, sizes: Sequence[int]) -> Tensor:
-    """Rows of the global batch from those of every rank.
-
-    Ranks have shares of the gradient, which are added up and multiplied by the number of ranks:
-    ``DistributedDataParallel`` will average.
-    """
-    apply: Callable[..., Tensor] = Gather.apply
-    return rows if ranks.world == 1 else apply(rows, ranks, sizes, True)
-
-
-def gather_classes(rows: Tensor, ranks: Ranks, sizes: Sequence[int]) -> Tensor:
-    """Rows of all classes from those of every shard; every rank computes all of the gradient."""
-    apply: Callable[..., Tensor] = Gather.apply
-    return rows if ranks.world == 1 else apply(rows, ranks, sizes, False)
-
-
-def equal_share(rows: Tensor, ranks: Ranks) -> Tensor:
-    """The rows, whose whole gradient every rank computes: each contributes an equal share."""
-    apply: Callable[..., Tensor] = EqualShare.apply
-    return rows if ranks.world == 1 else apply(rows, ranks)

@@ -16,9 +16,8 @@ from torch import Tensor
 
 from qmargin.heads.gradients import ListedGradient, deliver, element_bound
 from qmargin.heads.sharding import Ranks
-from qmargin.heads.step import RowSolution, StepStats, own_labels, sum_target_cosines
-from qmargin.kernels.head_reference import class_order
-from qmargin.kernels.head_types import (
+from qmargin.heads.step import RowSolution, StepStats, own_labels, step_stats, sum_target_cosines
+from qmargin.kernels.head_reference import (
     Batch,
     Candidates,
     ClassGradient,
@@ -28,6 +27,7 @@ from qmargin.kernels.head_types import (
     SolvedRows,
     Support,
     Target,
+    class_order,
 )
 from qmargin.transfers import Reading
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from qmargin.heads.classifier import MarginClassifier
 
 
-def find_support_of_ranks(
+def find_support(
     kernels: Any,
     ranks: Ranks,
     batch: Batch,
@@ -48,23 +48,25 @@ def find_support_of_ranks(
     limit: int,
     has_gradient: bool,
 ) -> Support:
-    """See ``head_reference.find_support``; lists are of this rank's classes, sums of everyone's."""
+    """From group maxima to the solution; lists are of this rank's classes, sums of everyone's.
+
+    More pairs than ``limit`` raise ``ListOverflow``.
+    """
     pairs = kernels.list_pairs(maxima, target, slack, reduce=ranks.max_, scale=scale, b=b)
-    device = maxima.device
-    listed = ranks.integers(len(pairs.groups), limit, device=device)
+    listed = ranks.integers(len(pairs.groups), limit, device=maxima.device)
     if any(count > most for count, most in listed):  # all of them go on by blocks together
         raise ListOverflow(maxima)
     candidates = kernels.score_candidates(batch, pairs)
-    merged, own = merge_candidates(candidates, ranks)
+    merged, own, support = candidates, None, None
+    if ranks.world > 1:
+        merged, own = merge_candidates(candidates, ranks)
     solved = kernels.solve_lists(merged, target, scale=scale, b=b)
-    is_active = solved.posterior > 0
-    support = torch.bincount(merged.rows[is_active].long(), minlength=len(target.logits))
-    solved = solved._replace(
-        rows=candidates.rows,
-        columns=candidates.columns,
-        posterior=solved.posterior[own],
-        starts=candidates.starts,
-    )
+    if own is not None:
+        is_active = solved.posterior > 0
+        support = torch.bincount(merged.rows[is_active].long(), minlength=len(target.logits))
+        rows, columns, _, starts = candidates
+        posterior = solved.posterior[own]
+        solved = solved._replace(rows=rows, columns=columns, posterior=posterior, starts=starts)
     pulled = sorted_classes = None
     if has_gradient:
         pulled = kernels.pull_rows(solved, batch.prototypes, batch.inverse_norms)
@@ -77,8 +79,7 @@ def find_support_of_ranks(
 def merge_candidates(candidates: Candidates, ranks: Ranks) -> tuple[Candidates, Tensor]:
     """Everyone's candidates, row by row, and where in them this rank's own are."""
     device = candidates.scores.device
-    asked = ranks.integers(len(candidates.rows), device=device)
-    sizes = [size for (size,) in asked]
+    sizes = [size for (size,) in ranks.integers(len(candidates.rows), device=device)]
     rows = ranks.gather(candidates.rows.long(), sizes)
     rows, order = rows.sort(stable=True)
     scores = ranks.gather(candidates.scores, sizes)[order]
@@ -92,7 +93,7 @@ def merge_candidates(candidates: Candidates, ranks: Ranks) -> tuple[Candidates, 
 
 @dataclass
 class SparseStep:
-    """Record of one forward and backward pass."""
+    """Record of one forward and backward pass, see ``SolvableStep``."""
 
     head: MarginClassifier
     prepared: PreparedRows
@@ -104,38 +105,26 @@ class SparseStep:
     gradient: ClassGradient | None = None
     bound: Tensor | None = None  # of the gradient's elements, see ``element_bound``
 
-    def screen(self) -> None:
-        """Launch the screen: what the host does next, the margin above all, hides behind it."""
-        head = self.head
-        self.maxima = head.kernels.group_maxima(
-            self.prepared.rounded, head.copy, self.labels, len(head.shard)
-        )
-
     def solve(self, target: Target, *, has_gradient: bool) -> RowSolution:
-        """Find the support and the posterior of every row (F1-F7)."""
-        head, kernels = self.head, self.head.kernels
+        head, kernels, prototypes = self.head, self.head.kernels, self.head.prototypes.detach()
         self.target_logits = target.logits
         numbers: dict[str, Any] = {"scale": head.loss.scale, "b": head.alpha_minus_one}
         numbers |= {"limit": head.list_capacity * len(self.labels), "has_gradient": has_gradient}
         maxima, self.maxima = self.maxima, None
         assert maxima is not None
-        batch = Batch(
-            self.prepared, head.copy, head.prototypes.detach(), head.inverse_norms, self.labels
-        )
+        batch = Batch(self.prepared, head.copy, prototypes, head.inverse_norms, self.labels)
         given = (batch, maxima, target, self.slack())
-        if head.ranks.world > 1:
-            self.support = find_support_of_ranks(kernels, head.ranks, *given, **numbers)
-        else:
+        if head.ranks.world == 1 and hasattr(kernels, "find_support"):  # need not wait for lengths
             self.support = kernels.find_support(*given, expected=head.list_lengths, **numbers)
+        else:
+            self.support = find_support(kernels, head.ranks, *given, **numbers)
         solved = self.solved
         return RowSolution(solved.loss, -solved.others_mass, solved.in_reference)
 
     def target_cosines(self) -> Tensor:
-        """See ``SolvableStep``."""
         return self.prepared.target_cosines
 
     def make_gradient(self, weights: Tensor, target_weights: Tensor) -> Tensor:
-        """See ``SolvableStep``."""
         support = self.support
         assert support is not None and support.pulled is not None and support.order is not None
         if self.head.ranks.world > 1:  # the owner has the others' targets
@@ -152,12 +141,10 @@ class SparseStep:
         return torch.addcmul(pulled, self.prepared.targets, target_weights[:, None])
 
     def deliver_gradient(self, factor: Tensor) -> Tensor | None:
-        """See ``SolvableStep``."""
         assert self.gradient is not None and self.bound is not None
         entries = self.gradient._replace(values=self.gradient.values * factor)
-        bound = self.bound * factor.abs()
-        gradient = ListedGradient(self.head, entries, self.prepared.embeddings, bound)
-        return deliver(self.head, gradient)
+        given = (entries, self.prepared.embeddings, self.bound * factor.abs())
+        return deliver(self.head, ListedGradient(self.head, *given))
 
     @property
     def solved(self) -> SolvedRows:
@@ -185,10 +172,8 @@ class SparseStep:
         return gradient.part(slice(self.num_candidates + len(self.labels)))
 
     def owns(self, gradient: object) -> bool:
-        """See ``SolvableStep``."""
-        if not isinstance(gradient, ListedGradient):
-            return False
-        return gradient.embeddings is self.prepared.embeddings
+        mine = self.prepared.embeddings
+        return isinstance(gradient, ListedGradient) and gradient.embeddings is mine
 
     def class_share(self) -> float:
         """Share of the classes that rows list; with several ranks, a number they agree on."""
@@ -197,27 +182,21 @@ class SparseStep:
         return (self.num_candidates if support is None else int(support.sum())) / num_logits
 
     def stats(self) -> StepStats:
-        """Summarise the step; waits for the device."""
-        solved = self.solved
-        assert self.target_logits is not None
+        solved, target_logits = self.solved, self.target_logits
+        assert target_logits is not None and self.support is not None
         is_active = solved.posterior > 0
-        assert self.support is not None
         support = self.support.others_support
         if support is None:
             rows = solved.rows[is_active].long()
             support = torch.bincount(rows, minlength=len(self.labels))
-        edge = solved.tau - 1.0 / self.head.alpha_minus_one  # M3
-        support = support + (self.target_logits > edge)
+        support = support + (target_logits > solved.tau - 1.0 / self.head.alpha_minus_one)  # M3
         labels = self.labels[self.labels >= 0]
         classes = torch.cat([solved.columns[is_active].long(), labels]).unique()
-        return StepStats(
-            path="sparse",
-            reason="",
-            support_mean=float(support.double().mean()),
-            support_max=int(support.max()),
+        return step_stats(
+            "sparse",
+            support,
+            solved.mass_error,
             num_candidates=len(solved.rows) / max(1, len(self.labels)),
-            num_overflowed=0,
-            mass_error=float(solved.mass_error.max()),
             active_share=len(classes) / max(1, len(self.head.shard)),
         )
 
@@ -232,22 +211,21 @@ class SparseStep:
 
 
 def sparse_step(head: MarginClassifier, embeddings: Tensor, labels: Tensor) -> SparseStep:
-    """A step for unit embeddings, its screen launched."""
+    """A step for unit embeddings, its screen launched: what the host does next hides behind it."""
     local, columns = own_labels(head, labels)
+    embeddings, prototypes, dtype = embeddings.detach(), head.prototypes.detach(), head.copy.dtype
     if len(head.shard):
-        prepared = head.kernels.prepare_rows(
-            embeddings.detach(), columns, head.prototypes.detach(), head.inverse_norms,
-            head.copy.dtype,
-        )  # fmt: skip
+        norms = head.inverse_norms
+        prepared = head.kernels.prepare_rows(embeddings, columns, prototypes, norms, dtype)
     else:
-        rounded, nothing = embeddings.detach().to(head.copy.dtype), embeddings.detach() * 0.0
-        prepared = PreparedRows(embeddings.detach(), rounded, nothing[:, 0], nothing, nothing[:, 0])
+        nothing = embeddings * 0.0
+        empty = (nothing[:, 0], nothing, nothing[:, 0])
+        prepared = PreparedRows(embeddings, embeddings.to(dtype), *empty)
     cosines = prepared.target_cosines
     if head.ranks.world > 1:
         is_own = local >= 0
         cosines = torch.where(is_own, cosines, 0.0)
         prepared = prepared._replace(targets=torch.where(is_own[:, None], prepared.targets, 0.0))
     prepared = prepared._replace(target_cosines=sum_target_cosines(head, cosines))
-    step = SparseStep(head, prepared, local)
-    step.screen()
-    return step
+    maxima = head.kernels.group_maxima(prepared.rounded, head.copy, local, len(head.shard))
+    return SparseStep(head, prepared, local, maxima)

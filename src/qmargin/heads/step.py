@@ -1,8 +1,7 @@
 """One step of a head: its record, normalisation, reduction, and the loss with its gradients.
 
 A mean or summed loss is linear in the gradient that comes into it. So its own gradients are made in
-the forward pass, while the device is still busy, and backward multiplies them by one number. Only
-for ``reduction="none"`` does backward make the gradients, from one incoming number per row.
+the forward pass, while the device is still busy, and backward multiplies them by one number.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from qmargin.kernels.head_types import Target
+from qmargin.kernels.head_reference import Target
 from qmargin.losses.margins import TargetTerm
 
 if TYPE_CHECKING:
@@ -49,6 +48,21 @@ class StepStats:
     active_share: float
 
 
+def step_stats(
+    path: str,
+    support: Tensor,
+    mass_error: Tensor,
+    *,
+    num_candidates: float,
+    active_share: float,
+    num_overflowed: int = 0,
+    reason: str = "",
+) -> StepStats:
+    """Statistics from the support sizes and the mass errors of the rows, ``[B]`` each."""
+    sizes = (float(support.double().mean()), int(support.max()), num_candidates, num_overflowed)
+    return StepStats(path, reason, *sizes, float(mass_error.max()), active_share)
+
+
 class StepRecord(Protocol):
     """What a path keeps of a step; reading it may wait for the device, keeping it does not."""
 
@@ -63,7 +77,6 @@ class UnitRows(torch.autograd.Function):
     def forward(
         ctx: Any, embeddings: Tensor, labels: Tensor, ignored: int, kernels: ModuleType
     ) -> tuple[Tensor, Tensor]:
-        """Unit rows ``[B, d]`` and norms ``[B]``."""
         unit, norms = kernels.unit_rows(embeddings, labels, ignored)
         ctx.kernels = kernels
         ctx.save_for_backward(unit, norms)
@@ -75,7 +88,6 @@ class UnitRows(torch.autograd.Function):
     def backward(
         ctx: Any, grad_unit: Tensor | None, grad_norms: Tensor | None
     ) -> tuple[Tensor | None, None, None, None]:
-        """Tangent part over the length, plus the length's own gradient where it has one."""
         unit, norms = ctx.saved_tensors
         gradient = None
         if grad_unit is not None:
@@ -86,21 +98,9 @@ class UnitRows(torch.autograd.Function):
         return gradient, None, None, None
 
 
-class ReduceRows(torch.autograd.Function):
-    """Mean or sum of rows by their shares: one operation each way once the shares are known."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, shares: Shares) -> Tensor:
-        """A scalar."""
-        ctx.save_for_backward(shares.values)
-        return shares.reduce(rows)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        """Its share for every row."""
-        (shares,) = ctx.saved_tensors
-        return grad * shares, None
+# Embeddings, labels, the label of rows that do not count, and kernels -> unit embeddings [B, d] and
+# lengths [B]. Rows that do not count become some unit vector: nothing in them can spoil the rest.
+unit_rows: Callable[[Tensor, Tensor, int, ModuleType], tuple[Tensor, Tensor]] = UnitRows.apply
 
 
 class Shares(NamedTuple):
@@ -131,26 +131,11 @@ def reduce_rows(rows: Tensor, labels: Tensor, ignored: int, reduction: str) -> T
     """Mean or sum of ``rows`` ``[B]`` over those whose label is not ``ignored``; or the rows."""
     if reduction == "none":
         return torch.where(labels == ignored, 0.0, rows)
-    apply: Callable[..., Tensor] = ReduceRows.apply
-    return apply(rows, Shares.of(labels, ignored, reduction, rows.dtype))
-
-
-def unit_rows(
-    embeddings: Tensor, labels: Tensor, ignored: int, kernels: ModuleType
-) -> tuple[Tensor, Tensor]:
-    """Unit embeddings ``[B, d]`` and their lengths ``[B]``, differentiable once.
-
-    A row with the label ``ignored`` becomes some unit vector: nothing in it can spoil the rest.
-    """
-    apply: Callable[..., tuple[Tensor, Tensor]] = UnitRows.apply
-    return apply(embeddings, labels, ignored, kernels)
+    return Shares.of(labels, ignored, reduction, rows.dtype).reduce(rows)
 
 
 def own_labels(head: MarginClassifier, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Labels among this rank's classes, ``[B]``: -1 elsewhere; and with 0 there, to index with.
-
-    A row that does not count has class 0 for its own: its loss is discarded.
-    """
+    """Labels among this rank's classes, ``[B]``: -1 elsewhere; and with 0 there, to index with."""
     columns = labels.clamp_min(0)
     if head.ranks.world == 1:
         return columns, columns
@@ -161,9 +146,7 @@ def own_labels(head: MarginClassifier, labels: Tensor) -> tuple[Tensor, Tensor]:
 def sum_target_cosines(head: MarginClassifier, cosines: Tensor) -> Tensor:
     """The targets' cosines ``[B]`` summed over ranks; all NaN if any prototype has no direction.
 
-    Lists and kernels compare, and a NaN loses every comparison: a class without a cosine would
-    just not be listed. The loss of every row depends on it, so every row becomes NaN; the sum over
-    the ranks carries the NaN of one to all.
+    A NaN loses every comparison, so a class without a cosine would just not be listed.
     """
     return head.ranks.sum_(torch.add(cosines, head.copy_error, alpha=0.0))
 
@@ -188,12 +171,7 @@ class SolvableStep(StepRecord, Protocol):
         """Solve every row; with what ``make_gradient`` needs, if there is to be one."""
 
     def make_gradient(self, weights: Tensor, target_weights: Tensor) -> Tensor:
-        """Return the gradient of the unit embeddings, ``[B, d]``; keep what the prototypes' needs.
-
-        Args:
-            weights: Gradient of the others' cosines per posterior, ``[B]``.
-            target_weights: Gradient of the targets' cosines, ``[B]``.
-        """
+        """Gradient of the unit embeddings ``[B, d]``, from those of the cosines; keep the rest."""
 
     def deliver_gradient(self, factor: Tensor) -> Tensor | None:
         """Deliver the gradient of the prototypes times a scalar, see ``gradients.deliver``."""
@@ -208,38 +186,32 @@ class SolvableStep(StepRecord, Protocol):
         """Share of the classes that are, or may be, active in a row; equal on all ranks."""
 
 
-class Gradients(NamedTuple):
-    """Of the unit embeddings, their lengths and the margin's term; None where there is none."""
-
-    embeddings: Tensor  # [B, d]
-    lengths: Tensor | None  # [B]
-    in_logits: Tensor  # [B]
-    in_reference: Tensor
-    in_penalty: Tensor
+# Gradients of the unit embeddings [B, d], their lengths [B] or None, and the margin's three terms.
+Gradients = tuple[Tensor | None, ...]
 
 
 class StepLoss(torch.autograd.Function):
-    """A loss whose gradients come from a function of the incoming one, times a factor."""
+    """A loss whose gradients are known up to a factor, or a function of the incoming ones."""
 
     @staticmethod
     def forward(
         ctx: Any,
         loss: Tensor,
         step: SolvableStep,
-        gradients_of: Callable[[Tensor], tuple[Gradients, Tensor]],
+        gradients: Gradients | Callable[[Tensor], Gradients],
         prototypes: Tensor,
         *inputs: Tensor | None,
     ) -> Tensor:
-        """The loss; ``gradients_of`` gives those of ``inputs``, the step that of prototypes."""
-        ctx.step, ctx.gradients_of = step, gradients_of
+        ctx.step, ctx.gradients = step, gradients
         return loss.clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        """The gradients times their factor."""
         _, _, _, is_pushed, *wanted = ctx.needs_input_grad
-        gradients, factor = ctx.gradients_of(grad)
+        gradients, factor = ctx.gradients, grad
+        if callable(gradients):
+            gradients, factor = gradients(grad.double()), torch.ones_like(grad[0])
         made = (
             part * factor if is_wanted and part is not None else None
             for part, is_wanted in zip(gradients, wanted, strict=False)
@@ -247,54 +219,14 @@ class StepLoss(torch.autograd.Function):
         return None, None, None, ctx.step.deliver_gradient(factor) if is_pushed else None, *made
 
 
-@dataclass(frozen=True)
-class MarginSolution:
-    """A solved batch and the margin's graph: all that gradients are made of."""
-
-    step: SolvableStep
-    solved: RowSolution
-    term: TargetTerm
-    leaves: tuple[Tensor, Tensor]  # the targets' cosines and the embeddings' lengths
-    keeps_graph: bool  # the graph is needed again
-
-    def gradients(self, shares: Tensor) -> Gradients:
-        """Gradients of ``sum_b shares_b loss_b``; the prototypes' stays with the step."""
-        head, dtype = self.step.head, self.step.head.prototypes.dtype
-        solved = self.solved
-        in_term = (solved.in_logits * shares, solved.in_reference * shares, shares)
-        target_weights, in_lengths = _through_margin(
-            self.term, in_term, self.leaves, keeps_graph=self.keeps_graph
-        )
-        if in_lengths is not None:  # every rank has all of it
-            in_lengths = in_lengths / head.ranks.world
-        weights = (shares * head.loss.scale).to(dtype)
-        own = self.step.make_gradient(weights, target_weights.to(dtype))
-        return Gradients(own, in_lengths, *in_term)
-
-    def gradients_of(self, shares: Shares | None) -> Callable[[Tensor], tuple[Gradients, Tensor]]:
-        """Gradients and their factor from the incoming one; made at once for reduced rows."""
-        if shares is None:
-            return lambda grad: (self.gradients(grad.double()), torch.ones_like(grad[0]))
-        known = self.gradients(shares.values)
-        return lambda grad: (known, grad)
-
-
 def step_loss(step: SolvableStep, embeddings: Tensor, labels: Tensor, norms: Tensor) -> Tensor:
-    """Loss of a batch by the reduction of the head's loss.
-
-    Args:
-        step: A sparse or chunked step.
-        embeddings: ``[B, d]`` of unit length.
-        labels: ``[B]``.
-        norms: Lengths that the embeddings had, ``[B]``.
-    """
-    head = step.head
-    loss_of, dtype = head.loss, embeddings.dtype
+    """Loss of unit embeddings ``[B, d]`` that had lengths ``norms``, by the loss's reduction."""
+    head, loss_of, dtype = step.head, step.head.loss, embeddings.dtype
     is_enabled = torch.is_grad_enabled()
-    leaves = (step.target_cosines().double(), norms)
-    cosines, lengths = (tensor.detach().requires_grad_(is_enabled) for tensor in leaves)
+    inner = (step.target_cosines().double(), norms)
+    cosines, lengths = leaves = tuple(leaf.detach().requires_grad_(is_enabled) for leaf in inner)
     term = loss_of.margin(cosines, loss_of.scale, labels=labels, norms=lengths)
-    is_learned = is_enabled and _has_other_leaves(term, (cosines, lengths))
+    is_learned = is_enabled and _has_other_leaves(term, leaves)
     inputs = (head.prototypes, embeddings)
     has_gradient = is_enabled and (is_learned or any(part.requires_grad for part in inputs))
     target = Target(term.logits.detach(), term.log_reference.detach())
@@ -304,21 +236,27 @@ def step_loss(step: SolvableStep, embeddings: Tensor, labels: Tensor, norms: Ten
     is_reduced = reduction != "none"
     shares = Shares.of(labels, ignored, reduction, torch.float64) if is_reduced else None
     loss = (rows if shares is None else shares.reduce(rows)).to(dtype)
+
+    def gradients(weights: Tensor) -> Gradients:
+        """Gradients of ``sum_b weights_b loss_b``; the prototypes' stays with the step."""
+        in_term = (solved.in_logits * weights, solved.in_reference * weights, weights)
+        keeps_graph = is_learned or not is_reduced
+        target_weights, in_lengths = _through_margin(term, in_term, leaves, keeps_graph)
+        if in_lengths is not None:  # every rank has all of it
+            in_lengths = in_lengths / head.ranks.world
+        own = step.make_gradient((weights * loss_of.scale).to(dtype), target_weights.to(dtype))
+        return own, in_lengths, *in_term
+
     if has_gradient:
-        keeps_graph = is_learned or shares is None
-        solution = MarginSolution(step, solved, term, (cosines, lengths), keeps_graph)
+        made = gradients if shares is None else gradients(shares.values)
         own_graph = term if is_learned else ()  # the margin's own parameters take their share
         apply: Callable[..., Tensor] = StepLoss.apply
-        loss = apply(loss, step, solution.gradients_of(shares), *inputs, norms, *own_graph)
-    return reduce_rows(loss, labels, ignored, reduction) if shares is None else loss
+        loss = apply(loss, step, made, *inputs, norms, *own_graph)
+    return loss if is_reduced else reduce_rows(loss, labels, ignored, reduction)
 
 
 def _through_margin(
-    term: TargetTerm,
-    in_term: tuple[Tensor, ...],
-    leaves: tuple[Tensor, Tensor],
-    *,
-    keeps_graph: bool,
+    term: TargetTerm, in_term: tuple[Tensor, ...], leaves: tuple[Tensor, ...], keeps_graph: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Gradients of the targets' cosines, and of the lengths where the margin looks at them."""
     pairs = [
@@ -326,16 +264,16 @@ def _through_margin(
         for output, grad in zip(term, in_term, strict=True)
         if output is not None and output.requires_grad
     ]
-    if not pairs:
-        return torch.zeros_like(leaves[0]), None
-    outputs, grads = zip(*pairs, strict=True)
-    in_cosines, in_lengths = torch.autograd.grad(
-        outputs, leaves, grads, retain_graph=keeps_graph, allow_unused=True
-    )
+    in_cosines = in_lengths = None
+    if pairs:
+        outputs, grads = zip(*pairs, strict=True)
+        in_cosines, in_lengths = torch.autograd.grad(
+            outputs, leaves, grads, retain_graph=keeps_graph, allow_unused=True
+        )
     return torch.zeros_like(leaves[0]) if in_cosines is None else in_cosines, in_lengths
 
 
-def _has_other_leaves(term: TargetTerm, leaves: tuple[Tensor, Tensor]) -> bool:
+def _has_other_leaves(term: TargetTerm, leaves: tuple[Tensor, ...]) -> bool:
     """Whether a margin's term depends on tensors of its own that require a gradient."""
     nodes = [output.grad_fn for output in term if output is not None]
     seen = set()

@@ -1,47 +1,34 @@
-"""The head's operations in plain PyTorch: reference for the kernels, and the path on a CPU.
+"""The head's operations in plain PyTorch, and the records that they exchange.
 
-A step calls ``unit_rows``, ``prepare_rows``, ``group_maxima``, ``find_support`` (``list_pairs``,
-``score_candidates``, ``solve_lists``, ``pull_rows``) and ``class_gradient``; then
-``prototype_gradient``, or ``sgd_update`` without a gradient matrix. No operation makes a ``[B, k]``
-or a ``[k, d]`` tensor, apart from what it returns.
+The reference for the kernels, and the path on a CPU. No operation makes a ``[B, k]`` or a
+``[k, d]`` tensor, apart from what it returns. Classes come in groups of ``GROUP`` consecutive ones.
+A *pair* is a row and a group that may hold active classes of that row. Pairs and candidates are
+listed row by row.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import embedding_bag, pad
 
-from qmargin.kernels.head_types import (
-    GROUP,
-    Batch,
-    Candidates,
-    ClassGradient,
-    ClassOrder,
-    Lengths,
-    ListOverflow,
-    Pairs,
-    PreparedRows,
-    PrototypeState,
-    SgdRule,
-    SolvedRows,
-    Support,
-    Target,
-)
 from qmargin.kernels.solver import (
-    bound_from_below,
     label_loss,
     posterior_rows,
     reference_gradient,
     slacks,
-    solve_newton,
     solve_rows,
+    tau_from_below,
 )
 from qmargin.transfers import Reading
 
+GROUP = 32  # consecutive classes that are listed together
 BLOCK_CLASSES = 1 << 14  # classes scored at a time: [B, 16384] stays in cache for usual batches
 UPDATE_CLASSES = 1 << 13  # prototypes updated at a time: 16 MiB each for gradient and temporaries
 BLOCK_ENTRIES = 1 << 16  # gathered prototypes at a time
@@ -49,17 +36,165 @@ GROUP_ROWS = 8  # that are scored with a group's prototypes at a time
 DENSE_SHARE = 1 / 64  # of all pairs: with more, a product with all classes is faster
 
 
+class Target(NamedTuple):
+    """What the margin made of each row's own class, ``[B]`` float64 each."""
+
+    logits: Tensor
+    log_reference: Tensor
+
+
+class PreparedRows(NamedTuple):
+    """A batch ready for the screen."""
+
+    embeddings: Tensor  # [B, d] unit length
+    rounded: Tensor  # [B, d] in the dtype of the copy
+    rounding: Tensor  # [B] length of the rounding error
+    targets: Tensor  # [B, d] unit prototypes of the rows' own classes, from the master prototypes
+    target_cosines: Tensor  # [B] with them
+
+
+class Batch(NamedTuple):
+    """A batch and the prototypes it is scored with."""
+
+    prepared: PreparedRows
+    copy: Tensor  # [K, d] rounded unit prototypes
+    prototypes: Tensor  # [k, d]
+    inverse_norms: Tensor  # [k]
+    labels: Tensor  # [B]
+
+
+class Lengths(NamedTuple):
+    """Lengths of a batch's lists: those of one step are a good guess for the next."""
+
+    pairs: int
+    candidates: int
+
+
+class ListOverflow(Exception):
+    """The lists of a batch exceed their limit: redo it by blocks of classes (F7)."""
+
+    def __init__(self, maxima: Tensor | None = None) -> None:
+        super().__init__()
+        self.maxima = maxima  # of groups, if they are still there
+
+
+class Pairs(NamedTuple):
+    """Rows and the groups that may hold active classes of theirs, row by row."""
+
+    groups: Tensor  # [n]
+    rows: Tensor  # [n]
+    starts: Tensor  # [B + 1]: where each row's pairs begin
+    floor: Tensor  # [B]: exact cosines at or below it are certainly inactive
+    slack: Tensor  # [B]: how far a screened cosine may be from the exact one
+
+
+class Candidates(NamedTuple):
+    """Classes that can be active, row by row, with their exact cosines."""
+
+    rows: Tensor  # [n]
+    columns: Tensor  # [n]
+    scores: Tensor  # [n]
+    starts: Tensor  # [B + 1]
+
+
+class SolvedRows(NamedTuple):
+    """Loss and posterior of a batch, the posterior as lists, row by row."""
+
+    loss: Tensor  # [B] float64
+    tau: Tensor  # [B] float64
+    others_mass: Tensor  # [B] float64, posterior mass of all classes but the target
+    in_reference: Tensor  # [B] float64, gradient of the loss in the target's log reference
+    mass_error: Tensor  # [B] float64
+    rows: Tensor  # [n]: the batch's candidates, row by row
+    columns: Tensor  # [n]: their classes
+    posterior: Tensor  # [n], zero for candidates that turned out inactive
+    starts: Tensor  # [B + 1]: where each row's list begins
+
+
+class ClassOrder(NamedTuple):
+    """A batch's candidates and targets in ascending order of class."""
+
+    columns: Tensor  # [n + B]
+    order: Tensor  # [n + B]: which candidate, or from num_candidates on, which row's target
+    num_candidates: int  # room included
+
+    def cut(self, num_candidates: int) -> ClassOrder:
+        """Remove the entries that no candidate has: they come last."""
+        length = len(self.columns) - (self.num_candidates - num_candidates)
+        return self._replace(columns=self.columns[:length], order=self.order[:length])
+
+
+@dataclass
+class Support:
+    """A solution, with what a backward pass needs, that holds if the list sizes sufficed."""
+
+    solved: SolvedRows
+    pulled: Tensor | None  # [B, d]: sum of posterior times unit prototype over the others
+    order: ClassOrder | None
+    lengths: Reading
+    room: Lengths  # that the lists had
+    limit: int  # of the pairs
+    others_support: Tensor | None = None  # [B] over all ranks, where there are several
+
+    def verify(self) -> Lengths | None:
+        """Wait for the true lengths and cut the lists to them; None if they were too short."""
+        found = Lengths(*self.lengths.wait().tolist())
+        if found.pairs > self.limit:
+            raise ListOverflow
+        if found.pairs > self.room.pairs or found.candidates > self.room.candidates:
+            return None
+        if found.candidates < self.room.candidates:
+            names = ("rows", "columns", "posterior")
+            cut = {name: getattr(self.solved, name)[: found.candidates] for name in names}
+            self.solved = self.solved._replace(**cut)
+            if self.order is not None:
+                self.order = self.order.cut(found.candidates)
+        return found
+
+
+class ClassGradient(NamedTuple):
+    """Gradient of the cosines' classes as a sparse matrix, sorted by class."""
+
+    columns: Tensor  # [n], ascending
+    rows: Tensor  # [n]
+    values: Tensor  # [n]
+
+    def part(self, entries: slice | Tensor) -> ClassGradient:
+        """Some of the entries."""
+        return ClassGradient(*(part[entries] for part in self))
+
+
+class PrototypeState(NamedTuple):
+    """What an update of the prototypes reads and rewrites in place."""
+
+    prototypes: Tensor  # [k, d]
+    momentum: Tensor | None  # [k, d]; None for an update without momentum
+    inverse_norms: Tensor  # [k]: read for the gradient, then rewritten
+    copy: Tensor  # [K, d], K >= k: unit prototypes in the precision of the screen
+
+    def part(self, classes: slice) -> PrototypeState:
+        """Views of consecutive classes."""
+        momentum = None if self.momentum is None else self.momentum[classes]
+        kept = (self.inverse_norms[classes], self.copy[classes])
+        return PrototypeState(self.prototypes[classes], momentum, *kept)
+
+
+class SgdRule(NamedTuple):
+    """Settings of a step of ``torch.optim.SGD`` without dampening; buffers start at zero."""
+
+    lr: float
+    momentum: float
+    weight_decay: float
+    nesterov: bool
+    grad_scale: Tensor  # scalar on the device; if it is not finite, nothing is written
+    only_active: bool  # step only classes whose gradient is not exactly zero
+
+
 def refresh_copy(prototypes: Tensor, copy: Tensor, inverse_norms: Tensor) -> Tensor:
-    """Write unit prototypes into ``copy`` and their inverse norms; return the largest error.
+    """Write unit prototypes into ``copy`` ``[K, d]``, ``K >= k``, and their inverse norms ``[k]``.
 
-    Args:
-        prototypes: ``[k, d]``, the master copy.
-        copy: ``[K, d]``, any dtype, ``K >= k``; rows past ``k`` are left alone.
-        inverse_norms: ``[k]`` in the dtype of the prototypes.
-
-    Returns:
-        ``max_j |w_j - copy_j|``, a scalar: half of the certificate of the screen (F3). NaN if a
-        prototype has no direction: such a class has no cosine, and the batch no loss.
+    Returns ``max_j |w_j - copy_j|``, half of the certificate of the screen (F3); NaN if a prototype
+    has no direction.
     """
     largest = prototypes.new_zeros(())
     for start in range(0, len(prototypes), BLOCK_ENTRIES):
@@ -74,11 +209,7 @@ def refresh_copy(prototypes: Tensor, copy: Tensor, inverse_norms: Tensor) -> Ten
 
 
 def inverse_lengths(rows: Tensor) -> Tensor:
-    """Inverse Euclidean norms ``[n]`` of rows ``[n, d]``; NaN for rows without a direction.
-
-    A row has no direction if its norm is zero or not finite. Dividing by an infinite norm would
-    give a vector of zeros, and so a finite cosine.
-    """
+    """Inverse norms ``[n]`` of rows ``[n, d]``; NaN where one is zero or not finite."""
     norms = rows.norm(dim=1)
     return torch.where((norms > 0) & (norms < math.inf), 1.0 / norms, math.nan)
 
@@ -86,8 +217,7 @@ def inverse_lengths(rows: Tensor) -> Tensor:
 def unit_rows(embeddings: Tensor, labels: Tensor, ignored: int) -> tuple[Tensor, Tensor]:
     """Embeddings divided by their lengths, ``[B, d]``, and the lengths ``[B]``.
 
-    Rows whose label is ``ignored`` are taken as all ones, whatever they hold. Rows whose length
-    overflows become NaN, as rows of length zero do.
+    Rows whose label is ``ignored`` are taken as all ones. Rows whose length overflows become NaN.
     """
     embeddings = torch.where((labels == ignored)[:, None], 1.0, embeddings)
     norms = embeddings.norm(dim=1)
@@ -105,10 +235,10 @@ def prepare_rows(
     labels: Tensor,
     prototypes: Tensor,
     inverse_norms: Tensor,
-    screen_dtype: torch.dtype,
+    dtype: torch.dtype,
 ) -> PreparedRows:
     """Rounded embeddings, the length of their rounding errors (F3), and the target's cosines."""
-    rounded = embeddings.to(screen_dtype)
+    rounded = embeddings.to(dtype)
     rounding = (embeddings - rounded.to(embeddings.dtype)).norm(dim=1)
     own = prototypes[labels] * inverse_norms[labels][:, None]
     return PreparedRows(embeddings, rounded, rounding, own, (embeddings * own).sum(1))
@@ -124,10 +254,9 @@ def group_maxima(embeddings: Tensor, copy: Tensor, labels: Tensor, num_classes: 
         stop = min(start + BLOCK_CLASSES, num_classes)
         cosines = embeddings @ copy[start:stop].to(embeddings.dtype).t()  # [B, block]
         drop_targets_(cosines, labels - start)
-        full = (stop - start) // GROUP
-        first = start // GROUP
-        grouped = cosines[:, : full * GROUP].unflatten(1, (full, GROUP)) if full else None
-        if grouped is not None:
+        full, first = (stop - start) // GROUP, start // GROUP
+        if full:
+            grouped = cosines[:, : full * GROUP].unflatten(1, (full, GROUP))
             torch.amax(grouped, 2, out=maxima[:, first : first + full])
         if full * GROUP < stop - start:
             maxima[:, first + full] = cosines[:, full * GROUP :].amax(1)
@@ -143,18 +272,6 @@ def drop_targets_(cosines: Tensor, local_labels: Tensor) -> None:
     cosines.scatter_(1, index, kept.masked_fill(is_here[:, None], -torch.inf))
 
 
-def bound_tau(maxima: Tensor, target: Target, *, scale: float, b: float) -> Tensor:
-    """Lower bound of ``tau`` for logits within rounding of ``scale * maxima``, ``[B]`` (F1, F4)."""
-    logits = torch.cat([maxima.double() * scale, target.logits[:, None]], 1)
-    reference = torch.zeros_like(logits)
-    reference[:, -1] = target.log_reference
-    if b > 1.0:
-        anchor, level = bound_from_below(logits, reference, b)
-    else:
-        anchor, level, _ = solve_newton(logits, reference, b, tolerance=1e-6)
-    return anchor - slacks(level, b)
-
-
 def list_pairs(
     maxima: Tensor,
     target: Target,
@@ -164,21 +281,17 @@ def list_pairs(
     b: float,
     reduce: Callable[[Tensor], Tensor] | None = None,
 ) -> Pairs:
-    """Pairs that may hold active classes, given that maxima are within ``slack`` of the truth (F3).
+    """Pairs that may hold active classes (F1, F4), for maxima ``[B, g]`` within ``slack`` (F3).
 
-    Args:
-        maxima: ``[B, g]`` cosines.
-        target: Of each row.
-        slack: ``[B]`` float64, in cosine.
-        scale: ``s``.
-        b: ``alpha - 1``, positive.
-        reduce: Maximum over the ranks, each of which has a bound from its own classes.
+    ``reduce`` is the maximum over the ranks, each of which has a bound from its own classes.
     """
-    tau_low = bound_tau(maxima, target, scale=scale, b=b)
-    edge = (tau_low - 1.0 / b) / scale
+    logits = torch.cat([maxima.double() * scale, target.logits[:, None]], 1)
+    reference = torch.zeros_like(logits)
+    reference[:, -1] = target.log_reference
+    edge = (tau_from_below(logits, reference, b, tolerance=1e-6) - 1.0 / b) / scale
     edge = edge if reduce is None else reduce(edge)
     is_listed = maxima.double() > (edge - 2.0 * slack)[:, None]
-    starts = torch.nn.functional.pad(is_listed.sum(1).cumsum(0), (1, 0))
+    starts = pad(is_listed.sum(1).cumsum(0), (1, 0))
     rows, groups = is_listed.nonzero(as_tuple=True)
     return Pairs(groups, rows, starts, edge - slack, slack)
 
@@ -186,7 +299,6 @@ def list_pairs(
 def score_candidates(batch: Batch, pairs: Pairs) -> Candidates:
     """Exact cosines of the classes in listed pairs that can be active, row by row.
 
-    Scores come from the master prototypes; the copy is there for kernels, which filter with it.
     Where many pairs are listed, scoring every class once more is faster than gathering them.
     """
     num_groups = -(-len(batch.prototypes) // GROUP)
@@ -212,13 +324,11 @@ def _score_pairs(batch: Batch, pairs: Pairs) -> Candidates:
         repeats = -(-counts // GROUP_ROWS)
         bags = (repeats.cumsum(0) - repeats).repeat_interleave(counts) + place // GROUP_ROWS
         place = place % GROUP_ROWS
-        vectors = prototypes.new_zeros(
-            (int(repeats.sum()), int(place.max()) + 1, prototypes.shape[1])
-        )
+        shape = (int(repeats.sum()), int(place.max()) + 1, prototypes.shape[1])
+        vectors = prototypes.new_zeros(shape)
         vectors[bags, place] = prepared.embeddings[rows[some]]
-        block = (needed.repeat_interleave(repeats)[:, None] * GROUP + member).clamp_max(
-            num_classes - 1
-        )
+        block = needed.repeat_interleave(repeats)[:, None] * GROUP + member
+        block = block.clamp_max(num_classes - 1)
         products = torch.bmm(vectors, prototypes[block].transpose(1, 2))
         scores[some] = (products * inverse_norms[block][:, None])[bags, place]
     columns = groups[:, None] * GROUP + member
@@ -226,7 +336,7 @@ def _score_pairs(batch: Batch, pairs: Pairs) -> Candidates:
     is_candidate &= (columns < num_classes) & (columns != labels[rows][:, None])
     pair, which = is_candidate.nonzero(as_tuple=True)
     counts = torch.bincount(rows[pair], minlength=len(labels))
-    starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+    starts = pad(counts.cumsum(0), (1, 0))
     return Candidates(rows[pair], columns[pair, which], scores[pair, which], starts)
 
 
@@ -247,18 +357,15 @@ def _score_blocks(batch: Batch, floor: Tensor) -> Candidates:
         counts.append(torch.bincount(rows, minlength=len(labels)))
     # From block by block to row by row: each block's part of a row has its place.
     sizes = torch.stack(counts)  # [blocks, B]
-    starts = torch.nn.functional.pad(sizes.sum(0).cumsum(0), (1, 0))
+    starts = pad(sizes.sum(0).cumsum(0), (1, 0))
     firsts = starts[:-1] + sizes.cumsum(0) - sizes - (sizes.cumsum(1) - sizes)
+    order = zip(firsts, found, strict=True)
     places = torch.cat(
-        [
-            first[rows] + torch.arange(len(rows), device=rows.device)
-            for first, (rows, _, _) in zip(firsts, found, strict=True)
-        ]
+        [first[r] + torch.arange(len(r), device=r.device) for first, (r, *_) in order]
     )
-    parts = []
-    for part in map(torch.cat, zip(*found, strict=True)):
-        parts.append(torch.empty_like(part).index_copy_(0, places, part))
-    return Candidates(parts[0], parts[1], parts[2], starts)
+    parts = map(torch.cat, zip(*found, strict=True))
+    listed = [torch.empty_like(part).index_copy_(0, places, part) for part in parts]
+    return Candidates._make([*listed, starts])
 
 
 def solve_lists(candidates: Candidates, target: Target, *, scale: float, b: float) -> SolvedRows:
@@ -288,46 +395,6 @@ def solve_lists(candidates: Candidates, target: Target, *, scale: float, b: floa
     )
 
 
-def find_support(
-    batch: Batch,
-    maxima: Tensor,
-    target: Target,
-    slack: Tensor,
-    *,
-    scale: float,
-    b: float,
-    limit: int,
-    expected: Lengths | None,
-    has_gradient: bool,
-) -> Support:
-    """From group maxima to the solution: ``list_pairs``, ``score_candidates``, ``solve_lists``.
-
-    Args:
-        batch: What is scored.
-        maxima: As for ``list_pairs``.
-        target: Of each row.
-        slack: As for ``list_pairs``.
-        scale: ``s``.
-        b: ``alpha - 1``, positive.
-        limit: Most pairs that may be listed; beyond it ``ListOverflow`` is raised, here or by
-            ``Support.verify``.
-        expected: Lengths of an earlier batch's lists: a hint for kernels that would otherwise wait
-            for the device to learn them. Wrong lengths cost time, not correctness.
-        has_gradient: Also make what a backward pass will need.
-    """
-    pairs = list_pairs(maxima, target, slack, scale=scale, b=b)
-    if len(pairs.groups) > limit:
-        raise ListOverflow(maxima)
-    candidates = score_candidates(batch, pairs)
-    solved = solve_lists(candidates, target, scale=scale, b=b)
-    lengths = Lengths(len(pairs.groups), len(candidates.rows))
-    pulled = sorted_classes = None
-    if has_gradient:
-        pulled = pull_rows(solved, batch.prototypes, batch.inverse_norms)
-        sorted_classes = class_order(solved.columns, batch.labels)
-    return Support(solved, pulled, sorted_classes, Reading(torch.tensor(lengths)), lengths, limit)
-
-
 def pull_rows(solved: SolvedRows, prototypes: Tensor, inverse_norms: Tensor) -> Tensor:
     """``sum_j p_rj w_j`` over the others, ``[B, d]``: what pushes on the unit embeddings."""
     weights = solved.posterior * inverse_norms[solved.columns]
@@ -338,7 +405,7 @@ def weighted_sums(values: Tensor, index: Tensor, weights: Tensor, starts: Tensor
     """Sums of ``weights * values[index]`` over consecutive entries, which begin at ``starts``."""
     if not len(index):
         return values.new_zeros((len(starts), values.shape[1]))
-    return torch.nn.functional.embedding_bag(
+    return embedding_bag(
         index, values, starts, mode="sum", per_sample_weights=weights.to(values.dtype)
     )
 
@@ -361,9 +428,8 @@ def class_gradient(
         return ClassGradient(order.columns, targets[target], target_weights[target])
     rows = torch.where(is_target, targets[target], solved.rows[candidate])
     values = solved.posterior[candidate] * weights[rows]
-    return ClassGradient(
-        order.columns, rows, torch.where(is_target, target_weights[target], values)
-    )
+    values = torch.where(is_target, target_weights[target], values)
+    return ClassGradient(order.columns, rows, values)
 
 
 def prototype_gradient(
@@ -379,24 +445,10 @@ def prototype_gradient(
     return classes, (result - radial * unit) * inverse
 
 
-# Updates: one sweep over blocks of classes builds the gradient of a block, steps its prototypes and
-# rewrites their unit copy and inverse norms while they are at hand.
-
-
 def sgd_update(
     gradient: ClassGradient, embeddings: Tensor, state: PrototypeState, rule: SgdRule
 ) -> Tensor:
-    """Step prototypes in place from the sparse gradient of their cosines.
-
-    Args:
-        gradient: Sorted by class.
-        embeddings: ``[B, d]``, unit length.
-        state: Stepped in place.
-        rule: Settings of the step.
-
-    Returns:
-        Largest ``|w_j - copy_j|`` of the classes that were stepped, a scalar; zero if none was.
-    """
+    """Step ``state`` in place; the largest ``|w_j - copy_j|`` of the stepped classes, a scalar."""
     largest = state.prototypes.new_zeros(())
     if not bool(rule.grad_scale.isfinite()):
         return largest
@@ -415,11 +467,9 @@ def sgd_update(
 def sgd_update_rows(
     classes: slice, rows: Tensor, state: PrototypeState, rule: SgdRule, unit_factor: Tensor | None
 ) -> Tensor:
-    """Step a range of consecutive classes, given the gradient of its prototypes.
+    """As ``sgd_update``, for consecutive classes with the gradient ``rows``, which is overwritten.
 
-    As ``sgd_update``, for the range ``classes`` with the gradient ``rows`` ``[n, d]``, which is
-    overwritten. With ``unit_factor``, a scalar on the device, that times ``rows`` is the gradient
-    of the unit prototypes.
+    ``unit_factor`` times ``rows``, where given, is the gradient of the unit prototypes.
     """
     if not bool(rule.grad_scale.isfinite()):
         return state.prototypes.new_zeros(())
@@ -436,10 +486,7 @@ def sgd_update_rows(
 def project_rows(
     gradient: Tensor, prototypes: Tensor, inverse_norms: Tensor, factor: Tensor
 ) -> Tensor:
-    """``factor`` times the gradient of prototypes ``[n, d]`` from that of their unit vectors.
-
-    In place.
-    """
+    """``factor`` times the gradient of prototypes from that of their unit vectors, in place."""
     unit = prototypes * inverse_norms[:, None]
     gradient.sub_((gradient * unit).sum(1, keepdim=True) * unit)  # what would only lengthen it
     return gradient.mul_((inverse_norms * factor)[:, None])
@@ -448,10 +495,7 @@ def project_rows(
 def gradient_blocks(
     gradient: ClassGradient, embeddings: Tensor, prototypes: Tensor, inverse_norms: Tensor
 ) -> Iterator[tuple[slice, Tensor]]:
-    """Blocks of all classes, ascending, with the gradient of their prototypes, ``[n, d]``.
-
-    A block may be stepped before the next is asked for: its gradient depends on no other block.
-    """
+    """Blocks of all classes with their gradient ``[n, d]``; each may be stepped before the next."""
     k, d = prototypes.shape
     starts = range(0, k, UPDATE_CLASSES)
     edges = torch.tensor([*starts, k], device=gradient.columns.device)

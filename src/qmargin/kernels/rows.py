@@ -1,13 +1,10 @@
 """The loss and the posterior of whole batches, block by block, in float64.
 
-A block of rows is lifted to float64, solved, and rounded back: no float64 copy of the batch ever
-exists. On a CPU and for ``alpha > 1`` a block is first reduced to its *candidates*, the classes
-above ``tau_low + edge``: all others are certainly outside the support (M13), so the solve that
-follows touches hundreds of numbers where the row has a hundred thousand, and is exact (M8).
-
-Candidates are found by one pass of group maxima: a group whose maximum lies at or below
-``tau_low + edge`` holds no active class. Groups are strided (class ``j`` is in group ``j mod m``),
-so that the maxima of a row are elementwise maxima of long vectors.
+No float64 copy of the batch ever exists. On a CPU and for ``alpha > 1`` a block of rows is first
+reduced to its *candidates*, the classes above ``tau_low + edge``: all others are certainly outside
+the support (M13), so the solve that follows touches hundreds of numbers where the row has a hundred
+thousand, and is exact (M8). They are found by one pass of group maxima. Groups are strided (class
+``j`` is in group ``j mod m``), so that the maxima are elementwise maxima of long vectors.
 
 A margin changes only the target, so the target's column may be lifted out: then ``labels`` names
 it, and its logit and log reference arrive as vectors.
@@ -17,26 +14,23 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache
-from importlib.util import find_spec
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from qmargin.kernels import dispatch
 from qmargin.kernels.solver import (
-    Solution,
-    bound_from_below,
     distribution_loss,
     label_loss,
     level_cost,
     log_partition,
     posterior_rows,
     slacks,
-    solve_newton,
     solve_rows,
+    tau_from_below,
 )
 
 CPU_BLOCK = 1 << 21  # logits per block: copies stay small, parallel regions few
@@ -91,15 +85,11 @@ class Outcome(NamedTuple):
 
 
 def solve(
-    rows: Rows,
-    distribution: Tensor | None = None,
-    *,
-    solver: str = "auto",
-    bracket: str = "tight",
+    rows: Rows, distribution: Tensor | None = None, *, solver: str = "auto", bracket: str = "tight"
 ) -> Outcome:
     """Solve every row; its loss for a lifted or a distributed target, else its log-partition."""
     if distribution is None and solver == "auto" and is_fused(rows):
-        outcome = _try_fused(_fused_outcome, rows)
+        outcome = _solve_fused(rows)
         if outcome is not None:
             return outcome
     parts = [
@@ -107,7 +97,9 @@ def solve(
         for where, block in rows.blocks()
     ]
     if not parts:
-        parts = [_no_rows(rows.values)]
+        none = torch.zeros(0, dtype=torch.float64, device=rows.values.device)
+        empty = Outcome._make([none] * 8 + [torch.tensor(0)])
+        parts = [empty._replace(support_size=none.long())]
     *columns, counts = zip(*parts, strict=True)
     merged = Outcome._make([*map(torch.cat, columns), torch.stack(counts).amax()])
     rounded = {
@@ -118,13 +110,9 @@ def solve(
 
 
 def is_fused(rows: Rows) -> bool:
-    """Whether the kernels of ``kernels.triton.rows`` serve these rows.
-
-    They take float32 rows on a GPU whose other classes have reference measure one, up to
-    ``alpha = 2``. Everything else, float64 above all, is computed here.
-    """
+    """Whether kernels serve these rows: float32 on a GPU, unit measure, up to ``alpha = 2``."""
     values = rows.values
-    if values.device.type != "cuda" and not may_interpret:
+    if values.device.type != "cuda" and not dispatch.may_interpret:
         return False
     return (
         values.dtype == torch.float32
@@ -134,25 +122,23 @@ def is_fused(rows: Rows) -> bool:
         and values.stride(1) == 1
         and values.shape[1] < 1 << 31
         and not kernel_faults
-        and has_triton()
+        and dispatch.has_triton()
     )
 
 
-may_interpret = False  # tests run the kernels in Triton's interpreter, on CPU tensors
 kernel_faults: list[str] = []  # why the kernels cannot be built on this machine
-_T = TypeVar("_T")
 
 
-@cache
-def has_triton() -> bool:
-    """Whether Triton can be imported; without it a GPU computes rows in float64."""
-    return find_spec("triton") is not None
-
-
-def _try_fused(call: Callable[..., _T], *args: Any) -> _T | None:
-    """What kernels compute; None, with one warning, where they cannot be built on this machine."""
+def _solve_fused(rows: Rows) -> Outcome | None:
+    """The outcome by kernels; None, with one warning, where they cannot be built here."""
+    target = None
+    if rows.labels is not None:
+        assert rows.target_logits is not None and rows.target_log_reference is not None
+        target = (rows.target_logits.double(), rows.target_log_reference.double())
     try:
-        return call(*args)
+        from qmargin.kernels.triton import rows as kernels
+
+        return kernels.solve(rows.values, rows.scale, rows.b, rows.labels, target=target)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # of Triton, its compiler or the driver
@@ -166,24 +152,6 @@ def _try_fused(call: Callable[..., _T], *args: Any) -> _T | None:
         return None
 
 
-def _fused_posterior(rows: Rows, anchor: Tensor, level: Tensor, weights: Tensor | None) -> Tensor:
-    from qmargin.kernels.triton.rows import write_posterior
-
-    return write_posterior(
-        rows.values, rows.scale, rows.b, rows.labels, anchor=anchor, level=level, weights=weights
-    )
-
-
-def _fused_outcome(rows: Rows) -> Outcome:
-    from qmargin.kernels.triton.rows import solve as solve_fused
-
-    target = None
-    if rows.labels is not None:
-        assert rows.target_logits is not None and rows.target_log_reference is not None
-        target = (rows.target_logits.double(), rows.target_log_reference.double())
-    return solve_fused(rows.values, rows.scale, rows.b, rows.labels, target=target)
-
-
 def _solve_block(block: Rows, distribution: Tensor | None, solver: str, bracket: str) -> Outcome:
     b = block.b
     if b == 0.0 and block.labels is not None and block.log_reference is None:
@@ -192,19 +160,9 @@ def _solve_block(block: Rows, distribution: Tensor | None, solver: str, bracket:
     if listed is None:
         listed = everything(block)
     tolerance = 1e-14 if block.values.dtype == torch.float64 else 1e-9
-    solution = solve_rows(*listed, b, solver=solver, bracket=bracket, tolerance=tolerance)
-    return _describe(block, listed, solution, distribution)
-
-
-def _no_rows(values: Tensor) -> Outcome:
-    none = torch.zeros(0, dtype=torch.float64, device=values.device)
-    return Outcome._make([none] * 8 + [torch.tensor(0)])._replace(support_size=none.long())
-
-
-def _describe(
-    block: Rows, listed: Listed, solution: Solution, distribution: Tensor | None
-) -> Outcome:
-    b, (anchor, level, count) = block.b, solution
+    anchor, level, count = solve_rows(
+        *listed, b, solver=solver, bracket=bracket, tolerance=tolerance
+    )
     posterior, levels = posterior_rows(listed.logits, listed.log_reference, anchor, level, b)
     mass = posterior.sum(1)
     target = deficit = torch.zeros_like(mass)
@@ -216,24 +174,15 @@ def _describe(
     else:
         value = log_partition(posterior, listed.logits, anchor, level, b)
     value = torch.where(mass.isnan(), mass, value)  # a broken row never has a finite value
-    return Outcome(
-        value=value,
-        anchor=anchor,
-        level=level,
-        tau=anchor - slacks(level, b),
-        support_size=(posterior > 0).sum(1),
-        mass_error=(mass - 1.0).abs(),
-        target_posterior=target,
-        target_deficit=deficit,
-        num_evaluations=torch.tensor(count),
-    )
+    tau, support, error = anchor - slacks(level, b), (posterior > 0).sum(1), (mass - 1.0).abs()
+    number = torch.tensor(count)
+    return Outcome(value, anchor, level, tau, support, error, target, deficit, number)
 
 
 def _cross_entropy(block: Rows) -> Outcome:
     """The closed form at ``alpha = 1`` with a lifted target: one exponential per class.
 
-    Differences from the row's maximum are taken before the scale is applied, so that working in
-    the dtype of the values costs a class ``x exp(-x)`` times rounding and no more.
+    Differences are taken before the scale is applied: the dtype of the values is precise enough.
     """
     assert block.labels is not None and block.target_logits is not None
     assert block.target_log_reference is not None
@@ -249,19 +198,11 @@ def _cross_entropy(block: Rows) -> Outcome:
     total = torch.where(mass.isnan() | (joint == math.inf), math.nan, total)
     deficit = (mass.log() - total).exp()
     value = torch.where(deficit < 0.5, -torch.log1p(-deficit), total - joint)
-    support_size = block.values.shape[1] - is_masked - (target == -math.inf).long()
     own = (joint - total).exp()
-    return Outcome(
-        value=value,
-        anchor=anchor,
-        level=-total,
-        tau=anchor + total,
-        support_size=support_size,
-        mass_error=(own + deficit - 1.0).abs(),
-        target_posterior=own,
-        target_deficit=deficit,
-        num_evaluations=torch.tensor(1),
-    )
+    support_size = block.values.shape[1] - is_masked - (target == -math.inf).long()
+    error = (own + deficit - 1.0).abs()
+    results = (value, anchor, -total, anchor + total, support_size, error, own, deficit)
+    return Outcome(*results, torch.tensor(1))
 
 
 def everything(block: Rows) -> Listed:
@@ -280,12 +221,17 @@ def candidates(block: Rows) -> Listed | None:
     if values.device.type != "cpu" or b <= 0 or values.shape[1] < 2 * GROUP:
         return None
     groups = group_maxima(values, block.labels)
-    if block.log_reference is None:
-        tau_low = tau_from_maxima(
-            groups, block.scale, b, block.target_logits, block.target_log_reference
-        )
-    else:
-        tau_low = tau_from_singles(values, block.log_reference, block.scale, b)
+    if block.log_reference is None:  # the root over group maxima and the lifted target (M13)
+        logits = groups.maxima.double() * block.scale
+        listed = Listed(logits, torch.zeros_like(logits))
+        if block.labels is not None:
+            listed = _append_target(block, *listed)
+        tau_low = tau_from_below(*listed, b, tolerance=1e-3)  # it need not converge
+    else:  # the best bound of a single class (M4)
+        cost = slacks(level_cost(-block.log_reference.double(), b), b)
+        tau_low = (values.double() * block.scale - cost).amax(1)
+        is_infinite = (block.log_reference == math.inf).any(1)
+        tau_low = torch.where(is_infinite, math.nan, tau_low)  # as in the solver
     floor = certain_floor(tau_low, b, block.scale, values.dtype)
     row, column = classes_above(values, groups, floor, block.labels)
     counts = torch.bincount(row, minlength=len(values))
@@ -317,31 +263,16 @@ def _append_target(block: Rows, logits: Tensor, reference: Tensor | None) -> Lis
 
 
 def posterior(rows: Rows, anchor: Tensor, level: Tensor, weights: Tensor | None) -> Tensor:
-    """Posterior of solved rows, ``[B, k]``, each row times its weight; a lifted target gets zero.
-
-    Only classes above the threshold are touched when few are: the rest of the result is zero.
-    """
+    """Posterior of solved rows ``[B, k]``, each times its weight; a lifted target gets zero."""
     if is_fused(rows):
         from qmargin.kernels.triton.rows import write_posterior
 
-        return write_posterior(
-            rows.values,
-            rows.scale,
-            rows.b,
-            rows.labels,
-            anchor=anchor,
-            level=level,
-            weights=weights,
-        )
+        given = (rows.values, rows.scale, rows.b, rows.labels)
+        return write_posterior(*given, anchor=anchor, level=level, weights=weights)
     out = torch.zeros_like(rows.values, memory_format=torch.contiguous_format)
     for where, block in rows.blocks():
-        _fill_posterior(
-            out[where],
-            block,
-            anchor[where],
-            level[where],
-            None if weights is None else weights[where],
-        )
+        own = None if weights is None else weights[where]
+        _fill_posterior(out[where], block, anchor[where], level[where], own)
     return out
 
 
@@ -357,7 +288,11 @@ def _fill_posterior(
         floor = certain_floor(tau, b, block.scale, values.dtype)
         row, column = classes_above(values, group_maxima(values, None), floor, block.labels)
         if len(row) * WORTH_PACKING <= values.numel():
-            _fill_sparse(out, block, anchor, level, weights, row, column)
+            logits, reference = values[row, column].double() * block.scale, block.log_reference
+            reference = None if reference is None else reference[row, column].double()[:, None]
+            few, _ = posterior_rows(logits[:, None], reference, anchor[row], level[row], b)
+            few = few.squeeze(1) if weights is None else few.squeeze(1) * weights.double()[row]
+            out[row, column] = few.to(out.dtype)
             return
     listed = everything(Rows(values, block.scale, b, block.log_reference))
     result, _ = posterior_rows(listed.logits, listed.log_reference, anchor, level, b)
@@ -384,26 +319,6 @@ def _fill_exponential(
         out.masked_fill_(weights[:, None] == 0, 0.0)
     if block.labels is not None:
         out.scatter_(1, block.labels[:, None], 0.0)
-
-
-def _fill_sparse(
-    out: Tensor,
-    block: Rows,
-    anchor: Tensor,
-    level: Tensor,
-    weights: Tensor | None,
-    row: Tensor,
-    column: Tensor,
-) -> None:
-    logits = block.values[row, column].double() * block.scale
-    reference = None
-    if block.log_reference is not None:
-        reference = block.log_reference[row, column].double()[:, None]
-    result, _ = posterior_rows(logits[:, None], reference, anchor[row], level[row], block.b)
-    result = result.squeeze(1)
-    if weights is not None:
-        result = result * weights.double()[row]
-    out[row, column] = result.to(out.dtype)
 
 
 class Groups(NamedTuple):
@@ -458,34 +373,3 @@ def certain_floor(tau: Tensor, b: float, scale: float, dtype: torch.dtype) -> Te
     """Value at and below which a class is certainly inactive given ``tau`` or a bound (M3)."""
     floor = (tau - 1.0 / b) / scale
     return (floor - 1e-6 * floor.abs() - 1e-30).to(dtype)  # what rounding blurs stays a candidate
-
-
-def tau_from_maxima(
-    groups: Groups,
-    scale: float,
-    b: float,
-    target_logits: Tensor | None,
-    target_log_reference: Tensor | None,
-) -> Tensor:
-    """Lower bound of ``tau``: the root over group maxima and the lifted target (M13).
-
-    Every Newton iterate is a lower bound itself, so it need not converge; above ``alpha = 2`` the
-    best bound of a single class serves (M4).
-    """
-    logits = groups.maxima.double() * scale
-    reference = torch.zeros_like(logits)
-    if target_logits is not None and target_log_reference is not None:
-        logits = torch.cat([logits, target_logits.double()[:, None]], 1)
-        reference = torch.cat([reference, target_log_reference.double()[:, None]], 1)
-    if b > 1.0:
-        anchor, level = bound_from_below(logits, reference, b)
-    else:
-        anchor, level, _ = solve_newton(logits, reference, b, tolerance=1e-3)
-    return anchor - slacks(level, b)
-
-
-def tau_from_singles(values: Tensor, log_reference: Tensor, scale: float, b: float) -> Tensor:
-    """Lower bound of ``tau`` where every class has a reference measure of its own (M4)."""
-    cost = slacks(level_cost(-log_reference.double(), b), b)
-    bound = (values.double() * scale - cost).amax(1)
-    return torch.where((log_reference == math.inf).any(1), math.nan, bound)  # as in the solver

@@ -17,9 +17,9 @@ from torch import Tensor
 def uses_slack(b: float) -> bool:
     """Whether powers are taken through ``log1p`` of the slack, or ``log`` of the height.
 
-    With ``b = alpha - 1`` and the height ``x = 1 + b v``, ``log1p(b v)`` is the accurate form near
-    ``alpha = 1`` and ``log(x)`` away from it. Below one a rare class can have a height of
-    ``exp(-200 |b|)``, which only the second form resolves, so the limits are not symmetric.
+    ``log1p(b v)`` is the accurate form near ``alpha = 1`` and ``log(x)`` away from it. Below one a
+    rare class can have a height of ``exp(-200 |b|)``, which only the second form resolves, so the
+    limits are not symmetric.
     """
     return -1e-3 < b < 0.1
 
@@ -87,11 +87,8 @@ def slacks(levels: Tensor, b: float) -> Tensor:
 def row_sums(gaps: Tensor, log_reference: Tensor | None, level: Tensor, b: float) -> RowSums:
     """Mass and slope of each row at a trial level: sums over classes, hence over shards (M11).
 
-    Args:
-        gaps: Anchor's logit minus each logit, float64 ``[B, k]``.
-        log_reference: ``[B, k]``, or None when every class has reference measure one.
-        level: Trial level of the anchor, ``[B]``.
-        b: ``alpha - 1``.
+    ``gaps`` are the anchor's logit minus each logit, ``[B, k]``; without ``log_reference`` every
+    class has reference measure one.
     """
     levels = torch.sub(level[:, None], gaps, alpha=level_step(b))  # [B, k]
     if b == 1.0 and log_reference is None:  # SparseMax: no powers
@@ -142,9 +139,7 @@ def solve_newton(
 ) -> Solution:
     """Root by Newton's method on ``mass ** (alpha - 1)`` (M5).
 
-    Monotone from ``tau_low`` and never overshooting for every ``alpha <= 2``, because there the
-    power of the mass is convex (``alpha > 1``), log-linear (``alpha = 1``) or concave
-    (``alpha < 1``) in the direction that keeps a tangent's root on the left.
+    Monotone from ``tau_low`` and never overshooting for every ``alpha <= 2``.
     """
     anchor, level = bound_from_below(logits, log_reference, b)
     gaps = anchor[:, None] - logits
@@ -161,14 +156,24 @@ def solve_newton(
     return Solution(anchor, level, num_evaluations)
 
 
+def tau_from_below(
+    logits: Tensor, log_reference: Tensor | None, b: float, *, tolerance: float
+) -> Tensor:
+    """Lower bound of ``tau``, ``[B]``: an iterate of Newton, or above ``alpha = 2`` M4's."""
+    if b > 1.0:
+        anchor, level = bound_from_below(logits, log_reference, b)
+    else:
+        anchor, level, _ = solve_newton(logits, log_reference, b, tolerance=tolerance)
+    return anchor - slacks(level, b)
+
+
 def solve_bisection(
     logits: Tensor, log_reference: Tensor | None, b: float, *, bracket: str, tolerance: float
 ) -> Solution:
     """Root by halving a bracket: the paper's algorithm, valid for every ``alpha`` (M2).
 
     ``bracket="paper"`` starts from the largest logit alone; ``"tight"`` from the better of two
-    bounds on each side, which keeps the width small when the largest logit has a tiny reference
-    measure. The level is halved, not ``tau``: the two differ by an exact shift and factor.
+    bounds on each side. The level is halved, not ``tau``.
     """
     step = level_step(b)
     if log_reference is None:
@@ -204,8 +209,7 @@ def _refine_edge(
 
     Above ``alpha = 2`` a ratio is a high root of its height: at ``alpha = 12`` a class 1e-16 above
     the edge has a ratio of 0.04, so the rounding of any other class's level would show. The lowest
-    active class has no cancellation: its height is a power of its posterior, which is halved, and
-    the heights of the others are sums. A class is active if the others hold less than one where its
+    active class has no cancellation. A class is active if the others hold less than one where its
     own height is zero.
     """
     anchor, level, num_evaluations = solution
@@ -280,14 +284,11 @@ def posterior_rows(
 
 
 def others_gain(others_mass: Tensor, log_target: Tensor, b: float) -> Tensor:
-    r"""``phi(r)``, the cost of a target that lost the mass ``r``, without cancellation.
+    """``phi(r)``, the cost of a target that lost the mass ``r``, without cancellation.
 
-    Args:
-        others_mass: ``r``, the posterior mass of all classes but the target.
-        log_target: ``log(1 - r)``; given because the caller knows it better when ``r`` is near one.
-        b: ``alpha - 1``.
+    ``log_target`` is ``log(1 - r)``, which the caller knows better when ``r`` is near one.
     """
-    b, r = b, others_mass
+    r = others_mass
     if b == 0.0:
         exact = -log_target - r
     else:
@@ -304,14 +305,7 @@ def others_gain(others_mass: Tensor, log_target: Tensor, b: float) -> Tensor:
 def label_loss(
     posterior: Tensor, levels: Tensor, log_reference: Tensor, b: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss, ``p_y`` and ``1 - p_y`` of rows whose target is the *last* column, ``[B]`` each (M6).
-
-    Args:
-        posterior: ``[B, K]``, float64.
-        levels: Their levels, ``[B, K]``.
-        log_reference: Of the target, ``[B]``.
-        b: ``alpha - 1``.
-    """
+    """Loss, ``p_y`` and ``1 - p_y`` of rows whose target is the *last* column, ``[B]`` (M6)."""
     others, height = posterior[:, :-1], heights(levels[:, :-1], b)
     excess = torch.where(others > 0, others * height, 0.0).sum(1)
     # A row without a root has no others either where its list is empty: it must not look solved.
@@ -325,20 +319,12 @@ def loss_from_sums(
 ) -> tuple[Tensor, Tensor]:
     """Loss and target posterior, ``[B]`` each and accurate on their own, from sums over the others.
 
-    Args:
-        excess: Sum of ``p_j x_j`` over the classes that are not the target, ``[B]`` float64.
-        others_mass: Sum of their ``p_j``, ``[B]``.
-        target_level: ``[B]``.
-        log_reference: Of the target, ``[B]``.
-        b: ``alpha - 1``.
+    ``excess`` is the sum of ``p_j x_j`` over the others; ``log_reference`` is that of the target.
     """
     # 1 - r is exact for a small r; the direct value is, when the target has almost nothing.
     is_small = others_mass < 0.5
-    log_target = torch.where(
-        is_small,
-        torch.log1p(-others_mass.clamp_max(0.5)),
-        log_reference + log_ratio(target_level, b),
-    )
+    direct = log_reference + log_ratio(target_level, b)
+    log_target = torch.where(is_small, torch.log1p(-others_mass.clamp_max(0.5)), direct)
     loss = excess + (-b * log_reference).exp() * others_gain(others_mass, log_target, b)
     if b > 0:  # a target outside the support: linear in its missing height
         height = heights(target_level, b)
@@ -359,7 +345,6 @@ def distribution_loss(
     posterior: Tensor, levels: Tensor, log_reference: Tensor | None, target: Tensor, b: float
 ) -> Tensor:
     """Loss ``[B]`` against a target distribution ``[B, k]``: a sum of Bregman terms (M6)."""
-    b, alpha = b, 1.0 + b
     reference = torch.zeros_like(target) if log_reference is None else log_reference
     has_target, is_active = target > 0, posterior > 0
     height = heights(levels, b)
@@ -367,26 +352,19 @@ def distribution_loss(
     log_posterior = torch.where(is_active, posterior, 1.0).log()
     t = log_target - log_posterior
     change = t if b == 0.0 else torch.expm1(b * t) / b
-    both = posterior * height * (t.exp() * change - torch.expm1(t))
     only_posterior = posterior * height
+    both = only_posterior * (t.exp() * change - torch.expm1(t))
     ratio = level_cost(log_target - reference, b)
     only_target = target * (slacks(ratio, b) - slacks(levels, b) - height)
-    terms = torch.where(
-        is_active,
-        torch.where(has_target, both, only_posterior),
-        torch.where(has_target, only_target, 0.0),
-    )
+    inactive = torch.where(has_target, only_target, 0.0)
+    terms = torch.where(is_active, torch.where(has_target, both, only_posterior), inactive)
     terms = torch.where(has_target & levels.isinf(), math.inf, terms)  # a masked class
-    return terms.sum(1) / alpha
+    return terms.sum(1) / (1.0 + b)
 
 
 def log_partition(
     posterior: Tensor, logits: Tensor, anchor: Tensor, level: Tensor, b: float
 ) -> Tensor:
-    """``max_p <p, theta> - D(p:q)``, ``[B]``: log-sum-exp at ``alpha = 1``.
-
-    ``D(p:q) = sum_j p_j f'(p_j / q_j) / alpha``, which is the paper's ``D_f`` whenever the
-    reference measure sums to one; otherwise they differ by ``(sum_j q_j - 1) / alpha``.
-    """
+    """``max_p <p, theta> - sum_j p_j f'(p_j / q_j) / alpha``: log-sum-exp at ``alpha = 1``."""
     gaps = torch.where(posterior > 0, posterior * (anchor[:, None] - logits), 0.0).sum(1)
     return anchor - (slacks(level, b) + b * gaps) / (1.0 + b)

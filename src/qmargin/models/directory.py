@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from qmargin.errors import ConfigError, DataError
 from qmargin.files import describe_file, open_regular, sync_folder, write_atomically, write_file
 from qmargin.models import create_backbone
+from qmargin.models.weights import read_safetensors
 
 FORMAT = "qmargin-model 1"
 MODALITIES = ("images", "audio", "arrays")
@@ -60,11 +61,6 @@ class ModelCard:
         options: Of the backbone.
         weights_sha256: Fingerprint of ``backbone.safetensors``.
         facts: Everything else, by name: where the weights come from, intended use, limits.
-
-    Examples:
-        >>> card = ModelCard("demo", "images", (3, 112, 112), "iresnet18", 128)
-        >>> card.to_texts()["input_shape"], ModelCard.from_texts(card.to_texts()) == card
-        ('3 x 112 x 112', True)
     """
 
     name: str
@@ -112,13 +108,21 @@ class ModelCard:
             **self.facts,
         }
 
-    @classmethod
-    def from_texts(cls, texts: Mapping[str, str], source: str = "the card") -> ModelCard:
-        """Read ``to_texts`` back.
+    def to_json(self) -> bytes:
+        """The content of ``card.json``."""
+        return (json.dumps(self.to_texts(), indent=1, ensure_ascii=False) + "\n").encode()
 
-        Raises:
-            DataError: Naming ``source`` and the entry that is missing or wrong.
-        """
+    @classmethod
+    def from_json(cls, content: bytes, source: str) -> ModelCard:
+        """Read the content of ``card.json``; ``source`` is named in errors."""
+        if len(content) > MAX_BYTES:
+            raise DataError(f"{source} is over {MAX_BYTES:,} bytes; this is another kind of file")
+        try:
+            texts = json.loads(content)
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{source} is not JSON ({error}); export the model again") from error
+        if not isinstance(texts, dict) or not all(isinstance(text, str) for text in texts.values()):
+            raise DataError(f"{source} is not a JSON object of texts; export the model again")
         if texts.get("format") != FORMAT:
             raise DataError(
                 f"{source} has the format {texts.get('format')!r} and this program reads "
@@ -127,48 +131,23 @@ class ModelCard:
         missing = [name for name in _OWN if name not in texts]
         if missing:
             raise DataError(f"{source} has no {', '.join(missing)}; export the model again")
+        shape, options = texts["input_shape"], texts["backbone_options"]
         try:
-            return cls(
+            card = cls(
                 name=texts["name"],
                 modality=texts["modality"],
-                input_shape=_sizes(texts["input_shape"]),
+                input_shape=tuple(int(size) for size in shape.split("x")) if shape else (),
                 backbone=texts["backbone"],
                 embedding_dim=int(texts["embedding_dim"]),
-                options=_options(texts["backbone_options"]),
+                options=json.loads(options),
                 weights_sha256=texts["weights_sha256"],
                 facts={name: text for name, text in texts.items() if name not in _OWN},
             )
         except (ValueError, RecursionError) as error:
             raise DataError(f"{source} is damaged ({error}); export the model again") from error
-
-
-def card_to_json(card: ModelCard) -> bytes:
-    """The content of ``card.json``."""
-    return (json.dumps(card.to_texts(), indent=1, ensure_ascii=False) + "\n").encode()
-
-
-def card_from_json(content: bytes, source: str) -> ModelCard:
-    """Check and read ``card.json``; ``source`` is named in errors."""
-    if len(content) > MAX_BYTES:
-        raise DataError(f"{source} is over {MAX_BYTES:,} bytes; this is another kind of file")
-    try:
-        texts = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{source} is not JSON ({error}); export the model again") from error
-    if not isinstance(texts, dict) or not all(isinstance(text, str) for text in texts.values()):
-        raise DataError(f"{source} is not a JSON object of texts; export the model again")
-    return ModelCard.from_texts(texts, source)
-
-
-def _sizes(text: str) -> tuple[int, ...]:
-    return tuple(int(size) for size in text.split("x")) if text else ()
-
-
-def _options(text: str) -> dict[str, Any]:
-    options = json.loads(text)
-    if not isinstance(options, dict):
-        raise ValueError(f"backbone_options is {text[:60]!r}, not an object")
-    return options
+        if not isinstance(card.options, dict):
+            raise DataError(f"{source} is damaged: backbone_options {options[:60]!r} is no object")
+        return card
 
 
 BACKBONE = "backbone.safetensors"
@@ -220,10 +199,9 @@ def write_model(
         tensors = {
             name: value.detach().cpu().contiguous().clone() for name, value in weights.items()
         }
-        content = save(tensors, metadata={"format": "pt"})
-        entry = write_file(temporary / BACKBONE, [content])
+        entry = write_file(temporary / BACKBONE, [save(tensors, metadata={"format": "pt"})])
         card = replace(card, weights_sha256=entry.sha256)
-        write_atomically(temporary / CARD, card_to_json(card))
+        write_atomically(temporary / CARD, card.to_json())
         for name, text in ((RECIPE, recipe), (RUN, run)):
             if text:
                 write_atomically(temporary / name, text.encode())
@@ -238,11 +216,7 @@ def write_model(
 
 
 def read_card(directory: str | Path) -> ModelCard:
-    """The card of a model directory.
-
-    Raises:
-        DataError: It is not one, or the card is damaged.
-    """
+    """The card of a model directory."""
     directory = Path(directory)
     if not is_model_directory(directory):
         raise DataError(
@@ -251,13 +225,13 @@ def read_card(directory: str | Path) -> ModelCard:
         )
     path = directory / CARD
     with open_regular(path) as file:
-        return card_from_json(file.read(MAX_BYTES + 1), str(path))
+        return ModelCard.from_json(file.read(MAX_BYTES + 1), str(path))
 
 
 def add_facts(directory: str | Path, facts: Mapping[str, str]) -> ModelCard:
     """Write more facts into a model's card, and return it."""
     card = read_card(directory).with_facts(facts)
-    write_atomically(Path(directory) / CARD, card_to_json(card))
+    write_atomically(Path(directory) / CARD, card.to_json())
     return card
 
 
@@ -265,10 +239,6 @@ def load_backbone(
     directory: str | Path, *, device: torch.device | str = "cpu"
 ) -> tuple[nn.Module, ModelCard]:
     """The network of a model directory, ready for use, and its card.
-
-    Args:
-        directory: As ``write_model`` makes it.
-        device: Where the network goes.
 
     Raises:
         DataError: A file is damaged, or the weights are not those of the card.
@@ -281,22 +251,12 @@ def load_backbone(
             f"{path} has the hash {digest[:12]}... and the card says {card.weights_sha256:.12}; "
             "the file is damaged or belongs to another model, export it again"
         )
-    weights = _read_weights(path)
+    weights = read_safetensors(path)
     _check_weights(card, weights, str(path))
     with torch.random.fork_rng(devices=[]):  # first values are drawn, and thrown away
         backbone = _build(card)
     backbone.load_state_dict(weights)
     return backbone.to(device).eval().requires_grad_(False), card
-
-
-def _read_weights(path: Path) -> dict[str, Tensor]:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    try:
-        return load_file(path)
-    except SafetensorError as error:
-        raise DataError(f"{path} is not a safetensors file ({error})") from error
 
 
 def _build(card: ModelCard) -> nn.Module:
@@ -317,8 +277,7 @@ def _check_weights(card: ModelCard, weights: Mapping[str, Tensor], source: str) 
     for name in sorted(expected.keys() | found.keys()):
         if expected.get(name) != found.get(name):
             has, needs = (
-                "nothing" if shapes.get(name) is None else str(list(shapes[name]))
-                for shapes in (found, expected)
+                list(shapes[name]) if name in shapes else "nothing" for shapes in (found, expected)
             )
             raise DataError(
                 f"{source}: {name!r} has the shape {has} and {card.backbone} needs {needs}; "

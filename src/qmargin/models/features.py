@@ -14,12 +14,7 @@ WINDOWS = ("hamming", "povey", "hann", "rectangular")
 
 
 def analysis_window(name: str, length: int) -> Tensor:
-    """A symmetric window of ``length`` samples, float64.
-
-    Examples:
-        >>> analysis_window("hamming", 3)
-        tensor([0.0800, 1.0000, 0.0800], dtype=torch.float64)
-    """
+    """A symmetric window of ``length`` samples, float64."""
     if name not in WINDOWS:
         raise ConfigError(f"window is {name!r}; it is one of {', '.join(WINDOWS)}")
     if name == "rectangular":
@@ -31,76 +26,47 @@ def analysis_window(name: str, length: int) -> Tensor:
     return hann.pow(0.85) if name == "povey" else hann
 
 
-def mel(frequency: Tensor) -> Tensor:
-    """Mel scale of frequencies in Hz."""
-    return 1127.0 * torch.log1p(frequency / 700.0)
-
-
 def mel_triangles(
     num_bins: int, *, fft_size: int, sample_rate: float, low: float, high: float
 ) -> Tensor:
-    """Weights of power-spectrum bins in triangles that are equally spaced in mel.
+    """Weights ``[fft_size // 2 + 1, num_bins]`` of power-spectrum points, float64.
 
-    Args:
-        num_bins: Triangles.
-        fft_size: Points of the Fourier transform.
-        sample_rate: In Hz.
-        low: Lower edge of the first triangle, in Hz.
-        high: Upper edge of the last triangle, in Hz.
-
-    Returns:
-        ``[fft_size // 2 + 1, num_bins]``, float64; the bin at half the sample rate has no weight.
-
-    Raises:
-        ConfigError: If a triangle falls between two bins, so that it would always be empty.
+    Triangles from ``low`` to ``high`` Hz are equally spaced in mel; one that holds no point is
+    refused. The point at half the sample rate has no weight.
     """
     # No tensor is read here: a network is also built without memory, of tensors without values.
+    spacing = sample_rate / fft_size
     first, last = (1127.0 * math.log1p(hertz / 700.0) for hertz in (low, high))
-    if _num_empty(num_bins, first, last, spacing=sample_rate / fft_size):
+    step = (last - first) / (num_bins + 1)
+    hertz = [700.0 * math.expm1((first + step * place) / 1127.0) for place in range(num_bins + 2)]
+    if not all(
+        (math.floor(left / spacing) + 1) * spacing < right
+        for left, right in zip(hertz, hertz[2:], strict=False)
+    ):
         raise ConfigError(
             f"num_bins is {num_bins}, of which some hold no point of a {fft_size}-point spectrum "
             f"between {low:g} and {high:g} Hz; use fewer bins or longer frames"
         )
     edges = torch.linspace(first, last, num_bins + 2, dtype=torch.float64)
     left, centre, right = edges[:-2], edges[1:-1], edges[2:]
-    num_points = fft_size // 2
-    frequencies = torch.arange(num_points, dtype=torch.float64) * (sample_rate / fft_size)
-    position = mel(frequencies)[:, None]  # [points, 1]
+    frequencies = torch.arange(fft_size // 2, dtype=torch.float64) * spacing
+    position = 1127.0 * torch.log1p(frequencies / 700.0)[:, None]  # [points, 1]
     rising = (position - left) / (centre - left)
     falling = (right - position) / (right - centre)
     weights = torch.minimum(rising, falling).clamp_min(0.0)
     return torch.cat([weights, weights.new_zeros(1, num_bins)])
 
 
-def _num_empty(num_bins: int, first: float, last: float, *, spacing: float) -> int:
-    """Triangles between two edges in mel without a multiple of ``spacing`` Hz inside."""
-    step = (last - first) / (num_bins + 1)
-    hertz = [700.0 * math.expm1((first + step * place) / 1127.0) for place in range(num_bins + 2)]
-    inside = [
-        (math.floor(left / spacing) + 1) * spacing < right
-        for left, right in zip(hertz, hertz[2:], strict=False)
-    ]
-    return inside.count(False)
-
-
 def frame_spectrum_matrix(window: Tensor, *, fft_size: int, preemphasis: float) -> Tensor:
-    """What turns a raw frame into its spectrum: mean removal, pre-emphasis, window and transform.
+    """Mean removal, pre-emphasis, window and transform of a frame as one matrix.
 
-    All of them are linear, so that an exported graph needs one convolution for the four.
-
-    Args:
-        window: ``[n]``, float64.
-        fft_size: Points of the transform, at least ``n``.
-        preemphasis: Share of the previous sample that is taken off; the first sample of a frame
-            counts as its own predecessor.
-
-    Returns:
-        ``[2, fft_size // 2 + 1, n]``: rows of cosines and of sines, float64.
+    It is ``[2, fft_size // 2 + 1, len(window)]``, rows of cosines and of sines, float64: an
+    exported graph needs one convolution for all four steps.
     """
     length = len(window)
     identity = torch.eye(length, dtype=torch.float64)
     predecessor = torch.diag(window.new_ones(length - 1), -1)
-    predecessor[0, 0] = 1.0
+    predecessor[0, 0] = 1.0  # the first sample of a frame is its own predecessor
     centring = identity - 1.0 / length
     prepared = window[:, None] * ((identity - preemphasis * predecessor) @ centring)  # [n, n]
     points = torch.arange(fft_size // 2 + 1)[:, None] * torch.arange(length)  # exact integers
@@ -169,7 +135,18 @@ class FilterBank(nn.Module):
         self.subtract_mean = subtract_mean
         self.frame_length = int(sample_rate * frame_ms / 1000)
         self.frame_shift = int(sample_rate * shift_ms / 1000)
-        self._check()
+        for name in ("sample_rate", "num_bins", "frame_shift"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.frame_length < 2:
+            raise ConfigError(
+                f"frames have {self.frame_length} samples; raise frame_ms to have at least 2"
+            )
+        if not 0.0 <= dither < math.inf or not 0.0 <= preemphasis <= 1.0:
+            raise ConfigError(
+                f"dither is {dither} and preemphasis {preemphasis}; the first must be finite and "
+                "at least 0, the second in [0, 1]"
+            )
         self.fft_size = 1 << (self.frame_length - 1).bit_length()
         high_hz = high_hz if high_hz > 0.0 else sample_rate / 2 + high_hz
         if not 0.0 <= low_hz < high_hz <= sample_rate / 2:
@@ -185,20 +162,6 @@ class FilterBank(nn.Module):
         self.register_buffer("window", shape.float(), persistent=False)
         self.register_buffer("triangles", triangles.float(), persistent=False)
         self.register_buffer("kernel", kernel.flatten(0, 1)[:, None].float(), persistent=False)
-
-    def _check(self) -> None:
-        for name, low in (("sample_rate", 1), ("num_bins", 1), ("frame_shift", 1)):
-            if getattr(self, name) < low:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least {low}")
-        if self.frame_length < 2:
-            raise ConfigError(
-                f"frames have {self.frame_length} samples; raise frame_ms to have at least 2"
-            )
-        if not 0.0 <= self.dither < float("inf") or not 0.0 <= self.preemphasis <= 1.0:
-            raise ConfigError(
-                f"dither is {self.dither} and preemphasis {self.preemphasis}; the first must be "
-                "finite and at least 0, the second in [0, 1]"
-            )
 
     def extra_repr(self) -> str:
         """What ``repr`` shows."""
@@ -228,9 +191,11 @@ class FilterBank(nn.Module):
                 "logarithms lose their digits"
             )
         if _is_exporting():  # exported graphs have no autocast to switch off
-            return self._finished(self._convolved(self._scaled(waveforms)))
-        with torch.autocast(waveforms.device.type, enabled=False):
-            return self._finished(self._transformed(self._scaled(waveforms)))
+            features = self._convolved(self._scaled(waveforms))
+        else:
+            with torch.autocast(waveforms.device.type, enabled=False):
+                features = self._transformed(self._scaled(waveforms))
+        return subtract_mean(features) if self.subtract_mean else features
 
     def _scaled(self, waveforms: Tensor) -> Tensor:
         wide = torch.float64 if waveforms.dtype == torch.float64 else torch.float32
@@ -238,9 +203,6 @@ class FilterBank(nn.Module):
         if self.dither > 0.0 and self.training:
             samples = samples + self.dither * torch.randn_like(samples)
         return samples
-
-    def _finished(self, features: Tensor) -> Tensor:
-        return subtract_mean(features) if self.subtract_mean else features
 
     def _convolved(self, samples: Tensor) -> Tensor:
         spectrum = functional.conv1d(
@@ -258,15 +220,12 @@ class FilterBank(nn.Module):
             )
         if not len(samples):  # a transform of nothing is an error
             return samples.new_zeros(0, count, self.num_bins)
+        frames = samples.unfold(1, self.frame_length, self.frame_shift)[:, :count]
         if samples.device.type != "cpu":
-            return self._rows(samples, count, block=count)
-        rows = samples.split(max(1, _BLOCK_FRAMES // count))
-        return torch.cat([self._rows(part, count, block=_BLOCK_FRAMES) for part in rows])
-
-    def _rows(self, samples: Tensor, count: int, *, block: int) -> Tensor:
-        frames = samples.unfold(1, self.frame_length, self.frame_shift)
-        parts = [self._features(part) for part in frames[:, :count].split(block, 1)]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+            return self._features(frames)
+        rows = frames.split(max(1, _BLOCK_FRAMES // count))
+        blocks = ([self._features(block) for block in row.split(_BLOCK_FRAMES, 1)] for row in rows)
+        return torch.cat([torch.cat(parts, dim=1) for parts in blocks])
 
     def _features(self, frames: Tensor) -> Tensor:
         # In Kaldi's order, frame by frame: removing the mean from the whole waveform at once, or
@@ -282,25 +241,9 @@ class FilterBank(nn.Module):
         return (power @ self.triangles.to(power.dtype)).clamp_min(FLOOR).log()
 
 
-def subtract_mean(features: Tensor, num_frames: Tensor | None = None) -> Tensor:
-    """Features ``[B, frames, bins]`` less the mean of each bin over its utterance.
-
-    Args:
-        features: Any floating dtype.
-        num_frames: Frames of each utterance ``[B]`` where shorter ones are padded at the end; the
-            padding becomes zero.
-
-    Examples:
-        >>> subtract_mean(torch.tensor([[[1.0], [3.0], [9.0]]]), torch.tensor([2])).flatten()
-        tensor([-1.,  1.,  0.])
-    """
-    if num_frames is None:
-        return features - features.mean(1, keepdim=True)
-    places = torch.arange(features.shape[1], device=features.device)
-    inside = (places < num_frames[:, None])[:, :, None]  # [B, frames, 1]
-    total = torch.where(inside, features, 0.0).sum(1, keepdim=True)
-    mean = total / num_frames.clamp_min(1)[:, None, None]
-    return torch.where(inside, features - mean, 0.0)
+def subtract_mean(features: Tensor) -> Tensor:
+    """Features ``[B, frames, bins]`` less the mean of each bin over time."""
+    return features - features.mean(1, keepdim=True)
 
 
 def _is_exporting() -> bool:

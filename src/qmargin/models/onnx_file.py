@@ -22,25 +22,17 @@ from qmargin.files import describe_file, replacing
 TOLERANCE = 1e-5
 MAX_BYTES = 2_000_000_000  # one protobuf file holds no more
 INPUT, OUTPUT = "inputs", "embeddings"
-_PACKAGES = ("onnx", "onnxruntime", "onnxscript")
 _TRACED, _TRIED = 2, (1, 2, 5)  # batch sizes; those that were not traced show that it is dynamic
 
 
 @dataclass(frozen=True)
 class OnnxRecord:
-    """What is known of an ONNX file.
-
-    Attributes:
-        sha256: Fingerprint.
-        opset: Version of the operators.
-        runtime: What it was compared in.
-        max_difference: Largest difference to PyTorch of an element of unit-length embeddings.
-    """
+    """What is known of an ONNX file."""
 
     sha256: str
-    opset: int
-    runtime: str
-    max_difference: float
+    opset: int  # version of the operators
+    runtime: str  # what it was compared in
+    max_difference: float  # to PyTorch, of an element of unit-length embeddings
 
     def to_facts(self, name: str) -> dict[str, str]:
         """Entries of a model card; ``name`` is that of the file."""
@@ -56,12 +48,11 @@ class OnnxRecord:
 
 def write_onnx(
     backbone: nn.Module,
-    path: str | Path,
+    path: Path,
     *,
     input_shape: tuple[int, ...],
     lengths: tuple[int, ...] = (),
     metadata: Mapping[str, str] | None = None,
-    tolerance: float = TOLERANCE,
 ) -> OnnxRecord:
     """Write a backbone as ONNX: ``inputs [batch, ...]`` to ``embeddings [batch, d]``, float32.
 
@@ -75,13 +66,8 @@ def write_onnx(
         lengths: For inputs ``[batch, length, *input_shape]`` whose length varies, such as
             recordings: the length to trace, and others to compare.
         metadata: Texts that the file carries.
-        tolerance: Largest difference that is accepted.
-
-    Raises:
-        BackendError: A package is missing, the network cannot be exported, or the results differ.
     """
     check_packages()
-    path = Path(path)
     if backbone.training:
         raise ConfigError("the backbone is in training mode; call eval() on it first")
     num_bytes = sum(value.numel() * 4 for value in backbone.state_dict().values())
@@ -90,36 +76,30 @@ def write_onnx(
             f"the weights take {num_bytes:,} bytes and one ONNX file holds {MAX_BYTES:,}; "
             "export a smaller network"
         )
+    onnxruntime: Any = import_module("onnxruntime")  # it has no types
     with replacing(path) as temporary:
         shapes = [(length, *input_shape) for length in lengths] or [input_shape]
         names = ("batch", "length") if lengths else ("batch",)
         opset = _export(backbone, temporary, _example(_TRACED, shapes[0]), names, metadata or {})
-        difference = _difference(backbone, temporary, shapes)
-        if not difference <= tolerance:  # a NaN is not
+        session = onnxruntime.InferenceSession(str(temporary), providers=["CPUExecutionProvider"])
+        difference = _difference(backbone, session, shapes)
+        if not difference <= TOLERANCE:  # a NaN is not
             raise BackendError(
-                f"onnxruntime differs from PyTorch by {difference:.2g} and {tolerance:g} is "
+                f"onnxruntime differs from PyTorch by {difference:.2g} and {TOLERANCE:g} is "
                 "accepted; nothing was written, try another version of onnxruntime"
             )
-    runtime = f"onnxruntime {_onnxruntime().__version__}"
+    runtime = f"onnxruntime {onnxruntime.__version__}"
     return OnnxRecord(describe_file(path).sha256, opset, runtime, difference)
 
 
 def check_packages() -> None:
-    """Refuse an export whose packages are missing.
-
-    Raises:
-        BackendError: Naming them.
-    """
-    missing = [name for name in _PACKAGES if find_spec(name) is None]
+    """Refuse an export whose packages are missing."""
+    missing = [name for name in ("onnx", "onnxruntime", "onnxscript") if find_spec(name) is None]
     if missing:
         raise BackendError(
             f"{', '.join(missing)} is not installed; ONNX export needs "
             "`pip install 'qmargin[onnx]'`"
         )
-
-
-def _onnxruntime() -> Any:
-    return import_module("onnxruntime")  # it has no types
 
 
 def _example(rows: int, input_shape: tuple[int, ...]) -> Tensor:
@@ -175,7 +155,7 @@ def _forget_sources(model: Any) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Inside, the exporter keeps its notes on its own deprecated calls and optional parts."""
+    """Silence the exporter's notes on its own deprecated calls and optional parts."""
     logger = logging.getLogger("torch.onnx")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -187,9 +167,8 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _difference(backbone: nn.Module, path: Path, shapes: Sequence[tuple[int, ...]]) -> float:
+def _difference(backbone: nn.Module, session: Any, shapes: Sequence[tuple[int, ...]]) -> float:
     """Largest difference of an element between the file and the network, at unit length."""
-    session = _onnxruntime().InferenceSession(str(path), providers=["CPUExecutionProvider"])
     largest = torch.zeros(())
     for rows, shape in product(_TRIED, shapes):
         inputs = _example(rows, shape)

@@ -1,7 +1,6 @@
-"""Weights of other people's checkpoints: read without running their code, and given our names.
+"""Weights of other packages' checkpoints: read without running their code, and given our names.
 
-Read are safetensors files and PyTorch checkpoints that hold tensors and plain containers; a pickle
-that asks for anything else is refused. Known are
+Read are safetensors files and PyTorch checkpoints that hold tensors and plain containers. Known are
 
 - the names of this package, which are those of InsightFace's IResNet, MobileFaceNet and ViT;
 - those of the IR networks of AdaFace (``input_layer``, ``body``, ``output_layer``), for an IResNet
@@ -15,7 +14,7 @@ import io
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +23,7 @@ from qmargin.errors import DataError
 
 CONTAINERS = ("state_dict_backbone", "state_dict", "model_state_dict", "backbone", "model")
 PREFIXES = ("module.", "_orig_mod.", "model.", "backbone.")
-Layout = Literal["same", "adaface"]
-_IR_UNITS = ("bn1", "conv1", "bn2", "prelu", "conv2", "bn3")
+_IR_UNITS = dict(enumerate(("bn1", "conv1", "bn2", "prelu", "conv2", "bn3")))
 _IR_ENDS = {
     "input_layer.0": "conv1",
     "input_layer.1": "bn1",
@@ -39,15 +37,7 @@ _IR_STAGES = {64: 1, 128: 2, 256: 3, 512: 4}  # by the channels of a block
 _SHOWN = 3
 
 
-class Loaded(NamedTuple):
-    """How a file was understood."""
-
-    layout: Layout
-    is_bgr: bool  # whether the first convolution was turned round
-    num_tensors: int
-
-
-def load_weights_(backbone: nn.Module, path: str | Path, *, is_bgr: bool | None = None) -> Loaded:
+def load_weights_(backbone: nn.Module, path: str | Path, *, is_bgr: bool | None = None) -> None:
     """Put the weights of a file into a backbone; all of them must fit.
 
     Args:
@@ -61,16 +51,14 @@ def load_weights_(backbone: nn.Module, path: str | Path, *, is_bgr: bool | None 
             backbone is as it was then.
     """
     found = read_weights(path)
-    layout: Layout = "same"
-    if any(name.startswith("body.") for name in found):
-        layout, found = "adaface", _from_adaface(found)
-    is_turned = layout == "adaface" if is_bgr is None else is_bgr
+    is_adaface = any(name.startswith("body.") for name in found)
+    if is_adaface:
+        found = _from_adaface(found)
     _check_fit(backbone, found, path)
-    if is_turned:
+    if is_adaface if is_bgr is None else is_bgr:
         name = _first_convolution(backbone)
         found[name] = found[name].flip(1)
     backbone.load_state_dict(found, strict=False)  # absent are counters of batches at most
-    return Loaded(layout, is_turned, len(found))
 
 
 def read_weights(path: str | Path) -> dict[str, Tensor]:
@@ -85,7 +73,7 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
         raise DataError(f"there is no file {path}; name a checkpoint")
     with path.open("rb") as file:
         is_safetensors = file.read(9)[8:] == b"{"  # after the length of the header
-    content = _read_safetensors(path) if is_safetensors else _read_torch(path)
+    content = read_safetensors(path) if is_safetensors else _read_torch(path)
     weights = _without_prefixes(_unpacked(content, path))
     for name, tensor in weights.items():
         if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
@@ -93,14 +81,15 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
     return weights
 
 
-def _read_safetensors(path: Path) -> Any:
+def read_safetensors(path: Path) -> dict[str, Tensor]:
+    """Tensors of a safetensors file, or ``DataError``."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     try:
         return load_file(path)
     except (SafetensorError, OSError) as error:
-        raise DataError(f"{path} cannot be read ({error}); get the file anew") from error
+        raise DataError(f"{path} is not a safetensors file ({error}); get it anew") from error
 
 
 def _read_torch(path: Path) -> Any:
@@ -121,7 +110,8 @@ def _read_torch(path: Path) -> Any:
 
 def _unpacked(content: Any, path: Path) -> dict[str, Tensor]:
     """The first mapping of names to tensors, at the top or in a usual container."""
-    for inner in (content, *_containers(content)):
+    outer: Mapping[Any, Any] = content if isinstance(content, Mapping) else {}
+    for inner in (outer, *(outer[name] for name in CONTAINERS if name in outer)):
         if isinstance(inner, Mapping) and inner and _is_tensors(inner):
             return dict(inner)
     names = list(content) if isinstance(content, Mapping) else type(content).__name__
@@ -129,12 +119,6 @@ def _unpacked(content: Any, path: Path) -> dict[str, Tensor]:
         f"{path} has no weights at its top or in one of {', '.join(CONTAINERS)}, but {names}; save "
         "a state_dict"
     )
-
-
-def _containers(content: Any) -> list[Any]:
-    if not isinstance(content, Mapping):
-        return []
-    return [content[name] for name in CONTAINERS if name in content]
 
 
 def _is_tensors(mapping: Mapping[Any, Any]) -> bool:
@@ -159,7 +143,12 @@ def _without_prefixes(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _from_adaface(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """IR networks in the names of ``IResNet``."""
-    starts = _stage_starts(weights)
+    starts = {1: 0}  # the first block of every stage; what is in no stage belongs to the first
+    for name, tensor in weights.items():
+        block = _IR_BLOCK.fullmatch(name)
+        if block is not None and (block[2], block[3], tensor.dim()) == ("res_layer", "1", 4):
+            stage, place = _IR_STAGES.get(len(tensor), 1), int(block[1])
+            starts[stage] = min(place, starts.get(stage, place))
     found = {}
     for name, tensor in weights.items():
         unit, _, kind = name.rpartition(".")
@@ -169,7 +158,9 @@ def _from_adaface(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         elif block is not None:
             place, part, number = int(block[1]), block[2], int(block[3])
             stage = max(stage for stage, start in starts.items() if start <= place)
-            inner = f"downsample.{number}" if part == "shortcut_layer" else _unit(number)
+            inner = _IR_UNITS.get(number, str(number))
+            if part == "shortcut_layer":
+                inner = f"downsample.{number}"
             name = f"layer{stage}.{place - starts[stage]}.{inner}.{kind}"
         found[name] = tensor  # any other name is reported as one that does not fit
     if "features.running_mean" in found:  # the last norm has no weights of its own there
@@ -179,41 +170,23 @@ def _from_adaface(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-def _unit(number: int) -> str:
-    return _IR_UNITS[number] if number < len(_IR_UNITS) else str(number)
-
-
-def _stage_starts(weights: Mapping[str, Tensor]) -> dict[int, int]:
-    """The first block of every stage; what is in no stage belongs to the first."""
-    starts = {1: 0}
-    for name, tensor in weights.items():
-        block = _IR_BLOCK.fullmatch(name)
-        if block is None or (block[2], block[3], tensor.dim()) != ("res_layer", "1", 4):
-            continue
-        stage, place = _IR_STAGES.get(len(tensor), 1), int(block[1])
-        starts[stage] = min(place, starts.get(stage, place))
-    return starts
-
-
 def _check_fit(backbone: nn.Module, found: Mapping[str, Tensor], path: str | Path) -> None:
     """Refuse weights that are missing, too many or of another shape, naming some of each."""
     own = backbone.state_dict()
-    missing = [
-        name for name in own if name not in found and not name.endswith("num_batches_tracked")
-    ]
-    unknown = [name for name in found if name not in own]
-    misshapen = [
-        f"{name} {list(found[name].shape)} instead of {list(own[name].shape)}"
-        for name in own
-        if name in found and found[name].shape != own[name].shape
-    ]
+    faults = {
+        "missing": [
+            name for name in own if name not in found and not name.endswith("num_batches_tracked")
+        ],
+        "unknown": [name for name in found if name not in own],
+        "of another shape": [
+            f"{name} {list(found[name].shape)} instead of {list(own[name].shape)}"
+            for name in own
+            if name in found and found[name].shape != own[name].shape
+        ],
+    }
     problems = [
         f"{len(names)} {what}: {', '.join(names[:_SHOWN])}{', ...' if len(names) > _SHOWN else ''}"
-        for names, what in (
-            (missing, "missing"),
-            (unknown, "unknown"),
-            (misshapen, "of another shape"),
-        )
+        for what, names in faults.items()
         if names
     ]
     if problems:

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import base64
 import io
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from qmargin.evaluation.result import HardPair
 from qmargin.files import MADE_BY, write_atomically
 from qmargin.report.media import MediaFolder
 from qmargin.report.numbers import cleaned, digits_to_differ, number, power
-from qmargin.report.plots import det_geometry, rate_or_bound
-from qmargin.report.systems import NUM_COLOURS, Entry, Panel, margin_of
+from qmargin.report.plots import NUM_COLOURS, det_geometry, rate_or_bound
+from qmargin.report.systems import Entry, Panel, margin_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -27,6 +26,7 @@ COLOURS = (
 )
 MARKERS = "os^DvPph"
 DASHES: Any = ("-", "--", ":", "-.")
+SHADE: Any = {"color": "0.5", "alpha": 0.12, "lw": 0}
 LinePoint: TypeAlias = tuple[float, float, float | None]  # place, height, deviation
 Lines: TypeAlias = Mapping[str, Sequence[LinePoint]]  # by name
 LONGEST_LABEL = 32  # characters
@@ -47,13 +47,20 @@ def has_matplotlib() -> bool:
     return find_spec("matplotlib") is not None
 
 
-def draw_figures(panels: Sequence[Panel], media: MediaFolder | None) -> dict[str, bytes]:
-    """Files of what the results allow to draw, by name."""
+@contextmanager
+def figure_style() -> Iterator[None]:
+    """Settings under which figures are drawn; names may be in any script."""
     import matplotlib
 
-    files: dict[str, bytes] = {}
     with matplotlib.rc_context(SETTINGS), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph .* missing")  # names in any script
+        warnings.filterwarnings("ignore", message="Glyph .* missing")
+        yield
+
+
+def draw_figures(panels: Sequence[Panel], media: MediaFolder | None) -> dict[str, bytes]:
+    """Files of what the results allow to draw, by name."""
+    files: dict[str, bytes] = {}
+    with figure_style():
         for index, panel in enumerate(panels):
             suffix = "" if len(panels) == 1 else f"-{index + 1}"
             drawn = {
@@ -64,7 +71,7 @@ def draw_figures(panels: Sequence[Panel], media: MediaFolder | None) -> dict[str
             }
             for name, figure in drawn.items():
                 if figure is not None:
-                    files.update(figure_files(figure, f"{name}{suffix}"))
+                    files |= figure_files(figure, f"{name}{suffix}")
     return files
 
 
@@ -73,19 +80,16 @@ def det_plot(panel: Panel) -> Figure:
     figure, axes = _blank(5.2, 4.2)
     det = det_geometry(panel)
     for curve in det.curves:
-        colour = COLOURS[curve.entry.colour % NUM_COLOURS]
-        style = DASHES[curve.entry.colour // NUM_COLOURS % len(DASHES)]
-        places = [x for x, _ in curve.line], [y for _, y in curve.line]
-        axes.plot(*places, color=colour, linestyle=style, linewidth=1.5)
+        look = _look(curve.entry)
+        across, up = zip(*curve.line, strict=True) if curve.line else ((), ())
+        line: Any = {"color": look["color"], "linestyle": look["linestyle"], "linewidth": 1.5}
+        axes.plot(across, up, **line)
         if curve.band:
-            across, low, high = zip(*curve.band, strict=True)
-            axes.fill_between(across, low, high, color=colour, alpha=0.12, lw=0)
+            axes.fill_between(*zip(*curve.band, strict=True), color=look["color"], alpha=0.12, lw=0)
         for sign in curve.signs:
-            face, marker = "white" if sign.is_hollow else colour, _marker(curve.entry)
-            dot: Any = {"color": colour, "markersize": 5, "markerfacecolor": face}
-            axes.plot([sign.x], [sign.y], marker=marker, **dot)
+            _dot(axes, curve.entry, sign.x, sign.y, is_hollow=sign.is_hollow)
     for end in det.few:
-        axes.axvspan(det.box.left, end, color="0.5", alpha=0.12, lw=0)
+        axes.axvspan(det.box.left, end, **SHADE)
     axes.set(xlim=(det.box.left, det.box.right), ylim=(det.box.bottom, det.box.top))
     axes.set_xticks([tick.place for tick in det.bottom], [tick.label for tick in det.bottom])
     axes.set_yticks([tick.place for tick in det.left], [tick.label for tick in det.left])
@@ -95,24 +99,35 @@ def det_plot(panel: Panel) -> Figure:
     return figure
 
 
-def _marker(entry: Entry) -> str:
-    return MARKERS[entry.colour % len(MARKERS)]
+def _look(entry: Entry) -> dict[str, Any]:
+    """Colour, marker and dashes of a system."""
+    return {
+        "color": COLOURS[entry.colour % NUM_COLOURS],
+        "marker": MARKERS[entry.colour % len(MARKERS)],
+        "linestyle": DASHES[entry.colour // NUM_COLOURS % len(DASHES)],
+    }
+
+
+def _dot(axes: Any, entry: Entry, x: float, y: float, *, is_hollow: bool) -> None:
+    look = _look(entry)
+    face = "white" if is_hollow else look["color"]
+    dot: Any = {"color": look["color"], "markersize": 5, "markerfacecolor": face}
+    axes.plot([x], [y], marker=look["marker"], **dot)
 
 
 def sensitivity_plot(panel: Panel) -> Figure | None:
     """TAR over scale, a line for each divergence and margin; None without runs that tell them."""
-    far = panel.headline_far()
+    far = panel.headline_far
     lines: dict[str, list[LinePoint]] = {}
     for entry in panel.entries:
-        run, point = entry.result.run, None if far is None else entry.point_at(far)
-        if run is None or run.scale is None or point is None or point.tar is None:
+        run, tar = entry.result.run, None if far is None else entry.observed(far)
+        if run is None or run.scale is None or tar is None:
             continue
         kinds, values = margin_of(run)
         order = cleaned(run.divergence) if run.alpha is None else f"\u03b1 = {run.alpha:g}"
         name = _short(f"{kinds} margin {values}, {order}")
-        lines.setdefault(name, []).append((run.scale, 100.0 * point.tar, None))
-    scales = {place for points in lines.values() for place, _, _ in points}
-    if far is None or len(scales) < 2:
+        lines.setdefault(name, []).append((run.scale, 100.0 * tar, None))
+    if far is None or len({place for points in lines.values() for place, _, _ in points}) < 2:
         return None
     return lines_plot({"Scale": lines}, f"TAR % at FAR {power(far)}")
 
@@ -127,41 +142,33 @@ def lines_plot(
         ylabel: Of the height.
         beyond: By panel, the number from which on the ground is shaded.
     """
-    figure, grid = _blank(2.2 + 3.4 * len(panels), 3.6, columns=len(panels), squeeze=False)
-    cells = list(grid[0])
+    figure, grid = _blank(2.2 + 3.4 * len(panels), 3.6, columns=len(panels))
+    cells = list(grid.flat) if len(panels) > 1 else [grid]
     for axes, (name, lines) in zip(cells, panels.items(), strict=True):
         for index, points in enumerate(lines.values()):
-            _line(axes, points, COLOURS[index % NUM_COLOURS], MARKERS[index % len(MARKERS)])
+            places = sorted(points, key=lambda point: point[0])
+            look = {"color": COLOURS[index % NUM_COLOURS], "marker": MARKERS[index % len(MARKERS)]}
+            axes.plot([x for x, _, _ in places], [y for _, y, _ in places], **look, linewidth=1.2)
+            spread = [(x, y - deviation, y + deviation) for x, y, deviation in places if deviation]
+            if spread:
+                axes.vlines(*zip(*spread, strict=True), color=look["color"], linewidth=0.8)
         axes.set(xlabel=name)
-        places = [x for points in lines.values() for x, _, _ in points]
-        if min(places) > 0.0 and max(places) > WIDE * min(places):
-            axes.set(xscale="log")
-            axes.minorticks_off()
-            ticks = _rate_ticks(*axes.get_xlim())
-            axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        numbers = [x for points in lines.values() for x, _, _ in points]
+        if min(numbers) > 0.0 and max(numbers) > WIDE * min(numbers):
+            _log_ticks(axes, "{:g}".format)
         axes.grid(color="0.9", linewidth=0.6)
         edges = axes.get_xlim()
         if beyond and name in beyond and edges[1] > beyond[name]:
-            axes.axvspan(beyond[name], edges[1], color="0.5", alpha=0.12, lw=0)
+            axes.axvspan(beyond[name], edges[1], **SHADE)
             axes.set_xlim(edges)
     for axes in cells[1:]:
         axes.sharey(cells[0])
         axes.tick_params(labelleft=False)
     cells[0].set(ylabel=ylabel)
-    names = list(next(iter(panels.values())))
     style: Any = {"loc": "outside right upper", "frameon": False, "fontsize": 8}
-    legend = figure.legend(cells[0].get_lines(), names, **style)
-    _plain_text(legend.get_texts())
+    names = list(next(iter(panels.values())))
+    _plain_text(figure.legend(cells[0].get_lines(), names, **style).get_texts())
     return figure
-
-
-def _line(axes: Any, points: Sequence[LinePoint], colour: str, sign: str) -> None:
-    places = sorted(points, key=lambda point: point[0])
-    across, up = [x for x, _, _ in places], [y for _, y, _ in places]
-    axes.plot(across, up, color=colour, marker=sign, linewidth=1.2)
-    spread = [(x, y - deviation, y + deviation) for x, y, deviation in places if deviation]
-    if spread:
-        axes.vlines(*zip(*spread, strict=True), color=colour, linewidth=0.8)
 
 
 def write_lines(
@@ -172,11 +179,8 @@ def write_lines(
     beyond: Mapping[str, float] | None = None,
 ) -> list[Path]:
     """``lines_plot`` in files; returns them."""
-    import matplotlib
-
     stem.parent.mkdir(parents=True, exist_ok=True)
-    with matplotlib.rc_context(SETTINGS), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph .* missing")
+    with figure_style():
         files = figure_files(lines_plot(panels, ylabel, beyond=beyond), stem.name)
     for name, content in files.items():
         write_atomically(stem.with_name(name), content)
@@ -185,28 +189,36 @@ def write_lines(
 
 def groups_plot(panel: Panel) -> Figure | None:
     """FMR and FNMR of each group and system; None without groups."""
-    audits = [(entry, entry.result.groups) for entry in panel.entries if entry.result.groups]
+    audits = {entry.label: audit.rows for entry in panel.entries if (audit := entry.result.groups)}
     if not audits:
         return None
-    names = list(dict.fromkeys(row.group for _, audit in audits if audit for row in audit.rows))
+    entries = [entry for entry in panel.entries if entry.label in audits]
+    names = list(dict.fromkeys(row.group for rows in audits.values() for row in rows))
     figure, axes = _blank(6.4, 1.2 + 0.28 * len(names), columns=2)
-    for entry, audit in audits:
-        assert audit is not None
-        for row in audit.rows:
-            height = names.index(row.group)
-            _group_dot(axes[0], entry, row.fmr, row.num_impostors, height)
-            _group_dot(axes[1], entry, row.fnmr, row.num_genuine, height)
+    for entry in entries:
+        for row in audits[entry.label]:
+            rates = ((row.fmr, row.num_impostors), (row.fnmr, row.num_genuine))
+            for side, (rate, trials) in zip(axes, rates, strict=True):
+                place = rate_or_bound(rate, trials)
+                if place is not None:
+                    _dot(side, entry, place, names.index(row.group), is_hollow=rate == 0.0)
     for side, title in zip(axes, ("False match rate", "False non-match rate"), strict=True):
-        side.set(xscale="log", xlabel=title, ylim=[len(names) - 0.5, -0.5])
-        side.minorticks_off()
-        ticks = _rate_ticks(*side.get_xlim())
-        side.set_xticks(ticks, [power(rate) for rate in ticks])
+        side.set(xlabel=title, ylim=[len(names) - 0.5, -0.5])
+        _log_ticks(side, power)
         side.set_yticks(range(len(names)), [_short(name) for name in names])
         _plain_text(side.get_yticklabels())
         side.grid(axis="y", color="0.9", linewidth=0.6)
     axes[1].set_yticklabels([])
-    _legend(axes[1], [entry for entry, _ in audits])
+    _legend(axes[1], entries)
     return figure
+
+
+def _log_ticks(axes: Any, label: Callable[[float], str]) -> None:
+    """Make the axis across logarithmic, with a few round ticks."""
+    axes.set(xscale="log")
+    axes.minorticks_off()
+    ticks = _rate_ticks(*axes.get_xlim())
+    axes.set_xticks(ticks, list(map(label, ticks)))
 
 
 def _rate_ticks(low: float, high: float) -> list[float]:
@@ -216,25 +228,11 @@ def _rate_ticks(low: float, high: float) -> list[float]:
         >>> _rate_ticks(6e-4, 2.5e-3), _rate_ticks(5e-6, 0.3)
         ([0.001, 0.002], [1e-05, 0.0001, 0.001, 0.01, 0.1])
     """
-    steps: tuple[float, ...] = (1.0,)
-    if high < 100.0 * low:
-        steps = (1.0, 2.0, 5.0)
-    if high < 3.0 * low:
-        steps = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
+    steps = "1" if high >= 100.0 * low else "1 2 5"
+    steps = "1 1.5 2 3 4 6 8" if high < 3.0 * low else steps
     exponents = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    rates = [float(f"{step}e{exponent}") for exponent in exponents for step in steps]
+    rates = [float(f"{step}e{exponent}") for exponent in exponents for step in steps.split()]
     return [rate for rate in rates if low <= rate <= high] or [math.sqrt(low * high)]
-
-
-def _group_dot(axes: Any, entry: Entry, rate: float | None, trials: int, height: int) -> None:
-    """A rate, or a hollow dot at the bound 3/n of a group without errors."""
-    place = rate_or_bound(rate, trials)
-    if rate is None or place is None:
-        return
-    colour = COLOURS[entry.colour % NUM_COLOURS]
-    face = colour if rate > 0.0 else "white"
-    dot: Any = {"color": colour, "markersize": 5, "markerfacecolor": face}
-    axes.plot([place], [height], marker=_marker(entry), **dot)
 
 
 def hardest_plot(entry: Entry, media: MediaFolder) -> Figure | None:
@@ -242,14 +240,19 @@ def hardest_plot(entry: Entry, media: MediaFolder) -> Figure | None:
     hardest = entry.result.hardest
     if hardest is None:
         return None
-    kinds = (("Genuine", hardest.false_rejects), ("Impostor", hardest.false_accepts))
-    grids = [(name, _image_pairs(pairs, media)) for name, pairs in kinds]
+    grids = []
+    for name, all_pairs in (
+        ("Genuine", hardest.false_rejects),
+        ("Impostor", hardest.false_accepts),
+    ):
+        drawn = [(pair, images_of((pair.enrol, pair.test), media)) for pair in all_pairs]
+        grids.append((name, [(pair, images) for pair, images in drawn if images][:MOST_PAIRS]))
     most = max(len(pairs) for _, pairs in grids)
     if most == 0:
         return None
     figure, axes = _blank(1.3 * most + 0.3, 4.4, columns=most, rows=4)
-    cells = [list(row) for row in axes.reshape(4, most)]
-    for cell in (cell for row in cells for cell in row):
+    cells = axes.reshape(4, most)
+    for cell in cells.flat:
         cell.axis("off")
     for block, (name, pairs) in enumerate(grids):
         digits = digits_to_differ((pair.score for pair, _ in pairs), 3)
@@ -260,51 +263,32 @@ def hardest_plot(entry: Entry, media: MediaFolder) -> Figure | None:
     return figure
 
 
-def _image_pairs(pairs: Sequence[HardPair], media: MediaFolder) -> list[tuple[HardPair, list[Any]]]:
-    from PIL import Image
-
-    found = []
-    for pair in pairs:
-        both = [media.medium(key) for key in (pair.enrol, pair.test)]
-        if all(medium.kind == "image" for medium in both):
-            files = [base64.b64decode(medium.uri.partition(",")[2]) for medium in both]
-            found.append((pair, [Image.open(io.BytesIO(content)) for content in files]))
-    return found[:MOST_PAIRS]
+def images_of(keys: Sequence[str], media: MediaFolder) -> list[Any]:
+    """Pictures of both sides of a pair; none unless both have one."""
+    found = [media.medium(key) for key in keys]
+    is_shown = all(medium.kind == "image" for medium in found)
+    return [medium.image() for medium in found] if is_shown else []
 
 
-def _blank(
-    width: float, height: float, *, rows: int = 1, columns: int = 1, squeeze: bool = True
-) -> tuple[Figure, Any]:
+def _blank(width: float, height: float, *, rows: int = 1, columns: int = 1) -> tuple[Figure, Any]:
     """A figure without pyplot, so that nothing is kept and no window is opened."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
-    return figure, figure.subplots(rows, columns, squeeze=squeeze)
+    return figure, figure.subplots(rows, columns)
 
 
 def _legend(axes: Any, entries: Sequence[Entry]) -> None:
     from matplotlib.lines import Line2D
 
-    handles = [
-        Line2D(
-            [],
-            [],
-            color=COLOURS[entry.colour % NUM_COLOURS],
-            marker=_marker(entry),
-            linestyle=DASHES[entry.colour // NUM_COLOURS % len(DASHES)],
-        )
-        for entry in entries
-    ]
-    legend = axes.legend(
-        handles, [_short(entry.label) for entry in entries], frameon=False, fontsize=8
-    )
-    _plain_text(legend.get_texts())
+    handles = [Line2D([], [], **_look(entry)) for entry in entries]
+    names = [_short(entry.label) for entry in entries]
+    _plain_text(axes.legend(handles, names, frameon=False, fontsize=8).get_texts())
 
 
 def _short(name: str) -> str:
     """A name that leaves room for the drawing."""
-    shown = cleaned(name)
-    return shown if len(shown) <= LONGEST_LABEL else shown[: LONGEST_LABEL - 1] + "…"
+    return cleaned(name, LONGEST_LABEL)
 
 
 def _plain_text(texts: Sequence[Any]) -> None:

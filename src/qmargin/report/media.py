@@ -8,6 +8,7 @@ import warnings
 import wave
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from qmargin.errors import ConfigError
 
@@ -24,11 +25,21 @@ _AUDIO_TYPES = {b"RIFF": "wav", b"fLaC": "flac", b"OggS": "ogg", b"ID3": "mpeg",
 
 @dataclass(frozen=True)
 class Medium:
-    """One file as a data URI; ``uri`` is empty where ``problem`` says why it is not shown."""
+    """A file for the page; empty where ``problem`` says why it is not shown."""
 
-    kind: str  # image, audio or none
+    kind: str = "none"  # or image, audio
     uri: str = ""
     problem: str = ""
+
+    def image(self) -> Any:
+        """The picture, for a figure."""
+        from PIL import Image
+
+        return Image.open(io.BytesIO(base64.b64decode(self.uri.partition(",")[2])))
+
+
+def _medium(kind: str, subtype: str, content: bytes) -> Medium:
+    return Medium(kind, f"data:{kind}/{subtype};base64,{base64.b64encode(content).decode()}")
 
 
 @dataclass
@@ -43,21 +54,31 @@ class MediaFolder:
         self.root = Path(self.root).resolve()
         if not self.root.is_dir():
             raise ConfigError(
-                f"the media folder {self.root} is not a folder: give the root of the keys"
+                f"media folder {self.root} is not a folder: give the root of the keys"
             )
 
     def embedded(self, key: str) -> Medium:
         """The medium of a key for the page, as long as the page is not too large."""
         found = self.medium(key)
         if self._spent + len(found.uri) > MOST_BYTES:
-            return Medium("none", problem="left out, the page is large enough")
+            return Medium(problem="left out, the page is large enough")
         self._spent += len(found.uri)
         return found
 
     def medium(self, key: str) -> Medium:
         """The medium of a key; read once."""
         if key not in self._known:
-            self._known[key] = self._made(key)
+            path = self.find(key)
+            suffix = None if path is None else path.suffix.lower()
+            if path is None:
+                found = Medium(problem="no such file")
+            elif suffix in IMAGE_SUFFIXES:
+                found = _image(path)
+            elif suffix in AUDIO_SUFFIXES:
+                found = _audio(path)
+            else:
+                found = Medium(problem="neither image nor audio")
+            self._known[key] = found
         return self._known[key]
 
     def find(self, key: str) -> Path | None:
@@ -71,16 +92,6 @@ class MediaFolder:
                 return None
         return None
 
-    def _made(self, key: str) -> Medium:
-        path = self.find(key)
-        if path is None:
-            return Medium("none", problem="no such file")
-        if path.suffix.lower() in IMAGE_SUFFIXES:
-            return _image(path)
-        if path.suffix.lower() in AUDIO_SUFFIXES:
-            return _audio(path)
-        return Medium("none", problem="neither image nor audio")
-
 
 def _image(path: Path) -> Medium:
     from PIL import Image, ImageOps
@@ -90,43 +101,35 @@ def _image(path: Path) -> Medium:
             warnings.simplefilter("error")
             with Image.open(path, formats=_IMAGE_FORMATS) as image:
                 if image.width * image.height > MOST_PIXELS:
-                    return Medium("none", problem="image too large")
+                    return Medium(problem="image too large")
                 image.draft("RGB", (2 * IMAGE_SIDE, 2 * IMAGE_SIDE))
                 small = ImageOps.exif_transpose(image).convert("RGB")
                 small.thumbnail((IMAGE_SIDE, IMAGE_SIDE))
     except Exception:  # a decoder may fail in any way on a broken file; the page goes on
-        return Medium("none", problem="unreadable image")
+        return Medium(problem="unreadable image")
     buffer = io.BytesIO()
     small.save(buffer, "JPEG", quality=82, optimize=True)
-    return Medium("image", _data_uri("image/jpeg", buffer.getvalue()))
+    return _medium("image", "jpeg", buffer.getvalue())
 
 
 def _audio(path: Path) -> Medium:
+    """A recording; the first seconds of a WAV file, unless its encoding cannot be cut."""
     with path.open("rb") as file:
         start = file.read(4)
-    kinds = [kind for magic, kind in _AUDIO_TYPES.items() if start.startswith(magic)]
-    if not kinds:
-        return Medium("none", problem="unreadable audio")
-    content = _first_seconds(path) if kinds[0] == "wav" else None
-    if content is None:
-        if path.stat().st_size > MOST_FILE_BYTES:
-            return Medium("none", problem="recording too large")
-        content = path.read_bytes()
-    return Medium("audio", _data_uri(f"audio/{kinds[0]}", content))
-
-
-def _first_seconds(path: Path) -> bytes | None:
-    """The beginning of a WAV file as a file of its own; None for encodings that cannot be cut."""
+    kind = next((kind for magic, kind in _AUDIO_TYPES.items() if start.startswith(magic)), None)
+    if kind is None:
+        return Medium(problem="unreadable audio")
     buffer = io.BytesIO()
-    try:
-        with wave.open(str(path), "rb") as source, wave.open(buffer, "wb") as target:
-            target.setparams(source.getparams())
-            target.writeframes(source.readframes(int(LONGEST_AUDIO * source.getframerate())))
-    except (wave.Error, EOFError, ValueError):
-        return None
+    if kind == "wav":
+        try:
+            with wave.open(str(path), "rb") as source, wave.open(buffer, "wb") as target:
+                target.setparams(source.getparams())
+                target.writeframes(source.readframes(int(LONGEST_AUDIO * source.getframerate())))
+        except (wave.Error, EOFError, ValueError):
+            buffer = io.BytesIO()
     content = buffer.getvalue()
-    return content if len(content) <= MOST_FILE_BYTES else None
-
-
-def _data_uri(kind: str, content: bytes) -> str:
-    return f"data:{kind};base64,{base64.b64encode(content).decode('ascii')}"
+    if not content or len(content) > MOST_FILE_BYTES:
+        if path.stat().st_size > MOST_FILE_BYTES:
+            return Medium(problem="recording too large")
+        content = path.read_bytes()
+    return _medium("audio", kind, content)

@@ -10,66 +10,47 @@ LONGEST_NAME = 120  # characters of a name that are shown
 LONGEST_TEXT = 2000  # of a note, a path or a command
 NOT_MEASURABLE = "not measurable"
 MISSING = "-"
+MINUS, DASH = "\u2212", "\u2013"
 _MOST_DIGITS = 17  # tell any two numbers apart
 _RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+count = "{:,}".format  # a count with its thousands marked
 
 
 def cleaned(text: str, longest: int = LONGEST_NAME) -> str:
-    """Make a text printable: no control, override or surrogate characters, not too long.
-
-    Characters that would move the text around them, end a line or break the encoding are replaced
-    by a sign that shows something was there.
-
-    Examples:
-        >>> cleaned("speaker" + chr(0x202E) + "7")
-        'speaker\ufffd7'
-    """
-    signs = (
+    """Make a text printable: shorten it, and replace control, override and surrogate characters."""
+    shown = "".join(
         "\ufffd" if unicodedata.category(sign) in ("Cc", "Cf", "Cs", "Co", "Zl", "Zp") else sign
         for sign in text[: longest + 1]
     )
-    shown = "".join(signs)
     return shown if len(shown) <= longest else shown[: longest - 1] + "…"
 
 
-def percent(rate: float | None, digits: int = 2) -> str:
-    """A rate in per cent, without the sign.
-
-    Examples:
-        >>> percent(0.96354), percent(None)
-        ('96.35', '-')
-    """
-    return MISSING if rate is None else f"{100.0 * rate:.{digits}f}"
+def percent(rate: float | None) -> str:
+    """A rate in per cent, without the sign."""
+    return MISSING if rate is None else f"{100.0 * rate:.2f}"
 
 
-def percent_interval(interval: tuple[float, float] | None) -> str:
-    r"""Both ends of an interval of rates in per cent.
-
-    Examples:
-        >>> ascii(percent_interval((0.9591, 0.9672)))
-        "'95.91\\u201396.72'"
-    """
-    if interval is None:
-        return ""
-    return "\u2013".join(f"{100.0 * end:.2f}" for end in interval)
+def percent_interval(interval: tuple[float, float] | None, between: str = DASH) -> str:
+    """Both ends of an interval of rates in per cent; empty without one."""
+    return "" if interval is None else between.join(map(percent, interval))
 
 
-def signed(value: float, digits: int = 2) -> str:
-    r"""A difference with its sign, a true minus.
+def signed(value: float) -> str:
+    """A difference with its sign, a true minus."""
+    return f"{value:+.2f}".replace("-", MINUS)
 
-    Examples:
-        >>> signed(0.5), ascii(signed(-0.5))
-        ('+0.50', "'\\u22120.50'")
-    """
-    return f"{value:+.{digits}f}".replace("-", "\u2212")
+
+def signed_interval(low: float, high: float) -> str:
+    """Both ends of an interval of differences of rates, in percentage points."""
+    return f"{signed(100 * low)} to {signed(100 * high)}"
 
 
 def number(value: float | None, digits: int = 4) -> str:
     """A score, a threshold or a cost with so many significant digits.
 
     Examples:
-        >>> number(0.41234567), number(float("inf")), number(12345.678)
-        ('0.4123', '∞', '12346')
+        >>> number(0.41234567), number(float("inf")), number(12345.678), number(None)
+        ('0.4123', '∞', '12346', '-')
     """
     if value is None:
         return MISSING
@@ -82,12 +63,9 @@ def number(value: float | None, digits: int = 4) -> str:
 
 
 def digits_to_differ(values: Iterable[float | None], least: int = 4, *, form: str = "g") -> int:
-    """Digits, at least so many, at which numbers that differ look different.
+    """Digits, at least ``least``, at which numbers that differ look different.
 
-    Args:
-        values: The numbers.
-        least: Digits that are shown in any case.
-        form: ``"g"`` for significant digits, ``"f"`` for those after the point.
+    ``form`` is ``"g"`` for significant digits, ``"f"`` for those after the point.
 
     Examples:
         >>> digits_to_differ([0.5, 0.25]), digits_to_differ([0.9999991, 0.9999992])
@@ -118,33 +96,13 @@ def power(rate: float) -> str:
     return raised if float(mantissa) == 1.0 else f"{float(mantissa):g}\u00d7{raised}"
 
 
-def count(value: int) -> str:
-    """A count with its thousands marked.
-
-    Examples:
-        >>> count(15658489)
-        '15,658,489'
-    """
-    return f"{value:,}"
-
-
 def probability(value: float) -> str:
-    """A p-value, never rounded to zero.
-
-    Examples:
-        >>> probability(0.0316), probability(1e-5)
-        ('0.032', '< 0.001')
-    """
+    """A p-value, never rounded to zero."""
     return "< 0.001" if value < 0.001 else f"{value:.3f}"
 
 
 def short_count(value: float) -> str:
-    """A round count for the side of a drawing.
-
-    Examples:
-        >>> short_count(100.0), short_count(25_000), short_count(1e6)
-        ('100', '25k', '1M')
-    """
+    """A round count for the side of a drawing, such as 25k."""
     for size, sign in ((1e6, "M"), (1e3, "k")):
         if value >= size:
             return f"{value / size:g}{sign}"

@@ -20,17 +20,12 @@ from markupsafe import Markup
 
 from qmargin.evaluation.result import HardPair, ProtocolInfo, Result, RunInfo
 from qmargin.files import MADE_BY
-from qmargin.report.comparison import (
-    PairedDifference,
-    Repeats,
-    difference_of_means,
-    find_repeats,
-    interval_of_mean,
-)
+from qmargin.report import tables
 from qmargin.report.journal import Journal
 from qmargin.report.media import MediaFolder
 from qmargin.report.numbers import (
     LONGEST_TEXT,
+    MINUS,
     MISSING,
     cleaned,
     count,
@@ -41,8 +36,10 @@ from qmargin.report.numbers import (
     power,
     probability,
     signed,
+    signed_interval,
 )
 from qmargin.report.plots import (
+    NUM_COLOURS,
     det_geometry,
     gauge,
     group_scale,
@@ -53,19 +50,17 @@ from qmargin.report.plots import (
     support_chart,
     whisker_scale,
 )
-from qmargin.report.systems import NUM_COLOURS, Entry, Panel, margin_of
-from qmargin.report.table import Column, Table
-from qmargin.report.tables import (
-    difference_table,
-    group_table,
-    mean_difference_table,
-    other_table,
-    repeats_table,
-    spread_table,
-    sufficiency_table,
-    tar_table,
-    threshold_table,
+from qmargin.report.systems import (
+    Entry,
+    PairedDifference,
+    Panel,
+    Repeats,
+    difference_of_means,
+    find_repeats,
+    interval_of_mean,
+    margin_of,
 )
+from qmargin.report.table import Column, Table
 
 MOST_SHOWN = 12  # hardest pairs of each kind
 SIGNS = (  # of systems, beside the colour, around the origin
@@ -80,33 +75,59 @@ SIGNS = (  # of systems, beside the colour, around the origin
 )
 
 
-@dataclass(frozen=True)
-class PageContent:
-    """What goes on a page; ``differences`` has a list for each panel."""
-
-    title: str
-    panels: Sequence[Panel]
-    differences: Sequence[list[PairedDifference]]
-    level: float = 0.95
-    media: MediaFolder | None = None
-    journals: Sequence[Journal] = ()
-
-
-def render_page(content: PageContent) -> str:
-    """The whole page as text."""
-    style, script = _asset("page.css"), _asset("page.js")
-    plots = [det_geometry(panel) for panel in content.panels]
+def render_page(
+    title: str,
+    panels: Sequence[Panel],
+    differences: Sequence[list[PairedDifference]],
+    *,
+    level: float = 0.95,
+    media: MediaFolder | None = None,
+    journals: Sequence[Journal] = (),
+) -> str:
+    """The whole page as text; ``differences`` has a list for each panel."""
+    style, script = (
+        (files("qmargin.report") / "templates" / name).read_text(encoding="utf-8")
+        for name in ("page.css", "page.js")
+    )
+    repeats = find_repeats(panels)
+    plots = [det_geometry(panel) for panel in panels]
+    blocks: dict[str, Callable[[Panel], Any]] = {
+        "data": _data,
+        "det": lambda panel: plots[panel.index],
+        "scores": _scores,
+        "points": _points,
+        "pairs": lambda panel: _pairs(panel, differences[panel.index], level),
+        "groups": lambda panel: [_groups(e) for e in panel.entries if e.result.groups is not None],
+        "hardest": lambda panel: _hardest(panel, media),
+        "calibration": _calibration,
+        "protocol": lambda panel: list(map(_facts, panel.entries)),
+    }
+    views: dict[
+        str, list[tuple[str, Any]]
+    ] = {  # headings and views by section; no view, no section
+        key: [(p.title if len(panels) > 1 else "", view) for p in panels if (view := block(p))]
+        for key, block in blocks.items()
+    }
+    views["repeats"] = [("", _repeats(found, level)) for found in repeats]
+    views["sparsity"] = [("", _sparsity(journals))] if journals else []
+    # A protocol's verdict is about means where its systems have several runs.
+    covered = {id(e) for found in repeats for group in found.systems.values() for e in group}
+    verdicts = [_mean_verdict(found, level) for found in repeats] + [
+        _verdict(panel, differences[panel.index])
+        for panel in panels
+        if not all(id(entry) in covered for entry in panel.entries)
+    ]
     return (
         _environment()
         .get_template("page.html.j2")
         .render(
-            title=content.title,
+            title=title,
             made_by=MADE_BY,
             policy=_policy(style, script),
             style=Markup(style),
             script=Markup(script),
-            verdicts=_verdicts(content),
-            views=_views(content, {"det": lambda panel: plots[panel.index]}),
+            verdicts=verdicts,
+            views=views,
             det_data=[plot.data for plot in plots],
         )
     )
@@ -115,13 +136,27 @@ def render_page(content: PageContent) -> str:
 @cache
 def _environment() -> Environment:
     """Templates that escape every text and print no control characters."""
+
+    def printable(value: Any) -> Any:
+        """Clean every text that is not markup; it may come from a file of others."""
+        is_text = isinstance(value, str) and not isinstance(value, Markup)
+        return cleaned(value, LONGEST_TEXT) if is_text else value
+
+    def outline(band: Sequence[tuple[float, float, float]]) -> list[tuple[float, float]]:
+        return [(x, high) for x, _, high in band] + [(x, low) for x, low, _ in reversed(band)]
+
+    def stroke(colour: int) -> str:
+        """Classes of a system's line; beyond the colours, dashes tell systems apart."""
+        dash = f" dash{colour // NUM_COLOURS % 3}" if colour >= NUM_COLOURS else ""
+        return f"c{colour % NUM_COLOURS}{dash}"
+
     environment = Environment(
         loader=PackageLoader("qmargin.report"),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
-        finalize=_printable,
+        finalize=printable,
     )
     environment.filters.update(
         short=cleaned,
@@ -129,82 +164,25 @@ def _environment() -> Environment:
         power=power,
         place="{:.1f}".format,
         path=lambda points: Markup(path_data(points)),  # numbers alone
-        outline=_outline,
+        outline=outline,
         series=lambda colour: f"c{colour % NUM_COLOURS}",
-        stroke=_stroke,
+        stroke=stroke,
         sign=lambda colour: SIGNS[colour % len(SIGNS)],
     )
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
     return environment
 
 
-def _printable(value: Any) -> Any:
-    """Clean every text that is not markup; it may come from a file of others."""
-    is_text = isinstance(value, str) and not isinstance(value, Markup)
-    return cleaned(value, LONGEST_TEXT) if is_text else value
-
-
-def _outline(band: Sequence[tuple[float, float, float]]) -> list[tuple[float, float]]:
-    upper = [(x, high) for x, _, high in band]
-    return upper + [(x, low) for x, low, _ in reversed(band)]
-
-
-def _stroke(colour: int) -> str:
-    """Classes of a system's line; beyond the colours, dashes tell systems apart."""
-    dash = f" dash{colour // NUM_COLOURS % 3}" if colour >= NUM_COLOURS else ""
-    return f"c{colour % NUM_COLOURS}{dash}"
-
-
-def _asset(name: str) -> str:
-    return (files("qmargin.report") / "templates" / name).read_text(encoding="utf-8")
-
-
 def _policy(style: str, script: str) -> str:
     """Nothing may be fetched; only this style and this script count, known by their hashes."""
-
-    def fingerprint(text: str) -> str:
-        digest = hashlib.sha256(text.encode("utf-8")).digest()
-        return f"'sha256-{base64.b64encode(digest).decode('ascii')}'"
-
-    rules = (
-        "default-src 'none'",
-        f"style-src {fingerprint(style)}",
-        f"script-src {fingerprint(script)}",
-        "img-src data:",
-        "media-src data:",
-        "base-uri 'none'",
-        "form-action 'none'",
+    style, script = (
+        base64.b64encode(hashlib.sha256(text.encode("utf-8")).digest()).decode("ascii")
+        for text in (style, script)
     )
-    return "; ".join(rules)
-
-
-def _views(
-    content: PageContent, blocks: Mapping[str, Callable[[Panel], Any]]
-) -> dict[str, list[tuple[str, Any]]]:
-    """What the sections of the page show: by key, headings and views; no views, no section."""
-    panels, pairs, level = content.panels, content.differences, content.level
-    blocks = {
-        **blocks,
-        "data": _data,
-        "scores": _scores,
-        "points": _points,
-        "pairs": lambda panel: _pairs(panel, pairs[panel.index], level),
-        "groups": _groups,
-        "hardest": lambda panel: _hardest(panel, content.media),
-        "calibration": _calibration,
-        "protocol": lambda panel: [_facts(entry) for entry in panel.entries],
-    }
-    views: dict[str, list[tuple[str, Any]]] = {
-        key: [
-            (panel.title if len(panels) > 1 else "", view)
-            for panel in panels
-            if (view := block(panel))
-        ]
-        for key, block in blocks.items()
-    }
-    views["repeats"] = [("", _repeats(found, level)) for found in find_repeats(panels)]
-    views["sparsity"] = [("", _sparsity(content.journals))] if content.journals else []
-    return views
+    return (
+        f"default-src 'none'; style-src 'sha256-{style}'; script-src 'sha256-{script}'; "
+        "img-src data:; media-src data:; base-uri 'none'; form-action 'none'"
+    )
 
 
 # -- verdict --------------------------------------------------------------------------------------
@@ -227,113 +205,91 @@ class Verdict:
     num_runs: int = 1
 
 
-def _verdicts(content: PageContent) -> list[Verdict]:
-    """Of every protocol: of means where systems have several runs, else of single results."""
-    repeated = find_repeats(content.panels)
-    found = [_mean_verdict(repeats, content.level) for repeats in repeated]
-    covered = {id(e) for repeats in repeated for group in repeats.systems.values() for e in group}
-    for panel, differences in zip(content.panels, content.differences, strict=True):
-        if not all(id(entry) in covered for entry in panel.entries):
-            found.append(_verdict(panel, differences))
-    return found
-
-
 def _verdict(panel: Panel, differences: Sequence[PairedDifference]) -> Verdict:
-    leader, far = panel.leader(), panel.headline_far()
-    point = None if far is None else leader.point_at(far)
-    start = (panel.title, panel.first.protocol, leader.label)
+    """Of single results."""
+    leader, far = panel.leader(), panel.headline_far
+    protocol, point = leader.result.protocol, leader.point_at(far)
+    start = (panel.title, panel.entries[0].result.protocol, leader.label)
     if far is None or point is None:
         return Verdict(*start, percent(leader.result.measures.eer.value), None)
-    interval = leader.result.protocol.interval
-    shown = percent_interval(point.interval).replace("\u2013", " to ")
-    how = f"{100 * interval.level:g} % interval, {interval.method}" if shown else "no interval"
+    how = f"{100 * protocol.interval.level:g} % interval, {protocol.interval.method}"
     facts = (
-        (f"{shown} %" if shown else MISSING, how),
+        _interval_fact(point.interval, how),
         (MISSING if point.far is None else power(point.far), "achieved FAR"),
         (count(point.false_accepts), f"false accepts, {count(point.allowed)} allowed"),
         (number(point.threshold), "threshold"),
     )
-    rivals = [
-        made.seen_from(leader.label)
-        for made in differences
-        if made.far == far and leader.label in (made.first, made.second)
-    ]
+    rivals = {}
+    for made in (made.seen_from(leader.label) for made in differences if made.far == far):
+        if made.first == leader.label:
+            is_ahead = made.is_shown and made.difference > 0.0
+            rivals[made.second] = (made.difference, made.interval, made.adjusted, is_ahead)
     verdict = Verdict(*start, percent(point.tar), far, facts, has_rivals=len(panel.entries) > 1)
-    if not rivals:
-        return verdict
-    nearest = min(rivals, key=lambda made: made.difference)
-    return replace(
-        verdict,
-        rival=nearest.second,
-        lead=_lead(nearest.difference, nearest.interval, nearest.adjusted),
-        is_ahead=nearest.is_shown and nearest.difference > 0.0,
-    )
+    return _with_rival(verdict, rivals)
 
 
 def _mean_verdict(repeats: Repeats, level: float) -> Verdict:
+    """Of means over runs."""
     far = repeats.headline_far
-    ranked = repeats.ranked(far)
-    leader = ranked[0]
+    leader, *others = repeats.ranked(far)
     values = repeats.values(leader, far)
     verdict = Verdict(
-        repeats.title,
-        repeats.systems[leader][0].result.protocol,
-        leader,
-        percent(statistics.fmean(values)),
-        far,
-        has_rivals=len(ranked) > 1,
+        *(repeats.title, repeats.systems[leader][0].result.protocol, leader),
+        *(percent(statistics.fmean(values)), far),
+        has_rivals=bool(others),
         num_runs=sum(map(len, repeats.systems.values())),
     )
     if far is None:
         return verdict
-    ends = interval_of_mean(repeats, leader, far, level=level)
-    shown = percent_interval(ends).replace("\u2013", " to ")
-    about = f"{100 * level:g} % interval of the mean over subjects" if shown else "no interval"
-    facts = [(f"{shown} %" if shown else MISSING, about)]
+    how = f"{100 * level:g} % interval of the mean over subjects"
+    facts = [_interval_fact(interval_of_mean(repeats, leader, far, level=level), how)]
     if len(values) > 1:
         deviation = f"{100 * statistics.stdev(values):.2f} points"
         facts.append((deviation, f"standard deviation over {len(values)} seeds"))
-    made = {name: difference_of_means(repeats, leader, name, far, level=level) for name in ranked}
-    rivals = {name: found for name, found in made.items() if found is not None and name != leader}
-    verdict = replace(verdict, facts=facts)
-    if not rivals:
-        return verdict
-    rival = min(rivals, key=lambda name: rivals[name].difference)
-    nearest = rivals[rival]
-    return replace(
-        verdict,
-        rival=rival,
-        lead=_lead(nearest.difference, (nearest.low, nearest.high), nearest.p_value),
-        is_ahead=nearest.low > 0.0,
+    rivals = {}
+    for name in others:
+        if made := difference_of_means(repeats, leader, name, far, level=level):
+            ends = (made.low, made.high)
+            rivals[name] = (made.difference, ends, made.p_value, made.low > 0.0)
+    return _with_rival(replace(verdict, facts=facts), rivals)
+
+
+def _interval_fact(ends: tuple[float, float] | None, how: str) -> tuple[str, str]:
+    return (
+        (MISSING, "no interval") if ends is None else (percent_interval(ends, " to ") + " %", how)
     )
 
 
-def _lead(difference: float, interval: tuple[float, float], p_value: float) -> str:
-    low, high = (signed(100 * end) for end in interval)
+def _with_rival(
+    verdict: Verdict, rivals: Mapping[str, tuple[float, tuple[float, float], float, bool]]
+) -> Verdict:
+    """Add the nearest rival, of each the difference, its interval, its p-value and the verdict."""
+    if not rivals:
+        return verdict
+    rival = min(rivals, key=lambda name: rivals[name][0])
+    difference, ends, p_value, is_ahead = rivals[rival]
     words = f"p = {probability(p_value)}".replace("= <", "<")
-    return f"{signed(100 * difference)} points (interval {low} to {high}, {words})"
+    lead = f"{signed(100 * difference)} points (interval {signed_interval(*ends)}, {words})"
+    return replace(verdict, rival=rival, lead=lead, is_ahead=is_ahead)
 
 
 # -- sections -------------------------------------------------------------------------------------
 
 
 def _repeats(repeats: Repeats, level: float) -> dict[str, Any]:
-    return {
-        "means": repeats_table(repeats),
-        "differences": mean_difference_table(repeats, level),
-    }
+    differences = tables.mean_difference_table(repeats, level)
+    return {"means": tables.repeats_table(repeats), "differences": differences}
 
 
 def _data(panel: Panel) -> dict[str, Any]:
-    table, allowed = sufficiency_table(panel)
+    table, allowed = tables.sufficiency_table(panel)
     return {"table": table, "allowed": allowed, "gauges": list(map(gauge, allowed))}
 
 
 def _scores(panel: Panel) -> list[tuple[Entry, Any]]:
-    far = panel.headline_far()
     found = []
     for entry in panel.entries:
-        point = None if far is None else entry.point_at(far)
+        point = entry.point_at(panel.headline_far)
         threshold = None if point is None else point.threshold
         found.append((entry, histogram_chart(entry.result.histogram, threshold)))
     return found
@@ -342,9 +298,9 @@ def _scores(panel: Panel) -> list[tuple[Entry, Any]]:
 def _points(panel: Panel) -> dict[str, Any]:
     return {
         "entries": panel.entries,
-        "tars": tar_table(panel),
-        "thresholds": threshold_table(panel),
-        "others": other_table(panel),
+        "tars": tables.tar_table(panel),
+        "thresholds": tables.threshold_table(panel),
+        "others": tables.other_table(panel),
     }
 
 
@@ -358,81 +314,60 @@ def _pairs(panel: Panel, differences: Sequence[PairedDifference], level: float) 
                 "rule and seed, and replicates (evaluate with --replicates)."
             )
         return {"problem": problem, "tables": []}
-    headline = panel.headline_far()
+    headline = panel.headline_far
     measure = "EER" if headline is None else f"TAR at FAR {power(headline)}"
-    titles = (
-        f"Difference of {measure} in percentage points, first minus second",
-        "Differences in percentage points, first minus second",
-    )
-    tables = []
-    for is_folded, title in enumerate(titles):
-        found = [made for made in differences if (made.far != headline) == bool(is_folded)]
-        if found:
-            table = difference_table(found, title, level=level)
+    found = []
+    for is_folded, start in ((False, f"Difference of {measure}"), (True, "Differences")):
+        own = [made for made in differences if (made.far != headline) == is_folded]
+        if own:
+            title = f"{start} in percentage points, first minus second"
+            table = tables.difference_table(own, title, level=level)
             table = replace(table, notes=()) if is_folded else table  # the first one has it
-            scale = whisker_scale(made.interval for made in found)
-            tables.append((table, found, scale, bool(is_folded)))
-    return {"problem": "", "tables": tables}
+            found.append((table, own, whisker_scale(made.interval for made in own), is_folded))
+    return {"problem": "", "tables": found}
 
 
-def _groups(panel: Panel) -> list[dict[str, Any]]:
-    """The audit of each system that has one, with the places of its dots."""
-    views = []
-    for entry in panel.entries:
-        audit = entry.result.groups
-        if audit is None:
-            continue
-        match = [rate_or_bound(row.fmr, row.num_impostors) for row in audit.rows]
-        miss = [rate_or_bound(row.fnmr, row.num_genuine) for row in audit.rows]
-        across, beside = group_scale([*match, audit.far_target]), group_scale(miss)
-        views.append(
-            {
-                "entry": entry,
-                "rows": audit.rows,
-                "table": group_table(audit),
-                "spreads": spread_table(audit),
-                "target": across(audit.far_target),
-                "match": [None if rate is None else across(rate) for rate in match],
-                "miss": [None if rate is None else beside(rate) for rate in miss],
-            }
-        )
-    return views
+def _groups(entry: Entry) -> dict[str, Any]:
+    """The audit of a system, with the places of its dots."""
+    audit = entry.result.groups
+    assert audit is not None
+    match = [rate_or_bound(row.fmr, row.num_impostors) for row in audit.rows]
+    miss = [rate_or_bound(row.fnmr, row.num_genuine) for row in audit.rows]
+    across, beside = group_scale([*match, audit.far_target]), group_scale(miss)
+    return {
+        "entry": entry,
+        "rows": audit.rows,
+        "table": tables.group_table(audit),
+        "spreads": tables.spread_table(audit),
+        "target": across(audit.far_target),
+        "match": [None if rate is None else across(rate) for rate in match],
+        "miss": [None if rate is None else beside(rate) for rate in miss],
+    }
 
 
 def _hardest(panel: Panel, media: MediaFolder | None) -> dict[str, Any] | None:
     """Pairs of the leading system first, those of others folded away."""
     leader = panel.leader()
     systems = []
-    for entry in (leader, *(entry for entry in panel.entries if entry is not leader)):
-        hardest = entry.result.hardest
-        if hardest is not None:
-            kinds = (
-                (
-                    "False accepts: impostor pairs with the highest scores",
-                    _hard_pairs(hardest.false_accepts, media),
-                ),
-                (
-                    "False rejects: genuine pairs with the lowest scores",
-                    _hard_pairs(hardest.false_rejects, media),
-                ),
-            )
-            systems.append({"entry": entry, "kinds": kinds})
+    for entry in sorted(panel.entries, key=lambda entry: entry is not leader):
+        if (hardest := entry.result.hardest) is not None:
+            kinds = {
+                "False accepts: impostor pairs with the highest scores": hardest.false_accepts,
+                "False rejects: genuine pairs with the lowest scores": hardest.false_rejects,
+            }
+            shown = [(title, _hard_pairs(pairs, media)) for title, pairs in kinds.items()]
+            systems.append({"entry": entry, "kinds": shown})
     return {"systems": systems, "has_media": media is not None} if systems else None
 
 
 def _hard_pairs(pairs: Sequence[HardPair], media: MediaFolder | None) -> list[dict[str, Any]]:
     shown = pairs[:MOST_SHOWN]
     digits = digits_to_differ(pair.score for pair in shown)
-    return [
-        {
-            "score": number(pair.score, digits),
-            "sides": [
-                (key, None if media is None else media.embedded(key))
-                for key in (pair.enrol, pair.test)
-            ],
-        }
-        for pair in shown
-    ]
+    found = []
+    for pair in shown:
+        sides = [(key, media and media.embedded(key)) for key in (pair.enrol, pair.test)]
+        found.append({"score": number(pair.score, digits), "sides": sides})
+    return found
 
 
 def _sparsity(journals: Sequence[Journal]) -> dict[str, Any]:
@@ -444,14 +379,14 @@ def _sparsity(journals: Sequence[Journal]) -> dict[str, Any]:
         largest = count(int(max(peaks))) if peaks else MISSING
         if peaks and journal.num_classes:
             largest += f" ({100 * max(peaks) / journal.num_classes:.3g} %)"
-        rows.append((journal.name, number(means[-1]) if means else MISSING, largest))
-    heads = ("Mean at the end", "Largest of all steps")
+        rows.append((journal.name, number(means[-1] if means else None), largest))
+    heads = (Column("Run", "left"), Column("Mean at the end"), Column("Largest of all steps"))
     names = [journal.name for journal in journals]
     return {
         "plot": support_chart(journals),
         "names": names,
         "entries": [{"colour": colour, "label": name} for colour, name in enumerate(names)],
-        "table": Table("", (Column("Run", "left"), *map(Column, heads)), tuple(rows)),
+        "table": Table("", heads, tuple(rows)),
     }
 
 
@@ -460,7 +395,7 @@ def _calibration(panel: Panel) -> list[tuple[Entry, Any, str]]:
     for entry in panel.entries:
         found, measures = entry.result.calibration, entry.result.measures
         if found is not None:
-            sign = "+" if found.offset >= 0.0 else "\u2212"
+            sign = "+" if found.offset >= 0.0 else MINUS
             words = (
                 f"Cllr {number(measures.cllr.value)}, minCllr {number(measures.min_cllr.value)}; "
                 f"LLR = {number(found.scale)} \u00d7 score {sign} {number(abs(found.offset))}"
@@ -469,33 +404,31 @@ def _calibration(panel: Panel) -> list[tuple[Entry, Any, str]]:
     return charts
 
 
-# -- protocol, files and run ----------------------------------------------------------------------
-
-
 def _facts(entry: Entry) -> dict[str, Any]:
+    """Protocol, files and run of a system."""
     result = entry.result
+    run = {} if result.run is None else _run_facts(result.run)
     return {
         "entry": entry,
-        "facts": _protocol_facts(result),
+        "facts": [(name, text) for name, text in _protocol_facts(result) if text],
         "sources": result.sources,
-        "run": [] if result.run is None else _run_facts(result.run),
+        "run": [(name, text) for name, text in run.items() if text],
         "card": list((result.system.model_card or {}).items()),
     }
 
 
-def _protocol_facts(result: Result) -> list[tuple[str, str]]:
+def _protocol_facts(result: Result) -> list[tuple[str, str | None]]:
     protocol, interval = result.protocol, result.protocol.interval
     how = interval.method
     if interval.method.endswith("bootstrap"):
         how += f", {count(interval.num_replicates)} replicates, seed {interval.seed}"
     if interval.method != "none":
         how += f", level {interval.level:g}"
-    mirrored = {"sum": "added", "none": "not used"}
-    facts = (
+    return [
         ("Protocol", protocol.name),
         ("Kind", protocol.kind),
         ("Scoring", protocol.scoring),
-        ("Mirror images", mirrored.get(protocol.flip or "")),
+        ("Mirror images", {"sum": "added", "none": "not used"}.get(protocol.flip or "")),
         ("Pooling", protocol.pooling),
         ("Rule for thresholds", protocol.rule),
         ("Trials", count(protocol.num_trials)),
@@ -509,26 +442,25 @@ def _protocol_facts(result: Result) -> list[tuple[str, str]]:
         ("qmargin", result.qmargin),
         ("Trials, SHA-256", protocol.data_sha256 or "unknown, the trials have no keys"),
         *(("Note on the trials", note) for note in result.notes),
-    )
-    return [(name, text) for name, text in facts if text]
+    ]
 
 
-def _run_facts(run: RunInfo) -> list[tuple[str, str]]:
-    kinds, values = margin_of(run)
-    divergence = run.divergence if run.alpha is None else f"{run.divergence} {run.alpha:g}"
-    facts: tuple[tuple[str, Any], ...] = (
-        ("Arm", run.title if run.title == run.arm else f"{run.title} ({run.arm})"),
-        ("Divergence", divergence),
-        ("Margin", f"{kinds} {values}".strip()),
-        ("Scale", None if run.scale is None else f"{run.scale:g}"),
-        ("Seed", str(run.seed)),
-        ("Epochs", None if run.epochs is None else f"{run.epochs:g}"),
-        ("Steps", None if run.steps is None else count(run.steps)),
-        ("Classes", None if run.num_classes is None else count(run.num_classes)),
-        ("Training time", None if run.train_seconds is None else f"{run.train_seconds:,.0f} s"),
-        ("Device", run.device),
-        ("Recipe, SHA-256", run.recipe_sha256),
-        ("Weights, SHA-256", run.checkpoint_sha256),
-        ("Trained with qmargin", run.code_version),
-    )
-    return [(name, text) for name, text in facts if text]
+def _run_facts(run: RunInfo) -> dict[str, str | None]:
+    def shown(value: float | None, form: str) -> str | None:
+        return None if value is None else form.format(value)
+
+    return {
+        "Arm": run.title if run.title == run.arm else f"{run.title} ({run.arm})",
+        "Divergence": " ".join(filter(None, [run.divergence, shown(run.alpha, "{:g}")])),
+        "Margin": " ".join(margin_of(run)).strip(),
+        "Scale": shown(run.scale, "{:g}"),
+        "Seed": str(run.seed),
+        "Epochs": shown(run.epochs, "{:g}"),
+        "Steps": shown(run.steps, "{:,}"),
+        "Classes": shown(run.num_classes, "{:,}"),
+        "Training time": shown(run.train_seconds, "{:,.0f} s"),
+        "Device": run.device,
+        "Recipe, SHA-256": run.recipe_sha256,
+        "Weights, SHA-256": run.checkpoint_sha256,
+        "Trained with qmargin": run.code_version,
+    }

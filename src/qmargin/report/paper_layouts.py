@@ -19,24 +19,14 @@ class Setting(NamedTuple):
 
     @property
     def loss(self) -> str:
-        """Name of the loss in the paper.
-
-        Examples:
-            >>> Setting("prior", 1.25, 35.0, 0.2).loss, Setting("angular", 1.0, 64.0, 0.5).loss
-            ('Q-Margin', 'ArcFace')
-        """
+        """Name of the loss in the paper."""
         if self.kind == "angular":
             return {1.0: "ArcFace", 2.0: "SparseMax"}.get(self.alpha, "EntMax")
         return {"prior": "Q-Margin", "cosine": "CosFace"}.get(self.kind, self.kind)
 
     @property
     def text(self) -> str:
-        """The numbers in a few signs.
-
-        Examples:
-            >>> Setting("angular", 1.0, 64.0, 0.5).text
-            's=64, m=0.5'
-        """
+        """The numbers in a few signs, such as ``s=64, m=0.5``."""
         order = "" if self.alpha == 1.0 else f"\u03b1={self.alpha:g}, "
         return f"{order}s={self.scale:g}, m={self.margin:g}"
 
@@ -72,26 +62,15 @@ Headings = tuple[tuple[str, tuple[str, ...]], ...]  # groups of columns
 
 @dataclass(frozen=True)
 class Layout:
-    """A table of accuracies as the paper prints it.
+    """A table of accuracies as the paper prints it."""
 
-    Attributes:
-        where: Number and label in the paper.
-        title: What it shows.
-        headings: Groups of columns with the paper's numbers.
-        rows: Settings that the paper trained.
-        reported: Methods that the paper quotes; they do not compete for the best number.
-        details: Headings of ``PaperRow.details``.
-        is_closed: Leave out results whose setting is not in ``rows``.
-        notes: On the paper's numbers.
-    """
-
-    where: str
+    where: str  # number and label in the paper
     title: str
     headings: Headings
-    rows: tuple[PaperRow, ...]
-    reported: tuple[PaperRow, ...] = ()
-    details: tuple[str, ...] = ()
-    is_closed: bool = False
+    rows: tuple[PaperRow, ...]  # settings that the paper trained
+    reported: tuple[PaperRow, ...] = ()  # methods that it quotes; they do not compete
+    details: tuple[str, ...] = ()  # headings of ``PaperRow.details``
+    is_closed: bool = False  # leave out results whose setting is not in ``rows``
     notes: tuple[str, ...] = ()
 
 

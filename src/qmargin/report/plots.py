@@ -11,7 +11,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
-from typing import Any
+from typing import Any, NamedTuple
 
 from qmargin.evaluation.result import Histogram, Reliability
 from qmargin.metrics.operating import ENOUGH_FALSE_ACCEPTS, rule_of_three
@@ -27,23 +27,22 @@ from qmargin.report.numbers import (
 )
 from qmargin.report.systems import Entry, Panel
 
+NUM_COLOURS = 8
 RATES = (
     *(10.0**exponent for exponent in range(-9, -2)),
     *(0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 0.9, 0.95, 0.98, 0.99),
 )
 MANTISSAS = (1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0)
-_NORMAL = NormalDist()
 Place = tuple[float, float]
+probit = NormalDist().inv_cdf  # the axis of a DET plot
 
 
-def probit(rate: float) -> float:
-    """Quantile of the standard normal distribution, the axis of a DET plot.
+class Tick(NamedTuple):
+    """A labelled place on an axis; minor ones are hidden where the drawing is small."""
 
-    Examples:
-        >>> round(probit(0.5), 3), round(probit(1e-4), 3)
-        (0.0, -3.719)
-    """
-    return _NORMAL.inv_cdf(rate)
+    place: float
+    label: str
+    is_minor: bool
 
 
 @dataclass(frozen=True)
@@ -57,12 +56,7 @@ class Scale:
     transform: Callable[[float], float] = float
 
     def __call__(self, value: float) -> float:
-        """Place of a value; values outside lie outside.
-
-        Examples:
-            >>> Scale(1.0, 100.0, 0.0, 10.0, math.log10)(10.0)
-            5.0
-        """
+        """Place of a value; values outside lie outside."""
         low, high = self.transform(self.low), self.transform(self.high)
         share = (self.transform(value) - low) / (high - low)
         return self.start + share * (self.end - self.start)
@@ -77,19 +71,8 @@ class Scale:
         return [value for value in values if self.low - slack <= value <= self.high + slack]
 
     def ticks(self, values: Iterable[float], label: Callable[[float], str]) -> list[Tick]:
-        """Ticks at values; every second one is minor, hidden where the drawing is small."""
-        return [
-            Tick(self(value), label(value), bool(place % 2)) for place, value in enumerate(values)
-        ]
-
-
-@dataclass(frozen=True)
-class Tick:
-    """A labelled place on an axis."""
-
-    place: float
-    label: str
-    is_minor: bool = False
+        """Ticks at values; every second one is minor."""
+        return [Tick(self(value), label(value), bool(i % 2)) for i, value in enumerate(values)]
 
 
 def decades(low: float, high: float) -> list[float]:
@@ -110,12 +93,11 @@ def round_ticks(low: float, high: float, wanted: int = 5) -> list[float]:
         >>> round_ticks(-0.13, 0.94)
         [0.0, 0.2, 0.4, 0.6, 0.8]
     """
-    rough = (high - low) / max(wanted, 1)
+    rough = (high - low) / wanted
     unit = 10.0 ** math.floor(math.log10(rough))
     step = min((unit * factor for factor in (1, 2, 2.5, 5, 10)), key=lambda s: abs(s - rough))
-    first = math.ceil(low / step - 1e-9)
-    last = math.floor(high / step + 1e-9)
-    return [round(index * step, 12) + 0.0 for index in range(first, last + 1)]
+    places = range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)
+    return [round(index * step, 12) + 0.0 for index in places]
 
 
 def path_data(points: Sequence[Place]) -> str:
@@ -133,8 +115,7 @@ def path_data(points: Sequence[Place]) -> str:
 # -- DET ------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Box:
+class Box(NamedTuple):
     """Where the plot lies in its drawing."""
 
     left: float
@@ -153,8 +134,7 @@ class Box:
         return self.bottom - self.top
 
 
-@dataclass(frozen=True)
-class CurvePoint:
+class CurvePoint(NamedTuple):
     """A point of a DET curve that belongs to one threshold."""
 
     far: float
@@ -162,8 +142,7 @@ class CurvePoint:
     threshold: float | None
 
 
-@dataclass(frozen=True)
-class Sign:
+class Sign(NamedTuple):
     """An operating point; hollow where it rests on few false accepts."""
 
     x: float
@@ -173,27 +152,19 @@ class Sign:
 
 @dataclass(frozen=True)
 class DetCurve:
-    """One system: its line, its band as (place, low, high), its operating points and read-outs.
-
-    ``cells`` and ``heights`` have an entry for each stop of the read-out: TAR, interval, false
-    accepts and threshold as texts, and the height of the curve, None outside of the plot.
-    """
+    """One system in a DET plot; ``cells`` and ``heights`` have an item per stop of the read-out."""
 
     entry: Entry
     line: list[Place]
-    band: list[tuple[float, float, float]]
+    band: list[tuple[float, float, float]]  # place, low, high
     signs: list[Sign]
-    cells: list[list[str]]
-    heights: list[float | None]
+    cells: list[list[str]]  # TAR, interval, false accepts and threshold
+    heights: list[float | None]  # of the curve, None outside of the plot
 
 
 @dataclass(frozen=True)
 class DetGeometry:
-    """A DET plot on probit axes.
-
-    ``few`` are the places up to which rates rest on too few false accepts, one for each number of
-    impostors; ``stops`` are those of the read-out, which begins at ``start``.
-    """
+    """A DET plot on probit axes."""
 
     panel: Panel
     across: Scale
@@ -201,11 +172,11 @@ class DetGeometry:
     box: Box
     bottom: list[Tick]
     left: list[Tick]
-    few: list[float]
+    few: list[float]  # places up to which false accepts are too few, by numbers of impostors
     diagonal: tuple[Place, Place] | None
     curves: list[DetCurve]
-    stops: list[Tick]
-    start: int
+    stops: list[Tick]  # of the read-out
+    start: int  # the stop where it begins
 
     @property
     def data(self) -> dict[str, Any]:
@@ -223,13 +194,23 @@ DET_BOX = Box(left=74.0, right=624.0, top=32.0, bottom=412.0)
 
 def det_geometry(panel: Panel) -> DetGeometry:
     """Axes that show everything from one false accept to beyond the equal error rate."""
-    points = {entry.label: curve_points(entry) for entry in panel.entries}
-    across, up = _det_scales(panel, [point for found in points.values() for point in found])
-    fars = readout_fars(panel, across)
-    headline = panel.headline_far()
-    wanted = probit(fars[len(fars) // 2] if headline is None else headline)
+    points = [curve_points(entry) for entry in panel.entries]
     sizes = sorted({entry.result.protocol.num_impostors for entry in panel.entries})
-    low, high = max(across.low, up.low), min(across.high, up.high)
+    eer = max(entry.result.measures.eer.value for entry in panel.entries)
+    low = max(min(1.0 / sizes[-1], 0.005), RATES[0])
+    high = next(rate for rate in RATES if rate >= min(max(2.0 * eer, 0.05), 0.6))
+    across = Scale(low, high, DET_BOX.left, DET_BOX.right, probit)
+    frrs = [p.frr for own in points for p in own if low <= p.far <= high and 0.0 < p.frr < 1.0]
+    bottom = max((r for r in RATES if r <= min(frrs, default=0.01)), default=RATES[0])
+    top = min((r for r in RATES if r >= max(frrs, default=0.4)), default=RATES[-1])
+    bottom = bottom / 10.0 if bottom == top else bottom
+    up = Scale(bottom, top, DET_BOX.bottom, DET_BOX.top, probit)
+    # The read-out stops at round FARs and at the targets, which win over their rounding.
+    rounds = [m * 10.0**e for e in range(-9, 0) for m in MANTISSAS]
+    inside = [far for far in [*rounds, *panel.fars] if low <= far <= high]
+    fars = sorted({f"{far:.3g}": far for far in inside}.values())
+    wanted = probit(panel.headline_far or fars[len(fars) // 2])
+    first, last = max(low, up.low), min(high, up.high)
     shown = [rate for rate in across.within(RATES) if rate not in (0.002, 0.005, 0.02)]
     return DetGeometry(
         panel=panel,
@@ -239,8 +220,11 @@ def det_geometry(panel: Panel) -> DetGeometry:
         bottom=across.ticks(shown, power),
         left=up.ticks(up.within(RATES), lambda rate: f"{100 * rate:.3g} %"),
         few=[across.clamped(ENOUGH_FALSE_ACCEPTS / size) for size in sizes],
-        diagonal=((across(low), up(low)), (across(high), up(high))) if low < high else None,
-        curves=[_det_curve(e, points[e.label], across, up, fars) for e in panel.entries],
+        diagonal=((across(first), up(first)), (across(last), up(last))) if first < last else None,
+        curves=[
+            _det_curve(entry, own, across, up, fars)
+            for entry, own in zip(panel.entries, points, strict=True)
+        ],
         stops=across.ticks(fars, power),
         start=min(range(len(fars)), key=lambda index: abs(probit(fars[index]) - wanted)),
     )
@@ -249,36 +233,11 @@ def det_geometry(panel: Panel) -> DetGeometry:
 def curve_points(entry: Entry) -> list[CurvePoint]:
     """Stored points and measured operating points, the smallest FAR and best FRR first."""
     det = entry.result.det
-    stored = zip(det.far, det.frr, det.threshold, strict=True)
-    points = [CurvePoint(far, frr, threshold) for far, frr, threshold in stored]
+    points = list(map(CurvePoint, det.far, det.frr, det.threshold))
     for measured in entry.result.measures.tar:
         if measured.tar is not None and measured.far is not None:
             points.append(CurvePoint(measured.far, 1.0 - measured.tar, measured.threshold))
     return sorted(points, key=lambda point: (point.far, -point.frr))
-
-
-def _det_scales(panel: Panel, points: Iterable[CurvePoint]) -> tuple[Scale, Scale]:
-    largest = max(entry.result.protocol.num_impostors for entry in panel.entries)
-    eer = max(entry.result.measures.eer.value for entry in panel.entries)
-    low = max(min(1.0 / largest, 0.005), RATES[0])
-    high = next(rate for rate in RATES if rate >= min(max(2.0 * eer, 0.05), 0.6))
-    frrs = [p.frr for p in points if low <= p.far <= high and 0.0 < p.frr < 1.0]
-    bottom = max((r for r in RATES if r <= min(frrs, default=0.01)), default=RATES[0])
-    top = min((r for r in RATES if r >= max(frrs, default=0.4)), default=RATES[-1])
-    if bottom == top:
-        bottom = bottom / 10.0
-    box = DET_BOX
-    return (
-        Scale(low, high, box.left, box.right, probit),
-        Scale(bottom, top, box.bottom, box.top, probit),
-    )
-
-
-def readout_fars(panel: Panel, across: Scale) -> list[float]:
-    """The FARs that the read-out stops at: the targets and round numbers between the ends."""
-    rounds = [m * 10.0**e for e in range(-9, 0) for m in MANTISSAS]
-    inside = [far for far in [*rounds, *panel.fars] if across.low <= far <= across.high]
-    return sorted({f"{far:.3g}": far for far in inside}.values())  # a target wins over its rounding
 
 
 def _det_curve(
@@ -293,9 +252,7 @@ def _det_curve(
             (across(p.far), up(p.frr)) for p in points if 0.0 < p.far < 1.0 and 0.0 < p.frr < 1.0
         ],
         band=[
-            (across(far), up.clamped(low), up.clamped(high))
-            for far, low, high in rows
-            if 0.0 < far < 1.0
+            (across(x), up.clamped(low), up.clamped(high)) for x, low, high in rows if 0.0 < x < 1.0
         ],
         signs=[
             Sign(across(point.far), up(1.0 - point.tar), point.status != "ok")
@@ -318,33 +275,27 @@ def point_below(points: list[CurvePoint], far: float) -> CurvePoint | None:
 
 def readout(entry: Entry, point: CurvePoint | None, far: float) -> list[str]:
     """TAR, its interval, false accepts and threshold at the last stored point not above a FAR."""
-    size = entry.result.protocol.num_impostors
+    size, band = entry.result.protocol.num_impostors, entry.result.det.band
     if point is None or far * size < 1.0 - 1e-9:
         return [NOT_MEASURABLE, "", "", ""]
+    ends = None
+    if (measured := entry.point_at(far)) is not None:
+        ends = measured.interval
+    elif band is not None and (inside := [i for i, x in enumerate(band.far) if x <= far]):
+        ends = (1.0 - band.high[inside[-1]], 1.0 - band.low[inside[-1]])
+    accepts = f"{count(round(point.far * size))} FA"
     return [
         percent(1.0 - point.frr),
-        percent_interval(_interval_at(entry, far)),
-        f"{count(round(point.far * size))} FA",
+        percent_interval(ends),
+        accepts,
         f"≥ {number(point.threshold)}",
     ]
-
-
-def _interval_at(entry: Entry, far: float) -> tuple[float, float] | None:
-    measured = entry.point_at(far)
-    if measured is not None:
-        return measured.interval
-    band = entry.result.det.band
-    if band is None:
-        return None
-    inside = [i for i, value in enumerate(band.far) if value <= far]
-    return (1.0 - band.high[inside[-1]], 1.0 - band.low[inside[-1]]) if inside else None
 
 
 # -- small charts ---------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Chart:
+class Chart(NamedTuple):
     """A chart beside the DET plot: its size, ticks, and what is drawn by name."""
 
     width: float
@@ -362,50 +313,34 @@ def histogram_chart(histogram: Histogram, threshold: float | None) -> Chart:
     """Genuine and impostor scores, each as shares of its own count, linear and logarithmic."""
     edges = histogram.edges
     across = Scale(edges[0], max(edges[-1], edges[0] + 1e-12), SMALL.left, SMALL.right)
+
+    def steps(counts: Sequence[int], *, is_log: bool) -> list[Place]:
+        total, tallest = max(sum(counts), 1), max([*counts, 1])
+        points = [(across(edges[0]), SMALL.bottom)]
+        for index, trials in enumerate(counts):
+            share = trials / tallest
+            if is_log:
+                share = (
+                    1.0 - math.log10(trials / total) / math.log10(0.5 / total) if trials else 0.0
+                )
+            height = SMALL.bottom - SMALL.height * share
+            points += [(across(edge), height) for edge in edges[index : index + 2]]
+        return [*points, (across(edges[-1]), SMALL.bottom)]
+
+    kinds = {"impostor": histogram.impostor, "genuine": histogram.genuine}
+    areas = {
+        how: {kind: steps(counts, is_log=how == "log") for kind, counts in kinds.items()}
+        for how in ("linear", "log")
+    }
     is_inside = threshold is not None and across.low <= threshold <= across.high
-    return Chart(
-        340.0,
-        210.0,
-        SMALL,
-        across.ticks(round_ticks(across.low, across.high), lambda value: number(value, 3)),
-        [],
-        {
-            "areas": {
-                how: {
-                    kind: _steps(edges, counts, across, how == "log")
-                    for kind, counts in (
-                        ("impostor", histogram.impostor),
-                        ("genuine", histogram.genuine),
-                    )
-                }
-                for how in ("linear", "log")
-            },
-            "threshold": across(threshold) if threshold is not None and is_inside else None,
-        },
-    )
-
-
-def _steps(
-    edges: Sequence[float], counts: Sequence[int], across: Scale, is_log: bool
-) -> list[Place]:
-    total, tallest = max(sum(counts), 1), max([*counts, 1])
-    lowest = math.log10(0.5 / total)
-
-    def place(trials: int) -> float:
-        share = trials / tallest
-        if is_log:
-            share = 1.0 - math.log10(trials / total) / lowest if trials else 0.0
-        return SMALL.bottom - SMALL.height * share
-
-    points = [(across(edges[0]), SMALL.bottom)]
-    for index, trials in enumerate(counts):
-        points += [(across(edge), place(trials)) for edge in edges[index : index + 2]]
-    return [*points, (across(edges[-1]), SMALL.bottom)]
+    place = across(threshold) if threshold is not None and is_inside else None
+    ticks = across.ticks(round_ticks(across.low, across.high), lambda value: number(value, 3))
+    return Chart(340.0, 210.0, SMALL, ticks, [], {"areas": areas, "threshold": place})
 
 
 def reliability_chart(reliability: Reliability) -> Chart:
     """Observed share of genuine trials over the predicted one; larger dots hold more trials."""
-    box = Box(44.0, SMALL.right, SMALL.top, SMALL.bottom)
+    box = SMALL._replace(left=44.0)
     across = Scale(0.0, 1.0, box.left, box.right)
     up = Scale(0.0, 1.0, box.bottom, box.top)
     most = max([*reliability.count, 1])
@@ -415,14 +350,10 @@ def reliability_chart(reliability: Reliability) -> Chart:
         for p, o, trials in points
         if p is not None and o is not None
     ]
-    return Chart(
-        340.0,
-        210.0,
-        box,
-        across.ticks((0.0, 0.25, 0.5, 0.75, 1.0), "{:g}".format),
-        up.ticks((0.0, 0.5, 1.0), "{:g}".format),
-        {"dots": dots, "line": [(x, y) for x, y, _ in dots]},
-    )
+    bottom = across.ticks((0.0, 0.25, 0.5, 0.75, 1.0), "{:g}".format)
+    left = up.ticks((0.0, 0.5, 1.0), "{:g}".format)
+    shapes = {"dots": dots, "line": [(x, y) for x, y, _ in dots]}
+    return Chart(340.0, 210.0, box, bottom, left, shapes)
 
 
 def support_chart(journals: Sequence[Journal]) -> Chart:
@@ -440,18 +371,10 @@ def support_chart(journals: Sequence[Journal]) -> Chart:
         pairs = zip(journal.steps, column, strict=True)
         return [(across(step), up.clamped(value)) for step, value in pairs if value is not None]
 
-    lines = [
-        {"largest": line(journal, journal.largest), "mean": line(journal, journal.mean)}
-        for journal in journals
-    ]
-    return Chart(
-        640.0,
-        280.0,
-        box,
-        across.ticks(round_ticks(across.low, across.high, 6), short_count),
-        up.ticks(decades(low, high), short_count),
-        {"lines": lines},
-    )
+    lines = [{"largest": line(j, j.largest), "mean": line(j, j.mean)} for j in journals]
+    bottom = across.ticks(round_ticks(across.low, across.high, 6), short_count)
+    left = up.ticks(decades(low, high), short_count)
+    return Chart(640.0, 280.0, box, bottom, left, {"lines": lines})
 
 
 # -- drawings in tables ---------------------------------------------------------------------------

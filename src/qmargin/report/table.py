@@ -1,29 +1,7 @@
-r"""Tables of text and numbers as Markdown, LaTeX and CSV.
+"""Tables of text and numbers as Markdown, LaTeX and CSV.
 
 A ``Table`` holds values, not formatted text: the renderers round, align, escape and mark the best
 value of a column. Text is plain Unicode; ``latex_text`` translates signs such as ±, ≤ and 10⁻⁴.
-
-Examples:
-    >>> table = Table(
-    ...     title="TAR (%) at each FAR",
-    ...     columns=(
-    ...         Column("Loss", align="left"),
-    ...         Column("10⁻³", best="max", group=("IJB-B",)),
-    ...         Column("10⁻⁴", best="max", group=("IJB-B",)),
-    ...     ),
-    ...     rows=(
-    ...         ("ArcFace", Number(95.75), Number(91.69)),
-    ...         ("Q-Margin", Number(96.38, deviation=0.07), None),
-    ...     ),
-    ... )
-    >>> print(table.to_markdown(level=None))
-    | Loss | IJB-B: 10⁻³ | IJB-B: 10⁻⁴ |
-    | --- | ---: | ---: |
-    | ArcFace | 95.75 | 91.69 |
-    | Q-Margin | **96.38 ± 0.07** | - |
-    <BLANKLINE>
-    TAR (%) at each FAR.
-    <BLANKLINE>
 """
 
 from __future__ import annotations
@@ -32,17 +10,17 @@ import csv
 import io
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 from typing import Literal, TypeAlias
 
 from qmargin.files import escape_formula
-from qmargin.report.numbers import LONGEST_TEXT, cleaned
+from qmargin.report.numbers import DASH, LONGEST_TEXT, MINUS, MISSING, cleaned
 
-MISSING = "-"
 NUM_NARROW = 7  # columns that fit into one column of a two-column page
+_RULES = {"left": "---", "right": "---:", "center": ":---:"}
 _LATEX = {
     **{sign: f"\\{sign}" for sign in "&%$#_{}"},
     "\\": r"\textbackslash{}",
@@ -50,10 +28,10 @@ _LATEX = {
     "^": r"\textasciicircum{}",
     "<": r"\textless{}",
     ">": r"\textgreater{}",
-    "\u2013": "--",
     "…": r"\ldots{}",
+    DASH: "--",
+    MINUS: "$-$",
     "±": r"$\pm$",
-    "\u2212": "$-$",
     "\u00d7": r"$\times$",
     "∞": r"$\infty$",
     "≤": r"$\leq$",
@@ -71,23 +49,14 @@ _MARKDOWN = re.compile(r"[\\`*\[\]|<>~$&]|(?<!\w)_|_(?!\w)")
 
 @dataclass(frozen=True)
 class Number:
-    """A number in a cell.
+    """A number in a cell: ``value ± deviation (interval) flag``."""
 
-    Attributes:
-        value: None and NaN are shown as a dash. Thousands of integers are separated.
-        digits: After the decimal point, of floating-point numbers.
-        deviation: Standard deviation, shown as ``value ± deviation``.
-        interval: Shown in parentheses.
-        signed: Write the plus of positive numbers, for differences.
-        flag: A remark of one word, such as ``few``; the table's notes explain it.
-    """
-
-    value: float | None
-    digits: int = 2
+    value: float | None  # None and NaN are shown as a dash, integers with separated thousands
+    digits: int = 2  # after the decimal point, of floating-point numbers
     deviation: float | None = None
     interval: tuple[float, float] | None = None
-    signed: bool = False
-    flag: str = ""
+    signed: bool = False  # write the plus of positive numbers, for differences
+    flag: str = ""  # a remark of one word, such as ``few``; the table's notes explain it
 
     @property
     def known(self) -> float | None:
@@ -95,90 +64,64 @@ class Number:
         return None if self.value is None or math.isnan(self.value) else self.value
 
     @property
-    def text(self) -> str:
-        r"""The value and its deviation.
+    def mean_text(self) -> str:
+        """The value without its deviation: equal texts are equally good.
 
         Examples:
-            >>> Number(1234).text, Number(0.5, 1, deviation=0.04).text, Number(None).text
-            ('1,234', '0.5 ± 0.0', '-')
-            >>> Number(0.5, signed=True).text, ascii(Number(-0.5).text)
-            ('+0.50', "'\\u22120.50'")
+            >>> Number(1234).mean_text, Number(0.5, signed=True).mean_text, Number(None).mean_text
+            ('1,234', '+0.50', '-')
         """
         value = self.known
         if value is None:
             return MISSING
         if math.isinf(value):
-            shown = "∞" if value > 0 else "-∞"
-        elif isinstance(value, int):
-            shown = f"{value:{'+' * self.signed},}"
-        else:
-            shown = f"{value:{'+' * self.signed}.{self.digits}f}"
-        if self.deviation is not None:
-            shown += f" ± {self.deviation:.{self.digits}f}"
-        return shown.replace("-", "\u2212")
+            return "∞" if value > 0 else f"{MINUS}∞"
+        form = "," if isinstance(value, int) else f".{self.digits}f"
+        return f"{value:{'+' * self.signed}{form}}".replace("-", MINUS)
+
+    @property
+    def text(self) -> str:
+        """The value and its deviation."""
+        if self.deviation is None or self.known is None:
+            return self.mean_text
+        return f"{self.mean_text} ± {self.deviation:.{self.digits}f}"
 
     @property
     def interval_text(self) -> str:
-        r"""Both ends of the interval, with a dash that is not a minus; empty without one.
-
-        Examples:
-            >>> ascii(Number(0.5, interval=(0.25, 0.75)).interval_text)
-            "'0.25\\u20130.75'"
-        """
+        """Both ends of the interval, with a dash that is not a minus; empty without one."""
         if self.interval is None or self.known is None:
             return ""
-        low, high = (f"{end:.{self.digits}f}".replace("-", "\u2212") for end in self.interval)
-        return f"{low} to {high}" if "\u2212" in low + high else f"{low}\u2013{high}"
+        low, high = (f"{end:.{self.digits}f}".replace("-", MINUS) for end in self.interval)
+        return f"{low} to {high}" if MINUS in low + high else f"{low}{DASH}{high}"
 
 
 CellValue: TypeAlias = str | int | Number | None
-Align: TypeAlias = Literal["left", "right", "center"]
+Row: TypeAlias = tuple[CellValue, ...]
 
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table.
-
-    Attributes:
-        title: Its heading.
-        align: ``"left"``, ``"right"`` or ``"center"``.
-        best: Which of its numbers is set in bold: ``"max"``, ``"min"`` or none.
-        group: Headings above it, the outermost first; neighbours with equal ones share them.
-        latex: The heading as LaTeX, where it is more than the escaped title.
-    """
+    """A column of a table."""
 
     title: str
-    align: Align = "right"
-    best: Literal["max", "min", ""] = ""
-    group: tuple[str, ...] = ()
-    latex: str = ""
+    align: Literal["left", "right", "center"] = "right"
+    best: Literal["max", "min", ""] = ""  # which of its numbers is set in bold
+    group: tuple[str, ...] = ()  # headings above it, the outermost first; neighbours share them
+    latex: str = ""  # the heading as LaTeX, where it is more than the escaped title
 
     @property
     def full_title(self) -> str:
-        """The heading with those above it in one line.
-
-        Examples:
-            >>> Column("10⁻⁴", group=("paper", "IJB-B")).full_title
-            'paper, IJB-B: 10⁻⁴'
-        """
+        """The heading with those above it in one line, such as ``paper, IJB-B: 10⁻⁴``."""
         above = ", ".join(filter(None, self.group))
         return f"{above}: {self.title}" if above and self.title else above or self.title
 
 
 @dataclass(frozen=True)
 class Section:
-    """Starts a part of a table, with a rule above it.
-
-    Attributes:
-        title: Of the rows that follow; empty for a rule alone.
-        competes: Whether its numbers can be the best of their column.
-    """
+    """Starts a part of a table, with a rule above it and perhaps a title."""
 
     title: str = ""
-    competes: bool = True
-
-
-Row: TypeAlias = tuple[CellValue, ...]
+    competes: bool = True  # whether its numbers can be the best of their column
 
 
 @dataclass(frozen=True)
@@ -193,20 +136,9 @@ class Cell:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows under (groups of) columns, with a title and notes.
+    """Rows under (groups of) columns; the notes follow the title in a LaTeX caption."""
 
-    Attributes:
-        title: What the table shows; a caption without a full stop.
-        columns: From the left.
-        rows: As many cells as there are columns, or a ``Section``.
-        notes: Sentences below the table, and at the end of the caption in LaTeX.
-        label: LaTeX label, ``tab:label``.
-
-    Raises:
-        ValueError: A row has another number of cells than there are columns.
-    """
-
-    title: str
+    title: str  # without a full stop
     columns: tuple[Column, ...]
     rows: tuple[Row | Section, ...]
     notes: tuple[str, ...] = ()
@@ -230,14 +162,28 @@ class Table:
             if isinstance(row, Section):
                 section = row
                 found.append(row)
-                continue
-            found.append(
-                tuple(
-                    _shown(value, best[index] if section.competes else None)
-                    for index, value in enumerate(row)
-                )
-            )
+            else:
+                wanted = best if section.competes else [None] * len(best)
+                found.append(tuple(map(_shown, row, wanted)))
         return tuple(found)
+
+    def _sectioned(self) -> Iterator[tuple[Section, Row]]:
+        """Rows of cells, each with its section."""
+        section = Section()
+        for row in self.rows:
+            if isinstance(row, Section):
+                section = row
+            else:
+                yield section, row
+
+    def _best_text(self, index: int) -> str | None:
+        """Best number of a column as it is shown; None if fewer than two compete."""
+        if not self.columns[index].best:
+            return None
+        numbers = [_as_number(row[index]) for section, row in self._sectioned() if section.competes]
+        known = [(n.known, n.mean_text) for n in numbers if n is not None and n.known is not None]
+        choose = max if self.columns[index].best == "max" else min
+        return choose(known)[1] if len(known) > 1 else None
 
     def header_groups(self) -> list[list[tuple[str, int]]]:
         """Rows of headings above the columns: text and width, the outermost row first."""
@@ -254,66 +200,72 @@ class Table:
         Args:
             level: Of the heading with the title above the table; None puts the title below it.
         """
-        rules = {"left": "---", "right": "---:", "center": ":---:"}
         lines = [
             [markdown_text(column.full_title) for column in self.columns],
-            [rules[column.align] for column in self.columns],
+            [_RULES[column.align] for column in self.columns],
         ]
         for row in self.body:
             if not isinstance(row, Section):
-                lines.append([_markdown_cell(cell) for cell in row])
+                lines.append(list(map(_markdown_cell, row)))
             elif row.title:
                 lines.append([f"*{markdown_text(row.title)}*", *[""] * (len(self.columns) - 1)])
         parts = ["\n".join("| " + " | ".join(line) + " |" for line in lines)]
         if level is not None and self.title:
             parts.insert(0, f"{'#' * level} {markdown_text(self.title)}")
-        text = " ".join(self.notes if level is not None else self._sentences())
+        text = self._caption() if level is None else " ".join(self.notes)
         return "\n\n".join([*parts, *filter(None, [markdown_text(text)])]) + "\n"
 
     def to_latex(self) -> str:
         """Render a booktabs table, as wide as the page if it has many columns."""
         is_wide = len(self.columns) > NUM_NARROW
         kind = "table*" if is_wide else "table"
-        caption = latex_text(" ".join(self._sentences()))
+        caption = latex_text(self._caption())
+        same = groupby(self.columns, key=lambda column: column.group)  # wider gaps between groups
+        aligns = ["".join(column.align[0] for column in columns) for _, columns in same]
+        form = r" @{\hskip 1em} ".join(aligns)
         lines = [
             "% Needs \\usepackage{booktabs}" + " and \\usepackage{graphicx}" * is_wide,
             f"\\begin{{{kind}}}[t]",
             "\\centering",
-            *([f"\\caption{{{caption}}}"] if caption else []),
-            *([f"\\label{{tab:{self.label}}}"] if self.label else []),
+            *[f"\\caption{{{caption}}}"] * bool(caption),
+            *[f"\\label{{tab:{self.label}}}"] * bool(self.label),
             *["\\resizebox{\\textwidth}{!}{%"] * is_wide,
-            f"\\begin{{tabular}}{{{self._latex_columns()}}}",
+            f"\\begin{{tabular}}{{{form}}}",
             "\\toprule",
             *(line for level in self.header_groups() for line in _latex_groups(level)),
             _latex_line(column.latex or latex_text(column.title) for column in self.columns),
             "\\midrule",
-            *self._latex_rows(),
-            "\\bottomrule",
-            "\\end{tabular}" + "%" * is_wide,
-            *["}"] * is_wide,
-            f"\\end{{{kind}}}",
         ]
-        return "\n".join(lines) + "\n"
+        for place, row in enumerate(self.body):
+            if not isinstance(row, Section):
+                lines.append(_latex_line(map(_latex_cell, row)))
+                continue
+            lines += ["\\midrule"] * bool(place)
+            if row.title:
+                title = f"\\textit{{{latex_text(row.title)}}}"
+                lines.append(f"\\multicolumn{{{len(self.columns)}}}{{l}}{{{title}}} \\\\")
+        end = ["\\bottomrule", "\\end{tabular}" + "%" * is_wide, *["}"] * is_wide]
+        return "\n".join([*lines, *end, f"\\end{{{kind}}}"]) + "\n"
 
     def to_csv(self) -> str:
-        """Render unrounded numbers; deviations and intervals have columns of their own."""
-        has_sections = any(isinstance(row, Section) and row.title for row in self.rows)
-        extras = [self._extras(index) for index in range(len(self.columns))]
-        head = ["section"] * has_sections
-        for column, extra in zip(self.columns, extras, strict=True):
-            head += [column.full_title, *(f"{column.full_title} {name}" for name in extra)]
+        """Render unrounded numbers; deviations, intervals and flags have columns of their own."""
+        rows = [(section.title, list(map(_csv_cells, row))) for section, row in self._sectioned()]
+        has_sections = any(title for title, _ in rows)
+        names = [  # endings of the columns that a cell is divided into
+            [end for end in _CSV_ENDS if not end or any(cells[index].get(end) for _, cells in rows)]
+            for index in range(len(self.columns))
+        ]
+        heads = (
+            column.full_title + end
+            for column, ends in zip(self.columns, names, strict=True)
+            for end in ends
+        )
         buffer = io.StringIO()
         writer = csv.writer(buffer, lineterminator="\n")
-        writer.writerow(map(csv_text, head))
-        section = ""
-        for row in self.rows:
-            if isinstance(row, Section):
-                section = row.title
-                continue
-            cells = [csv_text(section)] * has_sections
-            for value, extra in zip(row, extras, strict=True):
-                cells += [_csv_cell(value), *(_EXTRAS[name](value) for name in extra)]
-            writer.writerow(cells)
+        writer.writerow([*["section"] * has_sections, *map(csv_text, heads)])
+        for title, cells in rows:
+            texts = (c.get(end, "") for c, ends in zip(cells, names, strict=True) for end in ends)
+            writer.writerow([*[csv_text(title)] * has_sections, *texts])
         return buffer.getvalue()
 
     def files(self, stem: str, *, level: int | None = None) -> dict[str, bytes]:
@@ -321,45 +273,10 @@ class Table:
         texts = {"md": self.to_markdown(level=level), "tex": self.to_latex(), "csv": self.to_csv()}
         return {f"{stem}.{kind}": text.encode() for kind, text in texts.items()}
 
-    def _sentences(self) -> Iterator[str]:
-        if self.title:
-            yield self.title if self.title.endswith((".", "!", "?")) else f"{self.title}."
-        yield from self.notes
-
-    def _best_text(self, index: int) -> str | None:
-        """Best number of a column as it is shown; None if fewer than two compete."""
-        if not self.columns[index].best:
-            return None
-        found: list[tuple[float, str]] = []
-        competes = True
-        for row in self.rows:
-            if isinstance(row, Section):
-                competes = row.competes
-            elif competes and (number := _as_number(row[index])) and number.known is not None:
-                found.append((number.known, _mean_text(number)))
-        choose = max if self.columns[index].best == "max" else min
-        return choose(found)[1] if len(found) > 1 else None
-
-    def _extras(self, index: int) -> list[str]:
-        cells = [row[index] for row in self.rows if not isinstance(row, Section)]
-        return [name for name, cell in _EXTRAS.items() if any(map(cell, cells))]
-
-    def _latex_columns(self) -> str:
-        """Column specification, with a wider gap between groups."""
-        same = groupby(self.columns, key=lambda column: column.group)
-        parts = ["".join(column.align[0] for column in columns) for _, columns in same]
-        return r" @{\hskip 1em} ".join(parts)
-
-    def _latex_rows(self) -> Iterator[str]:
-        for place, row in enumerate(self.body):
-            if not isinstance(row, Section):
-                yield _latex_line(map(_latex_cell, row))
-                continue
-            if place:
-                yield "\\midrule"
-            if row.title:
-                title = f"\\textit{{{latex_text(row.title)}}}"
-                yield f"\\multicolumn{{{len(self.columns)}}}{{l}}{{{title}}} \\\\"
+    def _caption(self) -> str:
+        """The title as a sentence, and the notes."""
+        stop = "" if self.title.endswith((".", "!", "?")) or not self.title else "."
+        return " ".join(filter(None, [self.title + stop, *self.notes]))
 
 
 def latex_text(text: str) -> str:
@@ -369,10 +286,8 @@ def latex_text(text: str) -> str:
         >>> print(latex_text("50% of {x_1}"), latex_text("FAR ≤ 10⁻⁴"))
         50\% of \{x\_1\} FAR $\leq$ 10$^{-4}$
     """
-    signs = (_LATEX.get(sign, sign) for sign in cleaned(text, LONGEST_TEXT))
-    return _RAISED.sub(
-        lambda found: f"$^{{{found.group().translate(_SUPERSCRIPTS)}}}$", "".join(signs)
-    )
+    escaped = "".join(_LATEX.get(sign, sign) for sign in cleaned(text, LONGEST_TEXT))
+    return _RAISED.sub(lambda found: f"$^{{{found[0].translate(_SUPERSCRIPTS)}}}$", escaped)
 
 
 def markdown_text(text: str) -> str:
@@ -382,16 +297,11 @@ def markdown_text(text: str) -> str:
         >>> print(markdown_text("a|b *c*"), markdown_text("small_conv"), markdown_text("_a_"))
         a\|b \*c\* small_conv \_a\_
     """
-    return _MARKDOWN.sub(lambda found: f"\\{found.group()}", cleaned(text, LONGEST_TEXT))
+    return _MARKDOWN.sub(lambda found: f"\\{found[0]}", cleaned(text, LONGEST_TEXT))
 
 
 def csv_text(text: str) -> str:
-    """Escape text so that a spreadsheet does not take it for a formula.
-
-    Examples:
-        >>> csv_text("=1+1"), csv_text("ArcFace")
-        ("'=1+1", 'ArcFace')
-    """
+    """Escape text so that a spreadsheet does not take it for a formula."""
     return escape_formula(cleaned(text, LONGEST_TEXT))
 
 
@@ -401,16 +311,11 @@ def _as_number(value: CellValue) -> Number | None:
     return value if isinstance(value, Number) else None
 
 
-def _mean_text(number: Number) -> str:
-    """The value as it is shown, without its deviation: equal texts are equally good."""
-    return number.text.partition(" ± ")[0]
-
-
 def _shown(value: CellValue, best: str | None) -> Cell:
     number = _as_number(value)
     if number is None:
         return Cell(MISSING if value is None else cleaned(str(value)))
-    is_best = best is not None and number.known is not None and _mean_text(number) == best
+    is_best = best is not None and number.known is not None and number.mean_text == best
     return Cell(number.text, number.interval_text, number.flag, is_best)
 
 
@@ -430,11 +335,11 @@ def _latex_cell(cell: Cell) -> str:
     return text + (f"\\textsuperscript{{{latex_text(cell.flag)}}}" if cell.flag else "")
 
 
-def _latex_line(cells: Iterator[str]) -> str:
+def _latex_line(cells: Iterable[str]) -> str:
     return " & ".join(cells) + " \\\\"
 
 
-def _latex_groups(groups: Sequence[tuple[str, int]]) -> list[str]:
+def _latex_groups(groups: Iterable[tuple[str, int]]) -> list[str]:
     """A row of headings that span their columns, and the rules below it."""
     cells, rules, start = [], [], 1
     for text, width in groups:
@@ -444,26 +349,17 @@ def _latex_groups(groups: Sequence[tuple[str, int]]) -> list[str]:
         else:
             cells += [""] * width
         start += width
-    return [_latex_line(iter(cells)), " ".join(rules)] if rules else []
+    return [_latex_line(cells), " ".join(rules)] if rules else []
 
 
-def _csv_cell(value: CellValue) -> str:
+_CSV_ENDS = ("", " deviation", " low", " high", " flag")
+
+
+def _csv_cells(value: CellValue) -> dict[str, str]:
+    """Unrounded texts of a cell, by the ending of the column's name."""
     number = _as_number(value)
-    if number is not None:
-        return "" if number.known is None else repr(number.known)
-    return "" if value is None else csv_text(str(value))
-
-
-def _csv_end(value: CellValue, end: int) -> str:
-    is_known = isinstance(value, Number) and value.interval is not None
-    return repr(value.interval[end]) if is_known else ""  # type: ignore[union-attr, index]
-
-
-_EXTRAS: dict[str, Callable[[CellValue], str]] = {
-    "deviation": lambda value: (
-        "" if not isinstance(value, Number) or value.deviation is None else repr(value.deviation)
-    ),
-    "low": lambda value: _csv_end(value, 0),
-    "high": lambda value: _csv_end(value, 1),
-    "flag": lambda value: csv_text(value.flag) if isinstance(value, Number) else "",
-}
+    if number is None:
+        return {} if value is None else {"": csv_text(str(value))}
+    parts = (number.known, number.deviation, *(number.interval or (None, None)))
+    texts = ("" if part is None else repr(part) for part in parts)
+    return dict(zip(_CSV_ENDS, (*texts, csv_text(number.flag)), strict=True))

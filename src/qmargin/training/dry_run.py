@@ -7,60 +7,63 @@ import time
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
 from qmargin.data.samples import Dataset, read_sample
 from qmargin.errors import ConfigError
 from qmargin.heads.checks import available_memory, gib
 from qmargin.models import create_backbone
 from qmargin.training.build import build_backbone, build_dataset
-from qmargin.training.distributed.consensus import run_on_all
-from qmargin.training.distributed.process import Process, start_process_group
+from qmargin.training.distributed import Process, run_on_all, start_process_group
 from qmargin.training.recipe import Recipe
 from qmargin.training.reporting import duration
 from qmargin.training.session import DTYPES, Session, build_session
-from qmargin.training.step import StepResult, part_sizes, take_step
+from qmargin.training.step import part_sizes, take_step
 
 _FLOAT = 4
+_REMEDY = "use a smaller data.batch_size, more optimizer.accumulation, more ranks or fewer classes"
 
 
-def estimate_memory(
-    recipe: Recipe, process: Process, *, num_classes: int, input_shape: tuple[int, ...]
-) -> dict[str, int]:
-    """Bytes on one rank's device, by purpose.
+def estimate_memory(recipe: Recipe, process: Process, dataset: Dataset | None) -> dict[str, int]:
+    """Bytes on one rank's device, by purpose; refuses a run that needs more than is free.
 
     Weights, gradients and states are counted; activations are those that the backbone keeps for its
     backward pass, found by a forward pass without memory. Workspaces of libraries and the blocks in
     which the head works are not in it: allow for another tenth.
-
-    Args:
-        recipe: What would be trained.
-        process: One rank of how many, and its device.
-        num_classes: Of the data.
-        input_shape: Of one sample.
     """
-    part = recipe.optimizer
+    samples = build_dataset(recipe) if dataset is None else dataset
+    input_shape = read_sample(samples, 0, seed=recipe.seed, epoch=0).inputs.shape
+    part, device = recipe.optimizer, process.device
     backbone = build_backbone(recipe, device="meta")
     weights = _FLOAT * sum(weight.numel() for weight in backbone.parameters())
     num_states = 2 if part.kind == "adamw" else int(part.momentum > 0)
-    has_average = recipe.run.ema_decay is not None
-    rows = -(-num_classes // process.world)
+    rows = -(-samples.num_classes // process.world)
     matrix = _FLOAT * rows * recipe.model.embedding_dim
-    is_cuda = process.device.type == "cuda"
-    shares = part_sizes(recipe.data.batch_size, world=process.world, parts=part.accumulation)
+    shares = part_sizes(recipe.data.batch_size, process.world, part.accumulation)
     batch = (max(map(max, shares)), *input_shape)
-    inputs = _FLOAT * torch.Size(batch).numel()
-    return {
-        "weights": weights * (1 + has_average),
+    parts = {
+        "weights": weights * (1 if recipe.run.ema_decay is None else 2),
         "gradients": weights * (2 if process.world > 1 else 1),  # and buckets to exchange them
         "optimizer": weights * num_states,
         "prototypes": matrix,
-        "copy for the screen": matrix // 2 if is_cuda else matrix,
+        "copy for the screen": matrix // 2 if device.type == "cuda" else matrix,
         "gradient of the prototypes": matrix if recipe.head.gradient_form == "dense" else 0,
         "optimizer of the head": matrix * num_states,
-        "inputs": inputs,
+        "inputs": _FLOAT * torch.Size(batch).numel(),
         "activations": activation_bytes(recipe, batch),
     }
+    available = available_memory(device)
+    num_here = process.world if device.type == "cpu" else 1  # ranks on CPUs share one machine
+    needed = num_here * sum(parts.values())
+    if available is not None and needed > available:
+        raise ConfigError(
+            f"this recipe needs about {gib(needed)} on {device} ({_listed(parts, num_here)}) and "
+            f"{gib(available)} are free; {_REMEDY}"
+        )
+    return parts
+
+
+def _listed(parts: dict[str, int], factor: int = 1) -> str:
+    return ", ".join(f"{name} {gib(factor * size)}" for name, size in parts.items() if size)
 
 
 def activation_bytes(recipe: Recipe, batch_shape: tuple[int, ...]) -> int:
@@ -74,14 +77,13 @@ def activation_bytes(recipe: Recipe, batch_shape: tuple[int, ...]) -> int:
         kept[storage._cdata] = storage.nbytes()
         return tensor
 
-    dtype = DTYPES[recipe.precision.dtype]
+    part, dtype = recipe.model, DTYPES[recipe.precision.dtype]
     with (
         FakeTensorMode(allow_non_fake_inputs=True),
-        torch.autograd.graph.saved_tensors_hooks(pack, _unpacked),
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
     ):
-        part = recipe.model
         options = {"embedding_dim": part.embedding_dim, **part.options}
-        backbone: nn.Module = create_backbone(part.backbone, **options)  # type: ignore[arg-type]
+        backbone = create_backbone(part.backbone, **options)  # type: ignore[arg-type]
         own = {weight.untyped_storage()._cdata for weight in backbone.parameters()}
         with torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):
             output = backbone(torch.empty(batch_shape))  # kept alive: so are its storages
@@ -89,51 +91,9 @@ def activation_bytes(recipe: Recipe, batch_shape: tuple[int, ...]) -> int:
     return sum(size for storage, size in kept.items() if storage not in own)
 
 
-def check_fits(parts: dict[str, int], process: Process) -> None:
-    """Refuse a run that needs more memory than a device has left.
-
-    Ranks on CPUs are taken to share one machine.
-    """
-    available = available_memory(process.device)
-    num_here = process.world if process.device.type == "cpu" else 1
-    needed = num_here * sum(parts.values())
-    if available is None or needed <= available:
-        return
-    listed = ", ".join(f"{name} {gib(num_here * size)}" for name, size in parts.items() if size)
-    raise ConfigError(
-        f"this recipe needs about {gib(needed)} on {process.device} ({listed}) and "
-        f"{gib(available)} are free; use a smaller data.batch_size, more optimizer.accumulation, "
-        "more ranks or fewer classes"
-    )
-
-
-def _unpacked(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
-
-
-NUM_STEPS = 2
-
-
 @dataclass(frozen=True)
 class DryRun:
-    """What some steps of a recipe took, on this rank.
-
-    Attributes:
-        recipe: That was tried.
-        world: Number of ranks.
-        device: Of this rank.
-        rank: This rank.
-        num_samples: Of the data.
-        num_classes: Of the data.
-        total_steps: Of the run.
-        estimate: Bytes by purpose, as estimated beforehand.
-        peak: Most bytes in use; of the whole process on a CPU.
-        available: Bytes that were free before; None where nobody can tell.
-        seconds: Of each step; the first has one-time costs in it.
-        losses: Of each step.
-        path: That the head took last, and why.
-        unreached: What the recipe schedules and the run never does.
-    """
+    """What some steps of a recipe took, on this rank."""
 
     recipe: Recipe
     world: int
@@ -142,26 +102,26 @@ class DryRun:
     num_samples: int
     num_classes: int
     total_steps: int
-    estimate: dict[str, int]
-    peak: int
-    available: int | None
-    seconds: tuple[float, ...]
+    estimate: dict[str, int]  # bytes by purpose
+    peak: int  # most bytes in use; of the whole process on a CPU
+    available: int | None  # bytes that were free before; None where nobody can tell
+    seconds: tuple[float, ...]  # of each step; the first has one-time costs in it
     losses: tuple[float, ...]
-    path: str
-    unreached: tuple[str, ...] = ()
+    path: str  # that the head took last, and why
+    unreached: tuple[str, ...] = ()  # what the recipe schedules and the run never does
 
     def lines(self) -> list[str]:
         """A report for people."""
-        parts = ", ".join(f"{name} {gib(size)}" for name, size in self.estimate.items() if size)
         rate = self.recipe.data.batch_size / self.seconds[-1]
         free = "unknown" if self.available is None else gib(self.available)
         length = duration(self.total_steps * self.seconds[-1])
+        total, parts = gib(sum(self.estimate.values())), _listed(self.estimate)
         return [
             f"recipe     {self.recipe.name}, sha256 {self.recipe.sha256[:16]}",
             f"data       {self.num_samples:,} samples of {self.num_classes:,} classes",
             f"ranks      {self.world}, this one on {self.device}",
             f"length     {self.total_steps:,} steps, about {length} at the rate below",
-            f"memory     about {gib(sum(self.estimate.values()))} expected per rank ({parts})",
+            f"memory     about {total} expected per rank ({parts})",
             f"           {gib(self.peak)} at the peak, {free} were free",
             f"steps      {', '.join(f'{1000 * value:,.1f} ms' for value in self.seconds)}; the "
             f"last is {rate:,.0f} samples/s",
@@ -172,11 +132,7 @@ class DryRun:
 
 
 def dry_run(
-    recipe: Recipe,
-    *,
-    dataset: Dataset | None = None,
-    device: str = "auto",
-    num_steps: int = NUM_STEPS,
+    recipe: Recipe, *, dataset: Dataset | None = None, device: str = "auto", num_steps: int = 2
 ) -> DryRun:
     """Build everything, take some steps, and say what they took; nothing is written.
 
@@ -191,16 +147,15 @@ def dry_run(
     """
     with start_process_group(recipe.run.timeout_s, device=device) as process:
         available = available_memory(process.device)
-        estimate = run_on_all(process, lambda: _estimated(recipe, process, dataset))
+        estimate = run_on_all(process, lambda: estimate_memory(recipe, process, dataset))
         try:
             with process.name_lost_ranks():
                 session = build_session(recipe, process, dataset)
-            seconds, results = _steps(session, num_steps)
+            seconds, losses = _steps(session, num_steps)
         except torch.OutOfMemoryError as error:
             raise ConfigError(
                 f"this recipe was estimated at {gib(sum(estimate.values()))} on {process.device} "
-                f"and ran out of memory ({error}); use a smaller data.batch_size, more "
-                "optimizer.accumulation, more ranks or fewer classes"
+                f"and ran out of memory ({error}); {_REMEDY}"
             ) from error
         stats = session.head.last_step
         return DryRun(
@@ -214,36 +169,28 @@ def dry_run(
             estimate=estimate,
             peak=_peak(process.device),
             available=available,
-            seconds=seconds,
-            losses=tuple(result.loss for result in results),
+            seconds=tuple(seconds),
+            losses=tuple(losses),
             path="no step was taken" if stats is None else f"{stats.path}: {stats.reason}",
             unreached=tuple(session.unreached),
         )
 
 
-def _estimated(recipe: Recipe, process: Process, dataset: Dataset | None) -> dict[str, int]:
-    samples = build_dataset(recipe) if dataset is None else dataset
-    shape = tuple(read_sample(samples, 0, seed=recipe.seed, epoch=0).inputs.shape)
-    classes = samples.num_classes
-    estimate = estimate_memory(recipe, process, num_classes=classes, input_shape=shape)
-    check_fits(estimate, process)
-    return estimate
-
-
-def _steps(session: Session, num_steps: int) -> tuple[tuple[float, ...], list[StepResult]]:
-    device, seconds, results = session.process.device, [], []
+def _steps(session: Session, num_steps: int) -> tuple[list[float], list[float]]:
+    """Seconds and losses of some steps."""
+    device, seconds, losses = session.process.device, [], []
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     with session.stream() as batches:
         for _ in range(min(num_steps, session.total_steps)):
             began = time.perf_counter()
             with session.process.name_lost_ranks():
-                results.append(take_step(session, batches))
+                losses.append(take_step(session, batches).loss)
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             seconds.append(time.perf_counter() - began)
             session.progress.step += 1
-    return tuple(seconds), results
+    return seconds, losses
 
 
 def _peak(device: torch.device) -> int:

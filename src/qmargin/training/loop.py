@@ -19,25 +19,25 @@ from qmargin.data.loader import Batch
 from qmargin.data.samples import Dataset
 from qmargin.errors import CheckpointError, DataError
 from qmargin.heads.classifier import MarginClassifier
-from qmargin.training.checkpoint.folders import check_writable, list_steps
-from qmargin.training.checkpoint.reader import agree_on_newest
-from qmargin.training.checkpoint.writer import AsyncSaver
-from qmargin.training.distributed.consensus import gather, run_on_all
-from qmargin.training.distributed.process import Process, start_process_group
+from qmargin.training.checkpoint import (
+    CHECKPOINTS,
+    AsyncSaver,
+    agree_on_newest,
+    check_writable,
+    list_steps,
+)
+from qmargin.training.distributed import Process, gather, run_on_all, start_process_group
 from qmargin.training.optim import write_averages
 from qmargin.training.recipe import Recipe
 from qmargin.training.reporting import Meter, Reporter, check_trackers
 from qmargin.training.schedules import loss_settings
-from qmargin.training.session import MOST_ROLLBACKS, Session, open_session, restore_, snapshot
+from qmargin.training.session import Session, build_session, restore_, snapshot
 from qmargin.training.signals import Interrupted, StopRequest
-from qmargin.training.start import (
-    CHECKPOINTS,
-    Start,
-    find_start,
-    locked,
-    recipe_to_train,
-)
+from qmargin.training.start import Start, find_start, locked, recipe_to_train
 from qmargin.training.step import OVERFLOW, StepResult, batch_rows, take_step
+
+MOST_ROLLBACKS = 3  # to one checkpoint; more spikes have another cause than the data
+NUM_SHOWN = 5  # samples that a message names; the journal has all of them
 
 
 @dataclass(frozen=True)
@@ -64,100 +64,6 @@ class HookState:
 
 
 Hook: TypeAlias = Callable[[HookState], dict[str, float]]
-
-
-@torch.no_grad()
-def run_hooks(hooks: Sequence[Hook], session: Session) -> dict[str, float]:
-    """Results of all hooks; the backbone is in training mode again afterwards."""
-    session.broadcast_buffers_()
-    average = session.average
-    state = HookState(
-        step=session.progress.step,
-        epoch=session.epoch,
-        recipe=session.recipe,
-        process=session.process,
-        backbone=session.backbone.eval(),
-        head=session.head,
-        average=None if average is None else dict(average.tensors),
-    )
-    results: dict[str, float] = {}
-    try:
-        for hook in hooks:
-            found = run_on_all(session.process, lambda hook=hook: hook(state))  # type: ignore[misc]
-            results |= {name: float(value) for name, value in found.items()}
-    finally:
-        session.backbone.train()
-    return results
-
-
-def start_record(session: Session, start: Start) -> dict[str, Any]:
-    """The first event of a process: what runs, where, and from which step on."""
-    return {
-        "step": session.progress.step,
-        "recipe": session.recipe.name,
-        "recipe_sha256": session.recipe.sha256,
-        "weights_sha256": session.weights_sha256,
-        "checkpoint": None if start.checkpoint is None else start.checkpoint.path.name,
-        "changes": start.changes,
-        "unreached": session.unreached,
-        "total_steps": session.total_steps,
-        "steps_per_epoch": session.order.steps_per_epoch,
-        "num_samples": session.order.n,
-        "num_classes": session.head.num_classes,
-        "world": session.process.world,
-        "device": str(session.process.device),
-        "version": qmargin.__version__,
-        "torch": torch.__version__,
-    }
-
-
-def describe_run(session: Session) -> str:
-    """The run in one line, for people."""
-    process, recipe = session.process, session.recipe
-    ranks = f"on {process.device}" if process.world == 1 else f"on {process.world} ranks"
-    where = f", from step {session.progress.step}" if session.progress.step else ""
-    return (
-        f"training {recipe.name} {ranks}: {session.order.n:,} samples of "
-        f"{session.head.num_classes:,} classes, {session.total_steps:,} steps of "
-        f"{recipe.data.batch_size:,}{where}"
-    )
-
-
-def step_record(
-    session: Session, result: StepResult, rates: Mapping[str, float | None]
-) -> dict[str, Any]:
-    """A record of the step that was just taken; every rank must call, and it waits for the GPU.
-
-    Support, path and mass error are those of the last part of the batch.
-    """
-    head, step = session.head, session.progress.step
-    stats, per_epoch = head.last_step, session.order.steps_per_epoch
-    settings = loss_settings(session.recipe, step - 1, per_epoch)
-    record: dict[str, Any] = {
-        "step": step,
-        "total_steps": session.total_steps,
-        "epoch": session.order.epoch_of(step - 1),
-        "loss": result.loss,
-        "lr": session.optimizers.backbone.param_groups[0]["lr"],
-        "effective_margin": head.loss.effective_margin,
-        **settings._asdict(),
-        "grad_norm": result.grad_norm,
-        "num_skipped": session.progress.num_skipped,
-        "num_corrupt": session.budget.count,
-        "num_redone": head.num_redone,
-        "num_classes": head.num_classes,
-        **rates,
-    }
-    if session.scaler.is_enabled():
-        record["loss_scale"] = session.scaler.get_scale()
-    device = session.process.device
-    if device.type == "cuda":
-        record["peak_gib"] = torch.cuda.max_memory_allocated(device) / 2**30  # of this rank
-    names = ("support_mean", "support_max", "path", "mass_error", "num_overflowed")
-    return record | {name: None if stats is None else getattr(stats, name) for name in names}
-
-
-NUM_SHOWN = 5  # samples that a message names; the journal has all of them
 
 
 @dataclass(frozen=True)
@@ -256,8 +162,7 @@ def open_run(
 ) -> Iterator[Run]:
     """Build a run: process group, lock, checkpoint, session, reporter, saver; and take it down.
 
-    Raises:
-        Interrupted: By a signal while the run is built; nothing is left but what was there.
+    A signal while the run is built raises ``Interrupted``; nothing is left but what was there.
     """
     folder = Path(out)
     check_trackers(trackers)
@@ -271,17 +176,15 @@ def open_run(
                 start = find_start(
                     recipe, folder, process, resume=resume, allow_changes=allow_changes
                 )
-                session, journal_bytes = open_session(
-                    recipe, process, dataset, checkpoint=start.checkpoint
-                )
-                _check_space(session, folder)
+                session = build_session(recipe, process, dataset, checkpoint=start.checkpoint)
+                run_on_all(process, lambda: _check_space(session, folder))
                 reporter = Reporter(
                     folder,
                     process,
                     recipe,
                     step=session.progress.step,
                     total_steps=session.total_steps,
-                    journal_bytes=journal_bytes,
+                    journal_bytes=session.journal_bytes,
                     trackers=trackers,
                 )
                 stack.callback(reporter.close)
@@ -291,11 +194,85 @@ def open_run(
         yield Run(session, saver, reporter, request, hooks)
 
 
+def _check_space(session: Session, folder: Path) -> None:
+    """Refuse a disk that the first checkpoint would not fit on."""
+    if session.process.is_first:
+        needed = session.process.world * snapshot(session).num_bytes()
+        check_writable(folder / CHECKPOINTS, needed_bytes=needed)
+
+
+def _saver(folder: Path, session: Session) -> AsyncSaver:
+    process, keep = session.process, session.recipe.run.keep
+    if process.world > 1:
+        timeout = timedelta(seconds=process.timeout_s)
+        with process.collective():  # a group of its own: its messages come at any time
+            group = dist.new_group(backend="gloo", timeout=timeout)
+        process = replace(process, control=group, heartbeat=None)
+    return AsyncSaver(folder / CHECKPOINTS, process=process, keep=keep)
+
+
 def _announce(session: Session, start: Start, reporter: Reporter) -> None:
-    reporter.event("start", **start_record(session, start))
+    """Report what runs, where, and from which step on."""
+    recipe, process, step = session.recipe, session.process, session.progress.step
+    reporter.event(
+        "start",
+        step=step,
+        recipe=recipe.name,
+        recipe_sha256=recipe.sha256,
+        weights_sha256=session.weights_sha256,
+        checkpoint=None if start.checkpoint is None else start.checkpoint.path.name,
+        changes=start.changes,
+        unreached=session.unreached,
+        total_steps=session.total_steps,
+        steps_per_epoch=session.order.steps_per_epoch,
+        num_samples=session.order.n,
+        num_classes=session.head.num_classes,
+        world=process.world,
+        device=str(process.device),
+        version=qmargin.__version__,
+        torch=torch.__version__,
+    )
+    ranks = f"on {process.device}" if process.world == 1 else f"on {process.world} ranks"
+    described = (
+        f"training {recipe.name} {ranks}: {session.order.n:,} samples of "
+        f"{session.head.num_classes:,} classes, {session.total_steps:,} steps of "
+        f"{recipe.data.batch_size:,}{f', from step {step}' if step else ''}"
+    )
     warnings = [f"warning: {sentence}" for sentence in session.unreached]
-    for note in (*start.notes, describe_run(session), *warnings):
+    for note in (*start.notes, described, *warnings):
         reporter.note(note)
+
+
+def _step_record(
+    session: Session, result: StepResult, rates: Mapping[str, float | None]
+) -> dict[str, Any]:
+    """A record of the step that was just taken; every rank must call, and it waits for the GPU.
+
+    Support, path and mass error are those of the last part of the batch.
+    """
+    head, step, device = session.head, session.progress.step, session.process.device
+    stats, per_epoch = head.last_step, session.order.steps_per_epoch
+    record: dict[str, Any] = {
+        "step": step,
+        "total_steps": session.total_steps,
+        "epoch": session.order.epoch_of(step - 1),
+        "loss": result.loss,
+        "lr": session.optimizers.backbone.param_groups[0]["lr"],
+        "effective_margin": head.loss.effective_margin,
+        **loss_settings(session.recipe, step - 1, per_epoch)._asdict(),
+        "grad_norm": result.grad_norm,
+        "num_skipped": session.progress.num_skipped,
+        "num_corrupt": session.budget.count,
+        "num_redone": head.num_redone,
+        "num_classes": head.num_classes,
+        **rates,
+    }
+    if session.scaler.is_enabled():
+        record["loss_scale"] = session.scaler.get_scale()
+    if device.type == "cuda":
+        record["peak_gib"] = torch.cuda.max_memory_allocated(device) / 2**30  # of this rank
+    names = ("support_mean", "support_max", "path", "mass_error", "num_overflowed")
+    return record | {name: None if stats is None else getattr(stats, name) for name in names}
 
 
 class Run:
@@ -333,33 +310,25 @@ class Run:
             self.save()  # a roll-back needs something to go back to
         while not self.is_over:
             with self.session.stream() as batches:
-                self.follow(batches)
+                while not self.is_over and self.next_step(batches):
+                    pass
         return self.end()
-
-    def follow(self, batches: Iterator[Batch]) -> None:
-        """Take steps until the run is over or rolls back."""
-        while not self.is_over and self.next_step(batches):
-            pass
 
     def next_step(self, batches: Iterator[Batch]) -> bool:
         """Take a step; False if the run rolled back, and needs a new stream of batches."""
-        result = self.take_step(batches)
-        self.account(result)
-        if result.skipped is None and self.session.spikes.is_spike(result.loss):
-            self.roll_back(result.loss)
-            return False
-        self.advance(result)
-        return True
-
-    def take_step(self, batches: Iterator[Batch]) -> StepResult:
-        """Report finished background saves, then take one step."""
-        failure = None
+        session, failure = self.session, None
         try:
             self.note_saved(self.saver.poll())
         except CheckpointError as error:
             failure = error
-        with self.session.process.name_lost_ranks():
-            return take_step(self.session, batches, stop=self.request.number, failure=failure)
+        with session.process.name_lost_ranks():
+            result = take_step(session, batches, stop=self.request.number, failure=failure)
+        self.account(result)
+        if result.skipped is None and session.spikes.is_spike(result.loss):
+            self.roll_back(result.loss)
+            return False
+        self.advance(result)
+        return True
 
     def account(self, result: StepResult) -> None:
         """Count corrupt samples and steps that were skipped; stop above the recipe's limits."""
@@ -380,7 +349,9 @@ class Run:
         if result.skipped == OVERFLOW:
             return  # how the scale of fp16 finds its value
         progress.num_skipped += 1
-        text = f"step {step} was skipped because {result.skipped} ({_listed(samples)})"
+        more = f" and {len(samples) - NUM_SHOWN} more" if len(samples) > NUM_SHOWN else ""
+        shown = ", ".join(samples[:NUM_SHOWN]) + more
+        text = f"step {step} was skipped because {result.skipped} ({shown})"
         self.reporter.note(text)
         limit = session.recipe.run.nan_budget
         if progress.num_skipped > limit:
@@ -400,7 +371,7 @@ class Run:
         self.signal = result.stop if self.step < session.total_steps else 0
         if self.step % run.log_every == 0 or self.is_over:
             rates = self.meter.read(self.step, session.total_steps)
-            self.reporter.step(step_record(session, result, rates))
+            self.reporter.step(_step_record(session, result, rates))
         if self.step % run.save_every_steps == 0:
             self.save()
         if run.validate_every is not None and self.step % run.validate_every == 0:
@@ -420,11 +391,31 @@ class Run:
             self.reporter.event("checkpoint", checkpoint=path.name)
             self.reporter.status(checkpoint=path.name)
 
+    @torch.no_grad()
     def validate(self) -> None:
         """Run the hooks, unless that was done for this step."""
-        if self.hooks and self.validated_step != self.step:
-            self.reporter.validation(run_hooks(self.hooks, self.session), self.step)
-            self.validated_step = self.step
+        if not self.hooks or self.validated_step == self.step:
+            return
+        session, process = self.session, self.session.process
+        session.broadcast_buffers_()
+        state = HookState(
+            step=self.step,
+            epoch=session.epoch,
+            recipe=session.recipe,
+            process=process,
+            backbone=session.backbone.eval(),
+            head=session.head,
+            average=None if session.average is None else dict(session.average.tensors),
+        )
+        results: dict[str, float] = {}
+        try:
+            for hook in self.hooks:
+                found = run_on_all(process, lambda hook=hook: hook(state))  # type: ignore[misc]
+                results |= {name: float(value) for name, value in found.items()}
+        finally:
+            session.backbone.train()
+        self.reporter.validation(results, self.step)
+        self.validated_step = self.step
 
     def roll_back(self, loss: float) -> None:
         """Go back to the weights of the newest checkpoint, and on after the window."""
@@ -440,7 +431,7 @@ class Run:
                 "run.spike_factor"
             )
         restore_(session, checkpoint)
-        session.spikes.forget()
+        session.spikes.losses.clear()
         after = max(spike + 1, checkpoint.step + session.recipe.run.spike_window)
         progress.step = min(after, session.total_steps)
         places = {"checkpoint": checkpoint.step, "next_step": progress.step}
@@ -452,20 +443,20 @@ class Run:
 
     def end(self) -> Outcome:
         """Validate, save the last step, write averages and report how the run ended."""
-        session, folder = self.session, self.saver.folder.parent
+        session, folder = self.session, self.saver.folder
         if not self.signal:
             self.validate()
         self.save()
         self.note_saved(self.saver.wait())
+        saved = list(list_steps(folder).values())
         if not self.signal:
-            last = list(list_steps(self.saver.folder).values())[: session.recipe.run.average_last]
-            chosen = last if session.process.is_first else []
-            moving = session.average if session.process.is_first else None
-            run_on_all(session.process, lambda: write_averages(folder, chosen, moving))
+            last = saved[: session.recipe.run.average_last]
+            arguments = (last, session.average) if session.process.is_first else ([], None)
+            run_on_all(session.process, lambda: write_averages(folder.parent, *arguments))
         state = "stopped" if self.signal else "finished"
         self.reporter.event(state, step=self.step, loss=self.loss, signal=self.signal)
         self.reporter.status(state=state, step=self.step, signal=self.signal)
-        newest = next(iter(list_steps(self.saver.folder).values()), None)
+        newest = next(iter(saved), None)
         self.reporter.note(
             f"{state} at step {self.step} of {session.total_steps}, saved in {newest}"
         )
@@ -479,32 +470,6 @@ class Run:
         )
 
 
-def _check_space(session: Session, folder: Path) -> None:
-    """Refuse a disk that the first checkpoint would not fit on."""
-
-    def check() -> None:
-        if session.process.is_first:
-            needed = session.process.world * snapshot(session).num_bytes()
-            check_writable(folder / CHECKPOINTS, needed_bytes=needed)
-
-    run_on_all(session.process, check)
-
-
-def _saver(folder: Path, session: Session) -> AsyncSaver:
-    process, keep = session.process, session.recipe.run.keep
-    if process.world > 1:
-        timeout = timedelta(seconds=process.timeout_s)
-        with process.collective():  # a group of its own: its messages come at any time
-            group = dist.new_group(backend="gloo", timeout=timeout)
-        process = replace(process, control=group, heartbeat=None)
-    return AsyncSaver(folder / CHECKPOINTS, process=process, keep=keep)
-
-
 def _all_of(process: Process, samples: Sequence[str]) -> list[str]:
     """Samples of all ranks."""
     return [sample for part in gather(process, list(samples)) for sample in part]
-
-
-def _listed(samples: Sequence[str]) -> str:
-    shown = ", ".join(samples[:NUM_SHOWN])
-    return shown + (f" and {len(samples) - NUM_SHOWN} more" if len(samples) > NUM_SHOWN else "")

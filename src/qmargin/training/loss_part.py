@@ -20,10 +20,10 @@ import math
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -54,30 +54,6 @@ class LossSettings(NamedTuple):
     scale: float
 
 
-def check_registered(name: str, registry: Registry[Any], what: str) -> None:
-    """Refuse a name that is not registered, with the nearest that is, or that cannot be used."""
-    if name not in registry:
-        check_known(name, registry.names(), what)
-    try:
-        registry.get(name)
-    except ConfigError as error:
-        raise ConfigError(f"{what} is {name!r}; {error}") from error
-
-
-@cache
-def _kind_of(margin: type) -> str:
-    """Registered name of a class of margins."""
-    return next(name for name in margins.names() if margins.get(name) is margin)
-
-
-def _number_of(kind: str) -> str:
-    """Name of a margin's main parameter."""
-    name = main_number(margins.get(kind))
-    if name is None:
-        raise ConfigError(f"margin_kind is {kind!r}, which takes no number; give it a parameter")
-    return name
-
-
 @dataclass(frozen=True)
 class LossPart:
     """A divergence, a margin and a scale, all of them written out.
@@ -85,27 +61,9 @@ class LossPart:
     A published loss is ``LossPart.from_preset(name)``; files and ``--set`` take ``loss.preset``
     for it. What is kept are its numbers, so that a record stays true when a preset changes.
 
-    Args:
-        alpha: Main number of the divergence, of an alpha-divergence its order; None where the
-            divergence has none.
-        margin_kind: Registered name of the margin: ``"prior"`` (Q-Margin), ``"cosine"``,
-            ``"angular"``, ``"multiplied"`` (SphereFace), ``"adaface"``, ``"magface"``,
-            ``"elastic"``, or one of yours.
-        margin: The margin's main number, in its own unit: the lower margin of MagFace, the
-            multiplier of ``"multiplied"``.
-        scale: ``s``, positive.
-        options: Further settings of the margin, such as ``gradient`` of an angular one. With
-            ``per_class``, a list or the path of a NumPy or text file with one number per class,
-            each class has that number times ``margin``.
-        divergence: Registered name of the divergence.
-        divergence_options: Further settings of the divergence.
-        plus: Margins that are added to the first, as settings by name.
-
     Examples:
         >>> LossPart.from_preset("q_margin", margin=0.25).margin_kind
         'prior'
-        >>> LossPart.from_preset("cosface").build()
-        MarginLoss(Alpha(alpha=1.0), CosineMargin(margin=0.5), scale=64, effective_margin=0.5)
         >>> LossPart(1.25, "prior", 0.1, 16.0, plus={"cosine": {"margin": 0.05}}).build()
         MarginLoss(Alpha(alpha=1.25), SumMargin(prior=PriorMargin(margin=0.1), \
 geometric=CosineMargin(margin=0.05)), scale=16, effective_margin=0.173)
@@ -113,39 +71,50 @@ geometric=CosineMargin(margin=0.05)), scale=16, effective_margin=0.173)
 
     SHORTHANDS: ClassVar[tuple[str, ...]] = ("preset",)
 
-    alpha: float | None
-    margin_kind: str
-    margin: float
+    alpha: float | None  # main number of the divergence; None where it has none
+    margin_kind: str  # a registered name, such as "prior" (Q-Margin), "cosine" or "angular"
+    margin: float  # the margin's main number, in its own unit: of MagFace the lower margin
     scale: float
-    options: Options = field(default_factory=dict, hash=False)
+    options: Options = field(default_factory=dict, hash=False)  # further settings of the margin
     divergence: str = field(default="alpha", metadata=NEW)
     divergence_options: Options = field(default_factory=dict, hash=False, metadata=NEW)
+    # margins that are added to the first, as settings by name
     plus: dict[str, Options] = field(default_factory=dict, hash=False, metadata=NEW)
 
     def __post_init__(self) -> None:
         check_fields(self)
         check_registered(self.divergence, divergences, "divergence")
         check_registered(self.margin_kind, margins, "margin_kind")
-        self._check_divergence()
+        maker = divergences.get(self.divergence)
+        main = main_number(maker)
+        if main is None and self.alpha is not None:
+            raise ConfigError(f"alpha is {self.alpha:g} and {self.divergence} takes no number")
+        if main is not None and self.alpha is None and _default_of(maker, main) is None:
+            raise ConfigError(f"alpha is missing; give the {main} of {self.divergence}")
+        given = () if main is None else (main,)
+        check_options(self.divergence_options, maker, "divergence_options", given=given)
         main = _number_of(self.margin_kind)
         if main in self.options:
             raise ConfigError(f"options.{main} is the margin's main number; set margin instead")
-        _check_margin_options(self.margin_kind, self.options, "options")
+        _check_options(self.margin_kind, self.options, "options", given=(main,))
         for kind, options in self.plus.items():
             check_registered(kind, margins, "plus")
             if kind == self.margin_kind:
                 raise ConfigError(f"plus.{kind} is the first margin; give its settings in options")
-            _check_margin_options(kind, options, f"plus.{kind}")
+            _check_options(kind, options, f"plus.{kind}")
+        stand_ins = {  # for files, which are read when a run is built
+            kind: torch.ones(1) if isinstance(source, str) else read_class_values(source)
+            for kind, source in self.class_sources.items()
+        }
         with warnings.catch_warnings():  # a margin out of reach is said when a run builds the loss
             warnings.simplefilter("ignore", MarginWarning)
-            self.build(values=self._stand_ins())
+            self.build(values=stand_ins)
 
     @classmethod
     def from_preset(cls, preset: str, **changes: Any) -> LossPart:
         """The numbers of a published loss, some of them changed."""
-        names = [entry.name for entry in fields(cls)]
         for name in changes:
-            check_known(name, names, "a setting of the loss")
+            check_known(name, [entry.name for entry in fields(cls)], "a setting of the loss")
         return cls(**cls.expand({"preset": preset, **changes}))
 
     @classmethod
@@ -158,11 +127,13 @@ geometric=CosineMargin(margin=0.05)), scale=16, effective_margin=0.173)
 {'margin': 0.05}}}
         """
         found = dict(values)
-        if "divergence" in found and (
-            "alpha" not in found or isinstance(found["divergence"], Mapping)
-        ):
+        divergence, margin = found.get("divergence"), found.get("margin")
+        if "divergence" in found and ("alpha" not in found or isinstance(divergence, Mapping)):
             found |= _read_divergence(found)
-        if isinstance(found.get("margin"), Mapping | list | tuple) or _is_name(found):
+        # a name, and not the text of a number as YAML 1.1 has 1e-1
+        is_name = isinstance(margin, str) and NUMBER.fullmatch(margin) is None
+        has_kind = "margin_kind" in found or "preset" in found
+        if isinstance(margin, Mapping | list | tuple) or (is_name and not has_kind):
             found |= _read_margins(found)
         preset = found.pop("preset", None)
         return found if preset is None else {**_preset_values(preset, found), **found}
@@ -174,11 +145,7 @@ geometric=CosineMargin(margin=0.05)), scale=16, effective_margin=0.173)
 
     @property
     def order(self) -> float:
-        """Alpha of an alpha-divergence.
-
-        Raises:
-            ConfigError: The divergence is another one.
-        """
+        """Alpha of an alpha-divergence; another divergence is a ``ConfigError``."""
         if self.divergence != "alpha" or self.alpha is None:
             raise ConfigError(f"loss.divergence is {self.divergence!r}, which has no alpha")
         return self.alpha
@@ -213,27 +180,16 @@ geometric=CosineMargin(margin=0.05)), scale=16, effective_margin=0.173)
         }
 
     def build(
-        self,
-        settings: LossSettings | None = None,
-        *,
-        seed: int | None = None,
-        values: Mapping[str, Tensor] | None = None,
+        self, *, seed: int | None = None, values: Mapping[str, Tensor] | None = None
     ) -> MarginLoss:
-        """The loss, with other numbers if they are given.
+        """The loss; see ``build_margin``."""
+        margin = self.build_margin(seed=seed, values=values)
+        return MarginLoss(self.build_divergence(self.alpha), margin, scale=self.scale)
 
-        Args:
-            settings: Instead of the part's own.
-            seed: Of the draws of a margin that draws, unless its options have one.
-            values: Per-class numbers by margin; read where they are None.
-        """
-        alpha, margin, scale = self.settings if settings is None else settings
-        built = self.build_margin(margin, seed=seed, values=values)
-        return MarginLoss(self.build_divergence(alpha), built, scale=scale)
-
-    def build_divergence(self, number: float | None = None) -> Divergence:
-        """The divergence, with another main number if one is given."""
+    def build_divergence(self, number: float | None) -> Divergence:
+        """The divergence with this main number, or its own default."""
         maker = divergences.get(self.divergence)
-        main, number = main_number(maker), self.alpha if number is None else number
+        main = main_number(maker)
         numbers = {} if main is None or number is None else {main: number}
         made: Divergence = maker(**numbers, **self.divergence_options)
         return made
@@ -246,47 +202,32 @@ geometric=CosineMargin(margin=0.05)), scale=16, effective_margin=0.173)
         values: Mapping[str, Tensor] | None = None,
         keep: Margin | None = None,
     ) -> Margin:
-        """The margin, or the sum of margins, with another main number if one is given.
+        """The margin, or the sum of margins.
 
         Args:
-            number: Instead of the part's own.
+            number: Main number instead of the part's own.
             seed: Of the draws of a margin that draws, unless its options have one.
             values: Per-class numbers by margin; read where they are None.
             keep: A margin of this loss whose parts with state are used again.
         """
         if values is None:
             values = {kind: read_class_values(one) for kind, one in self.class_sources.items()}
-        main = _number_of(self.margin_kind)
         number = self.margin if number is None else number
-        settings: dict[str, Options] = {self.margin_kind: {main: number, **self.options}}
+        first = {_number_of(self.margin_kind): number, **self.options}
         built: Any = None
-        for kind, options in (settings | self.plus).items():
+        for kind, options in {self.margin_kind: first, **self.plus}.items():
             if keep is not None and _is_stateful(kind):
                 made = keep.geometric if isinstance(keep, ModuleSumMargin) else keep
             else:
-                made = _make_margin(kind, options, values.get(kind), seed)
+                maker, main, chosen = margins.get(kind), _number_of(kind), dict[str, Any](options)
+                if chosen.pop(PER_CLASS, None) is not None:
+                    chosen[main] = PerClass(values[kind] * chosen.get(main, 1.0))
+                if seed is not None and "seed" in inspect.signature(maker).parameters:
+                    chosen.setdefault("seed", seed)
+                made = maker(**chosen)
             built = made if built is None else built + made
         result: Margin = built
         return result
-
-    def _check_divergence(self) -> None:
-        maker = divergences.get(self.divergence)
-        main = main_number(maker)
-        if main is None and self.alpha is not None:
-            raise ConfigError(f"alpha is {self.alpha:g} and {self.divergence} takes no number")
-        if main is not None and self.alpha is None and _default_of(maker, main) is None:
-            raise ConfigError(
-                f"alpha is missing; give the {main} of the divergence {self.divergence}"
-            )
-        given = () if main is None else (main,)
-        check_options(self.divergence_options, maker, "divergence_options", given=given)
-
-    def _stand_ins(self) -> dict[str, Tensor]:
-        """What stands for per-class numbers of files, which are read when a run is built."""
-        return {
-            kind: torch.ones(1) if isinstance(source, str) else read_class_values(source)
-            for kind, source in self.class_sources.items()
-        }
 
 
 class ScheduledLoss:
@@ -297,9 +238,6 @@ class ScheduledLoss:
         seed: Of the draws of margins.
         num_classes: Of the data; None not to compare per-class numbers with it.
         device: Of the cosines.
-
-    Raises:
-        ConfigError: Per-class numbers cannot be read, or are not one per class.
     """
 
     def __init__(
@@ -346,11 +284,7 @@ class ScheduledLoss:
 
 
 def read_class_values(source: str | tuple[Any, ...]) -> Tensor:
-    """Numbers, one per class, from a list, a ``.npy`` file or a text file with one per line.
-
-    Raises:
-        ConfigError: It cannot be read, or holds something else than finite numbers.
-    """
+    """Finite numbers, one per class, from a list, a ``.npy`` file or a text file of lines."""
     where = f"loss.options.{PER_CLASS}"
     try:
         numbers = _read_file(Path(source).expanduser()) if isinstance(source, str) else source
@@ -363,8 +297,6 @@ def read_class_values(source: str | tuple[Any, ...]) -> Tensor:
 
 
 def _read_file(path: Path) -> Any:
-    import numpy as np
-
     with open_regular(path) as file:
         if path.stat().st_size > MAX_CLASS_BYTES:
             raise DataError(f"the file has more than {MAX_CLASS_BYTES:,} bytes")
@@ -376,12 +308,12 @@ def _read_file(path: Path) -> Any:
 def _read_divergence(values: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of a divergence: ``"name"``, ``{"name": number}`` or ``{"name": {settings}}``."""
     name, options = _one_entry(values["divergence"], divergences, "divergence")
-    main = main_number(divergences.get(name))
-    number = options.pop(main, None) if main is not None else None
-    if number is not None and values.get("alpha") is not None:
-        raise ConfigError(f"alpha is {values['alpha']} and divergence.{name} {number}; keep one")
-    number = values.get("alpha") if number is None else number
-    return {"divergence": name, "alpha": number, "divergence_options": options}
+    main, number = main_number(divergences.get(name)), values.get("alpha")
+    given = options.pop(main, None) if main is not None else None
+    if given is not None and number is not None:
+        raise ConfigError(f"alpha is {number} and divergence.{name} {given}; keep one")
+    alpha = number if given is None else given
+    return {"divergence": name, "alpha": alpha, "divergence_options": options}
 
 
 def _read_margins(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -390,17 +322,15 @@ def _read_margins(values: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("margin_kind", "options", "plus"):
         if values.get(name):
             raise ConfigError(f"{name} is given and margin has its own settings; keep one of them")
-    entries = given if isinstance(given, list | tuple) else [given]
     found: dict[str, dict[str, Any]] = {}
-    for entry in entries:
+    for entry in given if isinstance(given, list | tuple) else [given]:
         kind, options = _one_entry(entry, margins, "margin")
         if kind in found:
             raise ConfigError(f"margin has {kind} twice; keep one of them")
         main = _number_of(kind)
         default = 1.0 if PER_CLASS in options else _default_of(margins.get(kind), main)
-        if main not in options and default is not None:
-            options = {main: default, **options}
-        found[kind] = options
+        found[kind] = {} if default is None else {main: default}
+        found[kind] |= options
     if not found:
         raise ConfigError("margin is an empty list; give at least one margin")
     (first, options), *others = found.items()
@@ -410,13 +340,6 @@ def _read_margins(values: Mapping[str, Any]) -> dict[str, Any]:
     result: dict[str, Any] = {"margin_kind": first, "margin": options.pop(main)}
     result |= {"options": options} if options else {}
     return result | ({"plus": dict(others)} if others else {})
-
-
-def _is_name(values: Mapping[str, Any]) -> bool:
-    """Whether the margin is a name, and not the text of a number as YAML 1.1 has 1e-1."""
-    margin = values.get("margin")
-    has_kind = "margin_kind" in values or "preset" in values
-    return isinstance(margin, str) and not has_kind and NUMBER.fullmatch(margin) is None
 
 
 def _one_entry(entry: Any, registry: Registry[Any], where: str) -> tuple[str, dict[str, Any]]:
@@ -429,13 +352,11 @@ def _one_entry(entry: Any, registry: Registry[Any], where: str) -> tuple[str, di
         )
     ((name, options),) = entry.items()
     check_registered(str(name), registry, where)
-    if isinstance(options, Mapping):
-        return name, dict(options)
+    if options is None or isinstance(options, Mapping):
+        return name, dict(options or {})
     main = main_number(registry.get(name))
-    if options is None or main is None:
-        if options is not None:
-            raise ConfigError(f"{where}.{name} is {short(options)} and takes no number")
-        return name, {}
+    if main is None:
+        raise ConfigError(f"{where}.{name} is {short(options)} and takes no number")
     return name, {main: options}
 
 
@@ -447,30 +368,37 @@ def _preset_values(preset: Any, changes: Mapping[str, Any]) -> dict[str, Any]:
             "well; a preset has a margin of its own, leave one of them out"
         )
     loss: MarginLoss = getattr(presets, preset)()
-    kind = _kind_of(type(loss.margin))
+    kind = next(name for name in margins.names() if margins.get(name) is type(loss.margin))
     number = getattr(loss.margin, _number_of(kind))
     # presets are written with alpha in decimals, and alpha_value went through alpha - 1
     alpha = getattr(loss.divergence, "alpha", loss.alpha_value)
     return {"alpha": alpha, "margin_kind": kind, "margin": number, "scale": loss.scale}
 
 
-def _check_margin_options(kind: str, options: Mapping[str, Any], where: str) -> None:
-    """Refuse options that a margin does not take; those of the first leave its number out."""
-    given = (_number_of(kind),) if where == "options" else ()
+def check_registered(name: str, registry: Registry[Any], what: str) -> None:
+    """Refuse a name that is not registered, with the nearest that is, or that cannot be used."""
+    if name not in registry:
+        check_known(name, registry.names(), what)
+    try:
+        registry.get(name)
+    except ConfigError as error:
+        raise ConfigError(f"{what} is {name!r}; {error}") from error
+
+
+def _number_of(kind: str) -> str:
+    """Name of a margin's main parameter."""
+    name = main_number(margins.get(kind))
+    if name is None:
+        raise ConfigError(f"margin_kind is {kind!r}, which takes no number; give it a parameter")
+    return name
+
+
+def _check_options(
+    kind: str, options: Mapping[str, Any], where: str, *, given: tuple[str, ...] = ()
+) -> None:
+    """Refuse options that a margin does not take."""
     named = {name: value for name, value in options.items() if name != PER_CLASS}
     check_options(named, margins.get(kind), where, given=given)
-
-
-def _make_margin(
-    kind: str, options: Mapping[str, Any], values: Tensor | None, seed: int | None
-) -> Any:
-    maker, main, chosen = margins.get(kind), _number_of(kind), dict(options)
-    if chosen.pop(PER_CLASS, None) is not None:
-        assert values is not None  # whoever builds a loss reads them
-        chosen[main] = PerClass(values * chosen.get(main, 1.0))
-    if seed is not None and "seed" in inspect.signature(maker).parameters:
-        chosen.setdefault("seed", seed)
-    return maker(**chosen)
 
 
 def _is_stateful(kind: str) -> bool:
@@ -478,8 +406,8 @@ def _is_stateful(kind: str) -> bool:
     return isinstance(maker, type) and issubclass(maker, nn.Module)
 
 
-def _default_of(maker: Callable[..., Any], name: str | None) -> Any:
-    """Default of a parameter; None where there is none."""
-    found = inspect.signature(maker).parameters.get(name or "")
+def _default_of(maker: Callable[..., Any], name: str) -> float | None:
+    """Default of a parameter; None where there is none that is finite."""
+    found = inspect.signature(maker).parameters.get(name)
     default = None if found is None or found.default is found.empty else found.default
     return default if default is None or math.isfinite(default) else None

@@ -1,4 +1,4 @@
-"""Optimizers of a recipe: one for the backbone, one for the prototypes, and their clipping."""
+"""Optimizers of backbone and prototypes, gradient clipping, and averages of weights."""
 
 from __future__ import annotations
 
@@ -15,34 +15,26 @@ from qmargin.errors import CheckpointError, ConfigError, ShapeError
 from qmargin.files import replacing
 from qmargin.heads.classifier import MarginClassifier
 from qmargin.heads.optimizers import ExactSGD, SparseSGD, scale_all_
-from qmargin.training.checkpoint.files import Checkpoint, write_tensors
-from qmargin.training.checkpoint.reader import open_checkpoint, read_backbone
+from qmargin.training.checkpoint import Checkpoint, open_checkpoint, read_backbone, write_tensors
 from qmargin.training.recipe import OptimizerPart, Recipe
+
+AVERAGE = "average.safetensors"  # in the folder of a run, at its end
+MOVING_AVERAGE = "ema.safetensors"
 
 
 @dataclass(frozen=True)
 class Optimizers:
-    """The two optimizers of a run; iterate over them to step, zero or save both.
-
-    Attributes:
-        backbone: Of the network.
-        head: Of the prototypes.
-        lr_ratio: Of the head's learning rate to that of the backbone.
-    """
+    """The two optimizers of a run; iterate over them to step, zero or save both."""
 
     backbone: torch.optim.Optimizer
     head: torch.optim.Optimizer
-    lr_ratio: float = 1.0
+    lr_ratio: float = 1.0  # of the head's learning rate to that of the backbone
 
     def __iter__(self) -> Iterator[torch.optim.Optimizer]:
         return iter((self.backbone, self.head))
 
     def set_learning_rate(self, lr: float) -> None:
-        """Give every group the learning rate of the step about to be taken.
-
-        Args:
-            lr: Of the backbone.
-        """
+        """Set the learning rate of the step about to be taken, given that of the backbone."""
         for optimizer, ratio in ((self.backbone, 1.0), (self.head, self.lr_ratio)):
             for group in optimizer.param_groups:
                 group["lr"] = ratio * lr
@@ -56,22 +48,23 @@ class Optimizers:
 def build_optimizers(recipe: Recipe, backbone: nn.Module, head: MarginClassifier) -> Optimizers:
     """The optimizers of a recipe, at the learning rate of its peak.
 
-    Args:
-        recipe: Kind, rates, decay and the head's update.
-        backbone: On its device already, wrapped or not.
-        head: Built with the gradient that ``recipe.head.gradient_form`` names.
-
-    Examples:
-        >>> from qmargin.recipes.debug import debug
-        >>> from qmargin.training.build import build_backbone, build_head
-        >>> recipe = debug()
-        >>> pair = build_optimizers(recipe, build_backbone(recipe), build_head(recipe))
-        >>> type(pair.backbone).__name__, type(pair.head).__name__
-        ('SGD', 'ExactSGD')
+    The backbone is on its device already; the head has the gradient that
+    ``recipe.head.gradient_form`` names.
     """
-    part, lr = recipe.optimizer, recipe.optimizer.lr * recipe.lr_factor
-    groups, ratio = parameter_groups(backbone, part), recipe.head.lr_ratio
-    return Optimizers(_make(part, groups, lr), _make_head(recipe, head, ratio * lr), ratio)
+    part, update, ratio = recipe.optimizer, recipe.head.update, recipe.head.lr_ratio
+    lr = part.lr * recipe.lr_factor
+    if head.gradient != recipe.head.gradient_form:
+        raise ConfigError(
+            f"the head leaves a {head.gradient!r} gradient and the recipe's update {update!r} "
+            f"takes {recipe.head.gradient_form!r}; build the head with build_head(recipe)"
+        )
+    if update == "torch":
+        group = {"params": list(head.parameters()), "weight_decay": part.weight_decay}
+        of_head = _make(part, [group], ratio * lr, is_sparse=head.gradient == "sparse")
+    else:
+        kind = ExactSGD if update == "exact" else SparseSGD
+        of_head = kind(head, ratio * lr, part.momentum, part.weight_decay, part.nesterov)
+    return Optimizers(_make(part, parameter_groups(backbone, part), lr), of_head, ratio)
 
 
 def parameter_groups(backbone: nn.Module, part: OptimizerPart) -> list[dict[str, Any]]:
@@ -89,6 +82,19 @@ def parameter_groups(backbone: nn.Module, part: OptimizerPart) -> list[dict[str,
         ([weight for weight in trained if weight.ndim <= 1], 0.0),
     )
     return [{"params": weights, "weight_decay": decay} for weights, decay in groups if weights]
+
+
+def _make(
+    part: OptimizerPart, groups: list[dict[str, Any]], lr: float, *, is_sparse: bool = False
+) -> torch.optim.Optimizer:
+    # On a GPU one kernel for many weights: a host that launches hundreds makes it wait.
+    is_fused = not is_sparse and all(one.is_cuda for group in groups for one in group["params"])
+    if part.kind == "adamw":
+        betas = (part.beta1, part.beta2)
+        return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=part.epsilon, fused=is_fused)
+    return torch.optim.SGD(
+        groups, lr=lr, momentum=part.momentum, nesterov=part.nesterov, fused=is_fused
+    )
 
 
 @torch.no_grad()
@@ -115,47 +121,21 @@ def clip_gradients_(
     Returns:
         The norm before clipping, a float64 scalar, the same on every rank.
     """
-    backbone, head = optimizers.backbone, optimizers.head
-    squared = _norm(backbone).square()
+    squared = _norm(optimizers.backbone).square()
     if with_head:
-        head_squared = _norm(head).square()
+        head_squared = _norm(optimizers.head).square()
         if sum_over_shards is not None:
             head_squared = sum_over_shards(head_squared)
         squared = squared + head_squared.to(squared.device)
     total = squared.sqrt()
     factor = (max_norm / (total + 1e-6)).clamp_max(1.0)
     factor = torch.where(total.isfinite(), factor, 1.0)
-    for optimizer in (backbone, head) if with_head else (backbone,):
-        _scale_(optimizer, factor)
+    for optimizer in optimizers if with_head else (optimizers.backbone,):
+        if isinstance(optimizer, ExactSGD | SparseSGD):
+            optimizer.scale_gradient_(factor.to(optimizer.head.prototypes.device))
+        else:
+            scale_all_(_gradients(optimizer), factor)
     return total
-
-
-def _make(
-    part: OptimizerPart, groups: list[dict[str, Any]], lr: float, *, is_sparse: bool = False
-) -> torch.optim.Optimizer:
-    # On a GPU one kernel for many weights: a host that launches hundreds makes it wait.
-    is_fused = not is_sparse and all(one.is_cuda for group in groups for one in group["params"])
-    if part.kind == "adamw":
-        betas = (part.beta1, part.beta2)
-        return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=part.epsilon, fused=is_fused)
-    return torch.optim.SGD(
-        groups, lr=lr, momentum=part.momentum, nesterov=part.nesterov, fused=is_fused
-    )
-
-
-def _make_head(recipe: Recipe, head: MarginClassifier, lr: float) -> torch.optim.Optimizer:
-    part = recipe.optimizer
-    if head.gradient != recipe.head.gradient_form:
-        raise ConfigError(
-            f"the head leaves a {head.gradient!r} gradient and the recipe's update "
-            f"{recipe.head.update!r} takes {recipe.head.gradient_form!r}; build the head with "
-            "build_head(recipe)"
-        )
-    if recipe.head.update == "torch":
-        group = {"params": list(head.parameters()), "weight_decay": part.weight_decay}
-        return _make(part, [group], lr, is_sparse=head.gradient == "sparse")
-    kind = ExactSGD if recipe.head.update == "exact" else SparseSGD
-    return kind(head, lr, part.momentum, part.weight_decay, part.nesterov)
 
 
 def _gradients(optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -190,37 +170,14 @@ def stored_norm(optimizer: torch.optim.Optimizer) -> Tensor:
     return total
 
 
-def _scale_(optimizer: torch.optim.Optimizer, factor: Tensor) -> None:
-    if isinstance(optimizer, ExactSGD | SparseSGD):
-        optimizer.scale_gradient_(factor.to(optimizer.head.prototypes.device))
-        return
-    scale_all_(_gradients(optimizer), factor)
-
-
-AVERAGE = "average.safetensors"  # in the folder of a run, at its end
-MOVING_AVERAGE = "ema.safetensors"
-
-
 class MovingAverage:
     """Exponential moving average of a state dict.
 
     The first update copies; after it ``average = decay * average + (1 - decay) * value``. Tensors
     of floats are averaged, running statistics included, in float32 or better; counters are copied.
-
-    Args:
-        decay: Share of the average that an update keeps, at least 0 and below 1.
-
-    Examples:
-        >>> average = MovingAverage(decay=0.75)
-        >>> average.update({"weight": torch.tensor([0.0])})
-        >>> average.update({"weight": torch.tensor([4.0])})
-        >>> average.tensors
-        {'weight': tensor([1.])}
     """
 
     def __init__(self, decay: float) -> None:
-        if not 0.0 <= decay < 1.0:
-            raise ConfigError(f"decay is {decay}; it must be at least 0 and below 1")
         self.decay = float(decay)
         self.num_updates = 0
         self.tensors: dict[str, Tensor] = {}
@@ -247,57 +204,55 @@ class MovingAverage:
 
     def state_dict(self) -> dict[str, Any]:
         """A tree for ``CheckpointState.parts``."""
-        return {
-            "decay": self.decay,
-            "num_updates": self.num_updates,
-            "tensors": dict(self.tensors),
-        }
+        tensors = dict(self.tensors)
+        return {"decay": self.decay, "num_updates": self.num_updates, "tensors": tensors}
 
     def load_state_dict(self, state: Mapping[str, Any], *, device: Any = None) -> None:
         """Go on where ``state_dict`` was called; the decay stays that of this object."""
         self.num_updates = int(state["num_updates"])
-        self.tensors = {
-            name: tensor.to(device, copy=True) for name, tensor in state["tensors"].items()
-        }
+        saved = state["tensors"].items()
+        self.tensors = {name: tensor.to(device, copy=True) for name, tensor in saved}
+
+
+def _wide(value: Tensor) -> Tensor:
+    """At least float32, where a decay of 0.9999 still moves the average."""
+    is_half = value.is_floating_point() and value.itemsize < 4
+    return value.detach().float() if is_half else value.detach()
+
+
+def _check_alike(expected: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    shapes = [{name: one.shape for name, one in state.items()} for state in (expected, values)]
+    changed = {name for name, _ in shapes[0].items() ^ shapes[1].items()}
+    if changed:
+        raise ShapeError(
+            f"{', '.join(sorted(changed)[:3])} differs between the states to average in name or "
+            "shape; all of them must come from one model"
+        )
 
 
 def average_checkpoints(checkpoints: Sequence[Checkpoint]) -> dict[str, Tensor]:
     """Mean of the backbones of some checkpoints, accumulated in float64, one at a time.
 
     Tensors of floats are averaged, running statistics included; counters are those of the last.
-
-    Args:
-        checkpoints: In any order, of one model.
-
-    Returns:
-        A state dict in the dtypes of the checkpoints.
     """
-    if not checkpoints:
-        raise ConfigError("no checkpoints were given; an average needs at least one")
-    ordered = sorted(checkpoints, key=lambda checkpoint: checkpoint.step)
     sums: dict[str, Tensor] = {}
     latest: dict[str, Tensor] = {}
-    for checkpoint in ordered:
+    for checkpoint in sorted(checkpoints, key=lambda checkpoint: checkpoint.step):
         latest = read_backbone(checkpoint)
         if not sums:
             sums = {name: torch.zeros_like(value).double() for name, value in latest.items()}
         _check_alike(sums, latest)
         for name, value in latest.items():
             sums[name] += value
+    count = len(checkpoints)
     return {
-        name: (sums[name] / len(ordered)).to(value.dtype) if value.is_floating_point() else value
+        name: (sums[name] / count).to(value.dtype) if value.is_floating_point() else value
         for name, value in latest.items()
     }
 
 
-def write_weights(path: str | Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write a state dict as one safetensors file that is whole or absent; an old one is replaced.
-
-    Args:
-        path: A file such as ``average.safetensors``.
-        tensors: A state dict.
-    """
-    path = Path(path)
+def write_weights(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write or replace a safetensors file, which is whole or absent at any time."""
     try:
         with replacing(path) as temporary:
             write_tensors(temporary, tensors)
@@ -315,24 +270,3 @@ def write_averages(folder: Path, checkpoints: Sequence[Path], moving: MovingAver
         write_weights(folder / AVERAGE, average)
     if moving is not None and moving.tensors:
         write_weights(folder / MOVING_AVERAGE, moving.tensors)
-
-
-def _wide(value: Tensor) -> Tensor:
-    """At least float32, where a decay of 0.9999 still moves the average."""
-    if value.is_floating_point() and value.itemsize < 4:
-        return value.detach().float()
-    return value.detach()
-
-
-def _check_alike(expected: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
-    changed = expected.keys() ^ values.keys()
-    changed |= {
-        name
-        for name in expected.keys() & values.keys()
-        if expected[name].shape != values[name].shape
-    }
-    if changed:
-        raise ShapeError(
-            f"{', '.join(sorted(changed)[:3])} differs between the states to average in name or "
-            "shape; all of them must come from one model"
-        )

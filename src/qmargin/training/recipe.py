@@ -5,28 +5,15 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-import warnings
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from qmargin.errors import ConfigError, MarginWarning
+from qmargin.errors import ConfigError
 from qmargin.registry import datasets
-from qmargin.schema import Options, check_fields, check_range, flatten
-from qmargin.training.loss_part import LossPart, check_registered
-
-__all__ = [
-    "DataPart",
-    "HeadPart",
-    "LossPart",
-    "ModelPart",
-    "OptimizerPart",
-    "PrecisionPart",
-    "Recipe",
-    "RunPart",
-    "SchedulePart",
-    "ValueSchedule",
-    "flatten",
-]
+from qmargin.schema import Options, check_fields, check_range
+from qmargin.schema import flatten as flatten
+from qmargin.training.loss_part import LossPart as LossPart
+from qmargin.training.loss_part import check_registered
 
 HalfOrSingle = Literal["float16", "bfloat16", "float32"]
 MOST_WORKERS = 1024  # per rank; each is a process
@@ -35,31 +22,17 @@ LONGEST_TIMEOUT_S = 1e7  # 115 days
 
 @dataclass(frozen=True)
 class DataPart:
-    """Samples, and how many of them make a step.
+    """Samples, and how many of them make a step."""
 
-    Args:
-        kind: Registered name: ``"synthetic"`` identities, ``"strokes"``, ``"images"``,
-            ``"audio"``, or one of yours.
-        batch_size: Samples of a step over **all** ranks and accumulated parts.
-        path: Where the samples are; computed ones have none.
-        num_classes: Identities; None to count them in the data.
-        options: Of the dataset, such as ``samples_per_class`` and ``noise`` of synthetic ones, or
-            ``flip``, ``photometric`` and ``low_resolution`` of images.
-        num_workers: Loading processes per rank, at most 1024; it changes nothing but speed.
-        max_corrupt: Unreadable samples that are replaced before the run stops.
-        drop_last: Leave out the samples at the end of an epoch that do not fill a batch.
-        index_dir: Folder for the index of the samples; None for a place beside them.
-    """
-
-    kind: str
-    batch_size: int
-    path: str | None = None
-    num_classes: int | None = None
-    options: Options = field(default_factory=dict, hash=False)
-    num_workers: int = 0
-    max_corrupt: int = 100
-    drop_last: bool = True
-    index_dir: str | None = None
+    kind: str  # a registered name, such as "synthetic", "strokes", "images" or "audio"
+    batch_size: int  # of a step over all ranks and accumulated parts
+    path: str | None = None  # where the samples are; computed ones have none
+    num_classes: int | None = None  # None to count them in the data
+    options: Options = field(default_factory=dict, hash=False)  # of the dataset
+    num_workers: int = 0  # loading processes per rank; it changes nothing but speed
+    max_corrupt: int = 100  # unreadable samples that are replaced before the run stops
+    drop_last: bool = True  # the samples at the end of an epoch that do not fill a batch
+    index_dir: str | None = None  # folder for the index of the samples; None: beside them
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -83,20 +56,12 @@ class DataPart:
 
 @dataclass(frozen=True)
 class ModelPart:
-    """The backbone, by its name in ``qmargin.models``, with its options.
-
-    Args:
-        backbone: Its name.
-        embedding_dim: Length of an embedding.
-        options: Of this backbone.
-        weights: What it starts with: a model directory, a safetensors file or a PyTorch
-            checkpoint. None for fresh weights.
-    """
+    """The backbone, by its name in ``qmargin.models``, with its options."""
 
     backbone: str
     embedding_dim: int = 512
     options: Options = field(default_factory=dict, hash=False)
-    weights: str | None = None
+    weights: str | None = None  # to start with: model directory, safetensors or PyTorch checkpoint
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -105,38 +70,25 @@ class ModelPart:
 
 @dataclass(frozen=True)
 class HeadPart:
-    """How the classifier takes a step; see ``MarginClassifier``.
-
-    Args:
-        path: ``"auto"`` or one of the head's paths.
-        update: ``"exact"`` (``ExactSGD``), ``"sparse"`` (``SparseSGD``: another optimizer, which
-            touches active classes only) or ``"torch"`` (the optimizer of the backbone).
-        lr_ratio: Learning rate of the prototypes over that of the backbone; above 1 where classes
-            are visited a few times only.
-        gradient: ``"auto"`` takes what the update needs: ``"fused"``, or ``"dense"`` for torch.
-        screen_dtype: Precision of the screened copy; None for the head's own choice.
-        chunk_dtype: Precision of the products of chunked steps; None for the head's own choice.
-        sample_rate: Share of the classes that ``path="sampled"`` takes.
-        top_percent: Percentage of the classes that ``path="paper"`` takes.
-    """
+    """How the classifier takes a step; see ``MarginClassifier``."""
 
     path: Literal["auto", "sparse", "chunked", "dense", "sampled", "paper"] = "auto"
+    # ExactSGD, SparseSGD (which touches active classes only) or the optimizer of the backbone
     update: Literal["exact", "sparse", "torch"] = "exact"
-    lr_ratio: float = 1.0
-    gradient: Literal["auto", "dense", "sparse", "fused"] = "auto"
-    screen_dtype: HalfOrSingle | None = None
-    chunk_dtype: HalfOrSingle | None = None
-    sample_rate: float = 0.1
-    top_percent: float = 5.0
+    lr_ratio: float = 1.0  # learning rate of the prototypes over that of the backbone
+    gradient: Literal["auto", "dense", "sparse", "fused"] = "auto"  # auto: what the update needs
+    screen_dtype: HalfOrSingle | None = None  # of the screened copy; None: the head's own choice
+    chunk_dtype: HalfOrSingle | None = None  # of the products of chunked steps; None: likewise
+    sample_rate: float = 0.1  # share of the classes that path "sampled" takes
+    top_percent: float = 5.0  # percentage of the classes that path "paper" takes
 
     def __post_init__(self) -> None:
         check_fields(self)
         check_range(self, "lr_ratio", above=0)
         check_range(self, "sample_rate", above=0, at_most=1)
         check_range(self, "top_percent", above=0, at_most=100)
-        is_fused = self.gradient == "fused"
-        if self.gradient != "auto" and is_fused != (self.update != "torch"):
-            needed = "dense" if self.update == "torch" else "fused"
+        needed = "dense" if self.update == "torch" else "fused"
+        if self.gradient != "auto" and (self.gradient == "fused") != (needed == "fused"):
             raise ConfigError(
                 f"gradient is {self.gradient!r} and update {self.update!r} needs {needed!r}; "
                 "leave the gradient at 'auto'"
@@ -144,7 +96,7 @@ class HeadPart:
 
     @property
     def gradient_form(self) -> str:
-        """What backward leaves, with ``"auto"`` decided."""
+        """Form of the prototype gradient, with ``"auto"`` decided."""
         if self.gradient != "auto":
             return self.gradient
         return "dense" if self.update == "torch" else "fused"
@@ -152,37 +104,21 @@ class HeadPart:
 
 @dataclass(frozen=True)
 class OptimizerPart:
-    """The optimizer of the backbone and, unless the head has one of its own, of the prototypes.
+    """The optimizer of the backbone and, unless the head has one of its own, of the prototypes."""
 
-    Args:
-        kind: ``"sgd"`` or ``"adamw"``.
-        lr: Learning rate at the peak of the schedule.
-        momentum: Of SGD.
-        weight_decay: Times the weight.
-        nesterov: Of SGD.
-        beta1: Of AdamW.
-        beta2: Of AdamW.
-        epsilon: Of AdamW.
-        decay_norms: Whether biases, norms and other vectors of the backbone decay as well.
-        clip_norm: Largest norm of a step's gradient; None not to clip.
-        clip_head: Whether the prototypes' gradient counts in that norm and is clipped with it.
-        accumulation: Parts into which each rank cuts its share of a batch.
-        base_batch: If given, every learning rate is multiplied by ``batch_size / base_batch``.
-    """
-
-    lr: float
+    lr: float  # at the peak of the schedule
     kind: Literal["sgd", "adamw"] = "sgd"
-    momentum: float = 0.9
+    momentum: float = 0.9  # of SGD
     weight_decay: float = 5e-4
-    nesterov: bool = False
-    beta1: float = 0.9
-    beta2: float = 0.999
-    epsilon: float = 1e-8
-    decay_norms: bool = True
-    clip_norm: float | None = None
-    clip_head: bool = True
-    accumulation: int = 1
-    base_batch: int | None = None
+    nesterov: bool = False  # of SGD
+    beta1: float = 0.9  # of AdamW
+    beta2: float = 0.999  # of AdamW
+    epsilon: float = 1e-8  # of AdamW
+    decay_norms: bool = True  # whether biases, norms and other vectors of the backbone decay
+    clip_norm: float | None = None  # largest norm of a step's gradient; None not to clip
+    clip_head: bool = True  # whether the prototypes' gradient counts and is clipped
+    accumulation: int = 1  # parts into which each rank cuts its share of a batch
+    base_batch: int | None = None  # every learning rate is multiplied by batch_size / base_batch
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -191,39 +127,22 @@ class OptimizerPart:
         check_range(self, "weight_decay", at_least=0)
         check_range(self, "accumulation", "base_batch", at_least=1)
         if self.nesterov and (self.kind != "sgd" or self.momentum == 0.0):
-            raise ConfigError(
-                f"nesterov is on for {self.kind} with momentum {self.momentum:g}; it needs sgd "
-                "with momentum, switch it off"
-            )
+            raise ConfigError("nesterov is true; it needs sgd with momentum, switch it off")
 
 
 @dataclass(frozen=True)
 class SchedulePart:
-    """The learning rate over a run; formulas in ``qmargin.training.schedules``.
-
-    Args:
-        kind: ``"step"``, ``"polynomial"``, ``"cosine"``, ``"exponential"`` or ``"constant"``.
-        epochs: Length of the schedule; None for that of the run.
-        warmup_epochs: A line up from ``warmup_start`` at the beginning; parts of epochs may be
-            given.
-        warmup_start: Share of the learning rate at step 0.
-        decay_in_warmup: Whether decay starts at step 0, under the warm-up, as in WeSpeaker, or
-            when the warm-up ends.
-        milestones: Epochs after which ``"step"`` multiplies by ``gamma``.
-        gamma: Factor of ``"step"``.
-        power: Of ``"polynomial"``; 1 is a line.
-        final_lr: At the end of ``"polynomial"``, ``"cosine"`` and ``"exponential"``.
-    """
+    """The learning rate over a run; formulas in ``qmargin.training.schedules``."""
 
     kind: Literal["step", "polynomial", "cosine", "exponential", "constant"] = "constant"
-    epochs: int | None = None
-    warmup_epochs: float = 0.0
-    warmup_start: float = 0.0
-    decay_in_warmup: bool = False
-    milestones: tuple[float, ...] = ()
+    epochs: int | None = None  # length of the schedule; None for that of the run
+    warmup_epochs: float = 0.0  # parts of epochs may be given
+    warmup_start: float = 0.0  # share of the learning rate at step 0
+    decay_in_warmup: bool = False  # whether decay starts at step 0, as in WeSpeaker
+    milestones: tuple[float, ...] = ()  # epochs after which "step" multiplies by gamma
     gamma: float = 0.1
-    power: float = 1.0
-    final_lr: float = 0.0
+    power: float = 1.0  # of "polynomial"; 1 is a line
+    final_lr: float = 0.0  # of "polynomial", "cosine" and "exponential"
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -231,39 +150,25 @@ class SchedulePart:
         check_range(self, "warmup_epochs", "final_lr", at_least=0)
         check_range(self, "warmup_start", at_least=0, below=1)
         check_range(self, "gamma", "power", above=0)
-        if self.kind == "step" and not self.milestones:
+        marks = list(self.milestones)
+        if self.kind == "step" and not marks:
             raise ConfigError("milestones is empty; a step schedule needs the epochs of its steps")
-        if any(mark <= 0.0 for mark in self.milestones) or (
-            sorted(set(self.milestones)) != list(self.milestones)
-        ):
-            raise ConfigError(
-                f"milestones is {list(self.milestones)}; give growing numbers of epochs above 0"
-            )
+        if sorted({mark for mark in marks if mark > 0.0}) != marks:
+            raise ConfigError(f"milestones is {marks}; give growing numbers of epochs above 0")
         if self.kind == "exponential" and self.final_lr == 0.0:
             raise ConfigError("final_lr is 0, which no exponential reaches; give a positive one")
 
 
 @dataclass(frozen=True)
 class ValueSchedule:
-    """A number that moves from ``initial`` to ``final`` between two epochs.
+    """A number that moves from ``initial`` to ``final`` between two epochs, counted from 0."""
 
-    Epochs are counted from 0: with ``start_epoch=19`` the move begins after 19 full epochs, which
-    is "epoch 20" for those who count from 1.
-
-    Args:
-        kind: ``"linear"``, ``"exponential"`` (fast first, as the margin rises in WeSpeaker and in
-            the paper's speaker runs) or ``"constant"`` (a jump at ``start_epoch``).
-        initial: Until ``start_epoch``.
-        final: From ``end_epoch`` on; None for the number in the loss part.
-        start_epoch: Parts of epochs may be given.
-        end_epoch: Not before ``start_epoch``; a jump has none.
-    """
-
+    # "exponential" is fast first, as the margin rises in WeSpeaker; "constant" jumps at start_epoch
     kind: Literal["constant", "exponential", "linear"] = "exponential"
-    initial: float = 0.0
-    final: float | None = None
-    start_epoch: float = 0.0
-    end_epoch: float | None = None
+    initial: float = 0.0  # until start_epoch
+    final: float | None = None  # from end_epoch on; None for the number in the loss part
+    start_epoch: float = 0.0  # full epochs before the move begins; parts may be given
+    end_epoch: float | None = None  # a jump has none
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -275,14 +180,14 @@ class ValueSchedule:
             raise ConfigError(f"end_epoch is missing; a schedule that is {self.kind} needs one")
         elif self.end_epoch <= self.start_epoch:
             raise ConfigError(
-                f"end_epoch is {self.end_epoch:g} and start_epoch {self.start_epoch:g}; "
-                "the end must be later"
+                f"end_epoch is {self.end_epoch:g}; it must be above start_epoch, which is "
+                f"{self.start_epoch:g}"
             )
 
 
 @dataclass(frozen=True)
 class PrecisionPart:
-    """Precision of the backbone (``"fp32"``, ``"bf16"``, ``"fp16"``), its layout, its compiler."""
+    """Precision of the backbone, its layout, its compiler."""
 
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
     channels_last: bool = False
@@ -294,39 +199,21 @@ class PrecisionPart:
 
 @dataclass(frozen=True)
 class RunPart:
-    """Length of a run, what it writes and what it survives; intervals are in steps.
-
-    Args:
-        epochs: Over the data.
-        max_steps: Stop earlier; the schedule stays as it is.
-        start_from: Output folder of another run, or one of its checkpoints: this one starts with
-            the weights of its backbone, averaged where that run wrote an average, and with its
-            prototypes. None for fresh weights.
-        save_every_steps: Between checkpoints.
-        keep: Newest checkpoints that are kept.
-        validate_every: Between calls of the validation hooks; None for none.
-        log_every: Between lines of the journal.
-        ema_decay: Of a moving average of the backbone's weights; None for none.
-        average_last: Checkpoints averaged at the end; 0 for none.
-        nan_budget: Steps that may be skipped because something was not finite.
-        timeout_s: Seconds after which a rank that says nothing counts as lost.
-        spike_factor: Roll back when the loss exceeds its recent level by this factor; None never.
-        spike_window: Steps that make the recent level, and that are skipped after a roll-back.
-    """
+    """Length of a run, what it writes and what it survives; intervals are in steps."""
 
     epochs: int
-    max_steps: int | None = None
-    start_from: str | None = None
+    max_steps: int | None = None  # stop earlier; the schedule stays as it is
+    start_from: str | None = None  # folder of another run, or a checkpoint: weights to start with
     save_every_steps: int = 1000
-    keep: int = 3
-    validate_every: int | None = None
-    log_every: int = 50
-    ema_decay: float | None = None
-    average_last: int = 0
-    nan_budget: int = 10
-    timeout_s: float = 600.0
-    spike_factor: float | None = None
-    spike_window: int = 100
+    keep: int = 3  # newest checkpoints that are kept
+    validate_every: int | None = None  # between calls of the validation hooks
+    log_every: int = 50  # between lines of the journal
+    ema_decay: float | None = None  # of a moving average of the backbone's weights; None for none
+    average_last: int = 0  # checkpoints averaged at the end
+    nan_budget: int = 10  # steps that may be skipped because something was not finite
+    timeout_s: float = 600.0  # after which a rank that says nothing counts as lost
+    spike_factor: float | None = None  # roll back when the loss exceeds its recent level by it
+    spike_window: int = 100  # steps that make the recent level, and skipped after a roll-back
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -337,10 +224,7 @@ class RunPart:
         check_range(self, "ema_decay", at_least=0, below=1)
         check_range(self, "spike_factor", above=1)
         if self.average_last > self.keep:
-            raise ConfigError(
-                f"average_last is {self.average_last} and only {self.keep} checkpoints are kept; "
-                "raise run.keep"
-            )
+            raise ConfigError(f"average_last is {self.average_last}; raise run.keep to that number")
 
 
 SCHEDULED = {"margin_schedule": "margin", "scale_schedule": "scale", "alpha_schedule": "alpha"}
@@ -355,6 +239,21 @@ FREE = (  # keys, or the sections above them, that do not decide what a run comp
     "run.log_every",
     "run.nan_budget",
     "run.timeout_s",
+)
+FIXED = (  # with another of these, saved weights and positions would mean something else
+    "seed",
+    "data.kind",
+    "data.num_classes",
+    "data.options",
+    "data.batch_size",
+    "data.drop_last",
+    "model",
+    "loss.divergence",
+    "loss.divergence_options",
+    "loss.margin_kind",
+    "loss.options",
+    "loss.plus",
+    "optimizer.kind",
 )
 
 
@@ -414,7 +313,16 @@ class Recipe:
         check_range(self, "seed", at_least=0)
         if not self.name.strip():
             raise ConfigError("name is empty; give the recipe one")
-        self._check_schedule()
+        schedule, epochs, lr = self.schedule, self.schedule_epochs, self.optimizer.lr
+        if schedule.warmup_epochs >= epochs:
+            raise ConfigError(
+                f"schedule.warmup_epochs is {schedule.warmup_epochs:g} and the schedule has "
+                f"{epochs} epochs; warm up for fewer"
+            )
+        if schedule.final_lr > lr:
+            raise ConfigError(
+                f"schedule.final_lr is {schedule.final_lr:g}, above optimizer.lr {lr:g}; lower it"
+            )
         self._check_update()
         self._check_loss()
 
@@ -446,43 +354,29 @@ class Recipe:
                 changes[name] = replace(part, final=getattr(self.loss, target))
         return replace(self, **changes)
 
-    def _check_schedule(self) -> None:
-        schedule, epochs = self.schedule, self.schedule_epochs
-        if schedule.warmup_epochs >= epochs:
-            raise ConfigError(
-                f"schedule.warmup_epochs is {schedule.warmup_epochs:g} and the schedule has "
-                f"{epochs} epochs; warm up for fewer"
-            )
-        if schedule.final_lr > self.optimizer.lr:
-            raise ConfigError(
-                f"schedule.final_lr is {schedule.final_lr:g} and optimizer.lr only "
-                f"{self.optimizer.lr:g}; the learning rate decays, lower the final one"
-            )
-
     def _check_update(self) -> None:
         head, optimizer, parts = self.head, self.optimizer, self.optimizer.accumulation
+        remedy = "set head.update to 'torch'"
         if head.update != "torch" and optimizer.kind != "sgd":
             raise ConfigError(
                 f"optimizer.kind is {optimizer.kind!r} and head.update {head.update!r} is a form "
-                "of sgd; set head.update to 'torch'"
+                f"of sgd; {remedy}"
             )
         if parts > 1 and head.gradient_form == "fused":
             raise ConfigError(
                 f"optimizer.accumulation is {parts} and head.update {head.update!r} holds the "
-                "gradient of one part only; set head.update to 'torch'"
+                f"gradient of one part only; {remedy}"
             )
         if self.data.batch_size % parts:
             raise ConfigError(
                 f"optimizer.accumulation is {parts}, which does not divide data.batch_size "
                 f"{self.data.batch_size}; choose a divisor"
             )
-        if head.gradient_form == "sparse" and (
-            optimizer.kind != "sgd" or optimizer.weight_decay > 0.0
-        ):
+        is_plain = optimizer.kind == "sgd" and optimizer.weight_decay == 0.0
+        if head.gradient_form == "sparse" and not is_plain:
             raise ConfigError(
-                f"head.gradient is 'sparse' with {optimizer.kind} and weight_decay "
-                f"{optimizer.weight_decay:g}; torch takes sparse gradients in sgd without decay "
-                "only, set head.update to 'sparse' or 'exact'"
+                "head.gradient is 'sparse', which torch takes in sgd without weight_decay only; "
+                "set head.update to 'sparse' or 'exact'"
             )
 
     def _check_loss(self) -> None:
@@ -497,9 +391,12 @@ class Recipe:
                 f"alpha_schedule is given and the divergence {loss.divergence} has no number; "
                 "remove the schedule"
             )
-        for name, target in SCHEDULED.items():
-            for value in _ends(getattr(self, name)):
-                _check_value(loss, target, value, name)
+        ends = [(name, end) for name in SCHEDULED for end in _ends(getattr(self, name))]
+        for name, value in ends:
+            try:
+                replace(loss, **{SCHEDULED[name]: value})  # type: ignore[arg-type]
+            except ConfigError as error:
+                raise ConfigError(f"{name}: {error}") from error
         alphas = [loss.alpha, *_ends(self.alpha_schedule)] if loss.divergence == "alpha" else []
         lowest = min((alpha for alpha in alphas if alpha is not None), default=0.0)
         if self.head.path in ("sparse", "paper") and lowest <= 1.0:
@@ -511,41 +408,13 @@ class Recipe:
 
 def _ends(schedule: ValueSchedule | None) -> list[float]:
     """First and last value of a schedule, where it has its own."""
-    if schedule is None:
-        return []
-    return [value for value in (schedule.initial, schedule.final) if value is not None]
-
-
-def _check_value(loss: LossPart, target: str, value: float, name: str) -> None:
-    """Refuse a scheduled value that the loss would refuse."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", MarginWarning)
-        try:
-            replace(loss, **{target: value})  # type: ignore[arg-type]
-        except ConfigError as error:
-            raise ConfigError(f"{name}: {error}") from error
+    ends = () if schedule is None else (schedule.initial, schedule.final)
+    return [value for value in ends if value is not None]
 
 
 def is_under(key: str, sections: tuple[str, ...]) -> bool:
     """Whether a dotted key is one of these, or inside one of these sections."""
     return any(key == section or key.startswith(f"{section}.") for section in sections)
-
-
-FIXED = (  # with another of these, saved weights and positions would mean something else
-    "seed",
-    "data.kind",
-    "data.num_classes",
-    "data.options",
-    "data.batch_size",
-    "data.drop_last",
-    "model",
-    "loss.divergence",
-    "loss.divergence_options",
-    "loss.margin_kind",
-    "loss.options",
-    "loss.plus",
-    "optimizer.kind",
-)
 
 
 def diff(old: Recipe, new: Recipe) -> list[str]:
@@ -555,59 +424,47 @@ def diff(old: Recipe, new: Recipe) -> list[str]:
     its length has two lines.
 
     Examples:
-        >>> from dataclasses import replace
         >>> from qmargin.recipes.debug import debug
         >>> diff(debug(), replace(debug(), seed=7))
         ['seed: 0 -> 7']
     """
-    return [line for _, line in _changes(old, new)]
-
-
-def refused_changes(saved: Recipe, asked: Recipe) -> list[str]:
-    """Lines of ``diff`` with which a run cannot be resumed; see ``FIXED``."""
-    return [line for key, line in _changes(saved, asked) if is_under(key, FIXED)]
+    return list(_changes(old, new).values())
 
 
 def check_resume(saved: Recipe, asked: Recipe, *, allow_changes: bool = False) -> list[str]:
-    """The lines to show before a run is resumed under another recipe; refuse what cannot be.
+    """Lines of ``diff`` to show before a run is resumed under another recipe.
 
-    Args:
-        saved: Recipe of the checkpoint.
-        asked: Recipe to go on with.
-        allow_changes: Whether the outcome may change.
-
-    Returns:
-        Lines of ``diff``; those that change what the run computes end in a note that says so.
+    Those that change what the run computes end in a note that says so.
 
     Raises:
         ConfigError: If a change is in ``FIXED``; or alters the outcome, and that is not allowed.
     """
-    refused = refused_changes(saved, asked)
+    changes = _changes(saved, asked)
+    refused = [line for key, line in changes.items() if is_under(key, FIXED)]
     if refused:
         raise ConfigError(
             f"this run cannot be resumed with {'; '.join(refused)}; undo the change, or start a "
             "new run in another folder"
         )
-    changes = _changes(saved, asked)
-    altering = [line for key, line in changes if not is_under(key, FREE)]
+    altering = [line for key, line in changes.items() if not is_under(key, FREE)]
     if altering and not allow_changes:
         raise ConfigError(
             f"this run was saved with another recipe: {'; '.join(altering)}; resume without naming "
             "a recipe or these settings to keep the stored one, or add --allow-changes "
             "(allow_changes=True in Python) to change the outcome"
         )
-    return [f"{line} (changes the outcome)" if line in altering else line for _, line in changes]
+    lines = changes.values()
+    return [f"{line} (changes the outcome)" if line in altering else line for line in lines]
 
 
-def _changes(old: Recipe, new: Recipe) -> list[tuple[str, str]]:
+def _changes(old: Recipe, new: Recipe) -> dict[str, str]:
     before, after = flatten(old.resolved()), flatten(new.resolved())
-    keys = [*before, *(key for key in after if key not in before)]
-    pairs = [(key, before.get(key), after.get(key)) for key in keys]  # absent is None
-    return [
-        (key, f"{key}: {_text(left)} -> {_text(right)}")
-        for key, left, right in pairs
-        if left != right or type(left) is not type(right)
-    ]
+    found = {}
+    for key in before | after:
+        left, right = before.get(key), after.get(key)  # absent is None
+        if left != right or type(left) is not type(right):
+            found[key] = f"{key}: {_text(left)} -> {_text(right)}"
+    return found
 
 
 def _text(value: object) -> str:

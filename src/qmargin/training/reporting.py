@@ -1,30 +1,102 @@
-"""Everything a run reports, from rank 0: journal, status, terminal and trackers."""
+"""What a run reports, from rank 0: ``journal.jsonl``, ``status.json``, terminal and trackers."""
 
 from __future__ import annotations
 
+import json
+import math
+import os
+import socket
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
+from datetime import datetime, timedelta, timezone
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, Protocol, TextIO
+from typing import Any, Protocol, TextIO
 
 from qmargin.errors import ConfigError
+from qmargin.files import check_regular, open_regular, replacing
 from qmargin.schema import check_known
 from qmargin.terminal import rich_console, start_live
-from qmargin.training.distributed.process import Process
-from qmargin.training.journal import Journal, write_status
+from qmargin.training.distributed import Process
 from qmargin.training.recipe import Recipe
 from qmargin.training.recipe_files import to_dict
 from qmargin.training.signals import Interrupted
 
-if TYPE_CHECKING:
-    from rich.progress import Progress as Bars
-    from rich.progress import Task
+JOURNAL = "journal.jsonl"
+ABANDONED = "journal-abandoned.jsonl"
+STATUS = "status.json"
+SPAN_S = 1.0  # steps are timed together for at least this long: loaders deliver in bursts
+NUM_SPANS = 30  # of the recent ones, whose median is the speed
+
+
+class Journal:
+    """Appends events; written by one rank.
+
+    A run that resumes from a checkpoint goes on from the first ``offset`` bytes, the journal of
+    that moment. What the run wrote after it, and will now do again, is moved to
+    ``journal-abandoned.jsonl``: no step is listed twice, and nothing is lost.
+    """
+
+    def __init__(self, folder: str | Path, *, offset: int = 0) -> None:
+        path = Path(folder) / JOURNAL
+        if path.exists():
+            check_regular(path)  # a pipe would be waited for
+            content = path.read_bytes()
+            num_kept = content[:offset].rfind(b"\n") + 1  # whole lines
+            if rest := content[num_kept:]:
+                with path.with_name(ABANDONED).open("ab") as file:
+                    file.write(rest if rest.endswith(b"\n") else rest + b"\n")
+                os.truncate(path, num_kept)
+        self._file = path.open("ab")
+
+    def write(self, event: str, values: Mapping[str, Any]) -> None:
+        """Append an event; each line reaches the system at once, so that a kill loses none."""
+        record = {"event": event, "time": round(time.time(), 3), **values}
+        self._file.write(json.dumps(plain(record), allow_nan=False).encode() + b"\n")
+        self._file.flush()
+
+    def sync(self) -> int:
+        """Bring all lines to the disk; their length in bytes, for a checkpoint."""
+        os.fsync(self._file.fileno())
+        return self._file.tell()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def read_status(folder: str | Path) -> dict[str, Any]:
+    """The status of the last run in a folder; empty where there is none that can be read."""
+    try:
+        with open_regular(Path(folder) / STATUS) as file:
+            found = json.load(file)
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def write_status(folder: str | Path, values: Mapping[str, Any]) -> None:
+    """Replace the status; a reader finds the old one or the new one, never half of one."""
+    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    where = {"updated": now, "pid": os.getpid(), "host": socket.gethostname()}
+    text = json.dumps(plain({**values, **where}), indent=1, allow_nan=False)
+    with replacing(Path(folder) / STATUS, sync=False) as temporary:  # the journal has the facts
+        temporary.write_text(text + "\n", encoding="utf-8")
+
+
+def plain(value: Any) -> Any:
+    """A value as strict JSON has it: numbers that are not finite become texts."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return value
 
 
 class Display:
@@ -69,16 +141,12 @@ class BarDisplay(Display):
         from rich.text import Text
 
         self._line = Text("waiting for the first record")
-        self._bars: Bars = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[speed]}"),
-        )
-        self._bars.add_task("", total=total_steps, completed=start, speed="")
-        self.task: Task = self._bars.tasks[0]
+        columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[speed]}"))
+        bars = Progress(TextColumn("{task.description}"), *columns)
+        bars.add_task("", total=total_steps, completed=start, speed="")
+        self.task = bars.tasks[0]
         self._rate = ""
-        shown = Group(self._bars, self._line)
+        shown = Group(bars, self._line)
         self._live = Live(shown, console=rich_console(stream), refresh_per_second=4)
         start_live(self._live)
 
@@ -92,7 +160,7 @@ class BarDisplay(Display):
         self._rate = f"{record['samples_per_s']:,.0f} samples/s, "
         self.task.description = f"epoch {record['epoch']}"
         self.moved(record["step"], record["eta_s"])
-        self._line.plain = ", ".join([f"loss {_number(record['loss'])}", *_settings(record)])
+        self._line.plain = _settings(record)
 
     def note(self, text: str) -> None:
         """Write a line above the bar."""
@@ -104,17 +172,9 @@ class BarDisplay(Display):
 
 
 def open_display(total_steps: int, *, start: int = 0, stream: TextIO | None = None) -> Display:
-    """A bar if the stream is a terminal and rich is installed, otherwise plain lines.
-
-    Args:
-        total_steps: Of the run.
-        start: Steps that were taken before.
-        stream: Standard error by default.
-    """
+    """A bar if the stream, standard error by default, is a terminal, otherwise plain lines."""
     stream = sys.stderr if stream is None else stream
-    if not stream.isatty() or find_spec("rich") is None:
-        return PlainDisplay(stream)
-    return BarDisplay(stream, total_steps, start)
+    return BarDisplay(stream, total_steps, start) if stream.isatty() else PlainDisplay(stream)
 
 
 def describe(record: Mapping[str, Any]) -> str:
@@ -127,44 +187,28 @@ def describe(record: Mapping[str, Any]) -> str:
         'step 20/300, epoch 0, loss 1.5, lr 0.1, margin 0.2 (0.5), support 12.25 (max 40), sparse, \
 5,120 samples/s, 0:01:05 left'
     """
-    parts = [
-        f"step {record['step']}/{record['total_steps']}",
-        f"epoch {record['epoch']}",
-        f"loss {_number(record['loss'])}",
-        *_settings(record),
-        f"{record['samples_per_s']:,.0f} samples/s",
-        f"{duration(record['eta_s'])} left",
-    ]
-    return ", ".join(parts)
+    return (
+        f"step {record['step']}/{record['total_steps']}, epoch {record['epoch']}, "
+        f"{_settings(record)}, {record['samples_per_s']:,.0f} samples/s, "
+        f"{duration(record['eta_s'])} left"
+    )
 
 
-def _settings(record: Mapping[str, Any]) -> list[str]:
-    effective = record.get("effective_margin")
-    gap = "" if effective is None else f" ({_number(effective)})"
-    return [
-        f"lr {_number(record['lr'])}",
-        f"margin {_number(record['margin'])}{gap}",
-        f"support {_number(record['support_mean'])} (max {_number(record['support_max'])})",
-        str(record["path"]),
-    ]
+def _settings(record: Mapping[str, Any]) -> str:
+    def number(name: str) -> str:
+        value = record[name]
+        return f"{value:.4g}" if isinstance(value, int | float) else str(value)
 
-
-def _number(value: float | str | None) -> str:
-    return f"{value:.4g}" if isinstance(value, int | float) else str(value)
+    gap = "" if record.get("effective_margin") is None else f" ({number('effective_margin')})"
+    return (
+        f"loss {number('loss')}, lr {number('lr')}, margin {number('margin')}{gap}, "
+        f"support {number('support_mean')} (max {number('support_max')}), {record['path']}"
+    )
 
 
 def duration(seconds: float | None) -> str:
-    """Seconds for people.
-
-    Examples:
-        >>> duration(3725.2)
-        '1:02:05'
-    """
+    """Seconds for people, such as ``1:02:05``."""
     return "unknown time" if seconds is None else str(timedelta(seconds=round(seconds)))
-
-
-SPAN_S = 1.0  # steps are timed together for at least this long: loaders deliver in bursts
-NUM_SPANS = 30  # of the recent ones, whose median is the speed
 
 
 class Meter:
@@ -172,10 +216,6 @@ class Meter:
 
     The time left leaves out the first step, which compiles kernels and waits for workers. It takes
     the median of recent spans, so that a pause counts for nothing.
-
-    Args:
-        step: At which the run starts or goes on.
-        clock: Seconds.
     """
 
     def __init__(self, step: int, *, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -250,7 +290,7 @@ class TensorBoardTracker:
 
 
 class WandbTracker:
-    """A run of Weights & Biases, with which a resumed training goes on.
+    """A run of Weights & Biases, with which a resumed training run goes on.
 
     Its settings come from its own environment variables, such as ``WANDB_PROJECT``.
     """
@@ -280,39 +320,18 @@ TRACKERS: dict[str, Callable[[Recipe, Path, int], Tracker]] = {
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Refuse trackers that are unknown or not installed, before anything else is done.
-
-    Examples:
-        >>> check_trackers(["tensorbord"])
-        Traceback (most recent call last):
-        qmargin.errors.ConfigError: a tracker is 'tensorbord', did you mean 'tensorboard'? known \
-are tensorboard, wandb
-    """
+    """Refuse trackers that are unknown or not installed, before anything else is done."""
     for name in names:
         check_known(name, TRACKERS, "a tracker")
         if find_spec(name) is None:
             raise ConfigError(f"{name} is not installed; pip install 'qmargin[{name}]', or drop it")
 
 
-def numbers_of(record: Mapping[str, Any]) -> dict[str, float]:
-    """What a tracker can draw of a record.
-
-    Examples:
-        >>> numbers_of({"loss": 1.5, "path": "sparse", "effective_margin": None, "step": 3})
-        {'loss': 1.5}
-    """
-    return {
-        name: value
-        for name, value in record.items()
-        if isinstance(value, int | float) and not isinstance(value, bool) and name != "step"
-    }
-
-
 class Reporter:
-    """Reports what happens; a no-op on ranks other than 0 and without a folder.
+    """Reports what happens; a no-op on ranks other than 0.
 
     Args:
-        folder: The output folder; None to write nothing.
+        folder: The output folder.
         process: This rank.
         recipe: Of the run.
         step: At which the run starts or goes on.
@@ -323,7 +342,7 @@ class Reporter:
 
     def __init__(
         self,
-        folder: Path | None,
+        folder: Path,
         process: Process,
         recipe: Recipe,
         *,
@@ -332,7 +351,7 @@ class Reporter:
         journal_bytes: int = 0,
         trackers: Sequence[str] = (),
     ) -> None:
-        self._folder = folder if process.is_first else None
+        self._folder = folder
         self._display = Display()
         self._journal: Journal | None = None
         self._trackers: list[Tracker] = []
@@ -344,23 +363,16 @@ class Reporter:
             "step": step,
             "total_steps": total_steps,
         }
-        if self._folder is not None:
-            self._journal = Journal(self._folder, offset=journal_bytes)
+        if process.is_first:
+            self._journal = Journal(folder, offset=journal_bytes)
             self._display = open_display(total_steps, start=step)
-            self._trackers = [TRACKERS[name](recipe, self._folder, step) for name in trackers]
+            self._trackers = [TRACKERS[name](recipe, folder, step) for name in trackers]
+        self.note, self.moved = self._display.note, self._display.moved
 
     def event(self, name: str, **values: Any) -> None:
         """Add an event to the journal."""
         if self._journal is not None:
             self._journal.write(name, values)
-
-    def note(self, text: str) -> None:
-        """Show a sentence."""
-        self._display.note(text)
-
-    def moved(self, step: int, eta_s: float | None) -> None:
-        """Show that a step was taken, and the seconds left."""
-        self._display.moved(step, eta_s)
 
     def step(self, record: Mapping[str, Any]) -> None:
         """Report a step to the journal, the terminal, the trackers and the status."""
@@ -381,7 +393,7 @@ class Reporter:
     def status(self, **values: Any) -> None:
         """Change values of the status."""
         self._status.update(values)
-        if self._folder is not None:
+        if self._journal is not None:
             write_status(self._folder, self._status)
 
     def sync(self) -> int:
@@ -398,8 +410,9 @@ class Reporter:
             self.status(state="stopped", signal=stop.signal)
             raise
         except BaseException as error:
-            self.event("error", error=f"{type(error).__name__}: {error}")
-            self.status(state="failed", error=f"{type(error).__name__}: {error}")
+            text = f"{type(error).__name__}: {error}"
+            self.event("error", error=text)
+            self.status(state="failed", error=text)
             raise
 
     def close(self) -> None:
@@ -411,6 +424,11 @@ class Reporter:
             self._journal.close()
 
     def _track(self, record: Mapping[str, Any], step: int) -> None:
-        numbers = numbers_of(record)
+        """Send the numbers of a record, without texts, truth values and None."""
+        numbers = {
+            name: value
+            for name, value in record.items()
+            if isinstance(value, int | float) and not isinstance(value, bool) and name != "step"
+        }
         for tracker in self._trackers:
             tracker.log(numbers, step)

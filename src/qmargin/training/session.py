@@ -20,16 +20,9 @@ from qmargin.data.order import GlobalOrder
 from qmargin.data.samples import CorruptBudget, Dataset, check_labels
 from qmargin.errors import CheckpointError, ConfigError, DataError
 from qmargin.heads.classifier import MarginClassifier
-from qmargin.training.build import (
-    build_backbone,
-    build_dataset,
-    build_head,
-    build_loss,
-    load_pretrained_,
-)
-from qmargin.training.build import load_start_weights_ as load_weights_
-from qmargin.training.checkpoint.files import PROTOTYPES
-from qmargin.training.checkpoint.reader import (
+from qmargin.training import build
+from qmargin.training.checkpoint import (
+    PROTOTYPES,
     Checkpoint,
     CheckpointState,
     HeadRows,
@@ -37,25 +30,22 @@ from qmargin.training.checkpoint.reader import (
     load_checkpoint,
     split_rows,
 )
-from qmargin.training.distributed.consensus import run_on_all
-from qmargin.training.distributed.process import Process
+from qmargin.training.distributed import Process, run_on_all
 from qmargin.training.loss_part import LossSettings, ScheduledLoss
 from qmargin.training.optim import MovingAverage, Optimizers, build_optimizers
 from qmargin.training.recipe import Recipe
 from qmargin.training.recipe_files import to_yaml
 from qmargin.training.schedules import unreached
 
-MOST_ROLLBACKS = 3
-"""Roll-backs to one checkpoint; a loss that spikes more often has another cause than the data."""
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+LOADER_PATIENCE = 0.8  # of the ranks' timeout: who waits for data says so before the others do
 
 
 class SpikeDetector:
     """Compares each loss with the median of those before it.
 
-    Args:
-        factor: A loss above this multiple of the median is a spike; None to see none.
-        window: Losses that make the median; until there are as many, nothing is a spike.
-        losses: Those before, for a run that goes on.
+    A loss above ``factor`` times the median of the last ``window`` losses is a spike; with fewer
+    losses, or without a factor, nothing is.
 
     Examples:
         >>> watch = SpikeDetector(2.0, window=3)
@@ -65,30 +55,17 @@ class SpikeDetector:
 
     def __init__(self, factor: float | None, window: int, losses: Iterable[float] = ()) -> None:
         self.factor = factor
-        self._losses = deque(losses, maxlen=window)
-
-    @property
-    def losses(self) -> list[float]:
-        """What a checkpoint needs to keep."""
-        return list(self._losses)
+        self.losses = deque(losses, maxlen=window)
 
     def is_spike(self, loss: float) -> bool:
         """Whether the loss of a step is a spike; if it is not, it counts from now on."""
         if self.factor is None:
             return False
-        is_full = len(self._losses) == self._losses.maxlen
-        if is_full and loss > self.factor * median(self._losses):
+        is_full = len(self.losses) == self.losses.maxlen
+        if is_full and loss > self.factor * median(self.losses):
             return True
-        self._losses.append(loss)
+        self.losses.append(loss)
         return False
-
-    def forget(self) -> None:
-        """Start over after a roll-back."""
-        self._losses.clear()
-
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-LOADER_PATIENCE = 0.8  # of the ranks' timeout: who waits for data says so before the others do
 
 
 @dataclass
@@ -119,6 +96,7 @@ class Session:
     spikes: SpikeDetector
     progress: Progress = field(default_factory=Progress)
     weights_sha256: str | None = None  # of the file that the backbone started with
+    journal_bytes: int = 0  # of the journal at the checkpoint that the run goes on from
 
     def __post_init__(self) -> None:
         buffers = [*self.backbone.buffers(), *self.head.buffers()]
@@ -212,19 +190,15 @@ def build_session(
     process: Process,
     dataset: Dataset | None = None,
     *,
-    is_resumed: bool = False,
+    checkpoint: Checkpoint | None = None,
 ) -> Session:
-    """Build everything, at step 0; labels are checked first.
+    """Build everything, labels checked first, at step 0 or where a checkpoint was saved.
 
-    Args:
-        recipe: What to build.
-        process: This rank; every rank must call.
-        dataset: Instead of the recipe's own.
-        is_resumed: Whether a checkpoint comes next: weights to start with are not read then.
+    Every rank must call; ``dataset`` takes the place of the recipe's own.
     """
 
     def read() -> tuple[Dataset, GlobalOrder]:
-        found = build_dataset(recipe) if dataset is None else dataset
+        found = build.build_dataset(recipe) if dataset is None else dataset
         try:
             check_labels(found)
         except MemoryError as error:
@@ -238,21 +212,21 @@ def build_session(
     def make() -> tuple[nn.Module, MarginClassifier, ScheduledLoss, str | None]:
         device, classes = process.device, samples.num_classes
         options: dict[str, Any] = {} if process.world == 1 else {"group": dist.group.WORLD}
-        loss = build_loss(recipe, num_classes=classes, device=device)
+        loss = build.build_loss(recipe, num_classes=classes, device=device)
         options["loss"] = loss.loss
-        head = build_head(recipe, num_classes=classes, device=device, **options).to(device)
-        backbone = build_backbone(recipe, device=device)
+        head = build.build_head(recipe, num_classes=classes, device=device, **options).to(device)
+        backbone = build.build_backbone(recipe, device=device)
         found = None
-        if recipe.model.weights is not None and not is_resumed:
-            found = load_pretrained_(backbone, recipe.model.weights)
-        if recipe.run.start_from is not None and not is_resumed:
-            load_weights_(backbone, head, recipe.run.start_from)
+        if recipe.model.weights is not None and checkpoint is None:
+            found = build.load_pretrained_(backbone, recipe.model.weights)
+        if recipe.run.start_from is not None and checkpoint is None:
+            build.load_start_weights_(backbone, head, recipe.run.start_from)
         return backbone, head, loss, found
 
     samples, order = run_on_all(process, read)
     backbone, head, loss, weights_sha256 = run_on_all(process, make)
     run = recipe.run
-    return Session(
+    session = Session(
         recipe=recipe,
         process=process,
         dataset=samples,
@@ -268,22 +242,9 @@ def build_session(
         spikes=SpikeDetector(run.spike_factor, run.spike_window),
         weights_sha256=weights_sha256,
     )
-
-
-def open_session(
-    recipe: Recipe,
-    process: Process,
-    dataset: Dataset | None = None,
-    *,
-    checkpoint: Checkpoint | None = None,
-) -> tuple[Session, int]:
-    """A session at the step where a run begins, and the bytes of its journal so far."""
-    session = build_session(recipe, process, dataset, is_resumed=checkpoint is not None)
-    if checkpoint is None:
-        return session, 0
-    loop = restore_(session, checkpoint)
-    restore_progress_(session, checkpoint.step, loop)
-    return session, loop["journal_bytes"]
+    if checkpoint is not None:
+        _restore_progress_(session, checkpoint.step, restore_(session, checkpoint))
+    return session
 
 
 def snapshot(session: Session, *, journal_bytes: int = 0) -> CheckpointState:
@@ -312,7 +273,7 @@ def snapshot(session: Session, *, journal_bytes: int = 0) -> CheckpointState:
             "num_skipped": progress.num_skipped,
             "rollbacks": list(progress.rollbacks),
             "corrupt": {"epoch": session.budget.epoch, "count": session.budget.count},
-            "losses": session.spikes.losses,
+            "losses": list(session.spikes.losses),
             "class_values": dict(session.loss.sha256s),
             "journal_bytes": journal_bytes,
         },
@@ -322,11 +283,7 @@ def snapshot(session: Session, *, journal_bytes: int = 0) -> CheckpointState:
 
 
 def restore_(session: Session, checkpoint: Checkpoint) -> Mapping[str, Any]:
-    """Put the weights and optimizers of a checkpoint into a session.
-
-    Returns:
-        The state of the loop, for ``restore_progress_``.
-    """
+    """Put the weights and optimizers of a checkpoint into a session; returns the loop's state."""
 
     def load() -> Mapping[str, Any]:
         shard = session.head.shard
@@ -345,7 +302,7 @@ def restore_(session: Session, checkpoint: Checkpoint) -> Mapping[str, Any]:
     return run_on_all(session.process, load)
 
 
-def restore_progress_(session: Session, step: int, loop: Mapping[str, Any]) -> None:
+def _restore_progress_(session: Session, step: int, loop: Mapping[str, Any]) -> None:
     """Go on at a step with the counters that a checkpoint holds."""
     if loop["num_samples"] != session.order.n:
         raise DataError(
@@ -356,11 +313,11 @@ def restore_progress_(session: Session, step: int, loop: Mapping[str, Any]) -> N
         raise DataError(
             "the file of loss.options.per_class has changed since the run was saved; restore it"
         )
-    session.progress = Progress(step, loop["num_skipped"], list(loop["rollbacks"]))
-    corrupt = loop["corrupt"]
-    session.budget = CorruptBudget(session.budget.limit, **corrupt)
     run = session.recipe.run
+    session.progress = Progress(step, loop["num_skipped"], list(loop["rollbacks"]))
+    session.budget = CorruptBudget(session.budget.limit, **loop["corrupt"])
     session.spikes = SpikeDetector(run.spike_factor, run.spike_window, loop["losses"])
+    session.journal_bytes = loop["journal_bytes"]
 
 
 def _load_(session: Session, state: CheckpointState) -> None:
@@ -370,9 +327,8 @@ def _load_(session: Session, state: CheckpointState) -> None:
     with torch.no_grad():
         session.head.prototypes.copy_(rows.pop(PROTOTYPES))
     session.head.load_state_dict(state.parts["head_state"], strict=False)
-    optimizers = session.optimizers
-    _load_optimizer_(optimizers.backbone, state.parts["optimizer"])
-    _load_optimizer_(optimizers.head, join_rows(state.parts["head_optimizer"], rows))
+    _load_optimizer_(session.optimizers.backbone, state.parts["optimizer"])
+    _load_optimizer_(session.optimizers.head, join_rows(state.parts["head_optimizer"], rows))
     if session.scaler.is_enabled() and state.parts["scaler"]:
         session.scaler.load_state_dict(state.parts["scaler"])
     if session.average is not None and "ema" in state.parts:
@@ -381,13 +337,9 @@ def _load_(session: Session, state: CheckpointState) -> None:
 
 def _load_optimizer_(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     """Load momentum and the like; rates and decays stay those of the recipe, which may change."""
-    settings = [
-        {name: value for name, value in group.items() if name != "params"}
-        for group in optimizer.param_groups
-    ]
     saved = [
         {**own, "params": group["params"]}  # where a state goes depends on how steps are taken
-        for group, own in zip(state["param_groups"], settings, strict=True)
+        for group, own in zip(state["param_groups"], optimizer.param_groups, strict=True)
     ]
     optimizer.load_state_dict({**state, "param_groups": saved})
     for weight, values in optimizer.state.items():

@@ -1,7 +1,7 @@
 """SIGTERM and SIGINT: once means save and stop, twice means now.
 
 Before the first step there is nothing to save, and a signal ends the construction of a run at once.
-After it a signal is only noted. The loop passes ``StopRequest.number`` to ``agreement.vote`` at
+After it a signal is only noted. The loop passes ``StopRequest.number`` to ``distributed.vote`` at
 each step; all ranks then save the same step and leave with status ``128 + number``: 143 after
 SIGTERM, 130 after Ctrl-C. A second signal ends the process at once with the same status, even
 while its main thread waits inside a collective or for a GPU.
@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 from qmargin.errors import ConfigError, RankError
@@ -27,12 +27,7 @@ ONE_REQUEST_S = 0.5
 
 
 def exit_status(number: int) -> int:
-    """Status of a run that a signal stopped, as shells count.
-
-    Examples:
-        >>> exit_status(signal.SIGTERM), exit_status(signal.SIGINT)
-        (143, 130)
-    """
+    """Status of a run that a signal stopped, as shells count."""
     return 128 + number
 
 
@@ -52,24 +47,15 @@ class StopRequest:
     """Notes the first signal and obeys the second; use it in a ``with`` block, in the main thread.
 
     Python runs its handlers between two bytecodes of the main thread, which may never come. What
-    the interpreter writes to its wake-up socket arrives at once; a thread counts signals there.
-
-    Args:
-        leave: Called in that thread with the exit status, on the second request.
-
-    Examples:
-        >>> with StopRequest() as request:
-        ...     request.number
-        0
+    the interpreter writes to its wake-up socket arrives at once; a thread counts signals there. On
+    the second request it calls ``leave`` with the exit status.
     """
 
     def __init__(self, leave: Callable[[int], Any] = os._exit) -> None:
-        self.number = 0
-        """Number of the signal that asked to stop, or 0."""
+        self.number = 0  # of the signal that asked to stop, or 0
         self._leave = leave
         self._raises_at_once = False
         self._handlers: dict[signal.Signals, Any] = {}
-        self._old_fd = -1
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is not threading.main_thread():
@@ -85,15 +71,12 @@ class StopRequest:
             self._handlers[number] = signal.signal(number, self._note)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *details: object) -> None:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
-            self._pass_on(handler)
+            outer = getattr(handler, "__self__", None)
+            if isinstance(outer, StopRequest):  # it may have more to do than the run that ended
+                outer.number = outer.number or self.number
         signal.set_wakeup_fd(self._old_fd)
         self._writer.close()  # ends the thread
         self._thread.join()
@@ -121,12 +104,6 @@ class StopRequest:
             raise
         finally:
             self._raises_at_once = False
-
-    def _pass_on(self, handler: Any) -> None:
-        """What came while a training ended is for those around it, who may have more to do."""
-        outer = getattr(handler, "__self__", None)
-        if isinstance(outer, StopRequest):
-            outer.number = outer.number or self.number
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.number == 0:

@@ -2,44 +2,150 @@
 
 from __future__ import annotations
 
+import errno
+import json
+import os
+import socket
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from qmargin.errors import CheckpointError, ConfigError
-from qmargin.training.checkpoint.folders import check_writable, list_steps, set_aside
-from qmargin.training.checkpoint.reader import (
+from qmargin.training.checkpoint import (
+    CHECKPOINTS,
     Checkpoint,
     Search,
     agree_on_newest,
+    check_writable,
+    list_steps,
     newest,
     open_checkpoint,
     read_recipe,
+    set_aside,
 )
-from qmargin.training.distributed.consensus import run_on_all
-from qmargin.training.distributed.process import Process
-from qmargin.training.journal import read_status
-from qmargin.training.lock import RunLock
+from qmargin.training.distributed import Process, run_on_all
 from qmargin.training.recipe import Recipe, check_resume
 from qmargin.training.recipe_files import from_yaml
+from qmargin.training.reporting import read_status
 
-CHECKPOINTS = "checkpoints"
+_UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP)
 
 
-@dataclass(frozen=True)
-class Start:
-    """Where a run begins.
+class RunLock:
+    """Holds ``folder/lock``, so that no second run writes to the folder. One rank takes it.
 
-    Attributes:
-        checkpoint: The one to go on from; None to start at step 0.
-        notes: What the user should know: checkpoints that were passed over, changes of the recipe.
-        changes: Lines of ``recipe_changes.diff``.
+    The system releases the lock when the process ends, however it ends; the file stays, and says
+    who held it last. On a file system without locks, what the file says decides: a process that is
+    no longer alive on this machine has lost its lock.
     """
 
-    checkpoint: Checkpoint | None
-    notes: tuple[str, ...] = ()
-    changes: tuple[str, ...] = ()
+    def __init__(self, folder: str | Path) -> None:
+        self.path = Path(folder) / "lock"
+        self._file: int | None = None
+
+    def __enter__(self) -> RunLock:
+        self.acquire()
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        self.release()
+
+    def acquire(self) -> None:
+        """Take the lock, in a folder that is made if it is missing, or refuse."""
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise ConfigError(
+                f"{self.path} cannot be opened ({error.strerror}); choose another output folder"
+            ) from error
+        try:
+            is_locked = _flock(file)
+            owner = _read_owner(file)
+            if is_locked is False or (is_locked is None and _may_be_alive(owner)):
+                name = f"process {owner['pid']} on {owner['host']}" if owner else "another process"
+                raise ConfigError(
+                    f"{self.path.parent} is in use by {name}; choose another output folder, or "
+                    f"stop that run{'' if is_locked is False else ' and delete lock'}"
+                )
+            os.ftruncate(file, 0)
+            os.lseek(file, 0, os.SEEK_SET)
+            os.write(file, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode())
+            os.fsync(file)
+        except BaseException:
+            os.close(file)
+            raise
+        self._file = file
+        _close_in_children(self)
+
+    def release(self) -> None:
+        """Give the lock back; without one, do nothing."""
+        if self._file is not None:
+            os.ftruncate(self._file, 0)
+            self._close()
+
+    def _close(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+
+def _close_in_children(lock: RunLock) -> None:
+    """Keep the lock out of forked processes: data workers that outlive a killed run would hold it.
+
+    Closing a copy of the descriptor does not unlock the original.
+    """
+    reference = weakref.ref(lock)
+
+    def close() -> None:
+        held = reference()
+        if held is not None:
+            held._close()
+
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=close)
+
+
+def _flock(file: int) -> bool | None:
+    """Whether the lock is ours now; None where the system has no such locks."""
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        return None
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno in _UNSUPPORTED:
+            return None
+        raise
+    return True
+
+
+def _read_owner(file: int) -> dict[str, Any]:
+    """Who the file says holds the lock; empty if it says nothing that can be understood."""
+    try:
+        owner = json.loads(os.read(file, 4096))
+        return {"pid": int(owner["pid"]), "host": str(owner["host"])}
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return {}
+
+
+def _may_be_alive(owner: dict[str, Any]) -> bool:
+    """Whether the owner may still run; one on another machine may."""
+    if not owner:
+        return False
+    if owner["host"] == socket.gethostname():
+        try:
+            os.kill(owner["pid"], 0)
+        except (ProcessLookupError, OverflowError):
+            return False
+        except PermissionError:
+            return True
+    return True
 
 
 @contextmanager
@@ -52,33 +158,22 @@ def locked(folder: Path, process: Process) -> Iterator[None]:
             lock.acquire()
             check_writable(folder)
 
-    def probe() -> None:
-        check_writable(folder / CHECKPOINTS)
-
     try:
         run_on_all(process, take)
-        run_on_all(process, probe)
+        run_on_all(process, lambda: check_writable(folder / CHECKPOINTS))
         yield
     finally:
         lock.release()
 
 
 def stored_recipe(folder: Path, *, resume: bool | str | Path = True) -> Recipe | None:
-    """The recipe of the checkpoint that a run goes on from; None without any checkpoint.
+    """The recipe of the newest or a named checkpoint; None without any checkpoint.
 
     Hashes are not compared here: ``find_start`` does that, and holds what it finds against the
     recipe.
-
-    Args:
-        folder: The output folder.
-        resume: True for the newest checkpoint, or the path of one.
-
-    Raises:
-        CheckpointError: There are checkpoints, and no recipe can be read from any of them.
     """
     if not isinstance(resume, bool):
-        _check_named(Path(resume), folder)
-        return from_yaml(read_recipe(open_checkpoint(resume, check=False)))
+        return from_yaml(read_recipe(_open_named(Path(resume), folder, check=False)))
     failure: ConfigError | None = None
     for path in list_steps(folder / CHECKPOINTS).values():
         try:
@@ -96,11 +191,7 @@ def stored_recipe(folder: Path, *, resume: bool | str | Path = True) -> Recipe |
 def recipe_to_train(
     recipe: Recipe | None, folder: Path, *, resume: bool | str | Path = False
 ) -> Recipe:
-    """The recipe that was asked for, or the stored one of a run that goes on.
-
-    Raises:
-        ConfigError: There is none.
-    """
+    """The recipe that was asked for, or the stored one of a run that goes on."""
     if recipe is not None:
         return recipe
     if resume is False:
@@ -111,6 +202,14 @@ def recipe_to_train(
             f"there is no checkpoint in {folder} to take the recipe from; name the recipe"
         )
     return stored
+
+
+class Start(NamedTuple):
+    """Where a run begins."""
+
+    checkpoint: Checkpoint | None  # the one to go on from; None to start at step 0
+    notes: tuple[str, ...] = ()  # for the user: checkpoints passed over, changes of the recipe
+    changes: tuple[str, ...] = ()  # lines of ``recipe.diff``
 
 
 def find_start(
@@ -136,15 +235,22 @@ def find_start(
             a way that does not fit them or is not allowed.
         CheckpointError: No checkpoint is whole, or not the named one.
     """
-    if not isinstance(resume, bool):
-        search = _named(Path(resume), folder, process)
+    checkpoints = folder / CHECKPOINTS
+    if isinstance(resume, bool):
+        search = agree_on_newest(checkpoints, process)
     else:
-        search = agree_on_newest(folder / CHECKPOINTS, process)
+        path = Path(resume)
+        named = run_on_all(process, lambda: _open_named(path, folder, check=process.is_first))
+        later = run_on_all(
+            process, lambda: set_aside(checkpoints, named.step) if process.is_first else []
+        )
+        search = Search(named, tuple(f"{item.name}: set aside" for item in later))
+    notes = [f"passed over {reason}" for reason in search.skipped]
     if search.checkpoint is None:
         if resume and not allow_changes:
             run_on_all(process, lambda: _check_begun(recipe, folder))
-        note = f"there is no checkpoint in {folder} yet; starting at step 0"
-        return Start(None, (*_passed_over(search), note) if resume else ())
+        notes.append(f"there is no checkpoint in {folder} yet; starting at step 0")
+        return Start(None, tuple(notes) if resume else ())
     if resume is False:
         raise ConfigError(
             f"{folder} holds a run that is at step {search.checkpoint.step}; add --resume to go on "
@@ -152,38 +258,20 @@ def find_start(
         )
     saved = from_yaml(read_recipe(search.checkpoint))
     changes = check_resume(saved, recipe, allow_changes=allow_changes)
-    notes = [*_passed_over(search), f"going on from {search.checkpoint.path}"]
+    notes.append(f"going on from {search.checkpoint.path}")
     notes += [f"the recipe has changed: {line}" for line in changes]
     return Start(search.checkpoint, tuple(notes), tuple(changes))
 
 
-def _named(path: Path, folder: Path, process: Process) -> Search:
-    """A checkpoint by its path; later ones are renamed, so that they do not come back."""
-
-    def read() -> Checkpoint:
-        _check_named(path, folder)
-        return open_checkpoint(path, check=process.is_first)
-
-    checkpoint = run_on_all(process, read)
-
-    def clear() -> list[str]:
-        is_own = path.resolve().parent == (folder / CHECKPOINTS).resolve()
-        if not is_own:
-            raise ConfigError(
-                f"{path} is not in {folder / CHECKPOINTS}; name a checkpoint of the run itself"
-            )
-        if not process.is_first:
-            return []
-        later = set_aside(folder / CHECKPOINTS, checkpoint.step)
-        return [f"{item.name}: set aside" for item in later]
-
-    return Search(checkpoint, tuple(run_on_all(process, clear)))
-
-
-def _check_named(path: Path, folder: Path) -> None:
+def _open_named(path: Path, folder: Path, *, check: bool) -> Checkpoint:
+    """A checkpoint of the run by its path."""
+    checkpoints = folder / CHECKPOINTS
     if not path.is_dir():
-        known = ", ".join(item.name for item in list_steps(folder / CHECKPOINTS).values())
+        known = ", ".join(item.name for item in list_steps(checkpoints).values())
         raise CheckpointError(f"there is no checkpoint {path}; the run has {known or 'none'}")
+    if path.resolve().parent != checkpoints.resolve():
+        raise ConfigError(f"{path} is not in {checkpoints}; name a checkpoint of the run itself")
+    return open_checkpoint(path, check=check)
 
 
 def _check_begun(recipe: Recipe, folder: Path) -> None:
@@ -195,7 +283,3 @@ def _check_begun(recipe: Recipe, folder: Path) -> None:
             f"now {recipe.sha256:.12}); give the settings it was started with, or start anew "
             "without --resume"
         )
-
-
-def _passed_over(search: Search) -> list[str]:
-    return [f"passed over {reason}" for reason in search.skipped]

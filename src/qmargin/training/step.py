@@ -18,8 +18,7 @@ from torch import Tensor
 from qmargin.data.faces import normalised
 from qmargin.data.loader import Batch
 from qmargin.data.order import GlobalOrder, derived_seed
-from qmargin.training.distributed.consensus import Verdict, all_agree, vote
-from qmargin.training.distributed.process import seed_everything
+from qmargin.training.distributed import Verdict, all_agree, seed_everything, vote
 from qmargin.training.optim import clip_gradients_, stored_norm
 from qmargin.training.schedules import learning_rate, loss_settings
 from qmargin.training.session import Session
@@ -91,9 +90,15 @@ def _backpropagate(session: Session, batch: Batch, *, speculative: bool = False)
     wait for it. With several ranks the host reads first, because rows of one rank reach the classes
     of all.
     """
-    process, head, shares = session.process, session.head, _shares(session)
-    num_rows, first = sum(map(sum, shares)), 0
+    process, head = session.process, session.head
+    num_rows, first = batch_rows(session.order, session.progress.step), 0
+    parts = session.recipe.optimizer.accumulation
+    shares = [share for share in part_sizes(num_rows, process.world, parts) if sum(share)]
     losses = []
+
+    def refused(part: slice, usable: Reading) -> _Parts:
+        return _Parts(unusable=tuple(compress(batch.ids[part], (~usable.wait()).tolist())))
+
     for index, share in enumerate(shares):
         part = slice(first, first := first + share[process.rank])
         with session.without_sync(index + 1 < len(shares)):
@@ -101,22 +106,18 @@ def _backpropagate(session: Session, batch: Batch, *, speculative: bool = False)
             usable = Reading(usable_rows(embeddings))
             is_finite = speculative or bool(usable.wait().all())  # the step's first wait for a GPU
             if not vote(process, error=failure, is_finite=is_finite).is_finite:
-                return _Parts(unusable=_unusable(batch, part, usable))
+                return refused(part, usable)
             labels = batch.labels[part].to(process.device, non_blocking=True)
             loss = head(embeddings, labels, share, speculative=speculative)
             loss = loss * (sum(share) / num_rows)
             session.scaler.scale(loss).backward()
         if speculative and not bool(usable.wait().all()):
             head.discard()
-            return _Parts(unusable=_unusable(batch, part, usable))
+            return refused(part, usable)
         if not head.verify():
             return None
         losses.append(loss.detach())
-    return _Parts(losses=tuple(losses))
-
-
-def _unusable(batch: Batch, part: slice, usable: Reading) -> tuple[str, ...]:
-    return tuple(compress(batch.ids[part], (~usable.wait()).tolist()))
+    return _Parts(tuple(losses))
 
 
 def prepare_step_(session: Session) -> None:
@@ -129,7 +130,7 @@ def prepare_step_(session: Session) -> None:
     seed_everything(derived_seed(recipe.seed, step), rank=session.process.rank)
 
 
-def part_sizes(num_rows: int, *, world: int, parts: int) -> list[list[int]]:
+def part_sizes(num_rows: int, world: int, parts: int) -> list[list[int]]:
     """Rows of each rank in each part of a batch: ``[parts][world]``.
 
     Every rank cuts its share into ``parts``; any rank can tell the size of all parts of all ranks,
@@ -139,20 +140,17 @@ def part_sizes(num_rows: int, *, world: int, parts: int) -> list[list[int]]:
         >>> part_sizes(7, world=2, parts=2)
         [[2, 2], [2, 1]]
     """
-    shares = _cut(num_rows, world)
-    return [list(row) for row in zip(*(_cut(share, parts) for share in shares), strict=True)]
+
+    def cut(count: int, parts: int) -> list[int]:
+        return [count // parts + (index < count % parts) for index in range(parts)]
+
+    columns = [cut(share, parts) for share in cut(num_rows, world)]
+    return [list(row) for row in zip(*columns, strict=True)]
 
 
 def batch_rows(order: GlobalOrder, step: int) -> int:
-    """Rows of a step over all ranks; fewer than a batch at the end of some epochs.
-
-    Examples:
-        >>> order = GlobalOrder(10, seed=0, batch_size=4, drop_last=False)
-        >>> [batch_rows(order, step) for step in range(4)]
-        [4, 4, 2, 4]
-    """
-    first = step % order.steps_per_epoch * order.batch_size
-    return min(order.batch_size, order.n - first)
+    """Rows of a step over all ranks; fewer than a batch at the end of some epochs."""
+    return min(order.batch_size, order.n - step % order.steps_per_epoch * order.batch_size)
 
 
 @torch.no_grad()
@@ -161,19 +159,6 @@ def usable_rows(embeddings: Tensor) -> Tensor:
     norms = embeddings.float().norm(dim=1)
     is_usable: Tensor = (norms > 0) & norms.isfinite()
     return is_usable
-
-
-def _shares(session: Session) -> list[list[int]]:
-    """Rows of each rank in each part of the step; parts without rows are left out."""
-    num_rows = batch_rows(session.order, session.progress.step)
-    parts = session.recipe.optimizer.accumulation
-    shares = part_sizes(num_rows, world=session.process.world, parts=parts)
-    return [share for share in shares if sum(share)]
-
-
-def _cut(count: int, parts: int) -> list[int]:
-    share, extra = divmod(count, parts)
-    return [share + (index < extra) for index in range(parts)]
 
 
 def _read(
@@ -220,16 +205,13 @@ def _update(session: Session, result: StepResult, loss: Tensor) -> StepResult:
     numbers = torch.stack([number.to(loss.device).double() for number in (loss, norm, is_fine)])
     value, size, is_fine_here = numbers.tolist()  # the step's second wait for a GPU
     result = replace(result, loss=value, grad_norm=size)
-    is_finite = is_fine_here == 1.0 and math.isfinite(value)
-    if not all_agree(session.process, is_finite):
-        if not scaler.is_enabled():
-            return _skip(session, result, BAD_GRADIENT)
-        # set by hand: the prototypes of another rank may be the only ones that overflowed
-        scaler.update(scaler.get_scale() * scaler.get_backoff_factor())
-        is_spent = scaler.get_scale() < 1.0
-        if is_spent:
-            return _skip(session, result, BAD_GRADIENT)
-        return _skip(session, replace(result, samples=()), OVERFLOW)
+    if not all_agree(session.process, is_fine_here == 1.0 and math.isfinite(value)):
+        if scaler.is_enabled():
+            # set by hand: the prototypes of another rank may be the only ones that overflowed
+            scaler.update(scaler.get_scale() * scaler.get_backoff_factor())
+            if scaler.get_scale() >= 1.0:
+                return _skip(session, replace(result, samples=()), OVERFLOW)
+        return _skip(session, result, BAD_GRADIENT)
     for optimizer in optimizers:
         scaler.step(optimizer)
     scaler.update()
@@ -248,11 +230,9 @@ def _clip(session: Session) -> tuple[Tensor, Tensor]:
         norm = stored_norm(optimizers.backbone)
     else:
         is_fused = session.head.gradient == "fused"  # its norm is over all ranks already
+        sum_over_shards = None if is_fused else session.head.ranks.sum_
         norm = clip_gradients_(
-            optimizers,
-            part.clip_norm,
-            with_head=part.clip_head,
-            sum_over_shards=None if is_fused else session.head.ranks.sum_,
+            optimizers, part.clip_norm, with_head=part.clip_head, sum_over_shards=sum_over_shards
         )
         if part.clip_head:
             return norm, norm.isfinite()

@@ -23,12 +23,11 @@ _PART_NAMES = (
 _LIBRISPEECH = (
     "train-clean-100 train-clean-360 train-other-500 dev-clean dev-other test-clean test-other"
 )
-PARTS = frozenset(
+PARTS = frozenset(  # lower-case names of folders that hold a part of a dataset
     f"{part}{suffix}"
     for part in _PART_NAMES.split()
     for suffix in ("", "set", "_set", "-set", "_split", "_data", "_images", "_wav")
 ) | frozenset((*_LIBRISPEECH.split(), "wav", "aac"))
-"""Lower-case names of folders that hold a part of a dataset, each identity one level below."""
 
 
 def identity_folders(root: Path) -> list[str]:
@@ -44,28 +43,16 @@ def files_below(
     folder: str,
     suffixes: tuple[str, ...] = ("",),
     *,
-    before_listing: Callable[[str], None] | None = None,
+    before_listing: Callable[[str], None] = lambda folder: None,
 ) -> Iterator[str]:
-    """Files of a folder and those below it as paths relative to the root, in order.
-
-    Args:
-        root: The dataset.
-        folder: Relative to the root; empty for the root itself.
-        suffixes: Lower-case endings of the names; hidden files are left out.
-        before_listing: Called with each folder before it is listed.
-
-    Raises:
-        DataError: A link leads back to a folder above it.
-    """
+    """Files of a folder and those below it as paths relative to the root, in order."""
     waiting = [(folder, 0)]
     while waiting:
         folder, depth = waiting.pop()
         if depth > MAX_DEPTH:
-            raise DataError(
-                f"{root / folder} is more than {MAX_DEPTH} folders deep; look for a link to itself"
-            )
-        if before_listing is not None:
-            before_listing(folder)
+            where = f"{root / folder} is more than {MAX_DEPTH} folders deep"
+            raise DataError(f"{where}; look for a link to itself")
+        before_listing(folder)
         prefix = f"{folder}/" if folder else ""
         subfolders, files = [], []
         with os.scandir(root / folder) as entries:
@@ -80,18 +67,8 @@ def files_below(
         waiting += [(name, depth + 1) for name in sorted(subfolders, reverse=True)]
 
 
-def check_no_parts(root: Path, identities: Sequence[str], suffixes: tuple[str, ...]) -> None:
-    """Refuse a path one level too high: folders that are parts of a dataset and no identities.
-
-    Args:
-        root: The path that was given.
-        identities: Names of its folders.
-        suffixes: Endings of the names of samples.
-
-    Raises:
-        DataError: All folders with samples are called like parts, such as ``train`` and ``test``;
-            or two of these have folders inside; or there is one folder around all others.
-    """
+def _check_no_parts(root: Path, identities: Sequence[str], suffixes: tuple[str, ...]) -> None:
+    """Refuse a path one level too high: folders that are parts of a dataset and no identities."""
 
     def first(name: str) -> str:
         return next(files_below(root, name, suffixes), "")
@@ -101,24 +78,19 @@ def check_no_parts(root: Path, identities: Sequence[str], suffixes: tuple[str, .
 
     parts = [name for name in identities if name.lower() in PARTS]
     if len(identities) == 1 and not parts and is_nested(identities[0]):
-        raise DataError(
-            f"{root} has one folder, {identities[0]!r}, with folders inside, so there is one "
-            f"identity; give the folder whose folders are the identities, such as "
-            f"{root / identities[0]}"
-        )
+        only = root / identities[0]
+        raise DataError(f"{root} has one folder, so there is one identity; give {only}")
     if not parts:
         return
     others = (name for name in identities if name.lower() not in PARTS)
     if sum(map(is_nested, parts)) < 2 and any(map(first, others)):
         return  # people may be called Dev or Val
     train = next((name for name in parts if name.lower().startswith("train")), parts[0])
-    raise DataError(
-        f"{root} has the folders {', '.join(parts[:5])}, which are parts of a dataset and no "
-        f"identities; give one of them, such as {root / train}"
-    )
+    found = f"{root} has the folders {', '.join(parts[:5])}"
+    raise DataError(f"{found}, which are parts of a dataset; give one, such as {root / train}")
 
 
-def kind_of_folder(root: Path) -> Kind | None:
+def _kind_of(root: Path) -> Kind | None:
     """What the first files below a folder are; recordings where there are both."""
     found = None
     for name in islice(files_below(root, ""), _LOOK_AT):
@@ -138,7 +110,7 @@ class FolderReader(Reader):
     def find(self, path: Path, kind: Kind | None) -> Found | None:
         if not path.is_dir() or not identity_folders(path):
             return None
-        return Found(self, path, kind or kind_of_folder(path))
+        return Found(self, path, kind or _kind_of(path))
 
     def watched(self, scan: Scan) -> list[Path]:
         return [scan.path / name for name in identity_folders(scan.path)]
@@ -159,37 +131,30 @@ class FolderReader(Reader):
 
     def samples(self, scan: Scan) -> Iterator[Sample]:
         """Samples by the names of the identities; an identity without one keeps its label."""
-        root, suffixes = scan.path, scan.kind.suffixes
+        root, kind = scan.path, scan.kind
         identities = scan.classes = identity_folders(root)
-        stray = sum(1 for entry in root.iterdir() if scan.kind.is_name(entry.name))
+        stray = sum(1 for entry in root.iterdir() if kind.is_name(entry.name))
         if stray:
-            scan.notes.append(f"{stray} {scan.kind.name} outside the folders were left out")
-        check_no_parts(root, identities, suffixes)
+            scan.notes.append(f"{stray} {kind.name} outside the folders were left out")
+        _check_no_parts(root, identities, kind.suffixes)
         is_empty = True
         for number, identity in enumerate(identities, 1):
             note = partial(_note, scan)
-            for name in files_below(root, identity, suffixes, before_listing=note):
+            for name in files_below(root, identity, kind.suffixes, before_listing=note):
                 is_empty = False
                 yield Sample(identity, name)
             scan.progress(number, len(identities))
+        unreadable = next(files_below(root, "", _UNREADABLE), None) if is_empty else None
+        if kind is RECORDINGS and unreadable is not None:
+            found = f"{root / unreadable} and files like it cannot be decoded"
+            raise DataError(f"{found}; convert them to FLAC or WAV, for example with ffmpeg")
         if is_empty:
-            raise DataError(_why_empty(root, scan.kind))
+            raise DataError(
+                f"{root} has no {kind.name} in its folders; give each identity a folder"
+            )
 
 
 def _note(scan: Scan, folder: str) -> None:
     if scan.hasher is not None:
         scan.hasher.add_folder(folder, scan.path / folder)
         scan.folders.append(folder)
-
-
-def _why_empty(root: Path, kind: Kind) -> str:
-    unreadable = next(files_below(root, "", _UNREADABLE), None)
-    if kind is RECORDINGS and unreadable is not None:
-        return (
-            f"{root / unreadable} and files like it cannot be decoded; convert them to FLAC or WAV "
-            "once, for example with ffmpeg"
-        )
-    return (
-        f"{root} has no {kind.name} in its folders; put those of each identity into a folder of "
-        "their own"
-    )

@@ -1,31 +1,174 @@
-"""Lists of files: Kaldi's ``wav.scp`` with ``utt2spk``, and JSON lines."""
+"""Lists of files: CSV manifests, Kaldi's ``wav.scp`` with ``utt2spk``, and JSON lines."""
 
 from __future__ import annotations
 
+import csv
 import json
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, TextIO
 
 from qmargin.data.fingerprint import Hasher, hash_lists
 from qmargin.data.index import SampleIndex, parse_label
 from qmargin.data.reader import IMAGES, RECORDINGS, Found, Kind, Reader, Sample, Scan
-from qmargin.data.readers.manifest import IDENTITIES, MAX_LINE, PATHS, check_path, lines_of
+from qmargin.data.readers.folder import identity_folders
 from qmargin.errors import DataError
-from qmargin.files import open_regular, open_text
+from qmargin.files import Progress, open_regular, open_text
 from qmargin.registry import register_reader
+
+PATHS = ("path", "file", "filename", "image", "wav", "audio")
+SPEAKERS = ("speaker", "spk", "speaker_id", "spk_id")
+NUMBERS = ("label", "class")  # hold an integer; the other identities are names
+IDENTITIES = (*SPEAKERS, *NUMBERS, "identity", "subject", "person")
+LANDMARKS = tuple(f"{axis}{point}" for point in range(1, 6) for axis in "xy")
+MAX_LINE = 1 << 20
+_BETWEEN_REPORTS = 64
+
+
+def read_rows(path: Path, progress: Progress | None = None) -> Iterator[tuple[int, dict[str, str]]]:
+    """Line number and cells of each line of a CSV or TSV file with a header."""
+    delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
+    with open_text(path, encoding="utf-8-sig", newline="") as file:
+        reader = csv.reader(_lines(path, file, progress), delimiter=delimiter, strict=True)
+        try:
+            header = [name.strip().lower() for name in next(reader, [])]
+            if len(header) < 2 and ";" in "".join(header):
+                remedy = "separate columns by commas, or by tabs in a .tsv file"
+                raise DataError(f"{path}, line 1 has semicolons; {remedy}")
+            twice = next((name for name in header if header.count(name) > 1), None)
+            if twice is not None:
+                raise DataError(
+                    f"{path}, line 1: two columns are called {twice[:60]!r}; rename one"
+                )
+            for cells in reader:
+                if cells and len(cells) != len(header):
+                    found = f"{len(cells)} cells under {len(header)} columns"
+                    raise DataError(f"{path}, line {reader.line_num}: {found}; correct the line")
+                if cells:
+                    yield reader.line_num, dict(zip(header, cells, strict=True))
+        except (UnicodeDecodeError, csv.Error) as error:
+            where = f"{path}, after line {reader.line_num}"
+            raise DataError(f"{where}: {error}; save it as CSV in UTF-8") from error
+
+
+def _lines(path: Path, file: TextIO, progress: Progress | None = None) -> Iterator[str]:
+    """Lines of an open text file; one that is longer than any line of a list is refused."""
+    number, seen = 0, 0
+    size = os.fstat(file.fileno()).st_size
+    while line := file.readline(MAX_LINE):
+        if progress is not None and number % _BETWEEN_REPORTS == 0:
+            progress(min(seen, size), size)
+        number += 1
+        seen += len(line)
+        if len(line) == MAX_LINE:
+            raise DataError(f"{path}, line {number} has over {MAX_LINE:,} characters; is it text")
+        yield line
+
+
+def column_of(path: Path, row: dict[str, str], names: Sequence[str]) -> str:
+    """The first of some names that is a column, or ``DataError``."""
+    found = next((name for name in names if name in row), None)
+    if found is None:
+        columns = f"the columns {', '.join(row)[:200]}"
+        raise DataError(f"{path} has {columns}; name one of {', '.join(names)} in its first line")
+    return found
+
+
+def _check_path(place: str, where: str) -> str:
+    """A path of a list, or ``DataError`` for what is none: commands are never run."""
+    head, colon, offset = place.rpartition(":")
+    reason = None
+    if not place:
+        reason = "the path is empty; write one"
+    elif place.endswith("|") or place.startswith(("|", "pipe:")):
+        reason = f"{place!r} is a command, and lists never start one; list the files it makes"
+    elif colon and offset.isdigit() and head.endswith(".ark"):
+        reason = f"{place!r} points into a Kaldi archive; extract the samples into files first"
+    elif "\0" in place:
+        reason = "the path has a NUL character; correct it"
+    if reason is not None:
+        raise DataError(f"{where}: {reason}")
+    return place
 
 
 class _ListReader(Reader):
     """A list that is hashed whole, with paths relative to its folder."""
 
-    options = ("root",)
+    options: ClassVar[tuple[str, ...]] = ("root",)
 
     def hasher(self, scan: Scan, index: SampleIndex | None, started: int | None) -> Hasher:
         return hash_lists(self.files(scan))
 
     def watched(self, scan: Scan) -> list[Path]:
         return []
+
+
+@register_reader("manifest")
+class ManifestReader(_ListReader):
+    """A CSV or TSV file with the columns ``path`` and ``label``, ``identity`` or ``speaker``.
+
+    ``label`` holds an integer, the others a name. A column ``key`` names samples otherwise than by
+    their path; ``split`` can choose rows. Other columns are ignored.
+    """
+
+    precedence = -3
+    options = ("root", "split")
+
+    def find(self, path: Path, kind: Kind | None) -> Found | None:
+        if path.is_file():
+            if path.suffix.lower() not in (".csv", ".tsv"):
+                return None
+            seen = _kind_of(path)
+            return Found(self, path, kind or seen) if kind in (None, seen) or not seen else None
+        files = [file for file in sorted(path.glob("*.[ct]sv")) if file.is_file()]
+        speakers = [file for file in files if _has_speakers(file)]
+        if len(speakers) == 1 and kind is not IMAGES:
+            return self.find(speakers[0], kind)
+        if len(files) == 1 and not identity_folders(path) and not any(path.glob("*.tar")):
+            return self.find(files[0], kind)
+        return None
+
+    def samples(self, scan: Scan) -> Iterator[Sample]:
+        path, split = scan.path, scan.options.get("split")
+        is_empty = True
+        for line, row in read_rows(path, scan.progress):
+            where = f"{path}, line {line}"
+            if split is not None and row[column_of(path, row, ["split"])] != split:
+                continue
+            place = _check_path(row[column_of(path, row, PATHS)], where)
+            column = column_of(path, row, IDENTITIES)
+            identity: str | int = row[column].strip()
+            if column in NUMBERS:
+                identity = parse_label(row[column], where)
+            elif not identity:
+                raise DataError(f"{where}: the {column} is empty; name it")
+            is_empty = False
+            is_named = "key" in row
+            yield Sample(identity, row.get("key", place), place if is_named else None, key=line)
+        if is_empty:
+            rows = "rows" if split is None else f"rows whose split is {split!r}"
+            raise DataError(f"{path} has no {rows}; its first line names columns: path,label")
+
+
+def _has_speakers(path: Path) -> bool:
+    with open_regular(path) as file:
+        text = file.readline(MAX_LINE).decode("utf-8-sig", "replace")
+    cells = text.split("\t" if path.suffix.lower() == ".tsv" else ",")
+    columns = {name.strip().strip('"').lower() for name in cells}
+    return not columns.isdisjoint(SPEAKERS) and not columns.isdisjoint(PATHS)
+
+
+def _kind_of(path: Path) -> Kind | None:
+    """By the columns, or else by the first path."""
+    if _has_speakers(path):
+        return RECORDINGS
+    try:
+        _, row = next(read_rows(path))
+        name = row[column_of(path, row, PATHS)]
+    except (StopIteration, DataError):  # which reading it will show
+        return None
+    return next((kind for kind in (IMAGES, RECORDINGS) if kind.is_name(name)), None)
 
 
 @register_reader("kaldi")
@@ -44,28 +187,23 @@ class KaldiReader(_ListReader):
         return [scan.path, scan.path.with_name("utt2spk")]
 
     def samples(self, scan: Scan) -> Iterator[Sample]:
-        scp, utt2spk = scan.path, scan.path.with_name("utt2spk")
-        for name in ("segments", "reco2file_and_channel"):
-            if scp.with_name(name).exists():
-                raise DataError(
-                    f"{scp.with_name(name)} cuts recordings up; write the pieces as files first"
-                )
+        scp, utt2spk = self.files(scan)
+        for other in (scp.with_name("segments"), scp.with_name("reco2file_and_channel")):
+            if other.exists():
+                raise DataError(f"{other} cuts recordings up; write the pieces as files first")
         speakers = {}
-        for row, line in _lines(utt2spk, scan):
+        for row, line in _filled_lines(utt2spk, scan):
             cells = line.split()
             if len(cells) != 2:
-                raise DataError(
-                    f"{utt2spk}, line {row}: {len(cells)} columns; write key and speaker"
-                )
+                found = f"{utt2spk}, line {row}: {len(cells)} columns"
+                raise DataError(f"{found}; write key and speaker")
             speakers[cells[0]] = cells[1]
-        for row, line in _lines(scp, scan):
+        for row, line in _filled_lines(scp, scan):
+            where = f"{scp}, line {row}"
             key, _, place = line.partition(" ") if " " in line else line.partition("\t")
             if key not in speakers:
-                raise DataError(
-                    f"{scp}, line {row}: key {key!r} is not in utt2spk; add its speaker"
-                )
-            place = check_path(place.strip(), f"{scp}, line {row}")
-            yield Sample(speakers[key], key, path=place, key=row)
+                raise DataError(f"{where}: key {key!r} is not in utt2spk; add its speaker")
+            yield Sample(speakers[key], key, _check_path(place.strip(), where), key=row)
 
 
 @register_reader("json_lines")
@@ -82,55 +220,43 @@ class JsonLinesReader(_ListReader):
         names = [f'"{name}"'.encode() for name in (*PATHS, "feat")]
         if not first.startswith(b"{") or not any(name in first for name in names):
             return None
-        is_image = b'"image"' in first or any(
-            suffix.encode() in first.lower() for suffix in IMAGES.suffixes
-        )
-        seen = IMAGES if is_image else RECORDINGS
+        signs = [b'"image"', *(suffix.encode() for suffix in IMAGES.suffixes)]
+        seen = IMAGES if any(sign in first.lower() for sign in signs) else RECORDINGS
         return Found(self, path, seen) if kind in (None, seen) else None
 
     def samples(self, scan: Scan) -> Iterator[Sample]:
-        for row, line in _lines(scan.path, scan):
+        for row, line in _filled_lines(scan.path, scan):
             where = f"{scan.path}, line {row}"
             try:
                 record: Any = json.loads(line)
             except (ValueError, RecursionError) as error:
-                raise DataError(
-                    f"{where} is not JSON ({error}); write one object per line"
-                ) from error
+                raise DataError(f"{where} is not JSON ({error}); write objects") from error
             if not isinstance(record, dict) or "feat" in record or "vad" in record:
-                raise DataError(
-                    f"{where} is no object with key, wav and spk alone; features made elsewhere "
-                    "and spans of speech are not read"
-                )
-            key, place, identity = _cells(record)
+                found = "no object with key, wav and spk alone"
+                raise DataError(f"{where} is {found}; features and spans of speech are not read")
+            place: Any = next((record[name] for name in PATHS if name in record), None)
+            identity: Any = next((record[name] for name in IDENTITIES if name in record), None)
+            key = record.get("key", place)
             if isinstance(identity, int | float) and not isinstance(identity, bool):
                 identity = parse_label(identity, where)
             is_text = all(isinstance(cell, str) and cell for cell in (key, place))
             is_named = isinstance(identity, str | int) and not isinstance(identity, bool)
             if not is_text or not is_named or identity == "":
-                raise DataError(
-                    f"{where}: key, path and identity are {[key, place, identity]}; each must be a "
-                    "string"
-                )
+                cells = f"key, path and identity are {[key, place, identity]}"
+                raise DataError(f"{where}: {cells}; each must be a string")
             if any("\ud800" <= sign <= "\udfff" for sign in f"{key}{place}{identity}"):
-                raise DataError(  # JSON can escape what no text has
+                # JSON can escape what no text has
+                raise DataError(
                     f"{where}: {line[:80]!r} has names that are not UTF-8; correct them"
                 )
-            yield Sample(identity, key, path=check_path(place, where), key=row)
+            yield Sample(identity, key, _check_path(place, where), key=row)
 
 
-def _cells(record: dict[str, Any]) -> tuple[Any, Any, Any]:
-    """Key, path and identity of an object; None for what it has not."""
-    place = next((record[name] for name in PATHS if name in record), None)
-    identity = next((record[name] for name in IDENTITIES if name in record), None)
-    return record.get("key", place), place, identity
-
-
-def _lines(path: Path, scan: Scan) -> Iterator[tuple[int, str]]:
+def _filled_lines(path: Path, scan: Scan) -> Iterator[tuple[int, str]]:
     """Numbered lines that are not blank."""
     try:
         with open_text(path, encoding="utf-8-sig") as file:
-            for row, line in enumerate(lines_of(path, file, scan.progress), start=1):
+            for row, line in enumerate(_lines(path, file, scan.progress), start=1):
                 if line.strip():
                     yield row, line.strip()
     except FileNotFoundError as error:

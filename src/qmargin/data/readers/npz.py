@@ -17,8 +17,8 @@ from qmargin.errors import DataError
 from qmargin.files import open_regular
 
 _ALWAYS: Final = 1 << 28  # bytes that any file may unpack to
-_MOST_TIMES: Final = 64  # a file may unpack to so many times its size; scores shrink to a half
-_DEFLATE: Final = 1032  # times that deflate can shrink anything
+_MOST_TIMES: Final = 64  # a file may unpack to this many times its size; scores shrink to a half
+_FACTORS: Final = {zipfile.ZIP_STORED: 1, zipfile.ZIP_DEFLATED: 1032}  # that packing can shrink by
 _CHUNK_BYTES: Final = 1 << 20
 _ROWS_AT_ONCE: Final = 1 << 17  # of an array that is read piece by piece
 _SUFFIX: Final = ".npy"
@@ -26,16 +26,7 @@ _HEADERS: Final = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_hea
 
 
 class NpzFile:
-    """Arrays of an NPZ file by name, read whole or a few rows at a time; no pickled objects.
-
-    Args:
-        archive: Opened.
-        size: Bytes of the file.
-
-    Attributes:
-        shapes: Of the arrays.
-        dtypes: Likewise.
-    """
+    """Arrays of an NPZ file by name, read whole or a few rows at a time; no pickled objects."""
 
     def __init__(self, archive: zipfile.ZipFile, size: int) -> None:
         self._archive = archive
@@ -49,7 +40,12 @@ class NpzFile:
             with archive.open(member) as file:
                 shape, is_fortran, dtype = _header(file, name)
                 found = member.file_size - file.tell()
-            _check_header(name, shape, dtype, found)
+            if dtype.hasobject:
+                raise DataError(f"the array {name[:60]!r} holds pickled objects, which may be code")
+            count = int(np.prod(shape, dtype=object))
+            said = count * dtype.itemsize
+            if said != found or (dtype.itemsize == 0 and count):
+                raise DataError(f"the array {name[:60]!r} says {said:,} bytes and has {found:,}")
             self.shapes[name], self.dtypes[name] = shape, dtype
             self._is_fortran[name] = is_fortran
 
@@ -83,11 +79,7 @@ class NpzFile:
 
 @contextmanager
 def open_npz(path: str | Path) -> Iterator[NpzFile]:
-    """An NPZ file; all that is wrong with one is a ``DataError`` that names it.
-
-    Raises:
-        DataError: It is no such file, is damaged, or would unpack to far more than its size.
-    """
+    """An NPZ file; all that is wrong with one is a ``DataError`` that names it."""
     with open_regular(path) as file:
         try:
             with zipfile.ZipFile(file) as archive:
@@ -109,18 +101,14 @@ def _check_members(members: list[zipfile.ZipInfo], size: int) -> None:
     """Refuse what no writer of arrays makes: other files, members that overlap, bombs."""
     names: set[str] = set()
     for member in members:
-        name = member.filename
+        name, packed, unpacked = member.filename, member.compress_size, member.file_size
         if not name.endswith(_SUFFIX):
             raise DataError(f"the member {name[:60]!r} is no array; give the file of arrays itself")
         if name in names:
             raise DataError(f"it has two arrays {name[:60]!r}; write it again")
         names.add(name)
-        most = {zipfile.ZIP_STORED: 1, zipfile.ZIP_DEFLATED: _DEFLATE}.get(member.compress_type, 0)
-        if member.file_size > most * member.compress_size:
-            raise DataError(
-                f"the array {name[:60]!r} cannot have {member.file_size:,} bytes, packed into "
-                f"{member.compress_size:,}"
-            )
+        if unpacked > _FACTORS.get(member.compress_type, 0) * packed:
+            raise DataError(f"the array {name[:60]!r} packs {unpacked:,} bytes into {packed:,}")
     if sum(member.compress_size for member in members) > size:
         raise DataError(f"its arrays are packed into more than the {size:,} bytes of the file")
     total, limit = sum(member.file_size for member in members), max(_ALWAYS, _MOST_TIMES * size)
@@ -133,15 +121,3 @@ def _header(file: IO[bytes], name: str) -> tuple[tuple[int, ...], bool, np.dtype
     if version not in _HEADERS:
         raise DataError(f"the array {name[:60]!r} has a header of version {version}")
     return _HEADERS[version](file)
-
-
-def _check_header(name: str, shape: tuple[int, ...], dtype: np.dtype[Any], found: int) -> None:
-    """Compare what a header promises with the bytes of its member."""
-    if dtype.hasobject:
-        raise DataError(f"the array {name[:60]!r} holds pickled objects, which may be code")
-    count = int(np.prod(shape, dtype=object))
-    expected = count * dtype.itemsize
-    if expected != found or (dtype.itemsize == 0 and count):
-        raise DataError(
-            f"the array {name[:60]!r} says {expected:,} bytes and has {found:,} of them"
-        )

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import BinaryIO, NamedTuple
 
 import numpy as np
@@ -28,7 +29,11 @@ _LABEL = struct.Struct("<IfQQ")  # flag, label, id, second id
 _WHOLE, _FIRST, _MIDDLE, _LAST = range(4)
 _WINDOW = 1 << 23
 _IDX_BYTES = 1 << 22
+_IDX_LINE = re.compile(rb"\s*(\d{1,18}\s+\d{1,18})?\s*")
 _MOST_DIGITS = 18
+_LONGEST_LINE = 1000
+_BETWEEN_REPORTS = 4096
+_BytesAt = Callable[[int, int], memoryview]  # position and count; fewer at the end of the file
 
 
 class Record(NamedTuple):
@@ -48,11 +53,7 @@ class Payload(NamedTuple):
 
 
 def scan_records(file: BinaryIO, *, name: str, size: int) -> Iterator[Record]:
-    """Every record of an open file, in order, through a window of a few megabytes.
-
-    Raises:
-        DataError: A record is damaged or cut off; the message has its byte.
-    """
+    """Every record of an open file, in order, through a window of a few megabytes."""
     window, base = memoryview(b""), 0
 
     def bytes_at(position: int, count: int) -> memoryview:
@@ -70,24 +71,18 @@ def scan_records(file: BinaryIO, *, name: str, size: int) -> Iterator[Record]:
         yield Record(offset, payload, is_split)
 
 
-def _joined(
-    bytes_at: Callable[[int, int], memoryview], position: int, where: str
-) -> tuple[memoryview, int, bool]:
+def _joined(bytes_at: _BytesAt, position: int, where: str) -> tuple[memoryview, int, bool]:
     """Payload of the record at a position, where the next one begins, and whether it was split."""
     flag, data, position = _part(bytes_at, position, where)
     if flag == _WHOLE:
         return data, position, False
     if flag != _FIRST:
-        raise DataError(
-            f"{where}: it begins with a middle part; the file is damaged, copy it again"
-        )
+        raise DataError(f"{where}: it begins with a middle part; copy the file again")
     parts, total = [bytes(data)], len(data)
     while flag != _LAST:
         flag, data, position = _part(bytes_at, position, where)
         if flag not in (_MIDDLE, _LAST):
-            raise DataError(
-                f"{where}: its last part is missing; the file is damaged, copy it again"
-            )
+            raise DataError(f"{where}: its last part is missing; copy the file again")
         parts.append(bytes(data))
         total += len(data) + 4
         if total > MAX_RECORD:
@@ -95,49 +90,24 @@ def _joined(
     return memoryview(MAGIC_BYTES.join(parts)), position, True
 
 
-def _part(
-    bytes_at: Callable[[int, int], memoryview], position: int, where: str
-) -> tuple[int, memoryview, int]:
+def _part(bytes_at: _BytesAt, position: int, where: str) -> tuple[int, memoryview, int]:
     """Flag and bytes of one part, and where the next one begins."""
     head = bytes_at(position, 8)
     if len(head) < 8:
         raise DataError(f"{where}: the file ends inside it; copy the file again")
     magic, flag_and_length = _HEAD.unpack(head)
     if magic != MAGIC:
-        raise DataError(
-            f"{where}: {magic:#010x} instead of {MAGIC:#010x} at byte {position}; the file is "
-            "damaged or not a RecordIO file"
-        )
+        found = f"{magic:#010x} instead of {MAGIC:#010x} at byte {position}"
+        raise DataError(f"{where}: {found}; the file is damaged or not a RecordIO file")
     length = flag_and_length & MAX_PART
     if length > MAX_RECORD:
         raise DataError(f"{where}: a part of {length} bytes; at most {MAX_RECORD} are read")
     data = bytes_at(position + 8, length)
     if len(data) < length:
         raise DataError(
-            f"{where}: it has {length} bytes and the file ends after {len(data)} of them; copy the "
-            "file again"
+            f"{where}: the file ends after {len(data)} of {length} bytes; copy it again"
         )
     return flag_and_length >> 29, data, position + 8 + length + (-length % 4)
-
-
-def read_record(read_at: Callable[[int, int], bytes], offset: int) -> memoryview:
-    """Payload of the record at an offset.
-
-    Args:
-        read_at: Bytes of the file from an offset on, at most so many.
-        offset: Of the record.
-
-    Raises:
-        CorruptSample: There is no whole record.
-    """
-
-    def bytes_at(position: int, count: int) -> memoryview:
-        return memoryview(read_at(position, count))
-
-    try:
-        return _joined(bytes_at, offset, f"record at byte {offset}")[0]
-    except DataError as error:
-        raise CorruptSample(str(error)) from error
 
 
 def parse_payload(payload: bytes | memoryview, where: str) -> Payload:
@@ -151,8 +121,7 @@ def parse_payload(payload: bytes | memoryview, where: str) -> Payload:
     """
     if len(payload) < _LABEL.size:
         raise DataError(
-            f"{where}: {len(payload)} bytes, fewer than the {_LABEL.size} of its header; the file "
-            "was not written for images"
+            f"{where}: {len(payload)} bytes, fewer than the {_LABEL.size} of its header"
         )
     flag, label, _, _ = _LABEL.unpack_from(payload)
     start = _LABEL.size + 4 * flag
@@ -163,26 +132,6 @@ def parse_payload(payload: bytes | memoryview, where: str) -> Payload:
     return Payload(flag, label, start)
 
 
-def label_before(read_at: Callable[[int, int], bytes], offset: int) -> float | None:
-    """The label in the header that ends where an image begins; None where there is no header.
-
-    Args:
-        read_at: Bytes of the file from an offset on, at most so many.
-        offset: Of the image.
-    """
-    for most in (2, MAX_LABELS):  # InsightFace writes two; a longer header is searched for
-        start = max(0, offset - _HEAD.size - _LABEL.size - 4 * most)
-        window = read_at(start, offset - start)
-        for flag in range(most + 1):
-            at = len(window) - _HEAD.size - _LABEL.size - 4 * flag
-            if at < 0 or window[at : at + 4] != MAGIC_BYTES:
-                continue
-            payload = window[at + _HEAD.size :]
-            if _LABEL.unpack_from(payload)[0] == flag:
-                return parse_payload(payload, f"record at byte {start + at}").label
-    return None
-
-
 def pack_payload(label: float | Sequence[float], image: bytes, *, number: int = 0) -> bytes:
     """Payload of a record: one label, or several as InsightFace writes them, then the image."""
     if isinstance(label, Sequence):
@@ -191,11 +140,8 @@ def pack_payload(label: float | Sequence[float], image: bytes, *, number: int = 
     return _LABEL.pack(0, label, number, 0) + image
 
 
-class RecordWriter:
-    r"""Writes a ``.rec`` file and its ``.idx``; to be used in a ``with`` statement.
-
-    Args:
-        path: Of the ``.rec`` file; the ``.idx`` lies beside it.
+class RecordWriter(ExitStack):
+    r"""Writes a ``.rec`` file and the ``.idx`` beside it; to be used in a ``with`` statement.
 
     Examples:
         >>> import tempfile
@@ -209,130 +155,85 @@ class RecordWriter:
     """
 
     def __init__(self, path: str | Path) -> None:
+        super().__init__()
         path = Path(path)
-        self._records = path.open("wb")
-        self._lines = path.with_suffix(".idx").open("w", encoding="ascii", newline="\n")
+        idx = path.with_suffix(".idx")
+        self._records = self.enter_context(path.open("wb"))
+        self._lines = self.enter_context(idx.open("w", encoding="ascii", newline="\n"))
 
     def write(self, key: int, payload: bytes) -> None:
-        """Append a record."""
+        """Append a record, in parts without the magic numbers at multiples of four."""
         self._lines.write(f"{key}\t{self._records.tell()}\n")
-        parts = _split(payload)
-        for number, part in enumerate(parts):
+        parts, start, at = [], 0, payload.find(MAGIC_BYTES)
+        while at >= 0:
+            if at % 4 == 0:
+                parts.append(payload[start:at])
+                start = at + 4
+            at = payload.find(MAGIC_BYTES, start if at % 4 == 0 else at + 1)
+        parts.append(payload[start:])
+        flags = [_FIRST, *[_MIDDLE] * (len(parts) - 2), _LAST] if len(parts) > 1 else [_WHOLE]
+        for flag, part in zip(flags, parts, strict=True):
             if len(part) > MAX_PART:
                 raise DataError(f"record {key} has {len(part)} bytes; at most {MAX_PART} fit")
-            is_first, is_last = number == 0, number == len(parts) - 1
-            flag = {(True, True): _WHOLE, (True, False): _FIRST, (False, True): _LAST}.get(
-                (is_first, is_last), _MIDDLE
-            )
             self._records.write(_HEAD.pack(MAGIC, flag << 29 | len(part)))
-            self._records.write(part)
-            self._records.write(b"\0" * (-len(part) % 4))
-
-    def __enter__(self) -> RecordWriter:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._records.close()
-        self._lines.close()
-
-
-def _split(payload: bytes) -> list[bytes]:
-    """Pieces of a payload between magic numbers at multiples of four of the payload."""
-    parts, start, at = [], 0, payload.find(MAGIC_BYTES)
-    while at >= 0:
-        if at % 4 == 0:
-            parts.append(payload[start:at])
-            start = at + 4
-        at = payload.find(MAGIC_BYTES, start if at % 4 == 0 else at + 1)
-    return [*parts, payload[start:]]
+            self._records.write(part + b"\0" * (-len(part) % 4))
 
 
 def idx_lines(path: Path) -> Iterator[tuple[int, int]]:
     """Keys and offsets of an ``.idx`` file in the order of the offsets.
 
-    Files are written in that order and are then read as a stream; one that is not is sorted in
-    memory, which takes 24 bytes per record.
+    A file in that order is read as a stream; another one is sorted in memory.
     """
+    blocks: Iterable[NDArray[np.int64]] = _idx_blocks(path)
     last = -1
-    is_sorted = True
-    for _, offsets in _idx_blocks(path):
-        if offsets[0] <= last or np.any(np.diff(offsets) <= 0):
-            is_sorted = False
+    for pairs in blocks:
+        if np.any(np.diff(pairs[:, 1], prepend=last) <= 0):
+            found = np.concatenate(list(_idx_blocks(path)))
+            found = found[np.argsort(found[:, 1], kind="stable")]
+            blocks = np.array_split(found, -(-len(found) // (1 << 16)))
             break
-        last = int(offsets[-1])
-    if is_sorted:
-        for keys, offsets in _idx_blocks(path):
-            yield from zip(keys.tolist(), offsets.tolist(), strict=True)
-        return
-    blocks = list(_idx_blocks(path))
-    keys = np.concatenate([block[0] for block in blocks])
-    offsets = np.concatenate([block[1] for block in blocks])
-    order = np.argsort(offsets, kind="stable")
-    for start in range(0, len(order), 1 << 16):
-        rows = order[start : start + (1 << 16)]
-        yield from zip(keys[rows].tolist(), offsets[rows].tolist(), strict=True)
+        last = int(pairs[-1, 1]) if len(pairs) else last
+    else:
+        blocks = _idx_blocks(path)
+    for pairs in blocks:
+        yield from zip(pairs[:, 0].tolist(), pairs[:, 1].tolist(), strict=True)
 
 
-def _idx_blocks(path: Path) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-    num_lines, rest = 0, b""
+def _idx_blocks(path: Path) -> Iterator[NDArray[np.int64]]:
+    """Keys and offsets ``[n, 2]`` of a few megabytes of lines at a time."""
+    num_lines = 0
     with open_regular(path) as file:
-        while chunk := file.read(_IDX_BYTES):
-            text, newline, rest = (rest + chunk).rpartition(b"\n")
-            if len(rest) > 1000:
-                raise DataError(f"{path}, line {num_lines + 1}: it is longer than a key and offset")
-            if newline:
-                yield from _idx_block(path, text, num_lines)
-                num_lines += text.count(b"\n") + 1
-    yield from _idx_block(path, rest, num_lines)
-
-
-def _idx_block(
-    path: Path, text: bytes, num_lines: int
-) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-    words = text.split()
-    if not words:
-        return
-    try:
-        if max(map(len, words)) > _MOST_DIGITS:  # an array of texts is as wide as the widest
-            raise ValueError("a number that is too long")
-        pairs = np.array(words).astype(np.int64).reshape(-1, 2)
-        is_good = bool((pairs >= 0).all())
-    except (ValueError, OverflowError):
-        is_good = False
-    if not is_good:
-        row, line = _bad_line(text)
-        raise DataError(
-            f"{path}, line {num_lines + row + 1}: {line[:60]!r} is not a key and an offset; "
-            "remove the .idx file to find the records without it"
-        )
-    yield pairs[:, 0], pairs[:, 1]
-
-
-def _bad_line(text: bytes) -> tuple[int, str]:
-    for row, line in enumerate(text.split(b"\n")):
-        words = line.split()
-        if words and (
-            len(words) != 2
-            or not all(word.isdigit() and len(word) <= _MOST_DIGITS for word in words)
-        ):
-            return row, line.decode("utf-8", "replace")
-    return 0, text[:60].decode("utf-8", "replace")
-
-
-_BETWEEN_REPORTS = 4096
+        while text := file.read(_IDX_BYTES):
+            rest = file.readline(_LONGEST_LINE)
+            text += rest
+            words = text.split()
+            try:
+                widest = max(map(len, words), default=0)  # an array is as wide as that
+                if widest > _MOST_DIGITS or len(rest) == _LONGEST_LINE:
+                    raise ValueError("a number or a line that is too long")
+                pairs = np.array(words).astype(np.int64).reshape(-1, 2)
+                is_good = bool((pairs >= 0).all())
+            except (ValueError, OverflowError):
+                is_good = False
+            if not is_good:
+                lines = enumerate(text.split(b"\n"), num_lines + 1)
+                row, line = next(
+                    (each for each in lines if not _IDX_LINE.fullmatch(each[1])), (0, b"")
+                )
+                raise DataError(
+                    f"{path}, line {row}: {line[:60].decode('utf-8', 'replace')!r} is not a key "
+                    "and an offset; remove the .idx file to find the records without it"
+                )
+            num_lines += text.count(b"\n")
+            yield pairs
 
 
 @register_reader("recordio")
 class RecordReader(Reader):
     """A ``.rec`` file with its ``.idx``, or a folder with one; samples are in its order.
 
-    Counts in the header record are float32 and wrong above 2**24 images, so that they are not
-    used: a record with an image is a sample. Without an ``.idx`` file, keys are counted. A file
+    Counts in the header record are float32 and wrong above 2**24 images, so they are not used: a
+    record with an image is a sample. Without an ``.idx`` file, keys are counted. A file
     ``property`` may give the number of identities.
     """
 
@@ -349,10 +250,10 @@ class RecordReader(Reader):
             return Found(self, records[0], IMAGES) if records else None
         if path.suffix.lower() not in (".rec", ".idx"):
             return None
-        records_file = path.with_suffix(".rec") if path.suffix.lower() == ".idx" else path
-        if not records_file.exists():
-            raise DataError(f"{records_file} does not exist; {path.name} is of no use without it")
-        return Found(self, records_file, IMAGES)
+        found = path.with_suffix(".rec") if path.suffix.lower() == ".idx" else path
+        if not found.exists():
+            raise DataError(f"{found} does not exist; {path.name} is of no use without it")
+        return Found(self, found, IMAGES)
 
     def files(self, scan: Scan) -> list[Path]:
         others = (scan.path.with_suffix(".idx"), scan.path.with_name("property"))
@@ -386,26 +287,46 @@ class RecordReader(Reader):
         scan.num_classes = _num_classes(path, largest + 1)
 
     def read(self, index: SampleIndex, row: int, read_at: ReadAt) -> bytes:
-        payload, start = _split_record(index, row, read_at)
-        return bytes(payload[start.image_start :])
+        payload, parsed = _split_record(index, row, read_at)
+        return bytes(payload[parsed.image_start :])
 
     def has_label(self, index: SampleIndex, row: int, read_at: ReadAt) -> bool:
-        is_split = "by_reader" in index.columns and index.columns["by_reader"][row]
-        if is_split:
+        if "by_reader" in index.columns and index.columns["by_reader"][row]:
             label: float | None = _split_record(index, row, read_at)[1].label
         else:
-            offset = int(index.columns["offset"][row])
-            label = label_before(lambda at, count: read_at(index.root, at, count), offset)
+            label = _label_before(index, row, read_at)
         return label == int(index.columns["label"][row])
 
 
 def _split_record(index: SampleIndex, row: int, read_at: ReadAt) -> tuple[memoryview, Payload]:
+    """Payload of a record in parts, or ``CorruptSample``."""
     offset = int(index.columns["offset"][row])
-    payload = read_record(lambda at, count: read_at(index.root, at, count), offset)
+    where = f"record at byte {offset}"
+
+    def bytes_at(position: int, count: int) -> memoryview:
+        return memoryview(read_at(index.root, position, count))
+
     try:
-        return payload, parse_payload(payload, f"record at byte {offset}")
+        payload = _joined(bytes_at, offset, where)[0]
+        return payload, parse_payload(payload, where)
     except DataError as error:
         raise CorruptSample(str(error)) from error
+
+
+def _label_before(index: SampleIndex, row: int, read_at: ReadAt) -> float | None:
+    """The label in the header that ends where an image begins; None where there is no header."""
+    offset = int(index.columns["offset"][row])
+    for most in (2, MAX_LABELS):  # InsightFace writes two; a longer header is searched for
+        start = max(0, offset - _HEAD.size - _LABEL.size - 4 * most)
+        window = read_at(index.root, start, offset - start)
+        for flag in range(most + 1):
+            at = len(window) - _HEAD.size - _LABEL.size - 4 * flag
+            if at < 0 or window[at : at + 4] != MAGIC_BYTES:
+                continue
+            payload = window[at + _HEAD.size :]
+            if _LABEL.unpack_from(payload)[0] == flag:
+                return parse_payload(payload, f"record at byte {start + at}").label
+    return None
 
 
 def _numbered(path: Path, file: BinaryIO, size: int) -> Iterator[tuple[int, Record]]:
@@ -426,9 +347,8 @@ def _numbered(path: Path, file: BinaryIO, size: int) -> Iterator[tuple[int, Reco
         yield key, record
     key, offset = next(lines, (-1, -1))
     if offset >= 0:
-        raise DataError(
-            f"{idx} sends key {key} to byte {offset}, and {path.name} has {size} bytes; {remedy}"
-        )
+        end = f"{path.name} has {size} bytes"
+        raise DataError(f"{idx} sends key {key} to byte {offset}, and {end}; {remedy}")
 
 
 def _num_classes(path: Path, found: int) -> int:
@@ -441,8 +361,6 @@ def _num_classes(path: Path, found: int) -> int:
     if not text.isdigit():
         raise DataError(f"{about} does not begin with a number of classes; correct or remove it")
     if int(text) < found:
-        raise DataError(
-            f"{about} says {int(text)} classes and {path.name} has the label {found - 1}; correct "
-            "or remove it"
-        )
+        conflict = f"{int(text)} classes and {path.name} has the label {found - 1}"
+        raise DataError(f"{about} says {conflict}; correct or remove it")
     return int(text)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -26,8 +26,14 @@ from qmargin.registry import register_reader
 
 MAX_NAME = 4096
 MAX_MEMBERS = 50_000_000
+MAX_LABEL_BYTES = 1 << 16
+MAX_LIST_BYTES = 1 << 26
+NUMBERS = ("cls", "cls.txt", "label")  # members that hold an integer
+NAMES = ("id", "identity", "spk")  # members that hold a name
 _BLOCK = 512
 _MAX_EXTENSION = 1 << 16
+_LOOK_AT = 64  # members that decide what a tar holds
+_BETWEEN_REPORTS = 256
 _REGULAR = (b"0", b"\0", b"7")
 _LONG_NAME, _PAX, _PAX_GLOBAL, _FOLDER, _LONG_LINK = b"L", b"x", b"g", b"5", b"K"
 
@@ -40,17 +46,11 @@ class Member(NamedTuple):
     size: int
 
 
+_Group = dict[str, Member]  # members that share a key, by their extensions
+
+
 def tar_members(file: BinaryIO, *, name: str, max_size: int) -> Iterator[Member]:
-    """Every regular file of an archive, in order.
-
-    Args:
-        file: Open for reading; its position may be moved between two members.
-        name: Of the archive, for errors.
-        max_size: Of a member.
-
-    Raises:
-        DataError: The archive is damaged, compressed, or holds what it should not.
-    """
+    """Every regular file of an archive, in order; the file may be moved between two members."""
     size = file.seek(0, 2)
     position, next_name = 0, None
     for _ in range(MAX_MEMBERS):
@@ -59,18 +59,24 @@ def tar_members(file: BinaryIO, *, name: str, max_size: int) -> Iterator[Member]
         where = f"{name}, member at byte {position}"
         if not header.strip(b"\0"):
             return  # blocks of zeros end an archive; some writers leave them out
-        _check_header(header, where)
-        kind, length = header[156:157], _number(header[124:136], where)
+        kind, length = header[156:157], _checked_size(header, where)
         position += _BLOCK
         if position + length > size:
             raise DataError(f"{where}: the archive ends inside it; copy the file again")
         if kind in (_LONG_NAME, _PAX, _PAX_GLOBAL, _LONG_LINK):
-            found = _extended_name(_extension(file, length, where), kind, where)
+            if length > _MAX_EXTENSION:
+                raise DataError(f"{where}: {length} bytes of attributes; most are {_MAX_EXTENSION}")
+            found = _extended_name(file.read(length), kind, where)
             next_name = next_name if found is None else found
         elif kind in _REGULAR:
             if length > max_size:
                 raise DataError(f"{where}: {length} bytes; at most {max_size} are read")
-            yield Member(_checked(next_name or _short_name(header), where), position, length)
+            full = next_name or _short_name(header)
+            if not 0 < len(full) <= MAX_NAME or "\0" in full:
+                raise DataError(
+                    f"{where}: its name has {len(full)} characters, not 1 to {MAX_NAME}"
+                )
+            yield Member(full, position, length)
             next_name = None
         elif kind == _FOLDER:
             next_name = None
@@ -80,64 +86,33 @@ def tar_members(file: BinaryIO, *, name: str, max_size: int) -> Iterator[Member]
     raise DataError(f"{name} has more than {MAX_MEMBERS} members; split it")
 
 
-def member_at(read_at: Callable[[int, int], bytes], offset: int, max_size: int) -> bytes:
-    """Bytes of the member whose data begins at an offset.
-
-    Args:
-        read_at: Bytes of the archive from an offset on, at most so many.
-        offset: Of the member's data.
-        max_size: Of the member.
-
-    Raises:
-        CorruptSample: There is no such member any more.
-    """
-    where = f"member at byte {offset}"
-    try:
-        header = read_at(max(0, offset - _BLOCK), _BLOCK)
-        _check_header(header, where)
-        size = _number(header[124:136], where)
-    except DataError as error:
-        raise CorruptSample(str(error)) from error
-    if size > max_size:
-        raise CorruptSample(f"{where}: {size} bytes; at most {max_size} are read")
-    return read_at(offset, size)
-
-
-def _check_header(header: bytes, where: str) -> None:
+def _checked_size(header: bytes, where: str) -> int:
+    """The size that a header says, once its checksum is right."""
     if header[:2] == b"\x1f\x8b" or header[:3] in (b"BZh", b"(\xb5/"):
         raise DataError(f"{where}: the archive is compressed; decompress it, samples are at random")
     if len(header) < _BLOCK:
         raise DataError(f"{where}: the archive ends inside its header; copy the file again")
-    stored = header[148:156].strip(b" \0")
     total = sum(header[:148]) + 8 * 32 + sum(header[156:])
-    if not stored.isdigit() or any(digit > 55 for digit in stored) or int(stored, 8) != total:
+    if _octal(header[148:156]) != total:
         raise DataError(f"{where}: its header has a wrong checksum; the archive is damaged")
-
-
-def _number(field: bytes, where: str) -> int:
-    """A size: octal digits, or, as GNU writes large ones, binary after a set high bit."""
-    if field[0] == 0x80:
-        return int.from_bytes(field[1:], "big")
-    text = field.strip(b" \0") or b"0"
-    if not text.isdigit() or any(digit > 55 for digit in text):
+    field = header[124:136]
+    size = int.from_bytes(field[1:], "big") if field[0] == 0x80 else _octal(field)  # GNU's large
+    if size is None:
         raise DataError(f"{where}: its size {field!r} is not a number; the archive is damaged")
-    return int(text, 8)
+    return size
 
 
-def _extension(file: BinaryIO, length: int, where: str) -> bytes:
-    if length > _MAX_EXTENSION:
-        raise DataError(f"{where}: {length} bytes of attributes; at most {_MAX_EXTENSION} are read")
-    return file.read(length)
+def _octal(field: bytes) -> int | None:
+    text = field.strip(b" \0") or b"0"
+    return int(text, 8) if text.isdigit() and max(text) <= ord("7") else None
 
 
 def _extended_name(data: bytes, kind: bytes, where: str) -> str | None:
     """The name that an extension gives to the next member, if it gives one."""
     if kind == _LONG_NAME:
         return data.rstrip(b"\0").decode("utf-8", "surrogateescape")
-    if kind != _PAX:
-        return None
     name = None
-    while data:
+    while data and kind == _PAX:
         length, space, _ = data.partition(b" ")
         if not space or not length.isdigit() or not len(length) < int(length) <= len(data):
             raise DataError(f"{where}: its pax attributes are damaged")
@@ -156,21 +131,6 @@ def _short_name(header: bytes) -> str:
     return (prefix + b"/" + name if prefix else name).decode("utf-8", "surrogateescape")
 
 
-def _checked(name: str, where: str) -> str:
-    if not 0 < len(name) <= MAX_NAME or "\0" in name:
-        raise DataError(f"{where}: its name has {len(name)} characters; 1 to {MAX_NAME} are read")
-    return name
-
-
-NUMBERS = ("cls", "cls.txt", "label")  # hold an integer
-NAMES = ("id", "identity", "spk")  # hold a name
-MAX_LABEL_BYTES = 1 << 16
-MAX_LIST_BYTES = 1 << 26
-_LOOK_AT = 64  # members that decide what a tar holds
-_BETWEEN_REPORTS = 256
-_Group = dict[str, Member]  # members that share a key, by their extensions
-
-
 @register_reader("tar")
 class TarReader(Reader):
     """A tar, a folder of tars, or a text file that lists tars.
@@ -184,50 +144,50 @@ class TarReader(Reader):
     options = ("root",)
 
     def find(self, path: Path, kind: Kind | None) -> Found | None:
+        first = None
         if path.is_dir():
-            tars = sorted(path.glob("*.tar"))
+            first = min(path.glob("*.tar"), default=None)
         elif path.suffix.lower() == ".tar":
-            tars = [path] if path.is_file() else []
-        else:
-            tars = _first_listed(path)
-        return Found(self, path, kind or _kind_of(tars[0])) if tars else None
+            first = path if path.is_file() else None
+        elif path.is_file():
+            with open_regular(path) as file:
+                line = file.readline(MAX_NAME).strip()
+            if line.endswith(b".tar"):
+                first = path.parent / line.decode("utf-8", "surrogateescape")
+        return None if first is None else Found(self, path, kind or _kind_of(first))
 
     def files(self, scan: Scan) -> list[Path]:
-        return [
-            *(shard for _, shard in _shards(scan)),
-            *([] if _is_plain(scan.path) else [scan.path]),
-        ]
+        is_list = not scan.path.is_dir() and scan.path.suffix.lower() != ".tar"
+        return [*(shard for _, shard in _shards(scan)), *([scan.path] if is_list else [])]
 
     def samples(self, scan: Scan) -> Iterator[Sample]:
-        shards = _shards(scan)
+        shards, done, num_other = _shards(scan), 0, 0
         total = sum(shard.stat().st_size for _, shard in shards if is_file(shard))
-        done, num_other = 0, 0
         for name, shard in shards:
             try:
                 file = open_regular(shard)
             except OSError as error:
-                raise DataError(
-                    f"{shard} cannot be read: {error.strerror or error}; correct the list"
-                ) from error
+                reason = error.strerror or error
+                raise DataError(f"{shard} cannot be read: {reason}; correct the list") from error
             with file:
                 for count, (key, group) in enumerate(_groups(file, shard, scan.kind)):
                     where = f"{shard}, sample {key}"
-                    content = _content(group, scan.kind, where)
+                    content, label = _content(group, scan.kind, where), _label_member(group)
                     if content is None:
-                        if scan.kind is RECORDINGS and _label_member(group) is not None:
+                        if scan.kind is RECORDINGS and label is not None:
                             raise DataError(f"{where}: it has a label and no recording; add it")
                         num_other += 1
                         continue
-                    label = _label_member(group)
                     if label is None:
-                        kinds = ", ".join(f".{extension}" for extension in group)
-                        raise DataError(
-                            f"{where}: it has {kinds} and no label; add a .cls with an integer, or "
-                            "a .id or .spk with a name"
-                        )
-                    identity = _identity(_read(file, label, where), label.name, where)
+                        found = ", ".join(f".{extension}" for extension in group)
+                        remedy = "add a .cls with an integer, or a .id or .spk with a name"
+                        raise DataError(f"{where}: it has {found} and no label; {remedy}")
+                    if label.size > MAX_LABEL_BYTES:
+                        size = f"{label.name!r} has {label.size} bytes"
+                        raise DataError(f"{where}: {size}, not a label")
+                    file.seek(label.offset)
                     yield Sample(
-                        identity,
+                        _identity(file.read(label.size), label.name, where),
                         key,
                         path=name,
                         offset=content.offset,
@@ -245,8 +205,14 @@ class TarReader(Reader):
     def has_label(self, index: SampleIndex, row: int, read_at: ReadAt) -> bool:
         path, label = sample_path(index, row), int(index.columns["label"][row])
         offset = int(index.columns["label_at"][row])
-        content = member_at(lambda at, count: read_at(path, at, count), offset, MAX_LABEL_BYTES)
-        names = index.texts("class")
+        try:
+            header = read_at(path, max(0, offset - _BLOCK), _BLOCK)
+            size = _checked_size(header, f"member at byte {offset}")
+        except DataError as error:
+            raise CorruptSample(str(error)) from error
+        if size > MAX_LABEL_BYTES:
+            raise CorruptSample(f"the label at byte {offset} has {size} bytes")
+        content, names = read_at(path, offset, size), index.texts("class")
         wanted = label if names is None else names[label]
         for name in ("a.json", "a.id" if names is not None else "a.cls"):
             try:
@@ -257,21 +223,13 @@ class TarReader(Reader):
         return False
 
 
-def _is_plain(path: Path) -> bool:
-    """Whether a path is a tar or a folder of them, and not a list."""
-    return path.is_dir() or path.suffix.lower() == ".tar"
-
-
 def _shards(scan: Scan) -> list[tuple[str | None, Path]]:
     """Names of tars in an index, None for a single one, and where they are."""
-    if scan.path.is_dir():
-        return [(shard.name, shard) for shard in sorted(scan.path.glob("*.tar"))]
-    if _is_plain(scan.path):
-        return [(None, scan.path)]
-    return [(name, scan.folder / name) for name in _listed(scan.path)]
-
-
-def _listed(path: Path) -> Iterator[str]:
+    path = scan.path
+    if path.is_dir():
+        return [(shard.name, shard) for shard in sorted(path.glob("*.tar"))]
+    if path.suffix.lower() == ".tar":
+        return [(None, path)]
     with open_regular(path) as file:
         content = file.read(MAX_LIST_BYTES + 1)
     if len(content) > MAX_LIST_BYTES:
@@ -280,24 +238,11 @@ def _listed(path: Path) -> Iterator[str]:
         lines = content.decode("utf-8").splitlines()
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8 ({error}); convert the file") from error
-    for row, line in enumerate(lines, start=1):
-        name = line.strip()
-        if name and not name.endswith(".tar"):
-            raise DataError(
-                f"{path}, line {row}: {name!r} is no .tar; list tars that are not compressed, so "
-                "that any sample can be read without those before it"
-            )
-        if name:
-            yield name
-
-
-def _first_listed(path: Path) -> list[Path]:
-    """The first tar of a file that lists tars; nothing for other files."""
-    if not path.is_file():
-        return []
-    with open_regular(path) as file:
-        first = file.readline(MAX_NAME).strip()
-    return [path.parent / first.decode("utf-8", "surrogateescape")] if first[-4:] == b".tar" else []
+    names = [(row, line.strip()) for row, line in enumerate(lines, start=1) if line.strip()]
+    for row, name in names:
+        if not name.endswith(".tar"):
+            raise DataError(f"{path}, line {row}: {name!r} is no .tar; list tars, not compressed")
+    return [(name, scan.folder / name) for _, name in names]
 
 
 def _kind_of(tar: Path) -> Kind | None:
@@ -331,7 +276,7 @@ def _groups(file: BinaryIO, shard: Path, kind: Kind) -> Iterator[tuple[str, _Gro
             continue  # hidden files and files that are no part of a sample
         key, extension = folder + slash + stem, extension.lower()
         if key != current:
-            if _is_whole(group, kind):
+            if _label_member(group) is not None and _content(group, kind, "") is not None:
                 yield current, group
             elif group:
                 waiting[current] = group
@@ -344,10 +289,6 @@ def _groups(file: BinaryIO, shard: Path, kind: Kind) -> Iterator[tuple[str, _Gro
     yield from waiting.items()
 
 
-def _is_whole(group: _Group, kind: Kind) -> bool:
-    return _label_member(group) is not None and _content(group, kind, "") is not None
-
-
 def _content(group: _Group, kind: Kind, where: str) -> Member | None:
     """The member that is the image or recording, if there is one."""
     found = [item for extension, item in group.items() if f".{extension}" in kind.suffixes]
@@ -358,40 +299,24 @@ def _content(group: _Group, kind: Kind, where: str) -> Member | None:
 
 def _label_member(group: _Group) -> Member | None:
     """The member that holds the label: a number or a name, or else the JSON."""
-    found = next((name for name in group if name in (*NUMBERS, *NAMES)), "json")
-    return group.get(found)
-
-
-def _read(file: BinaryIO, member: Member, where: str) -> bytes:
-    if member.size > MAX_LABEL_BYTES:
-        raise DataError(f"{where}: {member.name!r} has {member.size} bytes, not a label")
-    file.seek(member.offset)
-    return file.read(member.size)
+    return group.get(next((name for name in group if name in (*NUMBERS, *NAMES)), "json"))
 
 
 def _identity(content: bytes, name: str, where: str) -> str | int:
     try:
         text = content.decode("utf-8").strip()
     except UnicodeDecodeError as error:
-        raise DataError(
-            f"{where}: its label {content[:60]!r} is not UTF-8; convert it to UTF-8"
-        ) from error
+        raise DataError(f"{where}: its label {content[:60]!r} is not UTF-8; convert it") from error
     extension = name.rpartition("/")[2].partition(".")[2].lower()
+    is_number = extension in NUMBERS
     if extension.endswith("json"):
-        return _from_json(text, where)
-    if extension in NUMBERS:
-        return parse_label(text, where)
-    if not text:
+        try:
+            fields = json.loads(text)
+            is_number = "label" in fields
+            text = str(fields["label" if is_number else "identity"])
+            text.encode()  # JSON can escape what no text has
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise DataError(f"{where}: its .json has no label or identity in UTF-8") from error
+    elif not text and not is_number:
         raise DataError(f"{where}: its label {name!r} is empty; write a name")
-    return text
-
-
-def _from_json(text: str, where: str) -> str | int:
-    try:
-        fields = json.loads(text)
-        is_number = "label" in fields
-        value = str(fields["label" if is_number else "identity"])
-        value.encode()  # JSON can escape what no text has
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise DataError(f"{where}: its .json has no label or identity in UTF-8; add one") from error
-    return parse_label(value, where) if is_number else value
+    return parse_label(text, where) if is_number else text

@@ -1,10 +1,4 @@
-"""Sums and posteriors over all classes without a ``[B, k]`` matrix: epilogues of the same product.
-
-``row_sums`` is one pass over the prototypes for any trial level; at ``alpha = 1`` it is a
-log-sum-exp. ``posterior_block`` writes the posterior of one block of classes in half precision, for
-the products with prototypes and embeddings that follow, and sums it up on the way. ``add_entries_``
-adds the targets' share to a block of gradients.
-"""
+"""Sums and posteriors over all classes without a ``[B, k]`` matrix: epilogues of one product."""
 
 from __future__ import annotations
 
@@ -14,16 +8,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton import next_power_of_2 as power_of_two
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from qmargin.kernels.head_types import ClassGradient
-from qmargin.kernels.triton.screen import (
-    ScreenTiles,
-    cosines_of_row,
-    num_programs,
-    power_of_two,
-    screen_tiles,
-)
+from qmargin.kernels.head_reference import ClassGradient
+from qmargin.kernels.triton.head import Launch, cosines_of_row
 
 FACTOR = 2.0**15  # posteriors are at most one: so scaled they use the range of float16
 
@@ -185,39 +174,18 @@ def _drop_targets(
             _store_sums(posterior, height, SUMS, place, size, row >= 0, 0, IS_SOFTMAX)
 
 
-class _Launch(NamedTuple):
-    """Operands and sizes of a product over some classes."""
-
-    operands: tuple[TensorDescriptor, TensorDescriptor]
-    row_tiles: int
-    class_tiles: int
-    programs: int
-    tiles: ScreenTiles
-
-    @classmethod
-    def of(cls, embeddings: Tensor, copy: Tensor, num_classes: int) -> _Launch:
-        tiles = screen_tiles(len(embeddings))
-        row_tiles = triton.cdiv(len(embeddings), tiles.rows)
-        class_tiles = triton.cdiv(num_classes, tiles.classes)
-        operands = (
-            TensorDescriptor.from_tensor(embeddings, [tiles.rows, tiles.depth]),
-            TensorDescriptor.from_tensor(copy, [tiles.classes, tiles.depth]),
-        )
-        programs = min(num_programs(embeddings.device), row_tiles * class_tiles)
-        return cls(operands, row_tiles, class_tiles, programs, tiles)
-
-
 def _whole(b: float) -> int:
     """``1 / b`` if that is a small whole number, as for alpha 1.25, 1.5 and 2; else 0."""
     power = round(1.0 / b) if b > 0.05 else 0
     return power if power and abs(power * b - 1.0) < 1e-12 else 0
 
 
-def log_sum_exp(
-    embeddings: Tensor, copy: Tensor, labels: Tensor, num_classes: int, scale: float
-) -> tuple[Tensor, Tensor]:
+Operands = tuple[Tensor, Tensor, Tensor, int]  # embeddings, copy, labels, number of classes
+
+
+def log_sum_exp(batch: Operands, scale: float) -> tuple[Tensor, Tensor]:
     """Largest other cosine ``[B]``, and ``sum exp(s (c - largest))`` over the others, float64."""
-    first, second = _sums(embeddings, copy, labels, num_classes, None, None, scale, 0.0)
+    first, second = _sums(batch, None, scale, 0.0)
     largest = first.amax(1)
     shift = torch.where(largest == -torch.inf, 0.0, largest)
     shrink = ((first - shift[:, None]) * scale).exp()
@@ -225,44 +193,26 @@ def log_sum_exp(
 
 
 def row_sums(
-    embeddings: Tensor,
-    copy: Tensor,
-    labels: Tensor,
-    num_classes: int,
-    shift: Tensor,
-    level: Tensor,
-    scale: float,
-    b: float,
+    batch: Operands, shift: Tensor, level: Tensor, scale: float, b: float
 ) -> tuple[Tensor, Tensor]:
     """Mass and slope ``[B]`` float64 of the others; ``level`` is the height at cosine ``shift``."""
-    sums = _sums(embeddings, copy, labels, num_classes, shift, level, scale, b)
-    mass, slope = (part.sum(1, dtype=torch.float64) for part in sums)
-    return mass, slope
+    sums = _sums(batch, (shift, level), scale, b)
+    return sums[0].sum(1, dtype=torch.float64), sums[1].sum(1, dtype=torch.float64)
 
 
-def _sums(
-    embeddings: Tensor,
-    copy: Tensor,
-    labels: Tensor,
-    num_classes: int,
-    shift: Tensor | None,
-    level: Tensor | None,
-    scale: float,
-    b: float,
-) -> tuple[Tensor, Tensor]:
-    launch = _Launch.of(embeddings, copy, num_classes)
-    tiles, num_rows = launch.tiles, len(embeddings)
+def _sums(batch: Operands, root: tuple[Tensor, Tensor] | None, scale: float, b: float) -> Tensor:
+    """What ``_row_sums`` writes, ``[2, B, class tiles]``; a softmax has no root."""
+    embeddings, copy, labels, num_classes = batch
+    launch, num_rows = Launch.of(embeddings, copy, num_classes), len(embeddings)
     shape = (2, num_rows, launch.class_tiles)
-    first, second = torch.empty(shape, dtype=torch.float32, device=embeddings.device).unbind()
-    void = first if shift is None or level is None else None
+    sums = torch.empty(shape, dtype=torch.float32, device=embeddings.device)
     _row_sums[(launch.programs,)](
-        *launch.operands, labels, shift if void is None else void, level if void is None else void,
-        first, second, num_rows, num_classes, launch.row_tiles * launch.class_tiles,
-        launch.row_tiles, launch.class_tiles, scale, b,
-        embeddings.shape[1], tiles.rows, tiles.classes, tiles.depth, _whole(b),
-        void is not None, launch.programs, num_warps=tiles.warps, num_stages=tiles.stages,
+        *launch.operands, labels, *(root or (sums, sums)), sums[0], sums[1], num_rows, num_classes,
+        launch.row_tiles * launch.class_tiles, launch.row_tiles, launch.class_tiles, scale, b,
+        embeddings.shape[1], *launch.sizes, _whole(b), root is None, launch.programs,
+        **launch.options,
     )  # fmt: skip
-    return first, second
+    return sums
 
 
 class Weighed(NamedTuple):
@@ -274,13 +224,9 @@ class Weighed(NamedTuple):
 
 
 def posterior_block(
-    embeddings: Tensor,
-    copy: Tensor,
-    labels: Tensor,
-    num_classes: int,
+    batch: Operands,
     where: slice,
-    shift: Tensor,
-    level: Tensor,
+    root: tuple[Tensor, Tensor],
     scale: float,
     b: float,
     *,
@@ -289,38 +235,36 @@ def posterior_block(
 ) -> Weighed:
     """``factor`` times the posterior of some classes.
 
-    ``level`` is the height at cosine ``shift``, or the log of the posterior there at ``alpha = 1``.
+    The ``root`` is a cosine, and the height there or, at ``alpha = 1``, the log of the posterior.
     There, and with sums, it may be a guess: weights are cut off at the largest number of the dtype.
     A multiple of eight columns is written, zeros past the last class, for the products to come.
     """
+    embeddings, copy, labels, num_classes = batch
     width = -(-(where.stop - where.start) // 8) * 8
-    launch = _Launch.of(embeddings, copy, width)
-    tiles, num_rows, is_softmax = launch.tiles, len(embeddings), b == 0.0
+    launch = Launch.of(embeddings, copy, width)
+    num_rows, class_tiles, is_softmax = len(embeddings), launch.class_tiles, b == 0.0
+    rows, classes, _ = launch.sizes
     out = torch.empty((num_rows, width), dtype=copy.dtype, device=copy.device)
     sums = active = None
     if with_sums:
-        shape = (1 if is_softmax else 3, num_rows, launch.class_tiles)
+        shape = (1 if is_softmax else 3, num_rows, class_tiles)
         sums = torch.empty(shape, dtype=torch.float32, device=copy.device)
         if not is_softmax:
-            flags = (launch.row_tiles, launch.class_tiles * tiles.classes)
+            flags = (launch.row_tiles, class_tiles * classes)
             active = torch.empty(flags, dtype=torch.int8, device=copy.device)
-    last = min(where.stop, num_classes)
-    numbers = (scale, b)
+    last, size = min(where.stop, num_classes), num_rows * class_tiles
     kinds = (_whole(b), is_softmax, with_sums)
-    given = (shift, level, shift if sums is None else sums)
+    given = (*root, root[0] if sums is None else sums)
     _posterior[(launch.programs,)](
-        *launch.operands, TensorDescriptor.from_tensor(out, [tiles.rows, tiles.classes]), *given,
+        *launch.operands, TensorDescriptor.from_tensor(out, [rows, classes]), *given,
         labels if active is None else active, num_rows, last, where.start,
-        launch.row_tiles * launch.class_tiles, launch.row_tiles, launch.class_tiles,
-        num_rows * launch.class_tiles, *numbers, factor, torch.finfo(copy.dtype).max,
-        embeddings.shape[1], tiles.rows, tiles.classes, tiles.depth, *kinds,
-        last < where.start + launch.class_tiles * tiles.classes, launch.programs,
-        num_warps=tiles.warps, num_stages=tiles.stages,
+        launch.row_tiles * class_tiles, launch.row_tiles, class_tiles, size, scale, b, factor,
+        torch.finfo(copy.dtype).max, embeddings.shape[1], *launch.sizes, *kinds,
+        last < where.start + class_tiles * classes, launch.programs, **launch.options,
     )  # fmt: skip
     _drop_targets[(num_rows,)](
-        embeddings, copy, labels, out, *given, last, where.start, width, launch.class_tiles,
-        num_rows * launch.class_tiles, *numbers, embeddings.shape[1], tiles.classes, 64, *kinds,
-        num_warps=4,
+        embeddings, copy, labels, out, *given, last, where.start, width, class_tiles, size, scale,
+        b, embeddings.shape[1], classes, 64, *kinds, num_warps=4,
     )  # fmt: skip
     return Weighed(out, sums, active)
 

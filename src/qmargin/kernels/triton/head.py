@@ -1,27 +1,1084 @@
-"""The operations of the sparse step, fused: the same names and meanings as ``head_reference``."""
+"""The operations of the sparse step as kernels: the names and meanings of ``head_reference``.
+
+In the order of a step: unit rows, the screening product that keeps group maxima (F4), the bound and
+the pairs that can matter (F1, F5, F6), a filter that repeats the screen's products for the listed
+pairs and keeps one bit per class, exact scores of the classes whose bit is set, the solution on
+each row's list in float64, gradients, and the update of the prototypes in one sweep.
+"""
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from collections.abc import Callable
+from functools import lru_cache
+from typing import NamedTuple
 
-from qmargin.kernels.head_reference import class_order
-from qmargin.kernels.head_types import Batch, Lengths, ListOverflow, Support, Target
-from qmargin.kernels.triton.bound import bound_pairs, list_pairs, list_starts, write_pairs
-from qmargin.kernels.triton.gradients import class_gradient, prototype_gradient, pull_rows
-from qmargin.kernels.triton.rescore import (
-    candidate_bits,
-    candidate_starts,
-    expand_bits,
-    score_candidates,
-    score_entries,
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn.functional import pad
+from triton import next_power_of_2 as power_of_two
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from qmargin.kernels.head_reference import (
+    GROUP,
+    Batch,
+    Candidates,
+    ClassGradient,
+    ClassOrder,
+    Lengths,
+    ListOverflow,
+    Pairs,
+    PreparedRows,
+    PrototypeState,
+    SgdRule,
+    SolvedRows,
+    Support,
+    Target,
+    class_order,
 )
-from qmargin.kernels.triton.screen import group_maxima, prepare_rows, unit_gradient, unit_rows
-from qmargin.kernels.triton.solve import solve_lists
-from qmargin.kernels.triton.update import refresh_copy, sgd_update, sgd_update_rows
+from qmargin.kernels.triton.rows import gain, log1p, settings_tensor
 from qmargin.transfers import Reading
 
 ROOM = 1 << 14  # lists have a multiple of this many entries: allocations repeat
+NO_LIMIT = (1 << 31) - 1  # entries of a list are counted in 32 bits
+BLOCK = 1024  # entries that a program reads at a time
+BOUND_BLOCK = 4096
+# Newton runs on the maxima of BLOCK strided sets of groups, which stay in registers: a subset too,
+# so still a lower bound (F1), and one that lists hardly more groups than all the maxima would.
+COARSE_STEPS = 6
+ROUNDING = 1e-5  # of float32 sums over the maxima, in units of the height
+ENTRIES = 8  # that a program scores at a time
+PAIRS = 64  # that a program expands
+MAX_STEPS = 64
+NUM_HALVINGS = 90  # above alpha = 2
+SPLIT = 8  # programs per row; their parts are added in a fixed order, so results repeat
+CLASSES = 2  # prototypes per program of the sweep over all of them
+CLASSES_KEPT = 8  # and of the one that only rewrites what is kept of them
+
+
+class Launch(NamedTuple):
+    """Operands and tiles of a product of all rows with some classes."""
+
+    operands: tuple[TensorDescriptor, TensorDescriptor]
+    row_tiles: int
+    class_tiles: int
+    programs: int
+    sizes: tuple[int, int, int]  # rows, classes and depth of a tile
+    options: dict[str, int]
+
+    @classmethod
+    def of(cls, embeddings: Tensor, copy: Tensor, num_classes: int) -> Launch:
+        """Wide tiles for full batches, narrow ones when a tile would be mostly padding."""
+        num_rows, device = len(embeddings), embeddings.device
+        rows = next((size for size in (16, 32, 64) if num_rows <= size), 128)
+        classes, warps = (256, 8) if rows == 128 else (128, 4)
+        row_tiles, class_tiles = triton.cdiv(num_rows, rows), triton.cdiv(num_classes, classes)
+        operands = (
+            TensorDescriptor.from_tensor(embeddings, [rows, 64]),
+            TensorDescriptor.from_tensor(copy, [classes, 64]),
+        )
+        most = 2  # persistent programs: one per multiprocessor, a few in the interpreter
+        if device.type == "cuda":
+            most = torch.cuda.get_device_properties(device).multi_processor_count
+        programs, options = (
+            min(most, row_tiles * class_tiles),
+            {"num_warps": warps, "num_stages": 3},
+        )
+        return cls(operands, row_tiles, class_tiles, programs, (rows, classes, 64), options)
+
+
+@triton.jit
+def _unit(EMBEDDINGS, LABELS, UNIT, NORMS, ignored, depth, DEPTH: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    dimension = tl.arange(0, DEPTH)
+    inside = dimension < depth
+    x = tl.load(EMBEDDINGS + row * depth + dimension, mask=inside, other=0.0)
+    x = tl.where(inside & (tl.load(LABELS + row) == ignored), 1.0, x)
+    norm = tl.sqrt(tl.sum(x * x, 0))
+    tl.store(NORMS + row, norm)
+    divisor = tl.where(norm < float("inf"), norm, float("nan"))
+    tl.store(UNIT + row * depth + dimension, x / divisor, mask=inside)
+
+
+@triton.jit
+def _unit_gradient(GRADIENT, UNIT, NORMS, OUT, depth, DEPTH: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    dimension = tl.arange(0, DEPTH)
+    inside = dimension < depth
+    g = tl.load(GRADIENT + row * depth + dimension, mask=inside, other=0.0)
+    u = tl.load(UNIT + row * depth + dimension, mask=inside, other=0.0)
+    g = (g - tl.sum(g * u, 0) * u) / tl.load(NORMS + row)
+    tl.store(OUT + row * depth + dimension, g, mask=inside)
+
+
+def unit_rows(embeddings: Tensor, labels: Tensor, ignored: int) -> tuple[Tensor, Tensor]:
+    """See ``head_reference.unit_rows``."""
+    embeddings = embeddings.contiguous()
+    num_rows, depth = embeddings.shape
+    unit = torch.empty_like(embeddings)
+    norms = embeddings.new_empty(num_rows)
+    if num_rows:
+        _unit[(num_rows,)](
+            embeddings, labels, unit, norms, ignored, depth, power_of_two(depth), num_warps=4
+        )
+    return unit, norms
+
+
+def unit_gradient(gradient: Tensor, unit: Tensor, norms: Tensor) -> Tensor:
+    """See ``head_reference.unit_gradient``."""
+    gradient = gradient.contiguous()
+    num_rows, depth = gradient.shape
+    out = torch.empty_like(gradient)
+    if num_rows:
+        _unit_gradient[(num_rows,)](
+            gradient, unit, norms, out, depth, power_of_two(depth), num_warps=4
+        )
+    return out
+
+
+@triton.jit
+def _prepare(
+    EMBEDDINGS, LABELS, PROTOTYPES, INVERSE_NORMS, ROUNDED, ROUNDING, TARGETS, COSINES, depth,
+    DEPTH: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    dimension = tl.arange(0, DEPTH)
+    inside = dimension < depth
+    x = tl.load(EMBEDDINGS + row * depth + dimension, mask=inside, other=0.0)
+    rounded = x.to(ROUNDED.dtype.element_ty)
+    tl.store(ROUNDED + row * depth + dimension, rounded, mask=inside)
+    error = x - rounded.to(tl.float32)
+    tl.store(ROUNDING + row, tl.sqrt(tl.sum(error * error, 0)))
+    label = tl.load(LABELS + row).to(tl.int64)
+    prototype = tl.load(PROTOTYPES + label * depth + dimension, mask=inside, other=0.0)
+    target = prototype * tl.load(INVERSE_NORMS + label)
+    tl.store(TARGETS + row * depth + dimension, target, mask=inside)
+    tl.store(COSINES + row, tl.sum(x * target, 0))
+
+
+def prepare_rows(
+    embeddings: Tensor,
+    labels: Tensor,
+    prototypes: Tensor,
+    inverse_norms: Tensor,
+    dtype: torch.dtype,
+) -> PreparedRows:
+    """See ``head_reference.prepare_rows``."""
+    embeddings = embeddings.contiguous()
+    num_rows, depth = embeddings.shape
+    rounded = torch.empty_like(embeddings, dtype=dtype)
+    targets = torch.empty_like(embeddings)
+    rounding, cosines = torch.empty((2, num_rows), device=embeddings.device).unbind()
+    if num_rows:
+        _prepare[(num_rows,)](
+            embeddings, labels, prototypes, inverse_norms, rounded, rounding, targets,
+            cosines, depth, power_of_two(depth), num_warps=4,
+        )  # fmt: skip
+    return PreparedRows(embeddings, rounded, rounding, targets, cosines)
+
+
+@triton.jit
+def _screen(
+    embeddings, copy, MAXIMA, num_rows, num_groups, num_tiles, row_tiles,
+    DEPTH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
+):  # fmt: skip
+    # Row tiles vary fastest: programs that run together share a tile of prototypes in cache.
+    for tile in tl.range(tl.program_id(0), num_tiles, PROGRAMS, flatten=True):
+        row_tile = tile % row_tiles
+        class_tile = tile // row_tiles
+        products = tl.zeros((BM, BN), dtype=tl.float32)
+        for depth in range(0, DEPTH, BK):
+            x = embeddings.load([row_tile * BM, depth])
+            w = copy.load([class_tile * BN, depth])
+            products = tl.dot(x, w.T, products)
+        maxima = tl.max(tl.reshape(products, (BM, BN // GROUP, GROUP)), 2)
+        rows = row_tile * BM + tl.arange(0, BM)
+        groups = class_tile * (BN // GROUP) + tl.arange(0, BN // GROUP)
+        is_inside = (rows[:, None] < num_rows) & (groups[None, :] < num_groups)
+        offsets = rows[:, None].to(tl.int64) * num_groups + groups[None, :]
+        tl.store(MAXIMA + offsets, maxima, mask=is_inside)
+
+
+@triton.jit
+def cosines_of_row(
+    EMBEDDINGS, COPY, row, label, classes, num_classes, depth,
+    WIDTH: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """Cosines of one row, ``-inf`` at its target and past the last class."""
+    total = tl.zeros((WIDTH,), dtype=tl.float32)
+    is_class = classes < num_classes
+    for offset in range(0, depth, BK):
+        dimension = offset + tl.arange(0, BK)
+        inside = dimension < depth
+        x = tl.load(EMBEDDINGS + row.to(tl.int64) * depth + dimension, mask=inside, other=0.0)
+        place = classes[:, None].to(tl.int64) * depth + dimension[None, :]
+        w = tl.load(COPY + place, mask=is_class[:, None] & inside[None, :], other=0.0)
+        total += tl.sum(w.to(tl.float32) * x.to(tl.float32)[None, :], 1)
+    return tl.where(is_class & (classes != label), total, float("-inf"))
+
+
+@triton.jit
+def _repair(
+    EMBEDDINGS, COPY, LABELS, MAXIMA, num_classes, num_groups, depth,
+    GROUP: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """Maxima without what does not belong: of a row's own group, and of a last one cut short.
+
+    A product that compares every class with every label would take a tenth longer.
+    """
+    row = tl.program_id(0)
+    label = tl.load(LABELS + row)
+    is_own = tl.program_id(1) == 0
+    if (is_own == 0) | (label >= 0):  # below zero: another rank has the target
+        group = tl.where(is_own, label.to(tl.int32) // GROUP, num_groups - 1)
+        classes = group * GROUP + tl.arange(0, GROUP)
+        cosines = cosines_of_row(
+            EMBEDDINGS, COPY, row, label, classes, num_classes, depth, GROUP, BK
+        )
+        tl.store(MAXIMA + row.to(tl.int64) * num_groups + group, tl.max(cosines, 0))
+
+
+def group_maxima(embeddings: Tensor, copy: Tensor, labels: Tensor, num_classes: int) -> Tensor:
+    """See ``head_reference.group_maxima``; operands in half precision, sums in float32."""
+    num_rows, depth = embeddings.shape
+    if missing := -depth % 8:  # the copy engine needs rows of whole 16 bytes
+        embeddings, copy = pad(embeddings, (0, missing)), pad(copy, (0, missing))
+        depth += missing
+    launch = Launch.of(embeddings, copy, num_classes)
+    num_groups = -(-num_classes // GROUP)
+    maxima = torch.empty((num_rows, num_groups), dtype=torch.float32, device=embeddings.device)
+    _screen[(launch.programs,)](
+        *launch.operands, maxima, num_rows, num_groups, launch.row_tiles * launch.class_tiles,
+        launch.row_tiles, depth, *launch.sizes, GROUP, launch.programs, **launch.options,
+    )  # fmt: skip
+    # The target leaves before any maximum is used: its logit is large, its measure tiny.
+    _repair[(num_rows, 2 if num_classes % GROUP else 1)](
+        embeddings, copy, labels, maxima, num_classes, num_groups, depth, GROUP, 128, num_warps=1
+    )
+    return maxima
+
+
+@triton.jit
+def _starts(COUNTS, STARTS, TOTAL, num_rows, room, BLOCK: tl.constexpr):
+    position = tl.zeros((1,), tl.int64)
+    tl.store(STARTS + tl.arange(0, 1), position)
+    for start in range(0, num_rows, BLOCK):
+        row = start + tl.arange(0, BLOCK)
+        counts = tl.load(COUNTS + row, mask=row < num_rows, other=0).to(tl.int64)
+        ends = position + tl.cumsum(counts, 0)
+        tl.store(STARTS + 1 + row, tl.minimum(ends, room), mask=row < num_rows)
+        position += tl.sum(counts, 0)
+    tl.store(TOTAL + tl.arange(0, 1), position)
+
+
+def list_starts(counts: Tensor, total: Tensor, room: int | None) -> Tensor:
+    """Running sums ``[B + 1]`` of ``counts`` ``[B]``, none above ``room``; their sum in ``total``.
+
+    Kernels never write past the room. The total shows whether that cut a list short.
+    """
+    starts = torch.empty(len(counts) + 1, dtype=torch.int64, device=counts.device)
+    limit = NO_LIMIT if room is None else room
+    _starts[(1,)](counts, starts, total, len(counts), limit, BLOCK, num_warps=4)
+    return starts
+
+
+@triton.jit
+def _lowered(floor):
+    """A float64 floor in float32, not above it."""
+    floor = floor.to(tl.float32)
+    return floor - 2.4e-7 * tl.abs(floor)
+
+
+@triton.jit
+def _count_above(base, floor, num_groups, BOUND_BLOCK: tl.constexpr):
+    """How many of a row's maxima lie above a floor."""
+    lowered = _lowered(floor)
+    counts = tl.zeros((BOUND_BLOCK,), tl.int32)
+    for start in range(0, num_groups, BOUND_BLOCK):
+        group = start + tl.arange(0, BOUND_BLOCK)
+        value = tl.load(base + group, mask=group < num_groups, other=float("-inf"))
+        counts += (value > lowered).to(tl.int32)
+    return tl.sum(counts, 0)
+
+
+@triton.jit
+def _moved(level, mass, slope, b):
+    """Newton on the norm of the mass: climb towards the root, never fall."""
+    move = mass / slope * (tl.exp2(-b * tl.log2(mass)) - 1.0)
+    return tl.where(mass > 1.0, level + move, level)
+
+
+@triton.jit
+def _powers32(height, power, log2_reference):
+    """As ``_powers``, in float32."""
+    safe = tl.where(height > 0, height, 1.0)
+    posterior = tl.where(height > 0, tl.exp2(log2_reference + power * tl.log2(safe)), 0.0)
+    return posterior, posterior / safe
+
+
+@triton.jit
+def _bound(
+    MAXIMA, TARGET_LOGIT, TARGET_LOG_REFERENCE, SLACK, FLOOR, COUNT, num_groups, scale, b,
+    STEPS: tl.constexpr, ROUNDING: tl.constexpr, BOUND_BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    base = MAXIMA + row.to(tl.int64) * num_groups
+    coarse = tl.full((BOUND_BLOCK,), float("-inf"), tl.float32)
+    for start in range(0, num_groups, BOUND_BLOCK):
+        group = start + tl.arange(0, BOUND_BLOCK)
+        value = tl.load(base + group, mask=group < num_groups, other=float("-inf"))
+        coarse = tl.maximum(coarse, value)
+    best = tl.max(coarse, 0)
+    best = tl.where(best == float("-inf"), -1.0, best)  # only the target is left
+    # Heights relative to the best other class: x_j = level + b * scale * (c_j - best).
+    anchor = best.to(tl.float64) * scale
+    log2_reference = tl.load(TARGET_LOG_REFERENCE + row).to(tl.float32) * 1.4426950408889634
+    gap = (tl.load(TARGET_LOGIT + row) - anchor).to(tl.float32) * b
+    level = tl.minimum(1.0, tl.exp2(-b * log2_reference) - gap)
+    power = 1.0 / b
+    for _ in range(STEPS):
+        mass, slope = _powers32(level + gap, power, log2_reference)
+        masses, slopes = _powers32(level + (coarse - best) * (b * scale), power, 0.0)
+        level = _moved(level, mass + tl.sum(masses, 0), slope + tl.sum(slopes, 0), b)
+    level += ROUNDING * (1.0 + tl.abs(level))  # a higher level is a lower tau
+    slack = tl.load(SLACK + row)
+    edge = best.to(tl.float64) - level.to(tl.float64) / (b * scale)
+    tl.store(FLOOR + row, edge - slack)
+    tl.store(COUNT + row, _count_above(base, edge - 2.0 * slack, num_groups, BOUND_BLOCK))
+
+
+@triton.jit
+def _list(MAXIMA, FLOOR, SLACK, STARTS, GROUPS, ROWS, num_groups, BOUND_BLOCK: tl.constexpr):
+    row = tl.program_id(0)
+    base = MAXIMA + row.to(tl.int64) * num_groups
+    floor = _lowered(tl.load(FLOOR + row) - tl.load(SLACK + row))
+    position = tl.load(STARTS + row)
+    end = tl.load(STARTS + row + 1)
+    for start in range(0, num_groups, BOUND_BLOCK):
+        group = start + tl.arange(0, BOUND_BLOCK)
+        value = tl.load(base + group, mask=group < num_groups, other=float("-inf"))
+        is_listed = (value > floor).to(tl.int32)
+        count = tl.sum(is_listed, 0)
+        if count > 0:
+            place = position + tl.cumsum(is_listed, 0) - 1
+            fits = (is_listed > 0) & (place < end)
+            tl.store(GROUPS + place, group, mask=fits)
+            tl.store(ROWS + place, row, mask=fits)
+        position += count
+
+
+def bound_pairs(
+    maxima: Tensor, target: Target, slack: Tensor, *, scale: float, b: float
+) -> tuple[Tensor, Tensor]:
+    """Floor of each row ``[B]`` (see ``Pairs``) and how many groups it lists, ``[B]``."""
+    num_rows, num_groups = maxima.shape
+    floor = torch.empty(num_rows, dtype=torch.float64, device=maxima.device)
+    counts = torch.empty(num_rows, dtype=torch.int32, device=maxima.device)
+    _bound[(num_rows,)](
+        maxima, target.logits, target.log_reference, slack, floor, counts, num_groups, scale, b,
+        COARSE_STEPS if b <= 1.0 else 0, ROUNDING, BOUND_BLOCK, num_warps=8,
+    )  # fmt: skip
+    return floor, counts
+
+
+def write_pairs(maxima: Tensor, floor: Tensor, slack: Tensor, starts: Tensor, room: int) -> Pairs:
+    """The lists, in ``room`` entries: what is left of it holds a group past the last."""
+    num_rows, num_groups = maxima.shape
+    groups = torch.full((room,), num_groups, dtype=torch.int32, device=maxima.device)
+    rows = torch.empty_like(groups)
+    if room:
+        _list[(num_rows,)](
+            maxima, floor, slack, starts, groups, rows, num_groups, 1024, num_warps=4
+        )
+    return Pairs(groups, rows, starts, floor, slack)
+
+
+@triton.jit
+def _count_listed(MAXIMA, FLOOR, SLACK, COUNT, num_groups, BOUND_BLOCK: tl.constexpr):
+    row = tl.program_id(0)
+    base = MAXIMA + row.to(tl.int64) * num_groups
+    floor = tl.load(FLOOR + row) - tl.load(SLACK + row)
+    tl.store(COUNT + row, _count_above(base, floor, num_groups, BOUND_BLOCK))
+
+
+def list_pairs(
+    maxima: Tensor,
+    target: Target,
+    slack: Tensor,
+    *,
+    scale: float,
+    b: float,
+    reduce: Callable[[Tensor], Tensor] | None = None,
+) -> Pairs:
+    """See ``head_reference.list_pairs``; float32 sums, their rounding taken off the bound."""
+    floor, counts = bound_pairs(maxima, target, slack, scale=scale, b=b)
+    if reduce is not None:
+        floor = reduce(floor + slack) - slack
+        num_rows, num_groups = maxima.shape
+        _count_listed[(num_rows,)](
+            maxima, floor, slack, counts, num_groups, BOUND_BLOCK, num_warps=8
+        )
+    total = torch.empty(1, dtype=torch.int64, device=maxima.device)
+    starts = list_starts(counts, total, None)
+    return write_pairs(maxima, floor, slack, starts, int(total))
+
+
+@triton.jit
+def _filter(
+    ROUNDED, COPY, LABELS, FLOOR, SLACK, PAIR_ROWS, ORDER, SEGMENTS, MASKS, COUNTS,
+    num_classes, depth, GROUP: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    group = tl.program_id(0)
+    begin = tl.load(SEGMENTS + group)
+    end = tl.load(SEGMENTS + group + 1)
+    if begin == end:
+        return
+    member = tl.arange(0, GROUP)
+    classes = group * GROUP + member
+    prototypes = COPY + classes[:, None].to(tl.int64) * depth
+    for start in range(begin, end, BR):
+        entry = start + tl.arange(0, BR)
+        is_entry = entry < end
+        pair = tl.load(ORDER + entry, mask=is_entry, other=0)
+        row = tl.load(PAIR_ROWS + pair, mask=is_entry, other=0)
+        label = tl.load(LABELS + row, mask=is_entry, other=-1)
+        floor = tl.load(FLOOR + row, mask=is_entry, other=0.0)
+        lowered = _lowered(floor - tl.load(SLACK + row, mask=is_entry, other=0.0))
+        embeddings = ROUNDED + row[:, None].to(tl.int64) * depth
+        products = tl.zeros((BR, GROUP), dtype=tl.float32)
+        for offset in range(0, depth, BK):
+            column = offset + tl.arange(0, BK)
+            inside = column[None, :] < depth
+            x = tl.load(embeddings + column[None, :], mask=is_entry[:, None] & inside, other=0.0)
+            w = tl.load(prototypes + column[None, :], mask=inside, other=0.0)
+            products = tl.dot(x, w.T, products)
+        is_candidate = (products > lowered[:, None]) & (classes[None, :] < num_classes)
+        is_candidate = is_candidate & (classes[None, :] != label[:, None])
+        bits = tl.sum(is_candidate.to(tl.int32) << member[None, :], 1)
+        tl.store(MASKS + pair, bits, mask=is_entry)
+        tl.store(COUNTS + pair, tl.sum(is_candidate.to(tl.int32), 1), mask=is_entry)
+
+
+@triton.jit
+def _candidate_starts(
+    ENDS, PAIR_STARTS, STARTS, TOTAL, num_rows, room, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Where each row's candidates begin: where the candidates of the pairs before it end."""
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = row <= num_rows
+    pair = tl.load(PAIR_STARTS + row, mask=inside, other=0)
+    start = tl.load(ENDS + pair - 1, mask=inside & (pair > 0), other=0).to(tl.int64)
+    tl.store(STARTS + row, tl.minimum(start, room), mask=inside)
+    tl.store(TOTAL + row - num_rows, start, mask=row == num_rows)
+
+
+@triton.jit
+def _expand(
+    MASKS, ENDS, GROUPS, PAIR_ROWS, ROWS, COLUMNS, num_pairs, room,
+    GROUP: tl.constexpr, PAIRS: tl.constexpr,
+):  # fmt: skip
+    pair = tl.program_id(0) * PAIRS + tl.arange(0, PAIRS)
+    inside = pair < num_pairs
+    bits = tl.load(MASKS + pair, mask=inside, other=0)
+    member = tl.arange(0, GROUP)
+    is_set = (bits[:, None] >> member[None, :]) & 1
+    end = tl.load(ENDS + pair, mask=inside, other=0)
+    place = (end - tl.sum(is_set, 1))[:, None] + tl.cumsum(is_set, 1) - 1
+    fits = (is_set > 0) & (place < room) & inside[:, None]
+    group = tl.load(GROUPS + pair, mask=inside, other=0)
+    row = tl.load(PAIR_ROWS + pair, mask=inside, other=0)
+    tl.store(COLUMNS + place, group[:, None] * GROUP + member[None, :], mask=fits)
+    tl.store(ROWS + place, tl.broadcast_to(row[:, None], (PAIRS, GROUP)), mask=fits)
+
+
+@triton.jit
+def _score(
+    COLUMNS, STARTS, EMBEDDINGS, PROTOTYPES, INVERSE_NORMS, SCORES, depth,
+    SPLIT: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    part = tl.program_id(1)
+    first = tl.load(STARTS + row)
+    # Parts of a list are ranges of classes. Rows vary fastest, so programs that run together share
+    # a range, and find each other's prototypes in cache.
+    share = tl.cdiv(tl.load(STARTS + row + 1) - first, SPLIT)
+    begin = first + part * share
+    end = tl.minimum(begin + share, tl.load(STARTS + row + 1))
+    dimension = tl.arange(0, DEPTH)
+    is_value = dimension < depth
+    x = tl.load(EMBEDDINGS + row.to(tl.int64) * depth + dimension, mask=is_value, other=0.0)
+    for start in range(begin, end, BLOCK):
+        entry = start + tl.arange(0, BLOCK)
+        inside = entry < end
+        column = tl.load(COLUMNS + entry, mask=inside, other=0)
+        place = column[:, None].to(tl.int64) * depth + dimension[None, :]
+        w = tl.load(PROTOTYPES + place, mask=inside[:, None] & is_value[None, :], other=0.0)
+        cosine = tl.sum(w * x[None, :], 1) * tl.load(INVERSE_NORMS + column, mask=inside, other=0.0)
+        tl.store(SCORES + entry, cosine, mask=inside)
+
+
+def score_candidates(batch: Batch, pairs: Pairs) -> Candidates:
+    """See ``head_reference.score_candidates``."""
+    masks, ends = candidate_bits(batch, pairs)
+    total = torch.empty(1, dtype=torch.int64, device=masks.device)
+    starts = candidate_starts(ends, pairs, total, None)
+    listed = expand_bits(masks, ends, pairs, int(total), len(batch.prototypes))
+    return score_entries(batch, *listed, starts)
+
+
+def candidate_bits(batch: Batch, pairs: Pairs) -> tuple[Tensor, Tensor]:
+    """Per pair, an int32 whose bit ``j`` is set if class ``j`` of the group may be active.
+
+    And how many bits are set up to and including each pair.
+    """
+    rounded, groups, num_classes = batch.prepared.rounded, pairs.groups, len(batch.prototypes)
+    masks, counts = torch.zeros((2, *groups.shape), dtype=torch.int32, device=groups.device)
+    if not len(groups):
+        return masks, counts
+    num_groups = -(-num_classes // GROUP)
+    ordered, order = groups.sort(stable=True)  # each group's prototypes are read once
+    segments = torch.searchsorted(ordered, _numbers(num_groups + 1, groups.device), out_int32=True)
+    per_group = len(groups) / num_groups
+    rows = 16 if per_group < 24 else 32 if per_group < 40 else 64
+    _filter[(num_groups,)](
+        rounded, batch.copy, batch.labels, pairs.floor, pairs.slack, pairs.rows, order, segments,
+        masks, counts, num_classes, rounded.shape[1], GROUP, rows, 128, num_warps=1,
+        num_stages=3 if rows == 16 else 2,
+    )  # fmt: skip
+    return masks, counts.cumsum(0, dtype=torch.int32)
+
+
+@lru_cache(maxsize=4)
+def _numbers(count: int, device: torch.device) -> Tensor:
+    return torch.arange(count, dtype=torch.int32, device=device)
+
+
+def candidate_starts(ends: Tensor, pairs: Pairs, total: Tensor, room: int | None) -> Tensor:
+    """See ``list_starts``, for the candidates of pairs."""
+    num_rows = len(pairs.starts) - 1
+    starts = torch.empty_like(pairs.starts)
+    _candidate_starts[(triton.cdiv(num_rows + 1, 1024),)](
+        ends, pairs.starts, starts, total, num_rows, NO_LIMIT if room is None else room, 1024,
+        num_warps=4,
+    )  # fmt: skip
+    return starts
+
+
+def expand_bits(
+    masks: Tensor, ends: Tensor, pairs: Pairs, room: int, num_classes: int
+) -> tuple[Tensor, Tensor]:
+    """Row and class of every set bit, row by row; what is left of ``room`` is past the classes."""
+    columns = torch.full((room,), num_classes, dtype=torch.int32, device=masks.device)
+    rows = torch.zeros_like(columns)  # what is made of spare entries is dropped, but must be safe
+    if room and len(masks):
+        _expand[(triton.cdiv(len(masks), PAIRS),)](
+            masks, ends, pairs.groups, pairs.rows, rows, columns, len(masks), room, GROUP, PAIRS,
+            num_warps=4,
+        )  # fmt: skip
+    return rows, columns
+
+
+def score_entries(batch: Batch, rows: Tensor, columns: Tensor, starts: Tensor) -> Candidates:
+    """Exact cosines of listed classes."""
+    prototypes, depth = batch.prototypes, batch.prototypes.shape[1]
+    num_rows = len(batch.labels)
+    scores = torch.empty(columns.shape, dtype=torch.float32, device=columns.device)
+    if len(columns):
+        split = power_of_two(-(-len(columns) // (num_rows * 2 * ENTRIES)))
+        split = min(max(split, 32), 1024)
+        _score[(num_rows, split)](
+            columns, starts, batch.prepared.embeddings, prototypes, batch.inverse_norms, scores,
+            depth, split, power_of_two(depth), ENTRIES, num_warps=1 if depth <= 512 else 4,
+        )  # fmt: skip
+    return Candidates(rows, columns, scores, starts)
+
+
+@triton.jit
+def _powers(height, power, log_reference):
+    """Posterior and slope of classes at a height; zero off the support."""
+    safe = tl.where(height > 0, height, 1.0)
+    posterior = tl.where(height > 0, tl.exp(log_reference + power * tl.log(safe)), 0.0)
+    return posterior, posterior / safe
+
+
+@triton.jit
+def _sums(SCORES, begin, end, level, best, rate, power, log_reference, gap, BLOCK: tl.constexpr):
+    """Mass and slope of a row at a trial level, the target included."""
+    mass, slope = _powers(level + gap, power, log_reference)
+    for start in range(begin, end, BLOCK):
+        entry = start + tl.arange(0, BLOCK)
+        score = tl.load(SCORES + entry, mask=entry < end, other=float("-inf")).to(tl.float64)
+        masses, slopes = _powers(level + (score - best) * rate, power, 0.0)
+        mass += tl.sum(masses, 0)
+        slope += tl.sum(slopes, 0)
+    return mass, slope
+
+
+@triton.jit
+def _solve(
+    SCORES, STARTS, TARGET_LOGIT, TARGET_LOG_REFERENCE, SETTINGS,
+    LOSS, TAU, MASS, IN_REFERENCE, ERROR, POSTERIOR,
+    STEPS: tl.constexpr, HALVINGS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    begin = tl.load(STARTS + row)
+    end = tl.load(STARTS + row + 1)
+    b = tl.load(SETTINGS)
+    scale = tl.load(SETTINGS + 1)
+    power = 1.0 / b
+    rate = b * scale
+    running = tl.full((BLOCK,), float("-inf"), tl.float32)
+    for start in range(begin, end, BLOCK):
+        entry = start + tl.arange(0, BLOCK)
+        score = tl.load(SCORES + entry, mask=entry < end, other=float("-inf"))
+        running = tl.maximum(running, score)
+    best = tl.where(end > begin, tl.max(running, 0).to(tl.float64), -1.0)
+    log_reference = tl.load(TARGET_LOG_REFERENCE + row)
+    gap = (tl.load(TARGET_LOGIT + row) - best * scale) * b
+    alone = tl.exp(-b * log_reference)  # the target's height when it holds all the mass
+    level = tl.minimum(1.0, alone - gap)
+    if STEPS > 0:
+        step = 0
+        is_moving = 1
+        while (step < STEPS) & (is_moving > 0):
+            mass, slope = _sums(
+                SCORES, begin, end, level, best, rate, power, log_reference, gap, BLOCK
+            )
+            level += mass / slope * (tl.exp(-b * tl.log(mass)) - 1.0)
+            is_moving = (tl.abs(mass - 1.0) > 1e-12).to(tl.int32)
+            step += 1
+    if HALVINGS > 0:
+        # Bounds: all mass on one class, or spread evenly over the list and the target.
+        share = tl.exp(-b * tl.log((end - begin + 1).to(tl.float64)))
+        low = tl.minimum(share, alone * share - gap)
+        high = level
+        for _ in range(HALVINGS):
+            middle = 0.5 * (low + high)
+            mass, slope = _sums(
+                SCORES, begin, end, middle, best, rate, power, log_reference, gap, BLOCK
+            )
+            low = tl.where(mass > 1.0, low, middle)
+            high = tl.where(mass > 1.0, middle, high)
+        level = 0.5 * (low + high)
+    level = tl.where(gap == gap, level, gap)  # minima and comparisons pass NaN over
+    others = level * 0.0
+    excess = level * 0.0
+    for start in range(begin, end, BLOCK):
+        entry = start + tl.arange(0, BLOCK)
+        score = tl.load(SCORES + entry, mask=entry < end, other=float("-inf")).to(tl.float64)
+        height = level + (score - best) * rate
+        posterior, _slopes = _powers(height, power, 0.0)  # a name of its own: types are fixed
+        others += tl.sum(posterior, 0)
+        excess += tl.sum(tl.where(height > 0, posterior * height, 0.0), 0)
+        tl.store(POSTERIOR + entry, posterior.to(tl.float32), mask=entry < end)
+    own = level + gap
+    own_mass, _own_slope = _powers(own, power, log_reference)
+    target = tl.where(others < 0.5, 1.0 - others, own_mass)
+    log_own = tl.log(tl.where(own_mass > 0, own_mass, 1.0))
+    log_target = tl.where(others < 0.5, log1p(-tl.minimum(others, 0.5)), log_own)
+    missing = (alone - own) / b - own  # outside the support: linear in the missing height
+    loss = excess + tl.where(own > 0, alone * gain(others, log_target, b), missing)
+    tl.store(LOSS + row, loss / (1.0 + b))
+    tl.store(TAU + row, best * scale - (level - 1.0) / b)
+    tl.store(MASS + row, others)
+    tl.store(IN_REFERENCE + row, (target * tl.where(own > 0, own, 0.0) - alone) / (1.0 + b))
+    tl.store(ERROR + row, tl.abs(others + own_mass - 1.0))
+
+
+def solve_lists(candidates: Candidates, target: Target, *, scale: float, b: float) -> SolvedRows:
+    """See ``head_reference.solve_lists``."""
+    num_rows, device = len(target.logits), target.logits.device
+    wide = torch.empty((5, num_rows), dtype=torch.float64, device=device)
+    loss, tau, others, in_reference, error = wide.unbind()
+    posterior = torch.empty_like(candidates.scores)
+    is_newton = b <= 1.0
+    _solve[(num_rows,)](
+        candidates.scores, candidates.starts, target.logits, target.log_reference,
+        settings_tensor(b, scale, device), loss, tau, others, in_reference, error, posterior,
+        MAX_STEPS if is_newton else 0, 0 if is_newton else NUM_HALVINGS, BLOCK, num_warps=4,
+    )  # fmt: skip
+    return SolvedRows(
+        loss, tau, others, in_reference, error,
+        candidates.rows, candidates.columns, posterior, candidates.starts,
+    )  # fmt: skip
+
+
+@triton.jit
+def _gather(ORDER, ROWS, POSTERIOR, WEIGHTS, TARGET_WEIGHTS, OUT_ROWS, OUT_VALUES, others, total,
+            BLOCK: tl.constexpr):  # fmt: skip
+    """Row and value of each entry in the order of classes; entries past the others are targets."""
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < total
+    entry = tl.load(ORDER + place, mask=inside, other=0)
+    is_other = inside & (entry < others)
+    row = tl.load(ROWS + entry, mask=is_other, other=0)
+    value = tl.load(POSTERIOR + entry, mask=is_other, other=0.0)
+    value *= tl.load(WEIGHTS + row, mask=is_other, other=0.0)
+    is_target = inside & (entry >= others)
+    row = tl.where(is_target, (entry - others).to(tl.int32), row)
+    value = tl.where(is_target, tl.load(TARGET_WEIGHTS + row, mask=is_target, other=0.0), value)
+    tl.store(OUT_ROWS + place, row, mask=inside)
+    tl.store(OUT_VALUES + place, value, mask=inside)
+
+
+def class_gradient(
+    order: ClassOrder, solved: SolvedRows, weights: Tensor, target_weights: Tensor
+) -> ClassGradient:
+    """See ``head_reference.class_gradient``."""
+    columns = order.columns
+    rows = torch.empty_like(columns)
+    values = torch.empty(columns.shape, dtype=torch.float32, device=columns.device)
+    if len(columns):
+        _gather[(triton.cdiv(len(columns), BLOCK),)](
+            order.order, solved.rows, solved.posterior, weights, target_weights, rows, values,
+            order.num_candidates, len(columns), BLOCK, num_warps=4,
+        )  # fmt: skip
+    return ClassGradient(columns, rows, values)
+
+
+@triton.jit
+def _pull(
+    COLUMNS, POSTERIOR, STARTS, PROTOTYPES, INVERSE_NORMS, PARTS, num_rows, depth,
+    SPLIT: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    part = tl.program_id(1)
+    begin = tl.load(STARTS + row)
+    end = tl.load(STARTS + row + 1)
+    dimension = tl.arange(0, DEPTH)
+    is_value = dimension < depth
+    total = tl.zeros((DEPTH,), dtype=tl.float32)
+    for start in range(begin + part * BLOCK, end, BLOCK * SPLIT):
+        entry = start + tl.arange(0, BLOCK)
+        inside = entry < end
+        column = tl.load(COLUMNS + entry, mask=inside, other=0)
+        value = tl.load(POSTERIOR + entry, mask=inside, other=0.0)
+        is_active = value != 0.0  # the others' prototypes are not even read
+        value *= tl.load(INVERSE_NORMS + column, mask=is_active, other=0.0)
+        place = column[:, None].to(tl.int64) * depth + dimension[None, :]
+        mask = is_active[:, None] & is_value[None, :]
+        prototype = tl.load(PROTOTYPES + place, mask=mask, other=0.0)
+        total += tl.sum(value[:, None] * prototype, 0)
+    out = PARTS + (part * num_rows + row).to(tl.int64) * depth
+    tl.store(out + dimension, total, mask=is_value)
+
+
+def pull_rows(solved: SolvedRows, prototypes: Tensor, inverse_norms: Tensor) -> Tensor:
+    """See ``head_reference.pull_rows``."""
+    num_rows, depth = len(solved.loss), prototypes.shape[1]
+    parts = torch.empty((SPLIT, num_rows, depth), dtype=torch.float32, device=prototypes.device)
+    _pull[(num_rows, SPLIT)](
+        solved.columns, solved.posterior, solved.starts, prototypes, inverse_norms, parts,
+        num_rows, depth, SPLIT, power_of_two(depth), 16, num_warps=4,
+    )  # fmt: skip
+    return parts.sum(0)
+
+
+@triton.jit
+def _prototype_gradient(
+    CLASSES, SEGMENTS, ROWS, VALUES, EMBEDDINGS, PROTOTYPES, INVERSE_NORMS, OUT, depth,
+    DEPTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    which = tl.program_id(0).to(tl.int64)
+    begin = tl.load(SEGMENTS + which)
+    end = tl.load(SEGMENTS + which + 1)
+    column = tl.load(CLASSES + which).to(tl.int64)
+    dimension = tl.arange(0, DEPTH)
+    is_value = dimension < depth
+    total = tl.zeros((DEPTH,), dtype=tl.float32)
+    for start in range(begin, end, BLOCK):
+        entry = start + tl.arange(0, BLOCK)
+        inside = entry < end
+        row = tl.load(ROWS + entry, mask=inside, other=0)
+        value = tl.load(VALUES + entry, mask=inside, other=0.0)
+        place = row[:, None].to(tl.int64) * depth + dimension[None, :]
+        mask = inside[:, None] & is_value[None, :]
+        total += tl.sum(value[:, None] * tl.load(EMBEDDINGS + place, mask=mask, other=0.0), 0)
+    inverse = tl.load(INVERSE_NORMS + column)
+    unit = tl.load(PROTOTYPES + column * depth + dimension, mask=is_value, other=0.0) * inverse
+    total = (total - tl.sum(total * unit, 0) * unit) * inverse
+    tl.store(OUT + which * depth + dimension, total, mask=is_value)
+
+
+def prototype_gradient(
+    gradient: ClassGradient, embeddings: Tensor, prototypes: Tensor, inverse_norms: Tensor
+) -> tuple[Tensor, Tensor]:
+    """See ``head_reference.prototype_gradient``."""
+    classes, counts = torch.unique_consecutive(gradient.columns, return_counts=True)
+    segments = pad(counts.cumsum(0), (1, 0))
+    depth = prototypes.shape[1]
+    out = torch.empty((len(classes), depth), dtype=torch.float32, device=prototypes.device)
+    if len(classes):
+        _prototype_gradient[(len(classes),)](
+            classes, segments, gradient.rows, gradient.values, embeddings, prototypes,
+            inverse_norms, out, depth, power_of_two(depth), 4, num_warps=2,
+        )  # fmt: skip
+    return classes.long(), out
+
+
+@triton.jit
+def _add_entry(gradient, num_entries, entry, COLUMNS, ROWS, VALUES, EMBEDDINGS, classes, dimension,
+               depth):  # fmt: skip
+    """Add one entry's embedding to the gradient of its class."""
+    value = tl.load(VALUES + entry)
+    row = tl.load(ROWS + entry).to(tl.int64)
+    width = tl.where(value != 0.0, depth, 0)  # many entries are candidates that were not active
+    x = tl.load(EMBEDDINGS + row * depth + dimension, mask=dimension < width, other=0.0)
+    share = tl.where(tl.load(COLUMNS + entry) == classes, value, 0.0)
+    num_entries += (share != 0.0).to(tl.int32)
+    gradient += share[:, None] * x[None, :]
+    return gradient, num_entries
+
+
+@triton.jit
+def _tangent(gradient, prototype, inverse):
+    """Gradient of prototypes from that of their unit vectors."""
+    unit = prototype * inverse[:, None]
+    radial = tl.sum(gradient * unit, 1)
+    return (gradient - radial[:, None] * unit) * inverse[:, None]
+
+
+@triton.jit
+def _state(
+    classes, is_read, dimension, PROTOTYPES, BUFFER, INVERSE_NORMS, depth,
+    HAS_BUFFER: tl.constexpr,
+):  # fmt: skip
+    """Prototypes, momentum and inverse norms of a few classes, and where they are.
+
+    Asked for before the gradient is summed up, so that both ways to memory overlap.
+    """
+    place = classes[:, None].to(tl.int64) * depth + dimension[None, :]
+    mask = is_read[:, None] & (dimension[None, :] < depth)
+    prototype = tl.load(PROTOTYPES + place, mask=mask, other=0.0)
+    inverse = tl.load(INVERSE_NORMS + classes, mask=is_read, other=0.0)
+    buffer = prototype
+    if HAS_BUFFER:
+        buffer = tl.load(BUFFER + place, mask=mask, other=0.0)
+    return place, prototype, buffer, inverse
+
+
+@triton.jit
+def _keep(prototype, place, is_kept, classes, dimension, INVERSE_NORMS, COPY, LARGEST, depth):
+    """Rewrite what is kept of a few prototypes: inverse norms, rounded unit vectors, the error."""
+    # In float64 the order of the sum does not show: an update leaves what a refresh would, and a
+    # training that goes on has the copy that it had. Memory is what these kernels wait for.
+    wide = prototype.to(tl.float64)
+    length = tl.sqrt(tl.sum(wide * wide, 1).to(tl.float32))
+    inverse = 1.0 / tl.where(is_kept, length, 1.0)
+    inverse = tl.where((inverse > 0.0) & (inverse < float("inf")), inverse, float("nan"))
+    tl.store(INVERSE_NORMS + classes, inverse, mask=is_kept)
+    unit = prototype * inverse[:, None]
+    rounded = unit.to(COPY.dtype.element_ty)
+    tl.store(COPY + place, rounded, mask=is_kept[:, None] & (dimension[None, :] < depth))
+    lost = unit - rounded.to(tl.float32)
+    error = tl.sum(lost * lost, 1)
+    error = tl.where(error == error, error, float("inf"))  # a maximum would pass NaN over
+    error = tl.max(tl.where(is_kept, error, 0.0), 0)
+    tl.atomic_max(LARGEST, error)  # a maximum does not depend on the order
+
+
+@triton.jit
+def _refresh(
+    PROTOTYPES, INVERSE_NORMS, COPY, LARGEST, num_classes, depth, CLASSES: tl.constexpr,
+    DEPTH: tl.constexpr,
+):  # fmt: skip
+    """What is kept of all classes, a few to a program."""
+    classes = tl.program_id(0) * CLASSES + tl.arange(0, CLASSES)
+    dimension = tl.arange(0, DEPTH)
+    is_kept = classes < num_classes
+    place = classes[:, None].to(tl.int64) * depth + dimension[None, :]
+    mask = is_kept[:, None] & (dimension[None, :] < depth)
+    prototype = tl.load(PROTOTYPES + place, mask=mask, other=0.0)
+    _keep(prototype, place, is_kept, classes, dimension, INVERSE_NORMS, COPY, LARGEST, depth)
+
+
+@triton.jit
+def _apply(
+    gradient, prototype, buffer, place, is_stepped, classes, dimension, PROTOTYPES, BUFFER,
+    INVERSE_NORMS, COPY, LARGEST, lr, momentum, weight_decay, depth,
+    HAS_BUFFER: tl.constexpr, NESTEROV: tl.constexpr,
+):  # fmt: skip
+    """Step a few prototypes and rewrite what is kept of them."""
+    mask = is_stepped[:, None] & (dimension[None, :] < depth)
+    gradient += weight_decay * prototype
+    move = gradient
+    if HAS_BUFFER:
+        move = momentum * buffer + gradient
+        tl.store(BUFFER + place, move, mask=mask)
+        if NESTEROV:
+            move = gradient + momentum * move
+    prototype -= lr * move
+    tl.store(PROTOTYPES + place, prototype, mask=mask)
+    _keep(prototype, place, is_stepped, classes, dimension, INVERSE_NORMS, COPY, LARGEST, depth)
+
+
+@triton.jit
+def _given(
+    GRADIENT, PROTOTYPES, BUFFER, INVERSE_NORMS, COPY, GRAD_SCALE, UNIT_FACTOR, LARGEST,
+    lr, momentum, weight_decay, depth,
+    HAS_BUFFER: tl.constexpr, NESTEROV: tl.constexpr, ONLY_ACTIVE: tl.constexpr,
+    OF_UNIT: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """A range of classes whose gradient is given, one to a program."""
+    grad_scale = tl.load(GRAD_SCALE)
+    if tl.abs(grad_scale) < float("inf"):
+        classes = tl.program_id(0) + tl.arange(0, 1)
+        dimension = tl.arange(0, DEPTH)
+        place = classes[:, None].to(tl.int64) * depth + dimension[None, :]
+        inside = (classes[:, None] >= 0) & (dimension[None, :] < depth)
+        gradient = tl.load(GRADIENT + place, mask=inside, other=0.0)
+        is_stepped = classes >= 0
+        if ONLY_ACTIVE:
+            is_stepped = tl.sum((gradient != 0.0).to(tl.int32), 1) > 0
+        place, prototype, buffer, inverse = _state(
+            classes, is_stepped, dimension, PROTOTYPES, BUFFER, INVERSE_NORMS, depth, HAS_BUFFER
+        )
+        if OF_UNIT:
+            gradient = _tangent(gradient, prototype, inverse) * tl.load(UNIT_FACTOR)
+        _apply(
+            gradient * grad_scale, prototype, buffer, place, is_stepped, classes, dimension,
+            PROTOTYPES, BUFFER, INVERSE_NORMS, COPY, LARGEST, lr, momentum, weight_decay, depth,
+            HAS_BUFFER, NESTEROV,
+        )  # fmt: skip
+
+
+@triton.jit
+def _sweep(
+    COLUMNS, ROWS, VALUES, SEGMENTS, EMBEDDINGS, PROTOTYPES, BUFFER, INVERSE_NORMS, COPY,
+    GRAD_SCALE, LARGEST, lr, momentum, weight_decay, num_classes, depth,
+    HAS_BUFFER: tl.constexpr, NESTEROV: tl.constexpr, CLASSES: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """All classes, a few to a program."""
+    program = tl.program_id(0)
+    grad_scale = tl.load(GRAD_SCALE)
+    if tl.abs(grad_scale) < float("inf"):
+        classes = program * CLASSES + tl.arange(0, CLASSES)
+        dimension = tl.arange(0, DEPTH)
+        is_stepped = classes < num_classes
+        place, prototype, buffer, inverse = _state(
+            classes, is_stepped, dimension, PROTOTYPES, BUFFER, INVERSE_NORMS, depth, HAS_BUFFER
+        )
+        gradient = tl.zeros((CLASSES, DEPTH), dtype=tl.float32)
+        num_entries = tl.zeros((CLASSES,), dtype=tl.int32)
+        for entry in range(tl.load(SEGMENTS + program), tl.load(SEGMENTS + program + 1)):
+            gradient, num_entries = _add_entry(
+                gradient, num_entries, entry, COLUMNS, ROWS, VALUES, EMBEDDINGS, classes,
+                dimension, depth,
+            )  # fmt: skip
+        gradient = _tangent(gradient, prototype, inverse) * grad_scale
+        _apply(
+            gradient, prototype, buffer, place, is_stepped, classes, dimension, PROTOTYPES, BUFFER,
+            INVERSE_NORMS, COPY, LARGEST, lr, momentum, weight_decay, depth, HAS_BUFFER, NESTEROV,
+        )  # fmt: skip
+
+
+@triton.jit
+def _active(
+    COLUMNS, ROWS, VALUES, EMBEDDINGS, PROTOTYPES, BUFFER, INVERSE_NORMS, COPY,
+    GRAD_SCALE, LARGEST, lr, momentum, weight_decay, num_entries, depth,
+    HAS_BUFFER: tl.constexpr, NESTEROV: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """Active classes only: a program per entry, of which the first of a class does the work."""
+    entry = tl.program_id(0)
+    column = tl.load(COLUMNS + entry)
+    before = tl.load(COLUMNS + tl.maximum(entry - 1, 0))
+    following = tl.load(COLUMNS + tl.minimum(entry + 1, num_entries - 1))
+    is_first = (entry == 0) | (before != column)
+    is_last = (entry == num_entries - 1) | (following != column)
+    # Not even the prototype of a lone candidate that turned out inactive is read.
+    has_work = is_first & ((tl.load(VALUES + entry) != 0.0) | (is_last == 0))
+    grad_scale = tl.load(GRAD_SCALE)
+    if has_work & (tl.abs(grad_scale) < float("inf")):
+        classes = column + tl.arange(0, 1)
+        dimension = tl.arange(0, DEPTH)
+        place, prototype, buffer, inverse = _state(
+            classes, classes >= 0, dimension, PROTOTYPES, BUFFER, INVERSE_NORMS, depth, HAS_BUFFER
+        )
+        gradient = tl.zeros((1, DEPTH), dtype=tl.float32)
+        count = tl.zeros((1,), dtype=tl.int32)
+        is_same = 1
+        while is_same > 0:
+            gradient, count = _add_entry(
+                gradient, count, entry, COLUMNS, ROWS, VALUES, EMBEDDINGS, classes, dimension, depth
+            )
+            entry += 1
+            after = tl.load(COLUMNS + tl.minimum(entry, num_entries - 1))
+            is_same = ((entry < num_entries) & (after == column)).to(tl.int32)
+        gradient = _tangent(gradient, prototype, inverse) * grad_scale
+        _apply(
+            gradient, prototype, buffer, place, count > 0, classes, dimension, PROTOTYPES, BUFFER,
+            INVERSE_NORMS, COPY, LARGEST, lr, momentum, weight_decay, depth, HAS_BUFFER, NESTEROV,
+        )  # fmt: skip
+
+
+def refresh_copy(prototypes: Tensor, copy: Tensor, inverse_norms: Tensor) -> Tensor:
+    """See ``head_reference.refresh_copy``."""
+    num_classes, depth = prototypes.shape
+    largest = torch.zeros((), dtype=torch.float32, device=prototypes.device)
+    wide = power_of_two(depth)
+    _refresh[(triton.cdiv(num_classes, CLASSES_KEPT),)](
+        prototypes.contiguous(), inverse_norms, copy, largest, num_classes, depth, CLASSES_KEPT,
+        wide, num_warps=4 if wide <= 512 else 8,
+    )  # fmt: skip
+    return _error(largest)
+
+
+def _error(largest: Tensor) -> Tensor:
+    """The length of the largest error from its square; NaN of prototypes that have no direction."""
+    return torch.where(largest.isinf(), torch.nan, largest.sqrt())
+
+
+def _arguments(state: PrototypeState, rule: SgdRule) -> tuple[tuple[Tensor, ...], Tensor]:
+    """What every update kernel takes, and where it writes the largest squared error."""
+    prototypes, momentum, inverse_norms, copy = state
+    largest = torch.zeros((), dtype=torch.float32, device=prototypes.device)
+    buffer = prototypes if momentum is None else momentum
+    return (prototypes, buffer, inverse_norms, copy, rule.grad_scale.float()), largest
+
+
+def sgd_update(
+    gradient: ClassGradient, embeddings: Tensor, state: PrototypeState, rule: SgdRule
+) -> Tensor:
+    """See ``head_reference.sgd_update``."""
+    num_classes, depth = state.prototypes.shape
+    columns = gradient.columns.to(torch.int32)
+    entries = (columns, gradient.rows, gradient.values)
+    given, largest = _arguments(state, rule)
+    wide = power_of_two(depth)
+    flags = (state.momentum is not None, rule.nesterov)
+    warps = 1 if wide <= 512 else 4
+    if rule.only_active and len(columns):
+        _active[(len(columns),)](
+            *entries, embeddings, *given, largest, rule.lr, rule.momentum, rule.weight_decay,
+            len(columns), depth, *flags, wide, num_warps=warps,
+        )  # fmt: skip
+    elif not rule.only_active:
+        programs = triton.cdiv(num_classes, CLASSES)
+        edges = torch.arange(programs + 1, dtype=torch.int32, device=columns.device) * CLASSES
+        segments = torch.searchsorted(columns, edges, out_int32=True)
+        _sweep[(programs,)](
+            *entries, segments, embeddings, *given, largest, rule.lr, rule.momentum,
+            rule.weight_decay, num_classes, depth, *flags, CLASSES, wide, num_warps=warps,
+        )  # fmt: skip
+    return _error(largest)
+
+
+def sgd_update_rows(
+    classes: slice, rows: Tensor, state: PrototypeState, rule: SgdRule, unit_factor: Tensor | None
+) -> Tensor:
+    """See ``head_reference.sgd_update_rows``."""
+    depth = state.prototypes.shape[1]
+    given, largest = _arguments(state.part(classes), rule)
+    wide = power_of_two(depth)
+    _given[(len(rows),)](
+        rows.contiguous(), *given, largest if unit_factor is None else unit_factor.float(), largest,
+        rule.lr, rule.momentum, rule.weight_decay, depth,
+        state.momentum is not None, rule.nesterov, rule.only_active, unit_factor is not None, wide,
+        num_warps=1 if wide <= 512 else 4,
+    )  # fmt: skip
+    return _error(largest)
 
 
 def find_support(
@@ -36,7 +1093,11 @@ def find_support(
     expected: Lengths | None,
     has_gradient: bool,
 ) -> Support:
-    """See ``head_reference.find_support``."""
+    """As ``heads.sparse.find_support``, without waiting for the device where that can be avoided.
+
+    ``expected`` are lengths of an earlier batch's lists. Wrong lengths cost time, not correctness:
+    ``Support.verify`` finds out, and raises ``ListOverflow`` beyond the limit.
+    """
     totals = torch.empty(2, dtype=torch.int64, device=maxima.device)
     floor, counts = bound_pairs(maxima, target, slack, scale=scale, b=b)
     room = None if expected is None else min(_with_spare(expected.pairs), limit)
@@ -64,22 +1125,3 @@ def find_support(
 
 def _with_spare(length: int) -> int:
     return -(-(length + length // 4) // ROOM) * ROOM
-
-
-__all__ = [
-    "class_gradient",
-    "class_order",
-    "find_support",
-    "group_maxima",
-    "list_pairs",
-    "prepare_rows",
-    "prototype_gradient",
-    "pull_rows",
-    "refresh_copy",
-    "score_candidates",
-    "sgd_update",
-    "sgd_update_rows",
-    "solve_lists",
-    "unit_gradient",
-    "unit_rows",
-]

@@ -5,11 +5,7 @@ maxima is a lower bound of ``tau`` (M13). The second pass lists the classes abov
 ``tau_low + edge``: all others are certainly inactive. Newton's method then runs on the list in
 float64. A row whose list overflows is solved by passes over the row itself, so no result depends
 on the size of a list. At ``alpha = 1`` one pass of a running log-sum-exp is enough; below it every
-class is active and passes over the row are all there is. The posterior takes one read and one
-write.
-
-``kernels.rows`` is the plain form; levels, anchors and their two forms are those of
-``kernels.solver``.
+class is active and passes over the row are all there is. ``kernels.rows`` is the plain form.
 """
 
 from __future__ import annotations
@@ -23,7 +19,6 @@ from torch import Tensor
 
 from qmargin.kernels.rows import Outcome
 from qmargin.kernels.solver import uses_slack
-from qmargin.kernels.triton.solve import settings_tensor
 
 CAPACITY = 4096  # entries of a row's list
 DEPTH = 8  # entries of a lane, before they are joined to the list
@@ -33,7 +28,7 @@ HEIGHT, SLACK, EXPONENTIAL = 0, 1, 2  # the form of a level
 
 
 @triton.jit
-def _log1p(x):
+def log1p(x):
     """``log(1 + x)``, accurate for a small ``x``."""
     series = x * (1.0 - x * (0.5 - x * (1.0 / 3.0 - x * (0.25 - x * (0.2 - x / 6.0)))))
     w = 1.0 + x
@@ -53,7 +48,7 @@ def _ratio(level, b, FORM: tl.constexpr, POWER: tl.constexpr):
     if FORM == 1:
         height = 1.0 + b * level
         safe = tl.where(height > 0, height, 1.0)
-        p = tl.where(height > 0, tl.exp(_log1p(b * level) / b), 0.0)
+        p = tl.where(height > 0, tl.exp(log1p(b * level) / b), 0.0)
         slope = p / safe
     elif POWER == 1:
         p = tl.maximum(level, 0.0)
@@ -80,9 +75,9 @@ def _change(mass, b, FORM: tl.constexpr):
 
 
 @triton.jit
-def _gain(r, log_target, b):
+def gain(r, log_target, b):
     """Cost of a target that lost the mass ``r``: ``kernels.solver.others_gain`` of one row."""
-    exact = -_expm1(b * log_target + _log1p(b * r)) / b
+    exact = -_expm1(b * log_target + log1p(b * r)) / b
     series = r * 0.0
     power = b * b * b * b * b * b * b * b * b * b * b  # b ** 11
     number = 12.0
@@ -291,8 +286,8 @@ def _solve_rows(
             own_ratio, _s = _ratio(own_level, b, FORM, 0)
             own = own_ratio * tl.exp(own_ref)
             log_own = tl.log(tl.where(own > 0, own, 1.0))
-            log_target = tl.where(r < 0.5, _log1p(-tl.minimum(r, 0.5)), log_own)
-            value = surplus + tl.exp(-b * own_ref) * _gain(r, log_target, b)
+            log_target = tl.where(r < 0.5, log1p(-tl.minimum(r, 0.5)), log_own)
+            value = surplus + tl.exp(-b * own_ref) * gain(r, log_target, b)
             own_height = own_level if FORM == 0 else 1.0 + b * own_level
             own_slack = own_level if FORM == 1 else (own_level - 1.0) / b
             missing = _expm1(-b * own_ref) / b - own_slack
@@ -362,7 +357,7 @@ def _solve_softmax(
     all_mass = tl.where(is_broken, float("nan"), all_mass)
     deficit = tl.exp(log_mass - all_mass)
     if HAS_TARGET:
-        value = tl.where(deficit < 0.5, -_log1p(-tl.minimum(deficit, 0.5)), all_mass - joint)
+        value = tl.where(deficit < 0.5, -log1p(-tl.minimum(deficit, 0.5)), all_mass - joint)
         value = tl.where(is_broken, float("nan"), value)
     else:
         value = anchor + all_mass
@@ -413,6 +408,12 @@ def _write_posterior(
     tl.store(OUT + row * k + at, p, mask=at < k)
 
 
+@lru_cache(maxsize=64)
+def settings_tensor(b: float, scale: float, device: torch.device) -> Tensor:
+    """Float64 numbers for kernels, whose plain float arguments are float32."""
+    return torch.tensor([b, scale], dtype=torch.float64, device=device)
+
+
 def _form(b: float) -> tuple[int, int]:
     """The form of levels, and the whole power ``1 / b`` where products do."""
     if b == 0.0:
@@ -446,14 +447,9 @@ def solve(
 ) -> Outcome:
     """Solve every row of ``values`` ``[B, k]``, float32 with a last stride of one.
 
-    Args:
-        values: Logits divided by ``scale``; ``-inf`` masks a class out.
-        scale: Of the logits.
-        b: ``alpha - 1``, at most 1.
-        labels: Class of the target ``[B]``, whose column does not count; None without a target.
-        target: Logit and log reference of the target, float64 ``[B]`` each.
-        capacity: Entries of a row's list; a longer one is replaced by passes over the row.
-        depth: Entries of a lane; likewise.
+    Logits are ``scale * values``; ``-inf`` masks a class out. ``target`` has the logit and the log
+    reference of each row's label, float64. A list beyond ``capacity``, or a lane beyond ``depth``,
+    is replaced by passes over the row.
     """
     num_rows, k = values.shape
     device = values.device

@@ -1,0 +1,576 @@
+"""The ranks of a run: devices, seeds, process groups, heartbeats, and decisions taken together.
+
+All decisions are built on ``Process.sum_``: ``share`` passes a few integers in one collective, at
+every step; ``gather`` passes JSON values in two. ``vote`` adds the rule for errors, and
+``run_on_all`` applies it to an action: either every rank goes on, or every rank raises.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from qmargin.data.order import derived_seed
+from qmargin.errors import ConfigError, RankError
+from qmargin.training.signals import Interrupted
+
+T = TypeVar("T")
+EXIT_RANK_LOST = 75
+"""Exit status of a rank that another rank's end left hanging: the job may be started again."""
+DEFAULT_TIMEOUT_S = 600.0
+_LONGEST_STORY = 1 << 16
+_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_COLLECTIVE_MARKS = ("gloo", "nccl", "connection", "timed out", "process group")
+_DONE = -1
+_STORE_LOST = (
+    "the store of the run does not answer: rank 0 or its launcher is lost; resume from the last "
+    "checkpoint"
+)
+
+
+@dataclass
+class _Peer:
+    beat: int = 0
+    collectives: int = 0
+    seen: float = 0.0  # when the beat last changed, on this rank's clock
+
+
+def end_process(reason: str) -> None:
+    """Write the reason and leave at once: the main thread waits for a rank that will not come."""
+    sys.stderr.write(f"qmargin: {reason}\n")
+    sys.stderr.flush()
+    os._exit(EXIT_RANK_LOST)
+
+
+class Heartbeat:
+    """Beats of this rank, and an eye on those of the others, through a shared store.
+
+    A collective that never returns does not say which rank failed. A thread of each rank writes a
+    beat with the number of collectives that its main thread has entered. A rank whose beats stop is
+    dead or frozen; one that beats but has entered fewer collectives is the one that the others wait
+    for.
+
+    Args:
+        store: A ``torch.distributed.Store`` that no other thread of this process uses.
+        rank: This rank.
+        world: Number of ranks.
+        timeout_s: A rank that dies, freezes or fails is named, and this process stopped, within it.
+        hosts_store: Whether the store ends with this process.
+        on_lost: Called in the heartbeat's thread with the reason, when the main thread has not
+            reacted by itself.
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        *,
+        rank: int,
+        world: int,
+        timeout_s: float,
+        hosts_store: bool = False,
+        on_lost: Callable[[str], None] = end_process,
+    ) -> None:
+        self._store, self._rank, self._on_lost = store, rank, on_lost
+        self._hosts_store = hosts_store
+        self._timeout, self.interval = timeout_s, min(timeout_s / 12, 5.0)
+        self._silence = 5 * self.interval  # of a rank that a collective has already failed on
+        self._peers = {other: _Peer() for other in range(world) if other != rank}
+        self._mine = _Peer()
+        self._reason: str | None = None
+        self._reason_since = 0.0
+        self._store_seen = 0.0
+        self._collective_since: float | None = None
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._threads = [
+            threading.Thread(target=target, name=f"qmargin{target.__name__}", daemon=True)
+            for target in (self._run, self._watch)
+        ]
+
+    def start(self) -> None:
+        """Begin to beat; every rank must do so."""
+        self._forgive(time.monotonic())
+        for thread in self._threads:
+            thread.start()
+
+    @contextmanager
+    def collective(self) -> Iterator[None]:
+        """Around a collective of all ranks: its failure becomes an error that names a rank."""
+        self._mine.collectives += 1
+        self._collective_since = time.monotonic()
+        try:
+            yield
+        except RuntimeError as error:
+            if isinstance(error, RankError):
+                raise
+            raise self.explain(error) from error
+        finally:
+            self._collective_since = None
+
+    def explain(self, error: BaseException) -> RankError:
+        """Who is to blame for a collective that failed: looks until beats are missed, then says."""
+        began = time.monotonic() if self._collective_since is None else self._collective_since
+        # After a connection was closed the beats of the dead rank must first be missed; after a
+        # timeout everything is known already.
+        patience = 6 * self.interval if time.monotonic() - began < self._timeout / 2 else 0.0
+        deadline = time.monotonic() + patience
+        while True:
+            self._look(missed_after=self._silence)
+            if self._reason is None and time.monotonic() >= deadline:
+                self._reason = self._agreed(self._behind() or f"a collective failed: {error}")
+            if self._reason is not None:
+                return RankError(self._reason)
+            time.sleep(self.interval / 2)
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the others that this rank stops with an error, so that they need not wait."""
+        self._agreed(f"rank {self._rank} stopped with {_summary(error)}")
+
+    def close(self) -> None:
+        """Stop beating; the host of the store waits until the others have read from it."""
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(timeout=self._silence)
+        self._mine.beat = _DONE
+        self._look(missed_after=self._silence)
+        deadline = time.monotonic() + self._silence
+        while self._hosts_store and time.monotonic() < deadline and self._any_present():
+            time.sleep(min(0.02, self.interval))
+            self._look(missed_after=self._silence)
+
+    def _any_present(self) -> bool:
+        oldest = time.monotonic() - self._silence
+        return any(peer.beat != _DONE and peer.seen > oldest for peer in self._peers.values())
+
+    def _run(self) -> None:
+        while not self._stop.wait(self.interval):
+            self._mine.beat += 1
+            self._look(missed_after=self._timeout / 2)
+
+    def _watch(self) -> None:
+        """End a process whose main thread does not react; this thread never asks the store."""
+        last = time.monotonic()
+        while not self._stop.wait(self.interval):
+            now = time.monotonic()
+            if now - last > 3 * self.interval:  # this process was frozen: others may be fine
+                self._forgive(now)
+            last = now
+            if self._reason is None and now - self._store_seen > self._timeout / 2:
+                self._reason, self._reason_since = _STORE_LOST, now
+            if self._reason is not None and now - self._reason_since > self._timeout / 4:
+                if not self._stop.is_set():
+                    self._on_lost(self._reason)
+                return
+
+    def _forgive(self, now: float) -> None:
+        self._store_seen = now
+        for peer in self._peers.values():
+            peer.seen = now
+
+    def _look(self, *, missed_after: float) -> None:
+        """Exchange beats through the store, and note a reason to stop if there is one."""
+        if not self._lock.acquire(timeout=self.interval):
+            return  # the other thread waits for a store that does not answer
+        try:
+            if self._reason is not None and self._mine.beat != _DONE:
+                return
+            now = time.monotonic()
+            try:
+                self._exchange(now)
+                self._store_seen = now
+                reason = self._published() or self._missing(now, missed_after)
+            except RuntimeError:  # all errors of stores are
+                reason = _STORE_LOST if now - self._store_seen > missed_after else None
+            if reason is not None and self._reason is None:
+                self._reason, self._reason_since = reason, now
+        finally:
+            self._lock.release()
+
+    def _exchange(self, now: float) -> None:
+        self._store.set(f"beat/{self._rank}", f"{self._mine.beat} {self._mine.collectives}")
+        for other, peer in self._peers.items():
+            if not self._store.check([f"beat/{other}"]):
+                continue
+            beat, collectives = (int(part) for part in self._store.get(f"beat/{other}").split())
+            if (beat, collectives) != (peer.beat, peer.collectives):
+                peer.beat, peer.collectives, peer.seen = beat, collectives, now
+
+    def _published(self) -> str | None:
+        return self._store.get("reason").decode() if self._store.check(["reason"]) else None
+
+    def _missing(self, now: float, missed_after: float) -> str | None:
+        silent = {
+            other: now - peer.seen
+            for other, peer in self._peers.items()
+            if peer.beat != _DONE and now - peer.seen > missed_after
+        }
+        if not silent:
+            return None
+        return self._agreed(
+            f"{_ranks(silent)} gave no sign of life for {max(silent.values()):.1f} s: killed, "
+            "frozen or cut off; resume from the last checkpoint"
+        )
+
+    def _behind(self) -> str | None:
+        """Ranks that beat, but have not reached the collective that this rank waits in."""
+        reached = self._mine.collectives
+        late = [
+            other
+            for other, peer in self._peers.items()
+            if peer.collectives < reached or peer.beat == _DONE
+        ]
+        if not late:
+            return None
+        return (
+            f"{_ranks(late)} did not reach collective {reached}: hung, gone, or slower than the "
+            f"timeout of {self._timeout:g} s; raise run.timeout_s if work takes longer, or resume "
+            "from the last checkpoint"
+        )
+
+    def _agreed(self, reason: str) -> str:
+        """The first reason that any rank published: this one, unless another came before."""
+        if time.monotonic() - self._store_seen > self._silence:
+            return _STORE_LOST
+        try:
+            agreed: str = self._store.compare_set("reason", "", reason).decode()
+        except RuntimeError:
+            return reason
+        return agreed
+
+
+def _ranks(ranks: Collection[int]) -> str:
+    names = ", ".join(str(rank) for rank in sorted(ranks))
+    return f"rank {names}" if len(ranks) == 1 else f"ranks {names}"
+
+
+def _summary(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
+
+
+@dataclass(frozen=True)
+class Process:
+    """One rank of a run; with one rank there is no group.
+
+    Use it in a ``with`` block: an error that leaves the block is told to the other ranks.
+    """
+
+    rank: int = 0
+    world: int = 1
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    timeout_s: float = DEFAULT_TIMEOUT_S
+    control: dist.ProcessGroup | None = None  # gloo, for a few numbers that never see a GPU
+    heartbeat: Heartbeat | None = None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the rank that writes what is written once."""
+        return self.rank == 0
+
+    @contextmanager
+    def collective(self) -> Iterator[None]:
+        """Around a collective on ``control``: its failure raises a ``RankError`` with a name."""
+        if self.heartbeat is None:
+            yield
+            return
+        with self.heartbeat.collective():
+            yield
+
+    def sum_(self, numbers: Tensor) -> Tensor:
+        """Sum a tensor of a few integers on the CPU over all ranks, in place."""
+        if self.control is not None:
+            with self.collective():
+                dist.all_reduce(numbers, group=self.control)
+        elif self.world > 1:
+            raise ConfigError(f"{self.world} ranks need a control group; pass one to Process")
+        return numbers
+
+    @contextmanager
+    def name_lost_ranks(self) -> Iterator[None]:
+        """Around a whole step: failures of any collective in it raise a ``RankError``."""
+        try:
+            yield
+        except RuntimeError as error:
+            text = str(error).lower()
+            is_lost = isinstance(error, dist.DistError) or any(
+                mark in text for mark in _COLLECTIVE_MARKS
+            )
+            if isinstance(error, RankError) or self.heartbeat is None or not is_lost:
+                raise
+            raise self.heartbeat.explain(error) from error
+
+    def __enter__(self) -> Process:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if self.heartbeat is None:
+            return
+        if error is not None and not isinstance(error, RankError | SystemExit):
+            self.heartbeat.fail(error)
+        self.heartbeat.close()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def start_process_group(timeout_s: float = DEFAULT_TIMEOUT_S, *, device: str = "auto") -> Process:
+    """Join the ranks that ``torchrun`` started, or be the only one.
+
+    Ranks meet through the variables that ``torchrun`` sets (``RANK``, ``WORLD_SIZE``,
+    ``LOCAL_RANK``, ``MASTER_ADDR``, ``MASTER_PORT``). Without them, or with a world of one, there
+    is no process group.
+
+    Args:
+        timeout_s: Longest time that ranks wait for each other: for a rank that never joins, that
+            dies, or that hangs. It must exceed the longest time that one rank works alone.
+        device: ``"cpu"``, ``"cuda"``, one GPU as in ``"cuda:1"``, or ``"auto"`` for a GPU where
+            there is one.
+
+    Raises:
+        RankError: Not all ranks joined in time; the message names those that did not.
+    """
+    if not 0.0 < timeout_s < float("inf"):
+        raise ConfigError(f"timeout_s is {timeout_s}; give a positive number of seconds")
+    rank, world, local_rank = ranks_from(os.environ)
+    place = choose_device(local_rank, device)
+    if place.type == "cuda":
+        torch.cuda.set_device(place)
+    if world == 1:
+        return Process(device=place, timeout_s=timeout_s)
+    timeout = timedelta(seconds=timeout_s)
+    is_launched = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    is_host = rank == 0 and not is_launched
+    try:
+        store = _open_store("group", timeout, is_host=is_host)
+    except (RuntimeError, ValueError) as error:
+        raise RankError(
+            f"rank {rank} of {world} cannot meet the others at {os.environ['MASTER_ADDR']}:"
+            f"{os.environ['MASTER_PORT']}, kept by {'the launcher' if is_launched else 'rank 0'}: "
+            f"{error}"
+        ) from error
+    _join(store, rank=rank, world=world, timeout_s=timeout_s)
+    # Beats have a connection of their own: a thread that waits in the store blocks its connection.
+    heartbeat = Heartbeat(
+        _open_store("heartbeat", timeout),
+        rank=rank,
+        world=world,
+        timeout_s=timeout_s,
+        hosts_store=is_host,
+    )
+    heartbeat.start()
+    with heartbeat.collective():
+        backend = "cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
+        control = dist.new_group(backend="gloo", timeout=timeout)
+    return Process(rank, world, place, timeout_s, control, heartbeat)
+
+
+def ranks_from(environment: Mapping[str, str]) -> tuple[int, int, int]:
+    """Rank, number of ranks, and rank on this machine."""
+    given = [name for name in _VARIABLES if environment.get(name)]
+    if not {"RANK", "WORLD_SIZE"} & set(given):
+        return 0, 1, 0
+    missing = [name for name in _VARIABLES if name not in given]
+    if missing:
+        raise ConfigError(
+            f"{', '.join(given)} are set and {', '.join(missing)} are not; start ranks with "
+            "torchrun, or unset them all for one process"
+        )
+    try:
+        rank, world = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+        local_rank = int(environment.get("LOCAL_RANK", "0"))
+    except ValueError as error:
+        raise ConfigError(
+            f"a rank in the environment is no number ({error}); use torchrun"
+        ) from None
+    if not (0 <= rank < world and local_rank >= 0):
+        raise ConfigError(f"RANK is {rank} and WORLD_SIZE {world}; ranks count from 0 below it")
+    return rank, world, local_rank
+
+
+def choose_device(local_rank: int, name: str = "auto") -> torch.device:
+    """The GPU of this rank, or the CPU."""
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", name):
+        raise ConfigError(f"device is {name!r}; choose auto, cpu, cuda, or one GPU as in cuda:1")
+    device = find_device(name)
+    if device.type == "cpu" or device.index is not None:
+        return device
+    if local_rank >= torch.cuda.device_count():
+        raise ConfigError(
+            f"local rank {local_rank} has no GPU of its own: there are "
+            f"{torch.cuda.device_count()}; start at most that many ranks per machine"
+        )
+    return torch.device("cuda", local_rank)
+
+
+def find_device(name: torch.device | str) -> torch.device:
+    """The device of that name, ``"auto"`` being a GPU where there is one.
+
+    Raises:
+        ConfigError: torch knows no such device, or cannot use it on this machine.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+        if device.type != "cuda":
+            torch.ones(1, device=device).cpu()  # meta has tensors, and no numbers in them
+            return device
+    except (RuntimeError, AssertionError, NotImplementedError) as error:  # by kind of device
+        raise ConfigError(
+            f"device {str(name)!r} cannot be used on this machine; choose auto, cpu, cuda, or one "
+            "GPU as in cuda:1"
+        ) from error
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            f"device is {str(name)!r} and torch finds no GPU; choose cpu, or run `qmargin doctor` "
+            "to see why"
+        )
+    if (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(
+            f"device is {str(name)!r} and there are {torch.cuda.device_count()} GPUs, which count "
+            "from 0; choose one of them"
+        )
+    return device
+
+
+def seed_everything(seed: int, *, rank: int = 0) -> None:
+    """Seed the generators of Python and torch, on all devices in use."""
+    value = derived_seed(seed, rank)
+    random.seed(value)
+    # not torch.manual_seed: for every kind of device that was never used, it keeps each call, with
+    # its stack, for the day that it might be, and this is called at every step
+    torch.default_generator.manual_seed(value)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(value)
+
+
+def _open_store(name: str, timeout: timedelta, *, is_host: bool = False) -> Any:
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        host, port, is_master=is_host, timeout=timeout, wait_for_workers=False
+    )
+    # A restarted job may meet the store of its last attempt, kept by torchrun.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"qmargin/{attempt}/{name}", store)  # type: ignore[attr-defined]
+
+
+def _join(store: Any, *, rank: int, world: int, timeout_s: float) -> None:
+    """Wait until every rank has said that it is here."""
+    store.set(f"joined/{rank}", "1")
+    deadline = time.monotonic() + timeout_s
+    missing = list(range(world))
+    while missing := [other for other in missing if not store.check([f"joined/{other}"])]:
+        if time.monotonic() > deadline:
+            names = ", ".join(str(other) for other in missing)
+            raise RankError(
+                f"rank {names} of {world} did not join within {timeout_s:g} s; see that rank's "
+                "own output, or raise the timeout"
+            )
+        time.sleep(0.02)
+
+
+class RemoteTraceback(Exception):
+    """The traceback of an exception on another rank; printed before what it caused."""
+
+    def __str__(self) -> str:
+        return "\n" + str(self.args[0])
+
+
+class Verdict(NamedTuple):
+    """What the ranks agreed on for one step."""
+
+    stop: int  # the signal that some rank was asked to stop with, or 0
+    is_finite: bool  # on every rank
+    num_corrupt: int  # over all ranks
+
+
+def share(process: Process, numbers: Sequence[int]) -> list[list[int]]:
+    """The numbers of every rank, in the order of the ranks; each passes equally many."""
+    rows = torch.zeros(process.world, len(numbers), dtype=torch.int64)
+    rows[process.rank] = torch.tensor([int(number) for number in numbers])
+    gathered: list[list[int]] = process.sum_(rows).tolist()
+    return gathered
+
+
+def gather(process: Process, value: T) -> list[T]:
+    """The value of every rank, in the order of the ranks; values are JSON."""
+    mine = bytearray(json.dumps(value).encode())
+    sizes = [row[0] for row in share(process, [len(mine)])]
+    rows = torch.zeros(process.world, max(sizes), dtype=torch.uint8)
+    rows[process.rank, : len(mine)] = torch.frombuffer(mine, dtype=torch.uint8)
+    pairs = zip(process.sum_(rows), sizes, strict=True)
+    return [json.loads(bytes(row[:size].numpy())) for row, size in pairs]
+
+
+def all_agree(process: Process, flag: bool) -> bool:
+    """Whether the flag is set on every rank."""
+    return all(row[0] for row in share(process, [flag]))
+
+
+def vote(
+    process: Process,
+    *,
+    error: BaseException | None = None,
+    stop: int = 0,
+    is_finite: bool = True,
+    num_corrupt: int = 0,
+) -> Verdict:
+    """Agree on the state of a step, in one exchange; every rank must call it.
+
+    Args:
+        process: This rank.
+        error: What went wrong on this rank, if anything: then every rank raises.
+        stop: Number of the signal that asked this rank to stop, or 0.
+        is_finite: Whether what this rank computed is finite.
+        num_corrupt: Corrupt samples that this rank met.
+
+    Raises:
+        RankError: Another rank passed an error, which is the cause, with its own traceback; of
+            several, that of the lowest rank. A rank that passed an error raises it as it is.
+    """
+    rows = share(process, [error is not None, stop, is_finite, num_corrupt])
+    failed = [rank for rank, row in enumerate(rows) if row[0]]
+    if failed:
+        story = ""
+        if error is not None:
+            trace = "".join(traceback.format_exception(error))
+            story = f"{_summary(error)}\n{trace}"[:_LONGEST_STORY]
+        stories = gather(process, story)
+        if error is not None:
+            raise error
+        summary, _, trace = stories[failed[0]].partition("\n")
+        raise RankError(f"rank {failed[0]} stopped with {summary}") from RemoteTraceback(trace)
+    stops, finite, corrupt = list(zip(*rows, strict=True))[1:]
+    return Verdict(max(stops), all(finite), sum(corrupt))
+
+
+def run_on_all(process: Process, action: Callable[[], T]) -> T:
+    """Run an action on every rank; either all of them go on, or all of them raise.
+
+    The action itself must not wait for other ranks. A signal that interrupts it on one rank
+    interrupts all of them. Returns what the action returned on this rank.
+    """
+    value, failure, stop = None, None, 0
+    try:
+        value = action()
+    except Interrupted as interruption:
+        stop = interruption.signal
+    except Exception as error:
+        failure = error
+    if number := vote(process, error=failure, stop=stop).stop:
+        raise Interrupted(number)
+    return value  # type: ignore[return-value]

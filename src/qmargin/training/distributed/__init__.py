@@ -1,1 +1,0 @@
-"""The processes that share a run: groups, heartbeats, decisions taken together."""
