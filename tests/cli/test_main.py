@@ -75,7 +75,7 @@ def test_refusals_are_one_line_and_write_nothing(
         "demo --out run",
     ],
 )
-def test_a_gpu_that_is_not_there_is_refused(
+def test_a_gpu_that_is_not_there_is_refused_in_one_line(
     words: str, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(model.parent)

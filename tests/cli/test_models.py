@@ -20,7 +20,7 @@ from qmargin.evaluation.model import Verification, load_model
 from qmargin.models import create_backbone, onnx_file
 from qmargin.models.directory import CARD, ModelCard, read_card, write_model
 from qmargin.models.features import FilterBank
-from qmargin.training.checkpoint.reader import newest, read_prototypes
+from qmargin.training.checkpoint import newest, read_prototypes
 from qmargin.training.loop import train
 from qmargin.training.recipe_files import apply_settings
 

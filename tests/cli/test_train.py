@@ -268,7 +268,7 @@ def test_recipes_are_listed_and_printed_as_they_would_run(
     run("recipes")
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == list(list_recipes())
-    assert lines[0].endswith("on a CPU in a minute.")
+    assert any(line.endswith("on a CPU in a minute.") for line in lines)
     Path("debug").mkdir()  # a folder of that name is no recipe
     run("train", "debug", "--set", "loss.margin=0.3", "--set", "seed=3", "--print-recipe")
     printed = capsys.readouterr().out

@@ -42,11 +42,7 @@ class Paper(Overwriting):
     def run(self) -> None:
         from qmargin.report.paper import FIGURES, paper_figure, paper_table
         from qmargin.report.paper_layouts import TABLES
-<<<<<<< HEAD
-        from qmargin.report.paper_tables import paper_table
         from qmargin.schema import check_known
-=======
->>>>>>> main
 
         known = TABLES | FIGURES
         if self.list:

@@ -77,23 +77,8 @@ class Train(IndexPlace):
 
             sys.stdout.write(to_yaml(recipe))
             return
-<<<<<<< HEAD
         from qmargin.data.loader import WorkerTraceback
-        from qmargin.training.distributed.consensus import RemoteTraceback
-        from qmargin.training.distributed.heartbeat import EXIT_RANK_LOST
-=======
-        if self.out is None and not self.dry_run:
-            raise ConfigError(_NO_FOLDER)
-        try:
-            if self.out is None or self.dry_run:
-                self._dry_run(recipe)
-            else:
-                self._train(recipe, self.out)
-        except QMarginError as error:
-            _show_origin(error)
-            if isinstance(error, RankError):
-                from qmargin.training.distributed import EXIT_RANK_LOST
->>>>>>> main
+        from qmargin.training.distributed import EXIT_RANK_LOST, RemoteTraceback
 
         try:
             self._train(recipe)
@@ -157,26 +142,7 @@ class Train(IndexPlace):
             raise SystemExit(exit_status(outcome.signal))
 
 
-<<<<<<< HEAD
 def _say_once(text: str) -> None:
     """Write a line on the first rank: the others would say the same."""
     if os.environ.get("RANK", "0") == "0":
         sys.stderr.write(f"{text}\n")
-=======
-        report = dry_run(recipe, device=self.device)
-        if report.rank == 0:
-            sys.stdout.write("\n".join(report.lines()) + "\n")
-
-
-def _is_first() -> bool:
-    return os.environ.get("RANK", "0") == "0"  # the others would say the same
-
-
-def _show_origin(error: BaseException) -> None:
-    """Write the traceback of what happened in a data worker or on another rank, if that was it."""
-    from qmargin.data.loader import WorkerTraceback
-    from qmargin.training.distributed import RemoteTraceback
-
-    if isinstance(error.__cause__, WorkerTraceback | RemoteTraceback):
-        sys.stderr.write(f"{error.__cause__}\n")
->>>>>>> main
