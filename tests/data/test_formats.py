@@ -28,7 +28,7 @@ from qmargin.data.stored import AudioDataset, ImageDataset, OpenFiles
 from qmargin.errors import ConfigError, CorruptSample, DataError
 from qmargin.evaluation.columns import read_mapping
 from qmargin.evaluation.embed import FolderImages
-from qmargin.evaluation.protocols.pairs import read_pair_trials
+from qmargin.evaluation.protocols.face_sets import read_pair_trials
 from qmargin.evaluation.scores import read_scores
 from qmargin.evaluation.trials import read_trials
 

@@ -201,7 +201,7 @@ def test_wilson_covers_independent_trials():
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: sufficiency(1e-3, 0), ProtocolError, "0 impostor trials"),
+        (lambda: sufficiency(1e-3, 0), ProtocolError, "0 impostor"),
         (lambda: rule_of_three(0), ProtocolError, "0 trials"),
         (lambda: wilson(5, 4), DataError, "5 successes in 4"),
         (lambda: wilson(0, 0), ProtocolError, "0 trials"),

@@ -13,7 +13,7 @@ import traceback
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -61,8 +61,7 @@ class Layout(NamedTuple):
         return memory.view(self.dtype).as_strided(self.shape, self.strides)
 
 
-@dataclass(frozen=True)
-class SharedInputs:
+class SharedInputs(NamedTuple):
     """Inputs in a shared buffer, as a worker sends them: by the buffer's number."""
 
     pool: int
@@ -70,14 +69,6 @@ class SharedInputs:
     buffer: int
     layout: Layout
     memory: Tensor | None  # of the buffer, when it is sent for the first time
-
-    def tensor(self, *, is_pinned: bool = False) -> Tensor:
-        """The inputs, in the main process.
-
-        Args:
-            is_pinned: Copy them to page-locked memory; without it they stay where they are.
-        """
-        return _POOLS[self.pool].tensor(self, is_pinned=is_pinned)
 
 
 class WorkerBuffers:
@@ -102,17 +93,14 @@ class WorkerBuffers:
         for buffer, in_use in enumerate(self._in_use[self._worker].tolist()):
             if not in_use:
                 self._in_use[self._worker, buffer] = 1
-                return self._filled(buffer, layout)
+                memory = self._buffers.get(buffer)
+                is_new = memory is None or len(memory) < layout.num_bytes
+                if memory is None or is_new:
+                    memory = self._buffers[buffer] = _shared(layout.num_bytes)
+                sent = memory if is_new else None
+                inputs = SharedInputs(self._pool, self._worker, buffer, layout, sent)
+                return layout.on(memory), inputs
         return layout.on(_shared(layout.num_bytes)), None
-
-    def _filled(self, buffer: int, layout: Layout) -> tuple[Tensor, SharedInputs]:
-        memory = self._buffers.get(buffer)
-        is_new = memory is None or len(memory) < layout.num_bytes
-        if memory is None or is_new:
-            memory = self._buffers[buffer] = _shared(layout.num_bytes)
-        sent = memory if is_new else None
-        inputs = SharedInputs(self._pool, self._worker, buffer, layout, sent)
-        return layout.on(memory), inputs
 
 
 def _shared(num_bytes: int) -> Tensor:
@@ -121,14 +109,7 @@ def _shared(num_bytes: int) -> Tensor:
 
 
 class BufferPool:
-    """The buffers of all workers, in the main process.
-
-    A buffer is free again when the last tensor on it is gone.
-
-    Args:
-        num_workers: Processes that fill buffers.
-        num_buffers: Of each of them.
-    """
+    """The buffers of all workers, in the main process; one is free when no tensor is on it."""
 
     def __init__(self, num_workers: int, num_buffers: int) -> None:
         self.in_use = torch.zeros(num_workers, num_buffers, dtype=torch.uint8).share_memory_()
@@ -136,8 +117,8 @@ class BufferPool:
         self._buffers: dict[tuple[int, int], Tensor] = {}
         _POOLS[self.number] = self
 
-    def tensor(self, inputs: SharedInputs, *, is_pinned: bool) -> Tensor:
-        """See ``SharedInputs``."""
+    def tensor(self, inputs: SharedInputs, *, is_pinned: bool = False) -> Tensor:
+        """The inputs, where they are or, if pinned, copied to page-locked memory."""
         place = (inputs.worker, inputs.buffer)
         if inputs.memory is not None:
             self._buffers[place] = inputs.memory
@@ -212,7 +193,7 @@ class _Sent:
         """The batch, in the main process."""
         labels = torch.tensor(self.labels, dtype=torch.int64, pin_memory=is_pinned)
         if isinstance(self.inputs, SharedInputs):
-            inputs = self.inputs.tensor(is_pinned=is_pinned)
+            inputs = _POOLS[self.inputs.pool].tensor(self.inputs, is_pinned=is_pinned)
         else:
             inputs = self.inputs.pin_memory() if is_pinned else self.inputs
         rows = inputs[: len(labels)]
@@ -238,9 +219,8 @@ class _Rows:
         if given.shape != self._shape or given.dtype != self._dtype:
             name, first = map(self._dataset.sample_id, (sample.index, self._indices[0]))
             raise DataError(
-                f"sample {name!r} has shape {list(given.shape)} and {first!r} has "
-                f"{list(self._shape)} ({given.dtype} and {self._dtype}); bring inputs to one shape "
-                "and type when reading"
+                f"sample {name!r} is {given.dtype} {list(given.shape)} and {first!r} is "
+                f"{self._dtype} {list(self._shape)}; bring inputs to one shape and type"
             )
         self._array[len(self._indices)] = given  # NumPy copies small arrays faster than PyTorch
         self._indices.append(sample.index)
@@ -252,10 +232,8 @@ class _Rows:
     ) -> None:
         """Copy all samples at once."""
         if not len(inputs) == len(labels) == len(indices):
-            raise DataError(
-                f"read_many gave {len(inputs)} inputs and {len(labels)} labels for {len(indices)} "
-                "samples; give one of each"
-            )
+            found = f"{len(inputs)} inputs and {len(labels)} labels for {len(indices)} samples"
+            raise DataError(f"read_many gave {found}; give one of each")
         bad = np.flatnonzero((labels < 0) | (labels >= self._dataset.num_classes))
         if bad.size:
             check_label(self._dataset, int(indices[bad[0]]), int(labels[bad[0]]))
@@ -331,10 +309,8 @@ class BatchStream(Iterator[Batch]):
         try:
             sent = next(self._batches)
         except RuntimeError as error:  # a worker was killed, or is later than timeout_s
-            raise DataError(
-                f"the workers that read data stopped: {error}; look for a lack of memory, or set "
-                "num_workers=0 to see it happen in this process"
-            ) from error
+            remedy = "look for a lack of memory, or set num_workers=0"
+            raise DataError(f"the workers that read data stopped: {error}; {remedy}") from error
         if isinstance(sent, _Failure):
             raise DataError(f"cannot read {sent.summary}") from WorkerTraceback(sent.trace)
         batch = sent.received() if isinstance(sent, _Sent) else sent
@@ -348,12 +324,7 @@ class BatchStream(Iterator[Batch]):
     def __enter__(self) -> BatchStream:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
@@ -398,10 +369,8 @@ def build_loader(
         [(1, 0, [8, 3]), (2, 1, [8, 3])]
     """
     if order.n != len(dataset):
-        raise ConfigError(
-            f"the order is of {order.n} samples and the dataset has {len(dataset)}; "
-            "build the order with n=len(dataset)"
-        )
+        found = f"the order is of {order.n} samples and the dataset has {len(dataset)}"
+        raise ConfigError(f"{found}; build the order with n=len(dataset)")
     check_count(num_workers, "num_workers")
     order.part(start_step, rank=rank, world=world)  # raises for a bad step, rank or world here
     steps = range(start_step, sys.maxsize if stop_step is None else stop_step)
@@ -416,17 +385,16 @@ def build_loader(
         batch_size=None,
         sampler=steps,
         num_workers=num_workers,
-        collate_fn=_as_it_is,
+        collate_fn=_unchanged,
         worker_init_fn=_WorkerStart(pool.in_use, pool.number),
         pin_memory=pin_memory,
         generator=torch.Generator(),  # leaves the state of the global one alone
         **options,
     )
-    budget = CorruptBudget(None) if budget is None else budget
-    return BatchStream(iter(loader), pool, budget)
+    return BatchStream(iter(loader), pool, budget or CorruptBudget(None))
 
 
-def _as_it_is(batch: Any) -> Any:
+def _unchanged(batch: Any) -> Any:
     return batch
 
 

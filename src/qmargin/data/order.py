@@ -1,8 +1,7 @@
 """The order of samples: a function of seed, epoch and position, and of nothing else.
 
-No shuffled list is ever stored. A keyed permutation answers "which sample comes at position i"
-directly, so that any number of ranks and workers, and a run restarted in the middle of an epoch,
-read the same samples in the same order.
+A keyed permutation answers "which sample comes at position i", so that any number of ranks and
+workers, and a run restarted in the middle of an epoch, read the same samples in the same order.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ MOST_SAMPLES = 1 << 36  # of computed data: half a terabyte of labels
 _ROUNDS = 16  # fewer leave the orders of five or six samples visibly uneven
 _BLOCK = 1 << 14  # positions mapped at once: a few arrays of this size stay in the cache
 _SHIFT = np.uint64(32)
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_FIRST_FACTOR = np.uint64(0xBF58476D1CE4E5B9)  # the two factors of the splitmix64 finaliser
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_FIRST_FACTOR = np.uint64(0xBF58476D1CE4E5B9)  # with the step above, of splitmix64
 _SECOND_FACTOR = np.uint64(0x94D049BB133111EB)
 
 
@@ -38,6 +37,16 @@ def derived_seed(*parts: int) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
 
+def mixed(keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """A hash of each key: the finaliser of splitmix64, a permutation of 64-bit numbers."""
+    mixed = keys ^ (keys >> np.uint64(30))
+    mixed *= _FIRST_FACTOR
+    mixed ^= mixed >> np.uint64(27)
+    mixed *= _SECOND_FACTOR
+    mixed ^= mixed >> np.uint64(31)
+    return mixed
+
+
 def sample_seeds(seed: int, epoch: int, samples: NDArray[np.int64]) -> list[int]:
     """Seeds of the readings of samples in an epoch, each in ``[0, 2**63)``.
 
@@ -48,10 +57,8 @@ def sample_seeds(seed: int, epoch: int, samples: NDArray[np.int64]) -> list[int]
         >>> sample_seeds(0, 3, np.array([8])) == [second], first != second
         (True, True)
     """
-    mixed = samples.astype(np.uint64) * _GOLDEN + np.uint64(derived_seed(seed, epoch))
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * _FIRST_FACTOR
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * _SECOND_FACTOR
-    found: list[int] = ((mixed ^ (mixed >> np.uint64(31))) >> np.uint64(1)).tolist()
+    keys = samples.astype(np.uint64) * GOLDEN + np.uint64(derived_seed(seed, epoch))
+    found: list[int] = (mixed(keys) >> np.uint64(1)).tolist()
     return found
 
 
@@ -64,12 +71,9 @@ def check_count(value: object, name: str, *, low: int = 0) -> int:
 
 def check_samples(num_classes: int, samples_per_class: int) -> None:
     """Refuse more computed samples than there can be labels for."""
-    total = num_classes * samples_per_class
-    if total > MOST_SAMPLES:
-        raise ConfigError(
-            f"num_classes is {num_classes} and samples_per_class {samples_per_class}, {total} "
-            f"samples; at most {MOST_SAMPLES} are possible, lower one of them"
-        )
+    if num_classes * samples_per_class > MOST_SAMPLES:
+        given = f"num_classes is {num_classes} and samples_per_class {samples_per_class}"
+        raise ConfigError(f"{given}; at most {MOST_SAMPLES} samples are possible, lower one")
 
 
 class KeyedPermutation:
@@ -78,12 +82,7 @@ class KeyedPermutation:
     An index is split into a row and a column of a grid with at least ``n`` cells. Each round shifts
     one of the two by a keyed hash of the other (a Feistel network with addition in place of XOR),
     which can be undone, so the cells are permuted. A cell past ``n`` is mapped again until it falls
-    inside; the grid has at most ``sqrt(n)`` such cells.
-
-    Args:
-        n: Number of samples, at least 1.
-        seed: Any integer.
-        epoch: Any integer; another epoch is another permutation.
+    inside; the grid has at most ``sqrt(n)`` such cells. Seed and epoch may be any integers.
 
     Examples:
         >>> order = KeyedPermutation(6, seed=0, epoch=0)
@@ -102,9 +101,6 @@ class KeyedPermutation:
         self._rows = np.uint64(-(-self.n // num_columns))
         self._keys = [np.uint64(derived_seed(self.n, seed, epoch, turn)) for turn in range(_ROUNDS)]
 
-    def __len__(self) -> int:
-        return self.n
-
     @overload
     def __getitem__(self, position: int) -> int: ...
     @overload
@@ -119,15 +115,11 @@ class KeyedPermutation:
         cells = positions.astype(np.uint64).ravel()
         for start in range(0, cells.size, _BLOCK):
             block = cells[start : start + _BLOCK]
-            block[:] = self._shuffled(block)
+            block[:] = self._mapped(block)
+            while (outside := np.flatnonzero(block >= np.uint64(self.n))).size:
+                block[outside] = self._mapped(block[outside])
         samples: NDArray[np.int64] = cells.astype(np.int64).reshape(positions.shape)
         return samples if isinstance(position, np.ndarray) else int(samples)
-
-    def _shuffled(self, cells: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        mapped = self._mapped(cells)
-        while (outside := np.flatnonzero(mapped >= np.uint64(self.n))).size:
-            mapped[outside] = self._mapped(mapped[outside])
-        return mapped
 
     def _mapped(self, cells: NDArray[np.uint64]) -> NDArray[np.uint64]:
         """One pass through all rounds: a permutation of the cells of the grid."""
@@ -188,10 +180,8 @@ class GlobalOrder:
         check_count(self.n, "the number of samples", low=1)
         check_count(self.batch_size, "batch_size", low=1)
         if self.drop_last and self.batch_size > self.n:
-            raise ConfigError(
-                f"batch_size is {self.batch_size} and there are {self.n} samples, so no batch is "
-                "complete; lower batch_size or set drop_last=False"
-            )
+            given = f"batch_size is {self.batch_size} and there are {self.n} samples"
+            raise ConfigError(f"{given}; lower batch_size or set drop_last=False")
 
     @property
     def steps_per_epoch(self) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +21,7 @@ from qmargin.data.speech_augment import (
     RoomSimulator,
     SpectrumMasks,
     SpeechAugmentation,
+    span_at,
     tiled,
 )
 from qmargin.data.stored import AudioDataset
@@ -38,14 +38,7 @@ class AudioMemory:
     """Every recording at its sample rate in memory; forked workers share the arrays.
 
     What cannot be decoded raises when it is asked for, as it does from its file, so that it is
-    counted and replaced in the same way.
-
-    Args:
-        recordings: What to decode.
-        max_bytes: More than this is refused.
-
-    Raises:
-        ConfigError: The samples take more than ``max_bytes``.
+    counted and replaced in the same way. More than ``max_bytes`` is refused.
     """
 
     def __init__(self, recordings: AudioDataset, *, max_bytes: int = MAX_BYTES) -> None:
@@ -65,21 +58,17 @@ class AudioMemory:
                 self._held += pool.map(decoded, block)
                 self.nbytes = sum(item.nbytes for item in self._held if not isinstance(item, str))
                 if self.nbytes > max_bytes:
+                    taken, most = self.nbytes / 2**30, max_bytes / 2**30
                     raise ConfigError(
-                        f"{len(self._held):,} of {len(recordings):,} recordings take "
-                        f"{self.nbytes / 2**30:.1f} GiB and at most {max_bytes / 2**30:.1f} are "
-                        "held; set in_memory to false"
+                        f"{len(self._held):,} of {len(recordings):,} recordings take {taken:.1f} "
+                        f"GiB and at most {most:.1f} are held; set in_memory to false"
                     )
 
     def __len__(self) -> int:
         return len(self._held)
 
     def cut(self, index: int, *, span: Span, speed: float = 1.0) -> Samples:
-        """A span of a recording, as ``decode_audio`` gives it from a file of this rate.
-
-        Raises:
-            CorruptSample: It could not be decoded.
-        """
+        """A span of a recording, as ``decode_audio`` gives it from a file of this rate."""
         samples = self._held[index]
         if isinstance(samples, str):
             raise CorruptSample(samples)
@@ -137,17 +126,15 @@ class SpeechDataset:
         if not self.speeds or len(set(self.speeds)) < len(self.speeds):
             raise ConfigError(f"speeds are {self.speeds}; give one or more, each once")
         if self.classes_per_speaker < len(self.speeds):
+            given = f"classes_per_speaker is {classes_per_speaker}"
             raise ConfigError(
-                f"classes_per_speaker is {classes_per_speaker} and there are {len(self.speeds)} "
-                "speeds; each needs a class"
+                f"{given} and there are {len(self.speeds)} speeds; each needs a class"
             )
         if masks is not None and not as_features:
             raise ConfigError("masks are of features; set as_features, or mask on the device")
         if self.bank.sample_rate != recordings.sample_rate:
-            raise ConfigError(
-                f"the filter bank is for {self.bank.sample_rate} Hz and the recordings give "
-                f"{recordings.sample_rate} Hz; make them agree"
-            )
+            rates = f"{self.bank.sample_rate} Hz and the recordings give {recordings.sample_rate}"
+            raise ConfigError(f"the filter bank is for {rates} Hz; make them agree")
         self.num_samples = self.bank.num_samples(num_frames)
         for speed in self.speeds:  # a speed out of range must not wait for the first sample
             played_rate(AudioInfo(16000, 1, 1, "WAV"), speed)
@@ -166,45 +153,31 @@ class SpeechDataset:
         return self.recordings.labels if len(self.speeds) == 1 else None
 
     def read(self, index: int, seed: int) -> tuple[Tensor, int]:
-        """A chunk and its label, as the seed decides.
-
-        Raises:
-            CorruptSample: The utterance, or what should be mixed into it, cannot be decoded.
-        """
+        """A chunk and its label, as the seed decides, or ``CorruptSample``."""
         generator = np.random.default_rng(seed)
         turn = int(generator.integers(len(self.speeds)))
         label = turn * self.recordings.num_classes + int(self.recordings.labels[index])
-        samples = self._chunk(index, self.speeds[turn], place=generator.random())
+        rate, speed = self.recordings.sample_rate, self.speeds[turn]
+        span = span_at(generator.random(), self.num_samples, rate, speed)
+        if self.memory is None:
+            source = self.recordings.encoded(index)
+            samples = decode_audio(source, sample_rate=rate, span=span, speed=speed)
+        else:
+            samples = self.memory.cut(index, span=span, speed=speed)
+        samples = tiled(samples, self.num_samples)
         if self.augmentation is not None:
             samples = self.augmentation(samples, generator)
         if self.dither > 0.0:
             noise = generator.standard_normal(len(samples), dtype=np.float32)
             samples = samples + np.float32(self.dither / FULL_SCALE) * noise
         waveform = torch.from_numpy(np.ascontiguousarray(samples))
-        return (self._features(waveform, generator) if self.as_features else waveform), label
-
-    def _chunk(self, index: int, speed: float, *, place: float) -> Samples:
-        rate = self.recordings.sample_rate
-
-        def span(info: AudioInfo) -> tuple[int, int]:
-            ratio = played_rate(info, speed) / Fraction(rate)
-            wanted = -(-self.num_samples * ratio.numerator // ratio.denominator)
-            start = int(place * max(1, info.num_samples - wanted + 1))
-            return start, min(info.num_samples, start + wanted)
-
-        if self.memory is None:
-            source = self.recordings.encoded(index)
-            samples = decode_audio(source, sample_rate=rate, span=span, speed=speed)
-        else:
-            samples = self.memory.cut(index, span=span, speed=speed)
-        return tiled(samples, self.num_samples)
-
-    def _features(self, waveform: Tensor, generator: np.random.Generator) -> Tensor:
+        if not self.as_features:
+            return waveform, label
         features = subtract_mean(self.bank(waveform[None]))[0]
         if self.masks is not None:
             for axis, start, stop in self.masks.spans(features.shape, generator):
                 features.narrow(axis, start, stop - start).zero_()
-        return features
+        return features, label
 
     def sample_id(self, index: int) -> str:
         """The utterance's key."""
@@ -295,7 +268,15 @@ def open_speech(
         indexed=min_seconds > 0.0,
     )
     if min_seconds > 0.0:
-        recordings = _long_enough(recordings, min_seconds)
+        errors = recordings.index.texts("error")
+        is_kept = recordings.index.seconds() >= min_seconds
+        if errors is not None:  # a corrupt one is replaced and counted when it is read
+            is_kept |= np.diff(errors.ends, prepend=0) > 0
+        if not is_kept.any():
+            found = f"no recording of {recordings.index.root} is that long"
+            raise ConfigError(f"min_seconds is {min_seconds:g} and {found}; lower it")
+        if not is_kept.all():
+            recordings = recordings.subset(np.flatnonzero(is_kept))
     return SpeechDataset(
         recordings,
         num_frames=num_frames,
@@ -308,17 +289,3 @@ def open_speech(
         bank=FilterBank(sample_rate, num_bins, window),
         memory=AudioMemory(recordings) if in_memory else None,
     )
-
-
-def _long_enough(recordings: AudioDataset, min_seconds: float) -> AudioDataset:
-    """Recordings without those that are too short, by the durations in their index."""
-    errors = recordings.index.texts("error")
-    is_kept = recordings.index.seconds() >= min_seconds
-    if errors is not None:  # a corrupt one is replaced and counted when it is read
-        is_kept |= np.diff(errors.ends, prepend=0) > 0
-    if not is_kept.any():
-        raise ConfigError(
-            f"min_seconds is {min_seconds:g} and no recording of {recordings.index.root} is that "
-            "long; lower it"
-        )
-    return recordings if is_kept.all() else recordings.subset(np.flatnonzero(is_kept))

@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from qmargin.data.audio import SUFFIXES, AudioInfo, Samples, Span, decode_audio
+from qmargin.data.audio import SUFFIXES, AudioInfo, Samples, Span, decode_audio, played_rate
 from qmargin.data.index import Texts
 from qmargin.errors import ConfigError, CorruptSample, DataError
 
@@ -25,27 +25,18 @@ _WALL_GAP = 0.3  # metres that sources and microphones keep from walls
 
 @dataclass(frozen=True)
 class Room:
-    """A box with one source and one microphone.
+    """A box with one source and one microphone."""
 
-    Attributes:
-        size: Length, width and height in metres.
-        source: Position in it.
-        microphone: Position in it.
-        reverberation_s: Time in which sound fades by 60 dB (RT60), after Eyring's formula.
-    """
-
-    size: tuple[float, float, float]
-    source: tuple[float, float, float]
+    size: tuple[float, float, float]  # length, width and height in metres
+    source: tuple[float, float, float]  # position in it
     microphone: tuple[float, float, float]
-    reverberation_s: float
+    reverberation_s: float  # in which sound fades by 60 dB (RT60), after Eyring's formula
 
     def __post_init__(self) -> None:
         for name in ("source", "microphone"):
             place = getattr(self, name)
             if not all(0.0 < at < edge for at, edge in zip(place, self.size, strict=True)):
-                raise ConfigError(
-                    f"{name} is at {place}; it must be inside a room of {self.size} metres"
-                )
+                raise ConfigError(f"{name} is at {place}, outside a room of {self.size} metres")
         if not 0.0 < self.reverberation_s < math.inf:
             raise ConfigError(f"reverberation_s is {self.reverberation_s}; it must be above 0")
 
@@ -66,28 +57,22 @@ def room_response(
 ) -> NDArray[np.float32]:
     """Impulse response ``[n]`` of a room, starting when the source sounds.
 
-    Args:
-        room: Size, places and reverberation.
-        sample_rate: Of the response.
-        seconds: Length; the room's reverberation time without it.
-
-    Returns:
-        Pressure, with the direct sound at ``distance / 343 m/s`` and of height about
-        ``1 / (4 pi distance)``.
-
-    Examples:
-        >>> room = Room((5, 4, 3), source=(1, 1, 1), microphone=(3, 2, 1.5), reverberation_s=0.3)
-        >>> response = room_response(room)
-        >>> len(response), abs(int(np.abs(response).argmax()) - round(2.291 / 343 * 16000)) <= 1
-        (4800, True)
+    Pressure, with the direct sound at ``distance / 343 m/s`` and of height about
+    ``1 / (4 pi distance)``. It is as long as the room's reverberation unless ``seconds`` says.
     """
+    from scipy.signal import butter, resample_poly, sosfilt
+
     seconds = room.reverberation_s if seconds is None else seconds
     num_samples = max(1, round(seconds * sample_rate))
     distance, gain = _images(room, reach=seconds * SPEED_OF_SOUND)
     fine_rate = sample_rate * _OVERSAMPLING
     places = np.rint(distance * (fine_rate / SPEED_OF_SOUND)).astype(np.int64)
     fine = np.bincount(places, weights=gain, minlength=num_samples * _OVERSAMPLING)
-    return _low_passed(fine[: num_samples * _OVERSAMPLING].astype(np.float64), sample_rate)
+    fine = fine[: num_samples * _OVERSAMPLING].astype(np.float64)
+    coarse = resample_poly(fine, 1, _OVERSAMPLING) * _OVERSAMPLING  # heights survive the filter
+    sections = butter(2, _HIGH_PASS_HZ, "highpass", fs=sample_rate, output="sos")
+    filtered: NDArray[np.float64] = sosfilt(sections, coarse)
+    return filtered.astype(np.float32)
 
 
 def _images(room: Room, *, reach: float) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -117,37 +102,17 @@ def _images(room: Room, *, reach: float) -> tuple[NDArray[np.float64], NDArray[n
     return distance, table[walls[inside]] / (4.0 * math.pi * np.maximum(distance, 0.01))
 
 
-def _low_passed(fine: NDArray[np.float64], sample_rate: int) -> NDArray[np.float32]:
-    from scipy.signal import butter, resample_poly, sosfilt
-
-    coarse = resample_poly(fine, 1, _OVERSAMPLING) * _OVERSAMPLING  # heights survive the filter
-    sections = butter(2, _HIGH_PASS_HZ, "highpass", fs=sample_rate, output="sos")
-    filtered: NDArray[np.float64] = sosfilt(sections, coarse)
-    return filtered.astype(np.float32)
-
-
 @dataclass(frozen=True)
 class RoomSimulator:
     """Draws rooms and simulates them: an endless set of impulse responses, or a numbered one.
 
-    Args:
-        length: Range of length and width in metres.
-        height: Range of the height.
-        reverberation_s: Range of RT60.
-        sample_rate: Of the responses.
-        num_rooms: Draw from this many rooms, each of which is simulated once in a process and then
-            kept; zero for a new room every time, which costs tens of milliseconds.
-
-    Examples:
-        >>> simulator = RoomSimulator(reverberation_s=(0.2, 0.3))
-        >>> response = simulator.draw(np.random.default_rng(0))
-        >>> 0.2 <= len(response) / 16000 <= 0.3
-        True
+    With ``num_rooms``, each of these is simulated once in a process and then kept; zero makes a new
+    room every time, which costs tens of milliseconds.
     """
 
-    length: tuple[float, float] = (3.0, 10.0)
+    length: tuple[float, float] = (3.0, 10.0)  # range of length and width in metres
     height: tuple[float, float] = (2.5, 4.0)
-    reverberation_s: tuple[float, float] = (0.15, 0.45)
+    reverberation_s: tuple[float, float] = (0.15, 0.45)  # range of RT60
     sample_rate: int = 16000
     num_rooms: int = 0
 
@@ -169,11 +134,9 @@ class RoomSimulator:
         """A room with a source and a microphone somewhere in it."""
         width, depth = generator.uniform(*self.length, size=2)
         size = (float(width), float(depth), float(generator.uniform(*self.height)))
-        places = [
-            tuple(float(generator.uniform(_WALL_GAP, edge - _WALL_GAP)) for edge in size)
-            for _ in range(2)
-        ]
-        (sx, sy, sz), (mx, my, mz) = places
+        sx, sy, sz, mx, my, mz = (
+            float(generator.uniform(_WALL_GAP, edge - _WALL_GAP)) for edge in size * 2
+        )
         time = float(generator.uniform(*self.reverberation_s))
         return Room(size, (sx, sy, sz), (mx, my, mz), reverberation_s=time)
 
@@ -196,13 +159,16 @@ class ResponseSource(Protocol):
         ...
 
 
-def random_span(num_samples: int, sample_rate: int, generator: np.random.Generator) -> Span:
-    """A span of a file that lasts ``num_samples`` at ``sample_rate``, or all of a shorter file."""
-    share = generator.random()
+def span_at(place: float, num_samples: int, sample_rate: int, speed: float = 1.0) -> Span:
+    """A span of a file that lasts ``num_samples`` at ``sample_rate``, or all of a shorter file.
+
+    ``place`` in [0, 1) says where it begins, between the first and the last possible sample.
+    """
 
     def span(info: AudioInfo) -> tuple[int, int]:
-        wanted = -(-num_samples * info.sample_rate // sample_rate)
-        start = int(share * max(1, info.num_samples - wanted + 1))
+        ratio = played_rate(info, speed) / sample_rate
+        wanted = -(-num_samples * ratio.numerator // ratio.denominator)
+        start = int(place * max(1, info.num_samples - wanted + 1))
         return start, min(info.num_samples, start + wanted)
 
     return span
@@ -225,37 +191,24 @@ class Noises:
     Args:
         folder: Has at least one of the three.
         sample_rate: Of what is drawn.
-        snr_db: Range of signal-to-noise ratios by folder.
         babble: Recordings of ``speech`` that are mixed into one before they are added.
-
-    Raises:
-        DataError: If none of the folders has audio.
     """
 
-    def __init__(
-        self,
-        folder: str | Path,
-        *,
-        sample_rate: int = 16000,
-        snr_db: dict[str, tuple[float, float]] | None = None,
-        babble: int = 1,
-    ) -> None:
+    def __init__(self, folder: str | Path, *, sample_rate: int = 16000, babble: int = 1) -> None:
         self.sample_rate, self.babble = sample_rate, babble
-        ranges = SNR_DB if snr_db is None else snr_db
         if babble < 1:
             raise ConfigError(f"babble is {babble}; it must be at least 1")
-        found = {kind: audio_files(Path(folder) / kind) for kind in sorted(ranges)}
+        found = {kind: _audio_files(Path(folder) / kind) for kind in sorted(SNR_DB)}
         self.files = {kind: Texts.of(names) for kind, names in found.items() if names}
-        self.snr_db = {kind: ranges[kind] for kind in self.files}
         if not self.files:
-            kinds = ", ".join(sorted(ranges))
+            kinds = ", ".join(sorted(SNR_DB))
             raise DataError(f"{folder} has no audio in folders {kinds}; give MUSAN's own folder")
 
     def draw(self, num_samples: int, generator: np.random.Generator) -> tuple[Samples, float]:
         """Noise ``[num_samples]`` of a kind that is drawn first, and a ratio in dB for it."""
         kinds = sorted(self.files)
         kind = kinds[int(generator.integers(len(kinds)))]
-        snr = float(generator.uniform(*self.snr_db[kind]))
+        snr = float(generator.uniform(*SNR_DB[kind]))
         noise = self._one(kind, num_samples, generator)
         for _ in range(self.babble - 1 if kind == "speech" else 0):
             noise = noise + self._one(kind, num_samples, generator)
@@ -264,7 +217,7 @@ class Noises:
     def _one(self, kind: str, num_samples: int, generator: np.random.Generator) -> Samples:
         names = self.files[kind]
         path = names[int(generator.integers(len(names)))]
-        span = random_span(num_samples, self.sample_rate, generator)
+        span = span_at(generator.random(), num_samples, self.sample_rate)
         try:
             return tiled(decode_audio(path, sample_rate=self.sample_rate, span=span), num_samples)
         except CorruptSample as error:
@@ -272,19 +225,11 @@ class Noises:
 
 
 class ResponseFiles:
-    """Impulse responses in files of any folder structure; the first channel's mean is used.
-
-    Args:
-        folder: Searched with all folders below it.
-        sample_rate: Of what is drawn.
-
-    Raises:
-        DataError: If there is no audio.
-    """
+    """Impulse responses in files of a folder and those below it; channels are averaged."""
 
     def __init__(self, folder: str | Path, *, sample_rate: int = 16000) -> None:
         self.sample_rate = sample_rate
-        self.files = Texts.of(audio_files(Path(folder)))
+        self.files = Texts.of(_audio_files(Path(folder)))
         if not len(self.files):
             raise DataError(f"{folder} has no impulse responses; give a folder with audio files")
 
@@ -297,8 +242,7 @@ class ResponseFiles:
             raise CorruptSample(f"impulse response {path}: {error}") from error
 
 
-def audio_files(folder: Path) -> list[str]:
-    """Audio files in a folder and below it, by name."""
+def _audio_files(folder: Path) -> list[str]:
     return sorted(str(path) for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
 
 
@@ -322,12 +266,6 @@ def reverberate(samples: Samples, response: NDArray[np.float32]) -> Samples:
     unit = (response / np.sqrt(energy)).astype(np.float32)
     heard: Samples = oaconvolve(samples, unit)[: len(samples)]
     return heard.astype(np.float32, copy=False)
-
-
-def peak_normalised(samples: Samples) -> Samples:
-    """Samples with the loudest at one; silence stays."""
-    peak = float(np.abs(samples).max())
-    return samples if peak == 0.0 else samples / np.float32(peak)
 
 
 @dataclass(frozen=True)
@@ -357,29 +295,22 @@ class SpeechAugmentation:
         if not is_changed:
             return samples
         if self.responses is not None and (is_reverberant or self.noises is None):
-            return peak_normalised(reverberate(samples, self.responses.draw(generator)))
-        assert self.noises is not None  # one of the two is there
-        noise, snr = self.noises.draw(len(samples), generator)
-        return peak_normalised(add_noise(samples, noise, snr))
+            samples = reverberate(samples, self.responses.draw(generator))
+        elif self.noises is not None:
+            samples = add_noise(samples, *self.noises.draw(len(samples), generator))
+        peak = float(np.abs(samples).max())
+        return samples if peak == 0.0 else samples / np.float32(peak)
 
 
 @dataclass(frozen=True)
 class SpectrumMasks:
-    """SpecAugment: spans of frames and of bins set to zero, which is the mean once it is taken off.
+    """SpecAugment: spans of frames and of bins set to zero, the mean of normalised features."""
 
-    Args:
-        probability: Share of the samples that are masked.
-        num_time: Spans of frames.
-        max_frames: Their greatest length.
-        num_bins: Spans of bins.
-        max_bins: Their greatest width.
-    """
-
-    probability: float = 0.6
-    num_time: int = 1
-    max_frames: int = 10
-    num_bins: int = 1
-    max_bins: int = 8
+    probability: float = 0.6  # share of the samples that are masked
+    num_time: int = 1  # spans of frames
+    max_frames: int = 10  # their greatest length
+    num_bins: int = 1  # spans of bins
+    max_bins: int = 8  # their greatest width
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.probability <= 1.0:

@@ -151,11 +151,7 @@ def check_prototypes(head: MarginClassifier) -> None:
 
 
 def check_data_parallel(head: MarginClassifier) -> None:
-    """Refuse prototypes that ``DistributedDataParallel`` would overwrite and average.
-
-    Replicated prototypes with an ordinary gradient are what it is for. A shard is different on
-    every rank, and a fused gradient never passes it.
-    """
+    """Refuse a shard, or a fused gradient, that ``DistributedDataParallel`` would average."""
     wrapper = getattr(DistributedDataParallel, "_active_ddp_module", None)
     if wrapper is None or id(wrapper) == head.checked_wrapper:
         return

@@ -3,7 +3,7 @@
 ``backbone.safetensors`` and ``card.json`` are all that is needed to build the network again;
 ``recipe.yaml`` is the record of how it was trained, ``run.json`` what results say of that run
 (``qmargin.evaluation.result.RunInfo``), and ``thresholds.json``, where there is one, what its
-evaluation found (``qmargin.evaluation.thresholds``).
+evaluation found (``qmargin.evaluation.export``).
 """
 
 from __future__ import annotations
