@@ -157,9 +157,7 @@ def test_landmarks_of_a_manifest_need_no_detector(tmp_path: Path) -> None:
         ([], "has no photos"),
     ],
 )
-def test_manifests_that_would_write_elsewhere_are_refused(
-    lines: list[str], message: str, tmp_path: Path
-) -> None:
+def test_manifests_that_would_write_elsewhere_are_refused(lines, message, tmp_path):
     (tmp_path / "list.csv").write_text("\n".join([HEADER, *lines]))
     with pytest.raises(DataError, match=message):
         align_photos(tmp_path / "list.csv", tmp_path / "out")
@@ -172,9 +170,7 @@ def test_an_output_that_is_not_empty_is_refused(tmp_path: Path) -> None:
         align_photos(tmp_path, tmp_path)
 
 
-def test_without_a_detector_the_message_says_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_detector_the_message_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setattr("qmargin.data.alignment.find_spec", lambda name: None)
     (tmp_path / "in" / "ada").mkdir(parents=True)
     (tmp_path / "in" / "ada" / "a.jpg").write_bytes(jpeg(0))

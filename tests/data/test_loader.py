@@ -206,9 +206,7 @@ def test_a_closed_stream_ends() -> None:
         ({"num_workers": 1, "prefetch": 0}, "prefetch is 0"),
     ],
 )
-def test_bad_settings_are_refused_before_anything_starts(
-    options: dict[str, int], message: str
-) -> None:
+def test_bad_settings_are_refused_before_anything_starts(options, message):
     with pytest.raises(ConfigError, match=message):
         build_loader(dataset(), ORDER, **options)
 

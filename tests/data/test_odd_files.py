@@ -212,8 +212,8 @@ def flac_that_promises(num_samples: int, *, rate: int = 16000, channels: int = 1
     ("seconds", "rate", "channels"), [(14_000, 16000, 1), (14_000, 655_350, 8), (3_000, 48000, 2)]
 )
 def test_a_recording_that_promises_more_than_it_has_takes_little_memory(
-    seconds: int, rate: int, channels: int, tmp_path: Path
-) -> None:
+    seconds, rate, channels, tmp_path
+):
     path = tmp_path / "a.flac"
     path.write_bytes(flac_that_promises(seconds * rate, rate=rate, channels=channels))
     within(decode_audio, path, error=CorruptSample)

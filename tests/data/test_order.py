@@ -102,9 +102,7 @@ def test_known_values() -> None:
     step=st.integers(0, 200),
     drop_last=st.booleans(),
 )
-def test_parts_of_the_ranks_join_to_the_batch(
-    n: int, batch_size: int, world: int, step: int, drop_last: bool
-) -> None:
+def test_parts_of_the_ranks_join_to_the_batch(n, batch_size, world, step, drop_last):
     order = GlobalOrder(n, seed=2, batch_size=min(n, batch_size), drop_last=drop_last)
     parts = [order.part(step, rank=rank, world=world).tolist() for rank in range(world)]
     assert list(chain.from_iterable(parts)) == order.batch(step).tolist()

@@ -101,9 +101,7 @@ def test_split_records_get_their_magic_back(tmp_path: Path) -> None:
     pieces=st.lists(st.sampled_from([MAGIC, b"a", b"bc", b"defg", MAGIC * 2, b""]), max_size=9),
     label=st.integers(0, 2**24),
 )
-def test_writer_and_reader_are_inverse(
-    pieces: list[bytes], label: int, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_writer_and_reader_are_inverse(pieces, label, tmp_path_factory):
     folder = tmp_path_factory.mktemp("records")
     image = b"".join(pieces)
     with RecordWriter(folder / "a.rec") as writer:
@@ -208,9 +206,7 @@ def test_damage_is_named_with_its_place(damage, message: str, tmp_path: Path) ->
     assert [item.name for item in tmp_path.iterdir()] == ["train.rec"]  # no half index
 
 
-def test_records_larger_than_the_window_are_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_records_larger_than_the_window_are_read(tmp_path, monkeypatch):
     monkeypatch.setattr("qmargin.data.readers.recordio._WINDOW", 64)
     images = [bytes([seed]) * (10 + 37 * seed) for seed in range(12)]
     images[5] = (MAGIC + b"1234") * 30
