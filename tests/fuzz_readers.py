@@ -62,12 +62,7 @@ from qmargin.evaluation.trials import read_trials
 from qmargin.experiments.pictures import read_pictures
 from qmargin.models.weights import read_weights
 from qmargin.recipes import get_recipe
-from qmargin.training.checkpoint import (
-    load_checkpoint,
-    newest,
-    open_checkpoint,
-    save_checkpoint,
-)
+from qmargin.training.checkpoint import load_checkpoint, newest, open_checkpoint, save_checkpoint
 from qmargin.training.recipe_files import read_recipe, to_yaml
 
 SECONDS = 5.0
@@ -97,7 +92,8 @@ def read_all(place: str, folder: Path, **options: Any) -> None:
     for row in range(min(len(dataset), 50)):
         dataset.sample_id(row)
         dataset.source(row)
-        dataset.class_name(int(dataset.labels[row]))
+        if 0 <= dataset.labels[row] < dataset.num_classes:  # as training checks
+            dataset.class_name(int(dataset.labels[row]))
         caught(dataset.__getitem__, row)
 
 
@@ -425,9 +421,7 @@ READERS = {
     "list of tars": in_lists("tars.txt"),
     "audio index": Reader(make_audio_index, read_audio_index, ("a.qmindex",), repaired_index),
     "audio index, unfinished": Reader(
-        make_unfinished_index,
-        partial(read_all, "wav.scp", verify=True),
-        ("wav.scp.qmindex.part",),
+        make_unfinished_index, partial(read_all, "wav.scp", verify=True), ("wav.scp.qmindex.part",)
     ),
     "scores": Reader(make_scores, each(read_scores), ("*",)),
     "npz scores": Reader(make_npz_scores, each(read_scores), ("*",), repaired_zip),

@@ -35,13 +35,6 @@ def test_no_sample_of_the_largest_set_comes_twice() -> None:
     assert WEBFACE42M - 1000 < found.max() < WEBFACE42M
 
 
-def test_one_position_equals_many() -> None:
-    order = KeyedPermutation(1000, 3, 4)
-    grid = np.arange(1000).reshape(50, 20)
-    assert order[grid].tolist() == [[order[int(i)] for i in row] for row in grid]
-    assert type(order[5]) is int
-
-
 def test_batches_of_the_largest_set_need_no_list_of_it() -> None:
     tracemalloc.start()
     GlobalOrder(WEBFACE42M, seed=0, batch_size=1024).batch(30_000)
@@ -70,16 +63,6 @@ def test_neighbours_and_epochs_are_unrelated() -> None:
         assert abs(np.corrcoef(*pair)[0, 1]) < noise
     assert (first == second).sum() < 10  # one is expected
     assert (np.abs(np.diff(first)) == 1).sum() < 15  # two are expected
-
-
-def test_batches_mix_evenly() -> None:
-    """Thousand-sample batches fall on a hundred equal parts of the list as draws would."""
-    order = GlobalOrder(1_000_000, seed=5, batch_size=1000)
-    excess = []
-    for step in range(200):
-        counts = np.bincount(order.batch(step) // 10_000, minlength=100)
-        excess.append(((counts - 10.0) ** 2 / 10.0).sum())
-    assert abs(np.mean(excess) - 99) < 4 * math.sqrt(2 * 99 / 200)
 
 
 def test_known_values() -> None:

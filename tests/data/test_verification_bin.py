@@ -110,12 +110,6 @@ def test_hostile_pickles_are_refused_and_do_nothing(payload, tmp_path, monkeypat
     assert [path.name for path in tmp_path.iterdir()] == ["evil.bin"]
 
 
-def test_the_refused_name_is_shown(tmp_path: Path) -> None:
-    (tmp_path / "evil.bin").write_bytes(pickle.dumps(Payload(os.system, "true")))
-    with pytest.raises(DataError, match=r"names (posix|nt)\.system"):
-        read_bin(tmp_path / "evil.bin")
-
-
 def test_codecs_other_than_latin_1_are_refused(tmp_path: Path) -> None:
     import _codecs
 
