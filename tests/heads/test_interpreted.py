@@ -9,9 +9,8 @@ pytest.importorskip("triton")
 
 from helpers.heads import assert_same, make_head, make_loss, random_batch, screened, step, truth_of
 from qmargin.errors import ConfigError
-from qmargin.heads import classifier
 from qmargin.heads.optimizers import ExactSGD, SparseSGD
-from qmargin.kernels.dispatch import Call, load_backend
+from qmargin.kernels import dispatch
 from qmargin.kernels.triton import head as support
 
 if torch.cuda.is_available():
@@ -22,11 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpr
 
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch):
-    def load(call, name):
-        call = Call(call.device, call.dtype, call.screen_dtype, may_interpret=True)
-        return load_backend(call, name)
-
-    monkeypatch.setattr(classifier, "load_backend", load)
+    monkeypatch.setattr(dispatch, "may_interpret", True)
     monkeypatch.setattr(support, "ROOM", 32)
 
 
