@@ -81,11 +81,9 @@ class Launch(NamedTuple):
         most = 2  # persistent programs: one per multiprocessor, a few in the interpreter
         if device.type == "cuda":
             most = torch.cuda.get_device_properties(device).multi_processor_count
-        programs, options = (
-            min(most, row_tiles * class_tiles),
-            {"num_warps": warps, "num_stages": 3},
-        )
-        return cls(operands, row_tiles, class_tiles, programs, (rows, classes, 64), options)
+        options, sizes = {"num_warps": warps, "num_stages": 3}, (rows, classes, 64)
+        programs = min(most, row_tiles * class_tiles)
+        return cls(operands, row_tiles, class_tiles, programs, sizes, options)
 
 
 @triton.jit
@@ -118,10 +116,9 @@ def unit_rows(embeddings: Tensor, labels: Tensor, ignored: int) -> tuple[Tensor,
     num_rows, depth = embeddings.shape
     unit = torch.empty_like(embeddings)
     norms = embeddings.new_empty(num_rows)
-    if num_rows:
-        _unit[(num_rows,)](
-            embeddings, labels, unit, norms, ignored, depth, power_of_two(depth), num_warps=4
-        )
+    _unit[(num_rows,)](
+        embeddings, labels, unit, norms, ignored, depth, power_of_two(depth), num_warps=4
+    )
     return unit, norms
 
 
@@ -130,10 +127,7 @@ def unit_gradient(gradient: Tensor, unit: Tensor, norms: Tensor) -> Tensor:
     gradient = gradient.contiguous()
     num_rows, depth = gradient.shape
     out = torch.empty_like(gradient)
-    if num_rows:
-        _unit_gradient[(num_rows,)](
-            gradient, unit, norms, out, depth, power_of_two(depth), num_warps=4
-        )
+    _unit_gradient[(num_rows,)](gradient, unit, norms, out, depth, power_of_two(depth), num_warps=4)
     return out
 
 
@@ -170,11 +164,10 @@ def prepare_rows(
     rounded = torch.empty_like(embeddings, dtype=dtype)
     targets = torch.empty_like(embeddings)
     rounding, cosines = torch.empty((2, num_rows), device=embeddings.device).unbind()
-    if num_rows:
-        _prepare[(num_rows,)](
-            embeddings, labels, prototypes, inverse_norms, rounded, rounding, targets,
-            cosines, depth, power_of_two(depth), num_warps=4,
-        )  # fmt: skip
+    _prepare[(num_rows,)](
+        embeddings, labels, prototypes, inverse_norms, rounded, rounding, targets,
+        cosines, depth, power_of_two(depth), num_warps=4,
+    )  # fmt: skip
     return PreparedRows(embeddings, rounded, rounding, targets, cosines)
 
 
