@@ -1,5 +1,4 @@
-"""Passes with kernels against plain ones on the same rounded operands; elsewhere than on a GPU, in
-Triton's interpreter."""
+"""Passes with kernels against plain ones on the same rounded operands; interpreted on a CPU."""
 
 import pytest
 import torch
