@@ -144,7 +144,7 @@ class Train(IndexPlace):
 
         report = dry_run(recipe, device=self.device)
         if report.rank == 0:
-            sys.stdout.write("\n".join(report.lines()) + "\n")
+            sys.stdout.write("\n".join(report.lines) + "\n")
 
 
 def _is_first() -> bool:
