@@ -425,8 +425,8 @@ def write_durations(folder: Path) -> None:
 
 
 def write_thresholds(folder: Path) -> None:
-    from qmargin.evaluation.thresholds import thresholds_of
-    from qmargin.evaluation.thresholds import write_thresholds as write
+    from qmargin.evaluation.export import thresholds_of
+    from qmargin.evaluation.export import write_thresholds as write
 
     hashes = {"weights_sha256": "0" * 64, "result_sha256": "1" * 64}
     found = thresholds_of(small_result(), **hashes, is_trusted=True)

@@ -25,13 +25,8 @@ from helpers.runs import losses as losses_of
 from helpers.runs import tiny_recipe
 from qmargin.evaluation.result import Result, read_result
 from qmargin.experiments.experiment import Experiment, Search, TestProtocol
-from qmargin.experiments.named import (
-    DEMO_SETTINGS,
-    Size,
-    demo_experiment,
-    grid_arms,
-    stroke_recipe,
-)
+from qmargin.experiments.named import Size, grid_arms, stroke_recipe
+from qmargin.experiments.named.demo import DEMO_SETTINGS, demo_experiment
 from qmargin.experiments.run import NORMALISED, RESULT
 from qmargin.experiments.worlds import Made
 from qmargin.recipes import get_recipe, list_recipes

@@ -22,13 +22,13 @@ from qmargin.data.audio import decode_audio
 from qmargin.data.images import decode_image
 from qmargin.data.open import open_audio, open_images, open_index, recognise
 from qmargin.data.reader import IMAGES, RECORDINGS, Found, Reader, Sample
-from qmargin.data.readers.pairs import read_pairs
+from qmargin.data.readers.lists import read_pairs
 from qmargin.data.readers.tar import tar_members
 from qmargin.data.stored import AudioDataset, ImageDataset, OpenFiles
 from qmargin.errors import ConfigError, CorruptSample, DataError
 from qmargin.evaluation.columns import read_mapping
 from qmargin.evaluation.embed import FolderImages
-from qmargin.evaluation.protocols.pairs import read_pair_trials
+from qmargin.evaluation.protocols.face_sets import read_pair_trials
 from qmargin.evaluation.scores import read_scores
 from qmargin.evaluation.trials import read_trials
 

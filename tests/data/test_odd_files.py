@@ -16,14 +16,14 @@ from qmargin.data import open_dataset, read_bin
 from qmargin.data.alignment import align_photos
 from qmargin.data.audio import decode_audio, read_info
 from qmargin.data.index import indexed_seconds, read_index
-from qmargin.data.readers.pairs import read_pairs
+from qmargin.data.readers.lists import read_pairs
 from qmargin.errors import CorruptSample, DataError, QMarginError
 from qmargin.evaluation.columns import read_mapping
 from qmargin.evaluation.embeddings import read_embeddings
+from qmargin.evaluation.export import read_thresholds
+from qmargin.evaluation.protocols.face_sets import read_pair_trials
 from qmargin.evaluation.protocols.ijb import read_inside, read_integers, read_template_list
-from qmargin.evaluation.protocols.pairs import read_pair_trials
 from qmargin.evaluation.scores import read_scores
-from qmargin.evaluation.thresholds import read_thresholds
 from qmargin.evaluation.trials import read_trials
 from qmargin.files import open_regular
 from qmargin.models.weights import read_weights

@@ -310,7 +310,7 @@ def every_pair(embeddings, identities):
 
 def labelled(embeddings):
     names, labels = np.unique(identities_of(embeddings.keys), return_inverse=True)
-    return embeddings.matrix, labels, tuple(names.tolist())
+    return all_pairs.PairSamples(embeddings.matrix, labels, tuple(names.tolist()), str, "")
 
 
 @pytest.mark.parametrize("ties", [False, True])
@@ -384,11 +384,11 @@ def test_order_does_not_matter_and_systems_can_be_paired():
 
 def test_replicates_are_those_of_the_general_bootstrap():
     """The weight of all pairs follows from the draws: nothing is lost by counting the tail only."""
-    embeddings, labels, names = labelled(made(60, 5))
-    trials, fars = all_trials(embeddings, labels, names), (1e-2, 1e-3)
+    samples = labelled(made(60, 5))
+    trials, fars = all_trials(samples), (1e-2, 1e-3)
     general = bootstrap(trials, fars, p_targets=(), grid_fars=(5e-3,), num_replicates=50)
     found = bootstrap_pairs(
-        trials, np.bincount(labels), fars, grid_fars=(5e-3,), rough_eer=0.05, num_replicates=50
+        trials, samples.num_samples, fars, 0.05, grid_fars=(5e-3,), num_replicates=50
     )
     np.testing.assert_array_equal(found.tar, general.tar)
     np.testing.assert_array_equal(found.frr_at_grid, general.frr_at_grid)
@@ -397,19 +397,20 @@ def test_replicates_are_those_of_the_general_bootstrap():
 
 
 def test_a_tail_that_is_too_short_is_lengthened(monkeypatch):
-    embeddings, labels, names = labelled(made(60, 5))
-    trials = all_trials(embeddings, labels, names)
+    samples = labelled(made(60, 5))
+    trials = all_trials(samples)
     general = bootstrap(trials, (0.1,), p_targets=(), num_replicates=10)
     monkeypatch.setattr(all_pairs, "FIRST_TAIL", 0.01)
     found = bootstrap_pairs(
-        trials, np.bincount(labels), (0.1,), grid_fars=(1e-3,), rough_eer=0.0, num_replicates=10
+        trials, samples.num_samples, (0.1,), 0.0, grid_fars=(1e-3,), num_replicates=10
     )
     np.testing.assert_array_equal(found.tar, general.tar)
     np.testing.assert_allclose(found.eer, general.eer, rtol=1e-12)
 
 
 def test_the_largest_impostors_are_all_that_are_above_the_least_of_them():
-    embeddings, labels, _ = labelled(made(60, 5))
+    samples = labelled(made(60, 5))
+    embeddings, labels = samples.embeddings, samples.labels
     products = evaluate_all_pairs(embeddings, labels, []).products
     unit = unit_rows(embeddings)
     first, second = np.triu_indices(len(unit), k=1)
@@ -428,31 +429,27 @@ def test_the_largest_impostors_are_all_that_are_above_the_least_of_them():
 
 def test_many_pairs_have_the_replicates_of_few(monkeypatch):
     """Nothing is lost where the tail holds what the rates need."""
-    embeddings, labels, names = labelled(made(60, 5))
-    found = evaluate_all_pairs(embeddings, labels, (1e-2, 1e-3))
+    samples = labelled(made(60, 5))
+    found = evaluate_all_pairs(samples.embeddings, samples.labels, (1e-2, 1e-3))
     few = bootstrap(
-        all_trials(embeddings, labels, names),
+        all_trials(samples),
         (1e-2, 1e-3),
         p_targets=(),
         grid_fars=(5e-3,),
         num_replicates=30,
     )
-    many = bootstrap_many_pairs(
-        embeddings, labels, names, found, grid_fars=(5e-3,), num_replicates=30
-    )
+    many, many_note = bootstrap_many_pairs(samples, found, grid_fars=(5e-3,), num_replicates=30)
     np.testing.assert_array_equal(many.tar, few.tar)
     np.testing.assert_array_equal(many.frr_at_grid, few.frr_at_grid)
     np.testing.assert_allclose(many.eer, few.eer, rtol=1e-12)
-    assert many.note is None
+    assert many_note is None
     monkeypatch.setattr(all_pairs, "MAX_TAIL", 400)
     monkeypatch.setattr(all_pairs, "NUM_SAMPLED", 200_000)
-    short = bootstrap_many_pairs(
-        embeddings, labels, names, found, grid_fars=(5e-3,), num_replicates=30
-    )
+    short, short_note = bootstrap_many_pairs(samples, found, grid_fars=(5e-3,), num_replicates=30)
     np.testing.assert_array_equal(short.tar[:, 1], few.tar[:, 1])  # 0.001 of 43,000 pairs
     np.testing.assert_allclose(short.tar[:, 0], few.tar[:, 0], atol=0.05)
     np.testing.assert_allclose(short.eer, few.eer, atol=0.01)
-    assert "the EER" in short.note
+    assert "the EER" in short_note
 
 
 @pytest.mark.parametrize("is_normalised", [False, True])

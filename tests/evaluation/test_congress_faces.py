@@ -12,20 +12,20 @@ from helpers.faces import PatchModel
 from qmargin.evaluation.embed import FolderImages, write_embeddings
 from qmargin.evaluation.embeddings import read_embeddings
 from qmargin.evaluation.evaluate import EvaluationOptions
-from qmargin.evaluation.protocols.pairs import evaluate_pairs
+from qmargin.evaluation.protocols.face_sets import evaluate_pairs
 from qmargin.evaluation.result import write_result
 from qmargin.evaluation.trials import read_trials
 from qmargin.report.media import MediaFolder
 from qmargin.report.write import ReportOptions, write_report
 
 
-def data_folder() -> Path:
+def data_folder():
     beside = Path(__file__).parents[3] / "shared" / "data"
     return Path(os.environ.get("QMARGIN_DATA", beside)) / "congress_faces"
 
 
 @pytest.fixture
-def portraits(tmp_path: Path) -> Path:
+def portraits(tmp_path):
     """Some people with two photos, one file each in a folder, and a list of pairs."""
     folder = data_folder()
     if not folder.is_dir():
@@ -52,7 +52,7 @@ def portraits(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_portraits_to_a_report_with_pictures(portraits: Path) -> None:
+def test_portraits_to_a_report_with_pictures(portraits):
     trials = read_trials(portraits / "pairs.csv")
     images = FolderImages(portraits / "images", trials.keys.names)
     path = write_embeddings(

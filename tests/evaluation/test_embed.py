@@ -6,7 +6,6 @@ import json
 import os
 import re
 import stat
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,9 +13,9 @@ import soundfile
 import torch
 import torch.nn.functional as F
 from safetensors.numpy import save_file
-from torch import Tensor, nn
+from torch import nn
 
-from helpers.faces import ArrayImages, PatchModel, face
+from helpers.faces import ArrayImages, PatchModel, embedded, face
 from helpers.model_directories import make_model, pictures, write_pictures
 from helpers.recordings import encoded, real_speech, speaker_folders, tone
 from qmargin.data.open import open_index
@@ -26,7 +25,6 @@ from qmargin.evaluation.embed import (
     FileRow,
     Recordings,
     embed_files,
-    embed_samples,
     embed_turned,
     find_files,
     write_embedding_file,
@@ -36,25 +34,21 @@ from qmargin.evaluation.embed import (
 )
 from qmargin.evaluation.embeddings import map_embeddings, read_embeddings, read_seconds, stored_flip
 from qmargin.evaluation.evaluate import EvaluationOptions
-from qmargin.evaluation.model import Model, load_model
-from qmargin.evaluation.protocols.speakers import (
-    evaluate_speakers,
-)
-from qmargin.evaluation.trials import TrialList, read_trials
+from qmargin.evaluation.model import load_model
+from qmargin.evaluation.protocols.speakers import evaluate_speakers
+from qmargin.evaluation.trials import read_trials
 from qmargin.models.speaker import SpeakerInput, SpeakerResNet
 
 
 @pytest.fixture
-def images() -> ArrayImages:
+def images():
     return ArrayImages([face(number, 0) for number in range(11)])
 
 
 @pytest.mark.parametrize("batch_size", [1, 4, 64])
 @pytest.mark.parametrize("flip", ["none", "sum", "both"])
-def test_rows_are_the_models_answers_in_order(
-    images: ArrayImages, flip: str, batch_size: int
-) -> None:
-    found = embed_samples(PatchModel(), images, flip=flip, batch_size=batch_size, num_workers=3)
+def test_rows_are_the_models_answers_in_order(images, flip, batch_size):
+    found = embedded(images, flip=flip, batch_size=batch_size, num_workers=3)
     plain = np.stack([PatchModel().embed(image[None])[0] for image in images.images])
     mirror = np.stack([PatchModel().embed(image[None, :, ::-1])[0] for image in images.images])
     assert not np.allclose(plain, mirror)
@@ -63,142 +57,127 @@ def test_rows_are_the_models_answers_in_order(
     np.testing.assert_array_equal(found, expected)
 
 
-def test_a_tensor_of_any_precision_is_taken(images: ArrayImages) -> None:
+def test_a_tensor_of_any_precision_is_taken(images):
     class Half(PatchModel):
-        def embed(self, images: np.ndarray) -> torch.Tensor:
+        def embed(self, images):
             return torch.from_numpy(super().embed(images)).bfloat16().requires_grad_()
 
-    found = embed_samples(Half(), images)
-    np.testing.assert_allclose(found, embed_samples(PatchModel(), images), rtol=1e-2)
+    np.testing.assert_allclose(embedded(images, model=Half()), embedded(images), rtol=1e-2)
 
 
-def written(path: Path, model: PatchModel, images: ArrayImages, **options: object) -> Path:
+def written(path, model, images, **options):
     keys = [f"p/{number}.jpg" for number in range(len(images))]
     settings = {"keys": keys, "model_id": "m", "batch_size": 2, "flip": "sum", **options}
-    return write_embeddings(model, images, path, **settings)  # type: ignore[arg-type]
+    return write_embeddings(model, images, path, **settings)
 
 
-def test_the_file_can_be_read_and_only_by_its_owner(tmp_path: Path, images: ArrayImages) -> None:
-    calls = []
-    path = written(
-        tmp_path / "e.safetensors",
-        PatchModel(),
-        images,
-        progress=lambda done, total: calls.append((done, total)),
-    )
-    found = read_embeddings(path)
+def mode_of(path):
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_the_file_can_be_read_and_only_by_its_owner(tmp_path, images):
+    calls, path = [], tmp_path / "e.safetensors"
+    written(path, PatchModel(), images, progress=lambda *numbers: calls.append(numbers))
+    found, mapped = read_embeddings(path), map_embeddings(path)
     assert found.keys == tuple(f"p/{number}.jpg" for number in range(11))
-    expected = embed_samples(PatchModel(), images, flip="sum")
-    np.testing.assert_array_equal(found.matrix, expected)
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert stored_flip(path) == "sum"
-    assert calls[-1] == (11, 11)
+    np.testing.assert_array_equal(found.matrix, embedded(images, flip="sum"))
+    assert (mode_of(path), stored_flip(path), calls[-1]) == (0o600, "sum", (11, 11))
     assert [each.name for each in tmp_path.iterdir()] == ["e.safetensors"]
+    assert isinstance(mapped.matrix, np.memmap)
+    assert (mapped.keys, mapped.source) == (found.keys, found.source)
+    np.testing.assert_array_equal(mapped.matrix, found.matrix)
 
 
-def test_a_stopped_run_goes_on_and_ends_in_the_same_bytes(
-    tmp_path: Path, images: ArrayImages, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("qmargin.evaluation.embed._ROWS_BETWEEN_RECORDS", 4)
+class Dying(PatchModel):
+    def embed(self, images):
+        if self.num_calls == 6:
+            raise KeyboardInterrupt
+        return super().embed(images)
+
+
+def test_a_stopped_run_goes_on_and_ends_in_the_same_bytes(tmp_path, images, monkeypatch):
+    monkeypatch.setattr(embed, "_ROWS_BETWEEN_RECORDS", 4)
     whole = written(tmp_path / "whole.safetensors", PatchModel(), images).read_bytes()
-
-    class Dying(PatchModel):
-        def embed(self, images: np.ndarray) -> np.ndarray:
-            if self.num_calls == 6:
-                raise KeyboardInterrupt
-            return super().embed(images)
-
     path = tmp_path / "parts.safetensors"
     with pytest.raises(KeyboardInterrupt):
         written(path, Dying(), images)
     assert not path.exists()
     record = json.loads((tmp_path / "parts.safetensors.progress").read_bytes())
     assert record["num_done"] == 4
+    with pytest.raises(DataError, match="other inputs or options"):
+        written(path, PatchModel(), images, model_id="another")
     rest = PatchModel()
     written(path, rest, images)
     assert rest.num_calls == 8  # batches of 2 from the fifth image on, twice
     assert path.read_bytes() == whole
-
-
-def test_a_part_of_another_model_is_refused(tmp_path: Path, images: ArrayImages) -> None:
-    path = tmp_path / "e.safetensors"
-
-    class Dying(PatchModel):
-        def embed(self, images: np.ndarray) -> np.ndarray:
-            if self.num_calls == 4:
-                raise KeyboardInterrupt
-            return super().embed(images)
-
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("qmargin.evaluation.embed._ROWS_BETWEEN_RECORDS", 1)
+    with pytest.raises(KeyboardInterrupt):
         written(path, Dying(), images)
-    with pytest.raises(DataError, match="other inputs or options"):
-        written(path, PatchModel(), images, model_id="another")
     written(path, PatchModel(), images, model_id="another", restart=True)
     assert len(read_embeddings(path)) == 11
 
 
-def test_bad_images_and_answers_are_named(tmp_path: Path, images: ArrayImages) -> None:
+def test_bad_images_and_answers_are_named(tmp_path, images):
     class Broken(ArrayImages):
-        def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
+        def __getitem__(self, index):
             if index == 5:
                 raise CorruptSample("zero bytes")
             return super().__getitem__(index)
 
     path = tmp_path / "e.safetensors"
-    with pytest.raises(DataError, match=r"'p/5.jpg' cannot be embedded \(zero bytes\)"):
+    with pytest.raises(DataError, match=r"'p/5.jpg' .*\(zero bytes\)"):
         written(path, PatchModel(), Broken(images.images))
     images.images[3] = images.images[3][:100]
-    with pytest.raises(ShapeError, match=r"'p/3.jpg' has the shape \(100, 112, 3\)"):
+    with pytest.raises(ShapeError, match=r"'p/3.jpg' .*\(100, 112, 3\)"):
         written(path, PatchModel(), images)
     images.images[3] = face(3, 0).astype(np.float32)
     with pytest.raises(ShapeError, match=r"'p/3\.jpg' is a float32 array"):
         written(path, PatchModel(), images)
 
 
-class _Answers:
-    def __init__(self, answer: np.ndarray) -> None:
+class Answers:
+    def __init__(self, answer):
         self.answer = answer
 
-    def embed(self, images: np.ndarray) -> np.ndarray:
+    def embed(self, images):
         return self.answer[: len(images)]
 
 
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        (np.zeros((64,)), r"the shape \(11,\) for 11 samples"),
-        (np.zeros((5, 4)), r"the shape \(5, 4\) for 11 samples"),
-        (np.zeros((64, 0)), r"the shape \(11, 0\)"),
-        (np.where(np.arange(64)[:, None] == 7, np.nan, np.ones((64, 4))), "of '7' is not finite"),
+        (np.zeros((64,)), r"\(11,\)"),
+        (np.zeros((5, 4)), r"\(5, 4\) for 11"),
+        (np.zeros((64, 0)), r"\(11, 0\)"),
+        (np.where(np.arange(64)[:, None] == 7, np.nan, np.ones((64, 4))), "'7' is not finite"),
     ],
 )
-def test_answers_that_are_no_embeddings(
-    images: ArrayImages, answer: np.ndarray, message: str
-) -> None:
+def test_answers_that_are_no_embeddings(images, answer, message):
     with pytest.raises((ShapeError, DataError), match=message):
-        embed_samples(_Answers(answer), images)
+        embedded(images, model=Answers(answer))
 
 
-def test_settings_that_are_refused(tmp_path: Path, images: ArrayImages) -> None:
-    with pytest.raises(ConfigError, match="flip 'half' is unknown"):
-        embed_samples(PatchModel(), images, flip="half")
-    with pytest.raises(ConfigError, match="batch_size=0"):
-        embed_samples(PatchModel(), images, batch_size=0)
-    with pytest.raises(DataError, match="0 samples"):
-        embed_samples(PatchModel(), ArrayImages([]))
-    path = tmp_path / "e.safetensors"
-    with pytest.raises(ConfigError, match=r"does not end in \.safetensors"):
-        written(tmp_path / "e.npz", PatchModel(), images)
-    with pytest.raises(ShapeError, match="2 keys for 11 samples"):
-        written(path, PatchModel(), images, keys=["a", "b"])
-    with pytest.raises(DataError, match="the key 'a' names two"):
-        written(path, PatchModel(), images, keys=["b", "a", *"acdefghij"])
-    assert not path.exists()
+@pytest.mark.parametrize(
+    ("name", "options", "error", "message"),
+    [
+        ("e.safetensors", {"flip": "half"}, ConfigError, "'half'"),
+        ("e.safetensors", {"batch_size": 0}, ConfigError, "batch_size=0"),
+        ("e.npz", {}, ConfigError, r"\.safetensors"),
+        ("e.safetensors", {"keys": ["a", "b"]}, ShapeError, "2 keys for 11 samples"),
+        ("e.safetensors", {"keys": [*"baacdefghij"]}, DataError, "key 'a'"),
+    ],
+)
+def test_settings_that_are_refused(tmp_path, images, name, options, error, message):
+    with pytest.raises(error, match=message):
+        written(tmp_path / name, PatchModel(), images, **options)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_flip_of_a_file_that_does_not_say(tmp_path: Path) -> None:
+def test_no_samples_are_refused():
+    with pytest.raises(DataError, match="0 samples"):
+        embedded(ArrayImages([]))
+
+
+def test_flip_of_a_file_that_does_not_say(tmp_path):
     np.savez(tmp_path / "e.npz", a=np.ones(3))
     assert stored_flip(tmp_path / "e.npz") is None
     bad = tmp_path / "bad.safetensors"
@@ -207,15 +186,7 @@ def test_flip_of_a_file_that_does_not_say(tmp_path: Path) -> None:
         stored_flip(bad)
 
 
-def test_a_mapped_file_is_the_one_that_is_read(tmp_path: Path, images: ArrayImages) -> None:
-    path = written(tmp_path / "e.safetensors", PatchModel(), images)
-    mapped, read = map_embeddings(path), read_embeddings(path)
-    assert isinstance(mapped.matrix, np.memmap)
-    assert (mapped.keys, mapped.source) == (read.keys, read.source)
-    np.testing.assert_array_equal(mapped.matrix, read.matrix)
-
-
-def test_files_that_are_not_mapped(tmp_path: Path) -> None:
+def test_files_that_are_not_mapped(tmp_path):
     np.savez(tmp_path / "e.npz", keys=np.array(["a"]), embeddings=np.ones((1, 4)))
     assert map_embeddings(tmp_path / "e.npz").keys == ("a",)
     path = tmp_path / "e.safetensors"
@@ -241,45 +212,43 @@ def test_files_that_are_not_mapped(tmp_path: Path) -> None:
 class Counting:
     """A network that counts what it is given, and may stop."""
 
-    def __init__(self, network: nn.Module, stop_at: int | None = None) -> None:
+    def __init__(self, network, stop_at=None):
         self.network, self.stop_at, self.lengths = network.eval(), stop_at, list[int]()
 
     @torch.no_grad()
-    def embed(self, waveforms: list[np.ndarray]) -> torch.Tensor:
+    def embed(self, waveforms):
         if len(self.lengths) == self.stop_at:
             raise KeyboardInterrupt
         self.lengths.append(len(waveforms[0]))
-        found: torch.Tensor = self.network(torch.from_numpy(np.stack(waveforms)))
-        return found
+        return self.network(torch.from_numpy(np.stack(waveforms)))
 
 
 class MeanSpectrum(nn.Module):
     """How much each bin moves: enough to tell some speakers apart."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.frontend = SpeakerInput()
 
-    def forward(self, waveforms: torch.Tensor) -> torch.Tensor:
-        deviations: torch.Tensor = self.frontend(waveforms).std(2)
-        return deviations
+    def forward(self, waveforms):
+        return self.frontend(waveforms).std(2)
 
 
-def names_in(folder: Path) -> list[str]:
+def names_in(folder):
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*.wav"))
 
 
 @pytest.fixture
-def audio(tmp_path: Path) -> Path:
+def audio(tmp_path):
     return speaker_folders(tmp_path / "audio")
 
 
-def small_network() -> nn.Module:
+def small_network():
     torch.manual_seed(3)
     return SpeakerResNet((1, 1, 1, 1), 4, width=4)
 
 
-def test_every_recording_is_embedded_whole(audio: Path, tmp_path: Path) -> None:
+def test_every_recording_is_embedded_whole(audio, tmp_path):
     model, names = Counting(small_network()), names_in(audio)
     out = tmp_path / "e.safetensors"
     assert write_embeddings(model, Recordings(audio, names), out, model_id="m") == out
@@ -291,20 +260,14 @@ def test_every_recording_is_embedded_whole(audio: Path, tmp_path: Path) -> None:
     np.testing.assert_array_equal(found.matrix[3], expected)
     assert read_seconds(out)[names[3]] == pytest.approx(0.6)
     bare = Recordings(audio, ["id0/video/00001"])  # a name without its suffix
-    assert read_embeddings(
-        write_embeddings(model, bare, tmp_path / "b.safetensors", model_id="m")
-    ).keys == ("id0/video/00001",)
-    assert stat.S_IMODE(out.stat().st_mode) == 0o600
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "audio",
-        "b.safetensors",
-        "e.safetensors",
-    ]
+    path = write_embeddings(model, bare, tmp_path / "b.safetensors", model_id="m")
+    assert read_embeddings(path).keys == ("id0/video/00001",)
+    assert mode_of(out) == 0o600
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["audio", "b.safetensors", "e.safetensors"]
 
 
-def test_a_killed_run_goes_on_and_ends_with_the_same_file(
-    audio: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_run_goes_on_and_ends_with_the_same_file(audio, tmp_path, monkeypatch):
     monkeypatch.setattr(embed, "_ROWS_BETWEEN_RECORDS", 2)
     recordings = Recordings(audio, names_in(audio))
     whole, out = tmp_path / "whole.safetensors", tmp_path / "e.safetensors"
@@ -312,15 +275,13 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_file(
     with pytest.raises(KeyboardInterrupt):
         write_embeddings(Counting(small_network(), stop_at=5), recordings, out, model_id="m")
     assert not out.exists()
-    with pytest.raises(DataError, match="begun with other inputs"):
-        write_embeddings(Counting(small_network()), recordings, out, model_id="other")
     rest = Counting(small_network())
     write_embeddings(rest, recordings, out, model_id="m")
     assert len(rest.lengths) == 2
     assert out.read_bytes() == whole.read_bytes()
 
 
-def test_a_very_short_recording_is_repeated(tmp_path: Path) -> None:
+def test_a_very_short_recording_is_repeated(tmp_path):
     (tmp_path / "short.wav").write_bytes(encoded(tone(0.05)))
     samples, seconds = Recordings(tmp_path, ["short.wav"])[0]
     assert len(samples) == 2400
@@ -334,54 +295,40 @@ def test_a_very_short_recording_is_repeated(tmp_path: Path) -> None:
         (b"", "zero bytes"),
         (b"<html>not found</html>", "not audio"),
         (encoded(tone(1.0))[:20000], "truncated"),
+        (encoded(tone(1.0)), "at most 1 s are read"),
         (None, "there is no such file"),
     ],
 )
-def test_damaged_recordings_are_named(audio: Path, content: bytes | None, message: str) -> None:
+def test_damaged_recordings_are_named(audio, content, message):
     bad = audio / "id1" / "video" / "00000.wav"
     bad.unlink()
     if content is not None:
         bad.write_bytes(content)
-    names = ["id0/video/00000.wav", "id1/video/00000.wav"]
+    recordings = Recordings(audio, ["id0/video/00000.wav", "id1/video/00000.wav"], max_seconds=0.55)
     with pytest.raises(DataError, match=rf"'id1/video/00000.wav' cannot be embedded \(.*{message}"):
-        write_embeddings(
-            Counting(small_network()),
-            Recordings(audio, names),
-            audio / "e.safetensors",
-            model_id="m",
+        written(
+            audio / "e.safetensors", Counting(small_network()), recordings, keys=None, flip="none"
         )
 
 
-def test_nothing_outside_the_folder_is_read(audio: Path, tmp_path: Path) -> None:
+def test_nothing_outside_the_folder_is_read(audio, tmp_path):
     (tmp_path / "secret.wav").write_bytes(encoded(tone()))
-    with pytest.raises(DataError, match=r"'../secret.wav' cannot be embedded .*is outside"):
-        write_embeddings(
-            Counting(small_network()),
-            Recordings(audio, ["../secret.wav"]),
-            tmp_path / "e.safetensors",
-            model_id="m",
-        )
+    recordings = Recordings(audio, ["../secret.wav"])
+    with pytest.raises(DataError, match=r"'../secret.wav' .*is outside"):
+        written(tmp_path / "e.safetensors", PatchModel(), recordings, keys=None)
 
 
-def test_long_recordings_are_refused_by_their_header(audio: Path, tmp_path: Path) -> None:
-    recordings = Recordings(audio, ["id0/video/00001.wav"], max_seconds=0.55)
-    with pytest.raises(DataError, match="at most 1 s are read"):
-        write_embeddings(
-            Counting(small_network()), recordings, tmp_path / "e.safetensors", model_id="m"
-        )
-
-
-def test_durations_from_text(tmp_path: Path) -> None:
+def test_durations_from_text(tmp_path):
     path = tmp_path / "utt2dur"
     path.write_text("a/1 3.5\nb/1 2\n")
     assert read_seconds(path) == {"a/1": 3.5, "b/1": 2.0}
-    for text, message in (("a/1 long\n", "'long', no number"), ("a/1 -1\n", "is -1.0: give")):
+    for text, message in (("a/1 long\n", "'long'"), ("a/1 -1\n", "'-1'")):
         path.write_text(text)
         with pytest.raises(DataError, match=message):
             read_seconds(path)
 
 
-def test_durations_from_an_index(tmp_path: Path) -> None:
+def test_durations_from_an_index(tmp_path):
     root = speaker_folders(tmp_path / "wavs", speakers=2, each=1)
     (root / "id1" / "video" / "00000.wav").write_bytes(b"<html>")
     open_index(root, index=tmp_path / "wavs.qmindex")
@@ -391,9 +338,7 @@ def test_durations_from_an_index(tmp_path: Path) -> None:
         read_seconds(tmp_path / "other.qmindex")
 
 
-def test_embeddings_without_durations_are_refused(tmp_path: Path) -> None:
-    from safetensors.numpy import save_file
-
+def test_embeddings_without_durations_are_refused(tmp_path):
     path = tmp_path / "e.safetensors"
     save_file({"embeddings": np.ones((1, 2), np.float32)}, path, {"keys": json.dumps(["a"])})
     with pytest.raises(DataError, match="has no durations"):
@@ -403,13 +348,13 @@ def test_embeddings_without_durations_are_refused(tmp_path: Path) -> None:
         read_seconds(path)
 
 
-def test_real_speech_from_files_to_a_result(tmp_path: Path) -> None:
+def test_real_speech_from_files_to_a_result(tmp_path):
     """The deviations of 80 bins alone tell these speakers apart far better than chance."""
     audio = real_speech()
     lines = (audio / "trials.txt").read_text().splitlines()
     kept = [line for line in lines if re.search(r"A0[01]\.ogg .*B0[23]\.ogg", line)]
     (tmp_path / "trials.txt").write_text("\n".join(kept) + "\n")
-    trials: TrialList = read_trials(tmp_path / "trials.txt")
+    trials = read_trials(tmp_path / "trials.txt")
     out = tmp_path / "e.safetensors"
     recordings = Recordings(audio, trials.keys.names)
     write_embeddings(Counting(MeanSpectrum()), recordings, out, model_id="m")
@@ -421,30 +366,26 @@ def test_real_speech_from_files_to_a_result(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> Model:
+def model(tmp_path):
     make_model(tmp_path / "m")
     return load_model(tmp_path / "m", fit="exact")
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     write_pictures(tmp_path / "faces", pictures(6))
     (tmp_path / "faces" / "notes.txt").write_text("not a picture")
     return tmp_path / "faces"
 
 
-def mode_of(path: Path) -> int:
-    return stat.S_IMODE(path.stat().st_mode)
-
-
-def test_files_are_found_at_any_depth_in_order(folder: Path) -> None:
+def test_files_are_found_at_any_depth_in_order(folder):
     (folder / "id00" / "0.png").rename(folder / "id00" / "0.PNG")
     names = find_files(folder, "images")
     assert names[:3] == ["id00/0.PNG", "id00/1.png", "id01/0.png"]
     assert len(names) == 6
 
 
-def test_every_file_has_its_embedding(model: Model, folder: Path) -> None:
+def test_every_file_has_its_embedding(model, folder):
     names, seen = find_files(folder, "images"), []
     found = embed_files(
         model, folder, names, batch_size=4, progress=lambda *numbers: seen.append(numbers)
@@ -456,7 +397,7 @@ def test_every_file_has_its_embedding(model: Model, folder: Path) -> None:
     assert seen == [(4, 6), (6, 6)]
 
 
-def test_bad_files_are_left_out_and_told_of(model: Model, folder: Path) -> None:
+def test_bad_files_are_left_out_and_told_of(model, folder):
     (folder / "id00" / "1.png").write_bytes(b"<html>")
     (folder / "id02" / "0.png").write_bytes(b"")
     names = find_files(folder, "images")
@@ -472,7 +413,7 @@ def test_bad_files_are_left_out_and_told_of(model: Model, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".npz"])
-def test_the_file_is_what_evaluations_read_and_private(tmp_path: Path, suffix: str) -> None:
+def test_the_file_is_what_evaluations_read_and_private(tmp_path, suffix):
     matrix = np.random.default_rng(0).standard_normal((3, 5)).astype(np.float32)
     path, keys = tmp_path / f"e{suffix}", ["a/0.jpg", 'b "quoted".jpg', "é/1.jpg"]
     before = os.umask(0)
@@ -488,7 +429,7 @@ def test_the_file_is_what_evaluations_read_and_private(tmp_path: Path, suffix: s
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
 
 
-def test_the_manifest_has_a_line_for_every_file(tmp_path: Path) -> None:
+def test_the_manifest_has_a_line_for_every_file(tmp_path):
     files = [FileRow("a,b\n.png", 0, "ab"), FileRow("c.png", None, "", "zero bytes")]
     write_manifest(tmp_path / "m.csv", files)
     with (tmp_path / "m.csv").open(newline="", encoding="utf-8") as file:
@@ -499,11 +440,11 @@ def test_the_manifest_has_a_line_for_every_file(tmp_path: Path) -> None:
     assert mode_of(tmp_path / "m.csv") == 0o600
 
 
-def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
+def test_a_write_that_fails_leaves_the_old_file(tmp_path):
     path = tmp_path / "old"
     path.write_bytes(b"old")
 
-    def chunks() -> object:
+    def chunks():
         yield b"new"
         raise OSError(28, "No space left on device")
 
@@ -513,7 +454,7 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["old"]
 
 
-def test_folders_that_cannot_be_embedded_are_refused(tmp_path: Path) -> None:
+def test_folders_that_cannot_be_embedded_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="is not a folder"):
         find_files(tmp_path / "none", "images")
     with pytest.raises(DataError, match="has no images; files have to end in"):
@@ -525,20 +466,20 @@ def test_folders_that_cannot_be_embedded_are_refused(tmp_path: Path) -> None:
         find_files(tmp_path, "images")
 
 
-def test_sizes_and_names_are_checked(model: Model, folder: Path, tmp_path: Path) -> None:
+def test_sizes_and_names_are_checked(model, folder, tmp_path):
     with pytest.raises(ConfigError, match="batch_size is 0"):
         embed_files(model, folder, ["id00/0.png"], batch_size=0)
     with pytest.raises(ConfigError, match=r"end in \.safetensors or \.npz"):
         write_embedding_file(tmp_path / "e.pt", ["a"], np.zeros((1, 2), np.float32))
 
 
-def backbone(images: Tensor) -> Tensor:
+def backbone(images):
     weights = torch.randn(36, 8, generator=torch.Generator().manual_seed(1))
     return images.flatten(1) @ weights
 
 
 @pytest.mark.parametrize("num_views", [2, 4])
-def test_a_cosine_is_the_mean_over_the_turns(num_views: int) -> None:
+def test_a_cosine_is_the_mean_over_the_turns(num_views):
     images = torch.rand(5, 1, 6, 6, generator=torch.Generator().manual_seed(0))
     found = F.normalize(embed_turned(backbone, images, num_views))
     turned = [torch.rot90(images, turn, (2, 3)) for turn in range(num_views)]
@@ -548,12 +489,12 @@ def test_a_cosine_is_the_mean_over_the_turns(num_views: int) -> None:
     assert not torch.allclose(mean, units[0] @ units[0].t(), atol=1e-2)
 
 
-def test_one_view_is_the_embedding_as_it_is() -> None:
+def test_one_view_is_the_embedding_as_it_is():
     images = torch.rand(5, 1, 6, 6)
     assert torch.equal(embed_turned(backbone, images), backbone(images))
 
 
 @pytest.mark.parametrize("num_views", [0, 5])
-def test_other_numbers_of_views_are_refused(num_views: int) -> None:
+def test_other_numbers_of_views_are_refused(num_views):
     with pytest.raises(ConfigError, match=f"num_views is {num_views}; there are 1 to 4"):
         embed_turned(backbone, torch.rand(1, 1, 6, 6), num_views)

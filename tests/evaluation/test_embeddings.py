@@ -5,34 +5,31 @@ import json
 import os
 import struct
 import zipfile
-from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 from safetensors.torch import save, save_file
 
 from qmargin.errors import DataError, QMarginError
 from qmargin.evaluation.columns import read_mapping
 from qmargin.evaluation.embeddings import read_embeddings, read_seconds
+from qmargin.evaluation.export import read_thresholds
 from qmargin.evaluation.scores import read_scores
-from qmargin.evaluation.thresholds import read_thresholds
 from qmargin.evaluation.trials import read_trials
 
 KEYS = ["id1/a.wav", "id1/b.wav", "îd2/c.wav"]
 MATRIX = np.array([[1.0, -2.0, 0.5], [0.25, 3.0, -1.0], [1e-20, 5.0, 7.0]], dtype=np.float32)
 
 
-def ark_entry(key: str, array: NDArray[np.floating]) -> bytes:
+def ark_entry(key, array):
     """One binary entry, written by the format's description."""
     kind = {4: b"F", 8: b"D"}[array.itemsize] + {1: b"V", 2: b"M"}[array.ndim]
     sizes = b"".join(b"\x04" + struct.pack("<i", size) for size in array.shape)
     return key.encode() + b" \0B" + kind + b" " + sizes + array.tobytes()
 
 
-def write_ark(path: Path, dtype: type = np.float32, *, is_matrix: bool = False) -> list[int]:
+def write_ark(path, dtype=np.float32, *, is_matrix=False):
     """An archive, and the offset of each value in it."""
     content, offsets = b"", []
     for key, row in zip(KEYS, MATRIX.astype(dtype), strict=True):
@@ -42,7 +39,7 @@ def write_ark(path: Path, dtype: type = np.float32, *, is_matrix: bool = False) 
     return offsets
 
 
-def expect_the_matrix(path: Path, dtype: type = np.float32) -> None:
+def expect_the_matrix(path, dtype=np.float32):
     embeddings = read_embeddings(path)
     assert list(embeddings.keys) == KEYS
     assert embeddings.matrix.dtype == dtype
@@ -52,13 +49,13 @@ def expect_the_matrix(path: Path, dtype: type = np.float32) -> None:
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_npz_as_a_matrix_and_by_name(tmp_path: Path, dtype: type) -> None:
+def test_npz_as_a_matrix_and_by_name(tmp_path, dtype):
     path = tmp_path / "e.npz"
     np.savez(path, keys=np.array(KEYS), embeddings=MATRIX.astype(dtype))
     expect_the_matrix(path, dtype)
 
 
-def test_npz_by_name(tmp_path: Path) -> None:
+def test_npz_by_name(tmp_path):
     path = tmp_path / "e.npz"
     np.savez(path, a=MATRIX[0], b=MATRIX[1])
     embeddings = read_embeddings(path)
@@ -66,7 +63,7 @@ def test_npz_by_name(tmp_path: Path) -> None:
     np.testing.assert_array_equal(embeddings.matrix, MATRIX[:2])
 
 
-def test_safetensors_as_a_matrix_and_by_name(tmp_path: Path) -> None:
+def test_safetensors_as_a_matrix_and_by_name(tmp_path):
     path = tmp_path / "e.safetensors"
     tensor = torch.from_numpy(MATRIX.copy())
     save_file({"embeddings": tensor}, path, metadata={"keys": json.dumps(KEYS)})
@@ -79,7 +76,7 @@ def test_safetensors_as_a_matrix_and_by_name(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("is_matrix", [False, True])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_binary_ark_and_scp(tmp_path: Path, dtype: type, is_matrix: bool) -> None:
+def test_binary_ark_and_scp(tmp_path, dtype, is_matrix):
     offsets = write_ark(tmp_path / "e.ark", dtype, is_matrix=is_matrix)
     expect_the_matrix(tmp_path / "e.ark", dtype)
     scp = tmp_path / "e.scp"
@@ -90,7 +87,7 @@ def test_binary_ark_and_scp(tmp_path: Path, dtype: type, is_matrix: bool) -> Non
     expect_the_matrix(scp, dtype)  # beside the script file
 
 
-def test_text_ark(tmp_path: Path) -> None:
+def test_text_ark(tmp_path):
     path = tmp_path / "e.ark"
     lines = [
         f"{KEYS[0]}  [ 1 -2 0.5 ]",
@@ -116,7 +113,7 @@ ENTRY = ark_entry("a", MATRIX[0])
         (ark_entry("a", MATRIX), "'a' is a matrix of 3 rows"),
         (ark_entry("a", MATRIX[0] * np.float32(np.nan)), "'a' \\(number 0\\) is not finite"),
         (b"a \0BFV \x04\xff\xff\xff\x7f" + b"\0" * 8, "should hold 8,589,934,588 bytes, but 8"),
-        (b"a \0BFV \x04\xff\xff\xff\xff" + b"\0" * 8, "has the size -1"),
+        (b"a \0BFV \x04\xff\xff\xff\xff" + b"\0" * 8, "has no size where one belongs"),
         (b"a \0BFV \x08\x03\0\0\0" + b"\0" * 12, "has no size where one belongs"),
         (b"a [ 1 2", "has no closing"),
         (b"a [ 1 x ]\n", "a value that is not a number"),
@@ -127,7 +124,7 @@ ENTRY = ark_entry("a", MATRIX[0])
         (b"justaline\n", "no value follows"),
     ],
 )
-def test_bad_archives(tmp_path: Path, content: bytes, message: str) -> None:
+def test_bad_archives(tmp_path, content, message):
     path = tmp_path / "e.ark"
     path.write_bytes(content)
     with pytest.raises(DataError, match=message) as error:
@@ -146,7 +143,7 @@ def test_bad_archives(tmp_path: Path, content: bytes, message: str) -> None:
         ("a e.ark:7", "line 2: 'a' in e.ark:7"),
     ],
 )
-def test_bad_script_files(tmp_path: Path, line: str, message: str) -> None:
+def test_bad_script_files(tmp_path, line, message):
     write_ark(tmp_path / "e.ark")
     path = tmp_path / "e.scp"
     path.write_text(f"first e.ark:10\n{line}\n")
@@ -169,14 +166,14 @@ def test_bad_script_files(tmp_path: Path, line: str, message: str) -> None:
         ({"a": [[1.0, 2.0]]}, r"'a' has the shape \(1, 2\)"),
     ],
 )
-def test_bad_npz(tmp_path: Path, arrays: dict[str, object], message: str) -> None:
+def test_bad_npz(tmp_path, arrays, message):
     path = tmp_path / "e.npz"
     np.savez(path, **{name: np.asarray(array) for name, array in arrays.items()})
     with pytest.raises(DataError, match=message):
         read_embeddings(path)
 
 
-def test_bad_safetensors_and_unknown_suffixes(tmp_path: Path) -> None:
+def test_bad_safetensors_and_unknown_suffixes(tmp_path):
     path = tmp_path / "e.safetensors"
     save_file({"embeddings": torch.ones(2, 2)}, path, metadata={"keys": "[1"})
     with pytest.raises(DataError, match="not JSON"):
@@ -191,12 +188,12 @@ def test_bad_safetensors_and_unknown_suffixes(tmp_path: Path) -> None:
         read_embeddings(tmp_path / "e.pkl")
 
 
-def npz(path: Path, **arrays: object) -> bytes:
+def npz(path, **arrays):
     np.savez_compressed(path, **{name: np.asarray(array) for name, array in arrays.items()})
     return path.read_bytes()
 
 
-def originals(folder: Path) -> dict[str, tuple[bytes, Callable[[Path], object]]]:
+def originals(folder):
     names = [f"id{i}/ü.wav" for i in range(8)]
     rows = [f"{name} {name}x {i / 8} {i % 2}" for i, name in enumerate(names)]
     csv = ["enrol,test,score,label", *(row.replace(" ", ",") for row in rows)]
@@ -223,7 +220,7 @@ def originals(folder: Path) -> dict[str, tuple[bytes, Callable[[Path], object]]]
     }
 
 
-def damaged(content: bytes, generator: np.random.Generator) -> bytes:
+def damaged(content, generator):
     """A few bytes changed, removed or repeated."""
     result = bytearray(content)
     for _ in range(int(generator.integers(1, 4))):
@@ -247,7 +244,7 @@ NAMES += " e.ark text.ark e.npz e.safetensors e.scp"
 
 
 @pytest.mark.parametrize("name", NAMES.split())
-def test_damage_is_read_or_refused(tmp_path: Path, name: str) -> None:
+def test_damage_is_read_or_refused(tmp_path, name):
     files = originals(tmp_path)
     content, read = files[name]
     (tmp_path / "e.ark").write_bytes(files["e.ark"][0])
@@ -278,7 +275,7 @@ def test_damage_is_read_or_refused(tmp_path: Path, name: str) -> None:
         lambda path: read_scores(path, format="npz"),
     ],
 )
-def test_pipes_are_refused_at_once(tmp_path: Path, read: Callable[[Path], object]) -> None:
+def test_pipes_are_refused_at_once(tmp_path, read):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(DataError, match="is a named pipe"):
         read(tmp_path / "pipe")
@@ -286,7 +283,7 @@ def test_pipes_are_refused_at_once(tmp_path: Path, read: Callable[[Path], object
         read_scores("/dev/zero")
 
 
-def test_a_zip_archive_of_other_files_is_named(tmp_path: Path) -> None:
+def test_a_zip_archive_of_other_files_is_named(tmp_path):
     path = tmp_path / "scores.npz"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("notes.txt", "hello")
@@ -295,7 +292,7 @@ def test_a_zip_archive_of_other_files_is_named(tmp_path: Path) -> None:
             read(path)
 
 
-def test_a_header_that_promises_more_than_there_is_is_refused(tmp_path: Path) -> None:
+def test_a_header_that_promises_more_than_there_is_is_refused(tmp_path):
     """Before memory is taken for it."""
     buffer = io.BytesIO()
     header = {"descr": "<f8", "fortran_order": False, "shape": (10**12,)}
@@ -309,7 +306,7 @@ def test_a_header_that_promises_more_than_there_is_is_refused(tmp_path: Path) ->
             read(path)
 
 
-def test_deep_names_of_embeddings_are_refused(tmp_path: Path) -> None:
+def test_deep_names_of_embeddings_are_refused(tmp_path):
     path = tmp_path / "e.safetensors"
     path.write_bytes(save({"embeddings": torch.ones(1, 2)}, {"keys": "[" * 100_000}))
     with pytest.raises(DataError, match=r"e\.safetensors: the metadata entry keys"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -31,17 +30,17 @@ QUICK = EvaluationOptions(num_replicates=50, fars=(0.1, 0.01, 1e-6))
 
 
 @pytest.fixture(scope="module")
-def score_set(tmp_path_factory: pytest.TempPathFactory) -> ScoreSet:
+def score_set(tmp_path_factory):
     return read_scores(make_speakers().write_scores(tmp_path_factory.mktemp("s") / "s.txt"))
 
 
-def nameless(genuine: list[float], impostor: list[float]) -> ScoreSet:
+def nameless(genuine, impostor):
     scores = np.array([*genuine, *impostor])
     is_genuine = np.arange(len(scores)) < len(genuine)
     return ScoreSet(scores, is_genuine, None, (Source("s.npz", "0" * 64, "scores"),))
 
 
-def test_points_follow_the_definition(score_set: ScoreSet) -> None:
+def test_points_follow_the_definition(score_set):
     genuine = score_set.scores[score_set.is_genuine]
     impostor = np.sort(score_set.scores[~score_set.is_genuine])[::-1]
     result = evaluate_scores(score_set, QUICK)
@@ -57,14 +56,14 @@ def test_points_follow_the_definition(score_set: ScoreSet) -> None:
     assert [point.status for point in result.measures.tar] == ["ok", "few", "not measurable"]
 
 
-def test_what_is_not_measurable_is_no_number(score_set: ScoreSet) -> None:
+def test_what_is_not_measurable_is_no_number(score_set):
     point = evaluate_scores(score_set, QUICK).measures.tar[2]
     assert (point.tar, point.far, point.threshold, point.interval) == (None, None, None, None)
     assert point.note is not None
     assert "resolve no FAR below" in point.note
 
 
-def test_subjects_are_drawn_and_replicates_kept(score_set: ScoreSet) -> None:
+def test_subjects_are_drawn_and_replicates_kept(score_set):
     calls: list[tuple[str, int, int]] = []
     result = evaluate_scores(score_set, QUICK, progress=lambda *call: calls.append(call))
     assert calls[-1] == ("bootstrap", 50, 50)
@@ -84,7 +83,7 @@ def test_subjects_are_drawn_and_replicates_kept(score_set: ScoreSet) -> None:
     assert other.eer != result.replicates.eer
 
 
-def test_the_order_of_trials_changes_nothing(score_set: ScoreSet) -> None:
+def test_the_order_of_trials_changes_nothing(score_set):
     assert score_set.keys is not None
     order = np.random.default_rng(0).permutation(len(score_set))
     shuffled = replace(
@@ -102,14 +101,14 @@ def test_the_order_of_trials_changes_nothing(score_set: ScoreSet) -> None:
     assert second.protocol.data_sha256 == first.protocol.data_sha256
 
 
-def test_files_are_drawn_where_subjects_are_not_known(score_set: ScoreSet) -> None:
+def test_files_are_drawn_where_subjects_are_not_known(score_set):
     result = evaluate_scores(score_set, replace(QUICK, subjects="none"))
     assert result.protocol.interval.method == "file bootstrap"
     assert result.protocol.num_subjects is None
     assert "too narrow" in str(result.protocol.interval.note)
 
 
-def test_trials_without_names_have_wilson_intervals() -> None:
+def test_trials_without_names_have_wilson_intervals():
     scores = nameless([0.9, 0.8, 0.2], [0.5, 0.1, 0.3, 0.0])
     result = evaluate_scores(scores, replace(QUICK, fars=(0.25,)))
     assert result.protocol.interval.method == "wilson"
@@ -119,7 +118,7 @@ def test_trials_without_names_have_wilson_intervals() -> None:
     assert (result.hardest, result.replicates, result.protocol.data_sha256) == (None, None, None)
 
 
-def test_too_few_subjects_mean_no_interval_and_a_reason(tmp_path: Path) -> None:
+def test_too_few_subjects_mean_no_interval_and_a_reason(tmp_path):
     path = tmp_path / "s.txt"
     path.write_text("a/1 a/2 .5 1\na/1 b/1 .1 0\na/1 b/2 .7 0\n")
     result = evaluate_scores(read_scores(path), replace(QUICK, fars=(0.5,)))
@@ -128,13 +127,13 @@ def test_too_few_subjects_mean_no_interval_and_a_reason(tmp_path: Path) -> None:
     assert "more subjects" in str(result.protocol.interval.note)
 
 
-def test_no_replicates_means_no_intervals(score_set: ScoreSet) -> None:
+def test_no_replicates_means_no_intervals(score_set):
     result = evaluate_scores(score_set, replace(QUICK, num_replicates=0))
     assert result.protocol.interval.method == "none"
     assert result.measures.eer.interval is None
 
 
-def test_no_errors_are_not_certainty(tmp_path: Path) -> None:
+def test_no_errors_are_not_certainty(tmp_path):
     """Where every replicate is perfect, the interval is what 3 / n leaves."""
     path = tmp_path / "s.txt"
     lines = [f"s{i}/1 s{i}/2 0.9 1" for i in range(30)]
@@ -148,14 +147,14 @@ def test_no_errors_are_not_certainty(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("rule", ["nearest", "interpolated"])
-def test_other_rules_are_named_and_have_no_interval(score_set: ScoreSet, rule: str) -> None:
+def test_other_rules_are_named_and_have_no_interval(score_set, rule):
     result = evaluate_scores(score_set, replace(QUICK, rule=rule))
     assert result.protocol.rule == rule
     assert result.measures.tar[0].interval is None
     assert rule in str(result.protocol.interval.note)
 
 
-def test_the_hardest_trials_come_first(score_set: ScoreSet) -> None:
+def test_the_hardest_trials_come_first(score_set):
     hardest = evaluate_scores(score_set, replace(QUICK, num_hardest=3)).hardest
     assert hardest is not None
     impostor = np.sort(score_set.scores[~score_set.is_genuine])
@@ -166,7 +165,7 @@ def test_the_hardest_trials_come_first(score_set: ScoreSet) -> None:
     assert evaluate_scores(score_set, replace(QUICK, num_hardest=0)).hardest is None
 
 
-def test_the_histogram_counts_every_finite_score() -> None:
+def test_the_histogram_counts_every_finite_score():
     infinite = nameless([1.0, 0.5, np.inf], [0.25, -np.inf, 0.5])
     result = evaluate_scores(infinite, replace(QUICK, fars=(0.5,)))
     assert sum(result.histogram.genuine) == 2
@@ -179,7 +178,7 @@ def test_the_histogram_counts_every_finite_score() -> None:
     assert equal.measures.eer.value == 0.5
 
 
-def test_reliability_covers_all_trials(score_set: ScoreSet) -> None:
+def test_reliability_covers_all_trials(score_set):
     calibration = evaluate_scores(score_set, QUICK).calibration
     assert calibration is not None
     reliability = calibration.reliability
@@ -200,7 +199,7 @@ def test_reliability_covers_all_trials(score_set: ScoreSet) -> None:
         assert reliability.predicted[index] == pytest.approx(mean)
 
 
-def test_groups_are_audited_at_the_common_threshold(score_set: ScoreSet) -> None:
+def test_groups_are_audited_at_the_common_threshold(score_set):
     groups = {f"id{i:02d}": "even" if i % 2 == 0 else "odd" for i in range(12)}
     result = evaluate_scores(score_set, replace(QUICK, group_of=groups))
     audit = result.groups
@@ -233,8 +232,8 @@ def test_groups_are_audited_at_the_common_threshold(score_set: ScoreSet) -> None
 @pytest.mark.parametrize(
     ("genuine", "impostor", "kind"), [([], [0.5], "genuine"), ([0.5], [], "impostor")]
 )
-def test_one_label_alone_is_refused(genuine: list[float], impostor: list[float], kind: str) -> None:
-    with pytest.raises(ProtocolError, match=rf"s\.npz: there are 0 {kind} trials among 1"):
+def test_one_label_alone_is_refused(genuine, impostor, kind):
+    with pytest.raises(ProtocolError, match=rf"s\.npz: there are 0 {kind} trials"):
         evaluate_scores(nameless(genuine, impostor))
 
 
@@ -252,7 +251,7 @@ def test_one_label_alone_is_refused(genuine: list[float], impostor: list[float],
         {"level": 1.0},
     ],
 )
-def test_options_are_checked(bad: dict[str, object]) -> None:
+def test_options_are_checked(bad):
     with pytest.raises(ConfigError):
         EvaluationOptions(**bad)  # type: ignore[arg-type]
 
@@ -275,7 +274,7 @@ print(large - small)
 """
 
 
-def write(path: Path, num_scores: int) -> Path:
+def write(path, num_scores):
     generator = np.random.default_rng(0)
     labels = generator.random(num_scores) < 0.1
     scores = np.round(generator.normal(3.0 * labels), 6)
@@ -292,7 +291,7 @@ def write(path: Path, num_scores: int) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["two.npz", "labels.npz", "s.csv", "s.tsv"])
-def test_bytes_of_a_score_are_few(tmp_path: Path, name: str) -> None:
+def test_bytes_of_a_score_are_few(tmp_path, name):
     num_scores = 2_000_000
     small = write(tmp_path / f"{name.split('.')[0]}-small.{name.split('.')[1]}", 50_000)
     paths = [small, write(tmp_path / name, num_scores)]
@@ -303,7 +302,7 @@ def test_bytes_of_a_score_are_few(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("kind", ["distinct", "ties", "infinite", "one value", "float32"])
 @pytest.mark.parametrize("size", [1, 7, 1000, 10**9])
-def test_parts_are_the_whole(kind: str, size: int) -> None:
+def test_parts_are_the_whole(kind, size):
     generator = np.random.default_rng(3)
     genuine, impostor = generator.normal(1.0, size=60), generator.normal(size=300)
     if kind == "ties":
@@ -324,7 +323,7 @@ def test_parts_are_the_whole(kind: str, size: int) -> None:
     assert min_cllr_of(parts) == pytest.approx(min_cllr(genuine, impostor), rel=1e-14, abs=1e-15)
 
 
-def test_a_result_does_not_depend_on_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_result_does_not_depend_on_parts(monkeypatch):
     generator = np.random.default_rng(1)
     scores = np.concatenate([generator.normal(2.0, size=3000), generator.normal(size=40_000)])
     source = Source("a", "b", "scores")
@@ -336,7 +335,7 @@ def test_a_result_does_not_depend_on_parts(monkeypatch: pytest.MonkeyPatch) -> N
     assert (parts.measures, parts.det) == (whole.measures, whole.det)
 
 
-def test_an_array_grows_over_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_array_grows_over_blocks(monkeypatch):
     monkeypatch.setattr(columns, "BLOCK", 4)
     growing, split = Growing(np.int32), SplitScores()
     values = np.arange(11)
@@ -350,13 +349,13 @@ def test_an_array_grows_over_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert is_genuine.sum() == 4
 
 
-def test_names_keep_the_order_of_the_file(tmp_path: Path) -> None:
+def test_names_keep_the_order_of_the_file(tmp_path):
     speakers = make_speakers(4, 2)
     score_set = read_scores(speakers.write_scores(tmp_path / "s.txt"))
     assert score_set.is_genuine.tolist() == list(map(bool, speakers.labels))
 
 
-def test_a_file_of_scores_is_enough(tmp_path: Path) -> None:
+def test_a_file_of_scores_is_enough(tmp_path):
     path = make_speakers(4, 3).write_scores(tmp_path / "s.txt")
     options = replace(QUICK, num_replicates=0)
     found, expected = (qmargin.evaluate_scores(each, options) for each in (path, read_scores(path)))
@@ -367,13 +366,13 @@ class TestRegisteredMetrics:
     """A metric is one function with a name."""
 
     @pytest.fixture(autouse=True)
-    def _registry(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def _registry(self, monkeypatch):
         monkeypatch.setattr(registry, "metrics", Registry("test_metric"))
         registry.metrics.register("distance", self.distance)
         registry.metrics.register("extremes", self.extremes)
 
     @staticmethod
-    def distance(genuine: np.ndarray, impostor: np.ndarray) -> float:
+    def distance(genuine, impostor):
         """Distance of the means.
 
         In the unit of the scores.
@@ -381,12 +380,10 @@ class TestRegisteredMetrics:
         return float(genuine.mean() - impostor.mean())
 
     @staticmethod
-    def extremes(genuine: np.ndarray, impostor: np.ndarray) -> dict[str, float]:
+    def extremes(genuine, impostor):
         return {"low": genuine.min(), "high": impostor.max(), "none": float("nan")}
 
-    def test_they_are_in_every_result_and_its_file(
-        self, score_set: ScoreSet, tmp_path: Path
-    ) -> None:
+    def test_they_are_in_every_result_and_its_file(self, score_set, tmp_path):
         result = evaluate_scores(score_set, QUICK)
         genuine = score_set.scores[score_set.is_genuine]
         impostor = score_set.scores[~score_set.is_genuine]
@@ -399,7 +396,7 @@ class TestRegisteredMetrics:
         write_result(tmp_path / "r.json", result, keep_paths=True)
         assert read_result(tmp_path / "r.json") == result
 
-    def test_they_are_measured_over_all_pairs(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_they_are_measured_over_all_pairs(self, monkeypatch):
         keys = tuple(f"{name}/{i}" for name in "abcdef" for i in range(3))
         rows = np.random.default_rng(0).normal(size=(18, 4))
         embeddings = Embeddings(keys, rows, Source("e.npz", "ab", "embeddings"))
@@ -412,15 +409,15 @@ class TestRegisteredMetrics:
         large = evaluate_identities(embeddings, identities_of(keys), options)
         assert "not measured" in str(large.measures.extra["extremes"].note)
 
-    def test_they_can_be_chosen(self, score_set: ScoreSet) -> None:
+    def test_they_can_be_chosen(self, score_set):
         chosen = evaluate_scores(score_set, replace(QUICK, metrics=("distance",)))
         assert list(chosen.measures.extra) == ["distance"]
         assert evaluate_scores(score_set, replace(QUICK, metrics=())).measures.extra == {}
         with pytest.raises(ConfigError, match="distanc"):
             EvaluationOptions(metrics=("distanc",))
 
-    def test_one_that_fails_is_listed_and_harms_no_other(self, score_set: ScoreSet) -> None:
-        def broken(genuine: np.ndarray, impostor: np.ndarray) -> float:
+    def test_one_that_fails_is_listed_and_harms_no_other(self, score_set):
+        def broken(genuine, impostor):
             genuine.sort()
             return 0.0
 

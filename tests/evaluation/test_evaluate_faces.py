@@ -1,7 +1,6 @@
 """``qmargin evaluate lfw|ijb|pairs`` from files to tables and results."""
 
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,8 +13,7 @@ from qmargin.data.images import encode_image
 from qmargin.errors import ConfigError, DataError
 from qmargin.evaluation.embeddings import read_embeddings, stored_flip
 from qmargin.evaluation.model import load_model
-from qmargin.evaluation.protocols.face_sets import read_verification_set
-from qmargin.evaluation.protocols.pairs import read_pair_trials
+from qmargin.evaluation.protocols.face_sets import read_pair_trials, read_verification_set
 from qmargin.evaluation.result import read_result
 from qmargin.models.directory import ModelCard
 
@@ -28,7 +26,7 @@ class CardModel(PatchModel):
 
 
 @pytest.fixture(autouse=True)
-def _model(monkeypatch: pytest.MonkeyPatch) -> None:
+def _model(monkeypatch):
     monkeypatch.setattr("qmargin.evaluation.model.load_model", lambda *_, **__: CardModel())
 
 
@@ -36,11 +34,11 @@ run = partial(run_command, "evaluate")
 
 
 @pytest.fixture
-def lfw(tmp_path: Path) -> Path:
+def lfw(tmp_path):
     return write_bin(tmp_path / "lfw.bin", *folded_pairs(noise=110.0))
 
 
-def test_a_set_in_folds(tmp_path: Path, lfw: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_set_in_folds(tmp_path, lfw, capsys):
     out = tmp_path / "lfw.json"
     options = ("--out", out, "--replicates", 20, "--insightface", "--pictures", tmp_path / "p")
     run("lfw", lfw, "--model", "DIR", *options)
@@ -69,7 +67,7 @@ def test_a_set_in_folds(tmp_path: Path, lfw: Path, capsys: pytest.CaptureFixture
     assert read_result(again).measures.eer.value == found.measures.eer.value
 
 
-def test_embeddings_of_something_else_are_refused(tmp_path: Path, lfw: Path) -> None:
+def test_embeddings_of_something_else_are_refused(tmp_path, lfw):
     out = tmp_path / "r.json"
     run("lfw", lfw, "--model", "DIR", "--no-flip", "--out", out, "--replicates", 0)
     made = tmp_path / "r.embeddings.safetensors"
@@ -87,9 +85,7 @@ def test_embeddings_of_something_else_are_refused(tmp_path: Path, lfw: Path) -> 
         run("lfw", lfw, "--model", "DIR", "--out", tmp_path / "absent" / "r.json")
 
 
-def test_a_model_directory_of_another_size(
-    tmp_path: Path, lfw: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_directory_of_another_size(tmp_path, lfw, monkeypatch):
     """A network on disk that takes 16 x 16 images: every protocol brings them to its size."""
     monkeypatch.undo()
     make_model(tmp_path / "model")
@@ -106,15 +102,13 @@ def test_a_model_directory_of_another_size(
     np.testing.assert_allclose(made.matrix[:3, :8], expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_model_of_something_else(
-    tmp_path: Path, lfw: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_of_something_else(tmp_path, lfw, monkeypatch):
     monkeypatch.setattr(CardModel, "card", ModelCard("audio", "audio", (), "small", 8))
     with pytest.raises(ConfigError, match="need one of square images"):
         run("lfw", lfw, "--model", "DIR", "--out", tmp_path / "r.json")
 
 
-def test_templates_one_to_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_templates_one_to_one(tmp_path, capsys):
     release = write_release(tmp_path / "IJBC")
     out = tmp_path / "r.json"
     options = ("--replicates", 20, "--fars", 0.1, "--pictures", tmp_path / "p")
@@ -140,7 +134,7 @@ def test_templates_one_to_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert len(values) == 3  # the rule changes no score
 
 
-def test_templates_in_galleries(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_templates_in_galleries(tmp_path, capsys):
     release = write_release(tmp_path / "IJBC")
     out = tmp_path / "r.json"
     options = ("--task", "1:N", "--replicates", 0, "--fars", 0.2)
@@ -154,7 +148,7 @@ def test_templates_in_galleries(tmp_path: Path, capsys: pytest.CaptureFixture[st
         assert found.protocol.num_trials == 24
 
 
-def write_people(folder: Path, *, extension: str = "png") -> None:
+def write_people(folder, *, extension="png"):
     for identity in range(8):
         (folder / f"n{identity}").mkdir(parents=True)
         for photo in (1, 2):
@@ -162,7 +156,7 @@ def write_people(folder: Path, *, extension: str = "png") -> None:
             path.write_bytes(encode_image(face(identity, photo), format="PNG"))
 
 
-def test_the_pairs_of_lfw_have_folds(tmp_path: Path) -> None:
+def test_the_pairs_of_lfw_have_folds(tmp_path):
     write_people(tmp_path)
     lines = ["2 4\n"]
     for fold in range(2):
@@ -192,7 +186,7 @@ def test_the_pairs_of_lfw_have_folds(tmp_path: Path) -> None:
         ("p.txt", "n0/n0_0001.png n0/n0_0002.png target\n"),
     ],
 )
-def test_lists_of_other_columns(tmp_path: Path, name: str, content: str) -> None:
+def test_lists_of_other_columns(tmp_path, name, content):
     (tmp_path / name).write_text(content)
     found = read_pair_trials(tmp_path / name)
     assert found.trials.keys.trial(0) == ("n0/n0_0001.png", "n0/n0_0002.png")
@@ -204,7 +198,7 @@ def test_lists_of_other_columns(tmp_path: Path, name: str, content: str) -> None
         read_pair_trials(tmp_path / name)
 
 
-def test_pairs_of_files(tmp_path: Path) -> None:
+def test_pairs_of_files(tmp_path):
     lines = ["enrol,test,label\n"]
     for identity in range(6):
         (tmp_path / "img" / f"n{identity}").mkdir(parents=True)

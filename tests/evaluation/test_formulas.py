@@ -2,7 +2,6 @@
 
 import csv
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,19 +21,19 @@ from qmargin.report.tables import csv_table
 NAMES = ["=1+1", "+a", "-b.wav", "@c", "'=1+1", "''-d", "'quoted'", "plain"]
 
 
-def trials() -> TrialList:
+def trials():
     keys = TrialKeys.from_names(NAMES, [*NAMES[1:], NAMES[0]])
     labels = np.arange(len(NAMES)) % 2 == 0
     return TrialList(keys, labels, Source("t", "ab", "trials"))
 
 
-def cells_of(path: Path, delimiter: str) -> list[list[str]]:
+def cells_of(path, delimiter):
     with path.open(newline="", encoding="utf-8") as file:
         return list(csv.reader(file, delimiter=delimiter))
 
 
 @pytest.mark.parametrize("how", ["scored", "written"])
-def test_names_in_a_table_of_scores_are_text_and_come_back(tmp_path: Path, how: str) -> None:
+def test_names_in_a_table_of_scores_are_text_and_come_back(tmp_path, how):
     path, listed = tmp_path / "s.tsv", trials()
     if how == "scored":
         matrix = np.random.default_rng(0).normal(size=(len(NAMES), 4)).astype(np.float32)
@@ -54,14 +53,14 @@ def test_names_in_a_table_of_scores_are_text_and_come_back(tmp_path: Path, how: 
     assert joined.trials_sha256() == listed.trials_sha256()
 
 
-def test_two_names_that_a_table_cannot_tell_apart_are_refused(tmp_path: Path) -> None:
+def test_two_names_that_a_table_cannot_tell_apart_are_refused(tmp_path):
     path = tmp_path / "s.tsv"
     path.write_text("enrol\ttest\tscore\tlabel\n'=x\ta\t0.5\t1\n=x\tb\t0.4\t0\n")
     with pytest.raises(DataError, match=r"=x.*rename one"):
         read_scores(path)
 
 
-def test_a_manifest_holds_no_formula(tmp_path: Path) -> None:
+def test_a_manifest_holds_no_formula(tmp_path):
     files = [FileRow(name, None, "ab", "=cmd|' /C calc'!A0") for name in NAMES]
     write_manifest(tmp_path / "m.csv", files)
     rows = cells_of(tmp_path / "m.csv", ",")[1:]
@@ -69,7 +68,7 @@ def test_a_manifest_holds_no_formula(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("sign", FORMULA)
-def test_a_table_of_a_report_holds_no_formula(tmp_path: Path, sign: str) -> None:
+def test_a_table_of_a_report_holds_no_formula(tmp_path, sign):
     result = synthetic_result(f"{sign}SUM(A1)", protocol=f"{sign}1")
     path = tmp_path / "t.csv"
     rule = replace(result.protocol, rule=f"{sign}rule")

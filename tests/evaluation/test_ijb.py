@@ -1,15 +1,13 @@
 """Templates against the definition, whatever the blocks; pairs, subjects and hardest pairs."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from helpers.faces import PatchModel, Release, write_release
+from helpers.faces import embedded, write_release
 from qmargin.data.images import decode_image
 from qmargin.errors import DataError, ProtocolError, ShapeError
-from qmargin.evaluation.embed import embed_samples
 from qmargin.evaluation.evaluate import EvaluationOptions
 from qmargin.evaluation.protocols import ijb as module
 from qmargin.evaluation.protocols.ijb import (
@@ -33,7 +31,7 @@ SOURCE = Source("pairs.txt", "0" * 64, "trials")
 ALL = [Pooling(norms, detector) for norms in (True, False) for detector in (True, False)]
 
 
-def make_rows(number: int = 400, seed: int = 0) -> tuple[np.ndarray, TemplateRows]:
+def make_rows(number=400, seed=0):
     rng = np.random.default_rng(seed)
     template = rng.choice([3, 5, 8, 13, 10**12], number)
     template[:250] = 8  # one long video
@@ -41,9 +39,7 @@ def make_rows(number: int = 400, seed: int = 0) -> tuple[np.ndarray, TemplateRow
     return rng.normal(1.0, 3.0, (number, 6)).astype(np.float32), rows
 
 
-def plain_template(
-    embeddings: np.ndarray, rows: TemplateRows, template: int, pooling: Pooling
-) -> np.ndarray:
+def plain_template(embeddings, rows, template, pooling):
     """Media means, their sum, one division by the length."""
     total = np.zeros(embeddings.shape[1])
     inside = rows.template == template
@@ -62,7 +58,7 @@ def plain_template(
 
 
 @pytest.mark.parametrize("pooling", ALL, ids=str)
-def test_pooling_follows_the_definition(pooling: Pooling) -> None:
+def test_pooling_follows_the_definition(pooling):
     embeddings, rows = make_rows()
     found = pool_templates(embeddings, rows, pooling)
     assert found.ids.tolist() == [3, 5, 8, 13, 10**12]
@@ -70,7 +66,7 @@ def test_pooling_follows_the_definition(pooling: Pooling) -> None:
     np.testing.assert_allclose(found.vectors, expected, rtol=0, atol=1e-14)
 
 
-def test_the_four_ways_differ() -> None:
+def test_the_four_ways_differ():
     embeddings, rows = make_rows()
     found = [pool_templates(embeddings, rows, pooling).vectors for pooling in ALL]
     for i in range(4):
@@ -79,7 +75,7 @@ def test_the_four_ways_differ() -> None:
 
 
 @pytest.mark.parametrize("block", [1, 7, 100])
-def test_blocks_and_order_do_not_matter(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_and_order_do_not_matter(block, monkeypatch):
     embeddings, rows = make_rows()
     whole = pool_templates(embeddings, rows)
     monkeypatch.setattr(module, "_ROWS", block)
@@ -94,7 +90,7 @@ def test_blocks_and_order_do_not_matter(block: int, monkeypatch: pytest.MonkeyPa
     np.testing.assert_allclose(again.vectors, whole.vectors, rtol=0, atol=1e-14)
 
 
-def test_what_cannot_be_pooled() -> None:
+def test_what_cannot_be_pooled():
     embeddings, rows = make_rows()
     with pytest.raises(ShapeError, match="400 images in the lists"):
         pool_templates(embeddings[:-1], rows)
@@ -104,7 +100,7 @@ def test_what_cannot_be_pooled() -> None:
         with pytest.raises(DataError, match="score of image 1 is"):
             TemplateRows(np.zeros(2, np.int64), np.zeros(2, np.int64), np.array([1.0, bad]))
     two = TemplateRows(np.array([4, 4]), np.array([0, 1]), np.array([1.0, 1.0]))
-    with pytest.raises(DataError, match="template 4 has the length zero"):
+    with pytest.raises(DataError, match="template 4 has length zero"):
         pool_templates(np.array([[1.0, 2.0], [-1.0, -2.0]]), two)
     with pytest.raises(DataError, match="image 1 is zero"):
         pool_templates(np.array([[1.0, 2.0], [0.0, 0.0]]), two, Pooling(keep_norms=False))
@@ -113,7 +109,7 @@ def test_what_cannot_be_pooled() -> None:
 
 
 @pytest.mark.parametrize("block", [1, 3, 64])
-def test_scores_do_not_depend_on_blocks(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scores_do_not_depend_on_blocks(block, monkeypatch):
     rng = np.random.default_rng(0)
     vectors = rng.normal(size=(20, 33))
     enrol, test = rng.integers(0, 20, (2, 500))
@@ -128,7 +124,7 @@ def test_scores_do_not_depend_on_blocks(block: int, monkeypatch: pytest.MonkeyPa
     assert calls[-1] == (500, 500)
 
 
-def make_templates(num_subjects: int = 12, each: int = 4) -> tuple[Templates, TemplatePairs]:
+def make_templates(num_subjects=12, each=4):
     rng = np.random.default_rng(0)
     subject = np.repeat(np.arange(num_subjects), each)
     vectors = rng.normal(size=(num_subjects, 16))[subject] + rng.normal(size=(len(subject), 16))
@@ -144,7 +140,7 @@ def make_templates(num_subjects: int = 12, each: int = 4) -> tuple[Templates, Te
 QUICK = EvaluationOptions(fars=(0.1, 0.01), num_replicates=25, num_hardest=3)
 
 
-def test_verification_of_templates() -> None:
+def test_verification_of_templates():
     templates, pairs = make_templates()
     result = evaluate_templates(templates, pairs, QUICK)
     place = {int(each): row for row, each in enumerate(templates.ids)}
@@ -166,7 +162,7 @@ def test_verification_of_templates() -> None:
 
 
 @pytest.mark.parametrize("rule", ["conservative", "nearest"])
-def test_two_threads_find_what_one_finds(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_threads_find_what_one_finds(rule, monkeypatch):
     options = replace(QUICK, rule=rule, fars=(0.1, 0.01, 1e-6))
     found = evaluate_templates(*make_templates(), options)
     monkeypatch.setattr("qmargin.evaluation.evaluate.MANY_TRIALS", 1)
@@ -176,7 +172,7 @@ def test_two_threads_find_what_one_finds(rule: str, monkeypatch: pytest.MonkeyPa
     assert found.measures.eer.interval is not None
 
 
-def test_subjects_are_found_from_genuine_pairs() -> None:
+def test_subjects_are_found_from_genuine_pairs():
     """The same draws as with known subjects, up to their names: the same number of them."""
     templates, pairs = make_templates()
     result = evaluate_templates(templates, replace(pairs, subject_of=None), QUICK)
@@ -188,7 +184,7 @@ def test_subjects_are_found_from_genuine_pairs() -> None:
     assert partly.protocol.interval.note == "subjects are templates that genuine pairs link"
 
 
-def test_labels_that_contradict_each_other_leave_templates() -> None:
+def test_labels_that_contradict_each_other_leave_templates():
     templates, pairs = make_templates()
     labels = pairs.is_genuine.copy()
     labels[int(np.argmax(labels))] = False  # a and b, though a, c and b, c are genuine
@@ -197,7 +193,7 @@ def test_labels_that_contradict_each_other_leave_templates() -> None:
     assert "not known" in str(result.protocol.interval.note)
 
 
-def test_a_pair_without_images_is_named() -> None:
+def test_a_pair_without_images_is_named():
     templates, pairs = make_templates()
     pairs.test[4] = 8
     with pytest.raises(DataError, match="entry 5: template 8 has no images"):
@@ -208,11 +204,11 @@ def test_a_pair_without_images_is_named() -> None:
 
 
 @pytest.fixture
-def release(tmp_path: Path) -> Release:
+def release(tmp_path):
     return write_release(tmp_path / "IJBC")
 
 
-def test_lists_are_read_row_by_row(release: Release) -> None:
+def test_lists_are_read_row_by_row(release):
     found = read_ijb(release.folder)
     assert found.name == "IJBC"
     assert len(found) == len(release.faces)
@@ -231,16 +227,16 @@ def test_lists_are_read_row_by_row(release: Release) -> None:
     assert found.keys == tuple(f"{row}.png" for row in range(len(release.faces)))
 
 
-def test_images_are_aligned_by_their_landmarks(release: Release) -> None:
+def test_images_are_aligned_by_their_landmarks(release):
     images = read_ijb(release.folder).images()
     for row in (0, 3):
         difference = images[row][0].astype(int) - release.faces[row]
         assert np.abs(difference[1:-1, 1:-1]).max() <= 1  # rounded landmarks
 
 
-def test_from_images_to_a_result_with_pictures(release: Release, tmp_path: Path) -> None:
+def test_from_images_to_a_result_with_pictures(release, tmp_path):
     found = read_ijb(release.folder)
-    embeddings = embed_samples(PatchModel(), found.images(), flip="sum")
+    embeddings = embedded(found.images(), flip="sum")
     templates = pool_templates(embeddings, found.rows)
     result = evaluate_templates(templates, found.pairs(), QUICK)
     assert result.measures.eer.value < 0.2
@@ -261,7 +257,7 @@ def test_from_images_to_a_result_with_pictures(release: Release, tmp_path: Path)
     assert write_template_pictures(tmp_path / "q", found, result.hardest) == 0
 
 
-def test_one_file_in_two_templates_has_two_keys(release: Release) -> None:
+def test_one_file_in_two_templates_has_two_keys(release):
     for name in ("face_tid_mid", "name_5pts_score"):
         path = release.folder / "meta" / f"ijbc_{name}.txt"
         lines = path.read_text().splitlines(keepends=True)
@@ -271,7 +267,7 @@ def test_one_file_in_two_templates_has_two_keys(release: Release) -> None:
     assert keys[0] == "0:0.png"
 
 
-def edit(release: Release, name: str, old: str, new: str) -> Path:
+def edit(release, name, old, new):
     path = release.folder / "meta" / f"ijbc_{name}"
     content = path.read_text()
     assert old in content
@@ -279,7 +275,7 @@ def edit(release: Release, name: str, old: str, new: str) -> Path:
     return path
 
 
-def test_damaged_lists_are_named(release: Release) -> None:
+def test_damaged_lists_are_named(release):
     edit(release, "face_tid_mid.txt", "1.png", "7.png")
     with pytest.raises(DataError, match=r"row 2 of .*not the same image"):
         read_ijb(release.folder)
@@ -298,7 +294,7 @@ def test_damaged_lists_are_named(release: Release) -> None:
         read_ijb(release.folder)
 
 
-def test_a_short_list_is_not_taken_for_a_whole_one(release: Release) -> None:
+def test_a_short_list_is_not_taken_for_a_whole_one(release):
     path = release.folder / "meta" / "ijbc_name_5pts_score.txt"
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join(lines[:-1]))
@@ -310,7 +306,7 @@ def test_a_short_list_is_not_taken_for_a_whole_one(release: Release) -> None:
         read_ijb(release.folder)
 
 
-def test_labels_and_missing_lists(release: Release, tmp_path: Path) -> None:
+def test_labels_and_missing_lists(release, tmp_path):
     found = read_ijb(release.folder)
     edit(release, "template_pair_label.txt", "100 200 1", "100 200 2")
     with pytest.raises(DataError, match="pair 1: the label is 2, not 0 or 1"):
@@ -327,7 +323,7 @@ def test_labels_and_missing_lists(release: Release, tmp_path: Path) -> None:
         read_ijb(tmp_path)
 
 
-def test_template_lists_that_cannot_be_read(tmp_path: Path) -> None:
+def test_template_lists_that_cannot_be_read(tmp_path):
     path = tmp_path / "ijbc_1N_gallery_G1.csv"
     path.write_text("TEMPLATE_ID,SUBJECT_ID\n1,a\n1,b\n")
     with pytest.raises(DataError, match="line 3: template 1 is of subject 'b', but was of 'a'"):
@@ -346,7 +342,7 @@ def test_template_lists_that_cannot_be_read(tmp_path: Path) -> None:
 OPTIONS = EvaluationOptions(fars=(0.1, 0.2), num_replicates=20, num_hardest=5, protocol="ijbc")
 
 
-def make_search(seed: int = 0) -> tuple[Templates, TemplateList, TemplateList]:
+def make_search(seed=0):
     """20 subjects; 12 are in the gallery, three of them twice."""
     rng = np.random.default_rng(seed)
     subject = np.concatenate([np.arange(12), [0, 1, 2], np.repeat(np.arange(20), 3)])
@@ -360,7 +356,7 @@ def make_search(seed: int = 0) -> tuple[Templates, TemplateList, TemplateList]:
 
 
 @pytest.mark.parametrize("block", [4, 1024])
-def test_rates_follow_the_loop(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rates_follow_the_loop(block, monkeypatch):
     monkeypatch.setattr(module, "_PROBES", block)
     templates, probes, gallery = make_search()
     found = evaluate_identification(templates, probes, gallery, OPTIONS)
@@ -392,7 +388,7 @@ def test_rates_follow_the_loop(block: int, monkeypatch: pytest.MonkeyPatch) -> N
     assert result.protocol.name == "ijbc, 1:N in G1 (TAR is TPIR, FAR is FPIR)"
 
 
-def test_searches_are_the_same_for_two_systems() -> None:
+def test_searches_are_the_same_for_two_systems():
     _, probes, gallery = make_search(0)
     first = evaluate_identification(make_search(0)[0], probes, gallery, OPTIONS)
     second = evaluate_identification(make_search(1)[0], probes, gallery, OPTIONS)
@@ -403,7 +399,7 @@ def test_searches_are_the_same_for_two_systems() -> None:
     assert third.protocol.data_sha256 != first.protocol.data_sha256
 
 
-def test_searches_that_all_have_a_mate() -> None:
+def test_searches_that_all_have_a_mate():
     templates, probes, gallery = make_search()
     known = np.isin(probes.subject, gallery.subject)
     some = TemplateList("p", probes.template[known], probes.subject[known], probes.source)
@@ -414,7 +410,7 @@ def test_searches_that_all_have_a_mate() -> None:
         evaluate_identification(templates, none, gallery, OPTIONS)
 
 
-def test_very_large_and_small_embeddings_have_a_direction() -> None:
+def test_very_large_and_small_embeddings_have_a_direction():
     rows = TemplateRows(np.array([1, 2]), np.array([0, 0]))
     found = pool_templates(np.array([[3e200, 4e200], [3e-200, 4e-200]]), rows)
     np.testing.assert_allclose(found.vectors, [[0.6, 0.8], [0.6, 0.8]], rtol=1e-15)

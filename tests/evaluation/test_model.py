@@ -26,16 +26,17 @@ from qmargin.errors import (
     ProtocolError,
     ShapeError,
 )
-from qmargin.evaluation.export import add_thresholds, export_run, input_of
-from qmargin.evaluation.model import ImageInputs, Model, cosine, load_model
-from qmargin.evaluation.result import Source, run_info
-from qmargin.evaluation.thresholds import (
+from qmargin.evaluation.export import (
     AffineMap,
-    Thresholds,
+    add_thresholds,
+    export_run,
+    input_of,
     read_thresholds,
     thresholds_of,
     write_thresholds,
 )
+from qmargin.evaluation.model import Inputs, cosine, load_model
+from qmargin.evaluation.result import Source, run_info
 from qmargin.models import create_backbone, list_backbones, register_backbone
 from qmargin.models.directory import (
     RECIPE,
@@ -51,12 +52,12 @@ from qmargin.training.recipe_files import read_recipe
 
 
 @pytest.fixture
-def directory(tmp_path: Path) -> Path:
+def directory(tmp_path):
     make_model(tmp_path / "m")
     return tmp_path / "m"
 
 
-def with_thresholds(directory: Path, threshold: float | None, **changes: object) -> Model:
+def with_thresholds(directory, threshold, **changes):
     card = load_model(directory).card
     made = thresholds_of(
         synthetic_result(card=card.to_texts()),
@@ -68,7 +69,7 @@ def with_thresholds(directory: Path, threshold: float | None, **changes: object)
     return load_model(directory)
 
 
-def test_paths_pillow_images_and_arrays_give_the_same(directory: Path, tmp_path: Path) -> None:
+def test_paths_pillow_images_and_arrays_give_the_same(directory, tmp_path):
     model, images = load_model(directory), pictures(5)
     paths = write_pictures(tmp_path / "faces", images)
     expected = model.embed(images)
@@ -84,7 +85,7 @@ def test_paths_pillow_images_and_arrays_give_the_same(directory: Path, tmp_path:
     np.testing.assert_allclose(model.embed(images, batch_size=2), expected, atol=1e-6)
 
 
-def test_embeddings_are_the_networks_of_normalised_rgb(directory: Path) -> None:
+def test_embeddings_are_the_networks_of_normalised_rgb(directory):
     model, images = load_model(directory), pictures(3)
     inputs = (torch.tensor(images).permute(0, 3, 1, 2) / 255 - 0.5) / 0.5
     expected = model.backbone(inputs)
@@ -95,7 +96,7 @@ def test_embeddings_are_the_networks_of_normalised_rgb(directory: Path) -> None:
     np.testing.assert_allclose(found, model.embed(images[:, :, ::-1], flip="sum"), atol=1e-6)
 
 
-def test_grey_and_transparent_files_become_rgb(directory: Path, tmp_path: Path) -> None:
+def test_grey_and_transparent_files_become_rgb(directory, tmp_path):
     grey = Image.fromarray(pictures(1)[0]).convert("L")
     grey.save(tmp_path / "grey.png")
     model = load_model(directory)
@@ -114,27 +115,25 @@ def test_grey_and_transparent_files_become_rgb(directory: Path, tmp_path: Path) 
         (np.zeros((1, 8, SIZE, 3), np.uint8), DataError, "sample 0 has 16 x 8 pixels"),
     ],
 )
-def test_bad_inputs_are_named(
-    directory: Path, inputs: object, error: type[Exception], message: str
-) -> None:
+def test_bad_inputs_are_named(directory, inputs, error, message):
     with pytest.raises(error, match=message):
         load_model(directory, fit="exact").embed(inputs)
 
 
 @pytest.mark.parametrize("content", [b"", b"<html>not found</html>", b"\xff\xd8\xff\xe0 cut"])
-def test_corrupt_files_are_named(directory: Path, tmp_path: Path, content: bytes) -> None:
+def test_corrupt_files_are_named(directory, tmp_path, content):
     (tmp_path / "bad.jpg").write_bytes(content)
     with pytest.raises(CorruptSample, match=r"bad\.jpg' cannot be read"):
         load_model(directory).embed([tmp_path / "bad.jpg"])
 
 
-def test_a_bomb_is_refused_by_its_header(directory: Path, tmp_path: Path) -> None:
+def test_a_bomb_is_refused_by_its_header(directory, tmp_path):
     Image.new("1", (8_000, 8_000)).save(tmp_path / "bomb.png")
     with pytest.raises(CorruptSample, match="8000 x 8000"):
         load_model(directory).embed([tmp_path / "bomb.png"])
 
 
-def test_images_of_another_size_can_be_resized(directory: Path) -> None:
+def test_images_of_another_size_can_be_resized(directory):
     wide = np.zeros((1, 32, 48, 3), np.uint8)
     wide[:, :, 5:43] = (10, 200, 90)  # the middle square, and what its filter reaches
     found = load_model(directory, fit="resize").embed(wide)
@@ -144,10 +143,10 @@ def test_images_of_another_size_can_be_resized(directory: Path) -> None:
         load_model(directory, fit="stretch")
 
 
-def test_embeddings_that_are_not_finite_are_an_error(directory: Path) -> None:
+def test_embeddings_that_are_not_finite_are_an_error(directory):
     model = load_model(directory)
 
-    def spoil(network: object, inputs: object, output: torch.Tensor) -> torch.Tensor:
+    def spoil(network, inputs, output):
         return output.index_fill(0, torch.tensor([1]), torch.nan)
 
     model.backbone.register_forward_hook(spoil)
@@ -157,7 +156,7 @@ def test_embeddings_that_are_not_finite_are_an_error(directory: Path) -> None:
         model.embed(pictures(5), batch_size=4)
 
 
-def test_a_score_without_thresholds_has_no_decision(directory: Path) -> None:
+def test_a_score_without_thresholds_has_no_decision(directory):
     first, second = pictures(2)
     model = load_model(directory)
     found = model.verify(first, second)
@@ -168,7 +167,7 @@ def test_a_score_without_thresholds_has_no_decision(directory: Path) -> None:
         model.verify(first, second, far=1e-3)
 
 
-def test_the_decision_is_at_the_threshold(directory: Path) -> None:
+def test_the_decision_is_at_the_threshold(directory):
     first, second = pictures(2)
     score = load_model(directory).verify(first, second).score
     for threshold, decision in (
@@ -183,7 +182,7 @@ def test_the_decision_is_at_the_threshold(directory: Path) -> None:
         load_model(directory).verify(first, second, far=1e-9)
 
 
-def test_the_ratio_is_that_of_the_calibration(directory: Path) -> None:
+def test_the_ratio_is_that_of_the_calibration(directory):
     first, second = pictures(2)
     model = with_thresholds(directory, 0.5, calibration=AffineMap(10.0, -3.0))
     found = model.verify(first, second)
@@ -191,7 +190,7 @@ def test_the_ratio_is_that_of_the_calibration(directory: Path) -> None:
     assert with_thresholds(directory, 0.5, calibration=None).verify(first, second).llr is None
 
 
-def test_samples_are_embedded_as_the_evaluation_did(directory: Path) -> None:
+def test_samples_are_embedded_as_the_evaluation_did(directory):
     first, second = pictures(2)
     model = with_thresholds(directory, 0.5, flip="sum")
     expected = cosine(*model.embed([first, second], flip="sum"))
@@ -199,7 +198,7 @@ def test_samples_are_embedded_as_the_evaluation_did(directory: Path) -> None:
     assert expected != pytest.approx(cosine(*model.embed([first, second])), abs=1e-6)
 
 
-def test_thresholds_of_other_weights_are_refused(directory: Path, tmp_path: Path) -> None:
+def test_thresholds_of_other_weights_are_refused(directory, tmp_path):
     with_thresholds(directory, 0.5)
     make_model(tmp_path / "other", seed=1)
     (tmp_path / "other" / THRESHOLDS).write_bytes((directory / THRESHOLDS).read_bytes())
@@ -207,7 +206,7 @@ def test_thresholds_of_other_weights_are_refused(directory: Path, tmp_path: Path
         load_model(tmp_path / "other")
 
 
-def test_models_of_arrays_take_floats(tmp_path: Path) -> None:
+def test_models_of_arrays_take_floats(tmp_path):
     backbone = create_backbone("small_mlp", embedding_dim=4, input_dim=6)
     card = ModelCard("vectors", "arrays", (6,), "small_mlp", 4, options={"input_dim": 6})
     write_model(tmp_path / "m", weights=backbone.state_dict(), card=card, recipe="")
@@ -219,7 +218,7 @@ def test_models_of_arrays_take_floats(tmp_path: Path) -> None:
         model.embed(np.ones((3, 6)), flip="sum")
 
 
-def test_a_zero_vector_has_no_cosine() -> None:
+def test_a_zero_vector_has_no_cosine():
     with pytest.raises(DataError, match="no direction"):
         cosine(np.zeros(3), np.ones(3))
 
@@ -227,17 +226,17 @@ def test_a_zero_vector_has_no_cosine() -> None:
 class Moments(nn.Module):
     """Stands for a speaker network: waveforms ``[B, samples]`` of any length to ``[B, d]``."""
 
-    def __init__(self, embedding_dim: int) -> None:
+    def __init__(self, embedding_dim):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(3, embedding_dim))
 
-    def forward(self, samples: torch.Tensor) -> torch.Tensor:
+    def forward(self, samples):
         moments = torch.stack([samples.mean(1), samples.square().mean(1), samples.amax(1)], 1)
         return moments @ self.weight
 
 
 @pytest.fixture
-def listener(tmp_path: Path) -> Model:
+def listener(tmp_path):
     if "moments" not in list_backbones():
         register_backbone("moments", Moments)
     card = ModelCard("voice", "audio", (), "moments", 4)
@@ -245,7 +244,7 @@ def listener(tmp_path: Path) -> Model:
     return load_model(tmp_path / "v")
 
 
-def test_recordings_are_embedded_one_by_one(listener: Model, tmp_path: Path) -> None:
+def test_recordings_are_embedded_one_by_one(listener, tmp_path):
     soundfile = pytest.importorskip("soundfile")
     samples = [np.random.default_rng(n).uniform(-0.9, 0.9, 4000 + n) for n in (0, 1000)]
     for number, values in enumerate(samples):
@@ -257,7 +256,7 @@ def test_recordings_are_embedded_one_by_one(listener: Model, tmp_path: Path) -> 
     assert listener.verify(tmp_path / "0.wav", samples[0]).score == pytest.approx(1.0)
 
 
-def test_bad_recordings_are_named(listener: Model, tmp_path: Path) -> None:
+def test_bad_recordings_are_named(listener, tmp_path):
     pytest.importorskip("soundfile")
     (tmp_path / "bad.wav").write_bytes(b"")
     with pytest.raises(CorruptSample, match=r"bad\.wav' cannot be read"):
@@ -271,7 +270,7 @@ def test_bad_recordings_are_named(listener: Model, tmp_path: Path) -> None:
 class OneFace:
     """Stands for the detector: one face, upright, in the middle of whatever it is shown."""
 
-    def find(self, image: np.ndarray) -> list[Face]:
+    def find(self, image):
         if not image.any():
             return []
         centre = np.array([image.shape[1], image.shape[0]]) / 2
@@ -279,7 +278,7 @@ class OneFace:
         return [Face((0, 0, 1, 1), 1.0, points)]
 
 
-def test_photos_are_aligned(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_photos_are_aligned(directory, monkeypatch):
     monkeypatch.setattr("qmargin.data.alignment.FaceDetector", OneFace)
     photo = np.full((40, 60, 3), (10, 200, 90), np.uint8)
     face = np.full((SIZE, SIZE, 3), (10, 200, 90), np.uint8)
@@ -291,7 +290,7 @@ def test_photos_are_aligned(directory: Path, monkeypatch: pytest.MonkeyPatch) ->
         load_model(directory, fit="align").embed([np.zeros_like(face)])
 
 
-def test_a_real_face_is_found_and_aligned(directory: Path) -> None:
+def test_a_real_face_is_found_and_aligned(directory):
     """A portrait four times its size, as a photo, comes back to where it was."""
     if why_no_detector() is not None:
         pytest.skip(f"no face detector: {why_no_detector()}")
@@ -305,7 +304,7 @@ def test_a_real_face_is_found_and_aligned(directory: Path) -> None:
     card = replace(load_model(directory).card, input_shape=(3, 112, 112))
     large = np.array(portrait.resize((448, 448)))
     photo = np.pad(large, ((60, 60), (90, 30), (0, 0)), mode="edge")
-    batch = ImageInputs(card, fit="align").read([photo])
+    batch = Inputs(card, fit="align").read([photo])
     found = batch[0].permute(1, 2, 0).numpy()
     assert np.corrcoef(found.ravel(), np.array(portrait).ravel())[0, 1] > 0.9
 
@@ -313,13 +312,13 @@ def test_a_real_face_is_found_and_aligned(directory: Path) -> None:
 OURS, RESULT = "ab" * 32, "cd" * 32
 
 
-def made(**changes: object) -> Thresholds:
+def made(**changes):
     own = synthetic_result(num_impostors=2000, card={"weights_sha256": OURS})
     result = replace(own, **changes)
     return thresholds_of(result, weights_sha256=OURS, result_sha256=RESULT, flip="sum")
 
 
-def test_points_are_those_that_could_be_measured() -> None:
+def test_points_are_those_that_could_be_measured():
     thresholds = made()
     assert [point.far_target for point in thresholds.points] == [1e-2, 1e-3]
     assert thresholds.at(0.001) == thresholds.points[1]
@@ -327,7 +326,7 @@ def test_points_are_those_that_could_be_measured() -> None:
         thresholds.at(1e-5)
 
 
-def test_they_survive_their_file(tmp_path: Path) -> None:
+def test_they_survive_their_file(tmp_path):
     path = tmp_path / "thresholds.json"
     write_thresholds(path, made())
     assert read_thresholds(path) == made()
@@ -335,7 +334,7 @@ def test_they_survive_their_file(tmp_path: Path) -> None:
     assert read_thresholds(path).calibration is None
 
 
-def test_a_result_of_another_model_is_refused() -> None:
+def test_a_result_of_another_model_is_refused():
     assert made(system=replace(synthetic_result().system, model_card={"weights_sha256": OURS}))
     assert made(run=some_run(checkpoint_sha256=OURS))
     with pytest.raises(DataError, match="evaluate this model"):
@@ -345,7 +344,7 @@ def test_a_result_of_another_model_is_refused() -> None:
 
 
 @pytest.mark.parametrize("card", [None, {"loss": "Q-Margin"}])
-def test_a_result_that_names_no_model_needs_trust(card: dict[str, str] | None) -> None:
+def test_a_result_that_names_no_model_needs_trust(card):
     result = synthetic_result("someone", card=card)
     with pytest.raises(DataError, match=r"'someone'.* does not name the weights.*--trust-result"):
         thresholds_of(result, weights_sha256=OURS, result_sha256=RESULT)
@@ -353,20 +352,20 @@ def test_a_result_that_names_no_model_needs_trust(card: dict[str, str] | None) -
     assert found.weights_sha256 == OURS
 
 
-def test_trust_does_not_extend_to_a_result_of_another_model() -> None:
+def test_trust_does_not_extend_to_a_result_of_another_model():
     other = synthetic_result(card={"weights_sha256": RESULT})
     with pytest.raises(DataError, match="cdcdcdcdcdcd"):
         thresholds_of(other, weights_sha256=OURS, result_sha256=RESULT, is_trusted=True)
 
 
 @pytest.mark.parametrize("role", ["cohort", "center"])
-def test_normalised_scores_are_refused(role: str) -> None:
+def test_normalised_scores_are_refused(role):
     """Their thresholds mean nothing for the plain cosine of two samples."""
     with pytest.raises(DataError, match=f"changed by a {role}"):
         made(sources=(Source("a", "b", "scores"), Source("a", "b", role)))
 
 
-def test_scores_of_templates_are_refused() -> None:
+def test_scores_of_templates_are_refused():
     protocol = replace(synthetic_result(num_impostors=2000).protocol, pooling="norms kept")
     with pytest.raises(DataError, match="compared templates"):
         made(protocol=protocol)
@@ -375,14 +374,14 @@ def test_scores_of_templates_are_refused() -> None:
 @pytest.mark.parametrize(
     "content", ["", "[]", "{}", '{"format": "qmargin-thresholds", "version": 2}', "[" * 100_000]
 )
-def test_damaged_files_are_refused(tmp_path: Path, content: str) -> None:
+def test_damaged_files_are_refused(tmp_path, content):
     path = tmp_path / "thresholds.json"
     path.write_text(content)
     with pytest.raises(DataError, match=r"thresholds\.json"):
         read_thresholds(path)
 
 
-def test_numbers_are_numbers(tmp_path: Path) -> None:
+def test_numbers_are_numbers(tmp_path):
     path = tmp_path / "thresholds.json"
     write_thresholds(path, made())
     content = json.loads(path.read_text())
@@ -396,7 +395,7 @@ def test_numbers_are_numbers(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "tiny"
     recipe = tiny_recipe(
         "run.max_steps=4", "run.save_every_steps=2", "run.average_last=2", "run.ema_decay=0.5"
@@ -405,18 +404,18 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def weights_of(directory: Path) -> dict[str, torch.Tensor]:
+def weights_of(directory):
     return load_backbone(directory)[0].state_dict()
 
 
-def equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+def equal(first, second):
     return first.keys() == second.keys() and all(
         torch.equal(first[name], second[name]) for name in first
     )
 
 
-def test_a_run_becomes_a_model(run: Path, tmp_path: Path) -> None:
-    card = export_run(run, tmp_path / "m", facts={"licence": "CC0"})
+def test_a_run_becomes_a_model(run, tmp_path):
+    card = export_run(run, tmp_path / "m")
     found = newest(run / "checkpoints").checkpoint
     assert equal(weights_of(tmp_path / "m"), read_backbone(found))
     assert card == read_card(tmp_path / "m")
@@ -425,7 +424,7 @@ def test_a_run_becomes_a_model(run: Path, tmp_path: Path) -> None:
     assert card.facts["recipe_sha256"] == recipe.sha256
     assert card.facts["checkpoint_sha256"] == found.sha256
     assert card.facts["step"] == "4"
-    assert (card.facts["alpha"], card.facts["licence"]) == ("1.25", "CC0")
+    assert card.facts["alpha"] == "1.25"
     assert "consent" in card.facts["intended_use"]
     model = load_model(tmp_path / "m")
     assert model.embed(np.ones((2, 32))).shape == (2, 32)
@@ -433,7 +432,7 @@ def test_a_run_becomes_a_model(run: Path, tmp_path: Path) -> None:
     assert model.run == replace(expected, checkpoint_sha256=card.weights_sha256)
 
 
-def test_a_run_is_read_as_if_it_were_exported(run: Path, tmp_path: Path) -> None:
+def test_a_run_is_read_as_if_it_were_exported(run, tmp_path):
     card = export_run(run, tmp_path / "m")
     model = load_model(run)
     now = model.card.facts.pop("exported")  # each says when it was made
@@ -444,7 +443,7 @@ def test_a_run_is_read_as_if_it_were_exported(run: Path, tmp_path: Path) -> None
     assert np.array_equal(model.embed(inputs), load_model(tmp_path / "m").embed(inputs))
 
 
-def test_a_damaged_run_record_is_named(run: Path, tmp_path: Path) -> None:
+def test_a_damaged_run_record_is_named(run, tmp_path):
     export_run(run, tmp_path / "m")
     path = tmp_path / "m" / "run.json"
     for content in ("", "[]", '{"seed": 0}', " " * 2_000_000):
@@ -455,7 +454,7 @@ def test_a_damaged_run_record_is_named(run: Path, tmp_path: Path) -> None:
     assert load_model(tmp_path / "m").run is None
 
 
-def test_other_weights_of_a_run(run: Path, tmp_path: Path) -> None:
+def test_other_weights_of_a_run(run, tmp_path):
     all_weights = []
     for weights in ("last", "average", "ema"):
         card = export_run(run, tmp_path / weights, weights=weights, name=weights)
@@ -468,7 +467,7 @@ def test_other_weights_of_a_run(run: Path, tmp_path: Path) -> None:
     assert not equal(weights_of(tmp_path / "first"), all_weights[0])
 
 
-def test_what_is_not_there_is_said(run: Path, tmp_path: Path) -> None:
+def test_what_is_not_there_is_said(run, tmp_path):
     with pytest.raises(ConfigError, match="has no checkpoint"):
         export_run(tmp_path, tmp_path / "m")
     with pytest.raises(ConfigError, match="one of last, average, ema"):
@@ -486,7 +485,7 @@ def test_what_is_not_there_is_said(run: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "m").exists()
 
 
-def test_images_and_computed_data_have_their_shapes() -> None:
+def test_images_and_computed_data_have_their_shapes():
     recipe = tiny_recipe("data.options.shape=[3, 16, 16]")
     assert input_of(recipe) == ("images", (3, 16, 16))
     pictures = tiny_recipe("data.kind=images", "data.path=faces", "data.options=null")
@@ -499,7 +498,7 @@ def test_images_and_computed_data_have_their_shapes() -> None:
     assert input_of(sounds) == ("audio", ())
 
 
-def test_thresholds_come_from_a_result(run: Path, tmp_path: Path) -> None:
+def test_thresholds_come_from_a_result(run, tmp_path):
     card = export_run(run, tmp_path / "m")
     own = synthetic_result(card=card.to_texts(), protocol="LFW")
     other = synthetic_result(card={"weights_sha256": "ab" * 32})
@@ -526,9 +525,7 @@ def test_thresholds_come_from_a_result(run: Path, tmp_path: Path) -> None:
         ("sum", "none", "was made with flip sum, not none"),
     ],
 )
-def test_images_are_embedded_as_in_the_evaluation(
-    tmp_path: Path, said: str | None, asked: str | None, expected: str
-) -> None:
+def test_images_are_embedded_as_in_the_evaluation(tmp_path, said, asked, expected):
     result = synthetic_result(card=make_model(tmp_path / "m").to_texts())
     result = replace(result, protocol=replace(result.protocol, flip=said))
     (path,) = write_results(tmp_path / "results", result)
@@ -541,22 +538,22 @@ def test_images_are_embedded_as_in_the_evaluation(
         assert not (tmp_path / "m" / THRESHOLDS).exists()
 
 
-def test_nothing_at_all_has_no_embeddings(directory: Path) -> None:
+def test_nothing_at_all_has_no_embeddings(directory):
     assert load_model(directory).embed([]).shape == (0, 8)
 
 
-def test_an_unknown_flip_is_refused() -> None:
+def test_an_unknown_flip_is_refused():
     with pytest.raises(ConfigError, match="one of none, sum"):
         replace(made(), flip="twice")
 
 
-def test_a_missing_detector_is_said(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_detector_is_said(directory, monkeypatch):
     monkeypatch.setattr("qmargin.data.alignment.why_no_detector", lambda: "dlib-bin is missing")
     with pytest.raises(BackendError, match="dlib-bin is missing"):
         load_model(directory).embed(pictures(1, size=40))
 
 
-def test_an_evaluation_that_measured_nothing_is_refused() -> None:
+def test_an_evaluation_that_measured_nothing_is_refused():
     result = synthetic_result(num_impostors=20)
     with pytest.raises(ProtocolError, match="20 impostor trials"):
         thresholds_of(result, weights_sha256=OURS, result_sha256=RESULT, is_trusted=True)

@@ -8,7 +8,6 @@ import shlex
 import socket
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -24,14 +23,14 @@ from qmargin.report.write import ReportOptions, write_report
 from qmargin.training.loop import train
 
 
-def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
+def run(monkeypatch, *arguments):
     texts = list(map(str, arguments))
     monkeypatch.setattr(sys, "argv", ["qmargin", *texts])
     parsed = build_parser().parse_args(texts)
     parsed.run(parsed)
 
 
-def secrets_in(folder: Path, *secrets: str) -> list[str]:
+def secrets_in(folder, *secrets):
     """Files that hold a secret text."""
     return [
         path.name
@@ -53,11 +52,11 @@ def secrets_in(folder: Path, *secrets: str) -> list[str]:
         ("", ""),
     ],
 )
-def test_folders_are_left_out(text: str, expected: str) -> None:
+def test_folders_are_left_out(text, expected):
     assert without_folders(text) == expected
 
 
-def test_a_result_has_names_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_result_has_names_of_files(tmp_path, monkeypatch):
     secret = tmp_path / "ann smith"
     secret.mkdir()
     speakers = make_speakers(4, 3)
@@ -75,7 +74,7 @@ def test_a_result_has_names_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert read_result(out / "r.json").sources[1].path == str(secret / "trials.txt")
 
 
-def test_keys_of_trials_lose_the_folder_they_share() -> None:
+def test_keys_of_trials_lose_the_folder_they_share():
     keys = tuple(f"/home/ann/faces/id{i}/1.jpg" for i in range(4))
     short = without_paths(synthetic_result(keys=keys)).hardest
     assert short is not None
@@ -86,7 +85,7 @@ def test_keys_of_trials_lose_the_folder_they_share() -> None:
 
 
 @pytest.mark.parametrize("keep_paths", [False, True])
-def test_a_report_of_an_older_result_has_none(tmp_path: Path, keep_paths: bool) -> None:
+def test_a_report_of_an_older_result_has_none(tmp_path, keep_paths):
     result = replace(
         synthetic_result(),
         sources=(Source("/home/ann/scores.tsv", "ab", "scores"),),
@@ -99,13 +98,13 @@ def test_a_report_of_an_older_result_has_none(tmp_path: Path, keep_paths: bool) 
     assert sorted(found) == (["index.html", "metrics.json"] if keep_paths else [])
 
 
-def test_an_exported_model_has_none(tmp_path: Path) -> None:
+def test_an_exported_model_has_none(tmp_path):
     train(tiny_recipe("run.max_steps=1"), tmp_path / "run", device="cpu")
     export_run(tmp_path / "run", tmp_path / "m")
     assert secrets_in(tmp_path / "m", str(tmp_path), socket.gethostname()) == []
 
 
-def test_paths_of_a_recipe_are_cut_on_export() -> None:
+def test_paths_of_a_recipe_are_cut_on_export():
     from qmargin.evaluation.export import _public
     from qmargin.training.recipe_files import from_yaml, to_yaml
 
@@ -119,7 +118,7 @@ def test_paths_of_a_recipe_are_cut_on_export() -> None:
     assert _public(plain, to_yaml(plain)) == to_yaml(plain)
 
 
-def test_an_onnx_file_names_no_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_onnx_file_names_no_source(tmp_path, monkeypatch):
     for name in ("onnx", "onnxscript", "onnxruntime"):
         pytest.importorskip(name)
     make_model(tmp_path / "m")

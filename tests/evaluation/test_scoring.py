@@ -7,40 +7,37 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from helpers.speakers import Speakers, make_speakers
+from helpers.speakers import make_speakers
 from qmargin.errors import ConfigError, DataError, ShapeError
 from qmargin.evaluation.embeddings import Embeddings, read_embeddings
 from qmargin.evaluation.result import Source
 from qmargin.evaluation.scores import read_scores
 from qmargin.evaluation.scoring import CohortNorm, score_trials
-from qmargin.evaluation.trials import TrialList, read_trials
+from qmargin.evaluation.trials import read_trials
 from qmargin.metrics.normalise import as_norm
 
 
 @pytest.fixture
-def speakers() -> Speakers:
+def speakers():
     return make_speakers()
 
 
 @pytest.fixture
-def inputs(tmp_path: Path, speakers: Speakers) -> tuple[Embeddings, TrialList]:
+def inputs(tmp_path, speakers):
     embeddings = read_embeddings(speakers.write_embeddings(tmp_path / "e.npz"))
     return embeddings, read_trials(speakers.write_trials(tmp_path / "t.txt"))
 
 
-def cohort_of(matrix: np.ndarray) -> Embeddings:
+def cohort_of(matrix):
     keys = tuple(f"c{row}" for row in range(len(matrix)))
     return Embeddings(keys, matrix, Source("cohort.npz", "0" * 64, "cohort"))
 
 
-def test_scores_are_the_cosines(
-    tmp_path: Path, speakers: Speakers, inputs: tuple[Embeddings, TrialList]
-) -> None:
+def test_scores_are_the_cosines(tmp_path, speakers, inputs):
     path = score_trials(*inputs, out=tmp_path / "s.tsv")
     score_set = read_scores(path)
     expected = [speakers.plain_score(row) for row in range(len(score_set))]
@@ -52,9 +49,7 @@ def test_scores_are_the_cosines(
 
 @pytest.mark.parametrize("block", [17, 100_000])
 @pytest.mark.parametrize("has_norm", [False, True])
-def test_blocks_do_not_change_a_byte(
-    tmp_path: Path, inputs: tuple[Embeddings, TrialList], block: int, has_norm: bool
-) -> None:
+def test_blocks_do_not_change_a_byte(tmp_path, inputs, block, has_norm):
     norm = None
     if has_norm:
         norm = CohortNorm(cohort_of(np.random.default_rng(0).normal(size=(40, 8))), top_n=10)
@@ -63,15 +58,13 @@ def test_blocks_do_not_change_a_byte(
     assert first.read_bytes() == second.read_bytes()
 
 
-def test_as_norm_agrees_with_the_metric(
-    tmp_path: Path, inputs: tuple[Embeddings, TrialList]
-) -> None:
+def test_as_norm_agrees_with_the_metric(tmp_path, inputs):
     embeddings, trials = inputs
     cohort = np.random.default_rng(0).normal(size=(40, 8))
     norm = CohortNorm(cohort_of(cohort), top_n=10)
     found = read_scores(score_trials(*inputs, out=tmp_path / "s.tsv", norm=norm)).scores
 
-    def unit(matrix: np.ndarray) -> np.ndarray:
+    def unit(matrix):
         matrix = matrix.astype(np.float64)
         return matrix / np.linalg.norm(matrix, axis=1, keepdims=True)
 
@@ -92,9 +85,7 @@ def test_as_norm_agrees_with_the_metric(
     np.testing.assert_allclose(found, expected, rtol=1e-12)
 
 
-def test_centering_is_a_subtraction_of_the_mean(
-    tmp_path: Path, inputs: tuple[Embeddings, TrialList]
-) -> None:
+def test_centering_is_a_subtraction_of_the_mean(tmp_path, inputs):
     embeddings, trials = inputs
     others = cohort_of(np.random.default_rng(1).normal(size=(30, 8)) + 0.5)
     centred = replace(embeddings, matrix=embeddings.matrix.astype(float) - others.matrix.mean(0))
@@ -103,9 +94,7 @@ def test_centering_is_a_subtraction_of_the_mean(
     np.testing.assert_allclose(found, plain, rtol=0, atol=1e-15)
 
 
-def test_very_small_and_large_embeddings_have_directions(
-    tmp_path: Path, inputs: tuple[Embeddings, TrialList]
-) -> None:
+def test_very_small_and_large_embeddings_have_directions(tmp_path, inputs):
     embeddings, trials = inputs
     scale = np.logspace(-200, 200, len(embeddings))[:, None]
     stretched = replace(embeddings, matrix=embeddings.matrix.astype(np.float64) * scale)
@@ -114,7 +103,7 @@ def test_very_small_and_large_embeddings_have_directions(
     np.testing.assert_allclose(found, plain, rtol=0, atol=1e-14)
 
 
-def test_bad_inputs_are_named(tmp_path: Path, inputs: tuple[Embeddings, TrialList]) -> None:
+def test_bad_inputs_are_named(tmp_path, inputs):
     embeddings, trials = inputs
     out = tmp_path / "s.tsv"
     fewer = replace(embeddings, keys=("other", *embeddings.keys[1:]))
@@ -124,7 +113,7 @@ def test_bad_inputs_are_named(tmp_path: Path, inputs: tuple[Embeddings, TrialLis
     with pytest.raises(DataError, match=r"'id01/video/1\.wav' is zero"):
         score_trials(zero, trials, out=out)
     wide = cohort_of(np.ones((10, 9)))
-    with pytest.raises(ShapeError, match=r"cohort\.npz has embeddings of width 9.*have 8"):
+    with pytest.raises(ShapeError, match=r"cohort\.npz has embeddings of width 9.*has 8"):
         score_trials(embeddings, trials, out=out, norm=CohortNorm(wide, top_n=5))
     with pytest.raises(ShapeError, match="width 9"):
         score_trials(embeddings, trials, out=out, center=wide)
@@ -142,15 +131,15 @@ class Stop(Exception):
     """What interrupts a run in these tests."""
 
 
-def stop_after(num_trials: int):
-    def progress(done: int, total: int) -> None:
+def stop_after(num_trials):
+    def progress(done, total):
         if done >= num_trials:
             raise Stop
 
     return progress
 
 
-def test_an_interrupted_run_goes_on(tmp_path: Path, inputs: tuple[Embeddings, TrialList]) -> None:
+def test_an_interrupted_run_goes_on(tmp_path, inputs):
     whole = score_trials(*inputs, out=tmp_path / "a.tsv").read_bytes()
     out = tmp_path / "b.tsv"
     with pytest.raises(Stop):
@@ -166,9 +155,7 @@ def test_an_interrupted_run_goes_on(tmp_path: Path, inputs: tuple[Embeddings, Tr
     assert not partial.exists()
 
 
-def test_a_part_of_other_inputs_is_refused(
-    tmp_path: Path, inputs: tuple[Embeddings, TrialList]
-) -> None:
+def test_a_part_of_other_inputs_is_refused(tmp_path, inputs):
     embeddings, trials = inputs
     changed = embeddings.matrix.copy()
     changed[-1, -1] += 1.0
@@ -183,9 +170,7 @@ def test_a_part_of_other_inputs_is_refused(
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "record"])
-def test_a_damaged_part_is_refused(
-    tmp_path: Path, inputs: tuple[Embeddings, TrialList], damage: str
-) -> None:
+def test_a_damaged_part_is_refused(tmp_path, inputs, damage):
     out = tmp_path / "s.tsv"
     with pytest.raises(Stop):
         score_trials(*inputs, out=out, block=50, progress=stop_after(100))
@@ -201,10 +186,10 @@ def test_a_damaged_part_is_refused(
         score_trials(*inputs, out=out)
 
 
-def test_two_runs_cannot_share_a_file(tmp_path: Path, inputs: tuple[Embeddings, TrialList]) -> None:
+def test_two_runs_cannot_share_a_file(tmp_path, inputs):
     out = tmp_path / "s.tsv"
 
-    def second_run(done: int, total: int) -> None:
+    def second_run(done, total):
         with pytest.raises(DataError, match="being written by another run"):
             score_trials(*inputs, out=out)
 
@@ -226,9 +211,7 @@ score_trials(embeddings, trials, out=sys.argv[3], block=20, progress=progress)
 """
 
 
-def test_a_killed_run_goes_on_to_the_same_bytes(
-    tmp_path: Path, inputs: tuple[Embeddings, TrialList]
-) -> None:
+def test_a_killed_run_goes_on_to_the_same_bytes(tmp_path, inputs):
     """kill -9 after a growing number of blocks, until a run gets to the end."""
     whole = score_trials(*inputs, out=tmp_path / "whole.tsv").read_bytes()
     out = tmp_path / "s.tsv"

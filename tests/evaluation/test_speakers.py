@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy.optimize import minimize
 
-from helpers.speakers import Speakers, make_speakers
+from helpers.speakers import make_speakers
 from qmargin.errors import BackendError, ConfigError, DataError, ProtocolError, ShapeError
 from qmargin.evaluation.embeddings import Embeddings, read_embeddings
 from qmargin.evaluation.evaluate import EvaluationOptions
@@ -31,15 +31,15 @@ from qmargin.evaluation.protocols.speakers import (
 from qmargin.evaluation.result import Source
 from qmargin.evaluation.scores import read_scores
 from qmargin.evaluation.scoring import CohortNorm, nearest_moments
-from qmargin.evaluation.trials import TrialList, read_trials
+from qmargin.evaluation.trials import read_trials
 from qmargin.metrics import calibrate, cllr
 
 
-def named(keys: list[str], matrix: np.ndarray, path: str = "made.npz") -> Embeddings:
+def named(keys, matrix, path="made.npz"):
     return Embeddings(tuple(keys), matrix, Source(path, "0" * 64, "embeddings"))
 
 
-def training_set(num_speakers: int = 30, each: int = 5, seed: int = 9) -> Embeddings:
+def training_set(num_speakers=30, each=5, seed=9):
     generator = np.random.default_rng(seed)
     centers = generator.normal(size=(num_speakers, 1, 8))
     matrix = centers + 0.8 * generator.normal(size=(num_speakers, each, 8)) + 0.7
@@ -48,18 +48,16 @@ def training_set(num_speakers: int = 30, each: int = 5, seed: int = 9) -> Embedd
 
 
 @pytest.fixture
-def speakers() -> Speakers:
+def speakers():
     return make_speakers()
 
 
 @pytest.fixture
-def trials(speakers: Speakers, tmp_path: Path) -> TrialList:
+def trials(speakers, tmp_path):
     return read_trials(speakers.write_trials(tmp_path / "trials.txt"))
 
 
-def test_mean_subtraction_and_as_norm_are_their_formulas(
-    speakers: Speakers, trials: TrialList
-) -> None:
+def test_mean_subtraction_and_as_norm_are_their_formulas(speakers, trials):
     """s' = ((s - mu_e) / sd_e + (s - mu_t) / sd_t) / 2 over the n nearest speakers' means."""
     training = training_set()
     cohort = speaker_means(training)
@@ -80,7 +78,7 @@ def test_mean_subtraction_and_as_norm_are_their_formulas(
         assert found[row] == pytest.approx(sum(normalised) / 2, abs=1e-12)
 
 
-def test_the_cohort_has_one_mean_per_speaker() -> None:
+def test_the_cohort_has_one_mean_per_speaker():
     training = named(["b/1", "a/1", "b/2"], np.array([[1.0, 2.0], [5.0, 5.0], [3.0, 6.0]]))
     cohort = speaker_means(training)
     assert cohort.keys == ("a", "b")
@@ -94,7 +92,7 @@ def test_the_cohort_has_one_mean_per_speaker() -> None:
 
 
 @pytest.mark.parametrize("top_n", [2, 40, 50])
-def test_moments_of_the_nearest_do_not_depend_on_blocks(top_n: int) -> None:
+def test_moments_of_the_nearest_do_not_depend_on_blocks(top_n):
     generator = np.random.default_rng(1)
     unit, cohort = generator.normal(size=(700, 6)), generator.normal(size=(50, 6))
     found = nearest_moments(unit, cohort, top_n, "made")
@@ -105,7 +103,7 @@ def test_moments_of_the_nearest_do_not_depend_on_blocks(top_n: int) -> None:
     assert alone.mean[0] == pytest.approx(found.mean[300], abs=1e-13)
 
 
-def test_drawn_trials_are_pairs_of_other_names_each_once() -> None:
+def test_drawn_trials_are_pairs_of_other_names_each_once():
     training = training_set()
     drawn = draw_trials(training, 2000, seed=3)
     names = [drawn.keys.trial(row) for row in range(len(drawn))]
@@ -121,9 +119,7 @@ def test_drawn_trials_are_pairs_of_other_names_each_once() -> None:
         draw_trials(named(["a/1", "b/1"], np.ones((2, 2))))
 
 
-def test_the_result_has_every_number_and_the_hardest_trials(
-    speakers: Speakers, trials: TrialList, tmp_path: Path
-) -> None:
+def test_the_result_has_every_number_and_the_hardest_trials(speakers, trials, tmp_path):
     embeddings = read_embeddings(speakers.write_embeddings(tmp_path / "e.npz"))
     options = EvaluationOptions(name="plain", fars=(1e-1, 1e-2), num_replicates=50)
     result = evaluate_speakers(embeddings, trials, options, scores=tmp_path / "scores.tsv")
@@ -140,7 +136,7 @@ def test_the_result_has_every_number_and_the_hardest_trials(
     assert result.protocol.data_sha256 == trials.trials_sha256()
 
 
-def test_calibration_gives_ratios_that_are_right_for_other_speakers() -> None:
+def test_calibration_gives_ratios_that_are_right_for_other_speakers():
     training, others = training_set(60, seed=1), training_set(60, seed=2)
     scoring = Scoring(training)
     calibration = calibrate_speakers(training, draw_trials(training, 5000), scoring)
@@ -156,7 +152,7 @@ def test_calibration_gives_ratios_that_are_right_for_other_speakers() -> None:
     assert found.cllr.value < found.min_cllr.value + 0.05
 
 
-def test_a_calibration_knows_what_it_used() -> None:
+def test_a_calibration_knows_what_it_used():
     training = training_set()
     seconds = {name: 1.0 + len(name) for name in training.keys}
     scoring = Scoring(training, CohortNorm(speaker_means(training), 10), seconds)
@@ -173,7 +169,7 @@ def test_a_calibration_knows_what_it_used() -> None:
         )
 
 
-def test_unknown_names_and_other_widths_are_refused(speakers: Speakers, trials: TrialList) -> None:
+def test_unknown_names_and_other_widths_are_refused(speakers, trials):
     embeddings = named(speakers.keys, speakers.matrix)
     with pytest.raises(DataError, match=r"line 1: 'id00/video/0.wav' has no duration \(48 of 48"):
         score_speakers(embeddings, trials, Scoring(seconds={}))
@@ -187,7 +183,7 @@ def test_unknown_names_and_other_widths_are_refused(speakers: Speakers, trials: 
 NAMES = ("seconds, smaller", "seconds, larger", "seconds, ratio")
 
 
-def noisy_trials(number: int = 4000) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def noisy_trials(number=4000):
     """Scores that say more about long recordings than about short ones."""
     generator = np.random.default_rng(4)
     seconds = generator.uniform(1.0, 25.0, size=(2, number))
@@ -201,12 +197,12 @@ def noisy_trials(number: int = 4000) -> tuple[np.ndarray, np.ndarray, np.ndarray
     return scores, labels, columns
 
 
-def cost_of(weights: np.ndarray, table: np.ndarray, labels: np.ndarray) -> float:
+def cost_of(weights, table, labels):
     ratios = table @ weights[:-1] + weights[-1]
     return cllr(ratios[labels], ratios[~labels])
 
 
-def test_the_fit_has_the_smallest_cllr() -> None:
+def test_the_fit_has_the_smallest_cllr():
     scores, labels, columns = noisy_trials()
     found = fit_quality(scores, labels, NAMES, columns)
     ratios = found.apply(scores, NAMES, columns)
@@ -219,7 +215,7 @@ def test_the_fit_has_the_smallest_cllr() -> None:
     assert cost < cllr(plain[labels], plain[~labels]) - 1e-3
 
 
-def test_without_qualities_it_is_the_calibration_of_scores() -> None:
+def test_without_qualities_it_is_the_calibration_of_scores():
     scores, labels, _ = noisy_trials()
     found = fit_quality(scores, labels, (), np.empty((len(scores), 0)))
     plain = calibrate(scores[labels], scores[~labels])
@@ -227,7 +223,7 @@ def test_without_qualities_it_is_the_calibration_of_scores() -> None:
     assert found.offset == pytest.approx(plain.offset, rel=1e-5)
 
 
-def test_sides_may_be_swapped() -> None:
+def test_sides_may_be_swapped():
     known = Qualities(*np.random.default_rng(0).uniform(1.0, 30.0, size=(3, 20)))
     enrol, test = np.arange(10), np.arange(10, 20)
     names, columns = known.columns(enrol, test)
@@ -236,7 +232,7 @@ def test_sides_may_be_swapped() -> None:
     assert columns[:, 1].max() <= 20.0  # seconds beyond count no more
 
 
-def test_trials_that_can_be_separated_have_finite_ratios() -> None:
+def test_trials_that_can_be_separated_have_finite_ratios():
     scores = np.array([-2.0, -1.0, 1.0, 2.0])
     labels = scores > 0.0
     found = fit_quality(scores, labels, (), np.empty((4, 0)))
@@ -245,14 +241,14 @@ def test_trials_that_can_be_separated_have_finite_ratios() -> None:
     assert (np.sign(ratios) == np.sign(scores)).all()
 
 
-def test_a_quality_that_never_changes_does_no_harm() -> None:
+def test_a_quality_that_never_changes_does_no_harm():
     scores, labels, _ = noisy_trials(500)
     same = np.full((500, 1), 3.0)
     found = fit_quality(scores, labels, ("same",), same)
     assert np.isfinite(found.weights).all()
 
 
-def test_errors_name_the_trial_and_what_differs() -> None:
+def test_errors_name_the_trial_and_what_differs():
     scores, labels, columns = noisy_trials(100)
     with pytest.raises(ProtocolError, match="0 genuine trials of 100"):
         fit_quality(scores, np.zeros(100, bool), NAMES, columns)
@@ -270,15 +266,15 @@ LINES = b"1 id1/a/1.wav id1/b/1.wav\n0 id1/a/1.wav id2/c/1.wav\n"
 class Installed:
     """A package with one list."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.folder = folder
 
-    def locate_file(self, name: str) -> Path:
+    def locate_file(self, name):
         return self.folder / Path(name).name
 
 
 @pytest.fixture
-def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def package(tmp_path, monkeypatch):
     folder = tmp_path / "package"
     folder.mkdir()
     (folder / "list.txt.gz").write_bytes(gzip.compress(LINES))
@@ -287,7 +283,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_a_list_is_written_as_it_is(package: Path, tmp_path: Path) -> None:
+def test_a_list_is_written_as_it_is(package, tmp_path):
     path = unpack_official("H", tmp_path)
     assert path == tmp_path / "voxceleb1-h.txt"
     assert path.read_bytes() == LINES
@@ -296,7 +292,7 @@ def test_a_list_is_written_as_it_is(package: Path, tmp_path: Path) -> None:
     assert trials.is_genuine.tolist() == [True, False]
 
 
-def test_other_lists_are_refused(package: Path, tmp_path: Path) -> None:
+def test_other_lists_are_refused(package, tmp_path):
     (package / "list.txt.gz").write_bytes(gzip.compress(LINES * 2))
     with pytest.raises(DataError, match="has 4 trials and VoxCeleb1-H has 2"):
         unpack_official("H", tmp_path)
@@ -308,16 +304,14 @@ def test_other_lists_are_refused(package: Path, tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.txt"))
 
 
-def test_a_bomb_is_refused(package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bomb_is_refused(package, tmp_path, monkeypatch):
     monkeypatch.setattr(voxceleb, "MOST_BYTES", 10)
     with pytest.raises(DataError, match="is over 10 bytes unpacked"):
         unpack_official("H", tmp_path)
 
 
-def test_without_the_package_the_remedy_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def absent(name: str) -> None:
+def test_without_the_package_the_remedy_is_named(tmp_path, monkeypatch):
+    def absent(name):
         raise PackageNotFoundError(name)
 
     monkeypatch.setattr(voxceleb, "distribution", absent)
@@ -326,7 +320,7 @@ def test_without_the_package_the_remedy_is_named(
 
 
 @pytest.mark.parametrize("name", OFFICIAL)
-def test_the_installed_lists_are_the_official_ones(name: str, tmp_path: Path) -> None:
+def test_the_installed_lists_are_the_official_ones(name, tmp_path):
     try:
         distribution(voxceleb.PACKAGE)
     except PackageNotFoundError:

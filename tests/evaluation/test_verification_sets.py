@@ -1,17 +1,14 @@
 """Sets in folds: the flip test, accuracy and TAR that are told apart, pictures for a report."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from helpers.faces import PatchModel, face, folded_pairs, write_bin
+from helpers.faces import PatchModel, embedded, face, folded_pairs, write_bin
 from qmargin.errors import ConfigError, DataError, ProtocolError, ShapeError
-from qmargin.evaluation.embed import embed_samples
 from qmargin.evaluation.evaluate import EvaluationOptions
 from qmargin.evaluation.protocols.face_sets import (
-    VerificationSet,
     evaluate_verification_set,
     flip_features,
     fold_accuracy,
@@ -26,17 +23,17 @@ QUICK = EvaluationOptions(fars=(0.1, 0.5), num_replicates=20, protocol="small")
 
 
 @pytest.fixture(scope="module")
-def pairs(tmp_path_factory: pytest.TempPathFactory) -> VerificationSet:
+def pairs(tmp_path_factory):
     path = tmp_path_factory.mktemp("set") / "lfw.bin"
     return read_verification_set(write_bin(path, *folded_pairs(noise=110.0)))
 
 
 @pytest.fixture(scope="module")
-def embeddings(pairs: VerificationSet) -> np.ndarray:
-    return embed_samples(PatchModel(), pairs.images(), flip="both")
+def embeddings(pairs):
+    return embedded(pairs.images(), flip="both")
 
 
-def plain_scores() -> np.ndarray:
+def plain_scores():
     """Scores of the set from the images themselves: sum of both views, then the cosine."""
     scores = []
     for pair in folded_pairs(noise=110.0)[0]:
@@ -49,7 +46,7 @@ def plain_scores() -> np.ndarray:
     return np.array(scores)
 
 
-def test_images_that_occur_again_are_kept_once(pairs: VerificationSet) -> None:
+def test_images_that_occur_again_are_kept_once(pairs):
     assert len(pairs) == 80
     # 160 images; the first of an impostor pair is that of a genuine one, and most second ones too
     assert len(pairs.pictures) == 81
@@ -58,9 +55,7 @@ def test_images_that_occur_again_are_kept_once(pairs: VerificationSet) -> None:
     assert pairs.rows[4].tolist() == [0, 3]  # the first impostor pair: photos of 0 and of 1
 
 
-def test_accuracy_and_tar_follow_their_definitions(
-    pairs: VerificationSet, embeddings: np.ndarray
-) -> None:
+def test_accuracy_and_tar_follow_their_definitions(pairs, embeddings):
     found = evaluate_verification_set(pairs, flip_features(embeddings), QUICK, compatible=True)
     scores, labels = plain_scores(), pairs.is_genuine
     expected = kfold_accuracy(scores, labels)
@@ -85,9 +80,7 @@ def test_accuracy_and_tar_follow_their_definitions(
     assert "realised FAR" in str(named["TAR at FAR 0.001, InsightFace"].note)
 
 
-def test_mean_norm_is_over_every_image_and_both_views(
-    pairs: VerificationSet, embeddings: np.ndarray
-) -> None:
+def test_mean_norm_is_over_every_image_and_both_views(pairs, embeddings):
     found = evaluate_verification_set(pairs, flip_features(embeddings), QUICK)
     norms = []
     for pair in folded_pairs(noise=110.0)[0]:
@@ -98,8 +91,8 @@ def test_mean_norm_is_over_every_image_and_both_views(
     assert found.measures.extra["mean norm"].value == pytest.approx(np.mean(norms), rel=1e-6)
 
 
-def test_without_the_flip_test(pairs: VerificationSet) -> None:
-    plain = embed_samples(PatchModel(), pairs.images())
+def test_without_the_flip_test(pairs):
+    plain = embedded(pairs.images())
     found = evaluate_verification_set(pairs, flip_features(plain, has_flip=False), QUICK)
     unit = plain.astype(np.float64) / np.linalg.norm(plain.astype(np.float64), axis=1)[:, None]
     scores = np.sum(unit[pairs.rows[:, 0]] * unit[pairs.rows[:, 1]], axis=1)
@@ -108,9 +101,7 @@ def test_without_the_flip_test(pairs: VerificationSet) -> None:
     assert found.protocol.flip == "none"
 
 
-def test_pictures_of_the_hardest_pairs(
-    tmp_path: Path, pairs: VerificationSet, embeddings: np.ndarray
-) -> None:
+def test_pictures_of_the_hardest_pairs(tmp_path, pairs, embeddings):
     options = replace(QUICK, num_hardest=2, num_replicates=0)
     result = evaluate_verification_set(pairs, flip_features(embeddings), options)
     assert result.hardest is not None
@@ -131,9 +122,7 @@ def test_pictures_of_the_hardest_pairs(
         write_pictures(tmp_path / "file", pairs, result.hardest)
 
 
-def test_features_without_a_direction_and_of_the_wrong_set(
-    pairs: VerificationSet, embeddings: np.ndarray
-) -> None:
+def test_features_without_a_direction_and_of_the_wrong_set(pairs, embeddings):
     with pytest.raises(ShapeError, match="pictures, but"):
         evaluate_verification_set(pairs, flip_features(embeddings[:-1]), QUICK)
     with pytest.raises(ShapeError, match="2 d"):
@@ -145,23 +134,23 @@ def test_features_without_a_direction_and_of_the_wrong_set(
         flip_features(np.array([[np.nan, 1.0]]), has_flip=False)
 
 
-def test_an_impostor_pair_of_one_image_is_refused(tmp_path: Path) -> None:
+def test_an_impostor_pair_of_one_image_is_refused(tmp_path):
     images, labels = folded_pairs()
     images[5] = (images[5][0], images[5][0])
     pairs = read_verification_set(write_bin(tmp_path / "bad.bin", images, labels))
-    features = flip_features(embed_samples(PatchModel(), pairs.images(), flip="both"))
+    features = flip_features(embedded(pairs.images(), flip="both"))
     with pytest.raises(DataError, match=r"bad.bin, pair 5: the trial is impostor"):
         evaluate_verification_set(pairs, features, QUICK)
 
 
-def folds_of(number: int, num_folds: int) -> list[np.ndarray]:
+def folds_of(number, num_folds):
     """Contiguous folds, the first ones longer."""
     sizes = [number // num_folds + (fold < number % num_folds) for fold in range(num_folds)]
     ends = np.cumsum(sizes)
     return [np.arange(end - size, end) for end, size in zip(ends, sizes, strict=True)]
 
 
-def plain_accuracy(distances: np.ndarray, labels: np.ndarray, num_folds: int) -> list[float]:
+def plain_accuracy(distances, labels, num_folds):
     found = []
     for test in folds_of(len(distances), num_folds):
         train = np.setdiff1d(np.arange(len(distances)), test)
@@ -174,9 +163,7 @@ def plain_accuracy(distances: np.ndarray, labels: np.ndarray, num_folds: int) ->
     return found
 
 
-def plain_tar(
-    distances: np.ndarray, labels: np.ndarray, far: float, num_folds: int
-) -> tuple[list[float], list[float]]:
+def plain_tar(distances, labels, far, num_folds):
     tars, fars = [], []
     grid = np.arange(0, 4, 0.001)
     for test in folds_of(len(distances), num_folds):
@@ -201,7 +188,7 @@ def plain_tar(
 
 
 @pytest.mark.parametrize(("number", "digits"), [(207, 1), (200, 8)])
-def test_both_measures_follow_the_loop(number: int, digits: int) -> None:
+def test_both_measures_follow_the_loop(number, digits):
     rng = np.random.default_rng(number)
     labels = np.arange(number) % 20 < 10
     distances = np.where(labels, rng.normal(1.0, 0.4, number), rng.normal(1.8, 0.4, number))
@@ -218,14 +205,14 @@ def test_both_measures_follow_the_loop(number: int, digits: int) -> None:
         assert rates.far == pytest.approx(np.mean(fars), abs=1e-15)
 
 
-def test_a_far_that_no_threshold_reaches_accepts_nothing() -> None:
+def test_a_far_that_no_threshold_reaches_accepts_nothing():
     distances = np.tile([0.5, 4.0], 20)  # impostors beyond the grid
     found = fold_tar(distances, np.tile([True, False], 20), 0.1)
     assert (found.tar, found.far) == (0.0, 0.0)
     assert found.thresholds == (0.0,) * 10
 
 
-def test_what_has_no_folds() -> None:
+def test_what_has_no_folds():
     with pytest.raises(ProtocolError, match="3 pairs do not make 10 folds"):
         fold_accuracy(np.zeros(3), np.array([True, False, True]))
     with pytest.raises(ProtocolError, match="0 impostor pairs"):

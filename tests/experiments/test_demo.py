@@ -4,6 +4,7 @@ import os
 import signal
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,10 +15,10 @@ from qmargin.cli.main import main
 from qmargin.data.strokes import StrokeIdentities
 from qmargin.errors import ConfigError, DataError
 from qmargin.evaluation.result import read_result
-from qmargin.experiments import demo, named, page, tables
-from qmargin.experiments.demo import DemoOptions, find_demo, fitted, run_demo
-from qmargin.experiments.named import Size
-from qmargin.experiments.runner import RECORD
+from qmargin.experiments import named, tables
+from qmargin.experiments.named import Size, demo
+from qmargin.experiments.named.demo import find_size, fitted
+from qmargin.experiments.runner import RECORD, Finished
 from qmargin.training import dry_run, loop
 
 
@@ -28,23 +29,30 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tables, "has_matplotlib", lambda: False)  # figures take seconds
 
 
-def options(out: Path, *losses: str, **changes: object) -> DemoOptions:
-    return DemoOptions(out, losses or ("cosface", "q_margin"), device="cpu", **changes)  # type: ignore[arg-type]
+def run_demo(out: Path, *losses: str, **changes: Any) -> Finished:
+    given = {"losses": losses or ("cosface", "q_margin"), "device": "cpu", **changes}
+    return demo.run_demo(out, **given)
 
 
 def test_a_demo_trains_tests_and_reports(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = run_demo(options(tmp_path, seeds=2))
-    said = capsys.readouterr().out
-    assert found == tmp_path / "report" / "index.html"
-    assert said.endswith(f"report: {found}\nfile://{found}\n")
-    html = found.read_text(encoding="utf-8")
+    words = [
+        "demo",
+        f"--out={tmp_path}",
+        "--device=cpu",
+        "--seeds=2",
+        "--losses",
+        "cosface,q_margin",
+    ]
+    assert main(words) == 0
+    said, page = capsys.readouterr().out, tmp_path / "report" / "index.html"
+    assert said.endswith(f"report: {page}\nfile://{page}\n")
+    html = page.read_text(encoding="utf-8")
     assert "data:image/jpeg" in html  # the hardest pairs as pictures
     assert "synthetic stroke identities, seed 1" in html
     assert "2 losses, 2 seeds, 1 epoch, on cpu" in said and "synthetic" in said
-    assert "[4/4] Q-Margin" in said and "TAR % at 0.001" in said
-    assert "Q-Margin" in said and said.count("+-") >= 6
+    assert "[4/4] Q-Margin" in said and "TAR % at 0.001" in said and said.count("+-") >= 6
     (path,) = tmp_path.glob("runs/q_margin-seed0-*/result.json")
     result = read_result(path)
     assert result.protocol.num_impostors == 40 * 39 // 2 * 16
@@ -52,21 +60,29 @@ def test_a_demo_trains_tests_and_reports(
     assert result.hardest is not None
     for pair in (*result.hardest.false_accepts, *result.hardest.false_rejects):
         assert (tmp_path / "pictures" / f"{pair.enrol}.png").exists()
-    run_demo(options(tmp_path, seeds=2))
+    finished = run_demo(tmp_path, seeds=2)
     assert "4 runs, 4 of them complete" in capsys.readouterr().out
+    repeats = tables.repeats_of(finished.paths["result.json"], "x")
+    (line,) = tables.verdict(repeats, [1e-2], bold="**{}**")
+    assert (
+        line.startswith("At FAR 0.01, Q-Margin **") and " CosFace, the best of the others" in line
+    )
+    one_loss = tables.repeats_of(finished.paths["result.json"][::2], "x")
+    assert tables.verdict(one_loss, [1e-2]) == []
 
 
 def test_the_length_is_decided_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "MOST_EPOCHS", 2)
-    run_demo(options(tmp_path, "cosface", minutes=2.0))
+    run_demo(tmp_path, "cosface", minutes=2.0)
     monkeypatch.setattr(demo, "seconds_per_step", lambda size, device: 1e3)
-    _, size = find_demo(options(tmp_path))
-    assert size.epochs == 2 == find_demo(options(tmp_path, minutes=2.0))[1].epochs
+    for minutes in (None, 2.0):
+        size, planned = find_size(tmp_path, "cpu", minutes, None)
+        assert (size.epochs, planned) == (2, 2.0)
     with pytest.raises(ConfigError, match="--minutes is 3"):
-        find_demo(options(tmp_path, minutes=3.0))
+        find_size(tmp_path, "cpu", 3.0, None)
     (tmp_path / RECORD).write_text("{}")
     with pytest.raises(DataError, match=RECORD):
-        find_demo(options(tmp_path))
+        find_size(tmp_path, "cpu", None, None)
 
 
 def test_time_buys_epochs_only_where_it_is_asked_to() -> None:
@@ -80,9 +96,15 @@ def test_time_buys_epochs_only_where_it_is_asked_to() -> None:
 
 def test_the_length_is_that_of_the_fastest_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    found = SimpleNamespace(seconds=(0.001, 0.5, 0.1, 3.0))
-    monkeypatch.setattr(dry_run, "dry_run", lambda *_, **options: found)
+    timed = []
+
+    def dry(recipe: Any, **options: Any) -> SimpleNamespace:
+        timed.append(recipe.loss)
+        return SimpleNamespace(seconds=(0.001, 0.5, 0.1, 3.0))
+
+    monkeypatch.setattr(dry_run, "dry_run", dry)
     assert demo.seconds_per_step(TINY_DEMO, "cpu") == 0.1
+    assert [(loss.margin_kind, loss.alpha) for loss in timed] == [("prior", 1.25)]
 
 
 def test_a_demo_that_was_shortened_says_so(
@@ -90,7 +112,7 @@ def test_a_demo_that_was_shortened_says_so(
 ) -> None:
     monkeypatch.setitem(named.SIZES, "cpu", TINY_DEMO._replace(epochs=3))
     monkeypatch.setattr(demo, "seconds_per_step", lambda size, device: 1e3)
-    run_demo(options(tmp_path, "cosface"))
+    assert main(["demo", f"--out={tmp_path}", "--device=cpu", "--losses", "cosface"]) == 0
     said = capsys.readouterr().out
     assert "1 loss, 1 seed, 1 epoch, on cpu; the standard length is 3 epochs" in said
     assert "nothing to compare" in said
@@ -99,21 +121,21 @@ def test_a_demo_that_was_shortened_says_so(
 def test_pictures_of_a_path_and_that_they_have_changed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file, labels = tmp_path / "drawn.npz", np.repeat(np.arange(12), 8)
+    file, labels, out = tmp_path / "drawn.npz", np.repeat(np.arange(12), 8), tmp_path / "out"
     images = StrokeIdentities(12, 8).images(np.arange(96))
     np.savez(file, images=images, label=labels)
-    given = options(tmp_path / "out", "cosface", data=file)
-    run_demo(given)
+    words = ["demo", f"--out={out}", "--device=cpu", "--losses", "cosface", f"--data={file}"]
+    assert main(words) == 0
     said = capsys.readouterr().out
     assert "steps each" in said and demo.DATA_NOTE in said
-    run_demo(given)
+    run_demo(out, "cosface", data=file)
     np.savez(file, images=images[::-1], label=labels)
     with pytest.raises(ConfigError, match=r"data\.digest"):
-        run_demo(given)
+        run_demo(out, "cosface", data=file)
     with pytest.raises(ConfigError, match="holds another experiment"):
-        run_demo(options(tmp_path / "out", "cosface"))
+        run_demo(out, "cosface")
     with pytest.raises(DataError, match="does not exist"):
-        run_demo(options(tmp_path / "new", data=tmp_path / "gone"))
+        run_demo(tmp_path / "new", data=tmp_path / "gone")
     assert not (tmp_path / "new").exists()
 
 
@@ -147,28 +169,12 @@ def test_impossible_options_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict, words: str
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    given = {"losses": ("cosface",), "device": "cpu", **changes}
     with pytest.raises(ConfigError, match=words):
-        run_demo(DemoOptions(tmp_path / "new", **given))
+        run_demo(tmp_path / "new", **changes)
     assert not (tmp_path / "new").exists()
 
 
-def test_losses_may_have_commas_between_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[DemoOptions] = []
-    monkeypatch.setattr(demo, "run_demo", asked.append)
-    parser = build_parser()
+def test_losses_may_have_commas_between_them() -> None:
     for words in (["cosface,q_margin"], ["cosface,", "q_margin"], ["cosface", "q_margin"]):
-        arguments = parser.parse_args(["demo", "--losses", *words])
-        arguments.run(arguments)
-    assert [one.losses for one in asked] == [("cosface", "q_margin")] * 3
-
-
-def test_the_verdict_names_the_best_of_the_others(tmp_path: Path) -> None:
-    run_demo(options(tmp_path, seeds=2))
-    paths = sorted(tmp_path.glob("runs/*/result.json"))
-    repeats = page.repeats_of(paths, "x")
-    (line,) = page.verdict(repeats, [1e-2], bold="**{}**")
-    assert (
-        line.startswith("At FAR 0.01, Q-Margin **") and " CosFace, the best of the others" in line
-    )
-    assert page.verdict(page.repeats_of(paths[:2], "x"), [1e-2]) == []  # one loss
+        arguments = build_parser().parse_args(["demo", "--losses", *words])
+        assert tuple(arguments.losses) == ("cosface", "q_margin")

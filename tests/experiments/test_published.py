@@ -8,16 +8,14 @@ from pathlib import Path
 import pytest
 
 from qmargin.experiments.named import (
-    DEMO_GRID,
-    DEMO_SETTINGS,
     SIZES,
-    demo_experiment,
     get_experiment,
     list_experiments,
     setting_point,
     stroke_recipe,
 )
-from qmargin.experiments.page import edges_of
+from qmargin.experiments.named.demo import DEMO_GRID, DEMO_SETTINGS, demo_experiment
+from qmargin.experiments.tables import edges_of
 from qmargin.registry import experiments
 
 ROOT = Path(__file__).parents[2]

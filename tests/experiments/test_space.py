@@ -12,7 +12,6 @@ from qmargin.experiments.space import (
     Values,
     check_axes,
     check_points,
-    effective_margin,
     grid,
     parse_axis,
     with_point,
@@ -109,7 +108,7 @@ def test_an_effective_margin_is_met_at_every_alpha_and_scale(
     alpha: float, scale: float, gap: float
 ) -> None:
     point = {"loss.alpha": repr(alpha), "loss.scale": repr(scale), "m_eff": repr(gap)}
-    found = effective_margin(with_point(get_recipe("debug"), point))
+    found = with_point(get_recipe("debug"), point).loss.effective_margin
     assert found is not None and math.isclose(found, gap, rel_tol=1e-9)
 
 
@@ -122,7 +121,7 @@ def test_a_hardness_is_met_before_the_margin_is_chosen(alpha: str) -> None:
         "embedding_dim": recipe.model.embedding_dim,
     }
     assert hardness(recipe.loss.alpha, recipe.loss.scale, **sizes).mean == pytest.approx(1.5)
-    assert effective_margin(recipe) == pytest.approx(0.4)
+    assert recipe.loss.effective_margin == pytest.approx(0.4)
 
 
 def test_a_hardness_needs_the_number_of_classes() -> None:

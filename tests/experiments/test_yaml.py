@@ -208,7 +208,7 @@ def test_an_arm_takes_a_loss_as_recipes_write_it(
         ({"seeds": [1, 1]}, r"seeds are \[1, 1\]"),
         ({"protocol": {"kind": "pairs"}}, "did you mean 'all-pairs'"),
         ({"protocol": {"far": [2.0]}}, "protocol.far has 2"),
-        ({"protocol": {"far": "x"}}, "protocol.far is"),
+        ({"protocol": {"far": "x"}}, r"protocol.fars\[0\] is 'x'"),
         ({"protocol": {"kind": "trials"}}, "data.trials is None"),
         ({"protocol": {"fars": 0.1}}, "did you mean 'far'"),
         ({"search": "optun"}, "did you mean 'optuna'"),

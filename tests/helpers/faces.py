@@ -3,11 +3,14 @@
 import pickle
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 
 from qmargin.data.alignment import TEMPLATE
 from qmargin.data.images import encode_image
+from qmargin.evaluation.embed import write_embeddings
+from qmargin.evaluation.embeddings import read_embeddings
 
 GRID = 8
 SIZE = 112
@@ -37,6 +40,16 @@ class ArrayImages:
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
         return self.images[index], 0
+
+
+def embedded(samples, *, flip="none", model=None, **options):
+    """Embeddings of all samples, by way of a file."""
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "e.safetensors"
+        keys = [str(number) for number in range(len(samples))]
+        model = model or PatchModel()
+        write_embeddings(model, samples, path, keys=keys, model_id="m", flip=flip, **options)
+        return read_embeddings(path).matrix
 
 
 def face(identity: int, photo: int, *, noise: float = 60.0) -> np.ndarray:

@@ -10,6 +10,7 @@ os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else 
 pytest.importorskip("triton")
 
 import qmargin
+from qmargin.kernels import dispatch
 from qmargin.kernels import rows as plain
 from qmargin.kernels.triton import rows as fused
 
@@ -100,7 +101,7 @@ def test_only_the_target_is_left():
     "loss_fn", [qmargin.q_margin(), qmargin.arcface(), qmargin.sparsemax_face()]
 )
 def test_losses_have_the_gradients_of_float64(loss_fn, monkeypatch):
-    monkeypatch.setattr(plain, "may_interpret", True)
+    monkeypatch.setattr(dispatch, "may_interpret", True)
     values, labels, *_ = batch(scale=1.0)
     labels[1] = -100
     single, double = values.clone().requires_grad_(), values.double().requires_grad_()
@@ -118,7 +119,7 @@ def test_kernels_that_cannot_be_built_are_reported_once(monkeypatch):
     def broken(*args, **options):
         raise RuntimeError("no C compiler")
 
-    monkeypatch.setattr(plain, "may_interpret", True)
+    monkeypatch.setattr(dispatch, "may_interpret", True)
     monkeypatch.setattr(plain, "kernel_faults", [])
     monkeypatch.setattr(fused, "solve", broken)
     values, labels, *_ = batch(scale=1.0)

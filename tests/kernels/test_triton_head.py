@@ -6,6 +6,8 @@ import torch
 pytest.importorskip("triton")
 
 from qmargin.heads.chunked import add_entries_
+from qmargin.heads.sharding import Ranks
+from qmargin.heads.sparse import find_support
 from qmargin.kernels import head_reference as plain
 from qmargin.kernels import head_reference as records
 from qmargin.kernels.triton import blocks
@@ -159,11 +161,11 @@ def test_pairs_scores_and_solution(shape, alpha, scale, margin):
 def test_support_whatever_lengths_are_expected(expected, monkeypatch):
     """Lists too short, by either length, are found out; spare room changes nothing."""
     monkeypatch.setattr(support, "ROOM", 8)
-    batch, numbers = Batch(400, 64, 5), {"scale": 20.0, "b": 0.25}
+    batch = Batch(400, 64, 5)
     terms = (batch.maxima(), batch.terms(20.0, 0.2), batch.slack)
-    guess = None if expected is None else records.Lengths(*expected)
-    options = {**numbers, "limit": 10**6, "expected": guess, "has_gradient": True}
-    certain = plain.find_support(batch.rows(), *terms, **options)
+    options = {"scale": 20.0, "b": 0.25, "limit": 10**6, "has_gradient": True}
+    certain = find_support(plain, Ranks(), batch.rows(), *terms, **options)
+    options["expected"] = None if expected is None else records.Lengths(*expected)
     wanted = certain.solved
     support_found = fused.find_support(batch.rows(), *terms, **options)
     weights = torch.rand(5, device=DEVICE)

@@ -17,6 +17,7 @@ from qmargin.cli.options import (
     option,
 )
 from qmargin.cli.recipes import load_recipe
+from qmargin.cli.tables import output_console, print_table
 from qmargin.errors import ConfigError
 from qmargin.files import MADE_BY
 
@@ -90,7 +91,7 @@ class Compare(Running):
             return
         if self.experiment is None or self.out is None:
             raise ConfigError("an experiment and --out are needed: qmargin compare NAME --out DIR")
-        from qmargin.experiments.page import results_page, tell
+        from qmargin.experiments.tables import results_page
         from qmargin.training.checkpoint import check_writable
 
         experiment = self._find(self.experiment)
@@ -204,6 +205,19 @@ class Demo(Command):
     device: Literal["auto", "cpu", "cuda"] = option("where to train", default="auto")
 
     def run(self) -> None:
-        from qmargin.experiments.demo import DemoOptions, run_demo
+        from qmargin.experiments.named.demo import DATA_NOTE, run_demo
 
-        run_demo(DemoOptions(**vars(self), command=command_line()))
+        finished = run_demo(**vars(self), command=command_line())
+        tell(finished, "" if self.data is None else f"{DATA_NOTE}\n")
+
+
+def tell(finished: Finished, note: str = "") -> None:
+    """Print what an experiment found and where its report is."""
+    from qmargin.experiments.tables import summary
+
+    heads, rows, words = summary(finished)
+    sys.stdout.write("\n")
+    print_table(output_console(), finished.experiment.title, heads, rows)
+    sys.stdout.write("\n".join([*words, note]))
+    sys.stdout.write(f"\nreport: {finished.page}\n{finished.page.resolve().as_uri()}\n")
+    sys.stdout.flush()

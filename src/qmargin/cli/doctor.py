@@ -76,24 +76,19 @@ def _devices() -> Iterator[Row]:
 
 
 def _backends() -> Iterator[Row]:
-    """For each device, the backend of the head that would run, and why not the others."""
+    """For each device, the backend of the head that would run, and why not the kernels."""
     import torch
 
-    from qmargin.kernels.dispatch import BACKENDS, Call, choose_backend
+    from qmargin.kernels.dispatch import why_not_triton
 
     for device in ("cuda", "cpu"):
         if device == "cuda" and not torch.cuda.is_available():
             yield f"head on {device}", "no such device"
             continue
         screen = torch.float16 if device == "cuda" else torch.float32  # as the head chooses
-        call = Call(device, torch.float32, screen)
-        chosen = choose_backend(call).name
-        others = [
-            f"not {backend.name}: {backend.why_not(call) or f'{chosen} comes first'}"
-            for backend in BACKENDS
-            if backend.name != chosen
-        ]
-        yield f"head on {device}", "; ".join([f"{chosen} runs", *others])
+        reason = why_not_triton(device, torch.float32, screen)
+        runs = f"reference runs; not triton: {reason}" if reason else "triton runs"
+        yield f"head on {device}", runs
 
 
 def _extras() -> Iterator[Row]:

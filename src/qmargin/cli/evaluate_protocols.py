@@ -177,7 +177,7 @@ class Pairs(_Faces, ScoresFile):
 
     def run(self) -> None:
         from qmargin.evaluation.embed import FolderImages
-        from qmargin.evaluation.protocols.pairs import evaluate_pairs, read_pair_trials
+        from qmargin.evaluation.protocols.face_sets import evaluate_pairs, read_pair_trials
 
         guard = self.check()
         pairs = read_pair_trials(self.file, extension=self.extension)

@@ -255,8 +255,8 @@ class AllPairs(FolderUse, Cohort, Evaluation, Costs, Card):
     ) -> tuple[Embeddings, Known]:
         """Embeddings of all samples, made or read, and what is known of them."""
         from qmargin.evaluation.embeddings import read_embeddings, stored_flip
+        from qmargin.evaluation.export import FLIPS
         from qmargin.evaluation.protocols.all_pairs import check_identities, identities_of
-        from qmargin.evaluation.thresholds import FLIPS
 
         if self.model is None:
             stored = stored_flip(self.source)

@@ -38,41 +38,23 @@ MAX_NORM = 1e30  # of a normalised score: products in float32 do not overflow
 
 @dataclass(frozen=True, eq=False)
 class AllPairs:
-    """What all pairs of an embedding matrix give.
-
-    Attributes:
-        tar: TAR at each of the false acceptance rates asked for.
-        eer: The equal error rate.
-        min_dcf: The least cost at each prior.
-        det: About a hundred points of the exact curve, both ends among them.
-        hardest_impostors: Pairs of different subjects with the largest scores, largest first.
-        hardest_genuine: Pairs of one subject with the smallest scores, smallest first.
-        num_genuine: Pairs of one subject.
-        num_impostors: Pairs of different subjects.
-        num_rescored: Impostor pairs that were scored exactly; it may depend on the blocks.
-        products: All impostor pairs by their product's bin; it may depend on the device.
-    """
+    """Results over all pairs of an embedding matrix."""
 
     tar: tuple[TarAtFar, ...]
     eer: Eer
     min_dcf: tuple[MinDcf, ...]
-    det: DetCurve
-    hardest_impostors: tuple[ScoredPair, ...]
-    hardest_genuine: tuple[ScoredPair, ...]
+    det: DetCurve  # about a hundred points of the exact curve, with both ends
+    hardest_impostors: tuple[ScoredPair, ...]  # largest score first
+    hardest_genuine: tuple[ScoredPair, ...]  # smallest score first
     num_genuine: int
     num_impostors: int
-    num_rescored: int
-    products: ProductCounts
+    num_rescored: int  # impostor pairs scored in float64; may depend on the blocks
+    products: ProductCounts  # may depend on the device
 
 
 @dataclass(frozen=True, eq=False)
 class ProductCounts:
-    """Impostor pairs counted by bins of their rounded products.
-
-    Attributes:
-        counts: ``[NUM_BINS]``.
-        bins: Edges, and how far a product can be from the exact score.
-    """
+    """Impostor pairs counted by bins of their rounded products, ``[NUM_BINS]``."""
 
     counts: Ints
     bins: Bins
@@ -82,11 +64,6 @@ class ProductCounts:
         """Centre of every bin."""
         places = np.arange(len(self.counts), dtype=np.float64)
         return np.asarray(self.bins.low + (places + 0.5) * self.bins.width, np.float64)
-
-    def first_of_largest(self, number: int) -> int:
-        """The bin from which on there are at most ``number`` pairs."""
-        above = np.cumsum(self.counts[::-1])
-        return len(above) - int(np.searchsorted(above, number, side="right"))
 
 
 class PairScores(NamedTuple):
@@ -113,27 +90,26 @@ def evaluate_all_pairs(
     """Exact operating points over all ``n (n - 1) / 2`` pairs of rows.
 
     The score of a pair is the cosine of its rows in float64, or its AS-norm. Products of blocks in
-    ``dtype`` only tell which pairs can decide a result; those are scored in float64. Hence neither
-    the blocks nor the device nor ``dtype`` changes a result. Memory holds the embeddings, one
-    block, and the scores of the genuine pairs; and scores of many more pairs where the deviation
-    of one row's cohort scores is a thousandth of the others' or less.
+    ``dtype`` only select the pairs that can decide a result; those are scored in float64. So
+    ``block``, ``device`` and ``dtype`` do not change a result. Memory holds the embeddings, one
+    block and the scores of the genuine pairs; more where the cohort scores of one row deviate a
+    thousand times less than those of others.
 
     Args:
         embeddings: ``[n, d]`` array or tensor of any floating dtype.
         subjects: ``[n]`` subject of each row, names or numbers.
-        fars: False acceptance rates at which to measure TAR.
+        fars: False accept rates at which to measure TAR.
         p_targets: Priors at which to measure minDCF.
         num_hardest: How many of the hardest pairs of each kind to return.
         block: Rows on each side of a block.
         device: Where products are computed, such as ``"cuda"``.
         dtype: Precision of the products, ``"float32"`` or ``"float64"``.
-        moments: Mean and deviation of each row's scores against a cohort, from ``cohort_moments``:
-            scores are AS-norms then.
+        moments: Moments of each row's cohort scores, from ``nearest_moments``, for AS-norm.
         progress: Called with the number of blocks done and their total, over two passes.
 
     Raises:
-        DataError: If an embedding is zero or not finite, or has cohort scores without a spread.
-        ProtocolError: If no two rows share a subject, or all do, or a rate is too small for the
+        DataError: An embedding is zero or not finite, or its cohort scores have no spread.
+        ProtocolError: No two rows share a subject, or all do, or a rate is too small for the
             number of impostor pairs.
 
     Examples:
@@ -142,11 +118,23 @@ def evaluate_all_pairs(
         >>> found.num_genuine, found.num_impostors, found.tar[0].tar, found.eer.eer
         (2, 4, 1.0, 0.0)
     """
+    if num_hardest < 0:
+        raise ConfigError(f"num_hardest={num_hardest} is negative: give a number of pairs")
     blocks, order = _blocks(embeddings, subjects, moments, block=block, device=device, dtype=dtype)
-    genuine, hardest_genuine = _genuine(blocks, order, num_hardest)
-    fars = tuple(float(far) for far in fars)
+    lowest, parts = Hardest(num_hardest, sign=-1), [np.empty(0)]
+    for first, second in genuine_pairs(blocks.groups):
+        parts.append(exact_scores(blocks.unit, first, second, blocks.norm))
+        lowest.update(order[first], order[second], parts[-1])
+    genuine = np.sort(np.concatenate(parts))
     num_impostors = len(order) * (len(order) - 1) // 2 - len(genuine)
-    _check_measurable(len(genuine), num_impostors, fars)
+    for number, what in ((len(genuine), "share one"), (num_impostors, "are of different ones")):
+        if number == 0:
+            raise ProtocolError(
+                f"0 pairs of embeddings {what}, at least 1 is needed: check the subjects"
+            )
+    fars = tuple(float(far) for far in fars)
+    for far in fars:
+        check_measurable(far, num_impostors)
 
     counts = ImpostorCounts(blocks.count(progress), blocks.bins)
     if len(counts) != num_impostors:
@@ -158,14 +146,26 @@ def evaluate_all_pairs(
     eer = plan_eer(counts, genuine)
     min_dcf = [plan_min_dcf(counts, genuine, float(p_target)) for p_target in p_targets]
     det = plan_det(counts, genuine)
-    hardest = _find(blocks, counts, order, num_hardest=num_hardest, progress=progress)
+    highest, floor = Hardest(min(num_hardest, num_impostors), sign=1), NUM_BINS
+    if highest.num_kept:
+        floor = counts.open_rank(highest.num_kept)
+        counts.open_bins(floor, NUM_BINS)
+
+    def found(first: Rows, second: Rows, scores: Floats, places: Ints) -> None:
+        counts.update(scores)
+        high = np.flatnonzero(places >= floor)
+        if len(high):
+            highest.update(order[first[high]], order[second[high]], scores[high])
+
+    blocks.find(counts.counts, counts.is_open, found, progress)
+    counts.settle()
     return AllPairs(
         tar=tuple(answer() for answer in tar),
         eer=eer(),
         min_dcf=tuple(answer() for answer in min_dcf),
         det=det(),
-        hardest_impostors=hardest.pairs(),
-        hardest_genuine=hardest_genuine,
+        hardest_impostors=highest.pairs(),
+        hardest_genuine=lowest.pairs(),
         num_genuine=len(genuine),
         num_impostors=num_impostors,
         num_rescored=int(counts.counts[counts.is_open].sum()),
@@ -181,25 +181,17 @@ def largest_impostors(
     *,
     device: str = "cpu",
     moments: Moments | None = None,
-    progress: Progress | None = None,
 ) -> PairScores:
     """Exact scores of all impostor pairs above some score, at most ``number`` of them.
 
-    There are fewer where scores are equal or nearly so.
-
-    Args:
-        embeddings: As in ``evaluate_all_pairs``, as are the others.
-        subjects: Of each row.
-        products: What ``evaluate_all_pairs`` counted, on the same device.
-        number: The most pairs to return.
-        device: Where products are computed.
-        moments: For AS-norm.
-        progress: Called with the number of blocks done and their total.
+    There are fewer where scores are equal or nearly so. ``products`` come from
+    ``evaluate_all_pairs`` on the same device.
     """
     blocks, order = _blocks(embeddings, subjects, moments, device=device)
-    start = products.first_of_largest(number)
-    bins = products.bins
-    is_whole = not products.counts[:start].any()
+    counts, bins = products.counts, products.bins
+    above = np.cumsum(counts[::-1])
+    start = len(above) - int(np.searchsorted(above, number, side="right"))
+    is_whole = not counts[:start].any()
     floor = -np.inf if is_whole else bins.low + (start + bins.slack + 1) * bins.width
     parts: list[tuple[Rows, Rows, Floats]] = [(order[:0], order[:0], np.empty(0))]
 
@@ -207,16 +199,8 @@ def largest_impostors(
         kept = np.flatnonzero(scores >= floor)  # below, some pairs are in other bins
         parts.append((order[first[kept]], order[second[kept]], scores[kept]))
 
-    is_open = np.arange(len(products.counts)) >= start
-    blocks.find(products.counts, is_open, found, _second_half(progress))
+    blocks.find(counts, np.arange(len(counts)) >= start, found)
     return PairScores(*(np.concatenate(column) for column in zip(*parts, strict=True)))
-
-
-def _second_half(progress: Progress | None) -> Progress | None:
-    """``find`` counts the blocks of two passes, of which this is one."""
-    if progress is None:
-        return None
-    return lambda done, total: progress(done - total // 2, total // 2)
 
 
 def all_genuine(
@@ -249,24 +233,6 @@ def random_impostors(
     return PairScores(first, second, exact_scores(unit, first, second, norm))
 
 
-def _blocks(
-    embeddings: Any,
-    subjects: Sequence[Any] | NDArray[Any],
-    moments: Moments | None,
-    *,
-    device: str,
-    block: int = 4096,
-    dtype: Literal["float32", "float64"] = "float32",
-) -> tuple[PairBlocks, Rows]:
-    """Blocks of rows sorted by subject, and that order."""
-    unit = unit_rows(embeddings)
-    order, groups = _sorted_subjects(subjects, len(unit))
-    norm = _norm(moments, order)
-    return PairBlocks(
-        unit[order], groups, block=block, device=device, dtype=dtype, norm=norm
-    ), order
-
-
 def num_impostor_pairs(counts: NDArray[np.integer[Any]]) -> int:
     """Pairs of samples of two subjects, by the number of samples of each.
 
@@ -277,30 +243,16 @@ def num_impostor_pairs(counts: NDArray[np.integer[Any]]) -> int:
     return (int(counts.sum()) ** 2 - int((counts * counts).sum())) // 2
 
 
-def _find(
-    blocks: PairBlocks,
-    counts: ImpostorCounts,
-    order: Rows,
-    *,
-    num_hardest: int,
-    progress: Progress | None,
-) -> Hardest:
-    """Score the pairs in open bins, and keep the hardest of all."""
-    hardest = Hardest(min(num_hardest, len(counts)), sign=1)
-    floor = NUM_BINS
-    if hardest.num_kept:
-        floor = counts.open_rank(hardest.num_kept)
-        counts.open_bins(floor, NUM_BINS)
-
-    def found(first: Rows, second: Rows, scores: Floats, places: Ints) -> None:
-        counts.update(scores)
-        high = np.flatnonzero(places >= floor)
-        if len(high):
-            hardest.update(order[first[high]], order[second[high]], scores[high])
-
-    blocks.find(counts.counts, counts.is_open, found, progress)
-    counts.settle()
-    return hardest
+def _blocks(
+    embeddings: Any,
+    subjects: Sequence[Any] | NDArray[Any],
+    moments: Moments | None,
+    **settings: Any,
+) -> tuple[PairBlocks, Rows]:
+    """Blocks of rows sorted by subject, and that order."""
+    unit = unit_rows(embeddings)
+    order, groups = _sorted_subjects(subjects, len(unit))
+    return PairBlocks(unit[order], groups, norm=_norm(moments, order), **settings), order
 
 
 def _sorted_subjects(subjects: Any, length: int) -> tuple[Rows, NDArray[np.intp]]:
@@ -318,48 +270,23 @@ def _sorted_subjects(subjects: Any, length: int) -> tuple[Rows, NDArray[np.intp]
 def _norm(moments: Moments | None, order: Rows) -> PairNorm | None:
     if moments is None:
         return None
-    columns = [np.asarray(column, np.float64) for column in moments]
-    if any(column.shape != order.shape for column in columns):
+    mean, std = (np.asarray(column, np.float64) for column in moments)
+    if mean.shape != order.shape or std.shape != order.shape:
         raise ShapeError(
-            f"moments have shapes {[column.shape for column in columns]}, there are {len(order)} "
-            "embeddings: give one mean and one deviation for each"
+            f"moments have shapes {mean.shape} and {std.shape}, there are {len(order)} embeddings: "
+            "give one mean and one deviation for each"
         )
-    mean, std = columns
     with np.errstate(all="ignore"):
         norm = PairNorm.of(Moments(mean, std))
         sizes = np.abs(norm.gain) + np.abs(norm.shift)
     is_wrong = ~((std > 0.0) & (norm.gain > 0.0) & (sizes < MAX_NORM))
     if is_wrong.any():
-        row = int(np.flatnonzero(is_wrong)[0])
+        row = int(np.argmax(is_wrong))
         raise DataError(
             f"cohort scores of embedding {row} have mean {mean[row]} and deviation {std[row]}, by "
             "which no score can be normalised: leave the sample out, or use a wider cohort"
         )
     return PairNorm(norm.gain[order], norm.shift[order])
-
-
-def _genuine(
-    blocks: PairBlocks, order: Rows, num_hardest: int
-) -> tuple[Floats, tuple[ScoredPair, ...]]:
-    """Sorted scores of all genuine pairs, and the lowest of them."""
-    if num_hardest < 0:
-        raise ConfigError(f"num_hardest={num_hardest} is negative: give a number of pairs")
-    hardest = Hardest(num_hardest, sign=-1)
-    parts = [np.empty(0)]
-    for first, second in genuine_pairs(blocks.groups):
-        parts.append(exact_scores(blocks.unit, first, second, blocks.norm))
-        hardest.update(order[first], order[second], parts[-1])
-    return np.sort(np.concatenate(parts)), hardest.pairs()
-
-
-def _check_measurable(num_genuine: int, num_impostors: int, fars: tuple[float, ...]) -> None:
-    for number, what in ((num_genuine, "share one"), (num_impostors, "are of different ones")):
-        if number == 0:
-            raise ProtocolError(
-                f"0 pairs of embeddings {what}, at least 1 is needed: check the subjects"
-            )
-    for far in fars:
-        check_measurable(far, num_impostors)
 
 
 def plan_tar(counts: ImpostorCounts, genuine: Floats, far: float) -> Callable[[], TarAtFar]:
@@ -480,12 +407,7 @@ def plan_det(counts: ImpostorCounts, genuine: Floats) -> Callable[[], DetCurve]:
 
 
 class ImpostorCounts:
-    """Impostor pairs by bin, and by exact score in the bins that were opened.
-
-    Args:
-        counts: Pairs in every bin, ``[NUM_BINS]``.
-        bins: The bins.
-    """
+    """Impostor pairs by bin, and by exact score in the bins that were opened."""
 
     def __init__(self, counts: Ints, bins: Bins) -> None:
         self.counts, self.bins = counts, bins
@@ -508,10 +430,9 @@ class ImpostorCounts:
         self.is_open |= np.cumsum(steps)[:-1] > 0
 
     def open_rank(self, rank: int) -> int:
-        """Open what it takes to know the score of this rank, 1 for the largest.
+        """Open the bins around the score of this rank, 1 for the largest.
 
-        Returns:
-            A bin below which no score of this rank or a smaller one has its product.
+        Returns a bin below which no product of this rank or a smaller one lies.
         """
         place, slack = self._place(rank), self.bins.slack
         self.open_bins(place - slack, place + 1 + slack)  # where the exact score of the rank is
@@ -578,17 +499,11 @@ def _from_the_end(counts: Ints) -> Ints:
 
 @dataclass(frozen=True)
 class Bins:
-    """Equal bins over all scores there can be.
+    """Equal bins over all possible scores."""
 
-    Attributes:
-        low: Lower edge of the first.
-        width: Of each.
-        slack: A product's bin and its exact score's differ by at most this many.
-    """
-
-    low: float
+    low: float  # lower edge of the first
     width: float
-    slack: int
+    slack: int  # largest distance, in bins, of a product from its exact score
 
     @classmethod
     def of(cls, dim: int, dtype: str, norm: PairNorm | None = None) -> Bins:
@@ -614,25 +529,16 @@ class Bins:
 
 
 class PairBlocks:
-    """All pairs of rows of different groups, in blocks.
-
-    Args:
-        unit: ``[n, d]`` rows of length one, float64, sorted by group.
-        groups: ``[n]`` sorted.
-        block: Rows on each side of a block.
-        device: Where products are computed.
-        dtype: Precision of the products; it changes the time, never a result.
-        norm: For scores by AS-norm instead of cosines.
-    """
+    """All pairs of rows of different groups, in blocks; ``unit`` and ``groups`` are sorted."""
 
     def __init__(
         self,
         unit: Floats,
         groups: NDArray[np.intp],
         *,
-        block: int,
         device: str,
-        dtype: Literal["float32", "float64"],
+        block: int = 4096,
+        dtype: Literal["float32", "float64"] = "float32",
         norm: PairNorm | None = None,
     ) -> None:
         import torch
@@ -649,11 +555,7 @@ class PairBlocks:
         self._norm = norm and tuple(torch.from_numpy(column).to(**place) for column in norm)
         self._groups = torch.from_numpy(groups).to(device)
         self._starts = range(0, len(unit), self.block)
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks of one pass."""
-        return len(self._starts) * (len(self._starts) + 1) // 2
+        self._num_blocks = len(self._starts) * (len(self._starts) + 1) // 2
 
     def count(self, progress: Progress | None = None) -> Ints:
         """Pairs in every bin, ``[NUM_BINS]``."""
@@ -663,45 +565,42 @@ class PairBlocks:
         for done, (_, _, places) in enumerate(self._places(), start=1):
             counts += torch.bincount(places.flatten(), minlength=NUM_BINS + 1)
             if progress is not None:
-                progress(done, 2 * self.num_blocks)
+                progress(done, 2 * self._num_blocks)
         return counts[:-1].cpu().numpy()
 
     def find(
-        self, counts: Ints, is_open: NDArray[np.bool_], found: Found, progress: Progress | None
+        self,
+        counts: Ints,
+        is_open: NDArray[np.bool_],
+        found: Found,
+        progress: Progress | None = None,
     ) -> None:
-        """Score the pairs of some bins exactly.
+        """Score the pairs in open bins exactly, and check them against the pairs counted before.
 
-        Args:
-            counts: What ``count`` returned.
-            is_open: ``[NUM_BINS]``, the bins.
-            found: Called with two rows, exact scores and bins of some pairs at a time.
-            progress: Called with blocks done and their total, counting those of ``count``.
+        ``found`` gets two rows, exact scores and bins of some pairs at a time.
         """
-        seen = np.zeros(NUM_BINS, dtype=np.int64)
+        seen, step = np.zeros(NUM_BINS, dtype=np.int64), 1 << 20
         for done, (top, left, places) in enumerate(self._places(), start=1):
             where, bins = _members(places, is_open)
             np.add.at(seen, bins, 1)
             first, second = top + where // places.shape[1], left + where % places.shape[1]
-            step = 1 << 20
             for start in range(0, len(first), step):
                 part = slice(start, start + step)
                 scores = exact_scores(self.unit, first[part], second[part], self.norm)
-                self._check_bins(scores, bins[part])
+                error = int(np.abs(self.bins.of_scores(scores) - bins[part]).max(initial=0))
+                if error > self.bins.slack:
+                    raise BackendError(
+                        f"a product on {self._rows.device} is {error} bins from its exact value, "
+                        f"rounding explains {self.bins.slack}: use another device, or "
+                        "dtype='float64'"
+                    )
                 found(first[part], second[part], scores, bins[part])
             if progress is not None:
-                progress(self.num_blocks + done, 2 * self.num_blocks)
+                progress(self._num_blocks + done, 2 * self._num_blocks)
         if not np.array_equal(seen, np.where(is_open, counts, 0)):
             raise BackendError(
                 f"two passes of matrix products on {self._rows.device} differ, results would not "
                 f"be exact: use another device, or dtype='float64'"
-            )
-
-    def _check_bins(self, scores: Floats, bins: Ints) -> None:
-        error = int(np.abs(self.bins.of_scores(scores) - bins).max(initial=0))
-        if error > self.bins.slack:
-            raise BackendError(
-                f"a product on {self._rows.device} is {error} bins from its exact value, rounding "
-                f"explains {self.bins.slack}: use another device, or dtype='float64'"
             )
 
     def _places(self) -> Iterator[tuple[int, int, Tensor]]:
@@ -772,15 +671,10 @@ class ScoredPair(NamedTuple):
 
 
 class PairNorm(NamedTuple):
-    """What takes a pair's cosine to its AS-norm: ``c (gain_i + gain_j) - (shift_i + shift_j)``.
+    """AS-norm of a pair's cosine: ``c (gain_i + gain_j) - (shift_i + shift_j)``."""
 
-    Attributes:
-        gain: Of each row, ``[n]``: half of one over the deviation of its cohort scores.
-        shift: Their mean times that.
-    """
-
-    gain: NDArray[np.floating[Any]]
-    shift: NDArray[np.floating[Any]]
+    gain: NDArray[np.floating[Any]]  # [n], half of one over the deviation of the cohort scores
+    shift: NDArray[np.floating[Any]]  # [n], their mean times that
 
     @classmethod
     def of(cls, moments: Moments) -> PairNorm:
@@ -804,18 +698,17 @@ def unit_rows(embeddings: Any) -> Floats:
             f"embeddings have shape {rows.shape}, they must be [n, d] with n >= 2 and d >= 1: "
             f"give one row per sample"
         )
-    _refuse(np.logical_not(np.isfinite(rows).all(axis=1)), "is not finite")
     peaks = np.abs(rows).max(axis=1, keepdims=True)
-    _refuse(peaks[:, 0] == 0.0, "is zero and has no direction")
+    for is_wrong, what in (
+        (~np.isfinite(peaks[:, 0]), "is not finite"),
+        (peaks[:, 0] == 0.0, "is zero and has no direction"),
+    ):
+        if is_wrong.any():
+            row = int(np.argmax(is_wrong))
+            raise DataError(f"embedding {row} {what}: leave the sample out or embed it again")
     rows /= peaks  # squares of the result neither overflow nor vanish
     rows /= np.sqrt((rows * rows).sum(axis=1, keepdims=True))
     return rows
-
-
-def _refuse(is_wrong: NDArray[np.bool_], what: str) -> None:
-    if is_wrong.any():
-        row = int(np.flatnonzero(is_wrong)[0])
-        raise DataError(f"embedding {row} {what}: leave the sample out or embed it again")
 
 
 def exact_scores(unit: Floats, first: Rows, second: Rows, norm: PairNorm | None = None) -> Floats:
@@ -865,16 +758,10 @@ def genuine_pairs(
 
 
 class Hardest:
-    """The pairs of a stream with the largest keys; ties go to the smaller rows.
-
-    Args:
-        num_kept: How many to keep.
-        sign: 1 to keep the largest scores, -1 the smallest.
-    """
+    """Keeps pairs with the largest scores, or the smallest (``sign`` -1); ties: smaller rows."""
 
     def __init__(self, num_kept: int, *, sign: int) -> None:
-        self.num_kept = num_kept
-        self.sign = sign
+        self.num_kept, self.sign = num_kept, sign
         self._scores: Floats = np.empty(0)
         self._rows: NDArray[np.intp] = np.empty((2, 0), dtype=np.intp)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from operator import methodcaller
@@ -20,6 +20,7 @@ from qmargin.evaluation.result import Source
 from qmargin.files import Progress, open_regular, sha256_of
 
 Codes = NDArray[np.int32]
+Where = Callable[[int], str]  # row to "file, line n", for messages
 BLOCK = 1 << 22  # elements: so large a block of scores goes back to the system when it is freed
 _CHUNK_BYTES = 1 << 18  # lists of the cells stay in the cache: twice as fast as 1 << 22
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -52,6 +53,7 @@ _ALIASES = {
 HEADER_NAMES = {
     alias: name for name, aliases in _ALIASES.items() for alias in (name, *aliases.split())
 }
+_DTYPES = {"score": np.float64, "label": np.bool_}  # other columns are codes of names
 MAX_LINE_BYTES = 1 << 20
 _HEADS = ("subject", "speaker", "identity", "key", "file", "utterance", "name", "utt", "id")
 
@@ -68,18 +70,22 @@ class Layout:
         """Cells of one line."""
         if self.delimiter is None:
             return line.split()
-        if b'"' in line:
-            return _split_quoted(line, self.delimiter)
-        return [cell.strip() for cell in line.split(self.delimiter.encode())]
+        if b'"' not in line:
+            return [cell.strip() for cell in line.split(self.delimiter.encode())]
+        text = [line.decode("utf-8", "surrogateescape")]
+        try:
+            (cells,) = csv.reader(
+                text, delimiter=self.delimiter, strict=True, skipinitialspace=True
+            )
+        except csv.Error:  # a quote without its partner: too few columns for any layout
+            return [line]
+        return [cell.strip().encode("utf-8", "surrogateescape") for cell in cells]
 
 
-def _split_quoted(line: bytes, delimiter: str) -> list[bytes]:
-    text = line.decode("utf-8", "surrogateescape")
-    try:
-        rows = list(csv.reader([text], delimiter=delimiter, strict=True, skipinitialspace=True))
-    except csv.Error:  # a quote without its partner: too few columns for any layout
-        return [line]
-    return [cell.strip().encode("utf-8", "surrogateescape") for cell in rows[0]]
+def first_row(is_wanted: Any) -> int | None:
+    """Place of the first True, or None."""
+    place = int(np.argmax(is_wanted)) if len(is_wanted) else 0
+    return place if len(is_wanted) and is_wanted[place] else None
 
 
 def numbered_lines(path: str | Path) -> Iterator[tuple[int, bytes]]:
@@ -94,25 +100,20 @@ def numbered_lines(path: str | Path) -> Iterator[tuple[int, bytes]]:
                     "is this a text file?"
                 )
             if number == 1:
-                line = line.removeprefix(b"\xef\xbb\xbf")
+                line = line.removeprefix(_BYTE_ORDER_MARK)
             if line := line.strip():
                 yield number, line
 
 
 def text_of(content: bytes, where: str) -> str:
-    """Names and the like as text; what is not UTF-8 would be merged with its kind.
-
-    Raises:
-        DataError: It is not UTF-8.
-    """
+    """Names as text; ``DataError`` where they are not UTF-8, which would merge different names."""
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise DataError(f"{where}: {content[:60]!r} is not UTF-8: convert the file") from error
 
 
-def refuse_semicolons(cells: Sequence[bytes], where: str) -> None:
-    """Raise where a line is one cell because its columns are separated by semicolons."""
+def _refuse_semicolons(cells: Sequence[bytes], where: str) -> None:
     if len(cells) == 1 and b";" in cells[0]:
         raise DataError(
             f"{where}: the columns are separated by semicolons; separate them by commas or tabs"
@@ -122,29 +123,26 @@ def refuse_semicolons(cells: Sequence[bytes], where: str) -> None:
 def read_mapping(path: str | Path, *, role: str) -> tuple[dict[str, str], Source]:
     """Read two columns: a name and what it belongs to, such as ``utt2spk`` or ``subject,group``.
 
-    A first line such as ``subject,group`` is a header.
-
-    Raises:
-        DataError: A line has not two columns, or gives a name again with another value.
+    A first line such as ``subject,group`` is a header. A name with two values is a ``DataError``.
     """
     mapping: dict[str, str] = {}
-    delimiter: str | None = None
-    for place, (number, line) in enumerate(numbered_lines(path)):
-        text = text_of(line, f"{path}, line {number}")
-        if place == 0:
-            delimiter = next((each for each in ("\t", ",") if each in text), None)
-        layout = Layout((), delimiter)
+    layout = None
+    for number, line in numbered_lines(path):
+        where = f"{path}, line {number}"
+        text, is_first = text_of(line, where), layout is None
+        if layout is None:
+            layout = Layout((), next((each for each in ("\t", ",") if each in text), None))
         raw = layout.split(line)
+        _refuse_semicolons(raw, where)
         cells = [cell.decode("utf-8") for cell in raw]
-        refuse_semicolons(raw, f"{path}, line {number}")
-        if place == 0 and cells[0].lower() in _HEADS:
+        if is_first and cells[0].lower() in _HEADS:
             continue
         if len(cells) != 2 or not all(cells):
-            raise DataError(f"{path}, line {number}: {text[:80]!r} is not a name and a {role[:-1]}")
-        if mapping.setdefault(cells[0], cells[1]) != cells[1]:
+            raise DataError(f"{where}: {text[:80]!r} is not a name and a {role[:-1]}")
+        name, value = cells
+        if mapping.setdefault(name, value) != value:
             raise DataError(
-                f"{path}, line {number}: {cells[0]!r} is {cells[1]!r}, but was "
-                f"{mapping[cells[0]]!r} before: remove one"
+                f"{where}: {name!r} is {value!r}, but was {mapping[name]!r} before: remove one"
             )
     if not mapping:
         raise DataError(f"{path} is empty: it needs lines of a name and a {role[:-1]}")
@@ -168,21 +166,34 @@ def find_layout(
             a header is recognised by its names, and without one the lines are read until they fit
             one layout only.
     """
-    if format not in ("auto", "csv", "tsv", *layouts):
-        known = ", ".join(["auto", "csv", "tsv", *layouts])
-        raise ConfigError(f"format {format!r} is not known for {path}: choose one of {known}")
-    first = next(numbered_lines(path), None)
-    if first is None:
+    known = ("auto", "csv", "tsv", *layouts)
+    if format not in known:
+        raise ConfigError(
+            f"format {format!r} is not known for {path}: choose one of {', '.join(known)}"
+        )
+    number, line = next(numbered_lines(path), (0, b""))
+    if not number:
         raise DataError(f"{path} is empty: it needs at least one trial")
-    delimiter = {"csv": ",", "tsv": "\t"}.get(format) or _delimiter(path, first[1])
-    cells = Layout((), delimiter).split(first[1])
-    refuse_semicolons(cells, f"{path}, line {first[0]}")
+    delimiter = {"csv": ",", "tsv": "\t"}.get(format) or _delimiter(path, line)
+    cells = Layout((), delimiter).split(line)
+    _refuse_semicolons(cells, f"{path}, line {number}")
     if format in layouts:
         return Layout(layouts[format], delimiter)
-    if format in ("csv", "tsv") or _is_header(cells, required):
-        return _header_layout(path, first[0], cells, delimiter, required)
-    fitting = {name: columns for name, columns in layouts.items() if len(columns) == len(cells)}
-    return Layout(_fitting_columns(path, fitting, delimiter, layouts), delimiter)
+    texts = [cell.decode("utf-8", "replace") for cell in cells]
+    names = [HEADER_NAMES.get(text.lower().replace(" ", "_")) for text in texts]
+    is_header = len(names) - names.count(None) >= 2 and any(name in names for name in required)
+    if format == "auto" and not is_header:
+        return Layout(_fitting_columns(path, len(cells), delimiter, layouts), delimiter)
+    header = f"{path}, line {number}: the header {', '.join(texts)}"
+    for name in required:
+        if name not in names:
+            raise DataError(f"{header} has no column {name!r}")
+    for name in filter(None, names):
+        if names.count(name) > 1:
+            raise DataError(f"{header} has two columns for {name!r}: rename one")
+    if ("enrol" in names) != ("test" in names):
+        raise DataError(f"{header} has one of enrol and test: name both")
+    return Layout(tuple(names), delimiter, has_header=True)
 
 
 def _delimiter(path: str | Path, line: bytes) -> str | None:
@@ -193,50 +204,12 @@ def _delimiter(path: str | Path, line: bytes) -> str | None:
     return "," if b"," in line and (is_table or b", " in line) else None
 
 
-def _known_names(cells: Sequence[bytes]) -> list[str | None]:
-    texts = [cell.decode("utf-8", "replace").lower().replace(" ", "_") for cell in cells]
-    return [HEADER_NAMES.get(text) for text in texts]
-
-
-def _is_header(cells: Sequence[bytes], required: tuple[str, ...]) -> bool:
-    names = _known_names(cells)
-    return sum(name is not None for name in names) >= 2 and any(name in names for name in required)
-
-
-def _header_layout(
-    path: str | Path,
-    number: int,
-    cells: Sequence[bytes],
-    delimiter: str | None,
-    required: tuple[str, ...],
-) -> Layout:
-    names = _known_names(cells)
-    shown = ", ".join(cell.decode("utf-8", "replace") for cell in cells)
-    for name in required:
-        if name not in names:
-            raise DataError(
-                f"{path}, line {number}: the header has no column {name!r}, only {shown}"
-            )
-    for known in names:
-        if known is not None and names.count(known) > 1:
-            raise DataError(
-                f"{path}, line {number}: the header {shown} has two columns for {known!r}: "
-                "rename one"
-            )
-    if ("enrol" in names) != ("test" in names):
-        raise DataError(
-            f"{path}, line {number}: the header {shown} has one of enrol and test: name both"
-        )
-    return Layout(tuple(names), delimiter, has_header=True)
-
-
 def _fitting_columns(
-    path: str | Path,
-    fitting: dict[str, tuple[str, ...]],
-    delimiter: str | None,
-    layouts: Mapping[str, tuple[str, ...]],
+    path: str | Path, width: int, delimiter: str | None, layouts: Mapping[str, tuple[str, ...]]
 ) -> tuple[str, ...]:
+    """Columns of the only layout that fits the lines of a file."""
     splitter = Layout((), delimiter)
+    fitting = {name: columns for name, columns in layouts.items() if len(columns) == width}
     for number, line in numbered_lines(path):
         if len(fitting) == 1:
             break
@@ -262,14 +235,12 @@ def _fitting_columns(
 
 
 def _may_be(column: str, cell: bytes) -> bool:
-    checks: dict[str, Callable[[bytes], bool]] = {
-        "score": is_number,
-        "label": lambda cell: cell.lower() in LABELS,
-    }
-    return column not in checks or checks[column](cell)
+    if column == "score":
+        return _is_number(cell)
+    return column != "label" or cell.lower() in LABELS
 
 
-def is_number(cell: bytes) -> bool:
+def _is_number(cell: bytes) -> bool:
     """Whether Python reads a cell as a float; digits grouped by ``_`` are refused."""
     try:
         float(cell)
@@ -278,58 +249,25 @@ def is_number(cell: bytes) -> bool:
     return b"_" not in cell
 
 
-class KeyTable:
+class KeyTable(defaultdict[bytes, int]):
     """Numbers names in the order in which they are met.
 
     Examples:
         >>> table = KeyTable()
-        >>> table.codes([b"ann", b"bob", b"ann"]).tolist()
-        [0, 1, 0]
-        >>> table.names
-        [b'ann', b'bob']
+        >>> table.codes([b"ann", b"bob", b"ann"]).tolist(), list(table)
+        ([0, 1, 0], [b'ann', b'bob'])
     """
 
     def __init__(self) -> None:
-        self._codes: defaultdict[bytes, int] = defaultdict(count().__next__)
+        super().__init__(count().__next__)
 
     def codes(self, column: Sequence[bytes]) -> Codes:
         """The number of every name of a column, ``[n]``."""
-        return np.fromiter(map(self._codes.__getitem__, column), np.int32, count=len(column))
-
-    @property
-    def names(self) -> list[bytes]:
-        """Names by their number."""
-        return list(self._codes)
-
-
-class Columns:
-    """What ``read_columns`` found.
-
-    Attributes:
-        arrays: By the column's name: float64 scores, bool labels, int32 codes of names.
-        keys: Numbers of enrol and test names.
-        subjects: Numbers of subjects.
-        sha256: Of the file's bytes.
-    """
-
-    def __init__(self) -> None:
-        self.keys = KeyTable()
-        self.subjects = KeyTable()
-        self.sha256 = ""
-        self.arrays: dict[str, NDArray[Any]] = {}
-
-    def converter(self, name: str) -> Callable[[Sequence[bytes]], NDArray[Any]]:
-        """What turns cells of a column into an array."""
-        table = self.subjects if name.endswith("_subject") else self.keys
-        return {"score": _scores, "label": _labels}.get(name, table.codes)
+        return np.fromiter(map(self.__getitem__, column), np.int32, count=len(column))
 
 
 class Growing:
-    """An array that grows: blocks until the end, then one array, never both.
-
-    Args:
-        dtype: Of its elements.
-    """
+    """An array that grows: blocks until the end, then one array, never both."""
 
     def __init__(self, dtype: DTypeLike) -> None:
         self._dtype = np.dtype(dtype)
@@ -369,10 +307,7 @@ class Growing:
 
 
 class SplitScores:
-    """Scores without names while they are read: genuine and impostor ones in arrays of their own.
-
-    Nothing but the label tells such trials apart, so the genuine ones may come first.
-    """
+    """Scores without names while they are read: genuine ones first, as only labels matter."""
 
     def __init__(self) -> None:
         self._sides = Growing(np.float64), Growing(np.float64)
@@ -391,77 +326,84 @@ class SplitScores:
         return scores, np.repeat([True, False], sizes)
 
 
-class _BadCell(Exception):
-    def __init__(self, place: int, message: str) -> None:
-        super().__init__(message)
-        self.place = place
+@dataclass(frozen=True)
+class Columns:
+    """The columns of a text file."""
+
+    path: str | Path
+    layout: Layout
+    arrays: dict[str, NDArray[Any]]  # float64 scores, bool labels, int32 codes of names
+    keys: tuple[bytes, ...]  # enrol and test names by their codes
+    subjects: tuple[bytes, ...]  # names of subjects by their codes
+    sha256: str
+
+    def where(self, row: int) -> str:
+        """The line of a row, for messages; the file is read again."""
+        row += self.layout.has_header
+        with open_regular(self.path) as file:
+            for number, line in enumerate(file, start=1):
+                row -= bool(line.strip())
+                if row < 0:
+                    return f"{self.path}, line {number}"
+        raise DataError(f"{self.path} was changed while it was read: read it again")
 
 
 def read_columns(path: str | Path, layout: Layout, progress: Progress | None = None) -> Columns:
-    """Read a whole text file.
-
-    Scores and labels without names are arranged: the genuine ones come first.
-
-    Args:
-        path: The file.
-        layout: What its columns mean.
-        progress: Called with the bytes read and the bytes of the file.
-    """
-    columns, sink = Columns(), _sink(layout)
-    digest = hashlib.sha256()
+    """Read a whole text file; of scores and labels without names, the genuine ones come first."""
+    names = [name for name in layout.columns if name is not None]
+    keys, subjects, digest, number = KeyTable(), KeyTable(), hashlib.sha256(), 1
+    grown = {name: Growing(_DTYPES.get(name, np.int32)) for name in names}
+    split = SplitScores() if set(names) == {"score", "label"} else None
     total = Path(path).stat().st_size
     with open_regular(path) as file:
-        number = 1
         for chunk in _whole_lines(file, path):
             digest.update(chunk)
-            lines = _without_mark(chunk, number).splitlines()
-            _add_chunk(path, layout, columns, sink, lines, number)
+            lines = (chunk.removeprefix(_BYTE_ORDER_MARK) if number == 1 else chunk).splitlines()
+            rows, numbers = _rows(path, layout, lines, number)
+            if layout.has_header and number == 1 and rows:
+                rows, numbers = rows[1:], numbers[1:]
             number += len(lines)
+            found = _converted(path, layout, rows, numbers, keys, subjects) if rows else {}
+            if split is not None and found:
+                split.append(found["score"], found["label"])
+            else:
+                for name, values in found.items():
+                    grown[name].append(values)
             if progress is not None:
                 progress(file.tell(), total)
-    columns.sha256 = digest.hexdigest()
-    columns.arrays = sink.arrays()
-    if not len(next(iter(columns.arrays.values()))):
+    if split is None:
+        arrays = {name: column.array() for name, column in grown.items()}
+    else:
+        arrays = dict(zip(("score", "label"), split.arrays(), strict=True))
+    if not len(next(iter(arrays.values()))):
         raise DataError(f"{path} has no trials: it needs at least one line of them")
-    return columns
+    return Columns(path, layout, arrays, tuple(keys), tuple(subjects), digest.hexdigest())
 
 
-class _Columns:
-    """Columns of named trials while they are read."""
+def _converted(
+    path: str | Path,
+    layout: Layout,
+    rows: list[list[bytes]],
+    numbers: Sequence[int],
+    keys: KeyTable,
+    subjects: KeyTable,
+) -> dict[str, NDArray[Any]]:
+    """Columns of some lines, which have the given numbers."""
 
-    def __init__(self, names: Iterable[str]) -> None:
-        dtypes = {"score": np.float64, "label": np.bool_}
-        self._columns = {name: Growing(dtypes.get(name, np.int32)) for name in names}
+    def where(place: int) -> str:
+        return f"{path}, line {numbers[place]}"
 
-    def append(self, chunk: dict[str, NDArray[Any]]) -> None:
-        for name, values in chunk.items():
-            self._columns[name].append(values)
-
-    def arrays(self) -> dict[str, NDArray[Any]]:
-        return {name: column.array() for name, column in self._columns.items()}
-
-
-class _Nameless:
-    """Columns of scores and labels alone."""
-
-    def __init__(self) -> None:
-        self._split = SplitScores()
-
-    def append(self, chunk: dict[str, NDArray[Any]]) -> None:
-        self._split.append(chunk["score"], chunk["label"])
-
-    def arrays(self) -> dict[str, NDArray[Any]]:
-        scores, is_genuine = self._split.arrays()
-        return {"score": scores, "label": is_genuine}
-
-
-def _sink(layout: Layout) -> _Columns | _Nameless:
-    names = [name for name in layout.columns if name is not None]
-    return _Nameless() if set(names) == {"score", "label"} else _Columns(names)
-
-
-def _without_mark(chunk: bytes, number: int) -> bytes:
-    return chunk.removeprefix(_BYTE_ORDER_MARK) if number == 1 else chunk
+    found = {}
+    for name, cells in zip(layout.columns, zip(*rows, strict=True), strict=True):
+        if name is None:
+            continue
+        if b"" in cells:
+            raise DataError(f"{where(cells.index(b''))}: the {name} is empty")
+        if name in _CONVERTERS:
+            found[name] = _CONVERTERS[name](cells, where)
+        else:
+            found[name] = (subjects if name.endswith("_subject") else keys).codes(cells)
+    return found
 
 
 def _whole_lines(file: BinaryIO, path: str | Path) -> Iterator[bytes]:
@@ -469,95 +411,59 @@ def _whole_lines(file: BinaryIO, path: str | Path) -> Iterator[bytes]:
     rest = b""
     while chunk := file.read(_CHUNK_BYTES):
         end = chunk.rfind(b"\n") + 1
-        if end == 0 and len(rest) > MAX_LINE_BYTES:
+        if end:
+            yield rest + chunk[:end]
+            rest = chunk[end:]
+            continue
+        if len(rest) > MAX_LINE_BYTES:
             raise DataError(
                 f"{path} has a line longer than {MAX_LINE_BYTES:,} bytes: is this a text file?"
             )
-        if end == 0:
-            rest += chunk
-            continue
-        yield rest + chunk[:end]
-        rest = chunk[end:]
+        rest += chunk
     if rest:
         yield rest
-
-
-def _add_chunk(
-    path: str | Path,
-    layout: Layout,
-    columns: Columns,
-    sink: _Columns | _Nameless,
-    lines: list[bytes],
-    number: int,
-) -> None:
-    """Convert the cells of some lines, the first of which has the given number."""
-    rows, numbers = _rows(path, layout, lines, number)
-    if layout.has_header and number == 1 and rows:
-        rows, numbers = rows[1:], numbers[1:]
-    if not rows:
-        return
-    chunk: dict[str, NDArray[Any]] = {}
-    for name, cells in zip(layout.columns, zip(*rows, strict=True), strict=True):
-        if name is None:
-            continue
-        try:
-            if b"" in cells:
-                raise _BadCell(cells.index(b""), f"the {name} is empty")
-            chunk[name] = columns.converter(name)(cells)
-        except _BadCell as error:
-            raise DataError(f"{path}, line {numbers[error.place]}: {error}") from None
-    sink.append(chunk)
 
 
 def _rows(
     path: str | Path, layout: Layout, lines: list[bytes], number: int
 ) -> tuple[list[list[bytes]], Sequence[int]]:
-    """Cells of every line that is not blank, and the lines' numbers."""
+    """Cells of every line that is not blank, and the lines' numbers, of which one is given."""
     width = len(layout.columns)
-    rows = _fast_rows(layout, lines)
     numbers: Sequence[int] = range(number, number + len(lines))
+    split: Callable[[bytes], list[bytes]] = layout.split
+    joined = b"\n".join(lines)
+    if layout.delimiter is None:
+        split = bytes.split
+    elif b'"' not in joined and b" " not in joined:  # one call per line where nothing needs care
+        split = methodcaller("split", layout.delimiter.encode())
+    rows = list(map(split, lines))
     if set(map(len, rows)) == {width}:
         return rows, numbers
     kept = [(at, line) for at, line in zip(numbers, lines, strict=True) if line.strip()]
-    rows = []
-    for at, line in kept:
-        cells = layout.split(line)
+    rows = [layout.split(line) for _, line in kept]
+    for (at, line), cells in zip(kept, rows, strict=True):
         if len(cells) != width:
             raise DataError(
                 f"{path}, line {at}: {len(cells)} columns where {width} are needed: {_shown(line)}"
             )
-        rows.append(cells)
     return rows, [at for at, _ in kept]
 
 
-def _fast_rows(layout: Layout, lines: list[bytes]) -> list[list[bytes]]:
-    """Cells of every line, split by one call per line where nothing needs care."""
-    if layout.delimiter is None:
-        return list(map(bytes.split, lines))
-    joined = b"\n".join(lines)
-    if b'"' in joined or b" " in joined:
-        return list(map(layout.split, lines))
-    return list(map(methodcaller("split", layout.delimiter.encode()), lines))
-
-
-def _scores(cells: Sequence[bytes]) -> NDArray[Any]:
+def _scores(cells: Sequence[bytes], where: Where) -> NDArray[Any]:
     try:
         scores = np.fromiter(map(float, cells), np.float64, count=len(cells))
     except ValueError:
         scores = np.full(len(cells), np.nan)  # the search below finds the culprit
-    if b"_" not in b"".join(cells) and not np.isnan(scores).any():
-        return scores
-    for place, cell in enumerate(cells):
-        if not is_number(cell):
-            raise _BadCell(place, f"the score {_shown(cell)} is not a number")
-        if np.isnan(float(cell)):
-            raise _BadCell(place, "the score is NaN: no trial may be without a score")
-    return np.array([float(cell) for cell in cells])
+    if b"_" in b"".join(cells) or np.isnan(scores).any():
+        for place, cell in enumerate(cells):
+            if not _is_number(cell):
+                raise DataError(f"{where(place)}: the score {_shown(cell)} is not a number")
+            if np.isnan(float(cell)):
+                raise DataError(f"{where(place)}: the score is NaN: every trial needs a score")
+    return scores
 
 
-class _Labels(dict[bytes, bool]):
-    """Labels by their words, in any case."""
-
+class _AnyCase(dict[bytes, bool]):
     def __missing__(self, cell: bytes) -> bool:
         lowered = cell.lower()
         if lowered == cell:
@@ -565,27 +471,18 @@ class _Labels(dict[bytes, bool]):
         return self[lowered]
 
 
-def _labels(cells: Sequence[bytes]) -> NDArray[Any]:
-    words = _Labels(LABELS)
+def _labels(cells: Sequence[bytes], where: Where) -> NDArray[Any]:
     try:
-        return np.fromiter(map(words.__getitem__, cells), np.bool_, count=len(cells))
+        return np.fromiter(map(_AnyCase(LABELS).__getitem__, cells), np.bool_, count=len(cells))
     except KeyError:
         place = next(i for i, cell in enumerate(cells) if cell.lower() not in LABELS)
-        message = f"the label {_shown(cells[place])} is not one of {LABEL_WORDS}"
-        raise _BadCell(place, message) from None
+        shown = f"{where(place)}: the label {_shown(cells[place])}"
+        raise DataError(f"{shown} is not one of {LABEL_WORDS}") from None
+
+
+_CONVERTERS = {"score": _scores, "label": _labels}
 
 
 def _shown(cell: bytes) -> str:
     text = cell.decode("utf-8", "backslashreplace")
     return repr(text if len(text) <= 60 else text[:57] + "...")
-
-
-def line_of_row(path: str | Path, layout: Layout, row: int) -> int:
-    """The number of the line that holds a row, found by reading the file again."""
-    row += layout.has_header
-    with open_regular(path) as file:
-        for number, line in enumerate(file, start=1):
-            row -= bool(line.strip())
-            if row < 0:
-                return number
-    raise DataError(f"{path} was changed while it was read: read it again")

@@ -1,8 +1,9 @@
-"""Samples to embeddings: a model over images or recordings, into memory or a resumable file."""
+"""Samples to embeddings: a model over images or recordings, into files that can be resumed."""
 
 from __future__ import annotations
 
 import csv
+import glob
 import hashlib
 import io
 import json
@@ -19,8 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qmargin.errors import ConfigError, CorruptSample, DataError, ShapeError
+from qmargin.evaluation.columns import first_row
 from qmargin.evaluation.embeddings import EMBEDDINGS_MARK, FORMAT
-from qmargin.evaluation.resumable import ResumableFile
+from qmargin.evaluation.resumable import ResumableFile, names_beside
 from qmargin.files import (
     MADE_BY,
     Progress,
@@ -34,6 +36,8 @@ from qmargin.files import (
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from qmargin.evaluation.model import Model
+
 Rows = NDArray[np.float32]  # [B, d]
 FLIPS = ("none", "sum", "both")
 IMAGE_SIZE = 112
@@ -42,6 +46,14 @@ MAX_IMAGE_BYTES = 1 << 26
 SAMPLE_RATE = 16_000
 SHORTEST = 2_000  # samples: shorter recordings are repeated, or no network could take them
 LONGEST_UTTERANCE = 1_200.0  # seconds
+EXTENSIONS = {
+    "images": frozenset({"jpg", "jpeg", "png", "webp", "bmp", "ppm"}),
+    "audio": frozenset({"wav", "flac", "ogg", "opus", "mp3", "aiff", "aif"}),
+}
+SUFFIXES = (".safetensors", ".npz")
+MARKS = {".safetensors": EMBEDDINGS_MARK, ".npz": MADE_BY}
+_COLUMNS = ("key", "row", "sha256", "problem")
+MANIFEST_MARK = ",".join(_COLUMNS)
 _ROWS_BETWEEN_RECORDS = 1024
 _LOOK_AT = 20  # names that decide whether a folder is the right one
 
@@ -50,19 +62,15 @@ class SampleModel(Protocol):
     """Anything that turns samples into embeddings."""
 
     def embed(self, samples: NDArray[Any], /) -> Any:
-        """Embeddings ``[B, d]``, an array or a tensor.
-
-        Samples are RGB images ``[B, H, W, 3]``, or one waveform ``[1, T]`` at 16 kHz in [-1, 1].
-        """
+        """Embeddings ``[B, d]`` of RGB images ``[B, H, W, 3]``, or of one waveform ``[1, T]``."""
         ...
 
 
 class SampleSet(Protocol):
-    """Anything that has images or recordings by number.
+    """Images or recordings by number, each with a number such as its label.
 
-    A sample comes with a number, such as its label. A set whose attribute ``column`` names that
-    number has it stored beside the embeddings. Samples of a set whose attribute ``max_batch`` is 1
-    may differ in shape.
+    A set whose attribute ``column`` names that number has it stored beside the embeddings. Samples
+    of a set whose attribute ``max_batch`` is 1 may differ in shape.
     """
 
     def __len__(self) -> int: ...
@@ -71,11 +79,7 @@ class SampleSet(Protocol):
 
 
 def path_inside(folder: Path, name: str) -> Path:
-    """Path of a file below ``folder``; a list cannot name anything outside.
-
-    Raises:
-        CorruptSample: It is elsewhere, or the name is none of a file.
-    """
+    """Path of a file below ``folder``; ``CorruptSample`` where it is elsewhere or no name."""
     try:
         path = (folder / name).resolve()
         is_inside = path.is_relative_to(folder.resolve())
@@ -87,11 +91,7 @@ def path_inside(folder: Path, name: str) -> Path:
 
 
 def read_inside(folder: Path, name: str) -> bytes:
-    """The bytes of an image below ``folder``.
-
-    Raises:
-        CorruptSample: There is no such file, or it is elsewhere.
-    """
+    """The bytes of an image below ``folder``; ``CorruptSample`` where it cannot be read."""
     path = path_inside(folder, name)
     try:
         return read_regular(path, MAX_IMAGE_BYTES)
@@ -109,13 +109,20 @@ class FolderImages:
     size: int = IMAGE_SIZE
 
     def __post_init__(self) -> None:
-        """Refuse a folder that has none of the first images, before a model is asked for any."""
-        looked_at = self.names[:_LOOK_AT]
-        if not looked_at or any(is_file(self.folder / name) for name in looked_at):
+        """Refuse a folder that has none of the first images, with a hint where they are."""
+        folder, looked_at = self.folder, self.names[:_LOOK_AT]
+        if not looked_at or any(is_file(folder / name) for name in looked_at):
             return
+        name = Path(looked_at[0])
+        others = sorted(folder.glob(f"{glob.escape(str(name.with_suffix('')))}.*"))
+        below = sorted(folder.glob(f"*/{glob.escape(str(name))}"))
+        hint = "give the folder that the names start in with --images"
+        if others:
+            hint = f"there is {others[0].name!r}: pass --extension {others[0].suffix[1:]}"
+        elif below:
+            hint = f"they are in --images {folder / below[0].relative_to(folder).parts[0]}"
         raise DataError(
-            f"{self.folder} has none of the images of the list, such as {looked_at[0]!r}; "
-            f"{_where_else(self.folder, Path(looked_at[0]))}"
+            f"{folder} has none of the images of the list, such as {looked_at[0]!r}; {hint}"
         )
 
     def __len__(self) -> int:
@@ -128,34 +135,14 @@ class FolderImages:
         return resize_image(image, self.size), -1
 
 
-def _where_else(folder: Path, name: Path) -> str:
-    """What to do about an image that is not in a folder."""
-    import glob
-
-    found = sorted(folder.glob(f"{glob.escape(str(name.with_suffix('')))}.*"))
-    if found:
-        return f"there is {found[0].name!r}: pass --extension {found[0].suffix[1:]}"
-    below = sorted(folder.glob(f"*/{glob.escape(str(name))}"))
-    if below:
-        return f"they are in --images {folder / below[0].relative_to(folder).parts[0]}"
-    return "give the folder that the names start in with --images"
-
-
 @dataclass(frozen=True)
 class Recordings:
-    """Recordings in a folder by their names in a trial list, with their suffix or without.
-
-    Attributes:
-        folder: Nothing outside it is read.
-        names: What to read, each once.
-        suffix: Added to names that are no file, such as ``".wav"``.
-        max_seconds: Longer recordings are refused by their header.
-    """
+    """Recordings in a folder by their names, with or without ``suffix``."""
 
     folder: Path
     names: Sequence[str]
     suffix: str = ".wav"
-    max_seconds: float = LONGEST_UTTERANCE
+    max_seconds: float = LONGEST_UTTERANCE  # longer recordings are refused by their header
     column: ClassVar[str] = "seconds"
     max_batch: ClassVar[int] = 1
 
@@ -173,11 +160,7 @@ class Recordings:
         return samples, seconds
 
     def check(self) -> None:
-        """Refuse names without a file, before the first one is decoded.
-
-        Raises:
-            DataError: With the first of them.
-        """
+        """Refuse the first name without a file, before anything is decoded."""
         for name in self.names:
             try:
                 self._path(name)
@@ -190,41 +173,6 @@ class Recordings:
             if is_file(path):
                 return path
         raise CorruptSample(f"there is no such file in {self.folder}")
-
-
-def embed_samples(
-    model: SampleModel,
-    samples: SampleSet,
-    *,
-    flip: str = "none",
-    batch_size: int = 64,
-    num_workers: int = 2,
-    progress: Progress | None = None,
-) -> Rows:
-    """Embeddings of all samples in memory, float32 ``[n, d]``.
-
-    Args:
-        model: What embeds them.
-        samples: RGB images of one size, or recordings.
-        flip: ``"none"``: the embedding of the sample; ``"sum"``: plus that of an image's mirror
-            image, neither normalised; ``"both"``: one after the other, ``[n, 2 d]``.
-        batch_size: Samples that go through the model together; recordings go alone.
-        num_workers: Threads that decode.
-        progress: Called with the samples done and their number.
-
-    Raises:
-        DataError: A sample cannot be read, or its embedding is not finite; the message names it.
-    """
-    parts: list[Rows] = []
-    done = 0
-    for block in _embedded(model, samples, 0, _Plan(flip, batch_size, num_workers), str):
-        parts.append(block.embeddings)
-        done += len(block.embeddings)
-        if progress is not None:
-            progress(done, len(samples))
-    if not parts:
-        raise DataError("there are 0 samples to embed: give at least 1")
-    return np.concatenate(parts)
 
 
 def write_embeddings(
@@ -247,13 +195,14 @@ def write_embeddings(
     data. That of recordings also has the tensor ``seconds``.
 
     Args:
-        model: What embeds them.
+        model: Embeds batches of samples.
         samples: RGB images of one size, or recordings.
         out: The file to write, ``.safetensors``.
-        keys: A distinct name for every sample; ``samples.names`` without them.
-        model_id: Names the model and its weights, such as a hash of them; a part that was begun
-            with another is refused.
-        flip: As in ``embed_samples``; kept in the file's metadata.
+        keys: A distinct name for every sample; ``samples.names`` by default.
+        model_id: Identifies the model and its weights, such as a hash of them; a part that was
+            begun with another is refused.
+        flip: ``"none"``: the embedding of the sample; ``"sum"``: plus that of an image's mirror
+            image, neither normalised; ``"both"``: one after the other, ``[n, 2 d]``.
         batch_size: Samples that go through the model together; recordings go alone.
         num_workers: Threads that decode.
         restart: Discard a part that other inputs made.
@@ -263,9 +212,26 @@ def write_embeddings(
         DataError: A sample cannot be read, an embedding is not finite, or a name occurs twice; what
             is done so far is kept.
     """
-    out, plan = Path(out), _Plan(flip, batch_size, num_workers)
+    out = Path(out)
     names = list(samples.names if keys is None else keys)  # type: ignore[attr-defined]
-    _check_keys(out, names, len(samples))
+    if flip not in FLIPS:
+        raise ConfigError(f"flip {flip!r} is unknown: choose one of {', '.join(FLIPS)}")
+    for option, number in (("batch_size", batch_size), ("num_workers", num_workers)):
+        if number < 1:
+            raise ConfigError(f"{option}={number} is below 1: give at least 1")
+    if out.suffix != ".safetensors":
+        raise ConfigError(f"{out} does not end in .safetensors: give it that suffix")
+    if len(samples) == 0:
+        raise DataError("there are 0 samples to embed: give at least 1")
+    if len(names) != len(samples):
+        raise ShapeError(
+            f"there are {len(names):,} keys for {len(samples):,} samples: give one each"
+        )
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise DataError(f"the key {name!r} names two samples: give every sample its own")
+        seen.add(name)
     column: str | None = getattr(samples, "column", None)
     metadata = {"format": FORMAT, "keys": json.dumps(names), "model": model_id}
     if column is None:
@@ -273,15 +239,14 @@ def write_embeddings(
     settings = json.dumps([model_id, flip, batch_size, names])
     fingerprint = hashlib.sha256(settings.encode("utf-8", "surrogatepass")).hexdigest()
     # created before anything is in it, so that nobody else ever reads it
-    partial = out.with_name(out.name + ".partial")
-    os.close(os.open(partial, os.O_CREAT | os.O_WRONLY, 0o600))
+    os.close(os.open(names_beside(out)[0], os.O_CREAT | os.O_WRONLY, 0o600))
     with ResumableFile(out, fingerprint, restart=restart) as file:
         content: list[bytes] = []
         num_rows = 0
-        for block in _embedded(model, samples, file.num_done, plan, names.__getitem__):
-            rows = block.embeddings
+        batches = _batches(samples, names, file.num_done, batch_size, num_workers)
+        for rows, numbers in _embedded(model, batches, flip, names):
             if column is not None:  # kept in front of each row until all of them are known
-                rows = np.concatenate([block.numbers[:, None], rows], axis=1)
+                rows = np.concatenate([numbers[:, None], rows], axis=1)
             if file.num_done == 0 and not content:
                 content.append(_header({"embeddings": (len(names), rows.shape[1])}, metadata))
             content.append(rows.astype("<f4").tobytes())
@@ -300,29 +265,6 @@ def write_embeddings(
     return out
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """How samples go through the model."""
-
-    flip: str
-    batch_size: int
-    num_workers: int
-
-    def __post_init__(self) -> None:
-        if self.flip not in FLIPS:
-            raise ConfigError(f"flip {self.flip!r} is unknown: choose one of {', '.join(FLIPS)}")
-        for name in ("batch_size", "num_workers"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} is below 1: give at least 1")
-
-
-class _Block(NamedTuple):
-    """Embeddings of consecutive samples, and the number that comes with each."""
-
-    embeddings: Rows
-    numbers: Rows
-
-
 class _Batch(NamedTuple):
     first: int
     samples: NDArray[Any]
@@ -330,78 +272,28 @@ class _Batch(NamedTuple):
 
 
 def _embedded(
-    model: SampleModel, samples: SampleSet, start: int, plan: _Plan, name_of: Callable[[int], str]
-) -> Iterator[_Block]:
-    """Embeddings from sample ``start`` on, in order."""
+    model: SampleModel, batches: Iterable[_Batch], flip: str, names: Sequence[str]
+) -> Iterator[tuple[Rows, Rows]]:
+    """Embeddings of batches, and the number that comes with each sample."""
     width = None
-    for batch in _batches(samples, start, plan, name_of):
+    for batch in batches:
         rows = _answer(model, batch.samples)
-        if plan.flip != "none":
+        if flip != "none":
             mirrored = _answer(model, np.ascontiguousarray(batch.samples[:, :, ::-1]))
-            both = plan.flip == "both"
+            both = flip == "both"
             rows = np.concatenate([rows, mirrored], axis=1) if both else rows + mirrored
-        is_bad = ~np.isfinite(rows).all(axis=1)
-        if is_bad.any():
-            name = name_of(batch.first + int(np.argmax(is_bad)))
+        row = first_row(~np.isfinite(rows).all(axis=1))
+        if row is not None:
             raise DataError(
-                f"the embedding of {name!r} is not finite: look at the sample, and at the weights "
-                "and the precision of the model"
+                f"the embedding of {names[batch.first + row]!r} is not finite: look at the sample, "
+                "and at the weights and the precision of the model"
             )
-        if width is not None and rows.shape[1] != width:
+        if rows.shape[1] != (width or rows.shape[1]):
             raise ShapeError(
                 f"the model gave embeddings of width {rows.shape[1]} after {width}: one is needed"
             )
         width = rows.shape[1]
-        yield _Block(rows, np.array(batch.numbers, np.float32))
-
-
-def _batches(
-    samples: SampleSet, start: int, plan: _Plan, name_of: Callable[[int], str]
-) -> Iterator[_Batch]:
-    """Batches in order, decoded by threads while the model works; few are held at once."""
-    size = min(plan.batch_size, getattr(samples, "max_batch", plan.batch_size))
-    firsts = iter(range(start, len(samples), size))
-    jobs: deque[Future[_Batch]] = deque()
-    with ThreadPoolExecutor(plan.num_workers) as pool:
-        try:
-            while True:
-                while len(jobs) <= plan.num_workers and (first := next(firsts, -1)) >= 0:
-                    indices = range(first, min(first + size, len(samples)))
-                    jobs.append(pool.submit(_load, samples, indices, name_of))
-                if not jobs:
-                    return
-                yield jobs.popleft().result()
-        finally:
-            for job in jobs:
-                job.cancel()
-
-
-def _load(samples: SampleSet, indices: range, name_of: Callable[[int], str]) -> _Batch:
-    loaded: list[NDArray[Any]] = []
-    numbers: list[Any] = []
-    for index in indices:
-        try:
-            sample, number = samples[index]
-        except CorruptSample as error:
-            raise DataError(
-                f"{name_of(index)!r} cannot be embedded ({error}): repair or remove it; "
-                "what is done so far is kept"
-            ) from error
-        sample = np.asarray(sample)
-        is_image = sample.ndim == 3 and sample.shape[2] == 3 and sample.dtype == np.uint8
-        if not is_image and not (sample.ndim == 1 and sample.dtype.kind == "f"):
-            raise ShapeError(
-                f"{name_of(index)!r} is a {sample.dtype} array of shape {sample.shape}: give RGB "
-                "uint8 [H, W, 3], or a waveform of floats [T]"
-            )
-        if loaded and sample.shape != loaded[0].shape:
-            raise ShapeError(
-                f"{name_of(index)!r} has the shape {sample.shape}, but {name_of(indices[0])!r} has "
-                f"{loaded[0].shape}: align all images to one size first"
-            )
-        loaded.append(sample)
-        numbers.append(number)
-    return _Batch(indices[0], np.stack(loaded), numbers)
+        yield rows, np.array(batch.numbers, np.float32)
 
 
 def _answer(model: SampleModel, batch: NDArray[Any]) -> Rows:
@@ -417,18 +309,53 @@ def _answer(model: SampleModel, batch: NDArray[Any]) -> Rows:
     return rows
 
 
-def _check_keys(out: Path, keys: Sequence[str], num_samples: int) -> None:
-    if out.suffix != ".safetensors":
-        raise ConfigError(f"{out} does not end in .safetensors: give it that suffix")
-    if num_samples == 0:
-        raise DataError("there are 0 samples to embed: give at least 1")
-    if len(keys) != num_samples:
-        raise ShapeError(f"there are {len(keys):,} keys for {num_samples:,} samples: give one each")
-    seen: set[str] = set()
-    for key in keys:
-        if key in seen:
-            raise DataError(f"the key {key!r} names two samples: give every sample its own")
-        seen.add(key)
+def _batches(
+    samples: SampleSet, names: Sequence[str], start: int, batch_size: int, num_workers: int
+) -> Iterator[_Batch]:
+    """Batches in order, decoded by threads while the model works; few are held at once."""
+    size = min(batch_size, getattr(samples, "max_batch", batch_size))
+    firsts = iter(range(start, len(samples), size))
+    jobs: deque[Future[_Batch]] = deque()
+    with ThreadPoolExecutor(num_workers) as pool:
+        try:
+            while True:
+                while len(jobs) <= num_workers and (first := next(firsts, -1)) >= 0:
+                    indices = range(first, min(first + size, len(samples)))
+                    jobs.append(pool.submit(_load, samples, indices, names))
+                if not jobs:
+                    return
+                yield jobs.popleft().result()
+        finally:
+            for job in jobs:
+                job.cancel()
+
+
+def _load(samples: SampleSet, indices: range, names: Sequence[str]) -> _Batch:
+    loaded: list[NDArray[Any]] = []
+    numbers: list[Any] = []
+    for index in indices:
+        try:
+            sample, number = samples[index]
+        except CorruptSample as error:
+            raise DataError(
+                f"{names[index]!r} cannot be embedded ({error}): repair or remove it; "
+                "what is done so far is kept"
+            ) from error
+        sample = np.asarray(sample)
+        is_image = sample.ndim == 3 and sample.shape[2] == 3 and sample.dtype == np.uint8
+        if not is_image and not (sample.ndim == 1 and sample.dtype.kind == "f"):
+            raise ShapeError(
+                f"{names[index]!r} is a {sample.dtype} array of shape {sample.shape}: give RGB "
+                "uint8 [H, W, 3], or a waveform of floats [T]"
+            )
+        if loaded and sample.shape != loaded[0].shape:
+            raise ShapeError(
+                f"{names[index]!r} has the shape {sample.shape}, but {names[indices[0]]!r} has "
+                f"{loaded[0].shape}: align all images to one size first"
+            )
+        loaded.append(sample)
+        numbers.append(number)
+    return _Batch(indices[0], np.stack(loaded), numbers)
 
 
 def _header(shapes: Mapping[str, tuple[int, ...]], metadata: Mapping[str, str]) -> bytes:
@@ -466,15 +393,9 @@ def _split_column(
 def embed_turned(
     backbone: Callable[[Tensor], Tensor], images: Tensor, num_views: int = 1
 ) -> Tensor:
-    """Embeddings of images and their quarter turns, ``[B, num_views * d]``.
+    """Embeddings of square images and up to 3 of their quarter turns, ``[B, num_views * d]``.
 
-    The cosine of two of them is the mean of the cosines of the turns. Where turns are identities
-    of their own in training, a network judges each anew, and errs less in the mean.
-
-    Args:
-        backbone: Images ``[B, c, h, w]`` to embeddings ``[B, d]``.
-        images: Square ones: others have another shape after a turn.
-        num_views: Of each image, at most 4; with 1, its embedding as it is.
+    The cosine of two of them is the mean of the cosines of the turns.
 
     Examples:
         >>> import torch
@@ -493,27 +414,9 @@ def embed_turned(
     return torch.cat([normalize(backbone(one).float()) for one in turned], dim=1)
 
 
-EXTENSIONS = {
-    "images": frozenset({"jpg", "jpeg", "png", "webp", "bmp", "ppm"}),
-    "audio": frozenset({"wav", "flac", "ogg", "opus", "mp3", "aiff", "aif"}),
-}
-SUFFIXES = (".safetensors", ".npz")
-_COLUMNS = ("key", "row", "sha256", "problem")
-MANIFEST_MARK = ",".join(_COLUMNS)
-MARKS = {".safetensors": EMBEDDINGS_MARK, ".npz": MADE_BY}
-
-
-class FileModel(Protocol):
-    """What turns files into embeddings."""
-
-    def embed(self, inputs: list[Path], *, batch_size: int, flip: str) -> NDArray[np.float32]:
-        """Embeddings ``[n, d]``."""
-        ...
-
-
 @dataclass(frozen=True)
 class FileRow:
-    """What became of a file: the number of its embedding, or why it has none."""
+    """Outcome for one file: the number of its embedding, or why it has none."""
 
     key: str
     row: int | None
@@ -535,11 +438,7 @@ class EmbeddedFolder:
 
 
 def find_files(folder: str | Path, modality: str) -> list[str]:
-    """Names of all images or recordings under a folder, relative to it, in order.
-
-    Raises:
-        DataError: There is none, or a name is not UTF-8.
-    """
+    """Names of all images or recordings under a folder, relative to it, in order."""
     folder = Path(folder)
     if not folder.is_dir():
         raise ConfigError(f"{folder} is not a folder; give one with files in it")
@@ -554,13 +453,15 @@ def find_files(folder: str | Path, modality: str) -> list[str]:
         known = ", ".join(sorted(EXTENSIONS[modality]))
         raise DataError(f"{folder} has no {modality}; files have to end in one of {known}")
     for name in names:
-        if not _is_text(name):
-            raise DataError(f"{folder} has a file whose name {name!r} is not UTF-8; rename it")
+        try:
+            name.encode()
+        except UnicodeEncodeError as error:
+            raise DataError(f"{folder}: the file name {name!r} is not UTF-8; rename it") from error
     return sorted(names)
 
 
 def embed_files(
-    model: FileModel,
+    model: Model,
     folder: str | Path,
     names: Sequence[str],
     *,
@@ -569,35 +470,25 @@ def embed_files(
     max_corrupt: int = 100,
     progress: Progress | None = None,
 ) -> EmbeddedFolder:
-    """Embed files; those that cannot be read are left out and told of.
-
-    Args:
-        model: From ``load_model``.
-        folder: Where the files are.
-        names: From ``find_files``.
-        flip: As in ``Model.embed``.
-        batch_size: Files at a time.
-        max_corrupt: Unreadable files that are left out before this stops.
-        progress: Called with the files done and their number.
-
-    Raises:
-        DataError: Too many files cannot be read, or all of them.
-    """
+    """Embed files of ``find_files``; up to ``max_corrupt`` unreadable ones are left out."""
     if batch_size < 1 or max_corrupt < 0:
         raise ConfigError(
             f"batch_size is {batch_size} and max_corrupt {max_corrupt}; they must be at least 1 "
             "and 0"
         )
     folder, rows, files = Path(folder), list[NDArray[np.float32]](), list[FileRow]()
-    num_bad = 0
     for start in range(0, len(names), batch_size):
-        for name, row, problem in _batch(model, folder, names[start : start + batch_size], flip):
-            digest = _digest(folder / name)
-            number = None if row is None else len(rows)
-            files.append(FileRow(name, number, digest, problem))
+        for name, row, problem in _embed_batch(
+            model, folder, names[start : start + batch_size], flip
+        ):
+            try:
+                digest = sha256_of(folder / name)
+            except (OSError, DataError):
+                digest = ""
+            files.append(FileRow(name, None if row is None else len(rows), digest, problem))
             if row is not None:
                 rows.append(row)
-            num_bad += row is None
+            num_bad = len(files) - len(rows)
             if num_bad > max_corrupt:
                 raise DataError(
                     f"{num_bad} files cannot be embedded and {max_corrupt} may be left out, the "
@@ -610,6 +501,19 @@ def embed_files(
     return EmbeddedFolder(np.stack(rows), tuple(files))
 
 
+def _embed_batch(
+    model: Model, folder: Path, names: Sequence[str], flip: str
+) -> list[tuple[str, Any, str]]:
+    """Name, embedding or None, and problem of each file."""
+    try:
+        rows = model.embed([folder / name for name in names], batch_size=len(names), flip=flip)
+        return [(name, row, "") for name, row in zip(names, rows, strict=True)]
+    except (DataError, OSError) as error:
+        if len(names) == 1:
+            return [(names[0], None, str(error))]
+    return [found for name in names for found in _embed_batch(model, folder, [name], flip)]
+
+
 def write_embedding_file(
     path: str | Path,
     keys: Sequence[str],
@@ -617,14 +521,7 @@ def write_embedding_file(
     *,
     metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """Write embeddings that ``read_embeddings`` reads, for their owner alone.
-
-    Args:
-        path: Ends in ``.safetensors`` or ``.npz``.
-        keys: Name of every row.
-        matrix: ``[n, d]``.
-        metadata: Texts that the file carries.
-    """
+    """Write named embeddings as ``.safetensors`` or ``.npz``, for their owner alone."""
     path = check_suffix(path)
     if path.suffix == ".npz":
         buffer = io.BytesIO()
@@ -641,7 +538,7 @@ def write_embedding_file(
 
 
 def write_manifest(path: str | Path, files: Iterable[FileRow]) -> None:
-    """Write what became of every file as CSV, for its owner alone; no cell is a formula."""
+    """Write the outcome for every file as CSV, for its owner alone; no cell is a formula."""
     text = io.StringIO(newline="")
     writer = csv.writer(text)
     writer.writerow(_COLUMNS)
@@ -669,31 +566,3 @@ def write_private(path: str | Path, chunks: Iterable[bytes | memoryview]) -> Non
                 file.write(chunk)
             file.flush()
             os.fsync(file.fileno())
-
-
-def _batch(
-    model: FileModel, folder: Path, names: Sequence[str], flip: str
-) -> list[tuple[str, Any, str]]:
-    """Name, embedding or None, and problem of each file."""
-    try:
-        rows = model.embed([folder / name for name in names], batch_size=len(names), flip=flip)
-        return [(name, row, "") for name, row in zip(names, rows, strict=True)]
-    except (DataError, OSError) as error:
-        if len(names) == 1:
-            return [(names[0], None, str(error))]
-    return [found for name in names for found in _batch(model, folder, [name], flip)]
-
-
-def _digest(path: Path) -> str:
-    try:
-        return sha256_of(path)
-    except (OSError, DataError):
-        return ""
-
-
-def _is_text(name: str) -> bool:
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        return False
-    return True

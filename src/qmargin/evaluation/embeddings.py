@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -15,7 +15,13 @@ from numpy.typing import NDArray
 
 from qmargin.data.readers.npz import read_npz
 from qmargin.errors import DataError
-from qmargin.evaluation.columns import MAX_LINE_BYTES, numbered_lines, read_mapping, text_of
+from qmargin.evaluation.columns import (
+    MAX_LINE_BYTES,
+    first_row,
+    numbered_lines,
+    read_mapping,
+    text_of,
+)
 from qmargin.evaluation.result import Source
 from qmargin.files import check_regular, is_file, open_regular, sha256_of
 
@@ -33,19 +39,12 @@ _OFFSET = re.compile("[0-9]{1,18}")
 
 @dataclass(frozen=True)
 class Embeddings:
-    """A matrix with a name for every row.
+    """A matrix with a distinct name for every row."""
 
-    Attributes:
-        keys: Distinct names, ``[n]``.
-        matrix: float32 or float64 ``[n, d]``, finite.
-        source: The file.
-        weights_sha256: Of the model that made them; None where the file does not say.
-    """
-
-    keys: tuple[str, ...]
-    matrix: NDArray[Any]
+    keys: tuple[str, ...]  # [n]
+    matrix: NDArray[Any]  # float32 or float64 [n, d], finite
     source: Source
-    weights_sha256: str | None = None
+    weights_sha256: str | None = None  # of the model that made them, where the file says so
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -75,35 +74,50 @@ def read_embeddings(path: str | Path, *, role: str = "embeddings") -> Embeddings
             that is not finite; the message names the file and the place in it.
     """
     path = Path(path)
-    suffix = path.suffix.lower()
+    suffix, metadata = path.suffix.lower(), dict[str, str]()
     if suffix not in _READERS:
         raise DataError(
             f"{path} is not a file of embeddings by its name: it has to end in "
             f"{', '.join(_READERS)}"
         )
     check_regular(path)
-    weights = None
     if suffix == ".npz":
         arrays = read_npz(path)
         keys, matrix = _from_arrays(path, arrays)
-        weights = weights_of({"model": str(arrays["model"])} if "model" in arrays else {})
+        metadata = {"model": str(arrays["model"])} if "model" in arrays else {}
     elif suffix == ".safetensors":
-        keys, matrix, weights = _read_safetensors(path)
+        arrays, metadata = _open_safetensors(path)
+        stored = _stored_keys(path, metadata) if "keys" in metadata else None
+        keys, matrix = _from_arrays(path, arrays, stored)
     else:
         keys, matrix = _stacked(path, read_ark(path) if suffix == ".ark" else read_scp(path))
-    _check(path, keys, matrix)
-    return Embeddings(tuple(keys), matrix, Source(str(path), sha256_of(path), role), weights)
+    if matrix.shape[1] == 0 or not keys:
+        raise DataError(f"{path} has embeddings of the shape {matrix.shape}: nothing to compare")
+    seen: dict[str, int] = {}
+    for row, key in enumerate(keys):
+        if seen.setdefault(key, row) != row:
+            raise DataError(
+                f"{path}: the name {key!r} has two embeddings, number {seen[key]} and {row}"
+            )
+    return _embeddings(path, keys, matrix, metadata, role)
+
+
+def _embeddings(
+    path: Path, keys: Sequence[str], matrix: NDArray[Any], metadata: Mapping[str, str], role: str
+) -> Embeddings:
+    """Embeddings that are all finite, and the weights that made them where they are named."""
+    for first in range(0, len(matrix), _ROWS_CHECKED):
+        bad = first_row(~np.isfinite(matrix[first : first + _ROWS_CHECKED]).all(axis=1))
+        if bad is not None:
+            row = first + bad
+            raise DataError(f"{path}: the embedding of {keys[row]!r} (number {row}) is not finite")
+    model, source = metadata.get("model", ""), Source(str(path), sha256_of(path), role)
+    weights = model if re.fullmatch("[0-9a-f]{64}", model) else None
+    return Embeddings(tuple(keys), matrix, source, weights)
 
 
 def map_embeddings(path: str | Path) -> Embeddings:
-    """Embeddings of a file, without copying those that ``write_embeddings`` wrote.
-
-    Their rows stay on the disk until they are used, so a million of them take no memory. Other
-    files are read by ``read_embeddings``.
-
-    Raises:
-        DataError: The file is damaged, or a value is not finite.
-    """
+    """Embeddings of a file; those that ``write_embeddings`` wrote stay on the disk until used."""
     path = Path(path)
     if path.suffix.lower() != ".safetensors":
         return read_embeddings(path)
@@ -117,9 +131,7 @@ def map_embeddings(path: str | Path) -> Embeddings:
         return read_embeddings(path)  # which says what is wrong with it
     begin = 8 + length + tensor["data_offsets"][0]
     rows: NDArray[Any] = np.memmap(path, "<f4", "r", begin, tuple(tensor["shape"]))
-    _check_finite(path, keys, rows)
-    source = Source(str(path), sha256_of(path), "embeddings")
-    return Embeddings(tuple(keys), rows, source, weights_of(metadata))
+    return _embeddings(path, keys, rows, metadata, "embeddings")
 
 
 def stored_flip(path: str | Path) -> str | None:
@@ -129,48 +141,35 @@ def stored_flip(path: str | Path) -> str | None:
 
 
 def read_seconds(path: str | Path) -> dict[str, float]:
-    """Durations by name: of ``write_embeddings``, of an index, or of lines ``utterance seconds``.
-
-    Raises:
-        DataError: The file has no durations, or one that is not a positive number.
-    """
+    """Durations by name, of ``write_embeddings``, an index, or lines ``utterance seconds``."""
     from qmargin.data.index import SUFFIX as INDEX_SUFFIX
     from qmargin.data.index import indexed_seconds
 
     path = Path(path)
+    seconds: Mapping[str, Any]
     if path.suffix == ".safetensors":
-        return _stored_seconds(path)
-    if path.suffix == INDEX_SUFFIX:
-        return _checked_seconds(path, indexed_seconds(path))
-    mapping, _ = read_mapping(path, role="durations")
-    seconds = {}
-    for name, text in mapping.items():
-        try:
-            seconds[name] = float(text)
-        except ValueError as error:
-            raise DataError(f"{path}: the duration of {name!r} is {text!r}, no number") from error
-    return _checked_seconds(path, seconds)
-
-
-def _stored_seconds(path: Path) -> dict[str, float]:
-    tensors, metadata = _open_safetensors(path, ("seconds",))
-    keys, values = _stored_keys(path, metadata), tensors.get("seconds", np.empty(0))
-    if not keys or values.shape != (len(keys),):
-        raise DataError(f"{path} has no durations: give a file of lines `utterance seconds`")
-    return _checked_seconds(path, dict(zip(keys, values.tolist(), strict=True)))
-
-
-def _checked_seconds(path: Path, seconds: dict[str, float]) -> dict[str, float]:
+        tensors, metadata = _open_safetensors(path, ("seconds",))
+        keys, values = _stored_keys(path, metadata), tensors.get("seconds", np.empty(0))
+        if not keys or values.shape != (len(keys),):
+            raise DataError(f"{path} has no durations: give a file of lines `utterance seconds`")
+        seconds = dict(zip(keys, values.tolist(), strict=True))
+    elif path.suffix == INDEX_SUFFIX:
+        seconds = indexed_seconds(path)
+    else:
+        seconds, _ = read_mapping(path, role="durations")
+    found = {}
     for name, value in seconds.items():
-        if not isinstance(value, int | float) or not 0.0 < value < np.inf:
-            raise DataError(f"{path}: the duration of {name!r} is {value}: give positive seconds")
-    return seconds
+        try:
+            found[name] = float(value)
+        except (TypeError, ValueError):
+            found[name] = np.nan
+        if not 0.0 < found[name] < np.inf:
+            raise DataError(f"{path}: the duration of {name!r} is {value!r}: give positive seconds")
+    return found
 
 
 def collapse_note(matrix: NDArray[Any]) -> str | None:
-    """A note where embeddings all but coincide, so that no threshold tells them apart.
-
-    At most some thousand rows are looked at.
+    """A note where embeddings all but coincide, from at most some thousand rows; or None.
 
     Examples:
         >>> collapse_note(np.eye(3)), collapse_note(np.ones((3, 2)))[:33]
@@ -189,17 +188,6 @@ def collapse_note(matrix: NDArray[Any]) -> str | None:
         f"embeddings have collapsed: the mean cosine of {len(rows):,} of them is {cosine:.7g}, so "
         "nothing tells subjects apart; look at the training, or at the inputs"
     )
-
-
-def weights_of(metadata: Mapping[str, str]) -> str | None:
-    """Hash of the weights of the model that made a file of embeddings, where it says so.
-
-    Examples:
-        >>> weights_of({"model": "mine"}), weights_of({"model": "ab" * 32})[:4]
-        (None, 'abab')
-    """
-    found = metadata.get("model", "")
-    return found if re.fullmatch("[0-9a-f]{64}", found) else None
 
 
 def _from_arrays(
@@ -227,12 +215,6 @@ def _text(path: Path, key: Any) -> str:
     if not isinstance(key, str):
         raise DataError(f"{path}: the key {key!r} is a {type(key).__name__}, not a text")
     return key
-
-
-def _read_safetensors(path: Path) -> tuple[list[str], NDArray[Any], str | None]:
-    tensors, metadata = _open_safetensors(path)
-    keys = _stored_keys(path, metadata) if "keys" in metadata else None
-    return *_from_arrays(path, tensors, keys), weights_of(metadata)
 
 
 def _open_safetensors(
@@ -294,74 +276,45 @@ def _as_float(path: Path, matrix: NDArray[Any]) -> NDArray[Any]:
     return matrix.astype(np.float32 if is_small else np.float64, copy=False)
 
 
-def _check(path: Path, keys: list[str], matrix: NDArray[Any]) -> None:
-    if matrix.shape[1] == 0 or not keys:
-        raise DataError(f"{path} has embeddings of the shape {matrix.shape}: nothing to compare")
-    seen: dict[str, int] = {}
-    for row, key in enumerate(keys):
-        if seen.setdefault(key, row) != row:
-            raise DataError(
-                f"{path}: the name {key!r} has two embeddings, number {seen[key]} and {row}"
-            )
-    _check_finite(path, keys, matrix)
-
-
-def _check_finite(path: Path, keys: Sequence[str], matrix: NDArray[Any]) -> None:
-    for first in range(0, len(matrix), _ROWS_CHECKED):
-        is_bad = ~np.isfinite(matrix[first : first + _ROWS_CHECKED]).all(axis=1)
-        if is_bad.any():
-            row = first + int(np.argmax(is_bad))
-            raise DataError(f"{path}: the embedding of {keys[row]!r} (number {row}) is not finite")
-
-
 def read_ark(path: str | Path) -> list[Entry]:
-    """Every vector of an archive: name, values, place in the file."""
+    """Every vector of a Kaldi archive: name, values, place in the file."""
+    entries: list[Entry] = []
     with open_regular(path) as file:
-        return list(_entries(file, path))
-
-
-def _entries(file: BinaryIO, path: str | Path) -> Iterator[Entry]:
-    while True:
-        start = file.tell()
-        place = f"byte {start}"
-        key = _read_key(file, path, place)
-        if key is None:
-            return
-        yield key, _read_value(file, f"{path}, {place}: {key!r}"), place
+        while True:
+            place = f"byte {file.tell()}"
+            key = _read_key(file, path, place)
+            if key is None:
+                return entries
+            entries.append((key, _read_value(file, f"{path}, {place}: {key!r}"), place))
 
 
 def read_scp(path: str | Path) -> list[Entry]:
     """Every vector that a script file points to: lines of ``key archive:offset``."""
-    return [_pointed(path, number, line) for number, line in numbered_lines(path)]
+    return [_pointed(path, f"line {number}", line) for number, line in numbered_lines(path)]
 
 
-def _pointed(path: str | Path, number: int, line: bytes) -> Entry:
-    place = f"line {number}"
-    text = text_of(line, f"{path}, {place}")
+def _pointed(path: str | Path, place: str, line: bytes) -> Entry:
+    where = f"{path}, {place}"
+    text = text_of(line, where)
     if "|" in text:
         raise DataError(
-            f"{path}, {place}: an entry that runs a command is refused: write its output to an "
-            "archive first"
+            f"{where}: an entry that runs a command is refused: write its output to an archive "
+            "first"
         )
     key, _, target = text.partition(" ")
     archive, _, offset = target.strip().rpartition(":")
     if not archive or not _OFFSET.fullmatch(offset):
-        raise DataError(f"{path}, {place}: {text[:80]!r} is not `key archive:offset`")
-    file_path = Path(archive)
-    if not is_file(file_path):  # Kaldi means the working folder; files that moved keep together
-        file_path = Path(path).parent / archive
-    if not is_file(file_path):
-        raise DataError(
-            f"{path}, {place}: the archive {archive[:80]!r} does not exist, or is no file"
-        )
-    with open_regular(file_path) as file:
+        raise DataError(f"{where}: {text[:80]!r} is not `key archive:offset`")
+    # Kaldi means the working folder; files that moved keep together
+    found = next(filter(is_file, (Path(archive), Path(path).parent / archive)), None)
+    if found is None:
+        raise DataError(f"{where}: the archive {archive[:80]!r} does not exist, or is no file")
+    with open_regular(found) as file:
         size = file.seek(0, 2)
         if int(offset) >= size:
-            raise DataError(
-                f"{path}, {place}: the offset is {offset}, and {archive!r} has {size:,} bytes"
-            )
+            raise DataError(f"{where}: the offset is {offset}, and {archive!r} has {size:,} bytes")
         file.seek(int(offset))
-        return key, _read_value(file, f"{path}, {place}: {key!r} in {archive}:{offset}"), place
+        return key, _read_value(file, f"{where}: {key!r} in {archive}:{offset}"), place
 
 
 def _read_key(file: BinaryIO, path: str | Path, place: str) -> str | None:
@@ -386,12 +339,10 @@ def _read_value(file: BinaryIO, where: str) -> NDArray[Any]:
     """A vector, or the only row of a matrix, binary or text."""
     begin = file.read(2)
     if begin == b"\0B":
-        return _one_row(_read_binary(file, where), where)
-    file.seek(-len(begin), 1)
-    return _one_row(_read_text(file, where), where)
-
-
-def _one_row(value: NDArray[Any], where: str) -> NDArray[Any]:
+        value = _read_binary(file, where)
+    else:
+        file.seek(-len(begin), 1)
+        value = _read_text(file, where)
     if value.ndim == 2 and len(value) != 1:
         raise DataError(f"{where} is a matrix of {len(value)} rows, but an embedding is one vector")
     return value.reshape(-1)
@@ -404,7 +355,13 @@ def _read_binary(file: BinaryIO, where: str) -> NDArray[Any]:
             f"{where} has the type {kind!r}, not one of FV, DV, FM, DM: "
             "copy the archive without compression"
         )
-    shape = tuple(_read_size(file, where) for _ in range(2 if kind.endswith(b"M") else 1))
+    shape = []
+    for _ in range(2 if kind.endswith(b"M") else 1):
+        content = file.read(5)
+        size = struct.unpack("<i", content[1:])[0] if len(content) == 5 else -1
+        if content[:1] != b"\4" or size < 0:
+            raise DataError(f"{where} has no size where one belongs: the archive is damaged")
+        shape.append(size)
     dtype = np.dtype(_TYPES[kind])
     num_bytes = int(np.prod(shape, dtype=object)) * dtype.itemsize
     here = file.tell()
@@ -416,16 +373,6 @@ def _read_binary(file: BinaryIO, where: str) -> NDArray[Any]:
             "the archive is cut short"
         )
     return np.frombuffer(file.read(num_bytes), dtype=dtype).reshape(shape)
-
-
-def _read_size(file: BinaryIO, where: str) -> int:
-    content = file.read(5)
-    if len(content) != 5 or content[0] != 4:
-        raise DataError(f"{where} has no size where one belongs: the archive is damaged")
-    (size,) = struct.unpack("<i", content[1:])
-    if size < 0:
-        raise DataError(f"{where} has the size {size}: the archive is damaged")
-    return int(size)
 
 
 def _read_text(file: BinaryIO, where: str) -> NDArray[Any]:
@@ -445,11 +392,7 @@ def _read_text(file: BinaryIO, where: str) -> NDArray[Any]:
         if values:
             rows.append(values)
         if is_last:
-            return _text_matrix(rows, where)
+            if len({len(row) for row in rows}) > 1:
+                raise DataError(f"{where} has rows of different widths: the archive is damaged")
+            return np.array(rows, dtype=np.float32) if rows else np.zeros(0, dtype=np.float32)
     raise DataError(f"{where} has no closing `]`: the archive is cut short")
-
-
-def _text_matrix(rows: list[list[float]], where: str) -> NDArray[Any]:
-    if len({len(row) for row in rows}) > 1:
-        raise DataError(f"{where} has rows of different widths: the archive is damaged")
-    return np.array(rows, dtype=np.float32) if rows else np.zeros(0, dtype=np.float32)

@@ -44,13 +44,13 @@ from qmargin.evaluation.result import (
     far_key,
 )
 from qmargin.evaluation.scores import ScoreSet, read_scores
-from qmargin.evaluation.trials import Subjects, TrialKeys, find_subjects
+from qmargin.evaluation.trials import Subjects, find_subjects
 from qmargin.metrics.bootstrap import DrawnPoints, Trials, bootstrap, interval
 from qmargin.metrics.calibration import Calibration, calibrate, cllr, min_cllr_of
 from qmargin.metrics.checks import pieces
 from qmargin.metrics.curve import DetCurve, StaircaseParts, thin_curve
 from qmargin.metrics.eer_dcf import Eer, MinDcf, eer, min_dcf
-from qmargin.metrics.groups import Group, GroupRates, Spread, group_rates
+from qmargin.metrics.groups import group_rates
 from qmargin.metrics.operating import (
     RULES,
     TarAtFar,
@@ -78,28 +78,25 @@ class EvaluationOptions:
     """What to measure and how; the fields are options of ``qmargin evaluate``.
 
     Attributes:
-        name: Of the system.
+        name: Name of the system.
         protocol: Name of the trials.
-        kind: Of the protocol, as in ``ProtocolInfo``.
-        scoring: How scores were made, as in ``ProtocolInfo``.
-        flip: As in ``ProtocolInfo``.
-        pooling: As in ``ProtocolInfo``.
+        kind: Kind of the protocol; this and the next three are fields of ``ProtocolInfo``.
         run: The training run behind the system; None where it is not known.
-        fars: False acceptance rates at which to measure TAR.
+        fars: False accept rates at which to measure TAR.
         p_targets: Priors of minDCF.
         rule: How the threshold of a FAR is chosen: conservative, nearest or interpolated.
         subjects: ``"auto"``, ``"path"`` or ``"none"``, see ``find_subjects``.
-        subject_of: Subject of every name; goes before ``subjects``.
+        subject_of: Subject of every name; overrides ``subjects``.
         group_of: Group of every subject; None for no audit of groups.
         group_far: FAR whose threshold the audit uses; None for the smallest that has enough trials.
-        num_replicates: Of the bootstrap; 0 for none.
-        seed: Of the bootstrap.
-        level: Of the intervals.
+        num_replicates: Bootstrap replicates; 0 for no intervals.
+        seed: Seed of the bootstrap.
+        level: Level of the intervals.
         num_hardest: Hardest trials to keep of each kind.
         metrics: Names of registered metrics to measure besides; None for all of them.
         model_card: Facts about the system.
         sources: Files that were read besides those of the scores.
-        notes: What is known to be odd, for the result's notes.
+        notes: Further notes of the result.
     """
 
     name: str = "system"
@@ -172,7 +169,9 @@ def evaluate_scores(
         score_set = read_scores(score_set)
     genuine, impostor = _sides(score_set)
     subjects = find_subjects(score_set, options.subjects, options.subject_of)
-    points = _tar_points(genuine, impostor, options)
+    fars = measurable(options.fars, len(impostor))
+    found_tars = tars_at_fars(genuine, impostor, fars, rule=options.rule)
+    points = tar_points(options.fars, found_tars, len(impostor))
     measure = partial(_measured, genuine, impostor, options)
     draw = partial(find_intervals, score_set, subjects, points, options, progress)
     if subjects is None or len(score_set) < MANY_TRIALS or options.num_replicates == 0:
@@ -181,6 +180,12 @@ def evaluate_scores(
         with ThreadPoolExecutor(1) as pool:
             job = pool.submit(measure)
             intervals, found = draw(), job.result()
+    groups = audit_groups(score_set, subjects, points, options)
+    options = replace(
+        options,
+        sources=(*score_set.sources, *options.sources),
+        notes=(*options.notes, *_notes(score_set)),
+    )
     return new_result(
         found,
         points,
@@ -190,37 +195,24 @@ def evaluate_scores(
         num_impostors=len(impostor),
         num_subjects=None if subjects is None or subjects.are_files else len(subjects.names),
         data_sha256=score_set.trials_sha256(),
-        groups=audit_groups(score_set, subjects, points, options),
+        groups=groups,
         hardest=hardest_trials(score_set, options.num_hardest),
-        sources=(*score_set.sources, *options.sources),
-        notes=(*options.notes, *_notes(score_set)),
         command=command,
     )
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What is measured without drawing subjects.
-
-    Attributes:
-        eer: Equal error rate.
-        min_dcf: One for each prior.
-        curve: A few hundred points of the DET curve.
-        histogram: Of the scores.
-        cllr: In bits; None where scores are no log-likelihood ratios, or not finite.
-        min_cllr: Likewise.
-        calibration: To log-likelihood ratios.
-        extra: Of registered metrics.
-    """
+    """What is measured without drawing subjects."""
 
     eer: Eer
-    min_dcf: tuple[MinDcf, ...]
+    min_dcf: tuple[MinDcf, ...]  # one for each prior
     curve: DetCurve
     histogram: Histogram
-    cllr: float | None = None
+    cllr: float | None = None  # None where scores are no log-likelihood ratios, or not finite
     min_cllr: float | None = None
     calibration: CalibrationCurve | None = None
-    extra: dict[str, Measure] = field(default_factory=dict)
+    extra: dict[str, Measure] = field(default_factory=dict)  # of registered metrics
 
 
 def _measured(genuine: Floats, impostor: Floats, options: EvaluationOptions) -> Measured:
@@ -247,12 +239,8 @@ def registered_measures(
     in no particular order, with at least one score each and without NaN; scores may be infinite,
     and larger ones mean more alike. It returns a number, or several by their names, which follow
     its own. NaN and None mean that it is not defined. The first line of its docstring becomes the
-    note of the measure. A metric that fails is listed without a value, with the reason.
-
-    Args:
-        genuine: Scores of trials of one subject.
-        impostor: Scores of trials of two subjects.
-        names: Which metrics; None for all that are registered.
+    note of the measure. A metric that fails is listed without a value, with the reason. ``names``
+    selects metrics.
     """
     sides = []
     for scores in (genuine, impostor):
@@ -284,11 +272,9 @@ def new_result(
     num_impostors: int,
     num_subjects: int | None,
     data_sha256: str | None,
-    sources: tuple[Source, ...],
     command: str,
     hardest: Hardest | None = None,
     groups: GroupAudit | None = None,
-    notes: tuple[str, ...] = (),
 ) -> Result:
     """Put measures, their intervals and what is known of the trials together."""
     curve = found.curve
@@ -309,20 +295,18 @@ def new_result(
             flip=options.flip,
             pooling=options.pooling,
         ),
-        sources=sources,
+        sources=options.sources,
         measures=Measures(
-            tar=tuple(
-                replace(point, interval=intervals.tar.get(point.far_target)) for point in points
-            ),
+            tar=tuple(replace(at, interval=intervals.tar.get(at.far_target)) for at in points),
             eer=EerPoint(found.eer.eer, intervals.eer, _threshold(found.eer.threshold)),
             min_dcf=tuple(
                 DcfPoint(
-                    cost.p_target,
-                    cost.min_dcf,
-                    intervals.min_dcf.get(cost.p_target),
-                    _threshold(cost.threshold),
+                    at.p_target,
+                    at.min_dcf,
+                    intervals.min_dcf.get(at.p_target),
+                    _threshold(at.threshold),
                 )
-                for cost in found.min_dcf
+                for at in found.min_dcf
             ),
             cllr=Value(found.cllr),
             min_cllr=Value(found.min_cllr),
@@ -342,13 +326,13 @@ def new_result(
         created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         command=command,
         qmargin=qmargin.__version__,
-        notes=notes,
+        notes=options.notes,
     )
 
 
 def _notes(score_set: ScoreSet) -> Iterator[str]:
     """What is odd about the trials, though they can be measured."""
-    counts = score_set.pair_counts
+    num_mirrored, num_self = score_set.pair_counts
     low, high = float(score_set.scores.min()), float(score_set.scores.max())
     if high - low <= NARROW * max(abs(low), abs(high)) or low == high:
         span = f"are {low!r}" if low == high else f"lie from {low!r} to {high!r}"
@@ -356,36 +340,27 @@ def _notes(score_set: ScoreSet) -> Iterator[str]:
             f"all {len(score_set):,} scores {span}: such a system does not tell subjects apart; "
             "look at its embeddings"
         )
-    if counts.num_mirrored:
+    if num_mirrored:
+        yield f"{num_mirrored:,} pairs occur in both orders and count twice: remove one order"
+    if num_self:
         yield (
-            f"{counts.num_mirrored:,} pairs occur in both orders and count twice: remove one order"
-        )
-    if counts.num_self:
-        yield (
-            f"{counts.num_self:,} trials compare a sample with itself, which says nothing about "
+            f"{num_self:,} trials compare a sample with itself, which says nothing about "
             "others: remove them"
         )
 
 
 def _sides(score_set: ScoreSet) -> tuple[Floats, Floats]:
-    num_genuine = int(score_set.is_genuine.sum())
-    for kind, number in (("genuine", num_genuine), ("impostor", len(score_set) - num_genuine)):
+    scores, is_genuine = score_set.scores, score_set.is_genuine
+    num_genuine = int(is_genuine.sum())
+    for kind, number in (("genuine", num_genuine), ("impostor", len(scores) - num_genuine)):
         if number == 0:
             raise ProtocolError(
-                f"{score_set.sources[-1].path}: there are 0 {kind} trials among "
-                f"{len(score_set):,}, at least 1 is needed: check the labels"
+                f"{score_set.sources[-1].path}: there are 0 {kind} trials among {len(scores):,}: "
+                "check the labels"
             )
-    if score_set.is_genuine[:num_genuine].all():  # as readers arrange scores without names
-        return score_set.scores[:num_genuine], score_set.scores[num_genuine:]
-    return score_set.scores[score_set.is_genuine], score_set.scores[~score_set.is_genuine]
-
-
-def _tar_points(
-    genuine: Floats, impostor: Floats, options: EvaluationOptions
-) -> tuple[TarPoint, ...]:
-    fars = measurable(options.fars, len(impostor))
-    found = tars_at_fars(genuine, impostor, fars, rule=options.rule)
-    return tar_points(options.fars, found, len(impostor))
+    if is_genuine[:num_genuine].all():  # as readers arrange scores without names
+        return scores[:num_genuine], scores[num_genuine:]
+    return scores[is_genuine], scores[~is_genuine]
 
 
 def measurable(fars: Sequence[float], num_impostors: int) -> tuple[float, ...]:
@@ -398,23 +373,16 @@ def tar_points(
 ) -> tuple[TarPoint, ...]:
     """An entry for every FAR, measured or not, without intervals."""
     measured = {point.far_target: point for point in found}
-    entries = []
+    points = []
     for far in fars:
-        state, point = sufficiency(far, num_impostors), measured.get(far)
-        entries.append(
-            TarPoint(
-                far_target=far,
-                tar=None if point is None else point.tar,
-                interval=None,
-                far=None if point is None else point.far,
-                false_accepts=0 if point is None else point.false_accepts,
-                threshold=None if point is None else _threshold(point.threshold),
-                status=state.status,
-                allowed=state.allowed,
-                note=state.message,
-            )
-        )
-    return tuple(entries)
+        state, at = sufficiency(far, num_impostors), measured.get(far)
+        point = TarPoint(far, None, None, None, 0, None, state.status, state.allowed, state.message)
+        if at is not None:
+            limit = _threshold(at.threshold)
+            accepts = at.false_accepts
+            point = replace(point, tar=at.tar, far=at.far, false_accepts=accepts, threshold=limit)
+        points.append(point)
+    return tuple(points)
 
 
 def _threshold(threshold: float) -> float | None:
@@ -452,16 +420,24 @@ def find_intervals(
     """
     if options.num_replicates == 0:
         return no_intervals(options, "not asked for")
-    if subjects is None:
-        return _wilson(score_set, points, options)
     num_genuine = int(score_set.is_genuine.sum())
+    if subjects is None:
+        note = "trials have no names, so they are taken for independent: intervals are too narrow"
+        method = IntervalMethod("wilson", options.level, 0, options.seed, note)
+        tar = {
+            point.far_target: wilson(round(point.tar * num_genuine), num_genuine, options.level)
+            for point in points
+            if point.tar is not None and options.rule != "interpolated"  # no threshold has that TAR
+        }
+        return Intervals(method, tar=tar)
     num_impostors = len(score_set) - num_genuine
+    grid = np.geomspace(1.0 / num_impostors, _LARGEST_BAND_FAR, _BAND_POINTS)
     try:
         drawn = bootstrap(
             as_trials(score_set, subjects),
             [point.far_target for point in points if point.tar is not None],
             p_targets=options.p_targets,
-            grid_fars=_grid(num_impostors),
+            grid_fars=tuple(np.unique(grid).tolist()) if num_impostors > 1 else (),
             num_replicates=options.num_replicates,
             seed=options.seed,
             progress=None if progress is None else partial(progress, "bootstrap"),
@@ -475,20 +451,6 @@ def find_intervals(
 def no_intervals(options: EvaluationOptions, why: str) -> Intervals:
     """Where there are none, the reason."""
     return Intervals(IntervalMethod("none", options.level, 0, options.seed, why))
-
-
-def _wilson(
-    score_set: ScoreSet, points: Sequence[TarPoint], options: EvaluationOptions
-) -> Intervals:
-    note = "trials have no names, so they are taken for independent: intervals are too narrow"
-    method = IntervalMethod("wilson", options.level, 0, options.seed, note)
-    num_genuine = int(score_set.is_genuine.sum())
-    tar = {
-        point.far_target: wilson(round(point.tar * num_genuine), num_genuine, options.level)
-        for point in points
-        if point.tar is not None and options.rule != "interpolated"  # no threshold has that TAR
-    }
-    return Intervals(method, tar=tar)
 
 
 def intervals_of(
@@ -543,14 +505,6 @@ def as_trials(score_set: ScoreSet, subjects: Subjects) -> Trials:
     )
 
 
-def _grid(num_impostors: int) -> tuple[float, ...]:
-    """FARs of the band: evenly spaced on a logarithmic axis, none below one false accept."""
-    if num_impostors < 2:
-        return ()
-    grid = np.geomspace(1.0 / num_impostors, _LARGEST_BAND_FAR, _BAND_POINTS)
-    return tuple(np.unique(grid).tolist())
-
-
 def audit_groups(
     score_set: ScoreSet,
     subjects: Subjects | None,
@@ -562,61 +516,48 @@ def audit_groups(
         return None
     if subjects is None:
         raise DataError(f"{score_set.sources[0].path} has no names, so its trials have no groups")
-    point = _point(points, options.group_far)
-    threshold = float("nan") if point.threshold is None else point.threshold
-    rates = group_rates(as_trials(score_set, subjects), options.group_of, threshold)
-    return GroupAudit(
-        threshold=point.threshold,
-        far_target=point.far_target,
-        rows=tuple(map(_row, rates.groups)),
-        fmr=_spread(rates.fmr),
-        note=_note(rates),
-        fnmr=_spread(rates.fnmr),
-        ineq=rates.ineq,
-        garbe=rates.garbe,
-    )
-
-
-def _point(points: Sequence[TarPoint], far: float | None) -> TarPoint:
-    """The point of the given FAR, or of the smallest one with enough trials."""
-    measured = [point for point in points if point.tar is not None]
+    far, measured = options.group_far, [point for point in points if point.tar is not None]
     if far is not None:
         measured = [point for point in measured if point.far_target == far]
     if not measured:
         what = "no FAR is" if far is None else f"FAR={far:g} is not"
         raise ProtocolError(f"{what} measurable on these trials, so groups have no threshold")
-    return min(measured, key=lambda point: (STATUSES.index(point.status), point.far_target))
-
-
-def _row(group: Group) -> GroupRow:
-    parts = [group.fmr, group.fnmr]
-    return GroupRow(
-        group=group.name,
-        fmr=group.fmr.rate,
-        fnmr=group.fnmr.rate,
-        num_genuine=group.fnmr.trials,
-        num_impostors=group.fmr.trials,
-        status=max((part.status for part in parts), key=STATUSES.index),
-        note=f"FMR: {group.fmr.message}; FNMR: {group.fnmr.message}",
-    )
-
-
-def _spread(spread: Spread) -> GroupSpread:
-    return GroupSpread(spread.max_over_geometric_mean, spread.max_over_min, spread.gini)
-
-
-def _note(rates: GroupRates) -> str | None:
-    parts = [
-        f"FMR: {rates.fmr.note}" if rates.fmr.note else "",
-        f"FNMR: {rates.fnmr.note}" if rates.fnmr.note else "",
-        f"{rates.num_cross_impostors:,} impostor trials of two groups count in none"
-        if rates.num_cross_impostors
-        else "",
-        f"{rates.num_ungrouped_trials:,} trials have a subject without a group"
-        if rates.num_ungrouped_trials
-        else "",
+    point = min(measured, key=lambda point: (STATUSES.index(point.status), point.far_target))
+    threshold = float("nan") if point.threshold is None else point.threshold
+    rates = group_rates(as_trials(score_set, subjects), options.group_of, threshold)
+    rows = [
+        GroupRow(
+            group=group.name,
+            fmr=group.fmr.rate,
+            fnmr=group.fnmr.rate,
+            num_genuine=group.fnmr.trials,
+            num_impostors=group.fmr.trials,
+            status=max(group.fmr.status, group.fnmr.status, key=STATUSES.index),
+            note=f"FMR: {group.fmr.message}; FNMR: {group.fnmr.message}",
+        )
+        for group in rates.groups
     ]
-    return "; ".join(filter(None, parts)) or None
+    fmr, fnmr = (
+        GroupSpread(spread.max_over_geometric_mean, spread.max_over_min, spread.gini)
+        for spread in (rates.fmr, rates.fnmr)
+    )
+    numbers = {
+        "impostor trials of two groups count in none": rates.num_cross_impostors,
+        "trials have a subject without a group": rates.num_ungrouped_trials,
+    }
+    notes = [f"FMR: {rates.fmr.note}"] if rates.fmr.note else []
+    notes += [f"FNMR: {rates.fnmr.note}"] if rates.fnmr.note else []
+    notes += [f"{number:,} {what}" for what, number in numbers.items() if number]
+    return GroupAudit(
+        threshold=point.threshold,
+        far_target=point.far_target,
+        rows=tuple(rows),
+        fmr=fmr,
+        note="; ".join(notes) or None,
+        fnmr=fnmr,
+        ineq=rates.ineq,
+        garbe=rates.garbe,
+    )
 
 
 def score_histogram(genuine: Floats, impostor: Floats) -> Histogram:
@@ -667,9 +608,9 @@ def _range(sides: list[Floats]) -> tuple[float, float]:
 
 
 def calibration_curve(genuine: Floats, impostor: Floats) -> CalibrationCurve | None:
-    """The affine map to log-likelihood ratios and how it fits; None where there is no such map.
+    """The affine map to log-likelihood ratios and how it fits.
 
-    There is none when a threshold separates all trials, or when a score is infinite.
+    None when a threshold separates all trials, or when a score is infinite.
     """
     try:
         calibration = calibrate(genuine, impostor, prior=0.5)
@@ -696,19 +637,15 @@ def _reliability(calibration: Calibration, genuine: Floats, impostor: Floats) ->
         sums.append(total / len(side))
     totals = shares[0] + shares[1]
     has_trials = totals > 0
-    predicted = np.divide(sums[0] + sums[1], totals, where=has_trials, out=np.full_like(totals, 0))
-    observed = np.divide(shares[0], totals, where=has_trials, out=np.full_like(totals, 0))
+
+    def ratio(values: Floats) -> tuple[float | None, ...]:
+        found = np.divide(values, totals, where=has_trials, out=np.zeros_like(totals))
+        pairs = zip(found.tolist(), has_trials.tolist(), strict=True)
+        return tuple(value if is_known else None for value, is_known in pairs)
+
     return Reliability(
-        tuple(edges.tolist()),
-        _where(predicted, has_trials),
-        _where(observed, has_trials),
-        tuple(counts.tolist()),
+        tuple(edges.tolist()), ratio(sums[0] + sums[1]), ratio(shares[0]), tuple(counts.tolist())
     )
-
-
-def _where(values: Floats, is_known: NDArray[np.bool_]) -> tuple[float | None, ...]:
-    pairs = zip(values.tolist(), is_known.tolist(), strict=True)
-    return tuple(value if known else None for value, known in pairs)
 
 
 def hardest_trials(score_set: ScoreSet, number: int) -> Hardest | None:
@@ -719,22 +656,16 @@ def hardest_trials(score_set: ScoreSet, number: int) -> Hardest | None:
     keys, scores, is_genuine = score_set.keys, score_set.scores, score_set.is_genuine
     if keys is None or number == 0:
         return None
-    return Hardest(
-        _first(keys, scores, np.flatnonzero(~is_genuine), -1.0, number),
-        _first(keys, scores, np.flatnonzero(is_genuine), 1.0, number),
-    )
-
-
-def _first(
-    keys: TrialKeys, scores: Floats, rows: NDArray[np.int64], sign: float, number: int
-) -> tuple[HardPair, ...]:
-    """The rows with the smallest signed score."""
-    signed = sign * scores[rows]
-    if number < len(rows):  # all of a tie at the last place, so that names decide
-        limit = np.partition(signed, number - 1)[number - 1]
-        rows, signed = rows[signed <= limit], signed[signed <= limit]
-    order = np.lexsort((keys.test[rows], keys.enrol[rows], signed))[:number]
-    return tuple(HardPair(*keys.trial(int(row)), float(scores[row])) for row in rows[order])
+    kinds = []
+    for rows, sign in ((np.flatnonzero(~is_genuine), -1.0), (np.flatnonzero(is_genuine), 1.0)):
+        signed = sign * scores[rows]
+        if number < len(rows):  # all of a tie at the last place, so that names decide
+            limit = np.partition(signed, number - 1)[number - 1]
+            rows, signed = rows[signed <= limit], signed[signed <= limit]
+        order = np.lexsort((keys.test[rows], keys.enrol[rows], signed))[:number]
+        chosen = rows[order].tolist()
+        kinds.append(tuple(HardPair(*keys.trial(row), float(scores[row])) for row in chosen))
+    return Hardest(*kinds)
 
 
 def default_name(path: str | Path) -> str:

@@ -1,18 +1,28 @@
-"""From a training run to a model directory, and from a result to the model's thresholds."""
+"""Model directories from training runs, and ``thresholds.json`` from their evaluations."""
 
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Mapping
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import qmargin
-from qmargin.errors import ConfigError
-from qmargin.evaluation.result import read_result, run_info, run_to_json
-from qmargin.evaluation.thresholds import Thresholds, thresholds_of, write_thresholds
-from qmargin.files import sha256_of, without_folders
+from qmargin.errors import ConfigError, DataError, ProtocolError
+from qmargin.evaluation.result import (
+    Result,
+    TarPoint,
+    read_json,
+    read_result,
+    run_info,
+    run_to_json,
+)
+from qmargin.files import sha256_of, without_folders, write_atomically
 from qmargin.models.directory import INTENDED_USE, LIMITS, ModelCard
+from qmargin.schema import decode, decode_settings, encode
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,8 +30,12 @@ if TYPE_CHECKING:
     from qmargin.training.checkpoint import Checkpoint
     from qmargin.training.recipe import Recipe
 
-
 WEIGHTS = ("last", "average", "ema")
+FORMAT = "qmargin-thresholds"
+VERSION = 1
+FLIPS = ("none", "sum")
+MAX_BYTES = 10_000_000
+_CLOSE = 1e-9  # relative: 1e-3 may have been written as 0.001
 
 
 def export_run(
@@ -30,23 +44,12 @@ def export_run(
     *,
     weights: str = "last",
     name: str | None = None,
-    facts: Mapping[str, str] | None = None,
     keep_paths: bool = False,
 ) -> ModelCard:
-    """Make a model directory of a run.
+    """Make a model directory of a run, the output folder of ``qmargin train``, or a checkpoint.
 
-    Args:
-        run: Output folder of ``qmargin train``, or one of its checkpoints.
-        directory: The model directory; does not exist yet, or is empty.
-        weights: ``"last"`` (of the newest whole checkpoint), ``"average"`` or ``"ema"`` (that the
-            run wrote at its end).
-        name: Of the model; that of the recipe by default.
-        facts: More entries of the card.
-        keep_paths: Keep absolute paths of the recipe, which are names of files otherwise.
-
-    Raises:
-        ConfigError: There is no such run, or it has no such weights.
-        CheckpointError: The checkpoint is damaged.
+    ``weights`` are ``"last"`` (of the newest whole checkpoint), ``"average"`` or ``"ema"`` (that
+    the run wrote at its end). Absolute paths of the recipe become names of files unless kept.
     """
     from qmargin.models.directory import write_model
     from qmargin.training.checkpoint import read_recipe
@@ -64,7 +67,7 @@ def export_run(
         backbone=recipe.model.backbone,
         embedding_dim=recipe.model.embedding_dim,
         options=dict(recipe.model.options),
-        facts={**_facts(recipe, checkpoint, weights), **(facts or {})},
+        facts=_facts(recipe, checkpoint, weights),
     )
     known = run_info(
         recipe, title=card.name, steps=checkpoint.step, num_classes=checkpoint.manifest.num_classes
@@ -113,15 +116,7 @@ def is_export_of(directory: str | Path, run: str | Path, *, weights: str = "last
 
 
 def write_prototypes(run: str | Path, path: str | Path) -> int:
-    """Write the class vectors of a run as embeddings, a cohort for score normalisation.
-
-    Args:
-        run: Output folder of ``qmargin train``, or one of its checkpoints.
-        path: File to write, ``.safetensors`` or ``.npz``.
-
-    Returns:
-        The number of classes.
-    """
+    """Write the class vectors of a run as embeddings, for AS-norm; returns their number."""
     from qmargin.evaluation.embed import check_suffix, write_embedding_file
     from qmargin.training.checkpoint import read_prototypes
 
@@ -140,27 +135,29 @@ def add_thresholds(
     flip: str | None = None,
     is_trusted: bool = False,
 ) -> Thresholds:
-    """Put the operating points of a result file into a model directory.
+    """Put the operating points of a result file into the directory of the evaluated model.
 
-    Args:
-        directory: The model directory.
-        result: ``result.json`` of an evaluation of this model on pairs of samples.
-        flip: How it embedded images, ``"none"`` or ``"sum"``; None for what the result says.
-        is_trusted: Take a result that names no weights for one of this model.
-
-    Raises:
-        ConfigError: The result does not say how images were embedded, or says otherwise.
-        DataError: It is of another model or names none, or is of other comparisons than those of
-            two samples.
+    ``flip`` says how images were embedded where the result does not. A result that names no
+    weights has to be trusted to be of this model.
     """
     from qmargin.models.directory import THRESHOLDS, add_facts, read_card
 
     card, found = read_card(directory), read_result(result)
+    said = found.protocol.flip
+    if card.modality != "images":
+        said, flip = "none", None
+    if said is None and flip is None:
+        raise ConfigError(
+            f"{result} does not say whether mirror images were used; say so with --flip none or "
+            "--flip sum"
+        )
+    if said is not None and flip not in (None, said):
+        raise ConfigError(f"{result} was made with flip {said}, not {flip}; leave --flip out")
     thresholds = thresholds_of(
         found,
         weights_sha256=card.weights_sha256,
         result_sha256=sha256_of(result),
-        flip=_chosen_flip(found.protocol.flip, flip, card, result),
+        flip=flip or said or "none",
         is_trusted=is_trusted,
     )
     write_thresholds(Path(directory) / THRESHOLDS, thresholds)
@@ -172,21 +169,6 @@ def add_thresholds(
     return thresholds
 
 
-def _chosen_flip(said: str | None, asked: str | None, card: ModelCard, result: str | Path) -> str:
-    from qmargin.evaluation.model import INPUTS
-
-    if not INPUTS[card.modality].has_mirror:
-        return "none"
-    if said is None and asked is None:
-        raise ConfigError(
-            f"{result} does not say whether mirror images were used; say so with --flip none or "
-            "--flip sum"
-        )
-    if said is not None and asked not in (None, said):
-        raise ConfigError(f"{result} was made with flip {said}, not {asked}; leave --flip out")
-    return asked or said or "none"
-
-
 def input_of(recipe: Recipe) -> tuple[str, tuple[int, ...]]:
     """Modality and shape of one input of a recipe's model.
 
@@ -195,28 +177,17 @@ def input_of(recipe: Recipe) -> tuple[str, tuple[int, ...]]:
         >>> input_of(debug())
         ('arrays', (32,))
     """
-    known = _STORED_INPUTS.get(recipe.data.kind)
-    if known is not None:
-        return known(recipe)
+    if recipe.data.kind == "audio":
+        return "audio", ()
+    if recipe.data.kind == "images":
+        size = decode_settings(int, recipe.data.options.get("size", 112), "data.options.size")
+        return "images", (3, size, size)
     from qmargin.training.build import build_dataset
 
     sample, _ = build_dataset(recipe).read(0, 0)  # computed data has no other record of its shape
     shape = tuple(sample.shape)
     is_image = len(shape) == 3 and shape[0] == 3
     return ("images" if is_image else "arrays"), shape
-
-
-def _image_input(recipe: Recipe) -> tuple[str, tuple[int, ...]]:
-    from qmargin.schema import decode_settings
-
-    size = decode_settings(int, recipe.data.options.get("size", 112), "data.options.size")
-    return "images", (3, size, size)
-
-
-_STORED_INPUTS: dict[str, Callable[[Recipe], tuple[str, tuple[int, ...]]]] = {
-    "images": _image_input,
-    "audio": lambda _: ("audio", ()),
-}
 
 
 def _find_checkpoint(run: Path) -> Checkpoint:
@@ -269,3 +240,117 @@ def _facts(recipe: Recipe, checkpoint: Checkpoint, weights: str) -> dict[str, st
         "exported": now.isoformat(timespec="seconds"),
         "qmargin": qmargin.__version__,
     }
+
+
+@dataclass(frozen=True)
+class AffineMap:
+    """``scale * score + offset`` is a natural log-likelihood ratio."""
+
+    scale: float
+    offset: float
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    """Operating points that decide whether two samples are of one identity."""
+
+    weights_sha256: str  # of the model
+    protocol: str  # trials on which they were measured
+    rule: str
+    num_genuine: int
+    num_impostors: int
+    flip: str  # "sum" where the embedding of an image's mirror image is added, else "none"
+    points: tuple[TarPoint, ...]  # those of the result that could be measured
+    calibration: AffineMap | None  # None where the trials could not tell
+    result_sha256: str
+
+    def __post_init__(self) -> None:
+        if self.flip not in FLIPS:
+            raise ConfigError(f"flip is {self.flip!r}; it must be one of {', '.join(FLIPS)}")
+
+    def at(self, far: float) -> TarPoint:
+        """The point measured at a false accept rate; ``ProtocolError`` lists those measured."""
+        for point in self.points:
+            if math.isclose(point.far_target, far, rel_tol=_CLOSE):
+                return point
+        known = ", ".join(f"{point.far_target:g}" for point in self.points) or "none"
+        raise ProtocolError(
+            f"no threshold was measured at FAR {far:g} on {self.protocol} with "
+            f"{self.num_impostors:,} impostor trials; measured are {known}"
+        )
+
+
+def thresholds_of(
+    result: Result,
+    *,
+    weights_sha256: str,
+    result_sha256: str,
+    flip: str = "none",
+    is_trusted: bool = False,
+) -> Thresholds:
+    """Operating points of a result, for the model of these weights.
+
+    A result of other weights, of templates, or of scores that are no plain cosines is refused.
+    """
+    evaluated, protocol = result.weights_sha256, result.protocol
+    if evaluated is None and not is_trusted:
+        raise DataError(
+            f"the result {result.system.name!r} on {protocol.name!r} does not name the weights it "
+            f"is of, and this model has {weights_sha256:.12}...; evaluate with --model, or with "
+            "embeddings of `qmargin embed`, or pass --trust-result if it is of this model"
+        )
+    if evaluated not in (None, weights_sha256):
+        raise DataError(
+            f"the result is of the weights {evaluated:.12}... and this model has "
+            f"{weights_sha256:.12}...; evaluate this model"
+        )
+    if protocol.pooling is not None:
+        raise DataError(
+            f"{protocol.name} compared templates of many images, whose scores are others than "
+            "those of two; evaluate pairs, as in `qmargin evaluate lfw` or `pairs`"
+        )
+    normalised = [source.role for source in result.sources if source.role in ("cohort", "center")]
+    if normalised:
+        raise DataError(
+            f"the scores of {protocol.name} were changed by a {normalised[0]}, which a comparison "
+            "of two samples has not; evaluate plain cosines"
+        )
+    points = tuple(point for point in result.measures.tar if point.tar is not None)
+    if not points:
+        raise ProtocolError(
+            f"no FAR could be measured on {protocol.name} with {protocol.num_impostors:,} impostor "
+            "trials; evaluate on more of them"
+        )
+    curve = result.calibration
+    return Thresholds(
+        weights_sha256=weights_sha256,
+        protocol=protocol.name,
+        rule=protocol.rule,
+        num_genuine=protocol.num_genuine,
+        num_impostors=protocol.num_impostors,
+        flip=flip,
+        points=points,
+        calibration=None if curve is None else AffineMap(curve.scale, curve.offset),
+        result_sha256=result_sha256,
+    )
+
+
+def write_thresholds(path: str | Path, thresholds: Thresholds) -> None:
+    """Write ``thresholds.json``, whole or not at all."""
+    content = {"format": FORMAT, "version": VERSION, **encode(thresholds, "thresholds")}
+    _parse(json.loads(json.dumps(content)), str(path))  # a NaN in the wrong place
+    write_atomically(path, (json.dumps(content, allow_nan=False, indent=1) + "\n").encode())
+
+
+def read_thresholds(path: str | Path) -> Thresholds:
+    """Read and check ``thresholds.json``."""
+    return _parse(read_json(path, MAX_BYTES), str(path))
+
+
+def _parse(content: Any, source: str) -> Thresholds:
+    is_ours = isinstance(content, Mapping) and content.get("format") == FORMAT
+    if not is_ours or content.get("version") != VERSION:
+        raise DataError(
+            f"{source} is not a {FORMAT} file of version {VERSION}; export the model again"
+        )
+    return cast(Thresholds, decode(Thresholds, content, f"{source}:"))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from qmargin.errors import ConfigError, CorruptSample, DataError, ShapeError
+from qmargin.evaluation.export import FLIPS, Thresholds, export_run, read_thresholds
 from qmargin.evaluation.result import RunInfo, read_run
-from qmargin.evaluation.thresholds import FLIPS, Thresholds, read_thresholds
 from qmargin.files import read_regular
 from qmargin.models.directory import RUN, THRESHOLDS, ModelCard, is_model_directory, load_backbone
 from qmargin.training.distributed import find_device
@@ -29,25 +29,12 @@ if TYPE_CHECKING:
 FITS = ("auto", "exact", "resize", "align")
 MAX_FILE_BYTES = 256 * 1024**2
 SAMPLE_RATE = 16_000
-BATCH_SIZE = 64
 LEAST_SAMPLES = 1_680  # nine frames, the fewest that speaker networks take
 Pixels = NDArray[np.uint8]  # [H, W, 3]
 
 
 class Inputs:
-    """Makes batches of what a model is given; a subclass for every modality.
-
-    Args:
-        card: Says what the model takes.
-        fit: What to do with images of another size; see ``load_model``.
-
-    Attributes:
-        has_mirror: Whether inputs have mirror images.
-        max_batch: Inputs that can be read together; None for any number.
-    """
-
-    has_mirror: ClassVar[bool] = False
-    max_batch: ClassVar[int | None] = None
+    """Makes batches of samples as a model takes them; ``fit`` as in ``load_model``."""
 
     def __init__(self, card: ModelCard, *, fit: str = "auto") -> None:
         if fit not in FITS:
@@ -55,96 +42,64 @@ class Inputs:
         self.card, self.fit = card, fit
 
     def read(self, inputs: Sequence[Any], *, start: int = 0) -> Tensor:
-        """Inputs of the network, ``[B, *card.input_shape]`` in float32.
+        """Inputs of the network in float32; errors name the file, or count from ``start``."""
+        named = [
+            (item, repr(str(item)) if isinstance(item, str | Path) else f"sample {number}")
+            for number, item in enumerate(inputs, start)
+        ]
+        if self.card.modality == "audio":  # one at a time: recordings differ in length
+            return torch.from_numpy(np.stack([_waveform(item, name) for item, name in named]))
+        if self.card.modality == "images":
+            from qmargin.data.faces import normalised
 
-        Args:
-            inputs: As ``Model.embed`` takes them.
-            start: Number of the first sample, for messages.
+            batch = np.stack([self._image(item, name) for item, name in named])  # [B, H, W, 3]
+            return normalised(torch.from_numpy(batch.transpose(0, 3, 1, 2).copy()))
+        return torch.from_numpy(self._arrays(inputs))
 
-        Raises:
-            DataError: A sample cannot be read; the message names it.
-        """
-        return self._batch([(item, _name(item, start + row)) for row, item in enumerate(inputs)])
-
-    def _batch(self, named: list[tuple[Any, str]]) -> Tensor:
-        raise NotImplementedError
-
-
-class ArrayInputs(Inputs):
-    """Arrays, taken as they are."""
-
-    def _batch(self, named: list[tuple[Any, str]]) -> Tensor:
-        shape = self.card.input_shape
-        for item, _ in named:
+    def _arrays(self, inputs: Sequence[Any]) -> NDArray[np.float32]:
+        shape = list(self.card.input_shape)
+        for item in inputs:
             if isinstance(item, str | Path):
                 raise ConfigError(
-                    f"the model takes arrays of shape {list(shape)}, and {item} is a file; embed "
-                    "arrays in Python with load_model"
+                    f"the model takes arrays of shape {shape}, and {item} is a file; embed arrays "
+                    "in Python with load_model"
                 )
-        batch = np.stack([np.asarray(item, np.float32) for item, _ in named])
-        if batch.shape[1:] != shape:
+        batch = np.stack([np.asarray(item, np.float32) for item in inputs])
+        if list(batch.shape[1:]) != shape:
             raise ShapeError(
-                f"inputs have the shape {list(batch.shape[1:])} each and the model takes "
-                f"{list(shape)}"
+                f"inputs have the shape {list(batch.shape[1:])} each and the model takes {shape}"
             )
-        return torch.from_numpy(batch)
-
-
-class AudioInputs(Inputs):
-    """Waveforms ``[B, samples]``, of which speaker networks make their own filter banks."""
-
-    max_batch = 1  # whole recordings, which differ in length
-
-    def _batch(self, named: list[tuple[Any, str]]) -> Tensor:
-        waveforms = [_waveform(item, name) for item, name in named]
-        if len({len(waveform) for waveform in waveforms}) > 1:
-            raise ShapeError("the recordings of a batch differ in length; embed them one at a time")
-        return torch.from_numpy(np.stack(waveforms))
-
-
-class ImageInputs(Inputs):
-    """RGB images at the model's size."""
-
-    has_mirror = True
-
-    def _batch(self, named: list[tuple[Any, str]]) -> Tensor:
-        from qmargin.data.faces import normalised
-
-        batch = np.stack([self._image(item, name) for item, name in named])  # [B, H, W, 3]
-        return normalised(torch.from_numpy(batch.transpose(0, 3, 1, 2).copy()))
+        return batch
 
     def _image(self, item: Any, name: str) -> Pixels:
         """One image at the model's size, ``[H, W, 3]``."""
-        size = self.card.input_shape[1:]
+        height, width = self.card.input_shape[1:]
         try:
             pixels = _pixels(item, name)
-            if pixels.shape[:2] == size and self.fit != "align":
+            if pixels.shape[:2] == (height, width) and self.fit != "align":
                 return pixels
-            if self.fit == "exact" or size[0] != size[1]:
+            if self.fit == "exact" or height != width:
                 raise DataError(
                     f"{name} has {pixels.shape[1]} x {pixels.shape[0]} pixels and the model takes "
-                    f"{size[1]} x {size[0]}; align the faces first, or choose another fit for a "
+                    f"{width} x {height}; align the faces first, or choose another fit for a "
                     "square model"
                 )
             upright = _pixels(item, name, upright=True)
         except CorruptSample as error:
             raise CorruptSample(f"{name} cannot be read: {error}") from error
-        return self._refitted(upright, size[0], name)
-
-    def _refitted(self, pixels: Pixels, size: int, name: str) -> Pixels:
         if self.fit == "resize":
             from qmargin.data.images import resize_image
 
-            return resize_image(pixels, size)
+            return resize_image(upright, height)
         from qmargin.data.alignment import align_found
 
-        faces = self._detector.find(pixels)
+        faces = self._detector.find(upright)
         if not faces:
             raise DataError(
                 f"no face was found in {name}; give a photo with a face towards the camera, or an "
-                f"aligned face of {size} x {size} pixels"
+                f"aligned face of {height} x {height} pixels"
             )
-        return align_found(pixels, faces[0], size=size)  # the largest
+        return align_found(upright, faces[0], size=height)  # the largest
 
     @cached_property
     def _detector(self) -> FaceDetector:
@@ -153,25 +108,20 @@ class ImageInputs(Inputs):
         return FaceDetector()
 
 
-INPUTS: dict[str, type[Inputs]] = {
-    "arrays": ArrayInputs,
-    "audio": AudioInputs,
-    "images": ImageInputs,
-}
-
-
-def _name(item: Any, number: int) -> str:
-    return repr(str(item)) if isinstance(item, (str, Path)) else f"sample {number}"
-
-
 def _pixels(item: Any, name: str, *, upright: bool = False) -> Pixels:
-    """An image as RGB uint8, from whatever holds it."""
-    if isinstance(item, (str, Path)):
+    """An image as RGB uint8, from a file, a Pillow image or an array."""
+    if isinstance(item, str | Path):
         from qmargin.data.images import decode_image
 
-        return decode_image(_content(Path(item)), upright=upright)
-    if hasattr(item, "convert") and hasattr(item, "getexif"):  # a Pillow image
-        return _from_pillow(item, upright)
+        try:
+            content = read_regular(item, MAX_FILE_BYTES)
+        except DataError as error:
+            raise CorruptSample(str(error)) from error
+        return decode_image(content, upright=upright)
+    if hasattr(item, "convert") and hasattr(item, "getexif"):
+        from PIL import ImageOps
+
+        return np.array((ImageOps.exif_transpose(item) if upright else item).convert("RGB"))
     pixels = np.asarray(item)
     if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] != 3:
         raise ShapeError(
@@ -181,23 +131,9 @@ def _pixels(item: Any, name: str, *, upright: bool = False) -> Pixels:
     return pixels
 
 
-def _from_pillow(image: Any, upright: bool) -> Pixels:
-    from PIL import ImageOps
-
-    turned = ImageOps.exif_transpose(image) if upright else image
-    return np.array(turned.convert("RGB"))
-
-
-def _content(path: Path) -> bytes:
-    try:
-        return read_regular(path, MAX_FILE_BYTES)
-    except DataError as error:
-        raise CorruptSample(str(error)) from error
-
-
 def _waveform(item: Any, name: str) -> NDArray[np.float32]:
     """Samples at 16 kHz; what is too short for a network is repeated."""
-    if isinstance(item, (str, Path)):
+    if isinstance(item, str | Path):
         from qmargin.data.audio import decode_audio
 
         try:
@@ -217,34 +153,17 @@ def _waveform(item: Any, name: str) -> NDArray[np.float32]:
 
 @dataclass(frozen=True)
 class Verification:
-    """What a comparison of two samples found.
+    """Outcome of a comparison of two samples."""
 
-    Attributes:
-        score: Cosine of the two embeddings.
-        far: False acceptance rate that the decision was asked for; None without a decision.
-        threshold: Scores at or above it are of one identity; None if no score is enough.
-        is_same: The decision; None where none was asked for.
-        llr: Natural log-likelihood ratio of one identity against two; None where the model is not
-            calibrated.
-    """
-
-    score: float
-    far: float | None
-    threshold: float | None
-    is_same: bool | None
-    llr: float | None
+    score: float  # cosine of the two embeddings
+    far: float | None  # at which a decision was asked for
+    threshold: float | None  # scores at or above it are of one identity; None: no score is enough
+    is_same: bool | None  # the decision; None where none was asked for
+    llr: float | None  # natural log-likelihood ratio; None where the model is not calibrated
 
 
 class Model:
-    """A trained network with what belongs to it.
-
-    Args:
-        backbone: In evaluation mode, on its device.
-        card: What it is and takes.
-        thresholds: From its evaluation, if there was one.
-        run: The training run, where it is known; results of the model carry it.
-        fit: What to do with images of another size, see ``load_model``.
-    """
+    """A trained network with its card, thresholds and training run, as ``load_model`` reads it."""
 
     def __init__(
         self,
@@ -256,7 +175,7 @@ class Model:
         fit: str = "auto",
     ) -> None:
         self.backbone, self.card, self.thresholds, self.run = backbone, card, thresholds, run
-        self._inputs = INPUTS[card.modality](card, fit=fit)
+        self._inputs = Inputs(card, fit=fit)
         tensors = chain(backbone.parameters(), backbone.buffers())
         self._device = next(tensors, torch.empty(0)).device
 
@@ -267,7 +186,7 @@ class Model:
 
     @torch.inference_mode()
     def embed(
-        self, inputs: Any, *, batch_size: int = BATCH_SIZE, flip: str = "none"
+        self, inputs: Any, *, batch_size: int = 64, flip: str = "none"
     ) -> NDArray[np.float32]:
         """Embeddings ``[n, d]`` as the network gives them: not of unit length.
 
@@ -284,21 +203,33 @@ class Model:
         """
         if batch_size < 1:
             raise ConfigError(f"batch_size is {batch_size}; it must be at least 1")
-        self._check_flip(flip)
+        if flip not in FLIPS:
+            raise ConfigError(f"flip is {flip!r}; it must be one of {', '.join(FLIPS)}")
+        if flip == "sum" and self.card.modality != "images":
+            raise ConfigError(
+                f"flip is 'sum' and {self.card.name} takes {self.card.modality}; only images "
+                "have a mirror image"
+            )
         if isinstance(inputs, (str, bytes, Path)) or not hasattr(inputs, "__len__"):
             raise ConfigError(
                 f"inputs is a {type(inputs).__name__}; give a list, as in model.embed([one])"
             )
         found = np.empty((len(inputs), self.embedding_dim), np.float32)
-        for start, batch in self._batches(inputs, batch_size):
-            embeddings = self._forward(batch, flip)
-            is_bad = ~np.isfinite(embeddings).all(axis=1)
+        step = 1 if self.card.modality == "audio" else batch_size
+        for start in range(0, len(inputs), step):
+            part = inputs[start : start + step]
+            batch = self._inputs.read(part, start=start).to(self._device)
+            embeddings: Tensor = self.backbone(batch)
+            if flip == "sum":
+                embeddings = embeddings + self.backbone(batch.flip(-1))
+            rows = embeddings.float().cpu().numpy()
+            is_bad = ~np.isfinite(rows).all(axis=1)
             if is_bad.any():
                 raise DataError(
                     f"the embedding of sample {start + int(np.argmax(is_bad))} is not finite; look "
                     "at the sample, or at the weights of the model"
                 )
-            found[start : start + len(embeddings)] = embeddings
+            found[start : start + len(rows)] = rows
         return found
 
     def verify(self, first: Any, second: Any, *, far: float | None = None) -> Verification:
@@ -332,28 +263,6 @@ class Model:
             llr=None if calibration is None else calibration.scale * score + calibration.offset,
         )
 
-    def _batches(self, inputs: Sequence[Any], batch_size: int) -> Iterator[tuple[int, Tensor]]:
-        batch_size = min(batch_size, self._inputs.max_batch or batch_size)
-        for start in range(0, len(inputs), batch_size):
-            part = inputs[start : start + batch_size]
-            yield start, self._inputs.read(part, start=start).to(self._device)
-
-    def _forward(self, batch: Tensor, flip: str) -> NDArray[np.float32]:
-        embeddings: Tensor = self.backbone(batch)
-        if flip == "sum":
-            embeddings = embeddings + self.backbone(batch.flip(-1))
-        found: NDArray[np.float32] = embeddings.float().cpu().numpy()
-        return found
-
-    def _check_flip(self, flip: str) -> None:
-        if flip not in FLIPS:
-            raise ConfigError(f"flip is {flip!r}; it must be one of {', '.join(FLIPS)}")
-        if flip == "sum" and not self._inputs.has_mirror:
-            raise ConfigError(
-                f"flip is 'sum' and {self.card.name} takes {self.card.modality}; only images "
-                "have a mirror image"
-            )
-
 
 def load_model(
     directory: str | Path, *, device: torch.device | str = "cpu", fit: str = "auto"
@@ -375,8 +284,7 @@ def load_model(
 
     Examples:
         >>> import tempfile
-        >>> from qmargin.models.directory import ModelCard
-        >>> from qmargin.models.directory import write_model
+        >>> from qmargin.models.directory import ModelCard, write_model
         >>> from qmargin.models import create_backbone
         >>> card = ModelCard("demo", "images", (3, 32, 32), "small_conv", 8)
         >>> weights = create_backbone("small_conv", embedding_dim=8).state_dict()
@@ -386,42 +294,25 @@ def load_model(
         >>> model.embed(np.zeros((2, 32, 32, 3), np.uint8)).shape
         (2, 8)
     """
+    from qmargin.training.checkpoint import CHECKPOINTS
+
     device = find_device(device)  # before gigabytes are read
-    if _is_run(directory):
-        return _model_of_run(directory, device=device, fit=fit)
-    backbone, card = load_backbone(directory, device=device)
-    path = Path(directory) / THRESHOLDS
+    folder = Path(directory)
+    if (folder / CHECKPOINTS).is_dir() and not is_model_directory(folder):
+        with TemporaryDirectory() as temporary:
+            export_run(folder, Path(temporary) / "model")
+            return load_model(Path(temporary) / "model", device=device, fit=fit)
+    backbone, card = load_backbone(folder, device=device)
+    path, run = folder / THRESHOLDS, None
     thresholds = read_thresholds(path) if path.is_file() else None
     if thresholds is not None and thresholds.weights_sha256 != card.weights_sha256:
         raise DataError(
             f"{path} belongs to the weights {thresholds.weights_sha256:.12}... and this model has "
             f"{card.weights_sha256:.12}...; evaluate this model and add its own thresholds"
         )
-    return Model(backbone, card, thresholds, _run_of(Path(directory), card), fit=fit)
-
-
-def _run_of(directory: Path, card: ModelCard) -> RunInfo | None:
-    """The run behind a model's weights; None in a directory that does not name it."""
-    path = directory / RUN
-    if not path.is_file():
-        return None
-    return replace(read_run(path), checkpoint_sha256=card.weights_sha256)
-
-
-def _is_run(path: str | Path) -> bool:
-    from qmargin.training.checkpoint import CHECKPOINTS
-
-    return (Path(path) / CHECKPOINTS).is_dir() and not is_model_directory(path)
-
-
-def _model_of_run(run: str | Path, *, device: torch.device | str, fit: str) -> Model:
-    """As if it had been exported: the same name and hash of weights."""
-    from qmargin.evaluation.export import export_run
-
-    with TemporaryDirectory() as folder:
-        directory = Path(folder) / "model"
-        export_run(run, directory)
-        return load_model(directory, device=device, fit=fit)
+    if (folder / RUN).is_file():
+        run = replace(read_run(folder / RUN), checkpoint_sha256=card.weights_sha256)
+    return Model(backbone, card, thresholds, run, fit=fit)
 
 
 def cosine(first: NDArray[Any], second: NDArray[Any]) -> float:

@@ -7,6 +7,7 @@ import posixpath
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, cast
 
@@ -48,50 +49,27 @@ class MarginInfo:
 
 @dataclass(frozen=True)
 class RunInfo:
-    """The training run behind a result. Reports group by these fields.
+    """The training run behind a result. Reports group by these fields."""
 
-    Attributes:
-        recipe_sha256: Hash of everything that decides the outcome of the run.
-        arm: Short name of the loss settings; runs of one arm differ in their seed.
-        title: The arm as tables show it.
-        divergence: ``"alpha"``, or the name of a registered divergence.
-        alpha: Main number of the divergence, of an alpha-divergence its order; None without one.
-        margins: Summands of the margin.
-        scale: ``s``; None where the loss has no single scale.
-        seed: Of the run.
-        epochs: Length of the run.
-        steps: Optimizer steps behind the evaluated weights.
-        num_classes: Training identities.
-        checkpoint_sha256: Hash of the evaluated weights, as in the model card.
-        train_seconds: Wall-clock time of the run.
-        device: Where it ran, such as ``"NVIDIA H200"``.
-        code_version: Of qmargin.
-    """
-
-    recipe_sha256: str
-    arm: str
-    title: str
-    divergence: str
-    alpha: float | None
+    recipe_sha256: str  # of everything that decides the outcome of the run
+    arm: str  # short name of the loss settings; runs of one arm differ in their seed
+    title: str  # the arm as tables show it
+    divergence: str  # "alpha", or the name of a registered divergence
+    alpha: float | None  # main number of the divergence
     margins: tuple[MarginInfo, ...]
-    scale: float | None
+    scale: float | None  # None where the loss has no single scale
     seed: int
     epochs: float | None = None
-    steps: int | None = None
+    steps: int | None = None  # optimizer steps behind the evaluated weights
     num_classes: int | None = None
-    checkpoint_sha256: str | None = None
+    checkpoint_sha256: str | None = None  # of the evaluated weights, as in the model card
     train_seconds: float | None = None
-    device: str | None = None
+    device: str | None = None  # such as "NVIDIA H200"
     code_version: str = qmargin.__version__
 
 
 def run_info(recipe: Recipe, *, arm: str | None = None, **known: Any) -> RunInfo:
-    """Describe a run of a recipe.
-
-    Args:
-        recipe: What was trained.
-        arm: Of an experiment; the recipe's name by default.
-        **known: Further fields of ``RunInfo``; ``title`` is the arm by default.
+    """Describe a run of a recipe, with further fields of ``RunInfo`` by name.
 
     Examples:
         >>> from qmargin.recipes.debug import debug
@@ -137,39 +115,20 @@ class IntervalMethod:
 
 @dataclass(frozen=True)
 class ProtocolInfo:
-    """Which trials were measured, and how.
-
-    Attributes:
-        name: Of the trials, for people.
-        kind: ``"scores"``, ``"trials"``, ``"all-pairs"``, ``"lfw"``, ``"ijb-1:1"``, ``"ijb-1:N"``,
-            ``"pairs"``, ``"voxceleb"`` or a registered protocol; None in a version-1 file.
-        rule: How the threshold of a FAR was chosen.
-        scoring: ``"given"`` (read from a file), ``"cosine"``, ``"as-norm"`` or ``"calibrated"``;
-            None in a version-1 file.
-        data_sha256: Of the pairs and their labels, whatever their order; results with the same one
-            are of the same trials. None where trials have no names.
-        num_trials: Of both kinds.
-        num_genuine: Pairs of one subject.
-        num_impostors: Pairs of two.
-        num_subjects: None where they are not known.
-        interval: How intervals were made.
-        flip: ``"sum"`` where an image's embedding is the sum of its own and its mirror image's,
-            ``"none"``; None where it is not known.
-        pooling: How the samples of a template became one vector; None where samples are compared.
-    """
+    """Which trials were measured, and how; ``kind`` and ``scoring`` are None in version-1 files."""
 
     name: str
-    kind: str | None
-    rule: str
-    scoring: str | None
-    data_sha256: str | None
+    kind: str | None  # scores, trials, all-pairs, lfw, ijb-1:1, ijb-1:N, ..., or a registered one
+    rule: str  # how the threshold of a FAR was chosen
+    scoring: str | None  # given (read from a file), cosine, as-norm or calibrated
+    data_sha256: str | None  # of pairs and labels in any order; None where trials have no names
     num_trials: int
     num_genuine: int
     num_impostors: int
     num_subjects: int | None
     interval: IntervalMethod
-    flip: str | None = None
-    pooling: str | None = None
+    flip: str | None = None  # "sum" where mirror images are added, else "none"; None: not known
+    pooling: str | None = None  # how the samples of a template became one vector
 
 
 @dataclass(frozen=True)
@@ -183,11 +142,7 @@ class Source:
 
 @dataclass(frozen=True)
 class TarPoint:
-    """TAR at one FAR; where ``status`` is not measurable, everything measured is None or zero.
-
-    ``allowed`` is the number of false accepts that the target FAR allows; ``note`` says the status
-    in words.
-    """
+    """TAR at one FAR; where ``status`` is not measurable, everything measured is None or zero."""
 
     far_target: float
     tar: float | None
@@ -196,8 +151,8 @@ class TarPoint:
     false_accepts: int
     threshold: float | None
     status: str
-    allowed: int
-    note: str | None = None
+    allowed: int  # false accepts that the target FAR allows
+    note: str | None = None  # the status in words
 
 
 @dataclass(frozen=True)
@@ -228,35 +183,24 @@ class Value:
 
 @dataclass(frozen=True)
 class Measure:
-    """A number of one protocol or of a registered metric.
-
-    Attributes:
-        value: None where it is not defined.
-        std: Standard deviation over folds, where there are folds.
-        note: How it was measured.
-        interval: Where there is one.
-    """
+    """A number of one protocol or of a registered metric; None where it is not defined."""
 
     value: float | None
-    std: float | None = None
-    note: str | None = None
+    std: float | None = None  # over folds
+    note: str | None = None  # how it was measured
     interval: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)
 class Measures:
-    """Every number of the evaluation; a Cllr is in bits and takes the scores as natural LLRs.
-
-    ``extra`` has what only some protocols measure (accuracy over folds, rank rates) and registered
-    metrics, by name.
-    """
+    """Every number of the evaluation; a Cllr is in bits and takes the scores as natural LLRs."""
 
     tar: tuple[TarPoint, ...]
     eer: EerPoint
     min_dcf: tuple[DcfPoint, ...]
     cllr: Value
     min_cllr: Value
-    extra: dict[str, Measure] = field(default_factory=dict)
+    extra: dict[str, Measure] = field(default_factory=dict)  # of protocols and registered metrics
 
 
 @dataclass(frozen=True)
@@ -289,10 +233,7 @@ class Histogram:
 
 @dataclass(frozen=True)
 class Reliability:
-    """Predicted and observed share of genuine trials in bins of the prediction, at even odds.
-
-    A bin without trials has None for both.
-    """
+    """Predicted and observed share of genuine trials in bins, at even odds; None in empty bins."""
 
     edges: tuple[float, ...]
     predicted: tuple[float | None, ...]
@@ -311,16 +252,14 @@ class CalibrationCurve:
 
 @dataclass(frozen=True)
 class ReplicateValues:
-    """What every bootstrap replicate found, so that systems can be compared in pairs.
+    """Values of every bootstrap replicate, for paired comparisons; None where not measurable.
 
-    ``tar`` and ``min_dcf`` are keyed by ``far_key``. Two systems are comparable when
-    ``subjects_sha256``, ``seed`` and the protocols' ``data_sha256`` agree. A replicate that could
-    not measure has None.
+    Two systems are comparable when ``subjects_sha256``, ``seed`` and ``data_sha256`` agree.
     """
 
     subjects_sha256: str
     seed: int
-    tar: dict[str, tuple[float | None, ...]]
+    tar: dict[str, tuple[float | None, ...]]  # by far_key, as is min_dcf
     eer: tuple[float | None, ...]
     min_dcf: dict[str, tuple[float | None, ...]] | None = None
 
@@ -340,15 +279,11 @@ class GroupRow:
 
 @dataclass(frozen=True)
 class GroupSpread:
-    """How far one rate differs between groups; None where it is not defined.
-
-    ``ineq`` is the largest over the smallest and ``garbe`` the Gini coefficient of this rate alone:
-    INEQ and GARBE with all their weight on it.
-    """
+    """How far one rate differs between groups; None where it is not defined."""
 
     max_over_geomean: float | None
-    ineq: float | None
-    garbe: float | None
+    ineq: float | None  # largest over smallest: INEQ with all its weight on this rate
+    garbe: float | None  # Gini coefficient: GARBE with all its weight on this rate
 
 
 @dataclass(frozen=True)
@@ -384,14 +319,10 @@ class Hardest:
 
 @dataclass(frozen=True)
 class Result:
-    """One system on one protocol.
-
-    ``run`` is None where the scores come from elsewhere; ``notes`` say what a reader of the numbers
-    has to know.
-    """
+    """One system on one protocol."""
 
     system: System
-    run: RunInfo | None
+    run: RunInfo | None  # None where the scores come from elsewhere
     protocol: ProtocolInfo
     sources: tuple[Source, ...]
     measures: Measures
@@ -434,14 +365,9 @@ def result_to_json(result: Result) -> dict[str, Any]:
 
 
 def result_from_json(content: object, source: str = "result") -> Result:
-    """Check and read what ``result_to_json`` made, in this version or in version 1.
+    """Check and read the content of ``result.json``, of this version or of version 1.
 
-    Args:
-        content: Parsed JSON.
-        source: Named in errors.
-
-    Raises:
-        DataError: It is something else; the message names the entry.
+    ``source`` names the file in errors.
     """
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise DataError(f"{source} is not a {FORMAT} file: write one with `qmargin evaluate`")
@@ -456,9 +382,7 @@ def result_from_json(content: object, source: str = "result") -> Result:
     result = cast(Result, decode(Result, content, f"{source}:"))
     for point in result.measures.tar:
         if point.status not in STATUSES:
-            raise DataError(
-                f"{source}: measures.tar has the status {point.status!r}: not one of ours"
-            )
+            raise DataError(f"{source}: measures.tar has the unknown status {point.status!r}")
     _check_finite(content, source)
     return result
 
@@ -520,8 +444,7 @@ def _check_finite(value: Any, where: str) -> None:
 def without_paths(result: Result) -> Result:
     """The same result with names of files in place of absolute paths.
 
-    Sources and the command keep their last part. Keys of trials that are absolute lose the folder
-    that all of them share.
+    Absolute keys of trials lose the folder that all of them share.
     """
     sources = (replace(source, path=without_folders(source.path)) for source in result.sources)
     try:
@@ -531,41 +454,30 @@ def without_paths(result: Result) -> Result:
     command = result.command
     if any(without_folders(word) != word for word in words):
         command = shlex.join(map(without_folders, words))
-    hardest = result.hardest
     return replace(
         result,
         sources=tuple(sources),
         command=command,
-        hardest=None if hardest is None else _with_short_keys(hardest),
+        hardest=None if result.hardest is None else _with_short_keys(result.hardest),
     )
 
 
 def _with_short_keys(hardest: Hardest) -> Hardest:
-    pairs = (*hardest.false_accepts, *hardest.false_rejects)
-    keys = {key for pair in pairs for key in (pair.enrol, pair.test)}
-    absolute = [key for key in keys if PurePosixPath(key).is_absolute()]
-    if not absolute:
+    kinds = (hardest.false_accepts, hardest.false_rejects)
+    keys = {key for pair in chain(*kinds) for key in (pair.enrol, pair.test)}
+    folders = [posixpath.dirname(key) for key in keys if PurePosixPath(key).is_absolute()]
+    if not folders:
         return hardest
-    folder = posixpath.commonpath([posixpath.dirname(key) for key in absolute]).rstrip("/") + "/"
-
-    def short(pair: HardPair) -> HardPair:
-        return replace(
-            pair, enrol=pair.enrol.removeprefix(folder), test=pair.test.removeprefix(folder)
-        )
-
-    return Hardest(
-        tuple(map(short, hardest.false_accepts)), tuple(map(short, hardest.false_rejects))
-    )
+    folder = posixpath.commonpath(folders).rstrip("/") + "/"
+    short = [
+        [HardPair(e.enrol.removeprefix(folder), e.test.removeprefix(folder), e.score) for e in kind]
+        for kind in kinds
+    ]
+    return Hardest(*map(tuple, short))
 
 
 def write_result(path: str | Path, result: Result, *, keep_paths: bool = False) -> None:
-    """Write ``result.json``; a reader sees the old file or the new one, never a part.
-
-    Args:
-        path: The file.
-        result: What to write.
-        keep_paths: Write absolute paths as they are, not as ``without_paths`` makes them.
-    """
+    """Write ``result.json`` atomically; paths are shortened by ``without_paths`` unless kept."""
     content = result_to_json(result if keep_paths else without_paths(result))
     result_from_json(json.loads(json.dumps(content)), str(path))  # a NaN in the wrong place
     text = json.dumps(content, allow_nan=False, indent=1)
@@ -579,13 +491,13 @@ def read_result(path: str | Path) -> Result:
 
 def read_json(path: str | Path, limit: int | None = None) -> Any:
     """Read a JSON file of at most ``limit`` bytes; NaN and infinite numbers are refused."""
+
+    def refuse(name: str) -> None:
+        raise ValueError(f"{name} is not a JSON number")
+
     check_regular(path)
     content = Path(path).read_bytes() if limit is None else read_regular(path, limit)
     try:
-        return json.loads(content, parse_constant=_refuse_constant)
+        return json.loads(content, parse_constant=refuse)
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path} is not JSON ({error}): was it cut short?") from error
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not a JSON number")

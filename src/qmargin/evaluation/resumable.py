@@ -1,8 +1,7 @@
-"""A text file that is written in parts, by as many runs as it takes.
+"""Files that are written in parts, by as many runs as it takes.
 
-Beside ``scores.tsv`` there are ``scores.tsv.partial`` and ``scores.tsv.progress`` until it is
-whole. The record says how many rows and bytes are certain, and of which inputs; what a killed run
-wrote after its last record is cut off and written again.
+Until ``scores.tsv`` is whole, ``scores.tsv.partial`` has its rows and ``scores.tsv.progress`` says
+how many rows and bytes are certain, and of which inputs; later bytes are cut off and written again.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import hashlib
 import json
 import os
 from pathlib import Path
-from types import TracebackType
 
 from qmargin.errors import DataError
 from qmargin.files import CHUNK_BYTES, Guard, sync_folder, write_atomically
@@ -31,16 +29,10 @@ def names_beside(path: Path) -> tuple[Path, Path]:
 
 
 class ResumableFile:
-    """Rows that survive a kill.
+    """Rows that survive a kill; continue after the ``num_done`` rows that are certain.
 
-    Args:
-        path: The file to make.
-        fingerprint: Of all that decides its content; a part made from something else is refused.
-        restart: Throw such a part away instead.
-        guard: Decides whether an existing file is replaced; None for always.
-
-    Attributes:
-        num_done: Rows that are certain; go on after them.
+    A part with another ``fingerprint`` of the inputs is refused, or discarded by ``restart``.
+    ``guard`` decides whether an existing file is replaced.
     """
 
     def __init__(
@@ -53,14 +45,17 @@ class ResumableFile:
     ) -> None:
         self.path = Path(path)
         self.partial, self.record = names_beside(self.path)
-        self._guard = guard
-        self.num_done = 0
-        self._fingerprint = fingerprint
+        self._guard, self._fingerprint = guard, fingerprint
+        self.num_done = self._num_bytes = 0
         self._digest = hashlib.sha256()
-        self._num_bytes = 0
         self._file = self.partial.open("a+b")
         try:
-            self._lock()
+            if fcntl is not None:
+                try:
+                    fcntl.flock(self._file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except OSError as error:
+                    message = f"{self.partial} is being written by another run: wait for it"
+                    raise DataError(message) from error
             if restart:
                 self.record.unlink(missing_ok=True)
             if self.record.exists() and self.partial.stat().st_size > 0:
@@ -69,16 +64,6 @@ class ResumableFile:
         except BaseException:
             self._file.close()
             raise
-
-    def _lock(self) -> None:
-        if fcntl is None:
-            return
-        try:
-            fcntl.flock(self._file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise DataError(
-                f"{self.partial} is being written by another run: wait for it"
-            ) from error
 
     def _resume(self) -> None:
         remedy = "delete it or pass --restart to begin again"
@@ -132,10 +117,5 @@ class ResumableFile:
     def __enter__(self) -> ResumableFile:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._file.close()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,18 +20,17 @@ from qmargin.evaluation.columns import (
     Growing,
     KeyTable,
     SplitScores,
+    Where,
     find_layout,
-    line_of_row,
+    first_row,
     read_columns,
 )
 from qmargin.evaluation.result import Source
 from qmargin.evaluation.trials import (
     NO_COUNTS,
     PairCounts,
-    SubjectColumns,
     TrialKeys,
     TrialList,
-    Where,
     check_pairs,
     checked_keys,
     match_rows,
@@ -40,28 +39,20 @@ from qmargin.evaluation.trials import (
 )
 from qmargin.files import Progress, open_regular, sha256_of
 
+Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
 FORMATS = ("auto", "csv", "tsv", "npz", *SCORE_LAYOUTS)
 
 
 @dataclass(frozen=True)
 class ScoreSet:
-    """Scored trials.
+    """Scored trials."""
 
-    Attributes:
-        scores: float64 ``[n]``, never NaN; infinities are scores.
-        is_genuine: bool ``[n]``.
-        keys: Enrol and test names, None when the file has none.
-        subjects: Who is on each side, None when the file does not say.
-        sources: The files.
-        where: Row to "file, line n", for messages.
-        pair_counts: Mirrored pairs and samples compared with themselves.
-    """
-
-    scores: NDArray[np.float64]
-    is_genuine: NDArray[np.bool_]
-    keys: TrialKeys | None
+    scores: Floats  # [n], never NaN; infinities are scores
+    is_genuine: Bools  # [n]
+    keys: TrialKeys | None  # None when the file has no names
     sources: tuple[Source, ...]
-    subjects: SubjectColumns | None = None
+    subjects: TrialKeys | None = None  # None when the file does not name them
     where: Where = field(default=str, repr=False, compare=False)
     pair_counts: PairCounts = NO_COUNTS
 
@@ -73,15 +64,14 @@ class ScoreSet:
         return None if self.keys is None else trials_sha256(self.keys, self.is_genuine)
 
 
-@dataclass(frozen=True)
-class RawScores:
+class _Raw(NamedTuple):
     """A score file as it is: labels and names may be missing."""
 
-    scores: NDArray[np.float64]
-    is_genuine: NDArray[np.bool_] | None
+    scores: Floats
+    is_genuine: Bools | None
     keys: TrialKeys | None
     source: Source
-    subjects: SubjectColumns | None
+    subjects: TrialKeys | None
     where: Where
     pair_counts: PairCounts = NO_COUNTS
 
@@ -100,7 +90,7 @@ def read_scores(
     ``enrol test score`` (labels come from ``trials``), ``score label`` or ``label score``, or those
     that a header names in any order: ``enrol``, ``test``, ``score``, ``label``, ``enrol_subject``,
     ``test_subject``. NPZ files have ``genuine`` and ``impostor``, or ``scores`` and ``labels`` and
-    maybe the others. The order is found out; a file that can be read in two ways is refused. A
+    maybe the others. The order is detected; a file that can be read in two ways is refused. A
     quote before a name such as ``'=1+1``, which ``score_trials`` writes, is removed.
 
     Args:
@@ -123,23 +113,21 @@ def read_scores(
     """
     if format not in FORMATS:
         raise ConfigError(f"format {format!r} is not known: choose one of {', '.join(FORMATS)}")
-    if format == "npz" or (format == "auto" and _is_zip(path)):
-        raw = _read_npz(path)
-    else:
-        raw = _read_text(path, format, progress)
+    raw = _read_npz(path) if format == "npz" or (format == "auto" and _is_zip(path)) else None
+    if raw is None:
+        layout = find_layout(path, SCORE_LAYOUTS, required=("score",), format=format)
+        columns = read_columns(path, layout, progress)
+        keys, counts = None, NO_COUNTS
+        if "enrol" in columns.arrays:
+            keys, counts = checked_keys(columns, is_table=True)
+        scores, labels = columns.arrays["score"], columns.arrays.get("label")
+        source = Source(str(path), columns.sha256, "scores")
+        raw = _Raw(scores, labels, keys, source, subject_columns(columns), columns.where, counts)
     if trials is not None:
-        return join_trials(raw, trials, ignore_extra=ignore_extra)
+        return _join_trials(raw, trials, ignore_extra=ignore_extra)
     if raw.is_genuine is None:
         raise DataError(f"{path} has no labels: give the trial list that has them (--trials)")
-    return ScoreSet(
-        raw.scores,
-        raw.is_genuine,
-        raw.keys,
-        (raw.source,),
-        raw.subjects,
-        raw.where,
-        raw.pair_counts,
-    )
+    return ScoreSet(raw.scores, raw.is_genuine, raw.keys, (raw.source,), *raw[4:])
 
 
 def _is_zip(path: str | Path) -> bool:
@@ -147,92 +135,48 @@ def _is_zip(path: str | Path) -> bool:
         return file.read(4) in (b"PK\x03\x04", b"PK\x05\x06")
 
 
-def _read_text(path: str | Path, format: str, progress: Progress | None) -> RawScores:
-    layout = find_layout(path, SCORE_LAYOUTS, required=("score",), format=format)
-    columns = read_columns(path, layout, progress)
-
-    def where(row: int) -> str:
-        return f"{path}, line {line_of_row(path, layout, row)}"
-
-    keys, counts = None, NO_COUNTS
-    if "enrol" in layout.columns:
-        keys, counts = checked_keys(columns, where, is_table=True)
-    return RawScores(
-        scores=columns.arrays["score"],
-        is_genuine=columns.arrays.get("label"),
-        keys=keys,
-        source=Source(str(path), columns.sha256, "scores"),
-        subjects=subject_columns(columns, layout, where),
-        where=where,
-        pair_counts=counts,
-    )
-
-
-def join_trials(raw: RawScores, trials: TrialList, *, ignore_extra: bool = False) -> ScoreSet:
+def _join_trials(raw: _Raw, trials: TrialList, *, ignore_extra: bool) -> ScoreSet:
     """Scores in the order of a trial list, with its labels."""
+    path, keys = raw.source.path, trials.keys
     if raw.keys is None:
-        raise DataError(
-            f"{raw.source.path} has no names to find the trials of {trials.source.path}"
-        )
-    rows = match_rows(trials.keys, raw.keys)
-    if (rows < 0).any():
-        row = int(np.argmax(rows < 0))
-        enrol, test = trials.keys.trial(row)
-        raise DataError(
-            f"{trials.where(row)}: the trial {enrol!r} {test!r} has no score in {raw.source.path}"
-        )
+        raise DataError(f"{path} has no names to find the trials of {trials.source.path}")
+    rows = match_rows(keys, raw.keys)
+    row = first_row(rows < 0)
+    if row is not None:
+        enrol, test = keys.trial(row)
+        raise DataError(f"{trials.where(row)}: the trial {enrol!r} {test!r} has no score in {path}")
     if not ignore_extra and len(rows) < len(raw.scores):
-        _refuse_extra(raw, trials, rows)
-    is_genuine = _joined_labels(raw, trials, rows)
+        is_extra = np.ones(len(raw.scores), dtype=bool)
+        is_extra[rows] = False
+        row = int(np.argmax(is_extra))
+        enrol, test = raw.keys.trial(row)
+        raise DataError(
+            f"{raw.where(row)}: the pair {enrol!r} {test!r} is not in {trials.source.path} "
+            f"({int(is_extra.sum()):,} such scores): remove them or pass --ignore-extra"
+        )
+    own = None if raw.is_genuine is None else raw.is_genuine[rows]
+    is_genuine = own if trials.is_genuine is None else trials.is_genuine
+    if is_genuine is None:
+        raise DataError(f"neither {path} nor {trials.source.path} has labels")
+    row = None if own is None else first_row(own != is_genuine)
+    if row is not None:
+        raise DataError(
+            f"{trials.where(row)} and {raw.where(int(rows[row]))} give the same trial different "
+            "labels: one of the files is wrong"
+        )
     subjects = trials.subjects
     if subjects is None and raw.subjects is not None:
-        given = raw.subjects
-        subjects = replace(given, enrol=given.enrol[rows], test=given.test[rows])
-    sources = (raw.source, trials.source)
-    return ScoreSet(
-        raw.scores[rows],
-        is_genuine,
-        trials.keys,
-        sources,
-        subjects,
-        trials.where,
-        trials.pair_counts,
-    )
+        subjects = raw.subjects.take(rows)
+    sources, counts = (raw.source, trials.source), trials.pair_counts
+    return ScoreSet(raw.scores[rows], is_genuine, keys, sources, subjects, trials.where, counts)
 
 
-def _refuse_extra(raw: RawScores, trials: TrialList, rows: NDArray[np.int64]) -> None:
-    is_extra = np.ones(len(raw.scores), dtype=bool)
-    is_extra[rows] = False
-    row = int(np.argmax(is_extra))
-    assert raw.keys is not None
-    enrol, test = raw.keys.trial(row)
-    raise DataError(
-        f"{raw.where(row)}: the pair {enrol!r} {test!r} is not in {trials.source.path} "
-        f"({int(is_extra.sum()):,} such scores): remove them or pass --ignore-extra"
-    )
-
-
-def _joined_labels(raw: RawScores, trials: TrialList, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
-    own = None if raw.is_genuine is None else raw.is_genuine[rows]
-    if trials.is_genuine is None:
-        if own is None:
-            raise DataError(f"neither {raw.source.path} nor {trials.source.path} has labels")
-        return own
-    if own is not None and (own != trials.is_genuine).any():
-        row = int(np.argmax(own != trials.is_genuine))
-        raise DataError(
-            f"{trials.where(row)} and {raw.where(int(rows[row]))} give the same trial "
-            "different labels: one of the files is wrong"
-        )
-    return trials.is_genuine
-
-
-def _read_npz(path: str | Path) -> RawScores:
+def _read_npz(path: str | Path) -> _Raw:
     """Scores of an NPZ file: ``genuine`` and ``impostor``, or ``scores`` and its companions."""
     source = Source(str(path), sha256_of(path), "scores")
     with open_npz(path) as npz:
         if {"genuine", "impostor"} <= npz.shapes.keys():
-            return _two_arrays(path, npz, source)
+            return _read_sides(path, npz, source)
         named: dict[str, str] = {}
         for name in npz.shapes:
             known = HEADER_NAMES.get(name.lower())
@@ -247,61 +191,46 @@ def _read_npz(path: str | Path) -> RawScores:
                 f"{path} has the arrays {', '.join(npz.shapes) or 'none'}: it needs genuine and "
                 "impostor, or scores and labels"
             )
-        return _columns(path, npz, named, source)
+        length = npz.shapes[named["score"]]
+        for known, name in named.items():
+            if npz.shapes[name] != length:
+                raise DataError(
+                    f"{path}: {known} has the shape {npz.shapes[name]}, and scores {length}"
+                )
+        return _read_named(path, npz, named, source)
 
 
-def _two_arrays(path: str | Path, npz: NpzFile, source: Source) -> RawScores:
-    names = ("genuine", "impostor")
-    for name in names:
-        _check_scores(path, name, npz.shapes[name], npz.dtypes[name])
-    sizes = [npz.shapes[name][0] for name in names]
+def _read_sides(path: str | Path, npz: NpzFile, source: Source) -> _Raw:
+    split = SplitScores()
+    for name in ("genuine", "impostor"):
+        for piece in _score_pieces(path, npz, name, name):
+            split.append(piece, np.full(len(piece), name == "genuine"))
+    (num_genuine,) = npz.shapes["genuine"]
 
     def where(row: int) -> str:
-        name, at = ("genuine", row) if row < sizes[0] else ("impostor", row - sizes[0])
+        name, at = ("genuine", row) if row < num_genuine else ("impostor", row - num_genuine)
         return f"{path}, {name}[{at}]"
 
-    scores, end = np.empty(sum(sizes)), 0
-    for name in names:
-        for piece in _score_pieces(path, npz, name, name):
-            scores[end : end + len(piece)] = piece
-            end += len(piece)
-    return RawScores(scores, np.repeat([True, False], sizes), None, source, None, where)
+    return _Raw(*split.arrays(), None, source, None, where)
 
 
-def _columns(path: str | Path, npz: NpzFile, named: dict[str, str], source: Source) -> RawScores:
-    shapes = {known: npz.shapes[name] for known, name in named.items()}
-    _check_scores(path, "scores", shapes["score"], npz.dtypes[named["score"]])
-    for known, shape in shapes.items():
-        if shape != shapes["score"]:
-            raise DataError(
-                f"{path}: {known} has the shape {shape}, but there are {shapes['score'][0]} scores"
-            )
-
+def _read_named(path: str | Path, npz: NpzFile, named: dict[str, str], source: Source) -> _Raw:
     def where(row: int) -> str:
         return f"{path}, row {row}"
 
-    scores = _score_pieces(path, npz, named["score"], "scores")
+    pieces = _score_pieces(path, npz, named["score"], "scores")
     if named.keys() == {"score", "label"}:
         split = SplitScores()
-        for piece, labels in zip(scores, _label_pieces(path, npz, named["label"]), strict=True):
+        for piece, labels in zip(pieces, _label_pieces(npz, named["label"], where), strict=True):
             split.append(piece, labels)
-        return RawScores(*split.arrays(), None, source, None, where)
+        return _Raw(*split.arrays(), None, source, None, where)
     keys = _pair(path, npz, named, "enrol", "test")
-    all_labels = None
+    is_genuine = None
     if "label" in named:
-        all_labels = _joined(_label_pieces(path, npz, named["label"]), np.bool_)
-    trial_keys = None if keys is None else TrialKeys.from_codes(*keys)
-    counts = NO_COUNTS if trial_keys is None else check_pairs(trial_keys, all_labels, where)
+        is_genuine = _joined(_label_pieces(npz, named["label"], where), np.bool_)
+    counts = NO_COUNTS if keys is None else check_pairs(keys, is_genuine, where)
     subjects = _pair(path, npz, named, "enrol_subject", "test_subject")
-    return RawScores(
-        _joined(scores, np.float64),
-        all_labels,
-        trial_keys,
-        source,
-        None if subjects is None else SubjectColumns(tuple(subjects[0]), *subjects[1:]),
-        where,
-        counts,
-    )
+    return _Raw(_joined(pieces, np.float64), is_genuine, keys, source, subjects, where, counts)
 
 
 def _joined(pieces: Iterator[NDArray[Any]], dtype: Any) -> NDArray[Any]:
@@ -311,49 +240,41 @@ def _joined(pieces: Iterator[NDArray[Any]], dtype: Any) -> NDArray[Any]:
     return column.array()
 
 
-def _check_scores(
-    path: str | Path, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]
-) -> None:
+def _score_pieces(path: str | Path, npz: NpzFile, name: str, shown: str) -> Iterator[Floats]:
+    shape, dtype = npz.shapes[name], npz.dtypes[name]
     if len(shape) != 1 or dtype.kind not in "fiu":
         raise DataError(
-            f"{path}: {name} has {len(shape)} dimensions of {dtype}, "
-            "but scores are one dimension of numbers"
+            f"{path}: {shown} has {len(shape)} dimensions of {dtype}, but scores are one dimension "
+            "of numbers"
         )
-
-
-def _score_pieces(
-    path: str | Path, npz: NpzFile, name: str, shown: str
-) -> Iterator[NDArray[np.float64]]:
     start = 0
     for piece in npz.pieces(name):
         scores = piece.astype(np.float64)
-        if np.isnan(scores).any():
-            row = start + int(np.argmax(np.isnan(scores)))
+        row = first_row(np.isnan(scores))
+        if row is not None:
             raise DataError(
-                f"{path}, {shown}[{row}]: the score is NaN: no trial may be without a score"
+                f"{path}, {shown}[{start + row}]: the score is NaN: every trial needs a score"
             )
         yield scores
         start += len(scores)
 
 
-def _label_pieces(path: str | Path, npz: NpzFile, name: str) -> Iterator[NDArray[np.bool_]]:
+def _label_pieces(npz: NpzFile, name: str, where: Callable[[int], str]) -> Iterator[Bools]:
     start = 0
     for piece in npz.pieces(name):
-        yield _labels(path, piece, start)
+        if piece.dtype.kind == "b":
+            yield piece.astype(np.bool_)
+        else:
+            distinct, inverse = np.unique(piece, return_inverse=True)
+            words = [_word(value).lower() for value in distinct.tolist()]
+            row = first_row(np.array([word not in LABELS for word in words])[inverse])
+            if row is not None:
+                label = distinct.tolist()[inverse[row]]
+                raise DataError(
+                    f"{where(start + row)}: the label {label!r} is not one of {LABEL_WORDS}"
+                )
+            yield np.array([LABELS[word] for word in words], dtype=bool)[inverse]
         start += len(piece)
-
-
-def _labels(path: str | Path, array: NDArray[Any], start: int) -> NDArray[np.bool_]:
-    if array.dtype.kind == "b":
-        return array.astype(np.bool_)
-    distinct, inverse = np.unique(array, return_inverse=True)
-    words = [_word(value).lower() for value in distinct.tolist()]
-    for place, word in enumerate(words):
-        if word not in LABELS:
-            row = start + int(np.argmax(inverse == place))
-            label = distinct.tolist()[place]
-            raise DataError(f"{path}, row {row}: the label {label!r} is not one of {LABEL_WORDS}")
-    return np.array([LABELS[word] for word in words], dtype=bool)[inverse]
 
 
 def _word(value: Any) -> bytes:
@@ -364,22 +285,22 @@ def _word(value: Any) -> bytes:
 
 def _pair(
     path: str | Path, npz: NpzFile, named: dict[str, str], first: str, second: str
-) -> tuple[list[str], NDArray[np.int32], NDArray[np.int32]] | None:
-    """Distinct names and the codes of two columns; None without them."""
+) -> TrialKeys | None:
+    """Names in two columns; None without them."""
     given = [name for name in (first, second) if name in named]
     if not given:
         return None
     if len(given) == 1:
         raise DataError(f"{path} has {given[0]} only: give both {first} and {second}")
     table = KeyTable()
-    codes = [
-        _joined(
-            (table.codes([_word(value) for value in piece.tolist()]) for piece in pieces), np.int32
-        )
-        for pieces in (npz.pieces(named[name]) for name in given)
-    ]
+
+    def codes(name: str) -> NDArray[np.int32]:
+        words = (map(_word, piece.tolist()) for piece in npz.pieces(named[name]))
+        return _joined((table.codes(list(column)) for column in words), np.int32)
+
+    enrol, test = map(codes, given)
     try:
-        names = [name.decode("utf-8") for name in table.names]
+        names = [name.decode("utf-8") for name in table]
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: the name {error.object!r} is not UTF-8: convert it") from error
-    return names, codes[0], codes[1]
+    return TrialKeys.from_codes(names, enrol, test)

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from qmargin.errors import ConfigError, DataError, ShapeError
 from qmargin.evaluation.all_pairs import exact_scores, unit_rows
+from qmargin.evaluation.columns import first_row
 from qmargin.evaluation.embeddings import Embeddings
 from qmargin.evaluation.resumable import ResumableFile
 from qmargin.evaluation.trials import TrialList
@@ -33,29 +34,18 @@ _ROWS_AT_ONCE = 1 << 16
 
 @dataclass(frozen=True)
 class CohortNorm:
-    """Adaptive score normalisation (AS-norm) by a cohort of other subjects.
+    """Adaptive score normalisation (AS-norm) by a cohort of other subjects."""
 
-    Attributes:
-        cohort: One embedding per cohort member; the mean of a subject's embeddings is usual.
-        top_n: How many of the highest cohort scores make the mean and the deviation.
-    """
-
-    cohort: Embeddings
-    top_n: int = 300
+    cohort: Embeddings  # the mean of a subject's embeddings is usual
+    top_n: int = 300  # of the highest cohort scores, for the mean and the deviation
 
 
 class TrialSides(NamedTuple):
-    """What trials are scored by: one row for every name.
+    """What trials are scored by: one row for every name."""
 
-    Attributes:
-        unit: Directions of the centred embeddings, ``[names, d]``.
-        lengths: Their lengths, ``[names]``.
-        moments: Of their cohort scores; None for plain cosines.
-    """
-
-    unit: Floats
-    lengths: Floats
-    moments: Moments | None
+    unit: Floats  # directions of the centred embeddings, [names, d]
+    lengths: Floats  # their lengths, [names]
+    moments: Moments | None  # of their cohort scores; None for plain cosines
 
     def scores(self, enrol: NDArray[np.int32], test: NDArray[np.int32]) -> Floats:
         """Scores of pairs of names; each depends on its two names only."""
@@ -73,23 +63,11 @@ def trial_sides(
     norm: CohortNorm | None = None,
     progress: Progress | None = None,
 ) -> TrialSides:
-    """Prepare the embeddings of a list of trials.
-
-    Args:
-        embeddings: One for every name in ``trials``.
-        trials: What will be compared.
-        center: Its mean is subtracted from every embedding, the cohort's too.
-        norm: AS-norm by a cohort; plain cosines without it.
-        progress: Called with the names compared with the cohort and their number.
-
-    Raises:
-        DataError: A name has no embedding, or one of length zero; the message names the line.
-    """
+    """Embeddings of the names of trials, less the mean of ``center``, and their cohort moments."""
     position = {key: row for row, key in enumerate(embeddings.keys)}
     rows = np.array([position.get(name, -1) for name in trials.keys.names], dtype=np.int64)
     refuse_missing(trials, rows < 0, f"embedding in {embeddings.source.path}")
-    matrix = _centred(embeddings, rows, center)
-    unit = _unit(matrix, embeddings, rows)
+    matrix, unit = _centred(embeddings, rows, center)
     with np.errstate(over="ignore"):
         lengths = np.sqrt(np.sum(matrix * matrix, axis=1))
     moments = None if norm is None else norm_moments(unit, norm, center, progress)
@@ -144,48 +122,50 @@ def score_trials(
     if block < 1:
         raise ConfigError(f"block={block} is below 1: give at least 1")
     sides = trial_sides(embeddings, trials, center=center, norm=norm)
-    cells = name_cells(trials.keys.names)
-    fingerprint = _fingerprint(embeddings, trials, norm, center)
+    cells = _name_cells(trials.keys.names)
+    decisive = {
+        "embeddings": _content(embeddings),
+        "trials": [trials.source.sha256, trials.trials_sha256()],
+        "cohort": None if norm is None else [_content(norm.cohort), norm.top_n],
+        "center": None if center is None else _content(center),
+    }
+    fingerprint = hashlib.sha256(json.dumps(decisive).encode()).hexdigest()
     with ResumableFile(out, fingerprint, restart=restart, guard=guard) as file:
         for start in range(file.num_done, len(trials), block):
-            stop = min(start + block, len(trials))
-            rows = slice(start, stop)
+            rows = slice(start, min(start + block, len(trials)))
             scores = sides.scores(trials.keys.enrol[rows], trials.keys.test[rows])
-            header = score_header(trials) if start == 0 else ""
-            text = header + score_lines(trials, cells, scores, rows)
-            file.append(text.encode("utf-8"), stop - start)
+            text = _table(trials, cells, scores, rows)
+            file.append(text.encode("utf-8"), len(scores))
             if progress is not None:
-                progress(stop, len(trials))
+                progress(rows.stop, len(trials))
         file.finish()
     return Path(out)
 
 
-def _centred(embeddings: Embeddings, rows: NDArray[np.int64], center: Embeddings | None) -> Floats:
-    """Rows less the mean of ``center``, ``[len(rows), d]``."""
-    matrix = embeddings.matrix[rows].astype(np.float64)
+def _centred(
+    embeddings: Embeddings, rows: NDArray[np.int64] | slice, center: Embeddings | None
+) -> tuple[Floats, Floats]:
+    """Rows less the mean of ``center``, and their directions, ``[n, d]`` each."""
+    path, matrix = embeddings.source.path, embeddings.matrix[rows].astype(np.float64)
     if center is not None:
-        _check_width(center, embeddings)
+        _check_width(center, embeddings.embedding_dim, path)
         matrix -= center.matrix.mean(axis=0, dtype=np.float64)
-    return matrix
-
-
-def _check_width(other: Embeddings, embeddings: Embeddings) -> None:
-    if other.embedding_dim != embeddings.embedding_dim:
-        raise ShapeError(
-            f"{other.source.path} has embeddings of width {other.embedding_dim}, but "
-            f"{embeddings.source.path} has {embeddings.embedding_dim}: use embeddings of one model"
-        )
-
-
-def _unit(matrix: Floats, embeddings: Embeddings, rows: NDArray[np.int64]) -> Floats:
-    is_zero = ~matrix.any(axis=1)
-    if is_zero.any():
-        key = embeddings.keys[rows[int(np.argmax(is_zero))]]
+    row = first_row(~matrix.any(axis=1))
+    if row is not None:
+        key = np.array(embeddings.keys, dtype=object)[rows][row]
         raise DataError(
-            f"{embeddings.source.path}: the embedding of {key!r} is zero, or equals the mean that "
-            "is subtracted, so it has no direction"
+            f"{path}: the embedding of {key!r} is zero, or equals the mean that is subtracted, so "
+            "it has no direction"
         )
-    return unit_rows(matrix)
+    return matrix, unit_rows(matrix)
+
+
+def _check_width(other: Embeddings, width: int, path: str) -> None:
+    if other.embedding_dim != width:
+        raise ShapeError(
+            f"{other.source.path} has embeddings of width {other.embedding_dim}, but {path} has "
+            f"{width}: use embeddings of one model"
+        )
 
 
 def norm_moments(
@@ -196,15 +176,9 @@ def norm_moments(
 ) -> Moments:
     """Mean and deviation of each row's ``top_n`` highest cosines to the cohort."""
     cohort = norm.cohort
-    if cohort.embedding_dim != unit.shape[1]:
-        raise ShapeError(
-            f"{cohort.source.path} has embeddings of width {cohort.embedding_dim}, but the trials' "
-            f"have {unit.shape[1]}: use embeddings of one model"
-        )
-    rows = np.arange(len(cohort))
-    others = _unit(_centred(cohort, rows, center), cohort, rows)
-    name = f"the cohort {cohort.source.path}"
-    return nearest_moments(unit, others, norm.top_n, name, progress)
+    _check_width(cohort, unit.shape[1], "the list")
+    _, others = _centred(cohort, slice(None), center)
+    return nearest_moments(unit, others, norm.top_n, f"the cohort {cohort.source.path}", progress)
 
 
 def nearest_moments(
@@ -216,7 +190,7 @@ def nearest_moments(
         unit: Rows of length one, ``[n, d]``.
         others: The cohort, likewise, ``[C, d]``.
         top_n: How many count, from 2 to ``C``.
-        name: Of the cohort, for the messages.
+        name: Name of the cohort, for messages.
         progress: Called with the rows done and their number.
     """
     if progress is not None:
@@ -236,12 +210,8 @@ def nearest_moments(
     return Moments(np.concatenate(means), np.concatenate(deviations))
 
 
-def name_cells(names: Sequence[str]) -> list[str]:
-    """Names as a score table has them.
-
-    Raises:
-        DataError: A table cannot hold one of them.
-    """
+def _name_cells(names: Sequence[str]) -> list[str]:
+    """Names as a score table has them; ``DataError`` for one that a table cannot hold."""
     for name in names:
         if name != name.strip() or any(character in name for character in '\t\r\n"'):
             raise DataError(
@@ -251,18 +221,6 @@ def name_cells(names: Sequence[str]) -> list[str]:
     return list(map(escape_formula, names))
 
 
-def _fingerprint(
-    embeddings: Embeddings, trials: TrialList, norm: CohortNorm | None, center: Embeddings | None
-) -> str:
-    decisive = {
-        "embeddings": _content(embeddings),
-        "trials": [trials.source.sha256, trials.trials_sha256()],
-        "cohort": None if norm is None else [_content(norm.cohort), norm.top_n],
-        "center": None if center is None else _content(center),
-    }
-    return hashlib.sha256(json.dumps(decisive).encode()).hexdigest()
-
-
 def _content(embeddings: Embeddings) -> str:
     """Hash of what was read: that of a script file says nothing about its archives."""
     digest = hashlib.sha256(json.dumps([str(embeddings.matrix.dtype), embeddings.keys]).encode())
@@ -270,45 +228,30 @@ def _content(embeddings: Embeddings) -> str:
     return digest.hexdigest()
 
 
-def score_header(trials: TrialList) -> str:
-    """The first line of a score table."""
-    return SCORES_MARK + ("\n" if trials.is_genuine is None else "\tlabel\n")
-
-
-def score_lines(trials: TrialList, cells: Sequence[str], scores: Floats, rows: slice) -> str:
-    """Some lines of a score table.
-
-    Args:
-        trials: All trials.
-        cells: Of ``name_cells``.
-        scores: Of the wanted rows.
-        rows: Which trials.
-    """
-    keys = trials.keys
+def _table(trials: TrialList, cells: Sequence[str], scores: Floats, rows: slice) -> str:
+    """Some lines of a score table, with its header before the first."""
+    keys, header = trials.keys, SCORES_MARK
     columns = [
         [cells[code] for code in keys.enrol[rows].tolist()],
         [cells[code] for code in keys.test[rows].tolist()],
         list(map(repr, scores.tolist())),
     ]
     if trials.is_genuine is not None:
+        header += "\tlabel"
         columns.append(["1" if label else "0" for label in trials.is_genuine[rows].tolist()])
-    return "\n".join([*map("\t".join, zip(*columns, strict=True)), ""])
+    lines = map("\t".join, zip(*columns, strict=True))
+    return "\n".join([*([header] if rows.start == 0 else []), *lines, ""])
 
 
 def write_scores(
     path: str | Path, trials: TrialList, scores: Floats, *, guard: Guard | None = None
 ) -> None:
     """Write a table with the columns enrol, test, score and label, in full precision."""
+    cells = _name_cells(trials.keys.names)
     with replacing(Path(path)) as temporary:
-        _write_table(temporary, trials, scores)
+        with temporary.open("w", encoding="utf-8", newline="\n") as file:
+            for start in range(0, len(scores), _ROWS_AT_ONCE):
+                rows = slice(start, start + _ROWS_AT_ONCE)
+                file.write(_table(trials, cells, scores[rows], rows))
         if guard is not None:
             guard.check_content(Path(path), sha256_of(temporary))
-
-
-def _write_table(path: Path, trials: TrialList, scores: Floats) -> None:
-    cells = name_cells(trials.keys.names)
-    with path.open("w", encoding="utf-8", newline="\n") as file:
-        file.write(score_header(trials))
-        for start in range(0, len(scores), _ROWS_AT_ONCE):
-            rows = slice(start, start + _ROWS_AT_ONCE)
-            file.write(score_lines(trials, cells, scores[rows], rows))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
@@ -18,9 +18,9 @@ from qmargin.evaluation.columns import (
     Codes,
     Columns,
     KeyTable,
-    Layout,
+    Where,
     find_layout,
-    line_of_row,
+    first_row,
     read_columns,
 )
 from qmargin.evaluation.result import Source
@@ -29,13 +29,13 @@ from qmargin.files import Progress, unescape_formula
 if TYPE_CHECKING:
     from qmargin.evaluation.scores import ScoreSet
 
+Bools = NDArray[np.bool_]
 Pairs = NDArray[np.int64]
-Where = Callable[[int], str]
 
 
 @dataclass(frozen=True)
 class TrialKeys:
-    """Enrol and test names of trials; ``names`` are distinct, sorted, and all in use.
+    """Names on both sides of trials; ``names`` are distinct, sorted, and all in use.
 
     Examples:
         >>> keys = TrialKeys.from_names(["ann", "bob"], ["bob", "cat"])
@@ -52,20 +52,15 @@ class TrialKeys:
         """Keys of trials given name by name."""
         table = KeyTable()
         codes = [table.codes([name.encode("utf-8") for name in column]) for column in (enrol, test)]
-        names = [name.decode("utf-8") for name in table.names]
-        return cls.from_codes(names, codes[0], codes[1])
+        return cls.from_codes([name.decode("utf-8") for name in table], codes[0], codes[1])
 
     @classmethod
     def from_codes(cls, names: Sequence[str], enrol: Codes, test: Codes) -> TrialKeys:
-        """Keys of trials given as positions in ``names``, which may be unsorted and partly unused.
-
-        Names have to be distinct.
-        """
+        """Keys of trials given as positions in distinct names, unsorted and perhaps unused."""
         is_used = np.zeros(len(names), dtype=bool)
         is_used[enrol] = True
         is_used[test] = True
-        used = np.flatnonzero(is_used)
-        order = sorted(used.tolist(), key=names.__getitem__)
+        order = sorted(np.flatnonzero(is_used).tolist(), key=names.__getitem__)
         rank = np.zeros(len(names), dtype=np.int32)
         rank[order] = np.arange(len(order), dtype=np.int32)
         return cls(tuple(names[index] for index in order), rank[enrol], rank[test])
@@ -86,27 +81,22 @@ class TrialKeys:
         """Names of one trial."""
         return self.names[self.enrol[row]], self.names[self.test[row]]
 
-    def take(self, rows: NDArray[np.int64]) -> TrialKeys:
-        """The same names, other trials."""
+    def take(self, rows: Pairs) -> TrialKeys:
+        """Keys of some of the trials."""
         return TrialKeys.from_codes(self.names, self.enrol[rows], self.test[rows])
 
 
 class PairCounts(NamedTuple):
-    """Trials that are allowed and tell less than others.
+    """Trials that are allowed and say less than others."""
 
-    Attributes:
-        num_mirrored: Pairs that occur in both orders, as ``a b`` and ``b a``.
-        num_self: Trials of a sample with itself.
-    """
-
-    num_mirrored: int
-    num_self: int
+    num_mirrored: int  # pairs that occur in both orders
+    num_self: int  # trials of a sample with itself
 
 
 NO_COUNTS = PairCounts(0, 0)
 
 
-def repeated_rows(pairs: Pairs) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def repeated_rows(pairs: Pairs) -> tuple[Pairs, Pairs]:
     """Rows ``(earlier, later)`` of pairs that occur more than once, one entry per repetition.
 
     Examples:
@@ -125,21 +115,7 @@ def repeated_rows(pairs: Pairs) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     return rows[:-1][is_same], rows[1:][is_same]
 
 
-def first_duplicate(pairs: Pairs) -> tuple[int, int] | None:
-    """Rows ``(first, again)`` of the earliest repetition of a pair, or None.
-
-    Examples:
-        >>> first_duplicate(np.array([5, 7, 9, 7, 5]))
-        (1, 3)
-    """
-    earlier, later = repeated_rows(pairs)
-    if not len(later):
-        return None
-    place = int(np.argmin(later))
-    return int(earlier[place]), int(later[place])
-
-
-def trials_sha256(keys: TrialKeys, is_genuine: NDArray[np.bool_]) -> str:
+def trials_sha256(keys: TrialKeys, is_genuine: Bools) -> str:
     """A fingerprint of the set of trials and labels, whatever their order."""
     order = np.argsort(keys.pairs(), kind="stable")
     digest = hashlib.sha256()
@@ -153,7 +129,7 @@ def trials_sha256(keys: TrialKeys, is_genuine: NDArray[np.bool_]) -> str:
     return digest.hexdigest()
 
 
-def match_rows(wanted: TrialKeys, given: TrialKeys) -> NDArray[np.int64]:
+def match_rows(wanted: TrialKeys, given: TrialKeys) -> Pairs:
     """For every wanted trial its row among the given ones, or -1.
 
     Examples:
@@ -173,31 +149,13 @@ def match_rows(wanted: TrialKeys, given: TrialKeys) -> NDArray[np.int64]:
 
 
 @dataclass(frozen=True)
-class SubjectColumns:
-    """Who is on each side of the trials, as columns of the file say."""
-
-    names: tuple[str, ...]
-    enrol: Codes  # [n]
-    test: Codes  # [n]
-
-
-@dataclass(frozen=True)
 class TrialList:
-    """Trials to score.
-
-    Attributes:
-        keys: Enrol and test names.
-        is_genuine: ``[n]``, None when the list has no labels.
-        subjects: None when the list does not name them.
-        source: The file.
-        where: Row to "file, line n", for messages.
-        pair_counts: Mirrored pairs and samples compared with themselves.
-    """
+    """Trials to score."""
 
     keys: TrialKeys
-    is_genuine: NDArray[np.bool_] | None
+    is_genuine: Bools | None  # [n], None when the list has no labels
     source: Source
-    subjects: SubjectColumns | None = None
+    subjects: TrialKeys | None = None  # None when the list does not name them
     where: Where = field(default=str, repr=False, compare=False)
     pair_counts: PairCounts = NO_COUNTS
 
@@ -215,8 +173,8 @@ def read_trials(
     """Read a trial list.
 
     The columns are ``enrol test label`` (Kaldi: ``target`` or ``nontarget``), ``label enrol test``
-    (VoxCeleb: 1 or 0), ``enrol test``, or what a header names. The order is found out; a list that
-    can be read in two ways is refused.
+    (VoxCeleb: 1 or 0), ``enrol test``, or those that a header names. The order is detected; a list
+    that can be read in two ways is refused.
 
     Args:
         path: A text file, columns separated by white space, tabs or commas.
@@ -229,122 +187,93 @@ def read_trials(
     """
     layout = find_layout(path, TRIAL_LAYOUTS, required=("enrol", "test"), format=format)
     columns = read_columns(path, layout, progress)
-
-    def where(row: int) -> str:
-        return f"{path}, line {line_of_row(path, layout, row)}"
-
-    keys, counts = checked_keys(columns, where)
+    keys, counts = checked_keys(columns)
     source = Source(str(path), columns.sha256, "trials")
-    subjects = subject_columns(columns, layout, where)
-    return TrialList(keys, columns.arrays.get("label"), source, subjects, where, counts)
+    subjects = subject_columns(columns)
+    return TrialList(keys, columns.arrays.get("label"), source, subjects, columns.where, counts)
 
 
-def checked_keys(
-    columns: Columns, where: Where, *, is_table: bool = False
-) -> tuple[TrialKeys, PairCounts]:
-    """Keys of a file's trials, every pair once, and what is odd about them.
-
-    Args:
-        columns: What was read.
-        where: Row to "file, line n".
-        is_table: Names may have a quote before them that ``escape_formula`` wrote.
-    """
+def checked_keys(columns: Columns, *, is_table: bool = False) -> tuple[TrialKeys, PairCounts]:
+    """Keys of a file's trials, every pair once; a score table may have escaped formulas."""
     enrol, test = columns.arrays["enrol"], columns.arrays["test"]
-    names = decoded(columns.keys.names, (enrol, test), where)
+    names = _decoded(columns.keys, enrol, test, columns.where)
     if is_table:
-        names = _unescaped(names, where)
+        plain = list(map(unescape_formula, names))
+        if len(set(plain)) < len(plain):
+            known = set(names)
+            pairs = zip(names, plain, strict=True)
+            twice = next(pair for pair in pairs if pair[0] != pair[1] and pair[1] in known)
+            raise DataError(
+                f"{columns.where(0)}: the file names both {twice[0]!r} and {twice[1]!r}, which are "
+                "one name in a score table: rename one"
+            )
+        names = plain
     keys = TrialKeys.from_codes(names, enrol, test)
-    return keys, check_pairs(keys, columns.arrays.get("label"), where)
+    return keys, check_pairs(keys, columns.arrays.get("label"), columns.where)
 
 
-def _unescaped(names: list[str], where: Where) -> list[str]:
-    """Names without the quotes that keep spreadsheets from running them."""
-    found = list(map(unescape_formula, names))
-    if found == names or len(set(found)) == len(found):
-        return found
-    again = next(
-        name
-        for name in names
-        if name != unescape_formula(name) and unescape_formula(name) in set(names)
-    )
-    raise DataError(
-        f"{where(0)}: the file names both {again!r} and {unescape_formula(again)!r}, which are one "
-        "name in a score table: rename one"
-    )
-
-
-def check_pairs(keys: TrialKeys, is_genuine: NDArray[np.bool_] | None, where: Where) -> PairCounts:
-    """Count pairs that occur in both orders, and samples that are compared with themselves.
-
-    Raises:
-        DataError: A pair occurs twice in one order, or has both labels; the message names the line.
-    """
+def check_pairs(keys: TrialKeys, is_genuine: Bools | None, where: Where) -> PairCounts:
+    """Count mirrored pairs and self-comparisons; refuse duplicates and pairs with both labels."""
     earlier, later = repeated_rows(keys.unordered_pairs())
     num_self = int(np.count_nonzero(keys.enrol == keys.test))
     if not len(later):
         return PairCounts(0, num_self)
     rows = np.union1d(earlier, later)
-    duplicate = first_duplicate(keys.pairs()[rows])
-    if duplicate is not None:
-        first, again = (int(rows[place]) for place in duplicate)
+    firsts, agains = repeated_rows(keys.pairs()[rows])
+    if len(agains):
+        place = int(np.argmin(agains))
+        first, again = int(rows[firsts[place]]), int(rows[agains[place]])
         enrol, test = keys.trial(again)
         raise DataError(
             f"{where(again)}: the trial {enrol!r} {test!r} is also in {where(first)}: "
             "every pair may occur once"
         )
-    if is_genuine is not None and (is_genuine[earlier] != is_genuine[later]).any():
-        place = int(np.argmax(is_genuine[earlier] != is_genuine[later]))
-        first, again = sorted((int(earlier[place]), int(later[place])))
-        enrol, test = keys.trial(again)
-        labels = ["genuine" if is_genuine[row] else "impostor" for row in (again, first)]
-        raise DataError(
-            f"{where(again)}: the trial {enrol!r} {test!r} is {labels[0]}, but {where(first)} has "
-            f"the same pair as {labels[1]}: correct one of the labels"
-        )
+    if is_genuine is not None:
+        place_of = first_row(is_genuine[earlier] != is_genuine[later])
+        if place_of is not None:
+            first, again = sorted((int(earlier[place_of]), int(later[place_of])))
+            enrol, test = keys.trial(again)
+            labels = [_label(is_genuine, row) for row in (again, first)]
+            raise DataError(
+                f"{where(again)}: the trial {enrol!r} {test!r} is {labels[0]}, but {where(first)} "
+                f"has the same pair as {labels[1]}: correct one of the labels"
+            )
     return PairCounts(len(later), num_self)
 
 
-def decoded(names: list[bytes], columns: tuple[Codes, ...], where: Where) -> list[str]:
-    """Names as text; the first one that is not UTF-8 is an error that names its line."""
+def _label(is_genuine: Bools, row: int) -> str:
+    return "genuine" if is_genuine[row] else "impostor"
+
+
+def _decoded(names: Sequence[bytes], enrol: Codes, test: Codes, where: Where) -> list[str]:
     try:
         return [name.decode("utf-8") for name in names]
     except UnicodeDecodeError as error:
         bad = names.index(error.object)
-        rows = [int(np.argmax(codes == bad)) for codes in columns if (codes == bad).any()]
+        row = int(np.argmax((enrol == bad) | (test == bad)))
         raise DataError(
-            f"{where(min(rows))}: the name {error.object!r} is not UTF-8: convert the file"
+            f"{where(row)}: the name {error.object!r} is not UTF-8: convert the file"
         ) from error
 
 
-def subject_columns(columns: Columns, layout: Layout, where: Where) -> SubjectColumns | None:
+def subject_columns(columns: Columns) -> TrialKeys | None:
     """Subjects of both sides, or None when the file has no such columns."""
-    given = [name for name in ("enrol_subject", "test_subject") if name in layout.columns]
+    given = [name for name in ("enrol_subject", "test_subject") if name in columns.arrays]
     if not given:
         return None
     if len(given) == 1:
-        raise DataError(f"{where(0)}: the file has the column {given[0]} only: give both subjects")
+        raise DataError(f"{columns.where(0)}: the file has the column {given[0]} only: give both")
     enrol, test = (columns.arrays[name] for name in given)
-    names = decoded(columns.subjects.names, (enrol, test), where)
-    return SubjectColumns(tuple(names), enrol, test)
+    names = _decoded(columns.subjects, enrol, test, columns.where)
+    return TrialKeys.from_codes(names, enrol, test)
 
 
 @dataclass(frozen=True)
-class Subjects:
-    """Subjects of both sides of every trial.
+class Subjects(TrialKeys):
+    """Subjects on both sides of every trial, and where they come from."""
 
-    Attributes:
-        names: Distinct and sorted.
-        enrol: Positions in ``names``, ``[n]``.
-        test: Positions in ``names``, ``[n]``.
-        are_files: Whether nothing is known but the names of the files.
-        note: Where the subjects come from.
-    """
-
-    names: tuple[str, ...]
-    enrol: Codes
-    test: Codes
-    are_files: bool
-    note: str
+    note: str = ""
+    are_files: bool = False  # nothing is known but the names of the files
 
 
 def find_subjects(
@@ -357,28 +286,39 @@ def find_subjects(
         how: ``"auto"``: columns of the file, or else the first folder in which names such as
             ``wav/id10270/video/1.wav`` differ if that agrees with every label, or else the files
             themselves; ``"path"``: these folders; ``"none"``: the files themselves.
-        mapping: Subject of every name; goes before ``how``.
+        mapping: Subject of every name; overrides ``how``.
 
     Raises:
         DataError: Subjects contradict a label, or a name has none; the message names the line.
     """
+    keys, given = score_set.keys, score_set.subjects
     if mapping is not None:
-        return _checked(_mapped(score_set, mapping), score_set)
-    if how == "auto" and score_set.subjects is not None:
-        given = score_set.subjects
+        found = _mapped(score_set, mapping)
+    elif how == "auto" and given is not None:
         note = "subjects are columns of the file"
-        return _checked(_renumbered(given.names, given.enrol, given.test, note), score_set)
-    if score_set.keys is None:
+        found = Subjects(given.names, given.enrol, given.test, note)
+    elif keys is None:
         return None
-    if how != "none":
-        guess = _from_paths(score_set.keys)
-        if how == "path":
-            return _checked(_refuse_none(guess, score_set.keys), score_set)
-        if guess is not None and _first_contradiction(guess, score_set.is_genuine) is None:
-            return guess
-    keys = score_set.keys
-    note = "subjects are not known: files are drawn instead, so intervals are too narrow"
-    return _checked(Subjects(keys.names, keys.enrol, keys.test, True, note), score_set)
+    else:
+        folders = folder_subjects(keys.names) if how != "none" else [""]
+        if how == "path" and "" in folders:
+            name = min(keys.names, key=lambda name: name.count("/"))
+            raise DataError(
+                f"the name {name!r} has no folder of its own that could be its subject: give a file"
+            )
+        if "" not in folders:
+            found = _of_names(keys, folders, "subjects are folders in the names")
+        if "" in folders or (how == "auto" and _contradiction(found, score_set) is not None):
+            note = "subjects are not known: files are drawn instead, so intervals are too narrow"
+            found = Subjects(keys.names, keys.enrol, keys.test, note, are_files=True)
+    row = _contradiction(found, score_set)
+    if row is not None:
+        enrol, test = found.trial(row)
+        raise DataError(
+            f"{score_set.where(row)}: the trial is {_label(score_set.is_genuine, row)}, but its "
+            f"subjects are {enrol!r} and {test!r}: correct the label or the subjects"
+        )
+    return found
 
 
 def folder_subjects(names: Sequence[str]) -> list[str]:
@@ -394,34 +334,11 @@ def folder_subjects(names: Sequence[str]) -> list[str]:
     return ["".join(folder[shared : shared + 1]) for folder in folders]
 
 
-def _from_paths(keys: TrialKeys) -> Subjects | None:
-    """Subjects by the first folder in which the names differ; None when a name has none."""
-    subjects = folder_subjects(keys.names)
-    return (
-        None if "" in subjects else _of_names(keys, subjects, "subjects are folders in the names")
-    )
-
-
-def _refuse_none(guess: Subjects | None, keys: TrialKeys) -> Subjects:
-    if guess is None:
-        name = min(keys.names, key=lambda name: name.count("/"))
-        raise DataError(
-            f"the name {name!r} has no folder of its own that could be its subject: give a file"
-        )
-    return guess
-
-
 def _of_names(keys: TrialKeys, subjects: Sequence[str], note: str) -> Subjects:
     """Subjects from the subject of every name."""
-    distinct = sorted(set(subjects))
-    position = {subject: place for place, subject in enumerate(distinct)}
-    codes = np.array([position[subject] for subject in subjects], dtype=np.int32)
-    return Subjects(tuple(distinct), codes[keys.enrol], codes[keys.test], False, note)
-
-
-def _renumbered(names: Sequence[str], enrol: Codes, test: Codes, note: str) -> Subjects:
-    keys = TrialKeys.from_codes(names, enrol, test)
-    return Subjects(keys.names, keys.enrol, keys.test, False, note)
+    distinct, places = np.unique(np.array(subjects, dtype=object), return_inverse=True)
+    codes = places.astype(np.int32)
+    return Subjects(tuple(distinct), codes[keys.enrol], codes[keys.test], note)
 
 
 def _mapped(score_set: ScoreSet, mapping: dict[str, str]) -> Subjects:
@@ -439,21 +356,9 @@ def _mapped(score_set: ScoreSet, mapping: dict[str, str]) -> Subjects:
     return _of_names(keys, subjects, "subjects are those of the given file")
 
 
-def _first_contradiction(subjects: Subjects, is_genuine: NDArray[np.bool_]) -> int | None:
+def _contradiction(subjects: Subjects, score_set: ScoreSet) -> int | None:
     """The first genuine trial of two subjects, or impostor trial of one."""
-    is_wrong = (subjects.enrol == subjects.test) != is_genuine
+    is_wrong = (subjects.enrol == subjects.test) != score_set.is_genuine
     if subjects.are_files:  # two files of one subject are what a genuine trial is made of
-        is_wrong &= ~is_genuine
-    return int(np.argmax(is_wrong)) if is_wrong.any() else None
-
-
-def _checked(subjects: Subjects, score_set: ScoreSet) -> Subjects:
-    row = _first_contradiction(subjects, score_set.is_genuine)
-    if row is not None:
-        label = "genuine" if score_set.is_genuine[row] else "impostor"
-        sides = [subjects.names[side[row]] for side in (subjects.enrol, subjects.test)]
-        raise DataError(
-            f"{score_set.where(row)}: the trial is {label}, but its subjects are {sides[0]!r} and "
-            f"{sides[1]!r}: correct the label or the subjects"
-        )
-    return subjects
+        is_wrong &= ~score_set.is_genuine
+    return first_row(is_wrong)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from reprlib import repr as short
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, cast
 
 from qmargin.errors import ConfigError
 from qmargin.experiments.space import (
@@ -25,11 +24,21 @@ from qmargin.experiments.space import (
 from qmargin.experiments.worlds import Drawn, Made, Stored, World
 from qmargin.recipes import get_recipe, list_recipes
 from qmargin.registry import divergences, margins
-from qmargin.schema import check_known, load_yaml, read_text, suggest
+from qmargin.schema import (
+    check_fields,
+    check_known,
+    decode_settings,
+    load_yaml,
+    read_text,
+    short,
+    suggest,
+)
 from qmargin.training.loss_part import PRESETS
 from qmargin.training.recipe import Recipe
 from qmargin.training.recipe_files import apply_settings, read_recipe
 
+Kind = TypeVar("Kind")
+Method = Literal["grid", "random", "optuna"]
 SEARCH_SEED = 1000  # the first of a search; runs that are tested have others
 SHORT_KEYS = {"alpha": "loss.alpha", "scale": "loss.scale", "margin": "loss.margin"}
 LOSSES = {  # arms by these names start from a loss
@@ -46,7 +55,7 @@ TITLES = {
     "sampled": "ArcFace, 10 % of classes",
 }
 _PARTS = ("margin", "loss.margin", "loss.divergence")
-METHODS = ("grid", "random", "optuna")
+_SECTIONS = ("name", "title", "recipe", "set", "data", "arms", "seeds", "protocol", "search")
 
 
 @dataclass(frozen=True)
@@ -55,8 +64,8 @@ class Arm:
 
     Args:
         title: Display name.
-        settings: That all its runs have, such as ``("loss.preset=cosface",)``.
-        axes: Lists and ranges of values that are searched.
+        settings: Of all its runs, such as ``("loss.preset=cosface",)``.
+        axes: Lists and ranges of values to search.
         points: Combinations to try instead of all combinations of ``axes``.
         like: Arm whose chosen settings this one takes.
     """
@@ -84,17 +93,17 @@ class Search:
 
     Args:
         method: ``"grid"`` for every combination, ``"random"``, or ``"optuna"`` (TPE).
-        measure: That is optimised: ``"eer"``, or a TAR such as ``"tar@0.001"``. None for the
+        measure: What is optimised: ``"eer"``, or a TAR such as ``"tar@0.001"``. None for the
             strictest TAR that the validation pairs measure well.
         seeds: Of the runs of each combination; their mean counts.
         num_points: Combinations that a random or Optuna search tries for each arm.
         settings: Of the recipe during the search, such as ``("run.epochs=2",)``.
-        finalists: Combinations of each arm that are trained by the recipe as it is before one is
+        finalists: Combinations of each arm that are trained by the full recipe before one is
             chosen; 0 to choose at once.
         prune: Stop runs that are behind, by Optuna's median rule.
     """
 
-    method: Literal["grid", "random", "optuna"] = "grid"
+    method: Method = "grid"
     measure: str | None = None
     seeds: tuple[int, ...] = (SEARCH_SEED,)
     num_points: int = 40
@@ -103,14 +112,13 @@ class Search:
     prune: bool = False
 
     def __post_init__(self) -> None:
-        check_known(self.method, METHODS, "search.method")
-        if self.num_points < 1:
-            raise ConfigError(f"search.num_points is {self.num_points}; it must be at least 1")
-        if self.finalists < 0:
-            raise ConfigError(f"search.finalists is {self.finalists}; it must be at least 0")
-        _check_seeds(self.seeds, "search.seeds")
+        check_fields(self)
+        for name, least in (("num_points", 1), ("finalists", 0)):
+            if (value := getattr(self, name)) < least:
+                raise ConfigError(f"{name} is {value}; it must be at least {least}")
+        _check_seeds(self.seeds)
         if not self.seeds:
-            raise ConfigError("search.seeds is empty; give at least 1 seed")
+            raise ConfigError("seeds is empty; give at least 1 seed")
 
 
 @dataclass(frozen=True)
@@ -134,12 +142,12 @@ class TestProtocol:
     num_replicates: int = 1000
 
     def __post_init__(self) -> None:
-        check_known(self.kind, ("all-pairs", "trials"), "protocol.kind")
+        check_fields(self)
         for far in self.fars or ():
             if not 0.0 < far < 1.0:
-                raise ConfigError(f"protocol.far has {far:g}; give rates between 0 and 1")
+                raise ConfigError(f"far has {far:g}; give rates between 0 and 1")
         if not 1 <= self.views <= 4:
-            raise ConfigError(f"protocol.views is {self.views}; there are 1 to 4 quarter turns")
+            raise ConfigError(f"views is {self.views}; there are 1 to 4 quarter turns")
 
 
 @dataclass(frozen=True)
@@ -171,12 +179,15 @@ class Experiment:
     def __post_init__(self) -> None:
         if not self.arms:
             raise ConfigError("arms is empty; name at least one loss to train")
-        _check_seeds(self.seeds, "seeds")
-        for name, arm in self.arms.items():
-            _check_name(name)
+        _check_seeds(self.seeds)
+        for name in self.arms:
+            if not name or name[0] in "-." or name != _file_name(name):
+                raise ConfigError(
+                    f"an arm is named {name!r}; use letters, digits, '_', '-', '+' and '.', as in "
+                    "a file name"
+                )
             try:
-                self._check_arm(arm)
-                _check_part(name, self.arm_recipe(name), arm)
+                self._check_arm(name)
             except ConfigError as error:
                 raise ConfigError(f"arms.{name}: {error}") from error
 
@@ -195,36 +206,51 @@ class Experiment:
         return replace(made, name=f"{self.name}-{name}")
 
     def run_recipe(self, name: str, point: Point, *, seed: int, is_search: bool) -> Recipe:
-        """The recipe of a run, as the data adapt it; of a search's first round, see ``Search``."""
+        """The recipe of a run, as the data adapt it."""
         made = with_point(self.arm_recipe(name), point, seed=seed)
         return self.world.adapt(made, is_search=is_search)
 
     def with_arms(self, names: Sequence[str]) -> Experiment:
-        """The experiment with some of its arms.
-
-        Raises:
-            ConfigError: An arm is unknown, given twice, or lacks the one whose settings it takes.
-        """
+        """The experiment with some of its arms."""
         for name in names:
             check_known(name, self.arms, "an arm")
         if not names or len(set(names)) < len(names):
             raise ConfigError(f"arms are {', '.join(names) or 'none'}; name each one once")
         return replace(self, arms={name: self.arms[name] for name in names})
 
-    def _check_arm(self, arm: Arm) -> None:
-        recipe = apply_settings(self.recipe, arm.settings)
+    def _check_arm(self, name: str) -> None:
+        arm, recipe = self.arms[name], self.arm_recipe(name)
         if arm.like is not None:
             if arm.like not in self.arms:
                 raise ConfigError(f"it takes the settings that {arm.like} chose; add {arm.like}")
             if arm.axes or arm.points or self.arms[arm.like].like is not None:
                 raise ConfigError(f"it takes the settings of {arm.like} and can choose none")
-            return
-        if self.search.method == "grid" or arm.points:
-            if arm.axes:
-                check_axes(recipe, arm.axes)
-            check_points(recipe, arm.candidates)
         else:
             check_axes(recipe, arm.axes)
+            if self.search.method == "grid" or arm.points:
+                check_points(recipe, arm.candidates)
+        # an arm that is named like a margin or divergence must have it
+        searched = {axis.key for axis in arm.axes} | {key for point in arm.points for key in point}
+        kinds = [kind for kind, _ in recipe.loss.margins]
+        for registry, used, key in (
+            (margins, kinds, "loss.margin_kind"),
+            (divergences, [recipe.loss.divergence], "loss.divergence"),
+        ):
+            if name in registry and name not in used and not searched & {key, PRESET}:
+                part = registry.kind
+                raise ConfigError(
+                    f"it has the name of a {part}, and its {part} is {', '.join(used)}; add "
+                    f"loss.{part}: {{{name}: ...}}, or choose another name"
+                )
+
+
+def _check_seeds(seeds: Sequence[int]) -> None:
+    if len(set(seeds)) < len(seeds) or any(seed < 0 for seed in seeds):
+        raise ConfigError(f"seeds are {list(seeds)}; give each seed once, none below 0")
+
+
+def _file_name(name: str) -> str:
+    return "".join(sign if sign.isalnum() or sign in "_-.+" else "_" for sign in name)
 
 
 def sweep_experiment(
@@ -233,7 +259,7 @@ def sweep_experiment(
     *,
     settings: Sequence[str] = (),
     seeds: int = 1,
-    method: str = "grid",
+    method: Method = "grid",
     num_points: int | None = None,
     measure: str | None = None,
     prune: bool = False,
@@ -241,16 +267,8 @@ def sweep_experiment(
 ) -> Experiment:
     """A search over settings of one recipe, on its own data.
 
-    Args:
-        recipe: That every run begins with.
-        axes: Such as ``"loss.scale=8,16"``, see ``parse_axis``.
-        settings: Of every run.
-        seeds: Runs of each combination: the recipe's seed and those after it.
-        method: See ``Search``.
-        num_points: Combinations of a random or Optuna search; a grid visits all.
-        measure: See ``Search``.
-        prune: See ``Search``.
-        validation: Settings of the data that have validation identities; made data needs none.
+    ``axes`` are such as ``"loss.scale=8,16"``, ``settings`` those of every run, and ``validation``
+    settings of the data that have validation identities; for the others see ``Search``.
     """
     found = tuple(parse_axis(text) for text in axes)
     recipe = apply_settings(recipe, settings)
@@ -264,55 +282,39 @@ def sweep_experiment(
             f"--trials is {num_points} and a grid visits every combination; choose another "
             "--search, or leave --trials out"
         )
-    world: World = Made()
-    if recipe.data.is_stored:
-        if not validation:
-            raise ConfigError(
-                f"the {recipe.data.kind} at {recipe.data.path} are for training; name those of "
-                "other identities with --validation PATH"
-            )
-        world = Stored(validation=tuple(validation))
-    elif validation:
-        raise ConfigError(f"{recipe.data.kind} data is made; leave --validation out")
-    search = Search(
-        method=method,  # type: ignore[arg-type]
-        measure=measure,
-        seeds=tuple(range(recipe.seed, recipe.seed + seeds)),
-        num_points=40 if num_points is None else num_points,
-        prune=prune,
-    )
-    arm = Arm(recipe.name, axes=found)
-    name = "".join(sign if sign.isalnum() or sign in "_-.+" else "_" for sign in recipe.name)
-    return Experiment(
-        f"sweep of {recipe.name}", recipe, {name: arm}, world, recipe.name, search=search, seeds=()
-    )
-
-
-def _check_seeds(seeds: Sequence[int], name: str) -> None:
-    if len(set(seeds)) < len(seeds) or any(seed < 0 for seed in seeds):
-        raise ConfigError(f"{name} are {list(seeds)}; give each seed once, none below 0")
-
-
-def _check_name(name: str) -> None:
-    if not name or not all(sign.isalnum() or sign in "_-.+" for sign in name) or name[0] in "-.":
+    is_stored = recipe.data.is_stored
+    if is_stored and not validation:
         raise ConfigError(
-            f"an arm is named {name!r}; use letters, digits, '_', '-', '+' and '.', as in a file "
-            "name"
+            f"the {recipe.data.kind} at {recipe.data.path} are for training; name those of other "
+            "identities with --validation PATH"
         )
+    if validation and not is_stored:
+        raise ConfigError(f"{recipe.data.kind} data is made; leave --validation out")
+    return Experiment(
+        f"sweep of {recipe.name}",
+        recipe,
+        {_file_name(recipe.name): Arm(recipe.name, axes=found)},
+        Stored(validation=tuple(validation)) if is_stored else Made(),
+        recipe.name,
+        search=Search(
+            method,
+            measure,
+            tuple(range(recipe.seed, recipe.seed + seeds)),
+            40 if num_points is None else num_points,
+            prune=prune,
+        ),
+        seeds=(),
+    )
+
+
+# -- YAML -----------------------------------------------------------------------------------------
 
 
 def read_experiment(path: str | Path) -> Experiment:
-    """Read an experiment from a YAML file; its relative paths start from the file's folder.
-
-    Raises:
-        ConfigError: With the key, its value and what is known there.
-    """
+    """Read an experiment from a YAML file; its relative paths start from the file's folder."""
     text = read_text(path)
     try:
-        content = load_yaml(text)
-        if not isinstance(content, Mapping):
-            raise ConfigError(f"the experiment is {short(content)}; give keys and values")
-        return from_mapping(content, Path(path).parent)
+        return from_mapping(_mapping(load_yaml(text), "the experiment"), Path(path).parent)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
 
@@ -329,20 +331,21 @@ def from_mapping(content: Mapping[str, Any], folder: Path = Path()) -> Experimen
         >>> experiment.arms["cosface"].axes
         (Values(key='loss.scale', texts=('8', '16')),)
     """
-    known = ("name", "title", "recipe", "set", "data", "arms", "seeds", "protocol", "search")
     for key in content:
-        check_known(str(key), known, "a key of the experiment")
+        check_known(str(key), _SECTIONS, "a key of the experiment")
     for key in ("recipe", "arms"):
         if key not in content:
             raise ConfigError(f"{key} is missing; an experiment needs recipe and arms")
     name = str(content.get("name", "experiment"))
-    settings = [f"{key}={value_text(value)}" for key, value in _flat(content.get("set", {}), "set")]
-    world = _world(content.get("data"), folder)
+    world = _world(content.get("data", {}), folder)
+    arms = _mapping(content["arms"], "arms")
     return Experiment(
         name=name,
         title=str(content.get("title", name)),
-        recipe=apply_settings(find_recipe(str(content["recipe"]), folder), settings),
-        arms=_arms(content["arms"]),
+        recipe=apply_settings(
+            find_recipe(str(content["recipe"]), folder), _settings(content.get("set", {}), "set")
+        ),
+        arms={str(arm): make_arm(str(arm), values or {}) for arm, values in arms.items()},
         world=world,
         protocol=_protocol(content.get("protocol", {}), world),
         search=_search(content.get("search", {})),
@@ -351,12 +354,7 @@ def from_mapping(content: Mapping[str, Any], folder: Path = Path()) -> Experimen
 
 
 def find_recipe(name: str, folder: Path = Path()) -> Recipe:
-    """A recipe by its name, by the first part of it, or from a YAML file.
-
-    Examples:
-        >>> find_recipe("faces_r18").name
-        'faces_r18_arcface'
-    """
+    """A recipe by its name, by the first part of it, such as ``faces_r18``, or from a YAML file."""
     if name.endswith((".yaml", ".yml")):
         return read_recipe(folder / name)
     known = list_recipes()
@@ -364,11 +362,15 @@ def find_recipe(name: str, folder: Path = Path()) -> Recipe:
     return get_recipe(family[0] if name not in known and family else name)
 
 
-def _flat(values: Any, where: str, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys and values of nested mappings."""
+def _mapping(values: Any, where: str) -> Mapping[Any, Any]:
     if not isinstance(values, Mapping):
         raise ConfigError(f"{where} is {short(values)}; give keys and values")
-    for key, value in values.items():
+    return values
+
+
+def _flat(values: Any, where: str, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys and values of nested mappings."""
+    for key, value in _mapping(values, where).items():
         is_part = f"{prefix}{key}" in _PARTS  # {prior: 0.2} is one value
         if isinstance(value, Mapping) and value and not is_part:
             yield from _flat(value, f"{where}.{key}", f"{prefix}{key}.")
@@ -376,26 +378,8 @@ def _flat(values: Any, where: str, prefix: str = "") -> Iterator[tuple[str, Any]
             yield f"{prefix}{key}", value
 
 
-def _arms(content: Any) -> dict[str, Arm]:
-    if not isinstance(content, Mapping):
-        raise ConfigError(f"arms is {short(content)}; give names, each with its settings")
-    return {str(name): make_arm(str(name), values or {}) for name, values in content.items()}
-
-
-def _check_part(name: str, recipe: Recipe, arm: Arm) -> None:
-    """Refuse an arm that is named like a margin or divergence and has another one."""
-    searched = {axis.key for axis in arm.axes} | {key for point in arm.points for key in point}
-    kinds = [kind for kind, _ in recipe.loss.margins]
-    for registry, used, key in (
-        (margins, kinds, "loss.margin_kind"),
-        (divergences, [recipe.loss.divergence], "loss.divergence"),
-    ):
-        if name in registry and name not in used and not searched & {key, PRESET}:
-            part = registry.kind
-            raise ConfigError(
-                f"it has the name of a {part}, and its {part} is {', '.join(used)}; add "
-                f"loss.{part}: {{{name}: ...}}, or choose another name"
-            )
+def _settings(values: Any, where: str) -> list[str]:
+    return [f"{key}={value_text(value)}" for key, value in _flat(values, where)]
 
 
 def make_arm(name: str, values: Mapping[str, Any]) -> Arm:
@@ -410,24 +394,22 @@ def make_arm(name: str, values: Mapping[str, Any]) -> Arm:
         (('loss.preset=q_margin', 'loss.alpha=1.25'), (Range(key='loss.scale', low=8.0, high=64.0, \
 is_log=True),))
     """
-    if not isinstance(values, Mapping):
-        raise ConfigError(f"arms.{name} is {short(values)}; give settings, as in {{scale: 16}}")
-    rest = {str(key): value for key, value in values.items()}
+    where = f"arms.{name}"
+    rest = {str(key): value for key, value in _mapping(values, where).items()}
     title, like = str(rest.pop("title", TITLES.get(name, name))), rest.pop("like", None)
     known = (*SHORT_KEYS, *DECIDES, "title", "like", *(one.name for one in fields(Recipe)))
     for key in rest:
         if key.partition(".")[0] not in known:
-            raise ConfigError(f"arms.{name}: {key} is unknown, {suggest(key, known)}")
-    given = [(SHORT_KEYS.get(key, key), value) for key, value in _flat(rest, f"arms.{name}")]
-    fixed = [(key, value) for key, value in given if not is_searched(value)]
+            raise ConfigError(f"{where}: {key} is unknown, {suggest(key, known)}")
+    given = [(SHORT_KEYS.get(key, key), value) for key, value in _flat(rest, where)]
     axes = tuple(make_axis(key, value) for key, value in given if is_searched(value))
-    settings = [f"{key}={value_text(value)}" for key, value in fixed]
-    if name in LOSSES and not any(key == "loss.preset" for key, _ in given):
-        settings.insert(0, f"loss.preset={LOSSES[name]}")
+    settings = [f"{key}={value_text(value)}" for key, value in given if not is_searched(value)]
+    if name in LOSSES and not any(key == PRESET for key, _ in given):
+        settings.insert(0, f"{PRESET}={LOSSES[name]}")
     elif like is None and not _says_loss(rest):
         raise ConfigError(
-            f"arms.{name}: no loss has this name, {suggest(name, LOSSES)}; other arms give whole "
-            "keys, as in loss.preset or loss.scale"
+            f"{where}: no loss has this name, {suggest(name, LOSSES)}; other arms give whole keys, "
+            "as in loss.preset or loss.scale"
         )
     return Arm(title, tuple(settings), axes, like=None if like is None else str(like))
 
@@ -443,93 +425,70 @@ def _says_loss(settings: Mapping[str, Any]) -> bool:
 
 
 def is_searched(value: Any) -> bool:
-    """Whether a value of an arm is a list of values to try, or a range.
-
-    Examples:
-        >>> is_searched([16, 32]), is_searched("8:64"), is_searched(16), is_searched([{"prior": 1}])
-        (True, True, False, False)
-    """
+    """Whether a value of an arm is a list of values to try, or a range."""
     if isinstance(value, list):
         return not any(isinstance(entry, Mapping) for entry in value)
     return isinstance(value, str) and value[:1].isdigit() and ":" in value
 
 
-def _seeds(value: Any, name: str) -> tuple[int, ...]:
+def _seeds(value: Any, name: str, *, first: int = 0) -> tuple[int, ...]:
     if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
-        return tuple(range(value))
+        return tuple(range(first, first + value))
     if isinstance(value, list) and value and all(type(seed) is int for seed in value):
         return tuple(value)
     raise ConfigError(f"{name} is {short(value)}; give how many, at least 1, or a list of seeds")
 
 
-def _section(kind: type, values: Any, where: str, names: Mapping[str, str]) -> dict[str, Any]:
-    """Keyword arguments of a record from a section of a file, whose keys may have other names."""
-    if not isinstance(values, Mapping):
-        raise ConfigError(f"{where} is {short(values)}; give keys and values")
-    known = [names.get(entry.name, entry.name) for entry in fields(kind) if entry.init]
+def _section(
+    kind: type[Kind], values: Mapping[str, Any], where: str, shown: Mapping[str, str]
+) -> Kind:
+    """A record from a section, where some fields are shown under other names."""
+    names = {
+        shown.get(one.name, one.name): one.name for one in fields(cast(Any, kind)) if one.compare
+    }
     for key in values:
-        check_known(str(key), known, f"a key of {where}")
-    back = {shown: name for name, shown in names.items()}
-    return {back.get(str(key), str(key)): value for key, value in values.items()}
+        check_known(key, names, f"a key of {where}")
+    made: Kind = decode_settings(kind, {names[key]: value for key, value in values.items()}, where)
+    return made
 
 
-def _world(values: Any, folder: Path) -> World:
-    if values is None:
-        return Made()
-    if not isinstance(values, Mapping):
-        raise ConfigError(f"data is {short(values)}; give keys and values, as in {{train: DIR}}")
-
-    def placed(value: Any) -> Any:
-        return str(folder / str(value))
-
+def _world(content: Any, folder: Path) -> World:
+    values = {str(key): value for key, value in _mapping(content, "data").items()}
+    for key in ("pictures", "train", "test", "trials"):
+        if key in values:
+            values[key] = str(folder / str(values[key]))
+    if isinstance(values.get("validation"), str):
+        values["validation"] = [f"data.path={folder / values['validation']}"]
     if "pictures" in values:
-        given = _section(Drawn, values, "data", {"path": "pictures"})
-        return Drawn(**{**given, "path": placed(given["path"])})
-    if "train" not in values and "test" not in values:
-        return Made(**_section(Made, values, "data", {}))
-    given = _section(Stored, values, "data", {"train_path": "train", "test_path": "test"})
-    for key in ("train_path", "test_path", "trials"):
-        if key in given:
-            given[key] = placed(given[key])
-    share = given.get("validation")
-    if isinstance(share, str):
-        given["validation"] = (f"data.path={placed(share)}",)
-    elif share is not None and (isinstance(share, bool) or not isinstance(share, float)):
-        raise ConfigError(
-            f"data.validation is {short(share)}; give a share, such as 0.1, or a path"
-        )
-    return Stored(**given)
+        return _section(Drawn, values, "data", {"path": "pictures"})
+    if "train" in values or "test" in values:
+        return _section(Stored, values, "data", {"train_path": "train", "test_path": "test"})
+    return _section(Made, values, "data", {})
 
 
-def _protocol(values: Any, world: World) -> TestProtocol:
-    given = _section(
-        TestProtocol, values, "protocol", {"fars": "far", "num_replicates": "replicates"}
-    )
+def _protocol(content: Any, world: World) -> TestProtocol:
     trials = getattr(world, "trials", None)
-    given.setdefault("kind", "all-pairs" if trials is None else "trials")
-    if (given["kind"] == "trials") != (trials is not None):
+    values = {
+        "kind": "all-pairs" if trials is None else "trials",
+        **{str(key): value for key, value in _mapping(content, "protocol").items()},
+    }
+    if "far" in values and not isinstance(values["far"], list):
+        values["far"] = [values["far"]]
+    shown = {"fars": "far", "num_replicates": "replicates"}
+    made = _section(TestProtocol, values, "protocol", shown)
+    if (made.kind == "trials") != (trials is not None):
         raise ConfigError(
-            f"protocol.kind is {given['kind']!r} and data.trials is {trials}; a list of trials "
-            "needs both"
+            f"protocol.kind is {made.kind!r} and data.trials is {trials}; a list of trials needs "
+            "both"
         )
-    if "fars" in given:
-        fars = given["fars"] if isinstance(given["fars"], list) else [given["fars"]]
-        try:
-            given["fars"] = tuple(sorted(map(float, fars), reverse=True))
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"protocol.far is {short(fars)}; give rates, as in 1e-3") from error
-    return TestProtocol(**given)
+    return made if made.fars is None else replace(made, fars=tuple(sorted(made.fars)[::-1]))
 
 
-def _search(values: Any) -> Search:
-    if isinstance(values, str):
-        values = {"method": values}
-    given = _section(Search, values, "search", {"settings": "set", "num_points": "points"})
-    if "settings" in given:
-        pairs = _flat(given["settings"], "search.set")
-        given["settings"] = tuple(f"{key}={value_text(value)}" for key, value in pairs)
-    if "seeds" in given:
-        seeds = _seeds(given["seeds"], "search.seeds")
-        is_count = isinstance(given["seeds"], int)
-        given["seeds"] = tuple(SEARCH_SEED + seed for seed in seeds) if is_count else seeds
-    return Search(**given)
+def _search(content: Any) -> Search:
+    given = {"method": content} if isinstance(content, str) else _mapping(content, "search")
+    values = {str(key): value for key, value in given.items()}
+    if "set" in values:
+        values["set"] = _settings(values["set"], "search.set")
+    if "seeds" in values:
+        values["seeds"] = _seeds(values["seeds"], "search.seeds", first=SEARCH_SEED)
+    return _section(Search, values, "search", {"settings": "set", "num_points": "points"})

@@ -3,100 +3,48 @@
 from __future__ import annotations
 
 import hashlib
-import io
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import nn
 
-from qmargin.data.drawings import Drawings
 from qmargin.data.faces import normalised
 from qmargin.data.order import sample_seeds
 from qmargin.data.samples import Dataset, reads_many
-from qmargin.data.strokes import StrokeIdentities
 from qmargin.errors import ConfigError, CorruptSample, DataError
-from qmargin.evaluation.all_pairs import evaluate_all_pairs, unit_rows
-from qmargin.evaluation.embed import Recordings, embed_turned, write_embeddings
-from qmargin.evaluation.embeddings import read_embeddings
+from qmargin.evaluation.all_pairs import evaluate_all_pairs
+from qmargin.evaluation.embed import Recordings, embed_turned
 from qmargin.evaluation.evaluate import EvaluationOptions
-from qmargin.evaluation.model import load_model
-from qmargin.evaluation.protocols.all_pairs import PairSamples, evaluate_identities, measure_pairs
-from qmargin.evaluation.protocols.speakers import evaluate_speakers
-from qmargin.evaluation.result import Result, RunInfo, Source, run_info
-from qmargin.evaluation.scoring import nearest_moments
+from qmargin.evaluation.protocols.all_pairs import PairSamples, measure_pairs
+from qmargin.evaluation.result import Result
 from qmargin.evaluation.trials import read_trials
-from qmargin.experiments.experiment import TestProtocol
-from qmargin.experiments.space import effective_margin
-from qmargin.experiments.worlds import Stored, World, names_in, stored_in
-from qmargin.files import write_atomically
-from qmargin.metrics.normalise import Moments
+from qmargin.experiments.worlds import names_in, stored_in
 from qmargin.metrics.operating import sufficiency
 from qmargin.training.build import build_backbone
-from qmargin.training.checkpoint import open_checkpoint, read_backbone, read_prototypes
+from qmargin.training.checkpoint import open_checkpoint, read_backbone
 from qmargin.training.loop import HookState
 from qmargin.training.recipe import Recipe
 
 EER = "eer"
 VALIDATION_FARS = (1e-2, 1e-3, 1e-4, 1e-5, 1e-6)
-TEST_FARS = (1e-2, 1e-3, 1e-4, 1e-5)
-BATCH, TEST_BATCH = 256, 500
-NUM_HARDEST = 12
-ENLARGED = 4  # a pixel of a drawing in the report
-NEAREST = 50  # prototypes of AS-norm: on strokes 10 are too few, and 300 are no better
-MAX_COHORT = 10_000  # prototypes
-BY_PROTOTYPES = "scores normalised by prototypes"
-STOPPED = "stopped early"  # key of the card of a run that was pruned
+BATCH = 256
+Labels = Sequence[int] | NDArray[np.integer]
 
 
-@dataclass(frozen=True)
-class Facts:
-    """What a result is of, for the record.
-
-    Attributes:
-        arm: Name of the arm.
-        title: Its display name.
-        protocol: Name of the protocol.
-        command: What was run.
-        train_seconds: Of the training; None where it was resumed.
-        stopped: Why the run was pruned; empty for a complete one.
-    """
-
-    arm: str
-    title: str
-    protocol: str
-    command: str
-    train_seconds: float | None = None
-    stopped: str = ""
-
-
-# -- measures -------------------------------------------------------------------------------------
-
-
-def num_pairs(labels: Sequence[int] | NDArray[np.integer]) -> tuple[int, int]:
-    """Pairs of one identity, and of two.
-
-    Examples:
-        >>> num_pairs([0, 0, 1])
-        (1, 2)
-    """
+def num_pairs(labels: Labels) -> tuple[int, int]:
+    """Pairs of one identity, and of two."""
     counts = np.bincount(np.asarray(labels, dtype=np.int64))
     genuine = int((counts * (counts - 1)).sum()) // 2
     return genuine, len(labels) * (len(labels) - 1) // 2 - genuine
 
 
 def tar_name(far: float) -> str:
-    """Name of the TAR at a FAR.
-
-    Examples:
-        >>> tar_name(1e-3), far_of("tar@0.001"), far_of("eer")
-        ('tar@0.001', 0.001, None)
-    """
+    """Name of the TAR at a FAR, such as ``tar@0.001``."""
     return f"tar@{far:g}"
 
 
@@ -110,12 +58,7 @@ def far_of(measure: str) -> float | None:
 
 
 def fars_for(num_impostors: int) -> list[float]:
-    """FARs that so many impostor pairs measure well.
-
-    Examples:
-        >>> fars_for(2_000_000)
-        [0.01, 0.001, 0.0001]
-    """
+    """FARs that so many impostor pairs measure well."""
     return [far for far in VALIDATION_FARS if sufficiency(far, num_impostors).status == "ok"]
 
 
@@ -128,15 +71,15 @@ def choose_measure(asked: str | None, num_impostors: int) -> str:
         >>> choose_measure(None, 100)
         'eer'
     """
-    names = [tar_name(far) for far in fars_for(num_impostors)]
+    names = [EER, *map(tar_name, fars_for(num_impostors))]
     if asked is None:
-        return names[-1] if names else EER
+        return names[-1]
     far = far_of(asked)
     name = asked if far is None else tar_name(far)
-    if name not in (EER, *names):
+    if name not in names:
         raise ConfigError(
             f"the measure is {asked!r}; {num_impostors:,} impostor pairs of validation samples "
-            f"allow {', '.join((EER, *names))}"
+            f"allow {', '.join(names)}"
         )
     return name
 
@@ -147,121 +90,67 @@ def measures_of(result: Result) -> dict[str, float]:
     return {EER: result.measures.eer.value, **{k: v for k, v in tars.items() if v is not None}}
 
 
-def check_pairs(labels: Sequence[int] | NDArray[np.integer], fars: Sequence[float]) -> None:
-    """Refuse test data without pairs of a kind, or too few for a FAR.
-
-    Raises:
-        DataError: With the numbers of pairs.
-    """
-    genuine, impostors = num_pairs(labels)
-    if not genuine or not impostors:
-        raise DataError(
-            f"the data to measure have {genuine:,} pairs of one identity and {impostors:,} of two; "
-            "both are needed, give at least 2 identities with 2 samples each"
-        )
-    _check_fars(impostors, fars)
+def check_pairs(labels: Labels, fars: Sequence[float] = ()) -> None:
+    """Refuse data without pairs of a kind, or with too few for a FAR."""
+    _check_counts("the data to measure", *num_pairs(labels), fars)
 
 
 def check_trials(path: Path, fars: Sequence[float]) -> None:
-    """Refuse a list of trials that cannot be used: labels, recordings, or impostors are missing.
-
-    Raises:
-        DataError: With the first recording that is missing, or the numbers of trials.
-    """
+    """Refuse a list of trials that lacks labels, recordings, or trials of a kind."""
     trials = read_trials(path)
     if trials.is_genuine is None:
         raise DataError(f"{path} has no labels; say which trials are genuine")
     genuine = int(np.count_nonzero(trials.is_genuine))
-    impostors = len(trials.keys) - genuine
-    if not genuine or not impostors:
-        raise DataError(
-            f"{path} has {genuine:,} genuine and {impostors:,} impostor trials; both are needed"
-        )
-    _check_fars(impostors, fars)
+    _check_counts(str(path), genuine, len(trials.keys) - genuine, fars)
     Recordings(path.parent, trials.keys.names).check()
 
 
-def _check_fars(impostors: int, fars: Sequence[float]) -> None:
+def _check_counts(where: str, genuine: int, impostors: int, fars: Sequence[float]) -> None:
+    if not genuine or not impostors:
+        raise DataError(
+            f"{where} has {genuine:,} pairs of one identity and {impostors:,} of two; both are "
+            "needed, give at least 2 identities with 2 samples each"
+        )
     for far in fars:
-        found = sufficiency(far, impostors)
-        if not found.allowed:
+        if not sufficiency(far, impostors).allowed:
             raise DataError(
-                f"protocol.far has {far:g} and the test has {impostors:,} impostor pairs, "
-                f"too few for it; ask for a larger FAR, or give more test identities"
+                f"protocol.far has {far:g} and the test has {impostors:,} impostor pairs, too few "
+                "for it; ask for a larger FAR, or give more test identities"
             )
 
 
-# -- validation -----------------------------------------------------------------------------------
+def recordings_in(dataset: Dataset) -> tuple[Path, list[str], list[str]]:
+    """Folder of recordings, their names in it, and the speaker of each.
 
-
-class ValidationHook:
-    """Measures all pairs of validation samples, as a hook of ``train``.
-
-    Args:
-        dataset: Of validation identities.
-        views: Of a picture, see ``embed_turned``.
-        report: Called with the step and the measures; may raise to stop the run.
-
-    Attributes:
-        embedded: Samples of the last call.
+    Raises:
+        DataError: They are not files of their own inside one folder.
     """
-
-    def __init__(
-        self,
-        dataset: Dataset,
-        *,
-        views: int = 1,
-        report: Callable[[int, dict[str, float]], None] | None = None,
-    ) -> None:
-        self.dataset, self.views, self.report = dataset, views, report
-        self.embedded: Embedded | None = None
-
-    def __call__(self, state: HookState) -> dict[str, float]:
-        """Measures by name: ``eer``, ``tar@0.001`` and the like."""
-        device = state.process.device
-        found = embed_dataset(state.backbone, self.dataset, views=self.views, device=device)
-        self.embedded = found
-        check_pairs(found.labels, ())
-        fars = fars_for(num_pairs(found.labels)[1])
-        pairs = evaluate_all_pairs(
-            found.matrix, found.labels, fars, num_hardest=0, device=device.type
+    stored = stored_in(dataset)
+    names, root = names_in(stored), stored.index.folder
+    try:
+        paths = [str(stored.path(row).relative_to(root)) for row in range(len(stored))]
+    except ValueError as error:
+        raise DataError(
+            f"recordings of {root} lie outside it; give a folder with one folder per speaker"
+        ) from error
+    if len(set(paths)) < len(paths):
+        raise DataError(
+            f"{stored.index.root} holds several recordings in a file, and whole recordings are "
+            "tested; give a folder with one folder per speaker"
         )
-        measures = {EER: pairs.eer.eer, **{tar_name(at.far_target): at.tar for at in pairs.tar}}
-        if self.report is not None:
-            self.report(state.step, measures)
-        return measures
+    return root, paths, [names[label] for label in stored.labels.tolist()]
 
-    def result(self, recipe: Recipe, checkpoint: Path | None, facts: Facts) -> Result:
-        """What the last call measured, as a result without intervals."""
-        assert self.embedded is not None  # it was called
-        fars = fars_for(num_pairs(self.embedded.labels)[1])
-        options = EvaluationOptions(
-            name=facts.title,
-            protocol=facts.protocol,
-            fars=tuple(fars) or VALIDATION_FARS[:1],
-            num_replicates=0,
-            num_hardest=0,
-            model_card=_card(recipe, facts),
-            run=describe_run(recipe, checkpoint, facts),
-        )
-        samples = _samples(self.embedded, self.dataset, facts.protocol)
-        return measure_pairs(samples, options, command=facts.command)
+
+# -- embeddings -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
 class Embedded:
-    """Embeddings of a dataset; samples that cannot be read are left out.
+    """Embeddings of the samples of a dataset that can be read."""
 
-    Attributes:
-        matrix: ``[n, views * d]``.
-        labels: ``[n]``.
-        rows: Number of each sample in the dataset, ``[n]``.
-        num_corrupt: Samples that were left out.
-    """
-
-    matrix: NDArray[np.float32]
+    matrix: NDArray[np.float32]  # [n, views * d]
     labels: NDArray[np.int64]
-    rows: NDArray[np.int64]
+    rows: NDArray[np.int64]  # number of each sample in the dataset
     num_corrupt: int
 
 
@@ -274,15 +163,7 @@ def embed_dataset(
     batch: int = BATCH,
     device: torch.device | str = "cpu",
 ) -> Embedded:
-    """Embed all samples of a dataset.
-
-    Args:
-        backbone: In evaluation mode, on the device.
-        dataset: Without augmentation.
-        views: Quarter turns of each picture, see ``embed_turned``.
-        batch: Samples at a time.
-        device: Where to compute.
-    """
+    """Embed all samples of a dataset, with quarter turns as ``embed_turned`` has them."""
     matrices, labels, rows = [], [], []
     for start in range(0, len(dataset), batch):
         indices = np.arange(start, min(start + batch, len(dataset)))
@@ -329,162 +210,9 @@ def load_backbone(recipe: Recipe, checkpoint: Path, *, device: str = "cpu") -> n
     return backbone.eval()
 
 
-# -- test -----------------------------------------------------------------------------------------
-
-
-def evaluate_run(
-    recipe: Recipe,
-    checkpoint: Path,
-    world: World,
-    protocol: TestProtocol,
-    facts: Facts,
-    *,
-    pictures: Path,
-    device: str = "cpu",
-) -> list[Result]:
-    """Measure a trained model on test identities: by cosines, and maybe by normalised scores.
-
-    Args:
-        recipe: Of the run.
-        checkpoint: Its last one.
-        world: Whose test identities are measured.
-        protocol: How.
-        facts: For the record.
-        pictures: Folder that gets the drawings of the hardest pairs.
-        device: Where to compute.
-    """
-    if isinstance(world, Stored) and recipe.data.kind == "audio":
-        return [_recordings_result(recipe, checkpoint, world, protocol, facts, device)]
-    dataset = world.measured(recipe, is_search=False)
-    backbone = load_backbone(recipe, checkpoint, device=device)
-    embedded = embed_dataset(
-        backbone, dataset, views=protocol.views, batch=TEST_BATCH, device=device
-    )
-    prefix = f"seed-{recipe.seed}/" if world.differs(recipe) else ""
-    samples = _samples(embedded, dataset, facts.protocol, prefix)
-    notes: tuple[str, ...] = ()
-    if embedded.num_corrupt:
-        notes = (f"{embedded.num_corrupt} samples cannot be read and are left out",)
-    measure = partial(
-        _pairs_result, samples, recipe, checkpoint, protocol, facts, notes=notes, device=device
-    )
-    results = [measure()]
-    if protocol.normalise:
-        moments = _prototype_moments(embedded.matrix, checkpoint, protocol.views)
-        results.append(measure(moments=moments))
-    if isinstance(dataset, StrokeIdentities | Drawings):
-        for result in results:
-            write_pictures(pictures, dataset, result, prefix=prefix, is_ink=world.is_ink)
-    return results
-
-
-def _pairs_result(
-    samples: PairSamples,
-    recipe: Recipe,
-    checkpoint: Path,
-    protocol: TestProtocol,
-    facts: Facts,
-    *,
-    moments: Moments | None = None,
-    notes: tuple[str, ...] = (),
-    device: str,
-) -> Result:
-    impostors = num_pairs(samples.labels)[1]
-    allowed = tuple(far for far in TEST_FARS if sufficiency(far, impostors).allowed > 0)
-    fars = protocol.fars or allowed or TEST_FARS
-    name = facts.protocol if moments is None else f"{facts.protocol}, {BY_PROTOTYPES}"
-    options = EvaluationOptions(
-        name=facts.title,
-        protocol=name,
-        fars=fars,
-        num_replicates=protocol.num_replicates,
-        num_hardest=NUM_HARDEST,
-        model_card=_card(recipe, facts),
-        run=describe_run(recipe, checkpoint, facts),
-        notes=notes,
-        sources=(Source("all pairs of the test identities", samples.sha256, "trials"),),
-    )
-    return measure_pairs(samples, options, moments=moments, device=device, command=facts.command)
-
-
-def _prototype_moments(embeddings: NDArray[np.float32], checkpoint: Path, views: int) -> Moments:
-    """Moments of AS-norm whose cohort are the prototypes of the head."""
-    checked = open_checkpoint(checkpoint, check=False)  # the embeddings are of it
-    cohort = unit_rows(read_prototypes(checked, at_most=MAX_COHORT).numpy())
-    nearest = min(NEAREST, len(cohort))
-    moments = [
-        nearest_moments(unit_rows(view), cohort, nearest, "prototypes")
-        for view in np.split(embeddings, views, axis=1)
-    ]
-    return Moments(*(np.mean(parts, axis=0) for parts in zip(*moments, strict=True)))
-
-
-def _recordings_result(
-    recipe: Recipe,
-    checkpoint: Path,
-    world: Stored,
-    protocol: TestProtocol,
-    facts: Facts,
-    device: str,
-) -> Result:
-    """Whole recordings of the test, all pairs of them or a list of trials."""
-    folder = checkpoint.parents[1]
-    model = load_model(folder, device=device)
-    assert world.test_path is not None  # checked before anything was trained
-    trials = None if world.trials is None else read_trials(world.trials)
-    if trials is None or world.trials is None:
-        root, names, identities = recordings_in(world.measured(recipe, is_search=False))
-        recordings = Recordings(root, names)
-    else:
-        recordings = Recordings(Path(world.trials).parent, trials.keys.names)
-    path = write_embeddings(
-        model,
-        recordings,
-        folder / "embeddings.safetensors",
-        model_id=model.card.weights_sha256,
-    )
-    options = EvaluationOptions(
-        name=facts.title,
-        protocol=facts.protocol,
-        kind=protocol.kind,
-        scoring="cosine",
-        fars=protocol.fars or TEST_FARS[:3],
-        num_replicates=protocol.num_replicates,
-        num_hardest=NUM_HARDEST,
-        model_card=_card(recipe, facts),
-        run=describe_run(recipe, checkpoint, facts),
-    )
-    embeddings = read_embeddings(path)
-    if trials is not None:
-        return evaluate_speakers(embeddings, trials, options, command=facts.command)
-    return evaluate_identities(
-        embeddings, identities, options, device=device, command=facts.command
-    )
-
-
-def recordings_in(dataset: Dataset) -> tuple[Path, list[str], list[str]]:
-    """Folder of recordings, their names in it, and the speaker of each.
-
-    Raises:
-        DataError: They are not files of their own inside one folder.
-    """
-    stored = stored_in(dataset)
-    names, root = names_in(stored), stored.index.folder
-    try:
-        paths = [str(stored.path(row).relative_to(root)) for row in range(len(stored))]
-    except ValueError as error:
-        raise DataError(
-            f"recordings of {root} lie outside it; give a folder with one folder per speaker"
-        ) from error
-    if len(set(paths)) < len(paths):
-        raise DataError(
-            f"{stored.index.root} holds several recordings in a file, and whole recordings are "
-            "tested; give a folder with one folder per speaker"
-        )
-    return root, paths, [names[label] for label in stored.labels.tolist()]
-
-
-def _samples(embedded: Embedded, dataset: Dataset, protocol: str, prefix: str = "") -> PairSamples:
+def pair_samples(
+    embedded: Embedded, dataset: Dataset, protocol: str, prefix: str = ""
+) -> PairSamples:
     """All pairs have no file: the names and identities of the samples stand for it."""
     found = hashlib.sha256(protocol.encode() + embedded.labels.tobytes())
     for row in embedded.rows.tolist():
@@ -499,68 +227,36 @@ def _samples(embedded: Embedded, dataset: Dataset, protocol: str, prefix: str = 
     )
 
 
-def write_pictures(
-    folder: Path,
-    dataset: StrokeIdentities | Drawings,
-    result: Result,
-    *,
-    prefix: str = "",
-    is_ink: bool = True,
-) -> None:
-    """Draw the samples of the hardest pairs, where a report looks for them."""
-    from PIL import Image
+class ValidationHook:
+    """Measures all pairs of validation samples, as a hook of ``train``.
 
-    keys = picture_keys(result)
-    missing = {key for key in keys if not (folder / f"{key}.png").exists()}
-    if not missing:
-        return
-    indices = {prefix + dataset.sample_id(index): index for index in range(len(dataset))}
-    flip = np.uint8(255 if is_ink else 0)  # ink is black on white paper
-    for key in sorted(missing):
-        picture = dataset.images(np.array([indices[key]]))[0] ^ flip
-        buffer, path = io.BytesIO(), folder / f"{key}.png"
-        enlarged = picture.repeat(ENLARGED, axis=0).repeat(ENLARGED, axis=1)
-        Image.fromarray(enlarged).save(buffer, format="PNG")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, buffer.getvalue())
+    ``report`` is called with the step and the measures; it may raise to stop the run.
+    """
 
+    def __init__(self, dataset: Dataset, *, views: int = 1) -> None:
+        self.dataset, self.views = dataset, views
+        self.report: Callable[[int, dict[str, float]], None] | None = None
+        self._embedded: Embedded | None = None  # samples of the last call
 
-def picture_keys(result: Result) -> set[str]:
-    """Names of the samples in the hardest pairs."""
-    if result.hardest is None:
-        return set()
-    pairs = (*result.hardest.false_accepts, *result.hardest.false_rejects)
-    return {key for pair in pairs for key in (pair.enrol, pair.test)}
+    def __call__(self, state: HookState) -> dict[str, float]:
+        """Measures by name: ``eer``, ``tar@0.001`` and the like."""
+        device = state.process.device
+        found = embed_dataset(state.backbone, self.dataset, views=self.views, device=device)
+        self._embedded = found
+        check_pairs(found.labels)
+        fars = fars_for(num_pairs(found.labels)[1])
+        pairs = evaluate_all_pairs(
+            found.matrix, found.labels, fars, num_hardest=0, device=device.type
+        )
+        measures = {EER: pairs.eer.eer, **{tar_name(at.far_target): at.tar for at in pairs.tar}}
+        if self.report is not None:
+            self.report(state.step, measures)
+        return measures
 
-
-# -- the record of a run --------------------------------------------------------------------------
-
-
-def describe_run(recipe: Recipe, checkpoint: Path | None, facts: Facts) -> RunInfo:
-    """What a recipe and a checkpoint say about a run."""
-    known: dict[str, Any] = {}
-    if checkpoint is not None:
-        opened = open_checkpoint(checkpoint, check=False)
-        manifest = opened.manifest
-        known = {"steps": manifest.step, "num_classes": manifest.num_classes}
-        known["checkpoint_sha256"] = weights_sha256(read_backbone(opened))
-    return run_info(
-        recipe, arm=facts.arm, title=facts.title, train_seconds=facts.train_seconds, **known
-    )
-
-
-def weights_sha256(weights: Mapping[str, Tensor]) -> str:
-    """Hash of a backbone's weights, the same as that of an exported model."""
-    from safetensors.torch import save
-
-    tensors = {name: value.detach().cpu().contiguous().clone() for name, value in weights.items()}
-    return hashlib.sha256(save(tensors, metadata={"format": "pt"})).hexdigest()
-
-
-def _card(recipe: Recipe, facts: Facts) -> dict[str, str]:
-    effective = effective_margin(recipe)
-    return {
-        "effective margin": "varies" if effective is None else f"{effective:.3f}",
-        "backbone": recipe.model.backbone,
-        **({STOPPED: facts.stopped} if facts.stopped else {}),
-    }
+    def result(self, options: EvaluationOptions, command: str) -> Result:
+        """What the last call measured, as a result without intervals."""
+        assert self._embedded is not None  # it was called
+        fars = tuple(fars_for(num_pairs(self._embedded.labels)[1])) or VALIDATION_FARS[:1]
+        samples = pair_samples(self._embedded, self.dataset, options.protocol)
+        options = replace(options, fars=fars, num_replicates=0, num_hardest=0)
+        return measure_pairs(samples, options, command=command)

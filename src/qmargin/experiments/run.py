@@ -7,32 +7,61 @@ hash; they are written last.
 from __future__ import annotations
 
 import errno
+import hashlib
+import io
 import sys
 import time
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, redirect_stderr
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
+from qmargin.data.drawings import Drawings
 from qmargin.data.samples import Dataset
+from qmargin.data.strokes import StrokeIdentities
 from qmargin.errors import CheckpointError, ConfigError, DataError, MarginWarning, QMarginError
-from qmargin.evaluation.result import Result, read_result, write_result
+from qmargin.evaluation.all_pairs import unit_rows
+from qmargin.evaluation.embed import Recordings, write_embeddings
+from qmargin.evaluation.embeddings import Embeddings, read_embeddings
+from qmargin.evaluation.evaluate import EvaluationOptions
+from qmargin.evaluation.model import load_model
+from qmargin.evaluation.protocols.all_pairs import evaluate_identities, measure_pairs
+from qmargin.evaluation.protocols.speakers import evaluate_speakers
+from qmargin.evaluation.result import Result, RunInfo, Source, read_result, run_info, write_result
+from qmargin.evaluation.scoring import nearest_moments
+from qmargin.evaluation.trials import read_trials
 from qmargin.experiments.experiment import TestProtocol
 from qmargin.experiments.measure import (
-    STOPPED,
-    Facts,
     ValidationHook,
-    evaluate_run,
+    embed_dataset,
+    load_backbone,
     measures_of,
+    num_pairs,
+    pair_samples,
+    recordings_in,
 )
 from qmargin.experiments.space import Point, described
 from qmargin.experiments.storage import Pruned, PruningReport, TrialRef
-from qmargin.experiments.worlds import World
+from qmargin.experiments.worlds import Stored, World
+from qmargin.files import write_atomically
+from qmargin.metrics.normalise import Moments
+from qmargin.metrics.operating import sufficiency
 from qmargin.training.build import build_dataset
-from qmargin.training.checkpoint import CHECKPOINTS, is_damaged, list_steps
+from qmargin.training.checkpoint import (
+    CHECKPOINTS,
+    is_damaged,
+    list_steps,
+    open_checkpoint,
+    read_backbone,
+    read_prototypes,
+)
 from qmargin.training.loop import open_run
 from qmargin.training.recipe import Recipe
 from qmargin.training.signals import Interrupted
@@ -42,29 +71,27 @@ NORMALISED = "result-as-norm.json"
 LOG = "train.log"
 SEARCH, FINAL = "search", "runs"  # folders of runs
 VALIDATIONS = 10  # of a run that may be pruned, if its recipe does not say when
+NUM_HARDEST = 12
+TEST_BATCH = 500
+TEST_FARS = (1e-2, 1e-3, 1e-4, 1e-5)
+ENLARGED = 4  # a pixel of a drawing in the report
+NEAREST = 50  # prototypes of AS-norm: on strokes 10 are too few, and 300 are no better
+MAX_COHORT = 10_000  # prototypes
+BY_PROTOTYPES = "scores normalised by prototypes"
+STOPPED = "stopped early"  # key of the card of a run that was pruned
 
 
 @dataclass(frozen=True)
 class Run:
-    """What to train, and where.
-
-    Attributes:
-        arm: Its name.
-        title: Display name of the arm.
-        point: Settings of the arm.
-        recipe: Of the run.
-        folder: Of the run alone.
-        is_search: Measured on validation identities, see ``World``.
-        trial: Its trial in an Optuna storage, if it has one.
-    """
+    """What to train, and where."""
 
     arm: str
     title: str
     point: Point = field(hash=False)
     recipe: Recipe
     folder: Path
-    is_search: bool
-    trial: TrialRef | None = field(default=None, compare=False)
+    is_search: bool  # measured on validation identities, see ``World``
+    trial: TrialRef | None = field(default=None, compare=False)  # in an Optuna storage
 
     @property
     def name(self) -> str:
@@ -75,75 +102,38 @@ class Run:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a run.
-
-    Attributes:
-        state: ``"finished"``, ``"pruned"`` or ``"failed"``.
-        measures: ``eer`` and TARs such as ``tar@0.001``.
-        seconds: That the run took in this call.
-        error: Why it failed or was pruned.
-    """
+    """What came of a run: measures such as ``eer`` and ``tar@0.001``, or why it has none."""
 
     state: Literal["finished", "pruned", "failed"]
     measures: Mapping[str, float] = field(default_factory=dict)
-    seconds: float = 0.0
-    error: str = ""
+    seconds: float = 0.0  # that the run took in this call
+    error: str = ""  # why it failed or was pruned
 
 
 @dataclass(frozen=True)
 class Task:
-    """What all runs of an experiment share.
-
-    Attributes:
-        world: Their data.
-        protocol: How models are tested.
-        title: Of the protocol.
-        command: For the record.
-        pictures: Folder of drawings of the hardest pairs.
-        show: Whether the progress of a training is shown, not logged.
-    """
+    """What all runs of an experiment share."""
 
     world: World
     protocol: TestProtocol
-    title: str
-    command: str
-    pictures: Path
-    show: bool = False
+    title: str  # of the protocol
+    command: str  # for the record
+    pictures: Path  # folder of drawings of the hardest pairs
+    show: bool = False  # whether the progress of a training is shown, not logged
 
     def result_names(self, run: Run) -> tuple[str, ...]:
         """Files of a complete run, the last to be written last."""
-        normalised = (
-            self.protocol.normalise and not run.is_search and run.recipe.data.kind != "audio"
-        )
-        return (NORMALISED, RESULT) if normalised else (RESULT,)
-
-
-def folder_name(arm: str, recipe: Recipe) -> str:
-    """Name of a run's folder: arm, seed and the first digits of the recipe's hash.
-
-    Examples:
-        >>> from qmargin.recipes.debug import debug
-        >>> folder_name("q_margin", debug()).rpartition("-")[0]
-        'q_margin-seed0'
-    """
-    return f"{arm}-seed{recipe.seed}-{recipe.sha256[:8]}"
-
-
-def recipe_of(result: Result) -> str | None:
-    """Hash of the recipe behind a result."""
-    return None if result.run is None else result.run.recipe_sha256
+        is_plain = run.is_search or run.recipe.data.kind == "audio"
+        return (NORMALISED, RESULT) if self.protocol.normalise and not is_plain else (RESULT,)
 
 
 def read_outcome(run: Run, task: Task) -> Outcome | None:
     """Outcome of a run that is complete; None for any other.
 
     A result that cannot be read counts as absent: the run resumes from its checkpoint, which is
-    usually that of its end.
-
-    Raises:
-        ConfigError: A result is of another recipe.
+    usually that of its end. A result of another recipe is refused.
     """
-    result = None
+    outcome = None
     for name in task.result_names(run):
         path = run.folder / name
         if not path.exists():
@@ -152,23 +142,22 @@ def read_outcome(run: Run, task: Task) -> Outcome | None:
             result = read_result(path)
         except DataError:
             return None
-        if recipe_of(result) != run.recipe.sha256:
+        if result.run is None or result.run.recipe_sha256 != run.recipe.sha256:
             raise ConfigError(
                 f"{path} is of another recipe than this experiment has; choose another --out, or "
                 f"remove {run.folder} to train that run again"
             )
-    assert result is not None  # there is at least one name
+        outcome = _outcome(result)
+    return outcome
+
+
+def _outcome(result: Result) -> Outcome:
     stopped = (result.system.model_card or {}).get(STOPPED, "")
     return Outcome("pruned" if stopped else "finished", measures_of(result), error=stopped)
 
 
 def execute(run: Run, task: Task, *, device: str = "auto") -> Outcome:
     """Train or resume, measure, and write the results.
-
-    Args:
-        run: What to train.
-        task: Data and protocol.
-        device: ``"auto"``, ``"cpu"``, ``"cuda"`` or ``"cuda:1"``.
 
     Raises:
         Interrupted: By a signal, after saving.
@@ -179,53 +168,54 @@ def execute(run: Run, task: Task, *, device: str = "auto") -> Outcome:
         with _logged(run.folder / LOG, show=task.show):
             outcome = _executed(run, task, device)
     except Exception as error:  # it diverged, or ran out of memory: the others may not
-        outcome = Outcome("failed", error=_words(error, run))
+        words = f"{type(error).__name__}: {error}"
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            words = f"{run.folder} has no space left; free some and run the same command again"
+        outcome = Outcome("failed", error=words)
     return replace(outcome, seconds=round(time.monotonic() - began, 3))
 
 
-def _words(error: Exception, run: Run) -> str:
-    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-        return f"{run.folder} has no space left; free some and run the same command again"
-    return f"{type(error).__name__}: {error}"
-
-
 def _executed(run: Run, task: Task, device: str) -> Outcome:
-    world, recipe = task.world, run.recipe
+    world, recipe, hook = task.world, run.recipe, None
     train = world.train(recipe, is_search=run.is_search)
-    facts = Facts(run.arm, run.title, _protocol_name(run, task), task.command)
-    hook = None
     if run.is_search:
         hook = ValidationHook(world.measured(recipe, is_search=True), views=task.protocol.views)
         if run.trial is not None and run.trial.prune:
-            total = _num_steps(recipe, len(build_dataset(recipe) if train is None else train))
-            recipe = _validated_often(recipe, total)
+            samples = len(build_dataset(recipe) if train is None else train)
+            total = recipe.run.epochs * max(1, samples // recipe.data.batch_size)
+            total = min(total, recipe.run.max_steps or total)
+            every = recipe.run.validate_every or max(1, total // VALIDATIONS)
+            recipe = replace(recipe, run=replace(recipe.run, validate_every=every))  # trains alike
             hook.report = PruningReport(run.trial, total)
-    began = time.monotonic()
-    is_new = not (run.folder / CHECKPOINTS).exists()
+    began, checkpoints, stopped = time.monotonic(), run.folder / CHECKPOINTS, ""
+    is_new = not checkpoints.exists()
     try:
-        checkpoint = _trained(replace(run, recipe=recipe), hook, train, device)
+        checkpoint = _trained(recipe, run.folder, hook, train, device)
     except Pruned as stop:
-        facts = replace(facts, stopped=str(stop))
-        checkpoint = next(iter(list_steps(run.folder / CHECKPOINTS).values()), None)
+        stopped = str(stop)
+        checkpoint = next(iter(list_steps(checkpoints).values()), None)
     seconds = round(time.monotonic() - began, 3) if is_new else None
-    facts = replace(facts, train_seconds=seconds)
+    gap = recipe.loss.effective_margin
+    options = EvaluationOptions(
+        name=run.title,
+        protocol=_protocol_name(run, task),
+        num_replicates=task.protocol.num_replicates,
+        num_hardest=NUM_HARDEST,
+        model_card={
+            "effective margin": "varies" if gap is None else f"{gap:.3f}",
+            "backbone": recipe.model.backbone,
+            **({STOPPED: stopped} if stopped else {}),
+        },
+        run=_describe(run, checkpoint, seconds),
+    )
     if hook is not None:
-        results = [hook.result(recipe, checkpoint, facts)]
+        results = [hook.result(options, task.command)]
     else:
         assert checkpoint is not None  # a training that ended was saved
-        results = evaluate_run(
-            recipe,
-            checkpoint,
-            world,
-            task.protocol,
-            facts,
-            pictures=task.pictures,
-            device=device,
-        )
+        results = evaluate_run(run, task, checkpoint, options, device=device)
     for name, result in zip(task.result_names(run), reversed(results), strict=True):
         write_result(run.folder / name, result)
-    state: Literal["pruned", "finished"] = "pruned" if facts.stopped else "finished"
-    return Outcome(state, measures_of(results[0]), error=facts.stopped)
+    return _outcome(results[0])
 
 
 def _protocol_name(run: Run, task: Task) -> str:
@@ -233,15 +223,32 @@ def _protocol_name(run: Run, task: Task) -> str:
     return f"{name}, seed {run.recipe.seed}" if task.world.differs(run.recipe) else name
 
 
+def _describe(run: Run, checkpoint: Path | None, seconds: float | None) -> RunInfo:
+    """What a run and its last checkpoint say about each other."""
+    from safetensors.torch import save
+
+    known: dict[str, Any] = {}
+    if checkpoint is not None:
+        opened = open_checkpoint(checkpoint, check=False)
+        known = {"steps": opened.manifest.step, "num_classes": opened.manifest.num_classes}
+        weights = {
+            name: value.detach().cpu().contiguous().clone()
+            for name, value in read_backbone(opened).items()
+        }
+        content = save(weights, metadata={"format": "pt"})  # as in an exported model
+        known["checkpoint_sha256"] = hashlib.sha256(content).hexdigest()
+    return run_info(run.recipe, arm=run.arm, title=run.title, train_seconds=seconds, **known)
+
+
 def _trained(
-    run: Run, hook: ValidationHook | None, dataset: Dataset | None, device: str
+    recipe: Recipe, folder: Path, hook: ValidationHook | None, dataset: Dataset | None, device: str
 ) -> Path | None:
     """Train from the newest checkpoint on; the last checkpoint."""
-    folder = run.folder
+    checkpoints = folder / CHECKPOINTS
     opened = open_run(
-        run.recipe,
+        recipe,
         folder,
-        resume=(folder / CHECKPOINTS).exists(),
+        resume=checkpoints.exists(),
         hooks=[] if hook is None else [hook],
         dataset=dataset,
         device=device,
@@ -252,29 +259,16 @@ def _trained(
                 training.validated_step = None  # measure a training again that was saved at its end
             outcome = training.go()
     except CheckpointError as error:
-        if not is_damaged(folder / CHECKPOINTS):
+        if not is_damaged(checkpoints):
             raise
         sys.stderr.write(f"{error}\n")  # what is wrong with each of them is for the log
         raise CheckpointError(
-            f"{folder / CHECKPOINTS} has no whole checkpoint; remove {folder} and run the same "
-            "command again: only this run is trained anew"
+            f"{checkpoints} has no whole checkpoint; remove {folder} and run the same command "
+            "again: only this run is trained anew"
         ) from error
     if outcome.signal:
         raise Interrupted(outcome.signal)
     return outcome.checkpoint
-
-
-def _num_steps(recipe: Recipe, num_samples: int) -> int:
-    steps = recipe.run.epochs * max(1, num_samples // recipe.data.batch_size)
-    return min(steps, recipe.run.max_steps or steps)
-
-
-def _validated_often(recipe: Recipe, steps: int) -> Recipe:
-    """The same training with validations; when they come does not change what is computed."""
-    if recipe.run.validate_every is not None:
-        return recipe
-    every = max(1, steps // VALIDATIONS)
-    return replace(recipe, run=replace(recipe.run, validate_every=every))
 
 
 @contextmanager
@@ -283,13 +277,110 @@ def _logged(path: Path, *, show: bool) -> Iterator[None]:
     with path.open("a", encoding="utf-8") as file, warnings.catch_warnings():
         warnings.simplefilter("ignore", MarginWarning)  # tables show every effective margin
         try:
-            if show:
+            with nullcontext() if show else redirect_stderr(file):
                 yield
-            else:
-                with redirect_stderr(file):
-                    yield
         except (QMarginError, Pruned):
             raise  # foreseen: no traceback is needed
         except Exception:
             traceback.print_exc(file=file)
             raise
+
+
+# -- test -----------------------------------------------------------------------------------------
+
+
+def evaluate_run(
+    run: Run, task: Task, checkpoint: Path, options: EvaluationOptions, *, device: str
+) -> list[Result]:
+    """Measure a model on test identities: by cosines, and perhaps by normalised scores."""
+    world, protocol, recipe = task.world, task.protocol, run.recipe
+    if isinstance(world, Stored) and recipe.data.kind == "audio":
+        fars = protocol.fars or TEST_FARS[:3]
+        options = replace(options, kind=protocol.kind, scoring="cosine", fars=fars)
+        return [_recordings_result(run, task, world, options, device)]
+    dataset = world.measured(recipe, is_search=False)
+    backbone = load_backbone(recipe, checkpoint, device=device)
+    embedded = embed_dataset(
+        backbone, dataset, views=protocol.views, batch=TEST_BATCH, device=device
+    )
+    prefix = f"seed-{recipe.seed}/" if world.differs(recipe) else ""
+    samples = pair_samples(embedded, dataset, options.protocol, prefix)
+    impostors = num_pairs(samples.labels)[1]
+    allowed = tuple(far for far in TEST_FARS if sufficiency(far, impostors).allowed > 0)
+    corrupt = f"{embedded.num_corrupt} samples cannot be read and are left out"
+    options = replace(
+        options,
+        fars=protocol.fars or allowed or TEST_FARS,
+        notes=(corrupt,) if embedded.num_corrupt else (),
+        sources=(Source("all pairs of the test identities", samples.sha256, "trials"),),
+    )
+    measure = partial(measure_pairs, samples, device=device, command=task.command)
+    results = [measure(options)]
+    if protocol.normalise:
+        moments = _prototype_moments(embedded.matrix, checkpoint, protocol.views)
+        options = replace(options, protocol=f"{options.protocol}, {BY_PROTOTYPES}")
+        results.append(measure(options, moments=moments))
+    if isinstance(dataset, StrokeIdentities | Drawings):
+        for result in results:
+            write_pictures(task.pictures, dataset, result, prefix=prefix, is_ink=world.is_ink)
+    return results
+
+
+def _prototype_moments(embeddings: NDArray[np.float32], checkpoint: Path, views: int) -> Moments:
+    """Moments of AS-norm whose cohort are the prototypes of the head."""
+    checked = open_checkpoint(checkpoint, check=False)  # the embeddings are of it
+    cohort = unit_rows(read_prototypes(checked, at_most=MAX_COHORT).numpy())
+    nearest = min(NEAREST, len(cohort))
+    moments = [
+        nearest_moments(unit_rows(view), cohort, nearest, "prototypes")
+        for view in np.split(embeddings, views, axis=1)
+    ]
+    return Moments(*(np.mean(parts, axis=0) for parts in zip(*moments, strict=True)))
+
+
+def _recordings_result(
+    run: Run, task: Task, world: Stored, options: EvaluationOptions, device: str
+) -> Result:
+    """Whole recordings of the test, all pairs of them or a list of trials."""
+    path, model = run.folder / "embeddings.safetensors", load_model(run.folder, device=device)
+
+    def embedded(root: Path, names: Sequence[str]) -> Embeddings:
+        recordings = Recordings(root, names)
+        write_embeddings(model, recordings, path, model_id=model.card.weights_sha256)
+        return read_embeddings(path)
+
+    if world.trials is not None:
+        trials = read_trials(world.trials)
+        found = embedded(Path(world.trials).parent, trials.keys.names)
+        return evaluate_speakers(found, trials, options, command=task.command)
+    root, names, identities = recordings_in(world.measured(run.recipe, is_search=False))
+    found = embedded(root, names)
+    return evaluate_identities(found, identities, options, device=device, command=task.command)
+
+
+def write_pictures(
+    folder: Path,
+    dataset: StrokeIdentities | Drawings,
+    result: Result,
+    *,
+    prefix: str = "",
+    is_ink: bool = True,
+) -> None:
+    """Draw the samples of the hardest pairs, where a report looks for them."""
+    from PIL import Image
+
+    hardest = result.hardest
+    pairs = () if hardest is None else (*hardest.false_accepts, *hardest.false_rejects)
+    keys = {key for pair in pairs for key in (pair.enrol, pair.test)}
+    missing = {key: folder / f"{key}.png" for key in keys if not (folder / f"{key}.png").exists()}
+    if not missing:
+        return
+    indices = {prefix + dataset.sample_id(index): index for index in range(len(dataset))}
+    flip = np.uint8(255 if is_ink else 0)  # ink is black on white paper
+    for key, path in missing.items():
+        picture = dataset.images(np.array([indices[key]]))[0] ^ flip
+        buffer = io.BytesIO()
+        enlarged = picture.repeat(ENLARGED, axis=0).repeat(ENLARGED, axis=1)
+        Image.fromarray(enlarged).save(buffer, format="PNG")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, buffer.getvalue())

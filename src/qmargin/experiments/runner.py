@@ -11,7 +11,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -27,26 +27,26 @@ from qmargin.experiments.measure import (
     num_pairs,
     recordings_in,
 )
-from qmargin.experiments.run import FINAL, SEARCH, Outcome, Run, Task, folder_name, read_outcome
-from qmargin.experiments.search import (
-    Listed,
-    Sampled,
-    Source,
-    Tried,
-    finalists_of,
-    gather,
-    ranked,
+from qmargin.experiments.run import (
+    FINAL,
+    RESULT,
+    SEARCH,
+    Outcome,
+    Run,
+    Task,
+    read_outcome,
 )
+from qmargin.experiments.search import Sampled, Source, Tried, finalists_of, gather, ranked
 from qmargin.experiments.slots import Slots, open_slots
 from qmargin.experiments.space import Point, described
 from qmargin.experiments.storage import JOURNAL, RunBook, check_optuna, open_storage
-from qmargin.experiments.tables import check_outputs, write_final, write_search
+from qmargin.experiments.tables import PICTURES, check_outputs, write_final, write_search
 from qmargin.experiments.worlds import Stored
 from qmargin.files import write_atomically
-from qmargin.schema import dump_yaml, load_yaml, read_text
+from qmargin.schema import dump_yaml, flatten, load_yaml, read_text
 from qmargin.training.checkpoint import check_writable
 from qmargin.training.distributed import choose_device
-from qmargin.training.recipe import FREE, flatten, is_under
+from qmargin.training.recipe import FREE, is_under
 from qmargin.training.recipe_files import apply_settings
 from qmargin.training.reporting import duration
 from qmargin.training.schedules import unreached
@@ -54,9 +54,7 @@ from qmargin.training.signals import StopRequest
 from qmargin.training.start import RunLock
 
 RECORD = "experiment.yaml"
-FORMAT = "qmargin-experiment"
-VERSION = 1
-DATA, PICTURES = "data", "pictures"
+FORMAT = {"format": "qmargin-experiment", "version": 1}
 POLL_S = 1.0  # between looks at what other processes do
 MOST_NAMED = 6  # settings that differ, in a message
 MEASURE = "search.measure"
@@ -69,28 +67,19 @@ def _print(text: str) -> None:
 
 @dataclass(frozen=True)
 class Finished:
-    """What an experiment found.
-
-    Attributes:
-        experiment: That was run.
-        out: Its folder.
-        rounds: Points that each round of the search tried.
-        chosen: Settings of every arm.
-        measure: By which they were chosen; None without a search.
-        paths: Result files of the runs that were tested, by their names.
-    """
+    """What an experiment found."""
 
     experiment: Experiment
     out: Path
-    rounds: tuple[tuple[Tried, ...], ...]
-    chosen: Mapping[str, Point]
-    measure: str | None
-    paths: Mapping[str, tuple[Path, ...]]
+    rounds: tuple[tuple[Tried, ...], ...]  # points that each round of the search tried
+    chosen: Mapping[str, Point]  # settings of every arm
+    measure: str | None  # by which they were chosen; None without a search
+    paths: Mapping[str, tuple[Path, ...]]  # results of tested runs by the names of their files
 
     @property
     def results(self) -> list[Result]:
         """By cosines, in the order of seeds and arms."""
-        return [read_result(path) for path in self.paths.get("result.json", ())]
+        return [read_result(path) for path in self.paths.get(RESULT, ())]
 
     @property
     def page(self) -> Path:
@@ -120,7 +109,7 @@ class RunOptions:
     overwrite: bool = False
     show: bool = False
     command: str = "qmargin compare"
-    say: Callable[[str], object] = field(default=_print)
+    say: Callable[[str], object] = _print
 
     def __post_init__(self) -> None:
         if not self.devices:
@@ -183,9 +172,6 @@ class _Conductor:
         self.needs_optuna = bool(experiment.searched) and (search.method != "grid" or search.prune)
         if self.needs_optuna:
             check_optuna("pruning" if search.method == "grid" else f"search.method {search.method}")
-        self.record = _record(self.experiment, self.measure)
-        digest = hashlib.sha256(json.dumps(self.record, sort_keys=True).encode()).hexdigest()
-        self.name = f"qmargin {experiment.name} {digest[:12]}"
         if options.storage is not None:
             open_storage(options.storage)
         self.request = StopRequest()
@@ -194,48 +180,51 @@ class _Conductor:
     def _check_data(self) -> str | None:
         """Look at all data before anything is trained; the measure of the search."""
         experiment, measure = self.experiment, None
+        world, fars = experiment.world, experiment.protocol.fars or ()
         name = next(iter(experiment.searched or experiment.arms))
         arm = experiment.arms[name]
         point = dict(arm.points[0]) if arm.points else {}
         if experiment.searched:
             seed = experiment.search.seeds[0]
             recipe = experiment.run_recipe(name, point, seed=seed, is_search=True)
-            labels = experiment.world.measured(recipe, is_search=True).labels
+            labels = world.measured(recipe, is_search=True).labels
             if labels is None:
                 raise ConfigError("the validation data do not list their labels")
-            check_pairs(labels, ())
+            check_pairs(labels)
             measure = choose_measure(experiment.search.measure, num_pairs(labels)[1])
         for seed in experiment.seeds[:1]:
             recipe = experiment.run_recipe(name, point, seed=seed, is_search=False)
-            if unchecked := experiment.world.check(recipe):
+            if unchecked := world.check(recipe):
                 self.say(f"warning: {unchecked}")
-            tested = experiment.world.measured(recipe, is_search=False)
-            if isinstance(experiment.world, Stored) and experiment.world.trials is not None:
-                check_trials(Path(experiment.world.trials), experiment.protocol.fars or ())
+            tested = world.measured(recipe, is_search=False)
+            if isinstance(world, Stored) and world.trials is not None:
+                check_trials(Path(world.trials), fars)
                 continue
             if recipe.data.kind == "audio":
                 recordings_in(tested)
             if tested.labels is not None:
-                check_pairs(tested.labels, experiment.protocol.fars or ())
+                check_pairs(tested.labels, fars)
         return measure
 
     @contextmanager
     def working(self) -> Iterator[None]:
         """Hold the folder, hear signals, and share runs."""
-        url = self.options.storage
+        url, experiment = self.options.storage, self.experiment
+        record = _record(experiment, self.measure)
         with ExitStack() as stack:
-            # processes that share a storage may share the folder, too: they share out the runs
-            stack.enter_context(RunLock(self.out) if url is None else nullcontext())
+            if url is None:  # processes that share a storage may share the folder, too
+                stack.enter_context(RunLock(self.out))
             stack.enter_context(self.request)
             check_writable(self.out)
             check_outputs(self.out, RECORD, overwrite=self.options.overwrite)
-            keep_record(self.out, self.record, self.experiment, self.options.command)
+            keep_record(self.out, record, experiment, self.options.command)
             if url is not None or self.needs_optuna:
+                digest = hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
                 book = RunBook(
                     url or f"{JOURNAL}{self.out.resolve() / 'optuna.log'}",
-                    self.name,
+                    f"qmargin {experiment.name} {digest[:12]}",
                     measure=self.measure or EER,
-                    prune=self.experiment.search.prune,
+                    prune=experiment.search.prune,
                     is_shared=url is not None,
                 )
                 self.book = stack.enter_context(book)
@@ -251,24 +240,18 @@ class _Conductor:
         if rounds:
             for path in write_search(self.out, experiment, rounds, chosen, self.measure or EER):
                 self.say(f"wrote {path}")
-            self._tell_search(rounds)
+            self._tell_search(rounds[-1])
         finished = Finished(experiment, self.out, rounds, chosen, self.measure, {})
         if not experiment.seeds:
-            self._check_failed([o for one in rounds[-1] for o in one.outcomes], rounds[-1])
+            _check_failed([(described(t.point), o) for t in rounds[-1] for o in t.outcomes])
             return finished
         runs = [
             self._run(name, chosen[name], seed, is_search=False)
             for seed in experiment.seeds
             for name in experiment.arms
         ]
-        outcomes = self._work(Listed(runs), runs, is_search=False)
-        failed = {run.name: one.error for run, one in outcomes.items() if one.state == "failed"}
-        if failed:
-            name, error = next(iter(failed.items()))
-            raise DataError(
-                f"{len(failed)} of {len(runs)} runs failed, the first of them {name}: {error}; run "
-                "again to retry"
-            )
+        outcomes = self._work(Source(runs), runs, is_search=False)
+        _check_failed([(run.name, outcomes[run]) for run in runs])
         task = self._task(is_search=False)
         here = [run for run in runs if read_outcome(run, task) is not None]
         for run in runs:
@@ -276,10 +259,9 @@ class _Conductor:
                 self.say(f"{run.name} was trained in another folder: copy it to {run.folder}")
         names = task.result_names(runs[0])[::-1]
         paths = {name: tuple(run.folder / name for run in here) for name in names}
-        finished = replace(finished, paths=paths)
         if here:
             write_final(self.out, experiment, here, names, overwrite=self.options.overwrite)
-        return finished
+        return replace(finished, paths=paths)
 
     # -- the search -------------------------------------------------------------------------------
 
@@ -287,47 +269,43 @@ class _Conductor:
         experiment, search = self.experiment, self.experiment.search
         assert self.measure is not None  # there are arms to search
         listed = {
-            name: arm
+            name: list(arm.candidates)
             for name, arm in experiment.searched.items()
             if search.method == "grid" or arm.points or not arm.axes
         }
-        points = {name: list(arm.candidates) for name, arm in listed.items()}
-        tried = self._round(points, search.settings)
-        sampled = {n: arm for n, arm in experiment.searched.items() if n not in listed}
+        tried = self._round(listed, search.settings)
+        sampled = {name: arm for name, arm in experiment.searched.items() if name not in listed}
         if sampled:
-            tried += self._sampled_round(sampled)
+            assert self.book is not None
+
+            def make_runs(name: str, point: Point) -> list[Run]:
+                return self._search_runs(name, point, search.settings)
+
+            recipes = {name: experiment.arm_recipe(name) for name in sampled}
+            source = Sampled(sampled, search, recipes, make_runs, self.book)
+            samples = [make_runs(name, {})[0] for name in sampled]
+            outcomes = self._work(source, samples, is_search=True)
+            tried += gather(source.runs, outcomes)
         rounds = [tuple(tried)]
         if search.finalists:
             best = finalists_of(tried, self.measure, search.finalists)
             rounds.append(tuple(self._round(best, ())))
         return tuple(rounds)
 
-    def _round(self, points: Mapping[str, Sequence[Point]], settings: Sequence[str]) -> list[Tried]:
-        runs = [
+    def _search_runs(self, name: str, point: Point, settings: Sequence[str]) -> list[Run]:
+        return [
             self._run(name, point, seed, is_search=True, settings=settings)
             for seed in self.experiment.search.seeds
+        ]
+
+    def _round(self, points: Mapping[str, Sequence[Point]], settings: Sequence[str]) -> list[Tried]:
+        by_point = [
+            self._search_runs(name, point, settings)
             for name, own in points.items()
             for point in own
         ]
-        if not runs:
-            return []
-        return gather(runs, self._work(Listed(runs), runs, is_search=True))
-
-    def _sampled_round(self, arms: Mapping[str, Any]) -> list[Tried]:
-        experiment, search = self.experiment, self.experiment.search
-        assert self.book is not None
-
-        def make_runs(name: str, point: Point) -> list[Run]:
-            return [
-                self._run(name, point, seed, is_search=True, settings=search.settings)
-                for seed in search.seeds
-            ]
-
-        recipes = {name: experiment.arm_recipe(name) for name in arms}
-        source = Sampled(arms, search, recipes, make_runs, self.book)
-        samples = [make_runs(name, {})[0] for name in arms]
-        outcomes = self._work(source, samples, is_search=True)
-        return gather(source.runs, outcomes)
+        runs = [run for seed in zip(*by_point, strict=True) for run in seed]
+        return gather(runs, self._work(Source(runs), runs, is_search=True)) if runs else []
 
     def _chosen(self, rounds: Sequence[Sequence[Tried]]) -> dict[str, Point]:
         experiment = self.experiment
@@ -335,34 +313,19 @@ class _Conductor:
             name: dict(arm.points[0]) if arm.points else {} for name, arm in experiment.arms.items()
         }
         if rounds and (experiment.seeds or len(rounds) > 1):
-            assert self.measure is not None
-            best = ranked(rounds[-1], self.measure)
+            best = ranked(rounds[-1], self.measure or EER)
             chosen |= {name: points[0].point for name, points in best.items()}
         for name, arm in experiment.arms.items():
             if arm.like is not None:
                 chosen[name] = chosen[arm.like]
         return chosen
 
-    def _tell_search(self, rounds: Sequence[Sequence[Tried]]) -> None:
+    def _tell_search(self, tried: Sequence[Tried]) -> None:
         measure = self.measure or EER
-        complete = [one for one in rounds[-1] if one.is_complete]
-        for name in dict.fromkeys(one.arm for one in complete):
-            own = [one for one in complete if one.arm == name]
-            best = ranked(own, measure)[name][0]
-            title = self.experiment.arms[name].title
+        for name, points in ranked([one for one in tried if one.is_complete], measure).items():
             self.say(
-                f"{title}: best by {measure} is {described(best.point)}, "
-                f"{100 * best.mean(measure):.2f} %"
-            )
-
-    def _check_failed(self, outcomes: Sequence[Outcome], tried: Sequence[Tried]) -> None:
-        failed = [one for one in tried if any(o.state == "failed" for o in one.outcomes)]
-        if failed:
-            number = sum(one.state == "failed" for one in outcomes)
-            error = next(o.error for o in failed[0].outcomes if o.state == "failed")
-            raise DataError(
-                f"{number} of {len(outcomes)} runs failed, the first of them with "
-                f"{described(failed[0].point)}: {error}; run again to retry"
+                f"{self.experiment.arms[name].title}: best by {measure} is "
+                f"{described(points[0].point)}, {100 * points[0].mean(measure):.2f} %"
             )
 
     # -- runs -------------------------------------------------------------------------------------
@@ -374,7 +337,8 @@ class _Conductor:
         recipe = experiment.run_recipe(name, point, seed=seed, is_search=is_search)
         if settings:
             recipe = apply_settings(recipe, settings)
-        folder = self.out / (SEARCH if is_search else FINAL) / folder_name(name, recipe)
+        folder = self.out / (SEARCH if is_search else FINAL)
+        folder /= f"{name}-seed{seed}-{recipe.sha256[:8]}"
         return Run(name, experiment.arms[name].title, point, recipe, folder, is_search)
 
     def _task(self, *, is_search: bool) -> Task:
@@ -392,16 +356,15 @@ class _Conductor:
         """Outcomes of all runs of a source; ``runs`` are some of them."""
         task = self._task(is_search=is_search)
         missing = [run for run in runs if read_outcome(run, task) is None]
-        known = source.runs if isinstance(source, Sampled) else runs
-        num_complete = sum(
-            run not in missing and read_outcome(run, task) is not None for run in known
-        )
-        self.say(f"{source.num_runs} runs, {num_complete} of them complete")
+        known = [r for r in source.runs if r not in missing and read_outcome(r, task) is not None]
+        self.say(f"{source.num_runs} runs, {len(known)} of them complete")
         if missing:
             self._warn(missing)
-            recipes = [run.recipe for run in missing]
             world = task.world.prepare(
-                self.out / DATA, recipes, is_search=is_search, request=self.request
+                self.out / "data",
+                [run.recipe for run in missing],
+                is_search=is_search,
+                request=self.request,
             )
             task = replace(task, world=world)
         jobs = self.jobs if missing else 1  # nothing to train needs no processes
@@ -410,39 +373,50 @@ class _Conductor:
 
     def _warn(self, runs: Sequence[Run]) -> None:
         """Say once what runs of this length schedule and never reach."""
-        said: set[str] = set()
+        said: dict[str, str] = {}
         for run in runs:
-            for sentence in unreached(run.recipe, run.recipe.run.epochs):
-                what = sentence.partition(" and never")[0]  # not with the margin of every point
-                if what not in said:
-                    said.add(what)
-                    self.say(f"warning: {sentence}")
+            for text in unreached(run.recipe, run.recipe.run.epochs):
+                said.setdefault(text.partition(" and never")[0], text)  # once for all margins
+        for text in said.values():
+            self.say(f"warning: {text}")
 
 
+def _check_failed(outcomes: Sequence[tuple[str, Outcome]]) -> None:
+    failed = [(name, one.error) for name, one in outcomes if one.state == "failed"]
+    if failed:
+        name, error = failed[0]
+        raise DataError(
+            f"{len(failed)} of {len(outcomes)} runs failed, the first of them with {name}: "
+            f"{error}; run again to retry"
+        )
+
+
+@dataclass
 class _Queue:
     """Keeps slots busy with the runs of a source."""
 
-    def __init__(
-        self,
-        source: Source,
-        slots: Slots,
-        task: Task,
-        book: RunBook | None,
-        request: StopRequest,
-        say: Callable[[str], object],
-    ) -> None:
-        self.source, self.slots, self.task, self.book = source, slots, task, book
-        self.request, self.say = request, say
-        self.found: dict[Run, Outcome] = {}
-        self.elsewhere: list[Run] = []  # other processes train them
-        self.num_trained, self.began = 0, time.monotonic()
+    source: Source
+    slots: Slots
+    task: Task
+    book: RunBook | None
+    request: StopRequest
+    say: Callable[[str], object]
+    found: dict[Run, Outcome] = field(default_factory=dict)
+    elsewhere: list[Run] = field(default_factory=list)  # other processes train them
+    num_trained: int = 0
+    began: float = field(default_factory=time.monotonic)
 
     def outcomes(self) -> dict[Run, Outcome]:
         """Work until nothing is left."""
         self._fill()
         while True:
             if self.slots.num_free < self.slots.num_slots:
-                self._end(*self.slots.wait())
+                run, outcome = self.slots.wait()
+                if self.book is not None:
+                    self.book.finish(run, outcome)
+                self.num_trained += 1
+                self._keep(run, outcome)
+                self._tell(run, outcome)
             elif self.elsewhere or self.source.waits():
                 self.request.obey()
                 time.sleep(POLL_S)
@@ -458,15 +432,14 @@ class _Queue:
             outcome = read_outcome(run, self.task)
             if outcome is not None:
                 self._keep(run, outcome)
-            else:
-                self._start(run)
+            elif not self._start(run) and run not in self.elsewhere:
+                self.elsewhere.append(run)
 
     def _start(self, run: Run) -> bool:
+        """Start a run, unless another process has it."""
         if self.book is not None:
             trial = self.book.take(run)
             if trial is None:
-                if run not in self.elsewhere:
-                    self.elsewhere.append(run)
                 return False
             run = replace(run, trial=trial)
         if self.task.show:
@@ -476,7 +449,6 @@ class _Queue:
 
     def _look_elsewhere(self) -> None:
         """Take what other processes have finished; train what they gave up."""
-        assert self.book is not None or not self.elsewhere
         for run in list(self.elsewhere):
             outcome = read_outcome(run, self.task)
             if outcome is None and self.book is not None:
@@ -488,13 +460,6 @@ class _Queue:
             elif self.slots.num_free and self._start(run):
                 self.elsewhere.remove(run)
 
-    def _end(self, run: Run, outcome: Outcome) -> None:
-        if self.book is not None:
-            self.book.finish(run, outcome)
-        self.num_trained += 1
-        self._keep(run, outcome)
-        self._tell(run, outcome)
-
     def _keep(self, run: Run, outcome: Outcome) -> None:
         self.found[run] = outcome
         self.source.tell(run, outcome)
@@ -503,10 +468,9 @@ class _Queue:
         shown = ", ".join(f"{name} {100 * value:.2f} %" for name, value in outcome.measures.items())
         reason = {"failed": "failed", "pruned": "stopped early"}.get(outcome.state, "")
         texts = [f"{reason}: {outcome.error}" if reason else "", shown]
-        number = f"[{len(self.found)}/{self.source.num_runs}]"
         self.say(
-            f"{number} {run.name}: {where}{'; '.join(filter(None, texts))} in "
-            f"{duration(outcome.seconds)}{self._left()}"
+            f"[{len(self.found)}/{self.source.num_runs}] {run.name}: {where}"
+            f"{'; '.join(filter(None, texts))} in {duration(outcome.seconds)}{self._left()}"
         )
 
     def _left(self) -> str:
@@ -522,10 +486,10 @@ class _Queue:
 
 def _record(experiment: Experiment, measure: str | None) -> dict[str, Any]:
     """What decides whether a folder holds an experiment; arms, seeds and points may be added."""
-    search = experiment.search
+    search, recipe = experiment.search, flatten(experiment.recipe)
     found = {
         "name": experiment.name,
-        "recipe": {k: v for k, v in flatten(experiment.recipe).items() if not is_under(k, FREE)},
+        "recipe": {key: value for key, value in recipe.items() if not is_under(key, FREE)},
         "data": experiment.world.record,
         "protocol": asdict(experiment.protocol),
         "search": {
@@ -540,15 +504,10 @@ def _record(experiment: Experiment, measure: str | None) -> dict[str, Any]:
 
 
 def keep_record(out: Path, record: Mapping[str, Any], experiment: Experiment, command: str) -> None:
-    """Write the record of an experiment, after a comparison with the one that is there.
-
-    Raises:
-        ConfigError: The folder holds another experiment; with what differs.
-        DataError: The record cannot be read.
-    """
+    """Write the record of an experiment, unless the folder holds another one."""
     known = read_record(out)
     if known is not None:
-        there, here = (_flat(one) for one in (known["record"], record))
+        there, here = flatten(known["record"]), flatten(record)
         if None in (there.get(MEASURE), here[MEASURE]):  # a search may be added
             there[MEASURE] = here[MEASURE]
         differ = [key for key in {**there, **here} if there.get(key) != here.get(key)]
@@ -562,8 +521,7 @@ def keep_record(out: Path, record: Mapping[str, Any], experiment: Experiment, co
                 f"{out} holds another experiment: {', '.join(words)}; choose another --out"
             )
     content = {
-        "format": FORMAT,
-        "version": VERSION,
+        **FORMAT,
         "title": experiment.title,
         "command": command,
         "details": dict(experiment.details),
@@ -574,30 +532,16 @@ def keep_record(out: Path, record: Mapping[str, Any], experiment: Experiment, co
     write_atomically(out / RECORD, dump_yaml(content).encode())
 
 
-def _flat(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Entries of all sections by dotted keys."""
-    found: dict[str, Any] = {}
-    for section, values in record.items():
-        inner = values if isinstance(values, Mapping) else {"": values}
-        found |= {f"{section}.{key}".rstrip("."): value for key, value in inner.items()}
-    return found
-
-
 def read_record(out: Path) -> dict[str, Any] | None:
-    """The record of a folder; None without one.
-
-    Raises:
-        DataError: It cannot be read.
-    """
+    """The record of a folder; None without one."""
     path = out / RECORD
     if not path.exists():
         return None
-
     try:
         content = load_yaml(read_text(path))
         if not isinstance(content, dict) or not isinstance(content.get("record"), dict):
             raise ConfigError("it has no record")
-        if content.get("format") != FORMAT or content.get("version") != VERSION:
+        if {key: content.get(key) for key in FORMAT} != FORMAT:
             raise ConfigError(f"format {content.get('format')!r}, {content.get('version')!r}")
         return content
     except ConfigError as error:

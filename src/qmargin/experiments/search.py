@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import statistics
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from qmargin.errors import ConfigError, DataError
 from qmargin.experiments.experiment import Arm, Search
 from qmargin.experiments.measure import EER
 from qmargin.experiments.run import Outcome, Run
-from qmargin.experiments.space import Axis, Point, Range, range_text
+from qmargin.experiments.space import Axis, Point, Range, axis_text
 from qmargin.experiments.storage import RunBook, load_study
 from qmargin.training.recipe import Recipe
 
@@ -25,21 +26,13 @@ MARGINS = ("loss.margin", "m_eff")  # what finalists of one arm may share last
 
 @dataclass(frozen=True)
 class Tried:
-    """A point of an arm and the outcomes of its runs, one per seed that has ended.
-
-    Attributes:
-        arm: Its name.
-        point: What was tried.
-        recipe: Of the first seed.
-        outcomes: In the order of seeds.
-        num_wanted: Seeds that were asked for.
-    """
+    """A point of an arm and the outcomes of its runs, in the order of seeds."""
 
     arm: str
     point: Point = field(hash=False)
-    recipe: Recipe
-    outcomes: tuple[Outcome, ...]
-    num_wanted: int
+    recipe: Recipe  # of the first seed
+    outcomes: tuple[Outcome, ...]  # of the seeds that have ended
+    num_wanted: int  # seeds that were asked for
 
     def values(self, measure: str) -> list[float]:
         """A measure of every run; a failed run counts as TAR 0 or EER 1."""
@@ -57,20 +50,21 @@ class Tried:
         """Over seeds."""
         return statistics.fmean(self.values(measure))
 
+    def count(self, state: str) -> int:
+        """Runs with a state."""
+        return sum(one.state == state for one in self.outcomes)
+
     @property
     def is_complete(self) -> bool:
         """Whether every seed was trained to its end."""
-        return sum(one.state == "finished" for one in self.outcomes) == self.num_wanted
+        return self.count("finished") == self.num_wanted
 
     @property
     def note(self) -> str:
         """Counts of runs that are not complete; empty for none."""
-        counts = {
-            "stopped early": sum(one.state == "pruned" for one in self.outcomes),
-            "failed": sum(one.state == "failed" for one in self.outcomes),
-            "missing": self.num_wanted - len(self.outcomes),
-        }
-        return ", ".join(f"{number} {state}" for state, number in counts.items() if number)
+        missing = self.num_wanted - len(self.outcomes)
+        counts = {"stopped early": self.count("pruned"), "failed": self.count("failed")}
+        return ", ".join(f"{n} {state}" for state, n in {**counts, "missing": missing}.items() if n)
 
 
 def gather(runs: Sequence[Run], outcomes: Mapping[Run, Outcome]) -> list[Tried]:
@@ -105,7 +99,7 @@ def ranked(tried: Sequence[Tried], measure: str) -> dict[str, list[Tried]]:
             )
         # a run that was stopped early is behind the others, whatever it had reached
         own.sort(key=lambda one: one.mean(measure), reverse=measure != EER)
-        best[arm] = sorted(own, key=lambda one: any(o.state == "pruned" for o in one.outcomes))
+        best[arm] = sorted(own, key=lambda one: one.count("pruned") > 0)
     return best
 
 
@@ -126,57 +120,35 @@ def finalists_of(tried: Sequence[Tried], measure: str, count: int) -> dict[str, 
     return chosen
 
 
-class Source(Protocol):
-    """Gives runs, and hears what came of them."""
+class Source:
+    """Gives runs, and hears what came of them; this one has a list, such as a grid."""
+
+    def __init__(self, runs: Sequence[Run] = ()) -> None:
+        self.runs = list(runs)  # those known by now
+        self._waiting = deque(runs)
 
     @property
     def num_runs(self) -> int:
         """Runs in all, as far as is known."""
-        ...
+        return len(self.runs)
 
     def next_run(self) -> Run | None:
         """The next run; None for none now."""
-        ...
+        return self._waiting.popleft() if self._waiting else None
 
     def tell(self, run: Run, outcome: Outcome) -> None:
         """A run of this source has ended."""
-        ...
 
     def waits(self) -> bool:
         """Whether more runs may come from what other processes do."""
-        ...
-
-
-class Listed:
-    """Runs that are known from the start, such as a grid."""
-
-    def __init__(self, runs: Sequence[Run]) -> None:
-        self.num_runs, self._left = len(runs), deque(runs)
-
-    def next_run(self) -> Run | None:
-        """In order."""
-        return self._left.popleft() if self._left else None
-
-    def tell(self, run: Run, outcome: Outcome) -> None:
-        """A list does not learn."""
-
-    def waits(self) -> bool:
-        """All runs are known."""
         return False
 
 
-class Sampled:
+class Sampled(Source):
     """Points that Optuna proposes, at random or by its tree of Parzen estimators.
 
     The study of each arm is in the storage, so that a search that is resumed, or shared with other
-    processes, knows all of it.
-
-    Args:
-        arms: To search.
-        search: Method, points and seeds.
-        recipes: Of the arms.
-        make_runs: Runs of a point, one per seed.
-        book: Of the experiment.
+    processes, knows all of it. ``make_runs`` gives the runs of a point, one per seed.
     """
 
     def __init__(
@@ -187,15 +159,14 @@ class Sampled:
         make_runs: Callable[[str, Point], list[Run]],
         book: RunBook,
     ) -> None:
+        super().__init__()
         self._search, self._make_runs, self._book = search, make_runs, book
         self._studies = {
             name: _ArmStudy(name, arm, search, recipes[name], book) for name, arm in arms.items()
         }
         self._order = deque(self._studies)
-        self._waiting: deque[Run] = deque()
         self._open: dict[tuple[str, tuple[tuple[str, str], ...]], optuna.Trial] = {}
         self._outcomes: dict[Run, Outcome] = {}
-        self.runs: list[Run] = []
         self._add_known()
 
     @property
@@ -216,7 +187,7 @@ class Sampled:
                 self._begin(arm, *proposal)
         if not self._waiting:
             self._add_known()
-        return self._waiting.popleft() if self._waiting else None
+        return super().next_run()
 
     def tell(self, run: Run, outcome: Outcome) -> None:
         """Tell the study the mean over seeds once all of them have ended."""
@@ -229,13 +200,16 @@ class Sampled:
         self._order.extend(name for name in others if name not in self._order)
         return bool(others)
 
+    def _add(self, runs: Sequence[Run]) -> None:
+        new = [run for run in runs if run not in self.runs]
+        self.runs += new
+        self._waiting += new
+
     def _add_known(self) -> None:
         """Take up points that were measured before, or by other processes."""
         for arm, study in self._studies.items():
             for point in study.measured():
-                new = [run for run in self._make_runs(arm, point) if run not in self.runs]
-                self.runs += new
-                self._waiting += new
+                self._add(self._make_runs(arm, point))
 
     def _begin(self, arm: str, trial: optuna.Trial, point: Point) -> None:
         key = (arm, tuple(point.items()))
@@ -247,9 +221,7 @@ class Sampled:
             self._studies[arm].tell(trial, None)
             return
         self._open[key] = trial
-        new = [run for run in runs if run not in self.runs]
-        self.runs += new
-        self._waiting += new
+        self._add(runs)
         self._settle(arm, point)
 
     def _settle(self, arm: str, point: Point) -> None:
@@ -277,18 +249,23 @@ class _ArmStudy:
         space = hashlib.sha256(repr(arm.axes).encode()).hexdigest()[:8]  # others do not mix
         self._study = load_study(book.url, f"{book.name} {name} points {space}", book.measure)
         # another seed after every start and in every process: the same one would propose the same
-        known = len(self._study.get_trials(deepcopy=False))
-        seed = None if book.is_shared else (recipe.seed + known) % 2**32
+        seed = None if book.is_shared else (recipe.seed + len(self._trials())) % 2**32
         kinds = {"random": optuna.samplers.RandomSampler, "optuna": optuna.samplers.TPESampler}
         self._study.sampler = kinds[search.method](seed=seed)
 
+    def _trials(self) -> list[optuna.trial.FrozenTrial]:
+        return self._study.get_trials(deepcopy=False)
+
     def ask(self) -> tuple[optuna.Trial, Point] | None:
         """The next point, those of processes that are gone first; None when there are enough."""
-        trials = self._study.get_trials(deepcopy=False)
+        import optuna
+
+        trials = self._trials()
         for trial in trials:
             if trial.state.name == "RUNNING" and not self._book.is_alive(trial):
                 self._study.enqueue_trial(trial.params)
-                self._book.end(self._study, trial)
+                with contextlib.suppress(Exception):  # another process was faster
+                    self._study.tell(trial.number, state=optuna.trial.TrialState.FAIL)
         counted = [trial for trial in trials if trial.state.name in ("COMPLETE", "RUNNING")]
         is_gone = len(counted) < len(trials) and self._num_asked >= 2 * self._most
         if len(counted) >= self._most or is_gone:
@@ -308,21 +285,14 @@ class _ArmStudy:
 
     def measured(self) -> list[Point]:
         """Points that this process or another has measured."""
-        trials = self._study.get_trials(deepcopy=False)
-        return [self._point(one.params) for one in trials if one.state.name == "COMPLETE"]
+        return [self._point(one.params) for one in self._trials() if one.state.name == "COMPLETE"]
 
     def has_others(self) -> bool:
         """Whether a trial of another process runs."""
-        trials = self._study.get_trials(deepcopy=False)
-        return any(one.state.name == "RUNNING" for one in trials)
+        return any(one.state.name == "RUNNING" for one in self._trials())
 
     def _point(self, params: Mapping[str, Any]) -> Point:
-        return {axis.key: self._text(axis, params[axis.key]) for axis in self._axes}
-
-    def _text(self, axis: Axis, value: Any) -> str:
-        if isinstance(axis, Range):
-            return range_text(self._recipe, axis.key, value)
-        return str(value)
+        return {axis.key: axis_text(self._recipe, axis, params[axis.key]) for axis in self._axes}
 
 
 def _distribution(axis: Axis) -> Any:

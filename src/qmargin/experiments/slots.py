@@ -7,10 +7,9 @@ import os
 import signal
 import threading
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
-from typing import Protocol
 
 from qmargin.experiments.run import Outcome, Run, Task, execute
 from qmargin.training.signals import Interrupted, StopRequest
@@ -19,19 +18,28 @@ SECONDS_TO_LOOK = 0.2  # between looks at signals
 SECONDS_TO_SAVE = 120.0  # that a worker has after a signal
 
 
-class Slots(Protocol):
-    """Takes runs, and gives outcomes as they come."""
+class Slots:
+    """Takes runs, and gives outcomes as they come; this one has one slot, in its own process."""
 
-    num_slots: int
+    def __init__(self, task: Task, devices: Sequence[str], request: StopRequest) -> None:
+        self.num_slots = len(devices)
+        self._task, self._devices, self._request = task, devices, request
+        self._run: Run | None = None
+
+    def __enter__(self) -> Slots:
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        """Nothing to end."""
 
     @property
     def num_free(self) -> int:
         """Runs that could be started now."""
-        ...
+        return int(self._run is None)
 
     def start(self, run: Run) -> None:
-        """Begin a run in a free slot."""
-        ...
+        """Begin a run in a free slot; here, ``wait`` executes it."""
+        self._run = run
 
     def wait(self) -> tuple[Run, Outcome]:
         """The next run that ends.
@@ -39,40 +47,10 @@ class Slots(Protocol):
         Raises:
             Interrupted: By a signal; what runs was saved.
         """
-        ...
-
-    def __enter__(self) -> Slots: ...
-
-    def __exit__(self, *details: object) -> None: ...
-
-
-class OwnProcess(AbstractContextManager["OwnProcess"]):
-    """One slot, in the process that asks."""
-
-    num_slots = 1
-
-    def __init__(self, task: Task, device: str, request: StopRequest) -> None:
-        self._task, self._device, self._request = task, device, request
-        self._run: Run | None = None
-
-    @property
-    def num_free(self) -> int:
-        """One, until a run was started."""
-        return int(self._run is None)
-
-    def start(self, run: Run) -> None:
-        """Remember the run; ``wait`` runs it."""
-        self._run = run
-
-    def wait(self) -> tuple[Run, Outcome]:
-        """Execute the run."""
         assert self._run is not None
         self._request.obey()
         run, self._run = self._run, None
-        return run, execute(run, self._task, device=self._device)
-
-    def __exit__(self, *details: object) -> None:
-        """Nothing to end."""
+        return run, execute(run, self._task, device=self._devices[0])
 
 
 class Worker:
@@ -88,22 +66,19 @@ class Worker:
         theirs.close()
         self.run: Run | None = None
 
-    def start(self, run: Run) -> None:
-        """Send a run."""
-        self.run = run
-        self.connection.send(run)
-
-    def receive(self) -> Outcome | int:
-        """What came of it, or the signal that stopped it; a process that died has failed."""
+    def receive(self) -> tuple[Run, Outcome]:
+        """The run and its outcome; a process that died has failed."""
         assert self.run is not None
+        run, self.run = self.run, None
         try:
             result: Outcome | int = self.connection.recv()
         except (EOFError, OSError):
             self.process.join()
             error = f"its process ended with status {self.process.exitcode}"
             result = Outcome("failed", error=error)
-        self.run = None
-        return result
+        if isinstance(result, int):
+            raise Interrupted(result)
+        return run, result
 
     def ask_to_stop(self) -> None:
         """A worker with a run saves it and ends."""
@@ -124,44 +99,12 @@ class Worker:
         self.connection.close()
 
 
-class Workers(AbstractContextManager["Workers"]):
-    """Slots in processes of their own, each on a device."""
+class Workers(Slots):
+    """Slots in processes of their own, each on a device; a process is started by its first run."""
 
     def __init__(self, task: Task, devices: Sequence[str], request: StopRequest) -> None:
-        self.num_slots = len(devices)
-        self._task, self._devices, self._request = task, devices, request
+        super().__init__(task, devices, request)
         self._workers: list[Worker | None] = [None] * len(devices)
-
-    @property
-    def num_free(self) -> int:
-        """Slots without a run."""
-        return sum(worker is None or worker.run is None for worker in self._workers)
-
-    def start(self, run: Run) -> None:
-        """Send a run to a free slot; its process is started at the first one."""
-        for place, worker in enumerate(self._workers):
-            if worker is None:
-                threads = max(1, (os.cpu_count() or 1) // self.num_slots)
-                worker = Worker(self._task, self._devices[place], threads)
-                self._workers[place] = worker
-            if worker.run is None:
-                worker.start(run)
-                return
-
-    def wait(self) -> tuple[Run, Outcome]:
-        """The next run that ends."""
-        busy = {w.connection: (place, w) for place, w in enumerate(self._workers) if w and w.run}
-        while not (ready := wait(list(busy), timeout=SECONDS_TO_LOOK)):
-            self._request.obey()
-        place, worker = busy[ready[0]]  # type: ignore[index]
-        run = worker.run
-        assert run is not None
-        result = worker.receive()
-        if isinstance(result, int):
-            raise Interrupted(result)
-        if not worker.process.is_alive():
-            self._workers[place] = None  # the next run gets a new process
-        return run, result
 
     def __exit__(self, *details: object) -> None:
         """End all processes, those that work after they have saved."""
@@ -171,13 +114,39 @@ class Workers(AbstractContextManager["Workers"]):
         for worker in workers:
             worker.end()
 
+    @property
+    def num_free(self) -> int:
+        """Slots without a run."""
+        return sum(worker is None or worker.run is None for worker in self._workers)
+
+    def start(self, run: Run) -> None:
+        """Send a run to a free slot."""
+        for place, worker in enumerate(self._workers):
+            if worker is None:
+                threads = max(1, (os.cpu_count() or 1) // self.num_slots)
+                worker = Worker(self._task, self._devices[place], threads)
+                self._workers[place] = worker
+            if worker.run is None:
+                worker.run = run
+                worker.connection.send(run)
+                return
+
+    def wait(self) -> tuple[Run, Outcome]:
+        """The next run that ends."""
+        busy = {w.connection: (place, w) for place, w in enumerate(self._workers) if w and w.run}
+        while not (ready := wait(list(busy), timeout=SECONDS_TO_LOOK)):
+            self._request.obey()
+        place, worker = busy[ready[0]]  # type: ignore[index]
+        found = worker.receive()
+        if not worker.process.is_alive():
+            self._workers[place] = None  # the next run gets a new process
+        return found
+
 
 def open_slots(task: Task, *, devices: Sequence[str], jobs: int, request: StopRequest) -> Slots:
     """Slots for so many runs at once, spread over devices."""
-    if jobs == 1:
-        return OwnProcess(task, devices[0], request)
     places = [devices[slot % len(devices)] for slot in range(jobs)]
-    return Workers(task, places, request)
+    return (Slots if jobs == 1 else Workers)(task, places, request)
 
 
 def _work(connection: Connection, task: Task, device: str, num_threads: int) -> None:
@@ -186,12 +155,13 @@ def _work(connection: Connection, task: Task, device: str, num_threads: int) -> 
 
     follow_parent()
     torch.set_num_threads(min(num_threads, torch.get_num_threads()))
-    while (run := _received(connection)) is not None:
-        try:
-            connection.send(execute(run, task, device=device))
-        except Interrupted as stop:
-            connection.send(stop.signal)
-            return
+    with suppress(EOFError):  # the experiment is over
+        while (run := connection.recv()) is not None:
+            try:
+                connection.send(execute(run, task, device=device))
+            except Interrupted as stop:
+                connection.send(stop.signal)
+                return
 
 
 def follow_parent() -> None:
@@ -200,14 +170,6 @@ def follow_parent() -> None:
         os.setpgrp()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _received(connection: Connection) -> Run | None:
-    try:
-        run: Run | None = connection.recv()
-    except EOFError:  # the experiment is over
-        return None
-    return run
 
 
 def _end_with_parent() -> None:

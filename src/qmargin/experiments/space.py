@@ -15,14 +15,10 @@ from qmargin.losses.margins import PriorMargin
 from qmargin.training.recipe import Recipe, flatten, is_under
 from qmargin.training.recipe_files import apply_settings
 
-EFFECTIVE = "m_eff"
-"""Effective margin: what a margin adds to the cosine gap of a zero loss; sets ``loss.margin``."""
-
-HARDNESS = "hardness"
-"""Hardness of the negatives, comparable over alpha and classes; sets ``loss.scale``."""
-
+EFFECTIVE = "m_eff"  # effective margin: the cosine gap that a margin adds
+HARDNESS = "hardness"  # of the negatives, comparable over alpha and numbers of classes
 DECIDES = {EFFECTIVE: "loss.margin", HARDNESS: "loss.scale"}
-PRESET, LOSS = "loss.preset", "loss"  # a preset replaces the whole section
+PRESET = "loss.preset"  # replaces the whole section
 
 Point = dict[str, str]
 """One value of every key, as on the command line."""
@@ -50,12 +46,7 @@ Axis = Values | Range
 
 
 def value_text(value: Any) -> str:
-    """A value of YAML or Python as the text of a setting.
-
-    Examples:
-        >>> value_text(16.0), value_text(1 / 3), value_text(True), value_text([1, 2])
-        ('16', '0.3333333333333333', 'true', '[1, 2]')
-    """
+    """A value of YAML or Python as the text of a setting, such as 16 of 16.0."""
     if isinstance(value, str):
         return value
     if isinstance(value, float):
@@ -65,7 +56,7 @@ def value_text(value: Any) -> str:
 
 
 def parse_axis(text: str) -> Axis:
-    """An axis of the command line: ``KEY=V1,V2``, or ``KEY=LOW:HIGH[:log]`` for a search.
+    """Read an axis: ``KEY=V1,V2``, or ``KEY=LOW:HIGH[:log]`` for a search.
 
     Examples:
         >>> parse_axis("loss.alpha=1.25,1.5")
@@ -76,7 +67,7 @@ def parse_axis(text: str) -> Axis:
     key, equals, rest = (part.strip() for part in text.partition("="))
     if not equals or not key:
         raise ConfigError(f"the axis {text!r} has no values; write it as key=value,value")
-    return make_axis(key, rest) if ":" in rest else make_axis(key, list(_split(rest)))
+    return make_axis(key, rest if ":" in rest else list(_split(rest)))
 
 
 def make_axis(key: str, value: Any) -> Axis:
@@ -117,16 +108,7 @@ def _split(text: str) -> Iterator[str]:
 
 
 def check_axes(recipe: Recipe, axes: Sequence[Axis], settings: Sequence[str] = ()) -> None:
-    """Refuse axes that contradict each other, a fixed setting, or the recipe.
-
-    Args:
-        recipe: That the axes change.
-        axes: What differs between runs.
-        settings: Fixed for all runs, such as ``loss.scale=16``.
-
-    Raises:
-        ConfigError: With the nearest known key, where a key is unknown.
-    """
+    """Refuse axes that contradict each other, a fixed setting of all runs, or the recipe."""
     keys = [axis.key for axis in axes]
     for key in keys:
         if keys.count(key) > 1:
@@ -137,22 +119,16 @@ def check_axes(recipe: Recipe, axes: Sequence[Axis], settings: Sequence[str] = (
     if "seed" in keys:
         raise ConfigError("seed is an axis; say how many seeds instead")
     for axis in axes:
-        if isinstance(axis, Range):
-            value = flatten(recipe).get(axis.key)
-            if isinstance(value, bool | str | tuple):
-                raise ConfigError(f"{axis.key} is {value!r} and has no range; list its values")
-        with_point(recipe, first_point(recipe, axis))  # refuses a key that is unknown
-    for setting in settings:
-        _check_setting(setting, axes)
-
-
-def _check_setting(setting: str, axes: Sequence[Axis]) -> None:
-    key = setting.partition("=")[0].strip()
-    for axis in axes:
-        decided = LOSS if axis.key == PRESET else DECIDES.get(axis.key, axis.key)
-        if is_under(key, (decided,)):
-            why = "is an axis" if decided == axis.key else f"follows from the axis {axis.key}"
-            raise ConfigError(f"{setting} is set, and {decided} {why}; leave one of them out")
+        first: Any = axis.low if isinstance(axis, Range) else axis.texts[0]
+        value = flatten(recipe).get(axis.key)
+        if isinstance(axis, Range) and isinstance(value, bool | str | tuple):
+            raise ConfigError(f"{axis.key} is {value!r} and has no range; list its values")
+        with_point(recipe, {axis.key: axis_text(recipe, axis, first)})  # refuses unknown keys
+        decided = "loss" if axis.key == PRESET else DECIDES.get(axis.key, axis.key)
+        for setting in settings:
+            if is_under(setting.partition("=")[0].strip(), (decided,)):
+                why = "is an axis" if decided == axis.key else f"follows from the axis {axis.key}"
+                raise ConfigError(f"{setting} is set, and {decided} {why}; leave one of them out")
 
 
 def check_points(recipe: Recipe, points: Sequence[Point]) -> None:
@@ -167,12 +143,7 @@ def check_points(recipe: Recipe, points: Sequence[Point]) -> None:
 
 
 def described(point: Point) -> str:
-    """A point in words.
-
-    Examples:
-        >>> described({"loss.alpha": "1.5", "m_eff": "0.3"}), described({})
-        ('alpha 1.5, m_eff 0.3', 'the recipe as it is')
-    """
+    """A point in words, such as ``alpha 1.5, m_eff 0.3``."""
     texts = [f"{key.rpartition('.')[2]} {text}" for key, text in point.items()]
     return ", ".join(texts) or "the recipe as it is"
 
@@ -184,43 +155,27 @@ def grid(axes: Sequence[Axis]) -> list[Point]:
         >>> grid([parse_axis("loss.alpha=1.25,1.5"), parse_axis("loss.scale=10")])
         [{'loss.alpha': '1.25', 'loss.scale': '10'}, {'loss.alpha': '1.5', 'loss.scale': '10'}]
     """
+    columns = []
     for axis in axes:
         if isinstance(axis, Range):
             raise ConfigError(
                 f"{axis.key} is a range, which a grid cannot visit; list values, or search with "
                 "optuna or random"
             )
-    columns = [[(axis.key, text) for text in axis.texts] for axis in axes]  # type: ignore[union-attr]
+        columns.append([(axis.key, text) for text in axis.texts])
     return [dict(row) for row in itertools.product(*columns)]
 
 
-def first_point(recipe: Recipe, axis: Axis) -> Point:
-    """The first value of an axis, or the lower end of a range."""
-    if isinstance(axis, Range):
-        return {axis.key: range_text(recipe, axis.key, axis.low)}
-    return {axis.key: axis.texts[0]}
-
-
-def range_text(recipe: Recipe, key: str, value: float) -> str:
-    """A number of a range as a setting: whole where the recipe has a whole number.
-
-    Examples:
-        >>> from qmargin.recipes.debug import debug
-        >>> range_text(debug(), "run.epochs", 5.7), range_text(debug(), "loss.scale", 12.34567)
-        ('6', '12.35')
-    """
-    known = flatten(recipe).get(key)
-    return str(round(value)) if isinstance(known, int) else f"{value:.4g}"
+def axis_text(recipe: Recipe, axis: Axis, value: Any) -> str:
+    """A value of an axis as a setting; of a range, whole where the recipe has a whole number."""
+    if isinstance(axis, Values):
+        return str(value)
+    is_whole = isinstance(flatten(recipe).get(axis.key), int)
+    return str(round(value)) if is_whole else f"{value:.4g}"
 
 
 def with_point(recipe: Recipe, point: Mapping[str, str], *, seed: int | None = None) -> Recipe:
-    """The recipe of a run.
-
-    Args:
-        recipe: Of the arm.
-        point: ``hardness`` becomes the scale that has it, and then ``m_eff`` the margin that asks
-            for this gap; all others are settings.
-        seed: Instead of the recipe's own.
+    """The recipe of a run: ``hardness`` decides the scale, and then ``m_eff`` the margin.
 
     Examples:
         >>> from qmargin.recipes.debug import debug
@@ -231,49 +186,40 @@ def with_point(recipe: Recipe, point: Mapping[str, str], *, seed: int | None = N
     settings = [f"{key}={text}" for key, text in point.items() if key not in DECIDES]
     changed = apply_settings(recipe, settings)
     if HARDNESS in point:
-        changed = _with_hardness(changed, point[HARDNESS])
+        scale = _scale_of(changed, _number(point, HARDNESS, such_as=3.0))
+        changed = replace(changed, loss=replace(changed.loss, scale=scale))
     if EFFECTIVE in point:
-        changed = _with_effective(changed, point[EFFECTIVE])
+        margin = _margin_of(changed, _number(point, EFFECTIVE, such_as=0.5))
+        changed = replace(changed, loss=replace(changed.loss, margin=margin))
     return changed if seed is None else replace(changed, seed=seed)
 
 
-def _number(key: str, text: str, *, such_as: float) -> float:
+def _number(point: Mapping[str, str], key: str, *, such_as: float) -> float:
     try:
-        return float(text)
+        return float(point[key])
     except ValueError as error:
-        raise ConfigError(f"{key} is {text!r}; give a number, such as {such_as:g}") from error
+        raise ConfigError(f"{key} is {point[key]!r}; give a number, such as {such_as:g}") from error
 
 
-def _with_hardness(recipe: Recipe, text: str) -> Recipe:
-    mean = _number(HARDNESS, text, such_as=3.0)
-    num_classes = recipe.data.num_classes
-    if num_classes is None:
+def _scale_of(recipe: Recipe, hardness: float) -> float:
+    classes, dim = recipe.data.num_classes, recipe.model.embedding_dim
+    if classes is None:
         raise ConfigError(
             f"{HARDNESS} is an axis and the recipe does not say how many classes there are; give "
             "data.num_classes, or use loss.scale"
         )
-    dim = recipe.model.embedding_dim
-    scale = scale_of_hardness(mean, recipe.loss.order, num_classes=num_classes, embedding_dim=dim)
-    return replace(recipe, loss=replace(recipe.loss, scale=scale))
+    return scale_of_hardness(hardness, recipe.loss.order, num_classes=classes, embedding_dim=dim)
 
 
-def _with_effective(recipe: Recipe, text: str) -> Recipe:
+def _margin_of(recipe: Recipe, gap: float) -> float:
     loss = recipe.loss
-    gap = _number(EFFECTIVE, text, such_as=0.5)
     if loss.margin_kind == "cosine":
-        margin = gap
-    elif loss.margin_kind == "prior":
-        prior = PriorMargin.from_effective(gap, alpha=loss.order, scale=loss.scale)
-        assert isinstance(prior.margin, float)  # one for all rows
-        margin = prior.margin
-    else:
-        raise ConfigError(
-            f"{EFFECTIVE} is an axis and the margin is {loss.margin_kind}, whose gap is not one "
-            "number; use loss.margin"
-        )
-    return replace(recipe, loss=replace(loss, margin=margin))
-
-
-def effective_margin(recipe: Recipe) -> float | None:
-    """The effective margin of a recipe; None if it varies."""
-    return recipe.loss.effective_margin
+        return gap
+    if loss.margin_kind == "prior":
+        margin = PriorMargin.from_effective(gap, alpha=loss.order, scale=loss.scale).margin
+        assert isinstance(margin, float)  # one for all rows
+        return margin
+    raise ConfigError(
+        f"{EFFECTIVE} is an axis and the margin is {loss.margin_kind}, whose gap is not one "
+        "number; use loss.margin"
+    )

@@ -11,6 +11,7 @@ import os
 import socket
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -37,10 +38,6 @@ GRACE = 3  # no run is pruned in the first third of its steps: losses start diff
 class Pruned(Exception):
     """A run that is behind the median of the others."""
 
-    def __init__(self, step: int) -> None:
-        super().__init__(f"behind the median of the other runs at step {step}")
-        self.step = step
-
 
 @dataclass(frozen=True)
 class TrialRef:
@@ -60,18 +57,10 @@ def check_optuna(why: str) -> None:
 
 
 def open_storage(url: str) -> optuna.storages.BaseStorage:
-    """Storage at a URL: ``sqlite:///FILE``, ``postgresql://``, ``redis://`` or ``journal:FILE``.
-
-    Raises:
-        ConfigError: It cannot be reached.
-    """
+    """Storage at a URL: ``sqlite:///FILE``, ``postgresql://``, ``redis://`` or ``journal:FILE``."""
     check_optuna("--storage")
     import optuna
-    from optuna.storages.journal import (
-        JournalFileBackend,
-        JournalRedisBackend,
-        JournalStorage,
-    )
+    from optuna.storages import journal
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     if ":" not in url:
@@ -84,10 +73,10 @@ def open_storage(url: str) -> optuna.storages.BaseStorage:
             path = Path(url.removeprefix(JOURNAL).removeprefix("//"))
             if not path.parent.is_dir():
                 raise OSError(f"there is no folder {path.parent}")
-            return JournalStorage(JournalFileBackend(str(path)))
+            return journal.JournalStorage(journal.JournalFileBackend(str(path)))
         if url.startswith(("redis://", "rediss://")):
             with _quiet():
-                return JournalStorage(JournalRedisBackend(url))
+                return journal.JournalStorage(journal.JournalRedisBackend(url))
         import sqlalchemy.exc
 
         seconds = {"connect_timeout": 10} if url.startswith("postgresql") else {}
@@ -120,20 +109,13 @@ def load_study(url: str, name: str, measure: str, **options: Any) -> optuna.Stud
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    import warnings
-
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Optuna calls some of its parts experimental
         yield
 
 
 class PruningReport:
-    """Reports validation measures of a run to its trial, and stops it where it is behind.
-
-    Args:
-        ref: Of the trial.
-        total_steps: Of the run.
-    """
+    """Reports validation measures of a run to its trial, and stops it where it is behind."""
 
     def __init__(self, ref: TrialRef, total_steps: int) -> None:
         import optuna
@@ -151,7 +133,7 @@ class PruningReport:
         with _quiet():
             self._trial.report(measures[self._measure], step)
             if step < self._total and self._trial.should_prune():
-                raise Pruned(step)
+                raise Pruned(f"behind the median of the other runs at step {step}")
 
 
 class RunBook:
@@ -184,9 +166,16 @@ class RunBook:
         """Give back what is not finished, so that others need not wait for a missing heartbeat."""
         self._stop.set()
         self._thread.join()
+        self._mark_held(0.0)
+
+    def _beat(self) -> None:
+        while not self._stop.wait(BEAT_S):
+            self._mark_held(time.time())
+
+    def _mark_held(self, seen: float) -> None:
         for trial in self._held:
-            with contextlib.suppress(Exception):
-                trial.set_user_attr("seen", 0.0)
+            with contextlib.suppress(Exception):  # a storage may be away for a moment
+                trial.set_user_attr("seen", seen)
 
     def hold(self, trial: optuna.Trial) -> None:
         """Mark a trial as being worked on by this process, until it is dropped."""
@@ -200,18 +189,11 @@ class RunBook:
 
     def is_alive(self, trial: optuna.trial.FrozenTrial) -> bool:
         """Whether the process of a running trial still works on it."""
-        facts, here = trial.user_attrs, _here()
-        if facts.get("host") == here["host"] and not _is_alive(int(facts.get("pid", 0))):
+        facts = trial.user_attrs
+        if facts.get("host") == _here()["host"] and not _is_alive(int(facts.get("pid", 0))):
             return False
         began = 0.0 if trial.datetime_start is None else trial.datetime_start.timestamp()
         return bool(time.time() - float(facts.get("seen", began)) < STALE_S)
-
-    def end(self, study: optuna.Study, trial: optuna.trial.FrozenTrial) -> None:
-        """Close a trial whose process is gone."""
-        import optuna
-
-        with contextlib.suppress(Exception):  # another process was faster
-            study.tell(trial.number, state=optuna.trial.TrialState.FAIL)
 
     def take(self, run: Run) -> TrialRef | None:
         """Reserve a run for this process; None if another one trains it or has trained it."""
@@ -219,10 +201,10 @@ class RunBook:
             return None
         import optuna
 
-        study, key = self._study(run.arm), _key(run)
+        study = self._study(run.arm)
         with _quiet():
             trial = study.ask()
-        trial.set_user_attr("run", key)
+        trial.set_user_attr("run", _key(run))
         trial.set_user_attr("folder", str(run.folder.resolve()))
         self.hold(trial)
         owner = self._owner(run)
@@ -246,11 +228,10 @@ class RunBook:
             return
         trial.set_user_attr("state", outcome.state)
         trial.set_user_attr("measures", dict(outcome.measures))
-        value = outcome.measures.get(self.measure)
-        if value is None:  # a test may measure other rates
-            value = outcome.measures[EER]
-        is_pruned = outcome.state == "pruned"
-        study.tell(trial, None if is_pruned else value, state=states.PRUNED if is_pruned else None)
+        if outcome.state == "pruned":
+            study.tell(trial, state=states.PRUNED)
+        else:  # a test may measure other rates than the search
+            study.tell(trial, outcome.measures.get(self.measure, outcome.measures[EER]))
 
     def outcome(self, run: Run) -> Outcome | None:
         """What another process measured; None while it trains or where none does."""
@@ -277,21 +258,14 @@ class RunBook:
     def _is_valid(self, trial: optuna.trial.FrozenTrial, run: Run) -> bool:
         if trial.state.name == "RUNNING":
             return self.is_alive(trial)
-        facts = trial.user_attrs
-        is_here = facts.get("host") == _here()["host"]
-        is_lost = is_here and facts.get("folder") == str(run.folder.resolve())
+        facts, host = trial.user_attrs, _here()["host"]
+        is_lost = (facts.get("host"), facts.get("folder")) == (host, str(run.folder.resolve()))
         return "measures" in facts and not is_lost  # or its folder was removed
 
     def _study(self, arm: str) -> optuna.Study:
         if arm not in self._studies:
             self._studies[arm] = load_study(self.url, f"{self.name} {arm}", self.measure)
         return self._studies[arm]
-
-    def _beat(self) -> None:
-        while not self._stop.wait(BEAT_S):
-            for trial in self._held:
-                with contextlib.suppress(Exception):  # a storage may be away for a moment
-                    trial.set_user_attr("seen", time.time())
 
 
 def _key(run: Run) -> str:
@@ -308,5 +282,5 @@ def _is_alive(pid: int) -> bool:
     except ProcessLookupError:
         return False
     except PermissionError:
-        return True
+        pass
     return True

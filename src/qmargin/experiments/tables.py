@@ -1,46 +1,70 @@
-"""Tables, figures and the report of an experiment."""
+"""What an experiment found: tables and figures of the search, the report, and words about it."""
 
 from __future__ import annotations
 
+import platform
 import shutil
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from datetime import date
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from qmargin.errors import ConfigError, DataError
 from qmargin.experiments.experiment import Experiment
 from qmargin.experiments.measure import EER, far_of
-from qmargin.experiments.run import Run
-from qmargin.experiments.search import Tried
-from qmargin.experiments.space import EFFECTIVE, HARDNESS, Point, effective_margin
+from qmargin.experiments.run import MAX_COHORT, NEAREST, NORMALISED, RESULT, Run
+from qmargin.experiments.search import Tried, ranked
+from qmargin.experiments.space import EFFECTIVE, HARDNESS, Point
+from qmargin.experiments.worlds import Drawn, Made
 from qmargin.files import MADE_BY, Guard, write_atomically
 from qmargin.losses.hardness import hardness
+from qmargin.metrics.bootstrap import Difference
+from qmargin.metrics.operating import sufficiency
 from qmargin.report.figures import LinePoint, has_matplotlib, write_lines
 from qmargin.report.journal import read_journal
-from qmargin.report.numbers import power
+from qmargin.report.numbers import MISSING, power, probability, signed
+from qmargin.report.systems import (
+    Repeats,
+    difference_of_means,
+    find_repeats,
+    interval_of_mean,
+    load_panels,
+    spread,
+)
 from qmargin.report.table import CellValue, Column, Number, Table
+from qmargin.report.tables import repeats_table
 from qmargin.report.write import ReportOptions, write_report
 from qmargin.training.recipe import Recipe
 from qmargin.training.reporting import JOURNAL
 
+if TYPE_CHECKING:
+    from qmargin.experiments.runner import Finished
+
 SEARCH = "search"  # stem of its tables
-FIGURES, JOURNALS, REPORT = "figures", "journals", "report"
+FIGURES, JOURNALS, PICTURES, REPORT = "figures", "journals", "pictures", "report"
 OLD_RECORDS = ("plan.json", "sweep.json", "chosen.json")
 STEMS = ("sensitivity", "effective-margin")
 SHOWN = ("loss.alpha", "loss.scale", "loss.margin", EFFECTIVE, HARDNESS, "loss.preset")
 SIGNS = {"loss.alpha": "\u03b1", "loss.scale": "s", "loss.margin": "m", EFFECTIVE: "m_eff"}
-LABELS = {"loss.scale": "Scale", "loss.margin": "Margin", "loss.alpha": "\u03b1"}
-FIRST = ("loss.scale", "loss.margin", EFFECTIVE, "loss.alpha")  # what a figure is drawn over
 MARGIN, GAP = "Margin m", "Effective margin"
+LABELS = {"loss.scale": "Scale", "loss.margin": "Margin", EFFECTIVE: GAP, "loss.alpha": "\u03b1"}
 REACHABLE = 2.0  # cosines differ by at most this
+FOCUS = "Q-Margin"  # compared with the best of the others
+VERDICT_FARS = (1e-3, 1e-4, 1e-5)
+HEADLINE = 1e-4
+COVER = "Intervals cover test identities; the standard deviation covers training seeds."
+AS_NORM = (
+    "The same runs and pairs. AS-norm measures a cosine in standard deviations above the mean of "
+    f"the {NEAREST} prototypes that are nearest to a sample, averaged over the two samples. The "
+    f"prototypes are those of the head, at most {MAX_COHORT:,} of them, so it needs no other data."
+)
 
 
 def check_outputs(out: Path, record: str, *, overwrite: bool = False) -> None:
-    """Refuse a folder that holds no experiment and has files under the names of one's.
-
-    Raises:
-        ConfigError: Naming the file.
-    """
+    """Refuse a folder that holds no experiment and has files under the names of one's."""
     if (out / record).exists():
         return
     for name in OLD_RECORDS:
@@ -64,38 +88,25 @@ def write_final(
     names: Sequence[str],
     *,
     overwrite: bool = False,
-) -> Path:
-    """Write the report of the runs that were tested; returns its page."""
+) -> None:
+    """Write the report of the runs that were tested."""
+    first, journals = min(run.recipe.seed for run in runs), []
+    (out / JOURNALS).mkdir(parents=True, exist_ok=True)
+    for run in runs:
+        path = out / JOURNALS / f"{run.title.replace('/', '-')}.jsonl"
+        with suppress(DataError, OSError):  # a report needs none
+            if run.recipe.seed == first:
+                read_journal(run.folder / JOURNAL)
+                shutil.copyfile(run.folder / JOURNAL, path)
+                journals.append(path)
     options = ReportOptions(
         title=experiment.title or experiment.name,
-        media=out / "pictures" if (out / "pictures").is_dir() else None,
-        journals=tuple(_keep_journals(out / JOURNALS, runs)),
+        media=out / PICTURES if (out / PICTURES).is_dir() else None,
+        journals=tuple(journals),
         has_figures=has_matplotlib(),
         overwrite=overwrite,
     )
-    paths = [run.folder / name for name in names for run in runs]
-    return write_report(paths, out / REPORT, options)[0]
-
-
-def _keep_journals(folder: Path, runs: Sequence[Run]) -> list[Path]:
-    """Journals of the first seed, under the display names of their arms."""
-    folder.mkdir(parents=True, exist_ok=True)
-    kept = []
-    first = min(run.recipe.seed for run in runs)
-    for run in runs:
-        path = folder / f"{run.title.replace('/', '-')}.jsonl"
-        if run.recipe.seed == first and _is_journal(run.folder / JOURNAL):
-            shutil.copyfile(run.folder / JOURNAL, path)
-            kept.append(path)
-    return kept
-
-
-def _is_journal(path: Path) -> bool:
-    try:
-        read_journal(path)
-    except (DataError, OSError):
-        return False
-    return True
+    write_report([run.folder / name for name in names for run in runs], out / REPORT, options)
 
 
 # -- the search -----------------------------------------------------------------------------------
@@ -110,19 +121,21 @@ def write_search(
 ) -> list[Path]:
     """Write tables and figures of what a search tried; returns the files."""
     rows = [one for tried in reversed(rounds) for one in tried]
-    table = search_table(experiment, rows, chosen)
-    written = []
-    for name, content in table.files(SEARCH).items():
+    files = search_table(experiment, rows, chosen).files(SEARCH)
+    for name, content in files.items():
         write_atomically(out / name, content)
-        written.append(out / name)
-    return written + write_figures(rounds[0], measure, out / FIGURES)
+    return [*(out / name for name in files), *write_figures(rounds[0], measure, out / FIGURES)]
 
 
 def search_table(
     experiment: Experiment, tried: Sequence[Tried], chosen: Mapping[str, Point]
 ) -> Table:
     """Points and their measures on validation identities."""
-    names, others = measure_names(tried), _other_keys(tried)
+    found = {name for one in tried for outcome in one.outcomes for name in outcome.measures}
+    names = sorted(found, key=lambda name: -(far_of(name) or 0.0))  # the EER last
+    others = [
+        key for key in dict.fromkeys(k for one in tried for k in one.point) if key not in SHOWN
+    ]
     has_lengths = len({one.recipe.run.epochs for one in tried}) > 1
     columns = [
         Column("Loss", align="left"),
@@ -133,14 +146,13 @@ def search_table(
         Column("hardness"),
         *map(Column, others),
         *([Column("epochs")] if has_lengths else []),
-        *(Column(_heading(name), best="min" if name == EER else "max") for name in names),
+        *(Column(_measure_text(n, rate=""), best="min" if n == EER else "max") for n in names),
         Column("seeds"),
         Column("", align="left"),
     ]
     rows: list[tuple[CellValue, ...]] = []
     for one in tried:
         is_chosen = bool(experiment.seeds) and chosen.get(one.arm) == one.point
-        notes = (["chosen"] if is_chosen else []) + ([one.note] if one.note else [])
         rows.append(
             (
                 experiment.arms[one.arm].title,
@@ -149,7 +161,7 @@ def search_table(
                 *([one.recipe.run.epochs] if has_lengths else []),
                 *(_measured(one, name) for name in names),
                 len(one.known(EER)),
-                ", ".join(notes),
+                ", ".join(filter(None, ["chosen" * is_chosen, one.note])),
             )
         )
     words = (
@@ -161,26 +173,24 @@ def search_table(
     return Table(title, tuple(columns), tuple(rows), words, label="qmargin-search")
 
 
-def measure_names(tried: Sequence[Tried]) -> list[str]:
-    """TARs with growing strictness, then the EER; those that any run has."""
-    found = {name for one in tried for outcome in one.outcomes for name in outcome.measures}
-    tars = sorted((name for name in found if far_of(name)), key=lambda name: -(far_of(name) or 0))
-    return tars + ([EER] if EER in found else [])
+def _mean(values: Sequence[float]) -> tuple[float, float | None]:
+    """Mean and standard deviation in per cent."""
+    deviation = 100.0 * statistics.stdev(values) if len(values) > 1 else None
+    return 100.0 * statistics.fmean(values), deviation
 
 
 def _measured(one: Tried, name: str) -> CellValue:
-    """Mean over seeds in per cent; as text, which is never the best, if runs are not complete."""
-    values = [100.0 * value for value in one.known(name)]
-    if not values:
+    """Mean over seeds; as text, which is never the best, if runs are not complete."""
+    if not (values := one.known(name)):
         return None
-    deviation = statistics.stdev(values) if len(values) > 1 else None
-    number = Number(statistics.fmean(values), deviation=deviation)
+    mean, deviation = _mean(values)
+    number = Number(mean, deviation=deviation)
     return number if one.is_complete else number.text
 
 
 def _settings(recipe: Recipe) -> tuple[CellValue, ...]:
     """Alpha, scale, margin, effective margin and hardness; softmax has no alpha in the paper."""
-    loss, gap = recipe.loss, effective_margin(recipe)
+    loss, gap = recipe.loss, recipe.loss.effective_margin
     classes, mean = recipe.data.num_classes, None
     if classes is not None and classes > 1 and loss.alpha is not None:
         dim = recipe.model.embedding_dim
@@ -194,55 +204,45 @@ def _settings(recipe: Recipe) -> tuple[CellValue, ...]:
     )
 
 
-def _other_keys(tried: Sequence[Tried]) -> list[str]:
-    """Keys of points that the columns of the loss do not show."""
-    keys = dict.fromkeys(key for one in tried for key in one.point)
-    return [key for key in keys if key not in SHOWN]
-
-
-def _heading(measure: str) -> str:
+def _measure_text(measure: str, *, percent: str = "", rate: str = "FAR ") -> str:
     far = far_of(measure)
-    return "EER" if far is None else f"TAR at {power(far)}"
-
-
-# -- figures --------------------------------------------------------------------------------------
+    return f"EER{percent}" if far is None else f"TAR{percent} at {rate}{power(far)}"
 
 
 def write_figures(tried: Sequence[Tried], measure: str, folder: Path) -> list[Path]:
     """``sensitivity`` and ``effective-margin`` as SVG and PDF, where there is enough to draw."""
     if not has_matplotlib():
         return []
-    written: list[Path] = []
-    far = far_of(measure)
-    height = "EER %" if far is None else f"TAR % at FAR {power(far)}"
-    key = main_key(tried)
-    if key is not None:
-        others = [k for k in _varied(tried) if k != key]
+    height, written = _measure_text(measure, percent=" %"), []
+    keys = dict.fromkeys(key for one in tried for key in one.point)
+    varied = [key for key in keys if len({one.point.get(key) for one in tried}) > 1]
+    in_order = sorted(varied, key=[*LABELS, *varied].index)
+    numbers = [k for k in in_order if None not in {_float(one.point.get(k, "")) for one in tried}]
+    if numbers:
+        key, several = numbers[0], len({one.arm for one in tried}) > 1
 
         def label(one: Tried) -> str:
-            texts = [f"{SIGNS.get(k, k)} = {one.point[k]}" for k in others if k in one.point]
-            return ", ".join([one.arm, *texts] if len({t.arm for t in tried}) > 1 else texts) or (
-                measure
-            )
+            others = [k for k in varied if k != key and k in one.point]
+            texts = [f"{SIGNS.get(k, k)} = {one.point[k]}" for k in others]
+            return ", ".join([one.arm] * several + texts) or measure
 
-        lines = _lines(tried, measure, lambda one: _float(one.point.get(key, "")), label)
-        name = GAP if key == EFFECTIVE else LABELS.get(key, key)
-        written += write_lines(folder / STEMS[0], {name: lines}, height)
-    panels = margin_panels(tried, measure)
+        lines = _lines(tried, measure, lambda one: _float(one.point[key]), label)
+        written += write_lines(folder / STEMS[0], {LABELS.get(key, key): lines}, height)
+    panels = margin_panels(tried, measure, [key for key in varied if key not in SHOWN])
     if panels:
         written += write_lines(folder / STEMS[1], panels, height, beyond={GAP: REACHABLE})
     return written
 
 
-def margin_panels(tried: Sequence[Tried], measure: str) -> dict[str, dict[str, list[LinePoint]]]:
-    """The measure over m and over m_eff, a line for each alpha and scale.
+def margin_panels(
+    tried: Sequence[Tried], measure: str, others: Sequence[str]
+) -> dict[str, dict[str, list[LinePoint]]]:
+    """The measure over m and over m_eff, a line for each alpha, scale and value of other keys.
 
     Where the effective margin is what matters, the lines of the second panel lie on each other. It
     takes two lines and two gaps to see that; with fewer there is nothing to draw.
     """
-    gaps = {id(one): effective_margin(one.recipe) for one in tried}
-    known = [one for one in tried if gaps[id(one)] is not None]
-    others = [key for key in _varied(tried) if key not in SHOWN]
+    known = [one for one in tried if one.recipe.loss.effective_margin is not None]
 
     def label(one: Tried) -> str:
         texts = [f"{key} {one.point[key]}" for key in others if key in one.point]
@@ -250,25 +250,9 @@ def margin_panels(tried: Sequence[Tried], measure: str) -> dict[str, dict[str, l
         return ", ".join([f"\u03b1 = {loss.alpha:g}, s = {loss.scale:g}", *texts])
 
     by_margin = _lines(known, measure, lambda one: one.recipe.loss.margin, label)
-    by_gap = _lines(known, measure, lambda one: gaps[id(one)], label)
-    if min(len(by_margin), len({f"{gaps[id(one)]:.6g}" for one in known})) < 2:
-        return {}
-    return {MARGIN: by_margin, GAP: by_gap}
-
-
-def main_key(tried: Sequence[Tried]) -> str | None:
-    """The key to draw over: one with several numbers, of scale, margin and alpha the first."""
-    keys = _varied(tried)
-    for key in [k for k in FIRST if k in keys] + [k for k in keys if k not in FIRST]:
-        if all(_float(one.point.get(key, "")) is not None for one in tried):
-            return key
-    return None
-
-
-def _varied(tried: Sequence[Tried]) -> list[str]:
-    """Keys of points with more than one value."""
-    keys = dict.fromkeys(key for one in tried for key in one.point)
-    return [key for key in keys if len({one.point.get(key) for one in tried}) > 1]
+    by_gap = _lines(known, measure, lambda one: one.recipe.loss.effective_margin, label)
+    gaps = {f"{one.recipe.loss.effective_margin:.6g}" for one in known}
+    return {} if min(len(by_margin), len(gaps)) < 2 else {MARGIN: by_margin, GAP: by_gap}
 
 
 def _lines(
@@ -280,11 +264,8 @@ def _lines(
     lines: dict[str, list[LinePoint]] = {}
     for one in tried:
         values, across = one.known(measure), place(one)
-        if not values or across is None:
-            continue
-        deviation = 100.0 * statistics.stdev(values) if len(values) > 1 else None
-        mean = 100.0 * statistics.fmean(values)
-        lines.setdefault(label(one), []).append((across, mean, deviation))
+        if values and across is not None:
+            lines.setdefault(label(one), []).append((across, *_mean(values)))
     return lines
 
 
@@ -293,3 +274,212 @@ def _float(text: str) -> float | None:
         return float(text)
     except ValueError:
         return None
+
+
+# -- words ----------------------------------------------------------------------------------------
+
+
+def repeats_of(paths: Sequence[Path], title: str) -> Repeats:
+    """Results of one experiment by system, the seeds of each in order."""
+    (found,) = find_repeats(load_panels(paths), experiment=title)
+    return found
+
+
+def summary(finished: Finished) -> tuple[list[str], list[list[str]], list[str]]:
+    """Heads and rows of a table of EERs and TARs, and who is ahead at the headline's FAR."""
+    repeats = repeats_of(finished.paths[RESULT], finished.experiment.title)
+    heads = ["", "EER %", *(f"TAR % at {far:g}" for far in repeats.fars)]
+    rows = [
+        [
+            name,
+            spread(repeats.values(name, None), sign="+-"),
+            *(spread(repeats.values(name, far), 1, sign="+-") for far in repeats.fars),
+        ]
+        for name in repeats.systems
+    ]
+    known = [far for far in repeats.fars if far >= HEADLINE]
+    words = verdict(repeats, known[-1:]) or ["There is nothing to compare."]
+    return heads, rows, [*words, COVER]
+
+
+def verdict(repeats: Repeats, fars: Sequence[float], *, bold: str = "{}") -> list[str]:
+    """At each FAR, Q-Margin (or else the best arm) against the best of the others."""
+    lines = []
+    first = next(iter(repeats.systems.values()))[0].result.protocol
+    for far in fars:
+        ranked = repeats.ranked(far)
+        if len(ranked) < 2:
+            continue
+        focus = FOCUS if FOCUS in ranked else ranked[0]
+        rival, *rest = [name for name in ranked if name != focus]
+        made = difference_of_means(repeats, focus, rival, far)
+        if made is None:
+            continue
+        enough = sufficiency(far, first.num_impostors)
+        few = "" if enough.status == "ok" else f" That is a rough number: {enough.message}."
+        values = [spread(repeats.values(name, far), sign="+-") for name in (focus, rival)]
+        others = {name: difference_of_means(repeats, focus, name, far) for name in rest}
+        lines.append(
+            f"At FAR {far:g}, {focus} {bold.format(_word(made))} {rival}, the best of the "
+            f"others: {signed(100 * made.difference)} points of TAR ({signed(100 * made.low)} to "
+            f"{signed(100 * made.high)}, p = {probability(made.p_value)}); {values[0]} against "
+            f"{values[1]} %.{_also(others)}{few}"
+        )
+    return lines
+
+
+def _word(made: Difference | None) -> str:
+    if made is None or made.low <= 0.0 <= made.high:
+        return "ties with"
+    return "is ahead of" if made.low > 0.0 else "is behind"
+
+
+def _also(others: Mapping[str, Difference | None]) -> str:
+    """The rest of the others that differ."""
+    parts = []
+    for word in ("is ahead of", "is behind"):
+        names = [name for name, made in others.items() if _word(made) == word]
+        if names:
+            parts.append(f"{word} {'; '.join(names)}")  # a name may have a comma
+    return f" Of the rest, it {' and '.join(parts)}." if parts else ""
+
+
+def results_page(finished: Finished, *, command: str, commit: str = "") -> str:
+    """Markdown page of an experiment: what was trained, found, and which settings were chosen."""
+    import torch
+
+    experiment = finished.experiment
+    title = experiment.title or experiment.name
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
+    code = f"commit `{commit}`, " if commit else ""
+    machine = f"{code}{date.today().isoformat()}, {device}, torch {torch.__version__}"
+    facts = [f"`{command}`", machine, *_training(finished)]
+    parts = [f"# {title[0].upper()}{title[1:]}", "\n".join(f"- {fact}" for fact in facts)]
+    for name, heads in (
+        (RESULT, ["## Found"]),
+        (NORMALISED, ["## With scores normalised by the prototypes", AS_NORM]),
+    ):
+        if finished.paths.get(name):
+            parts += [*heads, *_found(repeats_of(finished.paths[name], title))]
+    if finished.rounds:
+        parts += ["## Settings", *_choice(finished)]
+    return "\n\n".join(part.strip() for part in parts) + "\n"
+
+
+def _training(finished: Finished) -> list[str]:
+    experiment, results = finished.experiment, finished.results
+    recipe, seeds = experiment.recipe, experiment.seeds or experiment.search.seeds
+    classes = recipe.data.num_classes
+    if results and results[0].run is not None:
+        classes = results[0].run.num_classes
+    counted = "" if classes is None else f"{classes:,} classes, "
+    options = "".join(f", {name} {value}" for name, value in recipe.model.options.items())
+    facts = [
+        f"training: {counted}{recipe.run.epochs} epochs in batches of {recipe.data.batch_size}, "
+        f"one recipe for all losses ({recipe.optimizer.kind}, {recipe.schedule.kind} schedule), "
+        f"{len(seeds)} seed{'s' * (len(seeds) > 1)}",
+        f"network: `{recipe.model.backbone}`{options}, {recipe.model.embedding_dim} dimensions",
+    ]
+    if isinstance(experiment.world, Made):
+        facts.append("the data are synthetic, made by this package; they say nothing about faces")
+    if results:
+        first, views = results[0].protocol, experiment.protocol.views
+        turned = f"; a score is the mean over {views} quarter turns of both samples"
+        facts.append(
+            f"test: {first.num_subjects:,} other identities, {first.num_genuine:,} genuine and "
+            f"{first.num_impostors:,} impostor pairs{turned if views > 1 else ''}"
+        )
+    return facts
+
+
+def _found(repeats: Repeats) -> list[str]:
+    lines = verdict(repeats, [far for far in VERDICT_FARS if far in repeats.fars], bold="**{}**")
+    found = ["\n".join(f"- {line}" for line in lines), COVER] if lines else []
+    found.append(_markdown(repeats_table(repeats)))
+
+    def by_far(title: str, names: Sequence[str], cell: Callable[[str, float], str]) -> str:
+        columns = (Column(title, "left"), *(Column(f"at {power(far)}") for far in repeats.fars))
+        rows = tuple((name, *(cell(name, far) for far in repeats.fars)) for name in names)
+        return _markdown(Table("", columns, rows))
+
+    def interval(name: str, far: float) -> str:
+        ends = interval_of_mean(repeats, name, far)
+        return MISSING if ends is None else f"{100 * ends[0]:.2f} to {100 * ends[1]:.2f}"
+
+    def difference(name: str, far: float) -> str:
+        made = difference_of_means(repeats, FOCUS, name, far)
+        if made is None:
+            return MISSING
+        low, high = signed(100 * made.low), signed(100 * made.high)
+        return f"{signed(100 * made.difference)} ({low} to {high})"
+
+    found.append(by_far("95 % interval, TAR %", list(repeats.systems), interval))
+    others = [name for name in repeats.systems if name != FOCUS]
+    if FOCUS in repeats.systems and others:
+        found.append(by_far(f"{FOCUS} minus", others, difference))
+        found.append("Points of TAR with 95 % intervals of a paired bootstrap over identities.")
+    return found
+
+
+def _markdown(table: Table) -> str:
+    return replace(table, title="", notes=()).to_markdown(level=None)
+
+
+def _choice(finished: Finished) -> list[str]:
+    """How settings were chosen, which, and all that were tried."""
+    experiment, search = finished.experiment, finished.experiment.search
+    measure, first = finished.measure or EER, finished.rounds[0]
+    aim = f"the {'smallest' if measure == EER else 'largest'} {_measure_text(measure)}"
+    held_out = "a part of the training identities, which the search holds out"
+    if isinstance(experiment.world, Made):
+        held_out = "which neither training nor test has"
+    elif isinstance(experiment.world, Drawn):
+        held_out += " (whole alphabets where they are known)"
+    counts = sorted({sum(other.arm == one.arm for other in first) for one in first})
+    length, longer = first[0].recipe.run.epochs, ""
+    seeds = "" if len(search.seeds) == 1 else f" with each of {len(search.seeds)} seeds"
+    if search.finalists:
+        longer = (
+            f", and with the best {search.finalists} of different alpha or scale for "
+            f"{experiment.recipe.run.epochs} epochs"
+        )
+    parts = [
+        f"Each loss was trained with {' or '.join(map(str, counts))} settings for {length} "
+        f"epoch{'s' * (length > 1)}{seeds}{longer}, and has the one with {aim} on validation "
+        f"identities, {held_out}. Failed runs count as TAR 0. Hardness tells which negatives a "
+        "loss looks at, see `qmargin.hardness`."
+    ]
+    edges = []
+    for name, arm in experiment.arms.items():
+        if arm.like is not None:
+            parts.append(f"{arm.title} has the settings of {experiment.arms[arm.like].title}.")
+            continue
+        if len({point.get("loss.margin") for point in arm.points}) == 1:
+            parts.append(f"Of one margin only: {arm.title}.")
+        if name in experiment.searched and (arm.points or search.method == "grid"):
+            at = edges_of(finished.chosen[name], arm.candidates)
+            edges += [f"{arm.title} ({', '.join(at)})"] if at else []
+    for tried in reversed(finished.rounds):
+        best = ranked(tried, measure)
+        rows = [one for name in experiment.arms for one in best.get(name, ())]
+        parts.append(_markdown(search_table(experiment, rows, finished.chosen)))
+    if edges:
+        parts.append(
+            f"At an edge of what was tried: {', '.join(edges)}. Beyond it there may be better ones."
+        )
+    return parts
+
+
+def edges_of(chosen: Point, grid: Sequence[Point]) -> list[str]:
+    """Directions in which an arm could not have chosen a more extreme value."""
+    names = []
+    for key in ("loss.scale", "loss.margin"):
+        # with all settings that come before it in a grid of alpha, scale and margin
+        before = ["loss.alpha", *(["loss.scale"] if key == "loss.margin" else [])]
+        same = [p for p in grid if all(p.get(k) == chosen.get(k) for k in before)]
+        values = {float(point[key]) for point in same if key in point}
+        if len(values) > 1 and key in chosen:
+            value, name = float(chosen[key]), key.rpartition(".")[2]
+            if value in (min(values), max(values)):
+                names.append(f"{'smallest' if value == min(values) else 'largest'} {name}")
+    return names

@@ -35,8 +35,7 @@ from qmargin.training.recipe import Recipe
 from qmargin.training.recipe_files import apply_settings
 from qmargin.training.signals import StopRequest
 
-VALIDATION = 0x76616C  # seeds of made validation identities
-TEST = 0x746573
+VALIDATION, TEST = 0x76616C, 0x746573  # seeds of made identities
 SYNTHETIC = "All data are synthetic and made by this package: results are about them alone"
 HELD_OUT = 0x57D4  # order in which stored identities are held out
 TRAIN_SHARE = 0.6  # of stored identities, where the data do not say which ones train
@@ -50,6 +49,7 @@ PLAIN_SPEECH = {
     "mask_probability": 0.0,
 }
 _BLOCK = 1 << 16  # pictures that a process draws at a time
+Block = Callable[[], NDArray[np.uint8]]
 
 
 @dataclass(frozen=True)
@@ -84,15 +84,11 @@ class World:
         return False
 
     def opened(self) -> World:
-        """The same data after a look at them.
-
-        Raises:
-            DataError: They cannot be read.
-        """
+        """The same data after a look at them; refuse data that cannot be read."""
         return self
 
     def adapt(self, recipe: Recipe, *, is_search: bool) -> Recipe:
-        """A recipe with what the data decide."""
+        """A recipe with what the data decide; refuse one for other data."""
         raise NotImplementedError
 
     def prepare(
@@ -110,11 +106,7 @@ class World:
         raise NotImplementedError
 
     def check(self, recipe: Recipe) -> str:
-        """Refuse data whose identities of training and test are not disjoint.
-
-        Returns:
-            What could not be checked; empty for nothing.
-        """
+        """Refuse identities that are trained on and tested; returns what could not be checked."""
         return ""
 
 
@@ -137,15 +129,12 @@ class Made(World):
 
     @property
     def is_ink(self) -> bool:
-        """Strokes are."""
         return True
 
     def differs(self, recipe: Recipe) -> bool:
-        """Unless the recipe fixes the seed of the data."""
         return "seed" not in recipe.data.options
 
     def adapt(self, recipe: Recipe, *, is_search: bool) -> Recipe:
-        """The recipe as it is."""
         if recipe.data.is_stored:
             raise ConfigError(
                 f"data.kind is {recipe.data.kind!r}, which is read from a path; say which "
@@ -156,14 +145,11 @@ class Made(World):
     def prepare(
         self, folder: Path, recipes: Sequence[Recipe], *, is_search: bool, request: StopRequest
     ) -> Made:
-        """Draw stroke identities once for all runs."""
         made = replace(self, folder=folder)
-        files: dict[Path, StrokeIdentities] = {}
-        for recipe in recipes:
-            file, dataset = made._drawn(recipe), build_dataset(recipe)
-            if file is not None and isinstance(dataset, StrokeIdentities):
-                files[file] = dataset
-        for file, dataset in files.items():
+        files = {file: recipe for recipe in recipes if (file := made._drawn(recipe)) is not None}
+        for file, recipe in files.items():
+            dataset = build_dataset(recipe)
+            assert isinstance(dataset, StrokeIdentities)
             rows = np.arange(len(dataset))
             blocks = [
                 partial(dataset.images, rows[start : start + _BLOCK])
@@ -173,7 +159,6 @@ class Made(World):
         return made
 
     def train(self, recipe: Recipe, *, is_search: bool) -> Dataset | None:
-        """Drawn strokes where they were kept; otherwise what the recipe describes."""
         file = self._drawn(recipe)
         if file is None or not file.exists():
             return None
@@ -182,7 +167,6 @@ class Made(World):
         return dataset.kept_in(file)
 
     def measured(self, recipe: Recipe, *, is_search: bool) -> Dataset:
-        """Other identities of the same kind."""
         count, samples = self.num_test, self.samples_test
         if is_search:
             count, samples = self.num_validation, self.samples_validation
@@ -197,6 +181,7 @@ class Made(World):
         return build_dataset(replace(recipe, data=data))
 
     def _drawn(self, recipe: Recipe) -> Path | None:
+        """File of the strokes that all runs of a recipe share."""
         if self.folder is None or recipe.data.kind != "strokes":
             return None
         text = f"{recipe.data.num_classes} {sorted(recipe.data.options.items())} {recipe.seed}"
@@ -208,8 +193,8 @@ class Stored(World):
     """Pictures or recordings in the layouts that ``qmargin train`` reads.
 
     Args:
-        train: Path of training identities; None for that of the recipe.
-        test: Path of test identities; None where nothing is tested.
+        train_path: Training identities; None for those of the recipe.
+        test_path: Test identities; None where nothing is tested.
         validation: Share of the training identities that a search holds out, or settings of the
             data that have others, such as ``("data.path=faces/validation",)``.
         trials: List of trials of recordings, whose names are relative to the folder of the list;
@@ -222,18 +207,19 @@ class Stored(World):
     trials: str | None = None
 
     def __post_init__(self) -> None:
-        share = self.validation
-        if isinstance(share, float | int) and not 0.0 < share < 1.0:
-            raise ConfigError(f"data.validation is {share:g}; give a share between 0 and 1")
-        for setting in () if isinstance(share, float | int) else share:
-            if not setting.startswith("data."):
-                raise ConfigError(
-                    f"the validation setting is {setting!r}; give settings of the data, as in "
-                    "data.path=DIR"
-                )
+        if isinstance(self.validation, tuple):
+            for setting in self.validation:
+                if not setting.startswith("data."):
+                    raise ConfigError(
+                        f"validation has {setting!r}; give settings of the data, as in "
+                        "data.path=DIR"
+                    )
+        elif not 0.0 < self.validation < 1.0:
+            raise ConfigError(
+                f"validation is {self.validation:g}; give a share between 0 and 1, or a path"
+            )
 
     def opened(self) -> Stored:
-        """The same with whole paths, of what exists."""
         changes: dict[str, Any] = {}
         for name in ("train_path", "test_path", "trials"):
             given = getattr(self, name)
@@ -246,7 +232,6 @@ class Stored(World):
         return replace(self, **changes)
 
     def adapt(self, recipe: Recipe, *, is_search: bool) -> Recipe:
-        """The recipe with the path of the training data."""
         if not recipe.data.is_stored:
             raise ConfigError(
                 f"data.train is given and the recipe makes its own data ({recipe.data.kind}); "
@@ -258,22 +243,19 @@ class Stored(World):
         return replace(recipe, data=replace(recipe.data, path=self.train_path, num_classes=None))
 
     def train(self, recipe: Recipe, *, is_search: bool) -> Dataset | None:
-        """What a search does not hold out; otherwise the recipe's own data."""
-        if not is_search or not isinstance(self.validation, float | int):
+        if not is_search or isinstance(self.validation, tuple):
             return None
         dataset = build_dataset(recipe)
-        held_out, count = self.held_out(dataset), stored_in(dataset).num_classes
-        return SomeIdentities(dataset, [n for n in range(count) if n not in held_out])
+        return SomeIdentities(dataset, self.divided(dataset, self.validation)[0])
 
     def measured(self, recipe: Recipe, *, is_search: bool) -> Dataset:
-        """Held-out or test identities."""
         if not is_search:
             if self.test_path is None:
                 raise ConfigError("data.test is missing; say where the test identities are")
             return build_dataset(plain_recipe(recipe, [f"data.path={self.test_path}"]))
-        if isinstance(self.validation, float | int):
+        if not isinstance(self.validation, tuple):
             dataset = build_dataset(plain_recipe(recipe))
-            return SomeIdentities(dataset, sorted(self.held_out(dataset)))
+            return SomeIdentities(dataset, self.divided(dataset, self.validation)[1])
         changed = plain_recipe(recipe, self.validation)
         if changed.data == plain_recipe(recipe).data:
             raise ConfigError(
@@ -282,21 +264,19 @@ class Stored(World):
             )
         return build_dataset(changed)
 
-    def held_out(self, dataset: Dataset) -> set[int]:
-        """Numbers of the identities that a search holds out, whatever the order of the data."""
-        assert isinstance(self.validation, float | int)
+    def divided(self, dataset: Dataset, share: float) -> tuple[list[int], list[int]]:
+        """Identities that a search trains on and holds out, whatever the order of the data."""
         names = names_in(stored_in(dataset))
-        count = max(2, round(self.validation * len(names)))
+        count = max(2, round(share * len(names)))
         if len(names) - count < 2:
             raise DataError(
                 f"{self.train_path or 'the data'} has {len(names)} identities, of which a search "
                 f"holds out {count}; at least 2 must be left to train on, give more"
             )
         order = sorted(range(len(names)), key=lambda n: derived_seed(HELD_OUT, *names[n].encode()))
-        return set(order[:count])
+        return sorted(order[count:]), sorted(order[:count])
 
     def check(self, recipe: Recipe) -> str:
-        """Refuse an identity that is trained on and tested."""
         if self.test_path is None:
             return ""
         trained = stored_in(build_dataset(plain_recipe(recipe)))
@@ -342,13 +322,9 @@ def names_in(stored: StoredSamples) -> list[str]:
 
 
 class SomeIdentities:
-    """Samples of some identities of a dataset, which are numbered anew.
+    """Samples of some identities of a dataset, which are numbered anew in the order of ``kept``.
 
     Recordings at several speeds have classes for each speed; these stay apart.
-
-    Args:
-        dataset: Pictures or recordings.
-        kept: Numbers of the identities, in their new order.
     """
 
     def __init__(self, dataset: Dataset, kept: Sequence[int]) -> None:
@@ -363,27 +339,22 @@ class SomeIdentities:
 
     @property
     def num_classes(self) -> int:
-        """Classes that are left."""
         return self._dataset.num_classes // self._num_all * self._num_kept
 
     @property
     def labels(self) -> NDArray[Any] | None:
-        """New labels; None where they are known once samples are read."""
         labels = self._dataset.labels
         return None if labels is None else self._numbers[labels[self._rows]]
 
     def read(self, index: int, seed: int) -> tuple[Input, int]:
-        """The sample, under its new label."""
         inputs, label = self._dataset.read(int(self._rows[index]), seed)
         turn, identity = divmod(label, self._num_all)
         return inputs, turn * self._num_kept + int(self._numbers[identity])
 
     def sample_id(self, index: int) -> str:
-        """Name of a sample."""
         return self._dataset.sample_id(int(self._rows[index]))
 
     def source(self, index: int) -> str:
-        """Where the sample's label is written."""
         return self._dataset.source(int(self._rows[index]))
 
 
@@ -405,6 +376,7 @@ class Drawn(World):
         alike: From which correlation on two of them are one, see ``Drawings.with_turns``.
         warp: How far training pictures are distorted, see ``variants_of``.
         num_variants: Distorted variants of each training picture.
+        digest: Of the pictures; ``opened`` sets it.
     """
 
     path: str
@@ -422,22 +394,18 @@ class Drawn(World):
 
     @property
     def is_ink(self) -> bool:
-        """As the pictures were found."""
         return _read(self.path).is_ink
 
     def differs(self, recipe: Recipe) -> bool:
-        """Where the seed of a run divides the identities."""
         return self.seed is None
 
     def opened(self) -> Drawn:
-        """The same with the digest of its pictures."""
         path = str(Path(self.path).expanduser().resolve())
         _read.cache_clear()
         stored = _read(path)
         return replace(self, path=path, digest=stored.digest, note=stored.note)
 
     def adapt(self, recipe: Recipe, *, is_search: bool) -> Recipe:
-        """The recipe with the path, and as many epochs as the budget allows."""
         data = replace(recipe.data, kind="images", path=self.path, num_classes=None, options={})
         if self.budget is None:
             return replace(recipe, data=data)
@@ -452,32 +420,39 @@ class Drawn(World):
     def prepare(
         self, folder: Path, recipes: Sequence[Recipe], *, is_search: bool, request: StopRequest
     ) -> Drawn:
-        """Draw the distorted variants once for all runs."""
         made = replace(self, folder=folder)
+        batch = min(recipe.data.batch_size for recipe in recipes)
         for seed in sorted({recipe.seed for recipe in recipes}):
             train, _ = made._parts(seed, is_search=is_search)
-            batch = min(recipe.data.batch_size for recipe in recipes)
             if len(train) < batch:
                 raise DataError(
                     f"{self.path} has {len(train)} pictures to train on and a step takes {batch}; "
                     "give more, or a smaller data.batch_size"
                 )
             if self.warp:
-                made._draw_variants(train, request)
+                pictures, count = train.pictures, self.num_variants
+                step = max(1, _BLOCK // count)
+                blocks = [
+                    partial(
+                        variants_of, pictures[start : start + step], self.warp, count, first=start
+                    )
+                    for start in range(0, len(pictures), step)
+                ]
+                shape = (len(pictures), count, *pictures.shape[1:])
+                draw_to(made._variants(train), shape, blocks, request=request)
         return made
 
     def train(self, recipe: Recipe, *, is_search: bool) -> Dataset | None:
-        """Pictures of the training identities."""
         train = replace(self._parts(recipe.seed, is_search=is_search)[0], shift=SHIFT)
         if self.warp:
             train = replace(train, variants=np.load(self._variants(train), mmap_mode="r"))
         return train
 
     def measured(self, recipe: Recipe, *, is_search: bool) -> Drawings:
-        """Pictures of the held-out or test identities."""
         return self._parts(recipe.seed, is_search=is_search)[1]
 
     def _parts(self, seed: int, *, is_search: bool) -> tuple[Drawings, Drawings]:
+        """Pictures to train on, and to measure."""
         stored = _read(self.path)
         train, test = divided(stored, seed if self.seed is None else self.seed)
         if is_search:
@@ -485,23 +460,12 @@ class Drawn(World):
         learned = part_of(stored, train, self.budget)
         if self.turns:
             learned = learned.with_turns(has_mirrors=self.mirrors, alike=self.alike)
-        measured = part_of(stored, test, self.most_test)
-        return learned, first_samples(measured, self.samples_test)
+        return learned, part_of(stored, test, self.most_test, self.samples_test)
 
     def _variants(self, train: Drawings) -> Path:
         assert self.folder is not None  # prepared
         digest = hashlib.blake2b(train.pictures.tobytes(), digest_size=8).hexdigest()
         return self.folder / f"variants-{self.warp:g}-{self.num_variants}-{digest}.npy"
-
-    def _draw_variants(self, train: Drawings, request: StopRequest) -> None:
-        pictures, count = train.pictures, self.num_variants
-        step = max(1, _BLOCK // count)
-        blocks = [
-            partial(variants_of, pictures[start : start + step], self.warp, count, first=start)
-            for start in range(0, len(pictures), step)
-        ]
-        shape = (len(pictures), count, *pictures.shape[1:])
-        draw_to(self._variants(train), shape, blocks, request=request)
 
 
 @lru_cache(maxsize=1)
@@ -510,11 +474,7 @@ def _read(path: str) -> StoredPictures:
 
 
 def divided(stored: StoredPictures, seed: int) -> tuple[list[int], list[int]]:
-    """Labels to train and to test: as the data say, or by a seed.
-
-    Raises:
-        DataError: There are too few identities, or no genuine pair.
-    """
+    """Labels to train and to test: as the data say, or by a seed."""
     order = sorted(set(stored.labels.tolist()), key=lambda label: derived_seed(seed, label))
     if stored.is_test is None:
         split = round(TRAIN_SHARE * len(order))
@@ -546,13 +506,11 @@ def held_out(
     """
     least = share * len(train)
     if groups is None:
-        split = len(train) - max(2, round(least))
-        chosen = set(train[split:])
+        chosen = set(train[len(train) - max(2, round(least)) :])
     else:
         chosen = set()
-        for group in sorted(
-            set(groups[list(train)].tolist()), key=lambda one: derived_seed(HELD_OUT, one)
-        ):
+        known = set(groups[list(train)].tolist())
+        for group in sorted(known, key=lambda one: derived_seed(HELD_OUT, one)):
             if len(chosen) < least:
                 chosen |= {label for label in train if groups[label] == group}
     kept = [label for label in train if label not in chosen]
@@ -564,53 +522,31 @@ def held_out(
     return kept, [label for label in train if label in chosen]
 
 
-def part_of(stored: StoredPictures, labels: Sequence[int], most: int | None = None) -> Drawings:
-    """Pictures of some identities, as many whole identities as ``most`` pictures allow."""
-    counts = np.bincount(stored.labels)
-    kept = list(labels)
+def part_of(
+    stored: StoredPictures, labels: Sequence[int], most: int | None, each: int | None = None
+) -> Drawings:
+    """Pictures of some identities: at most so many in whole identities, and of each of them."""
+    counts, kept = np.bincount(stored.labels), list(labels)
     if most is not None:
         totals = np.cumsum(counts[kept])
         kept = kept[: max(2, int(np.searchsorted(totals, most, side="right")))]
     numbers = np.full(len(counts), -1)
     numbers[kept] = np.arange(len(kept))
-    rows = np.flatnonzero(numbers[stored.labels] >= 0)
-    rows = rows[np.argsort(numbers[stored.labels[rows]], kind="stable")]
-    return Drawings(
-        pictures=stored.pictures[rows],
-        labels=numbers[stored.labels[rows]],
-        names=tuple(stored.names[row] for row in rows),
-        origin=stored.origin,
-    )
-
-
-def first_samples(drawings: Drawings, count: int | None) -> Drawings:
-    """At most so many samples of each identity; samples of an identity stand together."""
-    if count is None:
-        return drawings
-    starts = np.searchsorted(drawings.labels, drawings.labels)
-    rows = np.flatnonzero(np.arange(len(drawings)) - starts < count)
-    return replace(
-        drawings,
-        pictures=drawings.pictures[rows],
-        labels=drawings.labels[rows],
-        names=tuple(drawings.names[row] for row in rows),
-    )
+    found = numbers[stored.labels]
+    rows = np.argsort(found, kind="stable")[np.count_nonzero(found < 0) :]
+    starts = np.searchsorted(found[rows], found[rows])
+    if each is not None:
+        rows = rows[np.arange(len(rows)) - starts < each]
+    names = tuple(stored.names[row] for row in rows)
+    return Drawings(stored.pictures[rows], found[rows], names, stored.origin)
 
 
 def draw_to(
-    file: Path,
-    shape: tuple[int, ...],
-    blocks: Sequence[Callable[[], NDArray[np.uint8]]],
-    *,
-    request: StopRequest,
+    file: Path, shape: tuple[int, ...], blocks: Sequence[Block], *, request: StopRequest
 ) -> None:
     """Draw blocks of pictures into a file, with all cores, unless it is there.
 
-    Args:
-        file: That processes can share.
-        shape: Of all blocks together.
-        blocks: Each draws some of the pictures; sent to processes.
-        request: A signal ends it, and leaves no file.
+    A signal ends it, and leaves no file.
     """
     if file.exists():
         return
@@ -624,9 +560,7 @@ def draw_to(
         pictures.flush()
 
 
-def _in_processes(
-    blocks: Sequence[Callable[[], NDArray[np.uint8]]], request: StopRequest
-) -> Iterator[NDArray[np.uint8]]:
+def _in_processes(blocks: Sequence[Block], request: StopRequest) -> Iterator[NDArray[np.uint8]]:
     if len(blocks) == 1:
         yield blocks[0]()
         return
@@ -643,5 +577,5 @@ def _in_processes(
             pool.shutdown(cancel_futures=True)
 
 
-def _call(block: Callable[[], NDArray[np.uint8]]) -> NDArray[np.uint8]:
+def _call(block: Block) -> NDArray[np.uint8]:
     return block()

@@ -15,9 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 from qmargin.errors import ConfigError, DataError, ShapeError
 from qmargin.heads.paths import Chunked, Sparse, TopK
 from qmargin.kernels.head_reference import inverse_lengths
-from qmargin.losses.adaptive import ElasticMargin
 from qmargin.losses.checks import check_floating
 from qmargin.losses.margin_loss import MarginLoss
+from qmargin.losses.margins import ElasticMargin
 
 if TYPE_CHECKING:
     from qmargin.heads.classifier import MarginClassifier
@@ -151,11 +151,7 @@ def check_prototypes(head: MarginClassifier) -> None:
 
 
 def check_data_parallel(head: MarginClassifier) -> None:
-    """Refuse prototypes that ``DistributedDataParallel`` would overwrite and average.
-
-    Replicated prototypes with an ordinary gradient are what it is for. A shard is different on
-    every rank, and a fused gradient never passes it.
-    """
+    """Refuse a shard, or a fused gradient, that ``DistributedDataParallel`` would average."""
     wrapper = getattr(DistributedDataParallel, "_active_ddp_module", None)
     if wrapper is None or id(wrapper) == head.checked_wrapper:
         return

@@ -1,15 +1,12 @@
 """The chunked step: any alpha, over blocks of classes that are computed and discarded.
 
 Forward solves every row by passes over the blocks, and pulls the embeddings' gradient out of the
-posterior while it is at hand. Backward computes the blocks once more, for the prototypes' gradient
-alone: at ``alpha = 1`` a step has four products. ``Chunks`` has the plain passes, ``FusedChunks``
-those with kernels, whose blocks are never seen as cosines.
+posterior while it is at hand. Backward computes the blocks once more, for the prototypes' gradient.
 
-**Which logits.** The others' cosines are products of operands in ``Chunked.dtype``: by default the
-prototypes' own precision on a CPU, the precision of the screened copy on a GPU. With half operands
-the loss is that of the *rounded* unit vectors, summed in float32, and its gradient is taken as if
-rounding were the identity; posteriors are rounded to half precision before they are multiplied,
-never before they are summed. The target's cosine always comes from the prototypes themselves.
+**Which logits.** The others' cosines are products of operands in ``Chunked.dtype``. With half
+operands the loss is that of the *rounded* unit vectors, summed in float32, and its gradient is
+taken as if rounding were the identity; posteriors are rounded before they are multiplied, never
+before they are summed. The target's cosine always comes from the prototypes themselves.
 """
 
 from __future__ import annotations
@@ -85,10 +82,7 @@ class SoftmaxSums(NamedTuple):
 
 
 class SolvedBlocks(NamedTuple):
-    """The root of a batch and sums at it, over all classes but the target where not said otherwise.
-
-    ``[B]`` float64 each.
-    """
+    """The root of a batch and sums at it over all classes but the target, ``[B]`` float64 each."""
 
     anchor: Tensor  # logit
     level: Tensor
@@ -479,10 +473,7 @@ class RootSearch:
         return cls(chunks, target, anchor, level, low, level + 1e-12 * (1.0 + level.abs()))
 
     def run(self, tolerance: float) -> RowSums:
-        """Step until every mass was within ``tolerance`` of one before the last step.
-
-        Returns the sums over the others there.
-        """
+        """Step until masses were within ``tolerance`` of one; the others' sums before the last."""
         b, rounding = self.chunks.b, torch.finfo(self.chunks.dtype).eps
         error = torch.full_like(self.level, torch.inf)
         for _ in range(MAX_PASSES):
@@ -630,10 +621,7 @@ class ChunkedStep:
 
 @dataclass(frozen=True)
 class ChunkedGradient(PrototypeGradient):
-    """The prototypes' gradient of a chunked step, computed block by block when asked for.
-
-    It reads the prototypes: use it before they change, or step each block before the next.
-    """
+    """The gradient of a chunked step; it reads the prototypes, so step a block before the next."""
 
     chunks: Chunks
     solved: SolvedBlocks
@@ -665,10 +653,9 @@ def chunked_step(
     maxima: Tensor | None = None,
     is_certain: bool = False,
 ) -> ChunkedStep:
-    """A step for unit embeddings; at ``alpha = 1`` its sums are launched.
+    """A step for unit embeddings, with ``maxima`` of a sparse step's groups if there was one.
 
-    ``maxima`` are those of a sparse step's groups. A certain step takes no short cut that would
-    have to be verified.
+    A certain step takes no short cut that would have to be verified.
     """
     local, columns = own_labels(head, labels)
     dtype = head.chunk_dtype

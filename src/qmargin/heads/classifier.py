@@ -28,7 +28,7 @@ from qmargin.heads.sharding import (
 )
 from qmargin.heads.sparse import SparseStep, sparse_step
 from qmargin.heads.step import StepRecord, StepStats, reduce_rows, step_loss, unit_rows
-from qmargin.kernels.dispatch import Call, load_backend
+from qmargin.kernels.dispatch import load_backend
 from qmargin.kernels.head_reference import BLOCK_CLASSES, Lengths, ListOverflow
 from qmargin.losses.checks import check_label_tensor, checked_labels
 from qmargin.losses.divergences import Alpha
@@ -186,19 +186,14 @@ class MarginClassifier(nn.Module):
     @property
     def kernels(self) -> Any:
         """The operations of the sparse step for this device."""
-        key = (self.prototypes.device, self.prototypes.dtype, self.screen_dtype)
+        key = (self.prototypes.device.type, self.prototypes.dtype, self.screen_dtype)
         if key != self._kernels_key:
-            call = Call(key[0].type, key[1], key[2])
-            name = "auto" if len(self.shard) else "reference"  # kernels need at least one class
-            self._kernels_key, self._kernels = key, load_backend(call, name)
+            self._kernels_key, self._kernels = key, load_backend(*key, len(self.shard))
         return self._kernels
 
     @property
     def last_step(self) -> StepStats | None:
-        """What the last forward pass did; reading it waits for a GPU.
-
-        None before the first, and for a speculative one that is not verified.
-        """
+        """What the last forward pass did, None for one that is not verified; waits for a GPU."""
         if self._step is None or not self.is_verified:
             return None
         stats = self._step.stats()
@@ -304,8 +299,7 @@ class MarginClassifier(nn.Module):
         """Return True if the last forward pass is valid; waits for the device.
 
         False means that the list sizes of a speculative pass did not suffice: all gradients of the
-        batch are void, those of the backbone included. Repeat it without ``speculative``. A caller
-        that has other reasons to drop the batch calls ``discard`` instead.
+        batch are void, those of the backbone included. Repeat it without ``speculative``.
         """
         if self._unverified is None:
             return True
@@ -385,10 +379,7 @@ class MarginClassifier(nn.Module):
         return self.prototypes
 
     def cosines(self, embeddings: Tensor) -> Tensor:
-        """Cosines with every class, ``[B, k]``, differentiable; every rank gets those of its rows.
-
-        With several ranks all have to call it, and each gathers all prototypes.
-        """
+        """Cosines with every class ``[B, k]``, differentiable; all ranks have to call it."""
         embeddings = checks.check_embeddings(self, embeddings).to(self.prototypes.dtype)
         return nn.functional.normalize(embeddings) @ unit_prototypes(self).t()
 
@@ -396,8 +387,7 @@ class MarginClassifier(nn.Module):
     def predict(self, embeddings: Tensor) -> Tensor:
         """Most similar class of each row, ``[B]`` int64, without a ``[B, k]`` matrix.
 
-        The training accuracy is ``(head.predict(embeddings) == labels).float().mean()``. With
-        several ranks all have to call it, each with its own rows.
+        With several ranks all have to call it, each with its own rows.
         """
         rows = checks.check_embeddings(self, embeddings).detach().to(self.prototypes.dtype)
         ranks, sizes = self.ranks, [len(embeddings)]

@@ -1,16 +1,14 @@
 """Steps over all cosines: of every class, of a sample (Partial FC), or the paper's own procedure.
 
-The dense step takes any divergence; the other paths are tested against it. The sampled step is an
-estimate that changes with the sample, for comparison. Classes outside the sample have gradient zero
-in this step: with a dense gradient and ``torch.optim.SGD`` they still move, by their momentum and
-weight decay, as in the second version of Partial FC; with a sparse gradient, or ``SparseSGD``, they
-stay where they are, as in its first.
+The other paths are tested against the dense step. A class outside the sample has gradient zero in
+that step: with a dense gradient and ``torch.optim.SGD`` it still moves by momentum and weight
+decay, as in the second version of Partial FC; with a sparse gradient, or ``SparseSGD``, it stays
+where it is, as in the first.
 
-In the paper's procedure all cosines exist, in half precision on a GPU as in mixed-precision
-training. The largest of each row are found by sorting in half precision, and the root over them is
+The paper finds the largest cosines of each row by sorting in half precision. The root over them is
 the root over all classes if no class left out can be active (M8). The check allows for the rounding
-of the sort: it asks of the largest cosine that could have been left out, not of the smallest that
-was kept. A batch that fails it is solved again with twice as many, up to all.
+of the sort: it asks of the largest cosine that could have been left out. A batch that fails it is
+solved again with twice as many, up to all.
 """
 
 from __future__ import annotations
@@ -175,10 +173,7 @@ class OwnLabels:
 
 
 def sample_classes(labels: Tensor, num_classes: int, *, rate: float, seed: int) -> Tensor:
-    """Ascending classes: those of the labels, filled up at random to ``rate * num_classes``.
-
-    If the labels alone are more than that, they are all there is.
-    """
+    """Ascending classes: those of the labels, filled up at random to ``rate * num_classes``."""
     generator = torch.Generator(labels.device).manual_seed(seed)
     keys = torch.rand(num_classes, device=labels.device, generator=generator)
     keys.index_fill_(0, labels, IN_BATCH)

@@ -1,8 +1,4 @@
-"""Forms of the prototype gradient: dense, sparse, or fused into the optimizer.
-
-A path computes a ``PrototypeGradient``, which knows how to make the gradient block by block.
-``deliver`` turns it into the form that ``head.gradient`` asks for.
-"""
+"""Forms of the prototype gradient: dense, sparse, or fused into the optimizer."""
 
 from __future__ import annotations
 
@@ -31,25 +27,20 @@ if TYPE_CHECKING:
 
 
 class PrototypeGradient:
-    """The prototypes' gradient, made block by block when it is asked for.
-
-    A path defines ``blocks``, and ``is_finite`` where blocks are costly: an optimizer asks first.
-    """
+    """The prototypes' gradient, made block by block when it is asked for."""
 
     def blocks(self) -> Iterator[tuple[slice, Tensor]]:
         """Consecutive ranges of classes, ascending, all of them; the gradient ``[n, d]`` of each.
 
-        The gradient is that of the raw prototypes. It can be asked for any number of times as long
-        as they stay as they are. Within one pass, a consumer may overwrite the gradient it got, and
-        may step those classes (prototypes, inverse norms and copy), before the next range.
+        It can be asked for as long as the prototypes stay as they are. A consumer may overwrite the
+        rows it got, and may step those classes before it asks for the next range.
         """
         raise NotImplementedError
 
     def raw_blocks(self) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
         """Return ``blocks`` for a consumer that reads the prototypes anyway.
 
-        Where the third item is not None, that number times the rows is the gradient of the *unit*
-        prototypes, and ``head_reference.project_rows`` makes the other of it.
+        A third item, if any, times the rows is the gradient of the *unit* prototypes.
         """
         return ((where, rows, None) for where, rows in self.blocks())
 
@@ -154,9 +145,8 @@ class RowsGradient(PrototypeGradient):
 def element_bound(weights: Tensor, inverse_norms: Tensor, depth: int) -> Tensor:
     """Bound of these weights and of every element of a gradient made of them, a float64 scalar.
 
-    An element of a prototype's gradient is at most the sum of the weights, times the inverse norm,
-    times ``1 + d`` for the part along the prototype that is taken out: elements of unit embeddings
-    are at most one. (An embedding that is not finite has no finite weight.)
+    Elements of unit embeddings are at most one; the part along the prototype that is taken out adds
+    a factor of ``1 + d``. (An embedding that is not finite has no finite weight.)
     """
     total: Tensor = torch.linalg.vector_norm(weights, 1, dtype=torch.float64)
     if not len(inverse_norms):

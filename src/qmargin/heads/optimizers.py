@@ -1,8 +1,7 @@
 """Optimizers for ``MarginClassifier(gradient="fused")``: the prototypes' gradient is never built.
 
-In fused mode a backward pass sets ``head.fused_gradient`` instead of ``prototypes.grad``: what is
-needed to make the gradient, one block of classes at a time. The optimizers here consume it in one
-sweep that steps the prototypes, their momentum and the copy that the next forward pass screens.
+They consume ``head.fused_gradient`` in one sweep that steps the prototypes, their momentum and the
+copy that the next forward pass screens.
 """
 
 from __future__ import annotations
@@ -26,9 +25,8 @@ if TYPE_CHECKING:
 class _FusedSGD(torch.optim.Optimizer):
     """What both optimizers share.
 
-    The gradient's scale travels as the ``.grad`` of a parameter of its own, a single number: one
-    for a new gradient, infinity for one that is not finite. ``torch.amp.GradScaler`` finds it among
-    the ``param_groups``, unscales and checks it like any gradient.
+    The gradient's scale is the ``.grad`` of a parameter of its own: one for a new gradient,
+    infinity for one that is not finite. ``torch.amp.GradScaler`` unscales and checks it.
     """
 
     _only_active: bool
@@ -243,15 +241,7 @@ class SparseSGD(_FusedSGD):
     row does not change at all: it does not decay, and its momentum waits, undiminished, for the
     next step in which the class is active. So a step costs what its active classes cost, and a
     rarely active class decays less than a busy one. Where all classes are active, as at
-    ``alpha = 1``, the two optimizers are the same.
-
-    Args:
-        head: A ``MarginClassifier`` with ``gradient="fused"``.
-        lr: Learning rate; schedulers of ``torch.optim.lr_scheduler`` change it as usual.
-        momentum: Share of a row's momentum that is kept when it is active.
-        weight_decay: Times the prototype, added to the gradient of an active row.
-        nesterov: As in ``ExactSGD``.
-        error_if_nonfinite: As in ``ExactSGD``.
+    ``alpha = 1``, the two optimizers are the same. The arguments are those of ``ExactSGD``.
     """
 
     _only_active = True
@@ -267,12 +257,11 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Clip ordinary and fused gradients together, by their global Euclidean norm.
 
-    As ``torch.nn.utils.clip_grad_norm_`` over all of them at once. The norm of a fused gradient
-    is summed over parts of the classes; the gradient is then scaled without being made.
+    As ``torch.nn.utils.clip_grad_norm_`` over all of them at once; a fused gradient is scaled
+    without being made.
 
     Args:
-        parameters: Of the backbone, and any others; those without ``.grad`` do not count. Gradients
-            may be dense or sparse.
+        parameters: Of the backbone, and any others; gradients may be dense or sparse.
         optimizers: Whose fused gradients count as well.
         max_norm: The norm is at most this afterwards.
         error_if_nonfinite: Raise, before anything is scaled, if the norm is not finite.

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from qmargin.heads.classifier import MarginClassifier
 
 
-def find_support_of_ranks(
+def find_support(
     kernels: Any,
     ranks: Ranks,
     batch: Batch,
@@ -48,19 +48,25 @@ def find_support_of_ranks(
     limit: int,
     has_gradient: bool,
 ) -> Support:
-    """See ``head_reference.find_support``; lists are of this rank's classes, sums of everyone's."""
+    """From group maxima to the solution; lists are of this rank's classes, sums of everyone's.
+
+    More pairs than ``limit`` raise ``ListOverflow``.
+    """
     pairs = kernels.list_pairs(maxima, target, slack, reduce=ranks.max_, scale=scale, b=b)
     listed = ranks.integers(len(pairs.groups), limit, device=maxima.device)
     if any(count > most for count, most in listed):  # all of them go on by blocks together
         raise ListOverflow(maxima)
     candidates = kernels.score_candidates(batch, pairs)
-    merged, own = merge_candidates(candidates, ranks)
+    merged, own, support = candidates, None, None
+    if ranks.world > 1:
+        merged, own = merge_candidates(candidates, ranks)
     solved = kernels.solve_lists(merged, target, scale=scale, b=b)
-    is_active = solved.posterior > 0
-    support = torch.bincount(merged.rows[is_active].long(), minlength=len(target.logits))
-    rows, columns, _, starts = candidates
-    posterior = solved.posterior[own]
-    solved = solved._replace(rows=rows, columns=columns, posterior=posterior, starts=starts)
+    if own is not None:
+        is_active = solved.posterior > 0
+        support = torch.bincount(merged.rows[is_active].long(), minlength=len(target.logits))
+        rows, columns, _, starts = candidates
+        posterior = solved.posterior[own]
+        solved = solved._replace(rows=rows, columns=columns, posterior=posterior, starts=starts)
     pulled = sorted_classes = None
     if has_gradient:
         pulled = kernels.pull_rows(solved, batch.prototypes, batch.inverse_norms)
@@ -108,10 +114,10 @@ class SparseStep:
         assert maxima is not None
         batch = Batch(self.prepared, head.copy, prototypes, head.inverse_norms, self.labels)
         given = (batch, maxima, target, self.slack())
-        if head.ranks.world > 1:
-            self.support = find_support_of_ranks(kernels, head.ranks, *given, **numbers)
-        else:
+        if head.ranks.world == 1 and hasattr(kernels, "find_support"):  # need not wait for lengths
             self.support = kernels.find_support(*given, expected=head.list_lengths, **numbers)
+        else:
+            self.support = find_support(kernels, head.ranks, *given, **numbers)
         solved = self.solved
         return RowSolution(solved.loss, -solved.others_mass, solved.in_reference)
 

@@ -1,8 +1,7 @@
 """One step of a head: its record, normalisation, reduction, and the loss with its gradients.
 
 A mean or summed loss is linear in the gradient that comes into it. So its own gradients are made in
-the forward pass, while the device is still busy, and backward multiplies them by one number. Only
-for ``reduction="none"`` does backward make the gradients, from one incoming number per row.
+the forward pass, while the device is still busy, and backward multiplies them by one number.
 """
 
 from __future__ import annotations
@@ -136,10 +135,7 @@ def reduce_rows(rows: Tensor, labels: Tensor, ignored: int, reduction: str) -> T
 
 
 def own_labels(head: MarginClassifier, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Labels among this rank's classes, ``[B]``: -1 elsewhere; and with 0 there, to index with.
-
-    A row that does not count has class 0 for its own: its loss is discarded.
-    """
+    """Labels among this rank's classes, ``[B]``: -1 elsewhere; and with 0 there, to index with."""
     columns = labels.clamp_min(0)
     if head.ranks.world == 1:
         return columns, columns
@@ -150,9 +146,7 @@ def own_labels(head: MarginClassifier, labels: Tensor) -> tuple[Tensor, Tensor]:
 def sum_target_cosines(head: MarginClassifier, cosines: Tensor) -> Tensor:
     """The targets' cosines ``[B]`` summed over ranks; all NaN if any prototype has no direction.
 
-    Lists and kernels compare, and a NaN loses every comparison: a class without a cosine would
-    just not be listed. The loss of every row depends on it, so every row becomes NaN; the sum over
-    the ranks carries the NaN of one to all.
+    A NaN loses every comparison, so a class without a cosine would just not be listed.
     """
     return head.ranks.sum_(torch.add(cosines, head.copy_error, alpha=0.0))
 
@@ -177,10 +171,7 @@ class SolvableStep(StepRecord, Protocol):
         """Solve every row; with what ``make_gradient`` needs, if there is to be one."""
 
     def make_gradient(self, weights: Tensor, target_weights: Tensor) -> Tensor:
-        """Return the gradient of the unit embeddings, ``[B, d]``; keep what the prototypes' needs.
-
-        From ``weights`` of the others' cosines per posterior and of the targets' cosines, ``[B]``.
-        """
+        """Gradient of the unit embeddings ``[B, d]``, from those of the cosines; keep the rest."""
 
     def deliver_gradient(self, factor: Tensor) -> Tensor | None:
         """Deliver the gradient of the prototypes times a scalar, see ``gradients.deliver``."""

@@ -1,12 +1,9 @@
 """The head's operations in plain PyTorch, and the records that they exchange.
 
-The reference for the kernels, and the path on a CPU. A step calls ``unit_rows``, ``prepare_rows``,
-``group_maxima``, ``find_support`` (``list_pairs``, ``score_candidates``, ``solve_lists``,
-``pull_rows``) and ``class_gradient``; then ``prototype_gradient``, or ``sgd_update`` without a
-gradient matrix. No operation makes a ``[B, k]`` or a ``[k, d]`` tensor, apart from what it returns.
-
-Classes come in groups of ``GROUP`` consecutive ones. A *pair* is a row and a group that may hold
-active classes of that row. Pairs and candidates are listed row by row.
+The reference for the kernels, and the path on a CPU. No operation makes a ``[B, k]`` or a
+``[k, d]`` tensor, apart from what it returns. Classes come in groups of ``GROUP`` consecutive ones.
+A *pair* is a row and a group that may hold active classes of that row. Pairs and candidates are
+listed row by row.
 """
 
 from __future__ import annotations
@@ -129,11 +126,7 @@ class ClassOrder(NamedTuple):
 
 @dataclass
 class Support:
-    """A solution that holds if the speculative list sizes sufficed, which ``verify`` finds out.
-
-    It includes what a backward pass needs besides the incoming gradient: the device computes it
-    while the host waits for the lengths.
-    """
+    """A solution, with what a backward pass needs, that holds if the list sizes sufficed."""
 
     solved: SolvedRows
     pulled: Tensor | None  # [B, d]: sum of posterior times unit prototype over the others
@@ -187,12 +180,7 @@ class PrototypeState(NamedTuple):
 
 
 class SgdRule(NamedTuple):
-    """Settings of one step of momentum SGD, as in ``torch.optim.SGD`` without dampening.
-
-    With ``g = grad_scale * gradient + weight_decay * w``, ``v <- momentum * v + g`` and then
-    ``w <- w - lr * v``, or with Nesterov ``w <- w - lr * (g + momentum * v)``. Buffers start at
-    zero, which makes the first one ``g`` itself, as in torch.
-    """
+    """Settings of a step of ``torch.optim.SGD`` without dampening; buffers start at zero."""
 
     lr: float
     momentum: float
@@ -205,8 +193,8 @@ class SgdRule(NamedTuple):
 def refresh_copy(prototypes: Tensor, copy: Tensor, inverse_norms: Tensor) -> Tensor:
     """Write unit prototypes into ``copy`` ``[K, d]``, ``K >= k``, and their inverse norms ``[k]``.
 
-    Returns ``max_j |w_j - copy_j|``, a scalar: half of the certificate of the screen (F3). NaN if a
-    prototype has no direction: such a class has no cosine, and the batch no loss.
+    Returns ``max_j |w_j - copy_j|``, half of the certificate of the screen (F3); NaN if a prototype
+    has no direction.
     """
     largest = prototypes.new_zeros(())
     for start in range(0, len(prototypes), BLOCK_ENTRIES):
@@ -221,11 +209,7 @@ def refresh_copy(prototypes: Tensor, copy: Tensor, inverse_norms: Tensor) -> Ten
 
 
 def inverse_lengths(rows: Tensor) -> Tensor:
-    """Inverse Euclidean norms ``[n]`` of rows ``[n, d]``; NaN for rows without a direction.
-
-    A row has no direction if its norm is zero or not finite. Dividing by an infinite norm would
-    give a vector of zeros, and so a finite cosine.
-    """
+    """Inverse norms ``[n]`` of rows ``[n, d]``; NaN where one is zero or not finite."""
     norms = rows.norm(dim=1)
     return torch.where((norms > 0) & (norms < math.inf), 1.0 / norms, math.nan)
 
@@ -233,8 +217,7 @@ def inverse_lengths(rows: Tensor) -> Tensor:
 def unit_rows(embeddings: Tensor, labels: Tensor, ignored: int) -> tuple[Tensor, Tensor]:
     """Embeddings divided by their lengths, ``[B, d]``, and the lengths ``[B]``.
 
-    Rows whose label is ``ignored`` are taken as all ones, whatever they hold. Rows whose length
-    overflows become NaN, as rows of length zero do.
+    Rows whose label is ``ignored`` are taken as all ones. Rows whose length overflows become NaN.
     """
     embeddings = torch.where((labels == ignored)[:, None], 1.0, embeddings)
     norms = embeddings.norm(dim=1)
@@ -316,7 +299,6 @@ def list_pairs(
 def score_candidates(batch: Batch, pairs: Pairs) -> Candidates:
     """Exact cosines of the classes in listed pairs that can be active, row by row.
 
-    Scores come from the master prototypes; the copy is there for kernels, which filter with it.
     Where many pairs are listed, scoring every class once more is faster than gathering them.
     """
     num_groups = -(-len(batch.prototypes) // GROUP)
@@ -413,37 +395,6 @@ def solve_lists(candidates: Candidates, target: Target, *, scale: float, b: floa
     )
 
 
-def find_support(
-    batch: Batch,
-    maxima: Tensor,
-    target: Target,
-    slack: Tensor,
-    *,
-    scale: float,
-    b: float,
-    limit: int,
-    expected: Lengths | None,
-    has_gradient: bool,
-) -> Support:
-    """From group maxima to the solution: ``list_pairs``, ``score_candidates``, ``solve_lists``.
-
-    More pairs than ``limit`` raise ``ListOverflow``, here or in ``Support.verify``. ``expected``
-    are lengths of an earlier batch's lists: a hint for kernels that would otherwise wait for the
-    device to learn them. Wrong lengths cost time, not correctness.
-    """
-    pairs = list_pairs(maxima, target, slack, scale=scale, b=b)
-    if len(pairs.groups) > limit:
-        raise ListOverflow(maxima)
-    candidates = score_candidates(batch, pairs)
-    solved = solve_lists(candidates, target, scale=scale, b=b)
-    lengths = Lengths(len(pairs.groups), len(candidates.rows))
-    pulled = sorted_classes = None
-    if has_gradient:
-        pulled = pull_rows(solved, batch.prototypes, batch.inverse_norms)
-        sorted_classes = class_order(solved.columns, batch.labels)
-    return Support(solved, pulled, sorted_classes, Reading(torch.tensor(lengths)), lengths, limit)
-
-
 def pull_rows(solved: SolvedRows, prototypes: Tensor, inverse_norms: Tensor) -> Tensor:
     """``sum_j p_rj w_j`` over the others, ``[B, d]``: what pushes on the unit embeddings."""
     weights = solved.posterior * inverse_norms[solved.columns]
@@ -497,11 +448,7 @@ def prototype_gradient(
 def sgd_update(
     gradient: ClassGradient, embeddings: Tensor, state: PrototypeState, rule: SgdRule
 ) -> Tensor:
-    """Step ``state`` in place from the sparse gradient of the cosines with unit embeddings.
-
-    Returns the largest ``|w_j - copy_j|`` of the classes that were stepped, a scalar; zero if none
-    was.
-    """
+    """Step ``state`` in place; the largest ``|w_j - copy_j|`` of the stepped classes, a scalar."""
     largest = state.prototypes.new_zeros(())
     if not bool(rule.grad_scale.isfinite()):
         return largest
@@ -522,8 +469,7 @@ def sgd_update_rows(
 ) -> Tensor:
     """As ``sgd_update``, for consecutive classes with the gradient ``rows``, which is overwritten.
 
-    With ``unit_factor``, a scalar on the device, that times ``rows`` is the gradient of the unit
-    prototypes.
+    ``unit_factor`` times ``rows``, where given, is the gradient of the unit prototypes.
     """
     if not bool(rule.grad_scale.isfinite()):
         return state.prototypes.new_zeros(())
@@ -549,10 +495,7 @@ def project_rows(
 def gradient_blocks(
     gradient: ClassGradient, embeddings: Tensor, prototypes: Tensor, inverse_norms: Tensor
 ) -> Iterator[tuple[slice, Tensor]]:
-    """Blocks of all classes, ascending, with the gradient of their prototypes, ``[n, d]``.
-
-    A block may be stepped before the next is asked for: its gradient depends on no other block.
-    """
+    """Blocks of all classes with their gradient ``[n, d]``; each may be stepped before the next."""
     k, d = prototypes.shape
     starts = range(0, k, UPDATE_CLASSES)
     edges = torch.tensor([*starts, k], device=gradient.columns.device)

@@ -16,13 +16,12 @@ import math
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from qmargin.kernels import dispatch
 from qmargin.kernels.solver import (
     distribution_loss,
     label_loss,
@@ -111,13 +110,9 @@ def solve(
 
 
 def is_fused(rows: Rows) -> bool:
-    """Whether the kernels of ``kernels.triton.rows`` serve these rows.
-
-    They take float32 rows on a GPU whose other classes have reference measure one, up to
-    ``alpha = 2``. Everything else is computed here.
-    """
+    """Whether kernels serve these rows: float32 on a GPU, unit measure, up to ``alpha = 2``."""
     values = rows.values
-    if values.device.type != "cuda" and not may_interpret:
+    if values.device.type != "cuda" and not dispatch.may_interpret:
         return False
     return (
         values.dtype == torch.float32
@@ -127,18 +122,11 @@ def is_fused(rows: Rows) -> bool:
         and values.stride(1) == 1
         and values.shape[1] < 1 << 31
         and not kernel_faults
-        and has_triton()
+        and dispatch.has_triton()
     )
 
 
-may_interpret = False  # tests run the kernels in Triton's interpreter, on CPU tensors
 kernel_faults: list[str] = []  # why the kernels cannot be built on this machine
-
-
-@cache
-def has_triton() -> bool:
-    """Whether Triton can be imported; without it a GPU computes rows in float64."""
-    return find_spec("triton") is not None
 
 
 def _solve_fused(rows: Rows) -> Outcome | None:
@@ -194,8 +182,7 @@ def _solve_block(block: Rows, distribution: Tensor | None, solver: str, bracket:
 def _cross_entropy(block: Rows) -> Outcome:
     """The closed form at ``alpha = 1`` with a lifted target: one exponential per class.
 
-    Differences from the row's maximum are taken before the scale is applied, so that working in
-    the dtype of the values costs a class ``x exp(-x)`` times rounding and no more.
+    Differences are taken before the scale is applied: the dtype of the values is precise enough.
     """
     assert block.labels is not None and block.target_logits is not None
     assert block.target_log_reference is not None
@@ -276,10 +263,7 @@ def _append_target(block: Rows, logits: Tensor, reference: Tensor | None) -> Lis
 
 
 def posterior(rows: Rows, anchor: Tensor, level: Tensor, weights: Tensor | None) -> Tensor:
-    """Posterior of solved rows, ``[B, k]``, each row times its weight; a lifted target gets zero.
-
-    Only classes above the threshold are touched when few are: the rest of the result is zero.
-    """
+    """Posterior of solved rows ``[B, k]``, each times its weight; a lifted target gets zero."""
     if is_fused(rows):
         from qmargin.kernels.triton.rows import write_posterior
 

@@ -139,9 +139,7 @@ def solve_newton(
 ) -> Solution:
     """Root by Newton's method on ``mass ** (alpha - 1)`` (M5).
 
-    Monotone from ``tau_low`` and never overshooting for every ``alpha <= 2``, because there the
-    power of the mass is convex (``alpha > 1``), log-linear (``alpha = 1``) or concave
-    (``alpha < 1``) in the direction that keeps a tangent's root on the left.
+    Monotone from ``tau_low`` and never overshooting for every ``alpha <= 2``.
     """
     anchor, level = bound_from_below(logits, log_reference, b)
     gaps = anchor[:, None] - logits
@@ -175,8 +173,7 @@ def solve_bisection(
     """Root by halving a bracket: the paper's algorithm, valid for every ``alpha`` (M2).
 
     ``bracket="paper"`` starts from the largest logit alone; ``"tight"`` from the better of two
-    bounds on each side, which keeps the width small when the largest logit has a tiny reference
-    measure. The level is halved, not ``tau``: the two differ by an exact shift and factor.
+    bounds on each side. The level is halved, not ``tau``.
     """
     step = level_step(b)
     if log_reference is None:
@@ -212,8 +209,7 @@ def _refine_edge(
 
     Above ``alpha = 2`` a ratio is a high root of its height: at ``alpha = 12`` a class 1e-16 above
     the edge has a ratio of 0.04, so the rounding of any other class's level would show. The lowest
-    active class has no cancellation: its height is a power of its posterior, which is halved, and
-    the heights of the others are sums. A class is active if the others hold less than one where its
+    active class has no cancellation. A class is active if the others hold less than one where its
     own height is zero.
     """
     anchor, level, num_evaluations = solution
@@ -369,10 +365,6 @@ def distribution_loss(
 def log_partition(
     posterior: Tensor, logits: Tensor, anchor: Tensor, level: Tensor, b: float
 ) -> Tensor:
-    """``max_p <p, theta> - D(p:q)``, ``[B]``: log-sum-exp at ``alpha = 1``.
-
-    ``D(p:q) = sum_j p_j f'(p_j / q_j) / alpha``, which is the paper's ``D_f`` whenever the
-    reference measure sums to one; otherwise they differ by ``(sum_j q_j - 1) / alpha``.
-    """
+    """``max_p <p, theta> - sum_j p_j f'(p_j / q_j) / alpha``: log-sum-exp at ``alpha = 1``."""
     gaps = torch.where(posterior > 0, posterior * (anchor[:, None] - logits), 0.0).sum(1)
     return anchor - (slacks(level, b) + b * gaps) / (1.0 + b)

@@ -12,18 +12,17 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy import sparse
 
 from qmargin.errors import ConfigError, DataError, ProtocolError, ShapeError
-from qmargin.metrics.checks import check_rate, checked_scores
+from qmargin.metrics.checks import Floats, check_rate, checked_scores
 from qmargin.metrics.eer_dcf import Costs, polyline_crossing
 from qmargin.metrics.operating import check_level, num_allowed
 
-Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Progress = Callable[[int, int], None]
 FIRST_TAIL = 1024  # impostors in the first tail; it is doubled while a replicate needs more
@@ -52,37 +51,30 @@ class Trials:
     def __post_init__(self) -> None:
         object.__setattr__(self, "scores", checked_scores(self.scores, "scores"))
         object.__setattr__(self, "subject_names", tuple(self.subject_names))
-        for name in ("is_genuine", "enrol_subject", "test_subject"):
-            dtype = np.bool_ if name == "is_genuine" else np.int32
-            array = np.asarray(getattr(self, name))
-            if array.shape != (len(self),):
-                raise ShapeError(
-                    f"{name} has shape {array.shape}, the scores have ({len(self)},): "
-                    "give one per trial"
-                )
-            cast: NDArray[np.generic] = array.astype(dtype, copy=False)
-            if cast is not array and (wrong := np.flatnonzero(cast != array)).size:
-                row = int(wrong[0])
-                raise DataError(
-                    f"{name}[{row}] is {array[row]!r}, it must be {dtype.__name__}: convert it"
-                )
-            object.__setattr__(self, name, cast)
         _check_names(self.subject_names)
         width = len(self.subject_names)
-        for name in ("enrol_subject", "test_subject"):
-            index = getattr(self, name)
-            if (wrong := np.flatnonzero((index < 0) | (index >= width))).size:
-                row = int(wrong[0])
-                raise DataError(
-                    f"{name}[{row}] is {index[row]}, it must be from 0 to {width - 1}: "
-                    "index subject_names"
-                )
+        for name, dtype in (
+            ("is_genuine", np.bool_),
+            ("enrol_subject", np.int32),
+            ("test_subject", np.int32),
+        ):
+            array = np.asarray(getattr(self, name))
+            if array.shape != (len(self),):
+                raise ShapeError(f"{name} has shape {array.shape} but there are {len(self)} scores")
+            cast: NDArray[Any] = array.astype(dtype, copy=False)
+            is_wrong = np.zeros(len(cast), np.bool_) if cast is array else cast != array
+            if dtype is np.int32:
+                is_wrong |= (cast < 0) | (cast >= width)
+            if (wrong := np.flatnonzero(is_wrong)).size:
+                what = "an index into subject_names" if dtype is np.int32 else "a bool"
+                raise DataError(f"{name}[{wrong[0]}] is {array[wrong[0]]}: give {what}")
+            object.__setattr__(self, name, cast)
         alone = np.flatnonzero(~self.is_genuine & (self.enrol_subject == self.test_subject))
         if alone.size:
-            row = int(alone[0])
+            subject = self.subject_names[self.enrol_subject[alone[0]]]
             raise DataError(
-                f"trial {row} is labelled impostor but both sides are subject "
-                f"{self.subject_names[self.enrol_subject[row]]!r}: correct the label or the subject"
+                f"trial {alone[0]} is labelled impostor but both sides are subject {subject!r}: "
+                "correct the label or the subject"
             )
 
     def __len__(self) -> int:
@@ -129,11 +121,6 @@ class SubjectWeights:
     The draws follow from the sorted names and the seed alone, so two systems scored on the same
     trials get the same replicates.
 
-    Attributes:
-        subjects: Distinct names, sorted.
-        num_replicates: Number of replicates.
-        seed: Any integer from 0.
-
     Examples:
         >>> weights = SubjectWeights(("al", "bo", "cy"), num_replicates=2)
         >>> weights.rows(0, 2).sum(axis=1)
@@ -155,12 +142,10 @@ class SubjectWeights:
     @property
     def sha256(self) -> str:
         """Hash of the names."""
-        digest = hashlib.sha256()
-        for name in self.subjects:
-            digest.update(name.encode("utf-8", "surrogatepass") + b"\0")
-        return digest.hexdigest()
+        names = (name.encode("utf-8", "surrogatepass") + b"\0" for name in self.subjects)
+        return hashlib.sha256(b"".join(names)).hexdigest()
 
-    def rows(self, start: int, stop: int) -> NDArray[np.int64]:
+    def rows(self, start: int, stop: int) -> Ints:
         """Weights ``[stop - start, num_subjects]`` of some replicates."""
         size = len(self.subjects)
         rows = np.empty((stop - start, size), dtype=np.int64)
@@ -175,19 +160,15 @@ def _check_names(names: Sequence[str]) -> None:
     """Refuse names that are not distinct and sorted, or fewer than two."""
     if len(names) < 2:
         raise ProtocolError(
-            f"{len(names)} subjects cannot be resampled, at least 2 are needed: "
-            f"give the subject of each trial"
+            f"{len(names)} subjects cannot be resampled, at least 2 are needed: give the subject "
+            "of each trial"
         )
     for left, right in pairwise(names):
         if left >= right:
-            raise DataError(
-                f"subject {right!r} follows {left!r}, names are distinct and sorted: "
-                f"use make_trials"
-            )
+            raise DataError(f"subject {right!r} follows {left!r}, not sorted: use make_trials")
 
 
-@dataclass(frozen=True)
-class Wanted:
+class Wanted(NamedTuple):
     """What to compute in every replicate."""
 
     fars: tuple[float, ...]
@@ -224,9 +205,8 @@ class Side(NamedTuple):
             counts = every[keys]
         else:
             keys, counts = np.unique(codes, return_counts=True)
-        return sparse.csr_array(
-            (counts.astype(np.int64), (keys // size, keys % size)), shape=(size, size)
-        )
+        places = (keys // size, keys % size)
+        return sparse.csr_array((counts.astype(np.int64), places), shape=(size, size))
 
     def running(self, weights: Ints) -> Ints:
         """Weight of the first ``i`` trials, for every ``i`` from 0."""
@@ -241,26 +221,23 @@ class SortedTrials:
     """Both labels sorted: impostors from the largest score, genuine from the smallest."""
 
     def __init__(self, trials: Trials) -> None:
-        num_genuine = int(trials.is_genuine.sum())
-        for label, number in (("genuine", num_genuine), ("impostor", len(trials) - num_genuine)):
-            if number == 0:
-                raise ProtocolError(
-                    f"there are 0 {label} trials among {len(trials):,}, at least 1 is needed: "
-                    "check the labels"
-                )
         # One more subject, of weight 1: a pair of the same subject counts that subject once.
         self.size = len(trials.subject_names) + 1
         enrol = trials.enrol_subject.astype(np.intp)
         test = trials.test_subject.astype(np.intp)
         test[enrol == test] = self.size - 1
 
-        def side(is_kept: NDArray[np.bool_], sign: int) -> Side:
+        def side(label: str, is_kept: NDArray[np.bool_], sign: int) -> Side:
             rows = np.flatnonzero(is_kept)
+            if not len(rows):
+                raise ProtocolError(
+                    f"there are 0 {label} trials among {len(trials):,}: check the labels"
+                )
             rows = rows[np.argsort(sign * trials.scores[rows], kind="stable")]
             return Side(trials.scores[rows], enrol[rows], test[rows])
 
-        self.impostors = side(~trials.is_genuine, -1)
-        self.genuine = side(trials.is_genuine, 1)
+        self.impostors = side("impostor", ~trials.is_genuine, -1)
+        self.genuine = side("genuine", trials.is_genuine, 1)
         self.counts = tuple(side.total_counts(self.size) for side in (self.genuine, self.impostors))
 
     def totals(self, weights: Ints) -> Ints:
@@ -294,9 +271,8 @@ class Tail:
 
     def _counts(self, thresholds: NDArray[np.floating]) -> tuple[Ints, Ints]:
         """Impostors accepted and genuine rejected at each threshold, in sorted order."""
-        ascending = self.impostors.scores[::-1]
-        accepted = len(ascending) - np.searchsorted(ascending, thresholds, side="left")
-        return accepted, np.searchsorted(self.genuine.scores, thresholds, side="left")
+        accepted = len(self) - np.searchsorted(self.impostors.scores[::-1], thresholds)
+        return accepted, np.searchsorted(self.genuine.scores, thresholds)
 
 
 def weighted_point(tail: Tail, weights: Ints, totals: Ints, wanted: Wanted) -> Point | None:
@@ -310,8 +286,8 @@ def weighted_point(tail: Tail, weights: Ints, totals: Ints, wanted: Wanted) -> P
     """
     num_genuine, num_impostors = (int(total) for total in totals)
     if num_genuine == 0 or num_impostors == 0:
-        nothing = np.full(len(wanted.fars) + len(wanted.p_targets), np.nan)
-        return Point(nothing[: len(wanted.fars)], np.nan, nothing[len(wanted.fars) :])
+        nothing = [np.full(len(each), np.nan) for each in (wanted.fars, wanted.p_targets)]
+        return Point(nothing[0], np.nan, nothing[1])
     accepted = tail.impostors.running(weights)
     rejected = tail.genuine.running(weights)
     # TAR: genuine above the first impostor that is one too many; past the tail, all are allowed.
@@ -338,12 +314,11 @@ def weighted_point(tail: Tail, weights: Ints, totals: Ints, wanted: Wanted) -> P
 
         if not is_past(len(ends) - 1):
             return None
-        if is_past(-1):
-            eer = 0.0
-        else:
+        eer = 0.0
+        if not is_past(-1):
             after = bisect_left(range(len(ends) - 1), True, key=is_past)
-            before = errors(after - 1)
-            eer, _ = polyline_crossing(before, errors(after), num_genuine, num_impostors)
+            points = errors(after - 1), errors(after)
+            eer, _ = polyline_crossing(*points, num_genuine, num_impostors)
     # minDCF, unless a threshold below the tail could cost less.
     ends, starts = tail.candidates
     far_at, frr_at = accepted[ends] / num_impostors, rejected[starts] / num_genuine
@@ -361,21 +336,7 @@ def weighted_point(tail: Tail, weights: Ints, totals: Ints, wanted: Wanted) -> P
 
 @dataclass(frozen=True, eq=False)
 class DrawnPoints:
-    """Operating points in every replicate, ``R`` of them.
-
-    A replicate that drew no genuine or no impostor trial is NaN.
-
-    Attributes:
-        fars: Targets of ``tar``.
-        p_targets: Priors of ``min_dcf``.
-        grid_fars: Targets of ``frr_at_grid``.
-        tar: ``[R, F]``.
-        eer: ``[R]``; NaN where it was not asked for.
-        min_dcf: ``[R, P]``.
-        frr_at_grid: ``[R, G]``, one minus the TAR at ``grid_fars``: the band of a DET curve.
-        seed: Of the draws.
-        subjects_sha256: Of the subjects' names.
-    """
+    """Operating points in ``R`` replicates; NaN where one drew no genuine or no impostor trial."""
 
     fars: tuple[float, ...]
     p_targets: tuple[float, ...]
@@ -395,13 +356,17 @@ class DrawnPoints:
 
 @dataclass(frozen=True, eq=False)
 class Replicates(DrawnPoints):
-    """Operating points in every replicate, and on the trials as they are.
+    """Operating points in every replicate, and on the trials as they are (``observed_*``).
+
+    A replicate that drew no genuine or no impostor trial is NaN.
 
     Attributes:
-        observed_tar: ``[F]``.
-        observed_eer: On the trials as they are.
-        observed_min_dcf: ``[P]``.
-        observed_frr_at_grid: ``[G]``.
+        fars: Targets of ``tar``, ``[R, F]``.
+        p_targets: Priors of ``min_dcf``, ``[R, P]``.
+        grid_fars: Targets of ``frr_at_grid``, ``[R, G]``: the band of a DET curve.
+        eer: ``[R]``; NaN where it was not asked for.
+        seed: Of the draws.
+        subjects_sha256: Of the subjects' names.
         trials_sha256: Of the pairs and their labels, whatever their order.
     """
 
@@ -425,9 +390,9 @@ def bootstrap(
 ) -> Replicates:
     """Operating points in replicates that draw subjects with replacement.
 
-    The threshold is chosen anew in every replicate, by the rule of `tar_at_far`: the first
-    impostor that is one too many. Replicates follow from the subjects' names and the seed, so two
-    systems on the same trials can be compared pair by pair (`compare`).
+    The threshold is chosen anew in every replicate, by the rule of `tar_at_far`. Replicates follow
+    from the subjects' names and the seed, so two systems on the same trials can be compared pair
+    by pair (`compare`).
 
     Args:
         trials: Scores, labels and subjects.
@@ -441,15 +406,10 @@ def bootstrap(
         progress: Called with the number of replicates done and their total.
 
     Examples:
-        >>> from qmargin.metrics.bootstrap import make_trials
-        >>> names = ["al", "bo", "cy", "al", "bo"]
-        >>> others = ["al", "bo", "cy", "bo", "cy"]
-        >>> trials = make_trials(
-        ...     [0.9, 0.8, 0.3, 0.4, 0.1],
-        ...     [True, True, True, False, False],
-        ...     enrol_subjects=names,
-        ...     test_subjects=others,
-        ... )
+        >>> names, others = ["al", "bo", "cy", "al", "bo"], ["al", "bo", "cy", "bo", "cy"]
+        >>> is_genuine = [True, True, True, False, False]
+        >>> scores = [0.9, 0.8, 0.3, 0.4, 0.1]
+        >>> trials = make_trials(scores, is_genuine, enrol_subjects=names, test_subjects=others)
         >>> replicates = bootstrap(trials, [0.5], num_replicates=100)
         >>> replicates.observed_tar, replicates.tar.shape
         (array([1.]), (100, 1))
@@ -474,9 +434,7 @@ def bootstrap(
         rows = np.ones((max(stop - start, 0), ordered.size), dtype=np.int64)
         if len(rows):
             rows[:, :-1] = weights.rows(start, stop)
-    tar = np.stack([point.tar for point in points])
-    eer = np.array([point.eer for point in points])
-    min_dcf = np.stack([point.min_dcf for point in points])
+    tar, eer, min_dcf = (np.array(values) for values in zip(*points, strict=True))
     split = len(fars)
     return Replicates(
         fars=fars,
@@ -569,39 +527,31 @@ def compare(replicates_a: Replicates, replicates_b: Replicates, level: float = 0
         ProtocolError: If the replicates are not of the same trials, subjects and seed.
     """
     both = (replicates_a, replicates_b)
-    for attribute in ("subjects_sha256", "trials_sha256", "seed", "num_replicates"):
-        left, right = (getattr(each, attribute) for each in both)
+    for name in ("subjects_sha256", "trials_sha256", "seed", "num_replicates"):
+        left, right = (getattr(each, name) for each in both)
         if left != right:
             raise ProtocolError(
-                f"two systems can be compared only with the same "
-                f"{attribute.removesuffix('_sha256')}, here {left} and {right}: "
-                f"evaluate both on one list of trials with one seed"
+                f"systems are compared on the same {name.removesuffix('_sha256')}, here {left} and "
+                f"{right}: evaluate both on one list of trials with one seed"
             )
 
-    def differences(name: str, keys: list[float], all_keys: str) -> tuple[Difference, ...]:
-        found = []
-        for key in keys:
-            columns = [getattr(each, all_keys).index(key) for each in both]
-            pairs = list(zip(both, columns, strict=True))
-            observed = [float(getattr(each, f"observed_{name}")[column]) for each, column in pairs]
-            values = [getattr(each, name)[:, column] for each, column in pairs]
-            found.append(paired_difference(*observed, *values, level=level))
-        return tuple(found)
+    def differences(name: str, keys: str) -> dict[float, Difference]:
+        """Of a measure that has a column for each key, where both systems have the key."""
+        found = {}
+        for key in getattr(replicates_a, keys):
+            if key in getattr(replicates_b, keys):
+                columns = [(each, getattr(each, keys).index(key)) for each in both]
+                observed = [float(getattr(each, f"observed_{name}")[at]) for each, at in columns]
+                values = [getattr(each, name)[:, at] for each, at in columns]
+                found[key] = paired_difference(*observed, *values, level=level)
+        return found
 
-    fars = [far for far in replicates_a.fars if far in replicates_b.fars]
-    priors = [prior for prior in replicates_a.p_targets if prior in replicates_b.p_targets]
-    observed_a, observed_b = (each.observed_eer for each in both)
-    eer = None
+    tar, min_dcf = differences("tar", "fars"), differences("min_dcf", "p_targets")
+    eer, observed_a, observed_b = None, replicates_a.observed_eer, replicates_b.observed_eer
     if not np.isnan([observed_a, observed_b]).any():
         values = replicates_a.eer, replicates_b.eer
         eer = paired_difference(observed_a, observed_b, *values, level=level)
-    return Comparison(
-        fars=tuple(fars),
-        p_targets=tuple(priors),
-        tar=differences("tar", fars, "fars"),
-        eer=eer,
-        min_dcf=differences("min_dcf", priors, "p_targets"),
-    )
+    return Comparison(tuple(tar), tuple(min_dcf), tuple(tar.values()), eer, tuple(min_dcf.values()))
 
 
 def paired_difference(
@@ -632,15 +582,10 @@ def paired_difference(
     if values_a.shape != values_b.shape or values_a.ndim != 1:
         raise ShapeError(
             f"replicates have shapes {values_a.shape} and {values_b.shape}, they must be equal "
-            f"and of one dimension: use the same num_replicates"
+            "and of one dimension: use the same num_replicates"
         )
-    low, high = interval(values_a - values_b, level)
+    ends = interval(values_a - values_b, level)
     values = _defined(values_a - values_b)
     rarer = min(np.count_nonzero(values <= 0.0), np.count_nonzero(values >= 0.0))
-    return Difference(
-        difference=observed_a - observed_b,
-        low=low,
-        high=high,
-        p_value=min(1.0, 2 * (int(rarer) + 1) / (len(values) + 1)),
-        num_replicates=len(values),
-    )
+    p_value = min(1.0, 2 * (int(rarer) + 1) / (len(values) + 1))
+    return Difference(observed_a - observed_b, *ends, p_value, len(values))

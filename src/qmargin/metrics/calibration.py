@@ -9,13 +9,12 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.special import expit
 
-from qmargin.errors import ConfigError, DataError, ProtocolError
-from qmargin.metrics.checks import PIECE, checked_pair, mean_of, pieces
+from qmargin.errors import DataError, ProtocolError
+from qmargin.metrics.checks import PIECE, Floats, check_open, checked_pair, mean_of, pieces
 from qmargin.metrics.curve import Staircase, StaircaseParts
 from qmargin.metrics.eer_dcf import Costs
 from qmargin.metrics.operating import rates_at
 
-Floats = NDArray[np.float64]
 MOST_STEPS = 200
 COARSE_BINS = 4096
 LARGEST_START = 1e3  # in standard deviations: beyond it the bins are nearly separated
@@ -24,12 +23,7 @@ ENOUGH = 1e-24  # square of the last Newton step, in standard deviations of the 
 
 @dataclass(frozen=True)
 class Calibration:
-    """An affine map from scores to log-likelihood ratios.
-
-    Attributes:
-        scale: What scores are multiplied by.
-        offset: What is added.
-    """
+    """An affine map from scores to log-likelihood ratios: ``scale * score + offset``."""
 
     scale: float
     offset: float
@@ -46,10 +40,6 @@ class Calibration:
 
 def cllr(genuine: ArrayLike, impostor: ArrayLike) -> float:
     """Cost of log-likelihood ratios in bits: 0 at best, 1 for ratios that say nothing.
-
-    Args:
-        genuine: Log-likelihood ratios of trials of one subject.
-        impostor: Log-likelihood ratios of trials of two subjects.
 
     Examples:
         >>> cllr([0.0, 0.0], [0.0])
@@ -69,11 +59,8 @@ def min_cllr(genuine: ArrayLike, impostor: ArrayLike) -> float:
     Examples:
         >>> min_cllr([3.0, 4.0], [1.0, 2.0])
         0.0
-        >>> min_cllr([1.0, 1.0], [1.0])
-        1.0
     """
-    genuine, impostor = checked_pair(genuine, impostor)
-    return min_cllr_of(StaircaseParts(genuine, impostor))
+    return min_cllr_of(StaircaseParts(*checked_pair(genuine, impostor)))
 
 
 def min_cllr_of(parts: StaircaseParts) -> float:
@@ -148,8 +135,7 @@ def calibrate(genuine: ArrayLike, impostor: ArrayLike, *, prior: float = 0.5) ->
         >>> abs(calibration.offset) < 1e-12, calibration.scale > 0.0
         (True, True)
     """
-    if not 0.0 < prior < 1.0:
-        raise ConfigError(f"prior={prior:g} is not inside (0, 1): pass such as 0.5")
+    check_open(prior, "prior", 0.5)
     genuine, impostor = checked_pair(genuine, impostor)
     for name, scores in (("genuine", genuine), ("impostor", impostor)):
         if not (np.isfinite(scores.min()) and np.isfinite(scores.max())):

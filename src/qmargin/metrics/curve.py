@@ -12,10 +12,10 @@ from numpy.typing import ArrayLike, NDArray
 from scipy.special import ndtri
 
 from qmargin.errors import ConfigError
-from qmargin.metrics.checks import Scores, checked_pair, pieces
+from qmargin.metrics.checks import Floats, Scores, checked_pair, pieces
 
-Floats = NDArray[np.float64]
 Points = tuple[NDArray[Any], Floats, Floats]  # thresholds, FAR and FRR
+Walk = Iterable[tuple[Points, Floats]]  # points, and how far along the curve each lies
 PART = 1 << 22  # scores whose staircase is held at once
 SAMPLE = 1 << 16  # scores that decide where parts end
 
@@ -29,13 +29,7 @@ class Staircase(NamedTuple):
 
 
 def staircase(genuine: Scores, impostor: Scores) -> Staircase:
-    """Numbers of errors at every distinct score of checked scores.
-
-    Examples:
-        >>> steps = staircase(np.array([2.0, 3.0]), np.array([1.0, 2.0]))
-        >>> steps.values, steps.false_accepts, steps.false_rejects
-        (array([1., 2., 3.]), array([2, 1, 0]), array([0, 0, 1]))
-    """
+    """Numbers of errors at every distinct score of checked scores."""
     genuine, impostor = np.sort(genuine), np.sort(impostor)
     values = np.concatenate([genuine, impostor])  # in the wider precision of the two
     values.sort(kind="stable")  # which merges two runs that are sorted
@@ -49,18 +43,9 @@ def staircase(genuine: Scores, impostor: Scores) -> Staircase:
 class StaircaseParts:
     """The staircase of any number of scores, in consecutive parts, lowest first.
 
-    Each part takes memory for about ``size`` scores, however many there are in all. All scores are
-    read once for every part, so a few large parts are faster than many small ones.
-
-    Args:
-        genuine: Checked genuine scores.
-        impostor: Checked impostor scores.
-        size: Scores of a part, ``PART`` by default; a value that many share takes no memory.
-
-    Examples:
-        >>> parts = StaircaseParts(np.array([2.0, 3.0]), np.array([1.0, 2.0]), size=1)
-        >>> [part.values.tolist() for part in parts if len(part.values)]
-        [[1.0], [2.0], [3.0]]
+    Each part takes memory for about ``size`` scores (``PART`` by default), however many there are
+    in all; a value that many share takes none. All scores are read once for every part, so a few
+    large parts are faster than many small ones.
     """
 
     def __init__(self, genuine: Scores, impostor: Scores, *, size: int | None = None) -> None:
@@ -124,8 +109,6 @@ class DetCurve:
             itself a score).
         far: False acceptance rates, from 1 to 0.
         frr: False rejection rates, from 0 to 1.
-        num_genuine: Number of genuine scores.
-        num_impostors: Number of impostor scores.
     """
 
     thresholds: NDArray[Any]
@@ -165,14 +148,6 @@ class DetCurve:
 def det_curve(genuine: ArrayLike, impostor: ArrayLike) -> DetCurve:
     """The exact curve over the distinct scores and both ends.
 
-    Args:
-        genuine: Scores of trials of one subject.
-        impostor: Scores of trials of two subjects.
-
-    Raises:
-        ProtocolError: If there are no genuine or no impostor scores.
-        DataError: If a score is NaN.
-
     Examples:
         >>> curve = det_curve([2.0, 3.0], [1.0, 2.0])
         >>> curve.thresholds, curve.far, curve.frr
@@ -184,14 +159,7 @@ def det_curve(genuine: ArrayLike, impostor: ArrayLike) -> DetCurve:
 
 
 def thin_curve(parts: StaircaseParts, num_points: int) -> DetCurve:
-    """What ``DetCurve.thin`` gives for the whole curve, which is never held.
-
-    Examples:
-        >>> genuine, impostor = np.arange(50.0, 150.0), np.arange(100.0)
-        >>> thin = thin_curve(StaircaseParts(genuine, impostor, size=16), 20)
-        >>> bool((thin.far == det_curve(genuine, impostor).thin(20).far).all())
-        True
-    """
+    """What ``DetCurve.thin`` gives for the whole curve, which is never held."""
     sizes = len(parts.genuine), len(parts.impostor)
     kept = list(_walk(_points(parts), *sizes)) if parts.is_whole else None
     return DetCurve(*_thinned(lambda: kept or _walk(_points(parts), *sizes), num_points), *sizes)
@@ -212,15 +180,12 @@ def _points(parts: StaircaseParts) -> Iterator[Points]:
             yield values, accepts / len(impostor), rejects / len(genuine)
 
 
-def _walk(
-    points: Iterable[Points], num_genuine: int, num_impostors: int
-) -> Iterator[tuple[Points, Floats]]:
-    """Points, and how far along the curve on probit axes each lies, over all pieces."""
+def _walk(points: Iterable[Points], num_genuine: int, num_impostors: int) -> Walk:
+    """Walk along the curve on probit axes, over all pieces."""
 
     def probit(rates: Floats, num_trials: int) -> Floats:
         margin = 0.5 / num_trials  # rates of 0 and 1 are drawn half a trial inside
-        quantiles: Floats = ndtri(np.clip(rates, margin, 1.0 - margin))
-        return quantiles
+        return np.asarray(ndtri(np.clip(rates, margin, 1.0 - margin)))
 
     across, up, length = np.empty(0), np.empty(0), np.zeros(1)
     for piece in points:
@@ -231,16 +196,15 @@ def _walk(
         yield piece, length
 
 
-def _thinned(walk: Callable[[], Iterable[tuple[Points, Floats]]], num_points: int) -> Points:
+def _thinned(walk: Callable[[], Walk], num_points: int) -> Points:
     """At most ``num_points`` points; ``walk`` is called twice."""
     ends = [(len(length), float(length[-1])) for _, length in walk()]
     total = sum(count for count, _ in ends)
     wanted = np.linspace(0.0, ends[-1][1], num_points)[1:-1]
     found, first, before = [], 0, 0.0
     for ((thresholds, far, frr), along), (count, length) in zip(walk(), ends, strict=True):
-        if total <= num_points:
-            index = np.arange(count)
-        else:
+        index = np.arange(count)
+        if total > num_points:
             own = wanted[(wanted > before) & (wanted <= length)]
             both = [end - first for end in (0, total - 1) if first <= end < first + count]
             index = np.unique(np.array([*both, *np.searchsorted(along, own)], np.int64))

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from qmargin.errors import ConfigError
-from qmargin.metrics.checks import Scores, checked_pair, just_above, pieces
+from qmargin.metrics.checks import Floats, Scores, check_open, checked_pair, just_above, pieces
 from qmargin.metrics.curve import Staircase, rejecting_threshold, staircase
 
 FEW_SCORES = 1 << 12  # up to this many are sorted, not counted by bins
@@ -42,9 +42,6 @@ class MinDcf:
             most 1.
         threshold: The lowest score at which it is attained; +inf for rejecting everything (NaN,
             which accepts nothing, if +inf is itself a score).
-        far: False acceptance rate there.
-        frr: False rejection rate there.
-        p_target: Prior probability of a genuine trial.
     """
 
     min_dcf: float
@@ -63,14 +60,8 @@ class Costs:
 
     @classmethod
     def of(cls, p_target: float, c_miss: float = 1.0, c_fa: float = 1.0) -> Costs:
-        """Weights of a prior and the costs of the two errors.
-
-        Examples:
-            >>> Costs.of(p_target=0.01)
-            Costs(miss=1.0, false_accept=99.0)
-        """
-        if not 0.0 < p_target < 1.0:
-            raise ConfigError(f"p_target={p_target:g} is not inside (0, 1): pass such as 0.01")
+        """Weights of a prior and the costs of the two errors."""
+        check_open(p_target, "p_target", 0.01)
         for name, cost in (("c_miss", c_miss), ("c_fa", c_fa)):
             if not 0.0 < cost < np.inf:
                 raise ConfigError(f"{name}={cost:g} is not positive and finite: pass such as 1")
@@ -78,9 +69,7 @@ class Costs:
         least = min(miss, false_accept)
         return cls(miss / least, false_accept / least)
 
-    def total(
-        self, frr: NDArray[np.float64] | float, far: NDArray[np.float64] | float
-    ) -> NDArray[np.float64]:
+    def total(self, frr: Floats | float, far: Floats | float) -> Floats:
         """Normalised cost; rounding never reverses the order of rates."""
         cost = np.multiply(frr, self.miss)
         cost += np.multiply(far, self.false_accept)
@@ -92,15 +81,7 @@ def polyline_crossing(
 ) -> tuple[float, bool]:
     """Error rate where a line meets FAR = FRR, rounded once, and whether ``after`` is nearer to it.
 
-    Args:
-        before: False accepts and false rejects on one side of the crossing.
-        after: On the other side.
-        num_genuine: Number of genuine scores.
-        num_impostors: Number of impostor scores.
-
-    Examples:
-        >>> polyline_crossing((1, 0), (0, 1), 2, 2)
-        (0.25, False)
+    ``before`` and ``after`` are false accepts and false rejects on both sides of the crossing.
     """
     gaps = [
         abs(rejects * num_impostors - accepts * num_genuine) for accepts, rejects in (before, after)
@@ -118,12 +99,8 @@ def crossing_point(
 ) -> Eer:
     """The equal error rate between two thresholds, and the threshold that is nearer to it.
 
-    Args:
-        below: False accepts and false rejects where ``value`` is accepted.
-        above: Where it is rejected.
-        num_genuine: Number of genuine scores.
-        num_impostors: Number of impostor scores.
-        value: The score at which the rates cross.
+    ``below`` and ``above`` are false accepts and false rejects where ``value`` is accepted and
+    where it is rejected.
     """
     rate, is_above = polyline_crossing(below, above, num_genuine, num_impostors)
     return Eer(rate, just_above(float(value), value.dtype) if is_above else float(value))
@@ -134,19 +111,9 @@ def eer(genuine: ArrayLike, impostor: ArrayLike) -> Eer:
 
     The value is the exact ratio of two whole numbers, rounded once.
 
-    Args:
-        genuine: Scores of trials of one subject.
-        impostor: Scores of trials of two subjects.
-
-    Raises:
-        ProtocolError: If there are no genuine or no impostor scores.
-        DataError: If a score is NaN.
-
     Examples:
         >>> eer([0.9, 0.8, 0.4], [0.5, 0.3, 0.2, 0.1]).eer
         0.25
-        >>> eer([1.0, 1.0], [1.0]).eer
-        0.5
     """
     genuine, impostor = checked_pair(genuine, impostor)
     num_genuine, num_impostors = len(genuine), len(impostor)
@@ -186,20 +153,13 @@ def min_dcf(
     Args:
         genuine: Scores of trials of one subject.
         impostor: Scores of trials of two subjects.
-        p_target: Prior probability of a genuine trial.
+        p_target: Prior probability of a genuine trial, inside (0, 1).
         c_miss: Cost of a false rejection.
         c_fa: Cost of a false acceptance.
-
-    Raises:
-        ConfigError: If the prior is not inside (0, 1) or a cost is not positive.
-        ProtocolError: If there are no genuine or no impostor scores.
-        DataError: If a score is NaN.
 
     Examples:
         >>> min_dcf([0.9, 0.8, 0.4], [0.5, 0.3, 0.2, 0.1], p_target=0.5).min_dcf
         0.25
-        >>> min_dcf([1.0, 1.0], [1.0]).min_dcf
-        1.0
     """
     genuine, impostor = checked_pair(genuine, impostor)
     costs = Costs.of(p_target, c_miss, c_fa)
@@ -243,46 +203,29 @@ class ScoreBins:
 
     Which bin a score falls into never decreases with the score, so an edge is a threshold between
     scores, whatever the rounding. Few scores, and scores whose range cannot be divided, share one
-    bin.
-
-    Args:
-        genuine: Checked genuine scores.
-        impostor: Checked impostor scores.
-        rejects_below: Genuine scores that lie below all of these.
-        accepts_above: Impostor scores that lie above all of these.
-
-    Attributes:
-        false_rejects: Genuine scores below each bin, and below the end, ``[num_bins + 1]``.
-        false_accepts: Impostor scores in or above each bin, and above the end, ``[num_bins + 1]``.
-        sizes: Scores of both kinds in each bin, ``[num_bins]``.
+    bin. ``rejects_below`` genuine and ``accepts_above`` impostor scores lie outside of all bins.
     """
 
     def __init__(
-        self,
-        genuine: Scores,
-        impostor: Scores,
-        *,
-        rejects_below: int = 0,
-        accepts_above: int = 0,
+        self, genuine: Scores, impostor: Scores, *, rejects_below: int = 0, accepts_above: int = 0
     ) -> None:
         self.genuine, self.impostor = genuine, impostor
         self._dtype = np.result_type(genuine, impostor)
-        self._set_finite_range()
-        self.num_bins = num_bins = default_num_bins(len(genuine) + len(impostor))
+        self._low, high = self._finite_range()
+        self.num_bins = default_num_bins(len(genuine) + len(impostor))
         with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
-            self._scale = self._dtype.type(num_bins - 1) / (self._high - self._low)
+            self._scale = self._dtype.type(self.num_bins - 1) / (high - self._low)
         if not 0.0 < self._scale < np.inf:
             self.num_bins = 1
+        # at the edges of the bins, [num_bins + 1]
         self.false_rejects = rejects_below + self._below(genuine)
         self.false_accepts = accepts_above + len(impostor) - self._below(impostor)
-        self._num_genuine, self._num_impostors = (
-            np.diff(self.false_rejects),
-            -np.diff(self.false_accepts),
-        )
-        self.sizes = self._num_genuine + self._num_impostors
+        self._num_genuine = np.diff(self.false_rejects)
+        self._num_impostors = -np.diff(self.false_accepts)
+        self.sizes = self._num_genuine + self._num_impostors  # [num_bins]
 
-    def _set_finite_range(self) -> None:
-        """Find the least and the largest finite score."""
+    def _finite_range(self) -> tuple[Any, Any]:
+        """The least and the largest finite score."""
         both = (self.genuine, self.impostor)
         low = min(self._dtype.type(scores.min()) for scores in both if len(scores))
         high = max(self._dtype.type(scores.max()) for scores in both if len(scores))
@@ -293,7 +236,8 @@ class ScoreBins:
                 finite = piece[np.isfinite(piece)]
                 low = min(low, finite.min(initial=np.inf))
                 high = max(high, finite.max(initial=-np.inf))
-        self._low, self._high = self._dtype.type(low), self._dtype.type(high)
+        self._high = self._dtype.type(high)
+        return self._dtype.type(low), self._high
 
     def _bins(self, piece: Scores) -> NDArray[np.intp]:
         if self.num_bins == 1:
@@ -303,8 +247,7 @@ class ScoreBins:
             piece = np.clip(piece, self._low, self._high)
         offsets = piece - self._low
         offsets *= self._scale  # at most num_bins - 1 and a little rounding
-        bins: NDArray[np.intp] = offsets.astype(np.intp)
-        return bins
+        return np.asarray(offsets.astype(np.intp))
 
     def _below(self, scores: Scores) -> NDArray[np.int64]:
         """Number of scores below each bin, and of all."""
@@ -318,13 +261,9 @@ class ScoreBins:
 
     def zoom(self, index: int) -> ScoreBins:
         """Bins of the scores of one bin, which has some."""
-        genuine, impostor = self._gather(np.array([index]))
-        return ScoreBins(
-            genuine,
-            impostor,
-            rejects_below=int(self.false_rejects[index]),
-            accepts_above=int(self.false_accepts[index + 1]),
-        )
+        below, above = int(self.false_rejects[index]), int(self.false_accepts[index + 1])
+        scores = self._gather(np.array([index]))
+        return ScoreBins(*scores, rejects_below=below, accepts_above=above)
 
     def inside(self, bins: NDArray[np.intp]) -> Staircase:
         """Numbers of errors at every distinct score inside the given bins, ascending."""
@@ -347,15 +286,13 @@ class ScoreBins:
         wanted = np.zeros(self.num_bins, np.bool_)
         wanted[bins] = True
 
-        def gather(scores: Scores, num_scores: int) -> Scores:
-            found, end = np.empty(num_scores, scores.dtype), 0
+        def gather(scores: Scores, counts: NDArray[np.int64]) -> Scores:
+            found, end = np.empty(counts[bins].sum(), scores.dtype), 0
             for piece in pieces(scores):
                 inside = piece[wanted[self._bins(piece)]]
                 found[end : end + len(inside)] = inside
                 end += len(inside)
             return found
 
-        return (
-            gather(self.genuine, self._num_genuine[bins].sum()),
-            gather(self.impostor, self._num_impostors[bins].sum()),
-        )
+        genuine = gather(self.genuine, self._num_genuine)
+        return genuine, gather(self.impostor, self._num_impostors)

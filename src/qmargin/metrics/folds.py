@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from qmargin.errors import ConfigError, DataError, ProtocolError, ShapeError
-from qmargin.metrics.checks import Scores, checked_scores, count_accepted
+from qmargin.metrics.checks import Floats, Scores, checked_scores, count_accepted
 from qmargin.metrics.curve import rejecting_threshold, staircase
 
 
@@ -23,8 +23,8 @@ class KFoldAccuracy:
 
     mean: float
     std: float
-    accuracies: NDArray[np.float64]
-    thresholds: NDArray[np.float64]
+    accuracies: Floats
+    thresholds: Floats
 
     @property
     def standard_error(self) -> float:
@@ -52,7 +52,6 @@ def kfold_accuracy(
         folds: The fold of each trial, any whole numbers.
 
     Raises:
-        ShapeError: If the arguments differ in length.
         ProtocolError: If a fold is empty, or the others lack genuine or impostor trials.
 
     Examples:
@@ -61,29 +60,24 @@ def kfold_accuracy(
         (1.0, array([0.45, 0.55]))
     """
     scores = checked_scores(scores, "trial")
-    labels, num_trials = np.asarray(is_genuine), len(scores)
-    if labels.shape != (num_trials,):
-        raise ShapeError(f"labels have shape {labels.shape} but there are {num_trials} scores")
-    if not np.isin(labels, (0, 1)).all():
-        index = int(np.flatnonzero(~np.isin(labels, (0, 1)))[0])
-        raise DataError(f"label {index} is {labels[index]}: pass 1 or True for genuine, else 0")
+    labels, size = np.asarray(is_genuine), len(scores)
+    if labels.shape != (size,):
+        raise ShapeError(f"labels have shape {labels.shape} but there are {size} scores")
+    if (wrong := np.flatnonzero(~np.isin(labels, (0, 1)))).size:
+        raise DataError(f"label {wrong[0]} is {labels[wrong[0]]}: pass 1 for genuine, else 0")
     if folds is not None:
         home = np.asarray(folds)
     elif num_folds < 2:
         raise ConfigError(f"num_folds={num_folds} is too few: at least 2 are needed")
-    elif num_trials < num_folds:
-        raise ProtocolError(
-            f"{num_trials} trials do not fill {num_folds} folds: add trials or ask for fewer folds"
-        )
+    elif size < num_folds:
+        raise ProtocolError(f"{size} trials do not fill {num_folds} folds: ask for fewer folds")
     else:
-        home = np.arange(num_trials, dtype=np.int64) * num_folds // num_trials
-    if home.shape != scores.shape:
-        raise ShapeError(f"folds have shape {home.shape} but there are {num_trials} scores")
+        home = np.arange(size, dtype=np.int64) * num_folds // size
+    if home.shape != (size,):
+        raise ShapeError(f"folds have shape {home.shape} but there are {size} scores")
     names = np.unique(home)
     if len(names) < 2:
-        raise ProtocolError(
-            f"there is {len(names)} fold: at least 2 are needed to choose thresholds"
-        )
+        raise ProtocolError(f"there is {len(names)} fold: at least 2 are needed")
     results = [_fold_accuracy(scores, labels.astype(np.bool_), home == name) for name in names]
     accuracies, thresholds = np.array(results, np.float64).T
     mean, std = float(accuracies.mean()), float(accuracies.std(ddof=1))

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from qmargin.errors import ConfigError, DataError, ProtocolError
 from qmargin.metrics.bootstrap import Trials
@@ -24,8 +25,6 @@ class GroupRate:
 
     Attributes:
         rate: Errors over trials; None without trials.
-        errors: Number of errors.
-        trials: Number of trials.
         status: ``"ok"``; ``"few"`` with fewer than 30 errors; ``"not measurable"`` without trials.
         message: One sentence for a reader.
     """
@@ -52,8 +51,7 @@ class Spread:
     """How far one rate differs between groups; None where it is not defined.
 
     Attributes:
-        max_over_geometric_mean: NIST's ratio; 1 where all are equal. With a group at zero the
-            geometric mean is zero and the ratio is not defined.
+        max_over_geometric_mean: NIST's ratio; not defined with a group at zero.
         max_over_min: The inequity of this rate alone; infinite with a group at zero and another
             above it.
         gini: Gini coefficient with the correction ``n / (n - 1)``, from 0 (equal) to 1.
@@ -73,7 +71,7 @@ class GroupRates:
     """Rates per group and their spread.
 
     Attributes:
-        threshold: Accept if and only if ``score >= threshold``, the same for all groups.
+        threshold: The same for all groups.
         groups: Sorted by name.
         fmr: Spread of the false match rate.
         fnmr: Spread of the false non-match rate.
@@ -124,38 +122,31 @@ def group_rates(
             f"none of the {len(known)} subjects of the trials has a group: "
             f"name the groups' subjects as the trials do, such as {trials.subject_names[0]!r}"
         )
-    index = {group: position for position, group in enumerate(names)}
-    members = np.array([-1 if group is None else index[group] for group in known])
+    members = np.array([-1 if group is None else names.index(group) for group in known])
     enrol, test = members[trials.enrol_subject], members[trials.test_subject]
     is_grouped = (enrol >= 0) & (test >= 0)
     is_cross = is_grouped & (enrol != test)
     if (wrong := np.flatnonzero(is_cross & trials.is_genuine)).size:
-        row = int(wrong[0])
-        left, right = (
-            trials.subject_names[side[row]] for side in (trials.enrol_subject, trials.test_subject)
-        )
+        left, right = names[enrol[wrong[0]]], names[test[wrong[0]]]
         raise DataError(
-            f"trial {row} is genuine but its sides {left!r} and {right!r} are in the groups "
-            f"{groups[left]!r} and {groups[right]!r}: correct the label or the groups"
+            f"trial {wrong[0]} is genuine but its sides are in the groups {left!r} and {right!r}: "
+            "correct the label or the groups"
         )
     is_accepted = trials.scores >= round_up(threshold, trials.scores.dtype)
+    is_wrong = is_accepted != trials.is_genuine
     is_inside = is_grouped & ~is_cross
-    num_subjects, false_matches, impostors, false_non_matches, genuine = (
-        np.bincount(column, minlength=len(names)).tolist()
-        for column in (
-            members[members >= 0],
-            enrol[is_inside & ~trials.is_genuine & is_accepted],
-            enrol[is_inside & ~trials.is_genuine],
-            enrol[is_inside & trials.is_genuine & ~is_accepted],
-            enrol[is_inside & trials.is_genuine],
-        )
-    )
-    fmrs = [_rate(*pair) for pair in zip(false_matches, impostors, strict=True)]
-    fnmrs = [_rate(*pair) for pair in zip(false_non_matches, genuine, strict=True)]
+
+    def count(groups: NDArray[np.intp]) -> list[int]:
+        found: list[int] = np.bincount(groups, minlength=len(names)).tolist()
+        return found
+
+    def rates(is_kind: NDArray[np.bool_]) -> list[GroupRate]:
+        return list(map(_rate, count(enrol[is_kind & is_wrong]), count(enrol[is_kind])))
+
+    fmrs, fnmrs = rates(is_inside & ~trials.is_genuine), rates(is_inside & trials.is_genuine)
+    num_subjects = count(members[members >= 0])
     fmr, fnmr = spread(fmrs), spread(fnmrs)
-    logs = [
-        None if each.max_over_min is None else math.log(each.max_over_min) for each in (fmr, fnmr)
-    ]
+    logs = [each.max_over_min and math.log(each.max_over_min) for each in (fmr, fnmr)]
     log_ineq = _weighted(logs[0], logs[1], beta)
     return GroupRates(
         threshold=float(threshold),
@@ -170,14 +161,7 @@ def group_rates(
 
 
 def spread(rates: Sequence[GroupRate]) -> Spread:
-    """How far the rates of the groups differ; groups without trials are left out and noted.
-
-    Examples:
-        >>> rates = [GroupRate(rate, 50, 100, "ok", "") for rate in (0.5, 0.5, 1.0)]
-        >>> found = spread(rates)
-        >>> found.max_over_min, round(found.max_over_geometric_mean, 4), found.gini
-        (2.0, 1.5874, 0.25)
-    """
+    """How far the rates of the groups differ; groups without trials are left out and noted."""
     values = np.array([each.rate for each in rates if each.rate is not None], dtype=np.float64)
     counts = {
         "without trials, left out": sum(each.rate is None for each in rates),

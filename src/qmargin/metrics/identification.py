@@ -18,11 +18,9 @@ class FnirAtFpir:
     """False negative identification rate where the false positive one is limited.
 
     Attributes:
-        fpir_target: The false positive identification rate that was asked for.
         fnir: Share of the searches with a mate whose mate is below the threshold.
         fpir: Share of the searches without a mate in which somebody reaches the threshold.
         false_positives: Their number.
-        threshold: Accept if and only if ``score >= threshold``.
     """
 
     fpir_target: float
@@ -37,11 +35,9 @@ class Identification:
     """What :func:`identify` found.
 
     Attributes:
-        ranks: The ranks that were asked for.
         rank_rates: Share of the searches with a mate whose mate is at that rank or better.
         fnirs: One record for every ``fpir``.
         num_mated: Number of searches whose subject is in the gallery.
-        num_nonmated: Number of the others.
     """
 
     ranks: tuple[int, ...]
@@ -79,8 +75,6 @@ def identify(
         ranks: Ranks to report; rank 1 is always among them.
 
     Raises:
-        ShapeError: If the shapes do not fit.
-        DataError: If a score is NaN.
         ProtocolError: If no probe has a mate, or an FPIR is not measurable with the probes that
             have none.
 
@@ -103,11 +97,9 @@ def identify(
         matrix = matrix.astype(np.float64)
     row_least = matrix.min(axis=1)
     if np.isnan(row_least).any():
-        row = int(np.flatnonzero(np.isnan(row_least))[0])
-        column = int(np.flatnonzero(np.isnan(matrix[row]))[0])
-        raise DataError(
-            f"the score of probe {row} and gallery entry {column} is NaN: score it again"
-        )
+        row = np.flatnonzero(np.isnan(row_least))[0]
+        column = np.flatnonzero(np.isnan(matrix[row]))[0]
+        raise DataError(f"score of probe {row} and gallery entry {column} is NaN: score it again")
     ranks = tuple(sorted({1, *ranks}))
     if ranks[0] < 1:
         raise ConfigError(f"rank {ranks[0]} does not exist: ranks start at 1")
@@ -115,32 +107,18 @@ def identify(
     places = np.minimum(np.searchsorted(names, probes), len(names) - 1)
     has_mate = names[places] == probes
     if not has_mate.any():
-        raise ProtocolError(
-            f"none of {len(probes)} probes has its subject in the gallery: add mates"
-        )
+        raise ProtocolError(f"none of {len(probes)} probes has its subject in the gallery")
     mates, others, best = _search(matrix, places, columns)
     mates, ranks_of_mates = mates[has_mate], others[has_mate] + 1
-    points = []
-    if fpirs:
-        for fpir in fpirs:
-            check_rate(fpir, "fpir")
-        points = tars_at_fars(mates, checked_scores(best[~has_mate], "non-mated"), fpirs)
-    return Identification(
-        ranks=ranks,
-        rank_rates=tuple(float(np.mean(ranks_of_mates <= rank)) for rank in ranks),
-        fnirs=tuple(
-            FnirAtFpir(
-                fpir_target=point.far_target,
-                fnir=(len(mates) - round(point.tar * len(mates))) / len(mates),
-                fpir=point.far,
-                false_positives=point.false_accepts,
-                threshold=point.threshold,
-            )
-            for point in points
-        ),
-        num_mated=int(has_mate.sum()),
-        num_nonmated=int((~has_mate).sum()),
-    )
+    rank_rates = tuple(float(np.mean(ranks_of_mates <= rank)) for rank in ranks)
+    fnirs = []
+    if rates := [check_rate(fpir, "fpir") for fpir in fpirs]:
+        for point in tars_at_fars(mates, checked_scores(best[~has_mate], "non-mated"), rates):
+            fnir = (len(mates) - round(point.tar * len(mates))) / len(mates)
+            found = (point.far_target, fnir, point.far, point.false_accepts, point.threshold)
+            fnirs.append(FnirAtFpir(*found))
+    sizes = int(has_mate.sum()), int((~has_mate).sum())
+    return Identification(ranks, rank_rates, tuple(fnirs), *sizes)
 
 
 def _search(

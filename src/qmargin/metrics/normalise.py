@@ -6,23 +6,23 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from qmargin.errors import ConfigError, DataError, ShapeError
+from qmargin.metrics.checks import Floats
 
 
 class Moments(NamedTuple):
     """Mean and standard deviation of each row's cohort scores."""
 
-    mean: NDArray[np.float64]
-    std: NDArray[np.float64]
+    mean: Floats
+    std: Floats
 
-    def apply(self, scores: NDArray[np.float64], rows: NDArray[Any]) -> NDArray[np.float64]:
+    def apply(self, scores: Floats, rows: NDArray[Any]) -> Floats:
         """Scores in standard deviations above the mean of the row that each belongs to."""
-        normalised: NDArray[np.float64] = (scores - self.mean[rows]) / self.std[rows]
-        return normalised
+        return np.asarray((scores - self.mean[rows]) / self.std[rows])
 
 
 def z_norm(
     scores: ArrayLike, enrol_cohort: ArrayLike, *, enrol_index: ArrayLike | None = None
-) -> NDArray[np.float64]:
+) -> Floats:
     """Scores in standard deviations above what the enrolled model gives to a cohort.
 
     The arguments are those of :func:`as_norm`.
@@ -36,7 +36,7 @@ def z_norm(
 
 def t_norm(
     scores: ArrayLike, test_cohort: ArrayLike, *, test_index: ArrayLike | None = None
-) -> NDArray[np.float64]:
+) -> Floats:
     """Scores in standard deviations above what the cohort's models give to the test.
 
     The arguments are those of :func:`as_norm`.
@@ -55,13 +55,8 @@ def s_norm(
     *,
     enrol_index: ArrayLike | None = None,
     test_index: ArrayLike | None = None,
-) -> NDArray[np.float64]:
-    """Mean of Z-norm and T-norm: :func:`as_norm` with the whole cohort.
-
-    Examples:
-        >>> s_norm([[3.0]], [[0.0, 2.0]], [[1.0, 3.0]])
-        array([[1.5]])
-    """
+) -> Floats:
+    """Mean of Z-norm and T-norm: :func:`as_norm` with the whole cohort."""
     index = {"enrol_index": enrol_index, "test_index": test_index}
     return as_norm(scores, enrol_cohort, test_cohort, top_n=None, **index)
 
@@ -74,7 +69,7 @@ def as_norm(
     top_n: int | None = 300,
     enrol_index: ArrayLike | None = None,
     test_index: ArrayLike | None = None,
-) -> NDArray[np.float64]:
+) -> Floats:
     """S-norm in which every model and every test sees only the cohort members nearest to it.
 
     Args:
@@ -121,10 +116,9 @@ def cohort_moments(cohort: ArrayLike, name: str, top_n: int | None = None) -> Mo
         raise DataError(f"{name}[{row}, {column}] is {matrix[row, column]}: score it again")
     if top_n is not None and top_n < size:
         matrix = np.partition(matrix, size - top_n, axis=1)[:, size - top_n :]
-    if (flat := matrix.max(axis=1) == matrix.min(axis=1)).any():
-        row = int(np.flatnonzero(flat)[0])
+    if (flat := np.flatnonzero(matrix.max(axis=1) == matrix.min(axis=1))).size:
         raise DataError(
-            f"the cohort scores of row {row} of {name} are all equal: use a wider cohort"
+            f"cohort scores of row {flat[0]} of {name} are all equal: use a wider cohort"
         )
     return Moments(matrix.mean(axis=1), matrix.std(axis=1))
 
@@ -135,9 +129,9 @@ def _normalised(
     name: str,
     index: ArrayLike | None,
     top_n: int | None = None,
-) -> NDArray[np.float64]:
+) -> Floats:
     """Scores in standard deviations above the mean of the cohort scores of their row."""
-    trials = np.asarray(scores, np.float64)
+    trials: Floats = np.asarray(scores, np.float64)
     wanted = 2 if index is None else 1
     if trials.ndim != wanted:
         form = "[enrolled, tests] without indices" if wanted == 2 else "[trials] with an index"
@@ -153,14 +147,12 @@ def _normalised(
                 f"scores have shape {trials.shape} but the cohort matrix has {num_rows} rows: "
                 f"axis {axis} of the scores must have as many"
             )
-        shape = (-1, 1) if axis == 0 else (1, -1)
-        return (trials - moments.mean.reshape(shape)) / moments.std.reshape(shape)
+        all_rows = np.arange(num_rows)
+        return moments.apply(trials, all_rows[:, None] if axis == 0 else all_rows[None])
     rows = np.asarray(index)
     if rows.shape != trials.shape:
         raise ShapeError(f"the index has shape {rows.shape} but there are {len(trials)} scores")
-    if rows.size and not 0 <= rows.min() <= rows.max() < num_rows:
-        wrong = int(np.flatnonzero((rows < 0) | (rows >= num_rows))[0])
-        raise DataError(
-            f"trial {wrong} points to row {rows[wrong]} but the cohort has {num_rows} rows"
-        )
+    if (wrong := np.flatnonzero((rows < 0) | (rows >= num_rows))).size:
+        row = rows[wrong[0]]
+        raise DataError(f"trial {wrong[0]} points to row {row} but the cohort has {num_rows} rows")
     return moments.apply(trials, rows)

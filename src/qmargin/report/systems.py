@@ -372,16 +372,17 @@ class Repeats:
         return sorted(means, key=lambda name: means[name], reverse=far is not None)
 
 
-def find_repeats(panels: Sequence[Panel]) -> list[Repeats]:
+def find_repeats(panels: Sequence[Panel], *, experiment: str | None = None) -> list[Repeats]:
     """Every protocol on which a system has results of several runs.
 
     Runs of one arm with different seeds belong together; where the run is unknown, results under
-    one name do.
+    one name do. With the title of an experiment all results are its own, whatever each seed tests.
     """
     families: dict[tuple[str, object], dict[tuple[bool, str], list[Entry]]] = {}
     for entry in (entry for panel in panels for entry in panel.entries):
         protocol, run = entry.result.protocol, entry.result.run
         family = (protocol.name, (protocol.kind, protocol.rule, protocol.scoring))
+        family = family if experiment is None else (experiment, (None, "", None))
         arm = (False, name_of(entry.result)) if run is None else (True, run.arm)
         families.setdefault(family, {}).setdefault(arm, []).append(entry)
     found = []
@@ -395,7 +396,7 @@ def find_repeats(panels: Sequence[Panel]) -> list[Repeats]:
             while label in systems:
                 label = f"{name} ({len(systems) + 1})"
             systems[label] = tuple(sorted(entries, key=lambda entry: seed_of(entry.result) or 0))
-        if any(len(entries) > 1 for entries in systems.values()):
+        if experiment is not None or any(len(entries) > 1 for entries in systems.values()):
             fars = _fars(entry for entries in systems.values() for entry in entries)
             found.append(Repeats(cleaned(title), fars, systems))
     return found

@@ -1,17 +1,20 @@
-"""Sets of image pairs in folds: LFW, CFP-FP, AgeDB-30, CALFW, CPLFW and others stored like them."""
+"""Pairs of images: LFW, CFP-FP, AgeDB-30, CALFW, CPLFW and others in folds, and any list."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from qmargin.errors import ConfigError, DataError, ProtocolError, ShapeError
+from qmargin.evaluation.columns import numbered_lines
 from qmargin.evaluation.embed import IMAGE_SIZE
+from qmargin.evaluation.embeddings import Embeddings
 from qmargin.evaluation.evaluate import (
     EvaluationOptions,
     StageProgress,
@@ -19,8 +22,9 @@ from qmargin.evaluation.evaluate import (
     evaluate_scores,
 )
 from qmargin.evaluation.result import Hardest, Measure, Result, Source
-from qmargin.evaluation.scores import ScoreSet
-from qmargin.evaluation.trials import TrialKeys
+from qmargin.evaluation.scores import ScoreSet, read_scores
+from qmargin.evaluation.scoring import score_trials
+from qmargin.evaluation.trials import TrialKeys, TrialList, check_pairs, read_trials
 from qmargin.files import Guard, sha256_of
 from qmargin.metrics.folds import kfold_accuracy
 
@@ -33,20 +37,12 @@ COMPATIBLE_FAR = 1e-3
 
 @dataclass(frozen=True)
 class VerificationSet:
-    """Pairs of encoded images, in the order of their folds.
+    """Pairs of encoded images, in the order of their folds."""
 
-    Attributes:
-        pictures: Distinct encoded images.
-        rows: Pictures of every pair, ``[p, 2]``.
-        numbers: Place in the file of each picture's first copy, which names it.
-        is_genuine: ``[p]``.
-        source: The file.
-    """
-
-    pictures: tuple[bytes, ...] = field(repr=False)
-    rows: NDArray[np.int32]
-    numbers: tuple[int, ...] = field(repr=False)
-    is_genuine: NDArray[np.bool_]
+    pictures: tuple[bytes, ...] = field(repr=False)  # distinct
+    rows: NDArray[np.int32]  # pictures of every pair, [p, 2]
+    numbers: tuple[int, ...] = field(repr=False)  # place in the file of each picture's first copy
+    is_genuine: NDArray[np.bool_]  # [p]
     source: Source
 
     def __len__(self) -> int:
@@ -79,52 +75,36 @@ class EncodedImages:
 
 
 def read_verification_set(path: str | Path) -> VerificationSet:
-    """Read a ``.bin`` file, without running what may be hidden in it, or one converted from it.
-
-    Images that occur in several pairs are kept once.
-    """
+    """Read a ``.bin`` file, or one converted from it; an image of several pairs is kept once."""
     from qmargin.data.readers.verification_bin import read_bin
 
     images, is_genuine = read_bin(path)
     place: dict[bytes, int] = {}
-    rows = np.empty(len(images), np.int32)
-    numbers: list[int] = []
-    pictures: list[bytes] = []
+    rows, numbers = np.empty(len(images), np.int32), list[int]()
     for number, image in enumerate(images):
-        digest = hashlib.sha256(image).digest()
-        if digest not in place:
-            place[digest] = len(pictures)
+        rows[number] = place.setdefault(hashlib.sha256(image).digest(), len(place))
+        if rows[number] == len(numbers):
             numbers.append(number)
-            pictures.append(image)
-        rows[number] = place[digest]
+    pictures = tuple(images[number] for number in numbers)
     source = Source(str(path), sha256_of(path), "trials")
-    return VerificationSet(
-        tuple(pictures), rows.reshape(-1, 2), tuple(numbers), np.asarray(is_genuine), source
-    )
+    labels = np.asarray(is_genuine)
+    return VerificationSet(pictures, rows.reshape(-1, 2), tuple(numbers), labels, source)
 
 
 @dataclass(frozen=True)
 class PairFeatures:
-    """What a set is scored with.
+    """What a set is scored with."""
 
-    Attributes:
-        unit: Features of the pictures, each of length 1, ``[n, d]``.
-        norms: Mean length of a picture's raw embeddings, ``[n]``.
-        has_flip: Whether mirror images are in the features.
-    """
-
-    unit: Floats
-    norms: Floats
-    has_flip: bool
+    unit: Floats  # features of the pictures, each of length 1, [n, d]
+    norms: Floats  # mean length of a picture's raw embeddings, [n]
+    has_flip: bool  # whether mirror images are in the features
 
 
 def flip_features(embeddings: NDArray[np.floating], *, has_flip: bool = True) -> PairFeatures:
     """Features of pictures from raw embeddings, in float64.
 
-    Args:
-        embeddings: Of the picture and of its mirror image side by side, ``[n, 2 d]``, whose sum is
-            the feature; or ``[n, d]`` without the flip test.
-        has_flip: Which of the two.
+    With the flip test, embeddings of the picture and of its mirror image are side by side,
+    ``[n, 2 d]``, and their sum is the feature.
 
     Examples:
         >>> flip_features(np.array([[3.0, 0.0, 0.0, 3.0]])).unit.round(3)
@@ -161,16 +141,8 @@ def evaluate_verification_set(
 
     The two are different numbers: published tables of these sets are accuracies. An accuracy's
     threshold is chosen on the other folds, exactly; the TAR's on all pairs, conservatively.
-
-    Args:
-        pairs: The set.
-        features: What ``flip_features`` made of its pictures' embeddings.
-        options: What to measure.
-        compatible: Also measure as InsightFace does: thresholds from a grid of squared distances,
-            and a TAR whose FAR is that of the other folds.
-        sources: Files that the features came from.
-        command: What was run, for the record.
-        progress: Called with a stage, how much of it is done, and its total.
+    ``compatible`` also measures as InsightFace does: thresholds from a grid of squared distances,
+    and a TAR whose FAR is that of the other folds. ``sources`` are the files of the features.
     """
     options = options or EvaluationOptions(fars=SET_FARS, protocol=default_name(pairs.source.path))
     if len(features.unit) != len(pairs.pictures):
@@ -187,38 +159,27 @@ def evaluate_verification_set(
         (pairs.source, *sources),
         where=lambda row: f"{pairs.source.path}, pair {row}",
     )
-    options = replace(options, kind="lfw", scoring="cosine")
-    options = replace(options, flip="sum" if features.has_flip else "none")
-    options = replace(options, subjects="none") if options.subject_of is None else options
+    flip, subjects = "sum" if features.has_flip else "none", options.subjects
+    if options.subject_of is None:
+        subjects = "none"
+    options = replace(options, kind="lfw", scoring="cosine", flip=flip, subjects=subjects)
     result = evaluate_scores(score_set, options, command=command, progress=progress)
     found = kfold_accuracy(scores, pairs.is_genuine, num_folds=NUM_FOLDS)
-    flip = "with flip test" if features.has_flip else "without flip test"
-    note = f"{flip}, thresholds of the other folds"
+    note = f"{'with' if features.has_flip else 'without'} flip test, thresholds of the other folds"
     extra = {f"{NUM_FOLDS}-fold accuracy": Measure(found.mean, found.std, note)}
     if compatible:
-        extra |= _compatible(left - right, pairs.is_genuine)
+        distances = np.einsum("ij,ij->i", left - right, left - right)
+        accuracy = fold_accuracy(distances, pairs.is_genuine, num_folds=NUM_FOLDS)
+        rates = fold_tar(distances, pairs.is_genuine, COMPATIBLE_FAR, num_folds=NUM_FOLDS)
+        note = "thresholds 0, 0.01, .. 3.99 of squared distances; population deviation"
+        name = f"{NUM_FOLDS}-fold accuracy, InsightFace"
+        extra[name] = Measure(accuracy.mean, accuracy.std, note)
+        note = f"mean over folds at thresholds of the others; the realised FAR is {rates.far:.2g}"
+        name = f"TAR at FAR {COMPATIBLE_FAR:g}, InsightFace"
+        extra[name] = Measure(rates.tar, rates.tar_std, note)
     mean_norm = float(features.norms[pairs.rows].mean())
     extra["mean norm"] = Measure(mean_norm, note="of raw embeddings")
     return result.with_extra(extra)
-
-
-def _compatible(differences: Floats, is_genuine: NDArray[np.bool_]) -> dict[str, Measure]:
-    distances = np.einsum("ij,ij->i", differences, differences)
-    accuracy = fold_accuracy(distances, is_genuine, num_folds=NUM_FOLDS)
-    rates = fold_tar(distances, is_genuine, COMPATIBLE_FAR, num_folds=NUM_FOLDS)
-    far = f"{COMPATIBLE_FAR:g}"
-    return {
-        f"{NUM_FOLDS}-fold accuracy, InsightFace": Measure(
-            accuracy.mean,
-            accuracy.std,
-            "thresholds 0, 0.01, .. 3.99 of squared distances; population deviation",
-        ),
-        f"TAR at FAR {far}, InsightFace": Measure(
-            rates.tar,
-            rates.tar_std,
-            f"mean over folds at thresholds of the others; the realised FAR is {rates.far:.2g}",
-        ),
-    }
 
 
 def write_pictures(
@@ -228,13 +189,7 @@ def write_pictures(
     *,
     guard: Guard | None = None,
 ) -> int:
-    """Write the pictures of the hardest pairs under the names that the result has for them.
-
-    ``qmargin report --media FOLDER`` then shows them. Nothing is written unless this is called.
-
-    Returns:
-        Number of files.
-    """
+    """Write the pictures of the hardest pairs, see ``write_hardest``."""
     picture_of = dict(zip(pairs.keys, pairs.pictures, strict=True))
     return write_hardest(folder, hardest, picture_of.get, guard=guard)
 
@@ -343,18 +298,10 @@ def write_hardest(
     *,
     guard: Guard | None = None,
 ) -> int:
-    """Write pictures of the hardest pairs, named as the result names them.
+    """Write pictures of the hardest pairs, named as the result names them; returns their number.
 
-    ``qmargin report --media FOLDER`` shows them.
-
-    Args:
-        folder: Where they go.
-        hardest: Of a result.
-        picture_of: Encoded picture of a name, PNG or JPEG; None to leave it out.
-        guard: Decides whether existing files are replaced; None for always.
-
-    Returns:
-        Number of files.
+    ``picture_of`` gives the encoded picture of a name, or None to leave it out. ``qmargin report
+    --media FOLDER`` shows them.
     """
     folder, guard = Path(folder), guard or Guard(overwrite=True)
     if folder.exists() and not folder.is_dir():
@@ -369,3 +316,77 @@ def write_hardest(
             guard.write(folder / f"{key}{suffix}", picture)
             number += 1
     return number
+
+
+@dataclass(frozen=True)
+class PairTrials:
+    """A list of pairs, and the fold of every pair where the list has folds, ``[n]``."""
+
+    trials: TrialList
+    folds: NDArray[np.int64] | None
+
+
+def read_pair_trials(path: str | Path, *, extension: str = "jpg") -> PairTrials:
+    """Read LFW's ``pairs.txt``, a CSV file with the header ``a,b,label``, or any trial list.
+
+    ``extension`` is that of the images that ``pairs.txt`` numbers.
+    """
+    from qmargin.data.readers.lists import FIRST, LABEL, SECOND, read_pairs
+
+    path = Path(path)
+    _, line = next(numbered_lines(path), (0, b""))
+    if not line:
+        raise DataError(f"{path} is empty: give lines of two images and a label")
+    text = line.decode("utf-8", "replace").lower()
+    if path.suffix.lower() in (".csv", ".tsv"):
+        cells = {cell.strip() for cell in text.replace("\t", ",").split(",")}
+        is_pair_list = all(cells & set(names) for names in (FIRST, SECOND, LABEL))
+    else:  # pairs.txt begins with its counts
+        words = text.split()
+        is_pair_list = len(words) <= 2 and all(word.isdigit() for word in words)
+    if not is_pair_list:
+        return PairTrials(read_trials(path), None)
+    pairs = read_pairs(path, extension=extension)
+    keys = TrialKeys.from_names(pairs.first, pairs.second)
+
+    def where(row: int) -> str:
+        return f"{path}, pair {row + 1}"
+
+    counts = check_pairs(keys, pairs.is_genuine, where)
+    source = Source(str(path), sha256_of(path), "trials")
+    trials = TrialList(keys, pairs.is_genuine, source, where=where, pair_counts=counts)
+    return PairTrials(trials, pairs.folds)
+
+
+def evaluate_pairs(
+    embeddings: Embeddings,
+    trials: TrialList,
+    options: EvaluationOptions | None = None,
+    *,
+    scores: str | Path,
+    folds: NDArray[np.int64] | None = None,
+    restart: bool = False,
+    guard: Guard | None = None,
+    command: str = "",
+    progress: StageProgress | None = None,
+) -> Result:
+    """Verification of labelled pairs by the cosine of their embeddings.
+
+    The table of scores goes to ``scores``, as in ``score_trials``. ``folds`` of the pairs add the
+    accuracy at thresholds of the other folds.
+    """
+    if trials.is_genuine is None:
+        raise DataError(f"{trials.source.path} has no labels: give a list of pairs that has them")
+    scored = None if progress is None else partial(progress, "scoring")
+    path = score_trials(
+        embeddings, trials, out=scores, restart=restart, guard=guard, progress=scored
+    )
+    score_set = read_scores(path, trials=trials)
+    score_set = replace(score_set, sources=(*score_set.sources, embeddings.source))
+    options = replace(options or EvaluationOptions(), kind="pairs", scoring="cosine")
+    result = evaluate_scores(score_set, options, command=command, progress=progress)
+    if folds is None:
+        return result
+    found = kfold_accuracy(score_set.scores, score_set.is_genuine, folds=folds)
+    measure = Measure(found.mean, found.std, "thresholds of the other folds")
+    return result.with_extra({f"{len(found.accuracies)}-fold accuracy": measure})

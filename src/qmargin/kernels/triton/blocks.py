@@ -1,10 +1,4 @@
-"""Sums and posteriors over all classes without a ``[B, k]`` matrix: epilogues of the same product.
-
-``row_sums`` is one pass over the prototypes for any trial level; at ``alpha = 1`` it is a
-log-sum-exp. ``posterior_block`` writes the posterior of one block of classes in half precision, for
-the products with prototypes and embeddings that follow, and sums it up on the way. ``add_entries_``
-adds the targets' share to a block of gradients.
-"""
+"""Sums and posteriors over all classes without a ``[B, k]`` matrix: epilogues of one product."""
 
 from __future__ import annotations
 

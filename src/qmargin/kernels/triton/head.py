@@ -1093,7 +1093,11 @@ def find_support(
     expected: Lengths | None,
     has_gradient: bool,
 ) -> Support:
-    """See ``head_reference.find_support``."""
+    """As ``heads.sparse.find_support``, without waiting for the device where that can be avoided.
+
+    ``expected`` are lengths of an earlier batch's lists. Wrong lengths cost time, not correctness:
+    ``Support.verify`` finds out, and raises ``ListOverflow`` beyond the limit.
+    """
     totals = torch.empty(2, dtype=torch.int64, device=maxima.device)
     floor, counts = bound_pairs(maxima, target, slack, scale=scale, b=b)
     room = None if expected is None else min(_with_spare(expected.pairs), limit)

@@ -5,11 +5,7 @@ maxima is a lower bound of ``tau`` (M13). The second pass lists the classes abov
 ``tau_low + edge``: all others are certainly inactive. Newton's method then runs on the list in
 float64. A row whose list overflows is solved by passes over the row itself, so no result depends
 on the size of a list. At ``alpha = 1`` one pass of a running log-sum-exp is enough; below it every
-class is active and passes over the row are all there is. The posterior takes one read and one
-write.
-
-``kernels.rows`` is the plain form; levels, anchors and their two forms are those of
-``kernels.solver``.
+class is active and passes over the row are all there is. ``kernels.rows`` is the plain form.
 """
 
 from __future__ import annotations
@@ -451,14 +447,9 @@ def solve(
 ) -> Outcome:
     """Solve every row of ``values`` ``[B, k]``, float32 with a last stride of one.
 
-    Args:
-        values: Logits divided by ``scale``; ``-inf`` masks a class out.
-        scale: Of the logits.
-        b: ``alpha - 1``, at most 1.
-        labels: Class of the target ``[B]``, whose column does not count; None without a target.
-        target: Logit and log reference of the target, float64 ``[B]`` each.
-        capacity: Entries of a row's list; a longer one is replaced by passes over the row.
-        depth: Entries of a lane; likewise.
+    Logits are ``scale * values``; ``-inf`` masks a class out. ``target`` has the logit and the log
+    reference of each row's label, float64. A list beyond ``capacity``, or a lane beyond ``depth``,
+    is replaced by passes over the row.
     """
     num_rows, k = values.shape
     device = values.device

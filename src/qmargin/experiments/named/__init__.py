@@ -1,0 +1,167 @@
+"""Named experiments, a module each: the demo, and the comparisons whose results are documented.
+
+This module has what they share: the losses, the recipe of drawings, and the way to find them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from qmargin.errors import ConfigError
+from qmargin.experiments.experiment import SHORT_KEYS, TITLES, Arm, Experiment
+from qmargin.experiments.space import Point, value_text
+from qmargin.experiments.worlds import SHIFT, Made
+from qmargin.registry import experiments
+from qmargin.schema import Option
+from qmargin.training.recipe import (
+    DataPart,
+    HeadPart,
+    LossPart,
+    ModelPart,
+    OptimizerPart,
+    PrecisionPart,
+    Recipe,
+    RunPart,
+    SchedulePart,
+)
+
+LR_RATIO = 20.0  # of prototypes to network: with one rate for both every loss is worse
+EPSILON = 1e-12  # of AdamW, far below the gradient of the smallest scale
+SAMPLE_RATE = 0.1  # of the classes, in the baseline that samples negatives
+MARGIN_KINDS = {
+    "arcface": "angular",
+    "cosface": "cosine",
+    "entmax": "angular",
+    "sparsemax": "angular",
+    "q_margin": "prior",
+}
+Setting = tuple[float, float, float]  # alpha, scale, margin
+Grid = Mapping[str, Sequence[Setting]]
+
+
+class Size(NamedTuple):
+    """How much is trained and tested on drawings."""
+
+    num_classes: int = 1000
+    samples_per_class: int = 20
+    epochs: int = 10
+    batch_size: int = 256
+    network: str = "stroke_net"
+    width: int = 16
+    depth: int = 1
+    embedding_dim: int = 128
+    batch_norm: bool = False
+    num_test: int = 500
+    samples_test: int = 10
+
+    @property
+    def total_steps(self) -> int:
+        """Of a run: whole batches of all epochs."""
+        return self.epochs * (self.num_classes * self.samples_per_class // self.batch_size)
+
+
+SIZES = {  # of the demo, by the kind of device
+    "cpu": Size(),
+    "cuda": Size(num_classes=10_000, epochs=20, batch_size=512, width=64, depth=2, batch_norm=True),
+}
+
+
+def stroke_recipe(
+    size: Size,
+    *,
+    lr: float = 5e-3,
+    dtype: Literal["fp32", "bf16"] = "fp32",
+    data_seed: int | None = None,
+) -> Recipe:
+    """The recipe of every loss on stroke identities; ``data_seed`` fixes them for all runs.
+
+    AdamW, because its steps do not depend on the scale of the gradient: scales of the losses differ
+    by more than ten, and the same learning rates have to serve all of them.
+    """
+    network: dict[str, Option] = {"width": size.width, "depth": size.depth}
+    if size.batch_norm:
+        network["batch_norm"] = True
+    strokes: dict[str, Option] = {
+        "samples_per_class": size.samples_per_class,
+        "shift": SHIFT,
+        "in_memory": True,
+    }
+    if data_seed is not None:
+        strokes["seed"] = data_seed
+    return Recipe(
+        name="strokes",
+        data=DataPart(
+            "strokes",
+            batch_size=size.batch_size,
+            num_classes=size.num_classes,
+            options=strokes,
+            num_workers=0,  # runs side by side leave no cores for them
+        ),
+        model=ModelPart(size.network, embedding_dim=size.embedding_dim, options=network),
+        loss=LossPart(1.0, "angular", 0.1, 16.0),
+        optimizer=OptimizerPart(
+            lr=lr, kind="adamw", weight_decay=0.05, beta2=0.99, epsilon=EPSILON, decay_norms=False
+        ),
+        head=HeadPart(update="torch", lr_ratio=LR_RATIO),
+        schedule=SchedulePart("cosine", warmup_epochs=0.5),
+        precision=PrecisionPart(channels_last=True, dtype=dtype),
+        run=RunPart(
+            epochs=size.epochs,
+            save_every_steps=200,
+            keep=1,
+            log_every=max(1, min(20, size.total_steps)),
+        ),
+    )
+
+
+def setting_point(setting: Setting) -> Point:
+    """Alpha, scale and margin as a point."""
+    return dict(zip(SHORT_KEYS.values(), map(value_text, setting), strict=True))
+
+
+def loss_arm(name: str, points: Sequence[Setting]) -> Arm:
+    """A loss with settings to choose from, or one."""
+    settings = (f"loss.margin_kind={MARGIN_KINDS[name]}",)
+    return Arm(TITLES[name], settings, points=tuple(map(setting_point, points)))
+
+
+def grid_arms(grid: Grid, *, sampled: bool = True) -> dict[str, Arm]:
+    """Arms of all losses of a grid, and ArcFace with sampled negatives."""
+    arms = {name: loss_arm(name, points) for name, points in grid.items()}
+    if sampled:
+        settings = (
+            "loss.margin_kind=angular",
+            "head.path=sampled",
+            f"head.sample_rate={SAMPLE_RATE}",
+            "head.update=torch",
+        )
+        arms["sampled"] = Arm(TITLES["sampled"], settings, like="arcface")
+    return arms
+
+
+def needed(data: Path | None, name: str) -> Path:
+    """The path of an experiment that reads its data."""
+    if data is None:
+        raise ConfigError(f"{name} reads its data; say where they are with --data PATH")
+    return data.resolve()
+
+
+def get_experiment(name: str, *, device: str = "cpu", data: Path | None = None) -> Experiment:
+    """An experiment by its name.
+
+    Args:
+        name: One that ``list_experiments`` has.
+        device: ``"cpu"`` or ``"cuda"``, which decides the size of the demo.
+        data: Path of pictures or recordings, where the experiment reads them.
+    """
+    made: Experiment = experiments.get(name)(device, data)
+    if data is not None and isinstance(made.world, Made):
+        raise ConfigError(f"{name} makes its own data; leave --data out")
+    return made
+
+
+def list_experiments() -> dict[str, str]:
+    """Names that ``get_experiment`` knows, each with a line that describes it."""
+    return experiments.describe()

@@ -1,0 +1,66 @@
+"""Synthetic stroke identities, as many as a GPU can train on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from qmargin.experiments.experiment import Experiment, Search, TestProtocol
+from qmargin.experiments.named import SIZES, Grid, Size, grid_arms, stroke_recipe
+from qmargin.experiments.worlds import Made
+from qmargin.registry import register_experiment
+
+# Twelve of each, three margins among them. The hardness of these scales, for 10,000 classes, is
+# between 0.7 and 3.3, see `qmargin.hardness`; sparse losses were worse below 1.8.
+_SPARSE = ((1.25, 2.9), (1.25, 4.4), (1.5, 1.6), (1.75, 1.1))
+STROKE_GRID: Grid = {
+    "arcface": tuple((1.0, s, m) for s in (8.0, 11.0, 16.0, 23.0) for m in (0.02, 0.05, 0.1)),
+    "cosface": tuple((1.0, s, m) for s in (11.0, 16.0, 23.0, 32.0) for m in (0.2, 0.4, 0.6)),
+    "entmax": tuple((alpha, s, m) for alpha, s in _SPARSE for m in (0.05, 0.1, 0.2)),
+    "sparsemax": tuple((2.0, s, m) for s in (0.031, 0.1, 0.4, 1.0) for m in (0.05, 0.1, 0.2)),
+    "q_margin": tuple((alpha, s, m) for alpha, s in _SPARSE for m in (0.2, 0.4, 0.6)),
+}
+# Where a run takes minutes: a hardness of 1.6, 2 and 2.5 for a million classes.
+MILLION_GRID: Grid = {
+    "arcface": tuple((1.0, s, 0.1) for s in (13.0, 16.0, 20.0)),
+    "cosface": tuple((1.0, s, 0.3) for s in (13.0, 16.0, 20.0)),
+    "entmax": tuple((1.25, s, 0.1) for s in (0.54, 0.8, 1.3)),
+    "sparsemax": tuple((2.0, s, 0.1) for s in (4.5e-5, 1.2e-4, 5.3e-4)),
+    "q_margin": tuple((1.25, s, 0.4) for s in (0.54, 0.8, 1.3)),
+}
+MILLION = Size(
+    num_classes=1_000_000,
+    samples_per_class=2,
+    epochs=2,
+    batch_size=4096,
+    width=32,
+    embedding_dim=64,
+    batch_norm=True,
+)
+
+
+@register_experiment("strokes-10k")
+def strokes_10k(device: str = "cuda", data: Path | None = None) -> Experiment:
+    """10,000 synthetic stroke identities, settings chosen by each loss."""
+    return Experiment(
+        "strokes-10k",
+        stroke_recipe(SIZES["cuda"]._replace(epochs=6), dtype="bf16"),
+        grid_arms(STROKE_GRID),
+        Made(500, 10, 1000, 10),
+        "synthetic stroke identities, 10,000 classes",
+        TestProtocol(normalise=True),
+        Search(measure="tar@0.0001", settings=("run.epochs=2",), finalists=3),
+    )
+
+
+@register_experiment("strokes-1m")
+def strokes_1m(device: str = "cuda", data: Path | None = None) -> Experiment:
+    """1,000,000 synthetic stroke identities of two samples each."""
+    return Experiment(
+        "strokes-1m",
+        stroke_recipe(MILLION, dtype="bf16", data_seed=0),
+        grid_arms(MILLION_GRID),
+        Made(500, 10, 1000, 10),
+        "synthetic stroke identities, 1,000,000 classes",
+        TestProtocol(normalise=True),
+        Search(measure="tar@0.0001", settings=("run.epochs=1",)),
+    )
