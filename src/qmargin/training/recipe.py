@@ -352,7 +352,7 @@ class Recipe:
         if parts > 1 and head.gradient_form == "fused":
             raise ConfigError(f"{wanted}accumulation={parts}")
         if self.data.batch_size % parts:
-            raise ConfigError(f"optimizer.accumulation is {parts}; choose a divisor of data.batch_size")
+            raise ConfigError(f"optimizer.accumulation is {parts}; it must divide data.batch_size")
         is_plain = optimizer.kind == "sgd" and optimizer.weight_decay == 0.0
         if head.gradient_form == "sparse" and not is_plain:
             raise ConfigError(
