@@ -136,18 +136,6 @@ def resume(folder: Path, process: Process | None = None) -> TinyRun:
     return run
 
 
-def save_for_ever(folder: Path) -> None:
-    """Resume, then step and save until killed; every save that returned is noted in a file."""
-    torch.set_num_threads(1)
-    run = resume(folder)
-    with (folder.parent / f"{SAVED}0").open("a") as notes:
-        print("ready", file=notes, flush=True)
-        while True:
-            run.step()
-            save_checkpoint(folder, run.state(), keep=2)
-            print(run.num_steps, file=notes, flush=True)
-
-
 def die_at_event(number: int, action: Callable[[], Any]) -> None:
     """Run ``action`` and kill -9 this process at its ``number``-th open, rename or deletion."""
     left = number
