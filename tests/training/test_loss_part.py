@@ -105,7 +105,7 @@ def test_a_loss_is_written_as_it_is_thought(values: dict[str, Any], expected: Lo
         ({"divergence": {"kl": 2}, "margin": {"prior": 1}, "scale": 1}, "loss.divergence is 'kl'"),
         ({"alpha": 2, "divergence": {"alpha": 1}, "margin": {"prior": 1}, "scale": 1}, "keep one"),
         ({"alpha": -1, "margin": {"prior": 0.2}, "scale": 1}, "loss.alpha is -1"),
-        ({"alpha": 1, "margin": {"angular": 4}, "scale": 1}, "angular margin is 4"),
+        ({"alpha": 1, "margin": {"angular": 4}, "scale": 1}, "margin of AngularMargin is 4"),
         ({"alpha": 1, "margin": {"prior": {"per_class": ["a"]}}, "scale": 1}, "per_class"),
         ({"alpha": 1, "margin": {"adaface": {"per_class": [1]}}, "scale": 1}, "margin of AdaFace"),
     ],
