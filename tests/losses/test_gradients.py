@@ -191,21 +191,6 @@ def test_divergences_times_margins(divergence, margin):
     assert gradgradcheck(function, (cosines,))
 
 
-@pytest.mark.parametrize(("start", "goal"), [(1.1, 1.6), (1.8, 1.0), (0.8, 1.3)])
-def test_learnable_alpha_finds_the_order_that_made_the_data(start, goal):
-    """Descent on alpha recovers it, through ``alpha = 1`` where the way leads through it."""
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(32, 20, generator=generator, dtype=torch.float64)
-    target = qmargin.softargmax(logits, alpha=goal)
-    order = nn.Parameter(torch.tensor(start, dtype=torch.float64))
-    optimizer = torch.optim.Adam([order], lr=0.05)
-    for _ in range(150):
-        optimizer.zero_grad()
-        (qmargin.softargmax(logits, alpha=order) - target).square().sum().backward()
-        optimizer.step()
-    assert float(order.detach()) == pytest.approx(goal, abs=1e-2)
-
-
 # ---------------------------------------------------------------- learnable settings
 
 
