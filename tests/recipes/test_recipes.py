@@ -2,20 +2,15 @@
 
 import math
 import time
-from dataclasses import replace
 
 import pytest
 import torch
 
-from qmargin.errors import ConfigError
-from qmargin.recipes import get_recipe, list_recipes, register_recipe
-from qmargin.recipes.debug import debug
+from qmargin.recipes import get_recipe, list_recipes
 from qmargin.recipes.face import FACE_RECIPES
 from qmargin.recipes.speaker import SPEAKER_RECIPES
-from qmargin.registry import recipes
 from qmargin.training.build import build_backbone, build_dataset, build_head
 from qmargin.training.optim import build_optimizers, clip_gradients_
-from qmargin.training.recipe import Recipe
 from qmargin.training.recipe_files import from_yaml, to_yaml
 from qmargin.training.schedules import learning_rate
 
@@ -36,26 +31,6 @@ def test_every_recipe_has_a_line_and_says_if_it_is_untried() -> None:
         assert description.endswith(".") and len(description) < 90, name
     for name, builder in {**FACE_RECIPES, **SPEAKER_RECIPES}.items():
         assert name in list_recipes() and "Not run end to end" in (builder.__doc__ or ""), name
-
-
-def test_unknown_names_are_refused_with_the_nearest() -> None:
-    with pytest.raises(ConfigError, match="no recipe 'debg'; did you mean 'debug'"):
-        get_recipe("debg")
-
-
-def test_own_recipes_have_names_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    def mine() -> Recipe:
-        """Mine."""
-        return replace(debug(), name="mine")
-
-    monkeypatch.setattr(recipes, "_entries", {})
-    register_recipe("mine", mine)
-    assert get_recipe("mine").name == "mine"
-    assert list_recipes()["mine"] == "Mine."
-    with pytest.raises(ConfigError, match="'mine' is registered already"):
-        register_recipe("mine", mine)
-    with pytest.raises(ConfigError, match=r"'a/b.yaml'"):
-        register_recipe("a/b.yaml", mine)
 
 
 def test_debug_learns_on_one_rank() -> None:
