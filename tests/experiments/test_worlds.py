@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from helpers.pictures import jpeg, write_folder, write_manifest
+from helpers.pictures import jpeg, shared_data, write_folder, write_manifest
 from helpers.recordings import speaker_folders
 from qmargin.data.drawings import Drawings, variants_of
 from qmargin.data.strokes import StrokeIdentities
@@ -244,14 +244,8 @@ def test_data_that_cannot_be_divided_is_refused(tmp_path: Path, changes: dict, w
 
 
 def test_omniglot_has_the_classes_that_its_experiment_says() -> None:
-    beside = Path(__file__).parents[2].parent / "shared" / "data"
-    folder = Path(os.environ.get("QMARGIN_DATA", beside)) / "omniglot32"
-    if not folder.exists():
-        pytest.skip(f"no Omniglot in {folder}")
-    experiment = get_experiment("omniglot", data=folder)
-    world = experiment.world
-    assert isinstance(world, Drawn)
-    train, test = world._parts(0, is_search=False)
+    experiment = get_experiment("omniglot", data=shared_data("omniglot32"))
+    train, test = experiment.world._parts(0, is_search=False)
     assert train.num_classes == experiment.recipe.data.num_classes == 6368
     assert test.num_classes == 659 and len(test) == 6590
 
