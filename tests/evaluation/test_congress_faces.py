@@ -74,7 +74,6 @@ def test_portraits_to_a_report_with_pictures(portraits):
     assert "10-fold accuracy" in found.measures.extra
     write_result(portraits / "r.json", found)
     media = MediaFolder(portraits / "images")
-    assert found.hardest is not None
     assert media.medium(found.hardest.false_accepts[0].enrol).kind == "image"
     options_of_report = ReportOptions(media=portraits / "images")
     write_report([portraits / "r.json"], portraits / "report", options_of_report)
