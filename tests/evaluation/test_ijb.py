@@ -401,7 +401,7 @@ def test_searches_that_all_have_a_mate():
     with pytest.raises(ProtocolError, match=r"all 36 searches of p\.csv have a mate"):
         evaluate_identification(templates, some, gallery, OPTIONS)
     none = TemplateList("p", probes.template[~known], probes.subject[~known], probes.source)
-    with pytest.raises(ProtocolError, match="mate"):
+    with pytest.raises(ProtocolError, match="none of 24"):
         evaluate_identification(templates, none, gallery, OPTIONS)
 
 
