@@ -131,7 +131,13 @@ def run_data_benchmark(
 def _print_loading(tables: Tables, settings: DataBenchmark, loading: dict[str, Any]) -> None:
     bare_rate, bare_cpu = loading["bare"]
     rows = [
-        [name, f"{rate:,.0f}", f"{rate / bare_rate:.2f}", f"{cpu:.0f}", f"{bare_cpu / cpu:.2f}"]
+        [
+            name,
+            f"{rate:,.0f}",
+            f"{rate / bare_rate:.2f}",
+            f"{cpu:.0f}",
+            f"{bare_cpu / cpu:.2f}" if cpu else "-",
+        ]
         for name, (rate, cpu) in (
             ("bare loop that decodes", loading["bare"]),
             ("loader: decode, flip, batch", loading["loader"]),

@@ -48,10 +48,7 @@ def test_blocks_are_found_with_their_lines(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_python_blocks_run(
-    path: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Blocks of one page share a namespace; line numbers in a failure are those of the page."""
     monkeypatch.chdir(tmp_path)

@@ -1,5 +1,6 @@
 """``python -m benchmarks``: what its parser refuses, what is documented, and what is shipped."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -7,11 +8,23 @@ from pathlib import Path
 import pytest
 
 from benchmarks import build_parser, common
+from benchmarks.common import Tables
 from helpers.commands import run_benchmark
 from qmargin.cli.options import commands_of
+from qmargin.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
+PAGES = ROOT / "docs" / "benchmarks"
 SUBJECTS = commands_of(build_parser())
+MADE = {  # by subject: page, and names of tables
+    "loss": ("loss.md", "timings evaluations"),
+    "metrics": ("metrics.md", "readings stream files"),
+    "data": ("data.md", "reading loading indexing"),
+    "features": ("data.md", "banks differences stages"),
+    "protocols": ("data.md", "protocols"),
+    "trials": ("data.md", "trials"),
+    "train": ("training.md", "steps shares"),
+}
 
 
 @pytest.mark.parametrize(
@@ -23,6 +36,7 @@ SUBJECTS = commands_of(build_parser())
         ("loss --alphas -1", "-1"),
         ("loss --json none/r.json", "none/r.json is not a file in an existing folder"),
         ("metrics --json .", ". is not a file in an existing folder"),
+        ("loss --page none.md", "none.md is not a file"),
     ],
 )
 def test_what_cannot_be_used_is_refused_before_any_work(
@@ -58,7 +72,7 @@ def test_settings_that_contradict_each_other_are_one_line(
 
 @pytest.mark.parametrize("subject", SUBJECTS)
 def test_every_subject_and_option_is_documented(subject: str) -> None:
-    page = (ROOT / "docs" / "benchmarks" / "index.md").read_text(encoding="utf-8")
+    page = (PAGES / "index.md").read_text(encoding="utf-8")
     blocks = [block.partition("\n") for block in page.split("\n## ")[1:]]
     texts = [text for heading, _, text in blocks if subject in heading.split(", ")]
     assert len(texts) == 1, f"no heading, or several, of docs/benchmarks/index.md name {subject}"
@@ -73,16 +87,54 @@ def test_the_wheel_has_no_benchmarks() -> None:
     assert not list((ROOT / "src").rglob("bench*"))
 
 
-@pytest.mark.parametrize("module", ["metrics", "data", "protocols", "trials"])
-def test_workers_are_found_from_any_folder(
-    module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_workers_are_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(common.BackendError, match="KeyError"):  # what a job without a step ends in
-        common.run_in_process(f"benchmarks.{module}", {}, what="it", remedy="none")
+        common.run_in_process("benchmarks.trials", {}, what="it", remedy="none")
 
 
 def test_the_worker_of_metrics_does_not_import_torch() -> None:
     """Its peak of memory would have it."""
     code = "import sys, benchmarks.metrics; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=120)
+
+
+@pytest.mark.parametrize("subject", MADE)
+def test_pages_have_a_place_for_every_table(subject: str, tmp_path: Path) -> None:
+    name, tables = MADE[subject]
+    page = tmp_path / name
+    page.write_bytes((PAGES / name).read_bytes())
+    made = Tables(subject, page)
+    for table in tables.split():
+        made.show(table, f"{table} of today", ["what", "ms"], [["ours", "1.5"]])
+    made.write(("numpy",))
+    text = page.read_text(encoding="utf-8")
+    for table in tables.split():
+        assert f"<!-- {table}:begin -->\n{table} of today:\n\n| what |" in text
+    assert f"<!-- {subject}-machine:begin -->\n- Command: `python -m benchmarks" in text
+    assert re.search(r"numpy \d", text)
+
+    def prose(text: str) -> str:
+        for place in (*tables.split(), f"{subject}-machine"):
+            text = re.sub(rf"<!-- {place}:begin -->.*?<!-- {place}:end -->", "", text, flags=re.S)
+        return text
+
+    assert prose(text) == prose((PAGES / name).read_text(encoding="utf-8"))
+
+
+def test_a_benchmark_rewrites_its_page(tmp_path: Path) -> None:
+    page = tmp_path / "loss.md"
+    page.write_bytes((PAGES / "loss.md").read_bytes())
+    small = "loss --rows 2 --classes 20 --dim 8 --repeats 1 --alphas 1.5 --page"
+    assert run_benchmark([*small.split(), str(page)]) == 0
+    text = page.read_text(encoding="utf-8")
+    assert "forward + backward on [2, 20] float32" in text and "8ac597e" not in text
+    assert "**Which is right, where losses differ.**" in text
+
+
+def test_a_page_without_places_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# Nothing\n")
+    with pytest.raises(ConfigError, match="loss-machine"):
+        Tables("loss", page)
+    assert page.read_text() == "# Nothing\n"

@@ -1,3 +1,5 @@
+"""``python -m benchmarks head`` at a small size."""
+
 import json
 import sys
 from dataclasses import replace
@@ -20,6 +22,7 @@ from benchmarks.head import (
 from benchmarks.head_page import render_page
 from benchmarks.timing import CommonHead, Row, guarded, time_turns
 from helpers.commands import run_benchmark
+from helpers.registries import forget_registered
 from qmargin.cli import tables
 from qmargin.errors import ConfigError
 from qmargin.registry import backbones
@@ -50,42 +53,32 @@ class TinyBackbone(nn.Module):
 
 
 @pytest.fixture(autouse=True)
-def one_warm_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "WARM_TURNS", 1)
-
-
-@pytest.fixture
-def tiny_backbone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backbones, "_entries", dict(backbones._entries))
+    monkeypatch.setattr("gc.collect", lambda: 0)  # between rows, for the memory of GPUs
+    forget_registered(monkeypatch)
     backbones.register("tiny", TinyBackbone)
 
 
-def rows_of(report_rows: list[dict], **wanted: object) -> list[dict]:
-    return [row for row in report_rows if all(row[key] == wanted[key] for key in wanted)]
-
-
-@pytest.mark.usefixtures("tiny_backbone")
 def test_every_part_is_measured_printed_and_saved(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "head.json"
-    arguments = "head --rows 4 --dim 8 --classes 301 --repeats 2 --seconds 0.5 --device cpu"
-    arguments += " --settings several --growth --growth-classes 50 130 --end-to-end --backbone tiny"
-    assert (
-        run_benchmark([*arguments.split(), "--batch", "3", "--commit", "abc", "--json", str(path)])
-        == 0
+    words = (
+        "head --rows 4 --dim 8 --classes 301 --repeats 2 --seconds 0.5 --device cpu --batch 3 "
+        "--settings several --growth --growth-classes 50 130 --end-to-end --backbone tiny "
+        "--commit abc --json"
     )
+    assert run_benchmark([*words.split(), str(path)]) == 0
     record = json.loads(path.read_text(encoding="utf-8"))
     printed = capsys.readouterr()
-    assert set(record["parts"]) == set(PARTS)
-    assert record["settings"]["classes"] == 301
+    assert set(record["parts"]) == set(PARTS) and record["settings"]["classes"] == 301
     assert record["machine"]["commit"] == "abc"
     assert record["machine"]["torch"] == torch.__version__
     for part, rows in record["parts"].items():
         assert rows, part
         for row in rows:
-            assert row["failed"] is None, row
-            assert row["name"] in printed.out
+            assert row["failed"] is None and row["name"] in printed.out, row
             assert row["step"] in ("gradients", "tau and loss") or row["ms"] > 0
     assert printed.err.count("\n") == sum(len(rows) for rows in record["parts"].values())
     check_parts(record["parts"])
@@ -96,26 +89,19 @@ def test_every_part_is_measured_printed_and_saved(
 
 
 def check_parts(parts: dict[str, list[dict]]) -> None:
-    assert [row["name"] for row in parts["products"]] == [
-        "one GEMM, k padded",
-        "one GEMM",
-        "three GEMMs, k padded",
-        "three GEMMs",
-    ]
+    names = ["one GEMM, k padded", "one GEMM", "three GEMMs, k padded", "three GEMMs"]
+    assert [row["name"] for row in parts["products"]] == names
     taken = {row["facts"]["stats"]["path"] for row in parts["paths"] if "stats" in row["facts"]}
     assert taken == {"sparse", "chunked", "dense", "sampled", "top_k"}
-    fused = "forward + backward + ExactSGD"
-    assert len(rows_of(parts["paths"], name="sparse, alpha 1.25", step=fused)) == 1
+    fused = ("sparse, alpha 1.25", "forward + backward + ExactSGD")
+    assert [(row["name"], row["step"]) for row in parts["paths"]].count(fused) == 1
     assert len({row["facts"]["scale"] for row in parts["settings"]}) == 6
     assert [row["facts"]["classes"] for row in parts["growth"]] == [50] * 3 + [130] * 3
     for row in parts["errors"]:
-        facts = row["facts"]
-        if row["step"] == "gradients":
-            assert facts["embedding_gradient_error"] < 1e-5
-            assert facts["prototype_gradient_error"] < 1e-5
-        else:
-            assert facts["tau_error"] < 1e-4
-            assert facts["loss_error"] < 1e-4
+        is_gradient = row["step"] == "gradients"
+        kinds = ("embedding_gradient", "prototype_gradient") if is_gradient else ("tau", "loss")
+        for kind in kinds:
+            assert row["facts"][f"{kind}_error"] < (1e-5 if is_gradient else 1e-4)
     numbers = {row["name"]: row["facts"] for row in parts["end-to-end"]}
     assert numbers["ArcFace, common head"]["paper_samples_per_s"] == 2005.13
     assert numbers["Q-Margin 1 %, paper"]["paper_samples_per_s"] == 1978.07
@@ -125,14 +111,12 @@ def check_parts(parts: dict[str, list[dict]]) -> None:
 
 
 def check_page(page: str) -> None:
-    assert page.startswith("# The head on one device\n")
-    assert "commit `abc`" in page
+    assert page.startswith("# The head on one device\n") and "x dense" not in page
     for heading in ("Goals", "Bare products", "Paths", "Growth", "Whole training steps"):
         assert f"\n## {heading}\n" in page
     assert "| sparse, alpha 1.25, forward + backward, x GEMM" in page
     assert "| auto, alpha 1.25, scale 10, forward + backward, x chunked" in page
-    assert "x dense" not in page
-    assert "paper, 8 GPUs, samples/s" in page
+    assert "commit `abc`" in page and "paper, 8 GPUs, samples/s" in page
 
 
 def test_parts_from_several_files_make_one_page(tmp_path: Path) -> None:
@@ -140,9 +124,8 @@ def test_parts_from_several_files_make_one_page(tmp_path: Path) -> None:
     run_head_benchmark(SMALL, ["products"], json_path=files[0], commit="one", command="first")
     run_head_benchmark(SMALL, ["growth"], json_path=files[1], commit="two", command="second")
     page = render_page(files)
-    assert "- products: `first`, commit `one`" in page
+    assert "- products: `first`, commit `one`" in page and "## Paths" not in page
     assert "- growth: `second`, commit `two`" in page
-    assert "## Paths" not in page
 
 
 def test_screens_stand_side_by_side(tmp_path: Path) -> None:
@@ -156,10 +139,8 @@ def test_screens_stand_side_by_side(tmp_path: Path) -> None:
     assert page.index("\n## Paths\n") < page.index("\n## Paths, bfloat16 screen\n")
     assert page.count("A step from embeddings to gradients") == 1
     claim = "sparse, alpha 1.25, forward + backward, x GEMM"
-    screens = [
-        row.split("|")[2].strip() for row in page.splitlines() if row.startswith(f"| {claim}")
-    ]
-    assert screens == ["float16", "bfloat16"]
+    rows = [row.split("|") for row in page.splitlines() if row.startswith(f"| {claim}")]
+    assert [cells[2].strip() for cells in rows] == ["float16", "bfloat16"]
 
 
 def test_a_row_that_fails_says_so_and_the_others_go_on(
@@ -191,21 +172,17 @@ def test_a_part_that_cannot_begin_is_a_row(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_what_does_not_fit_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.head.available_memory", lambda device: 1000)
-    bench = HeadBenchmark(4, 8, 301, CPU, torch.float32, paths=("sparse", "dense", "common"),
-                          repeats=1, seconds=0.1)  # fmt: skip
-    rows = {(row.name, row.step): row for row in head.paths(bench)}
-    for (name, _), row in rows.items():
+    bench = replace(SMALL, paths=("sparse", "dense", "common"), repeats=1, seconds=0.1)
+    for row in head.paths(bench):
         is_skipped = (row.failed or "").startswith("skipped: needs about")
-        assert is_skipped == (not name.startswith("sparse")), name
+        assert is_skipped == (not row.name.startswith("sparse")), row
 
 
 def test_slow_steps_get_fewer_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
     monkeypatch.setattr(timing, "once_ms", lambda step, device, calls: step() or 400.0)
-    (times,) = time_turns([lambda: calls.append(1)], CPU, repeats=50, seconds=2.0)
-    assert len(times) == 5
-    (times,) = time_turns([lambda: calls.append(1)], CPU, repeats=50, seconds=0.1)
-    assert len(times) == 3
+    for seconds, turns in {2.0: 5, 0.1: 3}.items():
+        (times,) = time_turns([lambda: None], CPU, repeats=50, seconds=seconds)
+        assert len(times) == turns
 
 
 def test_a_promised_gradient_is_made() -> None:
@@ -226,11 +203,10 @@ def test_a_promised_gradient_is_made() -> None:
     assert sum(len(rows) for _, rows, _ in blocks) == head.num_classes
 
 
-@pytest.mark.parametrize("dim", [64, 128])
-def test_the_batch_is_near_its_targets_and_no_other(dim: int) -> None:
+def test_the_batch_is_near_its_targets_and_no_other() -> None:
     """Noise from the prototypes' own seed would be one of the prototypes."""
-    bench = replace(SMALL, rows=64, dim=dim, classes=5000)
-    workbench = Workbench(bench)
+    dim = 64
+    workbench = Workbench(replace(SMALL, rows=64, dim=dim, classes=5000))
     embeddings = workbench.leaf.detach()
     cosines = embeddings @ nn.functional.normalize(workbench.head.prototypes.detach()).t()
     targets = cosines.gather(1, workbench.labels[:, None])
@@ -256,17 +232,14 @@ def test_the_common_head_is_arcface() -> None:
     sampled = CommonHead(16, 40, rate=0.2)
     loss = sampled(embeddings, labels)
     loss.backward()
-    assert sampled.weight.grad is not None
     touched = sampled.weight.grad.abs().sum(1).nonzero().flatten().tolist()
-    assert set(labels.tolist()) <= set(touched)
-    assert len(touched) <= 8
+    assert set(labels.tolist()) <= set(touched) and len(touched) <= 8
 
 
 def test_bad_names_are_errors_that_list_the_known(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_benchmark(["head", "--parts", "product", "--device", "cpu"]) == 2
-    assert "no part 'product'; known are products, paths" in capsys.readouterr().err
-    assert run_benchmark(["head", "--paths", "fast", "--device", "cpu"]) == 2
-    assert "no path 'fast'; known are sparse" in capsys.readouterr().err
+    for kind, name, known in (("part", "product", "products, paths"), ("path", "fast", "sparse")):
+        assert run_benchmark(["head", f"--{kind}s", name, "--device", "cpu"]) == 2
+        assert f"no {kind} {name!r}; known are {known}" in capsys.readouterr().err
     with pytest.raises(ConfigError):
         run_head_benchmark(SMALL, ["nothing"])
 
@@ -293,5 +266,4 @@ def test_a_failed_row_keeps_its_setting() -> None:
         raise ValueError
 
     row = guarded("sparse", "forward", fail, {"alpha": 1.5})
-    assert row.failed == "ValueError: "
-    assert row.facts == {"alpha": 1.5}
+    assert (row.failed, row.facts) == ("ValueError: ", {"alpha": 1.5})

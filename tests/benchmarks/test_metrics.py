@@ -1,3 +1,5 @@
+"""``python -m benchmarks metrics`` at a small size."""
+
 import argparse
 import json
 import math
@@ -79,17 +81,14 @@ def test_the_command_prints_tables_and_writes_json(
     assert "TAR at 2 FARs, EER and minDCF from 3,000 float64 scores" in printed
     assert "stream of 50,001 impostors" in printed
     names = [reading["name"] for reading in record["readings"]]
-    assert names[0] == "qmargin"
-    assert names[1:] == ["sklearn"] or record["not_measured"]
+    assert names[0] == "qmargin" and (names[1:] == ["sklearn"] or record["not_measured"])
     for reading in record["readings"]:
-        assert reading["seconds"] > 0
-        assert len(reading["values"]) == 4
+        assert reading["seconds"] > 0 and len(reading["values"]) == 4
         np.testing.assert_allclose(reading["values"], record["readings"][0]["values"], atol=1e-15)
     assert record["stream"]["tars"] == record["stream"]["expected"]
     assert "2,000 trials of 352 files and 44 subjects" in printed
     for step, seconds in record["files"]["seconds"].items():
-        assert seconds > 0
-        assert f"| {step}" in printed
+        assert seconds > 0 and f"| {step}" in printed
 
 
 def test_trials_of_the_files_are_distinct_and_of_both_kinds(tmp_path: Path) -> None:
@@ -105,22 +104,21 @@ def test_trials_of_the_files_are_distinct_and_of_both_kinds(tmp_path: Path) -> N
 
 def test_options_are_the_settings() -> None:
     options = vars(parsed())
-    assert options.pop("run") is metrics.run
-    assert options.pop("json") is None
-    assert options.pop("page") is None
+    left = [options.pop(name) for name in ("run", "json", "page")]
+    assert left == [metrics.run, None, None]
     assert MetricsBenchmark(**{**options, "fars": tuple(options["fars"])}) == MetricsBenchmark()
     assert parsed("--fars", "0.1", "0.01").fars == [0.1, 0.01]
 
 
 def test_impossible_settings_are_refused() -> None:
-    with pytest.raises(ConfigError, match="leaves no impostors"):
-        MetricsBenchmark(scores=10, genuine=10)
-    with pytest.raises(ConfigError, match="stream="):
-        MetricsBenchmark(stream=2**31)
-    with pytest.raises(ConfigError, match="lines=5 is below 100"):
-        MetricsBenchmark(lines=5)
-    with pytest.raises(ConfigError, match="repeats=0"):
-        MetricsBenchmark(repeats=0)
+    for options, named in (
+        ({"scores": 10, "genuine": 10}, "leaves no impostors"),
+        ({"stream": 2**31}, "stream="),
+        ({"lines": 5}, "lines=5 is below 100"),
+        ({"repeats": 0}, "repeats=0"),
+    ):
+        with pytest.raises(ConfigError, match=named):
+            MetricsBenchmark(**options)
 
 
 def test_a_failed_measurement_says_why() -> None:

@@ -54,10 +54,7 @@ def test_timed_steps_leave_the_weights_as_they_are(tmp_path: Path) -> None:
 
 def test_contenders_differ_in_loss_and_head_only() -> None:
     recipe = get_recipe("debug")
-    ours, theirs = (
-        bench_train.q_margin_recipe(recipe),
-        bench_train.arcface_recipe(recipe),
-    )
+    ours, theirs = (bench_train.q_margin_recipe(recipe), bench_train.arcface_recipe(recipe))
     assert (ours.head.path, theirs.head.path) == ("sparse", "chunked")
     assert (ours.loss.alpha, theirs.loss.alpha) == (1.25, 1.0)
     same = ("data", "model", "optimizer", "precision", "run", "schedule")

@@ -30,8 +30,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("inputs")
     make_model(folder / "model")
     write_pictures(folder / "faces", pictures(60))
-    speakers = make_speakers()
-    speakers.write_scores(folder / "scores.txt")
+    make_speakers().write_scores(folder / "scores.txt")
     write_results(folder, synthetic_result())
     train(tiny_recipe("run.max_steps=2"), folder / "run", device="cpu")
     return folder
@@ -39,17 +38,15 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def commands(inputs: Path) -> dict[str, list[str]]:
     """Each takes some seconds, and what it writes is in the current folder."""
-    result = next(str(path) for path in inputs.glob("*.json"))
-    scores, faces, model = (str(inputs / name) for name in ("scores.txt", "faces", "model"))
-    short = ["--set=run.epochs=3", "--device=cpu"]
-    return {
-        "evaluate": ["evaluate", "scores", scores, "--out", "r.json", "--replicates", "20000"],
-        "embed": ["embed", faces, "--model", model, "--out", "e.npz", "--batch-size", "1"],
-        "export": ["export", str(inputs / "run"), "--out", "exported"],
-        "report": ["report", result, "--out", "page"],
-        "index": ["data", "index", faces, "--out", "faces.qmindex"],
-        "train": ["train", "debug", "--out", "trained", *short],
+    words = {
+        "evaluate": "evaluate scores IN/scores.txt --out r.json --replicates 20000",
+        "embed": "embed IN/faces --model IN/model --out e.npz --batch-size 1",
+        "export": "export IN/run --out exported",
+        "report": "report IN/system0.json --out page",
+        "index": "data index IN/faces --out faces.qmindex",
+        "train": "train debug --out trained --set=run.epochs=3 --device=cpu",
     }
+    return {name: text.replace("IN", str(inputs)).split() for name, text in words.items()}
 
 
 def start(words: Sequence[str], folder: Path) -> subprocess.Popen[str]:
@@ -130,11 +127,17 @@ def test_signals_at_random_moments(name: str, inputs: Path, tmp_path: Path) -> N
         check(commands(inputs)[name], tmp_path / str(turn), number, delay)
 
 
-STUBBORN = """
-import sys, time
+BEGIN = """
+import os, signal, sys, tempfile, time
 import qmargin.recipes
 from qmargin.cli.main import main
-
+"""
+END = """
+qmargin.recipes.list_recipes = list_recipes
+sys.argv = ["qmargin", "recipes"]
+sys.exit(main())
+"""
+STUBBORN = """
 def list_recipes():
     try:
         sys.stdout.write("begun\\n")
@@ -142,17 +145,13 @@ def list_recipes():
         time.sleep(60)
     finally:
         time.sleep(60)  # a clean-up that takes too long
-
-qmargin.recipes.list_recipes = list_recipes
-sys.argv = ["qmargin", "recipes"]
-sys.exit(main())
 """
 
 
 def test_a_second_signal_ends_the_process_at_once() -> None:
     number = signal.SIGINT
     with subprocess.Popen(
-        [sys.executable, "-c", STUBBORN],
+        [sys.executable, "-c", BEGIN + STUBBORN + END],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -170,10 +169,6 @@ def test_a_second_signal_ends_the_process_at_once() -> None:
 
 
 REMOVING = """
-import os, shutil, signal, sys, tempfile, time
-import qmargin.recipes
-from qmargin.cli.main import main
-
 class Slow(tempfile.TemporaryDirectory):
     @classmethod
     def _rmtree(cls, *arguments, **options):
@@ -184,16 +179,11 @@ def list_recipes():
     with Slow(dir=".") as folder:
         open(folder + "/file", "w").close()
     time.sleep(60)
-
-qmargin.recipes.list_recipes = list_recipes
-sys.argv = ["qmargin", "recipes"]
-sys.exit(main())
 """
 
 
 def test_a_signal_while_a_temporary_folder_is_removed_waits(tmp_path: Path) -> None:
-    result = subprocess.run(
-        [sys.executable, "-c", REMOVING], cwd=tmp_path, capture_output=True, text=True, timeout=50
-    )
+    command = [sys.executable, "-c", BEGIN + REMOVING + END]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=50)
     assert result.returncode == 143 and "Traceback" not in result.stderr, result.stderr
     assert not list(tmp_path.iterdir())

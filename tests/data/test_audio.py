@@ -23,7 +23,7 @@ def test_every_format_gives_the_samples(suffix: str, is_file: bool, tmp_path: Pa
         source = path
     info = read_info(source)
     assert (info.sample_rate, info.num_channels, info.num_samples) == (16000, 1, 24000)
-    assert info.seconds == 1.5
+    assert info.num_samples == 1.5 * info.sample_rate
     decoded = decode_audio(source)
     assert decoded.dtype == np.float32
     assert decoded.shape == samples.shape
@@ -44,7 +44,7 @@ def test_a_span_is_that_part_of_the_whole(suffix: str) -> None:
 
 def test_a_span_outside_the_file_is_refused() -> None:
     for span in ((0, 16001), (-1, 5), (7, 7)):
-        with pytest.raises(ConfigError, match="the file has samples 0 to 16000"):
+        with pytest.raises(ConfigError, match="16000 samples"):
             decode_audio(encoded(tone()), span=lambda info, span=span: span)
 
 
@@ -140,13 +140,13 @@ def wav(
 
 def test_absurd_headers_are_refused_before_decoding() -> None:
     assert len(decode_audio(wav())) == 1600
-    with pytest.raises(CorruptSample, match="10 samples per second"):
+    with pytest.raises(CorruptSample, match="10 Hz"):
         decode_audio(wav(rate=10))
-    with pytest.raises(CorruptSample, match="100 channels; at most 16"):
+    with pytest.raises(CorruptSample, match="100 channels"):
         decode_audio(wav(channels=100))
     with pytest.raises(CorruptSample, match=r"promises 2,000,000,000 bytes .* 3,200 are there"):
         decode_audio(wav(size=2_000_000_000))
-    with pytest.raises(CorruptSample, match="at most 0 s are read"):
+    with pytest.raises(CorruptSample, match="at most 0 are read"):
         decode_audio(wav(), max_seconds=0.05)
 
 

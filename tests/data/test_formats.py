@@ -22,7 +22,7 @@ from qmargin.data.audio import decode_audio
 from qmargin.data.images import decode_image
 from qmargin.data.open import open_audio, open_images, open_index, recognise
 from qmargin.data.reader import IMAGES, RECORDINGS, Found, Reader, Sample
-from qmargin.data.readers.pairs import read_pairs
+from qmargin.data.readers.lists import read_pairs
 from qmargin.data.readers.tar import tar_members
 from qmargin.data.stored import AudioDataset, ImageDataset, OpenFiles
 from qmargin.errors import ConfigError, CorruptSample, DataError

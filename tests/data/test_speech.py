@@ -10,8 +10,7 @@ from qmargin.data.loader import build_loader
 from qmargin.data.open import open_audio
 from qmargin.data.order import GlobalOrder
 from qmargin.data.samples import check_labels, read_sample
-from qmargin.data.speech import SpeechDataset, open_speech
-from qmargin.data.speech_augment import (
+from qmargin.data.speech import (
     SNR_DB,
     SPEED_OF_SOUND,
     Noises,
@@ -20,7 +19,9 @@ from qmargin.data.speech_augment import (
     RoomSimulator,
     SpectrumMasks,
     SpeechAugmentation,
+    SpeechDataset,
     add_noise,
+    open_speech,
     reverberate,
     room_response,
     tiled,
@@ -221,7 +222,9 @@ def test_noises_have_their_published_ranges(tmp_path: Path) -> None:
     assert SNR_DB == {"noise": (0.0, 15.0), "speech": (10.0, 30.0), "music": (5.0, 15.0)}
     assert min(ratios) < 1.0
     assert max(ratios) > 29.0
-    babble = Noises(musan(tmp_path / "more"), snr_db={"speech": (13.0, 20.0)}, babble=5)
+    (tmp_path / "more").mkdir()
+    (musan(tmp_path / "all") / "speech").rename(tmp_path / "more" / "speech")
+    babble = Noises(tmp_path / "more", babble=5)
     loud = [np.var(babble.draw(20000, generator)[0]) for _ in range(20)]
     assert np.mean(loud) == pytest.approx(5 * 0.01, rel=0.8)
 

@@ -17,7 +17,7 @@ from qmargin.data.strokes import StrokeIdentities
 from qmargin.data.synthetic import SyntheticIdentities
 from qmargin.errors import ConfigError, DataError
 from qmargin.experiments.named import Size, get_experiment, stroke_recipe
-from qmargin.experiments.pictures import read_pictures
+from qmargin.experiments.pictures import StoredPictures, read_pictures
 from qmargin.experiments.worlds import (
     SHIFT,
     Drawn,
@@ -25,9 +25,9 @@ from qmargin.experiments.worlds import (
     SomeIdentities,
     Stored,
     draw_to,
-    first_samples,
     held_out,
     names_in,
+    part_of,
     plain_recipe,
     stored_in,
 )
@@ -188,10 +188,13 @@ def test_variants_are_drawn_once_and_shared(tmp_path: Path) -> None:
 
 
 def test_first_samples_of_each_identity() -> None:
-    labels = np.array([0, 0, 0, 1, 2, 2])
-    drawings = Drawings(np.zeros((6, 32, 32), np.uint8), labels, tuple("abcdef"), "x")
-    kept = first_samples(drawings, 2)
-    assert kept.names == ("a", "b", "d", "e", "f") and kept.labels.tolist() == [0, 0, 1, 2, 2]
+    labels = np.array([2, 0, 0, 1, 0, 2, 3])
+    pictures = np.arange(7, dtype=np.uint8)[:, None, None]
+    stored = StoredPictures(pictures, labels, tuple("abcdefg"), "x", is_ink=True)
+    kept = part_of(stored, [2, 0, 1], None, 2)
+    assert kept.names == ("a", "f", "b", "c", "d") and kept.labels.tolist() == [0, 0, 1, 1, 2]
+    assert kept.pictures.ravel().tolist() == [0, 5, 1, 2, 3]
+    assert part_of(stored, [3, 0, 1], 4).names == ("g", "b", "c", "e")
 
 
 def test_image_folders_are_read_in_grey_and_corrupt_ones_counted(tmp_path: Path) -> None:
@@ -209,7 +212,7 @@ def test_image_folders_are_read_in_grey_and_corrupt_ones_counted(tmp_path: Path)
     assert len(stored.labels) == 7 and stored.note.startswith("1 of 8 images in ")
     for path in folder.rglob("*.png"):
         Image.new("I;16", (40, 40)).save(path)
-    with pytest.raises(DataError, match="none can be decoded"):
+    with pytest.raises(DataError, match="8 of 8 images"):
         read_pictures(folder)
 
 

@@ -61,8 +61,7 @@ def build_parser() -> argparse.ArgumentParser:
         'debug'
     """
     parser = Parser(
-        prog="qmargin",
-        description="Alpha-divergence losses with probabilistic margins (Q-Margin).",
+        prog="qmargin", description="Alpha-divergence losses with probabilistic margins (Q-Margin)."
     )
     parser.add_argument("--version", action="version", version=f"qmargin {qmargin.__version__}")
     commands: Commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)

@@ -62,20 +62,20 @@ class Export(Overwriting, KeepingPaths):
         from qmargin.models.directory import add_facts
 
         if self.features and not self.onnx:
-            raise ConfigError(
-                "--features says what an ONNX file takes; add --onnx, or leave it out"
-            )
+            raise ConfigError("--features is about an ONNX file; add --onnx, or leave it out")
         self._check_outputs()
-        facts = dict(map(_fact, self.card))
+        facts = [text.partition("=") for text in self.card]
+        for (key, equals, _), text in zip(facts, self.card, strict=True):
+            if not equals or not key.strip():
+                raise ConfigError(f"--card {text!r} has no value; write it as KEY=TEXT")
         if self.prototypes is not None:
-            self._check_prototypes()
             number = write_prototypes(self.source, self.prototypes)
             sys.stdout.write(f"{self.prototypes}: {number:,} prototypes\n")
             if self.out is None:
                 return
         directory = self._directory()
         if facts:
-            add_facts(directory, facts)
+            add_facts(directory, {key.strip(): value.strip() for key, _, value in facts})
         sys.stdout.write(f"{directory}\n")
         if self.result is not None:
             thresholds = add_thresholds(
@@ -91,34 +91,31 @@ class Export(Overwriting, KeepingPaths):
     def _check_outputs(self) -> None:
         """Refuse what cannot be written, packages that are missing included, before any work."""
         from qmargin.evaluation.embed import MARKS, check_suffix
-        from qmargin.models.directory import THRESHOLDS
+        from qmargin.models.directory import THRESHOLDS, is_model_directory
         from qmargin.models.onnx_file import check_packages
 
         guard = guard_of(self, ("out", "prototypes"))
         if self.prototypes is not None:
             guard.check(self.prototypes, MARKS[check_suffix(self.prototypes).suffix])
-        directory = self.out or self.source
+            if is_model_directory(self.source):
+                raise ConfigError(
+                    f"{self.source} is a model directory without prototypes; give its run"
+                )
+            others = (self.name, self.result, self.flip, self.onnx, self.card)
+            if self.out is None and (any(others) or self.weights != "last"):
+                raise ConfigError(
+                    "--out is missing: options other than --prototypes are about a model directory"
+                )
         if self.onnx:
             check_packages()
-            guard.check(directory / ONNX, ONNX_MARK)
-        if self.features:
-            guard.check(directory / FEATURES_ONNX, ONNX_MARK)
-        if self.result is not None:
-            guard.check(directory / THRESHOLDS, '"format": "qmargin-thresholds"')
-
-    def _check_prototypes(self) -> None:
-        from qmargin.models.directory import is_model_directory
-
-        if is_model_directory(self.source):
-            raise ConfigError(
-                f"{self.source} is a model directory, which has no prototypes; give the run it was "
-                "made of"
-            )
-        others = (self.name, self.result, self.flip, self.onnx, self.card, self.weights != "last")
-        if self.out is None and any(others):
-            raise ConfigError(
-                "--out is missing: options other than --prototypes are about a model directory"
-            )
+        marks = {
+            ONNX: self.onnx and ONNX_MARK,
+            FEATURES_ONNX: self.features and ONNX_MARK,
+            THRESHOLDS: self.result and '"format": "qmargin-thresholds"',
+        }
+        for name, mark in marks.items():
+            if mark:
+                guard.check((self.out or self.source) / name, mark)
 
     def _directory(self) -> Path:
         """The model directory, made of a run where the source is one."""
@@ -143,19 +140,11 @@ class Export(Overwriting, KeepingPaths):
             export_run(
                 source, out, weights=self.weights, name=self.name, keep_paths=self.keep_paths
             )
-        elif self.name not in (None, read_card(out).name):
+        elif self.name not in (None, name := read_card(out).name):
             raise ConfigError(
-                f"{out} is this run's model already, under the name {read_card(out).name!r}; leave "
-                "--name out"
+                f"{out} is this run's model already, under the name {name!r}; leave --name out"
             )
         return out
-
-
-def _fact(text: str) -> tuple[str, str]:
-    key, equals, value = text.partition("=")
-    if not equals or not key.strip():
-        raise ConfigError(f"--card {text!r} has no value; write it as KEY=TEXT")
-    return key.strip(), value.strip()
 
 
 def _write_onnx(directory: Path, *, features: bool = False) -> None:
@@ -165,14 +154,13 @@ def _write_onnx(directory: Path, *, features: bool = False) -> None:
 
     backbone, card = load_backbone(directory)
     is_audio = card.modality == "audio"
+    if features and not is_audio:
+        raise ConfigError(
+            f"{directory} takes {card.modality} without filter banks; leave --features out"
+        )
     name, kind, prefix = ONNX, card.modality, ""
     shape, lengths = card.input_shape, _LENGTHS if is_audio else ()
     if features:
-        if not is_audio:
-            raise ConfigError(
-                f"{directory} takes {card.modality}, which have no filter banks; leave --features "
-                "out"
-            )
         name, kind, prefix = FEATURES_ONNX, "features", "features_"
         shape, lengths = (card.options.get("num_bins", _NUM_BINS),), _FRAMES
     metadata = {  # what a program that reads the ONNX file alone has to know
@@ -182,11 +170,8 @@ def _write_onnx(directory: Path, *, features: bool = False) -> None:
         "embeddings": "not of unit length; compare them by their cosine",
         "weights_sha256": card.weights_sha256,
     }
-    record = write_onnx(
-        backbone, directory / name, input_shape=shape, lengths=lengths, metadata=metadata
-    )
+    path = directory / name
+    record = write_onnx(backbone, path, input_shape=shape, lengths=lengths, metadata=metadata)
     add_facts(directory, {prefix + key: text for key, text in record.to_facts(name).items()})
-    sys.stdout.write(
-        f"{directory / name}: differs from PyTorch by {record.max_difference:.2g}, at most "
-        f"{TOLERANCE:g} is accepted\n"
-    )
+    difference = f"{record.max_difference:.2g}, at most {TOLERANCE:g} is accepted"
+    sys.stdout.write(f"{path}: differs from PyTorch by {difference}\n")

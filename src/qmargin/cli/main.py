@@ -1,7 +1,6 @@
 """The process around every command: signals, errors and exit statuses.
 
-Nothing but the standard library is imported before signals are caught; torch is imported by the
-command that needs it.
+Nothing but the standard library is imported before signals are caught.
 """
 
 from __future__ import annotations

@@ -42,6 +42,7 @@ class Paper(Overwriting):
     def run(self) -> None:
         from qmargin.report.paper import FIGURES, paper_figure, paper_table
         from qmargin.report.paper_layouts import TABLES
+        from qmargin.schema import check_known
 
         known = TABLES | FIGURES
         if self.list:
@@ -50,11 +51,9 @@ class Paper(Overwriting):
         name = self.name
         if name is None:
             raise ConfigError("name a table or figure of the paper; --list shows all of them")
-        from qmargin.schema import check_known
-
         check_known(name, known, "NAME")
         if self.results is None:
-            raise ConfigError(f"{name} needs --results; {source_of(name)}")
+            raise ConfigError(f"{name} needs --results; {_source_of(name)}")
         if self.media is not None and name != "figure-pairs":
             raise ConfigError(f"--media is {self.media}, but {name} shows no pictures")
         if name in TABLES:
@@ -64,17 +63,11 @@ class Paper(Overwriting):
         else:
             files = paper_figure(name, self.results, self.media)
         guard = Guard([self.results], overwrite=self.overwrite)
-        try:
-            written = guard.write_all({self.out / stem: text for stem, text in files.items()})
-        except OSError as error:
-            raise ConfigError(
-                f"{error.filename or self.out} cannot be written ({error.strerror or error}); "
-                "choose another --out"
-            ) from error
+        written = guard.write_all({self.out / stem: text for stem, text in files.items()})
         sys.stdout.write("".join(f"{path}\n" for path in written))
 
 
-def source_of(name: str) -> str:
+def _source_of(name: str) -> str:
     """The command whose output a table or figure is made from."""
     if name in EXPERIMENTS:
         return (

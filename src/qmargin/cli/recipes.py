@@ -15,8 +15,6 @@ from qmargin.registry import KINDS
 if TYPE_CHECKING:
     from qmargin.training.recipe import Recipe
 
-_ENDINGS = (".yaml", ".yml")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Recipes(Command):
@@ -57,20 +55,13 @@ def _write(described: Mapping[str, str]) -> None:
 
 
 def load_recipe(name_or_file: str, settings: Sequence[str] = ()) -> Recipe:
-    """A recipe by its name, or from a YAML file, with settings such as ``loss.margin=0.3``.
-
-    Examples:
-        >>> load_recipe("debug", ["loss.margin=0.3"]).loss.margin
-        0.3
-    """
+    """A recipe by its name, or from a YAML file, with settings such as ``loss.margin=0.3``."""
     from qmargin.recipes import get_recipe
     from qmargin.training.recipe_files import apply_settings, read_recipe
 
     path = Path(name_or_file)
-    is_file = path.suffix.lower() in _ENDINGS or len(path.parts) > 1
+    is_file = path.suffix.lower() in (".yaml", ".yml") or len(path.parts) > 1
     if is_file and not path.exists():
-        raise ConfigError(
-            f"there is no file {name_or_file}; name one, or a recipe that `qmargin recipes` lists"
-        )
+        raise ConfigError(f"there is no file {path}; name one, or a recipe of `qmargin recipes`")
     recipe = read_recipe(path) if is_file else get_recipe(name_or_file)
     return apply_settings(recipe, settings)

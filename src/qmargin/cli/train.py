@@ -77,18 +77,15 @@ class Train(IndexPlace):
 
             sys.stdout.write(to_yaml(recipe))
             return
-        if self.out is None and not self.dry_run:
-            raise ConfigError(_NO_FOLDER)
-        try:
-            if self.out is None or self.dry_run:
-                self._dry_run(recipe)
-            else:
-                self._train(recipe, self.out)
-        except QMarginError as error:
-            _show_origin(error)
-            if isinstance(error, RankError):
-                from qmargin.training.distributed import EXIT_RANK_LOST
+        from qmargin.data.loader import WorkerTraceback
+        from qmargin.training.distributed import EXIT_RANK_LOST, RemoteTraceback
 
+        try:
+            self._train(recipe)
+        except QMarginError as error:
+            if isinstance(error.__cause__, WorkerTraceback | RemoteTraceback):
+                sys.stderr.write(f"{error.__cause__}\n")  # of a data worker or another rank
+            if isinstance(error, RankError):
                 sys.stderr.write(f"qmargin: error: {error}\n")
                 raise SystemExit(EXIT_RANK_LOST) from error
             raise
@@ -99,12 +96,12 @@ class Train(IndexPlace):
         named = load_recipe(self.recipe, self.settings) if self.recipe else None
         if self.allow_changes and not resume:
             raise ConfigError("--allow-changes is for a run that goes on; add --resume, or drop it")
-        if not resume or (named is not None and self.allow_changes):
-            if named is None:
-                raise ConfigError(
-                    "the recipe is missing; name one that `qmargin recipes` lists, or a .yaml file"
-                )
+        if named is not None and (self.allow_changes or not resume):
             return named
+        if not resume:
+            raise ConfigError(
+                "the recipe is missing; name one that `qmargin recipes` lists, or a .yaml file"
+            )
         if self.out is None:
             raise ConfigError(_NO_FOLDER)
         from qmargin.training.recipe import diff
@@ -115,46 +112,37 @@ class Train(IndexPlace):
         if stored is None:
             return recipe_to_train(named, self.out, resume=resume)
         recipe = apply_settings(stored, self.settings)
-        if named is not None and (lines := diff(recipe, named)) and _is_first():
-            sys.stderr.write(
-                f"the stored recipe is used; {self.recipe} differs: {'; '.join(lines)} "
-                "(--allow-changes to use it)\n"
-            )
+        if named is not None and (lines := diff(recipe, named)):
+            differs = f"the stored recipe is used; {self.recipe} differs: {'; '.join(lines)}"
+            _say_once(f"{differs} (--allow-changes to use it)")
         return recipe
 
-    def _train(self, recipe: Recipe, out: Path) -> None:
+    def _train(self, recipe: Recipe) -> None:
+        from qmargin.training.dry_run import dry_run
         from qmargin.training.loop import train
         from qmargin.training.signals import exit_status
 
+        if self.dry_run:
+            report = dry_run(recipe, device=self.device)
+            if report.rank == 0:
+                sys.stdout.write("\n".join(report.lines) + "\n")
+            return
+        if self.out is None:
+            raise ConfigError(_NO_FOLDER)
         outcome = train(
             recipe,
-            out,
+            self.out,
             resume=self.resume_from or self.resume,
             allow_changes=self.allow_changes,
             device=self.device,
             trackers=self.trackers,
         )
         if outcome.signal:
-            if _is_first():
-                sys.stderr.write("go on with --resume\n")
+            _say_once("go on with --resume")
             raise SystemExit(exit_status(outcome.signal))
 
-    def _dry_run(self, recipe: Recipe) -> None:
-        from qmargin.training.dry_run import dry_run
 
-        report = dry_run(recipe, device=self.device)
-        if report.rank == 0:
-            sys.stdout.write("\n".join(report.lines()) + "\n")
-
-
-def _is_first() -> bool:
-    return os.environ.get("RANK", "0") == "0"  # the others would say the same
-
-
-def _show_origin(error: BaseException) -> None:
-    """Write the traceback of what happened in a data worker or on another rank, if that was it."""
-    from qmargin.data.loader import WorkerTraceback
-    from qmargin.training.distributed import RemoteTraceback
-
-    if isinstance(error.__cause__, WorkerTraceback | RemoteTraceback):
-        sys.stderr.write(f"{error.__cause__}\n")
+def _say_once(text: str) -> None:
+    """Write a line on the first rank: the others would say the same."""
+    if os.environ.get("RANK", "0") == "0":
+        sys.stderr.write(f"{text}\n")

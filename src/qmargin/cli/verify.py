@@ -34,6 +34,7 @@ class Verify(ModelUse):
 
     def run(self) -> None:
         from qmargin.evaluation.model import load_model
+        from qmargin.report.numbers import digits_to_differ
 
         model = load_model(self.model, device=self.device, fit=self.fit)
         far = self.far
@@ -42,33 +43,23 @@ class Verify(ModelUse):
         found = model.verify(self.first, self.second, far=far)
         if self.json:
             sys.stdout.write(json.dumps(asdict(found)) + "\n")
-        else:
-            sys.stdout.write("".join(f"{name:<9} {text}\n" for name, text in _lines(model, found)))
-
-
-def _lines(model: Model, found: Verification) -> list[tuple[str, str]]:
-    from qmargin.report.numbers import digits_to_differ
-
-    digits = digits_to_differ((found.score, found.threshold), form="f")
-    lines = [
-        ("score", f"{found.score:.{digits}f} (cosine)"),
-        ("decision", _decision(model, found, digits)),
-    ]
-    if found.llr is not None:
-        lines.append(("LLR", f"{found.llr:+.2f} (natural logarithm, above 0 for one identity)"))
-    return lines
+            return
+        digits = digits_to_differ((found.score, found.threshold), form="f")
+        sys.stdout.write(f"score     {found.score:.{digits}f} (cosine)\n")
+        sys.stdout.write(f"decision  {_decision(model, found, digits)}\n")
+        if found.llr is not None:
+            llr = f"{found.llr:+.2f} (natural logarithm, above 0 for one identity)"
+            sys.stdout.write(f"LLR       {llr}\n")
 
 
 def _decision(model: Model, found: Verification, digits: int) -> str:
     thresholds = model.thresholds
     if found.far is None or thresholds is None:
         return "none: the model has no thresholds, add them with `qmargin export DIR --result FILE`"
-    words = "one identity" if found.is_same else "two identities"
     limit = "no score is enough"
     if found.threshold is not None:
         limit = f"threshold {found.threshold:.{digits}f}"
-    point = thresholds.at(found.far)
-    text = f"{words} ({limit} at FAR {found.far:g}, measured on {printable(thresholds.protocol)}"
-    if point.status != "ok" and point.note:
-        text += f"; {printable(point.note)}"
-    return text + ")"
+    point, protocol = thresholds.at(found.far), printable(thresholds.protocol)
+    note = f"; {printable(point.note)}" if point.status != "ok" and point.note else ""
+    words = "one identity" if found.is_same else "two identities"
+    return f"{words} ({limit} at FAR {found.far:g}, measured on {protocol}{note})"

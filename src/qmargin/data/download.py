@@ -17,6 +17,7 @@ import urllib.request
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 from urllib.parse import unquote, urljoin, urlsplit
@@ -31,6 +32,12 @@ LEAST_SPEED = 2_000  # bytes per second
 GRACE_S = 60.0  # of the whole download, besides the time at the least speed
 CHUNK_BYTES = 1 << 16
 PART = ".part"
+_NETWORK_ERRORS = (
+    urllib.error.URLError,
+    http.client.HTTPException,
+    TimeoutError,
+    ConnectionError,
+)
 
 
 class Remote(NamedTuple):
@@ -42,15 +49,7 @@ class Remote(NamedTuple):
 
 
 def check_base(base: str) -> str:
-    """An address that files are below, without its last slash.
-
-    Raises:
-        ConfigError: It is not an address of the web; ``file:`` and others are not read.
-
-    Examples:
-        >>> check_base("http://127.0.0.1:8000/")
-        'http://127.0.0.1:8000'
-    """
+    """An address that files are below, without its last slash; ``file:`` and others are refused."""
     try:
         parts = urlsplit(base)
         is_good = parts.scheme in ("http", "https") and bool(parts.hostname)
@@ -75,15 +74,6 @@ def fetch(remote: Remote, base: str, folder: Path, *, progress: Progress | None 
     """A file in ``folder`` with exactly the bytes that were expected.
 
     What has come is kept in a file with the suffix ``.part``, and the next call goes on behind it.
-
-    Args:
-        remote: The file, its size and its fingerprint.
-        base: Address that its name is appended to.
-        folder: Where to put it; made if it is missing.
-        progress: Called with the bytes that are there and the size.
-
-    Raises:
-        DataError: The address cannot be reached, the transfer stopped, or other bytes came.
     """
     path = folder / remote.name
     if path.exists() and describe_file(path) == (remote.size, remote.sha256):
@@ -93,7 +83,13 @@ def fetch(remote: Remote, base: str, folder: Path, *, progress: Progress | None 
     url = f"{check_base(base)}/{remote.name}"
     if not part.exists() or part.stat().st_size < remote.size:
         _receive(remote, url, part, progress)
-    _check(remote, shown(url), part)
+    found = describe_file(part)
+    if found != (remote.size, remote.sha256):
+        part.unlink()
+        raise DataError(
+            f"{shown(url)} has {found.size:,} bytes with the SHA-256 {found.sha256}; expected were "
+            f"{remote.size:,} with {remote.sha256}: run the command again, or give another address"
+        )
     part.replace(path)
     sync_folder(folder)
     return path
@@ -107,7 +103,9 @@ def _receive(remote: Remote, url: str, part: Path, progress: Progress | None) ->
         request.add_header("Range", f"bytes={have}-")
     try:
         with _answer(request) as answer:
-            goes_on = answer.status == http.client.PARTIAL_CONTENT and _starts_at(answer, have)
+            place = answer.headers.get("Content-Range") or ""
+            is_part = answer.status == http.client.PARTIAL_CONTENT
+            goes_on = is_part and place.startswith(f"bytes {have}-")
             with part.open("ab" if goes_on else "wb") as file:
                 try:
                     _copy(answer, file, remote, url, progress)
@@ -118,28 +116,18 @@ def _receive(remote: Remote, url: str, part: Path, progress: Progress | None) ->
         error.close()
         if error.code == http.client.REQUESTED_RANGE_NOT_SATISFIABLE:
             part.unlink()  # of a longer file: it would fail for ever
+        reason = f"{error.code} {_printable(error.reason)}"
         raise DataError(
-            f"{url} answers {error.code} {_printable(error.reason)}; check the address, or give "
-            "another one"
+            f"{url} answers {reason}; check the address, or give another one"
         ) from error
-    except (
-        urllib.error.URLError,
-        http.client.HTTPException,
-        TimeoutError,
-        ConnectionError,
-    ) as error:
-        reason = getattr(error, "reason", None) or error
-        raise DataError(
-            f"{url} cannot be read ({_printable(reason)}); check the network and run the same "
-            "command again, "
-            "which goes on where this one stopped"
-        ) from error
+    except _NETWORK_ERRORS as error:
+        reason = _printable(getattr(error, "reason", None) or error)
+        remedy = "check the network and run the same command again to go on"
+        raise DataError(f"{url} cannot be read ({reason}); {remedy}") from error
     size = part.stat().st_size
     if size < remote.size:
-        raise DataError(
-            f"{url} stopped after {size:,} of {remote.size:,} bytes; run the same command again to "
-            "go on"
-        )
+        stopped = f"{url} stopped after {size:,} of {remote.size:,} bytes"
+        raise DataError(f"{stopped}; run the same command again to go on")
 
 
 def _request(url: str) -> urllib.request.Request:
@@ -165,10 +153,8 @@ class _WebOnly(urllib.request.HTTPRedirectHandler):
         scheme = urlsplit(urljoin(req.full_url, headers.get("location") or "")).scheme
         if scheme not in ("http", "https"):
             fp.close()
-            raise DataError(
-                f"{shown(req.full_url)} redirects to an address of {scheme[:20]!r}; only https and "
-                "http are followed"
-            )
+            found = f"{shown(req.full_url)} redirects to an address of {scheme[:20]!r}"
+            raise DataError(f"{found}; only https and http are followed")
         return super().http_error_302(req, fp, code, msg, headers)
 
     http_error_301 = http_error_303 = http_error_307 = http_error_308 = http_error_302
@@ -207,10 +193,6 @@ def _printable(text: object) -> str:
     return "".join(sign if sign.isprintable() else "?" for sign in line)
 
 
-def _starts_at(answer: http.client.HTTPResponse, have: int) -> bool:
-    return (answer.headers.get("Content-Range") or "").startswith(f"bytes {have}-")
-
-
 def _copy(
     answer: http.client.HTTPResponse,
     file: IO[bytes],
@@ -227,10 +209,8 @@ def _copy(
         counted += len(chunk)
         if size > remote.size:
             file.truncate(0)
-            raise DataError(
-                f"{url} is longer than the {remote.size:,} bytes that were expected; it is not the "
-                "file that this version knows"
-            )
+            found = f"{url} is longer than the {remote.size:,} bytes that were expected"
+            raise DataError(f"{found}; it is not the file that this version knows")
         file.write(chunk)
         if progress is not None:
             progress(size, remote.size)
@@ -238,23 +218,10 @@ def _copy(
         if now > deadline and size < remote.size:
             raise TimeoutError(f"{size:,} of {remote.size:,} bytes after {now - start:.0f} s")
         if now - since >= WINDOW_S:
-            if counted < LEAST_SPEED * (now - since):
-                raise TimeoutError(
-                    f"{counted / (now - since):,.0f} bytes per second; at least {LEAST_SPEED:,} "
-                    "are needed"
-                )
+            speed = counted / (now - since)
+            if speed < LEAST_SPEED:
+                raise TimeoutError(f"{speed:,.0f} bytes per second, below {LEAST_SPEED:,}")
             since, counted = now, 0
-
-
-def _check(remote: Remote, url: str, part: Path) -> None:
-    found = describe_file(part)
-    if found != (remote.size, remote.sha256):
-        part.unlink()
-        raise DataError(
-            f"{url} has {found.size:,} bytes with the SHA-256 {found.sha256}; expected were "
-            f"{remote.size:,} with {remote.sha256}: what came was thrown away, run the command "
-            "again, or give another address"
-        )
 
 
 BASE = "https://github.com/brendenlake/omniglot/raw/master/python"
@@ -278,27 +245,11 @@ class Archive(NamedTuple):
 
 
 # Sizes and SHA-256 as TensorFlow Datasets lists them for these addresses.
+_TRAIN_SHA256 = "ad41ab679c8b5d90b271ef46be6987cc81211774a695c29dcc5367b2b26ee640"
+_TEST_SHA256 = "1f61a8f3366785b057fc117d9228e78a16e3d976c8953b2a10fcc74cf0609cee"
 ARCHIVES = (
-    Archive(
-        Remote(
-            "images_background.zip",
-            9_464_212,
-            "ad41ab679c8b5d90b271ef46be6987cc81211774a695c29dcc5367b2b26ee640",
-        ),
-        "train",
-        964,
-        19_280,
-    ),
-    Archive(
-        Remote(
-            "images_evaluation.zip",
-            6_462_886,
-            "1f61a8f3366785b057fc117d9228e78a16e3d976c8953b2a10fcc74cf0609cee",
-        ),
-        "test",
-        659,
-        13_180,
-    ),
+    Archive(Remote("images_background.zip", 9_464_212, _TRAIN_SHA256), "train", 964, 19_280),
+    Archive(Remote("images_evaluation.zip", 6_462_886, _TEST_SHA256), "test", 659, 13_180),
 )
 
 
@@ -307,22 +258,12 @@ def get_omniglot(
     *,
     base: str = BASE,
     archives: Sequence[Archive] = ARCHIVES,
-    progress: StageProgress | None = None,
+    progress: StageProgress = lambda stage, done, total: None,
 ) -> Path:
     """The folder ``out`` with ``train`` and ``test``, each with one folder per character.
 
     Characters of the two parts are of different alphabets, as their authors divided them. What has
     been downloaded is kept until the folder is complete, so that a call can be repeated.
-
-    Args:
-        out: A folder that is not there yet, or one that an earlier call made.
-        base: Address of the archives.
-        archives: What to fetch.
-        progress: Called with a stage, how much is done, and of how much.
-
-    Raises:
-        ConfigError: ``out`` is something else, or the address is not one.
-        DataError: A download failed, or an archive is not what it should be.
     """
     check_base(base)
     if (out / NOTES).exists():
@@ -331,14 +272,14 @@ def get_omniglot(
         raise ConfigError(f"{out} exists and is not complete Omniglot; choose another --out")
     out.parent.mkdir(parents=True, exist_ok=True)
     downloads = out.with_name(out.name + DOWNLOADS)
-    paths = []
-    for archive in archives:
-        told = None if progress is None else _stage(progress, archive.remote.name)
-        paths.append(fetch(archive.remote, base, downloads, progress=told))
+    paths = [
+        fetch(archive.remote, base, downloads, progress=partial(progress, archive.remote.name))
+        for archive in archives
+    ]
     temporary = out.with_name(f".{out.name}.{secrets.token_hex(8)}.tmp")
     try:
         for archive, path in zip(archives, paths, strict=True):
-            told = None if progress is None else _stage(progress, f"unpacking {archive.split}")
+            told = partial(progress, f"unpacking {archive.split}")
             _unpack(archive, path, temporary / archive.split, told)
         write_file(temporary / NOTES, [_notes(archives, base).encode()])
         temporary.rename(out)
@@ -349,34 +290,25 @@ def get_omniglot(
     return out
 
 
-def _stage(progress: StageProgress, name: str) -> Callable[[int, int], None]:
-    return lambda done, total: progress(name, done, total)
-
-
-def _unpack(
-    archive: Archive, path: Path, folder: Path, progress: Callable[[int, int], None] | None
-) -> None:
+def _unpack(archive: Archive, path: Path, folder: Path, progress: Progress) -> None:
     """Write the drawings of an archive below a new folder."""
     written: set[Path] = set()
     folder.mkdir(parents=True)
     for alphabet, character, name, content in _drawings(path):
-        identity = folder / f"{alphabet}-{character}"
-        place = identity / name
+        place = folder / f"{alphabet}-{character}" / name
         if place in written:
-            raise DataError(f"{path} has {identity.name}/{name} twice; download it again")
+            raise DataError(f"{path} has {place.parent.name}/{name} twice; download it again")
         if len(written) == archive.num_drawings:
             raise DataError(f"{path} has more than the {archive.num_drawings:,} drawings expected")
-        identity.mkdir(exist_ok=True)
+        place.parent.mkdir(exist_ok=True)
         place.write_bytes(content)
         written.add(place)
-        if progress is not None:
-            progress(len(written), archive.num_drawings)
-    identities = {place.parent for place in written}
-    if (len(identities), len(written)) != (archive.num_classes, archive.num_drawings):
-        raise DataError(
-            f"{path} has {len(written):,} drawings of {len(identities):,} characters; expected "
-            f"were {archive.num_drawings:,} of {archive.num_classes:,}"
-        )
+        progress(len(written), archive.num_drawings)
+    num_classes = len({place.parent for place in written})
+    if (num_classes, len(written)) != (archive.num_classes, archive.num_drawings):
+        found = f"{len(written):,} drawings of {num_classes:,} characters"
+        wanted = f"{archive.num_drawings:,} of {archive.num_classes:,}"
+        raise DataError(f"{path} has {found}; expected were {wanted}")
 
 
 def _drawings(path: Path) -> Iterator[tuple[str, str, str, bytes]]:
@@ -385,15 +317,18 @@ def _drawings(path: Path) -> Iterator[tuple[str, str, str, bytes]]:
         with zipfile.ZipFile(path) as archive:
             members = archive.infolist()
             if len(members) > MOST_MEMBERS:
-                raise DataError(
-                    f"{path} has {len(members):,} members; at most {MOST_MEMBERS:,} are read"
-                )
+                raise DataError(f"{path} has {len(members):,} members; most are {MOST_MEMBERS:,}")
             for member in members:  # all of them before anything is written
                 _check_member(path, member)
             for member in members:
                 found = _DRAWING.fullmatch(member.filename)
-                if found is not None:
-                    yield (*found.groups(), _content(path, archive, member))  # type: ignore[misc]
+                if found is None:
+                    continue
+                with archive.open(member) as file:
+                    content = file.read(MOST_BYTES + 1)  # however many its header promises
+                if len(content) > MOST_BYTES or not content.startswith(b"\x89PNG\r\n\x1a\n"):
+                    raise DataError(f"{path}: {member.filename!r} is not a small PNG image")
+                yield found[1], found[2], found[3], content
     except (zipfile.BadZipFile, zlib.error, NotImplementedError, EOFError) as error:
         raise DataError(f"{path} is not a sound ZIP archive ({error})") from error
 
@@ -415,15 +350,6 @@ def _check_member(path: Path, member: zipfile.ZipInfo) -> None:
         reason = f"has {member.file_size:,} bytes, above {MOST_BYTES:,}"
     if reason is not None:
         raise DataError(f"{path}: the member {name!r} {reason}; nothing was unpacked")
-
-
-def _content(path: Path, archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> bytes:
-    """Bytes of a drawing, however many its header promises."""
-    with archive.open(member) as file:
-        content = file.read(MOST_BYTES + 1)
-    if len(content) > MOST_BYTES or not content.startswith(b"\x89PNG\r\n\x1a\n"):
-        raise DataError(f"{path}: the member {member.filename!r} is not a small PNG image")
-    return content
 
 
 def _notes(archives: Sequence[Archive], base: str) -> str:

@@ -40,12 +40,6 @@ class Drawings:
         shift: Pixels by which a reading may move a sample, as augmentations do.
         variants: ``[n, v, size, size]`` uint8, such as ``variants_of`` draws; a reading takes one
             of its sample, by the seed. None for the pictures themselves.
-
-    Examples:
-        >>> blank = np.zeros((4, 32, 32), np.uint8)
-        >>> drawings = Drawings(blank, np.array([0, 0, 1, 1]), ("a", "b", "c", "d"), "nowhere")
-        >>> drawings.num_classes, drawings.read(3, seed=0)[1], drawings.sample_id(3)
-        (2, 1, 'd')
     """
 
     pictures: NDArray[np.uint8] = field(repr=False)
@@ -58,25 +52,19 @@ class Drawings:
     def __post_init__(self) -> None:
         shape = self.pictures.shape
         if self.pictures.dtype != np.uint8 or len(shape) != 3 or shape[1] != shape[2]:
-            raise ShapeError(
-                f"pictures are {self.pictures.dtype} of shape {list(shape)}; give uint8 "
-                "[n, size, size]"
-            )
+            found = f"{self.pictures.dtype} {list(shape)}"
+            raise ShapeError(f"pictures are {found}; give uint8 [n, size, size]")
         if not len(self.labels) == len(self.names) == len(self.pictures):
-            raise ShapeError(
-                f"there are {len(self.pictures)} pictures, {len(self.labels)} labels and "
-                f"{len(self.names)} names; give one of each per sample"
-            )
+            counts = f"{len(self.pictures)} pictures, {len(self.labels)} labels"
+            raise ShapeError(f"there are {counts} and {len(self.names)} names; give one of each")
         given = self.variants
         if given is not None and (
             given.dtype != np.uint8
             or given.shape != (shape[0], *given.shape[1:2], *shape[1:])
             or given.shape[1] < 1
         ):
-            raise ShapeError(
-                f"variants are {given.dtype} of shape {list(given.shape)}; give uint8 "
-                f"[{shape[0]}, v, {shape[1]}, {shape[2]}]"
-            )
+            wanted = f"uint8 [{shape[0]}, v, {shape[1]}, {shape[2]}]"
+            raise ShapeError(f"variants are {given.dtype} {list(given.shape)}; give {wanted}")
 
     def __len__(self) -> int:
         return len(self.pictures)
@@ -97,15 +85,12 @@ class Drawings:
         self, indices: NDArray[np.integer], seeds: Sequence[int]
     ) -> tuple[NDArray[np.float32], NDArray[np.integer]]:
         """What ``read`` gives for each of some samples, ``[n, 1, size, size]`` and ``[n]``."""
-        pictures = self.pictures[indices] if self.variants is None else self._varied(indices, seeds)
+        if self.variants is None:
+            pictures: NDArray[np.uint8] = self.pictures[indices]
+        else:  # by the upper half of the seed: the shift takes the lower
+            which = (np.asarray(seeds, dtype=np.int64) >> 32) % self.variants.shape[1]
+            pictures = self.variants[indices, which]
         return as_inputs(pictures, self.shift, seeds), self.labels[indices]
-
-    def _varied(self, indices: NDArray[np.integer], seeds: Sequence[int]) -> NDArray[np.uint8]:
-        assert self.variants is not None
-        # by the upper half of the seed: the shift takes the lower
-        which = (np.asarray(seeds, dtype=np.int64) >> 32) % self.variants.shape[1]
-        chosen: NDArray[np.uint8] = self.variants[indices, which]
-        return chosen
 
     def images(self, indices: NDArray[np.integer]) -> NDArray[np.uint8]:
         """Samples as they are, ``[n, size, size]``."""
@@ -124,16 +109,18 @@ class Drawings:
         copies = _turned(self.pictures, has_mirrors)
         is_kept = np.ones((len(copies), self.num_classes), dtype=np.bool_)
         if alike is not None:
-            is_kept = _distinct(list(_turned(self._outlines(), has_mirrors).values()), alike)
+            outlines = list(_turned(self._outlines(), has_mirrors).values())
+            for copy, mine in enumerate(outlines):
+                for earlier in range(copy):
+                    is_alike = (mine * outlines[earlier]).sum((1, 2)) > alike
+                    is_kept[copy] &= ~(is_alike & is_kept[earlier])
         labels = np.cumsum(is_kept).reshape(is_kept.shape) - 1  # new ones, of those that are kept
-        rows = [np.flatnonzero(kept[self.labels]) for kept in is_kept]
-        pictures = [copy[row] for copy, row in zip(copies.values(), rows, strict=True)]
-        new = [label[self.labels[row]] for label, row in zip(labels, rows, strict=True)]
-        names = [
-            f"{self.names[index]}-{name}"
-            for name, row in zip(copies, rows, strict=True)
-            for index in row
-        ]
+        pictures, new, names = [], [], []
+        for (name, seen), kept, label in zip(copies.items(), is_kept, labels, strict=True):
+            rows = np.flatnonzero(kept[self.labels])
+            pictures.append(seen[rows])
+            new.append(label[self.labels[rows]])
+            names += [f"{self.names[row]}-{name}" for row in rows]
         return replace(
             self, pictures=np.concatenate(pictures), labels=np.concatenate(new), names=tuple(names)
         )
@@ -158,6 +145,16 @@ class Drawings:
         return f"{self.origin}, sample {index}"
 
 
+def _turned(pictures: NDArray[Any], has_mirrors: bool) -> dict[str, NDArray[Any]]:
+    """Pictures ``[n, size, size]`` in four or eight ways, the first as they are."""
+    sides = {"": pictures, "mirrored-": pictures[:, :, ::-1]} if has_mirrors else {"": pictures}
+    return {
+        f"{side}turned-{turn}": np.rot90(seen, turn, (1, 2))
+        for side, seen in sides.items()
+        for turn in range(4)
+    }
+
+
 def warped(picture: NDArray[np.uint8], amount: float, seed: int) -> NDArray[np.uint8]:
     """A picture turned, stretched, slanted and moved by chance; blank paper comes in."""
     draw = random.Random(seed)
@@ -176,37 +173,12 @@ def warped(picture: NDArray[np.uint8], amount: float, seed: int) -> NDArray[np.u
     return np.asarray(result)
 
 
-def _turned(pictures: NDArray[Any], has_mirrors: bool) -> dict[str, NDArray[Any]]:
-    """Pictures ``[n, size, size]`` in four or eight ways, the first as they are."""
-    sides = {"": pictures, "mirrored-": pictures[:, :, ::-1]} if has_mirrors else {"": pictures}
-    return {
-        f"{side}turned-{turn}": np.rot90(seen, turn, (1, 2))
-        for side, seen in sides.items()
-        for turn in range(4)
-    }
-
-
-def _distinct(outlines: Sequence[NDArray[np.float64]], alike: float) -> NDArray[np.bool_]:
-    """Which copies of which identities to keep, ``[copies, identities]``."""
-    is_kept = np.ones((len(outlines), len(outlines[0])), dtype=np.bool_)
-    for copy, mine in enumerate(outlines):
-        for earlier in range(copy):
-            is_alike = (mine * outlines[earlier]).sum((1, 2)) > alike
-            is_kept[copy] &= ~(is_alike & is_kept[earlier])
-    return is_kept
-
-
 def variants_of(
     pictures: NDArray[np.uint8], amount: float, count: int, *, first: int = 0
 ) -> NDArray[np.uint8]:
-    """So many warps of every picture, ``[n, count, size, size]``.
+    """``count`` warps of every picture, ``[n, count, size, size]``.
 
-    Args:
-        pictures: ``[n, size, size]``.
-        amount: Of the warp.
-        count: Of a picture.
-        first: Number of the first picture, where these are a part of many: the warps of a picture
-            follow from its number.
+    Warps follow from the number of a picture; ``first`` is that of the first one here.
     """
     if not 0.0 <= amount < math.inf:
         raise ConfigError(f"warp is {amount}; it must be finite and at least 0")

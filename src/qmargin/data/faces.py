@@ -16,7 +16,6 @@ from qmargin.data.order import check_count
 from qmargin.data.stored import ImageDataset
 from qmargin.errors import ConfigError
 
-Floats = NDArray[np.float32]
 _LOW = 2**64 - 1
 _GREY = np.array([0.299, 0.587, 0.114], dtype=np.float32)
 
@@ -52,11 +51,6 @@ class FaceAugmentation:
                 raise ConfigError(f"{item.name} is {value!r}; give a number in [0, 1]")
         if self.smallest == 0.0:
             raise ConfigError("smallest is 0, which leaves no pixel; give a number above 0")
-
-    @property
-    def is_only_mirror(self) -> bool:
-        """Whether nothing but mirror images is drawn."""
-        return not (self.crop or self.low_resolution or self.photometric)
 
     def mirrors(self, seed: int) -> bool:
         """Whether a seed draws the mirror image."""
@@ -112,30 +106,19 @@ def _coarse(pixels: Pixels, share: float) -> Pixels:
 def _relit(pixels: Pixels, draw: random.Random, strength: float) -> Pixels:
     """Brightness, contrast and saturation times numbers around one, in a random order."""
     values = pixels.astype(np.float32)
-    changes = [_brighter, _contrasted, _saturated]
+    changes = ["brightness", "contrast", "saturation"]
     draw.shuffle(changes)
     for change in changes:
-        values = change(values, 1.0 + draw.uniform(-strength, strength))
+        factor = np.float32(1.0 + draw.uniform(-strength, strength))
+        if change == "brightness":
+            values = values * factor
+        else:
+            grey = values @ _GREY
+            middle: Any = grey.mean() if change == "contrast" else grey[..., None]
+            values = middle + (values - middle) * factor
         np.clip(values, 0.0, 255.0, out=values)
     result: Pixels = np.rint(values).astype(np.uint8)
     return result
-
-
-def _brighter(values: Floats, factor: float) -> Floats:
-    return values * np.float32(factor)
-
-
-def _contrasted(values: Floats, factor: float) -> Floats:
-    return _away_from((values @ _GREY).mean(), values, factor)
-
-
-def _saturated(values: Floats, factor: float) -> Floats:
-    return _away_from((values @ _GREY)[..., None], values, factor)
-
-
-def _away_from(middle: Any, values: Floats, factor: float) -> Floats:
-    moved: Floats = middle + (values - middle) * np.float32(factor)
-    return moved
 
 
 @final
@@ -175,18 +158,11 @@ class FaceImages:
     def read(self, index: int, seed: int) -> tuple[Pixels, int]:
         """The face, ``[3, size, size]`` uint8 with the channels last in memory, and its identity.
 
-        It may be read-only.
-
-        Raises:
-            CorruptSample: The image cannot be read.
+        It may be read-only. An image that cannot be read is a ``CorruptSample``.
         """
-        augmentation = self.augmentation
-        mirror = augmentation.mirrors(seed)
+        mirror = self.augmentation.mirrors(seed)
         pixels = self.images.decode(index, mirror=mirror, writable=False)
-        if pixels.shape[:2] != (self.size, self.size):
-            pixels = resize_image(pixels, self.size)
-        if not augmentation.is_only_mirror:
-            pixels = augmentation(pixels, seed)
+        pixels = self.augmentation(resize_image(pixels, self.size), seed)
         return pixels.transpose(2, 0, 1), int(self.images.labels[index])
 
     def sample_id(self, index: int) -> str:
@@ -200,9 +176,6 @@ class FaceImages:
 
 def normalised(pictures: Tensor) -> Tensor:
     """Bytes as networks take them: float32, 0 to 255 as -1 to 1.
-
-    Args:
-        pictures: uint8, one or many, on any device.
 
     Examples:
         >>> normalised(torch.tensor([0, 255, 51], dtype=torch.uint8)).tolist()

@@ -80,9 +80,7 @@ def _with_pillow(
         with Image.open(io.BytesIO(data), formats=_FORMATS) as image:
             _check_size(image.width, image.height, max_pixels)
             if image.mode[0] in "IF":
-                raise CorruptSample(
-                    f"pixels have mode {image.mode}; convert the image to 8 bits per channel"
-                )
+                raise CorruptSample(f"mode {image.mode}; convert the image to 8 bits per channel")
             turned: Image.Image = ImageOps.exif_transpose(image) if upright else image
             if turned.mode != "RGB":
                 turned = turned.convert("RGB")
@@ -96,7 +94,11 @@ def _with_pillow(
 
 
 def _with_simplejpeg(data: bytes, max_pixels: int, mirror: bool) -> Pixels | None:
-    simplejpeg = _simplejpeg()
+    try:
+        simplejpeg: Any = import_module("simplejpeg")
+    except ImportError as error:
+        remedy = "pip install simplejpeg, or use 'pillow'"
+        raise BackendError(f"decoder is 'simplejpeg', which is not installed; {remedy}") from error
     try:
         height, width, colours = simplejpeg.decode_jpeg_header(data)[:3]
         _check_size(width, height, max_pixels)
@@ -109,32 +111,18 @@ def _with_simplejpeg(data: bytes, max_pixels: int, mirror: bool) -> Pixels | Non
         if isinstance(error, CorruptSample):
             raise
         return None
-    return _mirrored(pixels) if mirror else pixels
-
-
-def _mirrored(pixels: Pixels) -> Pixels:
-    """The mirror image; in one copy NumPy would move three bytes at a time, which is slower."""
+    if not mirror:
+        return pixels
     result = np.empty_like(pixels)
-    for channel in range(pixels.shape[2]):
+    for channel in range(pixels.shape[2]):  # three bytes at a time, NumPy would be slower
         result[:, :, channel] = pixels[:, ::-1, channel]
     return result
 
 
-def _simplejpeg() -> Any:
-    try:
-        return import_module("simplejpeg")
-    except ImportError as error:
-        raise BackendError(
-            "decoder is 'simplejpeg', which is not installed; pip install simplejpeg, or use "
-            "'pillow'"
-        ) from error
-
-
 def _check_size(width: int, height: int, max_pixels: int) -> None:
     if width * height > max_pixels:
-        raise CorruptSample(
-            f"the header says {width} x {height} pixels; at most {max_pixels:,} are decoded"
-        )
+        said = f"the header says {width} x {height} pixels"
+        raise CorruptSample(f"{said}; at most {max_pixels:,} are decoded")
 
 
 def _reason(data: bytes, error: Exception) -> str:
@@ -151,13 +139,7 @@ def _reason(data: bytes, error: Exception) -> str:
 
 
 def encode_image(pixels: Pixels, *, format: str = "JPEG", quality: int = 95) -> bytes:
-    """An encoded image of RGB pixels ``[H, W, 3]``.
-
-    Args:
-        pixels: Of type uint8.
-        format: ``"JPEG"`` or ``"PNG"``, which loses nothing.
-        quality: Of a JPEG.
-    """
+    """RGB pixels ``[H, W, 3]`` uint8 as a ``"JPEG"``, or as a ``"PNG"``, which loses nothing."""
     from PIL import Image
 
     buffer = io.BytesIO()

@@ -13,7 +13,7 @@ import traceback
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -61,8 +61,7 @@ class Layout(NamedTuple):
         return memory.view(self.dtype).as_strided(self.shape, self.strides)
 
 
-@dataclass(frozen=True)
-class SharedInputs:
+class SharedInputs(NamedTuple):
     """Inputs in a shared buffer, as a worker sends them: by the buffer's number."""
 
     pool: int
@@ -71,26 +70,13 @@ class SharedInputs:
     layout: Layout
     memory: Tensor | None  # of the buffer, when it is sent for the first time
 
-    def tensor(self, *, is_pinned: bool = False) -> Tensor:
-        """The inputs, in the main process.
-
-        Args:
-            is_pinned: Copy them to page-locked memory; without it they stay where they are.
-        """
-        return _POOLS[self.pool].tensor(self, is_pinned=is_pinned)
-
 
 class WorkerBuffers:
-    """Reusable batch buffers of one worker, in shared memory.
-
-    Args:
-        in_use: Bytes that say which buffers the main process still uses.
-        pool: Number of its ``BufferPool``.
-        worker: Number of this worker.
-    """
+    """Reusable batch buffers of one worker, in shared memory."""
 
     def __init__(self, in_use: Tensor, *, pool: int, worker: int) -> None:
-        self._in_use, self._pool, self._worker = in_use, pool, worker
+        self._in_use = in_use  # bytes that say which buffers the main process still uses
+        self._pool, self._worker = pool, worker  # numbers
         self._buffers: dict[int, Tensor] = {}
 
     def reserve(self, layout: Layout) -> tuple[Tensor, SharedInputs | None]:
@@ -102,17 +88,14 @@ class WorkerBuffers:
         for buffer, in_use in enumerate(self._in_use[self._worker].tolist()):
             if not in_use:
                 self._in_use[self._worker, buffer] = 1
-                return self._filled(buffer, layout)
+                memory = self._buffers.get(buffer)
+                is_new = memory is None or len(memory) < layout.num_bytes
+                if memory is None or is_new:
+                    memory = self._buffers[buffer] = _shared(layout.num_bytes)
+                sent = memory if is_new else None
+                inputs = SharedInputs(self._pool, self._worker, buffer, layout, sent)
+                return layout.on(memory), inputs
         return layout.on(_shared(layout.num_bytes)), None
-
-    def _filled(self, buffer: int, layout: Layout) -> tuple[Tensor, SharedInputs]:
-        memory = self._buffers.get(buffer)
-        is_new = memory is None or len(memory) < layout.num_bytes
-        if memory is None or is_new:
-            memory = self._buffers[buffer] = _shared(layout.num_bytes)
-        sent = memory if is_new else None
-        inputs = SharedInputs(self._pool, self._worker, buffer, layout, sent)
-        return layout.on(memory), inputs
 
 
 def _shared(num_bytes: int) -> Tensor:
@@ -121,14 +104,7 @@ def _shared(num_bytes: int) -> Tensor:
 
 
 class BufferPool:
-    """The buffers of all workers, in the main process.
-
-    A buffer is free again when the last tensor on it is gone.
-
-    Args:
-        num_workers: Processes that fill buffers.
-        num_buffers: Of each of them.
-    """
+    """The buffers of all workers, in the main process; one is free when no tensor is on it."""
 
     def __init__(self, num_workers: int, num_buffers: int) -> None:
         self.in_use = torch.zeros(num_workers, num_buffers, dtype=torch.uint8).share_memory_()
@@ -136,8 +112,8 @@ class BufferPool:
         self._buffers: dict[tuple[int, int], Tensor] = {}
         _POOLS[self.number] = self
 
-    def tensor(self, inputs: SharedInputs, *, is_pinned: bool) -> Tensor:
-        """See ``SharedInputs``."""
+    def tensor(self, inputs: SharedInputs, *, is_pinned: bool = False) -> Tensor:
+        """The inputs, where they are or, if pinned, copied to page-locked memory."""
         place = (inputs.worker, inputs.buffer)
         if inputs.memory is not None:
             self._buffers[place] = inputs.memory
@@ -212,7 +188,7 @@ class _Sent:
         """The batch, in the main process."""
         labels = torch.tensor(self.labels, dtype=torch.int64, pin_memory=is_pinned)
         if isinstance(self.inputs, SharedInputs):
-            inputs = self.inputs.tensor(is_pinned=is_pinned)
+            inputs = _POOLS[self.inputs.pool].tensor(self.inputs, is_pinned=is_pinned)
         else:
             inputs = self.inputs.pin_memory() if is_pinned else self.inputs
         rows = inputs[: len(labels)]
@@ -238,9 +214,8 @@ class _Rows:
         if given.shape != self._shape or given.dtype != self._dtype:
             name, first = map(self._dataset.sample_id, (sample.index, self._indices[0]))
             raise DataError(
-                f"sample {name!r} has shape {list(given.shape)} and {first!r} has "
-                f"{list(self._shape)} ({given.dtype} and {self._dtype}); bring inputs to one shape "
-                "and type when reading"
+                f"sample {name!r} is {given.dtype} {list(given.shape)} and {first!r} is "
+                f"{self._dtype} {list(self._shape)}; bring inputs to one shape and type"
             )
         self._array[len(self._indices)] = given  # NumPy copies small arrays faster than PyTorch
         self._indices.append(sample.index)
@@ -252,10 +227,8 @@ class _Rows:
     ) -> None:
         """Copy all samples at once."""
         if not len(inputs) == len(labels) == len(indices):
-            raise DataError(
-                f"read_many gave {len(inputs)} inputs and {len(labels)} labels for {len(indices)} "
-                "samples; give one of each"
-            )
+            found = f"{len(inputs)} inputs and {len(labels)} labels for {len(indices)} samples"
+            raise DataError(f"read_many gave {found}; give one of each")
         bad = np.flatnonzero((labels < 0) | (labels >= self._dataset.num_classes))
         if bad.size:
             check_label(self._dataset, int(indices[bad[0]]), int(labels[bad[0]]))
@@ -331,10 +304,8 @@ class BatchStream(Iterator[Batch]):
         try:
             sent = next(self._batches)
         except RuntimeError as error:  # a worker was killed, or is later than timeout_s
-            raise DataError(
-                f"the workers that read data stopped: {error}; look for a lack of memory, or set "
-                "num_workers=0 to see it happen in this process"
-            ) from error
+            remedy = "look for a lack of memory, or set num_workers=0"
+            raise DataError(f"the workers that read data stopped: {error}; {remedy}") from error
         if isinstance(sent, _Failure):
             raise DataError(f"cannot read {sent.summary}") from WorkerTraceback(sent.trace)
         batch = sent.received() if isinstance(sent, _Sent) else sent
@@ -348,12 +319,7 @@ class BatchStream(Iterator[Batch]):
     def __enter__(self) -> BatchStream:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
@@ -371,37 +337,16 @@ def build_loader(
     prefetch: int = 2,
     timeout_s: float = 0.0,
 ) -> BatchStream:
-    """Batches of one rank from a step on.
+    """Batches of one rank from a step on, to ``stop_step`` or without an end.
 
     What is read depends on the dataset, the order and the step; not on ``num_workers``, on where
-    the stream was started, or, once the ranks' parts are joined, on ``world``.
-
-    Args:
-        dataset: Samples by index; with workers it is copied into each.
-        order: Which samples each step holds.
-        start_step: First step to read, counted through all epochs.
-        stop_step: The step before which to stop; without it the stream does not end.
-        rank: This rank.
-        world: Number of ranks.
-        num_workers: Processes that read ahead; zero reads in this process.
-        budget: Counts corrupt samples and stops above its limit; without it any number is replaced.
-        pin_memory: Put batches in page-locked memory, for faster copies to a GPU.
-        prefetch: Batches that each worker reads ahead.
-        timeout_s: Raise when workers need longer than this for a batch; zero waits for ever.
-
-    Examples:
-        >>> from qmargin.data.synthetic import SyntheticIdentities
-        >>> dataset = SyntheticIdentities(5, 4, shape=(3,))
-        >>> order = GlobalOrder(len(dataset), seed=0, batch_size=8)
-        >>> with build_loader(dataset, order, start_step=1, stop_step=3) as stream:
-        ...     [(batch.step, batch.epoch, list(batch.inputs.shape)) for batch in stream]
-        [(1, 0, [8, 3]), (2, 1, [8, 3])]
+    the stream was started, or, once the ranks' parts are joined, on ``world``. Workers get a copy
+    of the dataset and read ``prefetch`` batches ahead; one that needs longer than ``timeout_s``
+    raises. Without a budget, any number of corrupt samples is replaced.
     """
     if order.n != len(dataset):
-        raise ConfigError(
-            f"the order is of {order.n} samples and the dataset has {len(dataset)}; "
-            "build the order with n=len(dataset)"
-        )
+        found = f"the order is of {order.n} samples and the dataset has {len(dataset)}"
+        raise ConfigError(f"{found}; build the order with n=len(dataset)")
     check_count(num_workers, "num_workers")
     order.part(start_step, rank=rank, world=world)  # raises for a bad step, rank or world here
     steps = range(start_step, sys.maxsize if stop_step is None else stop_step)
@@ -416,17 +361,16 @@ def build_loader(
         batch_size=None,
         sampler=steps,
         num_workers=num_workers,
-        collate_fn=_as_it_is,
+        collate_fn=_unchanged,
         worker_init_fn=_WorkerStart(pool.in_use, pool.number),
         pin_memory=pin_memory,
         generator=torch.Generator(),  # leaves the state of the global one alone
         **options,
     )
-    budget = CorruptBudget(None) if budget is None else budget
-    return BatchStream(iter(loader), pool, budget)
+    return BatchStream(iter(loader), pool, budget or CorruptBudget(None))
 
 
-def _as_it_is(batch: Any) -> Any:
+def _unchanged(batch: Any) -> Any:
     return batch
 
 

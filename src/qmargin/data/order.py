@@ -1,8 +1,7 @@
 """The order of samples: a function of seed, epoch and position, and of nothing else.
 
-No shuffled list is ever stored. A keyed permutation answers "which sample comes at position i"
-directly, so that any number of ranks and workers, and a run restarted in the middle of an epoch,
-read the same samples in the same order.
+A keyed permutation answers "which sample comes at position i", so that any number of ranks and
+workers, and a run restarted in the middle of an epoch, read the same samples in the same order.
 """
 
 from __future__ import annotations
@@ -22,36 +21,34 @@ MOST_SAMPLES = 1 << 36  # of computed data: half a terabyte of labels
 _ROUNDS = 16  # fewer leave the orders of five or six samples visibly uneven
 _BLOCK = 1 << 14  # positions mapped at once: a few arrays of this size stay in the cache
 _SHIFT = np.uint64(32)
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_FIRST_FACTOR = np.uint64(0xBF58476D1CE4E5B9)  # the two factors of the splitmix64 finaliser
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_FIRST_FACTOR = np.uint64(0xBF58476D1CE4E5B9)  # with the step above, of splitmix64
 _SECOND_FACTOR = np.uint64(0x94D049BB133111EB)
 
 
 def derived_seed(*parts: int) -> int:
-    """A seed in ``[0, 2**63)`` that depends on every part, the same on every machine.
-
-    Examples:
-        >>> len({derived_seed(0, 1, 2), derived_seed(0, 1, 2), derived_seed(2, 1, 0)})
-        2
-    """
+    """A seed in ``[0, 2**63)`` that depends on every part, the same on every machine."""
     text = ",".join(map(str, map(int, parts))).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
 
+def mixed(keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """A hash of each key: the finaliser of splitmix64, a permutation of 64-bit numbers."""
+    mixed = keys ^ (keys >> np.uint64(30))
+    mixed *= _FIRST_FACTOR
+    mixed ^= mixed >> np.uint64(27)
+    mixed *= _SECOND_FACTOR
+    mixed ^= mixed >> np.uint64(31)
+    return mixed
+
+
 def sample_seeds(seed: int, epoch: int, samples: NDArray[np.int64]) -> list[int]:
-    """Seeds of the readings of samples in an epoch, each in ``[0, 2**63)``.
+    """Seeds in ``[0, 2**63)`` of the readings of samples in an epoch.
 
     All at once, because ``derived_seed`` of each would take a few percent of the time of decoding.
-
-    Examples:
-        >>> first, second = sample_seeds(0, 3, np.array([7, 8]))
-        >>> sample_seeds(0, 3, np.array([8])) == [second], first != second
-        (True, True)
     """
-    mixed = samples.astype(np.uint64) * _GOLDEN + np.uint64(derived_seed(seed, epoch))
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * _FIRST_FACTOR
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * _SECOND_FACTOR
-    found: list[int] = ((mixed ^ (mixed >> np.uint64(31))) >> np.uint64(1)).tolist()
+    keys = samples.astype(np.uint64) * GOLDEN + np.uint64(derived_seed(seed, epoch))
+    found: list[int] = (mixed(keys) >> np.uint64(1)).tolist()
     return found
 
 
@@ -64,12 +61,9 @@ def check_count(value: object, name: str, *, low: int = 0) -> int:
 
 def check_samples(num_classes: int, samples_per_class: int) -> None:
     """Refuse more computed samples than there can be labels for."""
-    total = num_classes * samples_per_class
-    if total > MOST_SAMPLES:
-        raise ConfigError(
-            f"num_classes is {num_classes} and samples_per_class {samples_per_class}, {total} "
-            f"samples; at most {MOST_SAMPLES} are possible, lower one of them"
-        )
+    if num_classes * samples_per_class > MOST_SAMPLES:
+        given = f"num_classes is {num_classes} and samples_per_class {samples_per_class}"
+        raise ConfigError(f"{given}; at most {MOST_SAMPLES} samples are possible, lower one")
 
 
 class KeyedPermutation:
@@ -78,19 +72,7 @@ class KeyedPermutation:
     An index is split into a row and a column of a grid with at least ``n`` cells. Each round shifts
     one of the two by a keyed hash of the other (a Feistel network with addition in place of XOR),
     which can be undone, so the cells are permuted. A cell past ``n`` is mapped again until it falls
-    inside; the grid has at most ``sqrt(n)`` such cells.
-
-    Args:
-        n: Number of samples, at least 1.
-        seed: Any integer.
-        epoch: Any integer; another epoch is another permutation.
-
-    Examples:
-        >>> order = KeyedPermutation(6, seed=0, epoch=0)
-        >>> sorted(order[position] for position in range(6))
-        [0, 1, 2, 3, 4, 5]
-        >>> order[np.arange(6)].tolist() == [order[position] for position in range(6)]
-        True
+    inside; the grid has at most ``sqrt(n)`` such cells. Seed and epoch may be any integers.
     """
 
     def __init__(self, n: int, seed: int, epoch: int) -> None:
@@ -101,9 +83,6 @@ class KeyedPermutation:
         self._columns = np.uint64(num_columns)
         self._rows = np.uint64(-(-self.n // num_columns))
         self._keys = [np.uint64(derived_seed(self.n, seed, epoch, turn)) for turn in range(_ROUNDS)]
-
-    def __len__(self) -> int:
-        return self.n
 
     @overload
     def __getitem__(self, position: int) -> int: ...
@@ -119,15 +98,11 @@ class KeyedPermutation:
         cells = positions.astype(np.uint64).ravel()
         for start in range(0, cells.size, _BLOCK):
             block = cells[start : start + _BLOCK]
-            block[:] = self._shuffled(block)
+            block[:] = self._mapped(block)
+            while (outside := np.flatnonzero(block >= np.uint64(self.n))).size:
+                block[outside] = self._mapped(block[outside])
         samples: NDArray[np.int64] = cells.astype(np.int64).reshape(positions.shape)
         return samples if isinstance(position, np.ndarray) else int(samples)
-
-    def _shuffled(self, cells: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        mapped = self._mapped(cells)
-        while (outside := np.flatnonzero(mapped >= np.uint64(self.n))).size:
-            mapped[outside] = self._mapped(mapped[outside])
-        return mapped
 
     def _mapped(self, cells: NDArray[np.uint64]) -> NDArray[np.uint64]:
         """One pass through all rounds: a permutation of the cells of the grid."""
@@ -163,35 +138,25 @@ class GlobalOrder:
     of the ranks they are the global batch, for any number of ranks. Where the batch does not divide
     evenly, the first ranks have one sample more; a rank may have none.
 
-    Args:
-        n: Number of samples.
-        seed: Any integer.
-        batch_size: Samples of one step over all ranks.
-        drop_last: Leave the incomplete batch at the end of an epoch out. The samples in it differ
-            from epoch to epoch.
+    Without ``drop_last``, the incomplete batch at the end of an epoch is read as well.
 
     Examples:
         >>> order = GlobalOrder(10, seed=0, batch_size=4)
         >>> order.steps_per_epoch, order.epoch_of(5), len(order.batch(5))
         (2, 2, 4)
-        >>> parts = [order.part(5, rank=rank, world=3).tolist() for rank in range(3)]
-        >>> sum(parts, []) == order.batch(5).tolist(), [len(part) for part in parts]
-        (True, [2, 1, 1])
     """
 
     n: int
     seed: int
-    batch_size: int
+    batch_size: int  # samples of one step over all ranks
     drop_last: bool = True
 
     def __post_init__(self) -> None:
         check_count(self.n, "the number of samples", low=1)
         check_count(self.batch_size, "batch_size", low=1)
         if self.drop_last and self.batch_size > self.n:
-            raise ConfigError(
-                f"batch_size is {self.batch_size} and there are {self.n} samples, so no batch is "
-                "complete; lower batch_size or set drop_last=False"
-            )
+            given = f"batch_size is {self.batch_size} and there are {self.n} samples"
+            raise ConfigError(f"{given}; lower batch_size or set drop_last=False")
 
     @property
     def steps_per_epoch(self) -> int:

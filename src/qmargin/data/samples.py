@@ -18,7 +18,6 @@ MAX_ATTEMPTS = 32
 _CHUNK = 1 << 20
 _log = logging.getLogger("qmargin.data")
 
-
 Input: TypeAlias = Tensor | NDArray[Any]
 """Of one sample. Arrays are a little faster to put into a batch."""
 
@@ -39,12 +38,9 @@ class Dataset(Protocol):
     def __len__(self) -> int: ...
 
     def read(self, index: int, seed: int) -> tuple[Input, int]:
-        """The sample's input and label; its augmentation is drawn from ``seed`` and nothing else.
+        """The sample's input and label, or ``CorruptSample`` if its bytes are damaged.
 
-        The input is only looked at: it may be read-only.
-
-        Raises:
-            CorruptSample: The sample's bytes are damaged or not what they should be.
+        Its augmentation is drawn from ``seed`` and nothing else. The input may be read-only.
         """
         ...
 
@@ -87,31 +83,34 @@ def check_labels(dataset: Dataset) -> None:
         return
     labels = np.asarray(labels)
     if labels.shape != (len(dataset),):
-        raise DataError(
-            f"there are labels of shape {list(labels.shape)} for {len(dataset)} samples; "
-            "one label per sample is needed"
-        )
+        found = f"there are labels of shape {list(labels.shape)} for {len(dataset)} samples"
+        raise DataError(f"{found}; one label per sample is needed")
     if labels.dtype.kind not in "iuf":
         raise DataError(f"labels have dtype {labels.dtype}; they must be integers")
     first, count = -1, 0
     for start in range(0, len(labels), _CHUNK):
-        bad = np.flatnonzero(_is_bad(labels[start : start + _CHUNK], dataset.num_classes))
+        block = labels[start : start + _CHUNK]
+        is_good = (block >= 0) & (block < dataset.num_classes) & (block == np.floor(block))
+        bad = np.flatnonzero(~is_good)  # NaN is not good
         if count == 0 and bad.size:
             first = start + int(bad[0])
         count += bad.size
     if count:
         raise DataError(
-            f"{dataset.source(first)}: label {labels[first]} of sample "
-            f"{dataset.sample_id(first)!r} is not an integer in [0, {dataset.num_classes}) "
-            f"({count} of {len(labels)} labels are not); correct the list or the number of classes"
+            f"{_bad_label(dataset, first, labels[first])} ({count} of {len(labels)} labels are "
+            "not); correct the list or the number of classes"
         )
 
 
-def _is_bad(labels: NDArray[Any], num_classes: int) -> NDArray[np.bool_]:
-    bad = ~((labels >= 0) & (labels < num_classes))  # NaN is neither
-    if labels.dtype.kind == "f":
-        bad |= labels != np.floor(labels)
-    return bad
+def check_label(dataset: Dataset, index: int, label: int) -> None:
+    """Raise ``DataError`` unless the label of a sample that was read is one."""
+    if label != int(label) or not 0 <= label < dataset.num_classes:
+        raise DataError(_bad_label(dataset, index, label))
+
+
+def _bad_label(dataset: Dataset, index: int, label: Any) -> str:
+    where = f"{dataset.source(index)}: label {label} of sample {dataset.sample_id(index)!r}"
+    return f"{where} is not an integer in [0, {dataset.num_classes})"
 
 
 @dataclass(frozen=True)
@@ -134,41 +133,30 @@ class Sample:
 
 
 def read_sample(dataset: Dataset, index: int, *, seed: int, epoch: int) -> Sample:
-    """Read a sample, or, where it is corrupt, another that depends only on seed, epoch and index.
-
-    Raises:
-        DataError: The label is out of range, or too many replacements were corrupt themselves.
-    """
+    """Read a sample, or, if it is corrupt, another that depends only on seed, epoch and index."""
     return read_seeded(dataset, index, sample_seeds(seed, epoch, np.array([index]))[0])
 
 
 def read_seeded(dataset: Dataset, index: int, seed: int) -> Sample:
-    """Read a sample as ``read_sample`` does, given the seed of this one reading."""
+    """Read a sample as ``read_sample`` does, given the seed of this one reading.
+
+    ``DataError`` for a label out of range, or if too many replacements are corrupt themselves.
+    """
     replaced: list[Replacement] = []
     place = index
-    while True:
+    while len(replaced) < MAX_ATTEMPTS:
         try:
             inputs, label = dataset.read(place, seed)
         except CorruptSample as error:
             replaced.append(Replacement(place, dataset.sample_id(place), str(error)))
+            place = derived_seed(seed, len(replaced)) % len(dataset)
         else:
             check_label(dataset, place, label)
             return Sample(place, inputs, int(label), tuple(replaced))
-        if len(replaced) == MAX_ATTEMPTS:
-            raise DataError(
-                f"sample {dataset.sample_id(index)!r} and {MAX_ATTEMPTS - 1} drawn in its place "
-                f"are all corrupt, the last because: {replaced[-1].reason}; check the data"
-            )
-        place = derived_seed(seed, len(replaced)) % len(dataset)
-
-
-def check_label(dataset: Dataset, index: int, label: int) -> None:
-    """Raise ``DataError`` unless the label of a sample that was read is one."""
-    if label != int(label) or not 0 <= label < dataset.num_classes:
-        raise DataError(
-            f"{dataset.source(index)}: label {label} of sample {dataset.sample_id(index)!r} is not "
-            f"an integer in [0, {dataset.num_classes})"
-        )
+    raise DataError(
+        f"sample {dataset.sample_id(index)!r} and {MAX_ATTEMPTS - 1} drawn in its place are all "
+        f"corrupt, the last because: {replaced[-1].reason}; check the data"
+    )
 
 
 class CorruptBudget:
@@ -178,19 +166,7 @@ class CorruptBudget:
     same number for any number of ranks. A loader checks what its own rank met; a loop over several
     ranks adds the counts up and passes the sum to ``check``.
 
-    Args:
-        limit: Corrupt samples allowed in one epoch, or ``None`` for any number.
-        epoch: Epoch that ``count`` belongs to, for a run that starts in its middle.
-        count: Corrupt samples met in that epoch before.
-
-    Examples:
-        >>> budget = CorruptBudget(limit=1)
-        >>> budget.add(0, [Replacement(7, "a.jpg", "zero bytes")])
-        >>> budget.count
-        1
-        >>> budget.add(1, [])
-        >>> budget.epoch, budget.count
-        (1, 0)
+    A run that starts in the middle of an epoch gives that epoch, and its count so far.
     """
 
     def __init__(self, limit: int | None, *, epoch: int = 0, count: int = 0) -> None:

@@ -1,7 +1,7 @@
 """Stroke identities: synthetic open-set images for the demo, tests and experiments of scale.
 
-An identity is a number that draws a small program of pen strokes. A sample is that program drawn
-by another hand. Nothing is stored: two million identities cost as much as two.
+An identity is a number that draws a small program of pen strokes. A sample is a random distortion
+of its identity's drawing. Nothing is stored: two million identities cost as much as two.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from qmargin.data.order import check_count, derived_seed
+from qmargin.data.order import GOLDEN, check_count, derived_seed, mixed
 from qmargin.data.synthetic import SyntheticDataset
 from qmargin.errors import ConfigError, ShapeError
 
@@ -26,38 +26,17 @@ Keys = NDArray[np.uint64]
 Floats = NDArray[np.float32]
 NUM_CONTROLS = 4  # control points of a stroke: a cubic spline
 NUM_STEPS = 16  # places at which the pen touches the paper along a stroke
-
-_STEP = np.uint64(0x9E3779B97F4A7C15)  # of the splitmix64 generator, with the factors of its mix
-_FIRST_FACTOR = np.uint64(0xBF58476D1CE4E5B9)
-_SECOND_FACTOR = np.uint64(0x94D049BB133111EB)
 _HALVES_STD = 65536.0 * (4.0 / 12.0) ** 0.5  # of the sum of four uniform 16-bit numbers
 
 
-def mixed(keys: Keys) -> Keys:
-    """A hash of each key: the finaliser of splitmix64, a permutation of 64-bit numbers."""
-    mixed = keys ^ (keys >> np.uint64(30))
-    mixed *= _FIRST_FACTOR
-    mixed ^= mixed >> np.uint64(27)
-    mixed *= _SECOND_FACTOR
-    mixed ^= mixed >> np.uint64(31)
-    return mixed
-
-
 def joined_keys(keys: Keys, numbers: NDArray[np.integer]) -> Keys:
-    """A key for each pair of a key and a number, ``[n]``.
-
-    Examples:
-        >>> keys = joined_keys(np.zeros(3, np.uint64), np.arange(3))
-        >>> len(set(keys.tolist()))
-        3
-    """
-    return mixed(keys + mixed((numbers.astype(np.uint64) + np.uint64(1)) * _STEP))
+    """A key for each pair of a key and a number, ``[n]``."""
+    return mixed(keys + mixed((numbers.astype(np.uint64) + np.uint64(1)) * GOLDEN))
 
 
 def _draws(keys: Keys, count: int) -> Keys:
     """``count`` hashes of every key, ``[n, count]``."""
-    counters = np.arange(1, count + 1, dtype=np.uint64) * _STEP
-    return mixed(keys[:, None] + counters)
+    return mixed(keys[:, None] + np.arange(1, count + 1, dtype=np.uint64) * GOLDEN)
 
 
 def uniforms(keys: Keys, count: int) -> Floats:
@@ -68,12 +47,7 @@ def uniforms(keys: Keys, count: int) -> Floats:
 def normals(keys: Keys, count: int) -> Floats:
     """Numbers of mean 0 and deviation 1 that never exceed 3.5, ``[n, count]``.
 
-    The sum of four uniform numbers: no hand errs without limit, and no logarithm is taken.
-
-    Examples:
-        >>> values = normals(np.arange(4, dtype=np.uint64), 10_000)
-        >>> abs(round(float(values.mean()), 1)), round(float(values.std()), 1)
-        (0.0, 1.0)
+    The sum of four uniform numbers: no distortion is without limit, and no logarithm is taken.
     """
     halves = _draws(keys, count).view(np.uint16).reshape(len(keys), count, 4)
     sums = halves.sum(axis=2, dtype=np.int32)
@@ -105,16 +79,7 @@ def _spline() -> Floats:
 
 
 def along(controls: Floats) -> Floats:
-    """Points of splines through control points, ``[..., NUM_STEPS, 2]``.
-
-    Args:
-        controls: ``[..., NUM_CONTROLS, 2]``.
-
-    Examples:
-        >>> line = along(np.array([[0, 0], [1, 1], [2, 2], [3, 3]], dtype=np.float32))
-        >>> line.shape, line[0].tolist(), line[-1].tolist()
-        ((16, 2), [0.0, 0.0], [3.0, 3.0])
-    """
+    """Points ``[..., NUM_STEPS, 2]`` of splines through ``[..., NUM_CONTROLS, 2]``."""
     weights = _spline()[:, :, None]
     points = weights[:, 0] * controls[..., None, 0, :]
     for index in range(1, NUM_CONTROLS):
@@ -128,11 +93,8 @@ def inked(points: Floats, widths: Floats, amounts: Floats, *, size: int) -> Floa
     A touch leaves a Gaussian spot, which is a product of one factor per row and one per column; so
     a picture is the product of two small matrices. Paper takes up no more than full ink.
 
-    Args:
-        points: ``[n, P, 2]`` places (across, down); the paper is the square from -1 to 1.
-        widths: ``[n]`` deviation of a spot in pixels.
-        amounts: ``[n, P]`` ink of each touch; 0 where the pen is lifted.
-        size: Pixels of a side.
+    Points ``[n, P, 2]`` are (across, down) on paper from -1 to 1; widths ``[n]`` are deviations of
+    a spot in pixels; amounts ``[n, P]`` are the ink of each touch, 0 where the pen is lifted.
     """
     pixels = np.arange(size, dtype=np.float32)
     factor = (np.float32(1.0) / widths)[:, None, None]
@@ -164,8 +126,8 @@ SHORTEST, LONGEST = 0.2, 0.65  # from one control point to the next
 BEND = 4.0  # radians that a stroke may turn at a control point, from one side to the other
 GOES_ON = 0.4  # of strokes, starting where the last one ended
 
-# How far hands differ at difficulty 1, in deviations of a bell curve. Chosen on validation
-# identities: the demo's network has an equal error rate of a few percent.
+# Distortions at difficulty 1, in deviations of a bell curve. Chosen on validation identities: the
+# demo's network has an equal error rate of a few percent.
 JITTER = 0.075  # of a control point
 TURN = 0.09  # radians
 SLANT = 0.11  # sideways per upwards
@@ -184,11 +146,11 @@ _NUM_SHAPE = MOST_STROKES * NUM_CONTROLS * 2
 
 @dataclass(frozen=True)
 class StrokeIdentities(SyntheticDataset):
-    """Images of pen strokes; the identity is in the strokes, everything else is the hand.
+    """Images of pen strokes; the strokes are the identity, everything else is distortion.
 
-    A hand moves control points, slants, turns and stretches the whole, presses more or less, uses a
-    thicker or thinner pen, lifts it for a moment, and leaves a noisy picture. Identities of the
-    three splits are disjoint. All of it is synthetic: it says nothing about faces or voices.
+    A distortion moves control points, slants, turns and stretches the whole, changes pressure and
+    width of the pen, lifts it for a moment, and adds noise. Identities of the three splits are
+    disjoint. All of it is synthetic: it says nothing about faces or voices.
 
     Args:
         num_classes: Number of identities, at most ``SPLIT_SIZE``.
@@ -197,7 +159,7 @@ class StrokeIdentities(SyntheticDataset):
         size: Pixels of a side.
         seed: Another seed is another world of identities.
         split: ``"train"``, ``"validation"`` or ``"test"``.
-        difficulty: Multiplies every way in which hands differ; 0 is a printing press.
+        difficulty: Multiplies every distortion; 0 for none.
         shift: Pixels by which a reading may move a sample, as augmentations do; 0 for none.
         in_memory: Draw all samples at the first reading and keep them.
 
@@ -227,9 +189,7 @@ class StrokeIdentities(SyntheticDataset):
         check_count(self.size, "size", low=8)
         check_count(self.shift, "shift")
         if self.num_classes > SPLIT_SIZE:
-            raise ConfigError(
-                f"num_classes is {self.num_classes}; at most {SPLIT_SIZE} fit a split"
-            )
+            raise ConfigError(f"num_classes is {self.num_classes}; a split has {SPLIT_SIZE}")
         if self.split not in SPLITS:
             raise ConfigError(f"split is {self.split!r}; give one of {', '.join(SPLITS)}")
         if not 0.0 <= self.difficulty < math.inf:
@@ -247,7 +207,9 @@ class StrokeIdentities(SyntheticDataset):
         self, indices: NDArray[np.integer], seeds: Sequence[int]
     ) -> tuple[NDArray[np.float32], NDArray[np.integer]]:
         """What ``read`` gives for each of some samples, ``[n, 1, size, size]`` and ``[n]``."""
-        pictures = self._stored()[indices] if self.in_memory else self.images(indices)
+        if self.in_memory and "images" not in self._kept:
+            self._kept["images"] = self.images(np.arange(len(self)))
+        pictures = self._kept["images"][indices] if self.in_memory else self.images(indices)
         return as_inputs(pictures, self.shift, seeds), indices // self.samples_per_class
 
     def images(self, indices: NDArray[np.integer]) -> NDArray[np.uint8]:
@@ -266,18 +228,11 @@ class StrokeIdentities(SyntheticDataset):
         pictures = np.load(file, mmap_mode="r")
         wanted = (len(self), self.size, self.size)
         if pictures.shape != wanted or pictures.dtype != np.uint8:
-            raise ShapeError(
-                f"{file} has {pictures.dtype} of shape {list(pictures.shape)}; these identities "
-                f"need uint8 {list(wanted)}: remove the file"
-            )
+            found = f"{file} has {pictures.dtype} {list(pictures.shape)}"
+            raise ShapeError(f"{found}; uint8 {list(wanted)} is needed: remove the file")
         kept = replace(self, in_memory=True)
         kept._kept["images"] = pictures
         return kept
-
-    def _stored(self) -> NDArray[np.uint8]:
-        if "images" not in self._kept:
-            self._kept["images"] = self.images(np.arange(len(self)))
-        return self._kept["images"]
 
     def _drawn(self, indices: NDArray[np.integer]) -> NDArray[np.uint8]:
         """Some samples; each depends on its identity, its number and the seed alone."""
@@ -285,12 +240,14 @@ class StrokeIdentities(SyntheticDataset):
         identities += SPLIT_SIZE * SPLITS.index(self.split)
         worlds = np.full(len(indices), derived_seed(self.seed), dtype=np.uint64)
         programs = joined_keys(worlds, identities)
-        hands = joined_keys(programs, numbers)
-        controls, has_ink = _program(programs)
-        points, widths, amounts = _by_hand(controls, has_ink, hands, self.difficulty)
+        keys = joined_keys(programs, numbers)
+        points, widths, amounts = _distorted(*_program(programs), keys, self.difficulty)
         widths = widths * np.float32(self.size / 32)
-        pictures = inked(points, widths, amounts, size=self.size)
-        return _developed(pictures, hands, self.difficulty)
+        pictures = inked(points, widths, amounts, size=self.size) * np.float32(255.0)
+        grain = normals(joined_keys(keys, np.ones(1, np.int64)), self.size * self.size)
+        pictures += grain.reshape(pictures.shape) * np.float32(255.0 * NOISE * self.difficulty)
+        np.clip(np.rint(pictures, out=pictures), 0.0, 255.0, out=pictures)
+        return pictures.astype(np.uint8)
 
 
 def _program(keys: Keys) -> tuple[Floats, NDArray[np.bool_]]:
@@ -300,23 +257,22 @@ def _program(keys: Keys) -> tuple[Floats, NDArray[np.bool_]]:
     numbers = FEWEST_STROKES + (draws[:, 0] * np.float32(choices)).astype(np.int64)
     draws = draws[:, 1:].reshape(len(keys), MOST_STROKES, -1)
     goes_on, starts = draws[:, :, :1] < np.float32(GOES_ON), draws[:, :, 1:3]
+    reach = np.float32(REACH)
     controls = np.empty((len(keys), MOST_STROKES, NUM_CONTROLS, 2), dtype=np.float32)
-    controls[:, :, 0] = (starts * np.float32(2.0) - np.float32(1.0)) * np.float32(REACH)
+    controls[:, :, 0] = (starts * np.float32(2.0) - np.float32(1.0)) * reach
     controls[:, :, 1:] = _walks(draws[:, :, 3:])
     for stroke in range(MOST_STROKES):
         if stroke:  # the pen may not have been lifted since the last one
             end = controls[:, stroke - 1, -1]
             controls[:, stroke, 0] = np.where(goes_on[:, stroke], end, controls[:, stroke, 0])
         controls[:, stroke, 1:] += controls[:, stroke, :1]
-    return _folded(controls), np.arange(MOST_STROKES) < numbers[:, None]
+    # What went past an edge is mirrored at it.
+    folded: Floats = reach - np.abs(np.mod(controls + reach, 4 * reach) - 2 * reach)
+    return folded, np.arange(MOST_STROKES) < numbers[:, None]
 
 
 def _walks(draws: Floats) -> Floats:
-    """Ways from the first control point to the others, ``[n, strokes, NUM_CONTROLS - 1, 2]``.
-
-    Args:
-        draws: ``[n, strokes, 2 * (NUM_CONTROLS - 1)]`` in [0, 1).
-    """
+    """Ways from the first control point to the others, ``[n, strokes, NUM_CONTROLS - 1, 2]``."""
     turns, lengths = np.split(draws, 2, axis=2)
     turns = (turns - np.float32(0.5)) * np.float32(BEND)
     turns[:, :, 0] *= np.float32(2.0 * math.pi / BEND)  # the first step goes anywhere
@@ -328,20 +284,12 @@ def _walks(draws: Floats) -> Floats:
     return np.cumsum(steps, axis=2)
 
 
-def _folded(places: Floats) -> Floats:
-    """Places that went past an edge, mirrored at it."""
-    reach = np.float32(REACH)
-    turned = np.mod(places + reach, 4 * reach) - 2 * reach
-    folded: Floats = reach - np.abs(turned)
-    return folded
-
-
-def _by_hand(
+def _distorted(
     controls: Floats, has_ink: NDArray[np.bool_], keys: Keys, difficulty: float
 ) -> tuple[Floats, Floats, Floats]:
-    """Points, widths and ink of programs as some hands draw them."""
-    n, amount = len(keys), np.float32(difficulty)
-    noise = normals(keys, _NUM_SHAPE + 8 + MOST_STROKES) * amount
+    """Points, widths and ink of programs, each with the distortion of its key."""
+    n = len(keys)
+    noise = normals(keys, _NUM_SHAPE + 8 + MOST_STROKES) * np.float32(difficulty)
     jitter = noise[:, :_NUM_SHAPE].reshape(controls.shape)
     whole, per_stroke = noise[:, _NUM_SHAPE : _NUM_SHAPE + 8], noise[:, _NUM_SHAPE + 8 :]
     points = along(controls + np.float32(JITTER) * jitter)  # [n, strokes, NUM_STEPS, 2]
@@ -349,9 +297,8 @@ def _by_hand(
     points += np.float32(MOVE) * whole[:, None, 4:6]
     widths = np.float32(WIDTH) * np.exp(np.float32(WIDTH_SPREAD) * whole[:, 6])
     pressure = np.exp(np.float32(PRESSURE_SPREAD) * (whole[:, 7:8] + per_stroke))
-    lifted = _lifted(keys, difficulty)  # [n, strokes, NUM_STEPS]
     amounts = np.where(has_ink, pressure, np.float32(0.0))[:, :, None] * np.float32(INK)
-    amounts = np.where(lifted, np.float32(0.0), amounts)
+    amounts = np.where(_lifted(keys, difficulty), np.float32(0.0), amounts)
     return points, widths, amounts.reshape(n, MOST_STROKES * NUM_STEPS)
 
 
@@ -380,16 +327,6 @@ def _lifted(keys: Keys, difficulty: float) -> NDArray[np.bool_]:
     length = draws[:, 2] * np.float32(LIFT_LENGTH * NUM_STEPS)
     steps = np.arange(NUM_STEPS, dtype=np.float32)
     return is_lifted & (steps >= start) & (steps < start + length)
-
-
-def _developed(pictures: Floats, keys: Keys, difficulty: float) -> NDArray[np.uint8]:
-    """Pixels with the noise of a camera, as bytes."""
-    n, size = len(pictures), pictures.shape[1]
-    grain = normals(joined_keys(keys, np.ones(1, np.int64)), size * size)
-    pictures = pictures * np.float32(255.0)
-    pictures += grain.reshape(n, size, size) * np.float32(255.0 * NOISE * difficulty)
-    np.clip(np.rint(pictures, out=pictures), 0.0, 255.0, out=pictures)
-    return pictures.astype(np.uint8)
 
 
 def as_inputs(pictures: NDArray[np.uint8], shift: int, seeds: Sequence[int]) -> NDArray[np.float32]:

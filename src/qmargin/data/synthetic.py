@@ -16,10 +16,10 @@ from qmargin.errors import ConfigError
 
 
 class SyntheticDataset:
-    """What all synthetic worlds share: sample ``i`` is of identity ``i // samples_per_class``.
+    """What synthetic worlds share: sample ``i`` is of identity ``i // samples_per_class``.
 
-    A world is one file with a frozen dataclass that derives from this class and has ``read``; see
-    ``StrokeIdentities`` for one that draws pictures.
+    A world is a frozen dataclass that derives from this class and has ``read``, such as
+    ``StrokeIdentities``.
     """
 
     num_classes: int

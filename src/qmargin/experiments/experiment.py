@@ -267,16 +267,8 @@ def sweep_experiment(
 ) -> Experiment:
     """A search over settings of one recipe, on its own data.
 
-    Args:
-        recipe: What every run begins with.
-        axes: Such as ``"loss.scale=8,16"``, see ``parse_axis``.
-        settings: Of every run.
-        seeds: Runs of each combination: the recipe's seed and those after it.
-        method: As ``num_points``, ``measure`` and ``prune``: see ``Search``.
-        num_points: A grid takes none.
-        measure: See ``Search``.
-        prune: See ``Search``.
-        validation: Settings of the data that have validation identities; made data needs none.
+    ``axes`` are such as ``"loss.scale=8,16"``, ``settings`` those of every run, and ``validation``
+    settings of the data that have validation identities; for the others see ``Search``.
     """
     found = tuple(parse_axis(text) for text in axes)
     recipe = apply_settings(recipe, settings)
@@ -362,12 +354,7 @@ def from_mapping(content: Mapping[str, Any], folder: Path = Path()) -> Experimen
 
 
 def find_recipe(name: str, folder: Path = Path()) -> Recipe:
-    """A recipe by its name, by the first part of it, or from a YAML file.
-
-    Examples:
-        >>> find_recipe("faces_r18").name
-        'faces_r18_arcface'
-    """
+    """A recipe by its name, by the first part of it, such as ``faces_r18``, or from a YAML file."""
     if name.endswith((".yaml", ".yml")):
         return read_recipe(folder / name)
     known = list_recipes()
@@ -438,12 +425,7 @@ def _says_loss(settings: Mapping[str, Any]) -> bool:
 
 
 def is_searched(value: Any) -> bool:
-    """Whether a value of an arm is a list of values to try, or a range.
-
-    Examples:
-        >>> is_searched([16, 32]), is_searched("8:64"), is_searched(16), is_searched([{"prior": 1}])
-        (True, True, False, False)
-    """
+    """Whether a value of an arm is a list of values to try, or a range."""
     if isinstance(value, list):
         return not any(isinstance(entry, Mapping) for entry in value)
     return isinstance(value, str) and value[:1].isdigit() and ":" in value

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,62 +13,38 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from qmargin.data.drawings import Drawings
 from qmargin.data.faces import normalised
 from qmargin.data.order import sample_seeds
 from qmargin.data.samples import Dataset, reads_many
-from qmargin.data.strokes import StrokeIdentities
 from qmargin.errors import ConfigError, CorruptSample, DataError
-from qmargin.evaluation.all_pairs import evaluate_all_pairs, unit_rows
-from qmargin.evaluation.embed import Recordings, embed_turned, write_embeddings
-from qmargin.evaluation.embeddings import Embeddings, read_embeddings
+from qmargin.evaluation.all_pairs import evaluate_all_pairs
+from qmargin.evaluation.embed import Recordings, embed_turned
 from qmargin.evaluation.evaluate import EvaluationOptions
-from qmargin.evaluation.model import load_model
-from qmargin.evaluation.protocols.all_pairs import PairSamples, evaluate_identities, measure_pairs
-from qmargin.evaluation.protocols.speakers import evaluate_speakers
-from qmargin.evaluation.result import Result, Source
-from qmargin.evaluation.scoring import nearest_moments
+from qmargin.evaluation.protocols.all_pairs import PairSamples, measure_pairs
+from qmargin.evaluation.result import Result
 from qmargin.evaluation.trials import read_trials
-from qmargin.experiments.experiment import TestProtocol
-from qmargin.experiments.worlds import Stored, World, names_in, stored_in
-from qmargin.files import write_atomically
-from qmargin.metrics.normalise import Moments
+from qmargin.experiments.worlds import names_in, stored_in
 from qmargin.metrics.operating import sufficiency
 from qmargin.training.build import build_backbone
-from qmargin.training.checkpoint import open_checkpoint, read_backbone, read_prototypes
+from qmargin.training.checkpoint import open_checkpoint, read_backbone
 from qmargin.training.loop import HookState
 from qmargin.training.recipe import Recipe
 
 EER = "eer"
 VALIDATION_FARS = (1e-2, 1e-3, 1e-4, 1e-5, 1e-6)
-TEST_FARS = (1e-2, 1e-3, 1e-4, 1e-5)
-BATCH, TEST_BATCH = 256, 500
-ENLARGED = 4  # a pixel of a drawing in the report
-NEAREST = 50  # prototypes of AS-norm: on strokes 10 are too few, and 300 are no better
-MAX_COHORT = 10_000  # prototypes
-BY_PROTOTYPES = "scores normalised by prototypes"
+BATCH = 256
 Labels = Sequence[int] | NDArray[np.integer]
 
 
 def num_pairs(labels: Labels) -> tuple[int, int]:
-    """Pairs of one identity, and of two.
-
-    Examples:
-        >>> num_pairs([0, 0, 1])
-        (1, 2)
-    """
+    """Pairs of one identity, and of two."""
     counts = np.bincount(np.asarray(labels, dtype=np.int64))
     genuine = int((counts * (counts - 1)).sum()) // 2
     return genuine, len(labels) * (len(labels) - 1) // 2 - genuine
 
 
 def tar_name(far: float) -> str:
-    """Name of the TAR at a FAR.
-
-    Examples:
-        >>> tar_name(1e-3), far_of("tar@0.001"), far_of("eer")
-        ('tar@0.001', 0.001, None)
-    """
+    """Name of the TAR at a FAR, such as ``tar@0.001``."""
     return f"tar@{far:g}"
 
 
@@ -83,12 +58,7 @@ def far_of(measure: str) -> float | None:
 
 
 def fars_for(num_impostors: int) -> list[float]:
-    """FARs that so many impostor pairs measure well.
-
-    Examples:
-        >>> fars_for(2_000_000)
-        [0.01, 0.001, 0.0001]
-    """
+    """FARs that so many impostor pairs measure well."""
     return [far for far in VALIDATION_FARS if sufficiency(far, num_impostors).status == "ok"]
 
 
@@ -147,6 +117,28 @@ def _check_counts(where: str, genuine: int, impostors: int, fars: Sequence[float
                 f"protocol.far has {far:g} and the test has {impostors:,} impostor pairs, too few "
                 "for it; ask for a larger FAR, or give more test identities"
             )
+
+
+def recordings_in(dataset: Dataset) -> tuple[Path, list[str], list[str]]:
+    """Folder of recordings, their names in it, and the speaker of each.
+
+    Raises:
+        DataError: They are not files of their own inside one folder.
+    """
+    stored = stored_in(dataset)
+    names, root = names_in(stored), stored.index.folder
+    try:
+        paths = [str(stored.path(row).relative_to(root)) for row in range(len(stored))]
+    except ValueError as error:
+        raise DataError(
+            f"recordings of {root} lie outside it; give a folder with one folder per speaker"
+        ) from error
+    if len(set(paths)) < len(paths):
+        raise DataError(
+            f"{stored.index.root} holds several recordings in a file, and whole recordings are "
+            "tested; give a folder with one folder per speaker"
+        )
+    return root, paths, [names[label] for label in stored.labels.tolist()]
 
 
 # -- embeddings -----------------------------------------------------------------------------------
@@ -218,7 +210,9 @@ def load_backbone(recipe: Recipe, checkpoint: Path, *, device: str = "cpu") -> n
     return backbone.eval()
 
 
-def _samples(embedded: Embedded, dataset: Dataset, protocol: str, prefix: str = "") -> PairSamples:
+def pair_samples(
+    embedded: Embedded, dataset: Dataset, protocol: str, prefix: str = ""
+) -> PairSamples:
     """All pairs have no file: the names and identities of the samples stand for it."""
     found = hashlib.sha256(protocol.encode() + embedded.labels.tobytes())
     for row in embedded.rows.tolist():
@@ -263,145 +257,6 @@ class ValidationHook:
         """What the last call measured, as a result without intervals."""
         assert self._embedded is not None  # it was called
         fars = tuple(fars_for(num_pairs(self._embedded.labels)[1])) or VALIDATION_FARS[:1]
-        samples = _samples(self._embedded, self.dataset, options.protocol)
+        samples = pair_samples(self._embedded, self.dataset, options.protocol)
         options = replace(options, fars=fars, num_replicates=0, num_hardest=0)
         return measure_pairs(samples, options, command=command)
-
-
-# -- test -----------------------------------------------------------------------------------------
-
-
-def evaluate_run(
-    recipe: Recipe,
-    checkpoint: Path,
-    world: World,
-    protocol: TestProtocol,
-    options: EvaluationOptions,
-    *,
-    command: str,
-    pictures: Path,
-    device: str = "cpu",
-) -> list[Result]:
-    """Measure a model on test identities: by cosines, and perhaps by normalised scores.
-
-    Drawings of the hardest pairs are written to the folder ``pictures``.
-    """
-    if isinstance(world, Stored) and recipe.data.kind == "audio":
-        fars = protocol.fars or TEST_FARS[:3]
-        options = replace(options, kind=protocol.kind, scoring="cosine", fars=fars)
-        return [_recordings_result(recipe, checkpoint, world, options, command, device)]
-    dataset = world.measured(recipe, is_search=False)
-    backbone = load_backbone(recipe, checkpoint, device=device)
-    embedded = embed_dataset(
-        backbone, dataset, views=protocol.views, batch=TEST_BATCH, device=device
-    )
-    prefix = f"seed-{recipe.seed}/" if world.differs(recipe) else ""
-    samples = _samples(embedded, dataset, options.protocol, prefix)
-    impostors = num_pairs(samples.labels)[1]
-    allowed = tuple(far for far in TEST_FARS if sufficiency(far, impostors).allowed > 0)
-    corrupt = f"{embedded.num_corrupt} samples cannot be read and are left out"
-    options = replace(
-        options,
-        fars=protocol.fars or allowed or TEST_FARS,
-        notes=(corrupt,) if embedded.num_corrupt else (),
-        sources=(Source("all pairs of the test identities", samples.sha256, "trials"),),
-    )
-    results = [measure_pairs(samples, options, device=device, command=command)]
-    if protocol.normalise:
-        moments = _prototype_moments(embedded.matrix, checkpoint, protocol.views)
-        options = replace(options, protocol=f"{options.protocol}, {BY_PROTOTYPES}")
-        results.append(
-            measure_pairs(samples, options, moments=moments, device=device, command=command)
-        )
-    if isinstance(dataset, StrokeIdentities | Drawings):
-        for result in results:
-            write_pictures(pictures, dataset, result, prefix=prefix, is_ink=world.is_ink)
-    return results
-
-
-def _prototype_moments(embeddings: NDArray[np.float32], checkpoint: Path, views: int) -> Moments:
-    """Moments of AS-norm whose cohort are the prototypes of the head."""
-    checked = open_checkpoint(checkpoint, check=False)  # the embeddings are of it
-    cohort = unit_rows(read_prototypes(checked, at_most=MAX_COHORT).numpy())
-    nearest = min(NEAREST, len(cohort))
-    moments = [
-        nearest_moments(unit_rows(view), cohort, nearest, "prototypes")
-        for view in np.split(embeddings, views, axis=1)
-    ]
-    return Moments(*(np.mean(parts, axis=0) for parts in zip(*moments, strict=True)))
-
-
-def _recordings_result(
-    recipe: Recipe,
-    checkpoint: Path,
-    world: Stored,
-    options: EvaluationOptions,
-    command: str,
-    device: str,
-) -> Result:
-    """Whole recordings of the test, all pairs of them or a list of trials."""
-    folder = checkpoint.parents[1]
-    path, model = folder / "embeddings.safetensors", load_model(folder, device=device)
-
-    def embedded(root: Path, names: Sequence[str]) -> Embeddings:
-        recordings = Recordings(root, names)
-        write_embeddings(model, recordings, path, model_id=model.card.weights_sha256)
-        return read_embeddings(path)
-
-    if world.trials is not None:
-        trials = read_trials(world.trials)
-        found = embedded(Path(world.trials).parent, trials.keys.names)
-        return evaluate_speakers(found, trials, options, command=command)
-    root, names, identities = recordings_in(world.measured(recipe, is_search=False))
-    found = embedded(root, names)
-    return evaluate_identities(found, identities, options, device=device, command=command)
-
-
-def recordings_in(dataset: Dataset) -> tuple[Path, list[str], list[str]]:
-    """Folder of recordings, their names in it, and the speaker of each.
-
-    Raises:
-        DataError: They are not files of their own inside one folder.
-    """
-    stored = stored_in(dataset)
-    names, root = names_in(stored), stored.index.folder
-    try:
-        paths = [str(stored.path(row).relative_to(root)) for row in range(len(stored))]
-    except ValueError as error:
-        raise DataError(
-            f"recordings of {root} lie outside it; give a folder with one folder per speaker"
-        ) from error
-    if len(set(paths)) < len(paths):
-        raise DataError(
-            f"{stored.index.root} holds several recordings in a file, and whole recordings are "
-            "tested; give a folder with one folder per speaker"
-        )
-    return root, paths, [names[label] for label in stored.labels.tolist()]
-
-
-def write_pictures(
-    folder: Path,
-    dataset: StrokeIdentities | Drawings,
-    result: Result,
-    *,
-    prefix: str = "",
-    is_ink: bool = True,
-) -> None:
-    """Draw the samples of the hardest pairs, where a report looks for them."""
-    from PIL import Image
-
-    hardest = result.hardest
-    pairs = () if hardest is None else (*hardest.false_accepts, *hardest.false_rejects)
-    keys = {key for pair in pairs for key in (pair.enrol, pair.test)}
-    missing = {key: folder / f"{key}.png" for key in keys if not (folder / f"{key}.png").exists()}
-    if not missing:
-        return
-    indices = {prefix + dataset.sample_id(index): index for index in range(len(dataset))}
-    flip = np.uint8(255 if is_ink else 0)  # ink is black on white paper
-    for key, path in missing.items():
-        picture = dataset.images(np.array([indices[key]]))[0] ^ flip
-        buffer = io.BytesIO()
-        enlarged = picture.repeat(ENLARGED, axis=0).repeat(ENLARGED, axis=1)
-        Image.fromarray(enlarged).save(buffer, format="PNG")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, buffer.getvalue())

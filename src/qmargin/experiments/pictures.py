@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -23,28 +23,16 @@ _CHARACTER = re.compile(r"(.+)-character\d+")  # as ``qmargin data get omniglot`
 
 @dataclass(frozen=True, eq=False)
 class StoredPictures:
-    """Pictures of a path.
+    """Pictures of a path."""
 
-    Attributes:
-        pictures: ``[n, SIDE, SIDE]``.
-        labels: Identities, ``[n]``.
-        names: Of the samples.
-        is_test: Which are for the test, where the data says it.
-        origin: The path.
-        is_ink: Whether 255 is ink.
-        groups: Of each label what it belongs to, as a character does to an alphabet, where the data
-            says it. Members of a group are more alike than others.
-        note: What people should know about the pictures.
-    """
-
-    pictures: NDArray[np.uint8]
+    pictures: NDArray[np.uint8]  # [n, SIDE, SIDE]
     labels: NDArray[np.int64]
-    names: tuple[str, ...]
-    is_test: NDArray[np.bool_] | None
+    names: tuple[str, ...]  # of the samples
     origin: str
-    is_ink: bool
-    groups: NDArray[np.int64] | None = None
-    note: str = ""
+    is_ink: bool  # 255 is ink
+    is_test: NDArray[np.bool_] | None = None  # where the data say it
+    groups: NDArray[np.int64] | None = None  # of each label, as a character is of an alphabet
+    note: str = ""  # what people should know about the pictures
 
     @property
     def digest(self) -> str:
@@ -57,61 +45,46 @@ class StoredPictures:
 
 
 def read_pictures(path: Path) -> StoredPictures:
-    """Pictures of an NPZ file, or of anything that ``open_images`` reads.
+    """Pictures of an NPZ file, or of anything that ``open_images`` reads; nothing is written there.
 
     A folder that has the folders ``train`` and ``test`` and no others keeps that division. An NPZ
     file, or a folder with one, has ``label`` ``[n]`` and ``images`` ``[n, 32, 32]`` uint8
     or ``packed4`` ``[n, 512]`` (two pixels a byte, ink is bright), and maybe ``split`` ``[n]``,
     which is 0 for training and 1 for the test, and ``alphabet``, of each label the group it is in.
     Folders whose names are all like ``Greek-character01`` are in groups, too.
-
-    Args:
-        path: The data; nothing is written there.
     """
     files = [path] if path.suffix == ".npz" else sorted(path.glob("*.npz")) if path.is_dir() else []
     for file in files:
         if (found := _from_npz(file, path)) is not None:
             return found
     if path.is_dir() and set(identity_folders(path)) == set(DIVIDED):
-        return _on_dark_ground(_divided(path))
-    return _on_dark_ground(_from_images(path))
-
-
-def _on_dark_ground(stored: StoredPictures) -> StoredPictures:
-    """Drawings on white paper inverted: a sample that is moved has black coming in."""
+        stored = _divided(path)
+    else:
+        stored = _from_images(path)
     frame = np.ones((SIDE, SIDE), dtype=bool)
     frame[1:-1, 1:-1] = False
     if stored.pictures[:, frame].mean() < 128.0:
         return stored
+    # drawings on white paper: a sample that is moved has black coming in
     return replace(stored, pictures=255 - stored.pictures, is_ink=True)
 
 
 def _divided(path: Path) -> StoredPictures:
     """Image folders of training and test side by side: that division is kept."""
     train, test = (_from_images(path / name) for name in DIVIDED)
-    labels = np.concatenate([train.labels, test.labels + train.labels.max() + 1])
+    labels, groups = np.concatenate([train.labels, test.labels + train.labels.max() + 1]), None
+    if train.groups is not None and test.groups is not None:
+        groups = np.concatenate([train.groups, test.groups + train.groups.max() + 1])
     return StoredPictures(
-        pictures=np.concatenate([train.pictures, test.pictures]),
-        labels=labels,
-        names=tuple(
-            f"{name}-{row}"
-            for name, part in zip(DIVIDED, (train, test), strict=True)
-            for row in part.names
-        ),
+        np.concatenate([train.pictures, test.pictures]),
+        labels,
+        (*(f"train-{row}" for row in train.names), *(f"test-{row}" for row in test.names)),
+        str(path),
+        is_ink=False,
         is_test=np.arange(len(labels)) >= len(train.labels),
-        origin=str(path),
-        is_ink=train.is_ink,
-        groups=_joined(train.groups, test.groups),
+        groups=groups,
         note="\n".join(filter(None, (train.note, test.note))),
     )
-
-
-def _joined(
-    train: NDArray[np.int64] | None, test: NDArray[np.int64] | None
-) -> NDArray[np.int64] | None:
-    if train is None or test is None:
-        return None
-    return np.concatenate([train, test + train.max() + 1])
 
 
 def _from_npz(file: Path, path: Path) -> StoredPictures | None:
@@ -125,40 +98,49 @@ def _from_npz(file: Path, path: Path) -> StoredPictures | None:
             f"{file} has the arrays {', '.join(arrays) or 'none'}; it needs label, a number for "
             f"each picture, and images, uint8 [n, {SIDE}, {SIDE}], or packed4"
         )
-    pictures = arrays["images"] if "images" in arrays else _unpacked(arrays["packed4"], file)
     given = _integers(file, arrays, "label")
-    if pictures.shape != (len(given), SIDE, SIDE) or pictures.dtype != np.uint8:
-        raise DataError(
-            f"{file} has pictures of shape {list(pictures.shape)} and {len(given)} labels; it "
-            f"needs uint8 [{len(given)}, {SIDE}, {SIDE}]"
-        )
+    if "images" in arrays:
+        pictures = _checked(file, arrays, "images", (len(given), SIDE, SIDE))
+    else:
+        packed = _checked(file, arrays, "packed4", (len(given), SIDE * SIDE // 2))
+        pixels = np.stack([packed >> 4, packed & 15], axis=2).reshape(len(packed), SIDE, SIDE)
+        pictures = pixels * np.uint8(17)
     known, labels = np.unique(given, return_inverse=True)
     return StoredPictures(
         pictures,
         labels.astype(np.int64),
-        names=tuple(f"class-{label}/sample-{row}" for row, label in enumerate(given.tolist())),
-        is_test=_split_of(file, arrays, given),
-        origin=str(path),
+        tuple(f"class-{label}/sample-{row}" for row, label in enumerate(given.tolist())),
+        str(path),
         is_ink=True,
-        groups=_alphabets_of(file, arrays, known),
+        is_test=_split_of(file, arrays, given) if "split" in arrays else None,
+        groups=_alphabets_of(file, arrays, known) if "alphabet" in arrays else None,
     )
 
 
-def _integers(file: Path, arrays: Mapping[str, NDArray[Any]], name: str) -> NDArray[np.int64]:
+def _described(file: Path, arrays: Mapping[str, NDArray[Any]], name: str) -> str:
+    return f"{file} has {name} of {arrays[name].dtype} and shape {list(arrays[name].shape)}"
+
+
+def _checked(
+    file: Path, arrays: Mapping[str, NDArray[Any]], name: str, shape: tuple[int, ...]
+) -> NDArray[np.uint8]:
     found = arrays[name]
-    if found.ndim != 1 or found.dtype.kind not in "iub":
+    if found.dtype != np.uint8 or found.shape != shape:
         raise DataError(
-            f"{file} has {name} of {found.dtype} and shape {list(found.shape)}; it needs one "
-            "integer for each picture"
+            f"{_described(file, arrays, name)}; its {shape[0]} labels need uint8 {list(shape)}"
         )
-    return found.astype(np.int64)
+    return found
+
+
+def _integers(file: Path, arrays: Mapping[str, NDArray[Any]], name: str) -> NDArray[np.int64]:
+    if arrays[name].ndim != 1 or arrays[name].dtype.kind not in "iub":
+        raise DataError(f"{_described(file, arrays, name)}; it needs one integer for each picture")
+    return arrays[name].astype(np.int64)
 
 
 def _split_of(
     file: Path, arrays: Mapping[str, NDArray[Any]], labels: NDArray[np.int64]
-) -> NDArray[np.bool_] | None:
-    if "split" not in arrays:
-        return None
+) -> NDArray[np.bool_]:
     split = _integers(file, arrays, "split")
     others = sorted(set(split.tolist()) - {0, 1})
     if len(split) != len(labels) or others:
@@ -179,28 +161,16 @@ def _split_of(
 
 def _alphabets_of(
     file: Path, arrays: Mapping[str, NDArray[Any]], labels: NDArray[np.int64]
-) -> NDArray[np.int64] | None:
+) -> NDArray[np.int64]:
     """Groups of the labels, which are ordered, from an array with one of each number up to them."""
-    if "alphabet" not in arrays:
-        return None
     given = arrays["alphabet"]
-    most = int(labels.max(initial=-1))
-    if given.shape != (most + 1,) or labels.min(initial=0) < 0 or given.dtype.kind not in "iuSU":
+    least, most = int(labels.min(initial=0)), int(labels.max(initial=-1))
+    if given.shape != (most + 1,) or least < 0 or given.dtype.kind not in "iuSU":
         raise DataError(
-            f"{file} has alphabet of {given.dtype} and shape {list(given.shape)}, and labels from "
-            f"{int(labels.min(initial=0))} to {most}; it needs one number or name for each label"
+            f"{_described(file, arrays, 'alphabet')}, and labels from {least} to {most}; it needs "
+            "one number or name for each label"
         )
     return np.unique(given, return_inverse=True)[1].astype(np.int64)[labels]
-
-
-def _unpacked(packed: NDArray[Any], file: Path) -> NDArray[np.uint8]:
-    if packed.dtype != np.uint8 or packed.shape[1:] != (SIDE * SIDE // 2,):
-        raise DataError(
-            f"{file} has packed4 of {packed.dtype} and shape {list(packed.shape)}; it needs uint8 "
-            f"[n, {SIDE * SIDE // 2}]"
-        )
-    pixels = np.stack([packed >> 4, packed & 15], axis=2).reshape(len(packed), SIDE, SIDE)
-    return pixels * np.uint8(17)
 
 
 def _from_images(path: Path) -> StoredPictures:
@@ -211,39 +181,31 @@ def _from_images(path: Path) -> StoredPictures:
 
     with TemporaryDirectory() as folder:  # every picture is read once: no index is kept
         dataset = open_images(path, index=Path(folder) / "data.qmindex")
-        pictures, rows, corrupt = [], [], []
+        pictures, rows, note = [], [], ""
         for row in range(len(dataset)):
             try:
                 image = Image.fromarray(dataset.decode(row)).convert("L")
             except CorruptSample as error:
-                corrupt.append(str(error))
+                note = note or f"left out, the first because of this: {error}"
                 continue
             pictures.append(np.asarray(image.resize((SIDE, SIDE), Image.Resampling.BOX)))
             rows.append(row)
         labels = dataset.labels[rows].astype(np.int64)
         folders = [dataset.class_name(label) for label in range(dataset.num_classes)]
+    if note:
+        count = len(dataset) - len(rows)
+        note = f"{count} of {len(dataset)} images in {path} cannot be decoded and are {note}"
     if not rows:
-        raise DataError(
-            f"{path} has {len(dataset)} images and none can be decoded"
-            + (f", the first because of this: {corrupt[0]}" if corrupt else "; check the path")
-        )
-    names = tuple(f"row-{row}" for row in rows)  # names of files may say who is in them
-    note = ""
-    if corrupt:
-        note = (
-            f"{len(corrupt)} of {len(dataset)} images in {path} cannot be decoded and are left "
-            f"out, the first because of this: {corrupt[0]}"
-        )
-    pixels = np.stack(pictures)
+        raise DataError(note or f"{path} has no images; check the path")
+    matches = [_CHARACTER.fullmatch(name) for name in folders]
+    alphabets = [match[1] for match in matches if match]
+    groups = np.unique(alphabets, return_inverse=True)[1].astype(np.int64)
     return StoredPictures(
-        pixels, labels, names, None, str(path), is_ink=False, groups=_groups_of(folders), note=note
+        np.stack(pictures),
+        labels,
+        tuple(f"row-{row}" for row in rows),  # names of files may say who is in them
+        str(path),
+        is_ink=False,
+        groups=groups if len(alphabets) == len(folders) else None,
+        note=note,
     )
-
-
-def _groups_of(folders: Sequence[str]) -> NDArray[np.int64] | None:
-    """Alphabets of folders of characters; None where one has another name."""
-    found = [_CHARACTER.fullmatch(folder) for folder in folders]
-    alphabets = [match[1] for match in found if match]
-    if len(alphabets) < len(folders):
-        return None
-    return np.unique(alphabets, return_inverse=True)[1].astype(np.int64)

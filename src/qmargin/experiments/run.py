@@ -8,25 +8,51 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import io
 import sys
 import time
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
+from qmargin.data.drawings import Drawings
 from qmargin.data.samples import Dataset
+from qmargin.data.strokes import StrokeIdentities
 from qmargin.errors import CheckpointError, ConfigError, DataError, MarginWarning, QMarginError
+from qmargin.evaluation.all_pairs import unit_rows
+from qmargin.evaluation.embed import Recordings, write_embeddings
+from qmargin.evaluation.embeddings import Embeddings, read_embeddings
 from qmargin.evaluation.evaluate import EvaluationOptions
-from qmargin.evaluation.result import Result, RunInfo, read_result, run_info, write_result
+from qmargin.evaluation.model import load_model
+from qmargin.evaluation.protocols.all_pairs import evaluate_identities, measure_pairs
+from qmargin.evaluation.protocols.speakers import evaluate_speakers
+from qmargin.evaluation.result import Result, RunInfo, Source, read_result, run_info, write_result
+from qmargin.evaluation.scoring import nearest_moments
+from qmargin.evaluation.trials import read_trials
 from qmargin.experiments.experiment import TestProtocol
-from qmargin.experiments.measure import ValidationHook, evaluate_run, measures_of
+from qmargin.experiments.measure import (
+    ValidationHook,
+    embed_dataset,
+    load_backbone,
+    measures_of,
+    num_pairs,
+    pair_samples,
+    recordings_in,
+)
 from qmargin.experiments.space import Point, described
 from qmargin.experiments.storage import Pruned, PruningReport, TrialRef
-from qmargin.experiments.worlds import World
+from qmargin.experiments.worlds import Stored, World
+from qmargin.files import write_atomically
+from qmargin.metrics.normalise import Moments
+from qmargin.metrics.operating import sufficiency
 from qmargin.training.build import build_dataset
 from qmargin.training.checkpoint import (
     CHECKPOINTS,
@@ -34,6 +60,7 @@ from qmargin.training.checkpoint import (
     list_steps,
     open_checkpoint,
     read_backbone,
+    read_prototypes,
 )
 from qmargin.training.loop import open_run
 from qmargin.training.recipe import Recipe
@@ -45,6 +72,12 @@ LOG = "train.log"
 SEARCH, FINAL = "search", "runs"  # folders of runs
 VALIDATIONS = 10  # of a run that may be pruned, if its recipe does not say when
 NUM_HARDEST = 12
+TEST_BATCH = 500
+TEST_FARS = (1e-2, 1e-3, 1e-4, 1e-5)
+ENLARGED = 4  # a pixel of a drawing in the report
+NEAREST = 50  # prototypes of AS-norm: on strokes 10 are too few, and 300 are no better
+MAX_COHORT = 10_000  # prototypes
+BY_PROTOTYPES = "scores normalised by prototypes"
 STOPPED = "stopped early"  # key of the card of a run that was pruned
 
 
@@ -92,17 +125,6 @@ class Task:
         """Files of a complete run, the last to be written last."""
         is_plain = run.is_search or run.recipe.data.kind == "audio"
         return (NORMALISED, RESULT) if self.protocol.normalise and not is_plain else (RESULT,)
-
-
-def folder_name(arm: str, recipe: Recipe) -> str:
-    """Name of a run's folder: arm, seed and the first digits of the recipe's hash.
-
-    Examples:
-        >>> from qmargin.recipes.debug import debug
-        >>> folder_name("q_margin", debug()).rpartition("-")[0]
-        'q_margin-seed0'
-    """
-    return f"{arm}-seed{recipe.seed}-{recipe.sha256[:8]}"
 
 
 def read_outcome(run: Run, task: Task) -> Outcome | None:
@@ -190,16 +212,7 @@ def _executed(run: Run, task: Task, device: str) -> Outcome:
         results = [hook.result(options, task.command)]
     else:
         assert checkpoint is not None  # a training that ended was saved
-        results = evaluate_run(
-            recipe,
-            checkpoint,
-            world,
-            task.protocol,
-            options,
-            command=task.command,
-            pictures=task.pictures,
-            device=device,
-        )
+        results = evaluate_run(run, task, checkpoint, options, device=device)
     for name, result in zip(task.result_names(run), reversed(results), strict=True):
         write_result(run.folder / name, result)
     return _outcome(results[0])
@@ -271,3 +284,103 @@ def _logged(path: Path, *, show: bool) -> Iterator[None]:
         except Exception:
             traceback.print_exc(file=file)
             raise
+
+
+# -- test -----------------------------------------------------------------------------------------
+
+
+def evaluate_run(
+    run: Run, task: Task, checkpoint: Path, options: EvaluationOptions, *, device: str
+) -> list[Result]:
+    """Measure a model on test identities: by cosines, and perhaps by normalised scores."""
+    world, protocol, recipe = task.world, task.protocol, run.recipe
+    if isinstance(world, Stored) and recipe.data.kind == "audio":
+        fars = protocol.fars or TEST_FARS[:3]
+        options = replace(options, kind=protocol.kind, scoring="cosine", fars=fars)
+        return [_recordings_result(run, task, world, options, device)]
+    dataset = world.measured(recipe, is_search=False)
+    backbone = load_backbone(recipe, checkpoint, device=device)
+    embedded = embed_dataset(
+        backbone, dataset, views=protocol.views, batch=TEST_BATCH, device=device
+    )
+    prefix = f"seed-{recipe.seed}/" if world.differs(recipe) else ""
+    samples = pair_samples(embedded, dataset, options.protocol, prefix)
+    impostors = num_pairs(samples.labels)[1]
+    allowed = tuple(far for far in TEST_FARS if sufficiency(far, impostors).allowed > 0)
+    corrupt = f"{embedded.num_corrupt} samples cannot be read and are left out"
+    options = replace(
+        options,
+        fars=protocol.fars or allowed or TEST_FARS,
+        notes=(corrupt,) if embedded.num_corrupt else (),
+        sources=(Source("all pairs of the test identities", samples.sha256, "trials"),),
+    )
+    measure = partial(measure_pairs, samples, device=device, command=task.command)
+    results = [measure(options)]
+    if protocol.normalise:
+        moments = _prototype_moments(embedded.matrix, checkpoint, protocol.views)
+        options = replace(options, protocol=f"{options.protocol}, {BY_PROTOTYPES}")
+        results.append(measure(options, moments=moments))
+    if isinstance(dataset, StrokeIdentities | Drawings):
+        for result in results:
+            write_pictures(task.pictures, dataset, result, prefix=prefix, is_ink=world.is_ink)
+    return results
+
+
+def _prototype_moments(embeddings: NDArray[np.float32], checkpoint: Path, views: int) -> Moments:
+    """Moments of AS-norm whose cohort are the prototypes of the head."""
+    checked = open_checkpoint(checkpoint, check=False)  # the embeddings are of it
+    cohort = unit_rows(read_prototypes(checked, at_most=MAX_COHORT).numpy())
+    nearest = min(NEAREST, len(cohort))
+    moments = [
+        nearest_moments(unit_rows(view), cohort, nearest, "prototypes")
+        for view in np.split(embeddings, views, axis=1)
+    ]
+    return Moments(*(np.mean(parts, axis=0) for parts in zip(*moments, strict=True)))
+
+
+def _recordings_result(
+    run: Run, task: Task, world: Stored, options: EvaluationOptions, device: str
+) -> Result:
+    """Whole recordings of the test, all pairs of them or a list of trials."""
+    path, model = run.folder / "embeddings.safetensors", load_model(run.folder, device=device)
+
+    def embedded(root: Path, names: Sequence[str]) -> Embeddings:
+        recordings = Recordings(root, names)
+        write_embeddings(model, recordings, path, model_id=model.card.weights_sha256)
+        return read_embeddings(path)
+
+    if world.trials is not None:
+        trials = read_trials(world.trials)
+        found = embedded(Path(world.trials).parent, trials.keys.names)
+        return evaluate_speakers(found, trials, options, command=task.command)
+    root, names, identities = recordings_in(world.measured(run.recipe, is_search=False))
+    found = embedded(root, names)
+    return evaluate_identities(found, identities, options, device=device, command=task.command)
+
+
+def write_pictures(
+    folder: Path,
+    dataset: StrokeIdentities | Drawings,
+    result: Result,
+    *,
+    prefix: str = "",
+    is_ink: bool = True,
+) -> None:
+    """Draw the samples of the hardest pairs, where a report looks for them."""
+    from PIL import Image
+
+    hardest = result.hardest
+    pairs = () if hardest is None else (*hardest.false_accepts, *hardest.false_rejects)
+    keys = {key for pair in pairs for key in (pair.enrol, pair.test)}
+    missing = {key: folder / f"{key}.png" for key in keys if not (folder / f"{key}.png").exists()}
+    if not missing:
+        return
+    indices = {prefix + dataset.sample_id(index): index for index in range(len(dataset))}
+    flip = np.uint8(255 if is_ink else 0)  # ink is black on white paper
+    for key, path in missing.items():
+        picture = dataset.images(np.array([indices[key]]))[0] ^ flip
+        buffer = io.BytesIO()
+        enlarged = picture.repeat(ENLARGED, axis=0).repeat(ENLARGED, axis=1)
+        Image.fromarray(enlarged).save(buffer, format="PNG")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, buffer.getvalue())

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,6 @@ from qmargin.experiments.run import (
     Outcome,
     Run,
     Task,
-    folder_name,
     read_outcome,
 )
 from qmargin.experiments.search import Sampled, Source, Tried, finalists_of, gather, ranked
@@ -338,7 +337,8 @@ class _Conductor:
         recipe = experiment.run_recipe(name, point, seed=seed, is_search=is_search)
         if settings:
             recipe = apply_settings(recipe, settings)
-        folder = self.out / (SEARCH if is_search else FINAL) / folder_name(name, recipe)
+        folder = self.out / (SEARCH if is_search else FINAL)
+        folder /= f"{name}-seed{seed}-{recipe.sha256[:8]}"
         return Run(name, experiment.arms[name].title, point, recipe, folder, is_search)
 
     def _task(self, *, is_search: bool) -> Task:
@@ -391,23 +391,20 @@ def _check_failed(outcomes: Sequence[tuple[str, Outcome]]) -> None:
         )
 
 
+@dataclass
 class _Queue:
     """Keeps slots busy with the runs of a source."""
 
-    def __init__(
-        self,
-        source: Source,
-        slots: Slots,
-        task: Task,
-        book: RunBook | None,
-        request: StopRequest,
-        say: Callable[[str], object],
-    ) -> None:
-        self.source, self.slots, self.task, self.book = source, slots, task, book
-        self.request, self.say = request, say
-        self.found: dict[Run, Outcome] = {}
-        self.elsewhere: list[Run] = []  # other processes train them
-        self.num_trained, self.began = 0, time.monotonic()
+    source: Source
+    slots: Slots
+    task: Task
+    book: RunBook | None
+    request: StopRequest
+    say: Callable[[str], object]
+    found: dict[Run, Outcome] = field(default_factory=dict)
+    elsewhere: list[Run] = field(default_factory=list)  # other processes train them
+    num_trained: int = 0
+    began: float = field(default_factory=time.monotonic)
 
     def outcomes(self) -> dict[Run, Outcome]:
         """Work until nothing is left."""

@@ -66,11 +66,6 @@ class Worker:
         theirs.close()
         self.run: Run | None = None
 
-    def start(self, run: Run) -> None:
-        """Send a run."""
-        self.run = run
-        self.connection.send(run)
-
     def receive(self) -> tuple[Run, Outcome]:
         """The run and its outcome; a process that died has failed."""
         assert self.run is not None
@@ -132,7 +127,8 @@ class Workers(Slots):
                 worker = Worker(self._task, self._devices[place], threads)
                 self._workers[place] = worker
             if worker.run is None:
-                worker.start(run)
+                worker.run = run
+                worker.connection.send(run)
                 return
 
     def wait(self) -> tuple[Run, Outcome]:

@@ -46,12 +46,7 @@ Axis = Values | Range
 
 
 def value_text(value: Any) -> str:
-    """A value of YAML or Python as the text of a setting.
-
-    Examples:
-        >>> value_text(16.0), value_text(1 / 3), value_text(True), value_text([1, 2])
-        ('16', '0.3333333333333333', 'true', '[1, 2]')
-    """
+    """A value of YAML or Python as the text of a setting, such as 16 of 16.0."""
     if isinstance(value, str):
         return value
     if isinstance(value, float):
@@ -148,12 +143,7 @@ def check_points(recipe: Recipe, points: Sequence[Point]) -> None:
 
 
 def described(point: Point) -> str:
-    """A point in words.
-
-    Examples:
-        >>> described({"loss.alpha": "1.5", "m_eff": "0.3"}), described({})
-        ('alpha 1.5, m_eff 0.3', 'the recipe as it is')
-    """
+    """A point in words, such as ``alpha 1.5, m_eff 0.3``."""
     texts = [f"{key.rpartition('.')[2]} {text}" for key, text in point.items()]
     return ", ".join(texts) or "the recipe as it is"
 
@@ -177,15 +167,7 @@ def grid(axes: Sequence[Axis]) -> list[Point]:
 
 
 def axis_text(recipe: Recipe, axis: Axis, value: Any) -> str:
-    """A value of an axis as a setting; of a range, whole where the recipe has a whole number.
-
-    Examples:
-        >>> from qmargin.recipes.debug import debug
-        >>> axis_text(debug(), Range("run.epochs", 1, 9), 5.7)
-        '6'
-        >>> axis_text(debug(), Range("loss.scale", 8, 64), 12.34567)
-        '12.35'
-    """
+    """A value of an axis as a setting; of a range, whole where the recipe has a whole number."""
     if isinstance(axis, Values):
         return str(value)
     is_whole = isinstance(flatten(recipe).get(axis.key), int)

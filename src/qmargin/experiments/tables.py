@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 from qmargin.errors import ConfigError, DataError
 from qmargin.experiments.experiment import Experiment
-from qmargin.experiments.measure import EER, MAX_COHORT, NEAREST, far_of
-from qmargin.experiments.run import NORMALISED, RESULT, Run
+from qmargin.experiments.measure import EER, far_of
+from qmargin.experiments.run import MAX_COHORT, NEAREST, NORMALISED, RESULT, Run
 from qmargin.experiments.search import Tried, ranked
 from qmargin.experiments.space import EFFECTIVE, HARDNESS, Point
 from qmargin.experiments.worlds import Drawn, Made

@@ -460,8 +460,7 @@ class Drawn(World):
         learned = part_of(stored, train, self.budget)
         if self.turns:
             learned = learned.with_turns(has_mirrors=self.mirrors, alike=self.alike)
-        measured = part_of(stored, test, self.most_test)
-        return learned, first_samples(measured, self.samples_test)
+        return learned, part_of(stored, test, self.most_test, self.samples_test)
 
     def _variants(self, train: Drawings) -> Path:
         assert self.folder is not None  # prepared
@@ -523,37 +522,23 @@ def held_out(
     return kept, [label for label in train if label in chosen]
 
 
-def part_of(stored: StoredPictures, labels: Sequence[int], most: int | None = None) -> Drawings:
-    """Pictures of some identities, as many whole identities as ``most`` pictures allow."""
-    counts = np.bincount(stored.labels)
-    kept = list(labels)
+def part_of(
+    stored: StoredPictures, labels: Sequence[int], most: int | None, each: int | None = None
+) -> Drawings:
+    """Pictures of some identities: at most so many in whole identities, and of each of them."""
+    counts, kept = np.bincount(stored.labels), list(labels)
     if most is not None:
         totals = np.cumsum(counts[kept])
         kept = kept[: max(2, int(np.searchsorted(totals, most, side="right")))]
     numbers = np.full(len(counts), -1)
     numbers[kept] = np.arange(len(kept))
-    rows = np.flatnonzero(numbers[stored.labels] >= 0)
-    rows = rows[np.argsort(numbers[stored.labels[rows]], kind="stable")]
-    return Drawings(
-        pictures=stored.pictures[rows],
-        labels=numbers[stored.labels[rows]],
-        names=tuple(stored.names[row] for row in rows),
-        origin=stored.origin,
-    )
-
-
-def first_samples(drawings: Drawings, count: int | None) -> Drawings:
-    """At most so many samples of each identity; samples of an identity stand together."""
-    if count is None:
-        return drawings
-    starts = np.searchsorted(drawings.labels, drawings.labels)
-    rows = np.flatnonzero(np.arange(len(drawings)) - starts < count)
-    return replace(
-        drawings,
-        pictures=drawings.pictures[rows],
-        labels=drawings.labels[rows],
-        names=tuple(drawings.names[row] for row in rows),
-    )
+    found = numbers[stored.labels]
+    rows = np.argsort(found, kind="stable")[np.count_nonzero(found < 0) :]
+    starts = np.searchsorted(found[rows], found[rows])
+    if each is not None:
+        rows = rows[np.arange(len(rows)) - starts < each]
+    names = tuple(stored.names[row] for row in rows)
+    return Drawings(stored.pictures[rows], found[rows], names, stored.origin)
 
 
 def draw_to(

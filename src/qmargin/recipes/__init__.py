@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 from qmargin.registry import recipes, register_recipe
 
 if TYPE_CHECKING:
-    from qmargin.training.recipe import Recipe
+    from qmargin.training.recipe import LossPart, Recipe
+
+    Builder = Callable[[], Recipe]
 
 __all__ = ["get_recipe", "list_recipes", "register_recipe"]
-
-Run = TypeVar("Run")
 
 
 def get_recipe(name: str) -> Recipe:
@@ -27,25 +27,23 @@ def get_recipe(name: str) -> Recipe:
 
 
 def list_recipes() -> dict[str, str]:
-    """Names that ``get_recipe`` knows, each with a line that describes it.
-
-    Examples:
-        >>> list_recipes()["debug"]
-        'Synthetic identities and a small network: Q-Margin end to end on a CPU in a minute.'
-    """
+    """Names that ``get_recipe`` knows, each with a line that describes it."""
     return recipes.describe()
 
 
-def builder(
-    name: str, run: Run, build: Callable[[str, Run], Recipe], *, line: str
-) -> Callable[[], Recipe]:
-    """A function for the registry that builds a run's recipe; ``line`` describes it in lists."""
+def add_recipe(
+    found: dict[str, Builder], name: str, line: str, build: Builder, settings: Sequence[str]
+) -> None:
+    """Register what ``build`` returns, with other settings; ``line`` describes it in lists."""
 
     def made() -> Recipe:
-        return build(name, run)
+        from qmargin.training.recipe_files import apply_settings
+
+        return apply_settings(build(), [f"name={name}", *settings])
 
     made.__doc__ = f"{line}\n\nNot run end to end with this package."
-    return made
+    found[name] = made
+    register_recipe(name, made)
 
 
 class Loss(NamedTuple):
@@ -57,13 +55,15 @@ class Loss(NamedTuple):
     margin: float
     alpha: float | None = None
 
-    def describe(self) -> str:
+    def describe(self, note: str) -> str:
         """The numbers in words."""
         order = "" if self.alpha is None else f"alpha {self.alpha:g}, "
-        return f"{self.title}, {order}scale {self.scale:g}, margin {self.margin:g}"
+        text = f"{self.title}, {order}scale {self.scale:g}, margin {self.margin:g}"
+        return f"{text} ({note})." if note else f"{text}."
 
-    @property
-    def numbers(self) -> dict[str, float]:
-        """For ``LossPart.from_preset``; presets without an alpha take none."""
+    def build(self) -> LossPart:
+        """The part of a recipe; presets without an alpha take none."""
+        from qmargin.training.recipe import LossPart
+
         order = {} if self.alpha is None else {"alpha": self.alpha}
-        return {"scale": self.scale, "margin": self.margin, **order}
+        return LossPart.from_preset(self.preset, scale=self.scale, margin=self.margin, **order)

@@ -18,8 +18,7 @@ def debug() -> Recipe:
     that chooses its path, its exact update, checkpoints within the epoch. No sample depends on
     another, so that any number of ranks has the same loss curve to rounding.
     """
-    # imported here, so that a list of recipes need not wait for torch
-    from qmargin.training import recipe
+    from qmargin.training import recipe  # a list of recipes need not wait for torch
 
     return recipe.Recipe(
         name="debug",

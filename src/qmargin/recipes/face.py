@@ -1,37 +1,51 @@
 """Face runs: every row of the paper's face tables, and the same recipe on other data.
 
-All follow one recipe, that of the paper: SGD with momentum 0.9 and weight decay 5e-4 for 20 epochs,
-a learning rate of 0.1, 0.01 and 0.001 for 7, 6 and 7 of them, 128 samples on each of 8 GPUs. What
-the paper does not say is taken from InsightFace, which it was built on: half precision for the
-convolutions, the gradient of the backbone clipped at 5, a mirrored image every other time. Two
-things differ on purpose: the gradient of an angular margin is exact (``..._straight_through`` is
-InsightFace's), and the posterior is solved over all classes (``..._top5`` is the paper's own
-procedure). The paper does not name its three seeds; here they are 0, 1 and 2.
-
-Learning rates are those of a batch of 1024 and scale with it: ``--set data.batch_size=512`` halves
-them. Say where the images are with ``--set data.path=DIR``. None of these runs has been made end to
-end with this package.
+What the paper does not say is taken from InsightFace, which it was built on: half precision for the
+convolutions, the gradient of the backbone clipped at 5. Two things differ on purpose: the gradient
+of an angular margin is exact (``..._straight_through`` is InsightFace's), and the posterior is
+solved over all classes (``..._top5`` is the paper's own procedure). The paper does not name its
+three seeds; here they are 0, 1 and 2.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
-from qmargin.recipes import Loss, builder
-from qmargin.registry import register_recipe
+from qmargin.recipes import Loss, add_recipe
 
 if TYPE_CHECKING:
+    from qmargin.recipes import Builder
     from qmargin.training.recipe import Recipe
-
-    Builder = Callable[[], Recipe]
 
 BACKBONES = {"r18": "iresnet18", "r50": "iresnet50", "r100": "iresnet100", "mbf": "mobilefacenet"}
 BASE_BATCH = 1024
-ONE_GPU_BATCH = 256
-SMALL_BATCH, SMALL_BASE_BATCH = 64, 512
-SMALL_AUGMENTATION = {"photometric": 0.2, "low_resolution": 0.2}
+ONE_GPU = "data.batch_size=256"
+SMALL = (  # thousands of photos instead of millions: darker, lighter and coarser ones
+    "data.batch_size=64",
+    "data.num_workers=2",
+    "data.options.photometric=0.2",
+    "data.options.low_resolution=0.2",
+    "optimizer.base_batch=512",
+    "schedule.warmup_epochs=1",
+    "precision.dtype=fp32",
+    "run.save_every_steps=500",
+)
+SYNTHETIC = (  # as many identities as WebFace42M without its images: for speed and memory
+    ONE_GPU,
+    "data.kind=synthetic",
+    "data.path=null",
+    "data.num_workers=12",
+    "data.options.samples_per_class=1",
+    "data.options.shape=[3, 112, 112]",
+    "data.options.noise=0.5",
+    "data.options.as_bytes=true",
+    "precision.dtype=bf16",
+    "run.epochs=1",
+    "run.max_steps=200",
+    "run.log_every=20",
+    "schedule.epochs=20",
+)
 
 
 class Images(NamedTuple):
@@ -49,20 +63,15 @@ IMAGES = {
     "faces": Images("A folder of faces", None),
     "synthetic2m": Images("Noise instead of faces", 2_059_906),
 }
-
-
 ARCFACE = Loss("ArcFace", "arcface", 64.0, 0.5)
 COSFACE = Loss("CosFace", "cosface", 64.0, 0.5)
-ENTMAX = Loss("EntMax", "entmax_face", 64.0, 0.5, 1.25)
-SPARSEMAX = Loss("SparseMax", "sparsemax_face", 1.9, 0.2, 2.0)
 Q_MARGIN = Loss("Q-Margin", "q_margin", 35.0, 0.2, 1.25)  # the paper's best
 Q_MARGIN_START = Q_MARGIN._replace(scale=32.0)  # where the paper advises to start
-
 HEADLINES = {  # the table that compares methods
     "arcface": ARCFACE,
     "cosface": COSFACE,
-    "entmax": ENTMAX,
-    "sparsemax": SPARSEMAX,
+    "entmax": Loss("EntMax", "entmax_face", 64.0, 0.5, 1.25),
+    "sparsemax": Loss("SparseMax", "sparsemax_face", 1.9, 0.2, 2.0),
     "q_margin": Q_MARGIN,
 }
 SWEEP = {  # the other rows of the table of all configurations
@@ -77,159 +86,67 @@ SWEEP = {  # the other rows of the table of all configurations
         for margin in (0.2, 0.5)
     },
 }
-
-
-@dataclass(frozen=True)
-class FaceRun:
-    """What tells one face run from another.
-
-    Args:
-        images: A key of ``IMAGES``.
-        backbone: A key of ``BACKBONES``.
-        loss: Preset and numbers.
-        note: What is special about the run, for its description.
-        batch_size: Over all GPUs.
-        seed: Of the run.
-        loss_options: Further settings of the margin.
-        head: Settings of the head's part.
-    """
-
-    images: str
-    backbone: str
-    loss: Loss
-    note: str = ""
-    batch_size: int = BASE_BATCH
-    seed: int = 0
-    loss_options: dict[str, str] = field(default_factory=dict)
-    head: dict[str, Any] = field(default_factory=dict)
-
-    def describe(self) -> str:
-        """One line for lists."""
-        note = f" ({self.note})" if self.note else ""
-        network = self.backbone.upper()
-        return f"{IMAGES[self.images].title}, {network}, {self.loss.describe()}{note}."
-
-    def build(self, name: str) -> Recipe:
-        """The recipe."""
-        # imported here, so that a list of recipes need not wait for torch
-        from qmargin.training import recipe
-
-        images, row = IMAGES[self.images], self.loss
-        return recipe.Recipe(
-            name=name,
-            data=recipe.DataPart(
-                "images",
-                batch_size=self.batch_size,
-                path=f"data/{self.images}",
-                num_classes=images.num_classes,
-                num_workers=4,
-            ),
-            model=recipe.ModelPart(BACKBONES[self.backbone], embedding_dim=512),
-            loss=recipe.LossPart.from_preset(row.preset, options=self.loss_options, **row.numbers),
-            head=recipe.HeadPart(**self.head),
-            optimizer=recipe.OptimizerPart(
-                lr=0.1,
-                momentum=0.9,
-                weight_decay=images.weight_decay,
-                clip_norm=5.0,
-                clip_head=False,
-                base_batch=BASE_BATCH,
-            ),
-            schedule=recipe.SchedulePart("step", milestones=(7, 13)),
-            precision=recipe.PrecisionPart("fp16", channels_last=True),
-            run=recipe.RunPart(epochs=20, save_every_steps=5000),
-            seed=self.seed,
-        )
-
-
-def _webface42m_runs() -> dict[str, FaceRun]:
-    """Every row of the paper's face tables, by what follows ``webface42m_r100_``."""
-    base = FaceRun("webface42m", "r100", Q_MARGIN)
-    reference = replace(base, loss=Q_MARGIN_START)
-    rows = {name: replace(base, loss=loss) for name, loss in {**HEADLINES, **SWEEP}.items()}
-    seeds = {
-        f"q_margin_a125_s32_m02_seed{seed}": replace(reference, note=f"seed {seed}", seed=seed)
-        for seed in (1, 2)
-    }
-    throughput = {
-        f"q_margin_top{percent}": replace(
-            base, note=f"top {percent} %", head={"path": "paper", "top_percent": float(percent)}
-        )
-        for percent in (1, 5, 100)
-    }
-    straight = replace(
-        base,
-        loss=ARCFACE,
-        note="straight-through",
-        loss_options={"gradient": "straight_through"},
-    )
-    return {**rows, **seeds, **throughput, "arcface_straight_through": straight}
-
-
-def _runs() -> dict[str, FaceRun]:
-    runs = {f"webface42m_r100_{name}": run for name, run in _webface42m_runs().items()}
-    for images, backbone in (("ms1mv3", "r50"), ("ms1mv3", "r100"), ("glint360k", "r100")):
-        for name, loss in HEADLINES.items():
-            runs[f"{images}_{backbone}_{name}"] = FaceRun(images, backbone, loss)
-    for images, backbone in (("webface42m", "r100"), ("ms1mv3", "r50"), ("glint360k", "r100")):
-        for name in ("arcface", "q_margin"):
-            runs[f"{images}_{backbone}_{name}_1gpu"] = FaceRun(
-                images, backbone, HEADLINES[name], note="1 GPU", batch_size=ONE_GPU_BATCH
-            )
-    return runs
-
-
-def _plain(name: str, run: FaceRun) -> Recipe:
-    return run.build(name)
-
-
-def _small(name: str, run: FaceRun) -> Recipe:
-    """Thousands of photos instead of millions: shown darker, lighter and coarser than they are."""
-    recipe = run.build(name)
-    return replace(
-        recipe,
-        data=replace(recipe.data, num_workers=2, options=dict(SMALL_AUGMENTATION)),
-        optimizer=replace(recipe.optimizer, base_batch=SMALL_BASE_BATCH),
-        schedule=replace(recipe.schedule, warmup_epochs=1.0),
-        precision=replace(recipe.precision, dtype="fp32"),
-        run=replace(recipe.run, save_every_steps=500),
-    )
-
-
-def _synthetic(name: str, run: FaceRun) -> Recipe:
-    """As many identities as WebFace42M without its images: for speed and memory on one GPU."""
-    recipe = run.build(name)
-    options: dict[str, Any] = {
-        "samples_per_class": 1,
-        "shape": (3, 112, 112),
-        "noise": 0.5,
-        "as_bytes": True,
-    }
-    return replace(
-        recipe,
-        data=replace(recipe.data, kind="synthetic", path=None, num_workers=12, options=options),
-        precision=replace(recipe.precision, dtype="bf16"),
-        run=replace(recipe.run, epochs=1, max_steps=200, log_every=20),
-        schedule=replace(recipe.schedule, epochs=20),
-    )
-
-
-def _face_recipes() -> dict[str, Builder]:
-    runs = {name: (run, _plain) for name, run in _runs().items()}
-    for backbone, losses in (("r18", ("arcface", "q_margin")), ("mbf", ("q_margin",))):
-        for loss in losses:
-            row = Q_MARGIN_START if loss == "q_margin" else HEADLINES[loss]
-            run = FaceRun("faces", backbone, row, batch_size=SMALL_BATCH)
-            runs[f"faces_{backbone}_{loss}"] = run, _small
-    run = FaceRun("synthetic2m", "r100", Q_MARGIN, note="1 GPU", batch_size=ONE_GPU_BATCH)
-    runs["synthetic2m_r100_q_margin"] = run, _synthetic
-    return {
-        name: builder(name, run, build, line=run.describe()) for name, (run, build) in runs.items()
-    }
-
-
-FACE_RECIPES = _face_recipes()
+FACE_RECIPES: dict[str, Builder] = {}
 """Functions that return a recipe, by its name."""
 
-for _name, _build in FACE_RECIPES.items():
-    register_recipe(_name, _build)
+
+def _recipe(images: str, backbone: str, loss: Loss) -> Recipe:
+    """The paper's run on 8 GPUs; learning rates scale with the batch."""
+    from qmargin.training import recipe  # a list of recipes need not wait for torch
+
+    return recipe.Recipe(
+        name="face",
+        data=recipe.DataPart(
+            "images",
+            batch_size=BASE_BATCH,
+            path=f"data/{images}",
+            num_classes=IMAGES[images].num_classes,
+            num_workers=4,
+        ),
+        model=recipe.ModelPart(BACKBONES[backbone], embedding_dim=512),
+        loss=loss.build(),
+        optimizer=recipe.OptimizerPart(
+            lr=0.1,
+            momentum=0.9,
+            weight_decay=IMAGES[images].weight_decay,
+            clip_norm=5.0,
+            clip_head=False,
+            base_batch=BASE_BATCH,
+        ),
+        schedule=recipe.SchedulePart("step", milestones=(7, 13)),
+        precision=recipe.PrecisionPart("fp16", channels_last=True),
+        run=recipe.RunPart(epochs=20, save_every_steps=5000),
+    )
+
+
+def _add(images: str, backbone: str, name: str, loss: Loss, *settings: str, note: str = "") -> None:
+    line = f"{IMAGES[images].title}, {backbone.upper()}, {loss.describe(note)}"
+    build = partial(_recipe, images, backbone, loss)
+    add_recipe(FACE_RECIPES, f"{images}_{backbone}_{name}", line, build, settings)
+
+
+_webface = partial(_add, "webface42m", "r100")
+for _name, _loss in {**HEADLINES, **SWEEP}.items():
+    _webface(_name, _loss)
+for _seed in (1, 2):
+    _repeated = f"q_margin_a125_s32_m02_seed{_seed}"
+    _webface(_repeated, Q_MARGIN_START, f"seed={_seed}", note=f"seed {_seed}")
+for _percent in (1, 5, 100):
+    _head = ("head.path=paper", f"head.top_percent={_percent}")
+    _webface(f"q_margin_top{_percent}", Q_MARGIN, *_head, note=f"top {_percent} %")
+_webface(
+    "arcface_straight_through",
+    ARCFACE,
+    "loss.options.gradient=straight_through",
+    note="straight-through",
+)
+for _images, _backbone in (("ms1mv3", "r50"), ("ms1mv3", "r100"), ("glint360k", "r100")):
+    for _name, _loss in HEADLINES.items():
+        _add(_images, _backbone, _name, _loss)
+for _images, _backbone in (("webface42m", "r100"), ("ms1mv3", "r50"), ("glint360k", "r100")):
+    for _name in ("arcface", "q_margin"):
+        _add(_images, _backbone, f"{_name}_1gpu", HEADLINES[_name], ONE_GPU, note="1 GPU")
+_add("faces", "r18", "arcface", ARCFACE, *SMALL)
+for _backbone in ("r18", "mbf"):
+    _add("faces", _backbone, "q_margin", Q_MARGIN_START, *SMALL)
+_add("synthetic2m", "r100", "q_margin", Q_MARGIN, *SYNTHETIC, note="1 GPU")

@@ -294,7 +294,7 @@ def read_pair_trials(path: str | Path, *, extension: str = "jpg") -> PairTrials:
 
     ``extension`` is that of the images that ``pairs.txt`` numbers.
     """
-    from qmargin.data.readers.pairs import FIRST, LABEL, SECOND, read_pairs
+    from qmargin.data.readers.lists import FIRST, LABEL, SECOND, read_pairs
 
     path = Path(path)
     _, line = next(numbered_lines(path), (0, b""))
