@@ -69,11 +69,6 @@ from qmargin.losses.presets import (
     sparsemax_face as sparsemax_face,
     sphereface as sphereface,
 )
-from qmargin.losses.adaptive import (
-    AdaFaceMargin as AdaFaceMargin,
-    ElasticMargin as ElasticMargin,
-    MagFaceMargin as MagFaceMargin,
-)
 from qmargin.losses.divergences import (
     Alpha as Alpha,
     Divergence as Divergence,
@@ -85,9 +80,12 @@ from qmargin.losses.hardness import (
     scale_of_hardness as scale_of_hardness,
 )
 from qmargin.losses.margins import (
+    AdaFaceMargin as AdaFaceMargin,
     AngularMargin as AngularMargin,
     CombinedMargin as CombinedMargin,
     CosineMargin as CosineMargin,
+    ElasticMargin as ElasticMargin,
+    MagFaceMargin as MagFaceMargin,
     Margin as Margin,
     PerClass as PerClass,
     PriorMargin as PriorMargin,

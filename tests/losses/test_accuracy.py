@@ -35,7 +35,7 @@ for_two_million = pytest.mark.parametrize(  # seconds each
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_definition_gives_softmax_and_its_cross_entropy(seed: int) -> None:
+def test_definition_gives_softmax_and_its_cross_entropy(seed):
     """M1 at alpha = 1, and the log-partition is logsumexp."""
     logits = np.random.default_rng(seed).standard_normal(20)
     solution = exact(AlphaGenerator(1.0), logits)
@@ -46,7 +46,7 @@ def test_definition_gives_softmax_and_its_cross_entropy(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_definition_gives_the_projection_onto_the_simplex(seed: int) -> None:
+def test_definition_gives_the_projection_onto_the_simplex(seed):
     """M1 at alpha = 2 is SparseMax, found here by sorting."""
     logits = np.random.default_rng(seed).standard_normal(20)
     ordered = np.sort(logits)[::-1]
@@ -59,7 +59,7 @@ def test_definition_gives_the_projection_onto_the_simplex(seed: int) -> None:
 
 
 @for_alphas
-def test_definition_agrees_in_both_precisions(alpha: float) -> None:
+def test_definition_agrees_in_both_precisions(alpha):
     for scale in LOGIT_SCALES:
         rows = grid_rows(alpha, scale)
         for row in range(scale == 1.0, len(rows.names), 9):
@@ -76,7 +76,7 @@ def test_definition_agrees_in_both_precisions(alpha: float) -> None:
             )
 
 
-def test_definition_equals_the_solver_form_of_the_loss() -> None:
+def test_definition_equals_the_solver_form_of_the_loss():
     """M6: ``tau + sum q excess(theta - tau) + target_cost(q_y) - theta_y`` is the loss."""
     generator = AlphaGenerator(1.25)
     rows = grid_rows(1.25, 10.0)
@@ -98,7 +98,7 @@ def test_definition_equals_the_solver_form_of_the_loss() -> None:
 
 
 @for_alphas
-def test_posterior_is_accurate_with_more_classes(alpha: float) -> None:
+def test_posterior_is_accurate_with_more_classes(alpha):
     for scale, num_classes in ((0.1, 1000), (10.0, 257)):
         rows = grid_rows(alpha, scale, num_classes=num_classes)
         posterior = qmargin.softargmax(rows.logits, alpha=alpha, log_reference=rows.log_reference)
@@ -107,7 +107,7 @@ def test_posterior_is_accurate_with_more_classes(alpha: float) -> None:
 
 
 @for_alphas
-def test_posterior_of_one_class_is_one(alpha: float) -> None:
+def test_posterior_of_one_class_is_one(alpha):
     for log_reference in (0.0, -3.0, -60.0):
         logits = torch.tensor(LOGIT_SCALES)[:, None]
         for sign in (1, -1):
@@ -146,7 +146,7 @@ def _check_tau(rows: Rows, solution: qmargin.TauSolution, truth: list, alpha: fl
 
 @on_grid
 @for_alphas
-def test_every_operator_is_accurate(alpha: float, scale: float) -> None:
+def test_every_operator_is_accurate(alpha, scale):
     """M1, M2, M3, M6: posterior, tau, support, log-partition and loss, in float32 and float64.
 
     The posterior is within 1e-6 in float32 and 1e-12 in float64, in every entry and in the sum; the
@@ -178,7 +178,7 @@ def test_every_operator_is_accurate(alpha: float, scale: float) -> None:
 
 
 @for_alphas
-def test_half_precision_inputs_are_computed_in_float32(alpha: float) -> None:
+def test_half_precision_inputs_are_computed_in_float32(alpha):
     rows = grid_rows(alpha, 10.0)
     functions = (
         qmargin.softargmax,
@@ -195,7 +195,7 @@ def test_half_precision_inputs_are_computed_in_float32(alpha: float) -> None:
 
 
 @for_two_million
-def test_two_million_equal_logits(alpha: float) -> None:
+def test_two_million_equal_logits(alpha):
     """``p = 1 / k``, without a loss of mass where ``1 + (alpha-1)(theta - tau)`` is 1e-13."""
     for dtype, value in ((torch.float32, 1e4), (torch.float64, 1e-3)):
         tolerance = POSTERIOR_TOLERANCE[dtype]
@@ -214,7 +214,7 @@ def test_two_million_equal_logits(alpha: float) -> None:
 
 
 @pytest.mark.parametrize("alpha", [0.5, 1.0, 1.25, 1.5, 2.0, 3.0])
-def test_bisection_on_the_bracket_of_the_paper_agrees(alpha: float) -> None:
+def test_bisection_on_the_bracket_of_the_paper_agrees(alpha):
     """``tau`` between ``theta_t - f'(1 / q_t)`` and ``theta_t - f'(1 / sum q)``, t the argmax."""
     logits = 10.0 * random_cosines(8, 500, seed=5).double()
     reference = torch.zeros_like(logits)
@@ -233,7 +233,7 @@ def test_bisection_on_the_bracket_of_the_paper_agrees(alpha: float) -> None:
 
 @pytest.mark.parametrize(("alpha", "limit"), [(1.25, 8), (2.0, 16)])
 @pytest.mark.parametrize("scale", [5.0, 20.0, 64.0])
-def test_few_evaluations_reach_float32_accuracy(alpha: float, limit: int, scale: float) -> None:
+def test_few_evaluations_reach_float32_accuracy(alpha, limit, scale):
     """M5: at most 8 evaluations at alpha 1.25 and 16 at 2, on cosine logits."""
     cosines = random_cosines(6, 20_000, seed=int(scale))
     cosines[:, 0] = torch.tensor([-0.1, 0.1, 0.3, 0.5, 0.7, 0.95])
@@ -249,7 +249,7 @@ def test_few_evaluations_reach_float32_accuracy(alpha: float, limit: int, scale:
 
 
 @pytest.mark.parametrize("alpha", [1.01, 1.25, 1.5, 2.0, 3.0])
-def test_nearly_satisfied_rows_keep_their_digits(alpha: float) -> None:
+def test_nearly_satisfied_rows_keep_their_digits(alpha):
     """A loss of 1e-9 is still known to 1e-4 of itself, though ``f'(1 / q_y)`` is thousands."""
     log_q = -min(7.0, 7.0 / (alpha - 1.0))
     gap = satisfying_gap(alpha, log_q)
@@ -296,7 +296,7 @@ IDENTITY_SETTINGS = [
 
 
 @pytest.mark.parametrize(("alpha", "scale", "margin"), IDENTITY_SETTINGS)
-def test_loss_over_all_identities(alpha: float, scale: float, margin: float) -> None:
+def test_loss_over_all_identities(alpha, scale, margin):
     """M6 at 2,059,906 classes in float32: 1e-5 relative or 1e-6 absolute; satisfied rows are 0."""
     cosines, labels = _identities(scale, margin, alpha)
     loss_fn = qmargin.MarginLoss(

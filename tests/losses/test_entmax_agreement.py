@@ -34,7 +34,7 @@ def rows(scale: float, num_classes: int = 40) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @for_scales
-def test_closed_forms(scale: float, dtype: torch.dtype) -> None:
+def test_closed_forms(scale, dtype):
     """M1 at alpha = 2 and alpha = 1.5."""
     logits, labels = rows(scale)
     logits = logits.to(dtype)
@@ -51,7 +51,7 @@ def test_closed_forms(scale: float, dtype: torch.dtype) -> None:
 
 @for_scales
 @pytest.mark.parametrize("alpha", BISECTED)
-def test_entmax_by_bisection(alpha: float, scale: float) -> None:
+def test_entmax_by_bisection(alpha, scale):
     """M1, M6 at any alpha above one: posterior, loss, and the gradient of the loss."""
     logits, labels = rows(scale)
     theirs = entmax.entmax_bisect(logits, alpha=alpha, dim=-1, n_iter=60)
@@ -68,7 +68,7 @@ def test_entmax_by_bisection(alpha: float, scale: float) -> None:
 
 
 @pytest.mark.parametrize("alpha", BISECTED)
-def test_gradients_of_the_posterior(alpha: float) -> None:
+def test_gradients_of_the_posterior(alpha):
     """The Jacobian, with respect to logits and to a learnable alpha."""
     logits, _ = rows(1.0)
     weights = torch.linspace(-1, 1, 40, dtype=torch.float64)

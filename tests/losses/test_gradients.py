@@ -59,7 +59,7 @@ OPERATORS = {
 
 @pytest.mark.parametrize("operator", OPERATORS)
 @pytest.mark.parametrize(("alpha", "shape"), CASES, ids=str)
-def test_derivatives(operator: str, alpha: float, shape: tuple[int, ...]) -> None:
+def test_derivatives(operator, alpha, shape):
     """M7 and its companions, twice: logits, every shape of reference, and alpha, 1 included."""
     logits, log_reference, labels = smooth_rows(alpha, shape)
 
@@ -80,7 +80,7 @@ def test_derivatives(operator: str, alpha: float, shape: tuple[int, ...]) -> Non
 
 
 @for_alphas
-def test_hessian_is_a_weighted_covariance(alpha: float) -> None:
+def test_hessian_is_a_weighted_covariance(alpha):
     """``diag(w) - w w^T / sum w`` with ``w = q (p / q)^(2 - alpha)`` on the support."""
     logits, log_reference, _ = smooth_rows(alpha, (NUM_CLASSES,))
     row, reference = logits[0].detach(), log_reference.detach()
@@ -101,7 +101,7 @@ def test_hessian_is_a_weighted_covariance(alpha: float) -> None:
 
 
 @pytest.mark.parametrize("alpha", [0.7, 1.0, 1 + 2.0**-30, 1.25, 1.5, 2.0, 3.0])
-def test_derivative_in_alpha_against_the_definition(alpha: float) -> None:
+def test_derivative_in_alpha_against_the_definition(alpha):
     """The slope of the 80-digit loss in alpha, also through one, is what backward returns."""
     logits, log_reference, labels = smooth_rows(alpha, (NUM_CLASSES,))
     order = learnable(alpha)
@@ -119,7 +119,7 @@ def test_derivative_in_alpha_against_the_definition(alpha: float) -> None:
 
 
 @pytest.mark.parametrize("alpha", [1.01, 1.25, 1.5, 2.0])
-def test_gradient_of_a_nearly_satisfied_row_keeps_its_digits(alpha: float) -> None:
+def test_gradient_of_a_nearly_satisfied_row_keeps_its_digits(alpha):
     """M7: ``1 - p_y`` is a sum over the others, so float32 does not round it away."""
     b = alpha - 1
     log_q = -2.0
@@ -139,7 +139,7 @@ def test_gradient_of_a_nearly_satisfied_row_keeps_its_digits(alpha: float) -> No
 
 
 @pytest.mark.parametrize("alpha", [0.5, 1.0, 1.25, 2.0, 3.0])
-def test_float32_gradients_are_the_posterior_of_the_definition(alpha: float) -> None:
+def test_float32_gradients_are_the_posterior_of_the_definition(alpha):
     """M7 in float32, far from one class and with large logits."""
     generator = torch.Generator().manual_seed(4)
     logits = (30 * torch.randn(6, 300, generator=generator)).requires_grad_()
@@ -180,7 +180,7 @@ def cosine_rows() -> tuple[Tensor, Tensor, Tensor]:
     ],
     ids=str,
 )
-def test_divergences_times_margins(divergence: qmargin.Divergence, margin: str) -> None:
+def test_divergences_times_margins(divergence, margin):
     """M9: first and second derivatives of the loss with respect to the cosines."""
     cosines, labels, norms = cosine_rows()
     loss_fn = qmargin.MarginLoss(divergence, MARGINS[margin](), scale=4.0, reduction="none")
@@ -189,7 +189,7 @@ def test_divergences_times_margins(divergence: qmargin.Divergence, margin: str) 
 
 
 @pytest.mark.parametrize(("start", "goal"), [(1.1, 1.6), (1.8, 1.0), (0.8, 1.3)])
-def test_learnable_alpha_finds_the_order_that_made_the_data(start: float, goal: float) -> None:
+def test_learnable_alpha_finds_the_order_that_made_the_data(start, goal):
     """Descent on alpha recovers it, through ``alpha = 1`` where the way leads through it."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(32, 20, generator=generator, dtype=torch.float64)
@@ -211,7 +211,7 @@ def parameter(*shape: int) -> nn.Parameter:
 
 
 @pytest.mark.parametrize("kind", ["per class", "sum", "module sum", "module sum per class"])
-def test_learnable_settings_inside_margins_reach_the_optimizer(kind: str) -> None:
+def test_learnable_settings_inside_margins_reach_the_optimizer(kind):
     first, second, per_class = parameter(), parameter(), parameter(12)
     prior, by_class = qmargin.PriorMargin(first), qmargin.PriorMargin(qmargin.PerClass(per_class))
     margin, expected = {
@@ -230,7 +230,7 @@ def test_learnable_settings_inside_margins_reach_the_optimizer(kind: str) -> Non
     assert all(bool((p != 0.1).any()) for p in expected)
 
 
-def test_a_parameter_in_two_places_is_one_parameter() -> None:
+def test_a_parameter_in_two_places_is_one_parameter():
     shared = parameter()
     margin = qmargin.PriorMargin(shared) + qmargin.CosineMargin(shared)
     loss_fn = qmargin.MarginLoss(qmargin.Alpha(1.25), margin, scale=5.0, reduction="none")
@@ -261,7 +261,7 @@ def gradients(dtype: torch.dtype, alpha: float, *learnable: str) -> dict[str, Te
 
 
 @pytest.mark.parametrize("alpha", [1.0, 1.01, 1.05])
-def test_gradients_beside_a_learnable_setting_keep_their_digits(alpha: float) -> None:
+def test_gradients_beside_a_learnable_setting_keep_their_digits(alpha):
     """The gradient of a nearly satisfied target is tiny, not the rounding of ``p_y - 1``."""
     truth = gradients(torch.float64, alpha)["cosines"].float()
     assert 0.0 < float(truth[-1, 0].abs()) < 1e-2
@@ -271,7 +271,7 @@ def test_gradients_beside_a_learnable_setting_keep_their_digits(alpha: float) ->
 
 
 @pytest.mark.parametrize("alpha", [1.0, 1.01, 1.05])
-def test_gradients_of_learnable_settings_keep_their_digits(alpha: float) -> None:
+def test_gradients_of_learnable_settings_keep_their_digits(alpha):
     wide = gradients(torch.float64, alpha, "alpha", "margin")
     narrow = gradients(torch.float32, alpha, "alpha", "margin")
     for name in ("alpha", "margin"):
@@ -279,7 +279,7 @@ def test_gradients_of_learnable_settings_keep_their_digits(alpha: float) -> None
 
 
 @pytest.mark.parametrize("value", [0.02, 0.3, 1.7])
-def test_a_float32_alpha_on_float64_logits_has_the_gradient_of_its_value(value: float) -> None:
+def test_a_float32_alpha_on_float64_logits_has_the_gradient_of_its_value(value):
     logits = torch.randn(4, 9, dtype=torch.float64)
     labels = torch.tensor([0, 3, 5, 8])
     found = []
@@ -292,6 +292,6 @@ def test_a_float32_alpha_on_float64_logits_has_the_gradient_of_its_value(value: 
     torch.testing.assert_close(found[0], found[1], rtol=2e-7, atol=0)
 
 
-def test_alpha_does_not_follow_the_default_device() -> None:
+def test_alpha_does_not_follow_the_default_device():
     with torch.device("meta"):
         assert qmargin.Alpha(1.25).as_tensor().device.type == "cpu"

@@ -14,7 +14,7 @@ SIZES = {"num_classes": 50_000, "embedding_dim": 64}
 @pytest.mark.parametrize(
     "alpha, scale", [(1.0, 12.0), (1.1, 6.0), (1.25, 2.0), (1.5, 0.5), (2.0, 0.02), (3.0, 0.001)]
 )
-def test_it_is_that_of_drawn_classes(alpha: float, scale: float) -> None:
+def test_it_is_that_of_drawn_classes(alpha, scale):
     generator = torch.Generator().manual_seed(0)
     z = torch.randn(8, SIZES["num_classes"], generator=generator, dtype=torch.float64)
     posterior = qmargin.softargmax(scale * z / math.sqrt(SIZES["embedding_dim"]), alpha=alpha)
@@ -29,8 +29,8 @@ def test_it_is_that_of_drawn_classes(alpha: float, scale: float) -> None:
     ids=["faces", "speakers"],
 )
 def test_what_the_paper_chose_for_several_alphas_is_equally_hard(
-    num_classes: int, embedding_dim: int, settings: list[tuple[float, float]]
-) -> None:
+    num_classes, embedding_dim, settings
+):
     sizes = {"num_classes": num_classes, "embedding_dim": embedding_dim}
     first, second = (qmargin.hardness(*setting, **sizes).mean for setting in settings)
     assert first == pytest.approx(second, abs=0.05)
@@ -38,7 +38,7 @@ def test_what_the_paper_chose_for_several_alphas_is_equally_hard(
 
 @pytest.mark.parametrize("num_classes", [2, 1000, 10_000_000])
 @pytest.mark.parametrize("alpha", [1.0, 1.02, 1.25, 4.0])
-def test_scale_and_hardness_are_inverse(alpha: float, num_classes: int) -> None:
+def test_scale_and_hardness_are_inverse(alpha, num_classes):
     sizes = {"num_classes": num_classes, "embedding_dim": 128}
     scales = []
     for mean in (0.1, 0.7, 1.1):
@@ -47,7 +47,7 @@ def test_scale_and_hardness_are_inverse(alpha: float, num_classes: int) -> None:
     assert scales == sorted(scales)
 
 
-def test_more_classes_are_harder_above_alpha_one_only() -> None:
+def test_more_classes_are_harder_above_alpha_one_only():
     for alpha, grows in ((1.0, False), (1.25, True)):
         few, many = (
             qmargin.hardness(alpha, 4.0, num_classes=k, embedding_dim=64) for k in (1000, 1_000_000)
@@ -68,6 +68,6 @@ def test_more_classes_are_harder_above_alpha_one_only() -> None:
         (lambda: qmargin.scale_of_hardness(math.nan, 1.25, **SIZES), "hardness is nan"),
     ],
 )
-def test_bad_input(call, message: str) -> None:
+def test_bad_input(call, message):
     with pytest.raises(ConfigError, match=message):
         call()

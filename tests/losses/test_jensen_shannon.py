@@ -15,7 +15,7 @@ from helpers.definition import AlphaGenerator, JensenShannonGenerator, exact
 
 
 @pytest.mark.parametrize("scale", [1e-3, 0.1, 1.0, 10.0])
-def test_jensen_shannon_matches_its_definition(scale: float) -> None:
+def test_jensen_shannon_matches_its_definition(scale):
     """M1, M2, M6 for ``f(u) = u ln u - (u + 1) ln((u + 1) / 2)``, through the generic solver."""
     rng = np.random.default_rng(5)
     logits = torch.from_numpy(scale * rng.standard_normal((4, 15)))
@@ -40,7 +40,7 @@ def test_jensen_shannon_matches_its_definition(scale: float) -> None:
         assert float(partition[row]) == pytest.approx(value, rel=1e-10, abs=1e-10)
 
 
-def test_jensen_shannon_in_a_margin_loss() -> None:
+def test_jensen_shannon_in_a_margin_loss():
     cosines, labels = spread_cosines()
     loss_fn = qmargin.MarginLoss(
         qmargin.JensenShannon(), qmargin.PriorMargin(0.1), scale=5.0, reduction="none"
@@ -58,7 +58,7 @@ def test_jensen_shannon_in_a_margin_loss() -> None:
     assert loss_fn.effective_margin is None
 
 
-def test_the_generic_solver_agrees_with_the_closed_form() -> None:
+def test_the_generic_solver_agrees_with_the_closed_form():
     """A divergence the package has never seen, here the alpha-divergence in disguise."""
 
     class Disguised:
@@ -83,7 +83,7 @@ def test_the_generic_solver_agrees_with_the_closed_form() -> None:
 
 
 @pytest.mark.parametrize("operator", ["softargmax", "log_partition", "labels", "distributions"])
-def test_jensen_shannon_derivatives(operator: str) -> None:
+def test_jensen_shannon_derivatives(operator):
     """First and second derivatives in the logits and in the reference."""
     rng = np.random.default_rng(1)
     logits = torch.from_numpy(rng.standard_normal((3, 5))).requires_grad_()

@@ -29,7 +29,7 @@ def rows(scale: float, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
 @for_large_alphas
 @pytest.mark.parametrize("scale", [1e-3, 0.1, 100.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
-def test_posterior_and_loss_are_accurate(alpha: float, scale: float, dtype: torch.dtype) -> None:
+def test_posterior_and_loss_are_accurate(alpha, scale, dtype):
     """M1, M6 up to the largest alpha that is accepted."""
     logits, reference = rows(scale, dtype)
     truth = [
@@ -46,12 +46,12 @@ def test_posterior_and_loss_are_accurate(alpha: float, scale: float, dtype: torc
 
 
 @for_large_alphas
-def test_a_million_equal_logits_share_evenly(alpha: float) -> None:
+def test_a_million_equal_logits_share_evenly(alpha):
     posterior = qmargin.softargmax(torch.full((1, 100_000), 0.5), alpha=alpha)
     torch.testing.assert_close(posterior, torch.full_like(posterior, 1e-5), rtol=1e-5, atol=0)
 
 
-def test_neighbouring_logits_are_told_apart() -> None:
+def test_neighbouring_logits_are_told_apart():
     """Classes one rounding apart at the edge: the lowest active one is found all the same."""
     alpha = 12.0
     logits = torch.zeros(1, 30, dtype=torch.float64)
@@ -63,7 +63,7 @@ def test_neighbouring_logits_are_told_apart() -> None:
 
 
 @pytest.mark.parametrize("alpha", [16.01, 100.0, 1e40, np.float64(1e300)])
-def test_alpha_above_the_tested_range_is_refused(alpha: float) -> None:
+def test_alpha_above_the_tested_range_is_refused(alpha):
     logits = torch.zeros(2, 3)
     for call in (
         lambda: qmargin.Alpha(alpha),
@@ -76,7 +76,7 @@ def test_alpha_above_the_tested_range_is_refused(alpha: float) -> None:
 
 
 @pytest.mark.parametrize("b", [7.0, 15.0])
-def test_the_cost_of_lost_mass_is_accurate(b: float) -> None:
+def test_the_cost_of_lost_mass_is_accurate(b):
     """M6: ``phi(r) = (1 - (1 - r)^b (1 + b r)) / b``, on both sides of where its series ends."""
     mass = torch.logspace(-8, -0.5, 60, dtype=torch.float64)
     truth = [float((1 - (1 - mp.mpf(r)) ** b * (1 + b * mp.mpf(r))) / b)

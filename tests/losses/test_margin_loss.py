@@ -33,9 +33,7 @@ SETTINGS = [  # alpha, scale, margin: the paper's tables and a few beyond them
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 @pytest.mark.parametrize(("alpha", "scale", "margin"), SETTINGS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_margin_matches_its_definition(
-    kind: str, alpha: float, scale: float, margin: float, dtype: torch.dtype
-) -> None:
+def test_every_margin_matches_its_definition(kind, alpha, scale, margin, dtype):
     """M6, M9: loss, tau, support, target posterior and residual of each row."""
     cosines, labels = cosine_batch(8, 60, seed=21)
     loss_fn = qmargin.MarginLoss(
@@ -60,7 +58,7 @@ def test_every_margin_matches_its_definition(
 
 @pytest.mark.parametrize("alpha", [1.0, 1.25, 2.0])
 @pytest.mark.parametrize("kind", ["cosine", "angular"])
-def test_a_prior_and_a_geometric_margin_combine(kind: str, alpha: float) -> None:
+def test_a_prior_and_a_geometric_margin_combine(kind, alpha):
     """M9: the paper notes that the two are orthogonal; either order of the sum is the same."""
     cosines, labels = cosine_batch(6, 40, seed=4)
     prior, geometric = qmargin.PriorMargin(0.1), KINDS[kind](0.2)
@@ -82,7 +80,7 @@ def test_a_prior_and_a_geometric_margin_combine(kind: str, alpha: float) -> None
     assert_loss(losses[0], truth, names=[f"row {row}" for row in range(6)])
 
 
-def test_loss_equals_the_operator_with_a_reference() -> None:
+def test_loss_equals_the_operator_with_a_reference():
     """M9: the margin loss is ``fenchel_young_loss`` with a lowered target."""
     cosines, labels = spread_cosines()
     reference = -10.0 * 0.2 * F.one_hot(labels, 12)
@@ -106,7 +104,7 @@ def test_loss_equals_the_operator_with_a_reference() -> None:
         assert torch.equal(function, loss_fn(cosines, labels))
 
 
-def test_reductions() -> None:
+def test_reductions():
     cosines, labels = spread_cosines()
     rows = qmargin.q_margin(reduction="none")(cosines, labels)
     assert rows.shape == (5,)
@@ -127,9 +125,7 @@ def test_reductions() -> None:
         (1.5, 32.0, 0.2, 1.5),
     ],
 )
-def test_effective_margins_of_the_paper(
-    alpha: float, scale: float, margin: float, effective: float
-) -> None:
+def test_effective_margins_of_the_paper(alpha, scale, margin, effective):
     """M12: the cosine gap that the published settings ask for."""
     loss_fn = qmargin.q_margin(alpha=alpha, scale=scale, margin=margin, reduction="none")
     b = alpha - 1
@@ -141,9 +137,7 @@ def test_effective_margins_of_the_paper(
     ("alpha", "scale", "margin", "effective"),
     [(1.25, 32.0, 0.5, "6.7"), (1.5, 32.0, 0.5, "186"), (2.0, 64.0, 0.5, "1.23e+12")],
 )
-def test_an_unreachable_margin_warns_with_the_remedy(
-    alpha: float, scale: float, margin: float, effective: str
-) -> None:
+def test_an_unreachable_margin_warns_with_the_remedy(alpha, scale, margin, effective):
     """M12: cosines differ by at most 2; the loss still works, with a constant pull of -1."""
     with pytest.warns(qmargin.MarginWarning) as caught:
         loss_fn = qmargin.MarginLoss(
@@ -174,7 +168,7 @@ PRESETS = {  # name: divergence, margin, scale; the paper's tables
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_presets_have_the_numbers_of_the_paper(name: str) -> None:
+def test_presets_have_the_numbers_of_the_paper(name):
     alpha, margin, scale = PRESETS[name]
     loss_fn = getattr(qmargin, name)(reduction="none")
     assert isinstance(loss_fn, qmargin.MarginLoss)
@@ -184,7 +178,7 @@ def test_presets_have_the_numbers_of_the_paper(name: str) -> None:
     assert getattr(qmargin, name)().reduction == "mean"
 
 
-def test_arcface_and_cosface_are_cross_entropy_on_shifted_logits() -> None:
+def test_arcface_and_cosface_are_cross_entropy_on_shifted_logits():
     """M9, M10: the two baselines without any of our arithmetic."""
     cosines, labels = cosine_batch(7, 50, seed=17)
     target = F.one_hot(labels, 50).double()
@@ -203,7 +197,7 @@ def test_arcface_and_cosface_are_cross_entropy_on_shifted_logits() -> None:
     )
 
 
-def test_a_loss_trains_and_has_no_state() -> None:
+def test_a_loss_trains_and_has_no_state():
     """Fifty steps on separable data bring the loss to exactly zero and the posterior to one."""
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(6, 16, generator=generator).requires_grad_()

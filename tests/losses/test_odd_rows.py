@@ -1,4 +1,4 @@
-"""Masked classes, NaN, infinity, ignored rows, empty batches: confined to where they stand."""
+"""Masked classes, NaN, infinity, ignored rows, odd targets: confined to where they stand."""
 
 from __future__ import annotations
 
@@ -6,21 +6,28 @@ import math
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.func import vmap
 
 import qmargin
 from helpers.cases import spread_cosines
 from helpers.operators import make_loss, operators
-from qmargin import errors
+from qmargin.errors import DataError, ShapeError
 
 ALPHAS = (0.5, 1.0, 1.25, 3.0)
+DIVERGENCES = [*map(qmargin.Alpha, (*ALPHAS, 2.0)), qmargin.JensenShannon()]
+OTHERS = [0, 1, 3, 4]  # than row 2
+IGNORED, KEPT = [1, 3], [0, 2, 4]
+EXACT = {"rtol": 0, "atol": 1e-13}
 for_alphas = pytest.mark.parametrize("alpha", ALPHAS)
+for_divergences = pytest.mark.parametrize("divergence", DIVERGENCES, ids=str)
 
 
 # ---------------------------------------------------------------- masked classes
 
 
 @for_alphas
-def test_masked_classes_are_as_good_as_absent(alpha: float) -> None:
+def test_masked_classes_are_as_good_as_absent(alpha):
     """``-inf`` gives p = 0 and a zero gradient, and changes nothing else."""
     cosines, _ = spread_cosines()
     masked = [2, 7, 11]
@@ -29,136 +36,147 @@ def test_masked_classes_are_as_good_as_absent(alpha: float) -> None:
     logits = (5 * cosines).double()
     logits[:, masked] = -math.inf
     short, short_labels = logits[:, kept], torch.tensor([kept.index(y) for y in labels.tolist()])
+    functions = operators(alpha)
+    for name in ("log_partition", "loss", "tau"):
+        value, expected = functions[name](logits, labels), functions[name](short, short_labels)
+        torch.testing.assert_close(value, expected, **EXACT)
     posterior = qmargin.softargmax(logits, alpha=alpha)
     assert bool((posterior[:, masked] == 0).all())
-    close = {"rtol": 0, "atol": 1e-13}
-    torch.testing.assert_close(posterior[:, kept], qmargin.softargmax(short, alpha=alpha), **close)
-    long, brief = (qmargin.solve_tau(x, alpha=alpha) for x in (logits, short))
-    torch.testing.assert_close(long.tau, brief.tau, **close)
-    assert torch.equal(long.support_size, brief.support_size)
-    torch.testing.assert_close(
-        qmargin.log_partition(logits, alpha=alpha),
-        qmargin.log_partition(short, alpha=alpha),
-        **close,
-    )
-    logits.requires_grad_()
-    loss = qmargin.fenchel_young_loss(logits, labels, alpha=alpha)
-    torch.testing.assert_close(
-        loss.detach(), qmargin.fenchel_young_loss(short, short_labels, alpha=alpha), **close
-    )
-    for value in (loss, qmargin.log_partition(logits, alpha=alpha)):
-        (gradient,) = torch.autograd.grad(value.sum(), logits)
-        assert bool((gradient[:, masked] == 0).all())
-        assert bool(gradient.isfinite().all())
+    torch.testing.assert_close(posterior[:, kept], qmargin.softargmax(short, alpha=alpha), **EXACT)
+    sizes = [qmargin.solve_tau(x, alpha=alpha).support_size for x in (logits, short)]
+    assert torch.equal(*sizes)
     weights = torch.linspace(-1, 1, 12, dtype=torch.float64)
-    value = (qmargin.softargmax(logits, alpha=alpha) * weights).sum()
-    (gradient,) = torch.autograd.grad(value, logits)
-    assert bool((gradient[:, masked] == 0).all())
-    assert bool(gradient.isfinite().all())
+    for name in ("log_partition", "loss", "softargmax"):
+        leaf = logits.clone().requires_grad_()
+        value = functions[name](leaf, labels)
+        value = value @ weights if name == "softargmax" else value
+        (gradient,) = torch.autograd.grad(value.sum(), leaf)
+        assert bool((gradient[:, masked] == 0).all()) and bool(gradient.isfinite().all())
+    reference = torch.zeros(12, dtype=torch.float64)
+    reference[4] = -math.inf  # a class with q = 0 cannot have mass either
+    found = qmargin.softargmax(5 * cosines.double(), alpha=alpha, log_reference=reference)
+    kept = [j for j in range(12) if j != 4]
+    expected = qmargin.softargmax(5 * cosines[:, kept].double(), alpha=alpha)
+    torch.testing.assert_close(found[:, kept], expected, **EXACT)
+    assert bool((found[:, 4] == 0).all())
 
 
 @for_alphas
-def test_a_masked_target_costs_infinity(alpha: float) -> None:
+def test_a_masked_target_costs_infinity(alpha):
     """An impossible target: +inf for its row, and the other rows are untouched."""
     cosines, labels = spread_cosines()
-    expected = make_loss(alpha)(cosines, labels)
+    one_hot = nn.functional.one_hot(labels, 12).float()
     broken = cosines.clone()
-    broken[1, labels[1]] = -math.inf
-    loss = make_loss(alpha)(broken, labels)
-    assert float(loss[1]) == math.inf
-    assert torch.equal(loss[[0, 2, 3, 4]], expected[[0, 2, 3, 4]])
-    by_function = qmargin.fenchel_young_loss(5 * broken, labels, alpha=alpha)
-    assert float(by_function[1]) == math.inf
-    one_hot = torch.nn.functional.one_hot(labels, 12).float()
-    by_distribution = qmargin.fenchel_young_loss(5 * broken, one_hot, alpha=alpha)
-    assert float(by_distribution[1]) == math.inf
-    assert bool(by_distribution[[0, 2, 3, 4]].isfinite().all())
+    broken[2, labels[2]] = -math.inf
+    for function in (
+        make_loss(alpha),
+        lambda x, y: qmargin.fenchel_young_loss(5 * x, y, alpha=alpha),
+        lambda x, y: qmargin.fenchel_young_loss(5 * x, one_hot, alpha=alpha),
+    ):
+        loss = function(broken, labels)
+        assert float(loss[2]) == math.inf
+        assert torch.equal(loss[OTHERS], function(cosines, labels)[OTHERS])
+
+
+@for_divergences
+@pytest.mark.parametrize("twice", [False, True])
+def test_a_masked_target_passes_no_gradient(divergence, twice):
+    """``-inf`` means no gradient, also for a class that the target gives mass to."""
+    logits, target = logits_and_target()
+    labels = torch.tensor([2, 2, 0, 1, 2])
+    logits[:, 2] = -math.inf
+    loss_fn = qmargin.MarginLoss(divergence, qmargin.CosineMargin(0.1), scale=5.0, reduction="none")
+    for function in (
+        lambda x: qmargin.fenchel_young_loss(x, target, divergence=divergence),
+        lambda x: qmargin.fenchel_young_loss(x, labels, divergence=divergence),
+        lambda x: loss_fn(x, labels),
+    ):
+        leaf = logits.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(function(leaf).sum(), leaf, create_graph=twice)
+        assert bool((gradient[:, 2] == 0).all())
 
 
 @for_alphas
-def test_a_row_without_any_class_is_not_a_number(alpha: float) -> None:
+def test_a_row_without_any_class_is_not_a_number(alpha):
     """All classes masked: no posterior, no finite loss, and no other row is touched."""
     cosines, labels = spread_cosines()
+    broken = cosines.clone()
+    broken[2] = -math.inf
     for name, function in operators(alpha).items():
-        expected = function(cosines, labels)
-        broken = cosines.clone()
-        broken[2] = -math.inf
         value = function(broken, labels)
-        others = [0, 1, 3, 4]
         if name == "softargmax":  # masked means p = 0
             assert bool(((value[2] == 0) | value[2].isnan()).all())
         else:
             assert not bool(value[2].isfinite().any()), name
-        assert torch.equal(value[others], expected[others]), name
+        assert torch.equal(value[OTHERS], function(cosines, labels)[OTHERS]), name
 
 
 @for_alphas
-def test_minus_infinity_in_the_reference_masks_too(alpha: float) -> None:
-    """A class with ``q = 0`` cannot have mass."""
-    cosines, _ = spread_cosines()
-    logits = 5 * cosines.double()
-    reference = torch.zeros(12, dtype=torch.float64)
-    reference[4] = -math.inf
-    posterior = qmargin.softargmax(logits, alpha=alpha, log_reference=reference)
-    kept = [j for j in range(12) if j != 4]
-    expected = qmargin.softargmax(logits[:, kept], alpha=alpha)
-    assert bool((posterior[:, 4] == 0).all())
-    torch.testing.assert_close(posterior[:, kept], expected, rtol=0, atol=1e-13)
+@pytest.mark.parametrize("scale", [1.0, 64.0])
+def test_all_other_classes_masked(alpha, scale):
+    """One class left and it is the target: no loss and no gradient, not 0 times infinity."""
+    cosines = torch.tensor([[-1.0, -math.inf, -math.inf]], requires_grad=True)
+    margin = qmargin.CosineMargin(0.5)
+    loss_fn = qmargin.MarginLoss(qmargin.Alpha(alpha), margin, scale=scale, reduction="none")
+    loss = loss_fn(cosines, torch.tensor([0]))
+    loss.sum().backward()
+    assert float(loss.detach()) == pytest.approx(0.0, abs=1e-6)
+    torch.testing.assert_close(cosines.grad, torch.zeros(1, 3), rtol=0, atol=1e-5)
 
 
-# ---------------------------------------------------------------- NaN and infinity
+# ---------------------------------------------------------------- NaN, infinity, empty batches
 
 
 @for_alphas
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("where", ["target", "other", "all"])
-def test_a_broken_row_is_nan_and_the_others_are_bit_identical(
-    alpha: float, bad: float, where: str
-) -> None:
+def test_a_broken_row_is_nan_and_the_others_are_bit_identical(alpha, bad, where):
     cosines, labels = spread_cosines()
-    others = [0, 1, 3, 4]
+    broken = cosines.clone()
+    if where == "all":
+        broken[2] = bad
+    else:
+        broken[2, (int(labels[2]) + (where == "other")) % 12] = bad
     for name, function in operators(alpha).items():
-        broken = cosines.clone()
-        if where == "all":
-            broken[2] = bad
-        else:
-            broken[2, (int(labels[2]) + (where == "other")) % 12] = bad
         value = function(broken, labels)
         assert bool(value[2].isnan().all()), f"{name}: {value[2]}"
-        assert torch.equal(value[others], function(cosines[others], labels[others])), name
+        assert torch.equal(value[OTHERS], function(cosines[OTHERS], labels[OTHERS])), name
+    gradients = []
+    for rows in (cosines, broken):
+        leaf = rows.clone().requires_grad_()
+        make_loss(alpha)(leaf, labels).sum().backward()
+        gradients.append(leaf.grad)
+    assert torch.equal(gradients[0][OTHERS], gradients[1][OTHERS])
+    assert bool(gradients[1][2].isnan().any())
+
+
+@pytest.mark.parametrize("num_classes", [12, 64, 500])
+@pytest.mark.parametrize("alpha", [1.25, 2.0, 3.0])
+def test_an_infinite_reference_breaks_its_row_at_any_size(alpha, num_classes):
+    logits = 10 * torch.randn(3, num_classes)
+    reference = torch.zeros(3, num_classes)
+    reference[1, int(logits[1].argmin())] = math.inf
+    options = {"alpha": alpha, "log_reference": reference}
+    for value in (
+        qmargin.softargmax(logits, **options).sum(1),
+        qmargin.log_partition(logits, **options),
+        qmargin.fenchel_young_loss(logits, torch.tensor([0, 0, 0]), **options),
+        qmargin.solve_tau(logits, **options).tau,
+    ):
+        assert value.isnan().tolist() == [False, True, False]
 
 
 @for_alphas
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_broken_row_leaves_the_gradients_of_others_alone(alpha: float, bad: float) -> None:
-    cosines, labels = spread_cosines()
-    loss_fn = make_loss(alpha)
-    others = [0, 1, 3, 4]
-    gradients = []
-    for broken in (False, True):
-        leaf = cosines.clone()
-        leaf[2, 5] = bad if broken else leaf[2, 5]
-        leaf.requires_grad_()
-        loss_fn(leaf, labels).sum().backward()
-        gradients.append(leaf.grad)
-    assert torch.equal(gradients[0][others], gradients[1][others])
-    assert bool(gradients[1][2].isnan().all())
-
-
-def test_huge_logits_do_not_overflow() -> None:
+def test_huge_logits_do_not_overflow(alpha):
     """Finite float32 logits of any size give a posterior, not NaN."""
     logits = torch.tensor([[3e38, -3e38, 0.0], [1e30, 1e30, -1e30], [-3e38, -3e38, -3e38]])
-    for alpha in ALPHAS:
-        posterior = qmargin.softargmax(logits, alpha=alpha)
-        expected = torch.tensor([[1.0, 0, 0], [0.5, 0.5, 0], [1 / 3, 1 / 3, 1 / 3]])
-        torch.testing.assert_close(posterior, expected, rtol=0, atol=1e-6, msg=f"alpha {alpha}")
-
-
-# ---------------------------------------------------------------- empty batches, ignored rows
+    expected = torch.tensor([[1.0, 0, 0], [0.5, 0.5, 0], [1 / 3, 1 / 3, 1 / 3]])
+    posterior = qmargin.softargmax(logits, alpha=alpha)
+    torch.testing.assert_close(posterior, expected, rtol=0, atol=1e-6)
 
 
 @for_alphas
-def test_an_empty_batch_gives_an_empty_result(alpha: float) -> None:
+def test_an_empty_batch_gives_an_empty_result(alpha):
     cosines, labels = torch.zeros(0, 12), torch.zeros(0, dtype=torch.int64)
     for name, function in operators(alpha).items():
         leaf = cosines.clone().requires_grad_()
@@ -167,44 +185,170 @@ def test_an_empty_batch_gives_an_empty_result(alpha: float) -> None:
         if name != "tau":
             value.sum().backward()
             assert leaf.grad.shape == (0, 12)
-    output = make_loss(alpha).with_stats(cosines, labels)
-    assert all(part.shape == (0,) for part in output)
+    assert all(part.shape == (0,) for part in make_loss(alpha).with_stats(cosines, labels))
+    with pytest.raises(ShapeError, match="empty"):
+        make_loss(alpha, reduction="mean")(cosines, labels)
 
 
 @for_alphas
-def test_ignored_rows_cost_nothing_and_pull_nothing(alpha: float) -> None:
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_inputs_are_left_as_they_were(alpha, dtype):
     cosines, labels = spread_cosines()
-    labels[[1, 4]] = -100
-    kept = [0, 2, 3]
+    cosines, reference = cosines.to(dtype), -torch.rand(5, 12).to(dtype)
+    copies = cosines.clone(), labels.clone(), reference.clone()
+    options = {"alpha": alpha, "log_reference": reference}
+    make_loss(alpha).with_stats(cosines, labels)
+    qmargin.softargmax(cosines, **options)
+    qmargin.fenchel_young_loss(cosines, labels, alpha=alpha)
+    qmargin.fenchel_young_loss(cosines, labels, **options)
+    qmargin.log_partition(cosines, **options)
+    qmargin.solve_tau(cosines, **options)
+    for now, before in zip((cosines, labels, reference), copies, strict=True):
+        assert torch.equal(now, before)
+
+
+# ---------------------------------------------------------------- ignored rows
+
+
+@for_alphas
+def test_ignored_rows_cost_nothing_and_pull_nothing(alpha):
+    cosines, labels = spread_cosines()
+    labels[IGNORED] = -100
     leaf = cosines.clone().requires_grad_()
     loss = make_loss(alpha)(leaf, labels)
-    assert torch.equal(loss[[1, 4]], torch.zeros(2))
-    assert torch.equal(loss[kept], make_loss(alpha)(cosines[kept], labels[kept]))
+    assert torch.equal(loss[IGNORED], torch.zeros(2))
+    assert torch.equal(loss[KEPT], make_loss(alpha)(cosines[KEPT], labels[KEPT]))
     loss.sum().backward()
-    assert bool((leaf.grad[[1, 4]] == 0).all())
-    mean = make_loss(alpha, reduction="mean")(cosines, labels)
-    torch.testing.assert_close(mean, loss[kept].mean().detach())
-    total = make_loss(alpha, reduction="sum")(cosines, labels)
+    assert bool((leaf.grad[IGNORED] == 0).all())
+    mean, total = (make_loss(alpha, reduction=kind)(cosines, labels) for kind in ("mean", "sum"))
+    torch.testing.assert_close(mean, loss[KEPT].mean().detach())
     torch.testing.assert_close(total, loss.sum().detach())
 
 
-@for_alphas
-def test_inputs_are_left_as_they_were(alpha: float) -> None:
-    for dtype in (torch.float16, torch.float32, torch.float64):
-        cosines, labels = spread_cosines()
-        cosines = cosines.to(dtype)
-        reference = -torch.rand(5, 12).to(dtype)
-        copies = cosines.clone(), labels.clone(), reference.clone()
-        make_loss(alpha).with_stats(cosines, labels)
-        qmargin.softargmax(cosines, alpha=alpha, log_reference=reference)
-        qmargin.fenchel_young_loss(cosines, labels, alpha=alpha)
-        qmargin.fenchel_young_loss(cosines, labels, alpha=alpha, log_reference=reference)
-        qmargin.log_partition(cosines, alpha=alpha, log_reference=reference)
-        qmargin.solve_tau(cosines, alpha=alpha, log_reference=reference)
-        for now, before in zip((cosines, labels, reference), copies, strict=True):
-            assert torch.equal(now, before), dtype
+def parts(name: str) -> tuple[qmargin.Divergence, qmargin.Margin, list[nn.Parameter]]:
+    alpha = nn.Parameter(torch.tensor(1.25))
+    margin = nn.Parameter(torch.tensor(0.05))
+    per_class = nn.Parameter(torch.full((12,), 0.05))
+    return {
+        "alpha": (qmargin.Alpha(alpha), qmargin.PriorMargin(0.05), [alpha]),
+        "margin": (qmargin.Alpha(1.25), qmargin.PriorMargin(margin), [margin]),
+        "angle": (qmargin.Alpha(1.0), qmargin.AngularMargin(margin), [margin]),
+        "class": (qmargin.Alpha(1.5), qmargin.CosineMargin(qmargin.PerClass(per_class)), []),
+        "jensen-shannon": (qmargin.JensenShannon(), qmargin.CosineMargin(margin), [margin]),
+        "magface": (qmargin.Alpha(1.0), qmargin.MagFaceMargin(), []),
+    }[name]
 
 
-def test_the_mean_of_an_empty_batch_is_refused() -> None:
-    with pytest.raises(errors.ShapeError, match="empty"):
-        make_loss(reduction="mean")(torch.zeros(0, 12), torch.zeros(0, dtype=torch.int64))
+def gradients(name: str, rows: list[int] | None, bad: float, *, twice: bool) -> list[Tensor]:
+    """Of the summed loss over some rows, or over all with the others ignored and spoilt."""
+    cosines, labels = spread_cosines()
+    norms = torch.linspace(20.0, 60.0, 5)
+    if rows is None:
+        cosines[IGNORED], norms[IGNORED], labels[IGNORED] = bad, bad, -100
+    else:
+        cosines, labels, norms = cosines[rows], labels[rows], norms[rows]
+    divergence, margin, parameters = parts(name)
+    leaves = [cosines.requires_grad_(), *parameters]
+    if name == "magface":
+        leaves.append(norms.requires_grad_())
+    loss_fn = qmargin.MarginLoss(divergence, margin, scale=5.0, reduction="sum")
+    found = torch.autograd.grad(loss_fn(cosines, labels, norms), leaves, create_graph=twice)
+    if twice:
+        weighted = sum((g * torch.linspace(1.0, 2.0, g.shape[-1] if g.dim() else 1)).sum()
+                       for g in found)  # fmt: skip
+        found = torch.autograd.grad(weighted, leaves, allow_unused=True)
+    return [torch.zeros(()) if g is None else g for g in found]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 0.3])
+@pytest.mark.parametrize("name", ["alpha", "margin", "angle", "class", "jensen-shannon", "magface"])
+def test_ignored_rows_leave_every_gradient_alone(name, bad):
+    """First derivatives and, where the norms are not part of them, second ones."""
+    for twice in (False, True)[: 1 + (name != "magface" and bad != -math.inf)]:
+        full, kept = (gradients(name, rows, bad, twice=twice) for rows in (None, KEPT))
+        close = {"rtol": 1e-4, "atol": 1e-5} if twice else {}
+        assert bool((full[0][IGNORED] == 0).all())
+        torch.testing.assert_close(full[0][KEPT], kept[0], **close)
+        for all_rows, some in zip(full[1:], kept[1:], strict=True):
+            chosen = all_rows[KEPT] if all_rows.shape == (5,) else all_rows
+            torch.testing.assert_close(chosen, some, **close)
+            assert bool(all_rows.isfinite().all())
+
+
+def test_functions_take_ignore_index_and_debug():
+    cosines, labels = spread_cosines()
+    settings = {"divergence": qmargin.Alpha(1.25), "margin": qmargin.PriorMargin(0.1), "scale": 5.0}
+    expected = qmargin.margin_loss(cosines, labels, **settings)
+    labels[2], cosines[2] = -7, math.nan
+    loss = qmargin.margin_loss(cosines, labels, ignore_index=-7, debug=True, **settings)
+    assert float(loss[2]) == 0.0
+    assert torch.equal(loss[OTHERS], expected[OTHERS])
+
+
+def test_debug_refuses_what_cannot_be_a_cosine():
+    labels = torch.tensor([0, 1])
+    cosines = torch.tensor([[0.9, 0.1], [0.2, 32.0]])
+    loss_fn = qmargin.q_margin(debug=True)
+    with pytest.raises(DataError, match="32"):
+        loss_fn(cosines, labels)
+    loss_fn(torch.tensor([[1.0 + 1e-6, 0.1], [0.2, -1.0 - 1e-6]]), labels)
+    loss_fn(cosines, torch.tensor([0, -100]))  # ignored rows may hold anything
+    loss_fn(torch.tensor([[1.0, 0.5]], dtype=torch.bfloat16) * 1.004, torch.tensor([0]))
+
+
+def test_a_loss_of_ignored_rows_leaves_zeros():
+    cosines = torch.randn(3, 10).clamp(-1, 1).requires_grad_()
+    loss = qmargin.q_margin()(cosines, torch.full((3,), -100))
+    loss.backward()
+    assert loss.isnan() and (cosines.grad == 0).all()
+
+
+# ---------------------------------------------------------------- target distributions
+
+
+def logits_and_target() -> tuple[Tensor, Tensor]:
+    cosines, _ = spread_cosines()
+    generator = torch.Generator().manual_seed(0)
+    return 5 * cosines, torch.rand(5, 12, generator=generator).softmax(-1)
+
+
+@for_divergences
+@pytest.mark.parametrize("kind", ["negative", "heavy", "light", "infinite", "zero"])
+def test_an_impossible_distribution_is_refused(divergence, kind):
+    logits, target = logits_and_target()
+    if kind == "negative":
+        target[3, :2] += torch.tensor([-1.0, 1.0])
+    else:
+        target[3] *= {"heavy": 1.01, "light": 0.99, "infinite": math.inf, "zero": 0.0}[kind]
+    for debug in (True, False):
+        with pytest.raises(DataError, match="row 3"):
+            qmargin.fenchel_young_loss(logits, target, divergence=divergence, debug=debug)
+
+
+@for_divergences
+def test_a_nan_in_a_distribution_breaks_its_row_alone(divergence):
+    logits, target = logits_and_target()
+    expected = qmargin.fenchel_young_loss(logits, target, divergence=divergence)
+    target[2, 2] = math.nan
+    loss = qmargin.fenchel_young_loss(logits, target, divergence=divergence)
+    assert bool(loss[2].isnan())
+    assert torch.equal(loss[OTHERS], expected[OTHERS])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_distribution_in_half_precision_may_be_rounded(dtype):
+    target = torch.full((1, 1000), 1e-3).to(dtype)
+    assert bool(qmargin.fenchel_young_loss(torch.zeros(1, 1000), target, alpha=1.5).isfinite())
+
+
+def test_distributions_are_checked_under_vmap():
+    logits, target = logits_and_target()
+
+    def loss(x, y):
+        return qmargin.fenchel_young_loss(x, y, alpha=1.25)
+
+    expected = loss(logits, target)
+    torch.testing.assert_close(vmap(loss)(logits, target), expected)
+    torch.testing.assert_close(vmap(loss, in_dims=(0, 1))(logits, target.T), expected)
+    with pytest.raises(DataError):
+        vmap(loss)(logits, 2 * target)

@@ -55,9 +55,7 @@ def solve(logits: Tensor, alpha: float, log_reference: Tensor | None = None) -> 
     num_classes=st.integers(1, 8),
     seed=seeds,
 )
-def test_posterior_matches_the_definition_for_any_reference(
-    alpha: float, scale: float, num_classes: int, seed: int
-) -> None:
+def test_posterior_matches_the_definition_for_any_reference(alpha, scale, num_classes, seed):
     """M1, M2: every class may have a reference down to e^-200, also between alpha 0.9 and 1.1."""
     depth = min(200.0, 64.0 / max(abs(alpha - 1.0), 0.1))
     logits, log_reference, _ = batch(num_classes, seed, scale, rows=1, reference=depth)
@@ -69,9 +67,7 @@ def test_posterior_matches_the_definition_for_any_reference(
 
 @properties
 @given(alpha=alphas, scale=scales, num_classes=sizes, seed=seeds)
-def test_posterior_is_the_link_of_the_slack(
-    alpha: float, scale: float, num_classes: int, seed: int
-) -> None:
+def test_posterior_is_the_link_of_the_slack(alpha, scale, num_classes, seed):
     """M1: ``p_j = q_j link(theta_j - tau)`` ties the three operators together."""
     logits, log_reference, _ = batch(num_classes, seed, min(scale, 5.0))
     solution = qmargin.solve_tau(logits, alpha=alpha, log_reference=log_reference)
@@ -82,9 +78,7 @@ def test_posterior_is_the_link_of_the_slack(
 
 @properties
 @given(alpha=alphas, num_classes=sizes, seed=seeds, shift=st.floats(-100, 100))
-def test_shifting_a_row_shifts_tau_and_nothing_else(
-    alpha: float, num_classes: int, seed: int, shift: float
-) -> None:
+def test_shifting_a_row_shifts_tau_and_nothing_else(alpha, num_classes, seed, shift):
     """M2: tau and the log-partition move with the logits; posterior and loss do not."""
     logits, log_reference, labels = batch(num_classes, seed)
     moved = logits + shift
@@ -105,7 +99,7 @@ def test_shifting_a_row_shifts_tau_and_nothing_else(
 
 @properties
 @given(alpha=alphas, scale=scales, num_classes=sizes, seed=seeds)
-def test_loss_is_never_negative(alpha: float, scale: float, num_classes: int, seed: int) -> None:
+def test_loss_is_never_negative(alpha, scale, num_classes, seed):
     """M6: a Fenchel-Young loss, for labels and for distributions, in float32."""
     logits, log_reference, labels = batch(num_classes, seed, scale)
     common = {"alpha": alpha, "log_reference": log_reference.float()}
@@ -121,9 +115,7 @@ def test_loss_is_never_negative(alpha: float, scale: float, num_classes: int, se
 
 @properties
 @given(alpha=alphas, scale=scales, num_classes=sizes, seed=seeds)
-def test_loss_of_the_posterior_itself_is_zero(
-    alpha: float, scale: float, num_classes: int, seed: int
-) -> None:
+def test_loss_of_the_posterior_itself_is_zero(alpha, scale, num_classes, seed):
     """M6: the loss vanishes exactly at the row's own posterior."""
     logits, log_reference, _ = batch(num_classes, seed, scale)
     common = {"alpha": alpha, "log_reference": log_reference}
@@ -134,9 +126,7 @@ def test_loss_of_the_posterior_itself_is_zero(
 
 @properties
 @given(alpha=alphas, scale=scales, num_classes=sizes, seed=seeds)
-def test_permuting_classes_permutes_the_gradient(
-    alpha: float, scale: float, num_classes: int, seed: int
-) -> None:
+def test_permuting_classes_permutes_the_gradient(alpha, scale, num_classes, seed):
     """M7: classes have no order."""
     logits, log_reference, labels = batch(num_classes, seed, scale)
     order = torch.randperm(num_classes, generator=torch.Generator().manual_seed(seed))
@@ -157,9 +147,7 @@ def test_permuting_classes_permutes_the_gradient(
 
 @properties
 @given(alpha=alphas, scale=scales, num_classes=sizes, seed=seeds)
-def test_gradient_is_posterior_minus_target(
-    alpha: float, scale: float, num_classes: int, seed: int
-) -> None:
+def test_gradient_is_posterior_minus_target(alpha, scale, num_classes, seed):
     """M7: ``d loss / d theta_j = p_j - [j = y]``, and its entries sum to zero."""
     logits, log_reference, labels = batch(num_classes, seed, scale)
     common = {"alpha": alpha, "log_reference": log_reference}
@@ -176,7 +164,7 @@ def test_gradient_is_posterior_minus_target(
 
 @properties
 @given(alpha=sparse_alphas, scale=scales, num_classes=sizes, seed=seeds)
-def test_classes_leave_at_the_edge(alpha: float, scale: float, num_classes: int, seed: int) -> None:
+def test_classes_leave_at_the_edge(alpha, scale, num_classes, seed):
     """M3: ``p_j > 0`` exactly when ``theta_j > tau + edge``, ``edge = -1 / (alpha - 1)``."""
     divergence = qmargin.Alpha(alpha)
     assert divergence.edge == pytest.approx(-1 / (alpha - 1))
@@ -189,7 +177,7 @@ def test_classes_leave_at_the_edge(alpha: float, scale: float, num_classes: int,
     assert torch.equal(solution.support_size, (posterior > 0).sum(-1))
 
 
-def test_nothing_leaves_without_an_edge() -> None:
+def test_nothing_leaves_without_an_edge():
     """M3: for ``alpha <= 1`` every class keeps a positive posterior."""
     logits, log_reference, _ = batch(40, 0, 3.0)
     for alpha in (0.5, 1.0):
@@ -202,7 +190,7 @@ def test_nothing_leaves_without_an_edge() -> None:
 
 @properties
 @given(alpha=alphas, scale=scales, num_classes=sizes, seed=seeds)
-def test_tau_is_bracketed(alpha: float, scale: float, num_classes: int, seed: int) -> None:
+def test_tau_is_bracketed(alpha, scale, num_classes, seed):
     """M4: ``max_j(theta_j - f'(1/q_j)) <= tau <= theta_max - f'(1 / sum q)``."""
     logits, log_reference, _ = batch(num_classes, seed, scale)
     tau = solve(logits, alpha, log_reference)
@@ -221,9 +209,7 @@ def test_tau_is_bracketed(alpha: float, scale: float, num_classes: int, seed: in
     num_candidates=st.integers(1, 40),
     seed=seeds,
 )
-def test_certified_candidates_give_the_exact_tau(
-    alpha: float, scale: float, num_candidates: int, seed: int
-) -> None:
+def test_certified_candidates_give_the_exact_tau(alpha, scale, num_candidates, seed):
     """M8: when the smallest kept logit is inactive, dropping the rest changed nothing."""
     logits = scale * 4 * random_cosines(3, 200, seed=seed).double()
     kept = logits.topk(num_candidates, dim=1).values  # [3, K]
@@ -235,9 +221,7 @@ def test_certified_candidates_give_the_exact_tau(
 
 @properties
 @given(alpha=alphas, scale=scales, num_kept=st.integers(1, 30), seed=seeds)
-def test_the_root_over_a_subset_never_exceeds_tau(
-    alpha: float, scale: float, num_kept: int, seed: int
-) -> None:
+def test_the_root_over_a_subset_never_exceeds_tau(alpha, scale, num_kept, seed):
     """M13: fewer classes never raise tau, so a subset screens out classes safely."""
     logits, log_reference, _ = batch(30, seed, scale)
     tau = solve(logits, alpha, log_reference)
@@ -252,9 +236,7 @@ def test_the_root_over_a_subset_never_exceeds_tau(
 
 @properties
 @given(alpha=sparse_alphas, seed=seeds, rounding=st.sampled_from([1e-3, 1e-2, 0.1]))
-def test_rounded_logits_screen_with_twice_their_rounding(
-    alpha: float, seed: int, rounding: float
-) -> None:
+def test_rounded_logits_screen_with_twice_their_rounding(alpha, seed, rounding):
     """M13: with logits off by at most eps, classes below ``root - 2 eps + edge`` are inactive."""
     logits, _, _ = batch(60, seed, 5.0)
     rounded = (logits / (2 * rounding)).round() * (2 * rounding)  # off by at most `rounding`
@@ -266,7 +248,7 @@ def test_rounded_logits_screen_with_twice_their_rounding(
 
 @properties
 @given(scale=scales, num_classes=sizes, seed=seeds)
-def test_alpha_to_one_is_cross_entropy(scale: float, num_classes: int, seed: int) -> None:
+def test_alpha_to_one_is_cross_entropy(scale, num_classes, seed):
     """The operators at alpha = 1 and their limit from both sides."""
     logits, log_reference, labels = batch(num_classes, seed, scale)
     shifted = logits + log_reference
@@ -293,9 +275,7 @@ def test_alpha_to_one_is_cross_entropy(scale: float, num_classes: int, seed: int
 
 @properties
 @given(alpha=alphas, scale=scales, num_classes=sizes, seed=seeds)
-def test_equal_references_are_a_change_of_units(
-    alpha: float, scale: float, num_classes: int, seed: int
-) -> None:
+def test_equal_references_are_a_change_of_units(alpha, scale, num_classes, seed):
     """A constant ``log q = c`` gives the posterior of logits times ``e^(c (alpha - 1))``."""
     logits, _, _ = batch(num_classes, seed, scale)
     constant = -1.5
@@ -310,9 +290,7 @@ def test_equal_references_are_a_change_of_units(
 
 @properties
 @given(scale=st.sampled_from([1.0, 10.0, 35.0, 64.0]), margin=st.floats(0.0, 0.6), seed=seeds)
-def test_prior_and_cosine_margins_are_one_loss_at_alpha_one(
-    scale: float, margin: float, seed: int
-) -> None:
+def test_prior_and_cosine_margins_are_one_loss_at_alpha_one(scale, margin, seed):
     """M10: CosFace both ways, and cross-entropy on shifted logits."""
     cosines = random_cosines(4, 50, seed=seed) * 5
     cosines = cosines.clamp(-1, 1)
@@ -338,9 +316,7 @@ def test_prior_and_cosine_margins_are_one_loss_at_alpha_one(
     effective=st.floats(0.05, 1.0),
     seed=seeds,
 )
-def test_loss_is_zero_exactly_from_the_effective_margin_on(
-    alpha: float, scale: float, effective: float, seed: int
-) -> None:
+def test_loss_is_zero_exactly_from_the_effective_margin_on(alpha, scale, effective, seed):
     """M12: zero loss if and only if the gap is ``exp(b s m) / (b s) = 1 / (b s) + m_eff``."""
     margin = qmargin.PriorMargin.from_effective(effective, alpha=alpha, scale=scale)
     b = alpha - 1
@@ -359,9 +335,7 @@ def test_loss_is_zero_exactly_from_the_effective_margin_on(
 
 @properties
 @given(alpha=alphas, scale=scales, num_classes=st.integers(2, 60), seed=seeds)
-def test_lowering_the_target_raises_the_loss(
-    alpha: float, scale: float, num_classes: int, seed: int
-) -> None:
+def test_lowering_the_target_raises_the_loss(alpha, scale, num_classes, seed):
     """M9: a larger prior margin never makes the loss smaller."""
     generator = torch.Generator().manual_seed(seed)
     cosines = torch.rand(3, num_classes, generator=generator, dtype=torch.float64) * 2 - 1
@@ -380,9 +354,7 @@ def test_lowering_the_target_raises_the_loss(
 
 @properties
 @given(alpha=alphas, scale=scales, num_classes=sizes, seed=seeds)
-def test_one_hot_distributions_give_the_loss_of_labels(
-    alpha: float, scale: float, num_classes: int, seed: int
-) -> None:
+def test_one_hot_distributions_give_the_loss_of_labels(alpha, scale, num_classes, seed):
     logits, log_reference, labels = batch(num_classes, seed, scale)
     common = {"alpha": alpha, "log_reference": log_reference}
     one_hot = F.one_hot(labels, num_classes).double()

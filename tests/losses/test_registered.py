@@ -33,7 +33,7 @@ def example(monkeypatch: pytest.MonkeyPatch) -> None:
         del sys.modules[name]
 
 
-def test_every_kind_is_registered_with_its_main_number() -> None:
+def test_every_kind_is_registered_with_its_main_number():
     assert MARGINS.items() <= {n: main_number(registry.margins.get(n)) for n in MARGINS}.items()
     for name, main in DIVERGENCES.items():
         assert main_number(registry.divergences.get(name)) == main
@@ -44,7 +44,7 @@ def test_every_kind_is_registered_with_its_main_number() -> None:
         assert loss_fn(cosines, labels, torch.full((5,), 20.0)).isfinite()
 
 
-def test_a_margin_from_a_file_of_its_own(example: None) -> None:
+def test_a_margin_from_a_file_of_its_own(example):
     from qmargin_example.margin import HalfCosine
 
     _, labels = spread_cosines()
@@ -66,7 +66,7 @@ class Unfinished(StatelessMargin):
         return cosines * scale
 
 
-def test_a_margin_that_is_not_written_to_the_end_is_refused() -> None:
+def test_a_margin_that_is_not_written_to_the_end_is_refused():
     with pytest.raises(ConfigError, match=r"Unfinished.* not a dataclass"):
         qmargin.MarginLoss(qmargin.Alpha(1.25), Unfinished(), scale=8.0)
     loss_fn = qmargin.MarginLoss(qmargin.Alpha(1.25), dataclass(Unfinished)(), scale=8.0)
@@ -74,7 +74,7 @@ def test_a_margin_that_is_not_written_to_the_end_is_refused() -> None:
         loss_fn(*spread_cosines())
 
 
-def test_a_divergence_from_a_file_of_its_own(example: None) -> None:
+def test_a_divergence_from_a_file_of_its_own(example):
     """Pearson's with weight one is the alpha-divergence at 2, through the generic solver."""
     from qmargin_example.divergence import Pearson
 

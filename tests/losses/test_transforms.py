@@ -47,7 +47,7 @@ for_operators = pytest.mark.parametrize("operator", OPERATORS)
 @pytest.mark.filterwarnings("ignore")  # the compiler's own deprecation warnings are not ours
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("alpha", [1.0, 1.25, 2.0])
-def test_losses_compile_into_one_graph(backend: str, alpha: float) -> None:
+def test_losses_compile_into_one_graph(backend, alpha):
     torch._dynamo.reset()
     cosines, labels = cosine_batch(6, 40, seed=3)
     loss_fn = qmargin.MarginLoss(
@@ -67,7 +67,7 @@ def test_losses_compile_into_one_graph(backend: str, alpha: float) -> None:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("backend", BACKENDS)
 @for_operators
-def test_operators_compile_into_one_graph(backend: str, operator: str) -> None:
+def test_operators_compile_into_one_graph(backend, operator):
     torch._dynamo.reset()
     logits, labels = logits_and_labels(dtype=torch.float32)
     function = OPERATORS[operator]
@@ -85,7 +85,7 @@ def test_operators_compile_into_one_graph(backend: str, operator: str) -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("dynamic", [None, True])
-def test_losses_compile_one_after_the_other(dynamic: bool | None) -> None:
+def test_losses_compile_one_after_the_other(dynamic):
     """From the second loss on, settings are symbolic numbers: no reset in between."""
     torch._dynamo.reset()
     cosines, labels = cosine_batch(5, 30, seed=3)
@@ -107,7 +107,7 @@ def test_losses_compile_one_after_the_other(dynamic: bool | None) -> None:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("dynamic", [None, True])
 @pytest.mark.parametrize("kind", [qmargin.PriorMargin, qmargin.CosineMargin, qmargin.AngularMargin])
-def test_settings_may_vary_inside_a_compiled_function(dynamic: bool | None, kind: type) -> None:
+def test_settings_may_vary_inside_a_compiled_function(dynamic, kind):
     torch._dynamo.reset()
     cosines, labels = cosine_batch(5, 30, seed=3)
 
@@ -126,7 +126,7 @@ def test_settings_may_vary_inside_a_compiled_function(dynamic: bool | None, kind
 
 @for_operators
 @for_alphas
-def test_vmap_is_a_loop_over_rows(operator: str, alpha: float) -> None:
+def test_vmap_is_a_loop_over_rows(operator, alpha):
     logits, labels = logits_and_labels()
     function = OPERATORS[operator]
     mapped = vmap(lambda x, y: function(x, y, alpha))(logits, labels)
@@ -134,7 +134,7 @@ def test_vmap_is_a_loop_over_rows(operator: str, alpha: float) -> None:
 
 
 @for_alphas
-def test_vmap_over_batches_and_over_another_dim(alpha: float) -> None:
+def test_vmap_over_batches_and_over_another_dim(alpha):
     logits, labels = logits_and_labels(rows=6)
     stacked = logits.reshape(2, 3, -1)
     expected = qmargin.fenchel_young_loss(logits, labels, alpha=alpha).reshape(2, 3)
@@ -151,7 +151,7 @@ def test_vmap_over_batches_and_over_another_dim(alpha: float) -> None:
 
 
 @for_alphas
-def test_jacrev_and_hessian(alpha: float) -> None:
+def test_jacrev_and_hessian(alpha):
     logits, _ = logits_and_labels(num_classes=6)
     row = logits[0] * 0.2
 
@@ -172,7 +172,7 @@ def test_jacrev_and_hessian(alpha: float) -> None:
 
 
 @pytest.mark.parametrize("preset", ["q_margin", "cosface", "sparsemax_face"])
-def test_per_sample_gradients_of_a_model(preset: str) -> None:
+def test_per_sample_gradients_of_a_model(preset):
     """``vmap(grad)`` over samples equals one backward per sample."""
     torch.manual_seed(0)
     model = nn.Linear(8, 12, bias=False, dtype=torch.float64)
@@ -196,7 +196,7 @@ def test_per_sample_gradients_of_a_model(preset: str) -> None:
 
 @for_operators
 @for_alphas
-def test_layout_does_not_matter(operator: str, alpha: float) -> None:
+def test_layout_does_not_matter(operator, alpha):
     """Transposed, strided, offset and expanded inputs give what their copies give."""
     logits, labels = logits_and_labels(rows=4, num_classes=9)
     function = OPERATORS[operator]
@@ -220,7 +220,7 @@ def test_layout_does_not_matter(operator: str, alpha: float) -> None:
 
 @for_operators
 @pytest.mark.parametrize("shape", [(), (1,), (2, 3), (2, 1, 3), (0,), (3, 0)], ids=str)
-def test_any_leading_shape(operator: str, shape: tuple[int, ...]) -> None:
+def test_any_leading_shape(operator, shape):
     """Classes on the last dim; everything before it is kept, empty batches included."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(*shape, 7, generator=generator, dtype=torch.float64)
@@ -231,7 +231,7 @@ def test_any_leading_shape(operator: str, shape: tuple[int, ...]) -> None:
     torch.testing.assert_close(value.reshape(expected.shape), expected, rtol=0, atol=0)
 
 
-def test_rows_do_not_depend_on_their_neighbours() -> None:
+def test_rows_do_not_depend_on_their_neighbours():
     """A row gives the same bits alone, in a batch, and in another order."""
     cosines, labels = cosine_batch(7, 300, seed=2)
     for alpha in ALPHAS:

@@ -3,7 +3,6 @@
 import hashlib
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -35,13 +34,13 @@ FULL_CARD = ModelCard(
 )
 
 
-def test_a_card_survives_its_file_and_holds_texts_only() -> None:
+def test_a_card_survives_its_file_and_holds_texts_only():
     assert ModelCard.from_json(FULL_CARD.to_json(), "card.json") == FULL_CARD
     texts = json.loads(FULL_CARD.to_json())
     assert all(isinstance(text, str) for text in texts.values())
 
 
-def test_facts_replace_facts_and_nothing_else() -> None:
+def test_facts_replace_facts_and_nothing_else():
     assert FULL_CARD.with_facts({"alpha": "2"}).facts == {**FULL_CARD.facts, "alpha": "2"}
     with pytest.raises(ConfigError, match="'backbone'"):
         FULL_CARD.with_facts({"backbone": "other"})
@@ -57,7 +56,7 @@ def test_facts_replace_facts_and_nothing_else() -> None:
         ("embedding_dim", 0),
     ],
 )
-def test_impossible_cards_are_refused(name: str, value: object) -> None:
+def test_impossible_cards_are_refused(name, value):
     with pytest.raises(ConfigError, match=name):
         replace(FULL_CARD, **{name: value})
 
@@ -74,7 +73,7 @@ def test_impossible_cards_are_refused(name: str, value: object) -> None:
         ("backbone", None, "has no backbone"),
     ],
 )
-def test_damaged_cards_name_their_file(name: str, text: str | None, message: str) -> None:
+def test_damaged_cards_name_their_file(name, text, message):
     texts = {**FULL_CARD.to_texts(), name: text}
     content = {key: value for key, value in texts.items() if value is not None}
     with pytest.raises(DataError, match=f"some.json.*{message}"):
@@ -84,12 +83,12 @@ def test_damaged_cards_name_their_file(name: str, text: str | None, message: str
 @pytest.mark.parametrize(
     "content", [b"", b"[1]", b'{"a": 1}', b"\xff", b"[" * 100_000, b" " * 2_000_000]
 )
-def test_what_is_no_card_is_refused(content: bytes) -> None:
+def test_what_is_no_card_is_refused(content):
     with pytest.raises(DataError, match=r"some\.json"):
         ModelCard.from_json(content, "some.json")
 
 
-def test_weights_come_back_bit_for_bit(tmp_path: Path) -> None:
+def test_weights_come_back_bit_for_bit(tmp_path):
     torch.manual_seed(3)
     original = create_backbone("iresnet18", embedding_dim=16)
     original.train()(torch.randn(4, 3, 112, 112))  # running statistics of their own
@@ -109,7 +108,7 @@ def test_weights_come_back_bit_for_bit(tmp_path: Path) -> None:
     assert len(modes) == 1  # whoever may read the card may read the weights
 
 
-def test_weights_that_share_memory_can_be_written(tmp_path: Path) -> None:
+def test_weights_that_share_memory_can_be_written(tmp_path):
     backbone = create_backbone("small_mlp", embedding_dim=64, hidden_dim=64, input_dim=64)
     weights = backbone.state_dict()
     weights["layers.3.weight"] = weights["layers.0.weight"]
@@ -120,7 +119,7 @@ def test_weights_that_share_memory_can_be_written(tmp_path: Path) -> None:
     assert torch.equal(loaded.layers[0].weight, loaded.layers[3].weight)
 
 
-def test_only_an_empty_place_is_written_to(tmp_path: Path) -> None:
+def test_only_an_empty_place_is_written_to(tmp_path):
     (tmp_path / "empty").mkdir()
     make_model(tmp_path / "empty")
     assert is_model_directory(tmp_path / "empty")
@@ -132,9 +131,7 @@ def test_only_an_empty_place_is_written_to(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "full").iterdir()] == ["thesis.txt"]
 
 
-def test_nothing_is_left_of_a_write_that_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_left_of_a_write_that_fails(tmp_path, monkeypatch):
     def full(*arguments: object, **options: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -144,7 +141,7 @@ def test_nothing_is_left_of_a_write_that_fails(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_weights_of_another_network_are_refused(tmp_path: Path) -> None:
+def test_weights_of_another_network_are_refused(tmp_path):
     weights = create_backbone("small_conv", embedding_dim=8, width=4).state_dict()
     card = ModelCard("m", "images", (3, 16, 16), "small_conv", 9, options={"width": 4})
     with pytest.raises(DataError, match=r"'project\.bias' has the shape \[8\] and .* needs \[9\]"):
@@ -156,7 +153,7 @@ def test_weights_of_another_network_are_refused(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_flipped_bit_is_noticed(tmp_path: Path) -> None:
+def test_a_flipped_bit_is_noticed(tmp_path):
     make_model(tmp_path / "m")
     path = tmp_path / "m" / BACKBONE
     content = bytearray(path.read_bytes())
@@ -166,7 +163,7 @@ def test_a_flipped_bit_is_noticed(tmp_path: Path) -> None:
         load_backbone(tmp_path / "m")
 
 
-def test_a_card_cannot_ask_for_more_than_its_weights(tmp_path: Path) -> None:
+def test_a_card_cannot_ask_for_more_than_its_weights(tmp_path):
     """A huge network is refused by its shapes, before memory is taken for it."""
     card = make_model(tmp_path / "m")
     for changes, message in (
@@ -179,7 +176,7 @@ def test_a_card_cannot_ask_for_more_than_its_weights(tmp_path: Path) -> None:
             load_backbone(tmp_path / "m")
 
 
-def test_another_file_in_the_place_of_weights(tmp_path: Path) -> None:
+def test_another_file_in_the_place_of_weights(tmp_path):
     card = make_model(tmp_path / "m")
     (tmp_path / "m" / BACKBONE).write_bytes(b"not tensors at all")
     digest = hashlib.sha256(b"not tensors at all").hexdigest()
@@ -188,13 +185,13 @@ def test_another_file_in_the_place_of_weights(tmp_path: Path) -> None:
         load_backbone(tmp_path / "m")
 
 
-def test_facts_are_added_to_the_card_on_the_disk(tmp_path: Path) -> None:
+def test_facts_are_added_to_the_card_on_the_disk(tmp_path):
     make_model(tmp_path / "m")
     add_facts(tmp_path / "m", {"licence": "CC0"})
     assert json.loads((tmp_path / "m" / CARD).read_text())["licence"] == "CC0"
     assert load_backbone(tmp_path / "m")[1].facts == {"licence": "CC0"}
 
 
-def test_what_is_no_model_directory_says_how_to_make_one(tmp_path: Path) -> None:
+def test_what_is_no_model_directory_says_how_to_make_one(tmp_path):
     with pytest.raises(DataError, match="qmargin export RUN --out DIR"):
         read_card(tmp_path)

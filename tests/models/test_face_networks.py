@@ -61,7 +61,7 @@ PUBLISHED = {  # parameters, and names of checkpoints; the last name must be abs
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_sizes_and_names_are_those_of_published_networks(name: str) -> None:
+def test_sizes_and_names_are_those_of_published_networks(name):
     count, text = PUBLISHED[name]
     with torch.device("meta"):
         network = create_backbone(name)
@@ -71,7 +71,7 @@ def test_sizes_and_names_are_those_of_published_networks(name: str) -> None:
     assert set(present) <= set(network.state_dict()) and absent not in network.state_dict()
 
 
-def test_every_stage_halves_the_image() -> None:
+def test_every_stage_halves_the_image():
     sizes: list[tuple[int, ...]] = []
     network, mobile = IResNet(SMALL, embedding_dim=8), MobileFaceNet(SMALL, 2, 8)
     stages = (network.layer1, network.layer2, network.layer3, network.layer4, *mobile.layers)
@@ -84,7 +84,7 @@ def test_every_stage_halves_the_image() -> None:
     assert sizes[4:] == [size for size in halved for _ in range(2)]
 
 
-def test_a_block_is_its_formula() -> None:
+def test_a_block_is_its_formula():
     """Norm - convolution - norm - PReLU - convolution - norm, plus the shortcut, no activation."""
     block = ResidualBlock(4, 6, stride=2).eval()
     inputs = torch.randn(2, 4, 8, 8)
@@ -95,7 +95,7 @@ def test_a_block_is_its_formula() -> None:
     torch.testing.assert_close(block(inputs), out + last(F.conv2d(inputs, first.weight, stride=2)))
 
 
-def test_shortcuts_without_weights_take_every_other_pixel() -> None:
+def test_shortcuts_without_weights_take_every_other_pixel():
     block = ResidualBlock(4, 4, 2, "subsample").eval()
     inputs = torch.randn(2, 4, 8, 8)
     with torch.no_grad():
@@ -106,7 +106,7 @@ def test_shortcuts_without_weights_take_every_other_pixel() -> None:
     assert names == {"layer2.0", "layer3.0", "layer4.0"}  # where channels change
 
 
-def test_first_values() -> None:
+def test_first_values():
     torch.manual_seed(0)
     network = IResNet(SMALL, 8)
     assert abs(float(network.layer4[0].conv2.weight.detach().std()) - 0.1) < 1e-3
@@ -115,7 +115,7 @@ def test_first_values() -> None:
     assert frozen == ["features.weight"]
 
 
-def test_a_bottleneck_is_its_formula() -> None:
+def test_a_bottleneck_is_its_formula():
     block = Bottleneck(4, 4, 8).eval()
     inputs = torch.randn(2, 4, 6, 6)
     out = inputs
@@ -127,7 +127,7 @@ def test_a_bottleneck_is_its_formula() -> None:
     assert len(block.layers[2].layers) == 2  # no activation where channels are few
 
 
-def test_attention_is_its_formula() -> None:
+def test_attention_is_its_formula():
     attention = Attention(8, 2)
     tokens = torch.randn(3, 5, 8)
     query, key, value = (
@@ -138,7 +138,7 @@ def test_attention_is_its_formula() -> None:
     torch.testing.assert_close(attention(tokens), expected)
 
 
-def test_masked_patches_are_not_looked_at() -> None:
+def test_masked_patches_are_not_looked_at():
     """Their gradient is zero, the others' is not, and their number is the share asked for."""
     torch.manual_seed(0)
     network = VisionTransformer(16, 1, 8, mask_ratio=0.25)
@@ -151,7 +151,7 @@ def test_masked_patches_are_not_looked_at() -> None:
     assert bool((network.mask_token.grad != 0).any())
 
 
-def test_unmasked_tokens_stay_at_their_places(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unmasked_tokens_stay_at_their_places(monkeypatch):
     """Without blocks, training projects the tokens of evaluation, but for the masked ones."""
     network = VisionTransformer(16, 0, 8, mask_ratio=0.5)
     seen: list[Tensor] = []
@@ -165,7 +165,7 @@ def test_unmasked_tokens_stay_at_their_places(monkeypatch: pytest.MonkeyPatch) -
     torch.testing.assert_close(masked[~is_masked], whole[~is_masked])
 
 
-def test_evaluation_is_deterministic_and_sees_no_other_sample() -> None:
+def test_evaluation_is_deterministic_and_sees_no_other_sample():
     network = VisionTransformer(16, 2, 8, drop_path=0.5, mask_ratio=0.5).eval()
     images = torch.randn(3, 3, 112, 112)
     embeddings = network(images)
@@ -173,7 +173,7 @@ def test_evaluation_is_deterministic_and_sees_no_other_sample() -> None:
     torch.testing.assert_close(network(images[:1]), embeddings[:1])
 
 
-def test_dropped_branches_keep_their_mean() -> None:
+def test_dropped_branches_keep_their_mean():
     torch.manual_seed(0)
     drop = DropPath(0.25)
     out = drop(torch.ones(4000, 2, 3))
@@ -196,7 +196,7 @@ def one_step(network: nn.Module, images: Tensor) -> tuple[Tensor, dict[str, Tens
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-def test_recomputed_steps_have_the_same_gradients_and_statistics_and_keep_less(name: str) -> None:
+def test_recomputed_steps_have_the_same_gradients_and_statistics_and_keep_less(name):
     """Batch norms must not move twice, and dropped parts must be dropped again."""
     torch.manual_seed(0)
     plain = NETWORKS[name]()
@@ -227,7 +227,7 @@ def test_recomputed_steps_have_the_same_gradients_and_statistics_and_keep_less(n
         assert lean.eval()(images).shape == (2, 8)
 
 
-def test_the_buffers_of_a_block_are_its_own_again_after_the_backward_pass() -> None:
+def test_the_buffers_of_a_block_are_its_own_again_after_the_backward_pass():
     """An optimizer, a moving average or a checkpoint may hold on to them."""
     block = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     before = dict(block.named_buffers())
@@ -239,7 +239,7 @@ def test_the_buffers_of_a_block_are_its_own_again_after_the_backward_pass() -> N
 
 
 @pytest.mark.slow
-def test_compiled_networks_move_their_statistics_once_too() -> None:
+def test_compiled_networks_move_their_statistics_once_too():
     plain = NETWORKS["iresnet"]()
     plain.dropout.p = 0.0
     lean = copy.deepcopy(plain)
@@ -252,7 +252,7 @@ def test_compiled_networks_move_their_statistics_once_too() -> None:
         torch.testing.assert_close(lean_state[key], value, rtol=1e-4, atol=1e-5)
 
 
-def test_norms_in_evaluation_mode_keep_reading_their_statistics() -> None:
+def test_norms_in_evaluation_mode_keep_reading_their_statistics():
     block = nn.Sequential(nn.BatchNorm1d(2)).eval()
     block[0].running_mean += 3.0
     inputs = torch.randn(4, 2, requires_grad=True)
@@ -263,7 +263,7 @@ def test_norms_in_evaluation_mode_keep_reading_their_statistics() -> None:
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-def test_both_layouts_give_the_same_embeddings(name: str) -> None:
+def test_both_layouts_give_the_same_embeddings(name):
     torch.manual_seed(1)
     network = NETWORKS[name]().eval()
     images = torch.randn(2, 3, 112, 112)
@@ -274,7 +274,7 @@ def test_both_layouts_give_the_same_embeddings(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-def test_half_precision_reaches_every_parameter(name: str) -> None:
+def test_half_precision_reaches_every_parameter(name):
     network = NETWORKS[name]()
     network.gradient_checkpointing = True
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -285,7 +285,7 @@ def test_half_precision_reaches_every_parameter(name: str) -> None:
         assert weight.grad is not None or not weight.requires_grad, key
 
 
-def test_errors_name_the_value() -> None:
+def test_errors_name_the_value():
     for make, message in (
         (lambda: create_backbone("iresnet18", embedding_dim=0), "embedding_dim is 0"),
         (lambda: create_backbone("mobilefacenet", embedding_dim=0), "embedding_dim is 0"),
@@ -304,7 +304,7 @@ def test_errors_name_the_value() -> None:
             check_faces(torch.empty(shape))
 
 
-def test_own_backbones_have_names_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_own_backbones_have_names_too(monkeypatch):
     monkeypatch.setattr(backbones, "_entries", dict(backbones._entries))
     register_backbone("line", lambda embedding_dim: nn.Linear(3, embedding_dim))
     assert list_backbones()[-1] == "line"

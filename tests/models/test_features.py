@@ -70,7 +70,7 @@ def noise(*shape: int, seed: int = 0) -> torch.Tensor:
     return 0.1 * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def test_features_follow_the_definition() -> None:
+def test_features_follow_the_definition():
     samples = noise(1, 1200) + 0.2  # an offset shows whether the mean is removed
     window = 0.54 - 0.46 * np.cos(2 * np.pi * np.arange(400) / 399)
     expected = definition(samples[0].numpy(), window)
@@ -83,7 +83,7 @@ def test_features_follow_the_definition() -> None:
 @pytest.mark.parametrize(
     ("window", "theirs"), [("hamming", "hamming"), ("povey", "povey"), ("hann", "hanning")]
 )
-def test_noise_has_kaldis_features(window: str, theirs: str, rate: int, bins: int) -> None:
+def test_noise_has_kaldis_features(window, theirs, rate, bins):
     samples = noise(3, 2 * rate)
     ours = FilterBank(rate, bins, window)(samples).numpy()
     for row, waveform in zip(ours, samples.numpy(), strict=True):
@@ -92,7 +92,7 @@ def test_noise_has_kaldis_features(window: str, theirs: str, rate: int, bins: in
 
 
 @pytest.mark.parametrize("window", ["hamming", "povey"])
-def test_real_speech_has_kaldis_features(window: str) -> None:
+def test_real_speech_has_kaldis_features(window):
     """All but a few values in a million agree, and in those Kaldi is as far from float64 as we are.
 
     On all 48,838,160 values, 32 (Hamming) and 61 (Povey) differ by more than 1e-3; 21 and 40 of
@@ -115,7 +115,7 @@ def test_real_speech_has_kaldis_features(window: str) -> None:
     assert errors["ours"] <= 2 * errors["theirs"] + 4  # rare events: both are a handful
 
 
-def test_rows_and_parts_do_not_depend_on_each_other() -> None:
+def test_rows_and_parts_do_not_depend_on_each_other():
     """Long waveforms are worked on in blocks of 512 frames."""
     samples, bank = noise(3, 160 * 700 + 400), FilterBank()
     together = bank(samples)
@@ -126,12 +126,12 @@ def test_rows_and_parts_do_not_depend_on_each_other() -> None:
     torch.testing.assert_close(together[:, 400 : 400 + 200], part, rtol=0, atol=1e-5)
 
 
-def test_an_empty_batch_has_no_rows() -> None:
+def test_an_empty_batch_has_no_rows():
     assert FilterBank()(torch.zeros(0, 720)).shape == (0, 3, 80)
 
 
 @pytest.mark.parametrize("num_samples", [400, 559, 560, 561, 16000, 32240])
-def test_frames_lie_inside_the_waveform(num_samples: int) -> None:
+def test_frames_lie_inside_the_waveform(num_samples):
     bank = FilterBank()
     expected = len(range(0, num_samples - 400 + 1, 160))
     assert bank.num_frames(num_samples) == expected
@@ -140,14 +140,14 @@ def test_frames_lie_inside_the_waveform(num_samples: int) -> None:
     assert bank.num_frames(bank.num_samples(expected) - 1) == expected - 1
 
 
-def test_silence_is_at_the_floor() -> None:
+def test_silence_is_at_the_floor():
     bank = FilterBank()
     assert bank.state_dict() == {} and not list(bank.parameters())
     features = bank(torch.zeros(1, 1600))
     assert torch.equal(features, torch.full_like(features, np.log(FLOOR)))
 
 
-def test_autocast_and_half_waveforms_keep_float32_features() -> None:
+def test_autocast_and_half_waveforms_keep_float32_features():
     samples = noise(2, 4000)
     bank = FilterBank()
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -156,7 +156,7 @@ def test_autocast_and_half_waveforms_keep_float32_features() -> None:
     assert torch.equal(bank(half), bank(half.float()))
 
 
-def test_dither_is_noise_of_the_given_size_in_training_only() -> None:
+def test_dither_is_noise_of_the_given_size_in_training_only():
     silence = torch.zeros(4, 160000)
     bank = FilterBank(dither=1.0)
     dithered = bank(silence)
@@ -165,7 +165,7 @@ def test_dither_is_noise_of_the_given_size_in_training_only() -> None:
     assert torch.equal(bank.eval()(silence), FilterBank()(silence))
 
 
-def test_mean_subtraction() -> None:
+def test_mean_subtraction():
     samples = noise(2, 8000)
     features = FilterBank(subtract_mean=True)(samples)
     torch.testing.assert_close(features.mean(1), torch.zeros(2, 80), rtol=0, atol=1e-5)
@@ -173,13 +173,13 @@ def test_mean_subtraction() -> None:
     torch.testing.assert_close(features, raw - raw.mean(1, keepdim=True))
 
 
-def test_gradients_reach_the_waveform() -> None:
+def test_gradients_reach_the_waveform():
     bank = FilterBank(num_bins=10).double()
     samples = noise(1, 600).double().requires_grad_()
     assert torch.autograd.gradcheck(bank, samples, atol=1e-4)
 
 
-def test_the_exported_graph_gives_the_same_features() -> None:
+def test_the_exported_graph_gives_the_same_features():
     bank = FilterBank().eval()
     dynamic = {0: torch.export.Dim("batch", max=64), 1: torch.export.Dim("time", min=560)}
     program = torch.export.export(bank, (noise(2, 4000),), dynamic_shapes=(dynamic,))
@@ -207,7 +207,7 @@ def test_the_exported_graph_gives_the_same_features() -> None:
         ({"low_hz": 7000.0, "high_hz": -2000.0}, "from 7000 to 6000 Hz"),
     ],
 )
-def test_impossible_settings_are_refused(options: dict, message: str) -> None:
+def test_impossible_settings_are_refused(options, message):
     with pytest.raises(ConfigError, match=message):
         FilterBank(**options)
 
@@ -221,17 +221,17 @@ def test_impossible_settings_are_refused(options: dict, message: str) -> None:
         torch.zeros(1, 399),  # shorter than a frame
     ],
 )
-def test_wrong_inputs_are_refused(waveforms: torch.Tensor) -> None:
+def test_wrong_inputs_are_refused(waveforms):
     with pytest.raises(ShapeError, match="waveforms have"):
         FilterBank()(waveforms)
 
 
-def test_constants_in_half_precision_are_refused() -> None:
+def test_constants_in_half_precision_are_refused():
     with pytest.raises(ConfigError, match="float16"):
         FilterBank().half()(torch.zeros(1, 400))
 
 
-def test_triangles_overlap_and_the_highest_point_has_no_weight() -> None:
+def test_triangles_overlap_and_the_highest_point_has_no_weight():
     weights = mel_triangles(20, fft_size=512, sample_rate=16000, low=20, high=8000)
     assert weights.shape == (257, 20)
     assert not weights[256].any()

@@ -1,7 +1,6 @@
 """ONNX files: any batch size, one file, and the same embeddings as PyTorch."""
 
 import importlib.util
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -25,7 +24,7 @@ def small() -> nn.Module:
     return create_backbone("small_conv", embedding_dim=8, width=4).eval()
 
 
-def test_one_file_of_any_batch_size_gives_what_pytorch_gives(tmp_path: Path) -> None:
+def test_one_file_of_any_batch_size_gives_what_pytorch_gives(tmp_path):
     import onnxruntime
 
     backbone, path = small(), tmp_path / "model.onnx"
@@ -44,7 +43,7 @@ def test_one_file_of_any_batch_size_gives_what_pytorch_gives(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_a_face_network_is_exported(tmp_path: Path) -> None:
+def test_a_face_network_is_exported(tmp_path):
     backbone = create_backbone("iresnet18", embedding_dim=32)
     with torch.no_grad():
         for _ in range(8):  # running statistics, without which outputs are astronomic
@@ -60,7 +59,7 @@ class Pooled(nn.Module):
         return torch.stack([samples.pow(power).mean(1) for power in (1, 2, 3, 4)], 1)
 
 
-def test_recordings_may_have_any_length(tmp_path: Path) -> None:
+def test_recordings_may_have_any_length(tmp_path):
     import onnxruntime
 
     path = tmp_path / "model.onnx"
@@ -80,7 +79,7 @@ class Forgetful(nn.Module):
         return values if torch.compiler.is_compiling() else values + torch.arange(8.0)
 
 
-def test_a_file_that_differs_is_not_kept(tmp_path: Path) -> None:
+def test_a_file_that_differs_is_not_kept(tmp_path):
     path = tmp_path / "model.onnx"
     path.write_bytes(b"the one from before")
     with pytest.raises(BackendError, match="differs from PyTorch by 1"):
@@ -96,15 +95,13 @@ class Undecided(nn.Module):
         return images.flatten(1) if images.sum() > 0 else -images.flatten(1)
 
 
-def test_what_cannot_be_exported_says_so(tmp_path: Path) -> None:
+def test_what_cannot_be_exported_says_so(tmp_path):
     with pytest.raises(BackendError, match="cannot be exported to ONNX"):
         write_onnx(Undecided().eval(), tmp_path / "a.onnx", input_shape=SHAPE)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_training_mode_and_size_are_checked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_training_mode_and_size_are_checked(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=r"call eval\(\)"):
         write_onnx(small().train(), tmp_path / "a.onnx", input_shape=SHAPE)
     monkeypatch.setattr(onnx_file, "MAX_BYTES", 100)
@@ -112,7 +109,7 @@ def test_training_mode_and_size_are_checked(
         write_onnx(small(), tmp_path / "a.onnx", input_shape=SHAPE)
 
 
-def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_named(tmp_path, monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(
         onnx_file, "find_spec", lambda name: None if name == "onnxscript" else find(name)

@@ -16,7 +16,7 @@ ALONE = {
 
 
 @pytest.mark.parametrize("name", ALONE)
-def test_embeddings_do_not_depend_on_the_rest_of_the_batch(name: str) -> None:
+def test_embeddings_do_not_depend_on_the_rest_of_the_batch(name):
     shape, options = ALONE[name]
     network = create_backbone(name, embedding_dim=8, **options).double()
     inputs = torch.randn(shape, dtype=torch.float64)
@@ -29,7 +29,7 @@ def test_embeddings_do_not_depend_on_the_rest_of_the_batch(name: str) -> None:
 
 @pytest.mark.parametrize("size", [16, 28, 48])
 @pytest.mark.parametrize("kind", [StrokeNet, StrokeResNet])
-def test_drawings_of_any_size(kind: type[nn.Module], size: int) -> None:
+def test_drawings_of_any_size(kind, size):
     network = kind(8, in_channels=3, width=6, depth=1)
     assert network(torch.rand(2, 3, size, size)).shape == (2, 8)
 
@@ -39,7 +39,7 @@ def mean_cosine(embeddings: Tensor) -> float:
     return float((unit @ unit.T).sum() - len(unit)) / (len(unit) * (len(unit) - 1))
 
 
-def test_a_batch_norm_turns_embeddings_apart() -> None:
+def test_a_batch_norm_turns_embeddings_apart():
     images = torch.rand(64, 1, 32, 32)
     plain, normed = (StrokeNet(32, width=16, batch_norm=asked) for asked in (False, True))
     normed.load_state_dict(plain.state_dict(), strict=False)
@@ -50,7 +50,7 @@ def test_a_batch_norm_turns_embeddings_apart() -> None:
 @pytest.mark.parametrize(
     "network", [StrokeNet(16, width=16, batch_norm=True), StrokeResNet(16, width=8)]
 )
-def test_normed_embeddings_are_centred_in_training_and_alone_in_use(network: nn.Module) -> None:
+def test_normed_embeddings_are_centred_in_training_and_alone_in_use(network):
     network = network.double()
     images = torch.rand(12, 1, 32, 32, dtype=torch.float64)
     zeros = torch.zeros(16, dtype=torch.float64)
@@ -68,12 +68,12 @@ def test_normed_embeddings_are_centred_in_training_and_alone_in_use(network: nn.
         *((StrokeResNet(8, width=8, depth=depth), (5, 1, 32, 32)) for depth in (1, 2, 3)),
     ],
 )
-def test_all_weights_learn(network: nn.Module, shape: tuple[int, ...]) -> None:
+def test_all_weights_learn(network, shape):
     (network(torch.rand(shape)) * torch.rand(5, 8)).sum().backward()
     assert all(weight.grad is not None and weight.grad.any() for weight in network.parameters())
 
 
-def test_wrong_sizes_and_inputs_are_refused() -> None:
+def test_wrong_sizes_and_inputs_are_refused():
     for kind, option, value in (
         (SmallMLP, "hidden_dim", 0),
         (SmallConv, "width", 0),

@@ -126,9 +126,7 @@ def ecapa_count(width: int) -> int:
         ),
     ],
 )
-def test_sizes_and_names_are_those_of_published_networks(
-    name: str, options: dict, published: int, derived: int | None, names: str
-) -> None:
+def test_sizes_and_names_are_those_of_published_networks(name, options, published, derived, names):
     dim = 256 if "resnet" in name else 192
     with torch.device("meta"):
         network = create_backbone(name, embedding_dim=dim, **options)
@@ -139,7 +137,7 @@ def test_sizes_and_names_are_those_of_published_networks(
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_gradients_reach_every_parameter_under_autocast_too(name: str) -> None:
+def test_gradients_reach_every_parameter_under_autocast_too(name):
     torch.manual_seed(0)
     network = SMALL[name]()
     for is_half in (False, True):
@@ -154,7 +152,7 @@ def test_gradients_reach_every_parameter_under_autocast_too(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_embeddings_depend_on_the_recording_alone(name: str) -> None:
+def test_embeddings_depend_on_the_recording_alone(name):
     """Waveforms give those of their filter banks, and neighbours in the batch do not matter."""
     torch.manual_seed(0)
     network = unsettle(SMALL[name]())
@@ -167,7 +165,7 @@ def test_embeddings_depend_on_the_recording_alone(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_the_shortest_recording(name: str) -> None:
+def test_the_shortest_recording(name):
     network = SMALL[name]().eval()
     assert bool(torch.isfinite(network(torch.randn(1, 9, 80))).all())
     with pytest.raises(ShapeError, match="8 frames"):
@@ -176,20 +174,20 @@ def test_the_shortest_recording(name: str) -> None:
         network(torch.randn(1, 9, 40))
 
 
-def test_other_numbers_of_bins() -> None:
+def test_other_numbers_of_bins():
     for bins in (40, 60, 64):
         network = SpeakerResNet((1, 1, 1, 1), 8, width=4, num_bins=bins).eval()
         assert network(torch.randn(1, 30, bins)).shape == (1, 8)
 
 
-def test_dither_is_for_training_only() -> None:
+def test_dither_is_for_training_only():
     frontend, waveforms = SpeakerInput(dither=1.0), torch.zeros(1, 4000)
     assert bool((frontend(waveforms) != frontend(waveforms)).any())
     frontend.eval()
     assert bool((frontend(waveforms) == frontend(waveforms)).all())
 
 
-def test_a_resnet_halves_bins_and_frames_three_times() -> None:
+def test_a_resnet_halves_bins_and_frames_three_times():
     network, sizes = SpeakerResNet((1, 1, 1, 1), 8, width=4), []
     for stage in ("layer1", "layer2", "layer3", "layer4"):
         network.get_submodule(stage).register_forward_hook(
@@ -201,7 +199,7 @@ def test_a_resnet_halves_bins_and_frames_three_times() -> None:
 
 @pytest.mark.parametrize("stride", [2, (2, 1)])
 @pytest.mark.parametrize("num_convolutions", [2, 3])
-def test_a_residual_block_is_its_formula(num_convolutions: int, stride) -> None:
+def test_a_residual_block_is_its_formula(num_convolutions, stride):
     block = unsettle(SpeakerBlock(4, 6, stride, num_convolutions=num_convolutions))
     inputs = torch.randn(2, 4, 8, 10)
     if num_convolutions == 2:
@@ -216,7 +214,7 @@ def test_a_residual_block_is_its_formula(num_convolutions: int, stride) -> None:
     torch.testing.assert_close(block(inputs), (out + shortcut).relu(), rtol=1e-4, atol=1e-5)
 
 
-def test_the_groups_of_a_scaled_convolution_see_further_and_further() -> None:
+def test_the_groups_of_a_scaled_convolution_see_further_and_further():
     """y_1 = f(x_1), y_i = f(x_i + y_(i-1)), y_8 = x_8, with f: convolution, ReLU, norm."""
     layer = unsettle(ScaledConvolution(16, dilation=3))
     frames = torch.randn(2, 16, 30)
@@ -230,7 +228,7 @@ def test_the_groups_of_a_scaled_convolution_see_further_and_further() -> None:
     torch.testing.assert_close(layer(frames), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_an_ecapa_block_gates_channels_by_their_means() -> None:
+def test_an_ecapa_block_gates_channels_by_their_means():
     block = unsettle(EcapaBlock(16, dilation=2))
     frames = torch.randn(2, 16, 20)
     first, scaled, second, gate = block.se_res2block
@@ -242,7 +240,7 @@ def test_an_ecapa_block_gates_channels_by_their_means() -> None:
     torch.testing.assert_close(first(frames), mixed)
 
 
-def test_a_context_mask_is_its_formula() -> None:
+def test_a_context_mask_is_its_formula():
     layer = MaskedConvolution(dilation=2).eval()
     frames = torch.randn(2, 128, 130)
     local = torch.cat([frames[:, :, :100].mean(2, True).expand(-1, -1, 100),
@@ -253,7 +251,7 @@ def test_a_context_mask_is_its_formula() -> None:
     torch.testing.assert_close(layer(frames), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_dense_block_appends_what_each_layer_adds() -> None:
+def test_a_dense_block_appends_what_each_layer_adds():
     network = unsettle(CamPlusPlus(8))
     frames = torch.randn(1, 128, 20)
     out = network.get_submodule("xvector.block1")(frames)
@@ -263,7 +261,7 @@ def test_a_dense_block_appends_what_each_layer_adds() -> None:
     torch.testing.assert_close(out[:, -32:], last(out[:, :-32]))
 
 
-def test_statistics_are_means_and_unbiased_deviations() -> None:
+def test_statistics_are_means_and_unbiased_deviations():
     frames = torch.randn(3, 4, 7, dtype=torch.float64)
     pooled = StatisticsPooling(4)(frames).numpy()
     np.testing.assert_allclose(pooled[:, :4], frames.numpy().mean(2), atol=1e-12)
@@ -274,7 +272,7 @@ def test_statistics_are_means_and_unbiased_deviations() -> None:
 
 
 @pytest.mark.parametrize("has_context", [False, True])
-def test_attention_is_its_formula(has_context: bool) -> None:
+def test_attention_is_its_formula(has_context):
     torch.manual_seed(0)
     pooling = AttentiveStatisticsPooling(4, bottleneck_dim=3, has_context=has_context).double()
     frames = torch.randn(2, 4, 6, dtype=torch.float64)
@@ -297,7 +295,7 @@ def test_attention_is_its_formula(has_context: bool) -> None:
 
 
 @pytest.mark.parametrize("kind", POOLINGS)
-def test_pooling_of_silence_and_of_half_precision(kind: str) -> None:
+def test_pooling_of_silence_and_of_half_precision(kind):
     silence = torch.zeros(1, 3, 5, requires_grad=True)
     pooling = POOLINGS[kind](3)
     pooled = pooling(silence)
@@ -310,7 +308,7 @@ def test_pooling_of_silence_and_of_half_precision(kind: str) -> None:
     torch.testing.assert_close(pooled, pooling(frames.half().float()))
 
 
-def test_errors_name_the_value() -> None:
+def test_errors_name_the_value():
     for make, message in (
         (lambda: EcapaTdnn(width=20), "width is 20"),
         (lambda: CamPlusPlus(0), "embedding_dim is 0"),

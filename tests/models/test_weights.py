@@ -2,7 +2,6 @@
 
 import os
 import zipfile
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -97,9 +96,7 @@ def without_counters(state: dict[str, Tensor]) -> dict[str, Tensor]:
         (lambda state: {"state_dict": {**state, "head.kernel": torch.ones(2)}}, "model."),
     ],
 )
-def test_weights_are_found_in_usual_containers(
-    wrap: Any, prefix: str, tmp_path: Path, images: Tensor
-) -> None:
+def test_weights_are_found_in_usual_containers(wrap, prefix, tmp_path, images):
     theirs, ours = shaken(IResNet(SMALL, 8)), IResNet(SMALL, 8).eval()
     state = {prefix + name: tensor for name, tensor in theirs.state_dict().items()}
     is_old = wrap is without_counters  # files from before torch 1.6
@@ -108,14 +105,14 @@ def test_weights_are_found_in_usual_containers(
     assert torch.equal(ours(images), theirs(images))
 
 
-def test_safetensors_are_read_whatever_they_are_called(tmp_path: Path, images: Tensor) -> None:
+def test_safetensors_are_read_whatever_they_are_called(tmp_path, images):
     theirs, ours = shaken(MobileFaceNet(SMALL, 1, 8)), MobileFaceNet(SMALL, 1, 8).eval()
     save_file(theirs.state_dict(), tmp_path / "model.ckpt")
     load_weights_(ours, tmp_path / "model.ckpt")
     assert torch.equal(ours(images), theirs(images))
 
 
-def test_adaface_networks_load_and_take_rgb(tmp_path: Path, images: Tensor) -> None:
+def test_adaface_networks_load_and_take_rgb(tmp_path, images):
     theirs = shaken(IRNetwork(SMALL, 8))
     state = {f"model.{name}": tensor for name, tensor in theirs.state_dict().items()}
     torch.save({"state_dict": {**state, "head.t": torch.zeros(1)}}, tmp_path / "ada.ckpt")
@@ -128,7 +125,7 @@ def test_adaface_networks_load_and_take_rgb(tmp_path: Path, images: Tensor) -> N
         load_weights_(IResNet(SMALL, 8), tmp_path / "ada.ckpt")
 
 
-def test_the_published_depth_has_the_shapes_of_adaface() -> None:
+def test_the_published_depth_has_the_shapes_of_adaface():
     """IR-101 has 65,150,912 parameters: those of R-100 less a projection and the last norm's."""
     with torch.device("meta"):
         theirs = IRNetwork((3, 13, 30, 3), 512)
@@ -146,9 +143,7 @@ def test_the_published_depth_has_the_shapes_of_adaface() -> None:
         (lambda: IResNet(SMALL, 8, shortcut="subsample"), r"unknown: layer1\.0\.downsample"),
     ],
 )
-def test_weights_of_another_structure_are_refused_and_nothing_is_loaded(
-    ours: Any, message: str, tmp_path: Path
-) -> None:
+def test_weights_of_another_structure_are_refused_and_nothing_is_loaded(ours, message, tmp_path):
     torch.save(IResNet(SMALL, 8).state_dict(), tmp_path / "model.pt")
     network = ours()
     before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
@@ -167,7 +162,7 @@ class Hostile:
         return os.system, (self.command,)
 
 
-def test_a_file_that_runs_code_is_not_opened(tmp_path: Path) -> None:
+def test_a_file_that_runs_code_is_not_opened(tmp_path):
     mark = tmp_path / "mark"
     torch.save({"state_dict": Hostile(f"touch {mark}")}, tmp_path / "evil.pt")
     with pytest.raises(DataError, match=r"evil\.pt"):
@@ -175,7 +170,7 @@ def test_a_file_that_runs_code_is_not_opened(tmp_path: Path) -> None:
     assert not mark.exists()
 
 
-def test_files_that_are_no_checkpoints_are_refused(tmp_path: Path) -> None:
+def test_files_that_are_no_checkpoints_are_refused(tmp_path):
     path = tmp_path / "model.pt"
     torch.save(nn.Linear(20, 20).state_dict(), path)
     whole = path.read_bytes()
@@ -192,7 +187,7 @@ def test_files_that_are_no_checkpoints_are_refused(tmp_path: Path) -> None:
         read_weights(tmp_path / "absent.pt")
 
 
-def test_other_contents_are_named(tmp_path: Path) -> None:
+def test_other_contents_are_named(tmp_path):
     path = tmp_path / "model.pt"
     for content, message in (
         ({"optimizer": {"lr": 0.1}}, r"\['optimizer'\]"),
@@ -205,7 +200,7 @@ def test_other_contents_are_named(tmp_path: Path) -> None:
             read_weights(path)
 
 
-def test_only_networks_of_colours_are_turned_round(tmp_path: Path) -> None:
+def test_only_networks_of_colours_are_turned_round(tmp_path):
     torch.save(nn.Linear(2, 3).state_dict(), tmp_path / "line.pt")
     with pytest.raises(DataError, match="Linear"):
         load_weights_(nn.Linear(2, 3), tmp_path / "line.pt", is_bgr=True)

@@ -15,9 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 from qmargin.errors import ConfigError, DataError, ShapeError
 from qmargin.heads.paths import Chunked, Sparse, TopK
 from qmargin.kernels.head_reference import inverse_lengths
-from qmargin.losses.adaptive import ElasticMargin
 from qmargin.losses.checks import check_floating
 from qmargin.losses.margin_loss import MarginLoss
+from qmargin.losses.margins import ElasticMargin
 
 if TYPE_CHECKING:
     from qmargin.heads.classifier import MarginClassifier

@@ -17,6 +17,7 @@ from qmargin.errors import ConfigError, DataError, ShapeError
 LARGEST_COSINE = 1.01  # products of unit vectors in half precision exceed one by less
 LARGEST_ALPHA = 16.0  # above it heights leave float64: 1e-20 of mass would be 1e-300 high
 SUM_TOLERANCE = 1e-3  # of a target distribution; bfloat16 rounds its entries coarser than that
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def describe(value: object) -> str:
@@ -36,11 +37,9 @@ def check_number(
     """
     if torch.compiler.is_compiling():
         return float(value)  # type: ignore[arg-type]
-    if isinstance(value, bool) or not isinstance(value, Real):
+    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
         raise ConfigError(f"{name} is {describe(value)}: give a finite number")
     number = float(value)
-    if not math.isfinite(number):
-        raise ConfigError(f"{name} is {number}: give a finite number")
     if not low <= number < high:
         limits = f"at least {low:g}" if math.isinf(high) else f"in [{low:g}, {high:.6g})"
         raise ConfigError(f"{name} is {number:g}: choose a value {limits}")
@@ -75,23 +74,15 @@ def check_ignore_index(ignore_index: int) -> int:
         return ignore_index
     is_integer = isinstance(ignore_index, Integral) and not isinstance(ignore_index, bool)
     if not is_integer or ignore_index >= 0:
-        raise ConfigError(
-            f"ignore_index is {ignore_index!r}; it must be a negative integer, so that it is no "
-            "class, e.g. -100"
-        )
+        raise ConfigError(f"ignore_index is {ignore_index!r}; give a negative integer, e.g. -100")
     return int(ignore_index)
 
 
 def check_floating(logits: Tensor, name: str = "logits") -> Tensor:
     """The tensor, half precision lifted to float32, or an error that names it."""
-    if not isinstance(logits, Tensor):
-        raise ShapeError(
-            f"{name} are a {type(logits).__name__}; convert them with torch.as_tensor first"
-        )
-    if not logits.is_floating_point():
-        raise ShapeError(
-            f"{name} are {logits.dtype}; they must be a floating tensor, call .float() first"
-        )
+    if not isinstance(logits, Tensor) or not logits.is_floating_point():
+        what = logits.dtype if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
+        raise ShapeError(f"{name} are {what}; give a floating tensor, e.g. by .float()")
     if logits.dim() == 0 or logits.shape[-1] == 0:
         raise ShapeError(
             f"{name} have shape {tuple(logits.shape)}; the last dimension holds at least one class"
@@ -100,11 +91,7 @@ def check_floating(logits: Tensor, name: str = "logits") -> Tensor:
 
 
 def check_labels(labels: Tensor, logits: Tensor, *, debug: bool = False) -> Tensor:
-    """Integer labels ``[...]`` in range for logits ``[..., k]``, as int64.
-
-    The range is checked where that needs no wait for a device: on a CPU always, elsewhere only when
-    ``debug`` asks for it.
-    """
+    """Integer labels ``[...]`` for logits ``[..., k]`` as int64, their range checked if cheap."""
     check_label_tensor(labels, logits)
     checked: Tensor = checked_labels(labels, logits.shape[-1], debug)
     return checked
@@ -112,15 +99,9 @@ def check_labels(labels: Tensor, logits: Tensor, *, debug: bool = False) -> Tens
 
 def check_label_tensor(labels: Tensor, logits: Tensor, name: str = "logits") -> None:
     """Raise unless labels are integers, one per row, on the device of the logits."""
-    if not isinstance(labels, Tensor):
-        raise ShapeError(
-            f"labels are a {type(labels).__name__}; convert them with torch.as_tensor first"
-        )
-    if labels.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
-        raise ShapeError(
-            f"labels have dtype {labels.dtype}; class indices are integers (torch.int64), "
-            "and a target distribution is floating"
-        )
+    if not isinstance(labels, Tensor) or labels.dtype not in _INTEGERS:
+        what = labels.dtype if isinstance(labels, Tensor) else type(labels).__name__
+        raise ShapeError(f"labels are {what}; class indices are a tensor of integers (torch.int64)")
     if labels.shape != logits.shape[:-1]:
         raise ShapeError(
             f"labels have shape {tuple(labels.shape)} for {name} {tuple(logits.shape)}; "
@@ -160,35 +141,22 @@ def check_reference(log_reference: Tensor | float | None, logits: Tensor) -> Ten
         return None
     try:
         reference = torch.as_tensor(log_reference, dtype=logits.dtype, device=logits.device)
+        return reference.broadcast_to(logits.shape)
     except (TypeError, ValueError, RuntimeError):
         raise ShapeError(
-            f"log_reference is {log_reference!r}; give a number, or a tensor that broadcasts to "
-            f"logits {tuple(logits.shape)}"
-        ) from None
-    try:
-        return reference.broadcast_to(logits.shape)
-    except RuntimeError:
-        raise ShapeError(
-            f"log_reference has shape {tuple(reference.shape)}, which does not broadcast to logits "
-            f"{tuple(logits.shape)}; give a scalar, one per class [k], one per row [..., 1] or all"
+            f"log_reference is {describe(log_reference)} for logits {tuple(logits.shape)}; give a "
+            "number, or a tensor that broadcasts: one per class [k], one per row [..., 1] or all"
         ) from None
 
 
-def check_norms(norms: Tensor | None, labels: Tensor) -> None:
-    """Raise unless norms are absent, or floating, one per row, on the device of the labels."""
-    if norms is None:
-        return
-    if not isinstance(norms, Tensor) or not norms.is_floating_point():
+def check_norms(norms: Tensor, rows: Tensor) -> None:
+    """Raise unless norms are floating, one per row, on the device of the rows."""
+    is_floating = isinstance(norms, Tensor) and norms.is_floating_point()
+    if not is_floating or norms.shape != rows.shape or norms.device != rows.device:
         raise ShapeError(
-            f"norms are {describe(norms)}; they must be a floating tensor, "
-            "pass embeddings.norm(dim=1)"
+            f"norms must be floating-point of shape {list(rows.shape)} on {rows.device}, got "
+            f"{describe(norms)}: pass norms=embeddings.norm(dim=1)"
         )
-    if norms.shape != labels.shape:
-        raise ShapeError(
-            f"norms have shape {tuple(norms.shape)} for labels {tuple(labels.shape)}; "
-            "pass embeddings.norm(dim=1)"
-        )
-    _check_device(norms, labels, "norms")
 
 
 def _check_device(tensor: Tensor, other: Tensor, name: str, other_name: str = "logits") -> None:
@@ -228,8 +196,7 @@ def _(
 def target_fault(target: Tensor, debug: bool) -> Tensor:
     """Zero for each row of target distributions ``[..., k]``, NaN for a row with a NaN in it.
 
-    An entry below zero and a sum that is not one are errors, found on a CPU always and elsewhere
-    when ``debug`` asks for it. What comes back is to be added to the loss.
+    It is to be added to the loss. An entry below zero and a sum that is not one are errors.
     """
     total = target.sum(-1, dtype=torch.float64)
     if target.device.type == "cpu" or debug:

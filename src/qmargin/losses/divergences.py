@@ -1,21 +1,21 @@
-"""Any f-divergence by bisection and automatic differentiation: a solver that needs no formula.
+"""Divergences, and a generic solver for any of them by bisection and automatic differentiation.
 
-It serves divergences without a closed form (the proof is ``JensenShannon``) and checks those with
-one. It is dense, keeps its intermediates for autograd, and is the slowest way to a right answer.
+The solver serves divergences without a closed form, such as ``JensenShannon``, and checks those
+with one. It is dense and slow.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from qmargin.errors import ConfigError, ShapeError
 from qmargin.kernels.solver import log_ratio, uses_slack
-from qmargin.losses.checks import check_alpha_range, check_positive, describe
+from qmargin.losses.checks import check_alpha_range, check_number, describe
 from qmargin.registry import register_divergence
 
 
@@ -64,7 +64,17 @@ class Alpha:
     alpha: float | Tensor
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "alpha", check_alpha(self.alpha))
+        if isinstance(self.alpha, Tensor):  # its value is checked where it is used
+            if self.alpha.numel() != 1 or not self.alpha.is_floating_point():
+                raise ShapeError(
+                    f"alpha is {describe(self.alpha)}; a learnable order is a floating tensor with "
+                    "one element, e.g. torch.tensor(1.25)"
+                )
+            return
+        number = check_number(self.alpha, "alpha")
+        object.__setattr__(self, "alpha", number)
+        if not torch.compiler.is_compiling():
+            check_alpha_range(number)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Alpha) and self.alpha_minus_one == other.alpha_minus_one
@@ -132,55 +142,29 @@ class Alpha:
 class JensenShannon:
     """The Jensen-Shannon divergence, ``f(u) = u log u - (u + 1) log((u + 1) / 2)``.
 
-    Here to show that a divergence is one record: nothing else in the package knows it. It has no
-    edge, so posteriors are never sparse, and slack stays below ``log 2``.
+    It has no edge, so posteriors are never sparse, and slack stays below ``log 2``. Nothing else in
+    the package knows it: a divergence is one record.
     """
 
     @property
     def edge(self) -> float:
-        """No class ever leaves the support."""
         return -math.inf
 
     def generator(self, ratio: Tensor) -> Tensor:
-        """``f(u)``."""
         entropy: Tensor = torch.special.xlogy(ratio, ratio)
         return entropy - (ratio + 1.0) * ((ratio + 1.0) / 2.0).log()
 
     def derivative(self, ratio: Tensor) -> Tensor:
-        """``log(2u / (u + 1))``."""
         return math.log(2.0) - torch.log1p(1.0 / ratio)
 
     def link(self, slack: Tensor) -> Tensor:
-        """``e^v / (2 - e^v)``."""
         return slack.exp() / (2.0 - slack.exp())
 
     def link_slope(self, slack: Tensor) -> Tensor:
-        """``2 e^v / (2 - e^v)^2``."""
         return 2.0 * slack.exp() / (2.0 - slack.exp()).square()
 
     def excess(self, slack: Tensor) -> Tensor:
-        """``f*(v) + f(0) = log 2 - log(2 - e^v)``."""
         return -torch.log1p(-0.5 * slack.exp())
-
-
-def check_alpha(alpha: float | Tensor) -> float | Tensor:
-    """Return ``alpha`` as a float or a floating tensor with one element, or raise.
-
-    The value of a tensor is checked where it is used: reading it here would stop the device.
-    """
-    if isinstance(alpha, Tensor):
-        if alpha.numel() != 1 or not alpha.is_floating_point():
-            raise ShapeError(
-                f"alpha is {describe(alpha)}; a learnable order is a floating tensor with one "
-                "element, e.g. torch.tensor(1.25)"
-            )
-        return alpha
-    number = check_positive(
-        alpha, "alpha", "choose one above 0 (1 is cross-entropy, 1.25 best for faces, 2 SparseMax)"
-    )
-    if not torch.compiler.is_compiling():
-        check_alpha_range(number)
-    return number
 
 
 def check_divergence(divergence: Divergence) -> Divergence:
@@ -197,18 +181,13 @@ def check_divergence(divergence: Divergence) -> Divergence:
 NUM_HALVINGS = 120
 
 
-class GenericSolution(NamedTuple):
-    """A solved batch; ``tau`` and the posterior carry gradients up to second order."""
+def solve_generic(
+    logits: Tensor, log_reference: Tensor, divergence: Divergence
+) -> tuple[Tensor, Tensor]:
+    """``tau`` ``[..., 1]`` and posterior ``[..., k]`` by bisection and two Newton steps (M2, M5).
 
-    tau: Tensor  # [..., 1]
-    posterior: Tensor  # [..., k]
-
-
-def solve_generic(logits: Tensor, log_reference: Tensor, divergence: Divergence) -> GenericSolution:
-    """Root by bisection in float64, then two Newton steps that autograd can see (M2, M5).
-
-    A Newton step from the exact root changes nothing but carries the root's first derivative; a
-    second one carries the derivatives up to order three.
+    A Newton step from the exact root changes nothing but carries the root's first derivative to
+    autograd; a second one carries the derivatives up to order three.
     """
     logits = _without_masked(logits)
     reference = log_reference.exp()
@@ -219,7 +198,7 @@ def solve_generic(logits: Tensor, log_reference: Tensor, divergence: Divergence)
         mass = (reference * divergence.link(slack)).sum(-1, keepdim=True)
         slope = (reference * divergence.link_slope(slack)).sum(-1, keepdim=True)
         tau = tau + (mass - 1.0) / slope
-    return GenericSolution(tau, reference * divergence.link(logits - tau))
+    return tau, reference * divergence.link(logits - tau)
 
 
 def _without_masked(logits: Tensor) -> Tensor:

@@ -8,13 +8,7 @@ import torch
 from torch import Tensor
 
 from qmargin.errors import ConfigError
-from qmargin.losses.checks import (
-    check_distribution,
-    check_floating,
-    check_labels,
-    check_reference,
-    target_fault,
-)
+from qmargin.losses import checks
 from qmargin.losses.divergences import (
     Alpha,
     Divergence,
@@ -24,9 +18,6 @@ from qmargin.losses.divergences import (
     solve_generic,
 )
 from qmargin.losses.operators import lift_target, posterior_of, solution_of, value_of
-
-SOLVERS = ("auto", "newton", "bisection")
-BRACKETS = ("tight", "paper")
 
 
 class TauSolution(NamedTuple):
@@ -64,11 +55,11 @@ def softargmax(
         tensor([0.7054, 0.2595, 0.0351])
     """
     divergence = _divergence(alpha, divergence)
-    logits = check_floating(logits)
-    reference = check_reference(log_reference, logits)
+    logits = checks.check_floating(logits)
+    reference = checks.check_reference(log_reference, logits)
     if not isinstance(divergence, Alpha):
-        generic = solve_generic(*_as_wide(logits, reference), divergence)
-        return generic.posterior.to(logits.dtype)
+        _, posterior = solve_generic(*_as_wide(logits, reference), divergence)
+        return posterior.to(logits.dtype)
     rows, row_reference, alpha_tensor = _as_rows(logits, reference, divergence)
     solved = solution_of(rows, row_reference, alpha_tensor)
     posterior = posterior_of(rows, row_reference, alpha_tensor, solved.anchor, solved.level)
@@ -94,8 +85,8 @@ def log_partition(
         tensor(1.3133)
     """
     divergence = _divergence(alpha, divergence)
-    logits = check_floating(logits)
-    reference = check_reference(log_reference, logits)
+    logits = checks.check_floating(logits)
+    reference = checks.check_reference(log_reference, logits)
     if not isinstance(divergence, Alpha):
         value = generic_log_partition(*_as_wide(logits, reference), divergence)
         return value.to(logits.dtype)
@@ -132,18 +123,27 @@ def fenchel_young_loss(
         tensor([0.])
     """
     divergence = _divergence(alpha, divergence)
-    logits = check_floating(logits)
-    reference = check_reference(log_reference, logits)
+    logits = checks.check_floating(logits)
+    reference = checks.check_reference(log_reference, logits)
     if isinstance(target, Tensor) and target.is_floating_point():
-        distribution = check_distribution(target, logits)
-        fault: Tensor = target_fault(target, debug)  # of the target as given: rounding is its own
+        distribution = checks.check_distribution(target, logits)
+        fault: Tensor = checks.target_fault(
+            target, debug
+        )  # of the target as given: rounding is its own
         value = _distribution_loss(logits, distribution, reference, divergence)
         return value + fault.to(value.dtype)
-    labels = check_labels(target, logits, debug=debug)
-    if isinstance(divergence, Alpha):
-        return _label_loss(logits, labels, reference, divergence)
-    one_hot = torch.zeros_like(logits).scatter(-1, labels[..., None], 1.0)
-    return _distribution_loss(logits, one_hot, reference, divergence)
+    labels = checks.check_labels(target, logits, debug=debug)
+    if not isinstance(divergence, Alpha):
+        one_hot = torch.zeros_like(logits).scatter(-1, labels[..., None], 1.0)
+        return _distribution_loss(logits, one_hot, reference, divergence)
+    rows, row_reference, alpha_tensor = _as_rows(logits, reference, divergence)
+    labels = labels.reshape(-1)
+    rows, own = lift_target(rows, labels)
+    own_reference = torch.zeros_like(own)
+    if row_reference is not None:
+        own_reference = row_reference.gather(1, labels[:, None]).squeeze(1)
+    solved = value_of(rows, row_reference, alpha_tensor, lifted=(labels, own, own_reference))
+    return solved.value.reshape(logits.shape[:-1])
 
 
 def _distribution_loss(
@@ -154,26 +154,6 @@ def _distribution_loss(
         return generic_loss(wide, distribution, wide_reference, divergence).to(logits.dtype)
     rows, row_reference, alpha = _as_rows(logits, reference, divergence)
     solved = value_of(rows, row_reference, alpha, distribution=distribution.reshape(rows.shape))
-    return solved.value.reshape(logits.shape[:-1])
-
-
-def _label_loss(
-    logits: Tensor, labels: Tensor, reference: Tensor | None, divergence: Alpha
-) -> Tensor:
-    rows, row_reference, alpha = _as_rows(logits, reference, divergence)
-    labels = labels.reshape(-1)
-    rows, own = lift_target(rows, labels)
-    own_reference = torch.zeros_like(own)
-    if row_reference is not None:
-        own_reference = row_reference.gather(1, labels[:, None]).squeeze(1)
-    solved = value_of(
-        rows,
-        row_reference,
-        alpha,
-        labels=labels,
-        target_logits=own,
-        target_log_reference=own_reference,
-    )
     return solved.value.reshape(logits.shape[:-1])
 
 
@@ -202,40 +182,37 @@ def solve_tau(
         >>> solution.tau, solution.support_size
         (tensor([0.7500]), tensor([4]))
     """
-    if solver not in SOLVERS:
-        raise ConfigError(f"solver is {solver!r}; known solvers are {', '.join(SOLVERS)}")
-    if bracket not in BRACKETS:
-        raise ConfigError(f"bracket is {bracket!r}; known brackets are {', '.join(BRACKETS)}")
+    for name, value, known in (
+        ("solver", solver, ("auto", "newton", "bisection")),
+        ("bracket", bracket, ("tight", "paper")),
+    ):
+        if value not in known:
+            raise ConfigError(f"{name} is {value!r}; known are {', '.join(known)}")
     divergence = Alpha(alpha)
+    if solver == "auto":  # by name, so that evaluations are counted
+        solver = "newton" if divergence.alpha_minus_one <= 1.0 else "bisection"
     if solver == "newton" and divergence.alpha_minus_one > 1.0:
         raise ConfigError(
             f"solver is 'newton', which is proven for alpha up to 2, and alpha is "
             f"{divergence.alpha_minus_one + 1.0:g}; use solver='bisection' or 'auto'"
         )
-    logits = check_floating(logits)
-    reference = check_reference(log_reference, logits)
+    logits = checks.check_floating(logits)
+    reference = checks.check_reference(log_reference, logits)
     rows, row_reference, alpha_tensor = _as_rows(logits, reference, divergence)
-    if solver == "auto":  # by name, so that evaluations are counted
-        solver = "newton" if divergence.alpha_minus_one <= 1.0 else "bisection"
     solved = solution_of(rows, row_reference, alpha_tensor, solver=solver, bracket=bracket)
-    shape = logits.shape[:-1]
-    return TauSolution(
-        solved.tau.reshape(shape),
-        solved.support_size.reshape(shape),
-        solved.mass_error.reshape(shape),
-        solved.num_evaluations,
+    tau, support_size, mass_error = (
+        value.reshape(logits.shape[:-1])
+        for value in (solved.tau, solved.support_size, solved.mass_error)
     )
+    return TauSolution(tau, support_size, mass_error, solved.num_evaluations)
 
 
 def _divergence(alpha: float | Tensor | None, divergence: Divergence | None) -> Divergence:
-    if (alpha is None) == (divergence is None):
-        raise ConfigError(
-            f"alpha is {alpha!r} and divergence is {divergence!r}; give exactly one of them"
-        )
-    if divergence is not None:
+    if alpha is not None and divergence is None:
+        return Alpha(alpha)
+    if alpha is None and divergence is not None:
         return check_divergence(divergence)
-    assert alpha is not None
-    return Alpha(alpha)
+    raise ConfigError(f"alpha is {alpha!r} and divergence is {divergence!r}; give exactly one")
 
 
 def _as_rows(

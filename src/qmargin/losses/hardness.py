@@ -16,7 +16,6 @@ a scale that suits thousands of classes is harder for millions.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -26,22 +25,15 @@ from scipy.special import logsumexp, ndtr
 from qmargin.errors import ConfigError
 from qmargin.losses.checks import check_alpha_range, check_number, check_positive
 
-__all__ = ["Hardness", "hardness", "scale_of_hardness"]
-
 _TAIL = 12.0  # deviations beyond which a normal density is nothing
 _POINTS = 8001
 
 
 class Hardness(NamedTuple):
-    """What a loss makes of classes that have nothing to do with a row.
+    """What a loss makes of classes that have nothing to do with a row."""
 
-    Attributes:
-        mean: Of their cosines as the posterior weighs them, in deviations.
-        support: How many of them have a gradient, in the mean over rows.
-    """
-
-    mean: float
-    support: float
+    mean: float  # of their cosines as the posterior weighs them, in deviations
+    support: float  # how many of them have a gradient, in the mean over rows
 
 
 def hardness(alpha: float, scale: float, *, num_classes: int, embedding_dim: int) -> Hardness:
@@ -61,11 +53,17 @@ def hardness(alpha: float, scale: float, *, num_classes: int, embedding_dim: int
         >>> [round(hardness(*s, **face).mean, 1) for s in ((1.0, 64.0), (1.25, 35.0), (2.0, 1.9))]
         [2.8, 4.5, 4.5]
     """
-    sharpness = check_positive(scale, "scale", "it must be above 0") * _deviation(embedding_dim)
-    b, count = _alpha_minus_one(alpha), _count(num_classes)
+    deviation = float(_at_least_two(embedding_dim, "embedding_dim") ** -0.5)
+    sharpness = check_positive(scale, "scale", "it must be above 0") * deviation
+    b, count = _alpha_minus_one(alpha), _at_least_two(num_classes, "num_classes")
     if b == 0.0:
         return Hardness(sharpness, float(count))
-    edge = _edge(b, sharpness, count)
+
+    def excess(edge: float) -> float:
+        return float(logsumexp(_weights(b, sharpness, edge)[1])) + math.log(count)
+
+    low = -_TAIL - 1.0 / (b * sharpness)  # there every class has a posterior of one or more
+    edge = float(brentq(excess, low, _TAIL + sharpness, xtol=1e-12))  # posteriors add up to one
     z, log_weights = _weights(b, sharpness, edge)
     weights = np.exp(log_weights - log_weights.max())
     return Hardness(float((weights * z).sum() / weights.sum()), float(count * ndtr(-edge)))
@@ -87,21 +85,26 @@ def scale_of_hardness(mean: float, alpha: float, *, num_classes: int, embedding_
         >>> round(hardness(1.25, scale, num_classes=10_000, embedding_dim=128).mean, 6)
         2.0
     """
-    farthest = math.sqrt(2.0 * math.log(_count(num_classes)))
+    farthest = math.sqrt(2.0 * math.log(_at_least_two(num_classes, "num_classes")))
     if not 0.0 < check_number(mean, "hardness") < farthest:
         raise ConfigError(
             f"hardness is {mean:g}; it must be above 0 and below {farthest:.3g}, where the nearest "
             f"of {num_classes:,} classes is"
         )
-    deviation = _deviation(embedding_dim)
+    scale = mean / float(_at_least_two(embedding_dim, "embedding_dim") ** -0.5)
     if _alpha_minus_one(alpha) == 0.0:
-        return mean / deviation
+        return scale
 
     def excess(log_scale: float) -> float:
         sizes = {"num_classes": num_classes, "embedding_dim": embedding_dim}
         return hardness(alpha, math.exp(log_scale), **sizes).mean - mean
 
-    return math.exp(_root(excess, start=math.log(mean / deviation)))
+    low = high = math.log(scale)
+    while excess(low) > 0.0:
+        low -= 2.0
+    while excess(high) < 0.0:
+        high += 2.0
+    return math.exp(float(brentq(excess, low, high, xtol=1e-12)))
 
 
 def _alpha_minus_one(alpha: float) -> float:
@@ -111,16 +114,10 @@ def _alpha_minus_one(alpha: float) -> float:
     return alpha - 1.0
 
 
-def _count(num_classes: int) -> int:
-    if num_classes < 2:
-        raise ConfigError(f"num_classes is {num_classes}; it must be at least 2")
-    return num_classes
-
-
-def _deviation(embedding_dim: int) -> float:
-    if embedding_dim < 2:
-        raise ConfigError(f"embedding_dim is {embedding_dim}; it must be at least 2")
-    return float(embedding_dim**-0.5)
+def _at_least_two(value: int, name: str) -> int:
+    if value < 2:
+        raise ConfigError(f"{name} is {value}; it must be at least 2")
+    return value
 
 
 def _weights(b: float, sharpness: float, edge: float) -> tuple[np.ndarray, np.ndarray]:
@@ -130,23 +127,3 @@ def _weights(b: float, sharpness: float, edge: float) -> tuple[np.ndarray, np.nd
     with np.errstate(divide="ignore"):
         log_link = np.log(b * sharpness * (z - edge)) / b
     return z, log_link - z * z / 2.0 + math.log(step / math.sqrt(2.0 * math.pi))
-
-
-def _edge(b: float, sharpness: float, count: int) -> float:
-    """Where the posteriors of all classes add up to one."""
-
-    def excess(edge: float) -> float:
-        return float(logsumexp(_weights(b, sharpness, edge)[1])) + math.log(count)
-
-    low = -_TAIL - 1.0 / (b * sharpness)  # there every class has a posterior of one or more
-    return float(brentq(excess, low, _TAIL + sharpness, xtol=1e-12))
-
-
-def _root(excess: Callable[[float], float], *, start: float) -> float:
-    """Root of a growing function, its bracket found from a start."""
-    low, high = start, start
-    while excess(low) > 0.0:
-        low -= 2.0
-    while excess(high) < 0.0:
-        high += 2.0
-    return float(brentq(excess, low, high, xtol=1e-12))

@@ -8,16 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from qmargin.errors import ConfigError, ShapeError
-from qmargin.losses.checks import (
-    check_cosines,
-    check_floating,
-    check_ignore_index,
-    check_label_tensor,
-    check_labels,
-    check_norms,
-    check_scale,
-    describe,
-)
+from qmargin.losses import checks
 from qmargin.losses.divergences import (
     Alpha,
     Divergence,
@@ -25,17 +16,11 @@ from qmargin.losses.divergences import (
     generic_loss,
     solve_generic,
 )
-from qmargin.losses.margins import (
-    Margin,
-    TargetTerm,
-    check_margin,
-    register_learnable,
-    warn_if_unreachable,
-)
+from qmargin.losses.margins import Margin, check_margin, register_learnable, warn_if_unreachable
 from qmargin.losses.operators import lift_target, value_of
 
 Reduction = Literal["mean", "sum", "none"]
-REDUCTIONS: tuple[Reduction, ...] = ("mean", "sum", "none")
+REDUCTIONS = ("mean", "sum", "none")
 
 
 class LossOutput(NamedTuple):
@@ -61,9 +46,8 @@ def margin_loss_with_stats(
 ) -> LossOutput:
     """Loss of each row with threshold, support size and target posterior.
 
-    The target is lifted out of its row: the margin turns its cosine into a logit and a log
-    reference, two vectors, and every other class keeps reference measure one. No mask of shape
-    ``[B, k]`` is built.
+    The margin turns the target's cosine into a logit and a log reference; every other class keeps
+    reference measure one. No mask of shape ``[B, k]`` is built.
 
     Args:
         cosines: ``[B, k]`` (or ``[..., k]``); half precision is computed in float32.
@@ -76,17 +60,20 @@ def margin_loss_with_stats(
             statistics mean nothing.
         debug: Check labels and the range of the cosines on every device, which waits for it.
     """
-    scale = check_scale(scale)
+    scale = checks.check_scale(scale)
     check_divergence(divergence)
-    ignore_index = check_ignore_index(ignore_index)
-    cosines = check_floating(cosines, "cosines")
+    ignore_index = checks.check_ignore_index(ignore_index)
+    cosines = checks.check_floating(cosines, "cosines")
     check_margin(margin, cosines.shape[-1])
-    check_label_tensor(labels, cosines, "cosines")
-    check_norms(norms, labels)
+    checks.check_label_tensor(labels, cosines, "cosines")
+    if norms is not None:
+        checks.check_norms(norms, labels)
     shape, is_ignored = labels.shape, (labels == ignore_index).reshape(-1)
-    labels = check_labels(torch.where(labels == ignore_index, 0, labels), cosines, debug=debug)
+    labels = checks.check_labels(
+        torch.where(labels == ignore_index, 0, labels), cosines, debug=debug
+    )
     if debug:
-        check_cosines(cosines.reshape(-1, cosines.shape[-1]), is_ignored)
+        checks.check_cosines(cosines.reshape(-1, cosines.shape[-1]), is_ignored)
     rows, targets = lift_target(cosines.reshape(-1, cosines.shape[-1]), labels.reshape(-1))
     # Ignored rows may hold anything, NaN included, and none of it may reach a gradient.
     targets = torch.where(is_ignored, 0.0, targets)
@@ -95,9 +82,27 @@ def margin_loss_with_stats(
     # One number per row is cheap in float64, and s * m can be far larger than what is left of it.
     term = margin(targets.double(), scale, labels=marked, norms=norms)
     if isinstance(divergence, Alpha):
-        output = _alpha_loss(rows, marked, term, divergence, scale)
-    else:
-        output = _generic_loss(rows, marked, term, divergence, scale)
+        lifted = marked.clamp_min(0), term.logits, term.log_reference
+        alpha = divergence.as_tensor()
+        solved = value_of(rows, None, alpha, lifted=lifted, is_ignored=is_ignored, scale=scale)
+        stats = solved.tau, solved.support_size, solved.target_posterior, solved.mass_error
+        output = LossOutput(solved.value, *stats)
+    else:  # the generic solver needs full [B, k] matrices
+        index = marked.clamp_min(0)[:, None]
+        logits = torch.where(is_ignored[:, None], 0.0, rows.double() * scale)
+        logits = logits.scatter(1, index, term.logits[:, None])
+        reference = torch.zeros_like(logits).scatter(1, index, term.log_reference[:, None])
+        one_hot = torch.zeros_like(logits).scatter(1, index, 1.0)
+        loss = generic_loss(logits, one_hot, reference, divergence)
+        with torch.no_grad():
+            tau, posterior = solve_generic(logits, reference, divergence)
+        output = LossOutput(
+            loss.to(rows.dtype),
+            tau.squeeze(1).to(rows.dtype),
+            (posterior > 0).sum(1),
+            posterior.gather(1, index).squeeze(1).to(rows.dtype),
+            (posterior.sum(1) - 1.0).abs().to(rows.dtype),
+        )
     if term.penalty is not None:
         output = output._replace(loss=output.loss + term.penalty.to(output.loss.dtype))
     output = output._replace(loss=torch.where(is_ignored, 0.0, output.loss))
@@ -126,60 +131,6 @@ def margin_loss(
         ignore_index=ignore_index,
         debug=debug,
     ).loss
-
-
-def _alpha_loss(
-    rows: Tensor, labels: Tensor, term: TargetTerm, divergence: Alpha, scale: float
-) -> LossOutput:
-    """A negative label marks a row to ignore."""
-    solved = value_of(
-        rows,
-        None,
-        divergence.as_tensor(),
-        labels=labels.clamp_min(0),
-        target_logits=term.logits,
-        target_log_reference=term.log_reference,
-        is_ignored=labels < 0,
-        scale=scale,
-    )
-    return LossOutput(
-        solved.value, solved.tau, solved.support_size, solved.target_posterior, solved.mass_error
-    )
-
-
-def _generic_loss(
-    rows: Tensor, labels: Tensor, term: TargetTerm, divergence: Divergence, scale: float
-) -> LossOutput:
-    """The same through the generic solver, which does need full ``[B, k]`` matrices."""
-    index = labels.clamp_min(0)[:, None]
-    logits = torch.where(labels[:, None] < 0, 0.0, rows.double() * scale)
-    logits = logits.scatter(1, index, term.logits[:, None])
-    reference = torch.zeros_like(logits).scatter(1, index, term.log_reference[:, None])
-    target = torch.zeros_like(logits).scatter(1, index, 1.0)
-    loss = generic_loss(logits, target, reference, divergence)
-    with torch.no_grad():
-        tau, posterior = solve_generic(logits, reference, divergence)
-    return LossOutput(
-        loss.to(rows.dtype),
-        tau.squeeze(1).to(rows.dtype),
-        (posterior > 0).sum(1),
-        posterior.gather(1, index).squeeze(1).to(rows.dtype),
-        (posterior.sum(1) - 1.0).abs().to(rows.dtype),
-    )
-
-
-def refuse_unsupported(label_smoothing: float, weight: Tensor | None) -> None:
-    """Refuse options of ``torch.nn.CrossEntropyLoss`` that a margin loss does not have."""
-    if label_smoothing != 0.0:
-        raise ConfigError(
-            f"label_smoothing is {label_smoothing!r} and a margin needs a single target class; for "
-            "smoothed targets pass a distribution to qmargin.fenchel_young_loss, without a margin"
-        )
-    if weight is not None:
-        raise ConfigError(
-            f"weight is {describe(weight)} and margin losses have no class weights; use "
-            "reduction='none' and multiply each row by the weight of its class"
-        )
 
 
 class MarginLoss(nn.Module):
@@ -219,15 +170,24 @@ class MarginLoss(nn.Module):
         weight: Tensor | None = None,
     ) -> None:
         super().__init__()
-        refuse_unsupported(label_smoothing, weight)
+        if label_smoothing != 0.0:
+            raise ConfigError(
+                f"label_smoothing is {label_smoothing!r} and a margin needs a single target class; "
+                "pass a distribution to qmargin.fenchel_young_loss, without a margin"
+            )
+        if weight is not None:
+            raise ConfigError(
+                f"weight is {checks.describe(weight)} and margin losses have no class weights; use "
+                "reduction='none' and multiply each row by the weight of its class"
+            )
         check_margin(margin)
         if reduction not in REDUCTIONS:
             raise ConfigError(f"reduction is {reduction!r}; known ones are {', '.join(REDUCTIONS)}")
         self.divergence = check_divergence(divergence)
         self.margin = margin
-        self.scale = check_scale(scale)
+        self.scale = checks.check_scale(scale)
         self.reduction: Reduction = reduction
-        self.ignore_index = check_ignore_index(ignore_index)
+        self.ignore_index = checks.check_ignore_index(ignore_index)
         self.debug = debug
         if isinstance(divergence, Alpha) and isinstance(divergence.alpha, nn.Parameter):
             self.alpha = divergence.alpha

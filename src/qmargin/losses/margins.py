@@ -4,19 +4,6 @@ A margin sees one cosine per row. A *prior* margin lowers the target's reference
 *geometric* one lowers its logit, and one of each may be added: ``PriorMargin(0.2) +
 AngularMargin(0.1)``. At ``alpha = 1`` a prior and a cosine margin are the same loss (M10).
 
-To add a margin, write a class with the methods of ``Margin`` in a file of your own and register it;
-``StatelessMargin`` has all but the formula. Recipes, sweeps and ``--help`` then know it by name::
-
-    @register_margin("mine")
-    @dataclass(frozen=True, eq=False)
-    class MyMargin(StatelessMargin):
-        margin: Setting
-
-        def term(self, cosines, scale, labels, norms):
-            return geometric_term(cosines - resolve(self.margin, cosines, labels), scale)
-
-Rules that hold for every margin here:
-
 - The terms keep the shape of the cosines; float16 and bfloat16 are computed in float32.
 - Cosines outside [-1, 1] by rounding count as -1 or 1 wherever an angle is taken. ``-inf`` (masked
   out) stays ``-inf``, NaN stays NaN, and ``+inf`` never becomes finite.
@@ -33,25 +20,23 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from inspect import signature
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from qmargin.errors import ConfigError, MarginWarning, ShapeError
-from qmargin.losses.checks import check_number, check_positive, describe
+from qmargin.losses.checks import check_norms, check_number, check_positive, describe
 from qmargin.registry import register_margin
+
+LARGEST_GAP = 2.0  # between two cosines: an effective margin above it cannot be reached
+SMALLEST_SINE = 2.0**-11.5  # of an angle of 3.5e-4, or 0.02 degrees
 
 
 def main_number(kind: Callable[..., Any]) -> str | None:
     """Name of the number of a margin or divergence that recipes give alone and schedules change.
 
-    It is the attribute ``main_number`` if there is one, else the first parameter; None without
-    parameters.
-
-    Examples:
-        >>> main_number(PriorMargin), main_number(CombinedMargin)
-        ('margin', 'multiplier')
+    It is the attribute ``main_number``, else the first parameter; None without parameters.
     """
     if hasattr(kind, "main_number"):
         name: str | None = kind.main_number
@@ -79,9 +64,6 @@ class ByValue:
 class PerClass(ByValue):
     """One value per class, looked up by label.
 
-    The wrapper keeps a tensor of one value per class apart from a tensor of one value per row,
-    which may well have the same length.
-
     Args:
         values: Floating-point tensor ``[num_classes]``.
 
@@ -93,15 +75,12 @@ class PerClass(ByValue):
     values: Tensor
 
     def __post_init__(self) -> None:
-        if not isinstance(self.values, Tensor) or not self.values.is_floating_point():
+        values = self.values
+        is_floating = isinstance(values, Tensor) and values.is_floating_point()
+        if not is_floating or values.ndim != 1 or len(values) == 0:
             raise ShapeError(
-                f"PerClass needs a floating-point tensor of shape [num_classes], "
-                f"got {describe(self.values)}"
-            )
-        if self.values.ndim != 1 or self.values.shape[0] == 0:
-            raise ShapeError(
-                f"PerClass needs one value per class in a tensor of shape [num_classes], "
-                f"got {describe(self.values)}"
+                f"PerClass needs floating-point values, one per class [num_classes], got "
+                f"{describe(values)}"
             )
 
     def lookup(self, labels: Tensor | None, like: Tensor) -> Tensor:
@@ -111,10 +90,7 @@ class PerClass(ByValue):
         gives zero, so that nothing in that row can spoil a gradient.
         """
         if labels is None:
-            raise ConfigError(
-                "a PerClass margin looks its values up by label and got no labels: "
-                "pass labels=labels along with the target cosines"
-            )
+            raise ConfigError("a PerClass margin got no labels; pass labels with the cosines")
         if labels.shape != like.shape or labels.dtype not in (torch.int64, torch.int32):
             raise ShapeError(
                 f"labels for a PerClass margin must be integers of shape {list(like.shape)}, "
@@ -181,9 +157,6 @@ def register_learnable(module: nn.Module, owner: object, prefix: str) -> None:
             module.register_parameter(f"{prefix}_{name}", value)
 
 
-SMALLEST_SINE = 2.0**-11.5  # of an angle of 3.5e-4, or 0.02 degrees
-
-
 def as_working(cosines: Tensor) -> Tensor:
     """Cosines in float32 or better."""
     return cosines.float() if cosines.dtype in (torch.float16, torch.bfloat16) else cosines
@@ -195,7 +168,7 @@ def keep_non_finite(shifted: Tensor, cosines: Tensor) -> Tensor:
 
 
 def sine(cosines: Tensor) -> Tensor:
-    """``sin(arccos c)`` for cosines in [-1, 1]; its derivative is ``-c / max(sin, SMALLEST_SINE)``.
+    """``sin(arccos c)`` for cosines in [-1, 1]; the derivative is ``-c / max(sin, SMALLEST_SINE)``.
 
     Examples:
         >>> sine(torch.tensor([1.0, 0.6, -1.0]))
@@ -212,12 +185,7 @@ def sine(cosines: Tensor) -> Tensor:
 def widened_cosines(cosines: Tensor, margin: float | Tensor) -> Tensor:
     """``cos(arccos c + m)``, continued past ``pi - m`` by the line ``c - 1 - cos(pi - m)``.
 
-    Args:
-        cosines: Any shape; rounding outside [-1, 1] is clamped, other rules as for all margins.
-        margin: Radians in [0, pi); NaN comes out where a tensor leaves that range.
-
-    Returns:
-        A tensor like ``cosines``, never decreasing in them.
+    It never decreases with the cosines. A margin outside [0, pi) gives NaN where it is a tensor.
 
     Examples:
         >>> widened_cosines(torch.tensor([1.0, 0.0, -1.0]), math.pi / 2)
@@ -234,29 +202,6 @@ def widened_cosines(cosines: Tensor, margin: float | Tensor) -> Tensor:
     rotated = inside * cos_margin - sine(inside) * sin_margin
     continued = inside - 1.0 + cos_margin
     return keep_non_finite(torch.where(inside > -cos_margin, rotated, continued), cosines)
-
-
-def wound_cosines(
-    cosines: Tensor, *, multiplier: float | Tensor, angular: float | Tensor
-) -> Tensor:
-    """``cos(phi)`` of ``phi = m1 angle + m2``, unwound: ``(-1)^n cos(phi) - 2n``.
-
-    With ``n = floor(phi / pi)`` this is continuous and falls with every further turn, as in
-    SphereFace, instead of rising again.
-
-    Args:
-        cosines: Any shape; rules as in ``widened_cosines``.
-        multiplier: ``m1``, positive.
-        angular: ``m2`` in radians.
-
-    Returns:
-        A tensor like ``cosines``, never decreasing in them.
-    """
-    inside = cosines.clamp(-1.0, 1.0)
-    phi = multiplier * torch.atan2(sine(inside), inside) + angular
-    turns = (phi.detach() / math.pi).floor()
-    sign = 1.0 - 2.0 * turns.remainder(2.0)
-    return keep_non_finite(sign * phi.cos() - 2.0 * turns, cosines)
 
 
 class TargetTerm(NamedTuple):
@@ -295,10 +240,18 @@ def geometric_term(shifted: Tensor, scale: float) -> TargetTerm:
 
 
 class StatelessMargin(ByValue):
-    """What the margins below share: equality by settings, the working dtype, and sums.
+    """Base of margins without state: equality by settings, the working dtype, and sums.
 
     A subclass is a frozen dataclass with a ``term``, which gets cosines in float32 or better.
     """
+
+    _limits: ClassVar[tuple[tuple[str, float, float], ...]] = ()  # of settings: name, low, high
+
+    def __post_init__(self) -> None:
+        for name, low, high in self._limits:
+            title = f"{name} of {type(self).__name__}"
+            value = check_setting(getattr(self, name), title, low=low, high=high)
+            object.__setattr__(self, name, value)
 
     def __call__(
         self,
@@ -336,6 +289,22 @@ class StatelessMargin(ByValue):
 class StatefulMargin(nn.Module):
     """A margin with state: it follows ``train()``, ``eval()``, ``to()`` and ``state_dict()``."""
 
+    def forward(
+        self,
+        target_cosines: Tensor,
+        scale: float,
+        *,
+        labels: Tensor | None = None,
+        norms: Tensor | None = None,
+    ) -> TargetTerm:
+        """Apply the margin, see ``Margin``."""
+        return self._term(as_working(target_cosines), scale, labels, norms)
+
+    def _term(
+        self, cosines: Tensor, scale: float, labels: Tensor | None, norms: Tensor | None
+    ) -> TargetTerm:
+        raise NotImplementedError
+
     def effective(self, alpha: float, scale: float) -> float | None:
         """Return ``None``: the gap differs from row to row."""
         return None
@@ -362,10 +331,8 @@ class PriorMargin(StatelessMargin):
         TargetTerm(logits=tensor([16.]), log_reference=tensor([-8.]), penalty=None)
     """
 
+    _limits = (("margin", -math.inf, math.inf),)
     margin: Setting
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "margin", check_setting(self.margin, "prior margin"))
 
     @classmethod
     def from_effective(cls, effective: float, *, alpha: float, scale: float) -> PriorMargin:
@@ -390,7 +357,6 @@ class PriorMargin(StatelessMargin):
     def term(
         self, cosines: Tensor, scale: float, labels: Tensor | None, norms: Tensor | None
     ) -> TargetTerm:
-        """See ``StatelessMargin.term``."""
         margin = resolve(self.margin, cosines, labels)
         if isinstance(margin, Tensor):
             return TargetTerm(scale * cosines, (-scale * margin).expand_as(cosines))
@@ -419,6 +385,12 @@ class PriorMargin(StatelessMargin):
             return math.copysign(math.inf, self.margin)
 
 
+def _rate(alpha: float, scale: float) -> float:
+    """``(alpha - 1) s``, after checking both."""
+    alpha = check_positive(alpha, "alpha", "choose a positive number")
+    return (alpha - 1.0) * check_positive(scale, "scale", "choose a positive number")
+
+
 @register_margin("cosine")
 @dataclass(frozen=True, eq=False)
 class CosineMargin(StatelessMargin):
@@ -432,15 +404,12 @@ class CosineMargin(StatelessMargin):
         tensor([8.])
     """
 
+    _limits = (("margin", -math.inf, math.inf),)
     margin: Setting
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "margin", check_setting(self.margin, "cosine margin"))
 
     def term(
         self, cosines: Tensor, scale: float, labels: Tensor | None, norms: Tensor | None
     ) -> TargetTerm:
-        """See ``StatelessMargin.term``."""
         return geometric_term(cosines - resolve(self.margin, cosines, labels), scale)
 
     def effective(self, alpha: float, scale: float) -> float | None:
@@ -456,10 +425,9 @@ class AngularMargin(StatelessMargin):
     Past an angle of ``pi - m``, where the formula would turn upwards again, it is continued by the
     line ``s (c - 1 - cos(pi - m))``: continuous, increasing in the cosine, ``-s`` at the joint.
 
-    The true gradient ``s sin(angle + m) / sin(angle)``, which is ``s (cos m + sin m cot(angle))``,
-    is infinite at a cosine of one. In the gradient, not in the value, ``sin(angle)`` counts as no
-    smaller than 3.5e-4, one step of float32 from the end, which keeps it below
-    ``s (cos m + 2897 sin m)``.
+    The true gradient ``s sin(angle + m) / sin(angle)`` is infinite at a cosine of one. In the
+    gradient, not in the value, ``sin(angle)`` counts as no smaller than 3.5e-4, one step of float32
+    from the end, which keeps it below ``s (cos m + 2897 sin m)``.
 
     Args:
         margin: ``m`` in radians, in [0, pi), or a tensor (a value outside gives NaN in its row).
@@ -471,22 +439,20 @@ class AngularMargin(StatelessMargin):
         tensor([ 0.8776, -0.4794, -1.1224])
     """
 
+    _limits = (("margin", 0.0, math.pi),)
     margin: Setting
     gradient: Literal["exact", "straight_through"] = "exact"
 
     def __post_init__(self) -> None:
-        margin = check_setting(self.margin, "angular margin", low=0.0, high=math.pi)
-        object.__setattr__(self, "margin", margin)
+        super().__post_init__()
         if self.gradient not in ("exact", "straight_through"):
             raise ConfigError(
-                f"gradient of an angular margin is {self.gradient!r}: "
-                f"choose 'exact' or 'straight_through'"
+                f"gradient is {self.gradient!r}: choose 'exact' or 'straight_through'"
             )
 
     def term(
         self, cosines: Tensor, scale: float, labels: Tensor | None, norms: Tensor | None
     ) -> TargetTerm:
-        """See ``StatelessMargin.term``."""
         margin = resolve(self.margin, cosines, labels)
         if self.gradient == "exact":
             return geometric_term(widened_cosines(cosines, margin), scale)
@@ -501,11 +467,10 @@ class AngularMargin(StatelessMargin):
 class CombinedMargin(StatelessMargin):
     r"""Multiplied angle, added angle and lowered cosine in one: ``cos(m1 angle + m2) - m3``.
 
-    The family of the ArcFace paper; ``CombinedMargin(multiplier=4.0)`` is SphereFace (without its
-    annealing). Each further turn of ``pi`` is continued as in SphereFace,
-    ``(-1)^n cos(phi) - 2n`` with ``n = floor(phi / pi)`` and ``phi = m1 angle + m2``: continuous
-    and never decreasing in the cosine. ``AngularMargin`` continues by a line instead. The gradient
-    is finite everywhere, by the same rule as there.
+    ``CombinedMargin(multiplier=4.0)`` is SphereFace (without its annealing). Each further turn of
+    ``pi`` is continued as there, ``(-1)^n cos(phi) - 2n`` with ``phi = m1 angle + m2`` and
+    ``n = floor(phi / pi)``: continuous and never decreasing in the cosine. The gradient is finite
+    everywhere, by the rule of ``AngularMargin``.
 
     Args:
         multiplier: ``m1``, positive.
@@ -517,30 +482,32 @@ class CombinedMargin(StatelessMargin):
         tensor([ 1., -1., -3.])
     """
 
+    _limits = (
+        ("multiplier", 0.0, math.inf),
+        ("angular", 0.0, math.pi),
+        ("cosine", -math.inf, math.inf),
+    )
     multiplier: Setting = 1.0
     angular: Setting = 0.0
     cosine: Setting = 0.0
 
     def __post_init__(self) -> None:
-        limits = {"multiplier": (0.0, math.inf), "angular": (0.0, math.pi)}
-        for name in ("multiplier", "angular", "cosine"):
-            low, high = limits.get(name, (-math.inf, math.inf))
-            value = check_setting(getattr(self, name), f"{name} of a margin", low=low, high=high)
-            object.__setattr__(self, name, value)
+        super().__post_init__()
         if isinstance(self.multiplier, float) and self.multiplier == 0.0:
-            raise ConfigError(
-                "multiplier of a margin is 0: choose a positive one, 1 to leave angles"
-            )
+            raise ConfigError("multiplier is 0: choose a positive number, 1 to leave angles alone")
 
     def term(
         self, cosines: Tensor, scale: float, labels: Tensor | None, norms: Tensor | None
     ) -> TargetTerm:
-        """See ``StatelessMargin.term``."""
         multiplier, angular, cosine = (
             resolve(value, cosines, labels)
             for value in (self.multiplier, self.angular, self.cosine)
         )
-        wound = wound_cosines(cosines, multiplier=multiplier, angular=angular)
+        inside = cosines.clamp(-1.0, 1.0)
+        phi = multiplier * torch.atan2(sine(inside), inside) + angular
+        turns = (phi.detach() / math.pi).floor()
+        sign = 1.0 - 2.0 * turns.remainder(2.0)
+        wound = keep_non_finite(sign * phi.cos() - 2.0 * turns, cosines)
         return geometric_term(wound - cosine, scale)
 
     def effective(self, alpha: float, scale: float) -> float | None:
@@ -580,8 +547,8 @@ class SumMargin(StatelessMargin):
     def term(
         self, cosines: Tensor, scale: float, labels: Tensor | None, norms: Tensor | None
     ) -> TargetTerm:
-        """See ``StatelessMargin.term``."""
-        return _sum_term(self.prior, self.geometric, cosines, scale, labels, norms)
+        term = self.geometric(cosines, scale, labels=labels, norms=norms)
+        return term._replace(log_reference=self.prior(cosines, scale, labels=labels).log_reference)
 
     def effective(self, alpha: float, scale: float) -> float | None:
         """Return the sum of the two gaps, ``None`` where one is not a number (M12)."""
@@ -590,57 +557,31 @@ class SumMargin(StatelessMargin):
 
 
 class ModuleSumMargin(StatefulMargin):
-    """A prior margin and a geometric one with state: the ``+`` of the two builds it.
-
-    Examples:
-        >>> from qmargin import ElasticMargin
-        >>> (PriorMargin(0.1) + ElasticMargin().eval())(torch.tensor([1.0]), 10.0).log_reference
-        tensor([-1.])
-    """
+    """A prior margin and a geometric one with state: the ``+`` of the two builds it."""
 
     def __init__(self, left: Margin, right: Margin) -> None:
         super().__init__()
-        if isinstance(left, ModuleSumMargin) or isinstance(right, ModuleSumMargin):
-            raise ConfigError(
-                "cannot add to a sum: it already has one PriorMargin and one geometric margin"
-            )
         self.prior: PriorMargin
         self.geometric: Margin
         self.prior, self.geometric = ordered_summands(left, right)
         register_learnable(self, self.prior, "prior")
 
-    def forward(
-        self,
-        target_cosines: Tensor,
-        scale: float,
-        *,
-        labels: Tensor | None = None,
-        norms: Tensor | None = None,
+    def _term(
+        self, cosines: Tensor, scale: float, labels: Tensor | None, norms: Tensor | None
     ) -> TargetTerm:
-        """Return the geometric margin's logits and penalty, the prior margin's log reference."""
-        return _sum_term(self.prior, self.geometric, target_cosines, scale, labels, norms)
+        term = self.geometric(cosines, scale, labels=labels, norms=norms)
+        return term._replace(log_reference=self.prior(cosines, scale, labels=labels).log_reference)
 
     def extra_repr(self) -> str:
         """The prior margin; the other is shown as a submodule."""
         return f"{self.prior}"
 
 
-def _sum_term(
-    prior: PriorMargin,
-    geometric: Margin,
-    cosines: Tensor,
-    scale: float,
-    labels: Tensor | None,
-    norms: Tensor | None,
-) -> TargetTerm:
-    term = geometric(cosines, scale, labels=labels, norms=norms)
-    return term._replace(log_reference=prior(cosines, scale, labels=labels).log_reference)
-
-
 def ordered_summands(left: Margin, right: Margin) -> tuple[PriorMargin, Margin]:
     """Return the prior and the geometric margin of a sum, or raise ``ConfigError``."""
     prior, geometric = (left, right) if isinstance(left, PriorMargin) else (right, left)
-    if not isinstance(prior, PriorMargin) or isinstance(geometric, PriorMargin | SumMargin):
+    is_sum = isinstance(geometric, PriorMargin | SumMargin | ModuleSumMargin)
+    if is_sum or not isinstance(prior, PriorMargin):
         raise ConfigError(
             f"cannot add {type(left).__name__} and {type(right).__name__}: a sum has exactly one "
             f"PriorMargin and one geometric margin (cosine, angular, combined or adaptive)"
@@ -648,10 +589,262 @@ def ordered_summands(left: Margin, right: Margin) -> tuple[PriorMargin, Margin]:
     return prior, geometric
 
 
-def _rate(alpha: float, scale: float) -> float:
-    """``(alpha - 1) s``, after checking both."""
-    alpha = check_positive(alpha, "alpha", "choose a positive number")
-    return (alpha - 1.0) * check_positive(scale, "scale", "choose a positive number")
+@register_margin("adaface")
+class AdaFaceMargin(StatefulMargin):
+    r"""AdaFace: the norm of an embedding, taken as image quality, turns the margin (CVPR 2022).
+
+    With the norm's score :math:`z`, clipped to [-1, 1], relative to running statistics of norms,
+
+    .. math::
+
+        z = h (\lVert x \rVert - \mu) / (\sigma + \varepsilon), \qquad
+        \theta_y = s [\cos(\operatorname{clip}(\text{angle} - m z)) - (m + m z)]
+
+    so that it is ArcFace at ``z = -1``, CosFace at ``z = 0`` and a negative angular margin at
+    ``z = 1``. As published, norms are clipped to [0.001, 100] and detached, the cosine is kept
+    ``eps = 0.001`` inside (-1, 1), and the angle ``eps`` inside (0, pi). The statistics start at 20
+    and 100 and move before they are used, in training mode only, by rows with finite norms and
+    labels that are not negative. Each process has its own.
+
+    Args:
+        margin: ``m``, in [0, pi).
+        concentration: ``h``, not negative.
+        momentum: Share of the new batch in the running statistics, in [0, 1].
+
+    Examples:
+        >>> margin = AdaFaceMargin().eval()
+        >>> margin(torch.tensor([0.5, 0.5]), 64.0, norms=torch.tensor([20.0, 20.0])).logits
+        tensor([6.4000, 6.4000])
+    """
+
+    epsilon = 1e-3
+    norm_limits = (1e-3, 100.0)
+    running_mean: Tensor
+    running_std: Tensor
+
+    def __init__(
+        self, margin: float = 0.4, *, concentration: float = 0.333, momentum: float = 0.01
+    ) -> None:
+        super().__init__()
+        self.margin = check_number(margin, "margin of AdaFace", low=0.0, high=math.pi)
+        self.concentration = check_number(concentration, "concentration of AdaFace", low=0.0)
+        self.momentum = check_number(momentum, "momentum of AdaFace", low=0.0)
+        if self.momentum > 1.0:
+            raise ConfigError(f"momentum of AdaFace is {momentum:g}: choose a value in [0, 1]")
+        self.register_buffer("running_mean", torch.tensor(20.0))
+        self.register_buffer("running_std", torch.tensor(100.0))
+
+    def _term(
+        self, cosines: Tensor, scale: float, labels: Tensor | None, norms: Tensor | None
+    ) -> TargetTerm:
+        lengths = _lengths(norms, cosines, "AdaFaceMargin").detach().clamp(*self.norm_limits)
+        if self.training:
+            self._update_statistics_(lengths, labels)
+        centred = (lengths - self.running_mean) / (self.running_std + self.epsilon)
+        score = (self.concentration * centred).clamp(-1.0, 1.0).to(cosines.dtype)
+        inside = cosines.clamp(-1.0 + self.epsilon, 1.0 - self.epsilon)
+        angle = inside.acos() - self.margin * score
+        turned = angle.clamp(self.epsilon, math.pi - self.epsilon).cos()
+        shifted = turned - self.margin * (1.0 + score)
+        return geometric_term(keep_non_finite(shifted, cosines), scale)
+
+    @torch.no_grad()
+    def _update_statistics_(self, lengths: Tensor, labels: Tensor | None) -> None:
+        """Move the running mean and deviation towards those of the usable rows."""
+        is_used = lengths.isfinite()
+        if labels is not None:
+            is_used = is_used & (labels >= 0)
+        # Sums over a mask instead of indexing: the number of usable rows stays on the device.
+        count = is_used.sum()
+        mean = lengths.where(is_used, 0.0).sum() / count
+        squares = (lengths - mean).square().where(is_used, 0.0).sum()
+        deviation = (squares / (count - 1)).sqrt()  # unbiased, as published
+        for running, new, is_known in (
+            (self.running_mean, mean, count > 0),
+            (self.running_std, deviation, count > 1),
+        ):
+            moved = running + self.momentum * (new - running)
+            running.copy_(torch.where(is_known, moved, running))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> AdaFaceMargin:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        # A running mean in half precision stops moving: one per cent of a change rounds to nothing.
+        for name in ("running_mean", "running_std"):
+            setattr(self, name, as_working(getattr(self, name)))
+        return self
+
+    def extra_repr(self) -> str:
+        """Settings, for ``print``."""
+        return f"{self.margin}, concentration={self.concentration}, momentum={self.momentum}"
+
+
+@register_margin("magface")
+@dataclass(frozen=True, eq=False, kw_only=True)
+class MagFaceMargin(StatelessMargin):
+    r"""MagFace: an angular margin and a penalty that follow the norm of an embedding (CVPR 2021).
+
+    With the norm :math:`a` clamped to ``[lower_norm, upper_norm]``,
+
+    .. math::
+
+        m(a) = l_m + (u_m - l_m) \frac{a - l_a}{u_a - l_a}, \qquad
+        \theta_y = s \cos(\text{angle} + m(a)), \qquad
+        \text{penalty} = \lambda_g \left( \frac{a}{u_a^2} + \frac{1}{a} \right)
+
+    The penalty is added to the row's loss. Gradients flow into the norms. Past ``pi - m(a)`` the
+    logit is continued as in ``AngularMargin``; the authors' code instead drops the margin, with a
+    jump, wherever the cosine is not positive.
+
+    Args:
+        lower_norm: ``l_a``, positive.
+        upper_norm: ``u_a``, larger than ``lower_norm``.
+        lower_margin: ``l_m`` in radians, in [0, pi).
+        upper_margin: ``u_m`` in radians, in [lower_margin, pi).
+        penalty_weight: ``lambda_g``, not negative.
+
+    Examples:
+        >>> margin = MagFaceMargin()
+        >>> term = margin(torch.tensor([1.0, 1.0]), 1.0, norms=torch.tensor([10.0, 110.0]))
+        >>> term.logits, term.penalty
+        (tensor([0.9004, 0.6967]), tensor([3.5289, 0.6364]))
+    """
+
+    main_number: ClassVar[str] = "lower_margin"
+    lower_norm: float = 10.0
+    upper_norm: float = 110.0
+    lower_margin: float = 0.45
+    upper_margin: float = 0.8
+    penalty_weight: float = 35.0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            high = math.pi if field.name.endswith("margin") else math.inf
+            value = getattr(self, field.name)
+            number = check_number(value, f"{field.name} of MagFace", low=0.0, high=high)
+            object.__setattr__(self, field.name, number)
+        if not 0.0 < self.lower_norm < self.upper_norm:
+            raise ConfigError(
+                f"norms of MagFace are {self.lower_norm:g} and {self.upper_norm:g}: "
+                f"choose a positive lower_norm and a larger upper_norm"
+            )
+        if self.lower_margin > self.upper_margin:
+            raise ConfigError(
+                f"margins of MagFace are {self.lower_margin:g} and {self.upper_margin:g}: "
+                f"choose an upper_margin not below lower_margin"
+            )
+
+    def term(
+        self, cosines: Tensor, scale: float, labels: Tensor | None, norms: Tensor | None
+    ) -> TargetTerm:
+        lengths = _lengths(norms, cosines, "MagFaceMargin").to(cosines.dtype)
+        lengths = lengths.clamp(self.lower_norm, self.upper_norm)
+        slope = (self.upper_margin - self.lower_margin) / (self.upper_norm - self.lower_norm)
+        margin = self.lower_margin + slope * (lengths - self.lower_norm)
+        penalty = self.penalty_weight * (lengths / self.upper_norm**2 + 1.0 / lengths)
+        return geometric_term(widened_cosines(cosines, margin), scale)._replace(penalty=penalty)
+
+
+def _lengths(norms: Tensor | None, cosines: Tensor, name: str) -> Tensor:
+    """Norms in float32 or better, NaN where they are not finite."""
+    if norms is None:
+        raise ConfigError(
+            f"{name} follows the lengths of embeddings and got none: "
+            f"call loss_fn(cosines, labels, norms=embeddings.norm(dim=1))"
+        )
+    check_norms(norms, cosines)
+    return as_working(norms).where(norms.isfinite(), math.nan)
+
+
+@register_margin("elastic")
+class ElasticMargin(StatefulMargin):
+    """ElasticFace: a margin drawn anew for every row from a Gaussian (CVPR workshops 2022).
+
+    In training mode each row gets ``margin + std * noise``, in evaluation mode the mean. An angular
+    draw is kept in [0, pi). With ``plus=True`` (ElasticFace+) the draws of a batch are handed out
+    by cosine: the larger the cosine, the smaller the margin. That is the paper's rule; the authors'
+    code indexes with the sorting permutation where its inverse is meant.
+
+    Args:
+        margin: Mean; by default 0.5 radians for ``"arc"`` and 0.35 for ``"cos"``.
+        std: Deviation of the draws, not negative; by default the published 0.05, and for
+            ElasticFace+ 0.0175 (``"arc"``) or 0.02 (``"cos"``).
+        variant: ``"arc"`` for an angular margin, ``"cos"`` for a cosine margin.
+        plus: Hand the draws out by cosine.
+        seed: Draw from a generator of this margin's own. Its position is part of ``state_dict()``
+            and is restored on the same kind of device; on another kind the draws start anew.
+            ``torch.compile`` cannot trace such a generator: use ``torch.manual_seed`` there.
+
+    Examples:
+        >>> ElasticMargin(variant="cos").eval()(torch.tensor([0.5]), 64.0).logits
+        tensor([9.6000])
+    """
+
+    def __init__(
+        self,
+        margin: float | None = None,
+        std: float | None = None,
+        *,
+        variant: Literal["arc", "cos"] = "arc",
+        plus: bool = False,
+        seed: int | None = None,
+    ) -> None:
+        super().__init__()
+        if variant not in ("arc", "cos"):
+            raise ConfigError(f"variant of ElasticFace is {variant!r}: choose 'arc' or 'cos'")
+        low, high = (0.0, math.pi) if variant == "arc" else (-math.inf, math.inf)
+        mean = {"arc": 0.5, "cos": 0.35}[variant] if margin is None else margin
+        self.margin = check_number(mean, "margin of ElasticFace", low=low, high=high)
+        if std is None:
+            std = {"arc": 0.0175, "cos": 0.02}[variant] if plus else 0.05
+        self.std = check_number(std, "std of ElasticFace", low=0.0)
+        self.variant, self.plus, self.seed = variant, plus, seed
+        self._generator: torch.Generator | None = None
+        self._position: dict[str, Any] = {}  # loaded, and taken up by the first draw
+
+    def _term(
+        self, cosines: Tensor, scale: float, labels: Tensor | None, norms: Tensor | None
+    ) -> TargetTerm:
+        margin = self._draw(cosines.detach()) if self.training else self.margin
+        if self.variant == "cos":
+            return geometric_term(cosines - margin, scale)
+        if isinstance(margin, Tensor):
+            margin = margin.clamp(0.0, math.pi * (1.0 - torch.finfo(margin.dtype).eps))
+        return geometric_term(widened_cosines(cosines, margin), scale)
+
+    def _draw(self, cosines: Tensor) -> Tensor:
+        generator, device = self._own_generator(cosines.device), cosines.device
+        noise = torch.randn(cosines.shape, dtype=cosines.dtype, device=device, generator=generator)
+        margin = self.margin + self.std * noise
+        if not self.plus or cosines.ndim == 0:
+            return margin
+        order = cosines.argsort(descending=True)
+        return torch.empty_like(margin).scatter(0, order, margin.sort().values)
+
+    def _own_generator(self, device: torch.device) -> torch.Generator | None:
+        if self.seed is None:
+            return None
+        if self._generator is None or self._generator.device != device:
+            self._generator = torch.Generator(device).manual_seed(self.seed)
+            position, self._position = self._position, {}
+            if position and torch.device(position["device"]).type == device.type:
+                self._generator.set_state(position["generator"].cpu())
+        return self._generator
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """Position of the margin's own generator, so that a resumed run draws on."""
+        if self._generator is None:
+            return self._position
+        device = str(self._generator.device)
+        return {"device": device, "generator": self._generator.get_state()}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """Take up the position that ``get_extra_state`` gave."""
+        self._generator, self._position = None, state
+
+    def extra_repr(self) -> str:
+        """Settings, for ``print``."""
+        settings = f"{self.margin}, std={self.std}, variant={self.variant!r}, plus={self.plus}"
+        return settings if self.seed is None else f"{settings}, seed={self.seed}"
 
 
 def check_margin(margin: Margin, num_classes: int | None = None) -> None:
@@ -676,38 +869,26 @@ def check_margin(margin: Margin, num_classes: int | None = None) -> None:
             )
 
 
-LARGEST_GAP = 2.0  # between two cosines: an effective margin above it cannot be reached
-
-
 def warn_if_unreachable(margin: Margin, *, alpha: float, scale: float) -> None:
     """Warn, at the line that called this package, when no pair of cosines has the gap (M12)."""
     gap = margin.effective(alpha, scale)
     if gap is None or gap <= LARGEST_GAP:
         return
-    warnings.warn(
-        f"the effective margin is {gap:.3g} at alpha={alpha:g}, scale={scale:g}, but cosines "
-        f"differ by at most {LARGEST_GAP:g}: {_remedy(margin, alpha, scale)}",
-        MarginWarning,
-        stacklevel=_frames_inside(),
-    )
-
-
-def _remedy(margin: Margin, alpha: float, scale: float) -> str:
-    """What to lower, and below which number."""
     room, name = LARGEST_GAP, "margin"
     if isinstance(margin, SumMargin):
         room -= margin.geometric.effective(alpha, scale) or 0.0
         margin = margin.prior if room > 0.0 else margin.geometric
         name = type(margin).__name__
-    if not isinstance(margin, PriorMargin):
-        return f"lower the {name} below {LARGEST_GAP:g}"
-    largest = PriorMargin.from_effective(room, alpha=alpha, scale=scale).margin
-    return f"lower the {name} below {largest:.3g}, or choose it by PriorMargin.from_effective"
-
-
-def _frames_inside() -> int:
-    """Stack level, for a warning raised by the caller, of the first frame outside the package."""
-    frame, level = sys._getframe(1), 1
+    remedy = f"lower the {name} below {LARGEST_GAP:g}"
+    if isinstance(margin, PriorMargin):
+        largest = PriorMargin.from_effective(room, alpha=alpha, scale=scale).margin
+        remedy = f"lower the {name} below {largest:.3g}, or choose it by PriorMargin.from_effective"
+    frame, level = sys._getframe(), 1
     while frame.f_back is not None and frame.f_globals["__name__"].startswith("qmargin."):
         frame, level = frame.f_back, level + 1
-    return level
+    warnings.warn(
+        f"the effective margin is {gap:.3g} at alpha={alpha:g}, scale={scale:g}, but cosines "
+        f"differ by at most {LARGEST_GAP:g}: {remedy}",
+        MarginWarning,
+        stacklevel=level,
+    )

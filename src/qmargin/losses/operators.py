@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,18 +16,14 @@ from qmargin.losses.checks import check_alpha_range
 
 def _rows(
     values: Tensor,
-    log_reference: Tensor | None,
-    alpha: Tensor,
-    labels: Tensor | None,
-    target_logits: Tensor | None,
-    target_log_reference: Tensor | None,
     scale: float,
+    alpha: Tensor,
+    log_reference: Tensor | None,
+    *lifted: Tensor | None,
 ) -> Rows:
     value = float(alpha.detach().double())
     check_alpha_range(value)
-    return Rows(
-        values, scale, value - 1.0, log_reference, labels, target_logits, target_log_reference
-    )
+    return Rows(values, scale, value - 1.0, log_reference, *lifted)
 
 
 @torch.library.custom_op("qmargin::solve_rows", mutates_args=())
@@ -44,19 +40,16 @@ def solve_rows(
     bracket: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Operator form of ``kernels.rows.solve``: ``values`` is ``[B, k]``."""
-    rows = _rows(values, log_reference, alpha, labels, target_logits, target_log_reference, scale)
+    lifted = labels, target_logits, target_log_reference
+    rows = _rows(values, scale, alpha, log_reference, *lifted)
     return row_kernels.solve(rows, distribution, solver=solver, bracket=bracket)
 
 
 @solve_rows.register_fake
 def _(values: Tensor, *_: Any) -> tuple[Tensor, ...]:
-    row = values.new_empty(values.shape[0])
-    wide = row.to(torch.float64)
-    count = row.to(torch.int64)
-    scalar = torch.empty((), dtype=torch.int64)
-    return (
-        row, wide, wide.clone(), row.clone(), count, row.clone(), row.clone(), row.clone(), scalar,
-    )  # fmt: skip
+    dtypes = (None, torch.float64, torch.float64, None, torch.int64, None, None, None)
+    rows = (values.new_empty(values.shape[0], dtype=dtype) for dtype in dtypes)
+    return *rows, torch.empty((), dtype=torch.int64)
 
 
 @torch.library.custom_op("qmargin::weighted_posterior", mutates_args=())
@@ -71,7 +64,7 @@ def weighted_posterior(
     scale: float,
 ) -> Tensor:
     """Operator form of ``kernels.rows.posterior``."""
-    rows = _rows(values, log_reference, alpha, labels, None, None, scale)
+    rows = _rows(values, scale, alpha, log_reference, labels)
     return row_kernels.posterior(rows, anchor, level, weights)
 
 
@@ -84,34 +77,29 @@ def _fold_batch(operator: Callable[..., Any]) -> Callable[..., Any]:
     """A vmap rule: the mapped dimension joins the rows; a mapped alpha is looped over."""
 
     def rule(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
-        size = info.batch_size
-
-        def pieces(value: Any, dim: int | None) -> Any:
-            if not isinstance(value, Tensor):
-                return value
-            return value.movedim(dim, 0) if dim is not None else value.expand(size, *value.shape)
-
-        moved = [pieces(value, dim) for value, dim in zip(args, in_dims, strict=True)]
-        if in_dims[2] is None:
-            moved[2] = None  # one alpha for all rows
-            flat = [v.flatten(0, 1) if isinstance(v, Tensor) else v for v in moved]
-            flat[2] = args[2]
-            outputs = operator(*flat)
-            single = isinstance(outputs, Tensor)
-            outputs = (outputs,) if single else outputs
-            split = tuple(
+        size, is_shared = info.batch_size, in_dims[2] is None  # one alpha for all rows
+        moved = []
+        for place, (value, dim) in enumerate(zip(args, in_dims, strict=True)):
+            if isinstance(value, Tensor) and not (place == 2 and is_shared):
+                mapped = value.expand(size, *value.shape) if dim is None else value.movedim(dim, 0)
+                value = mapped.flatten(0, 1) if is_shared else mapped
+            moved.append(value)
+        if is_shared:
+            outputs = operator(*moved)
+            is_single = isinstance(outputs, Tensor)
+            split = [
                 value.unflatten(0, (size, -1)) if value.dim() else value.expand(size)
-                for value in outputs
-            )
+                for value in ([outputs] if is_single else outputs)
+            ]
         else:
             each = [
-                operator(*(v[i] if isinstance(v, Tensor) else v for v in moved))
-                for i in range(size)
+                operator(*(v[index] if isinstance(v, Tensor) else v for v in moved))
+                for index in range(size)
             ]
-            single = isinstance(each[0], Tensor)
-            each = [(value,) for value in each] if single else each
-            split = tuple(torch.stack(values) for values in zip(*each, strict=True))
-        return (split[0], 0) if single else (split, (0,) * len(split))
+            is_single = isinstance(each[0], Tensor)
+            parts = [each] if is_single else zip(*each, strict=True)
+            split = [torch.stack(list(values)) for values in parts]
+        return (split[0], 0) if is_single else (tuple(split), (0,) * len(split))
 
     return rule
 
@@ -120,27 +108,15 @@ torch.library.register_vmap(solve_rows, _fold_batch(solve_rows))
 torch.library.register_vmap(weighted_posterior, _fold_batch(weighted_posterior))
 
 
-def _polynomial(z: Tensor, offset: int) -> Tensor:
-    """``sum_i z^i / (i + offset)!`` by Horner's rule: exponential tails near zero."""
-    result = torch.zeros_like(z)
+def _phi(z: Tensor, order: int) -> Tensor:
+    """``expm1(z) / z`` (order 1) or ``(expm1(z) - z) / z^2`` (order 2), differentiable at zero."""
+    is_small = z.abs() < 0.3
+    near, safe = torch.where(is_small, z, 0.0), torch.where(is_small, 1.0, z)
+    series = torch.zeros_like(z)  # sum_i z^i / (i + order)! by Horner's rule
     for power in range(14, -1, -1):
-        result = result * z + 1.0 / math.factorial(power + offset)
-    return result
-
-
-def _phi1(z: Tensor) -> Tensor:
-    """``expm1(z) / z``, 1 at zero, differentiable there."""
-    is_small = z.abs() < 0.3
-    safe = torch.where(is_small, 1.0, z)
-    return torch.where(is_small, _polynomial(torch.where(is_small, z, 0.0), 1), safe.expm1() / safe)
-
-
-def _phi2(z: Tensor) -> Tensor:
-    """``(expm1(z) - z) / z^2``, 1/2 at zero, differentiable there."""
-    is_small = z.abs() < 0.3
-    safe = torch.where(is_small, 1.0, z)
-    near = _polynomial(torch.where(is_small, z, 0.0), 2)
-    return torch.where(is_small, near, (safe.expm1() - safe) / safe.square())
+        series = series * near + 1.0 / math.factorial(power + order)
+    far = safe.expm1() / safe if order == 1 else (safe.expm1() - safe) / safe.square()
+    return torch.where(is_small, series, far)
 
 
 def _log_ratio(posterior: Tensor, log_reference: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -153,7 +129,7 @@ def _log_ratio(posterior: Tensor, log_reference: Tensor | None) -> tuple[Tensor,
 
 
 class Posterior(torch.autograd.Function):
-    """``softargmax`` of solved rows; its gradient follows from the implicit equation alone."""
+    """``softargmax`` of solved rows (M1); its gradient follows from the implicit equation."""
 
     generate_vmap_rule = True
 
@@ -161,7 +137,6 @@ class Posterior(torch.autograd.Function):
     def forward(
         logits: Tensor, log_reference: Tensor | None, alpha: Tensor, anchor: Tensor, level: Tensor
     ) -> Tensor:
-        """Posterior ``[B, k]`` of rows with the given solution (M1)."""
         posterior: Tensor = weighted_posterior(
             logits, log_reference, alpha, None, anchor, level, None, 1.0
         )
@@ -169,7 +144,6 @@ class Posterior(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        """Save the result: everything else follows from it."""
         _, log_reference, alpha, _, _ = inputs
         ctx.save_for_backward(output, log_reference, alpha)
 
@@ -187,7 +161,7 @@ class Posterior(torch.autograd.Function):
         if log_reference is not None and ctx.needs_input_grad[1]:
             grad_reference = posterior * (grad - mean)
         if ctx.needs_input_grad[2]:
-            drift = -ratio.square() * _phi2(-b * ratio)  # d log p / d alpha at a fixed tau
+            drift = -ratio.square() * _phi(-b * ratio, 2)  # d log p / d alpha at a fixed tau
             grad_alpha = (posterior * drift * (grad - mean)).sum().to(alpha).reshape(alpha.shape)
         return grad_logits, grad_reference, grad_alpha, None, None
 
@@ -203,21 +177,19 @@ class LiftTarget(torch.autograd.Function):
 
     @staticmethod
     def forward(rows: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """The rows, unchanged, and their targets ``[B]``."""
         return rows.view_as(rows), rows.gather(1, labels[:, None]).squeeze(1)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: tuple[Tensor, ...]) -> None:
-        """Keep the labels, and which targets are masked out: those pass no gradient."""
         ctx.save_for_backward(inputs[1], output[1] == -math.inf)
 
     @staticmethod
     def backward(ctx: Any, grad_rows: Tensor, grad_target: Tensor) -> tuple[Tensor, None]:
-        """The rows' gradient with the target's added; in place, since the rows' is fresh."""
-        labels, is_masked = ctx.saved_tensors
+        labels, is_masked = ctx.saved_tensors  # a masked target passes no gradient
         own = torch.where(is_masked, 0.0, grad_target)[:, None]
         if torch.is_grad_enabled():
             return grad_rows.scatter_add(1, labels[:, None], own), None
+        # In place, since the rows' gradient is fresh.
         return grad_rows.scatter_add_(1, labels[:, None], own), None
 
 
@@ -226,7 +198,8 @@ class FenchelYoung(torch.autograd.Function):
 
     Inputs: values ``[B, k]``, log_reference ``[B, k]``, alpha (one element), labels ``[B]``,
     target_logits ``[B]``, target_log_reference ``[B]``, distribution ``[B, k]``, is_ignored ``[B]``
-    (rows whose value the caller discards: they may hold anything), scale.
+    (rows whose value the caller discards: they may hold anything), scale. The outputs behind the
+    value are not differentiable; the posterior is recomputed, never stored.
     """
 
     generate_vmap_rule = True
@@ -243,24 +216,14 @@ class FenchelYoung(torch.autograd.Function):
         is_ignored: Tensor | None,
         scale: float,
     ) -> tuple[Tensor, ...]:
-        """The value ``[B]`` and, not differentiable, what the solver knows about each row."""
+        lifted = labels, target_logits, target_log_reference
         outputs: tuple[Tensor, ...] = solve_rows(
-            values,
-            log_reference,
-            alpha,
-            labels,
-            target_logits,
-            target_log_reference,
-            distribution,
-            scale,
-            "auto",
-            "tight",
+            values, log_reference, alpha, *lifted, distribution, scale, "auto", "tight"
         )
         return outputs
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        """Save the inputs and the solution; the posterior is recomputed, never stored."""
         *tensors, ctx.scale = inputs
         _, anchor, level, _, _, _, _, target_deficit, _ = output
         ctx.mark_non_differentiable(*output[1:])
@@ -300,76 +263,48 @@ def _full_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         logits = torch.where(is_ignored[:, None], 0.0, logits)
         anchor = torch.where(is_ignored, 0.0, anchor)
         level = torch.where(is_ignored, 1.0, level)
-    reference = log_reference
-    if labels is not None:
+    b = alpha.double() - 1.0
+    grad_target = grad_target_reference = None
+    if labels is None:
+        p = posterior_of(logits, log_reference, alpha, anchor, level)
+        b = b.to(p)
+        in_logits, in_reference = p, _reference_slope(p, log_reference, b)
+        in_alpha = _alpha_slope(p, log_reference, b)
+        if distribution is not None:  # less the gradients of what the target itself costs
+            in_logits = p - distribution
+            in_reference = in_reference - _reference_slope(distribution, log_reference, b)
+            in_alpha = in_alpha - _alpha_slope(distribution, log_reference, b)
+        in_alpha = in_alpha.sum(1, dtype=torch.float64)
+    else:
         index = labels[:, None]
         logits = logits.scatter(1, index, target_logits[:, None].to(logits.dtype))
-        reference = torch.zeros_like(logits) if reference is None else reference
+        reference = torch.zeros_like(logits) if log_reference is None else log_reference
         reference = reference.scatter(1, index, target_log_reference[:, None].to(logits.dtype))
-    p = posterior_of(logits, reference, alpha, anchor, level)
-    b = alpha.double() - 1.0
-    if labels is not None:
-        rows = _with_label(p, index, log_reference, target_log_reference.double(), b)
-    else:
-        rows = _with_distribution(p, distribution, log_reference, b)
+        p = posterior_of(logits, reference, alpha, anchor, level)
+        # Gradients of the target's own entries are differences, and taken in float64.
+        in_logits = others = p.scatter(1, index, 0.0)
+        deficit = others.sum(1, dtype=torch.float64)  # 1 - p_y with all its digits
+        own, own_reference = p.gather(1, index).squeeze(1).double(), target_log_reference.double()
+        own = torch.where(own < 1e-3, own, 1.0 - deficit)
+        one = torch.ones_like(own)
+        in_alpha = _alpha_slope(others, log_reference, b.to(p)).sum(1, dtype=torch.float64)
+        in_alpha = in_alpha + _alpha_slope(own, own_reference, b)
+        in_own = _reference_slope(own, own_reference, b)
+        in_reference = _reference_slope(others, log_reference, b.to(p))
+        in_alpha = in_alpha - _alpha_slope(one, own_reference, b)
+        in_target = -deficit
+        in_own = in_own - _reference_slope(one, own_reference, b)
     column = grad[:, None]
-    grad_values = torch.where(values == -math.inf, 0.0, column * rows.logits * ctx.scale)
-    grad_reference = grad_target = grad_target_reference = None
-    if log_reference is not None:
-        grad_reference = column * rows.reference
-    if rows.target is not None and rows.target_reference is not None:
-        grad_target = (grad * rows.target).to(target_logits.dtype)
-        grad_target_reference = (grad * rows.target_reference).to(target_log_reference.dtype)
-    grad_alpha = (grad * rows.alpha).sum().to(alpha).reshape(alpha.shape)
+    grad_values = torch.where(values == -math.inf, 0.0, column * in_logits * ctx.scale)
+    grad_reference = None if log_reference is None else column * in_reference
+    if labels is not None:
+        grad_target = (grad * in_target).to(target_logits.dtype)
+        grad_target_reference = (grad * in_own).to(target_log_reference.dtype)
+    grad_alpha = (grad * in_alpha).sum().to(alpha).reshape(alpha.shape)
     return (
         grad_values, grad_reference, grad_alpha, None, grad_target, grad_target_reference,
         None, None, None,
     )  # fmt: skip
-
-
-class RowGradients(NamedTuple):
-    """Gradients of one row's value."""
-
-    logits: Tensor  # [B, k], zero for a lifted target
-    reference: Tensor  # [B, k]
-    alpha: Tensor  # [B], float64
-    target: Tensor | None = None  # [B], float64
-    target_reference: Tensor | None = None
-
-
-def _with_label(
-    p: Tensor, index: Tensor, log_reference: Tensor | None, own_reference: Tensor, b: Tensor
-) -> RowGradients:
-    """Gradients for a lifted target, whose own entries are differences and taken in float64."""
-    others = p.scatter(1, index, 0.0)
-    deficit = others.sum(1, dtype=torch.float64)  # 1 - p_y with all its digits
-    own = p.gather(1, index).squeeze(1).double()
-    own = torch.where(own < 1e-3, own, 1.0 - deficit)
-    one = torch.ones_like(own)
-    in_alpha = _alpha_slope(others, log_reference, b.to(p)).sum(1, dtype=torch.float64)
-    in_alpha = in_alpha + _alpha_slope(own, own_reference, b)
-    in_own = _reference_slope(own, own_reference, b)
-    return RowGradients(
-        others,
-        _reference_slope(others, log_reference, b.to(p)),
-        in_alpha - _alpha_slope(one, own_reference, b),
-        -deficit,
-        in_own - _reference_slope(one, own_reference, b),
-    )
-
-
-def _with_distribution(
-    p: Tensor, target: Tensor | None, log_reference: Tensor | None, b: Tensor
-) -> RowGradients:
-    """Gradients of the log-partition, less those of what the target itself costs."""
-    b = b.to(p)
-    in_reference = _reference_slope(p, log_reference, b)
-    in_alpha = _alpha_slope(p, log_reference, b)
-    if target is None:
-        return RowGradients(p, in_reference, in_alpha.sum(1, dtype=torch.float64))
-    in_reference = in_reference - _reference_slope(target, log_reference, b)
-    in_alpha = in_alpha - _alpha_slope(target, log_reference, b)
-    return RowGradients(p - target, in_reference, in_alpha.sum(1, dtype=torch.float64))
 
 
 def _reference_slope(p: Tensor, reference: Tensor | None, b: Tensor) -> Tensor:
@@ -389,8 +324,8 @@ def _alpha_slope(p: Tensor, reference: Tensor | None, b: Tensor) -> Tensor:
     """
     ratio, _ = _log_ratio(p, reference)
     alpha, z = b + 1.0, b * ratio
-    bend = ratio.square() * (_phi1(z) - _phi2(z))
-    return p * (ratio * _phi1(z) / alpha - bend) / alpha
+    bend = ratio.square() * (_phi(z, 1) - _phi(z, 2))
+    return p * (ratio * _phi(z, 1) / alpha - bend) / alpha
 
 
 def lift_target(rows: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -412,26 +347,17 @@ def value_of(
     log_reference: Tensor | None,
     alpha: Tensor,
     *,
-    labels: Tensor | None = None,
-    target_logits: Tensor | None = None,
-    target_log_reference: Tensor | None = None,
+    lifted: tuple[Tensor | None, ...] = (None, None, None),
     distribution: Tensor | None = None,
     is_ignored: Tensor | None = None,
     scale: float = 1.0,
 ) -> Outcome:
-    """Differentiable value of each row, with what the solver knows about it."""
+    """Differentiable value of each row, with what the solver knows about it.
+
+    ``lifted`` are labels, target logits and target log references, ``[B]`` each.
+    """
     apply: Callable[..., tuple[Tensor, ...]] = FenchelYoung.apply
-    outputs = apply(
-        values,
-        log_reference,
-        alpha,
-        labels,
-        target_logits,
-        target_log_reference,
-        distribution,
-        is_ignored,
-        scale,
-    )
+    outputs = apply(values, log_reference, alpha, *lifted, distribution, is_ignored, scale)
     return Outcome._make(outputs)
 
 

@@ -9,27 +9,26 @@ from __future__ import annotations
 
 from typing import Literal
 
-from qmargin.losses.adaptive import AdaFaceMargin, ElasticMargin, MagFaceMargin
 from qmargin.losses.divergences import Alpha
 from qmargin.losses.margin_loss import MarginLoss, Reduction
-from qmargin.losses.margins import AngularMargin, CombinedMargin, CosineMargin, Margin, PriorMargin
+from qmargin.losses.margins import (
+    AdaFaceMargin,
+    AngularMargin,
+    CombinedMargin,
+    CosineMargin,
+    ElasticMargin,
+    MagFaceMargin,
+    Margin,
+    PriorMargin,
+)
 
 
 def _loss(
-    divergence: Alpha,
-    margin: Margin,
-    scale: float,
-    reduction: Reduction,
-    ignore_index: int,
-    debug: bool,
+    alpha: float, margin: Margin, scale: float, reduction: Reduction, ignore_index: int, debug: bool
 ) -> MarginLoss:
+    parts = Alpha(alpha), margin
     return MarginLoss(
-        divergence,
-        margin,
-        scale=scale,
-        reduction=reduction,
-        ignore_index=ignore_index,
-        debug=debug,
+        *parts, scale=scale, reduction=reduction, ignore_index=ignore_index, debug=debug
     )
 
 
@@ -50,28 +49,28 @@ def q_margin(
         >>> q_margin()
         MarginLoss(Alpha(alpha=1.25), PriorMargin(margin=0.2), scale=32, effective_margin=0.494)
     """
-    return _loss(Alpha(alpha), PriorMargin(margin), scale, reduction, ignore_index, debug)
+    return _loss(alpha, PriorMargin(margin), scale, reduction, ignore_index, debug)
 
 
 def q_margin_face(
     *, reduction: Reduction = "mean", ignore_index: int = -100, debug: bool = False
 ) -> MarginLoss:
     """Q-Margin as it was best on faces: alpha 1.25, scale 35, margin 0.2 (WebFace42M table)."""
-    return _loss(Alpha(1.25), PriorMargin(0.2), 35.0, reduction, ignore_index, debug)
+    return _loss(1.25, PriorMargin(0.2), 35.0, reduction, ignore_index, debug)
 
 
 def q_margin_speaker(
     *, reduction: Reduction = "mean", ignore_index: int = -100, debug: bool = False
 ) -> MarginLoss:
     """Q-Margin as it was best on speakers at FAR 1e-3: alpha 1.5, scale 10, margin 0.1."""
-    return _loss(Alpha(1.5), PriorMargin(0.1), 10.0, reduction, ignore_index, debug)
+    return _loss(1.5, PriorMargin(0.1), 10.0, reduction, ignore_index, debug)
 
 
 def q_margin_speaker_strict(
     *, reduction: Reduction = "mean", ignore_index: int = -100, debug: bool = False
 ) -> MarginLoss:
     """Q-Margin as it was best on speakers at FAR 1e-4: alpha 1.75, scale 5, margin 0.1."""
-    return _loss(Alpha(1.75), PriorMargin(0.1), 5.0, reduction, ignore_index, debug)
+    return _loss(1.75, PriorMargin(0.1), 5.0, reduction, ignore_index, debug)
 
 
 def cosface(
@@ -83,14 +82,14 @@ def cosface(
     debug: bool = False,
 ) -> MarginLoss:
     """CosFace: cross-entropy with a cosine margin; the paper's settings for faces."""
-    return _loss(Alpha(1.0), CosineMargin(margin), scale, reduction, ignore_index, debug)
+    return _loss(1.0, CosineMargin(margin), scale, reduction, ignore_index, debug)
 
 
 def cosface_speaker(
     *, reduction: Reduction = "mean", ignore_index: int = -100, debug: bool = False
 ) -> MarginLoss:
     """CosFace as in the paper's speaker table: scale 32, margin 0.2."""
-    return _loss(Alpha(1.0), CosineMargin(0.2), 32.0, reduction, ignore_index, debug)
+    return _loss(1.0, CosineMargin(0.2), 32.0, reduction, ignore_index, debug)
 
 
 def arcface(
@@ -107,9 +106,8 @@ def arcface(
     ``gradient="straight_through"`` matches code that leaves the factor sin(angle + m) / sin(angle)
     out of the gradient.
     """
-    return _loss(
-        Alpha(1.0), AngularMargin(margin, gradient=gradient), scale, reduction, ignore_index, debug
-    )
+    angular = AngularMargin(margin, gradient=gradient)
+    return _loss(1.0, angular, scale, reduction, ignore_index, debug)
 
 
 def arcface_speaker(
@@ -121,7 +119,7 @@ def arcface_speaker(
 ) -> MarginLoss:
     """ArcFace as in the paper's speaker table: scale 32, margin 0.2."""
     margin = AngularMargin(0.2, gradient=gradient)
-    return _loss(Alpha(1.0), margin, 32.0, reduction, ignore_index, debug)
+    return _loss(1.0, margin, 32.0, reduction, ignore_index, debug)
 
 
 def entmax_face(
@@ -134,14 +132,14 @@ def entmax_face(
     debug: bool = False,
 ) -> MarginLoss:
     """EntMax with an angular margin in radians, as in the paper's comparison on faces."""
-    return _loss(Alpha(alpha), AngularMargin(margin), scale, reduction, ignore_index, debug)
+    return _loss(alpha, AngularMargin(margin), scale, reduction, ignore_index, debug)
 
 
 def entmax_speaker(
     *, reduction: Reduction = "mean", ignore_index: int = -100, debug: bool = False
 ) -> MarginLoss:
     """EntMax with an angular margin as in the speaker table: alpha 1.75, scale 5, margin 0.1."""
-    return _loss(Alpha(1.75), AngularMargin(0.1), 5.0, reduction, ignore_index, debug)
+    return _loss(1.75, AngularMargin(0.1), 5.0, reduction, ignore_index, debug)
 
 
 def sparsemax_face(
@@ -153,7 +151,7 @@ def sparsemax_face(
     debug: bool = False,
 ) -> MarginLoss:
     """SparseMax with an angular margin in radians, as in the paper's comparison on faces."""
-    return _loss(Alpha(2.0), AngularMargin(margin), scale, reduction, ignore_index, debug)
+    return _loss(2.0, AngularMargin(margin), scale, reduction, ignore_index, debug)
 
 
 def sphereface(
@@ -168,9 +166,8 @@ def sphereface(
 
     The defaults are those of OpenSphere, its authors' later code: s 30, m 1.5 (SphereFace-R).
     """
-    return _loss(
-        Alpha(1.0), CombinedMargin(multiplier=multiplier), scale, reduction, ignore_index, debug
-    )
+    margin = CombinedMargin(multiplier=multiplier)
+    return _loss(1.0, margin, scale, reduction, ignore_index, debug)
 
 
 def adaface(
@@ -182,7 +179,7 @@ def adaface(
     debug: bool = False,
 ) -> MarginLoss:
     """AdaFace: margins that follow the norm of the embedding; pass ``norms`` to the loss."""
-    return _loss(Alpha(1.0), AdaFaceMargin(margin), scale, reduction, ignore_index, debug)
+    return _loss(1.0, AdaFaceMargin(margin), scale, reduction, ignore_index, debug)
 
 
 def magface(
@@ -193,7 +190,7 @@ def magface(
     debug: bool = False,
 ) -> MarginLoss:
     """MagFace: a margin and a penalty that grow with the norm; pass ``norms`` to the loss."""
-    return _loss(Alpha(1.0), MagFaceMargin(), scale, reduction, ignore_index, debug)
+    return _loss(1.0, MagFaceMargin(), scale, reduction, ignore_index, debug)
 
 
 def elasticface(
@@ -205,4 +202,4 @@ def elasticface(
     debug: bool = False,
 ) -> MarginLoss:
     """ElasticFace: an angular margin drawn anew for every sample in training."""
-    return _loss(Alpha(1.0), ElasticMargin(margin), scale, reduction, ignore_index, debug)
+    return _loss(1.0, ElasticMargin(margin), scale, reduction, ignore_index, debug)

@@ -1,9 +1,6 @@
-"""A model on the disk: weights, recipe, card and thresholds in one directory.
+"""Model directories: weights, card, recipe, run and thresholds.
 
-``backbone.safetensors`` and ``card.json`` are all that is needed to build the network again;
-``recipe.yaml`` is the record of how it was trained, ``run.json`` what results say of that run
-(``qmargin.evaluation.result.RunInfo``), and ``thresholds.json``, where there is one, what its
-evaluation found (``qmargin.evaluation.export``).
+``backbone.safetensors`` and ``card.json`` are all that is needed to build the network again.
 """
 
 from __future__ import annotations
@@ -28,15 +25,9 @@ FORMAT = "qmargin-model 1"
 MODALITIES = ("images", "audio", "arrays")
 MAX_BYTES = 1_000_000
 _OWN = (  # entries that are not facts
-    "format",
-    "name",
-    "modality",
-    "input_shape",
-    "backbone",
-    "backbone_options",
-    "embedding_dim",
+    "format", "name", "modality", "input_shape", "backbone", "backbone_options", "embedding_dim",
     "weights_sha256",
-)
+)  # fmt: skip
 
 INTENDED_USE = (
     "Comparing two samples of people who know of it and agreed to it, with a threshold measured on "
@@ -170,7 +161,7 @@ def write_model(
     recipe: str,
     run: str = "",
 ) -> ModelCard:
-    """Make a model directory, which appears whole or not at all.
+    """Make a model directory, which appears whole or not at all, and return its card.
 
     Args:
         directory: Does not exist yet, or is empty.
@@ -178,13 +169,6 @@ def write_model(
         card: Its ``weights_sha256`` is filled in.
         recipe: Text of ``recipe.yaml``; empty for weights that no recipe made.
         run: Text of ``run.json``; empty where no run is known.
-
-    Returns:
-        The card as written.
-
-    Raises:
-        ConfigError: The directory has something in it.
-        DataError: The weights are not those of the card's backbone.
     """
     directory = Path(directory)
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
@@ -238,11 +222,7 @@ def add_facts(directory: str | Path, facts: Mapping[str, str]) -> ModelCard:
 def load_backbone(
     directory: str | Path, *, device: torch.device | str = "cpu"
 ) -> tuple[nn.Module, ModelCard]:
-    """The network of a model directory, ready for use, and its card.
-
-    Raises:
-        DataError: A file is damaged, or the weights are not those of the card.
-    """
+    """The network of a model directory, ready for use, and its card."""
     card = read_card(directory)
     path = Path(directory) / BACKBONE
     digest = describe_file(path).sha256

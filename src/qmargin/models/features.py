@@ -84,12 +84,11 @@ class FilterBank(nn.Module):
 
     Frames of 25 ms every 10 ms that lie wholly inside the waveform ("snip edges"); each has its
     mean removed, is pre-emphasised, windowed and zero-padded to a power of two. The result is that
-    of kaldi-native-fbank up to rounding: within 1e-3 for bins at most 80 dB below the loudest of
-    their frame, and for all others but about one in a million, in which a float32 transform, theirs
-    as well, is made of its own rounding errors. It has no parameters and nothing in its state.
+    of kaldi-native-fbank within 1e-3 for all but about one value in a million, which rounding
+    decides in both. It has no parameters and nothing in its state.
 
-    Arithmetic is in float32 (float64 for such waveforms), whatever autocast says. While a graph is
-    exported, framing and the Fourier transform become one convolution, which any runtime has.
+    Arithmetic is in float32 (float64 for such waveforms), whatever autocast says. In exported
+    graphs, framing and the Fourier transform are one convolution.
 
     Args:
         sample_rate: Of the waveforms, in Hz.
