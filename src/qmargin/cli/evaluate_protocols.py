@@ -176,7 +176,7 @@ class Pairs(_Faces, ScoresFile):
     extension: str = option("extension of the images of pairs.txt", default="jpg", metavar="NAME")
 
     def run(self) -> None:
-        from qmargin.evaluation.embed import FolderImages
+        from qmargin.evaluation.embed import folder_images
         from qmargin.evaluation.protocols.face_sets import evaluate_pairs, read_pair_trials
 
         guard = self.check()
@@ -187,7 +187,7 @@ class Pairs(_Faces, ScoresFile):
                 f"--images {folder} is not a folder: give the one that the names are in"
             )
         names, flip = pairs.trials.keys.names, "none" if self.no_flip else "sum"
-        images = partial(FolderImages, folder, names)
+        images = partial(folder_images, folder, names)
         with stage_progress() as progress:
             embeddings, known = self.read(names, images, flip, progress, is_exact=False)
             result = evaluate_pairs(
