@@ -115,7 +115,7 @@ def cut(settings: FeaturesBenchmark) -> NDArray[np.float32]:
     import numpy as np
 
     from qmargin.data.open import open_audio
-    from qmargin.data.speech_augment import tiled
+    from qmargin.data.speech import tiled
 
     assert settings.audio is not None
     collection = open_audio(settings.audio)
@@ -188,8 +188,7 @@ def _differences(ours: NDArray[np.float32], theirs: list[NDArray[np.float32]]) -
 def time_stages(settings: FeaturesBenchmark) -> dict[str, float]:
     """Milliseconds per chunk on one core: decoding, and what every further stage adds to it."""
     from qmargin.data.open import open_audio
-    from qmargin.data.speech import SPEEDS, SpeechDataset
-    from qmargin.data.speech_augment import RoomSimulator, SpeechAugmentation
+    from qmargin.data.speech import SPEEDS, RoomSimulator, SpeechAugmentation, SpeechDataset
 
     assert settings.audio is not None
     collection = open_audio(settings.audio)

@@ -18,7 +18,7 @@ from helpers.layouts import CONTENTS, IMAGES, LABELS, LAYOUTS, write, write_file
 from helpers.pictures import write_folder, write_records, write_shards, write_tar
 from helpers.recordings import speaker_folders
 from qmargin.cli.main import main
-from qmargin.data import build, fingerprint, open_dataset
+from qmargin.data import build, index, open_dataset
 from qmargin.data.build import measure
 from qmargin.data.check import check_data
 from qmargin.data.index import indexed_seconds, read_index
@@ -305,8 +305,8 @@ def test_data_as_new_as_its_index_is_not_trusted(
 ) -> None:
     """A change in the same tick of the clock has the same time."""
     path = write_recordio(tmp_path)
-    monkeypatch.setattr(fingerprint.time, "sleep", lambda seconds: None)
-    monkeypatch.setattr(fingerprint, "clock_of", lambda folder: path.stat().st_mtime_ns + 1)
+    monkeypatch.setattr(index.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(index, "clock_of", lambda folder: path.stat().st_mtime_ns + 1)
     assert open_index(path).is_racy
     monkeypatch.undo()
     assert not open_index(path).is_racy

@@ -16,7 +16,7 @@ from qmargin.data import open_dataset, read_bin
 from qmargin.data.alignment import align_photos
 from qmargin.data.audio import decode_audio, read_info
 from qmargin.data.index import indexed_seconds, read_index
-from qmargin.data.readers.pairs import read_pairs
+from qmargin.data.readers.lists import read_pairs
 from qmargin.errors import CorruptSample, DataError, QMarginError
 from qmargin.evaluation.columns import read_mapping
 from qmargin.evaluation.embeddings import read_embeddings

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from qmargin.data.readers.pairs import read_pairs
+from qmargin.data.readers.lists import read_pairs
 from qmargin.errors import DataError
 
 LFW = "2\t1\nAda\t1\t12\nAda\t1\tBea_X\t3\nBea_X\t1\t2\nBea_X\t2\tAda\t1\n"

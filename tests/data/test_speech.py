@@ -10,8 +10,7 @@ from qmargin.data.loader import build_loader
 from qmargin.data.open import open_audio
 from qmargin.data.order import GlobalOrder
 from qmargin.data.samples import check_labels, read_sample
-from qmargin.data.speech import SpeechDataset, open_speech
-from qmargin.data.speech_augment import (
+from qmargin.data.speech import (
     SNR_DB,
     SPEED_OF_SOUND,
     Noises,
@@ -20,7 +19,9 @@ from qmargin.data.speech_augment import (
     RoomSimulator,
     SpectrumMasks,
     SpeechAugmentation,
+    SpeechDataset,
     add_noise,
+    open_speech,
     reverberate,
     room_response,
     tiled,

@@ -133,7 +133,7 @@ def test_codecs_other_than_latin_1_are_refused(tmp_path: Path) -> None:
         ((IMAGES, SAME[:2]), "6 images for 2 pairs"),
         (([], []), "0 images for 0 pairs"),
         (IMAGES, "a list, not images and labels"),
-        ({"a": 1}, "a dict, not images and labels"),
+        ({"a": 1}, "DICT"),
         ((IMAGES, [True, False, 7]), "label 2 is '7'"),
         ((IMAGES, [True, False, b"\xff"]), "label 2"),
         (([*IMAGES[:5], 3], SAME), "image 5 is a int"),
@@ -184,6 +184,15 @@ BOMBS = {
         b"h\x00h\x01h\x02\x86R" * 20_000,
         b"l",
     ),
+    "counted array": op_codes(
+        b"cnumpy.core.numeric\n_frombuffer\nJ\xff\xff\xff\x7f",
+        b"cnumpy\ndtype\nX\x02\0\0\0u1\x85R\x86R",
+    ),
+    "array states": op_codes(
+        MEGABYTE + b"q\x00cnumpy\ndtype\nX\x02\0\0\0u1\x85Rq\x01](",
+        b"cnumpy.core.multiarray\n_reconstruct\n)R(NNh\x01Nh\x00tb" * 4_000,
+        b"e](" + b"\x88" * 2_000 + b"e\x86",
+    ),
     "repeated": op_codes(
         b"](B" + (1 << 20).to_bytes(4, "little") + b"a" * (1 << 20) + b"q\x01",
         b"h\x01" * 100_000,
@@ -205,7 +214,7 @@ def test_a_file_cannot_change_how_others_are_read(tmp_path: Path) -> None:
     for name in (b"cnumpy\ndtype\n", b"cnumpy.core.multiarray\n_reconstruct\n"):
         for given in (state, b"N" + state + b"\x86"):
             (tmp_path / "evil.bin").write_bytes(op_codes(name, given, b"b"))
-            with pytest.raises(DataError, match="it changes a"):
+            with pytest.raises(DataError):
                 read_bin(tmp_path / "evil.bin")
     (tmp_path / "lfw.bin").write_bytes(pickle.dumps(VARIANTS["flat arrays"], protocol=2))
     check(*read_bin(tmp_path / "lfw.bin"))

@@ -174,7 +174,7 @@ class Pairs(_Faces, ScoresFile):
     extension: str = option("extension of the images of pairs.txt", default="jpg", metavar="NAME")
 
     def run(self) -> None:
-        from qmargin.evaluation.embed import FolderImages
+        from qmargin.evaluation.embed import folder_images
         from qmargin.evaluation.protocols.face_sets import evaluate_pairs, read_pair_trials
 
         guard = self.check()
@@ -183,7 +183,7 @@ class Pairs(_Faces, ScoresFile):
         if self.model is not None and not folder.is_dir():
             raise ConfigError(f"--images {folder} is not a folder: give the one of the names")
         names, flip = pairs.trials.keys.names, "none" if self.no_flip else "sum"
-        images = partial(FolderImages, folder, names)
+        images = partial(folder_images, folder, names)
         with stage_progress() as progress:
             embeddings, known = self.read(names, images, flip, progress, is_exact=False)
             result = evaluate_pairs(

@@ -123,7 +123,7 @@ class Train(IndexPlace):
         if self.dry_run:
             report = dry_run(recipe, device=self.device)
             if report.rank == 0:
-                sys.stdout.write("\n".join(report.lines()) + "\n")
+                sys.stdout.write("\n".join(report.lines) + "\n")
             return
         if self.out is None:
             raise ConfigError(_NO_FOLDER)

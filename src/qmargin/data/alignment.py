@@ -78,11 +78,7 @@ def _complex(points: ArrayLike, name: str) -> NDArray[np.complex128]:
 def align_face(image: Pixels, landmarks: ArrayLike, *, size: int = TEMPLATE_SIZE) -> Pixels:
     """The face of a picture at its place in ``size x size``: bilinear, black outside the picture.
 
-    Args:
-        image: ``[H, W, 3]``.
-        landmarks: Eyes, nose and corners of the mouth in pixels ``(x, y)``, ``[5, 2]``, with the
-            picture's left first.
-        size: 112 is the usual one; another scales the template.
+    Landmarks are eyes, nose and corners of the mouth in pixels ``(x, y)``, the left ones first.
     """
     matrix = similarity_transform(landmarks, np.array(TEMPLATE) * (size / TEMPLATE_SIZE))
     return warp_image(image, matrix, size)
@@ -133,11 +129,7 @@ class Face:
 
 
 class FaceDetector:
-    """Finds upright, roughly frontal faces of about 80 pixels or more.
-
-    Raises:
-        BackendError: The packages it needs are not installed.
-    """
+    """Finds upright, roughly frontal faces of about 80 pixels or more, if dlib is installed."""
 
     def __init__(self) -> None:
         reason = why_no_detector()
@@ -213,13 +205,8 @@ def align_photos(
 
     A manifest with the columns ``x1,y1`` to ``x5,y5`` (eyes, nose, corners of the mouth) needs no
     detector; for a folder, or a manifest without them, faces are looked for, and the largest of a
-    photo is taken. Folders keep their names; a manifest's identities become folders.
-
-    Args:
-        source: A folder, or a ``.csv`` or ``.tsv`` manifest.
-        out: A folder that is new or empty.
-        size: Pixels of a side.
-        progress: Called after each photo.
+    photo is taken. Folders keep their names; a manifest's identities become folders. ``out`` is a
+    folder that is new or empty.
     """
     source, out = Path(source), Path(out)
     if out.exists() and any(out.iterdir()):

@@ -26,7 +26,6 @@ from typing import IO, Any, Final, TypeVar
 import numpy as np
 
 from qmargin.data.audio import decode_audio, read_info
-from qmargin.data.fingerprint import started_after
 from qmargin.data.index import (
     BLOCK_BYTES,
     COLUMNS,
@@ -34,6 +33,7 @@ from qmargin.data.index import (
     VERSION,
     SampleIndex,
     header_checksum,
+    started_after,
 )
 from qmargin.data.reader import RECORDINGS, Reader, Sample, Scan
 from qmargin.data.stored import AudioDataset, OpenFiles
@@ -62,11 +62,7 @@ def _width(name: str) -> int:
 
 
 class IndexWriter(ExitStack):
-    """Takes samples one by one; ``finish`` makes the index, and an error leaves nothing behind.
-
-    Args:
-        path: The index to write; None to keep it in memory.
-    """
+    """Takes samples one by one; ``finish`` makes the index, in memory where there is no path."""
 
     def __init__(self, path: Path | None) -> None:
         super().__init__()
@@ -87,13 +83,7 @@ class IndexWriter(ExitStack):
             self._folder = self.enter_context(temporary)
 
     def add(self, sample: Sample, values: _Values, *, error: str | None = None) -> None:
-        """Add one sample; all samples have the same columns.
-
-        Args:
-            sample: Its identity, which the caller has checked, its name and path.
-            values: Of columns, but for the label and the file.
-            error: Why it cannot be decoded; empty where it can.
-        """
+        """Add identity, name and path of a sample, and its other columns, the same for all."""
         identity, name, path = sample.identity, sample.name, sample.path
         if isinstance(identity, str):
             label = self._classes.setdefault(identity, len(self._classes))
@@ -256,9 +246,7 @@ def _sync(file: IO[bytes]) -> None:
 def list_samples(scan: Scan, reader: Reader) -> SampleIndex:
     """The samples of a dataset in memory, without reading any of them.
 
-    Raises:
-        DataError: There are none, or two recordings have the same name, by which trial lists know
-            them.
+    Two recordings must not have the same name, by which trial lists know them.
     """
     with IndexWriter(None) as writer:
         seen: dict[str | None, str] = {}

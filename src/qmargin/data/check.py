@@ -208,10 +208,7 @@ def _indexed(dataset: AudioDataset, row: int) -> _Outcome:
 def _add_duplicates(report: DataReport, dataset: _Dataset, contents: NDArray[np.uint64]) -> None:
     """Pair each sample with the first that has the same bytes.
 
-    Args:
-        report: To add them to.
-        dataset: Samples that share length and checksum are read again and compared.
-        contents: Checksum and length of each; zero where it cannot be read.
+    Samples with the same content (checksum and length; zero if unreadable) are read and compared.
     """
     order = np.argsort(contents, kind="stable")
     starts = np.flatnonzero(np.diff(contents[order], prepend=contents[order[:1]] + np.uint64(1)))

@@ -74,15 +74,6 @@ def fetch(remote: Remote, base: str, folder: Path, *, progress: Progress | None 
     """A file in ``folder`` with exactly the bytes that were expected.
 
     What has come is kept in a file with the suffix ``.part``, and the next call goes on behind it.
-
-    Args:
-        remote: The file, its size and its fingerprint.
-        base: Address that its name is appended to.
-        folder: Where to put it; made if it is missing.
-        progress: Called with the bytes that are there and the size.
-
-    Raises:
-        DataError: The address cannot be reached, the transfer stopped, or other bytes came.
     """
     path = folder / remote.name
     if path.exists() and describe_file(path) == (remote.size, remote.sha256):
@@ -273,16 +264,6 @@ def get_omniglot(
 
     Characters of the two parts are of different alphabets, as their authors divided them. What has
     been downloaded is kept until the folder is complete, so that a call can be repeated.
-
-    Args:
-        out: A folder that is not there yet, or one that an earlier call made.
-        base: Address of the archives.
-        archives: What to fetch.
-        progress: Called with a stage, how much is done, and of how much.
-
-    Raises:
-        ConfigError: ``out`` is something else, or the address is not one.
-        DataError: A download failed, or an archive is not what it should be.
     """
     check_base(base)
     if (out / NOTES).exists():

@@ -72,16 +72,11 @@ class SharedInputs(NamedTuple):
 
 
 class WorkerBuffers:
-    """Reusable batch buffers of one worker, in shared memory.
-
-    Args:
-        in_use: Bytes that say which buffers the main process still uses.
-        pool: Number of its ``BufferPool``.
-        worker: Number of this worker.
-    """
+    """Reusable batch buffers of one worker, in shared memory."""
 
     def __init__(self, in_use: Tensor, *, pool: int, worker: int) -> None:
-        self._in_use, self._pool, self._worker = in_use, pool, worker
+        self._in_use = in_use  # bytes that say which buffers the main process still uses
+        self._pool, self._worker = pool, worker  # numbers
         self._buffers: dict[int, Tensor] = {}
 
     def reserve(self, layout: Layout) -> tuple[Tensor, SharedInputs | None]:
@@ -342,31 +337,12 @@ def build_loader(
     prefetch: int = 2,
     timeout_s: float = 0.0,
 ) -> BatchStream:
-    """Batches of one rank from a step on.
+    """Batches of one rank from a step on, to ``stop_step`` or without an end.
 
     What is read depends on the dataset, the order and the step; not on ``num_workers``, on where
-    the stream was started, or, once the ranks' parts are joined, on ``world``.
-
-    Args:
-        dataset: Samples by index; with workers it is copied into each.
-        order: Which samples each step holds.
-        start_step: First step to read, counted through all epochs.
-        stop_step: The step before which to stop; without it the stream does not end.
-        rank: This rank.
-        world: Number of ranks.
-        num_workers: Processes that read ahead; zero reads in this process.
-        budget: Counts corrupt samples and stops above its limit; without it any number is replaced.
-        pin_memory: Put batches in page-locked memory, for faster copies to a GPU.
-        prefetch: Batches that each worker reads ahead.
-        timeout_s: Raise when workers need longer than this for a batch; zero waits for ever.
-
-    Examples:
-        >>> from qmargin.data.synthetic import SyntheticIdentities
-        >>> dataset = SyntheticIdentities(5, 4, shape=(3,))
-        >>> order = GlobalOrder(len(dataset), seed=0, batch_size=8)
-        >>> with build_loader(dataset, order, start_step=1, stop_step=3) as stream:
-        ...     [(batch.step, batch.epoch, list(batch.inputs.shape)) for batch in stream]
-        [(1, 0, [8, 3]), (2, 1, [8, 3])]
+    the stream was started, or, once the ranks' parts are joined, on ``world``. Workers get a copy
+    of the dataset and read ``prefetch`` batches ahead; one that needs longer than ``timeout_s``
+    raises. Without a budget, any number of corrupt samples is replaced.
     """
     if order.n != len(dataset):
         found = f"the order is of {order.n} samples and the dataset has {len(dataset)}"

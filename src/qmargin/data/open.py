@@ -180,18 +180,10 @@ def open_index(
     num_threads: int = 2,
     progress: Progress | None = None,
 ) -> SampleIndex:
-    """The index of a dataset, built where it is missing, stale or asked for.
+    """The index of a dataset, built where it is missing, stale or, with ``rebuild``, in any case.
 
-    Args:
-        path: The data, or its index.
-        kind: What samples are looked for; recognised without it.
-        options: Of the reader; see ``reader_options``.
-        index: Where the index is, or is to be.
-        index_dir: Folder of indices, instead of beside the data.
-        rebuild: Build it in any case. What an interrupted build of recordings has measured is used.
-        keep_changed: Keep the index of files that were changed in place, to find the changes.
-        num_threads: That decode recordings at once.
-        progress: Called while it is built.
+    ``kind`` and ``options`` are what samples are looked for, and ``reader_options``. An index of
+    files that were changed in place is kept with ``keep_changed``, to find the changes.
     """
     path, options = Path(path), options or {}
     if path.suffix == SUFFIX and index is None and not rebuild:
@@ -224,17 +216,7 @@ def open_index(
 def recognise(
     path: str | Path, kind: Kind | None = None, options: Mapping[str, str] | None = None
 ) -> Found:
-    """The data at a path, and who reads it.
-
-    Args:
-        path: A file or folder.
-        kind: What samples are looked for; any without it.
-        options: That the reader has to take.
-
-    Raises:
-        DataError: No reader knows what is there.
-        ConfigError: The reader does not take an option.
-    """
+    """The data at a path, and the reader that knows it and takes the options."""
     given, path = path, Path(path).resolve()
     if not path.exists():
         raise DataError(f"{given} does not exist; give a file or folder of images or recordings")
@@ -298,10 +280,7 @@ def _scan(data: Found, options: Mapping[str, str], progress: Progress | None = N
 def index_place(data: Path, folder: str | Path | None = None, *, make: bool = True) -> Path:
     """In a folder if one is given, or else beside the data, or in the cache where that is locked.
 
-    Args:
-        data: The dataset, as an absolute path: names in a folder tell its namesakes apart.
-        folder: Where indices go.
-        make: Make the folder of the cache.
+    The data is an absolute path: names in a folder tell its namesakes apart.
     """
     digest = hashlib.sha256(os.fsencode(data)).hexdigest()[:24]
     if folder is not None:

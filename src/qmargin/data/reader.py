@@ -16,8 +16,7 @@ from typing import ClassVar, NamedTuple
 
 from qmargin import registry
 from qmargin.data import audio, images
-from qmargin.data.fingerprint import Hasher, hash_files
-from qmargin.data.index import SampleIndex
+from qmargin.data.index import Hasher, SampleIndex, hash_files
 from qmargin.errors import ConfigError, CorruptSample
 from qmargin.files import Progress
 
@@ -116,9 +115,7 @@ class Reader(ABC):
     def find(self, path: Path, kind: Kind | None) -> Found | None:
         """What is read for an existing path, or None where it is not of this format.
 
-        Args:
-            path: A file or folder.
-            kind: What samples are wanted; None for any.
+        ``kind`` says what samples are wanted; None for any.
         """
 
     @abstractmethod
@@ -136,10 +133,7 @@ class Reader(ABC):
     def hasher(self, scan: Scan, index: SampleIndex | None, started: int | None) -> Hasher:
         """Fingerprint of the data as it is now.
 
-        Args:
-            scan: The data.
-            index: The index to compare with, which may say what to look at; None to build one.
-            started: When the build began; see ``Hasher``.
+        An index to compare with may say what to look at; a build gives when it started.
         """
         return hash_files(self.files(scan), started)
 

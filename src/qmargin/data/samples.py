@@ -133,16 +133,15 @@ class Sample:
 
 
 def read_sample(dataset: Dataset, index: int, *, seed: int, epoch: int) -> Sample:
-    """Read a sample, or, where it is corrupt, another that depends only on seed, epoch and index.
-
-    Raises:
-        DataError: The label is out of range, or too many replacements were corrupt themselves.
-    """
+    """Read a sample, or, if it is corrupt, another that depends only on seed, epoch and index."""
     return read_seeded(dataset, index, sample_seeds(seed, epoch, np.array([index]))[0])
 
 
 def read_seeded(dataset: Dataset, index: int, seed: int) -> Sample:
-    """Read a sample as ``read_sample`` does, given the seed of this one reading."""
+    """Read a sample as ``read_sample`` does, given the seed of this one reading.
+
+    ``DataError`` for a label out of range, or if too many replacements are corrupt themselves.
+    """
     replaced: list[Replacement] = []
     place = index
     while len(replaced) < MAX_ATTEMPTS:
@@ -167,19 +166,7 @@ class CorruptBudget:
     same number for any number of ranks. A loader checks what its own rank met; a loop over several
     ranks adds the counts up and passes the sum to ``check``.
 
-    Args:
-        limit: Corrupt samples allowed in one epoch, or ``None`` for any number.
-        epoch: Epoch that ``count`` belongs to, for a run that starts in its middle.
-        count: Corrupt samples met in that epoch before.
-
-    Examples:
-        >>> budget = CorruptBudget(limit=1)
-        >>> budget.add(0, [Replacement(7, "a.jpg", "zero bytes")])
-        >>> budget.count
-        1
-        >>> budget.add(1, [])
-        >>> budget.epoch, budget.count
-        (1, 0)
+    A run that starts in the middle of an epoch gives that epoch, and its count so far.
     """
 
     def __init__(self, limit: int | None, *, epoch: int = 0, count: int = 0) -> None:

@@ -2,31 +2,355 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from qmargin.data.audio import AudioInfo, Samples, Span, change_rate, decode_audio, played_rate
-from qmargin.data.open import open_audio
-from qmargin.data.speech_augment import (
-    Noises,
-    ResponseFiles,
-    ResponseSource,
-    RoomSimulator,
-    SpectrumMasks,
-    SpeechAugmentation,
-    span_at,
-    tiled,
+from qmargin.data.audio import (
+    SUFFIXES,
+    AudioInfo,
+    Samples,
+    Span,
+    change_rate,
+    decode_audio,
+    played_rate,
 )
+from qmargin.data.index import Texts
+from qmargin.data.open import open_audio
 from qmargin.data.stored import AudioDataset
-from qmargin.errors import ConfigError, CorruptSample
+from qmargin.errors import ConfigError, CorruptSample, DataError
 from qmargin.models.features import FULL_SCALE, FilterBank, subtract_mean
+
+SPEED_OF_SOUND = 343.0  # m/s
+_OVERSAMPLING = 8  # images fall on a grid this much finer, then the response is low-passed
+_HIGH_PASS_HZ = 50.0  # mirrors of equal sign add up to an offset that no room has
+MOST_ROOMS = 4096  # that are kept, at about 20 kB each
+_WALL_GAP = 0.3  # metres that sources and microphones keep from walls
+
+
+@dataclass(frozen=True)
+class Room:
+    """A box with one source and one microphone."""
+
+    size: tuple[float, float, float]  # length, width and height in metres
+    source: tuple[float, float, float]  # position in it
+    microphone: tuple[float, float, float]
+    reverberation_s: float  # in which sound fades by 60 dB (RT60), after Eyring's formula
+
+    def __post_init__(self) -> None:
+        for name in ("source", "microphone"):
+            place = getattr(self, name)
+            if not all(0.0 < at < edge for at, edge in zip(place, self.size, strict=True)):
+                raise ConfigError(f"{name} is at {place}, outside a room of {self.size} metres")
+        if not 0.0 < self.reverberation_s < math.inf:
+            raise ConfigError(f"reverberation_s is {self.reverberation_s}; it must be above 0")
+
+    @property
+    def reflection(self) -> float:
+        """Share of the pressure that every wall sends back, at most 0.99.
+
+        Eyring: ``RT60 = 0.161 V / (-S ln(1 - a))`` with volume, surface and absorbed share of the
+        energy; the pressure's share is ``sqrt(1 - a)``.
+        """
+        x, y, z = self.size
+        surface = 2.0 * (x * y + y * z + x * z)
+        return min(0.99, math.exp(-0.0805 * x * y * z / (surface * self.reverberation_s)))
+
+
+def room_response(
+    room: Room, *, sample_rate: int = 16000, seconds: float | None = None
+) -> NDArray[np.float32]:
+    """Impulse response ``[n]`` of a room, starting when the source sounds.
+
+    Pressure, with the direct sound at ``distance / 343 m/s`` and of height about
+    ``1 / (4 pi distance)``. It is as long as the room's reverberation unless ``seconds`` says.
+    """
+    from scipy.signal import butter, resample_poly, sosfilt
+
+    seconds = room.reverberation_s if seconds is None else seconds
+    num_samples = max(1, round(seconds * sample_rate))
+    distance, gain = _images(room, reach=seconds * SPEED_OF_SOUND)
+    fine_rate = sample_rate * _OVERSAMPLING
+    places = np.rint(distance * (fine_rate / SPEED_OF_SOUND)).astype(np.int64)
+    fine = np.bincount(places, weights=gain, minlength=num_samples * _OVERSAMPLING)
+    fine = fine[: num_samples * _OVERSAMPLING].astype(np.float64)
+    coarse = resample_poly(fine, 1, _OVERSAMPLING) * _OVERSAMPLING  # heights survive the filter
+    sections = butter(2, _HIGH_PASS_HZ, "highpass", fs=sample_rate, output="sos")
+    filtered: NDArray[np.float64] = sosfilt(sections, coarse)
+    return filtered.astype(np.float32)
+
+
+def _images(room: Room, *, reach: float) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Distances and gains of all images within ``reach`` metres of the microphone.
+
+    Along one axis the images of a source at ``s`` in a box of length ``L`` are at ``2 n L + s``
+    after ``2 |n|`` reflections and at ``2 n L - s`` after ``|2 n - 1|``.
+    """
+    squares, bounces = [], []
+    for size, source, microphone in zip(room.size, room.source, room.microphone, strict=True):
+        turns = np.arange(-math.ceil(reach / (2 * size)) - 1, math.ceil(reach / (2 * size)) + 2)
+        offsets = np.concatenate([2 * turns * size + source, 2 * turns * size - source])
+        counts = np.concatenate([2 * np.abs(turns), np.abs(2 * turns - 1)])
+        square = (offsets - microphone) ** 2
+        near = square <= reach**2
+        squares.append(square[near])
+        bounces.append(counts[near])
+    flat = squares[0][:, None] + squares[1][None, :]  # images in the plane of the floor
+    count = bounces[0][:, None] + bounces[1][None, :]
+    inside = flat <= reach**2
+    flat, count = flat[inside], count[inside]
+    total = (flat[:, None] + squares[2][None, :]).ravel()
+    walls = (count[:, None] + bounces[2][None, :]).ravel()
+    inside = total <= reach**2
+    distance = np.sqrt(total[inside])
+    table = room.reflection ** np.arange(int(walls.max(initial=0)) + 1)
+    return distance, table[walls[inside]] / (4.0 * math.pi * np.maximum(distance, 0.01))
+
+
+@dataclass(frozen=True)
+class RoomSimulator:
+    """Draws rooms and simulates them: an endless set of impulse responses, or a numbered one.
+
+    With ``num_rooms``, each of these is simulated once in a process and then kept; zero makes a new
+    room every time, which costs tens of milliseconds.
+    """
+
+    length: tuple[float, float] = (3.0, 10.0)  # range of length and width in metres
+    height: tuple[float, float] = (2.5, 4.0)
+    reverberation_s: tuple[float, float] = (0.15, 0.45)  # range of RT60
+    sample_rate: int = 16000
+    num_rooms: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.num_rooms <= MOST_ROOMS:
+            raise ConfigError(f"num_rooms is {self.num_rooms}; it must be in [0, {MOST_ROOMS:,}]")
+        for name, low in (("length", 1.0), ("height", 1.0), ("reverberation_s", 0.01)):
+            given: Sequence[float] = getattr(self, name)
+            if len(given) != 2 or not low <= given[0] <= given[1] < math.inf:
+                raise ConfigError(f"{name} is {given}; give two rising numbers from {low} on")
+
+    def draw(self, generator: np.random.Generator) -> NDArray[np.float32]:
+        """The response of a room that depends on the generator alone."""
+        if self.num_rooms:
+            return _numbered_response(self, int(generator.integers(self.num_rooms)))
+        return room_response(self.draw_room(generator), sample_rate=self.sample_rate)
+
+    def draw_room(self, generator: np.random.Generator) -> Room:
+        """A room with a source and a microphone somewhere in it."""
+        width, depth = generator.uniform(*self.length, size=2)
+        size = (float(width), float(depth), float(generator.uniform(*self.height)))
+        sx, sy, sz, mx, my, mz = (
+            float(generator.uniform(_WALL_GAP, edge - _WALL_GAP)) for edge in size * 2
+        )
+        time = float(generator.uniform(*self.reverberation_s))
+        return Room(size, (sx, sy, sz), (mx, my, mz), reverberation_s=time)
+
+
+@lru_cache(maxsize=MOST_ROOMS)
+def _numbered_response(simulator: RoomSimulator, number: int) -> NDArray[np.float32]:
+    """The response of a room that follows from its number; read it only, it is shared."""
+    room = simulator.draw_room(np.random.default_rng(number))
+    return room_response(room, sample_rate=simulator.sample_rate)
+
+
+SNR_DB = {"noise": (0.0, 15.0), "speech": (10.0, 30.0), "music": (5.0, 15.0)}
+
+
+class ResponseSource(Protocol):
+    """Impulse responses by draw: files, or simulated rooms."""
+
+    def draw(self, generator: np.random.Generator) -> NDArray[np.float32]:
+        """One response ``[n]``."""
+        ...
+
+
+def span_at(place: float, num_samples: int, sample_rate: int, speed: float = 1.0) -> Span:
+    """A span of a file that lasts ``num_samples`` at ``sample_rate``, or all of a shorter file.
+
+    ``place`` in [0, 1) says where it begins, between the first and the last possible sample.
+    """
+
+    def span(info: AudioInfo) -> tuple[int, int]:
+        ratio = played_rate(info, speed) / sample_rate
+        wanted = -(-num_samples * ratio.numerator // ratio.denominator)
+        start = int(place * max(1, info.num_samples - wanted + 1))
+        return start, min(info.num_samples, start + wanted)
+
+    return span
+
+
+def tiled(samples: Samples, num_samples: int) -> Samples:
+    """The first ``num_samples`` of samples repeated as often as it takes.
+
+    Examples:
+        >>> tiled(np.array([1, 2, 3], dtype=np.float32), 7).tolist()
+        [1.0, 2.0, 3.0, 1.0, 2.0, 3.0, 1.0]
+    """
+    repeats = -(-num_samples // len(samples))
+    return (samples if repeats == 1 else np.tile(samples, repeats))[:num_samples]
+
+
+class Noises:
+    """Recordings to mix in, in folders ``noise``, ``speech`` and ``music`` as MUSAN has them.
+
+    Args:
+        folder: Has at least one of the three.
+        sample_rate: Of what is drawn.
+        babble: Recordings of ``speech`` that are mixed into one before they are added.
+    """
+
+    def __init__(self, folder: str | Path, *, sample_rate: int = 16000, babble: int = 1) -> None:
+        self.sample_rate, self.babble = sample_rate, babble
+        if babble < 1:
+            raise ConfigError(f"babble is {babble}; it must be at least 1")
+        found = {kind: _audio_files(Path(folder) / kind) for kind in sorted(SNR_DB)}
+        self.files = {kind: Texts.of(names) for kind, names in found.items() if names}
+        if not self.files:
+            kinds = ", ".join(sorted(SNR_DB))
+            raise DataError(f"{folder} has no audio in folders {kinds}; give MUSAN's own folder")
+
+    def draw(self, num_samples: int, generator: np.random.Generator) -> tuple[Samples, float]:
+        """Noise ``[num_samples]`` of a kind that is drawn first, and a ratio in dB for it."""
+        kinds = sorted(self.files)
+        kind = kinds[int(generator.integers(len(kinds)))]
+        snr = float(generator.uniform(*SNR_DB[kind]))
+        noise = self._one(kind, num_samples, generator)
+        for _ in range(self.babble - 1 if kind == "speech" else 0):
+            noise = noise + self._one(kind, num_samples, generator)
+        return noise, snr
+
+    def _one(self, kind: str, num_samples: int, generator: np.random.Generator) -> Samples:
+        names = self.files[kind]
+        path = names[int(generator.integers(len(names)))]
+        span = span_at(generator.random(), num_samples, self.sample_rate)
+        try:
+            return tiled(decode_audio(path, sample_rate=self.sample_rate, span=span), num_samples)
+        except CorruptSample as error:
+            raise CorruptSample(f"noise {path}: {error}") from error
+
+
+class ResponseFiles:
+    """Impulse responses in files of a folder and those below it; channels are averaged."""
+
+    def __init__(self, folder: str | Path, *, sample_rate: int = 16000) -> None:
+        self.sample_rate = sample_rate
+        self.files = Texts.of(_audio_files(Path(folder)))
+        if not len(self.files):
+            raise DataError(f"{folder} has no impulse responses; give a folder with audio files")
+
+    def draw(self, generator: np.random.Generator) -> NDArray[np.float32]:
+        """One response ``[n]``."""
+        path = self.files[int(generator.integers(len(self.files)))]
+        try:
+            return decode_audio(path, sample_rate=self.sample_rate)
+        except CorruptSample as error:
+            raise CorruptSample(f"impulse response {path}: {error}") from error
+
+
+def _audio_files(folder: Path) -> list[str]:
+    return sorted(str(path) for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
+
+
+def add_noise(samples: Samples, noise: Samples, snr_db: float) -> Samples:
+    """Samples with noise of the same length at a ratio of their powers; silence adds nothing."""
+    power = float(np.mean(np.square(samples, dtype=np.float64)))
+    noise_power = float(np.mean(np.square(noise, dtype=np.float64)))
+    if noise_power == 0.0:
+        return samples
+    gain = np.sqrt(power / noise_power) * 10.0 ** (-snr_db / 20.0)
+    return samples + np.float32(gain) * noise
+
+
+def reverberate(samples: Samples, response: NDArray[np.float32]) -> Samples:
+    """Samples as heard through a response of unit energy; the same length, delayed as it delays."""
+    from scipy.signal import oaconvolve
+
+    energy = float(np.sum(np.square(response, dtype=np.float64)))
+    if energy == 0.0:
+        raise CorruptSample("the impulse response is silent")
+    unit = (response / np.sqrt(energy)).astype(np.float32)
+    heard: Samples = oaconvolve(samples, unit)[: len(samples)]
+    return heard.astype(np.float32, copy=False)
+
+
+@dataclass(frozen=True)
+class SpeechAugmentation:
+    """Reverberation or noise, one of them, for a share of the samples.
+
+    Args:
+        probability: Share of the samples that are changed.
+        noises: Recordings to add.
+        responses: Impulse responses, from files or a ``RoomSimulator``. With both given, half of
+            the changed samples have one and half the other.
+    """
+
+    probability: float = 0.6
+    noises: Noises | None = None
+    responses: ResponseSource | None = None
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.probability <= 1.0:
+            raise ConfigError(f"probability is {self.probability}; it must be in [0, 1]")
+        if self.noises is None and self.responses is None:
+            raise ConfigError("an augmentation needs noises or responses; give one or both")
+
+    def __call__(self, samples: Samples, generator: np.random.Generator) -> Samples:
+        """Samples ``[n]``, changed or as they are; changed ones have their peak at one."""
+        is_changed, is_reverberant = generator.random(2) < (self.probability, 0.5)
+        if not is_changed:
+            return samples
+        if self.responses is not None and (is_reverberant or self.noises is None):
+            samples = reverberate(samples, self.responses.draw(generator))
+        elif self.noises is not None:
+            samples = add_noise(samples, *self.noises.draw(len(samples), generator))
+        peak = float(np.abs(samples).max())
+        return samples if peak == 0.0 else samples / np.float32(peak)
+
+
+@dataclass(frozen=True)
+class SpectrumMasks:
+    """SpecAugment: spans of frames and of bins set to zero, the mean of normalised features."""
+
+    probability: float = 0.6  # share of the samples that are masked
+    num_time: int = 1  # spans of frames
+    max_frames: int = 10  # their greatest length
+    num_bins: int = 1  # spans of bins
+    max_bins: int = 8  # their greatest width
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.probability <= 1.0:
+            raise ConfigError(f"probability is {self.probability}; it must be in [0, 1]")
+        for name in ("num_time", "max_frames", "num_bins", "max_bins"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 0")
+
+    def spans(
+        self, shape: Sequence[int], generator: np.random.Generator
+    ) -> list[tuple[int, int, int]]:
+        """Spans ``(axis, start, stop)`` for features ``[frames, bins]``; none for those spared."""
+        if generator.random() >= self.probability:
+            return []
+        spans = []
+        for axis, count, largest in (
+            (0, self.num_time, self.max_frames),
+            (1, self.num_bins, self.max_bins),
+        ):
+            for _ in range(count):
+                width = min(int(generator.integers(largest + 1)), shape[axis])
+                start = int(generator.integers(shape[axis] - width + 1))
+                spans.append((axis, start, start + width))
+        return spans
+
 
 SPEEDS = (1.0, 0.9, 1.1)
 MAX_BYTES = 16 << 30  # of samples in memory
@@ -86,19 +410,11 @@ class SpeechDataset:
     With several speeds each of them makes speakers of its own: speaker ``i`` at the speed with
     number ``j`` has label ``j * num_speakers + i``, so that there are three times as many classes.
 
-    Args:
-        recordings: With their speakers.
-        num_frames: Length of a chunk in frames of the filter bank.
-        speeds: Drawn from with equal chances; ``(1.0,)`` for none.
-        augmentation: Noise and reverberation.
-        dither: Standard deviation of noise that is added last, in steps of 16-bit audio.
-        as_features: Give mean-normalised filter banks ``[frames, bins]`` instead of waveforms
-            ``[n]``; waveforms leave that work to the device that trains.
-        masks: Of the features; needs ``as_features``.
-        bank: The filter bank that chunks are cut for and features are computed with.
-        classes_per_speaker: At least the number of speeds, which it is without it; more to go on
-            with a classifier that was trained at more speeds.
-        memory: The samples of the same recordings, where they are held in memory.
+    Chunks have ``num_frames`` frames of the filter bank. ``dither`` is the deviation of noise added
+    last, in steps of 16-bit audio. ``as_features`` gives mean-normalised filter banks
+    ``[frames, bins]``, which can have ``masks``, instead of waveforms ``[n]``. More
+    ``classes_per_speaker`` than speeds are for a classifier that was trained at more speeds.
+    ``memory`` has the samples of the same recordings.
     """
 
     def __init__(

@@ -93,11 +93,8 @@ def inked(points: Floats, widths: Floats, amounts: Floats, *, size: int) -> Floa
     A touch leaves a Gaussian spot, which is a product of one factor per row and one per column; so
     a picture is the product of two small matrices. Paper takes up no more than full ink.
 
-    Args:
-        points: ``[n, P, 2]`` places (across, down); the paper is the square from -1 to 1.
-        widths: ``[n]`` deviation of a spot in pixels.
-        amounts: ``[n, P]`` ink of each touch; 0 where the pen is lifted.
-        size: Pixels of a side.
+    Points ``[n, P, 2]`` are (across, down) on paper from -1 to 1; widths ``[n]`` are deviations of
+    a spot in pixels; amounts ``[n, P]`` are the ink of each touch, 0 where the pen is lifted.
     """
     pixels = np.arange(size, dtype=np.float32)
     factor = (np.float32(1.0) / widths)[:, None, None]

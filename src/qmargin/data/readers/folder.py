@@ -8,8 +8,7 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 
-from qmargin.data.fingerprint import Hasher
-from qmargin.data.index import SampleIndex
+from qmargin.data.index import Hasher, SampleIndex
 from qmargin.data.reader import IMAGES, RECORDINGS, Found, Kind, Reader, Sample, Scan
 from qmargin.errors import DataError
 from qmargin.registry import register_reader

@@ -111,14 +111,7 @@ def _part(bytes_at: _BytesAt, position: int, where: str) -> tuple[int, memoryvie
 
 
 def parse_payload(payload: bytes | memoryview, where: str) -> Payload:
-    """The label of a record and where its image begins.
-
-    Examples:
-        >>> parse_payload(pack_payload(7, b"image"), "record 0")
-        Payload(flag=0, label=7.0, image_start=24)
-        >>> parse_payload(pack_payload([3.0, 1.0], b"image"), "record 1")
-        Payload(flag=2, label=3.0, image_start=32)
-    """
+    """The label of a record and where its image begins."""
     if len(payload) < _LABEL.size:
         raise DataError(
             f"{where}: {len(payload)} bytes, fewer than the {_LABEL.size} of its header"
@@ -141,18 +134,7 @@ def pack_payload(label: float | Sequence[float], image: bytes, *, number: int = 
 
 
 class RecordWriter(ExitStack):
-    r"""Writes a ``.rec`` file and the ``.idx`` beside it; to be used in a ``with`` statement.
-
-    Examples:
-        >>> import tempfile
-        >>> folder = tempfile.TemporaryDirectory()
-        >>> path = Path(folder.name, "train.rec")
-        >>> with RecordWriter(path) as writer:
-        ...     writer.write(0, pack_payload(7, b"image"))
-        >>> path.stat().st_size, path.with_suffix(".idx").read_text()
-        (40, '0\t0\n')
-        >>> folder.cleanup()
-    """
+    """Writes a ``.rec`` file and the ``.idx`` beside it; to be used in a ``with`` statement."""
 
     def __init__(self, path: str | Path) -> None:
         super().__init__()

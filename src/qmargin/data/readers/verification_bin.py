@@ -1,19 +1,19 @@
 """Verification sets in ``.bin`` files, which are pickles: read without running anything in them.
 
-A pickle is a program that may call any function. The machine here knows bytes, numbers, lists and
-tuples, and a short table of names that stand for types of arrays and ways to make one. It looks up
-no name, and compares every length with the bytes that are there before it takes memory.
+A pickle is a program that may call any function. Before it runs, every opcode has to be one of
+those for bytes, numbers, lists and tuples, and every length is compared with the bytes that are
+there. Names are not imported: those of a short table stand for ways to make bytes and arrays.
 """
 
 from __future__ import annotations
 
-import codecs
+import pickle
 import pickletools
-from dataclasses import dataclass
+from collections.abc import Callable
 from io import BytesIO
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,198 +24,73 @@ from qmargin.files import open_regular, replacing
 
 _MOST_TIMES = 16  # repeated images may add up to this many times the file
 _ALWAYS = 1 << 20  # bytes that any file may add up to
-_PLAIN = {"b1": "?", "?": "?", "u1": "u1", "i1": "i1", "i4": "i4", "i8": "i8"}
-_NAMES = {
-    "_codecs.encode": "encode",
-    "builtins.bytearray": "bytearray",
-    "__builtin__.bytearray": "bytearray",  # in protocols that Python 2 reads
-    "numpy.dtype": "dtype",
-    "numpy.ndarray": "ndarray",  # only ever an argument of _reconstruct
-    **{
-        f"numpy.{core}.{name}": meaning
-        for core in ("core", "_core")
-        for name, meaning in (
-            ("multiarray._reconstruct", "reconstruct"),
-            ("multiarray.scalar", "scalar"),
-            ("numeric._frombuffer", "frombuffer"),
-        )
-    },
-}
-_OPCODES = {opcode.code: opcode for opcode in pickletools.opcodes}
-_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
-_MARK = object()
+_DTYPES = {"b1": "?", "?": "?", "u1": "u1", "i1": "i1", "i4": "i4", "i8": "i8"}
+_OPCODES = {opcode.code.encode("latin-1"): opcode for opcode in pickletools.opcodes}
+_STORES = ("PUT", "BINPUT", "LONG_BINPUT")
+_ALLOWED = frozenset(
+    (
+        *("PROTO", "FRAME", "MARK", "POP", "POP_MARK", "REDUCE", "BUILD", "GLOBAL", "STACK_GLOBAL"),
+        *("NONE", "NEWTRUE", "NEWFALSE", "INT", "LONG", "LONG1", "BININT", "BININT1", "BININT2"),
+        *("FLOAT", "BINFLOAT", "STRING", "BINSTRING", "SHORT_BINSTRING", "UNICODE", "BINUNICODE"),
+        *("SHORT_BINUNICODE", "BINUNICODE8", "BINBYTES", "SHORT_BINBYTES", "BINBYTES8"),
+        *("BYTEARRAY8", "EMPTY_LIST", "LIST", "APPEND", "APPENDS", "EMPTY_TUPLE", "TUPLE"),
+        *("TUPLE1", "TUPLE2", "TUPLE3", "GET", "BINGET", "LONG_BINGET", "MEMOIZE", *_STORES),
+    )
+)
 
 
-class _Name(NamedTuple):
-    """A name of the table: what it stands for here."""
+def _check_opcodes(data: bytes) -> None:
+    """Refuse opcodes that a set has no use for, and lengths beyond the end."""
+    stream = BytesIO(data)
+    while (code := stream.read(1)) != b".":
+        opcode = _OPCODES.get(code)
+        if opcode is None or opcode.name not in _ALLOWED:
+            name = repr(code) if opcode is None else opcode.name
+            raise DataError(f"it has the opcode {name} at byte {stream.tell() - 1}")
+        if opcode.name == "STRING":  # bytes of Python 2, which pickletools takes for ASCII
+            pickletools.read_stringnl(stream, decode=False)
+        elif opcode.arg is not None:
+            value = opcode.arg.reader(stream)
+            if opcode.name in _STORES and not 0 <= value <= len(data) + _ALWAYS:
+                raise DataError(f"it keeps a value as number {value}")  # memory for all below
 
-    meaning: str
 
-
-class _Kind(NamedTuple):
-    """Stands for a ``numpy.dtype``."""
-
-    name: str
-
-
-@dataclass(slots=True)
 class _Array:
     """Stands for a ``numpy.ndarray``: images and labels are flat."""
 
-    raw: bytes = b""
-    kind: str = "u1"
+    __slots__ = ("kind", "raw")
+
+    def __init__(self, kind: Any = None, raw: Any = b"") -> None:
+        self.kind, self.raw = kind, raw
+
+    def __setstate__(self, state: Any) -> None:
+        _, _, self.kind, _, self.raw = state
+
+    def values(self) -> NDArray[Any]:
+        """The values; ``DataError`` where its parts are not what they should be."""
+        if not isinstance(self.kind, _Kind) or not isinstance(self.raw, str | bytes | bytearray):
+            raise DataError(f"it has an array of a {type(self.raw).__name__}; bytes are expected")
+        return np.frombuffer(_as_bytes(self.raw), dtype=self.kind.name)
 
 
-class _Machine:
-    """Runs one pickle."""
+class _Kind:
+    """Stands for a ``numpy.dtype``, whose state says nothing new."""
 
-    def __init__(self, data: bytes) -> None:
-        self._stream = BytesIO(data)
-        self._stack: list[Any] = []
-        self._memo: dict[int, Any] = {}
-        self._left = _MOST_TIMES * len(data) + _ALWAYS  # bytes that may still be made
+    __slots__ = ("name",)
 
-    def run(self) -> Any:
-        """The content, or an error: ``DataError``, or a ``ValueError`` of a value."""
-        while (code := self._stream.read(1)) != b".":
-            opcode = _OPCODES.get(code.decode("latin-1"))
-            if opcode is None:
-                raise DataError(f"it has the opcode {code!r} at byte {self._stream.tell() - 1}")
-            if opcode.name == "STRING":  # bytes of Python 2, which pickletools takes for ASCII
-                text = pickletools.read_stringnl(self._stream, decode=False)
-                self._stack.append(codecs.escape_decode(text)[0])
-            else:
-                given = None if opcode.arg is None else opcode.arg.reader(self._stream)
-                self._step(opcode.name, given)
-        return self._pop()
+    def __init__(self, name: Any, *_: Any) -> None:
+        text = name.decode("ascii", "replace") if isinstance(name, bytes) else name
+        found = _DTYPES.get(text.lstrip("<|=")) if isinstance(text, str) else None
+        if found is None:
+            raise DataError(f"it has an array of type {_shown(text)!r}; bytes are expected")
+        self.name = found
 
-    def _step(self, name: str, given: Any) -> None:
-        push = self._stack.append
-        match name:
-            case "PROTO" | "FRAME":
-                pass
-            case "NONE" | "NEWTRUE" | "NEWFALSE" | "EMPTY_TUPLE":
-                push(_CONSTANTS[name])
-            case "BINSTRING" | "SHORT_BINSTRING":
-                push(given.encode("latin-1"))
-            case "MARK":
-                push(_MARK)
-            case "EMPTY_LIST":
-                push([])
-            case "EMPTY_DICT":
-                push({})
-            case "LIST":
-                push(self._since_mark())
-            case "TUPLE":
-                push(tuple(self._since_mark()))
-            case "TUPLE1" | "TUPLE2" | "TUPLE3":
-                push(tuple(reversed([self._pop() for _ in range(int(name[-1]))])))
-            case "APPEND":
-                self._extend([self._pop()])
-            case "APPENDS":
-                self._extend(self._since_mark())
-            case "POP":
-                self._pop()
-            case "SETITEM":  # entries of a dict are left out
-                self._pop()
-                self._pop()
-            case "SETITEMS" | "POP_MARK":
-                self._since_mark()
-            case "PUT" | "BINPUT" | "LONG_BINPUT" | "MEMOIZE":
-                kept = self._pop()
-                self._memo[len(self._memo) if given is None else given] = kept
-                push(kept)
-            case "GET" | "BINGET" | "LONG_BINGET":
-                if given not in self._memo:
-                    raise DataError(f"it asks for value {given}, which was not kept")
-                push(self._memo[given])
-            case "GLOBAL":
-                push(_named(given.replace(" ", ".", 1)))
-            case "STACK_GLOBAL":
-                attribute, module = self._pop(), self._pop()
-                push(_named(f"{_shown(module)}.{_shown(attribute)}"))
-            case "REDUCE":
-                arguments, called = self._pop(), self._pop()
-                push(self._call(called, arguments))
-            case "BUILD":
-                self._build(self._pop())
-            case "INT" | "LONG" | "LONG1" | "BININT" | "BININT1" | "BININT2" | "FLOAT" | "BINFLOAT":
-                push(given)
-            case "UNICODE" | "BINUNICODE" | "SHORT_BINUNICODE" | "BINUNICODE8":
-                push(given)
-            case "BINBYTES" | "SHORT_BINBYTES" | "BINBYTES8" | "BYTEARRAY8":
-                push(given)
-            case _:
-                raise DataError(f"it has the opcode {name}, which such a set has no use for")
+    def __setstate__(self, state: Any) -> None:
+        pass
 
-    def _pop(self) -> Any:
-        if not self._stack or self._stack[-1] is _MARK:
-            raise DataError(f"byte {self._stream.tell()} takes what is not there")
-        return self._stack.pop()
 
-    def _since_mark(self) -> list[Any]:
-        for place in range(len(self._stack) - 1, -1, -1):
-            if self._stack[place] is _MARK:
-                items = self._stack[place + 1 :]
-                del self._stack[place:]
-                return items
-        raise DataError(f"byte {self._stream.tell()} goes back to a mark that is not there")
-
-    def _extend(self, items: list[Any]) -> None:
-        if not self._stack or not isinstance(self._stack[-1], list):
-            raise DataError(f"byte {self._stream.tell()} appends to what is not a list")
-        self._stack[-1].extend(items)
-
-    def _call(self, called: Any, given: Any) -> Any:
-        """What a name of the table makes of its arguments."""
-        if not isinstance(called, _Name) or not isinstance(given, tuple):
-            raise DataError(f"it calls a {type(called).__name__}; bytes and arrays are expected")
-        match called.meaning:
-            case "encode":  # how protocols of Python 2 write bytes
-                encoding = given[1] if len(given) > 1 else "latin1"
-                if encoding not in ("latin1", "latin-1", b"latin1"):
-                    raise DataError(f"it encodes as {_shown(encoding)!r}; bytes are expected")
-                return self._bytes(given[0])
-            case "bytearray":  # of a number, it would be that many bytes
-                return self._bytes(given[0] if given else b"")
-            case "dtype":
-                text = given[0].decode("ascii", "replace") if type(given[0]) is bytes else given[0]
-                kind = _PLAIN.get(text.lstrip("<|=")) if isinstance(text, str) else None
-                if kind is None:
-                    raise DataError(f"it has an array of type {_shown(text)!r}; bytes are expected")
-                return _Kind(kind)
-            case "reconstruct":
-                return _Array()
-            case "scalar":
-                array = self._filled(_Array(), given[1] if len(given) > 1 else b"\0", given[0])
-                return bool(np.frombuffer(array.raw, dtype=array.kind, count=1)[0])
-            case "frombuffer":
-                return self._filled(_Array(), given[0], given[1])
-        raise DataError(f"it calls {called.meaning}; bytes and arrays are expected")
-
-    def _build(self, state: Any) -> None:
-        """State of an array; that of a type says nothing new, and nothing else takes any."""
-        target = self._stack[-1] if self._stack else None
-        if isinstance(target, _Array) and isinstance(state, tuple) and len(state) == 5:
-            self._filled(target, state[4], state[2])
-        elif not isinstance(target, _Kind):
-            raise DataError(f"it changes a {type(target).__name__}; bytes and arrays are expected")
-
-    def _filled(self, array: _Array, raw: Any, kind: Any) -> _Array:
-        if not isinstance(kind, _Kind):
-            raise DataError(f"it has an array of a {type(kind).__name__}; bytes are expected")
-        array.raw, array.kind = self._bytes(raw), kind.name
-        return array
-
-    def _bytes(self, given: Any) -> bytes:
-        if isinstance(given, bytes | bytearray):
-            return bytes(given)
-        if not isinstance(given, str):
-            raise DataError(f"it makes bytes of a {type(given).__name__}; bytes are expected")
-        self._left -= len(given)
-        if self._left < 0:
-            raise DataError(f"it makes over {_MOST_TIMES} times its own size of bytes")
-        return given.encode("latin-1")
+def _as_bytes(content: str | bytes | bytearray) -> bytes:
+    return content.encode("latin-1") if isinstance(content, str) else bytes(content)
 
 
 def _shown(value: Any) -> str:
@@ -223,13 +98,41 @@ def _shown(value: Any) -> str:
     return str(value)[:40] if isinstance(value, str | bytes | int | float) else type(value).__name__
 
 
-def _named(name: str) -> _Name:
-    if name not in _NAMES:
-        raise DataError(
-            f"it names {name[:120]}, which a verification set has no use for; do not open this "
-            "file with any other tool"
-        )
-    return _Name(_NAMES[name])
+class _Unpickler(pickle.Unpickler):
+    """Makes bytes, lists and stand-ins of arrays, by functions that live as long as the file."""
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__(BytesIO(data), encoding="bytes")
+        self._left = _MOST_TIMES * len(data) + _ALWAYS  # bytes that may still be made
+
+    def find_class(self, module: str, name: str) -> Any:
+        """What a name stands for, which is never looked up."""
+        full = f"{module}.{name}".replace("numpy._core.", "numpy.core.")
+        makers: dict[str, Callable[..., Any]] = {
+            "_codecs.encode": lambda *given: self._encoded(*given),  # as Python 2 reads bytes
+            "builtins.bytearray": lambda *given: self._encoded(*given),
+            "__builtin__.bytearray": lambda *given: self._encoded(*given),
+            "numpy.dtype": lambda *given: _Kind(*given),
+            "numpy.ndarray": lambda *given: None,  # only ever an argument of _reconstruct
+            "numpy.core.multiarray._reconstruct": lambda *given: _Array(),
+            "numpy.core.multiarray.scalar": lambda kind, raw: bool(_Array(kind, raw).values()[0]),
+            "numpy.core.numeric._frombuffer": lambda raw, kind, *given: _Array(kind, raw),
+        }
+        if full not in makers:
+            found = f"it names {module}.{name}"[:120]
+            raise DataError(f"{found}, which a set has no use for; do not open it with other tools")
+        return makers[full]
+
+    def _encoded(self, given: Any = b"", encoding: Any = "latin1") -> bytes:
+        """Bytes of a text or of bytes; ``bytearray`` of a number would be that many."""
+        if encoding not in ("latin1", "latin-1", b"latin1"):
+            raise DataError(f"it encodes as {_shown(encoding)!r}; bytes are expected")
+        if not isinstance(given, str | bytes | bytearray):
+            raise DataError(f"it makes bytes of a {type(given).__name__}; bytes are expected")
+        self._left -= len(given)
+        if self._left < 0:
+            raise DataError(f"it makes over {_MOST_TIMES} times its own size of bytes")
+        return _as_bytes(given)
 
 
 def read_bin(path: str | Path) -> tuple[list[bytes], NDArray[np.bool_]]:
@@ -253,8 +156,9 @@ def read_bin(path: str | Path) -> tuple[list[bytes], NDArray[np.bool_]]:
         with open_regular(path) as file:
             data = file.read()
         try:
-            images, is_genuine = _parts(_Machine(data).run(), size=len(data))
-        except (ValueError, TypeError, IndexError) as error:  # of a number, a text, an argument
+            _check_opcodes(data)
+            images, is_genuine = _parts(_Unpickler(data).load(), size=len(data))
+        except Exception as error:  # of an opcode, a number, a text, an argument
             reason = " ".join(str(error).split())[:300] or type(error).__name__
             raise DataError(f"{path} is not a verification set: {reason}") from error
     if len(images) != 2 * len(is_genuine) or not images:
@@ -268,24 +172,23 @@ def _parts(content: Any, *, size: int) -> tuple[list[bytes], NDArray[np.bool_]]:
         raise DataError(f"it holds a {type(content).__name__}, not images and labels")
     blobs, labels = content
     if isinstance(labels, _Array):
-        labels = np.frombuffer(labels.raw, dtype=labels.kind).tolist()
+        labels = labels.values().tolist()
     for name, items in (("images", blobs), ("labels", labels)):
         if not isinstance(items, tuple | list):
             raise DataError(f"its {name} are a {type(items).__name__}, not a list")
     images = []
     for row, item in enumerate(blobs):
-        if isinstance(item, _Array) and item.kind in ("?", "u1", "i1"):
-            item = item.raw
-        if not isinstance(item, bytes | bytearray):
+        is_array = isinstance(item, _Array) and item.values().itemsize == 1
+        if not is_array and not isinstance(item, bytes | bytearray):
             raise DataError(f"image {row} is a {type(item).__name__}, not bytes")
-        images.append(item)
+        images.append(item.raw if is_array else item)
     for row, value in enumerate(labels):
         if not isinstance(value, bool | int | float) or value not in (False, True):
             raise DataError(f"label {row} is {_shown(value)!r}, not true or false")
     total, limit = sum(map(len, images)), _MOST_TIMES * size + _ALWAYS
     if total > limit:
         raise DataError(f"its images are {total:,} bytes; at most {limit:,} are read from {size:,}")
-    return list(map(bytes, images)), np.array(labels, dtype=np.bool_)
+    return list(map(_as_bytes, images)), np.array(labels, dtype=np.bool_)
 
 
 def convert_bin(path: str | Path, out: str | Path) -> int:
