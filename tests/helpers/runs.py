@@ -16,7 +16,7 @@ from qmargin.data.synthetic import SyntheticIdentities
 from qmargin.errors import CorruptSample
 from qmargin.models import list_backbones, register_backbone
 from qmargin.recipes import get_recipe
-from qmargin.training.checkpoint import read_manifest, step_name
+from qmargin.training.checkpoint import open_checkpoint, step_name
 from qmargin.training.recipe import Recipe
 from qmargin.training.recipe_files import apply_settings
 
@@ -119,7 +119,7 @@ class FaultyIdentities:
 
 def saved_files(out: Path, step: int) -> dict[str, str]:
     """Hash of every file of tensors of a checkpoint."""
-    manifest = read_manifest(Path(out) / "checkpoints" / step_name(step))
+    manifest = open_checkpoint(Path(out) / "checkpoints" / step_name(step), check=False).manifest
     return {
         name: entry.sha256
         for name, entry in manifest.files.items()

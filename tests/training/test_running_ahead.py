@@ -13,7 +13,7 @@ from qmargin.data.order import GlobalOrder
 from qmargin.heads.classifier import MarginClassifier
 from qmargin.training.checkpoint import step_name
 from qmargin.training.loop import train
-from qmargin.training.recipe import ModelPart, OptimizerPart
+from qmargin.training.recipe import ModelPart
 from qmargin.training.session import Session
 
 SETTINGS = ("run.max_steps=6", "head.path=sparse")
@@ -77,34 +77,22 @@ def test_pictures_go_on_where_they_stopped(
 ) -> None:
     """Fused optimizers take weights, gradients and momenta of one layout only."""
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
-    recipe = tiny_recipe(
-        "precision.channels_last=true", "run.save_every_steps=3", "run.max_steps=6"
-    )
-    options = {**recipe.data.options, "shape": (3, 16, 16)}
-    optimizer, head = recipe.optimizer, recipe.head
+    settings = ["precision.channels_last=true", "run.save_every_steps=3", "run.max_steps=6"]
     if kind == "adamw":
-        optimizer, head = OptimizerPart(lr=1e-3, kind="adamw"), replace(head, update="torch")
-    whole = replace(
-        recipe,
-        data=replace(recipe.data, options=options),
-        model=ModelPart("small_conv", embedding_dim=recipe.model.embedding_dim),
-        optimizer=optimizer,
-        head=head,
-    )
+        settings += ["optimizer.kind=adamw", "optimizer.lr=1e-3", "head.update=torch"]
+    recipe = tiny_recipe(*settings, "data.options.shape=[3, 16, 16]")
+    whole = replace(recipe, model=ModelPart("small_conv", recipe.model.embedding_dim))
     train(whole, tmp_path / "whole", device=device)
     train(whole, tmp_path / "halves", device=device)
-    last = tmp_path / "halves" / "checkpoints" / "step-000006"
-    shutil.rmtree(last)
-    train(whole, tmp_path / "halves", device=device, resume=True, allow_changes=True)
+    shutil.rmtree(tmp_path / "halves" / "checkpoints" / "step-000006")
+    train(whole, tmp_path / "halves", device=device, resume=True)
     if device == "cpu":
         assert saved_files(tmp_path / "halves", 6) == saved_files(tmp_path / "whole", 6)
     halves, once = (saved_tensors(tmp_path / name, 6) for name in ("halves", "whole"))
     assert halves.keys() == once.keys()
     for name, values in once.items():  # kernels of a GPU may add in any order
         size = float(values.abs().max())
-        torch.testing.assert_close(
-            halves[name], values, rtol=0, atol=1e-4 * size, msg=lambda told, name=name: name + told
-        )
+        torch.testing.assert_close(halves[name], values, rtol=0, atol=1e-4 * size, msg=name)
 
 
 def saved_tensors(out: Path, step: int) -> dict[str, torch.Tensor]:

@@ -178,15 +178,7 @@ def open_run(
                 )
                 session = build_session(recipe, process, dataset, checkpoint=start.checkpoint)
                 run_on_all(process, lambda: _check_space(session, folder))
-                reporter = Reporter(
-                    folder,
-                    process,
-                    recipe,
-                    step=session.progress.step,
-                    total_steps=session.total_steps,
-                    journal_bytes=session.journal_bytes,
-                    trackers=trackers,
-                )
+                reporter = Reporter(folder, session, trackers)
                 stack.callback(reporter.close)
                 stack.enter_context(reporter.recording_failures())
                 saver = stack.enter_context(_saver(folder, session))
@@ -275,23 +267,22 @@ def _step_record(
     return record | {name: None if stats is None else getattr(stats, name) for name in names}
 
 
+@dataclass
 class Run:
     """One call of ``train``, once everything is built."""
 
-    def __init__(
-        self,
-        session: Session,
-        saver: AsyncSaver,
-        reporter: Reporter,
-        request: StopRequest,
-        hooks: Sequence[Hook],
-    ) -> None:
-        self.session, self.saver, self.reporter = session, saver, reporter
-        self.request, self.hooks = request, hooks
-        self.loss, self.signal = math.nan, 0
+    session: Session
+    saver: AsyncSaver
+    reporter: Reporter
+    request: StopRequest
+    hooks: Sequence[Hook]
+    loss: float = math.nan
+    signal: int = 0
+    has_room: bool = False  # in host memory, for a background save
+
+    def __post_init__(self) -> None:
         # nothing to do at once after a resume: a run that is complete is left as it is
         self.saved_step = self.validated_step = self.step or None
-        self.has_room = False
         self.meter = Meter(self.step)
 
     @property
@@ -398,14 +389,10 @@ class Run:
             return
         session, process = self.session, self.session.process
         session.broadcast_buffers_()
+        average = None if session.average is None else dict(session.average.tensors)
+        backbone, head = session.backbone.eval(), session.head
         state = HookState(
-            step=self.step,
-            epoch=session.epoch,
-            recipe=session.recipe,
-            process=process,
-            backbone=session.backbone.eval(),
-            head=session.head,
-            average=None if session.average is None else dict(session.average.tensors),
+            self.step, session.epoch, session.recipe, process, backbone, head, average
         )
         results: dict[str, float] = {}
         try:
@@ -426,9 +413,8 @@ class Run:
         progress.rollbacks.append(checkpoint.step)
         if progress.rollbacks.count(checkpoint.step) > MOST_ROLLBACKS:
             raise DataError(
-                f"the loss of step {spike} spiked to {loss:.4g} and the run has gone back to step "
-                f"{checkpoint.step} {MOST_ROLLBACKS} times; lower the learning rate, or raise "
-                "run.spike_factor"
+                f"the loss of step {spike} spiked to {loss:.4g} after {MOST_ROLLBACKS} roll-backs "
+                f"to step {checkpoint.step}; lower the learning rate, or raise run.spike_factor"
             )
         restore_(session, checkpoint)
         session.spikes.losses.clear()
@@ -460,13 +446,9 @@ class Run:
         self.reporter.note(
             f"{state} at step {self.step} of {session.total_steps}, saved in {newest}"
         )
+        num_skipped = session.progress.num_skipped
         return Outcome(
-            step=self.step,
-            total_steps=session.total_steps,
-            loss=self.loss,
-            checkpoint=newest,
-            num_skipped=session.progress.num_skipped,
-            signal=self.signal,
+            self.step, session.total_steps, self.loss, newest, num_skipped, signal=self.signal
         )
 
 

@@ -32,11 +32,7 @@ def exit_status(number: int) -> int:
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal asked to stop; ``except Exception`` does not catch it.
-
-    Training runs raise it, after saving if they had taken a step; the command line raises it
-    wherever a signal arrives.
-    """
+    """A signal asked to stop; ``except Exception`` does not catch it."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"signal {number}")
