@@ -27,7 +27,7 @@ from qmargin.data.readers.tar import tar_members
 from qmargin.data.stored import AudioDataset, ImageDataset, OpenFiles
 from qmargin.errors import ConfigError, CorruptSample, DataError
 from qmargin.evaluation.columns import read_mapping
-from qmargin.evaluation.embed import FolderImages
+from qmargin.evaluation.embed import folder_images
 from qmargin.evaluation.protocols.face_sets import read_pair_trials
 from qmargin.evaluation.scores import read_scores
 from qmargin.evaluation.trials import read_trials
@@ -503,13 +503,13 @@ def test_a_folder_without_the_images_of_a_list(tmp_path: Path) -> None:
     (tmp_path / "right" / "Ada" / "Ada_0001.png").write_bytes(jpeg(0))
     listed = ("Ada/Ada_0001.jpg", "Ada/Ada_0002.jpg")
     with pytest.raises(DataError, match="--images") as caught:
-        FolderImages(tmp_path / "wrong", listed)
+        folder_images(tmp_path / "wrong", listed)
     assert "Ada/Ada_0001.jpg" in str(caught.value)
     with pytest.raises(DataError, match="--extension png"):
-        FolderImages(tmp_path / "right", listed)
+        folder_images(tmp_path / "right", listed)
     with pytest.raises(DataError, match=r"--images .*right"):
-        FolderImages(tmp_path, ("Ada/Ada_0001.png",))
-    assert len(FolderImages(tmp_path / "right", ("Ada/Ada_0001.png", "gone.png"))) == 2
+        folder_images(tmp_path, ("Ada/Ada_0001.png",))
+    assert len(folder_images(tmp_path / "right", ("Ada/Ada_0001.png", "gone.png"))) == 2
 
 
 # Tar archives.

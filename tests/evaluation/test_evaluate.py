@@ -51,7 +51,6 @@ def test_points_follow_the_definition(score_set):
         assert point.threshold == np.nextafter(impostor[allowed], np.inf)
         assert point.false_accepts == np.sum(impostor >= point.threshold)
         assert point.far == point.false_accepts / len(impostor)
-        assert point.interval is not None
         assert point.interval[0] <= point.tar <= point.interval[1]
     assert [point.status for point in result.measures.tar] == ["ok", "few", "not measurable"]
 
@@ -59,7 +58,6 @@ def test_points_follow_the_definition(score_set):
 def test_what_is_not_measurable_is_no_number(score_set):
     point = evaluate_scores(score_set, QUICK).measures.tar[2]
     assert (point.tar, point.far, point.threshold, point.interval) == (None, None, None, None)
-    assert point.note is not None
     assert "resolve no FAR below" in point.note
 
 
@@ -69,22 +67,18 @@ def test_subjects_are_drawn_and_replicates_kept(score_set):
     assert calls[-1] == ("bootstrap", 50, 50)
     assert result.protocol.interval.method == "subject bootstrap"
     assert result.protocol.num_subjects == 12
-    assert result.replicates is not None
     assert list(result.replicates.tar) == ["0.1", "0.01"]
     assert len(result.replicates.eer) == 50
     low, high = np.quantile(np.array(result.replicates.eer, dtype=float), [0.025, 0.975])
     assert result.measures.eer.interval == (low, high)
     band = result.det.band
-    assert band is not None
     assert all(low <= high for low, high in zip(band.low, band.high, strict=True))
     assert evaluate_scores(score_set, QUICK).replicates == result.replicates
     other = evaluate_scores(score_set, replace(QUICK, seed=1)).replicates
-    assert other is not None
     assert other.eer != result.replicates.eer
 
 
 def test_the_order_of_trials_changes_nothing(score_set):
-    assert score_set.keys is not None
     order = np.random.default_rng(0).permutation(len(score_set))
     shuffled = replace(
         score_set,
@@ -156,7 +150,6 @@ def test_other_rules_are_named_and_have_no_interval(score_set, rule):
 
 def test_the_hardest_trials_come_first(score_set):
     hardest = evaluate_scores(score_set, replace(QUICK, num_hardest=3)).hardest
-    assert hardest is not None
     impostor = np.sort(score_set.scores[~score_set.is_genuine])
     genuine = np.sort(score_set.scores[score_set.is_genuine])
     assert [pair.score for pair in hardest.false_accepts] == impostor[:-4:-1].tolist()
@@ -180,7 +173,6 @@ def test_the_histogram_counts_every_finite_score():
 
 def test_reliability_covers_all_trials(score_set):
     calibration = evaluate_scores(score_set, QUICK).calibration
-    assert calibration is not None
     reliability = calibration.reliability
     assert sum(reliability.count) == len(score_set)
     posterior = 1 / (1 + np.exp(-(calibration.scale * score_set.scores + calibration.offset)))
@@ -203,10 +195,8 @@ def test_groups_are_audited_at_the_common_threshold(score_set):
     groups = {f"id{i:02d}": "even" if i % 2 == 0 else "odd" for i in range(12)}
     result = evaluate_scores(score_set, replace(QUICK, group_of=groups))
     audit = result.groups
-    assert audit is not None
     assert audit.far_target == 0.1  # the smallest FAR with enough trials
     assert audit.threshold == result.measures.tar[0].threshold
-    assert score_set.keys is not None
     for row in audit.rows:
         is_odd = row.group == "odd"
         inside = [
@@ -221,7 +211,6 @@ def test_groups_are_audited_at_the_common_threshold(score_set):
     assert "two groups count in none" in str(audit.note)
     named = replace(QUICK, group_of=groups, group_far=0.01)
     chosen = evaluate_scores(score_set, named).groups
-    assert chosen is not None
     assert chosen.far_target == 0.01
     with pytest.raises(ProtocolError, match="FAR=1e-06 is not measurable"):
         evaluate_scores(score_set, replace(named, group_far=1e-6))
@@ -402,7 +391,6 @@ class TestRegisteredMetrics:
         embeddings = Embeddings(keys, rows, Source("e.npz", "ab", "embeddings"))
         options = EvaluationOptions(fars=(0.1,), num_replicates=0, metrics=("extremes",))
         found = evaluate_identities(embeddings, identities_of(keys), options)
-        assert found.hardest is not None
         highest = found.measures.extra["extremes high"].value
         assert highest == pytest.approx(found.hardest.false_accepts[0].score, abs=1e-6)
         monkeypatch.setattr(all_pairs, "MAX_ROWS", 5)

@@ -45,7 +45,6 @@ def test_names_in_a_table_of_scores_are_text_and_come_back(tmp_path, how):
     assert not [cell for row in rows for cell in row[:2] if cell.startswith(FORMULA)]
     assert any(row[2].startswith("-") for row in rows)  # numbers stay numbers
     found = read_scores(path)
-    assert found.keys is not None
     assert [found.keys.trial(row) for row in range(len(NAMES))] == [
         listed.keys.trial(row) for row in range(len(NAMES))
     ]

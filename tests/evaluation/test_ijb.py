@@ -50,7 +50,6 @@ def plain_template(embeddings, rows, template, pooling):
             if not pooling.keep_norms:
                 frame = frame / np.linalg.norm(frame)
             if pooling.use_detector:
-                assert rows.detector is not None
                 frame = frame * rows.detector[row]
             frames.append(frame)
         total += np.mean(frames, axis=0)
@@ -84,7 +83,6 @@ def test_blocks_and_order_do_not_matter(block, monkeypatch):
     np.testing.assert_allclose(parts.vectors, whole.vectors, rtol=0, atol=1e-15)
     assert calls[-1] == (400, 400)
     order = np.random.default_rng(1).permutation(400)
-    assert rows.detector is not None
     mixed = TemplateRows(rows.template[order], rows.media[order], rows.detector[order])
     again = pool_templates(embeddings[order], mixed)
     np.testing.assert_allclose(again.vectors, whole.vectors, rtol=0, atol=1e-14)
@@ -153,7 +151,6 @@ def test_verification_of_templates():
     for point in result.measures.tar:
         genuine, impostor = scores[pairs.is_genuine], scores[~pairs.is_genuine]
         assert point.tar == tar_at_far(genuine, impostor, point.far_target).tar
-    assert result.hardest is not None
     worst = np.flatnonzero(~pairs.is_genuine)[np.argmax(scores[~pairs.is_genuine])]
     first = result.hardest.false_accepts[0]
     assert (first.enrol, first.test) == (str(pairs.enrol[worst]), str(pairs.test[worst]))
@@ -240,7 +237,6 @@ def test_from_images_to_a_result_with_pictures(release, tmp_path):
     templates = pool_templates(embeddings, found.rows)
     result = evaluate_templates(templates, found.pairs(), QUICK)
     assert result.measures.eer.value < 0.2
-    assert result.hardest is not None
     number = write_template_pictures(tmp_path / "p", found, result.hardest)
     trials = (*result.hardest.false_accepts, *result.hardest.false_rejects)
     wanted = {key for trial in trials for key in (trial.enrol, trial.test)}
@@ -382,7 +378,6 @@ def test_rates_follow_the_loop(block, monkeypatch):
         limit = sorted(others, reverse=True)[allowed]
         assert point.tar == pytest.approx(np.mean(np.array(mates) > limit))
         assert point.false_accepts == allowed
-    assert result.hardest is not None
     assert result.hardest.false_accepts[0].score == pytest.approx(max(others))
     assert result.hardest.false_rejects[0].score == pytest.approx(min(mates))
     assert result.protocol.name == "ijbc, 1:N in G1 (TAR is TPIR, FAR is FPIR)"
@@ -406,7 +401,7 @@ def test_searches_that_all_have_a_mate():
     with pytest.raises(ProtocolError, match=r"all 36 searches of p\.csv have a mate"):
         evaluate_identification(templates, some, gallery, OPTIONS)
     none = TemplateList("p", probes.template[~known], probes.subject[~known], probes.source)
-    with pytest.raises(ProtocolError, match="mate"):
+    with pytest.raises(ProtocolError, match="none of 24"):
         evaluate_identification(templates, none, gallery, OPTIONS)
 
 

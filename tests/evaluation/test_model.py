@@ -1,7 +1,6 @@
 """``load_model``: embeddings of everything that holds an image, and decisions."""
 
 import io
-import json
 import os
 import zipfile
 from dataclasses import replace
@@ -83,6 +82,7 @@ def test_paths_pillow_images_and_arrays_give_the_same(directory, tmp_path):
     ):
         np.testing.assert_array_equal(model.embed(inputs), expected)
     np.testing.assert_allclose(model.embed(images, batch_size=2), expected, atol=1e-6)
+    assert model.embed([]).shape == (0, 8)
 
 
 def test_embeddings_are_the_networks_of_normalised_rgb(directory):
@@ -120,17 +120,17 @@ def test_bad_inputs_are_named(directory, inputs, error, message):
         load_model(directory, fit="exact").embed(inputs)
 
 
-@pytest.mark.parametrize("content", [b"", b"<html>not found</html>", b"\xff\xd8\xff\xe0 cut"])
+@pytest.mark.parametrize(
+    "content", [b"", b"<html>not found</html>", b"\xff\xd8\xff\xe0 cut", "bomb"]
+)
 def test_corrupt_files_are_named(directory, tmp_path, content):
-    (tmp_path / "bad.jpg").write_bytes(content)
-    with pytest.raises(CorruptSample, match=r"bad\.jpg' cannot be read"):
-        load_model(directory).embed([tmp_path / "bad.jpg"])
-
-
-def test_a_bomb_is_refused_by_its_header(directory, tmp_path):
-    Image.new("1", (8_000, 8_000)).save(tmp_path / "bomb.png")
-    with pytest.raises(CorruptSample, match="8000 x 8000"):
-        load_model(directory).embed([tmp_path / "bomb.png"])
+    path = tmp_path / "bad.png"
+    if content == "bomb":
+        Image.new("1", (8_000, 8_000)).save(path)
+    else:
+        path.write_bytes(content)
+    with pytest.raises(CorruptSample, match=r"bad\.png' cannot be read"):
+        load_model(directory).embed([path])
 
 
 def test_images_of_another_size_can_be_resized(directory):
@@ -309,66 +309,69 @@ def test_a_real_face_is_found_and_aligned(directory):
     assert np.corrcoef(found.ravel(), np.array(portrait).ravel())[0, 1] > 0.9
 
 
-OURS, RESULT = "ab" * 32, "cd" * 32
+OURS, OTHERS = "ab" * 32, "cd" * 32
 
 
-def made(**changes):
+def made(*, is_trusted=False, **changes):
     own = synthetic_result(num_impostors=2000, card={"weights_sha256": OURS})
-    result = replace(own, **changes)
-    return thresholds_of(result, weights_sha256=OURS, result_sha256=RESULT, flip="sum")
+    hashes = {"weights_sha256": OURS, "result_sha256": OTHERS}
+    return thresholds_of(replace(own, **changes), **hashes, flip="sum", is_trusted=is_trusted)
 
 
-def test_points_are_those_that_could_be_measured():
-    thresholds = made()
+def test_points_are_those_that_could_be_measured(tmp_path):
+    thresholds, path = made(), tmp_path / "thresholds.json"
     assert [point.far_target for point in thresholds.points] == [1e-2, 1e-3]
     assert thresholds.at(0.001) == thresholds.points[1]
     with pytest.raises(ProtocolError, match=r"FAR 1e-05 .* 2,000 impostor .* 0\.01, 0\.001"):
         thresholds.at(1e-5)
+    for each in (thresholds, replace(thresholds, calibration=None)):
+        write_thresholds(path, each)
+        assert read_thresholds(path) == each
+    with pytest.raises(ConfigError, match="one of none, sum"):
+        replace(thresholds, flip="twice")
 
 
-def test_they_survive_their_file(tmp_path):
-    path = tmp_path / "thresholds.json"
-    write_thresholds(path, made())
-    assert read_thresholds(path) == made()
-    write_thresholds(path, replace(made(), calibration=None))
-    assert read_thresholds(path).calibration is None
+def system_of(weights):
+    return replace(synthetic_result().system, model_card={"weights_sha256": weights})
 
 
 def test_a_result_of_another_model_is_refused():
-    assert made(system=replace(synthetic_result().system, model_card={"weights_sha256": OURS}))
+    assert made(system=system_of(OURS))
     assert made(run=some_run(checkpoint_sha256=OURS))
-    with pytest.raises(DataError, match="evaluate this model"):
-        made(run=some_run(checkpoint_sha256=RESULT))
-    with pytest.raises(DataError, match="evaluate this model"):
-        made(system=replace(synthetic_result().system, model_card={"weights_sha256": RESULT}))
+    for changes in ({"run": some_run(checkpoint_sha256=OTHERS)}, {"system": system_of(OTHERS)}):
+        for is_trusted in (False, True):
+            with pytest.raises(DataError, match="cdcdcdcdcdcd"):
+                made(is_trusted=is_trusted, **changes)
 
 
 @pytest.mark.parametrize("card", [None, {"loss": "Q-Margin"}])
 def test_a_result_that_names_no_model_needs_trust(card):
-    result = synthetic_result("someone", card=card)
+    system = synthetic_result("someone", card=card).system
     with pytest.raises(DataError, match=r"'someone'.* does not name the weights.*--trust-result"):
-        thresholds_of(result, weights_sha256=OURS, result_sha256=RESULT)
-    found = thresholds_of(result, weights_sha256=OURS, result_sha256=RESULT, is_trusted=True)
-    assert found.weights_sha256 == OURS
+        made(system=system)
+    assert made(is_trusted=True, system=system).weights_sha256 == OURS
 
 
-def test_trust_does_not_extend_to_a_result_of_another_model():
-    other = synthetic_result(card={"weights_sha256": RESULT})
-    with pytest.raises(DataError, match="cdcdcdcdcdcd"):
-        thresholds_of(other, weights_sha256=OURS, result_sha256=RESULT, is_trusted=True)
-
-
-@pytest.mark.parametrize("role", ["cohort", "center"])
-def test_normalised_scores_are_refused(role):
-    """Their thresholds mean nothing for the plain cosine of two samples."""
-    with pytest.raises(DataError, match=f"changed by a {role}"):
-        made(sources=(Source("a", "b", "scores"), Source("a", "b", role)))
-
-
-def test_scores_of_templates_are_refused():
-    protocol = replace(synthetic_result(num_impostors=2000).protocol, pooling="norms kept")
-    with pytest.raises(DataError, match="compared templates"):
-        made(protocol=protocol)
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [  # of which thresholds mean nothing for the plain cosine of two samples
+        ({"sources": (Source("a", "b", "cohort"),)}, DataError, "changed by a cohort"),
+        ({"sources": (Source("a", "b", "center"),)}, DataError, "changed by a center"),
+        (
+            {"protocol": replace(synthetic_result().protocol, pooling="norms kept")},
+            DataError,
+            "compared templates",
+        ),
+        (
+            {"measures": synthetic_result(num_impostors=20).measures},
+            ProtocolError,
+            "no FAR could be measured",
+        ),
+    ],
+)
+def test_other_comparisons_are_refused(changes, error, message):
+    with pytest.raises(error, match=message):
+        made(**changes)
 
 
 @pytest.mark.parametrize(
@@ -379,19 +382,12 @@ def test_damaged_files_are_refused(tmp_path, content):
     path.write_text(content)
     with pytest.raises(DataError, match=r"thresholds\.json"):
         read_thresholds(path)
-
-
-def test_numbers_are_numbers(tmp_path):
-    path = tmp_path / "thresholds.json"
     write_thresholds(path, made())
-    content = json.loads(path.read_text())
-    content["points"][0]["threshold"] = "low"
-    path.write_text(json.dumps(content))
-    with pytest.raises(DataError, match=r"points\[0\]\.threshold is 'low', not a number"):
-        read_thresholds(path)
-    path.write_text(json.dumps(content).replace('"low"', "NaN"))
-    with pytest.raises(DataError, match="NaN is not a JSON number"):
-        read_thresholds(path)
+    text = path.read_text().replace('"far_target": 0.01', '"far_target": LOW')
+    for value, message in (('"low"', r"points\[0\]\.far_target is 'low'"), ("NaN", "NaN")):
+        path.write_text(text.replace("LOW", value))
+        with pytest.raises(DataError, match=message):
+            read_thresholds(path)
 
 
 @pytest.fixture(scope="module")
@@ -538,22 +534,7 @@ def test_images_are_embedded_as_in_the_evaluation(tmp_path, said, asked, expecte
         assert not (tmp_path / "m" / THRESHOLDS).exists()
 
 
-def test_nothing_at_all_has_no_embeddings(directory):
-    assert load_model(directory).embed([]).shape == (0, 8)
-
-
-def test_an_unknown_flip_is_refused():
-    with pytest.raises(ConfigError, match="one of none, sum"):
-        replace(made(), flip="twice")
-
-
 def test_a_missing_detector_is_said(directory, monkeypatch):
     monkeypatch.setattr("qmargin.data.alignment.why_no_detector", lambda: "dlib-bin is missing")
     with pytest.raises(BackendError, match="dlib-bin is missing"):
         load_model(directory).embed(pictures(1, size=40))
-
-
-def test_an_evaluation_that_measured_nothing_is_refused():
-    result = synthetic_result(num_impostors=20)
-    with pytest.raises(ProtocolError, match="20 impostor trials"):
-        thresholds_of(result, weights_sha256=OURS, result_sha256=RESULT, is_trusted=True)

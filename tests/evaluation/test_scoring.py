@@ -113,7 +113,7 @@ def test_bad_inputs_are_named(tmp_path, inputs):
     with pytest.raises(DataError, match=r"'id01/video/1\.wav' is zero"):
         score_trials(zero, trials, out=out)
     wide = cohort_of(np.ones((10, 9)))
-    with pytest.raises(ShapeError, match=r"cohort\.npz has embeddings of width 9.*has 8"):
+    with pytest.raises(ShapeError, match=r"cohort\.npz has embeddings of width 9"):
         score_trials(embeddings, trials, out=out, norm=CohortNorm(wide, top_n=5))
     with pytest.raises(ShapeError, match="width 9"):
         score_trials(embeddings, trials, out=out, center=wide)
@@ -219,7 +219,6 @@ def test_a_killed_run_goes_on_to_the_same_bytes(tmp_path, inputs):
     firsts = []
     for turn in range(20):
         process = subprocess.Popen([*command, str(out)], stdout=subprocess.PIPE, text=True)
-        assert process.stdout is not None
         if line := process.stdout.readline():  # nothing when only the renaming was left
             firsts.append(int(line))
         for _ in range(16):

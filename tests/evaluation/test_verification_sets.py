@@ -104,7 +104,6 @@ def test_without_the_flip_test(pairs):
 def test_pictures_of_the_hardest_pairs(tmp_path, pairs, embeddings):
     options = replace(QUICK, num_hardest=2, num_replicates=0)
     result = evaluate_verification_set(pairs, flip_features(embeddings), options)
-    assert result.hardest is not None
     trials = (*result.hardest.false_accepts, *result.hardest.false_rejects)
     wanted = {key for trial in trials for key in (trial.enrol, trial.test)}
     assert write_pictures(tmp_path / "p", pairs, result.hardest) == len(wanted)
@@ -123,7 +122,7 @@ def test_pictures_of_the_hardest_pairs(tmp_path, pairs, embeddings):
 
 
 def test_features_without_a_direction_and_of_the_wrong_set(pairs, embeddings):
-    with pytest.raises(ShapeError, match="pictures, but"):
+    with pytest.raises(ShapeError, match="has 81 pictures, not 80"):
         evaluate_verification_set(pairs, flip_features(embeddings[:-1]), QUICK)
     with pytest.raises(ShapeError, match="2 d"):
         flip_features(np.ones((2, 3)))

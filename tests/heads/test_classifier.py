@@ -1,4 +1,4 @@
-"""The head as a module: choice of path, statistics, state, and what it refuses."""
+"""The head as a module: choice of path, batches, state, and what it refuses."""
 
 import copy
 import io
@@ -20,10 +20,8 @@ from helpers.heads import (
     step,
     truth_of,
 )
-from qmargin.errors import ConfigError, DataError, QMarginError, ShapeError
-from qmargin.heads import checks as memory
-from qmargin.heads import paths
-from qmargin.heads.checks import check_settings
+from qmargin.errors import ConfigError, DataError, ShapeError
+from qmargin.heads import checks, paths
 from qmargin.heads.classifier import MarginClassifier
 from qmargin.heads.paths import choose_path
 
@@ -31,75 +29,55 @@ EXACT = ("sparse", "chunked", "dense", "top_k")
 q_margin = qmargin.q_margin()
 q_head = MarginClassifier(8, 10, q_margin)
 NINE = qmargin.PriorMargin(qmargin.PerClass(torch.zeros(9)))
-
+on_exact_paths = pytest.mark.parametrize("path", EXACT)
 
 # auto
 
 
-def decide(**changes: object) -> paths.Choice:
-    settings = {
-        "alpha": 1.25,
-        "device": "cpu",
-        "num_logits": 10**9,
-        "class_share": None,
-        "was_chunked": False,
-    }
-    return choose_path(**{**settings, **changes})
-
-
 @pytest.mark.parametrize(
-    ("changes", "path"),
+    ("path", "changes"),
     [
-        ({}, "sparse"),
-        ({"alpha": 1.0}, "chunked"),
-        ({"alpha": 0.5}, "chunked"),
-        ({"alpha": 1.0, "num_logits": 1000}, "dense"),
-        ({"alpha": None}, "dense"),
-        ({"class_share": 0.01}, "sparse"),
-        ({"class_share": 0.9}, "chunked"),
-        ({"class_share": 0.1, "device": "cuda"}, "chunked"),
-        ({"class_share": 0.15}, "sparse"),  # between the limits nothing changes
-        ({"class_share": 0.15, "was_chunked": True}, "chunked"),
-        ({"class_share": 0.01, "was_chunked": True}, "sparse"),
-        ({"class_share": 0.005, "device": "cuda"}, "sparse"),
-        ({"class_share": 0.005, "device": "cuda", "was_chunked": True}, "chunked"),
-        ({"class_share": 0.001, "device": "other"}, "sparse"),
-        ({"class_share": 0.9, "device": "cuda", "num_logits": 1 << 23}, "sparse"),
-        ({"class_share": 0.9, "device": "cuda", "num_logits": 1 << 24}, "chunked"),
-        ({"class_share": 0.4, "device": "cuda", "num_logits": 1 << 24}, "sparse"),
-        (
-            {"class_share": 0.4, "device": "cuda", "num_logits": 1 << 24, "was_chunked": True},
-            "chunked",
-        ),
+        ("sparse", {}),
+        ("chunked", {"alpha": 1.0}),
+        ("chunked", {"alpha": 0.5}),
+        ("dense", {"alpha": 1.0, "num_logits": 1000}),
+        ("dense", {"alpha": None}),
+        ("sparse", {"class_share": 0.01}),
+        ("chunked", {"class_share": 0.9}),
+        ("chunked", {"class_share": 0.1, "device": "cuda"}),
+        ("sparse", {"class_share": 0.15}),  # between the limits nothing changes
+        ("chunked", {"class_share": 0.15, "was_chunked": True}),
+        ("sparse", {"class_share": 0.01, "was_chunked": True}),
+        ("sparse", {"class_share": 0.005, "device": "cuda"}),
+        ("chunked", {"class_share": 0.005, "device": "cuda", "was_chunked": True}),
+        ("sparse", {"class_share": 0.001, "device": "other"}),
+        ("sparse", {"class_share": 0.9, "device": "cuda", "num_logits": 1 << 23}),
+        ("chunked", {"class_share": 0.9, "device": "cuda", "num_logits": 1 << 24}),
+        ("sparse", {"class_share": 0.4, "device": "cuda", "num_logits": 1 << 24}),
     ],
 )
-def test_choice_follows_alpha_size_and_support(changes: dict[str, object], path: str) -> None:
-    chosen = decide(**changes)
-    assert chosen.path == path
-    assert chosen.reason
-    assert "\n" not in chosen.reason
+def test_choice_follows_alpha_size_and_support(path, changes):
+    settings = {"alpha": 1.25, "device": "cpu", "num_logits": 10**9, "class_share": None}
+    chosen = choose_path(**{**settings, "was_chunked": False, **changes})
+    assert chosen.path == path and chosen.reason
 
 
-def test_auto_follows_the_support_and_does_not_flutter() -> None:
+def test_auto_follows_the_support_and_does_not_flutter():
     batch = random_batch(1031, dim=64, rows=8)
     head = make_head(make_loss(1.25, 64.0), batch, path="auto")
-    paths, reasons = [], []
+    taken = []
     for scale in [64.0] * 3 + [4.0] * 6 + [64.0] * 6:  # few active classes, then most, then few
         head.loss.scale = scale
         outcome = step(head, batch)
         assert_same(outcome, truth_of(head.loss, batch), tolerance=2e-5)
-        paths.append(outcome.stats.path)
-        reasons.append(outcome.stats.reason)
-    assert paths[:4] == ["sparse"] * 4  # the first large support is met by the sparse path
-    assert "chunked" in paths[4:9]
-    assert paths[8] == paths[9] == "chunked"
-    assert paths[-1] == "sparse"
-    changes = sum(one != other for one, other in pairwise(paths))
-    assert changes == 2
-    assert "of the classes" in reasons[-1]
+        taken.append(outcome.stats.path)
+    assert taken[:4] == ["sparse"] * 4  # the first large support is met by the sparse path
+    assert taken[8] == taken[9] == "chunked" and taken[-1] == "sparse"
+    assert sum(one != other for one, other in pairwise(taken)) == 2
+    assert "of the classes" in outcome.stats.reason
 
 
-def test_auto_takes_what_only_dense_can_do() -> None:
+def test_auto_takes_what_only_dense_can_do(monkeypatch):
     batch = random_batch(33)
     alpha = torch.nn.Parameter(torch.tensor(1.5))
     for divergence in (qmargin.Alpha(alpha), qmargin.JensenShannon()):
@@ -107,51 +85,35 @@ def test_auto_takes_what_only_dense_can_do() -> None:
         assert step(make_head(loss, batch), batch).stats.path == "dense"
     assert alpha.grad is not None
     assert step(make_head(make_loss(1.0), batch), batch).stats.path == "dense"
-
-
-def test_auto_avoids_a_matrix_of_many_cosines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paths, "SMALL_LOGITS", 100)
-    batch = random_batch(33)
+    monkeypatch.setattr(paths, "SMALL_LOGITS", 100)  # and avoids a matrix of many cosines
     stats = step(make_head(qmargin.arcface(), batch), batch).stats
-    assert stats.path == "chunked"
-    assert stats.active_share == 1.0
-    assert stats.support_max == 33
+    assert (stats.path, stats.active_share, stats.support_max) == ("chunked", 1.0, 33)
 
 
 # batches
 
 
 @pytest.mark.parametrize("path", [*EXACT, "sampled"])
-def test_ignored_rows_do_not_count(path: str) -> None:
+def test_ignored_rows_do_not_count(path):
     batch = random_batch(97, seed=1)
-    labels = batch.labels.clone()
+    labels, embeddings = batch.labels.clone(), batch.embeddings.clone()
     labels[[1, 4]] = -100
-    embeddings = batch.embeddings.clone()
     embeddings[1] = math.nan  # whatever is in there
     embeddings[4] = 0.0
-    margin = qmargin.AdaFaceMargin()
-    head = make_head(
-        make_loss(1.5, margin=copy.deepcopy(margin)),
-        batch,
-        path=every_class(path),
-        dtype=torch.float64,
-    )
+    ours, theirs = (make_loss(1.5, margin=qmargin.AdaFaceMargin()) for _ in range(2))
+    head = make_head(ours, batch, path=every_class(path), dtype=torch.float64)
     outcome = step(head, Batch(embeddings, labels, batch.prototypes))
     kept = [0, 2, 3, 5]
-    part = Batch(batch.embeddings[kept], batch.labels[kept], batch.prototypes)
-    loss = make_loss(1.5, margin=margin)
-    truth = truth_of(loss, part)
+    truth = truth_of(theirs, Batch(batch.embeddings[kept], batch.labels[kept], batch.prototypes))
     assert (outcome.embeddings[[1, 4]] == 0).all()
-    outcome.embeddings[[1, 4]] = 0.0
     packed = type(outcome)(outcome.loss, outcome.embeddings[kept], outcome.prototypes)
     assert_same(packed, truth, tolerance=1e-9)
-    torch.testing.assert_close(head.loss.margin.running_mean, loss.margin.running_mean)
+    torch.testing.assert_close(ours.margin.running_mean, theirs.margin.running_mean)
 
 
-@pytest.mark.parametrize("path", EXACT)
-def test_embeddings_in_half_precision_and_under_autocast(path: str) -> None:
-    batch = random_batch(97)
-    loss = make_loss(1.5)
+@on_exact_paths
+def test_embeddings_in_half_precision_and_under_autocast(path):
+    batch, loss = random_batch(97), make_loss(1.5)
     truth = truth_of(loss, Batch(batch.embeddings.bfloat16(), batch.labels, batch.prototypes))
     head = make_head(loss, batch, path=path)
     embeddings = batch.embeddings.bfloat16().requires_grad_()
@@ -163,30 +125,22 @@ def test_embeddings_in_half_precision_and_under_autocast(path: str) -> None:
     assert head.prototypes.grad.dtype == torch.float32
 
 
-@pytest.mark.parametrize("path", EXACT)
-def test_evaluation_needs_no_gradients_and_leaves_none(path: str) -> None:
-    batch = random_batch(97)
-    loss = make_loss(1.5)
+@on_exact_paths
+def test_evaluation_and_frozen_prototypes_leave_no_gradients(path):
+    batch, loss = random_batch(97), make_loss(1.5)
+    rows, labels = batch.embeddings.double(), batch.labels
     head = make_head(loss, batch, path=path, dtype=torch.float64)
     truth = truth_of(loss, batch)
     for context in (torch.no_grad(), torch.inference_mode()):
         with context:
-            value = head(batch.embeddings.double(), batch.labels)
+            value = head(rows, labels)
         torch.testing.assert_close(value, truth.loss)
-    head(batch.embeddings.double(), batch.labels).backward()  # embeddings without gradients
+    head(rows, labels).backward()  # embeddings without gradients
     torch.testing.assert_close(head.prototypes.grad, truth.prototypes)
     assert_same(step(head, batch), truth, tolerance=1e-9)
-
-
-@pytest.mark.parametrize("path", EXACT)
-def test_frozen_prototypes(path: str) -> None:
-    batch = random_batch(97)
-    loss = make_loss(1.5)
-    head = make_head(loss, batch, path=path, dtype=torch.float64)
-    head.prototypes.requires_grad_(False)
-    embeddings = batch.embeddings.double().requires_grad_()
-    head(embeddings, batch.labels).backward()
-    torch.testing.assert_close(embeddings.grad, truth_of(loss, batch).embeddings)
+    head.prototypes.requires_grad_(False).grad = None
+    head(rows.requires_grad_(), labels).backward()
+    torch.testing.assert_close(rows.grad, truth.embeddings)
     assert head.prototypes.grad is None
 
 
@@ -194,7 +148,7 @@ def test_frozen_prototypes(path: str) -> None:
 
 
 @pytest.mark.parametrize("path", [*EXACT, "sampled"])
-def test_copies_and_pickles_are_heads_of_their_own(path: str) -> None:
+def test_copies_and_pickles_are_heads_of_their_own(path):
     batch = random_batch(97)
     head = make_head(make_loss(1.5), batch, path=path, gradient="fused")
     head(batch.embeddings.clone().requires_grad_(), batch.labels).backward()  # a step is in flight
@@ -202,8 +156,7 @@ def test_copies_and_pickles_are_heads_of_their_own(path: str) -> None:
     torch.save(head, file)
     file.seek(0)
     for twin in (copy.deepcopy(head), torch.load(file, weights_only=False)):
-        assert twin.last_step is None
-        assert twin.fused_gradient is None
+        assert twin.last_step is None and twin.fused_gradient is None
         twin.gradient = "dense"
         step(twin, batch)
         with torch.no_grad():
@@ -212,13 +165,12 @@ def test_copies_and_pickles_are_heads_of_their_own(path: str) -> None:
     assert head.last_step is not None
 
 
-def test_a_copy_chooses_the_same_path() -> None:
+def test_a_copy_chooses_the_same_path():
     """What ``auto`` has measured is part of the state: a resumed run goes on as it would have."""
     batch = random_batch(1031)
-    head = make_head(make_loss(1.5), batch)
+    head, other = (make_head(make_loss(1.5), batch) for _ in range(2))
     for _ in range(2):
         head(batch.embeddings, batch.labels)
-    other = make_head(make_loss(1.5), batch)
     other.load_state_dict(head.state_dict())
     for each in (head, other):
         each(batch.embeddings, batch.labels)
@@ -226,45 +178,58 @@ def test_a_copy_chooses_the_same_path() -> None:
     assert other.last_step == head.last_step
 
 
+def test_paths_have_names_settings_and_state():
+    head = MarginClassifier(8, 10, qmargin.adaface(), path=qmargin.Sampled(0.5, seed=7))
+    assert head.path == qmargin.Sampled(0.5, seed=7) and "Sampled(rate=0.5, seed=7)" in repr(head)
+    state = head.state_dict()
+    margin = {f"loss.margin.running_{name}" for name in ("mean", "std")}
+    assert set(state) == {"prototypes", "_extra_state"} | margin
+    assert state["_extra_state"].tolist() == [7, 0, 0]
+    head.path = "paper"
+    assert head.path == qmargin.TopK() and "path='top_k'" in repr(head)
+    for name in ("auto", "sparse", "chunked", "dense", "sampled", "top_k"):
+        assert paths.as_path(name).name == name
+    head = MarginClassifier(8, 10, q_margin, path=qmargin.Chunked(dtype=torch.float16))
+    assert head.chunk_dtype == torch.float16 and head.screen_dtype == torch.float32
+    head.path = qmargin.Auto(screen_dtype=torch.bfloat16, list_capacity=3)
+    assert head.screen_dtype == torch.bfloat16 and head.list_capacity == 3
+
+
+def test_a_seed_decides_the_prototypes():
+    heads = []
+    for seed in (3, 3, 4):
+        torch.manual_seed(seed)
+        heads.append(MarginClassifier(4, 9, q_margin).prototypes)
+    assert torch.equal(heads[0], heads[1]) and not torch.equal(heads[0], heads[2])
+
+
 # refusals
 
 
-def test_settings_are_checked_again_when_they_change() -> None:
-    batch = random_batch(33)
-    head = make_head(make_loss(1.5), batch)
-    with pytest.raises(ConfigError, match="'fast'"):
-        head.path = "fast"
-    with pytest.raises(ConfigError, match="float16"):
-        make_head(make_loss(1.5), batch).half()(batch.embeddings.half(), batch.labels)
-
-
 @pytest.mark.parametrize("path", ["sparse", "chunked", "top_k"])
-def test_paths_without_a_gradient_for_alpha_refuse_a_learnable_one(path: str) -> None:
+def test_paths_without_a_gradient_for_alpha_refuse_a_learnable_one(path):
     alpha = torch.nn.Parameter(torch.tensor(1.5))
-    loss = qmargin.MarginLoss(qmargin.Alpha(alpha), qmargin.PriorMargin(0.1), scale=8.0)
-    with pytest.raises(ConfigError, match=r"alpha|JensenShannon"):
-        MarginClassifier(8, 10, loss, path=path)
-    MarginClassifier(8, 10, loss, path="dense")
-    other = qmargin.MarginLoss(qmargin.JensenShannon(), qmargin.PriorMargin(0.1), scale=8.0)
-    with pytest.raises(ConfigError, match=r"alpha|JensenShannon"):
-        MarginClassifier(8, 10, other, path=path)
+    for divergence in (qmargin.Alpha(alpha), qmargin.JensenShannon()):
+        loss = qmargin.MarginLoss(divergence, qmargin.PriorMargin(0.1), scale=8.0)
+        with pytest.raises(ConfigError, match=r"alpha|JensenShannon"):
+            MarginClassifier(8, 10, loss, path=path)
+        MarginClassifier(8, 10, loss, path="dense")
 
 
-def test_a_head_that_cannot_fit_is_refused_with_what_it_needs() -> None:
+def test_a_head_that_cannot_fit_is_refused_with_what_it_needs():
     for gradient, listed in (("dense", "gradient"), ("fused", "screened copy")):
-        with pytest.raises(ConfigError, match="GiB") as caught:
-            MarginClassifier(512, 10**11, qmargin.q_margin(), gradient=gradient)
-        assert listed in str(caught.value)
+        with pytest.raises(ConfigError, match=f"{listed} .*GiB"):
+            MarginClassifier(512, 10**11, q_margin, gradient=gradient)
 
 
-def test_available_memory_is_known_without_the_linux_file(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_available_memory_is_known_without_the_linux_file(monkeypatch):
     cpu = torch.device("cpu")
-    monkeypatch.setattr(memory.Path, "exists", lambda path: False)
-    total = memory.available_memory(cpu)
+    monkeypatch.setattr(checks.Path, "exists", lambda path: False)
+    total = checks.available_memory(cpu)
     assert total is None or total > 2**28
-    monkeypatch.setattr(memory.os, "sysconf", mock.Mock(side_effect=ValueError))
-    assert memory.available_memory(cpu) is None
-    assert memory.available_memory(torch.device("meta")) is None
+    monkeypatch.setattr(checks.os, "sysconf", mock.Mock(side_effect=ValueError))
+    assert checks.available_memory(cpu) is None
+    assert checks.available_memory(torch.device("meta")) is None
 
 
 @pytest.mark.parametrize(
@@ -273,35 +238,29 @@ def test_available_memory_is_known_without_the_linux_file(monkeypatch: pytest.Mo
         ({"embeddings": torch.ones(6, 5)}, ShapeError, r"\[B, 16\]"),
         ({"embeddings": torch.ones(16)}, ShapeError, r"\[B, 16\]"),
         ({"embeddings": torch.ones(6, 16).int()}, ShapeError, "floating"),
-        ({"embeddings": torch.ones(6, 16, device="meta")}, ShapeError, "move one"),
+        ({"embeddings": torch.ones(6, 16, device="meta")}, ShapeError, "meta"),
         ({"labels": torch.zeros(5).long()}, ShapeError, "labels"),
         ({"labels": torch.zeros(6)}, ShapeError, "integers"),
         ({"labels": torch.full((6,), 33)}, DataError, "label 33 at row 0"),
         ({"labels": torch.tensor([0, 0, -1, 0, 0, 0])}, DataError, "label -1 at row 2"),
     ],
 )
-def test_batches_that_cannot_be(
-    change: dict[str, torch.Tensor], error: type[QMarginError], message: str
-) -> None:
+def test_batches_that_cannot_be(change, error, message):
     batch = random_batch(33)
     head = make_head(make_loss(1.5), batch)
-    inputs = {"embeddings": batch.embeddings, "labels": batch.labels, **change}
     with pytest.raises(error, match=message):
-        head(**inputs)
+        head(**{"embeddings": batch.embeddings, "labels": batch.labels, **change})
 
 
 @pytest.mark.parametrize("value", [0.0, math.nan, math.inf])
 @pytest.mark.parametrize("path", [*EXACT, "sampled"])
-def test_an_embedding_without_direction_is_named(path: str, value: float) -> None:
+def test_an_embedding_without_direction_is_named(path, value):
     batch = random_batch(33)
-    embeddings = batch.embeddings.clone()
-    embeddings[3] = value
+    batch.embeddings[3] = value
     head = make_head(make_loss(1.5), batch, path=path)
-    before = head.prototypes.detach().clone()
     with pytest.raises(DataError, match="row 3"):
-        head(embeddings, batch.labels)
-    assert torch.equal(head.prototypes, before)
-    assert head.prototypes.grad is None
+        head(batch.embeddings, batch.labels)
+    assert torch.equal(head.prototypes, batch.prototypes) and head.prototypes.grad is None
 
 
 @pytest.mark.parametrize(
@@ -309,8 +268,11 @@ def test_an_embedding_without_direction_is_named(path: str, value: float) -> Non
     [
         (lambda: MarginClassifier(8, 10, q_margin, path="fast"), ConfigError, "'fast'"),
         (lambda: MarginClassifier(8, 10, q_margin, path=5), ConfigError, "path is 5"),
+        (lambda: setattr(q_head, "path", "fast"), ConfigError, "'fast'"),
         (lambda: MarginClassifier(8, 10, q_margin, gradient="none"), ConfigError, "'none'"),
         (lambda: MarginClassifier(8, 10, q_margin, dtype=torch.float16), ConfigError, "float16"),
+        (lambda: copy.deepcopy(q_head).half()(torch.ones(1, 8).half(), torch.zeros(1).long()),
+         ConfigError, "float16"),
         (lambda: MarginClassifier(8, 0, q_margin), ConfigError, "num_classes is 0"),
         (lambda: MarginClassifier(0, 10, q_margin), ConfigError, "embedding_dim is 0"),
         (lambda: MarginClassifier("8", 10, q_margin), ConfigError, "embedding_dim"),
@@ -330,49 +292,16 @@ def test_an_embedding_without_direction_is_named(path: str, value: float) -> Non
         (lambda: qmargin.Chunked(dtype="float16"), ConfigError, "dtype"),
         (lambda: qmargin.Sparse(list_capacity=-1), ConfigError, "list_capacity is -1"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_is_named(build, error, named):
     with pytest.raises(error, match=named):
         build()
-
-
-def test_paths_have_names_settings_and_state():
-    head = MarginClassifier(8, 10, qmargin.adaface(), path=qmargin.Sampled(0.5, seed=7))
-    assert head.path == qmargin.Sampled(0.5, seed=7)
-    state = head.state_dict()
-    assert set(state) == {
-        "prototypes",
-        "_extra_state",
-        "loss.margin.running_mean",
-        "loss.margin.running_std",
-    }
-    assert state["_extra_state"].tolist() == [7, 0, 0]
-    assert "Sampled(rate=0.5, seed=7)" in repr(head)
-    head.path = "paper"
-    assert head.path == qmargin.TopK() and "path='top_k'" in repr(head)
-    for name in ("auto", "sparse", "chunked", "dense", "sampled", "top_k"):
-        assert paths.as_path(name).name == name
-    head = MarginClassifier(8, 10, q_margin, path=qmargin.Chunked(dtype=torch.float16))
-    assert head.chunk_dtype == torch.float16 and head.screen_dtype == torch.float32
-    head.path = qmargin.Auto(screen_dtype=torch.bfloat16, list_capacity=3)
-    assert head.screen_dtype == torch.bfloat16 and head.list_capacity == 3
-
-
-def test_a_seed_decides_the_prototypes():
-    heads = []
-    for _ in range(2):
-        torch.manual_seed(3)
-        heads.append(qmargin.MarginClassifier(4, 9, qmargin.q_margin()))
-    assert torch.equal(heads[0].prototypes, heads[1].prototypes)
-    assert not torch.equal(
-        heads[0].prototypes, qmargin.MarginClassifier(4, 9, qmargin.q_margin()).prototypes
-    )
 
 
 def test_a_margin_that_draws_needs_a_seed_on_several_ranks():
     head = MarginClassifier(4, 6, qmargin.elasticface(), path="dense")
     head.ranks.world = 2
     with pytest.raises(ConfigError, match="seed"):
-        check_settings(head, torch.float32)
+        checks.check_settings(head, torch.float32)
     head.loss = qmargin.MarginLoss(qmargin.Alpha(1.0), qmargin.ElasticMargin(seed=1), scale=64.0)
-    check_settings(head, torch.float32)
+    checks.check_settings(head, torch.float32)

@@ -12,7 +12,6 @@ SCRIPT = """
 import json
 import torch.distributed as dist
 import qmargin
-from qmargin.heads.classifier import MarginClassifier
 
 calls = []
 
@@ -25,16 +24,14 @@ def counted(name, call, find):
 
 dist.all_gather = counted("gather", dist.all_gather, lambda given: given[1])
 dist.all_reduce = counted("reduce", dist.all_reduce, lambda given: given[0])
-cases = {
-    "sparse": ("sparse", qmargin.q_margin(alpha=1.5, scale=16.0)),
-    "softmax": ("chunked", qmargin.arcface()),
-    "blocks": ("chunked", qmargin.q_margin(alpha=1.5, scale=16.0)),
-}
+entmax, softmax = qmargin.q_margin(alpha=1.5, scale=16.0), qmargin.arcface()
+cases = {"sparse": entmax, "softmax": softmax, "chunked": entmax}
 found = {}
 with start_process_group(30.0, device="cpu"):
-    for name, (path, loss) in cases.items():
+    for name, loss in cases.items():
         torch.manual_seed(0)
-        head = MarginClassifier(24, 999, loss, path=path, group=dist.group.WORLD)
+        path = "chunked" if name == "softmax" else name
+        head = qmargin.MarginClassifier(24, 999, loss, path=path, group=dist.group.WORLD)
         embeddings = torch.randn(6 - RANK, 24, requires_grad=True)
         labels = torch.randint(999, (6 - RANK,))
         calls.clear()
@@ -44,52 +41,31 @@ with start_process_group(30.0, device="cpu"):
 """
 ROWS, LARGEST, DIM = 11, 6, 24  # of all ranks; of the one with most
 FLOAT, DOUBLE, INTEGER = 4, 8, 8  # bytes
+FIRST = [
+    ("gather", LARGEST * DIM * FLOAT),  # embeddings
+    ("gather", LARGEST * INTEGER),  # labels
+    ("reduce", ROWS * FLOAT),  # target cosines
+]
+LAST = ("reduce", ROWS * DIM * FLOAT)  # gradient of the embeddings
 
 
-@pytest.fixture(scope="module")
-def exchanged() -> dict[str, tuple[list[tuple[str, int]], int]]:
-    """By path: calls of a step, the same on both ranks, and the larger number of candidates."""
+def test_steps_exchange_what_the_guide_says():
     first, second = (json.loads(text) for text in run_ranks(SCRIPT, 2))
-    assert {name: calls for name, (calls, _) in first.items()} == {
-        name: calls for name, (calls, _) in second.items()
-    }
-    return {
-        name: ([(kind, size) for kind, size in calls], max(count, second[name][1]))
-        for name, (calls, count) in first.items()
-    }
-
-
-def test_a_sparse_step_exchanges_what_the_guide_says(exchanged) -> None:
-    calls, num_candidates = exchanged["sparse"]
+    calls = {name: [tuple(call) for call in found] for name, (found, _) in first.items()}
+    assert calls == {name: [tuple(call) for call in found] for name, (found, _) in second.items()}
+    assert all(found[:3] == FIRST and found[-1] == LAST for found in calls.values())
+    num_candidates = max(first["sparse"][1], second["sparse"][1])
     assert num_candidates > 0
-    assert calls == [
-        ("gather", LARGEST * DIM * FLOAT),  # embeddings
-        ("gather", LARGEST * INTEGER),  # labels
-        ("reduce", ROWS * FLOAT),  # target cosines
+    assert calls["sparse"][3:-1] == [
         ("reduce", ROWS * DOUBLE),  # bound of tau
         ("gather", 2 * INTEGER),  # lengths of the lists, and their limit
         ("gather", INTEGER),  # numbers of candidates
         ("gather", num_candidates * INTEGER),  # their rows
         ("gather", num_candidates * FLOAT),  # their scores
-        ("reduce", ROWS * DIM * FLOAT),  # gradient of the embeddings
     ]
-
-
-def test_a_softmax_step_exchanges_what_the_guide_says(exchanged) -> None:
-    calls, _ = exchanged["softmax"]
-    assert calls == [
-        ("gather", LARGEST * DIM * FLOAT),  # embeddings
-        ("gather", LARGEST * INTEGER),  # labels
-        ("reduce", ROWS * FLOAT),  # target cosines
-        ("reduce", ROWS * FLOAT),  # largest cosine
-        ("reduce", ROWS * DOUBLE),  # mass
-        ("reduce", ROWS * DIM * FLOAT),  # gradient of the embeddings
-    ]
-
-
-def test_a_step_by_blocks_adds_two_sums_per_pass_and_row(exchanged) -> None:
-    calls, _ = exchanged["blocks"]
-    sizes = [size for _, size in calls[3:-1]]
+    # largest cosine; mass
+    assert calls["softmax"][3:-1] == [("reduce", ROWS * FLOAT), ("reduce", ROWS * DOUBLE)]
+    sizes = [size for _, size in calls["chunked"][3:-1]]
     begin, *passes, sums, number = [sizes[:3], *sizes[3:]]
     assert begin == [ROWS * DOUBLE] * 3  # a common anchor, the largest logit, a level
     assert set(passes) == {2 * ROWS * DOUBLE} and len(passes) < 12  # mass and slope

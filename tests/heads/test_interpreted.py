@@ -33,7 +33,7 @@ def half_head(alpha, batch, *, path, **options):
 
 @pytest.mark.parametrize("alpha", [1.5, 2.0])
 def test_sparse_steps_with_lengths_unknown_known_and_too_short(alpha):
-    batch = random_batch(300, dim=16, rows=4)
+    batch = random_batch(200, dim=16, rows=3)
     head = half_head(alpha, batch, path="sparse")
     truth = truth_of(make_loss(alpha), batch)
     assert head.list_lengths is None
@@ -51,7 +51,7 @@ def test_sparse_steps_with_lengths_unknown_known_and_too_short(alpha):
 
 
 def test_softmax_by_blocks():
-    batch = random_batch(300, dim=16, rows=4)
+    batch = random_batch(200, dim=16, rows=3)
     truth = truth_of(make_loss(1.0), batch)
     assert_same(step(half_head(1.0, batch, path="chunked"), batch), truth, tolerance=5e-3)
 
@@ -100,33 +100,26 @@ def test_lists_that_were_too_short_are_found_by_verify():
     assert_same(step(head, batch), truth_of(make_loss(1.25), batch), tolerance=2e-5)
 
 
-def test_a_batch_that_is_discarded_leaves_nothing():
+def test_a_pass_that_is_not_verified_cannot_be_overlooked():
     batch = random_batch(70, dim=16, rows=3)
+    rows, labels = batch.embeddings, batch.labels
     head = half_head(1.5, batch, path="sparse", gradient="fused")
-    head(batch.embeddings, batch.labels, speculative=True).backward()
+    head(rows, labels, speculative=True).backward()
     head.discard()
     assert head.fused_gradient is None and head.is_verified and head.last_step is None
     head.discard()  # there is nothing left to forget
-
-
-def test_a_pass_that_is_not_verified_cannot_be_overlooked():
-    batch = random_batch(300, dim=16, rows=4)
-    head = half_head(1.5, batch, path="sparse", gradient="fused")
-    head(batch.embeddings, batch.labels)
     with torch.no_grad():  # whoever asks for a loss alone gets one that is valid
-        head(batch.embeddings, batch.labels, speculative=True)
+        head(rows, labels, speculative=True)
     assert head.is_verified
-    head(batch.embeddings, batch.labels, speculative=True).backward()
+    head(rows, labels, speculative=True).backward()
     with pytest.raises(ConfigError, match="discard"):
-        head(batch.embeddings, batch.labels)
+        head(rows, labels)
     assert head.verify()
     left = head.fused_gradient
-    few = (batch.embeddings[:1], batch.labels[:1])  # another batch, without a backward pass
-    head(*few, speculative=True)
-    assert head.verify() and head.fused_gradient is left
-    head(*few, speculative=True)
-    head.discard()
-    assert head.fused_gradient is left
+    for end in (head.verify, head.discard):  # another batch, without a backward pass
+        head(rows[:1], labels[:1], speculative=True)
+        end()
+        assert head.is_verified and head.fused_gradient is left
 
 
 @pytest.mark.parametrize(

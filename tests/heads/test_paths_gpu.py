@@ -25,14 +25,13 @@ def gpu_step(head: qmargin.MarginClassifier, batch: Batch) -> Outcome:
     head.prototypes.grad = None
     loss = head(embeddings, batch.labels.cuda())
     loss.backward()
-    return Outcome(
-        loss.detach().cpu(), embeddings.grad.cpu(), head.prototypes.grad.cpu(), head.last_step
-    )
+    tensors = (loss.detach(), embeddings.grad, head.prototypes.grad)
+    return Outcome(*(tensor.cpu() for tensor in tensors), head.last_step)
 
 
 @pytest.mark.parametrize("alpha", [1.0, 1.25, 2.0])
 @pytest.mark.parametrize("path", ["sparse", "chunked", "dense", "paper", "sampled"])
-def test_path_matches_the_definition(path: str, alpha: float) -> None:
+def test_path_matches_the_definition(path, alpha):
     if alpha == 1.0 and path in ("sparse", "paper"):
         pytest.skip("for alpha above 1")
     for num_classes in (1, 33, 1031):
@@ -49,7 +48,7 @@ def test_path_matches_the_definition(path: str, alpha: float) -> None:
 
 @pytest.mark.parametrize("alpha", [1.0, 1.25])
 @pytest.mark.parametrize("screen", [torch.float16, torch.bfloat16])
-def test_half_operands_are_as_good_as_their_rounding(alpha: float, screen: torch.dtype) -> None:
+def test_half_operands_are_as_good_as_their_rounding(alpha, screen):
     batch = random_batch(5003, dim=128, rows=64)
     loss = make_loss(alpha)
     head = make_head(loss, batch, path=qmargin.Chunked(screen_dtype=screen), device="cuda")
@@ -60,9 +59,7 @@ def test_half_operands_are_as_good_as_their_rounding(alpha: float, screen: torch
 @pytest.mark.parametrize("dim", [32, 64, 512])
 @pytest.mark.parametrize("path", ["sparse", "chunked"])
 @pytest.mark.parametrize("optimizer_class", [ExactSGD, SparseSGD])
-def test_a_step_leaves_the_copy_as_a_refresh_would(
-    optimizer_class: type[ExactSGD | SparseSGD], path: str, dim: int
-) -> None:
+def test_a_step_leaves_the_copy_as_a_refresh_would(optimizer_class, path, dim):
     """So a training that goes on from a checkpoint has the copy that it had."""
     batch = random_batch(1031, dim=dim, rows=64)
     head = make_head(make_loss(1.25), batch, path=path, device="cuda", gradient="fused")
@@ -76,7 +73,7 @@ def test_a_step_leaves_the_copy_as_a_refresh_would(
     assert torch.equal(found[1], head.inverse_norms)
 
 
-def test_moving_a_head_moves_everything() -> None:
+def test_moving_a_head_moves_everything():
     batch = random_batch(257, dim=64)
     loss = make_loss(1.5)
     head = make_head(loss, batch, path="sparse")
@@ -89,7 +86,7 @@ def test_moving_a_head_moves_everything() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
-def test_backward_never_waits_for_the_device() -> None:
+def test_backward_never_waits_for_the_device():
     batch = random_batch(5003, dim=64, rows=64)
     embeddings, labels = batch.embeddings.cuda().requires_grad_(), batch.labels.cuda()
     for path, loss in (("chunked", qmargin.arcface()), ("sparse", make_loss(1.5))):
@@ -105,7 +102,7 @@ def test_backward_never_waits_for_the_device() -> None:
                 torch.cuda.set_sync_debug_mode("default")
 
 
-def test_bad_embeddings_give_a_loss_that_is_not_finite() -> None:
+def test_bad_embeddings_give_a_loss_that_is_not_finite():
     batch = random_batch(257, dim=64)
     embeddings = batch.embeddings.cuda()
     embeddings[2] = torch.nan
@@ -124,7 +121,7 @@ def test_bad_embeddings_give_a_loss_that_is_not_finite() -> None:
         head(embeddings, batch.labels.cuda())
 
 
-def test_a_head_larger_than_the_gpu_is_refused() -> None:
+def test_a_head_larger_than_the_gpu_is_refused():
     with pytest.raises(qmargin.QMarginError, match="GiB"):
         qmargin.MarginClassifier(512, 10**9, qmargin.q_margin(), device="cuda")
 
@@ -139,9 +136,7 @@ def make_gpu_head(path: str, alpha: float, batch: Batch, **options: object):
 @pytest.mark.parametrize("value", [0.0, torch.nan, torch.inf, 3e38])
 @pytest.mark.parametrize("alpha", [1.0, 1.25, 3.0])
 @pytest.mark.parametrize("path", EVERY_PATH)
-def test_a_prototype_without_a_direction_makes_loss_and_gradients_nan(
-    path: str, alpha: float, value: float
-) -> None:
+def test_a_prototype_without_a_direction_makes_loss_and_gradients_nan(path, alpha, value):
     if alpha == 1.0 and path in ("sparse", "paper"):
         pytest.skip("for alpha above 1")
     batch = random_batch(5003, dim=64, rows=16)
@@ -164,7 +159,7 @@ def test_a_prototype_without_a_direction_makes_loss_and_gradients_nan(
 
 @pytest.mark.parametrize("value", [0.0, torch.nan, torch.inf, 3e38])
 @pytest.mark.parametrize("path", ["auto", "sparse", "chunked", "dense", "paper"])
-def test_an_embedding_without_a_direction_makes_the_loss_nan(path: str, value: float) -> None:
+def test_an_embedding_without_a_direction_makes_the_loss_nan(path, value):
     batch = random_batch(1031, dim=64, rows=16)
     batch.embeddings[3] = value
     head = make_gpu_head(path, 1.25, batch)
@@ -173,7 +168,7 @@ def test_an_embedding_without_a_direction_makes_the_loss_nan(path: str, value: f
 
 @pytest.mark.parametrize("alpha", [1.0, 1.25])
 @pytest.mark.parametrize("path", EVERY_PATH)
-def test_a_batch_of_ignored_rows_leaves_zeros(path: str, alpha: float) -> None:
+def test_a_batch_of_ignored_rows_leaves_zeros(path, alpha):
     if alpha == 1.0 and path in ("sparse", "paper"):
         pytest.skip("for alpha above 1")
     batch = random_batch(1031, dim=64, rows=8)
@@ -185,7 +180,7 @@ def test_a_batch_of_ignored_rows_leaves_zeros(path: str, alpha: float) -> None:
 
 @pytest.mark.parametrize("gradient", ["dense", "fused"])
 @pytest.mark.parametrize("path", ["auto", "sparse", "chunked"])
-def test_prototypes_written_through_data_are_seen(path: str, gradient: str) -> None:
+def test_prototypes_written_through_data_are_seen(path, gradient):
     batch, other = random_batch(1031, dim=64, seed=1), random_batch(1031, dim=64, seed=2)
     head, fresh = (make_gpu_head(path, 1.25, part, gradient=gradient) for part in (other, batch))
     rows, labels = batch.embeddings.cuda(), batch.labels.cuda()
@@ -196,7 +191,7 @@ def test_prototypes_written_through_data_are_seen(path: str, gradient: str) -> N
 
 
 @pytest.mark.parametrize("path", ["sparse", "chunked", "dense"])
-def test_rows_of_the_loss(path: str) -> None:
+def test_rows_of_the_loss(path):
     batch = random_batch(1031, dim=64, rows=8)
     weights = torch.linspace(-1.0, 2.0, 8, device="cuda")
     gradients = {}

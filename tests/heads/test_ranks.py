@@ -2,7 +2,6 @@
 
 import os
 import pickle
-import socket
 import traceback
 from datetime import timedelta
 from pathlib import Path
@@ -15,9 +14,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import qmargin
 from helpers.heads import make_loss, random_batch
+from helpers.ranks import free_port
 from qmargin.errors import ConfigError, DataError
 from qmargin.heads.classifier import MarginClassifier
-from qmargin.heads.optimizers import ExactSGD, SparseSGD
+from qmargin.heads.optimizers import ExactSGD, SparseSGD, clip_grad_norm_
 from qmargin.heads.sharding import BLOCK_CLASSES, ClassShard, draw_prototypes
 
 pytestmark = [pytest.mark.dist]
@@ -60,9 +60,8 @@ def make_head(case, group):
     path, preset, num_classes, dtype = case
     path = qmargin.Sampled(0.5) if path == "sampled" else path
     torch.manual_seed(0)
-    head = MarginClassifier(
-        DIM, num_classes, PRESETS[preset](), path=path, dtype=dtype, group=group
-    )
+    options = {"path": path, "dtype": dtype, "group": group}
+    head = MarginClassifier(DIM, num_classes, PRESETS[preset](), **options)
     prototypes = random_batch(num_classes, DIM, ROWS).prototypes.to(dtype)
     with torch.no_grad():
         head.prototypes.copy_(prototypes[head.shard.start : head.shard.stop])
@@ -79,20 +78,13 @@ def outcome(case, group=None, sizes=None):
     start = sum(sizes[:rank])
     mine = slice(start, start + sizes[rank])
     embeddings = batch.embeddings[mine].to(case[3]).requires_grad_()
-    losses = []
-    for given in (None, sizes):  # asked for, and told
-        embeddings.grad = head.prototypes.grad = None
-        loss = head(embeddings, batch.labels[mine], *(() if given is None else (given,)))
-        loss.backward()
-        losses.append(float(loss.detach()))
-        stats = head.last_step
-    return {
-        "loss": losses[-1],
-        "rows": embeddings.grad,
-        "prototypes": head.prototypes.grad,
-        "path": stats.path,
-        "support": (stats.support_mean, stats.support_max),
-    }
+    told = () if case[2] == 97 else (sizes,)  # else each rank asks the others
+    loss = head(embeddings, batch.labels[mine], *told)
+    loss.backward()
+    stats = head.last_step
+    gradients = {"rows": embeddings.grad, "prototypes": head.prototypes.grad}
+    support = (stats.support_mean, stats.support_max)
+    return {"loss": loss.item(), **gradients, "path": stats.path, "support": support}
 
 
 def optimized(case, group=None):
@@ -106,16 +98,13 @@ def optimized(case, group=None):
         for step in range(4):
             batch = random_batch(case[2], DIM, 12, seed=step)
             mine = slice(rank * 12 // world, (rank + 1) * 12 // world)
-            embeddings = batch.embeddings[mine].to(case[3]).requires_grad_()
-            loss = head(embeddings, batch.labels[mine])
+            loss = head(batch.embeddings[mine].to(case[3]), batch.labels[mine])
             factor = torch.nan if step == 2 else 1.0  # one step that all ranks must skip
             (loss * factor).backward()
-            qmargin.heads.optimizers.clip_grad_norm_([], [optimizer], 0.5)
+            clip_grad_norm_([], [optimizer], 0.5)
             optimizer.step()
         assert optimizer.num_skipped == 1
-        found.append(
-            (head.prototypes.detach(), optimizer.state[head.prototypes]["momentum_buffer"])
-        )
+        found += [head.prototypes.detach(), optimizer.state[head.prototypes]["momentum_buffer"]]
     return found
 
 
@@ -130,17 +119,13 @@ def work(rank, world, port, folder):
         sizes = [7, 0, 2, 1]  # uneven, and a rank without rows
     try:
         for case in CASES:
-            note = case
             found[case] = outcome(case, group, sizes)
         for path in ("sparse", "chunked", "dense"):
-            case = (path, "q_margin", 97, torch.float64)
-            found["optimized", path] = optimized(case, group)
-        found["overflow"] = overflowed(group)
-        found["poison"] = poisoned(group)
-        found["predicted"] = predicted(group)
-        found["wrapped"] = wrapped(group)
+            found["optimized", path] = optimized((path, "q_margin", 97, torch.float64), group)
+        for ask in (overflowed, poisoned, predicted, wrapped):
+            found[ask.__name__] = ask(group)
     except Exception:
-        found = f"{note}: {traceback.format_exc()}"
+        found = f"after {list(found)[-1:]}: {traceback.format_exc()}"
     Path(folder, str(rank)).write_bytes(pickle.dumps(found))
     if isinstance(found, dict):
         dist.barrier()
@@ -149,12 +134,11 @@ def work(rank, world, port, folder):
 
 def overflowed(group):
     """One rank's lists too long: all ranks go on by blocks, and agree."""
-    case = ("sparse", "q_margin", 331, torch.float64)
-    head = make_head(case, group)
+    head = make_head(("sparse", "q_margin", 331, torch.float64), group)
     head.path = qmargin.Sparse(list_capacity=1 if head.ranks.rank == 0 else 100)
     batch = random_batch(331, DIM, ROWS)
     loss = head(batch.embeddings.double(), batch.labels)
-    return head.last_step.path, float(loss.detach())
+    return head.last_step.path, loss.item()
 
 
 def poisoned(group):
@@ -163,27 +147,22 @@ def poisoned(group):
     for path in ("sparse", "chunked", "dense", "top_k", "auto"):
         head = make_head((path, "q_margin", 97, torch.float64), group)
         with torch.no_grad():
-            if head.shard.start <= 96 < head.shard.stop:
-                head.prototypes[96 - head.shard.start] = 0.0
+            head.prototypes[max(0, 96 - head.shard.start) :] = 0.0
         batch = random_batch(97, DIM, 4)
         embeddings = batch.embeddings.double().requires_grad_()
         loss = head(embeddings, batch.labels.clamp(max=95))
         loss.backward()
         head.loss.debug = True
-        try:
+        with pytest.raises(DataError, match="class 96"):
             head(embeddings, batch.labels.clamp(max=95))
-            error = None
-        except DataError as caught:
-            error = str(caught)
-        found[path] = (float(loss.detach()), bool(embeddings.grad.isnan().all()), error)
+        found[path] = loss.item(), bool(embeddings.grad.isnan().all())
     return found
 
 
 def predicted(group):
     """Classes of this rank's rows, and cosines with all."""
-    rank = dist.get_rank(group)
     head = make_head(("sparse", "q_margin", 331, torch.float64), group)
-    rows = random_batch(331, DIM, ROWS).embeddings.double()[: rank + 1]
+    rows = random_batch(331, DIM, ROWS).embeddings.double()[: dist.get_rank(group) + 1]
     return head.predict(rows), head.cosines(rows).detach()
 
 
@@ -198,30 +177,34 @@ class Model(torch.nn.Module):
         return self.head(self.backbone(inputs), labels)
 
 
+def trained(model, rank, world):
+    """Losses and weights of three steps on this rank's rows."""
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.5), []
+    for step in range(3):
+        batch = random_batch(96, DIM, 12, seed=step)
+        mine = slice(rank * 12 // world, (rank + 1) * 12 // world)
+        optimizer.zero_grad()
+        loss = model(batch.embeddings[mine], batch.labels[mine])
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, *(value.detach().clone() for value in model.parameters())
+
+
 def wrapped(group):
     """A model that contains a head inside DistributedDataParallel, by how it was prepared."""
-    found, world = {}, dist.get_world_size(group)
-    for name, heads_group, gradient, prepare in (
-        ("sharded", group, "dense", lambda model: model),
-        ("fused", None, "fused", lambda model: model),
-        ("excluded", group, "dense", qmargin.exclude_from_ddp),
-        ("replicated", None, "dense", lambda model: model),
+    found = {}
+    for name, heads_group, gradient in (
+        ("sharded", group, "dense"),
+        ("fused", None, "fused"),
+        ("excluded", group, "dense"),
+        ("replicated", None, "dense"),
     ):
-        model = DistributedDataParallel(prepare(Model(heads_group, gradient)))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        losses = []
+        model = Model(heads_group, gradient)
+        model = qmargin.exclude_from_ddp(model) if name == "excluded" else model
+        ranks = dist.get_rank(group), dist.get_world_size(group)
         try:
-            for step in range(3):
-                batch = random_batch(96, DIM, 12, seed=step)
-                mine = slice(dist.get_rank(group) * 12 // world,
-                             (dist.get_rank(group) + 1) * 12 // world)  # fmt: skip
-                optimizer.zero_grad()
-                loss = model(batch.embeddings[mine], batch.labels[mine])
-                loss.backward()
-                optimizer.step()
-                losses.append(float(loss.detach()))
-            weights = [value.detach().clone() for value in model.parameters()]
-            found[name] = (losses, *weights)
+            found[name] = trained(DistributedDataParallel(model), *ranks)
         except ConfigError as error:
             found[name] = str(error)
     return found
@@ -231,10 +214,7 @@ def wrapped(group):
 def found(request, tmp_path_factory):
     """Everything that the ranks of one world found, by rank."""
     world, folder = request.param, tmp_path_factory.mktemp("ranks")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    multiprocessing.spawn(work, (world, port, str(folder)), nprocs=world)
+    multiprocessing.spawn(work, (world, free_port(), str(folder)), nprocs=world)
     results = [pickle.loads((folder / str(rank)).read_bytes()) for rank in range(world)]
     failed = [result for result in results if not isinstance(result, dict)]
     failed.sort(key=lambda text: "Connection closed" in text)  # the cause before its effects
@@ -264,27 +244,22 @@ def test_ranks_agree_with_one(case, found):
 @pytest.mark.parametrize("path", ["sparse", "chunked", "dense"])
 def test_updates_agree_with_one(path, found):
     truth = optimized((path, "q_margin", 97, torch.float64))
-    for index, expected in enumerate(truth):
-        for which, tensor in enumerate(expected):
-            parts = [result["optimized", path][index][which] for result in found]
-            torch.testing.assert_close(torch.cat(parts), tensor, atol=1e-10, rtol=1e-9)
+    for *parts, whole in zip(*(one["optimized", path] for one in found), truth, strict=True):
+        torch.testing.assert_close(torch.cat(parts), whole, atol=1e-10, rtol=1e-9)
 
 
 def test_lists_too_long_on_one_rank(found):
     batch = random_batch(331, DIM, ROWS)
     head = make_head(("sparse", "q_margin", 331, torch.float64), None)
-    expected = float(head(batch.embeddings.double(), batch.labels).detach())
+    expected = head(batch.embeddings.double(), batch.labels).item()
     for result in found:
-        path, loss = result["overflow"]
-        assert path == "chunked"
-        assert loss == pytest.approx(expected, rel=1e-9)
+        assert result["overflowed"] == ("chunked", pytest.approx(expected, rel=1e-9))
 
 
 def test_poison_on_one_rank_is_nan_on_all(found):
     for result in found:
-        for path, (loss, is_nan, error) in result["poison"].items():
+        for path, (loss, is_nan) in result["poisoned"].items():
             assert loss != loss and is_nan, path
-            assert error is not None and "class 96" in error, path
 
 
 def test_predictions_of_ranks_agree_with_one(found):
@@ -297,45 +272,29 @@ def test_predictions_of_ranks_agree_with_one(found):
 
 
 def test_a_head_inside_distributed_data_parallel(found):
-    assert all("exclude_from_ddp" in result["wrapped"]["sharded"] for result in found)
-    assert all("group=" in result["wrapped"]["fused"] for result in found)
-    model = Model(None, "dense")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    losses = []
-    for step in range(3):
-        batch = random_batch(96, DIM, 12, seed=step)
-        optimizer.zero_grad()
-        loss = model(batch.embeddings, batch.labels)
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    shards = torch.cat([result["wrapped"]["excluded"][2] for result in found])
-    torch.testing.assert_close(shards, model.head.prototypes.detach(), rtol=1e-4, atol=1e-5)
-    for result in found:
+    results = [result["wrapped"] for result in found]
+    assert all("exclude_from_ddp" in result["sharded"] for result in results)
+    assert all("group=" in result["fused"] for result in results)
+    close = {"rtol": 1e-4, "atol": 1e-5}
+    losses, backbone, prototypes = trained(Model(None, "dense"), 0, 1)
+    shards = torch.cat([result["excluded"][2] for result in results])
+    torch.testing.assert_close(shards, prototypes, **close)
+    for result in results:
         for name in ("excluded", "replicated"):
-            backbone = result["wrapped"][name][1]
-            torch.testing.assert_close(
-                backbone, model.backbone.weight.detach(), rtol=1e-4, atol=1e-5
-            )
-        assert result["wrapped"]["excluded"][0] == pytest.approx(losses, rel=1e-4)
-        torch.testing.assert_close(
-            result["wrapped"]["replicated"][2], model.head.prototypes.detach(), rtol=1e-4, atol=1e-5
-        )
+            torch.testing.assert_close(result[name][1], backbone, **close)
+        assert result["excluded"][0] == pytest.approx(losses, rel=1e-4)
+        torch.testing.assert_close(result["replicated"][2], prototypes, **close)
 
 
 @pytest.mark.parametrize("num_classes", [1, 3, 7, 64])
 @pytest.mark.parametrize("world", [1, 2, 3, 8])
 def test_shards_are_a_partition_in_order_and_nearly_equal(num_classes, world):
     shards = [ClassShard.of(num_classes, rank, world) for rank in range(world)]
-    assert [c for shard in shards for c in range(shard.start, shard.stop)] == list(
-        range(num_classes)
-    )
+    listed = [c for shard in shards for c in range(shard.start, shard.stop)]
+    assert listed == list(range(num_classes))
     sizes = [len(shard) for shard in shards]
     assert max(sizes) - min(sizes) <= 1
     assert shards[0].is_whole == (world == 1 or num_classes == 1)
-
-
-def test_local_labels():
     shard = ClassShard(3, 6, 10)
     assert shard.local(torch.tensor([2, 3, 5, 6, -100])).tolist() == [-1, 0, 2, -1, -1]
 

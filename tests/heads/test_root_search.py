@@ -7,82 +7,75 @@ import torch
 
 import qmargin
 from helpers.heads import assert_same, make_head, make_loss, random_batch, step, truth_of
-from qmargin.heads import chunked as chunks
-from qmargin.heads import chunked as root_search
+from qmargin.heads import chunked
 from qmargin.heads.chunked import Chunks, RootSearch, solve
 from qmargin.kernels.head_reference import Target
-from qmargin.kernels.solver import RowSums
 
 
 @pytest.fixture(autouse=True)
-def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def _small_blocks(monkeypatch):
     """Several blocks of classes, the last one incomplete."""
-    monkeypatch.setitem(chunks.CHUNK_LOGITS, "cpu", 1 << 10)
+    monkeypatch.setitem(chunked.CHUNK_LOGITS, "cpu", 1 << 10)
+
+
+def spy(method):
+    cls, name = (RootSearch if hasattr(RootSearch, method) else Chunks), method
+    return mock.patch.object(cls, name, autospec=True, side_effect=getattr(cls, name))
 
 
 @pytest.mark.parametrize(("alpha", "scale"), [(1.25, 1.0), (1.5, 0.2), (2.0, 0.003)])
-def test_where_many_classes_are_active_a_sample_starts_the_search(alpha, scale) -> None:
+def test_where_many_classes_are_active_a_sample_starts_the_search(alpha, scale):
     batch = random_batch(8001, rows=5)
     batch.labels[0] = 16 * 71  # in the sample
     loss = make_loss(alpha, scale)
     head = make_head(loss, batch, path="chunked", dtype=torch.float64)
-    passes: list[float] = []
-    row_sums = Chunks.row_sums
-
-    def counted(self: Chunks, *where: torch.Tensor) -> RowSums:
-        passes.append(self.weight)
-        return row_sums(self, *where)
-
-    with mock.patch.object(Chunks, "row_sums", counted):
+    with spy("row_sums") as sums:
         outcome = step(head, batch)
-        from_sample, passes = passes, []
-        with mock.patch.object(root_search, "MIN_SUPPORT", 8001):
+        from_sample = [call.args[0].weight for call in sums.call_args_list]
+        sums.reset_mock()
+        with mock.patch.object(chunked, "MIN_SUPPORT", 8001):
             step(head, batch)
     assert outcome.stats.support_mean > 0.1 * 8001
-    assert set(passes) == {1.0}
-    assert 1 <= from_sample.count(1.0) < len(passes)
+    assert {call.args[0].weight for call in sums.call_args_list} == {1.0}
+    assert 1 <= from_sample.count(1.0) < sums.call_count
     assert_same(outcome, truth_of(loss, batch), tolerance=1e-9)
 
 
-def test_rows_with_few_active_classes_start_at_the_maxima() -> None:
+def test_rows_with_few_active_classes_start_at_the_maxima():
     """A target holds a part of its row's mass, which leaves one class of the sample active."""
     batch = random_batch(4000, rows=5)
     batch.embeddings[2] = batch.prototypes[batch.labels[2]]
     loss = make_loss(1.5, 3.0, qmargin.PriorMargin(0.0))
     head = make_head(loss, batch, path="chunked", dtype=torch.float64)
-    with (
-        mock.patch.object(root_search, "MIN_SUPPORT", 2),
-        mock.patch.object(
-            RootSearch, "from_maxima", side_effect=RootSearch.from_maxima
-        ) as from_maxima,
-    ):
+    begin = mock.patch.object(RootSearch, "from_maxima", side_effect=RootSearch.from_maxima)
+    with mock.patch.object(chunked, "MIN_SUPPORT", 2), begin as from_maxima:
         outcome = step(head, batch)
     assert [call.args[0].weight for call in from_maxima.call_args_list] == [16.0, 1.0]
     assert_same(outcome, truth_of(loss, batch), tolerance=1e-9)
 
 
-def test_many_classes_at_the_edge_of_alpha_two() -> None:
+def make_chunks(alpha, batch, unit):
+    head = make_head(make_loss(alpha, 1.0), batch, path="chunked", dtype=unit.dtype)
+    head.refresh()
+    zeros = torch.zeros(len(unit)).double()
+    return Chunks(head, unit, batch.labels), Target(zeros - 5.0, zeros)
+
+
+def test_many_classes_at_the_edge_of_alpha_two():
     """Newton's unchecked last step then leaves an error, which the sums show and a search ends."""
     batch = random_batch(97, dim=64, rows=1)
-    head = make_head(make_loss(2.0, 1.0), batch, path="chunked", dtype=torch.float64)
-    head.refresh()
-    one = Chunks(head, torch.nn.functional.normalize(batch.embeddings.double()), batch.labels)
+    one, target = make_chunks(2.0, batch, torch.nn.functional.normalize(batch.embeddings.double()))
     cosines = torch.linspace(0.0, 1e-9, 97).double()[None]
     cosines[0, :3] = 1.0 / 3.0  # alone they have tau at 1, and the others at the edge
     one.cosines = lambda where, unit: cosines[:, where].clone()
-    target = Target(torch.tensor([-5.0]).double(), torch.zeros(1).double())
-    with mock.patch.object(RootSearch, "run", autospec=True, side_effect=RootSearch.run) as run:
+    with spy("run") as run:
         solved = solve(one, target, pulls=False)
-    assert run.call_count == 2
-    assert float(solved.mass_error) < 1e-14
+    assert run.call_count == 2 and float(solved.mass_error) < 1e-14
 
 
-def test_a_row_that_is_not_finite_does_not_hang_the_search() -> None:
+def test_a_row_that_is_not_finite_does_not_hang_the_search():
     batch = random_batch(97)
-    head = make_head(make_loss(1.5), batch, path="chunked")
-    head.refresh()
     unit = torch.nn.functional.normalize(batch.embeddings)
     unit[2] = torch.nan
-    target = Target(torch.zeros(6).double(), torch.zeros(6).double())
-    solved = solve(Chunks(head, unit, batch.labels), target, pulls=True)
+    solved = solve(*make_chunks(1.5, batch, unit), pulls=True)
     assert solved.level.isnan().tolist() == [False, False, True, False, False, False]

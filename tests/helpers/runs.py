@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from qmargin.data.synthetic import SyntheticIdentities
 from qmargin.errors import CorruptSample
 from qmargin.models import list_backbones, register_backbone
 from qmargin.recipes import get_recipe
-from qmargin.training.checkpoint import read_manifest, step_name
+from qmargin.training.checkpoint import open_checkpoint, step_name
 from qmargin.training.recipe import Recipe
 from qmargin.training.recipe_files import apply_settings
 
@@ -119,7 +120,7 @@ class FaultyIdentities:
 
 def saved_files(out: Path, step: int) -> dict[str, str]:
     """Hash of every file of tensors of a checkpoint."""
-    manifest = read_manifest(Path(out) / "checkpoints" / step_name(step))
+    manifest = open_checkpoint(Path(out) / "checkpoints" / step_name(step), check=False).manifest
     return {
         name: entry.sha256
         for name, entry in manifest.files.items()
@@ -143,3 +144,11 @@ def status(out: Path) -> dict[str, Any]:
     """The status file."""
     found: dict[str, Any] = json.loads((Path(out) / "status.json").read_text(encoding="utf-8"))
     return found
+
+
+def wait_for_step(process: Any, out: Path, step: int, errors: Callable[[], str]) -> None:
+    """Wait until the journal of a run has a step; fail with its errors if the process ends."""
+    deadline, path = time.monotonic() + 60, Path(out) / "journal.jsonl"
+    while not path.exists() or f'"step": {step}, "total_steps"' not in path.read_text():
+        assert process.poll() is None and time.monotonic() < deadline, errors()
+        time.sleep(0.01)

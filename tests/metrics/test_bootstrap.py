@@ -118,27 +118,20 @@ def test_genuine_pairs_of_two_files_count_both():
             assert found.tar[row, 0] == a * b / (a * b + a * c)
 
 
-def test_order_of_trials_changes_nothing():
-    trials = random_trials("ties", seed=3)
+def test_order_of_trials_changes_nothing_and_replicates_are_counted():
+    trials, seen = random_trials("ties", seed=3), []
     order = np.random.default_rng(1).permutation(len(trials))
-    first = bootstrap(trials, FARS, num_replicates=30)
-    second = bootstrap(rows_of(trials, order), FARS, num_replicates=30)
+    first = bootstrap(trials, FARS, num_replicates=37, progress=lambda *pair: seen.append(pair))
+    second = bootstrap(rows_of(trials, order), FARS, num_replicates=37)
     for name in ("tar", "eer", "min_dcf"):
         np.testing.assert_array_equal(getattr(first, name), getattr(second, name))
     assert first.trials_sha256 == second.trials_sha256
-
-
-def test_progress_counts_replicates():
-    seen = []
-    trials = random_trials("smooth", seed=4)
-    bootstrap(trials, FARS, num_replicates=37, progress=lambda *pair: seen.append(pair))
     assert seen == [(16, 37), (32, 37), (37, 37)]
 
 
 def test_what_is_not_asked_for_is_not_there():
     found = bootstrap(random_trials("smooth", seed=5), [0.01], p_targets=(), has_eer=False)
-    assert found.tar.shape == (1000, 1)
-    assert found.min_dcf.shape == (1000, 0)
+    assert (found.tar.shape, found.min_dcf.shape) == ((1000, 1), (1000, 0))
     assert np.isnan(found.eer).all()
 
 
@@ -149,12 +142,9 @@ def test_trials_of_one_label_are_refused():
             bootstrap(rows_of(trials, np.flatnonzero(trials.is_genuine == label)), [0.01])
 
 
-def test_interval_is_the_percentile_interval():
+def test_interval_is_the_percentile_interval_unless_too_many_replicates_are_empty():
     values = np.random.default_rng(0).permutation(np.arange(1001.0))
     assert interval(values, 0.9) == pytest.approx((50.0, 950.0), rel=1e-12)
-
-
-def test_interval_refuses_when_too_many_replicates_are_empty():
     values = np.arange(100.0)
     values[:5] = np.nan
     assert interval(values, 0.5) == (28.5, 75.5)
@@ -190,33 +180,22 @@ def test_any_part_of_the_draws_can_be_made_alone():
     assert not np.array_equal(other, whole)
 
 
-def test_hash_of_names_tells_where_one_ends():
+def test_hashes_are_of_names_and_pairs():
     assert SubjectWeights(("ab", "c")).sha256 != SubjectWeights(("a", "bc")).sha256
     assert SubjectWeights(("ab", "c")).sha256 == SubjectWeights(("ab", "c"), seed=5).sha256
-
-
-def test_hash_of_trials_ignores_order_and_scores():
     base = trials()
     turned = dataclasses.replace(rows_of(base, [2, 0, 1]), scores=np.array([5.0, 6.0, 7.0]))
     assert turned.sha256 == base.sha256
     assert trials(enrol_subject=[0, 0, 0]).sha256 != base.sha256
 
 
-def test_names_become_sorted_indices():
-    made = make_trials(
-        [0.9, 0.2, 0.1],
-        [1, 0, 0],
-        enrol_subjects=["al", "al", "bo"],
-        test_subjects=["al", "bo", "cy"],
-    )
-    assert made.subject_names == ("al", "bo", "cy")
-    assert made.is_genuine.dtype == bool
-    assert made.sha256 == trials().sha256
-
-
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_scores_keep_their_precision(dtype):
-    assert trials(scores=np.array([0.9, 0.2, 0.1], dtype=dtype)).scores.dtype == dtype
+def test_names_become_sorted_indices_and_scores_keep_their_precision(dtype):
+    sides = {"enrol_subjects": ["al", "al", "bo"], "test_subjects": ["al", "bo", "cy"]}
+    made = make_trials(np.array([0.9, 0.2, 0.1], dtype), [1, 0, 0], **sides)
+    assert made.subject_names == ("al", "bo", "cy")
+    assert (made.is_genuine.dtype, made.scores.dtype) == (bool, dtype)
+    assert made.sha256 == trials().sha256
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ def cast(name: str, dtypes: str) -> tuple[np.ndarray, np.ndarray]:
 @pytest.mark.parametrize("dtypes", ["dd", "ff", "df", "fd"])
 def test_eer_is_the_crossing_of_the_polyline(
     name: str, dtypes: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     genuine, impostor = cast(name, dtypes)
     expected = plain_eer(genuine, impostor)
     assert eer(genuine, impostor).eer == expected
@@ -36,7 +36,7 @@ def test_eer_is_the_crossing_of_the_polyline(
 
 @pytest.mark.parametrize("name", SETS)
 @pytest.mark.parametrize("dtypes", ["dd", "ff", "df"])
-def test_min_dcf_is_the_least_cost(name: str, dtypes: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_min_dcf_is_the_least_cost(name: str, dtypes: str, monkeypatch: pytest.MonkeyPatch):
     genuine, impostor = cast(name, dtypes)
     for p_target in (0.01, 0.05, 0.5, 0.9):
         found = min_dcf(genuine, impostor, p_target)
@@ -53,9 +53,7 @@ def test_min_dcf_is_the_least_cost(name: str, dtypes: str, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("name", SETS)
 @pytest.mark.parametrize("dtypes", ["dd", "ff", "df"])
-def test_bins_within_bins_change_nothing(
-    name: str, dtypes: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bins_within_bins_change_nothing(name: str, dtypes: str, monkeypatch: pytest.MonkeyPatch):
     genuine, impostor = cast(name, dtypes)
 
     usual = eer_dcf.default_num_bins
@@ -75,7 +73,7 @@ def test_bins_within_bins_change_nothing(
 
 
 @pytest.mark.parametrize("name", SETS)
-def test_the_eer_threshold_is_the_nearer_end_of_the_crossing_step(name: str) -> None:
+def test_the_eer_threshold_is_the_nearer_end_of_the_crossing_step(name: str):
     genuine, impostor = SETS[name]
     found = eer(genuine, impostor)
     rates = rates_at(genuine, impostor, found.threshold)
@@ -90,7 +88,7 @@ def test_the_eer_threshold_is_the_nearer_end_of_the_crossing_step(name: str) -> 
 @pytest.mark.parametrize("kind", ["normal", "ties", "outlier", "exponential", "infinite"])
 def test_long_inputs_agree_with_sorting_everything(
     kind: str, dtypes: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     rng = np.random.default_rng(3)
     genuine, impostor = rng.normal(2.0, 1.0, 40_000), rng.normal(0.0, 1.0, 300_000)
     if kind == "ties":
@@ -115,7 +113,7 @@ def test_long_inputs_agree_with_sorting_everything(
     assert metrics(genuine, impostor) == found
 
 
-def test_the_order_of_ties_changes_nothing() -> None:
+def test_the_order_of_ties_changes_nothing():
     """Tools that step through tied scores one by one answer differently for each order."""
     scores = np.array([0.0, 0.5, 0.5, 0.5, 1.0])
     expected = eer(scores, scores)
@@ -125,13 +123,13 @@ def test_the_order_of_ties_changes_nothing() -> None:
     assert expected.eer == 0.5
 
 
-def test_the_crossing_of_unequal_numbers_is_rounded_once() -> None:
+def test_the_crossing_of_unequal_numbers_is_rounded_once():
     """FAR is 1/3 between the two largest impostors, where FRR, in steps of 1/200000, passes it."""
     genuine, impostor = np.arange(200_000.0), np.array([50_000.5, 99_999.5, 0.5])
     assert eer(genuine, impostor).eer == 1 / 3
 
 
-def test_costs_move_the_prior() -> None:
+def test_costs_move_the_prior():
     genuine, impostor = SETS["normal 0"]
     weighted = min_dcf(genuine, impostor, 0.01, c_miss=10.0)
     prior = 10 * 0.01 / (10 * 0.01 + 0.99)
@@ -140,14 +138,14 @@ def test_costs_move_the_prior() -> None:
 
 @pytest.mark.parametrize("value", [0.0, -0.1, math.inf, math.nan])
 @pytest.mark.parametrize("option", ["p_target", "c_miss", "c_fa"])
-def test_impossible_priors_and_costs_are_refused(option: str, value: float) -> None:
+def test_impossible_priors_and_costs_are_refused(option: str, value: float):
     with pytest.raises(ConfigError, match=f"{option}="):
         min_dcf([1.0], [0.0], **{option: value})
 
 
 @pytest.mark.parametrize("name", SETS)
 @pytest.mark.parametrize("dtypes", ["dd", "ff", "df"])
-def test_every_point_is_the_definition(name: str, dtypes: str) -> None:
+def test_every_point_is_the_definition(name: str, dtypes: str):
     genuine, impostor = cast(name, dtypes)
     curve = det_curve(genuine, impostor)
     thresholds, accepts, rejects = zip(*plain_points(genuine, impostor), strict=True)
@@ -159,13 +157,8 @@ def test_every_point_is_the_definition(name: str, dtypes: str) -> None:
     np.testing.assert_array_equal(curve.tar, 1.0 - curve.frr)
 
 
-def test_the_end_that_accepts_nothing_has_no_number_if_a_score_is_infinite() -> None:
-    assert math.isnan(det_curve([math.inf], [0.0]).thresholds[-1])
-    assert det_curve([1.0], [0.0]).thresholds[-1] == math.inf
-
-
 @pytest.mark.parametrize("num_points", [2, 3, 50, 400])
-def test_thinning_keeps_points_and_ends(num_points: int) -> None:
+def test_thinning_keeps_points_and_ends(num_points: int):
     rng = np.random.default_rng(1)
     curve = det_curve(rng.normal(2, 1, 3_000), rng.normal(0, 1, 30_000))
     thin = curve.thin(num_points)
@@ -180,7 +173,8 @@ def test_thinning_keeps_points_and_ends(num_points: int) -> None:
         assert np.count_nonzero(thin.frr < 1e-2) > 20
 
 
-def test_short_curves_are_not_thinned() -> None:
+def test_short_curves_are_not_thinned_and_end_in_nan_if_a_score_is_infinite():
+    assert math.isnan(det_curve([math.inf], [0.0]).thresholds[-1])
     curve = det_curve([2.0, 3.0], [1.0, 2.0])
     assert curve.thin(4) is curve
     with pytest.raises(ConfigError, match="num_points=1 is too few"):

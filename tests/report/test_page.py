@@ -1,77 +1,87 @@
+"""The page, its drawings and what is written beside it."""
+
 import base64
 import hashlib
 import html
 import json
+import math
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from scipy.special import ndtri
 
-from helpers.results import HOSTILE, hostile_result, some_run, synthetic_result
-from qmargin.evaluation.result import Result, Value
-from qmargin.report.journal import Journal
+from helpers.results import FARS, HOSTILE, hostile_result, some_run, synthetic_result, write_results
+from qmargin.errors import ConfigError, DataError
+from qmargin.evaluation.result import Det, Histogram, Value
+from qmargin.report import ReportOptions, write, write_report
+from qmargin.report.journal import MOST_POINTS, Journal, read_journal
 from qmargin.report.numbers import LONGEST_NAME, LONGEST_TEXT, cleaned
 from qmargin.report.page import _environment, render_page
+from qmargin.report.plots import (
+    Scale,
+    curve_points,
+    det_geometry,
+    histogram_chart,
+    point_below,
+    probit,
+    round_ticks,
+    support_chart,
+)
 from qmargin.report.systems import arrange, paired_differences
 
 JOURNAL = Journal("journal", (0.0, 10.0), (900.0, 30.0), (5000.0, 700.0), 2, 2_059_906)
 SECTIONS = ["verdict", "data", "det", "scores", "points", "pairs"]
 SECTIONS += ["groups", "hardest", "sparsity", "calibration", "protocol"]
+PLAIN = ReportOptions(has_figures=False)
 
 
-def page_of(*results: Result, **options: object) -> str:
+def page_of(*results, **options):
     panels = arrange(results)
-    differences = [paired_differences(panel) for panel in panels]
-    return render_page("A title", panels, differences, **options)
+    return render_page("A title", panels, list(map(paired_differences, panels)), **options)
 
 
 class Elements(HTMLParser):
     """Every start tag with its attributes, and the text of the page."""
 
-    def __init__(self, page: str) -> None:
+    def __init__(self, page):
         super().__init__()
-        self.found: list[tuple[str, dict[str, str | None]]] = []
-        self.text = ""
+        self.found, self.text = [], ""
         self.feed(page)
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_starttag(self, tag, attrs):
         self.found.append((tag, dict(attrs)))
 
-    def handle_data(self, data: str) -> None:
+    def handle_data(self, data):
         self.text += data
+
+    @property
+    def sections(self):
+        return [attributes["id"] for tag, attributes in self.found if tag == "section"]
 
 
 @pytest.fixture(scope="module")
-def page() -> str:
-    names = ("A", "B")
+def page():
     results = [
         synthetic_result(name, separation=5.4 - i, groups=("g1", "g2"), keys=("k1", "k2"))
-        for i, name in enumerate(names)
+        for i, name in enumerate(("A", "B"))
     ]
     return page_of(*results, journals=[JOURNAL])
 
 
-def test_sections_come_in_the_order_of_the_definition(page: str) -> None:
-    found = [attributes["id"] for tag, attributes in Elements(page).found if tag == "section"]
-    assert found == SECTIONS
-
-
-def test_sections_without_content_are_left_out() -> None:
-    found = [a["id"] for tag, a in Elements(page_of(synthetic_result())).found if tag == "section"]
-    assert found == [name for name in SECTIONS if name not in ("groups", "hardest", "sparsity")]
-
-
-def test_measures_that_nobody_has_are_left_out(page: str) -> None:
-    assert "minCllr" in page
+def test_sections_have_an_order_and_are_left_out_without_content(page):
+    assert Elements(page).sections == SECTIONS
     result = synthetic_result()
+    found = Elements(page_of(result)).sections
+    assert found == [name for name in SECTIONS if name not in ("groups", "hardest", "sparsity")]
+    assert "minCllr" in page
     metrics = replace(result.measures, cllr=Value(None), min_cllr=Value(None))
-    bare = replace(result, measures=metrics, calibration=None)
-    assert "minCllr" not in page_of(bare)
+    assert "minCllr" not in page_of(replace(result, measures=metrics, calibration=None))
 
 
-def test_trainings_share_a_drawing() -> None:
+def test_training_runs_share_a_drawing():
     other = replace(JOURNAL, name="other", largest=(None, None))
     section = page_of(synthetic_result(), journals=[JOURNAL, other]).partition('id="sparsity"')[2]
     assert section.count('class="plot"') == 1
@@ -79,7 +89,7 @@ def test_trainings_share_a_drawing() -> None:
     assert all(f"c{colour} support-mean" in section for colour in (0, 1))
 
 
-def test_verdict_has_all_five_numbers(page: str) -> None:
+def test_verdict_has_all_five_numbers(page):
     verdict = page.partition('id="verdict"')[2].partition("</section>")[0]
     point = synthetic_result("A", separation=5.4).measures.tar[1]
     assert f"{100 * point.tar:.2f} %" in verdict
@@ -88,7 +98,7 @@ def test_verdict_has_all_five_numbers(page: str) -> None:
         assert words in verdict
 
 
-def test_policy_allows_this_style_and_script_and_nothing_else(page: str) -> None:
+def test_policy_allows_this_style_and_script_and_nothing_else(page):
     policy = next(a["content"] for _, a in Elements(page).found if "http-equiv" in a)
     for kind in ("style", "script"):
         (text,) = re.findall(f"<{kind}>(.*?)</{kind}>", page, re.DOTALL)
@@ -96,108 +106,81 @@ def test_policy_allows_this_style_and_script_and_nothing_else(page: str) -> None
         assert f"{kind}-src 'sha256-{digest}';" in policy
     assert policy.startswith("default-src 'none';")
     assert "unsafe" not in policy and "http" not in policy
-
-
-def test_nothing_is_fetched_and_no_attribute_runs(page: str) -> None:
     for tag, attributes in Elements(page).found:
         assert tag not in ("iframe", "object", "embed", "base")
         for name, value in attributes.items():
             assert not name.startswith("on") and name != "style"
-            if name in ("src", "href"):
-                assert value.startswith(("#", "data:")), value
+            assert name not in ("src", "href") or value.startswith(("#", "data:"))
 
 
-def test_hostile_names_add_no_element() -> None:
+def test_hostile_names_add_no_element():
     tame = Elements(page_of(*[synthetic_result(f"n{i}", seed=i) for i in range(len(HOSTILE))]))
     wild = Elements(page_of(*[hostile_result(i) for i in range(len(HOSTILE))]))
-    assert {tag for tag, _ in wild.found} <= {tag for tag, _ in tame.found} | {
-        "ol",
-        "li",
-        "h4",
-        "h5",
-    }
-    names = {name for _, attributes in wild.found for name in attributes}
-    assert not any(name.startswith("on") for name in names)
+    known = {tag for tag, _ in tame.found} | {"ol", "li", "h4", "h5"}
+    assert {tag for tag, _ in wild.found} <= known
+    assert not any(name.startswith("on") for _, found in wild.found for name in found)
     assert '<img src=x onerror="window.__pwned=1">' in wild.text  # shown, not run
 
 
-def test_names_keep_their_letters_and_lose_what_moves_text() -> None:
+def test_names_keep_their_letters_and_lose_what_moves_text():
     assert cleaned("Ωμέγα 中文 é") == "Ωμέγα 中文 é"
     for sign in ("\x00", "\n", "\x1b", "\u202e", "\u2066", "\u200b", "\u2028", "\ud800"):
         assert cleaned(f"a{sign}b") == "a\ufffdb"
     assert len(cleaned("x" * 10_000)) == LONGEST_NAME
 
 
-def test_every_text_is_escaped_and_cleaned_wherever_it_is_printed() -> None:
+@pytest.mark.parametrize("attack", HOSTILE)
+def test_every_text_is_escaped_and_cleaned_wherever_it_is_printed(attack):
     template = _environment().from_string('<p title="{{ a }}">{{ a }}</p>{{ a|tojson }}')
-    for attack in HOSTILE:
-        page = template.render(a=attack)
-        found = re.fullmatch(r'<p title="([^"<>]*)">([^<>]*)</p>([^<>&]*)', page)
-        assert found is not None
-        shown = cleaned(attack, LONGEST_TEXT)
-        assert [html.unescape(part) for part in found.groups()[:2]] == [shown, shown]
-        assert json.loads(found.group(3)) == attack
+    found = re.fullmatch(r'<p title="([^"<>]*)">([^<>]*)</p>([^<>&]*)', template.render(a=attack))
+    assert found is not None
+    shown = cleaned(attack, LONGEST_TEXT)
+    assert [html.unescape(part) for part in found.groups()[:2]] == [shown, shown]
+    assert json.loads(found.group(3)) == attack
 
 
-def test_the_run_and_the_protocol_are_listed() -> None:
+def test_the_run_and_the_protocol_are_listed():
     run = some_run("q_margin", 7, device="NVIDIA H200", steps=20_000)
     text = page_of(synthetic_result(run=run)).partition('id="protocol"')[2]
-    for words in (
-        "q_margin",
-        "alpha 1.25",
-        "prior 0.2",
-        "NVIDIA H200",
-        "20,000",
-        run.recipe_sha256,
-    ):
-        assert words in text
-    for words in ("trials", "cosine"):
+    shown = ("q_margin", "alpha 1.25", "prior 0.2", "NVIDIA H200", "20,000", run.recipe_sha256)
+    for words in (*shown, "trials", "cosine"):
         assert f"<bdi>{words}</bdi>" in text
 
 
-def test_not_measurable_is_a_word_not_a_number() -> None:
-    page = page_of(
-        synthetic_result("A", num_impostors=5_000), synthetic_result("B", num_impostors=5_000)
-    )
-    table = page.partition('id="points"')[2].partition("</table>")[0]
-    assert table.count("not measurable") == 4
-
-
-def test_best_is_bold_and_the_rule_is_named() -> None:
+def test_best_is_bold_the_rule_is_named_and_not_measurable_is_a_word():
     page = page_of(synthetic_result("A", separation=4.5), synthetic_result("B", separation=5.5))
     points = page.partition('id="points"')[2].partition("<details>")[0]
     assert "conservative rule" in points
     a, b = points.partition("</table>")[0].split("<tr>")[-2:]
     assert (a.count("<b>"), b.count("<b>")) == (0, 4)
+    page = page_of(*(synthetic_result(name, num_impostors=5_000) for name in "AB"))
+    table = page.partition('id="points"')[2].partition("</table>")[0]
+    assert table.count("not measurable") == 4
 
 
-def test_many_systems_and_panels_fit_one_page() -> None:
+def test_many_systems_and_panels_fit_one_page():
     results = [synthetic_result(f"s{i}", seed=i, num_replicates=20) for i in range(12)]
-    results += [synthetic_result("s0", protocol="IJB-C")]
-    page = page_of(*results)
+    page = page_of(*results, synthetic_result("s0", protocol="IJB-C"))
     assert page.count('<figure class="det') == 2
     assert "dash0" in page  # twelve systems, eight colours
 
 
-def luminance(colour: str) -> float:
-    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-    linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+def contrast(one, other):
+    def luminance(colour):
+        parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
-
-def contrast(one: str, other: str) -> float:
     light, dark = sorted((luminance(one), luminance(other)), reverse=True)
     return (light + 0.05) / (dark + 0.05)
 
 
-def test_colours_have_contrast_in_every_theme(page: str) -> None:
+def test_colours_have_contrast_in_every_theme(page):
     blocks = re.findall(r"\{([^{}]*--paper:[^{}]*)\}", page)
     assert len(blocks) == 4  # light, dark by choice, dark by preference, print
-    assert dict(re.findall(r"--(\w[\w-]*): (#\w{6})", blocks[1])) == dict(
-        re.findall(r"--(\w[\w-]*): (#\w{6})", blocks[2])
-    )
-    for block in blocks:
-        colours = dict(re.findall(r"--(\w[\w-]*): (#\w{6})", block))
+    themes = [dict(re.findall(r"--(\w[\w-]*): (#\w{6})", block)) for block in blocks]
+    assert themes[1] == themes[2]
+    for colours in themes:
         for text in ("ink", "soft", "link"):
             assert contrast(colours[text], colours["paper"]) >= 4.5, text
             assert contrast(colours[text], colours["panel"]) >= 4.5, text
@@ -207,9 +190,192 @@ def test_colours_have_contrast_in_every_theme(page: str) -> None:
             assert contrast(colours[series], colours["paper"]) >= 3.0, series
 
 
-def test_templates_are_beside_the_package() -> None:
-    import qmargin.report
-
-    folder = Path(qmargin.report.__file__).parent / "templates"
+def test_templates_are_beside_the_package():
+    folder = Path(write.__file__).parent / "templates"
     names = {"page.css", "page.js", "page.html.j2", "parts.html.j2", "sections.html.j2"}
     assert {path.name for path in folder.iterdir()} == names
+
+
+# -- drawings -------------------------------------------------------------------------------------
+
+
+def geometry_of(*results):
+    (panel,) = arrange(results)
+    return det_geometry(panel)
+
+
+def drawing_of(*results):
+    page = render_page("t", arrange(results), [[]])
+    return page.partition('<figure class="det')[2].partition("</svg>\n</div>")[0]
+
+
+def test_axes_are_spaced_by_normal_quantiles():
+    for rate in (1e-9, 1e-4, 0.02, 0.5, 0.99):
+        assert probit(rate) == pytest.approx(float(ndtri(rate)), rel=1e-9)
+    share = (ndtri(0.01) - ndtri(1e-4)) / (ndtri(0.4) - ndtri(1e-4))
+    assert Scale(1e-4, 0.4, 0.0, 100.0, probit)(0.01) == pytest.approx(100.0 * share)
+    for low, high in ((0.0, 1.0), (-3.2, 9.0), (1e-8, 2e-8), (0.0, 1e6)):
+        ticks = round_ticks(low, high)
+        assert 2 <= len(ticks) <= 9 and all(low <= tick <= high for tick in ticks)
+
+
+def test_readout_at_a_target_is_the_measured_operating_point():
+    det = geometry_of(synthetic_result())
+    (curve,) = det.curves
+    stops = [round(stop.place, 6) for stop in det.stops]
+    for far in FARS:
+        point = curve.entry.point_at(far)
+        low, high = point.interval
+        assert curve.cells[stops.index(round(det.across(far), 6))] == [
+            f"{100 * point.tar:.2f}",
+            f"{100 * low:.2f}\u2013{100 * high:.2f}",
+            f"{point.false_accepts:,} FA",
+            f"≥ {point.threshold:.4g}",
+        ]
+
+
+def test_point_below_never_exceeds_the_far():
+    points = curve_points(arrange([synthetic_result()])[0].entries[0])
+    for far in (0.0, 1e-6, 4.9e-6, 5e-6, 3e-4, 0.2, 1.0):
+        below = [point for point in points if point.far <= far]
+        assert point_below(points, far) == below[-1]
+    assert point_below(points[-1:], 0.01) is None
+
+
+def test_readout_begins_at_the_verdict_and_has_a_cell_for_every_stop():
+    det = geometry_of(synthetic_result("A"), synthetic_result("B", seed=1))
+    assert det.stops[det.start].label == "10⁻³"
+    data = det.data
+    assert data["x"] == sorted(data["x"])
+    assert len(data["systems"]) == 2
+    for system in data["systems"]:
+        assert len(system["cells"]) == len(system["y"]) == len(data["x"]) == len(data["labels"])
+
+
+def test_region_with_too_few_false_accepts_is_shaded():
+    result = synthetic_result(num_impostors=200_000)
+    det = geometry_of(result)
+    assert det.few == [det.across(30 / 200_000)]
+    assert f'width="{det.few[0] - det.box.left:.1f}"' in drawing_of(result)
+
+
+@pytest.mark.parametrize(
+    ("far", "frr"),
+    [
+        ((0.0, 1.0), (1.0, 0.0)),  # nothing but the ends
+        ((0.0, 0.0, 1.0), (1.0, 0.0, 0.0)),  # no errors at all
+        ((0.0, 1.0), (1.0, 1.0)),
+        ((0.0, 1e-5, 1e-5, 1.0), (1.0, 0.5, 0.2, 0.0)),
+    ],
+)
+def test_extreme_curves_can_be_drawn(far, frr):
+    ends = (math.inf, *([0.5] * (len(far) - 2)), -math.inf)
+    drawn = drawing_of(replace(synthetic_result(), det=Det(far, frr, ends, None)))
+    assert drawn and "nan" not in drawn and "inf" not in drawn.lower()
+
+
+@pytest.mark.parametrize("num_impostors", [1, 20, 50])
+def test_tiny_protocols_can_be_drawn(num_impostors):
+    result = synthetic_result(num_impostors=num_impostors, num_genuine=5)
+    cells = geometry_of(result).data["systems"][0]["cells"]
+    assert cells[0][0] == "not measurable" or num_impostors >= 20
+    assert "nan" not in drawing_of(result)
+
+
+def test_histograms_are_shares_of_their_own_count():
+    chart = histogram_chart(Histogram((0.0, 1.0, 2.0), (1, 3), (40, 10)), 1.0)
+    for counts, kind in (((1, 3), "genuine"), ((40, 10), "impostor")):
+        steps = chart.shapes["areas"]["linear"][kind]
+        heights = [chart.box.bottom - y for _, y in steps[1:-1:2]]
+        assert heights == pytest.approx(
+            [(chart.box.bottom - chart.box.top) * n / max(counts) for n in counts]
+        )
+    assert chart.shapes["threshold"] == (chart.box.left + chart.box.right) / 2
+    assert histogram_chart(Histogram((0.0, 0.0), (1,), (1,)), 9.0).shapes["threshold"] is None
+
+
+# -- journals -------------------------------------------------------------------------------------
+
+
+def journal_of(path, rows, end="\n"):
+    path.write_text("\n".join(map(json.dumps, rows)) + end, encoding="utf-8")
+    return read_journal(path)
+
+
+def test_long_journals_keep_their_peak_and_their_mean(tmp_path):
+    rows = [{"step": i, "support_mean": float(i % 7), "support_max": 10.0} for i in range(7000)]
+    rows[4321]["support_max"] = 7976.0
+    journal = journal_of(tmp_path / "journal.jsonl", rows)
+    assert len(journal.steps) <= MOST_POINTS
+    assert (max(journal.largest), journal.num_steps) == (7976.0, 7000)
+    assert sum(journal.mean) / len(journal.mean) == pytest.approx(3.0, abs=0.05)
+
+
+def test_other_lines_and_a_cut_last_line_are_passed_over(tmp_path):
+    rows = [{"epoch": 1}, {"step": 1, "support_mean": 4}, {"step": 2, "support_mean": math.nan}]
+    journal = journal_of(tmp_path / "journal.jsonl", rows, '\n{"step": 3, "supp')
+    assert (journal.steps, journal.mean) == ((1.0,), (4.0,))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"step": 1, "support_mean": 2}\n{oops\n{"step": 2}\n', "line 2 is not JSON"),
+        ("[1]\n", "line 1 is not a JSON object"),
+        ('{"step": 1}\n', "0 lines with a step"),
+    ],
+)
+def test_broken_journals_are_named_and_nothing_is_written(tmp_path, text, message):
+    paths, journal = write_results(tmp_path, synthetic_result()), tmp_path / "journal.jsonl"
+    journal.write_text(text)
+    with pytest.raises(DataError, match=rf"journal\.jsonl.* {message}"):
+        write_report(paths, tmp_path / "out", replace(PLAIN, journals=(journal,)))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "row", [{"support_mean": 0.0}, {"support_max": 1.0}, {"support_mean": 1e7, "support_max": 1e9}]
+)
+def test_one_step_can_be_drawn(tmp_path, row):
+    chart = support_chart([journal_of(tmp_path / "j.jsonl", [{"step": 0, **row}])])
+    assert all(math.isfinite(x + y) for line in chart.shapes["lines"][0].values() for x, y in line)
+
+
+# -- files ----------------------------------------------------------------------------------------
+
+
+def test_files_of_a_report(tmp_path):
+    paths = write_results(tmp_path, synthetic_result("A"), synthetic_result("B", seed=1))
+    written = write_report(paths, tmp_path / "out", PLAIN)
+    names = ["index.html", "metrics.json", "tables.md", "tables.tex", "tables.csv"]
+    assert [path.name for path in written] == names
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(names)
+    (panel,) = json.loads((tmp_path / "out" / "metrics.json").read_text())["panels"]
+    assert [system["name"] for system in panel["systems"]] == ["A", "B"]
+    assert panel["systems"][0]["measures"]["tar"][0]["far_target"] == 1e-2
+    assert len(panel["differences"]) == 5
+
+
+def test_hostile_results_can_be_written(tmp_path):
+    paths = write_results(tmp_path, *[hostile_result(index) for index in range(7)])
+    for path in write_report(paths, tmp_path / "out", PLAIN):
+        path.read_text(encoding="utf-8")  # no lone surrogate went through
+
+
+def test_levels_and_missing_packages_are_named(monkeypatch):
+    with pytest.raises(ConfigError, match=r"level is 1\.5"):
+        ReportOptions(level=1.5)
+    monkeypatch.setattr(write, "has_matplotlib", lambda: False)
+    with pytest.raises(ConfigError, match=r"qmargin\[figures\]"):
+        ReportOptions(has_figures=True)
+
+
+def test_the_page_of_five_systems_of_many_trials_is_small(tmp_path):
+    keys = tuple(f"id{i:05d}/video/{i:05d}.wav" for i in range(20))
+    options = {"num_genuine": 50_000, "num_impostors": 950_000, "num_replicates": 1000}
+    results = [
+        synthetic_result(f"system {i}", groups=tuple("abcd"), keys=keys, **options)
+        for i in range(5)
+    ]
+    written = write_report(write_results(tmp_path, *results), tmp_path / "out", PLAIN)
+    assert written[0].stat().st_size < 600_000

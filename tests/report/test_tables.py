@@ -1,12 +1,15 @@
-"""Tables of a report as Markdown, LaTeX and CSV."""
+"""Tables as Markdown, LaTeX and CSV: groups, sections, best values, escaping; tables of reports."""
 
 import csv
 import io
 import re
 
+import pytest
+
 from helpers.results import HOSTILE, hostile_result, some_run, synthetic_result
 from qmargin.evaluation.result import MarginInfo, Measure
-from qmargin.report.systems import Panel, arrange
+from qmargin.report.systems import arrange
+from qmargin.report.table import Column, Number, Section, Table, csv_text
 from qmargin.report.tables import (
     CSV_COLUMNS,
     csv_table,
@@ -16,6 +19,115 @@ from qmargin.report.tables import (
     paper_layout,
 )
 
+GROUPED = Table(
+    "TAR (%) of x_1",
+    (
+        Column("Loss", "left"),
+        Column("\u03b1", group=("", "Parameters")),
+        Column("scale", group=("", "Parameters"), latex="$s$"),
+        Column("10⁻⁴", best="max", group=("Paper", "IJB-B")),
+        Column("10⁻⁵", best="max", group=("Paper", "IJB-B")),
+        Column("EER", best="min", group=("Paper", "IJB-C")),
+    ),
+    (
+        Section("Reported", competes=False),
+        ("F²C†", None, 2, Number(99.0), Number(1.0), Number(0.1)),
+        Section("Ours"),
+        ("=A|B", Number(1.25), 32, Number(96.381, deviation=0.07), Number(3.0), Number(1.0)),
+        ("C", None, 4096, Number(96.379), None, Number(-2.0, interval=(-3.0, 1.0), flag="few")),
+    ),
+    notes=("50 % & more.",),
+    label="grouped",
+)
+ODD = Table(
+    "{ \\ $ 100 %",
+    (Column("c{", "left", group=("a&b",)), Column("}", "center", best="max")),
+    (("$", "\\"), Section(), ("~^", Number(float("nan"))), ("x" * 500, Number(float("inf")))),
+)
+WIDE = Table("", tuple(Column(str(i)) for i in range(8)), (tuple(range(8)),))
+
+
+def check_balanced(tex):
+    """Braces, environments and dollars close in the order in which they were opened."""
+    depth, opened = 0, []
+    plain = re.sub(r"\\\\|\\[{}$]|(?m:^%.*$)", " ", tex)
+    for sign in plain:
+        depth += {"{": 1, "}": -1}.get(sign, 0)
+        assert depth >= 0
+    assert depth == 0
+    for word, name in re.findall(r"\\(begin|end)\{([a-z*]+)\}", tex):
+        if word == "begin":
+            opened.append(name)
+        else:
+            assert opened.pop() == name
+    assert not opened and plain.count("$") % 2 == 0
+
+
+@pytest.mark.parametrize("table", [GROUPED, ODD, WIDE])
+def test_every_line_fills_all_columns(table):
+    tex = table.to_latex()
+    check_balanced(tex)
+    for line in tex.splitlines():
+        if line.endswith(" \\\\"):
+            spans = [int(span) - 1 for span in re.findall(r"\\multicolumn\{(\d+)\}", line)]
+            assert line.count(" & ") + 1 + sum(spans) == len(table.columns)
+    lines = [line for line in table.to_markdown().splitlines() if line.startswith("|")]
+    assert {len(re.findall(r"(?<!\\)\|", line)) for line in lines} == {len(table.columns) + 1}
+    rows = list(csv.reader(io.StringIO(table.to_csv())))
+    assert len({len(row) for row in rows}) == 1
+
+
+def test_latex_has_groups_sections_and_the_best_in_bold():
+    tex = GROUPED.to_latex()
+    assert "\\caption{TAR (\\%) of x\\_1. 50 \\% \\& more.}\n\\label{tab:grouped}" in tex
+    assert "{l @{\\hskip 1em} rr @{\\hskip 1em} rr @{\\hskip 1em} r}" in tex
+    assert " &  &  & \\multicolumn{3}{c}{Paper} \\\\\n\\cmidrule(lr){4-6}" in tex
+    assert "\\cmidrule(lr){2-3} \\cmidrule(lr){4-5} \\cmidrule(lr){6-6}" in tex
+    assert "Loss & $\\alpha$ & $s$ & 10$^{-4}$ & 10$^{-5}$ & EER \\\\" in tex
+    assert "\\toprule\n\\multicolumn" not in tex and "\\textit{Ours}" in tex
+    assert "F$^{2}$C$^{\\dagger}$ & - & 2 & 99.00 & 1.00 & 0.10" in tex
+    assert "{\\boldmath\\textbf{96.38 $\\pm$ 0.07}} & 3.00 & 1.00" in tex  # 3.00 has no rival
+    assert "4,096 & \\textbf{96.38} & - & {\\boldmath\\textbf{$-$2.00}} {\\scriptsize(" in tex
+    assert "table*" not in tex and "table*" in WIDE.to_latex()
+
+
+def test_markdown_names_groups_in_column_headings():
+    text = GROUPED.to_markdown(level=3)
+    assert text.startswith("### TAR (%) of x_1\n\n| Loss | Parameters: \u03b1 |")
+    assert "| Paper, IJB-B: 10⁻⁴ | Paper, IJB-B: 10⁻⁵ | Paper, IJB-C: EER |" in text
+    assert "| --- | ---: |" in text and "| *Ours* |  |" in text
+    assert "| =A\\|B | 1.25 | 32 | **96.38 ± 0.07** | 3.00 | 1.00 |" in text
+    assert "**\u22122.00** (\u22123.00 to 1.00) \\[few\\] |" in text
+    assert text.endswith("|\n\n50 % \\& more.\n")
+    assert GROUPED.to_markdown(level=None).endswith("TAR (%) of x_1. 50 % \\& more.\n")
+
+
+def test_csv_is_unrounded_and_has_no_formulas():
+    rows = list(csv.DictReader(io.StringIO(GROUPED.to_csv())))
+    assert [row["section"] for row in rows] == ["Reported", "Ours", "Ours"]
+    assert rows[1]["Loss"] == "'=A|B"
+    assert rows[1]["Paper, IJB-B: 10⁻⁴"] == "96.381"
+    assert rows[1]["Paper, IJB-B: 10⁻⁴ deviation"] == "0.07"
+    eer = [rows[2][f"Paper, IJB-C: EER{end}"] for end in ("", " low", " high", " flag")]
+    assert eer == ["-2.0", "-3.0", "1.0", "few"]
+    assert rows[2]["Paper, IJB-B: 10⁻⁵"] == ""
+
+
+def test_numbers_without_a_value_never_compete():
+    assert [cell.is_best for row in ODD.body[2:] for cell in row] == [False] * 4
+    assert ODD.body[2][1].text == "-" and ODD.body[3][1].text == "∞"
+    assert len(ODD.body[3][0].text) == 120
+
+
+def test_rows_of_another_width_are_refused_and_files_are_one_of_each_kind():
+    with pytest.raises(ValueError, match="has 1 cells, but there are 2 columns"):
+        Table("t", (Column("a"), Column("b")), (("x",),))
+    assert list(GROUPED.files("faces")) == ["faces.md", "faces.tex", "faces.csv"]
+    assert [csv_text("=1+1"), csv_text("ArcFace")] == ["'=1+1", "ArcFace"]
+
+
+# -- tables of a report ---------------------------------------------------------------------------
+
 OURS = some_run(alpha=1.25, scale=35.0)
 SUM = some_run(
     "arcface", alpha=None, scale=64.0,
@@ -23,7 +135,7 @@ SUM = some_run(
 )  # fmt: skip
 
 
-def panels() -> list[Panel]:
+def panels():
     return arrange(
         [
             synthetic_result("ArcFace", separation=4.8, run=SUM),
@@ -33,7 +145,7 @@ def panels() -> list[Panel]:
     )
 
 
-def test_latex_has_the_layout_of_the_paper() -> None:
+def test_latex_has_the_layout_of_the_paper():
     text = latex_tables(panels())
     for line in (
         r"\begin{tabular}{l @{\hskip 1em} rrr @{\hskip 1em} rrrr @{\hskip 1em} rrrr}",
@@ -47,7 +159,7 @@ def test_latex_has_the_layout_of_the_paper() -> None:
     assert r"Q-Margin & 1.25 & 35 & 0.2 & " in text
 
 
-def test_best_is_bold_and_what_cannot_be_measured_is_no_number() -> None:
+def test_best_is_bold_and_what_cannot_be_measured_is_no_number():
     text = paper_layout(panels()).to_latex()
     arc, ours = (row for row in text.splitlines() if re.match("ArcFace|Q-M", row))
     assert r"\textbf" not in arc
@@ -57,13 +169,13 @@ def test_best_is_bold_and_what_cannot_be_measured_is_no_number() -> None:
     assert ours.count(r"\textsuperscript{few}") == 3
 
 
-def test_tables_without_runs_have_no_parameters() -> None:
+def test_tables_without_runs_have_no_parameters():
     table = paper_layout(arrange([synthetic_result("A"), synthetic_result("B")]))
     assert [column.title for column in table.columns][:2] == ["Method", "1 %"]
     assert table.to_latex().count(r"\textbf") == 8  # equal texts are equally bold
 
 
-def test_measures_of_a_protocol_have_columns() -> None:
+def test_measures_of_a_protocol_have_columns():
     result = synthetic_result("A").with_extra(
         {"10-fold accuracy": Measure(0.998, 0.001, "of other folds")}
     )
@@ -73,7 +185,7 @@ def test_measures_of_a_protocol_have_columns() -> None:
     assert table.notes == ("10-fold accuracy: of other folds.",)
 
 
-def test_csv_gives_back_every_number() -> None:
+def test_csv_gives_back_every_number():
     made = panels()
     rows = list(csv.DictReader(io.StringIO(csv_table(made))))
     assert tuple(rows[0]) == CSV_COLUMNS
@@ -89,7 +201,7 @@ def test_csv_gives_back_every_number() -> None:
     assert {row["value"] for row in lost} == {""}
 
 
-def test_markdown_has_a_row_for_each_system_and_names_the_rule() -> None:
+def test_markdown_has_a_row_for_each_system_and_names_the_rule():
     text = markdown_tables(panels())
     assert text.count("\n| ArcFace |") == 2  # TARs, and measures without a target
     assert text.count("\n| Q-Margin |") == 4
@@ -97,7 +209,7 @@ def test_markdown_has_a_row_for_each_system_and_names_the_rule() -> None:
     assert "not measurable" in text
 
 
-def test_hostile_results_keep_the_shape_of_the_tables() -> None:
+def test_hostile_results_keep_the_shape_of_the_tables():
     made = arrange([hostile_result(index) for index in range(len(HOSTILE))])
     rows = list(csv.reader(io.StringIO(csv_table(made))))
     assert {len(row) for row in rows} == {len(CSV_COLUMNS)}

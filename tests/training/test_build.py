@@ -1,6 +1,5 @@
 """From a recipe to backbone, head, data and weights: seeded, checked, the same everywhere."""
 
-import logging
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +13,6 @@ from safetensors.torch import save_file
 from torch import nn
 
 from helpers.runs import events, tiny_recipe
-from qmargin.data.samples import read_sample
 from qmargin.data.synthetic import SyntheticIdentities
 from qmargin.errors import ConfigError, DataError
 from qmargin.evaluation.export import export_run
@@ -85,26 +83,17 @@ def test_the_number_of_classes_may_come_from_the_data() -> None:
 
 def test_options_that_a_backbone_does_not_take_are_refused() -> None:
     recipe = replace(get_recipe("debug"), model=ModelPart("small_mlp", 8, {"depth": 3}))
-    with pytest.raises(ConfigError, match=r"model.options is .*depth.* small_mlp does not take"):
+    with pytest.raises(ConfigError, match=r"model.options .*depth"):
         build_backbone(recipe)
     with pytest.raises(ConfigError, match="did you mean 'small_mlp'"):
         build_backbone(debug_with("model.backbone=small_mpl"))
 
 
-def test_channels_last_reaches_the_filters() -> None:
-    recipe = debug_with("precision.channels_last=true")
-    recipe = replace(recipe, model=ModelPart("small_conv", 8))
-    weight: Any = build_backbone(recipe).layers[3].weight  # type: ignore[index,union-attr]
-    assert weight.is_contiguous(memory_format=torch.channels_last)
-
-
 def test_synthetic_data_follows_the_recipe() -> None:
     data = build_dataset(debug_with("data.options.samples_per_class=3", "seed=4"))
     assert (len(data), data.num_classes) == (600, 200)
-    inputs, label = data.read(599, seed=0)
-    assert (tuple(inputs.shape), label) == ((32,), 199)
-    other, _ = build_dataset(debug_with("seed=5")).read(0, seed=0)
-    assert not torch.equal(other, build_dataset(debug_with("seed=4")).read(0, seed=0)[0])
+    other = build_dataset(debug_with("seed=5"))
+    assert not torch.equal(other.read(0, seed=0)[0], data.read(0, seed=0)[0])
 
 
 @pytest.mark.parametrize(
@@ -141,8 +130,6 @@ def test_kinds_of_data_of_users_work_by_name(
     data = build_dataset(recipe)
     assert (data.num_classes, data.seed, tuple(data.read(0, 0)[0].shape)) == (3, 3, (16,))
     assert part.is_stored and not get_recipe("debug").data.is_stored
-    with pytest.raises(ConfigError, match=r"data\.options\.sise .*did you mean 'size'"):
-        build_dataset(replace(recipe, data=replace(part, options={"sise": 1})))
     with pytest.raises(ConfigError, match="path is missing"):
         DataPart("lines", 4)
 
@@ -169,15 +156,6 @@ def recipe_of(folder: Path, *settings: str, **options: Any) -> Recipe:
     return apply_settings(replace(recipe, data=data), settings)
 
 
-def test_images_are_what_the_networks_take(folder: Path) -> None:
-    data = build_dataset(recipe_of(folder, flip=0.0))
-    assert (len(data), data.num_classes) == (NUM_CLASSES * PER_CLASS, NUM_CLASSES)
-    inputs, label = data.read(5, seed=0)
-    assert (inputs.shape, inputs.dtype, label) == ((3, 112, 112), np.uint8, 1)
-    with Image.open(folder / data.sample_id(5)) as image:
-        assert np.array_equal(inputs.transpose(1, 2, 0), np.asarray(image))
-
-
 @pytest.mark.parametrize("channels_last", [True, False])
 def test_networks_take_floats_of_the_bytes(folder: Path, channels_last: bool) -> None:
     """Workers send bytes; the step scales them on its device, in the layout of the network."""
@@ -200,6 +178,11 @@ def test_networks_take_floats_of_the_bytes(folder: Path, channels_last: bool) ->
 
 def test_options_reach_the_augmentation_and_the_reader(folder: Path) -> None:
     plain = build_dataset(recipe_of(folder, flip=0.0))
+    assert (len(plain), plain.num_classes) == (NUM_CLASSES * PER_CLASS, NUM_CLASSES)
+    inputs, label = plain.read(5, seed=0)
+    assert (inputs.shape, inputs.dtype, label) == ((3, 112, 112), np.uint8, 1)
+    with Image.open(folder / plain.sample_id(5)) as image:
+        assert np.array_equal(inputs.transpose(1, 2, 0), np.asarray(image))
     mirrored = build_dataset(recipe_of(folder, flip=1.0))
     assert np.array_equal(mirrored.read(0, 1)[0], plain.read(0, 1)[0][:, :, ::-1])
     swapped = build_dataset(recipe_of(folder, flip=0.0, channels="bgr"))
@@ -227,19 +210,11 @@ def test_bad_options_are_refused(folder: Path, options: dict[str, Any], message:
 
 
 def test_a_path_without_images_is_refused_with_the_remedy(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"data.path is '.*nowhere'.*--set data.path=DIR"):
+    with pytest.raises(ConfigError, match=r"data.path is '.*nowhere'"):
         build_dataset(recipe_of(tmp_path / "nowhere"))
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match="empty"):
         build_dataset(recipe_of(tmp_path / "empty"))
-
-
-def test_a_recipe_for_other_identities_is_refused(folder: Path) -> None:
-    recipe = replace(
-        recipe_of(folder, "data.num_classes=7", size=32), model=ModelPart("small_conv", 8)
-    )
-    with pytest.raises(ConfigError, match=r"num_classes is 7 and the data has 5"):
-        build_session(recipe, Process())
 
 
 @pytest.mark.parametrize("backbone", ["small_conv", "mobilefacenet"])
@@ -248,20 +223,7 @@ def test_a_folder_of_photos_is_trained_on(folder: Path, tmp_path: Path, backbone
     recipe = recipe_of(folder, *settings, photometric=0.5, low_resolution=0.5)
     recipe = replace(recipe, model=ModelPart(backbone, embedding_dim=16))
     outcome = train(recipe, tmp_path / "run", device="cpu")
-    assert outcome.step == 3
-    assert math.isfinite(outcome.loss)
-    assert outcome.num_skipped == 0
-
-
-def test_a_damaged_photo_is_replaced(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    recipe = recipe_of(folder)
-    data = build_dataset(recipe)
-    name = folder / data.sample_id(0)
-    name.write_bytes(name.read_bytes()[:500])
-    with caplog.at_level(logging.WARNING):
-        sample = read_sample(build_dataset(recipe), 0, seed=0, epoch=0)
-    assert sample.index != 0
-    assert sample.replaced[0].index == 0
+    assert (outcome.step, outcome.num_skipped) == (3, 0) and math.isfinite(outcome.loss)
 
 
 def other_backbone() -> nn.Module:
@@ -306,38 +268,24 @@ def test_the_hash_is_in_the_journal_and_a_resumed_run_needs_no_file(tmp_path: Pa
         train(tiny_recipe(*settings), tmp_path / "fresh", device="cpu")
 
 
-def _other_shape(folder: Path) -> Path:
-    weights = other_backbone().state_dict()
-    name = next(name for name, value in weights.items() if value.dim() == 2)
-    save_file({**weights, name: torch.zeros(3, 5)}, folder / "w.safetensors")
-    return folder / "w.safetensors"
-
-
-def _code(folder: Path) -> Path:
-    torch.save({"state_dict": Dangerous()}, folder / "w.pt")
-    return folder / "w.pt"
-
-
 class Dangerous:
     def __reduce__(self) -> tuple[Any, ...]:
         return print, ("this must never be printed",)
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (_other_shape, r"model.weights .*\[3, 5\]"),
-        (_code, "model.weights .*w.pt"),
-        (lambda folder: folder, "model.weights"),
-        (lambda folder: folder / "none", "model.weights .*none"),
-    ],
-)
-def test_what_does_not_fit_is_refused(
-    make: Any, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    recipe = tiny_recipe(f"model.weights={make(tmp_path)}")
-    with pytest.raises(ConfigError, match=message):
-        build_session(recipe, Process())
+def test_what_does_not_fit_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    weights = other_backbone().state_dict()
+    name = next(name for name, value in weights.items() if value.dim() == 2)
+    save_file({**weights, name: torch.zeros(3, 5)}, tmp_path / "shape.safetensors")
+    torch.save({"state_dict": Dangerous()}, tmp_path / "code.pt")
+    for file, message in (
+        ("shape.safetensors", r"\[3, 5\]"),
+        ("code.pt", "code.pt"),
+        (".", "model directory"),
+        ("none", "none"),
+    ):
+        with pytest.raises(ConfigError, match=f"model.weights .*{message}"):
+            build_session(tiny_recipe(f"model.weights={tmp_path / file}"), Process())
     assert "never" not in capsys.readouterr().out
 
 
@@ -351,19 +299,15 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_run_starts_with_the_average_and_the_prototypes(first: Path, tmp_path: Path) -> None:
     recipe = tiny_recipe(f"run.start_from={first}", "optimizer.lr=1e-30", "run.max_steps=1")
-    outcome = train(recipe, tmp_path, device="cpu")
-    assert outcome.step == 1
-    found = newest(tmp_path / "checkpoints").checkpoint
-    assert found is not None
+    train(recipe, tmp_path, device="cpu")
     average = read_tensors(first / AVERAGE)
-    for name, value in read_backbone(found).items():
+    for name, value in read_backbone(newest(tmp_path / "checkpoints").checkpoint).items():
         if value.is_floating_point() and "running" not in name:
             torch.testing.assert_close(value, average[name], rtol=0, atol=1e-12)
 
 
 def test_a_checkpoint_gives_its_own_weights(first: Path) -> None:
     checkpoint = newest(first / "checkpoints").checkpoint
-    assert checkpoint is not None
     recipe = tiny_recipe()
     backbone, head = build_backbone(recipe), build_head(recipe)
     load_start_weights_(backbone, head, checkpoint.path)
@@ -372,20 +316,11 @@ def test_a_checkpoint_gives_its_own_weights(first: Path) -> None:
     assert head.prototypes.shape == (head.num_classes, recipe.model.embedding_dim)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (["data.num_classes=150"], "run.start_from .* 200 classes"),
-        (["model.embedding_dim=8"], "run.start_from"),
-    ],
-)
-def test_other_networks_and_classes_are_refused(
-    first: Path, settings: list[str], message: str, tmp_path: Path
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        train(tiny_recipe(f"run.start_from={first}", *settings), tmp_path, device="cpu")
-
-
-def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="where no run has saved a checkpoint"):
-        train(tiny_recipe(f"run.start_from={tmp_path / 'none'}"), tmp_path, device="cpu")
+def test_other_networks_and_classes_and_no_run_are_refused(first: Path, tmp_path: Path) -> None:
+    for settings, message in (
+        ((f"run.start_from={first}", "data.num_classes=150"), "run.start_from .* 200 classes"),
+        ((f"run.start_from={first}", "model.embedding_dim=8"), "run.start_from"),
+        ((f"run.start_from={tmp_path / 'none'}",), "run.start_from .*none"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            train(tiny_recipe(*settings), tmp_path, device="cpu")

@@ -1,13 +1,18 @@
-"""Damaged checkpoints, and saves that are killed."""
+"""Damaged checkpoints, saves that are killed, and several processes that save together."""
 
 import os
 import random
+import shutil
 import signal
 import time
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from helpers import saving_ranks
 from helpers.processes import finish, start
 from helpers.saving import (
     SAVED,
@@ -16,7 +21,6 @@ from helpers.saving import (
     random_state,
     resume,
     save_and_die,
-    save_for_ever,
 )
 from qmargin.errors import CheckpointError
 from qmargin.training.checkpoint import (
@@ -44,14 +48,6 @@ def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
 
 
-def empty(path: Path) -> None:
-    path.write_bytes(b"")
-
-
-def remove(path: Path) -> None:
-    path.unlink()
-
-
 def grow(path: Path) -> None:
     path.write_bytes(path.read_bytes() + b" ")
 
@@ -67,7 +63,7 @@ def device(path: Path) -> None:
     path.symlink_to("/dev/zero")
 
 
-DAMAGES = [cut, empty, remove, grow, lambda path: flip(path, 1001), device]
+DAMAGES = [cut, grow, Path.unlink, lambda path: flip(path, 1001), device]
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -78,9 +74,9 @@ def test_a_damaged_checkpoint_is_skipped_for_an_older_one(tmp_path: Path, name, 
     bad = tmp_path / "step-000002"
     damage(bad / name)
     search = newest(tmp_path)
-    assert search.checkpoint is not None and search.checkpoint.step == 1
-    assert len(search.skipped) == 1
-    assert "step-000002" in search.skipped[0] and name in search.skipped[0]
+    assert search.checkpoint.step == 1
+    (skipped,) = search.skipped
+    assert "step-000002" in skipped and name in skipped
     with pytest.raises(CheckpointError, match=name):  # asked for by name, it is an error
         open_checkpoint(bad)
 
@@ -88,8 +84,7 @@ def test_a_damaged_checkpoint_is_skipped_for_an_older_one(tmp_path: Path, name, 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no FIFOs here")
 def test_no_reader_of_a_checkpoint_waits_for_a_pipe(tmp_path: Path) -> None:
     """Not even where hashes were compared by another rank, or are not compared yet."""
-    save_checkpoint(tmp_path, random_state(1))
-    path = tmp_path / "step-000001"
+    path = save_checkpoint(tmp_path, random_state(1))
     opened = open_checkpoint(path)
     for name in ("recipe.yaml", "loop.json", "backbone.safetensors"):
         pipe(path / name)
@@ -120,37 +115,26 @@ def test_every_checkpoint_bad_is_an_error_and_not_a_fresh_start(tmp_path: Path) 
     assert all(f"step-00000{step}" in str(caught.value) for step in (1, 2, 3))
 
 
-def test_no_checkpoint_at_all_is_no_error(tmp_path: Path) -> None:
+def test_what_is_not_whole_or_under_another_name_is_skipped(tmp_path: Path) -> None:
     assert newest(tmp_path / "missing").checkpoint is None
     (tmp_path / "step-000007.tmp-0a0b").mkdir()
-    search = newest(tmp_path)
-    assert search.checkpoint is None and search.skipped == (
-        "step-000007.tmp-0a0b: never completed",
-    )
-    save_checkpoint(tmp_path, random_state(1))
-    assert not list_leftovers(tmp_path)
-
-
-def test_a_checkpoint_under_the_name_of_another_step_is_skipped(tmp_path: Path) -> None:
+    assert newest(tmp_path) == (None, ("step-000007.tmp-0a0b: never completed",))
     save_checkpoint(tmp_path, random_state(1)).rename(tmp_path / "step-000009")
+    assert not list_leftovers(tmp_path)
     save_checkpoint(tmp_path, random_state(1))
     search = newest(tmp_path)
-    assert search.checkpoint is not None and search.checkpoint.step == 1
-    assert "manifest is that of step 1" in search.skipped[0]
+    assert search.checkpoint.step == 1 and "step-000009" in search.skipped[0]
 
 
 @pytest.mark.parametrize("name", ["../loop.json", "/etc/passwd", ".hidden", "a/b", "manifest.json"])
 def test_a_manifest_cannot_point_elsewhere(tmp_path: Path, name: str) -> None:
-    manifest = open_checkpoint(save_checkpoint(tmp_path, random_state(1))).manifest
-    text = manifest.to_text().replace('"loop.json"', f'"{name}"')
+    text = open_checkpoint(save_checkpoint(tmp_path, random_state(1))).manifest.to_text()
     with pytest.raises(CheckpointError, match="not allowed"):
-        Manifest.from_text(text)
-
-
-def test_a_manifest_of_the_future_says_so(tmp_path: Path) -> None:
-    manifest = open_checkpoint(save_checkpoint(tmp_path, random_state(1))).manifest
-    with pytest.raises(CheckpointError, match="version 2 is newer than 1"):
-        Manifest.from_text(manifest.to_text().replace('"version": 1', '"version": 2'))
+        Manifest.from_text(text.replace('"loop.json"', f'"{name}"'))
+    with pytest.raises(CheckpointError, match="not allowed"):
+        Manifest.from_text(text.replace('"scaler"', f'"{name}"'))
+    with pytest.raises(CheckpointError, match="version 2"):
+        Manifest.from_text(text.replace('"version": 1', '"version": 2'))
     with pytest.raises(CheckpointError, match="damaged"):
         Manifest.from_text('{"body": ' + "[" * 100_000)
 
@@ -159,71 +143,115 @@ def test_a_kill_at_every_event_of_a_save_loses_nothing(tmp_path: Path) -> None:
     """Death at each open, mkdir, rename and deletion of a save that also prunes, one by one."""
     for step in (1, 2):
         save_checkpoint(tmp_path, random_state(step), keep=2)
-    deaths, step = 0, 3
-    while True:
-        process = start(save_and_die, tmp_path, step, deaths)
-        code = finish(process)
-        if code == 0:
-            break
+    deaths = 0
+    while code := finish(start(save_and_die, tmp_path, 3, deaths)):
         assert code == -signal.SIGKILL
         deaths += 1
         search = newest(tmp_path)
-        assert search.checkpoint is not None
         found = search.checkpoint.step
-        assert found in (2, step)
+        assert found in (2, 3)
         assert all("never completed" in reason for reason in search.skipped)
         loaded = load_checkpoint(search.checkpoint)
         assert fingerprint(dict(loaded.backbone)) == fingerprint(dict(random_state(found).backbone))
-        if found == step:  # save the same step again, from the same two before it
-            turn_back(tmp_path, step)
+        if found == 3:  # save the same step again, from the same two before it
+            for path in tmp_path.iterdir():
+                shutil.rmtree(path)
+            for step in (1, 2):
+                save_checkpoint(tmp_path, random_state(step), keep=2)
     assert deaths > 20
     assert list(list_steps(tmp_path)) == [3, 2]
     assert not list_leftovers(tmp_path)
 
 
-def turn_back(folder: Path, step: int) -> None:
-    """Bring the folder back to what it was before ``step`` was saved."""
-    for path in folder.iterdir():
-        for file in path.iterdir():
-            file.unlink()
-        path.rmdir()
-    for earlier in (step - 2, step - 1):
-        save_checkpoint(folder, random_state(earlier), keep=2)
+def run_ranks(function: Callable[..., Any], tmp_path: Path, world: int, code: int = 0) -> Path:
+    """Run a function of ``saving_ranks`` on every rank; the folder of its checkpoints."""
+    ranks = start_ranks(function, tmp_path, world)
+    assert [finish(rank) for rank in ranks] == [code] * world
+    return tmp_path / "checkpoints"
 
 
-def notes(folder: Path, rank: int = 0) -> list[str]:
-    path = folder / f"{SAVED}{rank}"
+def start_ranks(function: Callable[..., Any], tmp_path: Path, world: int) -> list[BaseProcess]:
+    folder, store = tmp_path / "checkpoints", tmp_path / "store"
+    store.unlink(missing_ok=True)
+    return [start(function, folder, rank, world, str(store)) for rank in range(world)]
+
+
+def assert_as_if_left_alone(folder: Path, num_steps: int) -> None:
+    """The newest checkpoint is that of one rank that was never stopped, bit for bit."""
+    alone = TinyRun()
+    for _ in range(num_steps):
+        alone.step()
+    assert fingerprint(resume(folder).tensors()) == fingerprint(alone.tensors())
+
+
+@pytest.mark.dist
+def test_a_failure_of_one_rank_is_told_to_all(tmp_path: Path) -> None:
+    folder = run_ranks(saving_ranks.fail_on_one_rank, tmp_path, 2)
+    assert list(list_steps(folder)) == [3, 1] and not list_leftovers(folder)
+
+
+@pytest.mark.dist
+def test_ranks_on_different_disks_are_refused(tmp_path: Path) -> None:
+    folder = run_ranks(saving_ranks.save_on_two_disks, tmp_path, 2, saving_ranks.TOLD)
+    assert not list(folder.glob("*/step-*"))
+
+
+@pytest.mark.dist
+def test_no_rank_starts_afresh_when_everything_is_bad(tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path / "checkpoints", random_state(1))
+    (path / "loop.json").unlink()
+    run_ranks(saving_ranks.find_nothing_whole, tmp_path, 2, saving_ranks.TOLD)
+
+
+@pytest.mark.dist
+def test_saved_by_2_ranks_resumed_by_1_and_by_3(tmp_path: Path) -> None:
+    """Rows and momentum go through 2, 3, 1 and 2 ranks as if there had always been one."""
+    folder = run_ranks(saving_ranks.save_in_background, tmp_path, 2)
+    assert list(list_steps(folder)) == [20, 19]
+    for step, world in ((21, 3), (22, 1), (23, 2)):
+        run_ranks(saving_ranks.resume_and_step, tmp_path, world)
+        manifest = newest(folder).checkpoint.manifest
+        assert (manifest.step, manifest.world, len(manifest.shards)) == (step, world, world)
+    assert_as_if_left_alone(folder, 23)
+
+
+def notes(tmp_path: Path, rank: int) -> list[str]:
+    path = tmp_path / f"{SAVED}{rank}"
     return path.read_text().split() if path.exists() else []
 
 
 @pytest.mark.slow
-def test_50_kills_at_random_moments_lose_nothing_and_change_no_bit(tmp_path: Path) -> None:
-    """One run, killed 50 times while it saves all the time, against one that was left alone."""
+@pytest.mark.dist
+@pytest.mark.parametrize("world", [1, 2])
+def test_50_kills_at_random_moments_lose_nothing_and_change_no_bit(
+    tmp_path: Path, world: int
+) -> None:
+    """Rank 0, rank 1 or both are killed while they save; the others end by themselves."""
     folder = tmp_path / "checkpoints"
     folder.mkdir()
-    generator, num_unfinished, step = random.Random(5), 0, 0
+    generator, step, num_unfinished = random.Random(7), 0, 0
     for trial in range(50):
-        enough = len(notes(tmp_path)) + 1 + trial % 2  # in every other life, a save at least
-        process = start(save_for_ever, folder)
+        victims = (0,) if world == 1 else [(0,), (1,), (0, 1)][trial % 3]
+        # in every other life, a save at least
+        enough = [len(notes(tmp_path, rank)) + 1 + trial % 2 for rank in range(world)]
+        ranks = start_ranks(saving_ranks.save_for_ever, tmp_path, world)
         deadline = time.monotonic() + 60
-        while len(notes(tmp_path)) < enough and time.monotonic() < deadline:
+        while any(len(notes(tmp_path, rank)) < lines for rank, lines in enumerate(enough)):
+            assert time.monotonic() < deadline
             time.sleep(0.002)
-        time.sleep(generator.uniform(0.0, 0.05))
-        process.kill()
-        assert finish(process) == -signal.SIGKILL
+        time.sleep(generator.uniform(0.0, 0.06))
+        for victim in victims:
+            ranks[victim].kill()
+        for rank, process in enumerate(ranks):
+            assert finish(process) == (-signal.SIGKILL if rank in victims else saving_ranks.TOLD)
         num_unfinished += bool(list_leftovers(folder))
-        told = max((int(note) for note in notes(tmp_path) if note != "ready"), default=0)
+        told = [note for rank in range(world) for note in notes(tmp_path, rank)]
         search = newest(folder)
         assert not [reason for reason in search.skipped if "never completed" not in reason]
-        complete = max(told, step)
+        complete = max(step, *(int(note) for note in told if note != "ready"), 0)
         step = search.checkpoint.step if search.checkpoint else 0
         assert step in (complete, complete + 1)  # renamed, and killed before it said so
-        assert len(list_steps(folder)) <= 3
-    assert num_unfinished > 10  # the kills did hit saves
-    resumed, alone = resume(folder), TinyRun()
-    for _ in range(3):
-        resumed.step()
-    while alone.num_steps < resumed.num_steps:
-        alone.step()
+        assert world == 2 or len(list_steps(folder)) <= 3  # a rank that is told does not prune
+    assert num_unfinished > 5  # the kills did hit saves
     assert step >= 25
-    assert fingerprint(resumed.tensors()) == fingerprint(alone.tensors())
+    assert_as_if_left_alone(folder, step)

@@ -130,21 +130,17 @@ def test_settings_replace_a_part_of_the_loss_or_a_number_of_it() -> None:
 
 
 def test_hashes_tell_losses_apart() -> None:
-    made = [
-        tiny_recipe(*settings).sha256
-        for settings in (
-            [],
-            ["loss.divergence=jensen_shannon"],
-            ["loss.margin=[{prior: 0.2}, {angular: 0.1}]"],
-            ["loss.margin=[{prior: 0.2}, {angular: 0.2}]"],
-            ["loss.margin={prior: {per_class: a.npy}}"],
-            ["loss.margin={prior: {per_class: b.npy}}"],
-        )
-    ]
-    assert len(set(made)) == len(made)
-    assert (
-        made[0] == tiny_recipe("loss.divergence={alpha: 1.25}", "loss.margin={prior: 0.2}").sha256
+    forms = (
+        "divergence=jensen_shannon",
+        "margin=[{prior: 0.2}, {angular: 0.1}]",
+        "margin=[{prior: 0.2}, {angular: 0.2}]",
+        "margin={prior: {per_class: a.npy}}",
+        "margin={prior: {per_class: b.npy}}",
     )
+    own = tiny_recipe().sha256
+    assert len({own, *(tiny_recipe(f"loss.{form}").sha256 for form in forms)}) == 6
+    same = tiny_recipe("loss.divergence={alpha: 1.25}", "loss.margin={prior: 0.2}")
+    assert same.sha256 == own
 
 
 def test_numbers_of_a_step_reach_the_parts() -> None:
@@ -195,13 +191,13 @@ def test_margins_per_class(suffix: str, tmp_path: Path) -> None:
     margin = scheduled.at(LossSettings(1.25, 0.1, 32.0)).margin
     torch.testing.assert_close(margin.margin.values, 0.1 * torch.from_numpy(values))
     assert isinstance(margin.margin, PerClass)
-    with pytest.raises(ConfigError, match=r"per_class.* 200 numbers and the data 7 classes"):
+    with pytest.raises(ConfigError, match=r"per_class.* 200 .* 7 classes"):
         ScheduledLoss(part, num_classes=7)
-    recipe = replace(tiny_recipe("run.max_steps=3"), loss=part)
-    train(recipe, tmp_path / "run", device="cpu")
-    train(tiny_recipe("run.max_steps=3"), tmp_path / "plain", device="cpu")
-    assert losses(tmp_path / "run") != losses(tmp_path / "plain")
     if suffix == ".npy":
+        recipe = replace(tiny_recipe("run.max_steps=3"), loss=part)
+        train(recipe, tmp_path / "run", device="cpu")
+        train(tiny_recipe("run.max_steps=3"), tmp_path / "plain", device="cpu")
+        assert losses(tmp_path / "run") != losses(tmp_path / "plain")
         np.save(source, values[::-1])
         longer = apply_settings(recipe, ["run.max_steps=4"])
         with pytest.raises(DataError, match="per_class"):

@@ -43,43 +43,27 @@ def one_backward(recipe: Recipe) -> tuple[nn.Module, MarginClassifier, Optimizer
     return backbone, head, optimizers
 
 
-@pytest.mark.parametrize(
-    ("settings", "kinds"),
-    [
-        ([], (torch.optim.SGD, ExactSGD)),
-        (["head.update=sparse"], (torch.optim.SGD, SparseSGD)),
-        (["head.update=torch"], (torch.optim.SGD, torch.optim.SGD)),
-        (["head.update=torch", "optimizer.kind=adamw"], (torch.optim.AdamW, torch.optim.AdamW)),
-    ],
-)
-def test_the_recipe_decides_the_kind(settings: list[str], kinds: tuple[type, type]) -> None:
+def built(*settings: str) -> Optimizers:
     recipe = debug_with(*settings)
-    pair = build_optimizers(recipe, build_backbone(recipe), build_head(recipe))
-    assert (type(pair.backbone), type(pair.head)) == kinds
+    return build_optimizers(recipe, build_backbone(recipe), build_head(recipe))
 
 
 def test_settings_reach_the_optimizers() -> None:
-    recipe = debug_with(
-        "optimizer.lr=0.2",
-        "optimizer.momentum=0.8",
-        "optimizer.weight_decay=0.01",
-        "optimizer.nesterov=true",
-        "optimizer.base_batch=128",
-    )
-    for optimizer in build_optimizers(recipe, build_backbone(recipe), build_head(recipe)):
+    sgd = "lr=0.2 momentum=0.8 weight_decay=0.01 nesterov=true base_batch=128"
+    settings = [f"optimizer.{setting}" for setting in sgd.split()]
+    for update, kind in (("exact", ExactSGD), ("sparse", SparseSGD), ("torch", torch.optim.SGD)):
+        pair = built(f"head.update={update}", *settings)
+        assert (type(pair.backbone), type(pair.head)) == (torch.optim.SGD, kind)
+        for optimizer in pair:
+            (group,) = optimizer.param_groups
+            assert group["lr"] == pytest.approx(0.1)  # 64 / 128 of 0.2
+            found = (group["momentum"], group["weight_decay"], group["nesterov"])
+            assert found == (0.8, 0.01, True)
+    settings = ["optimizer.kind=adamw", "optimizer.beta2=0.98", "optimizer.epsilon=1e-6"]
+    for optimizer in built("head.update=torch", *settings):
+        assert type(optimizer) is torch.optim.AdamW
         (group,) = optimizer.param_groups
-        assert group["lr"] == pytest.approx(0.1)  # 64 / 128 of 0.2
-        assert (group["momentum"], group["weight_decay"], group["nesterov"]) == (0.8, 0.01, True)
-    recipe = debug_with(
-        "optimizer.kind=adamw",
-        "head.update=torch",
-        "optimizer.beta2=0.98",
-        "optimizer.epsilon=1e-6",
-    )
-    for optimizer in build_optimizers(recipe, build_backbone(recipe), build_head(recipe)):
-        (group,) = optimizer.param_groups
-        assert (group["betas"], group["eps"]) == ((0.9, 0.98), 1e-6)
-        assert group["weight_decay"] == 5e-4
+        assert (group["betas"], group["eps"], group["weight_decay"]) == ((0.9, 0.98), 1e-6, 5e-4)
 
 
 def test_vectors_decay_unless_told_otherwise() -> None:
@@ -95,14 +79,11 @@ def test_vectors_decay_unless_told_otherwise() -> None:
     assert (matrices["weight_decay"], vectors["weight_decay"]) == (0.5, 0.0)
 
 
-def test_a_backbone_without_trained_parameters_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no parameter that requires a gradient"):
+def test_a_backbone_without_parameters_and_another_gradient_are_refused() -> None:
+    with pytest.raises(ConfigError, match="gradient"):
         parameter_groups(nn.ReLU(), OptimizerPart(lr=0.1))
-
-
-def test_a_head_with_another_gradient_is_refused() -> None:
     head = build_head(debug_with("head.update=torch"))
-    with pytest.raises(ConfigError, match=r"'dense' gradient .* takes 'fused'"):
+    with pytest.raises(ConfigError, match=r"'dense' .*'fused'"):
         build_optimizers(get_recipe("debug"), build_backbone(get_recipe("debug")), head)
 
 
@@ -159,10 +140,12 @@ def test_clipping_is_over_everything_at_once(settings: list[str], with_head: boo
 
 def test_a_small_gradient_is_left_alone() -> None:
     backbone, _, optimizers = one_backward(get_recipe("debug"))
-    before = [weight.grad.clone() for weight in backbone.parameters() if weight.grad is not None]
+    before = [weight.grad.clone() for weight in backbone.parameters()]
     clip_gradients_(optimizers, 1e9)
     for weight, grad in zip(backbone.parameters(), before, strict=True):
-        assert torch.equal(weight.grad if weight.grad is not None else grad + 1, grad)
+        assert torch.equal(weight.grad, grad)
+    optimizers.zero_grad()
+    assert clip_gradients_(optimizers, 1.0) == 0.0
 
 
 def test_shards_of_the_head_count_once_each() -> None:
@@ -178,18 +161,10 @@ def test_shards_of_the_head_count_once_each() -> None:
 def test_gradients_that_are_not_finite_are_reported_and_left(value: float) -> None:
     backbone, _, optimizers = one_backward(debug_with("head.update=torch"))
     first, second, *_ = backbone.parameters()
-    assert first.grad is not None
-    assert second.grad is not None
     first.grad[0, 0] = value
     kept = second.grad.clone()
     assert not clip_gradients_(optimizers, 1e-3).isfinite()
     assert torch.equal(second.grad, kept)
-
-
-def test_without_gradients_the_norm_is_zero() -> None:
-    _, _, optimizers = one_backward(get_recipe("debug"))
-    optimizers.zero_grad()
-    assert clip_gradients_(optimizers, 1.0) == 0.0
 
 
 def test_a_loaded_state_has_the_layout_of_its_weight() -> None:

@@ -99,9 +99,7 @@ class Train(IndexPlace):
         if named is not None and (self.allow_changes or not resume):
             return named
         if not resume:
-            raise ConfigError(
-                "the recipe is missing; name one that `qmargin recipes` lists, or a .yaml file"
-            )
+            raise ConfigError("the recipe is missing; name one of `qmargin recipes`, or a file")
         if self.out is None:
             raise ConfigError(_NO_FOLDER)
         from qmargin.training.recipe import diff
@@ -125,7 +123,7 @@ class Train(IndexPlace):
         if self.dry_run:
             report = dry_run(recipe, device=self.device)
             if report.rank == 0:
-                sys.stdout.write("\n".join(report.lines()) + "\n")
+                sys.stdout.write("\n".join(report.lines) + "\n")
             return
         if self.out is None:
             raise ConfigError(_NO_FOLDER)

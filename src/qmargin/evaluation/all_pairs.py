@@ -107,11 +107,6 @@ def evaluate_all_pairs(
         moments: Moments of each row's cohort scores, from ``nearest_moments``, for AS-norm.
         progress: Called with the number of blocks done and their total, over two passes.
 
-    Raises:
-        DataError: An embedding is zero or not finite, or its cohort scores have no spread.
-        ProtocolError: No two rows share a subject, or all do, or a rate is too small for the
-            number of impostor pairs.
-
     Examples:
         >>> rows = [[1.0, 0.0], [0.8, 0.6], [0.0, 1.0], [-0.6, 0.8]]
         >>> found = evaluate_all_pairs(rows, ["a", "a", "b", "b"], fars=[0.25])
@@ -139,8 +134,7 @@ def evaluate_all_pairs(
     counts = ImpostorCounts(blocks.count(progress), blocks.bins)
     if len(counts) != num_impostors:
         raise BackendError(
-            f"{len(counts)} of {num_impostors} scores by products on {device} are in range: "
-            f"use another device, or dtype='float64'"
+            f"{len(counts)} of {num_impostors} products on {device} are in range: use another one"
         )
     tar = [plan_tar(counts, genuine, far) for far in fars]
     eer = plan_eer(counts, genuine)
@@ -234,12 +228,7 @@ def random_impostors(
 
 
 def num_impostor_pairs(counts: NDArray[np.integer[Any]]) -> int:
-    """Pairs of samples of two subjects, by the number of samples of each.
-
-    Examples:
-        >>> num_impostor_pairs(np.array([2, 1, 1]))
-        5
-    """
+    """Pairs of samples of two subjects, by the number of samples of each."""
     return (int(counts.sum()) ** 2 - int((counts * counts).sum())) // 2
 
 
@@ -259,9 +248,7 @@ def _sorted_subjects(subjects: Any, length: int) -> tuple[Rows, NDArray[np.intp]
     """An order of the rows in which subjects are together, and the subject's number of each."""
     names = np.asarray(subjects)
     if names.shape != (length,):
-        raise ShapeError(
-            f"subjects have shape {names.shape}, there are {length} embeddings: give one for each"
-        )
+        raise ShapeError(f"subjects have shape {names.shape}: there are {length} embeddings")
     numbers = np.unique(names, return_inverse=True)[1].astype(np.intp)
     order = np.argsort(numbers, kind="stable")
     return order, numbers[order]
@@ -336,7 +323,7 @@ def plan_eer(counts: ImpostorCounts, genuine: Floats) -> Callable[[], Eer]:
     def answer() -> Eer:
         inside = genuine[bisect_left(places, low) : bisect_left(places, high)]
         values = np.unique(np.concatenate([inside, counts.scores_between(low, high)]))
-        accepts = counts.num_at_least(values).tolist()
+        accepts = counts.num_above(values, or_equal=True).tolist()
         rejects = np.searchsorted(genuine, values).tolist()
         index = range(len(values))
         last = bisect_left(index, 0, key=lambda i: excess(rejects[i], accepts[i])) - 1
@@ -367,7 +354,7 @@ def plan_min_dcf(counts: ImpostorCounts, genuine: Floats, p_target: float) -> Ca
     counts.open_bins(places[kept], places[kept] + 1)
 
     def answer() -> MinDcf:
-        far = counts.num_at_least(values[kept]) / len(counts)
+        far = counts.num_above(values[kept], or_equal=True) / len(counts)
         total = costs.total(frr[kept], far)
         nothing = float(costs.total(1.0, 0.0))
         if nothing < total.min(initial=np.inf):
@@ -474,15 +461,9 @@ class ImpostorCounts:
         places = self.bins.of_scores(self._values)
         return self._values[bisect_left(places, low) : bisect_left(places, high)]
 
-    def num_at_least(self, thresholds: Floats) -> Ints:
-        """Pairs that score at least each threshold; the bins around it are open."""
-        return self._num_from(thresholds, np.searchsorted(self._values, thresholds, side="left"))
-
-    def num_above(self, thresholds: Floats) -> Ints:
-        """Pairs that score more than each threshold; the bins around it are open."""
-        return self._num_from(thresholds, np.searchsorted(self._values, thresholds, side="right"))
-
-    def _num_from(self, thresholds: Floats, positions: NDArray[np.intp]) -> Ints:
+    def num_above(self, thresholds: Floats, *, or_equal: bool = False) -> Ints:
+        """Pairs that score more than each threshold, or as much; the bins around it are open."""
+        positions = np.searchsorted(self._values, thresholds, side="left" if or_equal else "right")
         places, slack = self.bins.of_scores(thresholds), self.bins.slack
         first = self._closed_above[np.clip(places - slack, 0, NUM_BINS)]
         last = self._closed_above[np.clip(places + 1 + slack, 0, NUM_BINS)]
@@ -599,8 +580,7 @@ class PairBlocks:
                 progress(self._num_blocks + done, 2 * self._num_blocks)
         if not np.array_equal(seen, np.where(is_open, counts, 0)):
             raise BackendError(
-                f"two passes of matrix products on {self._rows.device} differ, results would not "
-                f"be exact: use another device, or dtype='float64'"
+                f"two passes of products on {self._rows.device} differ: use another device"
             )
 
     def _places(self) -> Iterator[tuple[int, int, Tensor]]:
@@ -694,10 +674,7 @@ def unit_rows(embeddings: Any) -> Floats:
         embeddings = embeddings.detach().double().cpu().numpy()
     rows = np.array(embeddings, dtype=np.float64, order="C")
     if rows.ndim != 2 or rows.shape[0] < 2 or rows.shape[1] < 1:
-        raise ShapeError(
-            f"embeddings have shape {rows.shape}, they must be [n, d] with n >= 2 and d >= 1: "
-            f"give one row per sample"
-        )
+        raise ShapeError(f"embeddings have shape {rows.shape}: give [n, d], at least two rows")
     peaks = np.abs(rows).max(axis=1, keepdims=True)
     for is_wrong, what in (
         (~np.isfinite(peaks[:, 0]), "is not finite"),
@@ -712,13 +689,7 @@ def unit_rows(embeddings: Any) -> Floats:
 
 
 def exact_scores(unit: Floats, first: Rows, second: Rows, norm: PairNorm | None = None) -> Floats:
-    """Cosines of pairs of rows, or their AS-norm, in float64 and in a fixed order of summation.
-
-    Examples:
-        >>> unit = unit_rows([[3.0, 4.0], [4.0, 3.0]])
-        >>> exact_scores(unit, np.array([0]), np.array([1]))
-        array([0.96])
-    """
+    """Cosines of pairs of rows, or their AS-norm, in float64 and in a fixed order of summation."""
     scores = np.empty(len(first))
     step = max(1, CHUNK_VALUES // unit.shape[1])
     for start in range(0, len(first), step):
@@ -733,13 +704,7 @@ def exact_scores(unit: Floats, first: Rows, second: Rows, norm: PairNorm | None 
 def genuine_pairs(
     groups: NDArray[np.intp], max_pairs: int = 1 << 20
 ) -> Iterator[tuple[Rows, Rows]]:
-    """Pairs of rows of the same group, in portions; ``groups`` is sorted.
-
-    Examples:
-        >>> for first, second in genuine_pairs(np.array([0, 0, 0, 1, 2, 2])):
-        ...     print(first, second)
-        [0 1 4 0] [1 2 5 2]
-    """
+    """Pairs of rows of the same group, in portions; ``groups`` is sorted."""
     firsts, seconds, num_held = [], [], 0
     first = np.arange(len(groups))
     for distance in range(1, len(groups)):

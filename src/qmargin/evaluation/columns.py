@@ -96,8 +96,7 @@ def numbered_lines(path: str | Path) -> Iterator[tuple[int, bytes]]:
             number += 1
             if len(line) > MAX_LINE_BYTES:
                 raise DataError(
-                    f"{path}, line {number} is longer than {MAX_LINE_BYTES:,} bytes: "
-                    "is this a text file?"
+                    f"{path}, line {number} is longer than {MAX_LINE_BYTES:,} bytes: is it a text?"
                 )
             if number == 1:
                 line = line.removeprefix(_BYTE_ORDER_MARK)
@@ -115,9 +114,7 @@ def text_of(content: bytes, where: str) -> str:
 
 def _refuse_semicolons(cells: Sequence[bytes], where: str) -> None:
     if len(cells) == 1 and b";" in cells[0]:
-        raise DataError(
-            f"{where}: the columns are separated by semicolons; separate them by commas or tabs"
-        )
+        raise DataError(f"{where}: columns are separated by semicolons: use commas or tabs")
 
 
 def read_mapping(path: str | Path, *, role: str) -> tuple[dict[str, str], Source]:
@@ -141,9 +138,7 @@ def read_mapping(path: str | Path, *, role: str) -> tuple[dict[str, str], Source
             raise DataError(f"{where}: {text[:80]!r} is not a name and a {role[:-1]}")
         name, value = cells
         if mapping.setdefault(name, value) != value:
-            raise DataError(
-                f"{where}: {name!r} is {value!r}, but was {mapping[name]!r} before: remove one"
-            )
+            raise DataError(f"{where}: {name!r} is {value!r}, but was {mapping[name]!r} before")
     if not mapping:
         raise DataError(f"{path} is empty: it needs lines of a name and a {role[:-1]}")
     return mapping, Source(str(path), sha256_of(path), role)
@@ -156,21 +151,14 @@ def find_layout(
     required: tuple[str, ...],
     format: str = "auto",
 ) -> Layout:
-    """The layout of a file.
+    """The layout of a file: a name of ``layouts``, or found out.
 
-    Args:
-        path: A text file.
-        layouts: Those that a file without a header may have, by their names.
-        required: Columns that a header must name.
-        format: A name of ``layouts``, ``"csv"`` or ``"tsv"`` (a header is needed), or ``"auto"``:
-            a header is recognised by its names, and without one the lines are read until they fit
-            one layout only.
+    A header is recognised by its names, ``required`` ones among them; ``"csv"`` and ``"tsv"`` need
+    one. Without a header the lines are read until they fit one layout only.
     """
     known = ("auto", "csv", "tsv", *layouts)
     if format not in known:
-        raise ConfigError(
-            f"format {format!r} is not known for {path}: choose one of {', '.join(known)}"
-        )
+        raise ConfigError(f"format {format!r} is not known: choose one of {', '.join(known)}")
     number, line = next(numbered_lines(path), (0, b""))
     if not number:
         raise DataError(f"{path} is empty: it needs at least one trial")
@@ -227,10 +215,7 @@ def _fitting_columns(
             )
         fitting = still
     if len(fitting) > 1:
-        raise DataError(
-            f"{path} can be read as {' or as '.join(fitting)}, because both columns hold nothing "
-            f"but 0 and 1: say which with --format"
-        )
+        raise DataError(f"{path} can be read as {' or as '.join(fitting)}: say which with --format")
     return next(iter(fitting.values()))
 
 
@@ -250,13 +235,7 @@ def _is_number(cell: bytes) -> bool:
 
 
 class KeyTable(defaultdict[bytes, int]):
-    """Numbers names in the order in which they are met.
-
-    Examples:
-        >>> table = KeyTable()
-        >>> table.codes([b"ann", b"bob", b"ann"]).tolist(), list(table)
-        ([0, 1, 0], [b'ann', b'bob'])
-    """
+    """Numbers names in the order in which they are met."""
 
     def __init__(self) -> None:
         super().__init__(count().__next__)
@@ -417,7 +396,7 @@ def _whole_lines(file: BinaryIO, path: str | Path) -> Iterator[bytes]:
             continue
         if len(rest) > MAX_LINE_BYTES:
             raise DataError(
-                f"{path} has a line longer than {MAX_LINE_BYTES:,} bytes: is this a text file?"
+                f"{path} has a line longer than {MAX_LINE_BYTES:,} bytes: is it a text?"
             )
         rest += chunk
     if rest:

@@ -12,7 +12,7 @@ import zipfile
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
@@ -58,14 +58,6 @@ _ROWS_BETWEEN_RECORDS = 1024
 _LOOK_AT = 20  # names that decide whether a folder is the right one
 
 
-class SampleModel(Protocol):
-    """Anything that turns samples into embeddings."""
-
-    def embed(self, samples: NDArray[Any], /) -> Any:
-        """Embeddings ``[B, d]`` of RGB images ``[B, H, W, 3]``, or of one waveform ``[1, T]``."""
-        ...
-
-
 class SampleSet(Protocol):
     """Images or recordings by number, each with a number such as its label.
 
@@ -101,19 +93,31 @@ def read_inside(folder: Path, name: str) -> bytes:
 
 
 @dataclass(frozen=True)
-class FolderImages:
-    """Images of a folder by number, RGB ``size x size``; labels are -1."""
+class Images:
+    """RGB images by number; labels are -1."""
 
-    folder: Path
-    names: tuple[str, ...] = field(repr=False)
-    size: int = IMAGE_SIZE
+    number: int
+    read: Callable[[int], NDArray[np.uint8]]
 
-    def __post_init__(self) -> None:
-        """Refuse a folder that has none of the first images, with a hint where they are."""
-        folder, looked_at = self.folder, self.names[:_LOOK_AT]
-        if not looked_at or any(is_file(folder / name) for name in looked_at):
-            return
-        name = Path(looked_at[0])
+    def __len__(self) -> int:
+        return self.number
+
+    def __getitem__(self, index: int) -> tuple[NDArray[np.uint8], int]:
+        return self.read(index), -1
+
+
+def decoded_images(encoded: Callable[[int], bytes], number: int, size: int = IMAGE_SIZE) -> Images:
+    """Encoded images as RGB ``size x size``."""
+    from qmargin.data.images import decode_image, resize_image
+
+    return Images(number, lambda index: resize_image(decode_image(encoded(index)), size))
+
+
+def folder_images(folder: Path, names: Sequence[str], size: int = IMAGE_SIZE) -> Images:
+    """Images of a folder; one that has none of the first is refused, with a hint where they are."""
+    first = names[:_LOOK_AT]
+    if first and not any(is_file(folder / name) for name in first):
+        name = Path(first[0])
         others = sorted(folder.glob(f"{glob.escape(str(name.with_suffix('')))}.*"))
         below = sorted(folder.glob(f"*/{glob.escape(str(name))}"))
         hint = "give the folder that the names start in with --images"
@@ -121,18 +125,8 @@ class FolderImages:
             hint = f"there is {others[0].name!r}: pass --extension {others[0].suffix[1:]}"
         elif below:
             hint = f"they are in --images {folder / below[0].relative_to(folder).parts[0]}"
-        raise DataError(
-            f"{folder} has none of the images of the list, such as {looked_at[0]!r}; {hint}"
-        )
-
-    def __len__(self) -> int:
-        return len(self.names)
-
-    def __getitem__(self, index: int) -> tuple[NDArray[np.uint8], int]:
-        from qmargin.data.images import decode_image, resize_image
-
-        image = decode_image(read_inside(self.folder, self.names[index]))
-        return resize_image(image, self.size), -1
+        raise DataError(f"{folder} has none of the images, such as {first[0]!r}; {hint}")
+    return decoded_images(lambda index: read_inside(folder, names[index]), len(names), size)
 
 
 @dataclass(frozen=True)
@@ -176,7 +170,7 @@ class Recordings:
 
 
 def write_embeddings(
-    model: SampleModel,
+    model: Any,
     samples: SampleSet,
     out: str | Path,
     *,
@@ -195,22 +189,16 @@ def write_embeddings(
     data. That of recordings also has the tensor ``seconds``.
 
     Args:
-        model: Embeds batches of samples.
+        model: Its method ``embed`` takes RGB images ``[B, H, W, 3]``, or one 16 kHz waveform.
         samples: RGB images of one size, or recordings.
         out: The file to write, ``.safetensors``.
         keys: A distinct name for every sample; ``samples.names`` by default.
-        model_id: Identifies the model and its weights, such as a hash of them; a part that was
-            begun with another is refused.
-        flip: ``"none"``: the embedding of the sample; ``"sum"``: plus that of an image's mirror
-            image, neither normalised; ``"both"``: one after the other, ``[n, 2 d]``.
+        model_id: Identifies the weights; a part that was begun with others is refused.
+        flip: ``"sum"`` adds the embedding of an image's mirror image, ``"both"`` appends it.
         batch_size: Samples that go through the model together; recordings go alone.
         num_workers: Threads that decode.
         restart: Discard a part that other inputs made.
         progress: Called with the samples done and their number.
-
-    Raises:
-        DataError: A sample cannot be read, an embedding is not finite, or a name occurs twice; what
-            is done so far is kept.
     """
     out = Path(out)
     names = list(samples.names if keys is None else keys)  # type: ignore[attr-defined]
@@ -224,9 +212,7 @@ def write_embeddings(
     if len(samples) == 0:
         raise DataError("there are 0 samples to embed: give at least 1")
     if len(names) != len(samples):
-        raise ShapeError(
-            f"there are {len(names):,} keys for {len(samples):,} samples: give one each"
-        )
+        raise ShapeError(f"there are {len(names):,} keys for {len(samples):,} samples")
     seen: set[str] = set()
     for name in names:
         if name in seen:
@@ -272,7 +258,7 @@ class _Batch(NamedTuple):
 
 
 def _embedded(
-    model: SampleModel, batches: Iterable[_Batch], flip: str, names: Sequence[str]
+    model: Any, batches: Iterable[_Batch], flip: str, names: Sequence[str]
 ) -> Iterator[tuple[Rows, Rows]]:
     """Embeddings of batches, and the number that comes with each sample."""
     width = None
@@ -285,26 +271,22 @@ def _embedded(
         row = first_row(~np.isfinite(rows).all(axis=1))
         if row is not None:
             raise DataError(
-                f"the embedding of {names[batch.first + row]!r} is not finite: look at the sample, "
-                "and at the weights and the precision of the model"
+                f"the embedding of {names[batch.first + row]!r} is not finite: check both"
             )
         if rows.shape[1] != (width or rows.shape[1]):
-            raise ShapeError(
-                f"the model gave embeddings of width {rows.shape[1]} after {width}: one is needed"
-            )
+            raise ShapeError(f"the model gave embeddings of width {rows.shape[1]} after {width}")
         width = rows.shape[1]
         yield rows, np.array(batch.numbers, np.float32)
 
 
-def _answer(model: SampleModel, batch: NDArray[Any]) -> Rows:
+def _answer(model: Any, batch: NDArray[Any]) -> Rows:
     answer = model.embed(batch)
     if hasattr(answer, "detach"):  # a tensor; NumPy has no bfloat16
         answer = answer.detach().float().cpu().numpy()
     rows = np.asarray(answer, dtype=np.float32)
     if rows.ndim != 2 or len(rows) != len(batch) or rows.shape[1] == 0:
         raise ShapeError(
-            f"the model gave the shape {rows.shape} for {len(batch)} samples: "
-            f"({len(batch)}, d) is needed"
+            f"the model gave the shape {rows.shape} for {len(batch)} samples, not [B, d]"
         )
     return rows
 
@@ -372,8 +354,7 @@ def _header(shapes: Mapping[str, tuple[int, ...]], metadata: Mapping[str, str]) 
     content += b" " * (-len(content) % 8)  # so that the rows are aligned
     if len(content) > MAX_HEADER_BYTES:
         raise DataError(
-            f"the names of the samples take {len(content):,} bytes, a safetensors header holds "
-            f"{MAX_HEADER_BYTES:,}: embed in several parts"
+            f"the names take {len(content):,} bytes, over {MAX_HEADER_BYTES:,}: embed in parts"
         )
     return len(content).to_bytes(8, "little") + content
 
@@ -396,12 +377,6 @@ def embed_turned(
     """Embeddings of square images and up to 3 of their quarter turns, ``[B, num_views * d]``.
 
     The cosine of two of them is the mean of the cosines of the turns.
-
-    Examples:
-        >>> import torch
-        >>> images = torch.eye(2)[None, None]
-        >>> embed_turned(lambda one: one.flatten(1), images, 2)
-        tensor([[0.7071, 0.0000, 0.0000, 0.7071, 0.0000, 0.7071, 0.7071, 0.0000]])
     """
     import torch
     from torch.nn.functional import normalize
@@ -473,8 +448,7 @@ def embed_files(
     """Embed files of ``find_files``; up to ``max_corrupt`` unreadable ones are left out."""
     if batch_size < 1 or max_corrupt < 0:
         raise ConfigError(
-            f"batch_size is {batch_size} and max_corrupt {max_corrupt}; they must be at least 1 "
-            "and 0"
+            f"batch_size is {batch_size} and max_corrupt {max_corrupt}: give at least 1 and 0"
         )
     folder, rows, files = Path(folder), list[NDArray[np.float32]](), list[FileRow]()
     for start in range(0, len(names), batch_size):

@@ -65,21 +65,12 @@ def read_embeddings(path: str | Path, *, role: str = "embeddings") -> Embeddings
     - ``.ark``: a Kaldi archive, binary or text, of vectors or of matrices with one row;
     - ``.scp``: a Kaldi script file that points into archives. Commands in it are refused.
 
-    Args:
-        path: The file; its suffix decides how it is read.
-        role: What the file is to the evaluation, for the record.
-
-    Raises:
-        DataError: A name occurs twice, a vector has another width than the first or holds a value
-            that is not finite; the message names the file and the place in it.
+    ``role`` says what the file is to the evaluation.
     """
     path = Path(path)
     suffix, metadata = path.suffix.lower(), dict[str, str]()
     if suffix not in _READERS:
-        raise DataError(
-            f"{path} is not a file of embeddings by its name: it has to end in "
-            f"{', '.join(_READERS)}"
-        )
+        raise DataError(f"{path} is no file of embeddings: it has to end in {', '.join(_READERS)}")
     check_regular(path)
     if suffix == ".npz":
         arrays = read_npz(path)
@@ -169,12 +160,7 @@ def read_seconds(path: str | Path) -> dict[str, float]:
 
 
 def collapse_note(matrix: NDArray[Any]) -> str | None:
-    """A note where embeddings all but coincide, from at most some thousand rows; or None.
-
-    Examples:
-        >>> collapse_note(np.eye(3)), collapse_note(np.ones((3, 2)))[:33]
-        (None, 'embeddings have collapsed: the me')
-    """
+    """A note where embeddings all but coincide, from at most some thousand rows; or None."""
     rows = np.asarray(matrix[:: max(1, len(matrix) // _ROWS_LOOKED_AT)], np.float64)
     lengths = np.sqrt(np.sum(rows * rows, axis=1, keepdims=True))
     rows = rows[lengths[:, 0] > 0] / lengths[lengths[:, 0] > 0]
@@ -200,8 +186,7 @@ def _from_arrays(
         matrix = arrays["embeddings"]
         if matrix.ndim != 2 or len(matrix) != len(keys):
             raise DataError(
-                f"{path}: embeddings have the shape {matrix.shape}, but {len(keys)} keys need "
-                f"({len(keys)}, d)"
+                f"{path}: embeddings have the shape {matrix.shape}, but there are {len(keys)} keys"
             )
         return [_text(path, key) for key in keys], _as_float(path, matrix)
     if "keys" in arrays or (arrays.keys() == {"embeddings"} and arrays["embeddings"].ndim == 2):
@@ -253,17 +238,15 @@ def _stacked(path: Path, named: list[Entry]) -> tuple[list[str], NDArray[Any]]:
     """Vectors of one width as a matrix."""
     if not named:
         raise DataError(f"{path} has no embeddings: it needs at least one")
-    width = named[0][1].size
+    first, width = named[0][0], named[0][1].size
     for key, vector, place in named:
         if vector.ndim != 1:
             raise DataError(
-                f"{path}, {place}: {key!r} has the shape {vector.shape}, "
-                "but an embedding is one vector"
+                f"{path}, {place}: {key!r} has the shape {vector.shape}, and is no vector"
             )
         if vector.size != width:
             raise DataError(
-                f"{path}, {place}: {key!r} has {vector.size} values, but {named[0][0]!r} has "
-                f"{width}: all embeddings need the same width"
+                f"{path}, {place}: {key!r} has {vector.size} values, but {first!r} has {width}"
             )
     matrix = np.stack([vector for _, vector, _ in named])
     return [key for key, _, _ in named], _as_float(path, matrix)
@@ -297,10 +280,7 @@ def _pointed(path: str | Path, place: str, line: bytes) -> Entry:
     where = f"{path}, {place}"
     text = text_of(line, where)
     if "|" in text:
-        raise DataError(
-            f"{where}: an entry that runs a command is refused: write its output to an archive "
-            "first"
-        )
+        raise DataError(f"{where}: an entry that runs a command is refused: give archives")
     key, _, target = text.partition(" ")
     archive, _, offset = target.strip().rpartition(":")
     if not archive or not _OFFSET.fullmatch(offset):
@@ -324,9 +304,7 @@ def _read_key(file: BinaryIO, path: str | Path, place: str) -> str | None:
         if byte == b"\n" and not key:
             continue
         if byte == b"\n" or len(key) > _MAX_KEY_BYTES:
-            raise DataError(
-                f"{path}, {place}: no value follows {bytes(key[:60])!r}: is this an ark?"
-            )
+            raise DataError(f"{path}, {place}: no value follows {bytes(key[:60])!r}")
         key += byte
     if not key and not byte:
         return None
@@ -352,8 +330,7 @@ def _read_binary(file: BinaryIO, where: str) -> NDArray[Any]:
     kind = file.read(3).rstrip(b" ")
     if kind not in _TYPES:
         raise DataError(
-            f"{where} has the type {kind!r}, not one of FV, DV, FM, DM: "
-            "copy the archive without compression"
+            f"{where} has the type {kind!r}, not FV, DV, FM or DM: copy it without compression"
         )
     shape = []
     for _ in range(2 if kind.endswith(b"M") else 1):
@@ -369,8 +346,7 @@ def _read_binary(file: BinaryIO, where: str) -> NDArray[Any]:
     file.seek(here)
     if num_bytes > available:  # before memory is taken for it
         raise DataError(
-            f"{where} should hold {num_bytes:,} bytes, but {available:,} follow: "
-            "the archive is cut short"
+            f"{where} should hold {num_bytes:,} bytes, but {available:,} follow: it is cut short"
         )
     return np.frombuffer(file.read(num_bytes), dtype=dtype).reshape(shape)
 

@@ -561,13 +561,7 @@ def audit_groups(
 
 
 def score_histogram(genuine: Floats, impostor: Floats) -> Histogram:
-    """Counts of the finite scores in bins of equal width.
-
-    Examples:
-        >>> histogram = score_histogram(np.array([1.0, 1.0]), np.array([0.0]))
-        >>> len(histogram.edges), histogram.genuine[-1], histogram.impostor[0]
-        (65, 2, 1)
-    """
+    """Counts of the finite scores in bins of equal width."""
     low, high = _range([genuine, impostor])
     edges = np.linspace(low, high, HISTOGRAM_BINS + 1)
     counts = []
@@ -580,13 +574,7 @@ def score_histogram(genuine: Floats, impostor: Floats) -> Histogram:
 
 
 def counted_histogram(genuine: Floats, impostor: Floats, counts: NDArray[np.int64]) -> Histogram:
-    """The same where impostors are known as counts at scores, all of them finite.
-
-    Examples:
-        >>> histogram = counted_histogram(np.ones(2), np.array([0.0, 0.5]), np.array([9, 0]))
-        >>> histogram.genuine[-1], histogram.impostor[0], sum(histogram.impostor)
-        (2, 9, 9)
-    """
+    """The same where impostors are known as counts at scores, all of them finite."""
     impostor, counts = impostor[counts > 0], counts[counts > 0]
     plain = score_histogram(genuine, impostor)
     places = np.digitize(impostor, plain.edges[1:-1])
@@ -669,10 +657,5 @@ def hardest_trials(score_set: ScoreSet, number: int) -> Hardest | None:
 
 
 def default_name(path: str | Path) -> str:
-    """Name of a system or protocol after its file.
-
-    Examples:
-        >>> default_name("runs/resnet34.scores.tsv")
-        'resnet34'
-    """
+    """Name of a system or protocol after its file."""
     return Path(path).name.split(".")[0] or "system"

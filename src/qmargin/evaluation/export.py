@@ -148,8 +148,7 @@ def add_thresholds(
         said, flip = "none", None
     if said is None and flip is None:
         raise ConfigError(
-            f"{result} does not say whether mirror images were used; say so with --flip none or "
-            "--flip sum"
+            f"{result} does not say whether mirror images were used: pass --flip none or --flip sum"
         )
     if said is not None and flip not in (None, said):
         raise ConfigError(f"{result} was made with flip {said}, not {flip}; leave --flip out")
@@ -170,13 +169,7 @@ def add_thresholds(
 
 
 def input_of(recipe: Recipe) -> tuple[str, tuple[int, ...]]:
-    """Modality and shape of one input of a recipe's model.
-
-    Examples:
-        >>> from qmargin.recipes.debug import debug
-        >>> input_of(debug())
-        ('arrays', (32,))
-    """
+    """Modality and shape of one input of a recipe's model."""
     if recipe.data.kind == "audio":
         return "audio", ()
     if recipe.data.kind == "images":
@@ -198,8 +191,7 @@ def _find_checkpoint(run: Path) -> Checkpoint:
     found = newest(run / CHECKPOINTS).checkpoint
     if found is None:
         raise ConfigError(
-            f"{run} has no checkpoint; give the output folder of `qmargin train`, one of its "
-            "checkpoints, or a model directory"
+            f"{run} has no checkpoint: give a run of `qmargin train`, or a model directory"
         )
     return found
 
@@ -215,8 +207,7 @@ def _read_weights(checkpoint: Checkpoint, weights: str) -> dict[str, Tensor]:
     path = checkpoint.path.parent.parent / (AVERAGE if weights == "average" else MOVING_AVERAGE)
     if not path.is_file():
         raise ConfigError(
-            f"{path} does not exist; only runs whose recipe asks for it write it at their end, "
-            "export the weights 'last'"
+            f"{path} does not exist: the recipe did not ask for it, export the weights 'last'"
         )
     return read_tensors(path)
 
@@ -301,8 +292,8 @@ def thresholds_of(
         )
     if evaluated not in (None, weights_sha256):
         raise DataError(
-            f"the result is of the weights {evaluated:.12}... and this model has "
-            f"{weights_sha256:.12}...; evaluate this model"
+            f"the result is of weights {evaluated:.12}..., not {weights_sha256:.12}...: "
+            "evaluate this model"
         )
     if protocol.pooling is not None:
         raise DataError(
@@ -350,7 +341,5 @@ def read_thresholds(path: str | Path) -> Thresholds:
 def _parse(content: Any, source: str) -> Thresholds:
     is_ours = isinstance(content, Mapping) and content.get("format") == FORMAT
     if not is_ours or content.get("version") != VERSION:
-        raise DataError(
-            f"{source} is not a {FORMAT} file of version {VERSION}; export the model again"
-        )
+        raise DataError(f"{source} is no {FORMAT} file of version {VERSION}; export again")
     return cast(Thresholds, decode(Thresholds, content, f"{source}:"))

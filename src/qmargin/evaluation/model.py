@@ -60,14 +60,11 @@ class Inputs:
         shape = list(self.card.input_shape)
         for item in inputs:
             if isinstance(item, str | Path):
-                raise ConfigError(
-                    f"the model takes arrays of shape {shape}, and {item} is a file; embed arrays "
-                    "in Python with load_model"
-                )
+                raise ConfigError(f"{item} is a file and the model takes arrays of shape {shape}")
         batch = np.stack([np.asarray(item, np.float32) for item in inputs])
         if list(batch.shape[1:]) != shape:
             raise ShapeError(
-                f"inputs have the shape {list(batch.shape[1:])} each and the model takes {shape}"
+                f"inputs have shape {list(batch.shape[1:])} each and the model takes {shape}"
             )
         return batch
 
@@ -125,8 +122,7 @@ def _pixels(item: Any, name: str, *, upright: bool = False) -> Pixels:
     pixels = np.asarray(item)
     if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] != 3:
         raise ShapeError(
-            f"{name} is a {pixels.dtype} array of shape {list(pixels.shape)}; give RGB uint8 "
-            "[H, W, 3]"
+            f"{name} is a {pixels.dtype} array {pixels.shape}; give RGB uint8 [H, W, 3]"
         )
     return pixels
 
@@ -144,8 +140,7 @@ def _waveform(item: Any, name: str) -> NDArray[np.float32]:
         samples = np.asarray(item)
         if samples.ndim != 1 or samples.dtype.kind != "f" or not samples.size:
             raise ShapeError(
-                f"{name} is a {samples.dtype} array of shape {list(samples.shape)}; give floating "
-                f"samples [n] in [-1, 1] at {SAMPLE_RATE:,} Hz"
+                f"{name} is a {samples.dtype} array {samples.shape}; give floats at 16 kHz"
             )
     times = -(-LEAST_SAMPLES // len(samples))
     return np.tile(samples.astype(np.float32, copy=False), times)
@@ -207,13 +202,10 @@ class Model:
             raise ConfigError(f"flip is {flip!r}; it must be one of {', '.join(FLIPS)}")
         if flip == "sum" and self.card.modality != "images":
             raise ConfigError(
-                f"flip is 'sum' and {self.card.name} takes {self.card.modality}; only images "
-                "have a mirror image"
+                f"{self.card.name} takes {self.card.modality}; only images have a mirror image"
             )
         if isinstance(inputs, (str, bytes, Path)) or not hasattr(inputs, "__len__"):
-            raise ConfigError(
-                f"inputs is a {type(inputs).__name__}; give a list, as in model.embed([one])"
-            )
+            raise ConfigError(f"inputs is a {type(inputs).__name__}; give a list, as in [one]")
         found = np.empty((len(inputs), self.embedding_dim), np.float32)
         step = 1 if self.card.modality == "audio" else batch_size
         for start in range(0, len(inputs), step):
@@ -316,12 +308,7 @@ def load_model(
 
 
 def cosine(first: NDArray[Any], second: NDArray[Any]) -> float:
-    """Cosine of two vectors, in float64.
-
-    Examples:
-        >>> cosine(np.array([4.0, 0.0]), np.array([3.0, 4.0]))
-        0.6
-    """
+    """Cosine of two vectors, in float64."""
     first, second = first.astype(np.float64), second.astype(np.float64)
     norms = float(np.linalg.norm(first) * np.linalg.norm(second))
     if norms == 0.0:

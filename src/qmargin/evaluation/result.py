@@ -69,14 +69,7 @@ class RunInfo:
 
 
 def run_info(recipe: Recipe, *, arm: str | None = None, **known: Any) -> RunInfo:
-    """Describe a run of a recipe, with further fields of ``RunInfo`` by name.
-
-    Examples:
-        >>> from qmargin.recipes.debug import debug
-        >>> info = run_info(debug(), arm="q_margin", steps=100)
-        >>> info.arm, info.divergence, info.margins[0].kind, info.steps
-        ('q_margin', 'alpha', 'prior', 100)
-    """
+    """Describe a run of a recipe, with further fields of ``RunInfo`` by name."""
     loss, arm = recipe.loss, arm or recipe.name
     values: dict[str, Any] = {
         "recipe_sha256": recipe.sha256,
@@ -350,12 +343,7 @@ class Result:
 
 
 def far_key(far: float) -> str:
-    """Name of a FAR or a prior in ``ReplicateValues``.
-
-    Examples:
-        >>> far_key(1e-4), far_key(1e-5)
-        ('0.0001', '1e-05')
-    """
+    """Name of a FAR or a prior in ``ReplicateValues``."""
     return repr(float(far))
 
 
@@ -374,8 +362,7 @@ def result_from_json(content: object, source: str = "result") -> Result:
     version = content.get("version")
     if version not in (1, VERSION) or isinstance(version, bool):
         raise DataError(
-            f"{source} has version {version!r} of {FORMAT}, but this qmargin reads versions 1 and "
-            f"{VERSION}: evaluate the scores again"
+            f"{source} has version {version!r} of {FORMAT}, not 1 or {VERSION}: evaluate again"
         )
     if version == 1:
         content = _from_version_1(content, source)

@@ -100,10 +100,6 @@ def read_scores(
         ignore_extra: Skip scores of pairs that are not in ``trials`` instead of refusing them.
         progress: Called with the bytes read and the bytes of the file.
 
-    Raises:
-        DataError: A score is NaN or no number, a label is not known, a pair occurs twice or has
-            both labels, a trial has no score; the message names file and line.
-
     Examples:
         >>> import tempfile
         >>> path = Path(tempfile.mkdtemp()) / "scores.txt"
@@ -181,9 +177,7 @@ def _read_npz(path: str | Path) -> _Raw:
         for name in npz.shapes:
             known = HEADER_NAMES.get(name.lower())
             if known in named:
-                raise DataError(
-                    f"{path} has two arrays for {known!r}: remove {name!r} or the other"
-                )
+                raise DataError(f"{path} has two arrays for {known!r}: remove {name!r}")
             if known is not None:
                 named[known] = name
         if "score" not in named:
@@ -194,9 +188,7 @@ def _read_npz(path: str | Path) -> _Raw:
         length = npz.shapes[named["score"]]
         for known, name in named.items():
             if npz.shapes[name] != length:
-                raise DataError(
-                    f"{path}: {known} has the shape {npz.shapes[name]}, and scores {length}"
-                )
+                raise DataError(f"{path}: {known} has the shape {npz.shapes[name]}, not {length}")
         return _read_named(path, npz, named, source)
 
 
@@ -244,8 +236,7 @@ def _score_pieces(path: str | Path, npz: NpzFile, name: str, shown: str) -> Iter
     shape, dtype = npz.shapes[name], npz.dtypes[name]
     if len(shape) != 1 or dtype.kind not in "fiu":
         raise DataError(
-            f"{path}: {shown} has {len(shape)} dimensions of {dtype}, but scores are one dimension "
-            "of numbers"
+            f"{path}: {shown} has {len(shape)} dimensions of {dtype}, not one dimension of numbers"
         )
     start = 0
     for piece in npz.pieces(name):

@@ -107,17 +107,14 @@ def score_trials(
 
     Args:
         embeddings: One for every name in ``trials``.
-        trials: What to compare.
-        out: The file to write.
+        trials: Pairs to compare.
+        out: The file to write; ``guard`` decides whether an existing one is replaced.
         norm: AS-norm by a cohort; plain cosines without it.
         center: Its mean is subtracted from every embedding first, the cohort's too.
         block: Trials between two records of progress.
-        restart: Throw away a part that other inputs or options made.
-        guard: Decides whether an existing ``out`` is replaced; None for always.
+        restart: Discard a part that other inputs or options made.
+        guard: None to replace an existing file always.
         progress: Called with the trials done and their number.
-
-    Raises:
-        DataError: A name has no embedding, or one of length zero; the message names the line.
     """
     if block < 1:
         raise ConfigError(f"block={block} is below 1: give at least 1")
@@ -153,18 +150,14 @@ def _centred(
     row = first_row(~matrix.any(axis=1))
     if row is not None:
         key = np.array(embeddings.keys, dtype=object)[rows][row]
-        raise DataError(
-            f"{path}: the embedding of {key!r} is zero, or equals the mean that is subtracted, so "
-            "it has no direction"
-        )
+        raise DataError(f"{path}: the embedding of {key!r} is zero, or equals the subtracted mean")
     return matrix, unit_rows(matrix)
 
 
 def _check_width(other: Embeddings, width: int, path: str) -> None:
     if other.embedding_dim != width:
         raise ShapeError(
-            f"{other.source.path} has embeddings of width {other.embedding_dim}, but {path} has "
-            f"{width}: use embeddings of one model"
+            f"{other.source.path} has embeddings of width {other.embedding_dim}, {path} {width}"
         )
 
 
@@ -215,8 +208,7 @@ def _name_cells(names: Sequence[str]) -> list[str]:
     for name in names:
         if name != name.strip() or any(character in name for character in '\t\r\n"'):
             raise DataError(
-                f"the name {name!r} has a quote, a tab, a line end or spaces around it, which a "
-                "score table cannot hold: rename it"
+                f"the name {name!r} has a quote, tab, line end or outer space: rename it"
             )
     return list(map(escape_formula, names))
 

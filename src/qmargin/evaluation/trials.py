@@ -35,13 +35,7 @@ Pairs = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class TrialKeys:
-    """Names on both sides of trials; ``names`` are distinct, sorted, and all in use.
-
-    Examples:
-        >>> keys = TrialKeys.from_names(["ann", "bob"], ["bob", "cat"])
-        >>> keys.names, keys.enrol.tolist(), keys.test.tolist()
-        (('ann', 'bob', 'cat'), [0, 1], [1, 2])
-    """
+    """Names on both sides of trials; ``names`` are distinct, sorted, and all in use."""
 
     names: tuple[str, ...]
     enrol: Codes  # [n]
@@ -97,12 +91,7 @@ NO_COUNTS = PairCounts(0, 0)
 
 
 def repeated_rows(pairs: Pairs) -> tuple[Pairs, Pairs]:
-    """Rows ``(earlier, later)`` of pairs that occur more than once, one entry per repetition.
-
-    Examples:
-        >>> repeated_rows(np.array([5, 7, 9, 7, 5]))
-        (array([0, 1]), array([4, 3]))
-    """
+    """Rows ``(earlier, later)`` of pairs that occur more than once, one entry per repetition."""
     ordered = np.sort(pairs)
     repeated = np.unique(ordered[1:][ordered[1:] == ordered[:-1]])
     if not len(repeated):
@@ -130,13 +119,7 @@ def trials_sha256(keys: TrialKeys, is_genuine: Bools) -> str:
 
 
 def match_rows(wanted: TrialKeys, given: TrialKeys) -> Pairs:
-    """For every wanted trial its row among the given ones, or -1.
-
-    Examples:
-        >>> wanted = TrialKeys.from_names(["a", "b"], ["b", "a"])
-        >>> match_rows(wanted, TrialKeys.from_names(["z", "b"], ["b", "a"])).tolist()
-        [-1, 1]
-    """
+    """For every wanted trial its row among the given ones, or -1."""
     position = {name: index for index, name in enumerate(given.names)}
     translate = np.array([position.get(name, -1) for name in wanted.names], dtype=np.int64)
     enrol, test = translate[wanted.enrol], translate[wanted.test]
@@ -180,10 +163,6 @@ def read_trials(
         path: A text file, columns separated by white space, tabs or commas.
         format: A name of ``TRIAL_LAYOUTS``, ``"csv"``, ``"tsv"`` or ``"auto"``.
         progress: Called with the bytes read and the bytes of the file.
-
-    Raises:
-        DataError: A line cannot be read, a pair occurs twice, or is genuine in one order and
-            impostor in the other; the message names the line.
     """
     layout = find_layout(path, TRIAL_LAYOUTS, required=("enrol", "test"), format=format)
     columns = read_columns(path, layout, progress)
@@ -225,8 +204,7 @@ def check_pairs(keys: TrialKeys, is_genuine: Bools | None, where: Where) -> Pair
         first, again = int(rows[firsts[place]]), int(rows[agains[place]])
         enrol, test = keys.trial(again)
         raise DataError(
-            f"{where(again)}: the trial {enrol!r} {test!r} is also in {where(first)}: "
-            "every pair may occur once"
+            f"{where(again)}: the trial {enrol!r} {test!r} is also in {where(first)}: remove one"
         )
     if is_genuine is not None:
         place_of = first_row(is_genuine[earlier] != is_genuine[later])
@@ -287,9 +265,6 @@ def find_subjects(
             ``wav/id10270/video/1.wav`` differ if that agrees with every label, or else the files
             themselves; ``"path"``: these folders; ``"none"``: the files themselves.
         mapping: Subject of every name; overrides ``how``.
-
-    Raises:
-        DataError: Subjects contradict a label, or a name has none; the message names the line.
     """
     keys, given = score_set.keys, score_set.subjects
     if mapping is not None:
@@ -303,9 +278,7 @@ def find_subjects(
         folders = folder_subjects(keys.names) if how != "none" else [""]
         if how == "path" and "" in folders:
             name = min(keys.names, key=lambda name: name.count("/"))
-            raise DataError(
-                f"the name {name!r} has no folder of its own that could be its subject: give a file"
-            )
+            raise DataError(f"the name {name!r} has no folder of its own as a subject: give a file")
         if "" not in folders:
             found = _of_names(keys, folders, "subjects are folders in the names")
         if "" in folders or (how == "auto" and _contradiction(found, score_set) is not None):
@@ -322,12 +295,7 @@ def find_subjects(
 
 
 def folder_subjects(names: Sequence[str]) -> list[str]:
-    """The first folder in which names differ, of each; empty where a name has none.
-
-    Examples:
-        >>> folder_subjects(["wav/id10270/video/1.wav", "wav/id10271/video/1.wav"])
-        ['id10270', 'id10271']
-    """
+    """The first folder in which names differ, of each; empty where a name has none."""
     folders = [name.replace("\\", "/").lstrip("/").split("/")[:-1] for name in names]
     levels = zip(*folders, strict=False)
     shared = sum(1 for _ in takewhile(lambda level: len(set(level)) == 1, levels))  # such as test/
@@ -350,8 +318,7 @@ def _mapped(score_set: ScoreSet, mapping: dict[str, str]) -> Subjects:
         missing = subjects.index("")
         row = int(np.argmax((keys.enrol == missing) | (keys.test == missing)))
         raise DataError(
-            f"{score_set.where(row)}: {keys.names[missing]!r} has no subject: add it to the file "
-            "of subjects"
+            f"{score_set.where(row)}: {keys.names[missing]!r} has no subject: add it to the file"
         )
     return _of_names(keys, subjects, "subjects are those of the given file")
 

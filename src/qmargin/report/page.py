@@ -18,14 +18,13 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from qmargin.evaluation.result import HardPair, ProtocolInfo, Result, RunInfo
+from qmargin.evaluation.result import HardPair, ProtocolInfo
 from qmargin.files import MADE_BY
-from qmargin.report import tables
+from qmargin.report import plots, tables
 from qmargin.report.journal import Journal
 from qmargin.report.media import MediaFolder
 from qmargin.report.numbers import (
     LONGEST_TEXT,
-    MINUS,
     MISSING,
     cleaned,
     count,
@@ -37,18 +36,6 @@ from qmargin.report.numbers import (
     probability,
     signed,
     signed_interval,
-)
-from qmargin.report.plots import (
-    NUM_COLOURS,
-    det_geometry,
-    gauge,
-    group_scale,
-    histogram_chart,
-    path_data,
-    rate_or_bound,
-    reliability_chart,
-    support_chart,
-    whisker_scale,
 )
 from qmargin.report.systems import (
     Entry,
@@ -63,16 +50,6 @@ from qmargin.report.systems import (
 from qmargin.report.table import Column, Table
 
 MOST_SHOWN = 12  # hardest pairs of each kind
-SIGNS = (  # of systems, beside the colour, around the origin
-    "M-5 0A5 5 0 1 0 5 0A5 5 0 1 0 -5 0Z",
-    "M-4.5 -4.5H4.5V4.5H-4.5Z",
-    "M0 -5.5L5.5 4.5H-5.5Z",
-    "M0 -6L6 0L0 6L-6 0Z",
-    "M0 5.5L5.5 -4.5H-5.5Z",
-    "M-5 -2H-2V-5H2V-2H5V2H2V5H-2V2H-5Z",
-    "M0 -6L5.7 -1.9L3.5 4.9H-3.5L-5.7 -1.9Z",
-    "M-6 -3H6V3H-6Z",
-)
 
 
 def render_page(
@@ -90,29 +67,39 @@ def render_page(
         for name in ("page.css", "page.js")
     )
     repeats = find_repeats(panels)
-    plots = [det_geometry(panel) for panel in panels]
+    dets = [plots.det_geometry(panel) for panel in panels]
     blocks: dict[str, Callable[[Panel], Any]] = {
-        "data": _data,
-        "det": lambda panel: plots[panel.index],
+        "data": lambda panel: (*tables.sufficiency_table(panel), plots.gauge),
+        "det": lambda panel: dets[panel.index],
         "scores": _scores,
-        "points": _points,
+        "points": lambda panel: (
+            panel.entries,
+            tables.tar_table(panel),
+            tables.threshold_table(panel),
+            tables.other_table(panel),
+        ),
         "pairs": lambda panel: _pairs(panel, differences[panel.index], level),
         "groups": lambda panel: [_groups(e) for e in panel.entries if e.result.groups is not None],
         "hardest": lambda panel: _hardest(panel, media),
-        "calibration": _calibration,
-        "protocol": lambda panel: list(map(_facts, panel.entries)),
+        "calibration": lambda panel: [
+            (entry, plots.reliability_chart(found.reliability), found)
+            for entry in panel.entries
+            if (found := entry.result.calibration) is not None
+        ],
+        "protocol": lambda panel: panel.entries,
     }
-    views: dict[
-        str, list[tuple[str, Any]]
-    ] = {  # headings and views by section; no view, no section
-        key: [(p.title if len(panels) > 1 else "", view) for p in panels if (view := block(p))]
-        for key, block in blocks.items()
-    }
-    views["repeats"] = [("", _repeats(found, level)) for found in repeats]
+    views: dict[str, list[tuple[str, Any]]] = {}  # headings and views; no views, no section
+    for key, block in blocks.items():
+        found = [(panel.title if len(panels) > 1 else "", block(panel)) for panel in panels]
+        views[key] = [(heading, view) for heading, view in found if view]
+    views["repeats"] = [
+        ("", (tables.repeats_table(each), tables.mean_difference_table(each, level)))
+        for each in repeats
+    ]
     views["sparsity"] = [("", _sparsity(journals))] if journals else []
     # A protocol's verdict is about means where its systems have several runs.
-    covered = {id(e) for found in repeats for group in found.systems.values() for e in group}
-    verdicts = [_mean_verdict(found, level) for found in repeats] + [
+    covered = {id(e) for each in repeats for group in each.systems.values() for e in group}
+    verdicts = [_mean_verdict(each, level) for each in repeats] + [
         _verdict(panel, differences[panel.index])
         for panel in panels
         if not all(id(entry) in covered for entry in panel.entries)
@@ -128,7 +115,7 @@ def render_page(
             script=Markup(script),
             verdicts=verdicts,
             views=views,
-            det_data=[plot.data for plot in plots],
+            det_data=[det.data for det in dets],
         )
     )
 
@@ -145,11 +132,6 @@ def _environment() -> Environment:
     def outline(band: Sequence[tuple[float, float, float]]) -> list[tuple[float, float]]:
         return [(x, high) for x, _, high in band] + [(x, low) for x, low, _ in reversed(band)]
 
-    def stroke(colour: int) -> str:
-        """Classes of a system's line; beyond the colours, dashes tell systems apart."""
-        dash = f" dash{colour // NUM_COLOURS % 3}" if colour >= NUM_COLOURS else ""
-        return f"c{colour % NUM_COLOURS}{dash}"
-
     environment = Environment(
         loader=PackageLoader("qmargin.report"),
         autoescape=True,
@@ -158,16 +140,15 @@ def _environment() -> Environment:
         lstrip_blocks=True,
         finalize=printable,
     )
+    environment.globals.update(num_colours=plots.NUM_COLOURS, margin_of=margin_of)
     environment.filters.update(
         short=cleaned,
         count=count,
         power=power,
+        number=number,
         place="{:.1f}".format,
-        path=lambda points: Markup(path_data(points)),  # numbers alone
+        path=lambda points: Markup(plots.path_data(points)),  # numbers alone
         outline=outline,
-        series=lambda colour: f"c{colour % NUM_COLOURS}",
-        stroke=stroke,
-        sign=lambda colour: SIGNS[colour % len(SIGNS)],
     )
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
     return environment
@@ -255,9 +236,9 @@ def _mean_verdict(repeats: Repeats, level: float) -> Verdict:
 
 
 def _interval_fact(ends: tuple[float, float] | None, how: str) -> tuple[str, str]:
-    return (
-        (MISSING, "no interval") if ends is None else (percent_interval(ends, " to ") + " %", how)
-    )
+    if ends is None:
+        return MISSING, "no interval"
+    return f"{percent_interval(ends, ' to ')} %", how
 
 
 def _with_rival(
@@ -276,44 +257,17 @@ def _with_rival(
 # -- sections -------------------------------------------------------------------------------------
 
 
-def _repeats(repeats: Repeats, level: float) -> dict[str, Any]:
-    differences = tables.mean_difference_table(repeats, level)
-    return {"means": tables.repeats_table(repeats), "differences": differences}
-
-
-def _data(panel: Panel) -> dict[str, Any]:
-    table, allowed = tables.sufficiency_table(panel)
-    return {"table": table, "allowed": allowed, "gauges": list(map(gauge, allowed))}
-
-
 def _scores(panel: Panel) -> list[tuple[Entry, Any]]:
     found = []
     for entry in panel.entries:
         point = entry.point_at(panel.headline_far)
         threshold = None if point is None else point.threshold
-        found.append((entry, histogram_chart(entry.result.histogram, threshold)))
+        found.append((entry, plots.histogram_chart(entry.result.histogram, threshold)))
     return found
-
-
-def _points(panel: Panel) -> dict[str, Any]:
-    return {
-        "entries": panel.entries,
-        "tars": tables.tar_table(panel),
-        "thresholds": tables.threshold_table(panel),
-        "others": tables.other_table(panel),
-    }
 
 
 def _pairs(panel: Panel, differences: Sequence[PairedDifference], level: float) -> dict[str, Any]:
     """Differences at the headline FAR, all others folded away."""
-    if not differences:
-        problem = "One system only: give several results on the same trials to compare them."
-        if len(panel.entries) > 1:
-            problem = (
-                "These systems cannot be compared in pairs: they need the same trials, subjects, "
-                "rule and seed, and replicates (evaluate with --replicates)."
-            )
-        return {"problem": problem, "tables": []}
     headline = panel.headline_far
     measure = "EER" if headline is None else f"TAR at FAR {power(headline)}"
     found = []
@@ -323,17 +277,19 @@ def _pairs(panel: Panel, differences: Sequence[PairedDifference], level: float) 
             title = f"{start} in percentage points, first minus second"
             table = tables.difference_table(own, title, level=level)
             table = replace(table, notes=()) if is_folded else table  # the first one has it
-            found.append((table, own, whisker_scale(made.interval for made in own), is_folded))
-    return {"problem": "", "tables": found}
+            found.append(
+                (table, own, plots.whisker_scale(made.interval for made in own), is_folded)
+            )
+    return {"tables": found, "num_systems": len(panel.entries)}
 
 
 def _groups(entry: Entry) -> dict[str, Any]:
     """The audit of a system, with the places of its dots."""
     audit = entry.result.groups
     assert audit is not None
-    match = [rate_or_bound(row.fmr, row.num_impostors) for row in audit.rows]
-    miss = [rate_or_bound(row.fnmr, row.num_genuine) for row in audit.rows]
-    across, beside = group_scale([*match, audit.far_target]), group_scale(miss)
+    match = [plots.rate_or_bound(row.fmr, row.num_impostors) for row in audit.rows]
+    miss = [plots.rate_or_bound(row.fnmr, row.num_genuine) for row in audit.rows]
+    across, beside = plots.group_scale([*match, audit.far_target]), plots.group_scale(miss)
     return {
         "entry": entry,
         "rows": audit.rows,
@@ -347,6 +303,15 @@ def _groups(entry: Entry) -> dict[str, Any]:
 
 def _hardest(panel: Panel, media: MediaFolder | None) -> dict[str, Any] | None:
     """Pairs of the leading system first, those of others folded away."""
+
+    def shown(pairs: Sequence[HardPair]) -> list[tuple[str, Any]]:
+        """Score and both sides of the hardest pairs."""
+        found, digits = [], digits_to_differ(pair.score for pair in pairs[:MOST_SHOWN])
+        for pair in pairs[:MOST_SHOWN]:
+            sides = [(key, media and media.embedded(key)) for key in (pair.enrol, pair.test)]
+            found.append((number(pair.score, digits), sides))
+        return found
+
     leader = panel.leader()
     systems = []
     for entry in sorted(panel.entries, key=lambda entry: entry is not leader):
@@ -355,19 +320,8 @@ def _hardest(panel: Panel, media: MediaFolder | None) -> dict[str, Any] | None:
                 "False accepts: impostor pairs with the highest scores": hardest.false_accepts,
                 "False rejects: genuine pairs with the lowest scores": hardest.false_rejects,
             }
-            shown = [(title, _hard_pairs(pairs, media)) for title, pairs in kinds.items()]
-            systems.append({"entry": entry, "kinds": shown})
+            systems.append((entry, [(title, shown(pairs)) for title, pairs in kinds.items()]))
     return {"systems": systems, "has_media": media is not None} if systems else None
-
-
-def _hard_pairs(pairs: Sequence[HardPair], media: MediaFolder | None) -> list[dict[str, Any]]:
-    shown = pairs[:MOST_SHOWN]
-    digits = digits_to_differ(pair.score for pair in shown)
-    found = []
-    for pair in shown:
-        sides = [(key, media and media.embedded(key)) for key in (pair.enrol, pair.test)]
-        found.append({"score": number(pair.score, digits), "sides": sides})
-    return found
 
 
 def _sparsity(journals: Sequence[Journal]) -> dict[str, Any]:
@@ -383,84 +337,8 @@ def _sparsity(journals: Sequence[Journal]) -> dict[str, Any]:
     heads = (Column("Run", "left"), Column("Mean at the end"), Column("Largest of all steps"))
     names = [journal.name for journal in journals]
     return {
-        "plot": support_chart(journals),
+        "plot": plots.support_chart(journals),
         "names": names,
         "entries": [{"colour": colour, "label": name} for colour, name in enumerate(names)],
         "table": Table("", heads, tuple(rows)),
-    }
-
-
-def _calibration(panel: Panel) -> list[tuple[Entry, Any, str]]:
-    charts = []
-    for entry in panel.entries:
-        found, measures = entry.result.calibration, entry.result.measures
-        if found is not None:
-            sign = "+" if found.offset >= 0.0 else MINUS
-            words = (
-                f"Cllr {number(measures.cllr.value)}, minCllr {number(measures.min_cllr.value)}; "
-                f"LLR = {number(found.scale)} \u00d7 score {sign} {number(abs(found.offset))}"
-            )
-            charts.append((entry, reliability_chart(found.reliability), words))
-    return charts
-
-
-def _facts(entry: Entry) -> dict[str, Any]:
-    """Protocol, files and run of a system."""
-    result = entry.result
-    run = {} if result.run is None else _run_facts(result.run)
-    return {
-        "entry": entry,
-        "facts": [(name, text) for name, text in _protocol_facts(result) if text],
-        "sources": result.sources,
-        "run": [(name, text) for name, text in run.items() if text],
-        "card": list((result.system.model_card or {}).items()),
-    }
-
-
-def _protocol_facts(result: Result) -> list[tuple[str, str | None]]:
-    protocol, interval = result.protocol, result.protocol.interval
-    how = interval.method
-    if interval.method.endswith("bootstrap"):
-        how += f", {count(interval.num_replicates)} replicates, seed {interval.seed}"
-    if interval.method != "none":
-        how += f", level {interval.level:g}"
-    return [
-        ("Protocol", protocol.name),
-        ("Kind", protocol.kind),
-        ("Scoring", protocol.scoring),
-        ("Mirror images", {"sum": "added", "none": "not used"}.get(protocol.flip or "")),
-        ("Pooling", protocol.pooling),
-        ("Rule for thresholds", protocol.rule),
-        ("Trials", count(protocol.num_trials)),
-        ("Genuine", count(protocol.num_genuine)),
-        ("Impostor", count(protocol.num_impostors)),
-        ("Subjects", "unknown" if protocol.num_subjects is None else count(protocol.num_subjects)),
-        ("Intervals", how),
-        ("Note", interval.note),
-        ("Evaluated", result.created),
-        ("Command", result.command),
-        ("qmargin", result.qmargin),
-        ("Trials, SHA-256", protocol.data_sha256 or "unknown, the trials have no keys"),
-        *(("Note on the trials", note) for note in result.notes),
-    ]
-
-
-def _run_facts(run: RunInfo) -> dict[str, str | None]:
-    def shown(value: float | None, form: str) -> str | None:
-        return None if value is None else form.format(value)
-
-    return {
-        "Arm": run.title if run.title == run.arm else f"{run.title} ({run.arm})",
-        "Divergence": " ".join(filter(None, [run.divergence, shown(run.alpha, "{:g}")])),
-        "Margin": " ".join(margin_of(run)).strip(),
-        "Scale": shown(run.scale, "{:g}"),
-        "Seed": str(run.seed),
-        "Epochs": shown(run.epochs, "{:g}"),
-        "Steps": shown(run.steps, "{:,}"),
-        "Classes": shown(run.num_classes, "{:,}"),
-        "Training time": shown(run.train_seconds, "{:,.0f} s"),
-        "Device": run.device,
-        "Recipe, SHA-256": run.recipe_sha256,
-        "Weights, SHA-256": run.checkpoint_sha256,
-        "Trained with qmargin": run.code_version,
     }

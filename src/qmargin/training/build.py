@@ -51,17 +51,9 @@ _TOO_LARGE = ("can't allocate memory", "not enough memory", "overflow")  # in to
 def open_images(
     path: str, *, index_dir: str | None = None, size: int = 112, **options: Any
 ) -> FaceImages:
-    """Pictures of a folder, a list, RecordIO or tar files, for a loader.
+    """Pictures of a folder, a list, RecordIO or tar files; ``size`` is their edge in pixels.
 
-    An index that is missing is built first, which reads all data once: ``qmargin data index`` does
-    it before a run of several ranks.
-
-    Args:
-        path: Where they are.
-        index_dir: Folder for the index of the samples; None for a place beside them.
-        size: Edge of a picture in pixels.
-        options: Of ``STORED``, and what ``FaceAugmentation`` takes: ``flip``, ``photometric`` and
-            others.
+    ``options`` are those of ``STORED`` and what ``FaceAugmentation`` takes.
     """
     from qmargin.data.faces import FaceAugmentation, FaceImages
     from qmargin.data.open import open_images as open_stored
@@ -80,10 +72,7 @@ def open_images(
     augmentation = FaceAugmentation(**{name: options[name] for name in looks if name in options})
     place = Path(path).expanduser()
     if not place.exists():
-        raise ConfigError(
-            f"data.path is {path!r}, where there is nothing; say where the images are with "
-            "--set data.path=DIR"
-        )
+        raise ConfigError(f"data.path is {path!r}, where there is nothing; set data.path=DIR")
     return FaceImages(open_stored(place, index_dir=index_dir, **stored), size, augmentation)
 
 
@@ -104,11 +93,7 @@ def build_dataset(recipe: Recipe) -> Dataset:
 
 
 def build_backbone(recipe: Recipe, *, device: torch.device | str = "cpu") -> nn.Module:
-    """The backbone with fresh weights, which follow from the recipe's seed alone.
-
-    Weights are drawn on the CPU and moved, so that they are the same wherever the run is; on the
-    meta device nothing is drawn.
-    """
+    """The backbone with fresh weights, drawn on the CPU from the recipe's seed, then moved."""
     part, device = recipe.model, torch.device(device)
     drawn_on = device if device.type == "meta" else torch.device("cpu")
     try:
@@ -119,15 +104,12 @@ def build_backbone(recipe: Recipe, *, device: torch.device | str = "cpu") -> nn.
     except (TypeError, RuntimeError) as error:
         text = str(error)
         if isinstance(error, TypeError) and "argument" in text:
-            raise ConfigError(
-                f"model.options is {part.options}, which {part.backbone} does not take ({error}); "
-                "remove what it does not know"
-            ) from error
+            raise ConfigError(f"model.options do not fit {part.backbone}: {error}") from error
         if isinstance(error, TypeError) or not any(mark in text for mark in _TOO_LARGE):
             raise
         raise ConfigError(
-            f"model.options is {part.options} and model.embedding_dim {part.embedding_dim}, a "
-            f"{part.backbone} that does not fit into memory ({error}); make it smaller"
+            f"model.options {part.options} or model.embedding_dim {part.embedding_dim} do not fit "
+            f"into memory ({error}); make {part.backbone} smaller"
         ) from error
     layout = torch.channels_last if recipe.precision.channels_last else torch.preserve_format
     return backbone.to(device=device, memory_format=layout)  # type: ignore[call-overload,no-any-return]
@@ -148,23 +130,14 @@ def build_head(
     loss: MarginLoss | None = None,
     **options: Any,
 ) -> MarginClassifier:
-    """The classifier with fresh prototypes, which follow from the recipe's seed.
-
-    Args:
-        recipe: Loss, path, update and precision.
-        num_classes: Where the recipe leaves them to the data.
-        device: Where the prototypes live.
-        loss: Instead of building the recipe's own.
-        options: Passed on to ``MarginClassifier``, such as the group of ranks that share it.
-    """
+    """The classifier with fresh prototypes from the recipe's seed; ``options`` go to it."""
     device = torch.device(device)
     classes = recipe.data.num_classes if num_classes is None else num_classes
     if classes is None:
         raise ConfigError("data.num_classes is missing; set it, or count the classes of the data")
     if recipe.data.num_classes not in (None, classes):
-        raise ConfigError(
-            f"data.num_classes is {recipe.data.num_classes} and the data has {classes}; correct it"
-        )
+        given = recipe.data.num_classes
+        raise ConfigError(f"data.num_classes is {given} and the data has {classes}; correct it")
     if loss is None:
         loss = build_loss(recipe, num_classes=classes, device=device).loss
     with _seeded(recipe.seed + 1, device):  # other draws than the backbone's
@@ -206,17 +179,12 @@ def _seeded(seed: int, device: torch.device) -> Iterator[None]:
 
 
 def load_pretrained_(backbone: nn.Module, source: str | Path) -> str:
-    """Put the weights of a file or model directory into a backbone; all of them must fit.
-
-    A PyTorch checkpoint is read without running what is in it (``qmargin.models.weights``). Returns
-    the SHA-256 of the file, for the record.
-    """
+    """Put the weights of a file or model directory into a backbone; the file's SHA-256."""
     path = Path(source).expanduser()
     if path.is_dir():
         if not is_model_directory(path):
             raise ConfigError(
-                f"model.weights is {source}, which is no model directory; give one, or a file of "
-                "weights; a run is what run.start_from takes"
+                f"model.weights is {source}, no model directory; is it a run for run.start_from?"
             )
         path = path / BACKBONE
     try:
@@ -227,21 +195,14 @@ def load_pretrained_(backbone: nn.Module, source: str | Path) -> str:
 
 
 def load_start_weights_(backbone: nn.Module, head: MarginClassifier, source: str | Path) -> None:
-    """Put the weights of another run and the prototypes of the head's classes in.
-
-    Of an output folder the averaged backbone is taken, where the run wrote one; of a checkpoint its
-    own weights.
-    """
+    """Start with the prototypes and the backbone of a run, averaged if it wrote an average."""
     source = Path(source).expanduser()
     if (source / MANIFEST).is_file():
         checkpoint = open_checkpoint(source)
     else:
         found = newest(source / CHECKPOINTS).checkpoint
         if found is None:
-            raise ConfigError(
-                f"run.start_from is {source}, where no run has saved a checkpoint; give the output "
-                "folder of `qmargin train`"
-            )
+            raise ConfigError(f"run.start_from is {source}, where no run has saved a checkpoint")
         checkpoint = found
     num_classes = checkpoint.manifest.num_classes
     if num_classes != head.num_classes:
@@ -258,7 +219,4 @@ def load_start_weights_(backbone: nn.Module, head: MarginClassifier, source: str
         with torch.no_grad():
             head.prototypes.copy_(rows[PROTOTYPES])
     except RuntimeError as error:
-        raise ConfigError(
-            f"run.start_from {source} is of another network ({error}); give model the options "
-            "that it has there"
-        ) from error
+        raise ConfigError(f"run.start_from {source} is of another network ({error})") from error

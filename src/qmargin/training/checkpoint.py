@@ -82,15 +82,7 @@ def map_leaves(tree: Tree, function: Callable[[str, Any], Any], path: str = "") 
 
 
 def flatten(tree: Tree) -> tuple[str, dict[str, Tensor]]:
-    """A tree as JSON text, and its tensors under the names that the text uses.
-
-    Examples:
-        >>> text, tensors = flatten({"state": {0: torch.ones(2)}, "betas": (0.9, 0.95)})
-        >>> list(tensors)
-        ['state/0']
-        >>> unflatten(text, tensors)
-        {'state': {0: tensor([1., 1.])}, 'betas': (0.9, 0.95)}
-    """
+    """A tree as JSON text, and its tensors under the names that the text uses."""
     tensors: dict[str, Tensor] = {}
     value = _encode(tree, tensors, "")
     return json.dumps(value, indent=1, allow_nan=False) + "\n", tensors
@@ -161,9 +153,7 @@ def write_tensors(
         is_dense = isinstance(one, Tensor) and one.layout == torch.strided
         if not is_dense or one.dtype not in DTYPES:
             kind = f"{one.layout} tensor of {one.dtype}" if isinstance(one, Tensor) else type(one)
-            raise CheckpointError(
-                f"{name!r} is a {kind}; give strided floats, integers or booleans"
-            )
+            raise CheckpointError(f"{name!r} is a {kind}, which a checkpoint cannot hold")
     return write_file(path, _chunks(tensors, dict(metadata or {})))
 
 
@@ -236,8 +226,8 @@ class Manifest:
         sizes = [entry.size for entry in self.files.values()]
         if min(self.step, self.world, self.num_classes, *sizes) < 0:
             raise CheckpointError("the manifest has a count below 0")
-        for name in self.files:
-            if not _FILE_NAME.fullmatch(name) or name == MANIFEST:
+        for name in (*self.files, *(f"{part}.json" for part in self.parts)):
+            if not _FILE_NAME.fullmatch(name) or name not in self.files or name == MANIFEST:
                 raise CheckpointError(f"the manifest names the file {name!r}, which is not allowed")
         reached = 0
         for shard in self.shards:
@@ -278,18 +268,6 @@ class Manifest:
         return manifest
 
 
-def read_manifest(folder: Path) -> Manifest:
-    """The manifest in ``folder``, its own hash checked and no other."""
-    path = folder / MANIFEST
-    try:
-        with open_regular(path) as file:
-            return Manifest.from_text(file.read(MAX_MANIFEST_BYTES).decode())
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read ({error.strerror or error})") from error
-    except (UnicodeDecodeError, CheckpointError, DataError) as error:
-        raise CheckpointError(f"{path}: {error}") from error
-
-
 def verify(folder: Path, manifest: Manifest) -> None:
     """Compare every file with the manifest, sizes first; the error names the first bad file."""
     for name, entry in manifest.files.items():
@@ -307,9 +285,8 @@ def verify(folder: Path, manifest: Manifest) -> None:
             except (OSError, DataError) as error:
                 raise CheckpointError(f"{folder / name} cannot be read ({error})") from error
             if digest != entry.sha256:
-                raise CheckpointError(
-                    f"{folder / name} is damaged: its hash is {digest:.12}, not {entry.sha256:.12}"
-                )
+                hashes = f"{digest:.12}, not {entry.sha256:.12}"
+                raise CheckpointError(f"{folder / name} is damaged: its hash is {hashes}")
 
 
 @dataclass(frozen=True)
@@ -347,7 +324,7 @@ class HeadRows:
                 raise ShapeError(f"{name} is {shape} for {self.stop - self.start} prototypes")
         if not 0 <= self.start <= self.stop <= self.num_classes:
             raise ShapeError(
-                f"classes {self.start} to {self.stop} of {self.num_classes} were given"
+                f"rows are of classes {self.start} to {self.stop} of {self.num_classes}"
             )
 
     @property
@@ -381,11 +358,7 @@ class CheckpointState:
 
 
 def split_rows(state: Tree, shape: torch.Size) -> tuple[Tree, dict[str, Tensor]]:
-    """Take the tensors of the prototypes' shape out of an optimizer's state dict.
-
-    Momentum has one row per class and goes to the head's shards; what is left, with a mark in place
-    of each such tensor, is the same on every rank. ``join_rows`` puts the two together again.
-    """
+    """Take what has the prototypes' shape, such as momentum, out of a state dict."""
     rows: dict[str, Tensor] = {}
 
     def take(path: str, leaf: Any) -> Any:
@@ -445,10 +418,7 @@ def delete_checkpoint(path: Path) -> None:
 
 
 def set_aside(folder: Path, step: int) -> list[Path]:
-    """Rename later checkpoints, so that a run that goes on from ``step`` does not find them.
-
-    Call it on one rank; returns the checkpoints that were there.
-    """
+    """Rename later checkpoints, so that a run that goes on from ``step`` does not find them."""
     later = [path for number, path in list_steps(folder).items() if number > step]
     for path in later:
         path.rename(other_name(path, "aside"))
@@ -458,10 +428,7 @@ def set_aside(folder: Path, step: int) -> list[Path]:
 
 
 def check_writable(folder: str | Path, *, needed_bytes: int = 0) -> None:
-    """Refuse a folder that a run could not write to, or that has less space left than it needs.
-
-    The folder is made if it is missing; a file is written, synced, renamed and deleted there.
-    """
+    """Refuse a folder that a run could not write to, or that has less space left than it needs."""
     folder = Path(folder)
     probe = folder / f".probe-{secrets.token_hex(6)}"
     try:
@@ -480,8 +447,7 @@ def check_writable(folder: str | Path, *, needed_bytes: int = 0) -> None:
         ) from error
     if free < needed_bytes:
         raise CheckpointError(
-            f"{folder} has {free:,} bytes left and a checkpoint takes {needed_bytes:,}; free some "
-            "space or choose another output folder"
+            f"{folder} has {free:,} bytes left; free space, a checkpoint takes {needed_bytes:,}"
         )
 
 
@@ -514,6 +480,7 @@ class _Save:
         self.folder, self.state, self.process = folder, state, process
         self.final = folder / step_name(state.step)
         self.temporary = other_name(self.final, "tmp")  # rank 0's counts
+        self._subject = f"the checkpoint of step {state.step} was not saved"
 
     def run(self) -> None:
         """Write the files of all ranks under a temporary name, then rename the folder."""
@@ -529,10 +496,6 @@ class _Save:
         """Remove the temporary folder."""
         if self.process.is_first:
             shutil.rmtree(self.temporary, ignore_errors=True)
-
-    @property
-    def _subject(self) -> str:
-        return f"the checkpoint of step {self.state.step} was not saved"
 
     def _run_on_all(self, action: Callable[[], T]) -> list[T]:
         """What an action returned on each rank; a failure is a ``CheckpointError`` on all."""
@@ -560,18 +523,28 @@ class _Save:
 
     def _write(self) -> dict[str, Any]:
         """Write this rank's files."""
+        state, folder, head = self.state, self.temporary, self.state.head
         files: dict[str, FileEntry] = {}
         shard = None
         if self.process.is_first:
-            files.update(_write_common(self.temporary, self.state))
-        head = self.state.head
+            loop, tensors = flatten(state.loop)
+            if tensors:
+                raise CheckpointError(f"loop holds the tensor {next(iter(tensors))!r}")
+            texts = {LOOP: loop, RECIPE: state.recipe_yaml}
+            files[BACKBONE] = write_tensors(folder / BACKBONE, state.backbone)
+            for part, tree in state.parts.items():
+                texts[f"{part}.json"], tensors = flatten(tree)
+                name = f"{part}.safetensors"
+                files[name] = write_tensors(folder / name, tensors)
+            for name, text in texts.items():
+                files[name] = write_file(folder / name, [text.encode()])
         if head is not None:
             name = f"head-{self.process.rank:05d}-of-{self.process.world:05d}.safetensors"
             numbers = {"start": head.start, "stop": head.stop, "num_classes": head.num_classes}
             metadata = {key: str(number) for key, number in numbers.items()}
-            files[name] = write_tensors(self.temporary / name, head.tensors, metadata)
+            files[name] = write_tensors(folder / name, head.tensors, metadata)
             shard = [name, head.start, head.stop, head.num_classes]
-        sync_folder(self.temporary)
+        sync_folder(folder)
         return {"files": files, "shard": shard}
 
     def _manifest(self, written: list[dict[str, Any]]) -> Manifest:
@@ -580,9 +553,7 @@ class _Save:
         for name, entry in files.items():
             path = self.temporary / name
             if not path.exists() or path.stat().st_size != entry.size:
-                raise CheckpointError(
-                    f"rank 0 does not see {path}; put the output folder where all ranks share it"
-                )
+                raise CheckpointError(f"rank 0 does not see {path}; let all ranks share a folder")
         found = [part["shard"] for part in written if part["shard"]]
         counts = {num_classes for *_, num_classes in found}
         if len(counts) > 1:
@@ -629,22 +600,6 @@ class _Save:
         return f"{reason}: {error.filename or self.temporary}{remedy}"
 
 
-def _write_common(folder: Path, state: CheckpointState) -> dict[str, FileEntry]:
-    """Write what rank 0 writes for everyone."""
-    loop, tensors = flatten(state.loop)
-    if tensors:
-        raise CheckpointError(f"loop holds the tensor {next(iter(tensors))!r}; put it into a part")
-    files = {BACKBONE: write_tensors(folder / BACKBONE, state.backbone)}
-    texts = {LOOP: loop, RECIPE: state.recipe_yaml}
-    for part, tree in state.parts.items():
-        texts[f"{part}.json"], tensors = flatten(tree)
-        name = f"{part}.safetensors"
-        files[name] = write_tensors(folder / name, tensors)
-    for name, text in texts.items():
-        files[name] = write_file(folder / name, [text.encode()])
-    return files
-
-
 def _tensor_files(manifest: Manifest) -> dict[str, FileEntry]:
     return {name: entry for name, entry in manifest.files.items() if name.endswith(".safetensors")}
 
@@ -652,10 +607,9 @@ def _tensor_files(manifest: Manifest) -> dict[str, FileEntry]:
 class AsyncSaver:
     """Saves checkpoints in a thread, one at a time: a step waits for a copy, not for the disk.
 
-    ``save`` copies the state to host memory and returns; the memory is kept and used again by the
-    next save. A failure is raised by the next ``poll``, ``wait`` or ``save``, never dropped. All
-    ranks fail together, but each notices at its own time: catch the error of ``poll`` and agree,
-    so that no rank is left alone in a collective. Arguments are those of ``save_checkpoint``.
+    A failure is raised by the next ``poll``, ``wait`` or ``save``, never dropped. All ranks fail
+    together, but each notices at its own time: catch the error of ``poll`` and agree, so that no
+    rank is left alone in a collective. Arguments are those of ``save_checkpoint``.
     """
 
     def __init__(
@@ -751,12 +705,13 @@ class AsyncSaver:
 
 
 def open_checkpoint(path: str | Path, *, check: bool = True) -> Checkpoint:
-    """Open a checkpoint; ``check`` compares the hash of every file, and a damaged one is an error.
-
-    Leave the check out only for a checkpoint that another rank has just checked.
-    """
+    """Open a checkpoint; without ``check``, hashes of other files than the manifest are not."""
     path = Path(path)
-    manifest = read_manifest(path)
+    try:
+        with open_regular(path / MANIFEST) as file:
+            manifest = Manifest.from_text(file.read(MAX_MANIFEST_BYTES).decode())
+    except (OSError, UnicodeDecodeError, CheckpointError, DataError) as error:
+        raise CheckpointError(f"{path / MANIFEST}: {error}") from error
     if check:
         verify(path, manifest)
     return Checkpoint(path, manifest)
@@ -770,10 +725,7 @@ class Search(NamedTuple):
 
 
 def newest(folder: str | Path) -> Search:
-    """The newest checkpoint whose files all match their hashes, in a folder that may be missing.
-
-    If there are checkpoints and all are bad, it raises: a run must not start afresh then.
-    """
+    """The newest whole checkpoint; raises if all are bad: a run must not start afresh then."""
     folder = Path(folder)
     skipped = [f"{path.name}: never completed" for path in list_leftovers(folder)]
     steps = list_steps(folder)
@@ -819,8 +771,7 @@ def load_checkpoint(
     checkpoint: Checkpoint, *, start: int = 0, stop: int | None = None
 ) -> CheckpointState:
     """Everything in a checkpoint, with the rows of the classes ``start`` to ``stop``, or all."""
-    manifest = checkpoint.manifest
-    head = None
+    manifest, path, head = checkpoint.manifest, checkpoint.path, None
     if manifest.num_classes:
         rows = read_class_rows(checkpoint, start, manifest.num_classes if stop is None else stop)
         head = HeadRows(start, manifest.num_classes, rows)
@@ -828,7 +779,12 @@ def load_checkpoint(
         step=manifest.step,
         backbone=read_backbone(checkpoint),
         head=head,
-        parts={name: read_part(checkpoint, name) for name in manifest.parts},
+        parts={
+            name: unflatten(
+                _read_text(checkpoint, f"{name}.json"), read_tensors(path / f"{name}.safetensors")
+            )
+            for name in manifest.parts
+        },
         loop=unflatten(_read_text(checkpoint, LOOP), {}),
         recipe_yaml=read_recipe(checkpoint),
         recipe_sha256=manifest.recipe_sha256,
@@ -838,17 +794,14 @@ def load_checkpoint(
 def read_class_rows(
     checkpoint: Checkpoint, start: int, stop: int, *, names: Collection[str] | None = None
 ) -> dict[str, Tensor]:
-    """Prototypes, momentum and the like of the classes ``start`` to ``stop``, bit for bit.
+    """Rows of the classes ``start`` to ``stop``, whatever the ranges of the ranks that wrote them.
 
-    Only the rows that were asked for are read, whatever the ranges of the ranks that wrote them. An
-    optimizer that has not met a gradient yet has no momentum; where only some ranks had one, the
-    rows of the others are zero. ``names`` are the tensors to read, None for all.
+    Where only some ranks had met a gradient, the momentum of the others is zero.
     """
     manifest = checkpoint.manifest
     if not 0 <= start <= stop <= manifest.num_classes:
         raise ConfigError(
-            f"the classes {start} to {stop} were asked for and {checkpoint.path} has "
-            f"{manifest.num_classes}; the number of classes cannot change on resume"
+            f"{checkpoint.path} has {manifest.num_classes} classes, not {start} to {stop}"
         )
     rows: dict[str, Tensor] = {}
     for shard in manifest.shards:
@@ -875,24 +828,12 @@ def read_backbone(checkpoint: Checkpoint) -> dict[str, Tensor]:
 
 
 def read_prototypes(checkpoint: Checkpoint, *, at_most: int | None = None) -> Tensor:
-    """The class vectors ``[k, d]`` as they were trained, not scaled to length one.
-
-    With ``at_most``, classes at equal steps, no more than this.
-    """
+    """The class vectors ``[k, d]`` as they were trained, or ``at_most`` of them at equal steps."""
     num_classes = checkpoint.manifest.num_classes
     rows = read_class_rows(checkpoint, 0, num_classes, names=[PROTOTYPES]).get(PROTOTYPES)
     if rows is None:
         raise CheckpointError(f"{checkpoint.path} has no prototypes; it was saved without a head")
     return rows[:: 1 if at_most is None else -(-len(rows) // at_most)]
-
-
-def read_part(checkpoint: Checkpoint, name: str) -> Tree:
-    """One of the trees that were saved as ``parts``."""
-    if name not in checkpoint.manifest.parts or not _PART.fullmatch(name):
-        known = ", ".join(checkpoint.manifest.parts) or "none"
-        raise CheckpointError(f"{checkpoint.path} has no part {name!r}; it has {known}")
-    tensors = read_tensors(checkpoint.path / f"{name}.safetensors")
-    return unflatten(_read_text(checkpoint, f"{name}.json"), tensors)
 
 
 def read_recipe(checkpoint: Checkpoint) -> str:

@@ -1,9 +1,4 @@
-"""The ranks of a run: devices, seeds, process groups, heartbeats, and decisions taken together.
-
-All decisions are built on ``Process.sum_``: ``share`` passes a few integers in one collective, at
-every step; ``gather`` passes JSON values in two. ``vote`` adds the rule for errors, and
-``run_on_all`` applies it to an action: either every rank goes on, or every rank raises.
-"""
+"""The ranks of a run: devices, seeds, process groups, heartbeats, and decisions taken together."""
 
 from __future__ import annotations
 
@@ -16,7 +11,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
@@ -63,27 +58,18 @@ class Heartbeat:
     A collective that never returns does not say which rank failed. A thread of each rank writes a
     beat with the number of collectives that its main thread has entered. A rank whose beats stop is
     dead or frozen; one that beats but has entered fewer collectives is the one that the others wait
-    for.
-
-    Args:
-        store: A ``torch.distributed.Store`` that no other thread of this process uses.
-        rank: This rank.
-        world: Number of ranks.
-        timeout_s: A rank that dies, freezes or fails is named, and this process stopped, within it.
-        hosts_store: Whether the store ends with this process.
-        on_lost: Called in the heartbeat's thread with the reason, when the main thread has not
-            reacted by itself.
+    for. Either is named, and this process stopped, within ``timeout_s``.
     """
 
     def __init__(
         self,
-        store: Any,
+        store: Any,  # a torch.distributed.Store that no other thread of this process uses
         *,
         rank: int,
         world: int,
         timeout_s: float,
-        hosts_store: bool = False,
-        on_lost: Callable[[str], None] = end_process,
+        hosts_store: bool = False,  # whether the store ends with this process
+        on_lost: Callable[[str], None] = end_process,  # if the main thread does not react itself
     ) -> None:
         self._store, self._rank, self._on_lost = store, rank, on_lost
         self._hosts_store = hosts_store
@@ -148,14 +134,13 @@ class Heartbeat:
             thread.join(timeout=self._silence)
         self._mine.beat = _DONE
         self._look(missed_after=self._silence)
-        deadline = time.monotonic() + self._silence
-        while self._hosts_store and time.monotonic() < deadline and self._any_present():
+        began = time.monotonic()
+        while self._hosts_store and (now := time.monotonic()) < began + self._silence:
+            peers = self._peers.values()
+            if not any(one.beat != _DONE and one.seen > now - self._silence for one in peers):
+                break
             time.sleep(min(0.02, self.interval))
             self._look(missed_after=self._silence)
-
-    def _any_present(self) -> bool:
-        oldest = time.monotonic() - self._silence
-        return any(peer.beat != _DONE and peer.seen > oldest for peer in self._peers.values())
 
     def _run(self) -> None:
         while not self._stop.wait(self.interval):
@@ -191,27 +176,23 @@ class Heartbeat:
                 return
             now = time.monotonic()
             try:
-                self._exchange(now)
+                self._store.set(f"beat/{self._rank}", f"{self._mine.beat} {self._mine.collectives}")
+                for other, peer in self._peers.items():
+                    if not self._store.check([f"beat/{other}"]):
+                        continue
+                    beat, collectives = map(int, self._store.get(f"beat/{other}").split())
+                    if (beat, collectives) != (peer.beat, peer.collectives):
+                        peer.beat, peer.collectives, peer.seen = beat, collectives, now
                 self._store_seen = now
-                reason = self._published() or self._missing(now, missed_after)
+                is_told = self._store.check(["reason"])
+                told = self._store.get("reason").decode() if is_told else None
+                reason = told or self._missing(now, missed_after)
             except RuntimeError:  # all errors of stores are
                 reason = _STORE_LOST if now - self._store_seen > missed_after else None
             if reason is not None and self._reason is None:
                 self._reason, self._reason_since = reason, now
         finally:
             self._lock.release()
-
-    def _exchange(self, now: float) -> None:
-        self._store.set(f"beat/{self._rank}", f"{self._mine.beat} {self._mine.collectives}")
-        for other, peer in self._peers.items():
-            if not self._store.check([f"beat/{other}"]):
-                continue
-            beat, collectives = (int(part) for part in self._store.get(f"beat/{other}").split())
-            if (beat, collectives) != (peer.beat, peer.collectives):
-                peer.beat, peer.collectives, peer.seen = beat, collectives, now
-
-    def _published(self) -> str | None:
-        return self._store.get("reason").decode() if self._store.check(["reason"]) else None
 
     def _missing(self, now: float, missed_after: float) -> str | None:
         silent = {
@@ -237,9 +218,8 @@ class Heartbeat:
         if not late:
             return None
         return (
-            f"{_ranks(late)} did not reach collective {reached}: hung, gone, or slower than the "
-            f"timeout of {self._timeout:g} s; raise run.timeout_s if work takes longer, or resume "
-            "from the last checkpoint"
+            f"{_ranks(late)} did not reach collective {reached}: hung, gone, or slower than "
+            f"{self._timeout:g} s; raise run.timeout_s, or resume from the last checkpoint"
         )
 
     def _agreed(self, reason: str) -> str:
@@ -264,10 +244,7 @@ def _summary(error: BaseException) -> str:
 
 @dataclass(frozen=True)
 class Process:
-    """One rank of a run; with one rank there is no group.
-
-    Use it in a ``with`` block: an error that leaves the block is told to the other ranks.
-    """
+    """One rank of a run; an error that leaves its ``with`` block is told to the other ranks."""
 
     rank: int = 0
     world: int = 1
@@ -281,14 +258,9 @@ class Process:
         """Whether this is the rank that writes what is written once."""
         return self.rank == 0
 
-    @contextmanager
-    def collective(self) -> Iterator[None]:
+    def collective(self) -> AbstractContextManager[None]:
         """Around a collective on ``control``: its failure raises a ``RankError`` with a name."""
-        if self.heartbeat is None:
-            yield
-            return
-        with self.heartbeat.collective():
-            yield
+        return nullcontext() if self.heartbeat is None else self.heartbeat.collective()
 
     def sum_(self, numbers: Tensor) -> Tensor:
         """Sum a tensor of a few integers on the CPU over all ranks, in place."""
@@ -305,10 +277,8 @@ class Process:
         try:
             yield
         except RuntimeError as error:
-            text = str(error).lower()
-            is_lost = isinstance(error, dist.DistError) or any(
-                mark in text for mark in _COLLECTIVE_MARKS
-            )
+            is_marked = any(mark in str(error).lower() for mark in _COLLECTIVE_MARKS)
+            is_lost = is_marked or isinstance(error, dist.DistError)
             if isinstance(error, RankError) or self.heartbeat is None or not is_lost:
                 raise
             raise self.heartbeat.explain(error) from error
@@ -327,20 +297,9 @@ class Process:
 
 
 def start_process_group(timeout_s: float = DEFAULT_TIMEOUT_S, *, device: str = "auto") -> Process:
-    """Join the ranks that ``torchrun`` started, or be the only one.
+    """Join the ranks that ``torchrun`` started, or be the only one, without a process group.
 
-    Ranks meet through the variables that ``torchrun`` sets (``RANK``, ``WORLD_SIZE``,
-    ``LOCAL_RANK``, ``MASTER_ADDR``, ``MASTER_PORT``). Without them, or with a world of one, there
-    is no process group.
-
-    Args:
-        timeout_s: Longest time that ranks wait for each other: for a rank that never joins, that
-            dies, or that hangs. It must exceed the longest time that one rank works alone.
-        device: ``"cpu"``, ``"cuda"``, one GPU as in ``"cuda:1"``, or ``"auto"`` for a GPU where
-            there is one.
-
-    Raises:
-        RankError: Not all ranks joined in time; the message names those that did not.
+    Ranks wait ``timeout_s`` for each other; it must exceed the longest time that one works alone.
     """
     if not 0.0 < timeout_s < float("inf"):
         raise ConfigError(f"timeout_s is {timeout_s}; give a positive number of seconds")
@@ -351,25 +310,24 @@ def start_process_group(timeout_s: float = DEFAULT_TIMEOUT_S, *, device: str = "
     if world == 1:
         return Process(device=place, timeout_s=timeout_s)
     timeout = timedelta(seconds=timeout_s)
-    is_launched = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    is_host = rank == 0 and not is_launched
+    is_host = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
         store = _open_store("group", timeout, is_host=is_host)
     except (RuntimeError, ValueError) as error:
-        raise RankError(
-            f"rank {rank} of {world} cannot meet the others at {os.environ['MASTER_ADDR']}:"
-            f"{os.environ['MASTER_PORT']}, kept by {'the launcher' if is_launched else 'rank 0'}: "
-            f"{error}"
-        ) from error
-    _join(store, rank=rank, world=world, timeout_s=timeout_s)
+        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        raise RankError(f"rank {rank} cannot meet the others at {address}: {error}") from error
+    store.set(f"joined/{rank}", "1")
+    deadline, missing = time.monotonic() + timeout_s, list(range(world))
+    while missing := [other for other in missing if not store.check([f"joined/{other}"])]:
+        if time.monotonic() > deadline:
+            raise RankError(
+                f"{_ranks(missing)} of {world} did not join within {timeout_s:g} s; see the output "
+                "there, or raise the timeout"
+            )
+        time.sleep(0.02)
     # Beats have a connection of their own: a thread that waits in the store blocks its connection.
-    heartbeat = Heartbeat(
-        _open_store("heartbeat", timeout),
-        rank=rank,
-        world=world,
-        timeout_s=timeout_s,
-        hosts_store=is_host,
-    )
+    beats = _open_store("heartbeat", timeout)
+    heartbeat = Heartbeat(beats, rank=rank, world=world, timeout_s=timeout_s, hosts_store=is_host)
     heartbeat.start()
     with heartbeat.collective():
         backend = "cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo"
@@ -385,17 +343,12 @@ def ranks_from(environment: Mapping[str, str]) -> tuple[int, int, int]:
         return 0, 1, 0
     missing = [name for name in _VARIABLES if name not in given]
     if missing:
-        raise ConfigError(
-            f"{', '.join(given)} are set and {', '.join(missing)} are not; start ranks with "
-            "torchrun, or unset them all for one process"
-        )
+        raise ConfigError(f"{given} are set and {missing} are not; use torchrun, or unset them all")
     try:
         rank, world = int(environment["RANK"]), int(environment["WORLD_SIZE"])
         local_rank = int(environment.get("LOCAL_RANK", "0"))
     except ValueError as error:
-        raise ConfigError(
-            f"a rank in the environment is no number ({error}); use torchrun"
-        ) from None
+        raise ConfigError(f"a rank in the environment is no number ({error})") from None
     if not (0 <= rank < world and local_rank >= 0):
         raise ConfigError(f"RANK is {rank} and WORLD_SIZE {world}; ranks count from 0 below it")
     return rank, world, local_rank
@@ -408,20 +361,13 @@ def choose_device(local_rank: int, name: str = "auto") -> torch.device:
     device = find_device(name)
     if device.type == "cpu" or device.index is not None:
         return device
-    if local_rank >= torch.cuda.device_count():
-        raise ConfigError(
-            f"local rank {local_rank} has no GPU of its own: there are "
-            f"{torch.cuda.device_count()}; start at most that many ranks per machine"
-        )
+    if local_rank >= (count := torch.cuda.device_count()):
+        raise ConfigError(f"local rank {local_rank} has no GPU of its own; start {count} ranks")
     return torch.device("cuda", local_rank)
 
 
 def find_device(name: torch.device | str) -> torch.device:
-    """The device of that name, ``"auto"`` being a GPU where there is one.
-
-    Raises:
-        ConfigError: torch knows no such device, or cannot use it on this machine.
-    """
+    """The device of that name, ``"auto"`` being a GPU where there is one."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -431,18 +377,13 @@ def find_device(name: torch.device | str) -> torch.device:
             return device
     except (RuntimeError, AssertionError, NotImplementedError) as error:  # by kind of device
         raise ConfigError(
-            f"device {str(name)!r} cannot be used on this machine; choose auto, cpu, cuda, or one "
-            "GPU as in cuda:1"
+            f"device {str(name)!r} cannot be used on this machine; choose auto, cpu or cuda"
         ) from error
-    if not torch.cuda.is_available():
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if (device.index or 0) >= count:
+        found = f"{count} GPUs, counted from 0" if count else "no GPU"
         raise ConfigError(
-            f"device is {str(name)!r} and torch finds no GPU; choose cpu, or run `qmargin doctor` "
-            "to see why"
-        )
-    if (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(
-            f"device is {str(name)!r} and there are {torch.cuda.device_count()} GPUs, which count "
-            "from 0; choose one of them"
+            f"device is {str(name)!r} and torch finds {found}; choose cpu, or see `qmargin doctor`"
         )
     return device
 
@@ -468,21 +409,6 @@ def _open_store(name: str, timeout: timedelta, *, is_host: bool = False) -> Any:
     return dist.PrefixStore(f"qmargin/{attempt}/{name}", store)  # type: ignore[attr-defined]
 
 
-def _join(store: Any, *, rank: int, world: int, timeout_s: float) -> None:
-    """Wait until every rank has said that it is here."""
-    store.set(f"joined/{rank}", "1")
-    deadline = time.monotonic() + timeout_s
-    missing = list(range(world))
-    while missing := [other for other in missing if not store.check([f"joined/{other}"])]:
-        if time.monotonic() > deadline:
-            names = ", ".join(str(other) for other in missing)
-            raise RankError(
-                f"rank {names} of {world} did not join within {timeout_s:g} s; see that rank's "
-                "own output, or raise the timeout"
-            )
-        time.sleep(0.02)
-
-
 class RemoteTraceback(Exception):
     """The traceback of an exception on another rank; printed before what it caused."""
 
@@ -499,7 +425,7 @@ class Verdict(NamedTuple):
 
 
 def share(process: Process, numbers: Sequence[int]) -> list[list[int]]:
-    """The numbers of every rank, in the order of the ranks; each passes equally many."""
+    """The numbers of every rank, as many from each, in one collective."""
     rows = torch.zeros(process.world, len(numbers), dtype=torch.int64)
     rows[process.rank] = torch.tensor([int(number) for number in numbers])
     gathered: list[list[int]] = process.sum_(rows).tolist()
@@ -507,7 +433,7 @@ def share(process: Process, numbers: Sequence[int]) -> list[list[int]]:
 
 
 def gather(process: Process, value: T) -> list[T]:
-    """The value of every rank, in the order of the ranks; values are JSON."""
+    """The JSON value of every rank, in two collectives."""
     mine = bytearray(json.dumps(value).encode())
     sizes = [row[0] for row in share(process, [len(mine)])]
     rows = torch.zeros(process.world, max(sizes), dtype=torch.uint8)
@@ -531,16 +457,8 @@ def vote(
 ) -> Verdict:
     """Agree on the state of a step, in one exchange; every rank must call it.
 
-    Args:
-        process: This rank.
-        error: What went wrong on this rank, if anything: then every rank raises.
-        stop: Number of the signal that asked this rank to stop, or 0.
-        is_finite: Whether what this rank computed is finite.
-        num_corrupt: Corrupt samples that this rank met.
-
-    Raises:
-        RankError: Another rank passed an error, which is the cause, with its own traceback; of
-            several, that of the lowest rank. A rank that passed an error raises it as it is.
+    A rank that passes an error raises it as it is. The others raise a ``RankError`` with the error
+    of the lowest such rank, and its traceback, as the cause.
     """
     rows = share(process, [error is not None, stop, is_finite, num_corrupt])
     failed = [rank for rank, row in enumerate(rows) if row[0]]
@@ -559,11 +477,7 @@ def vote(
 
 
 def run_on_all(process: Process, action: Callable[[], T]) -> T:
-    """Run an action on every rank; either all of them go on, or all of them raise.
-
-    The action itself must not wait for other ranks. A signal that interrupts it on one rank
-    interrupts all of them. Returns what the action returned on this rank.
-    """
+    """Run an action, which must not wait for others, on every rank; all go on, or all raise."""
     value, failure, stop = None, None, 0
     try:
         value = action()

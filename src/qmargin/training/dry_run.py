@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -26,9 +26,8 @@ _REMEDY = "use a smaller data.batch_size, more optimizer.accumulation, more rank
 def estimate_memory(recipe: Recipe, process: Process, dataset: Dataset | None) -> dict[str, int]:
     """Bytes on one rank's device, by purpose; refuses a run that needs more than is free.
 
-    Weights, gradients and states are counted; activations are those that the backbone keeps for its
-    backward pass, found by a forward pass without memory. Workspaces of libraries and the blocks in
-    which the head works are not in it: allow for another tenth.
+    Workspaces of libraries and the blocks in which the head works are not in it: allow for another
+    tenth.
     """
     samples = build_dataset(recipe) if dataset is None else dataset
     input_shape = read_sample(samples, 0, seed=recipe.seed, epoch=0).inputs.shape
@@ -91,60 +90,19 @@ def activation_bytes(recipe: Recipe, batch_shape: tuple[int, ...]) -> int:
     return sum(size for storage, size in kept.items() if storage not in own)
 
 
-@dataclass(frozen=True)
-class DryRun:
+class DryRun(NamedTuple):
     """What some steps of a recipe took, on this rank."""
 
-    recipe: Recipe
-    world: int
-    device: str
     rank: int
-    num_samples: int
-    num_classes: int
-    total_steps: int
-    estimate: dict[str, int]  # bytes by purpose
-    peak: int  # most bytes in use; of the whole process on a CPU
-    available: int | None  # bytes that were free before; None where nobody can tell
-    seconds: tuple[float, ...]  # of each step; the first has one-time costs in it
-    losses: tuple[float, ...]
-    path: str  # that the head took last, and why
-    unreached: tuple[str, ...] = ()  # what the recipe schedules and the run never does
-
-    def lines(self) -> list[str]:
-        """A report for people."""
-        rate = self.recipe.data.batch_size / self.seconds[-1]
-        free = "unknown" if self.available is None else gib(self.available)
-        length = duration(self.total_steps * self.seconds[-1])
-        total, parts = gib(sum(self.estimate.values())), _listed(self.estimate)
-        return [
-            f"recipe     {self.recipe.name}, sha256 {self.recipe.sha256[:16]}",
-            f"data       {self.num_samples:,} samples of {self.num_classes:,} classes",
-            f"ranks      {self.world}, this one on {self.device}",
-            f"length     {self.total_steps:,} steps, about {length} at the rate below",
-            f"memory     about {total} expected per rank ({parts})",
-            f"           {gib(self.peak)} at the peak, {free} were free",
-            f"steps      {', '.join(f'{1000 * value:,.1f} ms' for value in self.seconds)}; the "
-            f"last is {rate:,.0f} samples/s",
-            f"losses     {', '.join(f'{loss:.6g}' for loss in self.losses)}",
-            f"head       {self.path}",
-            *(f"warning: {sentence}" for sentence in self.unreached),
-        ]
+    seconds: list[float]  # of each step; the first has one-time costs in it
+    losses: list[float]
+    lines: list[str]  # a report for people
 
 
 def dry_run(
     recipe: Recipe, *, dataset: Dataset | None = None, device: str = "auto", num_steps: int = 2
 ) -> DryRun:
-    """Build everything, take some steps, and say what they took; nothing is written.
-
-    Args:
-        recipe: What to try.
-        dataset: Instead of the recipe's own data.
-        device: ``"auto"``, ``"cpu"`` or ``"cuda"``.
-        num_steps: How many, or as many as the recipe has.
-
-    Raises:
-        ConfigError: The recipe does not fit into memory; the message holds the estimate.
-    """
+    """Build everything, take some steps, and say what they took; nothing is written."""
     with start_process_group(recipe.run.timeout_s, device=device) as process:
         available = available_memory(process.device)
         estimate = run_on_all(process, lambda: estimate_memory(recipe, process, dataset))
@@ -157,23 +115,23 @@ def dry_run(
                 f"this recipe was estimated at {gib(sum(estimate.values()))} on {process.device} "
                 f"and ran out of memory ({error}); {_REMEDY}"
             ) from error
-        stats = session.head.last_step
-        return DryRun(
-            recipe=recipe,
-            world=process.world,
-            device=str(process.device),
-            rank=process.rank,
-            num_samples=session.order.n,
-            num_classes=session.head.num_classes,
-            total_steps=session.total_steps,
-            estimate=estimate,
-            peak=_peak(process.device),
-            available=available,
-            seconds=tuple(seconds),
-            losses=tuple(losses),
-            path="no step was taken" if stats is None else f"{stats.path}: {stats.reason}",
-            unreached=tuple(session.unreached),
-        )
+        stats, total = session.head.last_step, session.total_steps
+        free = "unknown" if available is None else gib(available)
+        lines = [
+            f"recipe     {recipe.name}, sha256 {recipe.sha256[:16]}",
+            f"data       {session.order.n:,} samples of {session.head.num_classes:,} classes",
+            f"ranks      {process.world}, this one on {process.device}",
+            f"length     {total:,} steps, about {duration(total * seconds[-1])} at the rate below",
+            f"memory     about {gib(sum(estimate.values()))} expected per rank "
+            f"({_listed(estimate)})",
+            f"           {gib(_peak(process.device))} at the peak, {free} were free",
+            f"steps      {', '.join(f'{1000 * value:,.1f} ms' for value in seconds)}; the "
+            f"last is {recipe.data.batch_size / seconds[-1]:,.0f} samples/s",
+            f"losses     {', '.join(f'{loss:.6g}' for loss in losses)}",
+            f"head       {'no step' if stats is None else f'{stats.path}: {stats.reason}'}",
+            *(f"warning: {sentence}" for sentence in session.unreached),
+        ]
+        return DryRun(process.rank, seconds, losses, lines)
 
 
 def _steps(session: Session, num_steps: int) -> tuple[list[float], list[float]]:

@@ -160,10 +160,7 @@ def open_run(
     device: str = "auto",
     trackers: Sequence[str] = (),
 ) -> Iterator[Run]:
-    """Build a run: process group, lock, checkpoint, session, reporter, saver; and take it down.
-
-    A signal while the run is built raises ``Interrupted``; nothing is left but what was there.
-    """
+    """Build a run and take it down; a signal before the first step raises ``Interrupted``."""
     folder = Path(out)
     check_trackers(trackers)
     recipe = recipe_to_train(recipe, folder, resume=resume)
@@ -178,15 +175,7 @@ def open_run(
                 )
                 session = build_session(recipe, process, dataset, checkpoint=start.checkpoint)
                 run_on_all(process, lambda: _check_space(session, folder))
-                reporter = Reporter(
-                    folder,
-                    process,
-                    recipe,
-                    step=session.progress.step,
-                    total_steps=session.total_steps,
-                    journal_bytes=session.journal_bytes,
-                    trackers=trackers,
-                )
+                reporter = Reporter(folder, session, trackers)
                 stack.callback(reporter.close)
                 stack.enter_context(reporter.recording_failures())
                 saver = stack.enter_context(_saver(folder, session))
@@ -246,10 +235,7 @@ def _announce(session: Session, start: Start, reporter: Reporter) -> None:
 def _step_record(
     session: Session, result: StepResult, rates: Mapping[str, float | None]
 ) -> dict[str, Any]:
-    """A record of the step that was just taken; every rank must call, and it waits for the GPU.
-
-    Support, path and mass error are those of the last part of the batch.
-    """
+    """A record of the step that was just taken; every rank must call, and it waits for the GPU."""
     head, step, device = session.head, session.progress.step, session.process.device
     stats, per_epoch = head.last_step, session.order.steps_per_epoch
     record: dict[str, Any] = {
@@ -275,23 +261,22 @@ def _step_record(
     return record | {name: None if stats is None else getattr(stats, name) for name in names}
 
 
+@dataclass
 class Run:
     """One call of ``train``, once everything is built."""
 
-    def __init__(
-        self,
-        session: Session,
-        saver: AsyncSaver,
-        reporter: Reporter,
-        request: StopRequest,
-        hooks: Sequence[Hook],
-    ) -> None:
-        self.session, self.saver, self.reporter = session, saver, reporter
-        self.request, self.hooks = request, hooks
-        self.loss, self.signal = math.nan, 0
+    session: Session
+    saver: AsyncSaver
+    reporter: Reporter
+    request: StopRequest
+    hooks: Sequence[Hook]
+    loss: float = math.nan
+    signal: int = 0
+    has_room: bool = False  # in host memory, for a background save
+
+    def __post_init__(self) -> None:
         # nothing to do at once after a resume: a run that is complete is left as it is
         self.saved_step = self.validated_step = self.step or None
-        self.has_room = False
         self.meter = Meter(self.step)
 
     @property
@@ -398,14 +383,10 @@ class Run:
             return
         session, process = self.session, self.session.process
         session.broadcast_buffers_()
+        average = None if session.average is None else dict(session.average.tensors)
+        backbone, head = session.backbone.eval(), session.head
         state = HookState(
-            step=self.step,
-            epoch=session.epoch,
-            recipe=session.recipe,
-            process=process,
-            backbone=session.backbone.eval(),
-            head=session.head,
-            average=None if session.average is None else dict(session.average.tensors),
+            self.step, session.epoch, session.recipe, process, backbone, head, average
         )
         results: dict[str, float] = {}
         try:
@@ -426,9 +407,8 @@ class Run:
         progress.rollbacks.append(checkpoint.step)
         if progress.rollbacks.count(checkpoint.step) > MOST_ROLLBACKS:
             raise DataError(
-                f"the loss of step {spike} spiked to {loss:.4g} and the run has gone back to step "
-                f"{checkpoint.step} {MOST_ROLLBACKS} times; lower the learning rate, or raise "
-                "run.spike_factor"
+                f"the loss of step {spike} spiked to {loss:.4g} after {MOST_ROLLBACKS} roll-backs "
+                f"to step {checkpoint.step}; lower the learning rate, or raise run.spike_factor"
             )
         restore_(session, checkpoint)
         session.spikes.losses.clear()
@@ -460,14 +440,8 @@ class Run:
         self.reporter.note(
             f"{state} at step {self.step} of {session.total_steps}, saved in {newest}"
         )
-        return Outcome(
-            step=self.step,
-            total_steps=session.total_steps,
-            loss=self.loss,
-            checkpoint=newest,
-            num_skipped=session.progress.num_skipped,
-            signal=self.signal,
-        )
+        taken, skipped = (self.step, session.total_steps), session.progress.num_skipped
+        return Outcome(*taken, self.loss, newest, skipped, signal=self.signal)
 
 
 def _all_of(process: Process, samples: Sequence[str]) -> list[str]:

@@ -60,13 +60,6 @@ class LossPart:
 
     A published loss is ``LossPart.from_preset(name)``; files and ``--set`` take ``loss.preset``
     for it. What is kept are its numbers, so that a record stays true when a preset changes.
-
-    Examples:
-        >>> LossPart.from_preset("q_margin", margin=0.25).margin_kind
-        'prior'
-        >>> LossPart(1.25, "prior", 0.1, 16.0, plus={"cosine": {"margin": 0.05}}).build()
-        MarginLoss(Alpha(alpha=1.25), SumMargin(prior=PriorMargin(margin=0.1), \
-geometric=CosineMargin(margin=0.05)), scale=16, effective_margin=0.173)
     """
 
     SHORTHANDS: ClassVar[tuple[str, ...]] = ("preset",)
@@ -96,12 +89,14 @@ geometric=CosineMargin(margin=0.05)), scale=16, effective_margin=0.173)
         main = _number_of(self.margin_kind)
         if main in self.options:
             raise ConfigError(f"options.{main} is the margin's main number; set margin instead")
-        _check_options(self.margin_kind, self.options, "options", given=(main,))
-        for kind, options in self.plus.items():
+        if self.margin_kind in self.plus:
+            raise ConfigError(f"plus.{self.margin_kind} is the first margin; use options")
+        for kind, options in {self.margin_kind: self.options, **self.plus}.items():
+            is_first = kind == self.margin_kind
             check_registered(kind, margins, "plus")
-            if kind == self.margin_kind:
-                raise ConfigError(f"plus.{kind} is the first margin; give its settings in options")
-            _check_options(kind, options, f"plus.{kind}")
+            named = {name: value for name, value in options.items() if name != PER_CLASS}
+            where = "options" if is_first else f"plus.{kind}"
+            check_options(named, margins.get(kind), where, given=(main,) if is_first else ())
         stand_ins = {  # for files, which are read when a run is built
             kind: torch.ones(1) if isinstance(source, str) else read_class_values(source)
             for kind, source in self.class_sources.items()
@@ -119,13 +114,7 @@ geometric=CosineMargin(margin=0.05)), scale=16, effective_margin=0.173)
 
     @classmethod
     def expand(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Fields from any way of writing a loss.
-
-        Examples:
-            >>> LossPart.expand({"margin": [{"prior": 0.1}, {"angular": 0.05}], "scale": 16})
-            {'margin': 0.1, 'scale': 16, 'margin_kind': 'prior', 'plus': {'angular': \
-{'margin': 0.05}}}
-        """
+        """Fields from any way of writing a loss."""
         found = dict(values)
         divergence, margin = found.get("divergence"), found.get("margin")
         if "divergence" in found and ("alpha" not in found or isinstance(divergence, Mapping)):
@@ -165,11 +154,6 @@ geometric=CosineMargin(margin=0.05)), scale=16, effective_margin=0.173)
         return ((self.margin_kind, self.margin), *numbers)
 
     @property
-    def has_state(self) -> bool:
-        """Whether the first margin keeps statistics or draws, which a new object would lose."""
-        return _is_stateful(self.margin_kind)
-
-    @property
     def class_sources(self) -> dict[str, str | tuple[Any, ...]]:
         """Per-class numbers by margin: the path of a file, or the numbers themselves."""
         options = {self.margin_kind: self.options, **self.plus}
@@ -196,27 +180,20 @@ geometric=CosineMargin(margin=0.05)), scale=16, effective_margin=0.173)
 
     def build_margin(
         self,
-        number: float | None = None,
+        number: float | None = None,  # instead of the part's own
         *,
-        seed: int | None = None,
-        values: Mapping[str, Tensor] | None = None,
-        keep: Margin | None = None,
+        seed: int | None = None,  # of a margin that draws, unless its options have one
+        values: Mapping[str, Tensor] | None = None,  # per class, by margin; None to read them
+        keep: Margin | None = None,  # whose parts with state are used again
     ) -> Margin:
-        """The margin, or the sum of margins.
-
-        Args:
-            number: Main number instead of the part's own.
-            seed: Of the draws of a margin that draws, unless its options have one.
-            values: Per-class numbers by margin; read where they are None.
-            keep: A margin of this loss whose parts with state are used again.
-        """
+        """The margin, or the sum of margins."""
         if values is None:
             values = {kind: read_class_values(one) for kind, one in self.class_sources.items()}
         number = self.margin if number is None else number
         first = {_number_of(self.margin_kind): number, **self.options}
         built: Any = None
         for kind, options in {self.margin_kind: first, **self.plus}.items():
-            if keep is not None and _is_stateful(kind):
+            if keep is not None and is_stateful(kind):
                 made = keep.geometric if isinstance(keep, ModuleSumMargin) else keep
             else:
                 maker, main, chosen = margins.get(kind), _number_of(kind), dict[str, Any](options)
@@ -231,21 +208,14 @@ geometric=CosineMargin(margin=0.05)), scale=16, effective_margin=0.173)
 
 
 class ScheduledLoss:
-    """The loss of a run on its device: per-class numbers are read once, state is kept.
-
-    Args:
-        part: The loss of the recipe.
-        seed: Of the draws of margins.
-        num_classes: Of the data; None not to compare per-class numbers with it.
-        device: Of the cosines.
-    """
+    """The loss of a run on its device: per-class numbers are read once, state is kept."""
 
     def __init__(
         self,
         part: LossPart,
         *,
-        seed: int | None = None,
-        num_classes: int | None = None,
+        seed: int | None = None,  # of the draws of margins
+        num_classes: int | None = None,  # of the data, to compare per-class numbers with
         device: torch.device | str = "cpu",
     ) -> None:
         self.part, self._settings = part, part.settings
@@ -254,10 +224,8 @@ class ScheduledLoss:
         for kind, source in part.class_sources.items():
             values = read_class_values(source)
             if num_classes is not None and len(values) != num_classes:
-                raise ConfigError(
-                    f"loss.options.{PER_CLASS} of the {kind} margin has {len(values):,} numbers "
-                    f"and the data {num_classes:,} classes; give one number per class"
-                )
+                counts = f"{len(values):,} numbers for {num_classes:,} classes"
+                raise ConfigError(f"loss.options.{PER_CLASS} of {kind} has {counts}")
             if isinstance(source, str):
                 self.sha256s[kind] = sha256_of(Path(source).expanduser())
             self._values[kind] = values.to(device)
@@ -271,14 +239,8 @@ class ScheduledLoss:
         margin = self.part.build_margin(settings.margin, values=self._values, keep=old.margin)
         with warnings.catch_warnings():  # the numbers at the end were judged when it was built
             warnings.simplefilter("ignore", MarginWarning)
-            self.loss = MarginLoss(
-                self.part.build_divergence(settings.alpha),
-                margin,
-                scale=settings.scale,
-                reduction=old.reduction,
-                ignore_index=old.ignore_index,
-                debug=old.debug,
-            ).train(old.training)
+            divergence = self.part.build_divergence(settings.alpha)
+            self.loss = MarginLoss(divergence, margin, scale=settings.scale).train(old.training)
         self._settings = settings
         return self.loss
 
@@ -347,9 +309,7 @@ def _one_entry(entry: Any, registry: Registry[Any], where: str) -> tuple[str, di
     if isinstance(entry, str):
         entry = {entry: {}}
     if not isinstance(entry, Mapping) or len(entry) != 1:
-        raise ConfigError(
-            f"{where} is {short(entry)}, not a name with its settings, as in {{prior: 0.2}}"
-        )
+        raise ConfigError(f"{where} is {short(entry)}, not a name and settings as {{prior: 0.2}}")
     ((name, options),) = entry.items()
     check_registered(str(name), registry, where)
     if options is None or isinstance(options, Mapping):
@@ -363,10 +323,7 @@ def _one_entry(entry: Any, registry: Registry[Any], where: str) -> tuple[str, di
 def _preset_values(preset: Any, changes: Mapping[str, Any]) -> dict[str, Any]:
     check_known(str(preset), PRESETS, "preset")
     if "margin_kind" in changes:
-        raise ConfigError(
-            f"preset is {preset!r} and margin_kind {changes['margin_kind']!r} is given as "
-            "well; a preset has a margin of its own, leave one of them out"
-        )
+        raise ConfigError(f"preset {preset!r} has a margin of its own; leave margin_kind out")
     loss: MarginLoss = getattr(presets, preset)()
     kind = next(name for name in margins.names() if margins.get(name) is type(loss.margin))
     number = getattr(loss.margin, _number_of(kind))
@@ -393,15 +350,8 @@ def _number_of(kind: str) -> str:
     return name
 
 
-def _check_options(
-    kind: str, options: Mapping[str, Any], where: str, *, given: tuple[str, ...] = ()
-) -> None:
-    """Refuse options that a margin does not take."""
-    named = {name: value for name, value in options.items() if name != PER_CLASS}
-    check_options(named, margins.get(kind), where, given=given)
-
-
-def _is_stateful(kind: str) -> bool:
+def is_stateful(kind: str) -> bool:
+    """Whether a margin keeps statistics or draws, which a new object would lose."""
     maker = margins.get(kind)
     return isinstance(maker, type) and issubclass(maker, nn.Module)
 

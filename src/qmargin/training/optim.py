@@ -46,18 +46,12 @@ class Optimizers:
 
 
 def build_optimizers(recipe: Recipe, backbone: nn.Module, head: MarginClassifier) -> Optimizers:
-    """The optimizers of a recipe, at the learning rate of its peak.
-
-    The backbone is on its device already; the head has the gradient that
-    ``recipe.head.gradient_form`` names.
-    """
+    """The optimizers of a recipe, at the learning rate of its peak; both are on their device."""
     part, update, ratio = recipe.optimizer, recipe.head.update, recipe.head.lr_ratio
     lr = part.lr * recipe.lr_factor
     if head.gradient != recipe.head.gradient_form:
-        raise ConfigError(
-            f"the head leaves a {head.gradient!r} gradient and the recipe's update {update!r} "
-            f"takes {recipe.head.gradient_form!r}; build the head with build_head(recipe)"
-        )
+        needed = recipe.head.gradient_form
+        raise ConfigError(f"the head leaves a {head.gradient!r} gradient, not {needed!r}")
     if update == "torch":
         group = {"params": list(head.parameters()), "weight_decay": part.weight_decay}
         of_head = _make(part, [group], ratio * lr, is_sparse=head.gradient == "sparse")
@@ -68,10 +62,7 @@ def build_optimizers(recipe: Recipe, backbone: nn.Module, head: MarginClassifier
 
 
 def parameter_groups(backbone: nn.Module, part: OptimizerPart) -> list[dict[str, Any]]:
-    """Trained parameters in one group, or in two if vectors do not decay.
-
-    Biases, the weights of norms and the slopes of PReLU are vectors; matrices and filters are not.
-    """
+    """Trained parameters in one group, or in two if vectors (biases, norms) do not decay."""
     trained = [weight for weight in backbone.parameters() if weight.requires_grad]
     if not trained:
         raise ConfigError("the backbone has no parameter that requires a gradient; train something")
@@ -107,19 +98,9 @@ def clip_gradients_(
 ) -> Tensor:
     """Scale all gradients so that their common norm is at most ``max_norm``.
 
-    With one rank it is ``torch.nn.utils.clip_grad_norm_`` over backbone and prototypes, fused
-    gradients included. Where the norm is not finite nothing is scaled: look at what is returned
-    before stepping. Under a ``GradScaler``, unscale both optimizers first.
-
-    Args:
-        optimizers: Whose parameters have gradients.
-        max_norm: Largest norm that is left alone.
-        with_head: Whether the prototypes count, and are scaled.
-        sum_over_shards: Sum of a scalar over the ranks that share the prototypes; the backbone's
-            gradient is the same on all of them and counts once.
-
-    Returns:
-        The norm before clipping, a float64 scalar, the same on every rank.
+    As ``torch.nn.utils.clip_grad_norm_``, fused gradients included. ``sum_over_shards`` adds over
+    the ranks that share the prototypes; the backbone's gradient is the same on all and counts once.
+    Returns the norm before clipping, in float64. Where it is not finite nothing is scaled.
     """
     squared = _norm(optimizers.backbone).square()
     if with_head:
@@ -188,7 +169,14 @@ class MovingAverage:
         """Take the next values, ``model.state_dict()``, in."""
         self.num_updates += 1
         if not self.tensors:
-            self.tensors = {name: _wide(value).clone() for name, value in values.items()}
+            # at least float32, where a decay of 0.9999 still moves the average
+            half = (torch.float16, torch.bfloat16)
+            self.tensors = {
+                name: value.detach().to(
+                    dtype=torch.float32 if value.dtype in half else None, copy=True
+                )
+                for name, value in values.items()
+            }
             return
         _check_alike(self.tensors, values)
         averages, floats = [], []
@@ -214,27 +202,16 @@ class MovingAverage:
         self.tensors = {name: tensor.to(device, copy=True) for name, tensor in saved}
 
 
-def _wide(value: Tensor) -> Tensor:
-    """At least float32, where a decay of 0.9999 still moves the average."""
-    is_half = value.is_floating_point() and value.itemsize < 4
-    return value.detach().float() if is_half else value.detach()
-
-
 def _check_alike(expected: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
     shapes = [{name: one.shape for name, one in state.items()} for state in (expected, values)]
     changed = {name for name, _ in shapes[0].items() ^ shapes[1].items()}
     if changed:
-        raise ShapeError(
-            f"{', '.join(sorted(changed)[:3])} differs between the states to average in name or "
-            "shape; all of them must come from one model"
-        )
+        names = ", ".join(sorted(changed)[:3])
+        raise ShapeError(f"{names} differs between the states to average in name or shape")
 
 
 def average_checkpoints(checkpoints: Sequence[Checkpoint]) -> dict[str, Tensor]:
-    """Mean of the backbones of some checkpoints, accumulated in float64, one at a time.
-
-    Tensors of floats are averaged, running statistics included; counters are those of the last.
-    """
+    """Mean of the backbones of some checkpoints in float64; counters are those of the last."""
     sums: dict[str, Tensor] = {}
     latest: dict[str, Tensor] = {}
     for checkpoint in sorted(checkpoints, key=lambda checkpoint: checkpoint.step):
@@ -257,10 +234,7 @@ def write_weights(path: Path, tensors: Mapping[str, Tensor]) -> None:
         with replacing(path) as temporary:
             write_tensors(temporary, tensors)
     except OSError as error:
-        raise CheckpointError(
-            f"{path} cannot be written ({error.strerror or error}); free some space or choose "
-            "another folder"
-        ) from error
+        raise CheckpointError(f"{path} cannot be written ({error.strerror or error})") from error
 
 
 def write_averages(folder: Path, checkpoints: Sequence[Path], moving: MovingAverage | None) -> None:

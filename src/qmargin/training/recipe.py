@@ -13,7 +13,7 @@ from qmargin.registry import datasets
 from qmargin.schema import Options, check_fields, check_range
 from qmargin.schema import flatten as flatten
 from qmargin.training.loss_part import LossPart as LossPart
-from qmargin.training.loss_part import check_registered
+from qmargin.training.loss_part import check_registered, is_stateful
 
 HalfOrSingle = Literal["float16", "bfloat16", "float32"]
 MOST_WORKERS = 1024  # per rank; each is a process
@@ -89,10 +89,7 @@ class HeadPart:
         check_range(self, "top_percent", above=0, at_most=100)
         needed = "dense" if self.update == "torch" else "fused"
         if self.gradient != "auto" and (self.gradient == "fused") != (needed == "fused"):
-            raise ConfigError(
-                f"gradient is {self.gradient!r} and update {self.update!r} needs {needed!r}; "
-                "leave the gradient at 'auto'"
-            )
+            raise ConfigError(f"gradient is {self.gradient!r}; {self.update!r} needs {needed!r}")
 
     @property
     def gradient_form(self) -> str:
@@ -179,10 +176,7 @@ class ValueSchedule:
         elif self.end_epoch is None:
             raise ConfigError(f"end_epoch is missing; a schedule that is {self.kind} needs one")
         elif self.end_epoch <= self.start_epoch:
-            raise ConfigError(
-                f"end_epoch is {self.end_epoch:g}; it must be above start_epoch, which is "
-                f"{self.start_epoch:g}"
-            )
+            raise ConfigError(f"end_epoch is {self.end_epoch:g}; set it above start_epoch")
 
 
 @dataclass(frozen=True)
@@ -315,14 +309,10 @@ class Recipe:
             raise ConfigError("name is empty; give the recipe one")
         schedule, epochs, lr = self.schedule, self.schedule_epochs, self.optimizer.lr
         if schedule.warmup_epochs >= epochs:
-            raise ConfigError(
-                f"schedule.warmup_epochs is {schedule.warmup_epochs:g} and the schedule has "
-                f"{epochs} epochs; warm up for fewer"
-            )
+            warmup = schedule.warmup_epochs
+            raise ConfigError(f"schedule.warmup_epochs is {warmup:g} of {epochs}; lower it")
         if schedule.final_lr > lr:
-            raise ConfigError(
-                f"schedule.final_lr is {schedule.final_lr:g}, above optimizer.lr {lr:g}; lower it"
-            )
+            raise ConfigError(f"schedule.final_lr is {schedule.final_lr:g}, above lr {lr:g}")
         self._check_update()
         self._check_loss()
 
@@ -356,22 +346,13 @@ class Recipe:
 
     def _check_update(self) -> None:
         head, optimizer, parts = self.head, self.optimizer, self.optimizer.accumulation
-        remedy = "set head.update to 'torch'"
+        wanted = f"head.update is {head.update!r}; set it to 'torch' for optimizer."
         if head.update != "torch" and optimizer.kind != "sgd":
-            raise ConfigError(
-                f"optimizer.kind is {optimizer.kind!r} and head.update {head.update!r} is a form "
-                f"of sgd; {remedy}"
-            )
+            raise ConfigError(f"{wanted}kind={optimizer.kind}")
         if parts > 1 and head.gradient_form == "fused":
-            raise ConfigError(
-                f"optimizer.accumulation is {parts} and head.update {head.update!r} holds the "
-                f"gradient of one part only; {remedy}"
-            )
+            raise ConfigError(f"{wanted}accumulation={parts}")
         if self.data.batch_size % parts:
-            raise ConfigError(
-                f"optimizer.accumulation is {parts}, which does not divide data.batch_size "
-                f"{self.data.batch_size}; choose a divisor"
-            )
+            raise ConfigError(f"optimizer.accumulation is {parts}; it must divide data.batch_size")
         is_plain = optimizer.kind == "sgd" and optimizer.weight_decay == 0.0
         if head.gradient_form == "sparse" and not is_plain:
             raise ConfigError(
@@ -381,16 +362,10 @@ class Recipe:
 
     def _check_loss(self) -> None:
         loss = self.loss
-        if self.margin_schedule is not None and loss.has_state:
-            raise ConfigError(
-                f"margin_schedule is given and the {loss.margin_kind} margin sets its own margins; "
-                "remove the schedule"
-            )
+        if self.margin_schedule is not None and is_stateful(loss.margin_kind):
+            raise ConfigError(f"margin_schedule is given; {loss.margin_kind} sets its own margin")
         if self.alpha_schedule is not None and loss.alpha is None:
-            raise ConfigError(
-                f"alpha_schedule is given and the divergence {loss.divergence} has no number; "
-                "remove the schedule"
-            )
+            raise ConfigError(f"alpha_schedule is given and {loss.divergence} has no number")
         ends = [(name, end) for name in SCHEDULED for end in _ends(getattr(self, name))]
         for name, value in ends:
             try:
@@ -401,8 +376,8 @@ class Recipe:
         lowest = min((alpha for alpha in alphas if alpha is not None), default=0.0)
         if self.head.path in ("sparse", "paper") and lowest <= 1.0:
             raise ConfigError(
-                f"head.path is {self.head.path!r} and loss.alpha {lowest:g}; that path needs an "
-                "alpha-divergence with an alpha above 1, set head.path to 'auto'"
+                f"head.path is {self.head.path!r} and loss.alpha {lowest:g}; it needs an "
+                "alpha-divergence above 1, set head.path to 'auto'"
             )
 
 
@@ -418,40 +393,23 @@ def is_under(key: str, sections: tuple[str, ...]) -> bool:
 
 
 def diff(old: Recipe, new: Recipe) -> list[str]:
-    """What differs between two recipes, one line per key.
-
-    Values that follow from others are compared as well: a longer run whose learning rate follows
-    its length has two lines.
-
-    Examples:
-        >>> from qmargin.recipes.debug import debug
-        >>> diff(debug(), replace(debug(), seed=7))
-        ['seed: 0 -> 7']
-    """
+    """What differs between two resolved recipes, one line per key, such as ``seed: 0 -> 7``."""
     return list(_changes(old, new).values())
 
 
 def check_resume(saved: Recipe, asked: Recipe, *, allow_changes: bool = False) -> list[str]:
-    """Lines of ``diff`` to show before a run is resumed under another recipe.
-
-    Those that change what the run computes end in a note that says so.
-
-    Raises:
-        ConfigError: If a change is in ``FIXED``; or alters the outcome, and that is not allowed.
-    """
+    """Lines of ``diff`` to show before a run is resumed; refuses those that are not allowed."""
     changes = _changes(saved, asked)
     refused = [line for key, line in changes.items() if is_under(key, FIXED)]
     if refused:
         raise ConfigError(
-            f"this run cannot be resumed with {'; '.join(refused)}; undo the change, or start a "
-            "new run in another folder"
+            f"this run cannot be resumed with {'; '.join(refused)}; undo it, or start another run"
         )
     altering = [line for key, line in changes.items() if not is_under(key, FREE)]
     if altering and not allow_changes:
         raise ConfigError(
-            f"this run was saved with another recipe: {'; '.join(altering)}; resume without naming "
-            "a recipe or these settings to keep the stored one, or add --allow-changes "
-            "(allow_changes=True in Python) to change the outcome"
+            f"this run was saved with another recipe: {'; '.join(altering)}; resume without a "
+            "recipe or these settings, or add --allow-changes (in Python allow_changes=True)"
         )
     lines = changes.values()
     return [f"{line} (changes the outcome)" if line in altering else line for line in lines]

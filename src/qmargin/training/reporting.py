@@ -15,15 +15,15 @@ from datetime import datetime, timedelta, timezone
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
-from typing import Any, Protocol, TextIO
+from typing import Any, BinaryIO, TextIO
 
 from qmargin.errors import ConfigError
 from qmargin.files import check_regular, open_regular, replacing
 from qmargin.schema import check_known
 from qmargin.terminal import rich_console, start_live
-from qmargin.training.distributed import Process
 from qmargin.training.recipe import Recipe
 from qmargin.training.recipe_files import to_dict
+from qmargin.training.session import Session
 from qmargin.training.signals import Interrupted
 
 JOURNAL = "journal.jsonl"
@@ -31,42 +31,6 @@ ABANDONED = "journal-abandoned.jsonl"
 STATUS = "status.json"
 SPAN_S = 1.0  # steps are timed together for at least this long: loaders deliver in bursts
 NUM_SPANS = 30  # of the recent ones, whose median is the speed
-
-
-class Journal:
-    """Appends events; written by one rank.
-
-    A run that resumes from a checkpoint goes on from the first ``offset`` bytes, the journal of
-    that moment. What the run wrote after it, and will now do again, is moved to
-    ``journal-abandoned.jsonl``: no step is listed twice, and nothing is lost.
-    """
-
-    def __init__(self, folder: str | Path, *, offset: int = 0) -> None:
-        path = Path(folder) / JOURNAL
-        if path.exists():
-            check_regular(path)  # a pipe would be waited for
-            content = path.read_bytes()
-            num_kept = content[:offset].rfind(b"\n") + 1  # whole lines
-            if rest := content[num_kept:]:
-                with path.with_name(ABANDONED).open("ab") as file:
-                    file.write(rest if rest.endswith(b"\n") else rest + b"\n")
-                os.truncate(path, num_kept)
-        self._file = path.open("ab")
-
-    def write(self, event: str, values: Mapping[str, Any]) -> None:
-        """Append an event; each line reaches the system at once, so that a kill loses none."""
-        record = {"event": event, "time": round(time.time(), 3), **values}
-        self._file.write(json.dumps(plain(record), allow_nan=False).encode() + b"\n")
-        self._file.flush()
-
-    def sync(self) -> int:
-        """Bring all lines to the disk; their length in bytes, for a checkpoint."""
-        os.fsync(self._file.fileno())
-        return self._file.tell()
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
 
 
 def read_status(folder: str | Path) -> dict[str, Any]:
@@ -77,15 +41,6 @@ def read_status(folder: str | Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def write_status(folder: str | Path, values: Mapping[str, Any]) -> None:
-    """Replace the status; a reader finds the old one or the new one, never half of one."""
-    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    where = {"updated": now, "pid": os.getpid(), "host": socket.gethostname()}
-    text = json.dumps(plain({**values, **where}), indent=1, allow_nan=False)
-    with replacing(Path(folder) / STATUS, sync=False) as temporary:  # the journal has the facts
-        temporary.write_text(text + "\n", encoding="utf-8")
 
 
 def plain(value: Any) -> Any:
@@ -100,35 +55,26 @@ def plain(value: Any) -> Any:
 
 
 class Display:
-    """Shows steps, their records and notes; this one, for ranks other than 0, shows nothing."""
+    """Writes a line per record and note, for files and job managers; nothing without a stream."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = stream
 
     def moved(self, step: int, eta_s: float | None) -> None:
         """Show how many steps have been taken, and the seconds left."""
 
     def step(self, record: Mapping[str, Any]) -> None:
         """Show a record of the journal."""
-
-    def note(self, text: str) -> None:
-        """Show a sentence."""
-
-    def close(self) -> None:
-        """Leave the terminal as it was."""
-
-
-class PlainDisplay(Display):
-    """A line per record, for files and job managers."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-
-    def step(self, record: Mapping[str, Any]) -> None:
-        """Write the record."""
         self.note(describe(record))
 
     def note(self, text: str) -> None:
-        """Write a line."""
-        self._stream.write(text + "\n")
-        self._stream.flush()
+        """Show a sentence."""
+        if self._stream is not None:
+            self._stream.write(text + "\n")
+            self._stream.flush()
+
+    def close(self) -> None:
+        """Leave the terminal as it was."""
 
 
 class BarDisplay(Display):
@@ -174,19 +120,11 @@ class BarDisplay(Display):
 def open_display(total_steps: int, *, start: int = 0, stream: TextIO | None = None) -> Display:
     """A bar if the stream, standard error by default, is a terminal, otherwise plain lines."""
     stream = sys.stderr if stream is None else stream
-    return BarDisplay(stream, total_steps, start) if stream.isatty() else PlainDisplay(stream)
+    return BarDisplay(stream, total_steps, start) if stream.isatty() else Display(stream)
 
 
 def describe(record: Mapping[str, Any]) -> str:
-    """A step record in one line.
-
-    Examples:
-        >>> record = {"step": 20, "total_steps": 300, "epoch": 0, "loss": 1.5, "lr": 0.1}
-        >>> record |= {"margin": 0.2, "effective_margin": 0.5, "path": "sparse", "eta_s": 65.4}
-        >>> describe(record | {"support_mean": 12.25, "support_max": 40, "samples_per_s": 5120.0})
-        'step 20/300, epoch 0, loss 1.5, lr 0.1, margin 0.2 (0.5), support 12.25 (max 40), sparse, \
-5,120 samples/s, 0:01:05 left'
-    """
+    """A step record in one line."""
     return (
         f"step {record['step']}/{record['total_steps']}, epoch {record['epoch']}, "
         f"{_settings(record)}, {record['samples_per_s']:,.0f} samples/s, "
@@ -214,8 +152,7 @@ def duration(seconds: float | None) -> str:
 class Meter:
     """Samples per second since the last record, and the time left at recent speed.
 
-    The time left leaves out the first step, which compiles kernels and waits for workers. It takes
-    the median of recent spans, so that a pause counts for nothing.
+    The first step, which compiles kernels, is left out; of spans the median counts, for pauses.
     """
 
     def __init__(self, step: int, *, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -260,17 +197,7 @@ class Meter:
         return rates
 
 
-class Tracker(Protocol):
-    """Takes numbers by name; texts and None are left out before."""
-
-    def log(self, numbers: Mapping[str, float], step: int) -> None:
-        """Record the numbers of a step."""
-
-    def close(self) -> None:
-        """Write what is left."""
-
-
-class TensorBoardTracker:
+class _TensorBoard:
     """Scalars in ``DIR/tensorboard``."""
 
     def __init__(self, recipe: Recipe, folder: Path, step: int) -> None:
@@ -278,22 +205,15 @@ class TensorBoardTracker:
 
         # numbers from a step on replace what an abandoned attempt wrote
         self._writer: Any = SummaryWriter(str(folder / "tensorboard"), purge_step=step)
+        self.close = self._writer.close
 
-    def log(self, numbers: Mapping[str, float], step: int) -> None:
-        """Add one scalar per number."""
+    def log(self, numbers: Mapping[str, float], *, step: int) -> None:
         for name, number in numbers.items():
             self._writer.add_scalar(name, number, step)
 
-    def close(self) -> None:
-        """Write what is left."""
-        self._writer.close()
 
-
-class WandbTracker:
-    """A run of Weights & Biases, with which a resumed training run goes on.
-
-    Its settings come from its own environment variables, such as ``WANDB_PROJECT``.
-    """
+class _Wandb:
+    """A run of Weights & Biases, with which a resumed training run goes on."""
 
     def __init__(self, recipe: Recipe, folder: Path, step: int) -> None:
         import wandb  # type: ignore[import-not-found,unused-ignore]
@@ -301,21 +221,14 @@ class WandbTracker:
         marker = folder / "wandb-run.txt"
         name = marker.read_text(encoding="ascii").strip() if marker.exists() else None
         options = {"id": name, "resume": "allow", "dir": str(folder)}
-        self._run: Any = wandb.init(name=recipe.name, config=to_dict(recipe), **options)
-        marker.write_text(f"{self._run.id}\n", encoding="ascii")
-
-    def log(self, numbers: Mapping[str, float], step: int) -> None:
-        """Send the numbers."""
-        self._run.log(dict(numbers), step=step)
-
-    def close(self) -> None:
-        """Finish the run."""
-        self._run.finish()
+        run: Any = wandb.init(name=recipe.name, config=to_dict(recipe), **options)
+        marker.write_text(f"{run.id}\n", encoding="ascii")
+        self.log, self.close = run.log, run.finish
 
 
-TRACKERS: dict[str, Callable[[Recipe, Path, int], Tracker]] = {
-    "tensorboard": TensorBoardTracker,
-    "wandb": WandbTracker,
+TRACKERS: dict[str, type[_TensorBoard] | type[_Wandb]] = {
+    "tensorboard": _TensorBoard,
+    "wandb": _Wandb,
 }
 
 
@@ -330,49 +243,37 @@ def check_trackers(names: Sequence[str]) -> None:
 class Reporter:
     """Reports what happens; a no-op on ranks other than 0.
 
-    Args:
-        folder: The output folder.
-        process: This rank.
-        recipe: Of the run.
-        step: At which the run starts or goes on.
-        total_steps: Of the run.
-        journal_bytes: Of the journal that stay.
-        trackers: Names of ``TRACKERS``.
+    A run that resumes from a checkpoint goes on from the journal of that moment. What it wrote
+    after it, and will now do again, is moved to ``journal-abandoned.jsonl``: no step is listed
+    twice, and nothing is lost.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        process: Process,
-        recipe: Recipe,
-        *,
-        step: int,
-        total_steps: int,
-        journal_bytes: int = 0,
-        trackers: Sequence[str] = (),
-    ) -> None:
+    def __init__(self, folder: Path, session: Session, trackers: Sequence[str] = ()) -> None:
+        recipe, step, total_steps = session.recipe, session.progress.step, session.total_steps
         self._folder = folder
         self._display = Display()
-        self._journal: Journal | None = None
-        self._trackers: list[Tracker] = []
+        self._journal: BinaryIO | None = None
+        self._trackers: list[_TensorBoard | _Wandb] = []
         self._status: dict[str, Any] = {
             "state": "running",
             "recipe": recipe.name,
             "recipe_sha256": recipe.sha256,
-            "world": process.world,
+            "world": session.process.world,
             "step": step,
             "total_steps": total_steps,
         }
-        if process.is_first:
-            self._journal = Journal(folder, offset=journal_bytes)
+        if session.process.is_first:
+            self._journal = _open_journal(folder / JOURNAL, session.journal_bytes)
             self._display = open_display(total_steps, start=step)
             self._trackers = [TRACKERS[name](recipe, folder, step) for name in trackers]
         self.note, self.moved = self._display.note, self._display.moved
 
     def event(self, name: str, **values: Any) -> None:
-        """Add an event to the journal."""
+        """Append to the journal; each line reaches the system at once: a kill loses none."""
         if self._journal is not None:
-            self._journal.write(name, values)
+            record = {"event": name, "time": round(time.time(), 3), **values}
+            self._journal.write(json.dumps(plain(record), allow_nan=False).encode() + b"\n")
+            self._journal.flush()
 
     def step(self, record: Mapping[str, Any]) -> None:
         """Report a step to the journal, the terminal, the trackers and the status."""
@@ -391,14 +292,22 @@ class Reporter:
         self.status(metrics=dict(metrics))
 
     def status(self, **values: Any) -> None:
-        """Change values of the status."""
+        """Change values of the status; a reader finds the old one or the new one."""
         self._status.update(values)
-        if self._journal is not None:
-            write_status(self._folder, self._status)
+        if self._journal is None:
+            return
+        now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        where = {"updated": now, "pid": os.getpid(), "host": socket.gethostname()}
+        text = json.dumps(plain({**self._status, **where}), indent=1, allow_nan=False)
+        with replacing(self._folder / STATUS, sync=False) as temporary:  # the journal has the facts
+            temporary.write_text(text + "\n", encoding="utf-8")
 
     def sync(self) -> int:
         """Bytes of the journal, all on the disk; 0 where there is none."""
-        return 0 if self._journal is None else self._journal.sync()
+        if self._journal is None:
+            return 0
+        os.fsync(self._journal.fileno())
+        return self._journal.tell()
 
     @contextmanager
     def recording_failures(self) -> Iterator[None]:
@@ -431,4 +340,17 @@ class Reporter:
             if isinstance(value, int | float) and not isinstance(value, bool) and name != "step"
         }
         for tracker in self._trackers:
-            tracker.log(numbers, step)
+            tracker.log(numbers, step=step)
+
+
+def _open_journal(path: Path, num_bytes: int) -> BinaryIO:
+    """Open a journal to append to what is kept of it."""
+    if path.exists():
+        check_regular(path)  # a pipe would be waited for
+        content = path.read_bytes()
+        num_kept = content[:num_bytes].rfind(b"\n") + 1  # whole lines
+        if rest := content[num_kept:]:
+            with path.with_name(ABANDONED).open("ab") as file:
+                file.write(rest if rest.endswith(b"\n") else rest + b"\n")
+            os.truncate(path, num_kept)
+    return path.open("ab")

@@ -31,7 +31,7 @@ from qmargin.training.checkpoint import (
     split_rows,
 )
 from qmargin.training.distributed import Process, run_on_all
-from qmargin.training.loss_part import LossSettings, ScheduledLoss
+from qmargin.training.loss_part import ScheduledLoss
 from qmargin.training.optim import MovingAverage, Optimizers, build_optimizers
 from qmargin.training.recipe import Recipe
 from qmargin.training.recipe_files import to_yaml
@@ -42,16 +42,7 @@ LOADER_PATIENCE = 0.8  # of the ranks' timeout: who waits for data says so befor
 
 
 class SpikeDetector:
-    """Compares each loss with the median of those before it.
-
-    A loss above ``factor`` times the median of the last ``window`` losses is a spike; with fewer
-    losses, or without a factor, nothing is.
-
-    Examples:
-        >>> watch = SpikeDetector(2.0, window=3)
-        >>> [watch.is_spike(loss) for loss in (9.0, 1.0, 1.1, 0.9, 2.5, 1.0)]
-        [False, False, False, False, True, False]
-    """
+    """A loss above ``factor`` times the median of the last ``window`` losses is a spike."""
 
     def __init__(self, factor: float | None, window: int, losses: Iterable[float] = ()) -> None:
         self.factor = factor
@@ -107,10 +98,7 @@ class Session:
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether the host may launch a whole step before it reads any number of it.
-
-        On one GPU, with a fused gradient, which the update computes.
-        """
+        """Whether the host may launch a whole step before it reads any number of it."""
         is_one_gpu = self.process.device.type == "cuda" and self.process.world == 1
         # a sample of classes is drawn before anything is known, and cannot be drawn again
         return is_one_gpu and self.head.gradient == "fused" and self.head.path.name != "sampled"
@@ -131,12 +119,6 @@ class Session:
     def epoch(self) -> int:
         """Epoch of the step about to be taken."""
         return self.order.epoch_of(self.progress.step)
-
-    def set_loss_(self, settings: LossSettings) -> None:
-        """Give the head the alpha, margin and scale of the step about to be taken."""
-        loss = self.loss.at(settings)
-        if loss is not self.head.loss:
-            self.head.loss = loss
 
     def stream(self) -> BatchStream:
         """Batches of this rank from the step about to be taken."""
@@ -173,16 +155,10 @@ class Session:
                     dist.broadcast(buffer, src=0)
 
     @torch.no_grad()
-    def save_buffers_(self) -> None:
-        """Copy running statistics before a forward pass changes them."""
+    def keep_buffers_(self, *, restore: bool = False) -> None:
+        """Copy running statistics before a step, or undo what a skipped step did to them."""
         for kept, buffers in zip(self._kept, self._buffers, strict=True):
-            torch._foreach_copy_(kept, buffers)
-
-    @torch.no_grad()
-    def restore_buffers_(self) -> None:
-        """Undo what a skipped step did to running statistics."""
-        for kept, buffers in zip(self._kept, self._buffers, strict=True):
-            torch._foreach_copy_(buffers, kept)
+            torch._foreach_copy_(*((buffers, kept) if restore else (kept, buffers)))
 
 
 def build_session(
@@ -192,10 +168,7 @@ def build_session(
     *,
     checkpoint: Checkpoint | None = None,
 ) -> Session:
-    """Build everything, labels checked first, at step 0 or where a checkpoint was saved.
-
-    Every rank must call; ``dataset`` takes the place of the recipe's own.
-    """
+    """Build everything, labels checked first, at step 0 or where a checkpoint was saved."""
 
     def read() -> tuple[Dataset, GlobalOrder]:
         found = build.build_dataset(recipe) if dataset is None else dataset
@@ -242,8 +215,20 @@ def build_session(
         spikes=SpikeDetector(run.spike_factor, run.spike_window),
         weights_sha256=weights_sha256,
     )
-    if checkpoint is not None:
-        _restore_progress_(session, checkpoint.step, restore_(session, checkpoint))
+    if checkpoint is None:
+        return session
+    loop = restore_(session, checkpoint)
+    if loop["num_samples"] != order.n:
+        raise DataError(
+            f"the run was saved with {loop['num_samples']:,} samples and the data has "
+            f"{order.n:,}; restore the data"
+        )
+    if loop.get("class_values", loss.sha256s) != loss.sha256s:
+        raise DataError("the file of loss.options.per_class has changed on disk; restore it")
+    session.progress = Progress(checkpoint.step, loop["num_skipped"], list(loop["rollbacks"]))
+    session.budget = CorruptBudget(session.budget.limit, **loop["corrupt"])
+    session.spikes = SpikeDetector(run.spike_factor, run.spike_window, loop["losses"])
+    session.journal_bytes = loop["journal_bytes"]
     return session
 
 
@@ -290,34 +275,15 @@ def restore_(session: Session, checkpoint: Checkpoint) -> Mapping[str, Any]:
         state = load_checkpoint(checkpoint, start=shard.start, stop=shard.stop)
         try:
             _load_(session, state)
+        except CheckpointError:
+            raise
         except (RuntimeError, ValueError, KeyError) as error:
-            if isinstance(error, CheckpointError):
-                raise
             raise ConfigError(
-                f"{checkpoint.path} does not fit this recipe ({error}); resume with the recipe "
-                "beside it, or start a new run in another folder"
+                f"{checkpoint.path} does not fit this recipe ({error}); use the one stored there"
             ) from error
         return state.loop
 
     return run_on_all(session.process, load)
-
-
-def _restore_progress_(session: Session, step: int, loop: Mapping[str, Any]) -> None:
-    """Go on at a step with the counters that a checkpoint holds."""
-    if loop["num_samples"] != session.order.n:
-        raise DataError(
-            f"the run was saved with {loop['num_samples']:,} samples and the data has "
-            f"{session.order.n:,}; the order of samples would change, restore the data"
-        )
-    if loop.get("class_values", session.loss.sha256s) != session.loss.sha256s:
-        raise DataError(
-            "the file of loss.options.per_class has changed since the run was saved; restore it"
-        )
-    run = session.recipe.run
-    session.progress = Progress(step, loop["num_skipped"], list(loop["rollbacks"]))
-    session.budget = CorruptBudget(session.budget.limit, **loop["corrupt"])
-    session.spikes = SpikeDetector(run.spike_factor, run.spike_window, loop["losses"])
-    session.journal_bytes = loop["journal_bytes"]
 
 
 def _load_(session: Session, state: CheckpointState) -> None:
@@ -354,7 +320,7 @@ def _wrapped(recipe: Recipe, process: Process, backbone: nn.Module) -> nn.Module
         backbone.compile()
     if process.world == 1:
         return backbone
-    place = [process.device.index] if process.device.type == "cuda" else None
+    place = None if process.device.type == "cpu" else [process.device.index]
     # Running statistics are those of rank 0, see broadcast_buffers_; a broadcast in every forward
     # pass would cost time, and would hang when a rank has no batch to pass forward.
     known = inspect.signature(DistributedDataParallel).parameters

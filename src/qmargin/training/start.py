@@ -37,8 +37,7 @@ class RunLock:
     """Holds ``folder/lock``, so that no second run writes to the folder. One rank takes it.
 
     The system releases the lock when the process ends, however it ends; the file stays, and says
-    who held it last. On a file system without locks, what the file says decides: a process that is
-    no longer alive on this machine has lost its lock.
+    who held it last. On a file system without locks, what the file says decides.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -58,9 +57,7 @@ class RunLock:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
-            raise ConfigError(
-                f"{self.path} cannot be opened ({error.strerror}); choose another output folder"
-            ) from error
+            raise ConfigError(f"{self.path} cannot be opened ({error.strerror})") from error
         try:
             is_locked = _flock(file)
             owner = _read_owner(file)
@@ -78,7 +75,16 @@ class RunLock:
             os.close(file)
             raise
         self._file = file
-        _close_in_children(self)
+        if hasattr(os, "register_at_fork"):
+            # Data workers that outlive a killed run would hold the lock. Closing a copy of the
+            # descriptor does not unlock the original.
+            reference = weakref.ref(self)
+
+            def close() -> None:
+                if (lock := reference()) is not None:
+                    lock._close()
+
+            os.register_at_fork(after_in_child=close)
 
     def release(self) -> None:
         """Give the lock back; without one, do nothing."""
@@ -90,22 +96,6 @@ class RunLock:
         if self._file is not None:
             os.close(self._file)
             self._file = None
-
-
-def _close_in_children(lock: RunLock) -> None:
-    """Keep the lock out of forked processes: data workers that outlive a killed run would hold it.
-
-    Closing a copy of the descriptor does not unlock the original.
-    """
-    reference = weakref.ref(lock)
-
-    def close() -> None:
-        held = reference()
-        if held is not None:
-            held._close()
-
-    if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=close)
 
 
 def _flock(file: int) -> bool | None:
@@ -136,16 +126,14 @@ def _read_owner(file: int) -> dict[str, Any]:
 
 def _may_be_alive(owner: dict[str, Any]) -> bool:
     """Whether the owner may still run; one on another machine may."""
-    if not owner:
-        return False
-    if owner["host"] == socket.gethostname():
-        try:
+    try:
+        if owner and owner["host"] == socket.gethostname():
             os.kill(owner["pid"], 0)
-        except (ProcessLookupError, OverflowError):
-            return False
-        except PermissionError:
-            return True
-    return True
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        return True
+    return bool(owner)
 
 
 @contextmanager
@@ -167,11 +155,7 @@ def locked(folder: Path, process: Process) -> Iterator[None]:
 
 
 def stored_recipe(folder: Path, *, resume: bool | str | Path = True) -> Recipe | None:
-    """The recipe of the newest or a named checkpoint; None without any checkpoint.
-
-    Hashes are not compared here: ``find_start`` does that, and holds what it finds against the
-    recipe.
-    """
+    """Recipe of the newest or a named checkpoint, or None; ``find_start`` compares hashes later."""
     if not isinstance(resume, bool):
         return from_yaml(read_recipe(_open_named(Path(resume), folder, check=False)))
     failure: ConfigError | None = None
@@ -198,9 +182,7 @@ def recipe_to_train(
         raise ConfigError("the recipe is missing; name one, or resume a run, which has its own")
     stored = stored_recipe(folder, resume=resume)
     if stored is None:
-        raise ConfigError(
-            f"there is no checkpoint in {folder} to take the recipe from; name the recipe"
-        )
+        raise ConfigError(f"there is no checkpoint in {folder} with a recipe; name the recipe")
     return stored
 
 
@@ -220,21 +202,7 @@ def find_start(
     resume: bool | str | Path = False,
     allow_changes: bool = False,
 ) -> Start:
-    """Decide where to begin, the same on every rank.
-
-    Args:
-        recipe: That was asked for.
-        folder: The output folder.
-        process: This rank.
-        resume: True for the newest whole checkpoint, or the path of one; False for a new run.
-        allow_changes: Whether the recipe may differ from the stored one in what decides the
-            outcome.
-
-    Raises:
-        ConfigError: There are checkpoints and nobody asked to resume, or the recipe has changed in
-            a way that does not fit them or is not allowed.
-        CheckpointError: No checkpoint is whole, or not the named one.
-    """
+    """Decide where to begin, the same on every rank; arguments are those of ``loop.train``."""
     checkpoints = folder / CHECKPOINTS
     if isinstance(resume, bool):
         search = agree_on_newest(checkpoints, process)
@@ -253,8 +221,8 @@ def find_start(
         return Start(None, tuple(notes) if resume else ())
     if resume is False:
         raise ConfigError(
-            f"{folder} holds a run that is at step {search.checkpoint.step}; add --resume to go on "
-            "with it, or choose another output folder"
+            f"{folder} holds a run that is at step {search.checkpoint.step}; add --resume, or "
+            "choose another output folder"
         )
     saved = from_yaml(read_recipe(search.checkpoint))
     changes = check_resume(saved, recipe, allow_changes=allow_changes)
@@ -280,6 +248,5 @@ def _check_begun(recipe: Recipe, folder: Path) -> None:
     if begun != recipe.sha256:
         raise ConfigError(
             f"the run in {folder} left no checkpoint and had another recipe (sha256 {begun:.12}, "
-            f"now {recipe.sha256:.12}); give the settings it was started with, or start anew "
-            "without --resume"
+            f"now {recipe.sha256:.12}); give its settings, or start anew without --resume"
         )

@@ -10,7 +10,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import compress
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +17,7 @@ from torch import Tensor
 from qmargin.data.faces import normalised
 from qmargin.data.loader import Batch
 from qmargin.data.order import GlobalOrder, derived_seed
-from qmargin.training.distributed import Verdict, all_agree, seed_everything, vote
+from qmargin.training.distributed import all_agree, seed_everything, vote
 from qmargin.training.optim import clip_gradients_, stored_norm
 from qmargin.training.schedules import learning_rate, loss_settings
 from qmargin.training.session import Session
@@ -49,46 +48,43 @@ def take_step(
     stop: int = 0,
     failure: BaseException | None = None,
 ) -> StepResult:
-    """Take the step that the session's progress names; the progress itself is not changed.
-
-    Args:
-        session: Model, head, optimizers.
-        batches: Of this rank, at that step.
-        stop: Number of the signal that asked this rank to stop, or 0.
-        failure: What went wrong on this rank before; every rank raises then.
-    """
+    """Take the step that the session's progress names; after a ``failure`` all ranks raise."""
     prepare_step_(session)
-    session.save_buffers_()
-    batch, verdict = _read(session, batches, stop, failure)
+    session.keep_buffers_()
+    batch = None
+    if failure is None:
+        try:
+            batch = next(batches)
+        except Exception as error:
+            failure = error
+    num_corrupt = 0 if batch is None else len(batch.replaced)
+    # before the forward pass, in which the ranks of a wrapped backbone may meet
+    verdict = vote(session.process, error=failure, stop=stop, num_corrupt=num_corrupt)
+    assert batch is not None  # or the vote has raised
     result = StepResult(
         replaced=tuple(item.sample_id for item in batch.replaced),
         num_corrupt=verdict.num_corrupt,
         stop=verdict.stop,
     )
-    parts = _backpropagate(session, batch, speculative=session.runs_ahead)
-    if parts is None:  # the head's list sizes did not suffice: repeat it without speculation
+    found = _backpropagate(session, batch, speculative=session.runs_ahead)
+    if found is None:  # the head's list sizes did not suffice: repeat it without speculation
         prepare_step_(session)
-        session.restore_buffers_()
-        parts = _backpropagate(session, batch)
-    assert parts is not None
-    if parts.unusable is not None:
-        return _skip(session, replace(result, samples=parts.unusable), BAD_INPUT)
-    return _update(session, replace(result, samples=batch.ids), torch.stack(parts.losses).sum())
+        session.keep_buffers_(restore=True)
+        found = _backpropagate(session, batch)
+    assert found is not None
+    if isinstance(found, tuple):
+        return _skip(session, replace(result, samples=found), BAD_INPUT)
+    return _update(session, replace(result, samples=batch.ids), found)
 
 
-class _Parts(NamedTuple):
-    """What came of the parts of a batch."""
+def _backpropagate(
+    session: Session, batch: Batch, *, speculative: bool = False
+) -> Tensor | tuple[str, ...] | None:
+    """Loss after forward and backward, part by part; None if the batch has to be repeated.
 
-    losses: tuple[Tensor, ...] = ()
-    unusable: tuple[str, ...] | None = None  # samples of this rank to blame, if any rank has some
-
-
-def _backpropagate(session: Session, batch: Batch, *, speculative: bool = False) -> _Parts | None:
-    """Forward and backward, part by part; None if the batch has to be repeated.
-
-    A speculative pass launches everything before the host reads a result, so that a GPU does not
-    wait for it. With several ranks the host reads first, because rows of one rank reach the classes
-    of all.
+    If a row of any rank is unusable, it is the samples of this rank to blame. A speculative pass
+    launches everything before the host reads a result, so that a GPU does not wait for it. With
+    several ranks the host reads first, because rows of one rank reach the classes of all.
     """
     process, head = session.process, session.head
     num_rows, first = batch_rows(session.order, session.progress.step), 0
@@ -96,8 +92,8 @@ def _backpropagate(session: Session, batch: Batch, *, speculative: bool = False)
     shares = [share for share in part_sizes(num_rows, process.world, parts) if sum(share)]
     losses = []
 
-    def refused(part: slice, usable: Reading) -> _Parts:
-        return _Parts(unusable=tuple(compress(batch.ids[part], (~usable.wait()).tolist())))
+    def refused(part: slice, usable: Reading) -> tuple[str, ...]:
+        return tuple(compress(batch.ids[part], (~usable.wait()).tolist()))
 
     for index, share in enumerate(shares):
         part = slice(first, first := first + share[process.rank])
@@ -117,7 +113,7 @@ def _backpropagate(session: Session, batch: Batch, *, speculative: bool = False)
         if not head.verify():
             return None
         losses.append(loss.detach())
-    return _Parts(tuple(losses))
+    return torch.stack(losses).sum()
 
 
 def prepare_step_(session: Session) -> None:
@@ -126,20 +122,14 @@ def prepare_step_(session: Session) -> None:
     per_epoch = session.order.steps_per_epoch
     session.optimizers.zero_grad()
     session.optimizers.set_learning_rate(learning_rate(recipe, step, per_epoch))
-    session.set_loss_(loss_settings(recipe, step, per_epoch))
+    loss = session.loss.at(loss_settings(recipe, step, per_epoch))
+    if loss is not session.head.loss:
+        session.head.loss = loss
     seed_everything(derived_seed(recipe.seed, step), rank=session.process.rank)
 
 
 def part_sizes(num_rows: int, world: int, parts: int) -> list[list[int]]:
-    """Rows of each rank in each part of a batch: ``[parts][world]``.
-
-    Every rank cuts its share into ``parts``; any rank can tell the size of all parts of all ranks,
-    so that the losses of parts can be weighted without talking.
-
-    Examples:
-        >>> part_sizes(7, world=2, parts=2)
-        [[2, 2], [2, 1]]
-    """
+    """Rows of each rank in each part of a batch, ``[parts][world]``, known to all ranks."""
 
     def cut(count: int, parts: int) -> list[int]:
         return [count // parts + (index < count % parts) for index in range(parts)]
@@ -159,25 +149,6 @@ def usable_rows(embeddings: Tensor) -> Tensor:
     norms = embeddings.float().norm(dim=1)
     is_usable: Tensor = (norms > 0) & norms.isfinite()
     return is_usable
-
-
-def _read(
-    session: Session, batches: Iterator[Batch], stop: int, failure: BaseException | None
-) -> tuple[Batch, Verdict]:
-    """This rank's part of the batch, once every rank has one.
-
-    The vote comes before the forward pass, in which the ranks of a wrapped backbone may meet.
-    """
-    batch = None
-    if failure is None:
-        try:
-            batch = next(batches)
-        except Exception as error:
-            failure = error
-    num_corrupt = 0 if batch is None else len(batch.replaced)
-    verdict = vote(session.process, error=failure, stop=stop, num_corrupt=num_corrupt)
-    assert batch is not None  # or the vote has raised
-    return batch, verdict
 
 
 def _embed(session: Session, inputs: Tensor) -> tuple[Tensor, Exception | None]:
@@ -221,10 +192,7 @@ def _update(session: Session, result: StepResult, loss: Tensor) -> StepResult:
 
 
 def _clip(session: Session) -> tuple[Tensor, Tensor]:
-    """Norm of the gradient, and whether all of this rank's gradients are finite.
-
-    The norm is that of the backbone alone where the head's is not asked for: it costs time.
-    """
+    """Norm of the gradient, without the head's unless asked for; whether all here are finite."""
     part, optimizers = session.recipe.optimizer, session.optimizers
     if part.clip_norm is None:
         norm = stored_norm(optimizers.backbone)
@@ -242,5 +210,5 @@ def _clip(session: Session) -> tuple[Tensor, Tensor]:
 
 def _skip(session: Session, result: StepResult, reason: str) -> StepResult:
     session.optimizers.zero_grad()
-    session.restore_buffers_()
+    session.keep_buffers_(restore=True)
     return replace(result, skipped=reason)

@@ -99,22 +99,11 @@ def evaluate_identities(
     command: str = "",
     progress: StageProgress | None = None,
 ) -> Result:
-    """Compare every embedding with every other.
+    """Compare every embedding with every other, by cosines or by AS-norm with a cohort.
 
-    A FAR that the pairs cannot resolve is "not measurable", not an error.
-
-    Args:
-        embeddings: From ``read_embeddings``.
-        identities: Of each embedding, from ``identities_of`` or elsewhere.
-        options: What to measure; ``rule`` has to be conservative, subjects are the identities.
-        norm: AS-norm by a cohort; plain cosines without it.
-        device: Where products are computed; it does not change an operating point.
-        command: The command line, for the record.
-        progress: Called with a stage, how much of it is done, and its total.
-
-    Raises:
-        ProtocolError: There is no pair of one identity, or none of two.
-        DataError: An embedding is zero or not finite; the message names it.
+    ``identities`` of the embeddings come from ``identities_of`` or elsewhere. A FAR that the pairs
+    cannot resolve is "not measurable", not an error. ``device`` computes products and does not
+    change an operating point.
 
     Examples:
         >>> from qmargin.evaluation.result import Source
@@ -141,10 +130,7 @@ def evaluate_identities(
                 "leave the sample out or embed it again"
             )
     if len(identities) != len(embeddings):
-        raise ShapeError(
-            f"there are {len(identities)} identities for {len(embeddings)} embeddings: give one "
-            "for each"
-        )
+        raise ShapeError(f"there are {len(identities)} identities for {len(embeddings)} embeddings")
     check_identities(identities)
     names = tuple(sorted(set(identities)))
     position = {name: place for place, name in enumerate(names)}
@@ -170,12 +156,7 @@ def evaluate_identities(
 
 
 def identities_of(keys: Sequence[str], mapping: Mapping[str, str] | None = None) -> tuple[str, ...]:
-    """Identity of each name: by a mapping, or its first folder.
-
-    Examples:
-        >>> identities_of(["ann/0.jpg", "bob/2019/1.jpg"])
-        ('ann', 'bob')
-    """
+    """Identity of each name: by a mapping, or its first folder."""
     if mapping is not None:
         missing = [key for key in keys if key not in mapping]
         if missing:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from qmargin.errors import ConfigError, DataError, ProtocolError, ShapeError
 from qmargin.evaluation.columns import numbered_lines
-from qmargin.evaluation.embed import IMAGE_SIZE
+from qmargin.evaluation.embed import IMAGE_SIZE, Images, decoded_images
 from qmargin.evaluation.embeddings import Embeddings
 from qmargin.evaluation.evaluate import (
     EvaluationOptions,
@@ -53,25 +53,9 @@ class VerificationSet:
         """Names of the pictures."""
         return tuple(f"{number:06d}" for number in self.numbers)
 
-    def images(self, size: int = IMAGE_SIZE) -> EncodedImages:
+    def images(self, size: int = IMAGE_SIZE) -> Images:
         """The pictures as a model takes them."""
-        return EncodedImages(self.pictures, size)
-
-
-@dataclass(frozen=True)
-class EncodedImages:
-    """Encoded images by number, decoded to RGB ``size x size`` when asked for; labels are -1."""
-
-    encoded: tuple[bytes, ...] = field(repr=False)
-    size: int = IMAGE_SIZE
-
-    def __len__(self) -> int:
-        return len(self.encoded)
-
-    def __getitem__(self, index: int) -> tuple[NDArray[np.uint8], int]:
-        from qmargin.data.images import decode_image, resize_image
-
-        return resize_image(decode_image(self.encoded[index]), self.size), -1
+        return decoded_images(self.pictures.__getitem__, len(self.pictures), size)
 
 
 def read_verification_set(path: str | Path) -> VerificationSet:
@@ -105,10 +89,6 @@ def flip_features(embeddings: NDArray[np.floating], *, has_flip: bool = True) ->
 
     With the flip test, embeddings of the picture and of its mirror image are side by side,
     ``[n, 2 d]``, and their sum is the feature.
-
-    Examples:
-        >>> flip_features(np.array([[3.0, 0.0, 0.0, 3.0]])).unit.round(3)
-        array([[0.707, 0.707]])
     """
     matrix = np.asarray(embeddings, dtype=np.float64)
     if matrix.ndim != 2 or matrix.shape[1] == 0 or (has_flip and matrix.shape[1] % 2):
@@ -121,8 +101,7 @@ def flip_features(embeddings: NDArray[np.floating], *, has_flip: bool = True) ->
     lengths = np.linalg.norm(total, axis=1, keepdims=True)
     if not (lengths > 0.0).all():
         raise DataError(
-            f"the feature of picture {int(np.argmin(lengths))} has the length zero or is not "
-            "finite, so it has no direction: embed it again"
+            f"the feature of picture {int(np.argmin(lengths))} has the length zero or is not finite"
         )
     return PairFeatures(total / lengths, norms, has_flip)
 
@@ -147,8 +126,7 @@ def evaluate_verification_set(
     options = options or EvaluationOptions(fars=SET_FARS, protocol=default_name(pairs.source.path))
     if len(features.unit) != len(pairs.pictures):
         raise ShapeError(
-            f"there are features of {len(features.unit):,} pictures, but {pairs.source.path} has "
-            f"{len(pairs.pictures):,}: were they made from another set?"
+            f"{pairs.source.path} has {len(pairs.pictures):,} pictures, not {len(features.unit):,}"
         )
     left, right = features.unit[pairs.rows[:, 0]], features.unit[pairs.rows[:, 1]]
     scores = np.einsum("ij,ij->i", left, right)
@@ -214,13 +192,7 @@ class FoldTar:
 
 
 def fold_accuracy(distances: Floats, is_genuine: Bools, *, num_folds: int = 10) -> FoldAccuracy:
-    """Accuracy of each fold at the first of the thresholds 0, 0.01, .. 3.99 best on the others.
-
-    Examples:
-        >>> distances = np.array([0.5, 1.5, 0.5, 1.5])
-        >>> fold_accuracy(distances, np.array([1, 0, 1, 0], bool), num_folds=2)
-        FoldAccuracy(mean=1.0, std=0.0, thresholds=(0.51, 0.51))
-    """
+    """Accuracy of each fold at the first of the thresholds 0, 0.01, .. 3.99 best on the others."""
     grid = np.arange(0, 4, 0.01)
     accuracies, thresholds = [], []
     for is_test in _folds(distances, is_genuine, num_folds):
@@ -235,14 +207,7 @@ def fold_accuracy(distances: Floats, is_genuine: Bools, *, num_folds: int = 10) 
 def fold_tar(
     distances: Floats, is_genuine: Bools, far: float = 1e-3, *, num_folds: int = 10
 ) -> FoldTar:
-    """TAR of each fold where the others have the FAR: thresholds 0, 0.001, .. 3.999, interpolated.
-
-    Examples:
-        >>> distances = np.array([0.5, 1.5, 0.5, 1.5])
-        >>> found = fold_tar(distances, np.array([1, 0, 1, 0], bool), 0.5, num_folds=2)
-        >>> found.tar, found.far
-        (1.0, 0.0)
-    """
+    """TAR of each fold where the others have the FAR: thresholds 0, 0.001, .., interpolated."""
     grid = np.arange(0, 4, 0.001)
     tars, fars, thresholds = [], [], []
     for is_test in _folds(distances, is_genuine, num_folds):
@@ -265,8 +230,7 @@ def _folds(distances: Floats, is_genuine: Bools, num_folds: int) -> Iterator[Boo
     """Which trials are in each fold: in order, the first folds one longer where they differ."""
     if distances.shape != is_genuine.shape or distances.ndim != 1:
         raise ShapeError(
-            f"distances have the shape {distances.shape} and labels {is_genuine.shape}: "
-            "give one of each per pair"
+            f"distances have the shape {distances.shape} and labels {is_genuine.shape}"
         )
     if not 2 <= num_folds <= len(distances):
         raise ProtocolError(f"{len(distances)} pairs do not make {num_folds} folds of at least 2")
@@ -276,8 +240,7 @@ def _folds(distances: Floats, is_genuine: Bools, num_folds: int) -> Iterator[Boo
         for name, chosen in (("genuine", is_genuine), ("impostor", ~is_genuine)):
             if not (chosen & is_test).any() or not (chosen & ~is_test).any():
                 raise ProtocolError(
-                    f"pairs {rows[0]} to {rows[-1]}, a fold, or the other folds have 0 {name} "
-                    "pairs: every fold needs both kinds"
+                    f"pairs {rows[0]} to {rows[-1]}, or all others, have 0 {name} pairs"
                 )
         yield is_test
 

