@@ -542,6 +542,5 @@ def read_record(out: Path) -> dict[str, Any] | None:
         return content
     except ConfigError as error:
         raise DataError(
-            f"{path} is not the record of an experiment ({error}); remove it, or choose another "
-            "--out"
+            f"{path} is not the record of an experiment ({error}); remove it"
         ) from error
