@@ -178,7 +178,7 @@ def checked_keys(columns: Columns, *, is_table: bool = False) -> tuple[TrialKeys
     names = _decoded(columns.keys, enrol, test, columns.where)
     if is_table:
         plain = list(map(unescape_formula, names))
-        if len(set(plain)) < len(plain):
+        if plain != names and len(set(plain)) < len(plain):
             known = set(names)
             pairs = zip(names, plain, strict=True)
             twice = next(pair for pair in pairs if pair[0] != pair[1] and pair[1] in known)
