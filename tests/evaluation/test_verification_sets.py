@@ -78,17 +78,9 @@ def test_accuracy_and_tar_follow_their_definitions(pairs, embeddings):
         accuracies.append(np.mean((distances[test] < best) == labels[test]))
     assert named["10-fold accuracy, InsightFace"].value == pytest.approx(np.mean(accuracies))
     assert "realised FAR" in str(named["TAR at FAR 0.001, InsightFace"].note)
-
-
-def test_mean_norm_is_over_every_image_and_both_views(pairs, embeddings):
-    found = evaluate_verification_set(pairs, flip_features(embeddings), QUICK)
-    norms = []
-    for pair in folded_pairs(noise=110.0)[0]:
-        for image in pair:
-            for view in (image, image[:, ::-1]):
-                norms.append(np.linalg.norm(PatchModel().embed(view[None])[0].astype(np.float64)))
-    assert list(found.measures.extra) == ["10-fold accuracy", "mean norm"]
-    assert found.measures.extra["mean norm"].value == pytest.approx(np.mean(norms), rel=1e-6)
+    views = [v for pair in folded_pairs(noise=110.0)[0] for i in pair for v in (i, i[:, ::-1])]
+    norms = [np.linalg.norm(PatchModel().embed(view[None]).astype(np.float64)) for view in views]
+    assert named["mean norm"].value == pytest.approx(np.mean(norms), rel=1e-6)
 
 
 def test_without_the_flip_test(pairs):
