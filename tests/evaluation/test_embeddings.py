@@ -49,29 +49,22 @@ def expect_the_matrix(path, dtype=np.float32):
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_npz_as_a_matrix_and_by_name(tmp_path, dtype):
-    path = tmp_path / "e.npz"
-    np.savez(path, keys=np.array(KEYS), embeddings=MATRIX.astype(dtype))
+@pytest.mark.parametrize("suffix", [".npz", ".safetensors"])
+def test_a_matrix_and_vectors_by_name(tmp_path, dtype, suffix):
+    path, matrix = tmp_path / f"e{suffix}", MATRIX.astype(dtype)
+    small = torch.from_numpy(MATRIX[:2]).bfloat16()  # which holds these
+    if suffix == ".npz":
+        np.savez(path, keys=np.array(KEYS), embeddings=matrix)
+    else:
+        save_file({"embeddings": torch.from_numpy(matrix)}, path, {"keys": json.dumps(KEYS)})
     expect_the_matrix(path, dtype)
-
-
-def test_npz_by_name(tmp_path):
-    path = tmp_path / "e.npz"
-    np.savez(path, a=MATRIX[0], b=MATRIX[1])
+    if suffix == ".npz":
+        np.savez(path, a=MATRIX[0], b=MATRIX[1])
+    else:
+        save_file({"a": small[0], "b": small[1]}, path)
     embeddings = read_embeddings(path)
     assert embeddings.keys == ("a", "b")
     np.testing.assert_array_equal(embeddings.matrix, MATRIX[:2])
-
-
-def test_safetensors_as_a_matrix_and_by_name(tmp_path):
-    path = tmp_path / "e.safetensors"
-    tensor = torch.from_numpy(MATRIX.copy())
-    save_file({"embeddings": tensor}, path, metadata={"keys": json.dumps(KEYS)})
-    expect_the_matrix(path)
-    save_file({"a": tensor[0].bfloat16(), "b": tensor[1].bfloat16()}, path)
-    embeddings = read_embeddings(path)
-    assert embeddings.keys == ("a", "b")
-    np.testing.assert_array_equal(embeddings.matrix, MATRIX[:2])  # these fit in bfloat16
 
 
 @pytest.mark.parametrize("is_matrix", [False, True])
@@ -175,12 +168,10 @@ def test_bad_npz(tmp_path, arrays, message):
 
 def test_bad_safetensors_and_unknown_suffixes(tmp_path):
     path = tmp_path / "e.safetensors"
-    save_file({"embeddings": torch.ones(2, 2)}, path, metadata={"keys": "[1"})
-    with pytest.raises(DataError, match="not JSON"):
-        read_embeddings(path)
-    save_file({"embeddings": torch.ones(2, 2)}, path, metadata={"keys": "{}"})
-    with pytest.raises(DataError, match="not a list"):
-        read_embeddings(path)
+    for keys, message in (("[1", "not JSON"), ("{}", "not a list")):
+        save_file({"embeddings": torch.ones(2, 2)}, path, metadata={"keys": keys})
+        with pytest.raises(DataError, match=message):
+            read_embeddings(path)
     path.write_bytes(path.read_bytes()[:-4])
     with pytest.raises(DataError, match="cut short"):
         read_embeddings(path)
