@@ -444,17 +444,10 @@ def _scores(cells: Sequence[bytes], where: Where) -> NDArray[Any]:
     return scores
 
 
-class _AnyCase(dict[bytes, bool]):
-    def __missing__(self, cell: bytes) -> bool:
-        lowered = cell.lower()
-        if lowered == cell:
-            raise KeyError(cell)
-        return self[lowered]
-
-
 def _labels(cells: Sequence[bytes], where: Where) -> NDArray[Any]:
+    words = map(bytes.lower, cells)
     try:
-        return np.fromiter(map(_AnyCase(LABELS).__getitem__, cells), np.bool_, count=len(cells))
+        return np.fromiter(map(LABELS.__getitem__, words), np.bool_, count=len(cells))
     except KeyError:
         place = next(i for i, cell in enumerate(cells) if cell.lower() not in LABELS)
         shown = f"{where(place)}: the label {_shown(cells[place])}"
