@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import re
 from dataclasses import fields, replace
 
@@ -134,12 +133,6 @@ def test_an_infinite_number_is_refused(tmp_path, result, text, place):
     path.write_text(content)
     with pytest.raises(DataError, match=place):
         read_result(path)
-
-
-def test_a_pipe_is_refused_at_once(tmp_path):
-    os.mkfifo(tmp_path / "result.json")
-    with pytest.raises(DataError, match=r"result\.json is a named pipe"):
-        read_result(tmp_path / "result.json")
 
 
 def as_version_1(result):
