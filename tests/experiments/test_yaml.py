@@ -1,14 +1,14 @@
 """Experiments as YAML files: own pictures and recordings, and what is refused before training."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import yaml
-from PIL import Image
 
-from helpers.recordings import encoded
+from helpers.pictures import jpeg, write_folder
+from helpers.recordings import speaker_folders
 from qmargin.cli.main import main
 from qmargin.errors import ConfigError, DataError
 from qmargin.evaluation.result import read_result
@@ -35,34 +35,44 @@ FACES = {
     "seeds": 1,
     "protocol": {"kind": "all-pairs", "far": [0.1], "replicates": 20},
 }
+VOICES = {
+    "name": "voices",
+    "recipe": "audiomnist_r34_arcface",
+    "set": {
+        "run": {"epochs": 1, "max_steps": 2},
+        "data": {"batch_size": 8, "num_workers": 0},
+        "data.options.num_frames": 40,
+        "model.embedding_dim": 16,
+        "schedule.warmup_epochs": 0,
+        "margin_schedule": None,
+    },
+    "data": {"train": "train", "test": "test", "validation": 0.4},
+    "arms": {"arcface": {"scale": [8, 16]}},
+    "seeds": 1,
+    "protocol": {"far": 0.1, "replicates": 20},
+}
 
 
-def faces(folder: Path, part: str, count: int, *, first: int = 0) -> None:
-    """People of one colour each, four noisy pictures of everybody."""
-    draws = np.random.default_rng(first)
-    for person in range(first, first + count):
-        base = np.random.default_rng(person).integers(0, 200, (1, 1, 3))
-        (folder / part / f"person{person}").mkdir(parents=True)
-        for number in range(4):
-            pixels = (base + draws.integers(0, 55, (16, 16, 3))).astype(np.uint8)
-            Image.fromarray(pixels).save(folder / part / f"person{person}" / f"{number}.png")
+def faces(folder: Path, **people: int) -> None:
+    """Four pictures of each of some people, who are others in each folder."""
+    for place, (part, count) in enumerate(people.items()):
+        labels = [100 * place + person for person in range(count) for _ in range(4)]
+        write_folder(folder / part, [jpeg(number) for number in range(4 * count)], labels)
 
 
-def speakers(folder: Path, part: str, count: int, *, first: int = 0) -> None:
-    """Speakers of one pitch each, three recordings of everybody."""
-    draws = np.random.default_rng(first)
-    for speaker in range(first, first + count):
-        (folder / part / f"id{speaker}").mkdir(parents=True)
-        for number in range(3):
-            time = np.arange(12_000) / 16_000
-            wave = 0.3 * np.sin(2 * np.pi * (150 + 40 * speaker) * time)
-            samples = (wave + 0.05 * draws.normal(size=len(time))).astype(np.float32)
-            path = folder / part / f"id{speaker}" / f"{number}.wav"
-            path.write_bytes(encoded(np.clip(samples, -1, 1)))
-
-
-def changed(**changes: Any) -> dict[str, Any]:
-    return {**FACES, **changes}
+def voices(folder: Path, *, trials: bool) -> dict[str, Any]:
+    """Speakers in folders, and an experiment with them."""
+    for part, count in (("train", 6), ("test", 4)):
+        speaker_folders(folder / part, speakers=count, each=3)
+        for path in (folder / part).iterdir():
+            path.rename(path.with_name(f"{part}-{path.name}"))
+    if not trials:
+        return VOICES
+    names = sorted(str(path.relative_to(folder)) for path in (folder / "test").rglob("*.wav"))
+    pairs = itertools.combinations(names, 2)
+    lines = [f"{int(a.split('/')[1] == b.split('/')[1])} {a} {b}\n" for a, b in pairs]
+    (folder / "trials.txt").write_text("".join(lines))
+    return {**VOICES, "data": {**VOICES["data"], "trials": "trials.txt"}}
 
 
 def write(folder: Path, content: Any) -> Path:
@@ -74,9 +84,8 @@ def write(folder: Path, content: Any) -> Path:
 def test_losses_are_compared_on_own_pictures(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    faces(tmp_path, "train", 8)
-    faces(tmp_path, "test", 4, first=100)
-    (tmp_path / "test" / "person100" / "3.png").write_bytes(b"junk")
+    faces(tmp_path, train=8, test=4)
+    next((tmp_path / "test").rglob("*.jpg")).write_bytes(b"junk")
     path, out, page = write(tmp_path, FACES), tmp_path / "out", tmp_path / "page.md"
     words = ["compare", str(path), f"--out={out}", "--devices", "cpu", f"--page={page}"]
     assert main(words) == 0
@@ -93,46 +102,12 @@ def test_losses_are_compared_on_own_pictures(
     assert str(tmp_path) not in (out / "report" / "index.html").read_text(encoding="utf-8")
 
 
-def voices(folder: Path, *, has_trials: bool) -> dict[str, Any]:
-    """Speakers in a folder, and an experiment with them."""
-    speakers(folder, "train", 6)
-    speakers(folder, "test", 4, first=10)
-    data: dict[str, Any] = {"train": "train", "test": "test", "validation": 0.4}
-    if has_trials:
-        names = [f"test/id{s}/{n}.wav" for s in range(10, 14) for n in range(3)]
-        lines = [
-            f"{int(a.split('/')[1] == b.split('/')[1])} {a} {b}"
-            for place, a in enumerate(names)
-            for b in names[:place]
-        ]
-        (folder / "trials.txt").write_text("\n".join(lines) + "\n")
-        data["trials"] = "trials.txt"
-    return {
-        "name": "voices",
-        "recipe": "audiomnist_r34_arcface",
-        "set": {
-            "run.epochs": 1,
-            "run.max_steps": 2,
-            "data.batch_size": 8,
-            "data.num_workers": 0,
-            "data.options.num_frames": 40,
-            "model.embedding_dim": 16,
-            "schedule.warmup_epochs": 0,
-            "margin_schedule": None,
-        },
-        "data": data,
-        "arms": {"arcface": {"scale": [8, 16]}},
-        "seeds": 1,
-        "protocol": {"far": 0.1, "replicates": 20},
-    }
-
-
-@pytest.mark.parametrize("has_trials", [False, True])
-def test_losses_are_compared_on_own_recordings(tmp_path: Path, has_trials: bool) -> None:
-    experiment = read_experiment(write(tmp_path, voices(tmp_path, has_trials=has_trials)))
+@pytest.mark.parametrize("trials", [False, True])
+def test_losses_are_compared_on_own_recordings(tmp_path: Path, trials: bool) -> None:
+    experiment = read_experiment(write(tmp_path, voices(tmp_path, trials=trials)))
     (result,) = run_experiment(experiment, tmp_path / "out", devices=["cpu"])
     assert result.protocol.num_genuine == 4 * 3 and result.protocol.num_trials == 12 * 11 // 2
-    assert result.protocol.kind == ("trials" if has_trials else "all-pairs")
+    assert result.protocol.kind == ("trials" if trials else "all-pairs")
     assert len(list(tmp_path.glob("out/search/*/result.json"))) == 2
 
 
@@ -155,13 +130,15 @@ def test_sections_of_a_file() -> None:
     assert experiment.arms["entmax"].settings == ("loss.preset=entmax_face",)
     assert experiment.arms["wide"].title == "Wide" and experiment.arms["same"].like == "wide"
     assert set(experiment.searched) == {"wide"}
-    assert experiment.search.seeds == (1000, 1001) and experiment.search.num_points == 4
-    assert experiment.search.settings == ("run.epochs=1",)
+    search = experiment.search
+    assert (search.seeds, search.num_points) == ((1000, 1001), 4)
+    assert search.settings == ("run.epochs=1",)
     assert experiment.protocol.fars == (0.01, 0.001) and experiment.world == Made(num_test=20)
     drawn = from_mapping({**content, "data": {"pictures": "x.npz"}}, Path("/folder")).world
     assert isinstance(drawn, Drawn) and drawn.path == "/folder/x.npz"
-    stored = from_mapping(changed(data={"train": "a", "test": "b", "validation": "c"}), Path("/f"))
-    assert stored.world == Stored("/f/a", "/f/b", ("data.path=/f/c",))
+    data = {"train": "a", "test": "b", "validation": "c"}
+    stored = from_mapping({**FACES, "data": data}, Path("/f")).world
+    assert stored == Stored("/f/a", "/f/b", ("data.path=/f/c",))
 
 
 @pytest.mark.parametrize(
@@ -212,57 +189,44 @@ def test_an_arm_takes_a_loss_as_recipes_write_it(
         ({"protocol": {"kind": "trials"}}, "data.trials is None"),
         ({"protocol": {"fars": 0.1}}, "did you mean 'far'"),
         ({"search": "optun"}, "did you mean 'optuna'"),
-        ({"search": {"points": 0}}, "num_points is 0"),
+        ({"search": {"points": 0}}, "search.num_points is 0"),
+        ({"search": {"points": "many"}}, "search.num_points is 'many'"),
         ({"data": {"train": "train", "tets": "x"}}, "did you mean 'test'"),
         ({"data": {"train": "train", "validation": 2}}, "data.validation is 2"),
-        ({"data": {"train": "train", "test": "test", "validation": 1.5}}, "data.validation is 1.5"),
     ],
 )
 def test_a_file_that_cannot_be_meant_is_refused(
     tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        read_experiment(write(tmp_path, changed(**changes)))
+        read_experiment(write(tmp_path, {**FACES, **changes}))
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
+def test_data_that_cannot_be_used_is_refused_before_training(tmp_path: Path) -> None:
+    faces(tmp_path, train=8, test=4, one=1)
+    for changes, message in (
         ({"data": {"train": "train", "test": "train"}}, "identities are in .*such as 'person0'"),
         ({"data": {"train": "train", "test": "gone"}}, "data.test is .*gone"),
         ({"protocol": {"far": [1e-6]}}, "protocol.far has 1e-06 .* 96 impostor pairs"),
         ({"data": {"train": "train", "test": "one"}}, "0 of two"),
         ({"search": {"measure": "tar@1e-6"}}, "the measure is 'tar@1e-6'"),
-    ],
-)
-def test_data_that_cannot_be_used_is_refused_before_training(
-    tmp_path: Path, changes: dict[str, Any], message: str
-) -> None:
-    faces(tmp_path, "train", 8)
-    faces(tmp_path, "test", 4, first=100)
-    faces(tmp_path, "one", 1, first=200)
-    path, out = write(tmp_path, changed(**changes)), tmp_path / "out"
-    with pytest.raises((ConfigError, DataError), match=message):
-        run_experiment(read_experiment(path), out, devices=["cpu"], say=lambda text: None)
-    assert not out.exists()
+    ):
+        path, out = write(tmp_path, {**FACES, **changes}), tmp_path / "out"
+        with pytest.raises((ConfigError, DataError), match=message):
+            run_experiment(read_experiment(path), out, devices=["cpu"], say=lambda text: None)
+        assert not out.exists()
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"protocol": {"far": 1e-3}}, "protocol.far has 0.001 .* 54 impostor pairs"),
-        ({"more": "1 test/id10/0.wav test/id10/9.wav"}, r"test/id10/9\.wav: there is no such file"),
-    ],
-)
-def test_trials_that_cannot_be_used_are_refused_before_training(
-    tmp_path: Path, change: dict[str, Any], message: str
-) -> None:
-    content = voices(tmp_path, has_trials=True) | change
+def test_trials_that_cannot_be_used_are_refused_before_training(tmp_path: Path) -> None:
+    content, out = voices(tmp_path, trials=True), tmp_path / "out"
+    few = write(tmp_path, {**content, "protocol": {"far": 1e-3}})
+    with pytest.raises(DataError, match=r"protocol.far has 0.001 .* 54 impostor pairs"):
+        run_experiment(read_experiment(few), out)
     with (tmp_path / "trials.txt").open("a") as file:
-        file.write(content.pop("more", ""))
-    with pytest.raises(DataError, match=message):
-        run_experiment(read_experiment(write(tmp_path, content)), tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+        file.write("1 test/gone.wav test/gone.wav\n")
+    with pytest.raises(DataError, match=r"test/gone\.wav: there is no such file"):
+        run_experiment(read_experiment(write(tmp_path, content)), out)
+    assert not out.exists()
 
 
 @pytest.mark.parametrize("text", ["- a", "name: [", "a: 1\na: 2", "x" * 200_000])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -17,9 +19,11 @@ from helpers.cases import (
     grid_truth,
     random_cosines,
     satisfying_gap,
+    spread_cosines,
 )
-from helpers.definition import AlphaGenerator, exact, mp
+from helpers.definition import AlphaGenerator, JensenShannonGenerator, exact, mp
 from helpers.extended import extended
+from qmargin.kernels.solver import others_gain
 
 SCALE_IDS = [f"scale{scale:g}" for scale in LOGIT_SCALES]
 ALPHA_IDS = [f"alpha{alpha:.7g}" for alpha in ALPHAS]
@@ -318,3 +322,137 @@ def test_loss_over_all_identities(alpha, scale, margin):
     if alpha > 1:
         assert float(output.loss[4]) == 0.0
         assert abs(truth[4]) < 1e-12
+
+
+# ---------------------------------------------------------------- large alpha
+
+
+for_large_alphas = pytest.mark.parametrize("alpha", [4.0, 9.0, 16.0])
+
+
+def large_alpha_rows(scale: float, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random logits, a crowd just below the top, and classes that are rarer than others."""
+    generator = torch.Generator().manual_seed(int(1e3 * scale))
+    logits = scale * torch.randn(6, 40, generator=generator, dtype=torch.float64)
+    logits[1, :20] = logits[1].max()
+    logits[2] = 0.0
+    reference = torch.zeros_like(logits)
+    reference[3:, :5] = -torch.rand(3, 5, generator=generator, dtype=torch.float64)
+    return logits.to(dtype), reference.to(dtype)
+
+
+@for_large_alphas
+@pytest.mark.parametrize("scale", [1e-3, 0.1, 100.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+def test_large_alphas_are_accurate(alpha, scale, dtype):
+    """M1, M6 up to the largest alpha that is accepted."""
+    logits, reference = large_alpha_rows(scale, dtype)
+    truth = [
+        exact(AlphaGenerator(alpha), x.double().numpy(), q.double().numpy())
+        for x, q in zip(logits, reference, strict=True)
+    ]
+    names = [f"row {row}" for row in range(len(truth))]
+    posterior = qmargin.softargmax(logits, alpha=alpha, log_reference=reference)
+    assert_posterior(posterior, np.stack([s.posterior for s in truth]), names=names)
+    for labels in (logits.argmax(1), logits.argsort(1)[:, -2], torch.arange(6)):
+        loss = qmargin.fenchel_young_loss(logits, labels, alpha=alpha, log_reference=reference)
+        values = [float(s.loss(int(y))) for s, y in zip(truth, labels, strict=True)]
+        assert_loss(loss, values, names=names)
+
+
+@for_large_alphas
+def test_many_equal_logits_share_evenly(alpha):
+    posterior = qmargin.softargmax(torch.full((1, 100_000), 0.5), alpha=alpha)
+    torch.testing.assert_close(posterior, torch.full_like(posterior, 1e-5), rtol=1e-5, atol=0)
+
+
+def test_neighbouring_logits_are_told_apart():
+    """Classes one rounding apart at the edge: the lowest active one is found all the same."""
+    alpha = 12.0
+    logits = torch.zeros(1, 30, dtype=torch.float64)
+    logits[0, 1:20] = -1.0 / 11.0 + torch.arange(-9, 10) * 2.0**-56
+    logits[0, 20:] = -1.0
+    truth = exact(AlphaGenerator(alpha), logits[0].numpy())
+    posterior = qmargin.softargmax(logits, alpha=alpha)
+    assert_posterior(posterior, truth.posterior[None], names=["neighbours"])
+
+
+@pytest.mark.parametrize("b", [7.0, 15.0])
+def test_the_cost_of_lost_mass_is_accurate(b):
+    """M6: ``phi(r) = (1 - (1 - r)^b (1 + b r)) / b``, on both sides of where its series ends."""
+    mass = torch.logspace(-8, -0.5, 60, dtype=torch.float64)
+    truth = [float((1 - (1 - mp.mpf(r)) ** b * (1 + b * mp.mpf(r))) / b)
+             for r in mass.tolist()]  # fmt: skip
+    found = others_gain(mass, torch.log1p(-mass), b)
+    np.testing.assert_allclose(found.numpy(), truth, rtol=1e-11)
+
+
+# ---------------------------------------------------------------- the generic solver
+
+
+@pytest.mark.parametrize("scale", [1e-3, 0.1, 1.0, 10.0])
+def test_jensen_shannon_matches_its_definition(scale):
+    """M1, M2, M6 for ``f(u) = u ln u - (u + 1) ln((u + 1) / 2)``, through the generic solver."""
+    rng = np.random.default_rng(5)
+    logits = torch.from_numpy(scale * rng.standard_normal((4, 15)))
+    reference = torch.from_numpy(-2.0 * rng.random((4, 15)))
+    reference[0] = 0.0
+    labels = torch.tensor([0, 3, 14, 7])
+    target = torch.from_numpy(rng.dirichlet(np.ones(15), size=4))
+    common = {"divergence": qmargin.JensenShannon(), "log_reference": reference}
+    posterior = qmargin.softargmax(logits, **common)
+    loss = qmargin.fenchel_young_loss(logits, labels, **common)
+    soft_loss = qmargin.fenchel_young_loss(logits, target, **common)
+    partition = qmargin.log_partition(logits, **common)
+    for row in range(4):
+        truth = exact(JensenShannonGenerator(), logits[row], reference[row])
+        np.testing.assert_allclose(posterior[row].numpy(), truth.posterior, atol=1e-12)
+        label = int(labels[row])
+        assert float(loss[row]) == pytest.approx(float(truth.loss(label)), rel=1e-10, abs=1e-12)
+        soft = float(truth.distribution_loss(target[row].numpy()))
+        assert float(soft_loss[row]) == pytest.approx(soft, rel=1e-9, abs=1e-11)
+        # documented: the paper's value plus (sum q - 1) f(0), with f(0) = ln 2
+        value = float(truth.softmax_f) + float(truth.total_q - 1) * math.log(2)
+        assert float(partition[row]) == pytest.approx(value, rel=1e-10, abs=1e-10)
+
+
+def test_jensen_shannon_in_a_margin_loss():
+    cosines, labels = spread_cosines()
+    loss_fn = qmargin.MarginLoss(
+        qmargin.JensenShannon(), qmargin.PriorMargin(0.1), scale=5.0, reduction="none"
+    )
+    output = loss_fn.with_stats(cosines.double(), labels)
+    for row, label in enumerate(labels.tolist()):
+        reference = torch.zeros(12, dtype=torch.float64)
+        reference[label] = -0.5
+        truth = exact(JensenShannonGenerator(), cosines[row], reference, scale=5.0)
+        assert float(output.loss[row]) == pytest.approx(float(truth.loss(label)), rel=1e-10)
+        assert float(output.tau[row]) == pytest.approx(float(truth.tau), rel=1e-10)
+        assert float(output.target_posterior[row]) == pytest.approx(
+            truth.posterior[label], rel=1e-9, abs=1e-14
+        )
+    assert loss_fn.effective_margin is None
+
+
+def test_the_generic_solver_agrees_with_the_closed_form():
+    """A divergence the package has never seen, here the alpha-divergence in disguise."""
+
+    class Disguised:
+        """Delegates to ``Alpha(1.5)`` without being one."""
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(qmargin.Alpha(1.5), name)
+
+    cosines, labels = spread_cosines()
+    logits = 5 * cosines.double()
+    for function in (
+        lambda d: qmargin.softargmax(logits, divergence=d),
+        lambda d: qmargin.log_partition(logits, divergence=d),
+        lambda d: qmargin.fenchel_young_loss(logits, labels, divergence=d),
+    ):
+        torch.testing.assert_close(
+            function(Disguised()), function(qmargin.Alpha(1.5)), rtol=1e-10, atol=1e-11
+        )
+    truth = exact(AlphaGenerator(1.5), logits[0])
+    posterior = qmargin.softargmax(logits, divergence=Disguised())
+    np.testing.assert_allclose(posterior[0].numpy(), truth.posterior, atol=1e-12)

@@ -1,12 +1,8 @@
 """Agreement with the ``entmax`` package, wherever that package is accurate.
 
-With a reference measure of one, ``entmax`` maximises the same thing: it maps logits ``z`` to
-``p = [(alpha-1) z - t]_+^(1/(alpha-1))``, which is our ``[1 + (alpha-1)(z - tau)]_+^(1/(alpha-1))``
-with ``t = (alpha-1) tau - 1``. Its loss is
-``<p, z> - z_y + (1 - sum p^alpha) / (alpha (alpha-1))``.
-The regulariser ``(sum p^alpha - 1) / (alpha (alpha-1))`` is ``D_f(p : 1)`` less the constant
-``(k - 1) / alpha``, which is also what the target's own divergence contributes; so the losses are
-equal, with no factor between them.
+With a reference measure of one, ``p = [(alpha-1) z - t]_+^(1/(alpha-1))`` there is our posterior
+with ``t = (alpha-1) tau - 1``, and the losses are equal, with no factor between them: the
+regularisers differ by ``(k - 1) / alpha``, which is also what the target's divergence contributes.
 """
 
 from __future__ import annotations
@@ -20,7 +16,6 @@ import qmargin
 
 CLOSE = {"rtol": 0, "atol": 1e-10}
 LOOSE = {"rtol": 0, "atol": 1e-9}  # fifty halvings of a bracket, then a power
-BISECTED = (1.25, 1.5, 1.75, 2.0)
 for_scales = pytest.mark.parametrize("scale", [0.1, 1.0, 5.0, 30.0])
 
 
@@ -50,7 +45,7 @@ def test_closed_forms(scale, dtype):
 
 
 @for_scales
-@pytest.mark.parametrize("alpha", BISECTED)
+@pytest.mark.parametrize("alpha", [1.25, 1.5, 1.75, 2.0])
 def test_entmax_by_bisection(alpha, scale):
     """M1, M6 at any alpha above one: posterior, loss, and the gradient of the loss."""
     logits, labels = rows(scale)
@@ -65,23 +60,3 @@ def test_entmax_by_bisection(alpha, scale):
         loss = loss_of(leaf)
         gradients.append((loss.detach(), torch.autograd.grad(loss.sum(), leaf)[0]))
     torch.testing.assert_close(gradients[0], gradients[1], rtol=0, atol=1e-8)
-
-
-@pytest.mark.parametrize("alpha", BISECTED)
-def test_gradients_of_the_posterior(alpha):
-    """The Jacobian, with respect to logits and to a learnable alpha."""
-    logits, _ = rows(1.0)
-    weights = torch.linspace(-1, 1, 40, dtype=torch.float64)
-    results = []
-    for mapping in (
-        lambda x, a: qmargin.softargmax(x, alpha=a),
-        lambda x, a: entmax.entmax_bisect(x, alpha=a, dim=-1, n_iter=60),
-    ):
-        leaf = logits.clone().requires_grad_()
-        learned = torch.tensor(alpha, dtype=torch.float64, requires_grad=True)
-        value = (mapping(leaf, learned) * weights).sum()
-        results.append(torch.autograd.grad(value, (leaf, learned)))
-    torch.testing.assert_close(results[0][0], results[1][0], rtol=0, atol=1e-8)
-    torch.testing.assert_close(
-        results[0][1].reshape(()), results[1][1].reshape(()), rtol=1e-6, atol=1e-6
-    )

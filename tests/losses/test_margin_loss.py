@@ -1,10 +1,12 @@
-"""``MarginLoss`` and the named presets against the definition."""
+"""``MarginLoss``, presets and registered parts against the definition."""
 
 from __future__ import annotations
 
 import math
+import sys
+from dataclasses import dataclass
+from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,6 +15,9 @@ import qmargin
 from helpers.budget import assert_loss
 from helpers.cases import cosine_batch, spread_cosines
 from helpers.definition import margin_solution
+from qmargin import registry
+from qmargin.errors import ConfigError
+from qmargin.losses.margins import StatelessMargin, main_number
 
 KINDS = {
     "prior": qmargin.PriorMargin,
@@ -62,46 +67,32 @@ def test_a_prior_and_a_geometric_margin_combine(kind, alpha):
     """M9: the paper notes that the two are orthogonal; either order of the sum is the same."""
     cosines, labels = cosine_batch(6, 40, seed=4)
     prior, geometric = qmargin.PriorMargin(0.1), KINDS[kind](0.2)
+    parts = {"divergence": qmargin.Alpha(alpha), "scale": 10.0}
     losses = [
-        qmargin.MarginLoss(qmargin.Alpha(alpha), margin, scale=10.0, reduction="none")(
-            cosines, labels
-        )
+        qmargin.margin_loss(cosines, labels, margin=margin, **parts)
         for margin in (prior + geometric, geometric + prior)
     ]
+    settings = {"scale": 10.0, "kind": kind, "margin": 0.2, "prior": 0.1}
     truth = [
-        float(
-            margin_solution(alpha, row, int(y), scale=10.0, kind=kind, margin=0.2, prior=0.1).loss(
-                int(y)
-            )
-        )
+        float(margin_solution(alpha, row, int(y), **settings).loss(int(y)))
         for row, y in zip(cosines, labels, strict=True)
     ]
     assert torch.equal(losses[0], losses[1])
     assert_loss(losses[0], truth, names=[f"row {row}" for row in range(6)])
 
 
-def test_loss_equals_the_operator_with_a_reference():
+@pytest.mark.parametrize("alpha", [0.5, 1.0, 1.25, 1.5, 2.0])
+def test_loss_equals_the_operator_with_a_reference(alpha):
     """M9: the margin loss is ``fenchel_young_loss`` with a lowered target."""
     cosines, labels = spread_cosines()
     reference = -10.0 * 0.2 * F.one_hot(labels, 12)
-    for alpha in (0.5, 1.0, 1.25, 1.5, 2.0):
-        loss_fn = qmargin.MarginLoss(
-            qmargin.Alpha(alpha), qmargin.PriorMargin(0.2), scale=10.0, reduction="none"
-        )
-        expected = qmargin.fenchel_young_loss(
-            10.0 * cosines.double(), labels, alpha=alpha, log_reference=reference
-        )
-        torch.testing.assert_close(
-            loss_fn(cosines, labels).double(), expected, rtol=1e-5, atol=1e-6
-        )
-        function = qmargin.margin_loss(
-            cosines,
-            labels,
-            divergence=qmargin.Alpha(alpha),
-            margin=qmargin.PriorMargin(0.2),
-            scale=10.0,
-        )
-        assert torch.equal(function, loss_fn(cosines, labels))
+    parts = {"divergence": qmargin.Alpha(alpha), "margin": qmargin.PriorMargin(0.2), "scale": 10.0}
+    loss = qmargin.MarginLoss(**parts, reduction="none")(cosines, labels)
+    expected = qmargin.fenchel_young_loss(
+        10.0 * cosines.double(), labels, alpha=alpha, log_reference=reference
+    )
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-6)
+    assert torch.equal(qmargin.margin_loss(cosines, labels, **parts), loss)
 
 
 def test_reductions():
@@ -110,7 +101,6 @@ def test_reductions():
     assert rows.shape == (5,)
     torch.testing.assert_close(qmargin.q_margin(reduction="mean")(cosines, labels), rows.mean())
     torch.testing.assert_close(qmargin.q_margin(reduction="sum")(cosines, labels), rows.sum())
-    assert torch.equal(qmargin.q_margin(reduction="none")(cosines, labels), rows)
     output = qmargin.q_margin(reduction="mean").with_stats(cosines, labels)
     assert torch.equal(output.loss, rows)  # statistics are never reduced
 
@@ -188,34 +178,84 @@ def test_arcface_and_cosface_are_cross_entropy_on_shifted_logits():
     arcface = F.cross_entropy(
         64 * wide.scatter(1, labels[:, None], angles.cos()), labels, reduction="none"
     )
-    close = {"rtol": 1e-5, "atol": 1e-6}
-    torch.testing.assert_close(
-        qmargin.cosface(reduction="none")(cosines, labels).double(), cosface, **close
-    )
-    torch.testing.assert_close(
-        qmargin.arcface(reduction="none")(cosines, labels).double(), arcface, **close
-    )
+    for name, expected in (("cosface", cosface), ("arcface", arcface)):
+        loss = getattr(qmargin, name)(reduction="none")(cosines, labels)
+        torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_a_loss_trains_and_has_no_state():
-    """Fifty steps on separable data bring the loss to exactly zero and the posterior to one."""
-    generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(6, 16, generator=generator).requires_grad_()
-    features = F.normalize(torch.eye(6, 16) + 0.05 * torch.randn(6, 16, generator=generator))
-    labels = torch.arange(6)
-    loss_fn = qmargin.q_margin_speaker(reduction="mean")
-    assert not list(loss_fn.parameters())
-    assert not loss_fn.state_dict()
-    optimizer = torch.optim.SGD([weight], lr=0.5, momentum=0.9)
-    values = []
-    for _ in range(50):
-        optimizer.zero_grad()
-        loss = loss_fn(features @ F.normalize(weight).T, labels)
-        loss.backward()
-        optimizer.step()
-        values.append(float(loss.detach()))
-    output = loss_fn.with_stats(features @ F.normalize(weight).T, labels)
-    assert values[0] > 1.0
-    np.testing.assert_array_equal(output.loss.detach().numpy(), 0.0)
-    np.testing.assert_allclose(output.target_posterior.numpy(), 1.0, atol=1e-6)
-    assert output.support_size.tolist() == [1] * 6
+# ---------------------------------------------------------------- by name
+
+
+MARGINS = {
+    "prior": "margin",
+    "cosine": "margin",
+    "angular": "margin",
+    "multiplied": "multiplier",
+    "adaface": "margin",
+    "magface": "lower_margin",
+    "elastic": "margin",
+}
+DIVERGENCES = {"alpha": "alpha", "jensen_shannon": None}
+
+
+@pytest.fixture
+def example(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "extension_package")
+    yield
+    for name in [name for name in sys.modules if name.startswith("qmargin_example")]:
+        del sys.modules[name]
+
+
+def test_every_kind_is_registered_with_its_main_number():
+    assert MARGINS.items() <= {n: main_number(registry.margins.get(n)) for n in MARGINS}.items()
+    for name, main in DIVERGENCES.items():
+        assert main_number(registry.divergences.get(name)) == main
+    cosines, labels = spread_cosines()
+    for name, main in MARGINS.items():
+        margin = registry.margins.get(name)(**{main: 0.3 if name != "multiplied" else 1.2})
+        loss_fn = qmargin.MarginLoss(qmargin.Alpha(1.25), margin, scale=8.0)
+        assert loss_fn(cosines, labels, torch.full((5,), 20.0)).isfinite()
+
+
+def test_a_margin_from_a_file_of_its_own(example):
+    from qmargin_example.margin import HalfCosine
+
+    _, labels = spread_cosines()
+    margin = HalfCosine(0.2)
+    term = margin(torch.tensor([0.5, -0.5]), 10.0)
+    torch.testing.assert_close(term.logits, torch.tensor([3.0, -6.0]))
+    assert main_number(HalfCosine) == "margin" and margin == HalfCosine(0.2)
+    both = qmargin.PriorMargin(0.1) + HalfCosine(qmargin.PerClass(torch.full((12,), 0.2)))
+    for path in ("sparse", "chunked", "dense"):
+        loss = qmargin.MarginLoss(qmargin.Alpha(1.5), both, scale=8.0)
+        head = qmargin.MarginClassifier(4, 12, loss, path=path)
+        head(torch.randn(5, 4), labels).backward()
+
+
+class Unfinished(StatelessMargin):
+    margin = 0.1
+
+    def term(self, cosines, scale, labels, norms):
+        return cosines * scale
+
+
+def test_a_margin_that_is_not_written_to_the_end_is_refused():
+    with pytest.raises(ConfigError, match=r"Unfinished.* not a dataclass"):
+        qmargin.MarginLoss(qmargin.Alpha(1.25), Unfinished(), scale=8.0)
+    loss_fn = qmargin.MarginLoss(qmargin.Alpha(1.25), dataclass(Unfinished)(), scale=8.0)
+    with pytest.raises(ConfigError, match=r"Unfinished\.term returns a Tensor"):
+        loss_fn(*spread_cosines())
+
+
+def test_a_divergence_from_a_file_of_its_own(example):
+    """Pearson's with weight one is the alpha-divergence at 2, through the generic solver."""
+    from qmargin_example.divergence import Pearson
+
+    cosines, labels = spread_cosines()
+    losses = [
+        qmargin.MarginLoss(divergence, qmargin.PriorMargin(0.1), scale=5.0, reduction="none")
+        for divergence in (Pearson(), qmargin.Alpha(2.0))
+    ]
+    found, expected = (loss_fn(cosines.double(), labels) for loss_fn in losses)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-10)
+    assert main_number(Pearson) == "weight"

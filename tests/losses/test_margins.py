@@ -496,16 +496,6 @@ def test_adaface_moves_its_statistics_before_it_uses_them():
         assert margin.running_std.item() == pytest.approx(std, rel=1e-6)
 
 
-def test_adaface_is_arcface_for_poor_and_cosface_for_average_samples():
-    margin = AdaFaceMargin(0.4).eval()
-    margin.running_mean.fill_(50.0)
-    margin.running_std.fill_(1.0)
-    cosines = COSINES[[0, 1, 2, 4]]
-    for norm, published in ((1.0, AngularMargin(0.4)), (50.0, CosineMargin(0.4))):
-        logits = margin(cosines, SCALE, norms=norms_like(cosines, norm)).logits
-        torch.testing.assert_close(logits, published(cosines, SCALE).logits)
-
-
 def test_adaface_statistics_leave_out_discarded_and_broken_rows():
     norms = torch.tensor([10.0, 30.0, math.nan, math.inf, 77.0])
     labels = torch.tensor([0, 1, 2, 3, -1])

@@ -11,6 +11,7 @@ from torch.func import functional_call, grad, jacrev, vmap
 
 import qmargin
 from helpers.cases import cosine_batch
+from helpers.operators import make_loss
 
 ALPHAS = (0.5, 1.0, 1.25, 3.0)
 for_alphas = pytest.mark.parametrize("alpha", ALPHAS)
@@ -43,34 +44,22 @@ for_operators = pytest.mark.parametrize("operator", OPERATORS)
 # ---------------------------------------------------------------- torch.compile
 
 
+LOSSES = {
+    f"loss at alpha {alpha}": lambda x, y, _, alpha=alpha: qmargin.MarginLoss(
+        qmargin.Alpha(alpha), qmargin.PriorMargin(0.1), scale=8.0
+    )(torch.tanh(x), y)
+    for alpha in (1.0, 1.25, 2.0)
+}
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # the compiler's own deprecation warnings are not ours
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("alpha", [1.0, 1.25, 2.0])
-def test_losses_compile_into_one_graph(backend, alpha):
-    torch._dynamo.reset()
-    cosines, labels = cosine_batch(6, 40, seed=3)
-    loss_fn = qmargin.MarginLoss(
-        qmargin.Alpha(alpha), qmargin.PriorMargin(0.1), scale=8.0, reduction="mean"
-    )
-    compiled = torch.compile(loss_fn, fullgraph=True, backend=backend)
-    results = []
-    for function in (loss_fn, compiled):
-        leaf = cosines.clone().requires_grad_()
-        loss = function(leaf, labels)
-        loss.backward()
-        results.append((loss.detach(), leaf.grad))
-    torch.testing.assert_close(results[1], results[0], rtol=1e-6, atol=1e-7)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("backend", BACKENDS)
-@for_operators
-def test_operators_compile_into_one_graph(backend, operator):
+@pytest.mark.parametrize("operator", [*OPERATORS, *LOSSES])
+def test_operators_and_losses_compile_into_one_graph(backend, operator):
     torch._dynamo.reset()
     logits, labels = logits_and_labels(dtype=torch.float32)
-    function = OPERATORS[operator]
+    function = {**OPERATORS, **LOSSES}[operator]
     compiled = torch.compile(function, fullgraph=True, backend=backend)
     results = []
     for call in (function, compiled):
@@ -89,16 +78,13 @@ def test_losses_compile_one_after_the_other(dynamic):
     """From the second loss on, settings are symbolic numbers: no reset in between."""
     torch._dynamo.reset()
     cosines, labels = cosine_batch(5, 30, seed=3)
-    losses = [
+    for loss_fn in (
         qmargin.q_margin(reduction="none"),
         qmargin.cosface(reduction="none"),
         qmargin.q_margin(alpha=1.5, scale=10.0, reduction="none"),
-    ]
-    losses += [
         qmargin.arcface(reduction="none"),
         qmargin.arcface(scale=10.0, margin=0.1, reduction="none"),
-    ]
-    for loss_fn in losses:
+    ):
         compiled = torch.compile(loss_fn, fullgraph=True, backend="aot_eager", dynamic=dynamic)
         torch.testing.assert_close(compiled(cosines, labels), loss_fn(cosines, labels))
 
@@ -111,7 +97,7 @@ def test_settings_may_vary_inside_a_compiled_function(dynamic, kind):
     torch._dynamo.reset()
     cosines, labels = cosine_batch(5, 30, seed=3)
 
-    def loss(alpha: float, margin: float, scale: float) -> Tensor:
+    def loss(alpha, margin, scale):
         return qmargin.margin_loss(
             cosines, labels, divergence=qmargin.Alpha(alpha), margin=kind(margin), scale=scale
         )
@@ -126,49 +112,45 @@ def test_settings_may_vary_inside_a_compiled_function(dynamic, kind):
 
 @for_operators
 @for_alphas
-def test_vmap_is_a_loop_over_rows(operator, alpha):
-    logits, labels = logits_and_labels()
-    function = OPERATORS[operator]
-    mapped = vmap(lambda x, y: function(x, y, alpha))(logits, labels)
-    torch.testing.assert_close(mapped, function(logits, labels, alpha), rtol=0, atol=1e-13)
-
-
-@for_alphas
-def test_vmap_over_batches_and_over_another_dim(alpha):
+def test_vmap_over_rows_batches_and_another_dim(operator, alpha):
     logits, labels = logits_and_labels(rows=6)
-    stacked = logits.reshape(2, 3, -1)
-    expected = qmargin.fenchel_young_loss(logits, labels, alpha=alpha).reshape(2, 3)
+    stacked, stacked_labels = logits.reshape(2, 3, -1), labels.reshape(2, 3)
+    expected = OPERATORS[operator](stacked, stacked_labels, alpha)
 
-    def loss(x: Tensor, y: Tensor) -> Tensor:
-        return qmargin.fenchel_young_loss(x, y, alpha=alpha)
+    def function(x, y):
+        return OPERATORS[operator](x, y, alpha)
 
-    mapped = vmap(loss)(stacked, labels.reshape(2, 3))
-    torch.testing.assert_close(mapped, expected, rtol=0, atol=1e-13)
-    moved = vmap(loss, in_dims=(1, 1), out_dims=1)(stacked, labels.reshape(2, 3))
-    torch.testing.assert_close(moved, expected, rtol=0, atol=1e-13)
-    nested = vmap(vmap(loss))(stacked, labels.reshape(2, 3))
-    torch.testing.assert_close(nested, expected, rtol=0, atol=1e-13)
+    for mapped in (
+        vmap(function)(stacked, stacked_labels),
+        vmap(function, in_dims=(1, 1), out_dims=1)(stacked, stacked_labels),
+        vmap(vmap(function))(stacked, stacked_labels),
+    ):
+        torch.testing.assert_close(mapped, expected, rtol=0, atol=1e-13)
+
+
+def test_vmap_over_alpha():
+    logits, labels = logits_and_labels()
+    alphas = torch.tensor([0.7, 1.0, 1.5], dtype=torch.float64)
+    for name in ("softargmax", "log_partition", "loss"):
+        function = OPERATORS[name]
+        mapped = vmap(lambda a, f=function: f(logits, labels, a))(alphas)
+        expected = torch.stack([function(logits, labels, float(a)) for a in alphas])
+        torch.testing.assert_close(mapped, expected, rtol=0, atol=1e-13)
 
 
 @for_alphas
 def test_jacrev_and_hessian(alpha):
-    logits, _ = logits_and_labels(num_classes=6)
-    row = logits[0] * 0.2
+    row = logits_and_labels(num_classes=6)[0][0] * 0.2
 
-    def posterior(x: Tensor) -> Tensor:
-        return qmargin.softargmax(x, alpha=alpha)
-
-    def partition(x: Tensor) -> Tensor:
+    def partition(x):
         return qmargin.log_partition(x, alpha=alpha)
 
-    jacobian = jacrev(posterior)(row)
-    torch.testing.assert_close(jacobian, jacobian.T, rtol=0, atol=1e-10)
-    torch.testing.assert_close(
-        jacobian.sum(0), torch.zeros(6, dtype=torch.float64), rtol=0, atol=1e-10
-    )
-    torch.testing.assert_close(jacrev(jacrev(partition))(row), jacobian, rtol=0, atol=1e-9)
-    expected = torch.autograd.functional.hessian(partition, row)
-    torch.testing.assert_close(jacobian, expected, rtol=0, atol=1e-9)
+    jacobian = jacrev(lambda x: qmargin.softargmax(x, alpha=alpha))(row)
+    close = {"rtol": 0, "atol": 1e-9}
+    torch.testing.assert_close(jacobian, jacobian.T, **close)
+    torch.testing.assert_close(jacobian.sum(0), torch.zeros(6, dtype=torch.float64), **close)
+    torch.testing.assert_close(jacrev(jacrev(partition))(row), jacobian, **close)
+    torch.testing.assert_close(torch.autograd.functional.hessian(partition, row), jacobian, **close)
 
 
 @pytest.mark.parametrize("preset", ["q_margin", "cosface", "sparsemax_face"])
@@ -203,19 +185,14 @@ def test_layout_does_not_matter(operator, alpha):
     expected = function(logits, labels, alpha)
     wide = torch.full((8, 20), 7.0, dtype=torch.float64)
     wide[1::2, 1:19:2] = logits
-    views = {
-        "transposed": logits.T.contiguous().T,
-        "strided": wide[1::2, 1:19:2],
-    }
-    for name, view in views.items():
-        assert not view.is_contiguous(), name
-        assert torch.equal(function(view, labels, alpha), expected), name
+    for view in (logits.T.contiguous().T, wide[1::2, 1:19:2]):
+        assert not view.is_contiguous()
+        assert torch.equal(function(view, labels, alpha), expected)
     strided_labels = torch.stack([labels, labels], dim=1)[:, 0]
     assert torch.equal(function(logits, strided_labels, alpha), expected)
     expanded = logits[:1].expand(4, 9)
-    assert torch.equal(
-        function(expanded, labels, alpha), function(expanded.contiguous(), labels, alpha)
-    )
+    copied = function(expanded.contiguous(), labels, alpha)
+    assert torch.equal(function(expanded, labels, alpha), copied)
 
 
 @for_operators
@@ -231,15 +208,12 @@ def test_any_leading_shape(operator, shape):
     torch.testing.assert_close(value.reshape(expected.shape), expected, rtol=0, atol=0)
 
 
-def test_rows_do_not_depend_on_their_neighbours():
+@for_alphas
+def test_rows_do_not_depend_on_their_neighbours(alpha):
     """A row gives the same bits alone, in a batch, and in another order."""
     cosines, labels = cosine_batch(7, 300, seed=2)
-    for alpha in ALPHAS:
-        loss_fn = qmargin.MarginLoss(
-            qmargin.Alpha(alpha), qmargin.PriorMargin(0.05), scale=5.0, reduction="none"
-        )
-        together = loss_fn(cosines, labels)
-        alone = torch.cat([loss_fn(cosines[i : i + 1], labels[i : i + 1]) for i in range(7)])
-        backwards = loss_fn(cosines.flip(0), labels.flip(0)).flip(0)
-        assert torch.equal(together, alone)
-        assert torch.equal(together, backwards)
+    loss_fn = make_loss(alpha)
+    together = loss_fn(cosines, labels)
+    alone = torch.cat([loss_fn(cosines[i : i + 1], labels[i : i + 1]) for i in range(7)])
+    assert torch.equal(together, alone)
+    assert torch.equal(together, loss_fn(cosines.flip(0), labels.flip(0)).flip(0))

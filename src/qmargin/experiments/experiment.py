@@ -8,19 +8,8 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
 from qmargin.errors import ConfigError
-from qmargin.experiments.space import (
-    DECIDES,
-    PRESET,
-    Axis,
-    Point,
-    check_axes,
-    check_points,
-    grid,
-    make_axis,
-    parse_axis,
-    value_text,
-    with_point,
-)
+from qmargin.experiments import space
+from qmargin.experiments.space import PRESET, Axis, Point, value_text
 from qmargin.experiments.worlds import Drawn, Made, Stored, World
 from qmargin.recipes import get_recipe, list_recipes
 from qmargin.registry import divergences, margins
@@ -79,7 +68,7 @@ class Arm:
     @property
     def candidates(self) -> tuple[Point, ...]:
         """Points of a grid."""
-        return self.points or tuple(grid(self.axes))
+        return self.points or tuple(space.grid(self.axes))
 
     @property
     def is_fixed(self) -> bool:
@@ -207,7 +196,7 @@ class Experiment:
 
     def run_recipe(self, name: str, point: Point, *, seed: int, is_search: bool) -> Recipe:
         """The recipe of a run, as the data adapt it."""
-        made = with_point(self.arm_recipe(name), point, seed=seed)
+        made = space.with_point(self.arm_recipe(name), point, seed=seed)
         return self.world.adapt(made, is_search=is_search)
 
     def with_arms(self, names: Sequence[str]) -> Experiment:
@@ -226,9 +215,9 @@ class Experiment:
             if arm.axes or arm.points or self.arms[arm.like].like is not None:
                 raise ConfigError(f"it takes the settings of {arm.like} and can choose none")
         else:
-            check_axes(recipe, arm.axes)
+            space.check_axes(recipe, arm.axes)
             if self.search.method == "grid" or arm.points:
-                check_points(recipe, arm.candidates)
+                space.check_points(recipe, arm.candidates)
         # an arm that is named like a margin or divergence must have it
         searched = {axis.key for axis in arm.axes} | {key for point in arm.points for key in point}
         kinds = [kind for kind, _ in recipe.loss.margins]
@@ -270,9 +259,9 @@ def sweep_experiment(
     ``axes`` are such as ``"loss.scale=8,16"``, ``settings`` those of every run, and ``validation``
     settings of the data that have validation identities; for the others see ``Search``.
     """
-    found = tuple(parse_axis(text) for text in axes)
+    found = tuple(space.parse_axis(text) for text in axes)
     recipe = apply_settings(recipe, settings)
-    check_axes(recipe, found, settings)
+    space.check_axes(recipe, found, settings)
     if seeds < 1:
         raise ConfigError(f"seeds is {seeds}; it must be at least 1")
     if not found and (seeds == 1 or method != "grid"):
@@ -397,12 +386,12 @@ is_log=True),))
     where = f"arms.{name}"
     rest = {str(key): value for key, value in _mapping(values, where).items()}
     title, like = str(rest.pop("title", TITLES.get(name, name))), rest.pop("like", None)
-    known = (*SHORT_KEYS, *DECIDES, "title", "like", *(one.name for one in fields(Recipe)))
+    known = (*SHORT_KEYS, *space.DECIDES, "title", "like", *(one.name for one in fields(Recipe)))
     for key in rest:
         if key.partition(".")[0] not in known:
             raise ConfigError(f"{where}: {key} is unknown, {suggest(key, known)}")
     given = [(SHORT_KEYS.get(key, key), value) for key, value in _flat(rest, where)]
-    axes = tuple(make_axis(key, value) for key, value in given if is_searched(value))
+    axes = tuple(space.make_axis(key, value) for key, value in given if is_searched(value))
     settings = [f"{key}={value_text(value)}" for key, value in given if not is_searched(value)]
     if name in LOSSES and not any(key == PRESET for key, _ in given):
         settings.insert(0, f"{PRESET}={LOSSES[name]}")

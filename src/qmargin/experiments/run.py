@@ -13,8 +13,8 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, redirect_stderr
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, redirect_stderr
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -165,8 +165,15 @@ def execute(run: Run, task: Task, *, device: str = "auto") -> Outcome:
     began = time.monotonic()
     try:
         run.folder.mkdir(parents=True, exist_ok=True)
-        with _logged(run.folder / LOG, show=task.show):
-            outcome = _executed(run, task, device)
+        with (run.folder / LOG).open("a", encoding="utf-8") as log, warnings.catch_warnings():
+            warnings.simplefilter("ignore", MarginWarning)  # tables show every effective margin
+            try:
+                with nullcontext() if task.show else redirect_stderr(log):
+                    outcome = _executed(run, task, device)
+            except Exception as error:
+                if not isinstance(error, QMarginError):  # which is foreseen
+                    traceback.print_exc(file=log)
+                raise
     except Exception as error:  # it diverged, or ran out of memory: the others may not
         words = f"{type(error).__name__}: {error}"
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
@@ -196,9 +203,10 @@ def _executed(run: Run, task: Task, device: str) -> Outcome:
         checkpoint = next(iter(list_steps(checkpoints).values()), None)
     seconds = round(time.monotonic() - began, 3) if is_new else None
     gap = recipe.loss.effective_margin
+    seed = f", seed {recipe.seed}" if world.differs(recipe) else ""
     options = EvaluationOptions(
         name=run.title,
-        protocol=_protocol_name(run, task),
+        protocol=f"{task.title}{', validation' * run.is_search}{seed}",
         num_replicates=task.protocol.num_replicates,
         num_hardest=NUM_HARDEST,
         model_card={
@@ -216,11 +224,6 @@ def _executed(run: Run, task: Task, device: str) -> Outcome:
     for name, result in zip(task.result_names(run), reversed(results), strict=True):
         write_result(run.folder / name, result)
     return _outcome(results[0])
-
-
-def _protocol_name(run: Run, task: Task) -> str:
-    name = f"{task.title}, validation" if run.is_search else task.title
-    return f"{name}, seed {run.recipe.seed}" if task.world.differs(run.recipe) else name
 
 
 def _describe(run: Run, checkpoint: Path | None, seconds: float | None) -> RunInfo:
@@ -269,21 +272,6 @@ def _trained(
     if outcome.signal:
         raise Interrupted(outcome.signal)
     return outcome.checkpoint
-
-
-@contextmanager
-def _logged(path: Path, *, show: bool) -> Iterator[None]:
-    """Send what a training shows to a file, unless it is asked for."""
-    with path.open("a", encoding="utf-8") as file, warnings.catch_warnings():
-        warnings.simplefilter("ignore", MarginWarning)  # tables show every effective margin
-        try:
-            with nullcontext() if show else redirect_stderr(file):
-                yield
-        except (QMarginError, Pruned):
-            raise  # foreseen: no traceback is needed
-        except Exception:
-            traceback.print_exc(file=file)
-            raise
 
 
 # -- test -----------------------------------------------------------------------------------------

@@ -139,12 +139,7 @@ class PruningReport:
 class RunBook:
     """Who trains which run of an experiment, in studies of an Optuna storage.
 
-    Args:
-        url: Of the storage.
-        name: Of the experiment and its settings: others may share the storage.
-        measure: Of the search.
-        prune: Whether runs of the search may be pruned.
-        is_shared: Whether other processes may work on the experiment.
+    The name is that of the experiment and its settings: others may share the storage.
     """
 
     def __init__(

@@ -18,10 +18,9 @@ from qmargin.experiments.measure import EER, far_of
 from qmargin.experiments.run import MAX_COHORT, NEAREST, NORMALISED, RESULT, Run
 from qmargin.experiments.search import Tried, ranked
 from qmargin.experiments.space import EFFECTIVE, HARDNESS, Point
-from qmargin.experiments.worlds import Drawn, Made
+from qmargin.experiments.worlds import Made
 from qmargin.files import MADE_BY, Guard, write_atomically
 from qmargin.losses.hardness import hardness
-from qmargin.metrics.bootstrap import Difference
 from qmargin.metrics.operating import sufficiency
 from qmargin.report.figures import LinePoint, has_matplotlib, write_lines
 from qmargin.report.journal import read_journal
@@ -311,37 +310,21 @@ def verdict(repeats: Repeats, fars: Sequence[float], *, bold: str = "{}") -> lis
         if len(ranked) < 2:
             continue
         focus = FOCUS if FOCUS in ranked else ranked[0]
-        rival, *rest = [name for name in ranked if name != focus]
+        rival = next(name for name in ranked if name != focus)
         made = difference_of_means(repeats, focus, rival, far)
         if made is None:
             continue
+        word = "is ahead of" if made.low > 0.0 else "is behind" if made.high < 0.0 else "ties with"
         enough = sufficiency(far, first.num_impostors)
         few = "" if enough.status == "ok" else f" That is a rough number: {enough.message}."
         values = [spread(repeats.values(name, far), sign="+-") for name in (focus, rival)]
-        others = {name: difference_of_means(repeats, focus, name, far) for name in rest}
         lines.append(
-            f"At FAR {far:g}, {focus} {bold.format(_word(made))} {rival}, the best of the "
+            f"At FAR {far:g}, {focus} {bold.format(word)} {rival}, the best of the "
             f"others: {signed(100 * made.difference)} points of TAR ({signed(100 * made.low)} to "
             f"{signed(100 * made.high)}, p = {probability(made.p_value)}); {values[0]} against "
-            f"{values[1]} %.{_also(others)}{few}"
+            f"{values[1]} %.{few}"
         )
     return lines
-
-
-def _word(made: Difference | None) -> str:
-    if made is None or made.low <= 0.0 <= made.high:
-        return "ties with"
-    return "is ahead of" if made.low > 0.0 else "is behind"
-
-
-def _also(others: Mapping[str, Difference | None]) -> str:
-    """The rest of the others that differ."""
-    parts = []
-    for word in ("is ahead of", "is behind"):
-        names = [name for name, made in others.items() if _word(made) == word]
-        if names:
-            parts.append(f"{word} {'; '.join(names)}")  # a name may have a comma
-    return f" Of the rest, it {' and '.join(parts)}." if parts else ""
 
 
 def results_page(finished: Finished, *, command: str, commit: str = "") -> str:
@@ -430,11 +413,8 @@ def _choice(finished: Finished) -> list[str]:
     experiment, search = finished.experiment, finished.experiment.search
     measure, first = finished.measure or EER, finished.rounds[0]
     aim = f"the {'smallest' if measure == EER else 'largest'} {_measure_text(measure)}"
-    held_out = "a part of the training identities, which the search holds out"
-    if isinstance(experiment.world, Made):
-        held_out = "which neither training nor test has"
-    elif isinstance(experiment.world, Drawn):
-        held_out += " (whole alphabets where they are known)"
+    is_made = isinstance(experiment.world, Made)
+    held_out = "other ones" if is_made else "a part of the training identities that it holds out"
     counts = sorted({sum(other.arm == one.arm for other in first) for one in first})
     length, longer = first[0].recipe.run.epochs, ""
     seeds = "" if len(search.seeds) == 1 else f" with each of {len(search.seeds)} seeds"
@@ -453,10 +433,7 @@ def _choice(finished: Finished) -> list[str]:
     for name, arm in experiment.arms.items():
         if arm.like is not None:
             parts.append(f"{arm.title} has the settings of {experiment.arms[arm.like].title}.")
-            continue
-        if len({point.get("loss.margin") for point in arm.points}) == 1:
-            parts.append(f"Of one margin only: {arm.title}.")
-        if name in experiment.searched and (arm.points or search.method == "grid"):
+        elif name in experiment.searched and (arm.points or search.method == "grid"):
             at = edges_of(finished.chosen[name], arm.candidates)
             edges += [f"{arm.title} ({', '.join(at)})"] if at else []
     for tried in reversed(finished.rounds):

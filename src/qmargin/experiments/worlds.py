@@ -114,11 +114,7 @@ class World:
 class Made(World):
     """Synthetic or stroke identities that a recipe describes; others of the same kind are measured.
 
-    Args:
-        num_validation: Identities to validate on.
-        samples_validation: Of each of them.
-        num_test: Identities to test.
-        samples_test: Of each of them.
+    Numbers are those of identities, and of samples of each of them.
     """
 
     num_validation: int = 200
@@ -192,19 +188,14 @@ class Made(World):
 class Stored(World):
     """Pictures or recordings in the layouts that ``qmargin train`` reads.
 
-    Args:
-        train_path: Training identities; None for those of the recipe.
-        test_path: Test identities; None where nothing is tested.
-        validation: Share of the training identities that a search holds out, or settings of the
-            data that have others, such as ``("data.path=faces/validation",)``.
-        trials: List of trials of recordings, whose names are relative to the folder of the list;
-            None for all pairs of the test data.
+    ``validation`` is the share of the training identities that a search holds out, or settings of
+    the data that have others, such as ``("data.path=faces/validation",)``.
     """
 
-    train_path: str | None = None
-    test_path: str | None = None
+    train_path: str | None = None  # None for that of the recipe
+    test_path: str | None = None  # None where nothing is tested
     validation: float | tuple[str, ...] = 0.1
-    trials: str | None = None
+    trials: str | None = None  # list, with names relative to its folder; None for all pairs
 
     def __post_init__(self) -> None:
         if isinstance(self.validation, tuple):
@@ -360,37 +351,20 @@ class SomeIdentities:
 
 @dataclass(frozen=True)
 class Drawn(World):
-    """Small grey pictures of a path, held in memory; see ``read_pictures``.
-
-    Args:
-        path: An NPZ file, or a folder with one folder per identity.
-        seed: Of the order and division of identities; None for that of each run, so that every
-            seed has test identities of its own where the data do not divide them.
-        validation: Share of the training identities that a search holds out; whole groups, such as
-            alphabets, where they are known.
-        budget: Pictures that a run reads in all: it sets the epochs. None for those of the recipe.
-        most_test: Test pictures at most; None for all.
-        samples_test: Test pictures of an identity at most; None for all.
-        turns: Quarter turns of a training identity are identities of their own.
-        mirrors: So are its mirror images.
-        alike: From which correlation on two of them are one, see ``Drawings.with_turns``.
-        warp: How far training pictures are distorted, see ``variants_of``.
-        num_variants: Distorted variants of each training picture.
-        digest: Of the pictures; ``opened`` sets it.
-    """
+    """Small grey pictures of a path, held in memory; see ``read_pictures``."""
 
     path: str
-    seed: int | None = None
-    validation: float = 0.2
-    budget: int | None = None
-    most_test: int | None = None
-    samples_test: int | None = None
-    turns: bool = False
-    mirrors: bool = False
-    alike: float | None = None
-    warp: float = 0.0
-    num_variants: int = 16
-    digest: str = ""
+    seed: int | None = None  # divides identities; None for the seed of each run
+    validation: float = 0.2  # share that a search holds out, whole groups where they are known
+    budget: int | None = None  # pictures that a run reads in all; None for the recipe's epochs
+    most_test: int | None = None  # test pictures
+    samples_test: int | None = None  # of an identity
+    turns: bool = False  # quarter turns of a training identity are identities of their own
+    mirrors: bool = False  # so are its mirror images
+    alike: float | None = None  # correlation from which two of them are one
+    warp: float = 0.0  # distortion of training pictures, see ``variants_of``
+    num_variants: int = 16  # distorted variants of each training picture
+    digest: str = ""  # of the pictures; set by ``opened``
 
     @property
     def is_ink(self) -> bool:

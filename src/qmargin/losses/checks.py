@@ -90,13 +90,6 @@ def check_floating(logits: Tensor, name: str = "logits") -> Tensor:
     return logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
 
 
-def check_labels(labels: Tensor, logits: Tensor, *, debug: bool = False) -> Tensor:
-    """Integer labels ``[...]`` for logits ``[..., k]`` as int64, their range checked if cheap."""
-    check_label_tensor(labels, logits)
-    checked: Tensor = checked_labels(labels, logits.shape[-1], debug)
-    return checked
-
-
 def check_label_tensor(labels: Tensor, logits: Tensor, name: str = "logits") -> None:
     """Raise unless labels are integers, one per row, on the device of the logits."""
     if not isinstance(labels, Tensor) or labels.dtype not in _INTEGERS:

@@ -132,7 +132,8 @@ def fenchel_young_loss(
         )  # of the target as given: rounding is its own
         value = _distribution_loss(logits, distribution, reference, divergence)
         return value + fault.to(value.dtype)
-    labels = checks.check_labels(target, logits, debug=debug)
+    checks.check_label_tensor(target, logits)
+    labels: Tensor = checks.checked_labels(target, logits.shape[-1], debug)
     if not isinstance(divergence, Alpha):
         one_hot = torch.zeros_like(logits).scatter(-1, labels[..., None], 1.0)
         return _distribution_loss(logits, one_hot, reference, divergence)

@@ -69,26 +69,25 @@ def margin_loss_with_stats(
     if norms is not None:
         checks.check_norms(norms, labels)
     shape, is_ignored = labels.shape, (labels == ignore_index).reshape(-1)
-    labels = checks.check_labels(
-        torch.where(labels == ignore_index, 0, labels), cosines, debug=debug
-    )
+    rows, labels = cosines.reshape(-1, cosines.shape[-1]), labels.reshape(-1)
+    labels = checks.checked_labels(torch.where(is_ignored, 0, labels), rows.shape[1], debug)
     if debug:
-        checks.check_cosines(cosines.reshape(-1, cosines.shape[-1]), is_ignored)
-    rows, targets = lift_target(cosines.reshape(-1, cosines.shape[-1]), labels.reshape(-1))
+        checks.check_cosines(rows, is_ignored)
+    rows, targets = lift_target(rows, labels)
     # Ignored rows may hold anything, NaN included, and none of it may reach a gradient.
     targets = torch.where(is_ignored, 0.0, targets)
     norms = None if norms is None else torch.where(is_ignored, 1.0, norms.reshape(-1))
-    marked = torch.where(is_ignored, -1, labels.reshape(-1))
+    marked = torch.where(is_ignored, -1, labels)
     # One number per row is cheap in float64, and s * m can be far larger than what is left of it.
     term = margin(targets.double(), scale, labels=marked, norms=norms)
     if isinstance(divergence, Alpha):
-        lifted = marked.clamp_min(0), term.logits, term.log_reference
+        lifted = labels, term.logits, term.log_reference
         alpha = divergence.as_tensor()
         solved = value_of(rows, None, alpha, lifted=lifted, is_ignored=is_ignored, scale=scale)
         stats = solved.tau, solved.support_size, solved.target_posterior, solved.mass_error
         output = LossOutput(solved.value, *stats)
     else:  # the generic solver needs full [B, k] matrices
-        index = marked.clamp_min(0)[:, None]
+        index = labels[:, None]
         logits = torch.where(is_ignored[:, None], 0.0, rows.double() * scale)
         logits = logits.scatter(1, index, term.logits[:, None])
         reference = torch.zeros_like(logits).scatter(1, index, term.log_reference[:, None])

@@ -41,27 +41,16 @@ LIMITS = (
 
 @dataclass(frozen=True)
 class ModelCard:
-    """What is needed to build a model again, and facts for people.
-
-    Args:
-        name: Of the model.
-        modality: ``"images"`` (RGB), ``"audio"`` or ``"arrays"`` (floats, taken as they are).
-        input_shape: Of one sample, ``(3, height, width)`` for images; empty where lengths vary.
-        backbone: Its name in ``qmargin.models``.
-        embedding_dim: ``d``.
-        options: Of the backbone.
-        weights_sha256: Fingerprint of ``backbone.safetensors``.
-        facts: Everything else, by name: where the weights come from, intended use, limits.
-    """
+    """What is needed to build a model again, and facts for people."""
 
     name: str
-    modality: str
-    input_shape: tuple[int, ...]
-    backbone: str
+    modality: str  # "images" (RGB), "audio" or "arrays" (floats, taken as they are)
+    input_shape: tuple[int, ...]  # (3, height, width) for images; empty where lengths vary
+    backbone: str  # its name in ``qmargin.models``
     embedding_dim: int
-    options: dict[str, Any] = field(default_factory=dict, hash=False)
+    options: dict[str, Any] = field(default_factory=dict, hash=False)  # of the backbone
     weights_sha256: str = ""
-    facts: dict[str, str] = field(default_factory=dict, hash=False)
+    facts: dict[str, str] = field(default_factory=dict, hash=False)  # origin, intended use, limits
 
     def __post_init__(self) -> None:
         if self.modality not in MODALITIES:
@@ -163,12 +152,8 @@ def write_model(
 ) -> ModelCard:
     """Make a model directory, which appears whole or not at all, and return its card.
 
-    Args:
-        directory: Does not exist yet, or is empty.
-        weights: State dict of the backbone; checked against the one that the card describes.
-        card: Its ``weights_sha256`` is filled in.
-        recipe: Text of ``recipe.yaml``; empty for weights that no recipe made.
-        run: Text of ``run.json``; empty where no run is known.
+    The directory does not exist yet, or is empty. The weights are checked against the backbone of
+    the card, whose ``weights_sha256`` is filled in. An empty ``recipe`` or ``run`` is not written.
     """
     directory = Path(directory)
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):

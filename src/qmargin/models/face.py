@@ -65,25 +65,19 @@ class IResNet(nn.Module):
     """IResNet: faces ``[B, 3, 112, 112]`` to embeddings ``[B, d]``.
 
     Convolutions follow autocast; the projection and its norm, whose weight is frozen at one, run in
-    the precision of their weights.
-
-    Args:
-        blocks: Residual blocks of the four stages.
-        embedding_dim: ``d``.
-        dropout: Before the projection.
-        shortcut: Of a block that halves the image and keeps its channels: ``"projection"`` as in
-            InsightFace, or ``"subsample"``, every other pixel, as in the IR networks of AdaFace.
-        gradient_checkpointing: Recompute activations in the backward pass instead of keeping them.
+    the precision of their weights. A block that halves the image and keeps its channels has a
+    ``shortcut`` by ``"projection"`` as in InsightFace, or by ``"subsample"``, every other pixel, as
+    in the IR networks of AdaFace.
     """
 
     def __init__(
         self,
-        blocks: tuple[int, int, int, int],
+        blocks: tuple[int, int, int, int],  # of the four stages
         embedding_dim: int = 512,
         *,
-        dropout: float = 0.0,
+        dropout: float = 0.0,  # before the projection
         shortcut: Shortcut = "projection",
-        gradient_checkpointing: bool = False,
+        gradient_checkpointing: bool = False,  # recompute activations in the backward pass
     ) -> None:
         super().__init__()
         if shortcut not in ("projection", "subsample"):
@@ -177,21 +171,15 @@ class MobileFaceNet(nn.Module):
 
     The names are those of InsightFace's ``mbf`` and ``mbf_large``. Convolutions follow autocast;
     from the widening to 512 channels on, layers run in the precision of their weights.
-
-    Args:
-        blocks: Blocks of the four stages; a first stage of one block is a grouped convolution.
-        width: Channels are 64 and 128 times this.
-        embedding_dim: ``d``.
-        gradient_checkpointing: Recompute activations in the backward pass instead of keeping them.
     """
 
     def __init__(
         self,
-        blocks: tuple[int, int, int, int],
-        width: int,
+        blocks: tuple[int, int, int, int],  # a first stage of 1 is a grouped convolution
+        width: int,  # channels are 64 and 128 times this
         embedding_dim: int = 512,
         *,
-        gradient_checkpointing: bool = False,
+        gradient_checkpointing: bool = False,  # recompute activations in the backward pass
     ) -> None:
         super().__init__()
         check_sizes(embedding_dim=embedding_dim)
@@ -296,29 +284,20 @@ class VisionTransformer(nn.Module):
     """Vision transformer: faces ``[B, 3, 112, 112]`` to embeddings ``[B, d]``.
 
     The tokens of all patches, side by side, are projected: there is no class token. Layers follow
-    autocast; the last norm and the projection run in the precision of their weights.
-
-    Args:
-        width: Of a token, ``D``.
-        depth: Number of blocks.
-        embedding_dim: ``d``.
-        num_heads: Of attention; a divisor of ``width``.
-        drop_path: Share of samples for which the last block is left out in training; the share
-            grows evenly from zero at the first.
-        mask_ratio: Share of the patches that a training step does not look at.
-        gradient_checkpointing: Recompute activations in the backward pass instead of keeping them.
+    autocast; the last norm and the projection run in the precision of their weights. In training, a
+    block is left out for a share of the samples that grows evenly from zero to ``drop_path``.
     """
 
     def __init__(
         self,
-        width: int,
+        width: int,  # of a token
         depth: int,
         embedding_dim: int = 512,
         *,
         num_heads: int = 8,
         drop_path: float = 0.0,
-        mask_ratio: float = 0.0,
-        gradient_checkpointing: bool = False,
+        mask_ratio: float = 0.0,  # share of the patches that a training step does not look at
+        gradient_checkpointing: bool = False,  # recompute activations in the backward pass
     ) -> None:
         super().__init__()
         if num_heads < 1 or width % num_heads:

@@ -47,25 +47,19 @@ class OnnxRecord:
 
 
 def write_onnx(
-    backbone: nn.Module,
+    backbone: nn.Module,  # on the CPU, in evaluation mode
     path: Path,
     *,
-    input_shape: tuple[int, ...],
+    input_shape: tuple[int, ...],  # of one sample
     lengths: tuple[int, ...] = (),
     metadata: Mapping[str, str] | None = None,
 ) -> OnnxRecord:
     """Write a backbone as ONNX: ``inputs [batch, ...]`` to ``embeddings [batch, d]``, float32.
 
     The file is kept only if onnxruntime gives what PyTorch gives, for batches of other sizes than
-    the traced one. Embeddings are compared at unit length, which is how they are scored.
-
-    Args:
-        backbone: On the CPU, in evaluation mode.
-        path: The file to make or replace.
-        input_shape: Of one sample.
-        lengths: For inputs ``[batch, length, *input_shape]`` whose length varies, such as
-            recordings: the length to trace, and others to compare.
-        metadata: Texts that the file carries.
+    the traced one. Embeddings are compared at unit length, which is how they are scored. With
+    ``lengths``, inputs are ``[batch, length, *input_shape]``: the first length is traced, the
+    others are compared.
     """
     check_packages()
     if backbone.training:

@@ -23,13 +23,7 @@ def _check_images(images: Tensor, in_channels: int) -> None:
 
 @register_backbone("small_mlp")
 class SmallMLP(nn.Module):
-    """Vectors to embeddings ``[B, d]`` by two layers.
-
-    Args:
-        embedding_dim: ``d``.
-        input_dim: Length of the vectors.
-        hidden_dim: Width of the layer between.
-    """
+    """Vectors ``[B, input_dim]`` to embeddings ``[B, d]`` by two layers."""
 
     def __init__(self, embedding_dim: int, *, input_dim: int = 32, hidden_dim: int = 64) -> None:
         super().__init__()
@@ -56,10 +50,7 @@ class SmallMLP(nn.Module):
 class SmallConv(nn.Module):
     """Images of any size to embeddings ``[B, d]`` by three convolutions.
 
-    Args:
-        embedding_dim: ``d``.
-        in_channels: Of the images.
-        width: Channels of the first convolution; doubled by each of the others.
+    ``width`` is the channels of the first convolution; each of the others doubles them.
     """
 
     def __init__(self, embedding_dim: int, *, in_channels: int = 3, width: int = 16) -> None:
@@ -107,13 +98,6 @@ class StrokeNet(DrawingNet):
     Norms are over one sample and activations are smooth, so that embeddings of a new network
     resemble one another. Softmax soon tells them apart, but a sparse loss looks at nearly the same
     few classes for every sample and learns little: with thousands of classes, set ``batch_norm``.
-
-    Args:
-        embedding_dim: ``d``.
-        in_channels: Of the images.
-        width: Channels at half the resolution; doubled by each of the other halvings.
-        depth: Residual blocks after each of the other halvings.
-        batch_norm: Centre and scale the embeddings by those of the batch.
     """
 
     def __init__(
@@ -121,9 +105,9 @@ class StrokeNet(DrawingNet):
         embedding_dim: int,
         *,
         in_channels: int = 1,
-        width: int = 32,
-        depth: int = 1,
-        batch_norm: bool = False,
+        width: int = 32,  # channels at half the resolution; doubled by the other halvings
+        depth: int = 1,  # residual blocks after each of the other halvings
+        batch_norm: bool = False,  # of the embeddings
     ) -> None:
         check_sizes(embedding_dim=embedding_dim, in_channels=in_channels, width=width)
         if depth < 0:
@@ -163,13 +147,8 @@ class StrokeResNet(DrawingNet):
     """Images of any size to embeddings ``[B, d]``: batch norms, and full resolution once.
 
     On Omniglot's other alphabets it is better than ``StrokeNet`` of the same width, which costs
-    less.
-
-    Args:
-        embedding_dim: ``d``.
-        in_channels: Of the images.
-        width: Channels at full and at half the resolution; doubled by each of the other halvings.
-        depth: Residual blocks of each resolution below the full.
+    less. ``width`` is the channels at full and half the resolution, ``depth`` the residual blocks
+    of each resolution below the full.
     """
 
     def __init__(

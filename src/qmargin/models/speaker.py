@@ -170,26 +170,18 @@ class SpeakerBlock(nn.Module):
 class SpeakerResNet(nn.Module):
     """ResNet: filter banks ``[B, T, num_bins]``, or waveforms, to embeddings ``[B, d]``.
 
-    Args:
-        blocks: Blocks of the four stages; bins and frames are halved by all but the first.
-        embedding_dim: ``d``.
-        num_convolutions: Of a block, two or three.
-        width: Channels of the first stage; doubled by each of the others.
-        num_bins: Of the filter banks.
-        pooling: ``"statistics"`` or ``"attentive"``.
-        embedding_norm: A batch norm without weights after the last layer, as in CAM++. The
-            published networks have none: statistics are positive, so that embeddings begin in one
-            direction, which a short run does not overcome.
-        dither: Of waveforms in training, see ``SpeakerInput``.
+    ``embedding_norm`` is a batch norm without weights after the last layer, as in CAM++. The
+    published networks have none: statistics are positive, so that embeddings begin in one
+    direction, which a short run does not overcome.
     """
 
     def __init__(
         self,
-        blocks: tuple[int, int, int, int],
+        blocks: tuple[int, int, int, int],  # of the stages; all but the first halve the input
         embedding_dim: int = 256,
         *,
-        num_convolutions: int = 2,
-        width: int = 32,
+        num_convolutions: int = 2,  # of a block, two or three
+        width: int = 32,  # channels of the first stage; doubled by each of the others
         num_bins: int = 80,
         pooling: PoolingKind = "statistics",
         embedding_norm: bool = False,
@@ -301,23 +293,15 @@ class EcapaBlock(nn.Module):
 
 
 class EcapaTdnn(nn.Module):
-    """ECAPA-TDNN: filter banks ``[B, T, num_bins]``, or waveforms, to embeddings ``[B, d]``.
-
-    Args:
-        embedding_dim: ``d``.
-        width: Channels, a multiple of 8; 512 and 1024 are the published sizes.
-        num_bins: Of the filter banks.
-        has_context: Whether the pooling's attention sees the whole recording.
-        dither: Of waveforms in training, see ``SpeakerInput``.
-    """
+    """ECAPA-TDNN: filter banks ``[B, T, num_bins]``, or waveforms, to embeddings ``[B, d]``."""
 
     def __init__(
         self,
         embedding_dim: int = 192,
         *,
-        width: int = 512,
+        width: int = 512,  # a multiple of 8; 512 and 1024 are the published sizes
         num_bins: int = 80,
-        has_context: bool = True,
+        has_context: bool = True,  # whether the pooling's attention sees the whole recording
         dither: float = 0.0,
     ) -> None:
         super().__init__()
@@ -359,26 +343,17 @@ def norm_relu(channels: int) -> nn.Sequential:
     return nn.Sequential(OrderedDict(batchnorm=nn.BatchNorm1d(channels), relu=nn.ReLU()))
 
 
-class Head(nn.Module):
-    """A small residual network over ``[B, bins, T]`` that leaves an eighth of the bins."""
-
-    def __init__(self, num_bins: int) -> None:
-        super().__init__()
-        width = 32
-        self.out_channels = width * -(-num_bins // 8)
-        self.conv1 = nn.Conv2d(1, width, 3, padding=1, bias=False)
-        self.bn1 = nn.BatchNorm2d(width)
-        self.layer1, self.layer2 = (
-            nn.Sequential(SpeakerBlock(width, width, (2, 1)), SpeakerBlock(width, width, 1))
-            for _ in range(2)
-        )
-        self.conv2 = nn.Conv2d(width, width, 3, stride=(2, 1), padding=1, bias=False)
-        self.bn2 = nn.BatchNorm2d(width)
-
-    def forward(self, frames: Tensor) -> Tensor:
-        out = self.bn1(self.conv1(frames[:, None])).relu()
-        out = self.bn2(self.conv2(self.layer2(self.layer1(out))))
-        return torch.relu(out).flatten(1, 2)
+def head(width: int) -> nn.Sequential:
+    """A small residual network over ``[B, 1, bins, T]`` that leaves an eighth of the bins."""
+    layers: OrderedDict[str, nn.Module] = OrderedDict()
+    layers["conv1"] = nn.Conv2d(1, width, 3, padding=1, bias=False)
+    layers["bn1"], layers["relu1"] = nn.BatchNorm2d(width), nn.ReLU()
+    for name in ("layer1", "layer2"):
+        first, second = (SpeakerBlock(width, width, stride) for stride in ((2, 1), 1))
+        layers[name] = nn.Sequential(first, second)
+    layers["conv2"] = nn.Conv2d(width, width, 3, stride=(2, 1), padding=1, bias=False)
+    layers["bn2"], layers["relu2"] = nn.BatchNorm2d(width), nn.ReLU()
+    return nn.Sequential(layers)
 
 
 class MaskedConvolution(nn.Module):
@@ -438,13 +413,7 @@ class DenseBlock(nn.Module):
 
 @register_backbone("campplus")
 class CamPlusPlus(nn.Module):
-    """CAM++: filter banks ``[B, T, num_bins]``, or waveforms, to embeddings ``[B, d]``.
-
-    Args:
-        embedding_dim: ``d``.
-        num_bins: Of the filter banks.
-        dither: Of waveforms in training, see ``SpeakerInput``.
-    """
+    """CAM++: filter banks ``[B, T, num_bins]``, or waveforms, to embeddings ``[B, d]``."""
 
     def __init__(
         self, embedding_dim: int = 512, *, num_bins: int = 80, dither: float = 0.0
@@ -453,9 +422,9 @@ class CamPlusPlus(nn.Module):
         check_sizes(embedding_dim=embedding_dim)
         self.embedding_dim = embedding_dim
         self.frontend = SpeakerInput(num_bins, dither=dither)
-        self.head = Head(num_bins)
-        channels = 128
-        conv = nn.Conv1d(self.head.out_channels, channels, 5, stride=2, padding=2, bias=False)
+        self.head = head(32)
+        in_channels, channels = 32 * -(-num_bins // 8), 128
+        conv = nn.Conv1d(in_channels, channels, 5, stride=2, padding=2, bias=False)
         layers: OrderedDict[str, nn.Module] = OrderedDict()
         layers["tdnn"] = nn.Sequential(OrderedDict(linear=conv, nonlinear=norm_relu(channels)))
         for place, (num_layers, dilation) in enumerate(((12, 1), (24, 2), (16, 2)), start=1):
@@ -481,7 +450,7 @@ class CamPlusPlus(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         *layers, pool, dense = self.xvector
-        frames = self.head(self.frontend(inputs))
+        frames = self.head(self.frontend(inputs)[:, None]).flatten(1, 2)
         for layer in layers:
             frames = layer(frames)
         with no_autocast(frames.device.type):

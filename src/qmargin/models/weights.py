@@ -38,17 +38,10 @@ _SHOWN = 3
 
 
 def load_weights_(backbone: nn.Module, path: str | Path, *, is_bgr: bool | None = None) -> None:
-    """Put the weights of a file into a backbone; all of them must fit.
+    """Put the weights of a file into a backbone of its structure; all of them must fit.
 
-    Args:
-        backbone: Built with the structure that the file was saved from.
-        path: A safetensors file or a PyTorch checkpoint, with the weights at its top or inside a
-            usual container such as ``state_dict``.
-        is_bgr: Whether the weights expect BGR images; None for what the layout is known for.
-
-    Raises:
-        DataError: The file cannot be read safely, or its tensors are not those of the backbone; the
-            backbone is as it was then.
+    ``is_bgr`` says whether they expect BGR images; None for what the layout is known for. After a
+    ``DataError`` the backbone is as it was.
     """
     found = read_weights(path)
     is_adaface = any(name.startswith("body.") for name in found)
@@ -62,12 +55,7 @@ def load_weights_(backbone: nn.Module, path: str | Path, *, is_bgr: bool | None 
 
 
 def read_weights(path: str | Path) -> dict[str, Tensor]:
-    """Tensors of a file by name, without containers and prefixes such as ``module.``.
-
-    Raises:
-        DataError: The file is no checkpoint, holds more than tensors, or has values that are not
-            finite.
-    """
+    """Tensors of a file by name, without containers and prefixes such as ``module.``."""
     path = Path(path)
     if not path.is_file():
         raise DataError(f"there is no file {path}; name a checkpoint")

@@ -15,17 +15,7 @@ from qmargin.experiments.space import Point, value_text
 from qmargin.experiments.worlds import SHIFT, Made
 from qmargin.registry import experiments
 from qmargin.schema import Option
-from qmargin.training.recipe import (
-    DataPart,
-    HeadPart,
-    LossPart,
-    ModelPart,
-    OptimizerPart,
-    PrecisionPart,
-    Recipe,
-    RunPart,
-    SchedulePart,
-)
+from qmargin.training import recipe
 
 LR_RATIO = 20.0  # of prototypes to network: with one rate for both every loss is worse
 EPSILON = 1e-12  # of AdamW, far below the gradient of the smallest scale
@@ -74,7 +64,7 @@ def stroke_recipe(
     lr: float = 5e-3,
     dtype: Literal["fp32", "bf16"] = "fp32",
     data_seed: int | None = None,
-) -> Recipe:
+) -> recipe.Recipe:
     """The recipe of every loss on stroke identities; ``data_seed`` fixes them for all runs.
 
     AdamW, because its steps do not depend on the scale of the gradient: scales of the losses differ
@@ -90,24 +80,24 @@ def stroke_recipe(
     }
     if data_seed is not None:
         strokes["seed"] = data_seed
-    return Recipe(
+    return recipe.Recipe(
         name="strokes",
-        data=DataPart(
+        data=recipe.DataPart(
             "strokes",
             batch_size=size.batch_size,
             num_classes=size.num_classes,
             options=strokes,
             num_workers=0,  # runs side by side leave no cores for them
         ),
-        model=ModelPart(size.network, embedding_dim=size.embedding_dim, options=network),
-        loss=LossPart(1.0, "angular", 0.1, 16.0),
-        optimizer=OptimizerPart(
+        model=recipe.ModelPart(size.network, embedding_dim=size.embedding_dim, options=network),
+        loss=recipe.LossPart(1.0, "angular", 0.1, 16.0),
+        optimizer=recipe.OptimizerPart(
             lr=lr, kind="adamw", weight_decay=0.05, beta2=0.99, epsilon=EPSILON, decay_norms=False
         ),
-        head=HeadPart(update="torch", lr_ratio=LR_RATIO),
-        schedule=SchedulePart("cosine", warmup_epochs=0.5),
-        precision=PrecisionPart(channels_last=True, dtype=dtype),
-        run=RunPart(
+        head=recipe.HeadPart(update="torch", lr_ratio=LR_RATIO),
+        schedule=recipe.SchedulePart("cosine", warmup_epochs=0.5),
+        precision=recipe.PrecisionPart(channels_last=True, dtype=dtype),
+        run=recipe.RunPart(
             epochs=size.epochs,
             save_every_steps=200,
             keep=1,
@@ -149,13 +139,7 @@ def needed(data: Path | None, name: str) -> Path:
 
 
 def get_experiment(name: str, *, device: str = "cpu", data: Path | None = None) -> Experiment:
-    """An experiment by its name.
-
-    Args:
-        name: One that ``list_experiments`` has.
-        device: ``"cpu"`` or ``"cuda"``, which decides the size of the demo.
-        data: Path of pictures or recordings, where the experiment reads them.
-    """
+    """An experiment by its name; the device, ``cpu`` or ``cuda``, decides the size of the demo."""
     made: Experiment = experiments.get(name)(device, data)
     if data is not None and isinstance(made.world, Made):
         raise ConfigError(f"{name} makes its own data; leave --data out")

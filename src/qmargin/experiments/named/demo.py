@@ -125,16 +125,10 @@ def run_demo(
     data: Path | None = None,
     command: str = "qmargin demo",
 ) -> Finished:
-    """Train and test what is missing of the demo, and write the report.
+    """Train and test what is missing of the demo in a folder, and write the report.
 
-    Args:
-        out: Folder of the demo; one that holds a part of it is completed.
-        losses: Of the five; none for all.
-        seeds: Each has other identities and other weights.
-        minutes: For all five losses with one seed; None for the standard length.
-        device: ``"auto"``, ``"cpu"`` or ``"cuda"``.
-        data: Pictures instead of stroke identities, see ``read_pictures``.
-        command: For the record.
+    ``minutes`` are for all five losses with one seed; None for the standard length. ``data`` are
+    pictures instead of stroke identities, see ``read_pictures``.
     """
     if seeds < 1:
         raise ConfigError(f"seeds is {seeds}; it must be at least 1")

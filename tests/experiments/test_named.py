@@ -1,0 +1,126 @@
+"""Named experiments are fair, and what is shipped and documented is what they found."""
+
+import itertools
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from qmargin.cli.paper import EXPERIMENTS
+from qmargin.experiments.named import get_experiment, list_experiments, setting_point
+from qmargin.experiments.named.demo import DEMO_GRID, DEMO_SETTINGS, demo_experiment
+from qmargin.experiments.tables import edges_of
+from qmargin.report.paper_layouts import FACE_ROWS, SEEDS_ROW, SPEAKER_ROWS, Setting
+
+ROOT = Path(__file__).parents[2]
+MADE = ("demo", "demo-search", "strokes-10k", "strokes-1m")
+
+
+@pytest.mark.parametrize("name", [name for name in list_experiments() if "paper-" not in name])
+def test_every_loss_gets_the_same_effort(tmp_path: Path, name: str) -> None:
+    experiment = get_experiment(name, data=None if name in MADE else tmp_path)
+    arms = {key: arm for key, arm in experiment.arms.items() if arm.like is None}
+    assert set(arms) == set(DEMO_SETTINGS["cpu"])
+    assert len({len(arm.points) for arm in arms.values()}) == 1
+    assert len({experiment.arm_recipe(key).optimizer for key in arms}) == 1
+    for key in ("arcface", "cosface", "sparsemax"):  # whose alpha is given
+        alphas = {point["loss.alpha"] for point in arms[key].points}
+        assert alphas == {"2" if key == "sparsemax" else "1"}
+    recipe = experiment.recipe
+    if name.startswith("strokes"):  # of the size of a GPU
+        assert recipe.precision.dtype == "bf16" and recipe.model.options["batch_norm"] is True
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "num_seeds"),
+    [
+        ("paper-face", FACE_ROWS, 1),
+        ("paper-speaker", SPEAKER_ROWS, 1),
+        ("paper-seeds", (SEEDS_ROW,), 3),
+    ],
+)
+def test_arms_are_the_settings_of_a_table(name, rows, num_seeds):
+    experiment = get_experiment(name)
+    assert len(experiment.seeds) == num_seeds and not experiment.searched
+    found = []
+    for key, arm in experiment.arms.items():
+        loss = experiment.run_recipe(key, arm.candidates[0], seed=0, is_search=False).loss
+        found.append(Setting(loss.margin_kind, loss.alpha, loss.scale, loss.margin))
+    assert found == [row.setting for row in rows]
+    assert set(EXPERIMENTS.values()) <= list_experiments().keys()
+
+
+def test_settings_of_the_demo_are_tried_by_its_own_recipe() -> None:
+    point = setting_point(DEMO_SETTINGS["cpu"]["q_margin"])
+    made = [
+        one.run_recipe("q_margin", point, seed=0, is_search=False).sha256
+        for one in (demo_experiment("cpu"), get_experiment("demo-search"))
+    ]
+    assert made[0] == made[1] and demo_experiment("cpu").recipe.precision.dtype == "fp32"
+
+
+def test_shipped_settings_are_those_that_the_search_chose() -> None:
+    record = json.loads((ROOT / "docs" / "results" / "demo-search.json").read_text())
+    (tried,) = (part["tried"] for part in record["rounds"])
+    assert {(one["key"], tuple(one["setting"])) for one in tried} == {
+        (key, setting) for key, settings in DEMO_GRID.items() for setting in settings
+    }
+    for key, setting in DEMO_SETTINGS["cpu"].items():
+        means = {
+            tuple(one["setting"]): sum(found[record["measure"]] for found in one["metrics"])
+            for one in tried
+            if one["key"] == key
+        }
+        assert max(means, key=means.__getitem__) == setting
+
+
+def test_settings_for_a_gpu_are_those_of_the_results_page() -> None:
+    page = (ROOT / "docs" / "results" / "strokes-10k.md").read_text()
+    rows = [line.split("|")[1:6] for line in page.splitlines() if line.endswith("| chosen |")]
+    chosen = {row[0].strip(): tuple(map(float, row[1:4])) for row in rows}
+    titles = {arm.title: name for name, arm in demo_experiment("cuda").arms.items()}
+    assert {titles[title]: found for title, found in chosen.items()} == DEMO_SETTINGS["cuda"]
+
+
+def test_a_choice_at_an_edge_is_named() -> None:
+    grid = [setting_point(one) for one in
+            ((1.25, 7.0, 0.2), (1.25, 7.0, 0.4), (1.25, 10.0, 0.3), (1.5, 4.0, 0.3))]  # fmt: skip
+    assert edges_of(grid[1], grid) == ["smallest scale", "largest margin"]
+    assert edges_of(grid[2], grid) == ["largest scale"]
+    assert edges_of(grid[3], grid) == []  # nothing beside it was tried
+    assert edges_of(grid[2], [*grid, setting_point((1.25, 16.0, 0.3))]) == []
+
+
+def tables_in(text: str) -> list[list[list[str]]]:
+    """Cells of the tables of a page, without the rules under the heads."""
+    groups = itertools.groupby(text.splitlines(), key=lambda line: line.startswith("|"))
+    tables = [
+        [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+        for is_table, lines in groups
+        if is_table
+    ]
+    return [[rows[0], *rows[2:]] for rows in tables]
+
+
+def test_the_readme_says_what_the_pages_found() -> None:
+    readme = (ROOT / "README.md").read_text()
+    (heads, *rows) = next(rows for rows in tables_in(readme) if rows[0][:2] == ["data", "FAR"])
+    found: list[list[list[str]]] = []
+    for data, far, *cells, ahead, behind in rows:
+        if data:
+            (target,) = re.findall(r"\((.*?)\)", data)
+            found = tables_in((ROOT / target).read_text())
+        power = "10⁻" + "⁰¹²³⁴⁵⁶"[int(far.removeprefix("1e-"))]
+        place = next(n for n, head in enumerate(found[0][0]) if head.endswith(power))
+        tars = {row[0]: row[place] for row in found[0][1:]}
+        assert dict(zip(heads[2:-2], cells, strict=True)) == tars
+        minus = next(table for table in found if table[0][0] == "Q-Margin minus")
+        place, compared = minus[0].index(f"at {power}"), {"ahead": [], "behind": []}
+        for row in minus[1:]:
+            bounds = re.findall(r"[+\u2212][0-9.]+", row[place])[1:]
+            low, high = (float(text.replace("\u2212", "-")) for text in bounds)
+            name = "ArcFace 10 %" if row[0].startswith("ArcFace, 10") else row[0]
+            compared["ahead"] += [name] * (low > 0.0)
+            compared["behind"] += [name] * (high < 0.0)
+        assert [ahead, behind] == [", ".join(names) or "nobody" for names in compared.values()]
