@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -143,3 +144,11 @@ def status(out: Path) -> dict[str, Any]:
     """The status file."""
     found: dict[str, Any] = json.loads((Path(out) / "status.json").read_text(encoding="utf-8"))
     return found
+
+
+def wait_for_step(process: Any, out: Path, step: int, errors: Callable[[], str]) -> None:
+    """Wait until the journal of a run has a step; fail with its errors if the process ends."""
+    deadline, path = time.monotonic() + 60, Path(out) / "journal.jsonl"
+    while not path.exists() or f'"step": {step}, "total_steps"' not in path.read_text():
+        assert process.poll() is None and time.monotonic() < deadline, errors()
+        time.sleep(0.01)
