@@ -119,8 +119,6 @@ def test_adaface_networks_load_and_take_rgb(tmp_path, images):
     ours = IResNet(SMALL, 8, shortcut="subsample").eval()
     load_weights_(ours, tmp_path / "ada.ckpt")
     torch.testing.assert_close(ours(images), theirs(images.flip(1)), rtol=1e-5, atol=1e-5)
-    load_weights_(ours, tmp_path / "ada.ckpt", is_bgr=False)
-    torch.testing.assert_close(ours(images), theirs(images), rtol=1e-5, atol=1e-5)
     with pytest.raises(DataError, match=r"missing: layer1\.0\.downsample"):
         load_weights_(IResNet(SMALL, 8), tmp_path / "ada.ckpt")
 
@@ -198,9 +196,3 @@ def test_other_contents_are_named(tmp_path):
         torch.save(content, path)
         with pytest.raises(DataError, match=message):
             read_weights(path)
-
-
-def test_only_networks_of_colours_are_turned_round(tmp_path):
-    torch.save(nn.Linear(2, 3).state_dict(), tmp_path / "line.pt")
-    with pytest.raises(DataError, match="Linear"):
-        load_weights_(nn.Linear(2, 3), tmp_path / "line.pt", is_bgr=True)
