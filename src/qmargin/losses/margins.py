@@ -168,7 +168,7 @@ def keep_non_finite(shifted: Tensor, cosines: Tensor) -> Tensor:
 
 
 def sine(cosines: Tensor) -> Tensor:
-    """``sin(arccos c)`` of cosines in [-1, 1]; its derivative is ``-c / max(sin, SMALLEST_SINE)``."""
+    """``sin(arccos c)`` of cosines in [-1, 1]; its slope is ``-c / max(sin, SMALLEST_SINE)``."""
     squared = (1.0 - cosines) * (1.0 + cosines)  # unlike 1 - c^2 this loses no digits at the ends
     floor = SMALLEST_SINE**2
     root = squared.clamp_min(floor).sqrt()
