@@ -7,18 +7,10 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 FILES = sorted(path for folder in ("src", "benchmarks") for path in (ROOT / folder).rglob("*.py"))
-BANNED = {
-    "pickle.load",
-    "pickle.loads",
-    "torch.save",
-    "yaml.load",
-    "yaml.unsafe_load",
-    "yaml.full_load",
-    "os.system",
-    "os.popen",
-    "eval",
-    "exec",
-}
+BANNED = (
+    "pickle.load pickle.loads torch.save yaml.load yaml.unsafe_load yaml.full_load os.system "
+    "os.popen eval exec"
+)
 
 
 def bad_calls(code: str) -> list[str]:
@@ -29,16 +21,15 @@ def bad_calls(code: str) -> list[str]:
         name = ast.unparse(node.func)
         given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
         is_unsafe = name.endswith("torch.load") and given.get("weights_only") != "True"
-        if name in BANNED or is_unsafe or given.get("shell", "False") != "False":
+        if name in BANNED.split() or is_unsafe or given.get("shell", "False") != "False":
             found.append(f"line {node.lineno}: {name}")
         if given.get("allow_pickle", "False") != "False":
             found.append(f"line {node.lineno}: {name}(allow_pickle)")
     return found
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_no_banned_call(path: Path) -> None:
-    assert not bad_calls(path.read_text(encoding="utf-8"))
+def test_no_banned_call() -> None:
+    assert {path: bad for path in FILES if (bad := bad_calls(path.read_text("utf-8")))} == {}
 
 
 @pytest.mark.parametrize(
@@ -55,7 +46,4 @@ def test_no_banned_call(path: Path) -> None:
 )
 def test_banned_calls_are_found(code: str) -> None:
     assert len(bad_calls(code)) == 1
-
-
-def test_harmless_namesakes_are_not() -> None:
     assert not bad_calls("model.eval(); yaml.safe_load(text); torch.load(p, weights_only=True)")

@@ -72,10 +72,9 @@ def test_records_hold_infinities_and_later_keys_and_settings_do_not() -> None:
     assert decode(Outer, plain, "r").limit == -math.inf
     assert encode(Outer("x", limit=-math.inf, mixed=math.nan), "r")["limit"] == "-inf"
     assert encode(Outer("x", mixed=math.nan), "r")["mixed"] is None
-    with pytest.raises(ConfigError, match="limit"):
-        decode_settings(Outer, {"name": "x", "limit": "-inf"})
-    with pytest.raises(ConfigError, match="limit"):
-        decode_settings(Outer, {"name": "x", "limit": math.inf})
+    for limit in ("-inf", math.inf):
+        with pytest.raises(ConfigError, match="limit"):
+            decode_settings(Outer, {"name": "x", "limit": limit})
     with pytest.raises(DataError, match=r"part\.name"):
         encode(Outer(object()), "part")  # type: ignore[arg-type]
 
@@ -83,33 +82,30 @@ def test_records_hold_infinities_and_later_keys_and_settings_do_not() -> None:
 @pytest.mark.parametrize(
     ("change", "path"),
     [
-        (3, "file: is 3|file is 3"),
-        ({"name": 3}, "file: name is 3"),
-        ({"name": "x", "inner": []}, "file: inner is .*"),
-        ({"name": "x", "inner": {}}, "file: inner.rate is missing"),
-        ({"name": "x", "inner": {"rate": True}}, "file: inner.rate is True"),
-        ({"name": "x", "inner": {"rate": "fast"}}, "file: inner.rate is 'fast'"),
-        (
-            {"name": "x", "inner": {"rate": 1, "kind": "cosin"}},
-            "inner.kind .*did you mean 'cosine'",
-        ),
-        ({"name": "x", "inner": {"rate": 1, "kind": 1}}, "inner.kind is 1"),
-        ({"name": "x", "sizes": [1, 2.5]}, r"sizes\[1\] is 2.5, not an integer"),
-        ({"name": "x", "sizes": 7}, "sizes is 7, not a list"),
-        ({"name": "x", "pair": [1]}, "pair is .*, not a list of 2"),
-        ({"name": "x", "options": {"a": {}}}, "options.a is {}"),
-        ({"name": "x", "options": {"a b": 1}}, "options has the key 'a b'"),
-        ({"name": "x", "by_name": {"i": {"rate": None}}}, "by_name.i.rate is None"),
-        ({"name": "x", "is_on": 1}, "is_on is 1, not true or false"),
-        ({"name": "x", "mixed": [1]}, "mixed is .*, not a number or a text"),
-        ({}, "name is missing"),
+        ({"name": 3}, "name is 3"),
+        ({"inner": []}, "inner is .*"),
+        ({"inner": {}}, "inner.rate is missing"),
+        ({"inner": {"rate": True}}, "inner.rate is True"),
+        ({"inner": {"rate": "fast"}}, "inner.rate is 'fast'"),
+        ({"inner": {"rate": 1, "kind": "cosin"}}, "inner.kind .*did you mean 'cosine'"),
+        ({"inner": {"rate": 1, "kind": 1}}, "inner.kind is 1"),
+        ({"sizes": [1, 2.5]}, r"sizes\[1\] is 2.5, not an integer"),
+        ({"sizes": 7}, "sizes is 7, not a list"),
+        ({"pair": [1]}, "pair is .*, not a list of 2"),
+        ({"options": {"a": {}}}, "options.a is {}"),
+        ({"options": {"a b": 1}}, "options has the key 'a b'"),
+        ({"by_name": {"i": {"rate": None}}}, "by_name.i.rate is None"),
+        ({"is_on": 1}, "is_on is 1, not true or false"),
+        ({"mixed": [1]}, "mixed is .*, not a number or a text"),
     ],
 )
-def test_errors_name_the_path(change: Any, path: str) -> None:
-    with pytest.raises(DataError, match=path):
-        decode(Outer, change, "file:")
-    with pytest.raises(ConfigError, match=path.replace("file: ", "")):
-        decode_settings(Outer, change, "file")
+def test_errors_name_the_path(change: dict[str, Any], path: str) -> None:
+    for read, error, where in ((decode, DataError, "file:"), (decode_settings, ConfigError, "f")):
+        with pytest.raises(error, match=path):
+            read(Outer, {"name": "x", **change}, where)
+        for value, named in ((3, f"{where}.* is 3"), ({}, "name is missing")):
+            with pytest.raises(error, match=named):
+                read(Outer, value, where)
 
 
 def test_settings_suggest_and_check_and_bound() -> None:
@@ -170,13 +166,14 @@ def test_options_are_those_of_a_function() -> None:
     def taker(path: str, size: int, *, flip: float = 0.5) -> None: ...
 
     check_options({"size": 3}, taker, "options", given=("path",))
-    with pytest.raises(ConfigError, match=r"options\.flipp is unknown, did you mean 'flip'"):
-        check_options({"size": 3, "flipp": 1}, taker, "options", given=("path",))
-    with pytest.raises(ConfigError, match=r"options\.size is missing"):
-        check_options({}, taker, "options", given=("path",))
-    with pytest.raises(ConfigError, match=r"options\.path is unknown"):
-        check_options({"size": 3, "path": 1}, taker, "options", given=("path",))
     check_options({"anything": 1}, lambda **options: None, "options")
+    for options, named in (
+        ({"size": 3, "flipp": 1}, r"options\.flipp is unknown, did you mean 'flip'"),
+        ({}, r"options\.size is missing"),
+        ({"size": 3, "path": 1}, r"options\.path is unknown"),
+    ):
+        with pytest.raises(ConfigError, match=named):
+            check_options(options, taker, "options", given=("path",))
 
 
 texts = st.one_of(st.booleans(), st.floats(allow_nan=False, allow_infinity=False), st.text())

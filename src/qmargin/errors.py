@@ -46,12 +46,7 @@ class MarginWarning(UserWarning):
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """A question about the nearest known name, for messages; empty if none is near.
-
-    Examples:
-        >>> nearest("evalute", ["evaluate", "report"])
-        "did you mean 'evaluate'?"
-    """
+    """A question about the nearest known name, for messages; empty if none is near."""
     from difflib import get_close_matches
 
     close = get_close_matches(name, list(known), n=1)

@@ -48,7 +48,6 @@ class _Entry:
 
     @property
     def origin(self) -> str:
-        """Package or module, for messages."""
         return self.package or self.module or "an unknown module"
 
 
@@ -145,9 +144,7 @@ class Registry(Generic[T]):
 
     def _register(self, name: str, entry: _Entry) -> None:
         if not _NAME.fullmatch(name):
-            raise ConfigError(
-                f"{name!r} cannot be the name of a {self.kind}; use letters, digits, - and _"
-            )
+            raise ConfigError(f"{name!r} cannot name a {self.kind}; use letters, digits, - and _")
         if not f"{entry.module}.".startswith(f"{self._home}."):
             self._import_home()  # so that a built-in name is refused here and now
         held = self._entries.get(name)
@@ -157,15 +154,13 @@ class Registry(Generic[T]):
         self._entries[name] = entry
 
     def _import_home(self) -> None:
-        """Import every module of the home; they register the built-in objects.
-
-        No lock is held: a module that another thread imports may be waiting to register.
-        """
+        """Import every module of the home; they register the built-in objects."""
         thread = threading.get_ident()
         if self._is_home_imported or thread in self._importing or self._home is None:
             return
         import pkgutil
 
+        # No lock is held: a module that another thread imports may be waiting to register.
         self._importing.add(thread)  # modules of the home may look names up meanwhile
         try:
             package = import_module(self._home)
@@ -210,10 +205,9 @@ class Registry(Generic[T]):
                     value = getattr(value, part)
             except Exception as error:
                 origin = f" of the package {entry.package}" if entry.package else ""
-                raise ConfigError(
-                    f"the {self.kind} {name!r}{origin} cannot be imported from {entry.reference} "
-                    f"({type(error).__name__}: {error}); repair, update or remove the package"
-                ) from error
+                what = f"{self.kind} {name!r}{origin} cannot be imported from {entry.reference}"
+                why = f"({type(error).__name__}: {error}); repair, update or remove the package"
+                raise ConfigError(f"the {what} {why}") from error
             entry = self._entries[name]  # the module may have registered the name itself
             if entry.value is None:
                 entry = self._entries[name] = _Entry(value, entry.reference, entry.package)

@@ -1,15 +1,8 @@
 """Frozen dataclasses from plain data (YAML, JSON, ``key=value``) and back, checked by annotations.
 
-``decode`` reads *records* that a program wrote: unknown keys are ignored, because a later version
-may have added them, ``"inf"`` is a number, errors are ``DataError``. ``decode_settings`` reads what
-*people* write: unknown keys are refused with the nearest known one, numbers are finite, integers
-fit into 64 bits, errors are ``ConfigError``. Every error begins with the path of the value, as in
-``optimizer.lr``.
-
-Annotations may be ``bool``, ``int``, ``float``, ``str``, ``Literal``, ``Any``, dataclasses, named
-tuples, ``tuple[...]``, ``dict[str, ...]`` and unions of these. A dataclass that can be written in
-other ways declares their keys in ``SHORTHANDS`` and turns them into fields in a class method
-``expand``. A field with the metadata ``NEW`` leaves files and hashes without it as they were.
+Every error begins with the path of the value, as in ``optimizer.lr``. A dataclass that can be
+written in other ways declares their keys in ``SHORTHANDS`` and turns them into fields in a class
+method ``expand``.
 """
 
 from __future__ import annotations
@@ -68,12 +61,7 @@ def fields_of(part: Any) -> Iterator[tuple[str, Any]]:
 
 
 def encode(value: Any, where: str) -> Any:
-    """What ``json.dumps`` takes with ``allow_nan=False``; a NaN becomes None.
-
-    Examples:
-        >>> encode((1.5, float("inf"), None, float("nan")), "values")
-        [1.5, 'inf', None, None]
-    """
+    """What ``json.dumps`` takes with ``allow_nan=False``; a NaN becomes None."""
     if is_dataclass(value) and not isinstance(value, type):
         return {name: encode(item, f"{where}.{name}") for name, item in fields_of(value)}
     if isinstance(value, Mapping):
@@ -90,16 +78,7 @@ def encode(value: Any, where: str) -> Any:
 
 
 def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Every value of a dataclass by its dotted key; a section that is absent is None.
-
-    Examples:
-        >>> @dataclass(frozen=True)
-        ... class Part:
-        ...     size: int
-        ...     options: Options
-        >>> flatten(Part(3, {"noise": 0.5}), "data")
-        {'data.size': 3, 'data.options.noise': 0.5}
-    """
+    """Every value of a dataclass by its dotted key; a section that is absent is None."""
     if is_dataclass(value) and not isinstance(value, type):
         inner: Iterable[tuple[str, Any]] = fields_of(value)
     elif isinstance(value, Mapping):
@@ -113,15 +92,9 @@ def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def decode(kind: Any, value: Any, where: str) -> Any:
-    """A record of the annotated type ``kind`` from parsed JSON.
+    """A record that a program wrote, of the annotated type ``kind``, from parsed JSON.
 
-    Examples:
-        >>> decode(tuple[float, ...], [1, "-inf"], "values")
-        (1.0, -inf)
-        >>> decode(int | None, "many", "count")
-        Traceback (most recent call last):
-        ...
-        qmargin.errors.DataError: count is 'many', not an integer
+    Unknown keys are ignored, because a later version may have added them; ``"inf"`` is a number.
     """
     return _Decoder(DataError).read(kind, value, where)
 
@@ -129,26 +102,13 @@ def decode(kind: Any, value: Any, where: str) -> Any:
 def decode_settings(kind: Any, value: Any, where: str = "") -> Any:
     """An object of the annotated type ``kind`` from what people write, such as a YAML file.
 
-    Examples:
-        >>> @dataclass(frozen=True)
-        ... class Rates:
-        ...     lr: float
-        ...     decay: float = 0.0
-        >>> decode_settings(Rates, {"lr": "1e-3"})
-        Rates(lr=0.001, decay=0.0)
-        >>> decode_settings(Rates, {"lr": 1, "decai": 1}, "opt")
-        Traceback (most recent call last):
-        ...
-        qmargin.errors.ConfigError: opt.decai is unknown, did you mean 'decay'? known are lr, decay
+    Unknown keys are refused with the nearest known one; integers fit into 64 bits.
     """
     return _Decoder(ConfigError, is_written=True).read(kind, value, where)
 
 
 def check_fields(part: Any) -> None:
-    """Bring every field of a frozen dataclass into the type of its annotation, or refuse it.
-
-    A whole number is a number, a list is a tuple; a truth value is never a number.
-    """
+    """Bring every field of a frozen dataclass into the type of its annotation, or refuse it."""
     for name, hint in hints_of(type(part)).items():
         value = _Decoder(ConfigError).read(hint, getattr(part, name), name)
         object.__setattr__(part, name, value)
@@ -311,12 +271,7 @@ def _optional_of(hint: Any) -> Any:
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """The part of a message that names the nearest known name, and all of them.
-
-    Examples:
-        >>> suggest("cosin", ["step", "cosine"])
-        "did you mean 'cosine'? known are step, cosine"
-    """
+    """The part of a message that names the nearest known name, and all of them."""
     known = list(known)
     return f"{nearest(name, known) or 'nothing is like it;'} known are {', '.join(known) or 'none'}"
 
@@ -401,12 +356,7 @@ def read_text(path: Path | str) -> str:
 
 
 def load_yaml(text: str) -> Any:
-    """Plain values from YAML; anything that could be costly or ambiguous is refused.
-
-    Examples:
-        >>> load_yaml("{scale: 8:32, margin: 0.2}")
-        {'scale': '8:32', 'margin': 0.2}
-    """
+    """Plain values from YAML; anything that could be costly or ambiguous is refused."""
     import yaml
 
     if len(text) > MAX_BYTES:
@@ -491,12 +441,7 @@ def _check_nodes(root: Any) -> None:
 
 
 def split_setting(setting: str) -> tuple[str, str]:
-    """Key and text of ``key=value``.
-
-    Examples:
-        >>> split_setting("loss.margin=0.3")
-        ('loss.margin', '0.3')
-    """
+    """Key and text of ``key=value``."""
     key, equals, text = setting.partition("=")
     if not equals or not key.strip():
         raise ConfigError(f"the setting {short(setting)} has no value; write it as key=value")

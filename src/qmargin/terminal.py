@@ -15,12 +15,7 @@ if TYPE_CHECKING:
 
 
 def printable(text: str, *, keep: str = "") -> str:
-    r"""Text with escapes for control characters other than ``keep``, overrides and stray bytes.
-
-    Examples:
-        >>> print(printable("a\x1b[31mb\r\u202ec"))
-        a\x1b[31mb\r\u202ec
-    """
+    r"""Text with escapes for control characters other than ``keep``, overrides and stray bytes."""
     if text.isprintable():
         return text
     return "".join(
@@ -104,10 +99,5 @@ def _safe(stream: TextIO) -> TextIO:
 
 
 def without_passwords(text: str) -> str:
-    """A text whose URLs keep their user and lose the password.
-
-    Examples:
-        >>> without_passwords("--storage postgresql://me:secret@host:5432/db --jobs 2")
-        '--storage postgresql://me:***@host:5432/db --jobs 2'
-    """
+    """A text whose URLs keep their user and lose the password."""
     return re.sub(r"(://[^\s/@:]*):[^\s@]*@", r"\1:***@", text)

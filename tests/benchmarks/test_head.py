@@ -1,7 +1,6 @@
 """``python -m benchmarks head`` at a small size."""
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,20 +9,18 @@ import torch
 from torch import nn
 
 import qmargin
-from benchmarks import build_parser, head, timing
+from benchmarks import head, timing
 from benchmarks.head import (
     PARTS,
     HeadBenchmark,
     Workbench,
     finish_gradient,
-    resolve_benchmark,
     run_head_benchmark,
 )
 from benchmarks.head_page import render_page
-from benchmarks.timing import CommonHead, Row, guarded, time_turns
+from benchmarks.timing import CommonHead, Row, time_turns
 from helpers.commands import run_benchmark
 from helpers.registries import forget_registered
-from qmargin.cli import tables
 from qmargin.errors import ConfigError
 from qmargin.registry import backbones
 
@@ -160,16 +157,6 @@ def test_a_row_that_fails_says_so_and_the_others_go_on(
     assert "OutOfMemoryError: CUDA out of memory. Tried" in capsys.readouterr().out
 
 
-def test_a_part_that_cannot_begin_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(bench: HeadBenchmark) -> None:
-        raise MemoryError("all of it")
-
-    monkeypatch.setitem(PARTS, "paths", broken)
-    report = run_head_benchmark(SMALL, ["paths", "products"])
-    assert report.rows["paths"][0]["failed"] == "MemoryError: all of it"
-    assert len(report.rows["products"]) == 4
-
-
 def test_what_does_not_fit_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.head.available_memory", lambda device: 1000)
     bench = replace(SMALL, paths=("sparse", "dense", "common"), repeats=1, seconds=0.1)
@@ -242,28 +229,3 @@ def test_bad_names_are_errors_that_list_the_known(capsys: pytest.CaptureFixture[
         assert f"no {kind} {name!r}; known are {known}" in capsys.readouterr().err
     with pytest.raises(ConfigError):
         run_head_benchmark(SMALL, ["nothing"])
-
-
-def test_sizes_follow_the_device() -> None:
-    arguments = vars(build_parser().parse_args(["head", "--device", "cpu"]))
-    names = ("rows", "dim", "classes", "device", "screen", "paths", "repeats", "seed")
-    bench = resolve_benchmark({name: arguments[name] for name in names})
-    assert (bench.rows, bench.dim, bench.classes) == (256, 128, 200_000)
-    assert bench.screen == torch.float32
-
-
-def test_plain_text_without_rich(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(tables, "find_spec", lambda name: None)
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    run_head_benchmark(SMALL, ["products"])
-    assert "| one GEMM, k padded    |" in capsys.readouterr().out
-
-
-def test_a_failed_row_keeps_its_setting() -> None:
-    def fail() -> Row:
-        raise ValueError
-
-    row = guarded("sparse", "forward", fail, {"alpha": 1.5})
-    assert (row.failed, row.facts) == ("ValueError: ", {"alpha": 1.5})

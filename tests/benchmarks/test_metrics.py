@@ -1,37 +1,19 @@
 """``python -m benchmarks metrics`` at a small size."""
 
-import argparse
 import json
-import math
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from benchmarks import metrics
-from benchmarks.metrics import (
-    MetricsBenchmark,
-    add_subject,
-    expected_tar,
-    make_scores,
-    measure_stream,
-    read_with_qmargin,
-    read_with_sklearn,
-    run_metrics_benchmark,
-    write_inputs,
-)
+from benchmarks.metrics import MetricsBenchmark, expected_tar, run_metrics_benchmark
 from qmargin.errors import BackendError, ConfigError
 from qmargin.metrics.operating import tar_at_far
 
 SMALL = MetricsBenchmark(
     scores=3_000, genuine=300, fars=(1e-2, 1e-3), repeats=1, stream=50_001, chunk=4_000, lines=2_000
 )
-
-
-def parsed(*arguments: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    add_subject(parser.add_subparsers())
-    return parser.parse_args(["metrics", *arguments])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
@@ -42,9 +24,12 @@ def test_both_contenders_read_the_same(dtype: str, digits: int) -> None:
         "scores": 40_000, "genuine": 4_000, "fars": [1e-2, 1e-3, 3e-4], "p_target": 0.05,
         "dtype": dtype, "seed": 1,
     }  # fmt: skip
-    scores = np.round(make_scores(job), digits)
+    scores = np.round(metrics.make_scores(job), digits)
     labels = np.arange(len(scores)) < job["genuine"]
-    ours, theirs = read_with_qmargin(scores, job), read_with_sklearn(scores, labels, job)
+    ours, theirs = (
+        metrics.read_with_qmargin(scores, job),
+        metrics.read_with_sklearn(scores, labels, job),
+    )
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-15)
 
 
@@ -61,7 +46,7 @@ def test_the_stream_visits_every_value_and_fits_the_closed_form(
 
     monkeypatch.setattr(metrics, "ImpostorTail", Spy)
     job = {"stream": 50_001, "chunk": chunk, "fars": [1e-2, 1e-3, 2e-5]}
-    result = measure_stream(job)
+    result = metrics.measure_stream(job)
     impostor = np.concatenate(seen)
     np.testing.assert_array_equal(np.sort(impostor), np.arange(50_001.0))
     assert result["tars"] == result["expected"]
@@ -91,25 +76,6 @@ def test_the_command_prints_tables_and_writes_json(
         assert seconds > 0 and f"| {step}" in printed
 
 
-def test_trials_of_the_files_are_distinct_and_of_both_kinds(tmp_path: Path) -> None:
-    trials, vectors = tmp_path / "trials.txt", tmp_path / "e.npz"
-    write_inputs({"lines": 1_000, "seed": 0}, trials, vectors)
-    lines = [line.split() for line in trials.read_text(encoding="utf-8").splitlines()]
-    assert len({(enrol, test) for _, enrol, test in lines}) == 1_000
-    labels = [label == "1" for label, _, _ in lines]
-    assert labels == [enrol[:7] == test[:7] for _, enrol, test in lines]
-    assert sum(labels) == 20
-    assert {name for line in lines for name in line[1:]} <= set(np.load(vectors)["keys"])
-
-
-def test_options_are_the_settings() -> None:
-    options = vars(parsed())
-    left = [options.pop(name) for name in ("run", "json", "page")]
-    assert left == [metrics.run, None, None]
-    assert MetricsBenchmark(**{**options, "fars": tuple(options["fars"])}) == MetricsBenchmark()
-    assert parsed("--fars", "0.1", "0.01").fars == [0.1, 0.01]
-
-
 def test_impossible_settings_are_refused() -> None:
     for options, named in (
         ({"scores": 10, "genuine": 10}, "leaves no impostors"),
@@ -134,8 +100,3 @@ def test_a_missing_scikit_learn_is_said_in_the_table(
     settings = MetricsBenchmark(scores=300, genuine=100, fars=(0.1,), repeats=1, stream=0, lines=0)
     run_metrics_benchmark(settings)
     assert "scikit-learn: not installed" in capsys.readouterr().out
-
-
-def test_the_closed_form_is_a_count_of_genuine_scores() -> None:
-    assert expected_tar(1.0, 10**9) == 1.0
-    assert math.isclose(expected_tar(1e-6, 10**9), 51 / 100_000)

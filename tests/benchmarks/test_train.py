@@ -8,7 +8,6 @@ import torch
 
 from benchmarks import train as bench_train
 from helpers.commands import run_benchmark
-from qmargin.errors import ConfigError
 from qmargin.recipes import get_recipe
 from qmargin.training.recipe_files import apply_settings
 
@@ -50,21 +49,6 @@ def test_timed_steps_leave_the_weights_as_they_are(tmp_path: Path) -> None:
         assert session.progress.step == 2
         for one, other in zip(before, weights, strict=True):
             torch.testing.assert_close(other, one, rtol=0.0, atol=1e-20)  # biases begin at zero
-
-
-def test_contenders_differ_in_loss_and_head_only() -> None:
-    recipe = get_recipe("debug")
-    ours, theirs = (bench_train.q_margin_recipe(recipe), bench_train.arcface_recipe(recipe))
-    assert (ours.head.path, theirs.head.path) == ("sparse", "chunked")
-    assert (ours.loss.alpha, theirs.loss.alpha) == (1.25, 1.0)
-    same = ("data", "model", "optimizer", "precision", "run", "schedule")
-    assert all(getattr(ours, part) == getattr(theirs, part) for part in same)
-
-
-def test_parts_of_batches_are_refused() -> None:
-    with pytest.raises(ConfigError, match="accumulation is 2; whole batches are timed"):
-        settings = ["optimizer.accumulation=2", "head.update=torch"]
-        bench_train.still(apply_settings(get_recipe("debug"), settings))
 
 
 def test_a_dense_head_that_does_not_fit_is_left_out(

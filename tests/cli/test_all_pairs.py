@@ -9,7 +9,6 @@ import torch
 
 from helpers.commands import run_command as run
 from helpers.model_directories import pictures, write_pictures
-from helpers.pictures import shared_data
 from helpers.recordings import speaker_folders
 from qmargin.errors import ConfigError, DataError, ProtocolError
 from qmargin.evaluation.embed import write_embedding_file
@@ -62,36 +61,6 @@ def test_recordings_are_compared_by_a_model_of_recordings(tmp_path: Path) -> Non
     (folder / "id0" / "photo.jpg").write_bytes(b"not of interest")
     protocol = evaluated(folder, "--model", tmp_path / "m").protocol
     assert (protocol.num_genuine, protocol.num_impostors, protocol.flip) == (12, 54, None)
-
-
-def test_drawings_have_the_numbers_of_every_pair(tmp_path: Path) -> None:
-    """Real drawings by their pixels, many of which coincide: scores of all pairs in a file."""
-    stored = np.load(shared_data("omniglot32") / "omniglot32.npz")
-    labels, packed = stored["label"][:300], stored["packed4"][:300]
-    pixels = np.stack([packed >> 4, packed & 15], axis=2).reshape(300, 8, 4, 8, 4)
-    rows = pixels.astype(np.float32).sum(axis=(2, 4)).reshape(300, 64)  # of 32 x 32 pixels
-    keys = [f"{label}/{number}.png" for number, label in enumerate(labels.tolist())]
-    write_embedding_file(tmp_path / "e.npz", keys, rows)
-    result = evaluated(tmp_path / "e.npz")
-
-    unit = rows.astype(np.float64) / np.linalg.norm(rows.astype(np.float64), axis=1, keepdims=True)
-    first, second = np.triu_indices(300, k=1)
-    scores = (unit[first] * unit[second]).sum(axis=1)
-    lines = [
-        f"{keys[i]},{keys[j]},{score!r},{int(labels[i] == labels[j])}\n"
-        for i, j, score in zip(first, second, scores.tolist(), strict=True)
-    ]
-    (tmp_path / "scores.csv").write_text("enrol,test,score,label\n" + "".join(lines))
-    run("evaluate", "scores", tmp_path / "scores.csv", *QUICK, "--out", tmp_path / "s.json")
-    expected = read_result(tmp_path / "s.json")
-    assert result.protocol.num_subjects == expected.protocol.num_subjects
-    for one, other in zip(result.measures.tar, expected.measures.tar, strict=True):
-        for name in ("tar", "false_accepts", "status"):
-            assert getattr(one, name) == getattr(other, name)
-        np.testing.assert_allclose(one.interval, other.interval, atol=2e-4)
-    eer, expected_eer = result.measures.eer, expected.measures.eer
-    assert eer.value == pytest.approx(expected_eer.value, rel=1e-9)
-    np.testing.assert_allclose(eer.interval, expected_eer.interval, atol=2e-4)
 
 
 def test_identities_may_come_from_a_file(tmp_path: Path) -> None:

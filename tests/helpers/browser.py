@@ -63,10 +63,8 @@ class Browser:
             self.events.append(answer)
 
     def wait_for(self, method: str) -> dict[str, Any]:
-        found = [event for event in self.events if event.get("method") == method]
-        while not found:
+        while not (found := [event for event in self.events if event.get("method") == method]):
             self.events.append(self._receive())
-            found = [event for event in self.events[-1:] if event.get("method") == method]
         return found[0]
 
     def open(self, page: Path) -> None:
@@ -75,20 +73,14 @@ class Browser:
         self.wait_for("Page.loadEventFired")
 
     def evaluate(self, expression: str) -> Any:
-        answer = self.call(
-            "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
-        )
+        how = {"returnByValue": True, "awaitPromise": True}
+        answer = self.call("Runtime.evaluate", expression=expression, **how)
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
     def resize(self, width: int, height: int, *, is_mobile: bool = False) -> None:
-        self.call(
-            "Emulation.setDeviceMetricsOverride",
-            width=width,
-            height=height,
-            deviceScaleFactor=1,
-            mobile=is_mobile,
-        )
+        size = {"width": width, "height": height, "deviceScaleFactor": 1}
+        self.call("Emulation.setDeviceMetricsOverride", **size, mobile=is_mobile)
 
     def prefer(self, scheme: str) -> None:
         feature = {"name": "prefers-color-scheme", "value": scheme}
@@ -98,10 +90,9 @@ class Browser:
         self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
 
     def press(self, key: str, code: int) -> None:
+        given = {"key": key, "code": key, "windowsVirtualKeyCode": code}
         for kind in ("keyDown", "keyUp"):
-            self.call(
-                "Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code
-            )
+            self.call("Input.dispatchKeyEvent", type=kind, **given)
 
     def screenshot(self, path: Path, *, whole: bool = True) -> bytes:
         options: dict[str, Any] = {"format": "png", "captureBeyondViewport": whole}
@@ -148,13 +139,9 @@ def running_browser(executable: str, folder: Path) -> Iterator[Browser]:
         f"--user-data-dir={folder}",
     ]
     launch = [sys.executable, "-c", LAUNCH, str(to_browser), str(from_browser)]
+    command, kept = [*launch, executable, *options], (to_browser, from_browser)
     with (folder / "browser.log").open("wb") as log:
-        process = subprocess.Popen(
-            [*launch, executable, *options],
-            pass_fds=(to_browser, from_browser),
-            stdout=log,
-            stderr=log,
-        )
+        process = subprocess.Popen(command, pass_fds=kept, stdout=log, stderr=log)
     os.close(to_browser)
     os.close(from_browser)
     try:

@@ -160,13 +160,9 @@ class Solution:
     @cached_property
     def slope(self) -> float:
         """``- d mass / d tau``."""
-        return float(
-            mp.fsum(
-                c * mp.exp(lq) / self.generator.f_second(p * mp.exp(-lq))
-                for p, lq, c in zip(self.posteriors, self.log_qs, self.counts, strict=True)
-                if p > 0
-            )
-        )
+        terms = zip(self.posteriors, self.log_qs, self.counts, strict=True)
+        second = self.generator.f_second
+        return float(mp.fsum(c * mp.exp(q) / second(p * mp.exp(-q)) for p, q, c in terms if p > 0))
 
     @cached_property
     def mass(self) -> Any:
@@ -220,54 +216,17 @@ def float_array(values: Any) -> np.ndarray:
     return np.array(values, dtype=np.float64)
 
 
-def _float_f_prime_of_inverse(generator: Generator, log_q: np.ndarray) -> np.ndarray:
-    """``f'(1 / q)`` in float64, only to discard classes that are inactive by a wide margin."""
-    if isinstance(generator, AlphaGenerator) and generator.alpha != 1:
-        b = generator.alpha - 1.0
-        with np.errstate(over="ignore"):
-            return np.asarray(np.expm1(-b * log_q) / b)
-    return -log_q
-
-
 def possibly_active(generator: Generator, logits: np.ndarray, log_q: np.ndarray) -> np.ndarray:
     """Mask of classes that could be active: ``theta > tau_low + f'(0)`` with slack for rounding."""
     if generator.edge == -np.inf or logits.size == 0:
         return np.ones(logits.shape, dtype=bool)
-    lows = logits - _float_f_prime_of_inverse(generator, log_q)
+    assert isinstance(generator, AlphaGenerator)  # the others have no edge
+    b = generator.alpha - 1.0
+    with np.errstate(over="ignore"):
+        lows = logits - np.expm1(-b * log_q) / b  # f'(1 / q) in float64
     best = int(np.argmax(lows))
     slack = 1e-9 * (1 + abs(logits[best]) + abs(lows[best]))
     return np.asarray(logits > lows[best] - slack + generator.edge)
-
-
-@dataclass(frozen=True)
-class Groups:
-    """Classes of one row that are equal, counted once."""
-
-    thetas: list[Any]
-    log_qs: list[Any]
-    counts: list[int]
-    of_class: np.ndarray  # [k], as Solution.groups
-    total_q: Any
-
-
-def _group(generator: Generator, values: np.ndarray, log_q: np.ndarray, scale: float) -> Groups:
-    """Distinct (logit, log reference) pairs among the classes that could be active."""
-    alive = np.isfinite(values) & np.isfinite(log_q)
-    index = np.flatnonzero(alive)
-    kept = index[possibly_active(generator, scale * values[alive], log_q[alive])]
-    pairs, inverse = np.unique(values[kept] + 1j * log_q[kept], return_inverse=True)
-    of_class = np.where(alive, -1, -2)
-    of_class[kept] = inverse
-    measures, multiplicities = np.unique(log_q[alive], return_counts=True)
-    return Groups(
-        thetas=[mp.mpf(scale) * mp.mpf(float(pair.real)) for pair in pairs],
-        log_qs=[mp.mpf(float(pair.imag)) for pair in pairs],
-        counts=[int(n) for n in np.bincount(inverse, minlength=len(pairs))],
-        of_class=of_class,
-        total_q=mp.fsum(
-            mp.exp(float(lq)) * int(n) for lq, n in zip(measures, multiplicities, strict=True)
-        ),
-    )
 
 
 def exact(
@@ -289,17 +248,24 @@ def exact(
             numbers not multiplied by ``scale``.
     """
     values = float_array(logits)
-    log_q = np.broadcast_to(float_array(log_reference), values.shape).copy()
-    others = values.copy()
+    log_q = np.broadcast_to(float_array(log_reference), values.shape)
+    alive = np.isfinite(values) & np.isfinite(log_q)
     if target is not None:
-        others[target[0]] = -np.inf  # joins below as a group of its own
-    groups = _group(generator, others, log_q, scale)
-    total_q = groups.total_q
+        alive[target[0]] = False  # joins below as a group of its own
+    kept = np.flatnonzero(alive)[possibly_active(generator, scale * values[alive], log_q[alive])]
+    pairs, inverse = np.unique(values[kept] + 1j * log_q[kept], return_inverse=True)
+    groups = np.where(alive, -1, -2)
+    groups[kept] = inverse
+    thetas = [mp.mpf(scale) * mp.mpf(float(pair.real)) for pair in pairs]
+    log_qs = [mp.mpf(float(pair.imag)) for pair in pairs]
+    counts = [int(n) for n in np.bincount(inverse, minlength=len(pairs))]
+    measures = zip(*np.unique(log_q[alive], return_counts=True), strict=True)
+    total_q = mp.fsum(mp.exp(float(measure)) * int(times) for measure, times in measures)
     if target is not None:
-        groups.of_class[target[0]] = len(groups.thetas)
-        groups.thetas.append(mp.mpf(target[1]))
-        groups.log_qs.append(mp.mpf(target[2]))
-        groups.counts.append(1)
+        groups[target[0]] = len(thetas)
+        thetas.append(mp.mpf(target[1]))
+        log_qs.append(mp.mpf(target[2]))
+        counts.append(1)
         total_q += mp.exp(mp.mpf(target[2]))
 
     def theta_of(column: int) -> Any:
@@ -312,68 +278,33 @@ def exact(
             return mp.mpf(target[2])
         return mp.mpf(float(log_q[column]))
 
-    tau = _exact_tau(generator, groups.thetas, groups.log_qs, groups.counts, total_q)
-    posteriors = [
-        mp.exp(lq) * generator.f_prime_inverse(t - tau)
-        for t, lq in zip(groups.thetas, groups.log_qs, strict=True)
-    ]
-    return Solution(
-        generator=generator,
-        tau=tau,
-        theta=theta_of,
-        log_q=log_q_of,
-        posteriors=posteriors,
-        thetas=groups.thetas,
-        log_qs=groups.log_qs,
-        counts=groups.counts,
-        groups=groups.of_class,
-        total_q=total_q,
-    )
-
-
-def _exact_tau(generator: Generator, thetas: list, log_qs: list, counts: list, total_q: Any) -> Any:
     qs = [mp.exp(lq) for lq in log_qs]
 
+    def posteriors_at(tau: Any) -> list[Any]:
+        pairs = zip(thetas, qs, strict=True)
+        return [q * generator.f_prime_inverse(theta - tau) for theta, q in pairs]
+
     def log_mass(tau: Any) -> Any:
-        mass = mp.fsum(
-            c * q * generator.f_prime_inverse(t - tau)
-            for t, q, c in zip(thetas, qs, counts, strict=True)
-        )
+        mass = mp.fsum(c * p for c, p in zip(counts, posteriors_at(tau), strict=True))
         return mp.log(mass) if mass > 0 else -mp.inf
 
     # Every p_j <= 1 at the root; at `high` every p_j <= q_j / sum q.
     low = max(t - generator.f_prime(1 / q) for t, q in zip(thetas, qs, strict=True))
     high = max(thetas) - generator.f_prime(1 / total_q)
-    return bracketed_root(log_mass, low, high, mp.mpf(10) ** (8 - DIGITS))
-
-
-def margin_target(
-    kind: str, cosine: float, *, scale: float, margin: float, prior: float = 0.0
-) -> tuple[Any, Any]:
-    """The target's exact (logit, log reference) under a margin (M9).
-
-    Args:
-        kind: "prior", "cosine" or "angular".
-        cosine: The target's cosine, an exact binary number.
-        scale: ``s``.
-        margin: ``m``.
-        prior: A prior margin combined with a geometric one.
-    """
-    s, m, c = mp.mpf(scale), mp.mpf(margin), mp.mpf(float(cosine))
-    log_q = -s * mp.mpf(prior)
-    if kind == "prior":
-        return s * c, log_q - s * m
-    if kind == "cosine":
-        return s * (c - m), log_q
-    if kind == "angular":
-        return s * mp.cos(mp.acos(c) + m), log_q
-    raise ValueError(kind)
+    tau = bracketed_root(log_mass, low, high, mp.mpf(10) ** (8 - DIGITS))
+    found = (posteriors_at(tau), thetas, log_qs, counts, groups, total_q)
+    return Solution(generator, tau, theta_of, log_q_of, *found)
 
 
 def margin_solution(
     alpha: float, cosines: Any, label: int, *, scale: float, kind: str, margin: float, prior=0.0
 ) -> Solution:
-    """One row of a margin loss: ``theta = s c`` exactly, with the target replaced (M9)."""
+    """One row of a margin loss: ``theta = s c`` exactly, with the target replaced (M9).
+
+    The kind is "prior", "cosine" or "angular"; ``prior`` is a prior margin combined with it.
+    """
     values = float_array(cosines)
-    theta, log_q = margin_target(kind, values[label], scale=scale, margin=margin, prior=prior)
-    return exact(AlphaGenerator(alpha), values, scale=scale, target=(label, theta, log_q))
+    s, m, c = mp.mpf(scale), mp.mpf(margin), mp.mpf(float(values[label]))
+    logits = {"prior": s * c, "cosine": s * (c - m), "angular": s * mp.cos(mp.acos(c) + m)}
+    log_q = -s * mp.mpf(prior) - (s * m if kind == "prior" else 0)
+    return exact(AlphaGenerator(alpha), values, scale=scale, target=(label, logits[kind], log_q))

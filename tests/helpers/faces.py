@@ -72,14 +72,11 @@ def folded_pairs(
     """In every fold ``each`` genuine pairs, then as many impostors."""
     pairs, labels = [], []
     for fold in range(num_folds):
-        for place in range(each):
-            identity = fold * each + place
-            pairs.append((face(identity, 0, noise=noise), face(identity, 1, noise=noise)))
-            labels.append(True)
-        for place in range(each):
-            identity = fold * each + place
-            pairs.append((face(identity, 0, noise=noise), face(identity + 1, 1, noise=noise)))
-            labels.append(False)
+        for other in (0, 1):
+            for identity in range(fold * each, (fold + 1) * each):
+                second = face(identity + other, 1, noise=noise)
+                pairs.append((face(identity, 0, noise=noise), second))
+                labels.append(other == 0)
     return pairs, labels
 
 

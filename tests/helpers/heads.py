@@ -128,12 +128,11 @@ class LargestTensor(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        fresh = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-        known = {leaf.untyped_storage().data_ptr() for leaf in tree_leaves(args) if _is_real(leaf)}
+        fresh, given = (
+            [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+            for values in (result, args)
+        )
+        known = {leaf.untyped_storage().data_ptr() for leaf in given}
         sizes = [leaf.numel() for leaf in fresh if leaf.untyped_storage().data_ptr() not in known]
         self.num_elements = max(self.num_elements, *sizes, 0)
         return result
-
-
-def _is_real(leaf: object) -> bool:
-    return isinstance(leaf, torch.Tensor)

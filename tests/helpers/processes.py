@@ -48,14 +48,7 @@ def finish(process: BaseProcess, timeout: float = 60.0) -> int:
 
 
 class Script:
-    """A script in a process of its own, with the interface of ``subprocess.Popen``.
-
-    Args:
-        text: Python source.
-        output: File for standard output.
-        errors: File for standard error.
-        environment: Variables that are set.
-    """
+    """A script in a process of its own, with the interface of ``subprocess.Popen``."""
 
     def __init__(
         self, text: str, output: Path, errors: Path, environment: dict[str, str] | None = None

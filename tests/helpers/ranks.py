@@ -54,12 +54,6 @@ class Rank:
             time.sleep(0.02)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def environment(rank: int, world: int, port: int, *, launcher: bool) -> dict[str, str]:
     ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_PORT": port}
     return {
@@ -74,7 +68,10 @@ def environment(rank: int, world: int, port: int, *, launcher: bool) -> dict[str
 def ranks_running(script: str, world: int, *, launcher: bool = True) -> Iterator[list[Rank]]:
     """Start ``world`` processes that run a script after ``PROLOGUE``; none survives the block."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    port = store.port if launcher else free_port()
+    port = store.port
+    if not launcher:
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = probe.getsockname()[1]
     with tempfile.TemporaryDirectory() as name:
         folder, ranks = Path(name), []
         try:

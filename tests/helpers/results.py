@@ -53,10 +53,22 @@ def synthetic_result(
     own = np.random.default_rng(seed + 100).standard_normal(num_replicates)
     shake = 0.004 * (noise + 0.3 * own)
     digest = hashlib.sha256(f"{protocol} {num_genuine} {num_impostors}".encode()).hexdigest()
+    info = r.ProtocolInfo(
+        name=protocol,
+        kind="trials",
+        rule="conservative",
+        scoring="cosine",
+        data_sha256=digest,
+        num_trials=num_genuine + num_impostors,
+        num_genuine=num_genuine,
+        num_impostors=num_impostors,
+        num_subjects=1190,
+        interval=r.IntervalMethod("subject bootstrap", 0.95, num_replicates, 0),
+    )
     return r.Result(
         system=r.System(name, card),
         run=run,
-        protocol=_protocol(protocol, digest, num_genuine, num_impostors, num_replicates),
+        protocol=info,
         sources=(r.Source(f"scores/{name}.tsv", digest, "scores"),),
         **parts,
         replicates=_replicates(measures.tar, shake, digest),
@@ -141,25 +153,6 @@ def _tar_point(genuine: np.ndarray, impostor: np.ndarray, far: float) -> r.TarPo
     )
 
 
-def _protocol(
-    name: str, digest: str, num_genuine: int, num_impostors: int, num_replicates: int
-) -> r.ProtocolInfo:
-    interval = r.IntervalMethod("subject bootstrap", 0.95, num_replicates, 0)
-    total = num_genuine + num_impostors
-    return r.ProtocolInfo(
-        name=name,
-        kind="trials",
-        rule="conservative",
-        scoring="cosine",
-        data_sha256=digest,
-        num_trials=total,
-        num_genuine=num_genuine,
-        num_impostors=num_impostors,
-        num_subjects=1190,
-        interval=interval,
-    )
-
-
 def _measures(genuine: np.ndarray, impostor: np.ndarray, tar: tuple[r.TarPoint, ...]) -> r.Measures:
     middle = float((genuine.mean() + impostor.mean()) / 2)
     eer = float((impostor >= middle).mean() + (genuine < middle).mean()) / 2
@@ -180,14 +173,10 @@ def _det(genuine: np.ndarray, impostor: np.ndarray, points: int = 400) -> r.Det:
     grid = np.geomspace(1 / len(falling), 0.5, 60)
     centre = np.interp(np.log(grid), np.log(far), frr)
     spread = 1.96 * np.sqrt(centre * (1 - centre) / len(genuine)) + 0.08 * centre
-    band = r.Band(
-        tuple(grid.tolist()),
-        tuple(np.clip(centre - spread, 0, 1).tolist()),
-        tuple(np.clip(centre + spread, 0, 1).tolist()),
-    )
-    return r.Det(
-        (0.0, *far.tolist()), (1.0, *frr.tolist()), (float("inf"), *thresholds.tolist()), band
-    )
+    ends = (np.clip(centre + side * spread, 0, 1) for side in (-1, 1))
+    band = r.Band(*(tuple(values.tolist()) for values in (grid, *ends)))
+    columns = ((0.0, *far.tolist()), (1.0, *frr.tolist()), (float("inf"), *thresholds.tolist()))
+    return r.Det(*columns, band)
 
 
 def _histogram(genuine: np.ndarray, impostor: np.ndarray) -> r.Histogram:
@@ -231,9 +220,8 @@ def _groups(names: tuple[str, ...], generator: np.random.Generator) -> r.GroupAu
         status = "few" if index == 0 else "ok"
         rows.append(r.GroupRow(name, fmr, 0.02 + 0.01 * index, 500, 40_000, status))
     spread = r.GroupSpread(1.83, 2.71, 0.214)
-    return r.GroupAudit(
-        0.31, 1e-3, tuple(rows), replace(spread, max_over_geomean=None), None, spread
-    )
+    least = replace(spread, max_over_geomean=None)
+    return r.GroupAudit(0.31, 1e-3, tuple(rows), least, None, spread)
 
 
 def _hardest(keys: tuple[str, ...], genuine: np.ndarray, impostor: np.ndarray) -> r.Hardest:

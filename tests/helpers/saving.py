@@ -6,7 +6,7 @@ import hashlib
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -136,21 +136,23 @@ def resume(folder: Path, process: Process | None = None) -> TinyRun:
     return run
 
 
-def save_for_ever(folder: Path) -> None:
+def save_for_ever(folder: Path, process: Process | None = None) -> None:
     """Resume, then step and save until killed; every save that returned is noted in a file."""
     torch.set_num_threads(1)
-    run = resume(folder)
-    with (folder.parent / f"{SAVED}0").open("a") as notes:
+    process = process or Process()
+    run = resume(folder, process)
+    with (folder.parent / f"{SAVED}{process.rank}").open("a") as notes:
         print("ready", file=notes, flush=True)
         while True:
             run.step()
-            save_checkpoint(folder, run.state(), keep=2)
+            save_checkpoint(folder, run.state(), process=process, keep=2)
             print(run.num_steps, file=notes, flush=True)
 
 
-def die_at_event(number: int, action: Callable[[], Any]) -> None:
-    """Run ``action`` and kill -9 this process at its ``number``-th open, rename or deletion."""
-    left = number
+def save_and_die(folder: Path, step: int, number: int) -> None:
+    """Save one step; kill -9 this process at its ``number``-th open, rename or deletion."""
+    torch.set_num_threads(1)
+    state, left = random_state(step), number
 
     def watch(event: str, arguments: Sequence[Any]) -> None:
         nonlocal left
@@ -160,11 +162,4 @@ def die_at_event(number: int, action: Callable[[], Any]) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(watch)
-    action()
-
-
-def save_and_die(folder: Path, step: int, number: int) -> None:
-    """Save one step, and die at an event of the file system."""
-    torch.set_num_threads(1)
-    state = random_state(step)
-    die_at_event(number, lambda: save_checkpoint(folder, state, keep=2))
+    save_checkpoint(folder, state, keep=2)

@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from helpers.saving import NUM_CLASSES, SAVED, TinyRun, random_state, resume
+from helpers import saving
+from helpers.saving import NUM_CLASSES, TinyRun, random_state, resume
 from qmargin.errors import CheckpointError, RankError
 from qmargin.training.checkpoint import AsyncSaver, agree_on_newest, save_checkpoint
 from qmargin.training.distributed import Process
@@ -31,15 +32,8 @@ def join_world(rank: int, world: int, store: str) -> Process:
 
 def save_for_ever(folder: Path, rank: int, world: int, store: str) -> None:
     """Resume, then step and save until killed, or until another rank is."""
-    process = join_world(rank, world, store)
-    run = resume(folder, process)
     try:
-        with (folder.parent / f"{SAVED}{rank}").open("a") as notes:
-            print("ready", file=notes, flush=True)
-            while True:
-                run.step()
-                save_checkpoint(folder, run.state(), process=process, keep=2)
-                print(run.num_steps, file=notes, flush=True)
+        saving.save_for_ever(folder, join_world(rank, world, store))
     except CheckpointError:
         os._exit(TOLD)
 

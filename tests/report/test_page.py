@@ -287,7 +287,9 @@ def test_histograms_are_shares_of_their_own_count():
     for counts, kind in (((1, 3), "genuine"), ((40, 10), "impostor")):
         steps = chart.shapes["areas"]["linear"][kind]
         heights = [chart.box.bottom - y for _, y in steps[1:-1:2]]
-        assert heights == pytest.approx([chart.box.height * n / max(counts) for n in counts])
+        assert heights == pytest.approx(
+            [(chart.box.bottom - chart.box.top) * n / max(counts) for n in counts]
+        )
     assert chart.shapes["threshold"] == (chart.box.left + chart.box.right) / 2
     assert histogram_chart(Histogram((0.0, 0.0), (1,), (1,)), 9.0).shapes["threshold"] is None
 

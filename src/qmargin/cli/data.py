@@ -175,8 +175,7 @@ class CheckData(_Indexed):
             raise DataError(
                 f"{self.path} has {report.corrupt.count:,} corrupt, {report.changed.count:,} "
                 f"changed and {report.conflicts.count:,} contradictory samples of "
-                f"{report.num_samples:,}; repair or remove them, and index what was changed on "
-                f"purpose with qmargin data index {self.path}"
+                f"{report.num_samples:,}; remove them, or run qmargin data index {self.path}"
             )
 
 

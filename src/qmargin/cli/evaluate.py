@@ -100,16 +100,13 @@ class Evaluation(Overwriting, KeepingPaths):
     ) -> Guard:
         """Refuse places that cannot be written, inputs, and files that another program wrote.
 
-        ``outputs`` has path and mark by option, besides ``--out``. The inputs are in ``arguments``,
-        or in this command.
+        ``outputs`` has path and mark by option. Inputs are in ``arguments``, or in this command.
         """
         from qmargin.evaluation.result import RESULT_MARK
         from qmargin.evaluation.resumable import PROGRESS_MARK, names_beside
 
         if self.out.is_dir() or not self.out.parent.is_dir():
-            raise ConfigError(
-                f"--out {self.out} is not a file in an existing folder: make the folder first"
-            )
+            raise ConfigError(f"--out {self.out} is not a file in a folder: make the folder first")
         names = ("out", "pictures", *outputs)
         guard = options.guard_of(arguments or self, names, own=_own_scores(self.out))
         guard.check(self.out, RESULT_MARK)
@@ -240,9 +237,8 @@ def _add_protocol(kinds: Commands, name: str, protocol: Any) -> None:
         options.add_fields(parser, protocol)
         options.add_fields(parser, _Registered)
     except argparse.ArgumentError as error:
-        raise ConfigError(
-            f"the protocol {name!r} has an option that every evaluation has ({error}); rename it"
-        ) from error
+        what = f"the protocol {name!r} has an option that every evaluation has"
+        raise ConfigError(f"{what} ({error}); rename it") from error
 
     def run(arguments: argparse.Namespace) -> None:
         command = options.instance_of(_Registered, arguments)
@@ -275,10 +271,8 @@ def with_weights(card: Mapping[str, str] | None, weights: str | None) -> dict[st
         return None if card is None else dict(card)
     said = (card or {}).get("weights_sha256", weights)
     if said != weights:
-        raise DataError(
-            f"the model card names the weights {said:.12}..., but the embeddings are of "
-            f"{weights:.12}...; give the card of the model that made them"
-        )
+        named = f"the model card names the weights {said:.12}..., the embeddings {weights:.12}..."
+        raise DataError(f"{named}; give the card of the model that made them")
     return {**(card or {}), "weights_sha256": weights}
 
 

@@ -103,10 +103,8 @@ class _Faces(_Embedded):
         _check_flip(path, stored, flip)
         found = map_embeddings(path)
         if is_exact and found.keys != tuple(keys):
-            raise DataError(
-                f"{path} has embeddings of {len(found):,} other images, or in another order, than "
-                f"the {len(keys):,} of the set: make them with --model"
-            )
+            other = f"{len(found):,} embeddings, of other images or in another order than the"
+            raise DataError(f"{path} has {other} {len(keys):,} of the set: make it with --model")
         return found, known._replace(
             card=evaluate.with_weights(known.card, found.weights_sha256) or {},
             flip="sum" if stored == "both" else stored,
@@ -183,9 +181,7 @@ class Pairs(_Faces, ScoresFile):
         pairs = read_pair_trials(self.file, extension=self.extension)
         folder = self.images or self.file.parent
         if self.model is not None and not folder.is_dir():
-            raise ConfigError(
-                f"--images {folder} is not a folder: give the one that the names are in"
-            )
+            raise ConfigError(f"--images {folder} is not a folder: give the one of the names")
         names, flip = pairs.trials.keys.names, "none" if self.no_flip else "sum"
         images = partial(folder_images, folder, names)
         with stage_progress() as progress:
@@ -267,26 +263,19 @@ class Ijb(_Faces, _Pictures):
 def _size(input_shape: tuple[int, ...]) -> int:
     """Side of the images that a model takes."""
     if len(input_shape) != 3 or input_shape[1] != input_shape[2]:
-        raise ConfigError(
-            f"the model takes inputs of shape {input_shape}, and these protocols need one of "
-            "square images: (3, size, size)"
-        )
+        raise ConfigError(f"the model takes {input_shape}; give one of images (3, size, size)")
     return input_shape[1]
 
 
 def _check_flip(path: Path, stored: str | None, wanted: str) -> None:
     """Refuse embeddings that would be taken for something else."""
     if stored is None and wanted == "both":
-        raise DataError(
-            f"{path} does not say whether it has mirror images: pass --no-flip to take its rows as "
-            "they are, or make it with --model"
-        )
+        remedy = "pass --no-flip to take its rows as they are, or make it with --model"
+        raise DataError(f"{path} does not say whether it has mirror images: {remedy}")
     if stored is not None and stored != wanted:
         remedy = "leave --no-flip out" if wanted == "none" else "pass --no-flip"
-        raise DataError(
-            f"{path} was made with flip={stored}, but flip={wanted} is needed here: {remedy}, or "
-            "make it again with --model"
-        )
+        needed = f"flip={stored}, but flip={wanted} is needed here"
+        raise DataError(f"{path} was made with {needed}: {remedy}, or make it with --model")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -233,15 +233,11 @@ class AllPairs(FolderUse, Cohort, Evaluation, Costs, Card):
         if self.model is None and self.source.is_dir():
             raise ConfigError(f"{self.source} is a folder and needs a model: give --model DIR")
         if self.model is None and self.embeddings is not None:
-            raise ConfigError(
-                f"--embeddings {self.embeddings} is where the embeddings of a folder go: give "
-                "embeddings to compare in its place, without the option"
-            )
+            remedy = "give embeddings to compare without the option"
+            raise ConfigError(f"--embeddings {self.embeddings} is for those of a folder: {remedy}")
         if self.model is not None and not self.source.is_dir():
-            raise ConfigError(
-                f"{self.source} is not a folder, and --model embeds the files of one: give a "
-                "folder, or embeddings without --model"
-            )
+            remedy = "give a folder for --model to embed, or embeddings without --model"
+            raise ConfigError(f"{self.source} is not a folder: {remedy}")
         self.check_cohort()
         find_device(self.device)
         if self.model is None:

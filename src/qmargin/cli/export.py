@@ -78,9 +78,8 @@ class Export(Overwriting, KeepingPaths):
             add_facts(directory, {key.strip(): value.strip() for key, _, value in facts})
         sys.stdout.write(f"{directory}\n")
         if self.result is not None:
-            thresholds = add_thresholds(
-                directory, self.result, flip=self.flip, is_trusted=self.trust_result
-            )
+            trusted = self.trust_result
+            thresholds = add_thresholds(directory, self.result, flip=self.flip, is_trusted=trusted)
             fars = ", ".join(f"{point.far_target:g}" for point in thresholds.points)
             sys.stdout.write(f"thresholds at FAR {fars}\n")
         if self.onnx:
@@ -98,14 +97,10 @@ class Export(Overwriting, KeepingPaths):
         if self.prototypes is not None:
             guard.check(self.prototypes, MARKS[check_suffix(self.prototypes).suffix])
             if is_model_directory(self.source):
-                raise ConfigError(
-                    f"{self.source} is a model directory without prototypes; give its run"
-                )
+                raise ConfigError(f"{self.source} is a model without prototypes; give its run")
             others = (self.name, self.result, self.flip, self.onnx, self.card)
             if self.out is None and (any(others) or self.weights != "last"):
-                raise ConfigError(
-                    "--out is missing: options other than --prototypes are about a model directory"
-                )
+                raise ConfigError("--out is missing: other options are about a model directory")
         if self.onnx:
             check_packages()
         marks = {
@@ -126,24 +121,17 @@ class Export(Overwriting, KeepingPaths):
         if is_model_directory(source):
             is_changed = self.result or self.onnx or self.card
             if out is not None or self.name is not None or not is_changed:
-                raise ConfigError(
-                    f"{source} is a model directory already; add to it with --result, --onnx or "
-                    "--card, without --out and --name"
-                )
+                remedy = "add --result, --onnx or --card, without --out and --name"
+                raise ConfigError(f"{source} is a model directory already; {remedy}")
             return source
         if out is None:
-            raise ConfigError(
-                f"{source} is not a model directory and --out is missing; name the one to make, as "
-                "in --out models/mine"
-            )
+            raise ConfigError(f"{source} is a run and --out is missing; name the model to make")
         if not is_export_of(out, source, weights=self.weights):
             export_run(
                 source, out, weights=self.weights, name=self.name, keep_paths=self.keep_paths
             )
         elif self.name not in (None, name := read_card(out).name):
-            raise ConfigError(
-                f"{out} is this run's model already, under the name {name!r}; leave --name out"
-            )
+            raise ConfigError(f"{out} is this run's model, named {name!r}; leave --name out")
         return out
 
 
@@ -155,9 +143,7 @@ def _write_onnx(directory: Path, *, features: bool = False) -> None:
     backbone, card = load_backbone(directory)
     is_audio = card.modality == "audio"
     if features and not is_audio:
-        raise ConfigError(
-            f"{directory} takes {card.modality} without filter banks; leave --features out"
-        )
+        raise ConfigError(f"{directory} takes {card.modality}; leave --features out")
     name, kind, prefix = ONNX, card.modality, ""
     shape, lengths = card.input_shape, _LENGTHS if is_audio else ()
     if features:

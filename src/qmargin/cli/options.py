@@ -1,22 +1,7 @@
 """Options, declared once: a command is a dataclass whose fields are its options.
 
-::
-
-    @dataclass(frozen=True, kw_only=True)
-    class Index(Command):
-        '''Build the index of a dataset.
-
-        The first line is shown in the list of commands, all of it by ``--help``.
-        '''
-
-        path: Path = argument("data to index", metavar="PATH")
-        threads: Count = option("threads that decode", default=2)
-
-        def run(self) -> None: ...
-
-    add_command(commands, "index", Index)
-
-The annotation decides how a value is read: ``bool`` is a switch, ``Literal`` a choice,
+The first line of its docstring is shown in the list of commands, all of it by ``--help``. The
+annotation of a field decides how a value is read: ``bool`` is a switch, ``Literal`` a choice,
 ``tuple[T, ...]`` takes several values with spaces or commas between them, ``T | None`` need not be
 given. Groups of options are base classes.
 """
@@ -252,11 +237,6 @@ def described(action: argparse.Action) -> str:
     """Help of an argument, with ``(default: ...)`` at the end of an option that takes a value.
 
     A help text may say in words what is done without the option, in parentheses at its end.
-
-    Examples:
-        >>> add = Parser(prog="qmargin").add_argument
-        >>> described(add("--fars", nargs="+", default=(0.1, 1e-5), help="rates"))
-        'rates (default: 0.1 1e-05)'
     """
     text = action.help or ""
     takes_value = action.nargs != 0 and (action.option_strings or action.nargs == "?")

@@ -95,17 +95,7 @@ def stage_progress() -> Iterator[StageProgress]:
 
 
 def line_progress(stream: TextIO, clock: Callable[[], float] = time.monotonic) -> StageProgress:
-    """Write a line when a stage has taken some seconds since the last one.
-
-    Examples:
-        >>> import io
-        >>> stream, seconds = io.StringIO(), iter([0.0, 1.0, 7.0])
-        >>> progress = line_progress(stream, clock=lambda: next(seconds))
-        >>> for done in (0, 20, 50):
-        ...     progress("scoring", done, 100)
-        >>> print(stream.getvalue(), end="")
-        scoring: 50 of 100 (50 %)
-    """
+    """Write a line when a stage has taken some seconds since the last one."""
     current, last = "", 0.0
 
     def show(stage: str, done: int, total: int) -> None:

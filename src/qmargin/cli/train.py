@@ -99,9 +99,7 @@ class Train(IndexPlace):
         if named is not None and (self.allow_changes or not resume):
             return named
         if not resume:
-            raise ConfigError(
-                "the recipe is missing; name one that `qmargin recipes` lists, or a .yaml file"
-            )
+            raise ConfigError("the recipe is missing; name one of `qmargin recipes`, or a file")
         if self.out is None:
             raise ConfigError(_NO_FOLDER)
         from qmargin.training.recipe import diff

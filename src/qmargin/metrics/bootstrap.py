@@ -34,12 +34,8 @@ MAX_EMPTY = 0.05  # largest share of replicates without genuine or impostor tria
 class Trials:
     """Scores of pairs, with the subject on each side.
 
-    Attributes:
-        scores: ``[n]`` float32 or float64.
-        is_genuine: ``[n]`` bool.
-        enrol_subject: ``[n]`` int32, index into ``subject_names``.
-        test_subject: ``[n]`` int32, index into ``subject_names``.
-        subject_names: Distinct and sorted. Where no subjects are known, the names of the files.
+    All are ``[n]`` arrays. The subjects are indices into ``subject_names``, which are distinct and
+    sorted; where no subjects are known, they are the names of the files.
     """
 
     scores: NDArray[np.floating]
@@ -120,11 +116,6 @@ class SubjectWeights:
 
     The draws follow from the sorted names and the seed alone, so two systems scored on the same
     trials get the same replicates.
-
-    Examples:
-        >>> weights = SubjectWeights(("al", "bo", "cy"), num_replicates=2)
-        >>> weights.rows(0, 2).sum(axis=1)
-        array([3, 3])
     """
 
     subjects: tuple[str, ...] = field(repr=False)
@@ -159,10 +150,7 @@ class SubjectWeights:
 def _check_names(names: Sequence[str]) -> None:
     """Refuse names that are not distinct and sorted, or fewer than two."""
     if len(names) < 2:
-        raise ProtocolError(
-            f"{len(names)} subjects cannot be resampled, at least 2 are needed: give the subject "
-            "of each trial"
-        )
+        raise ProtocolError(f"{len(names)} subjects cannot be resampled: at least 2 are needed")
     for left, right in pairwise(names):
         if left >= right:
             raise DataError(f"subject {right!r} follows {left!r}, not sorted: use make_trials")
@@ -230,9 +218,7 @@ class SortedTrials:
         def side(label: str, is_kept: NDArray[np.bool_], sign: int) -> Side:
             rows = np.flatnonzero(is_kept)
             if not len(rows):
-                raise ProtocolError(
-                    f"there are 0 {label} trials among {len(trials):,}: check the labels"
-                )
+                raise ProtocolError(f"0 {label} trials among {len(trials):,}: check the labels")
             rows = rows[np.argsort(sign * trials.scores[rows], kind="stable")]
             return Side(trials.scores[rows], enrol[rows], test[rows])
 
@@ -278,11 +264,8 @@ class Tail:
 def weighted_point(tail: Tail, weights: Ints, totals: Ints, wanted: Wanted) -> Point | None:
     """Operating points of one replicate, or None where the tail is too short to know them.
 
-    Args:
-        tail: The largest impostors.
-        weights: Of each subject, and 1 at the end.
-        totals: Weight of all genuine and of all impostor trials.
-        wanted: What to compute.
+    ``weights`` are those of each subject, and 1 at the end; ``totals`` those of all genuine and of
+    all impostor trials.
     """
     num_genuine, num_impostors = (int(total) for total in totals)
     if num_genuine == 0 or num_impostors == 0:
@@ -365,9 +348,6 @@ class Replicates(DrawnPoints):
         p_targets: Priors of ``min_dcf``, ``[R, P]``.
         grid_fars: Targets of ``frr_at_grid``, ``[R, G]``: the band of a DET curve.
         eer: ``[R]``; NaN where it was not asked for.
-        seed: Of the draws.
-        subjects_sha256: Of the subjects' names.
-        trials_sha256: Of the pairs and their labels, whatever their order.
     """
 
     observed_tar: Floats
@@ -483,9 +463,7 @@ class Difference:
     """System A minus system B.
 
     Attributes:
-        difference: On the trials as they are.
-        low: Lower end of the percentile interval.
-        high: Upper end.
+        difference: On the trials as they are; ``low`` and ``high`` end its percentile interval.
         p_value: Two-sided: twice the share of replicates on the rarer side of zero.
         num_replicates: Replicates in which both systems could be measured.
     """
@@ -502,11 +480,9 @@ class Comparison:
     """Differences of every measure that both systems have.
 
     Attributes:
-        fars: Targets of ``tar``.
-        p_targets: Priors of ``min_dcf``.
-        tar: Differences of TAR; above zero, system A is better.
+        tar: Differences of TAR at ``fars``; above zero, system A is better.
         eer: Difference of EER, below zero where system A is better; None where not measured.
-        min_dcf: Differences of minDCF; below zero, system A is better.
+        min_dcf: Differences of minDCF at ``p_targets``; below zero, system A is better.
     """
 
     fars: tuple[float, ...]
@@ -519,12 +495,8 @@ class Comparison:
 def compare(replicates_a: Replicates, replicates_b: Replicates, level: float = 0.95) -> Comparison:
     """Paired comparison of two systems over the same draws of subjects.
 
-    Both systems are measured in every replicate, so what is hard for both cancels. A test that
-    counts trials (McNemar) takes trials that share a subject for independent ones, and finds
-    differences where there are none.
-
-    Raises:
-        ProtocolError: If the replicates are not of the same trials, subjects and seed.
+    Both systems are measured in every replicate, so what is hard for both cancels. Replicates of
+    other trials, subjects or seeds are a ``ProtocolError``.
     """
     both = (replicates_a, replicates_b)
     for name in ("subjects_sha256", "trials_sha256", "seed", "num_replicates"):
@@ -564,15 +536,9 @@ def paired_difference(
 ) -> Difference:
     """Difference of one measure, from its value and its replicates in both systems.
 
-    The p-value is the smallest ``1 - level`` whose percentile interval leaves zero out, up to the
-    one replicate that is added to both sides so that no p-value is zero.
-
-    Args:
-        observed_a: Measure of system A on the trials as they are.
-        observed_b: Of system B.
-        values_a: ``[R]`` replicates of system A.
-        values_b: ``[R]`` of system B, from the same draws.
-        level: Of the interval.
+    Replicates ``[R]`` are from the same draws. The p-value is the smallest ``1 - level`` whose
+    percentile interval leaves zero out, up to the one replicate that is added to both sides so that
+    no p-value is zero.
 
     Examples:
         >>> paired_difference(0.9, 0.8, [0.91, 0.9, 0.89], [0.8, 0.82, 0.78]).p_value

@@ -121,11 +121,6 @@ def calibrate(genuine: ArrayLike, impostor: ArrayLike, *, prior: float = 0.5) ->
 
     Genuine scores together weigh ``prior`` and impostor scores the rest, however many there are.
 
-    Args:
-        genuine: Scores of trials of one subject.
-        impostor: Scores of trials of two subjects.
-        prior: Probability of a genuine trial at which the ratios shall be good.
-
     Raises:
         ProtocolError: If one threshold separates all scores, so that no finite scale is best.
         DataError: If a score is not finite.
@@ -156,10 +151,7 @@ def calibrate(genuine: ArrayLike, impostor: ArrayLike, *, prior: float = 0.5) ->
 
 
 class _Side(NamedTuple):
-    """Scores of one label, and how often each is there; once without counts.
-
-    They are centred and scaled a piece at a time, so that they are never held twice.
-    """
+    """Scores of one label, scaled a piece at a time, and how often each is there; once if None."""
 
     scores: Floats
     counts: NDArray[np.int64] | None
@@ -175,7 +167,7 @@ def _coarse_solution(sides: list[_Side], prior: float) -> Floats:
     """Where to start: the solution for bins of equal width, if the scores are many.
 
     Newton's method then needs two or three passes over all scores instead of ten. The start does
-    not change the solution, so zero will do where none was found.
+    not change the solution.
     """
     start = np.zeros(2)
     if all(len(side.scores) <= 16 * COARSE_BINS for side in sides):

@@ -22,11 +22,9 @@ HEAVY = 1 << 16  # a bin with more scores is divided again, not sorted
 
 @dataclass(frozen=True)
 class Eer:
-    """Equal error rate.
+    """Equal error rate: the common value of FAR and FRR on the polyline over the distinct scores.
 
-    Attributes:
-        eer: The common value of FAR and FRR on the polyline over the distinct scores and both ends.
-        threshold: Of the end of the crossing step at which the two rates are nearer to each other.
+    The threshold is that of the end of the crossing step at which the two rates are nearer.
     """
 
     eer: float

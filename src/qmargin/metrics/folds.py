@@ -12,13 +12,9 @@ from qmargin.metrics.curve import rejecting_threshold, staircase
 
 @dataclass(frozen=True, eq=False)
 class KFoldAccuracy:
-    """Accuracy over folds.
+    """Accuracy of each fold at the threshold of the others, its mean and standard deviation.
 
-    Attributes:
-        mean: Mean accuracy of the folds.
-        std: Their standard deviation, with ``num_folds - 1`` in the denominator.
-        accuracies: Accuracy of each fold at the threshold of the others.
-        thresholds: Those thresholds.
+    The deviation has ``num_folds - 1`` in the denominator.
     """
 
     mean: float
@@ -50,9 +46,6 @@ def kfold_accuracy(
         num_folds: Number of folds of equal size, in the order of the trials; where ``folds`` is
             None.
         folds: The fold of each trial, any whole numbers.
-
-    Raises:
-        ProtocolError: If a fold is empty, or the others lack genuine or impostor trials.
 
     Examples:
         >>> result = kfold_accuracy([0.9, 0.2, 0.8, 0.1], [1, 0, 1, 0], num_folds=2)

@@ -23,10 +23,8 @@ from qmargin.metrics.operating import ENOUGH_FALSE_ACCEPTS, Status, rule_of_thre
 class GroupRate:
     """Errors of one kind in one group.
 
-    Attributes:
-        rate: Errors over trials; None without trials.
-        status: ``"ok"``; ``"few"`` with fewer than 30 errors; ``"not measurable"`` without trials.
-        message: One sentence for a reader.
+    ``rate`` is None without trials. ``status`` is ``"ok"``, ``"few"`` (fewer than 30 errors) or
+    ``"not measurable"`` (no trials), and ``message`` says it to a reader.
     """
 
     rate: float | None
@@ -71,7 +69,6 @@ class GroupRates:
     """Rates per group and their spread.
 
     Attributes:
-        threshold: The same for all groups.
         groups: Sorted by name.
         fmr: Spread of the false match rate.
         fnmr: Spread of the false non-match rate.

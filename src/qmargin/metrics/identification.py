@@ -17,10 +17,8 @@ ROWS = 256  # searches processed together
 class FnirAtFpir:
     """False negative identification rate where the false positive one is limited.
 
-    Attributes:
-        fnir: Share of the searches with a mate whose mate is below the threshold.
-        fpir: Share of the searches without a mate in which somebody reaches the threshold.
-        false_positives: Their number.
+    ``fnir`` is the share of the searches with a mate whose mate is below the threshold, ``fpir``
+    that of the searches without a mate in which somebody reaches it.
     """
 
     fpir_target: float
@@ -34,10 +32,8 @@ class FnirAtFpir:
 class Identification:
     """What :func:`identify` found.
 
-    Attributes:
-        rank_rates: Share of the searches with a mate whose mate is at that rank or better.
-        fnirs: One record for every ``fpir``.
-        num_mated: Number of searches whose subject is in the gallery.
+    ``rank_rates`` are the shares of the searches with a mate whose mate is at that rank or better;
+    ``fnirs`` has a record for every ``fpir``.
     """
 
     ranks: tuple[int, ...]
@@ -87,10 +83,8 @@ def identify(
     probes, gallery = np.asarray(probe_subjects), np.asarray(gallery_subjects)
     matrix = np.asarray(scores)
     if matrix.ndim != 2 or matrix.shape != (probes.size, gallery.size):
-        raise ShapeError(
-            f"scores have shape {matrix.shape} but there are {probes.size} probes and "
-            f"{gallery.size} gallery entries: pass [probes, gallery]"
-        )
+        found = f"{probes.size} probes and {gallery.size} gallery entries"
+        raise ShapeError(f"scores have shape {matrix.shape} but there are {found}")
     if not matrix.size:
         raise ProtocolError(f"scores have shape {matrix.shape}: at least one search is needed")
     if matrix.dtype not in (np.float32, np.float64):
@@ -115,8 +109,8 @@ def identify(
     if rates := [check_rate(fpir, "fpir") for fpir in fpirs]:
         for point in tars_at_fars(mates, checked_scores(best[~has_mate], "non-mated"), rates):
             fnir = (len(mates) - round(point.tar * len(mates))) / len(mates)
-            found = (point.far_target, fnir, point.far, point.false_accepts, point.threshold)
-            fnirs.append(FnirAtFpir(*found))
+            record = (point.far_target, fnir, point.far, point.false_accepts, point.threshold)
+            fnirs.append(FnirAtFpir(*record))
     sizes = int(has_mate.sum()), int((~has_mate).sum())
     return Identification(ranks, rank_rates, tuple(fnirs), *sizes)
 

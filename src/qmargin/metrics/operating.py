@@ -75,10 +75,8 @@ def check_measurable(far: float, num_impostors: int) -> int:
 class Sufficiency:
     """Whether a false acceptance rate can be measured, and how well.
 
-    Attributes:
-        status: ``"ok"``, ``"few"`` (fewer than 30 false accepts allowed) or ``"not measurable"``.
-        allowed: False accepts that the rate allows.
-        message: One sentence for a reader.
+    ``status`` is ``"ok"``, ``"few"`` (fewer than 30 false accepts are allowed) or
+    ``"not measurable"``, and ``message`` says it to a reader.
     """
 
     status: Status
@@ -266,16 +264,10 @@ def _point(
 ) -> TarAtFar:
     """The point that accepts what is above ``boundary``, or everything if that is None."""
     num_accepted = len(genuine) if boundary is None else count_above(genuine, boundary)
-    return TarAtFar(
-        far_target=far,
-        tar=num_accepted / len(genuine),
-        far=false_accepts / num_impostors,
-        false_accepts=false_accepts,
-        threshold=-np.inf if boundary is None else just_above(boundary, dtype),
-        rule="conservative",
-        num_genuine=len(genuine),
-        num_impostors=num_impostors,
-    )
+    threshold = -np.inf if boundary is None else just_above(boundary, dtype)
+    rates = (num_accepted / len(genuine), false_accepts / num_impostors)
+    sizes = (len(genuine), num_impostors)
+    return TarAtFar(far, *rates, false_accepts, threshold, "conservative", *sizes)
 
 
 def rates_at(genuine: ArrayLike, impostor: ArrayLike, threshold: float) -> Rates:
@@ -366,9 +358,6 @@ class ImpostorTail:
         max_far: The largest false acceptance rate that will be asked for.
         num_impostors: Number of all impostor scores, over all processes and files.
 
-    Raises:
-        ProtocolError: If ``max_far`` allows no false accept.
-
     Examples:
         >>> tail, other = ImpostorTail(0.5, num_impostors=4), ImpostorTail(0.5, num_impostors=4)
         >>> tail.update([0.1, 0.5])
@@ -420,9 +409,7 @@ class ImpostorTail:
     def tar_at_far(self, genuine: ArrayLike, far: float) -> TarAtFar:
         """True acceptance rate of genuine scores at ``far``, by the conservative rule.
 
-        Raises:
-            ConfigError: If ``far`` is above ``max_far``.
-            ProtocolError: If not all impostor scores have come yet.
+        A ``far`` above ``max_far`` is a ``ConfigError``, a missing score a ``ProtocolError``.
         """
         self._check_complete(far)
         genuine = checked_scores(genuine, "genuine")

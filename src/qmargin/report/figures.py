@@ -86,8 +86,8 @@ def det_plot(panel: Panel) -> Figure:
         axes.plot(across, up, **line)
         if curve.band:
             axes.fill_between(*zip(*curve.band, strict=True), color=look["color"], alpha=0.12, lw=0)
-        for sign in curve.signs:
-            _dot(axes, curve.entry, sign.x, sign.y, is_hollow=sign.is_hollow)
+        for x, y, is_hollow in curve.signs:
+            _dot(axes, curve.entry, x, y, is_hollow=is_hollow)
     for end in det.few:
         axes.axvspan(det.box.left, end, **SHADE)
     axes.set(xlim=(det.box.left, det.box.right), ylim=(det.box.bottom, det.box.top))
@@ -214,25 +214,16 @@ def groups_plot(panel: Panel) -> Figure | None:
 
 
 def _log_ticks(axes: Any, label: Callable[[float], str]) -> None:
-    """Make the axis across logarithmic, with a few round ticks."""
+    """Make the axis across logarithmic, with a few round ticks: more over a short range."""
     axes.set(xscale="log")
     axes.minorticks_off()
-    ticks = _rate_ticks(*axes.get_xlim())
-    axes.set_xticks(ticks, list(map(label, ticks)))
-
-
-def _rate_ticks(low: float, high: float) -> list[float]:
-    """A few round rates between two: powers of ten, or more of them over a short range.
-
-    Examples:
-        >>> _rate_ticks(6e-4, 2.5e-3), _rate_ticks(5e-6, 0.3)
-        ([0.001, 0.002], [1e-05, 0.0001, 0.001, 0.01, 0.1])
-    """
+    low, high = axes.get_xlim()
     steps = "1" if high >= 100.0 * low else "1 2 5"
     steps = "1 1.5 2 3 4 6 8" if high < 3.0 * low else steps
     exponents = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     rates = [float(f"{step}e{exponent}") for exponent in exponents for step in steps.split()]
-    return [rate for rate in rates if low <= rate <= high] or [math.sqrt(low * high)]
+    ticks = [rate for rate in rates if low <= rate <= high] or [math.sqrt(low * high)]
+    axes.set_xticks(ticks, list(map(label, ticks)))
 
 
 def hardest_plot(entry: Entry, media: MediaFolder) -> Figure | None:

@@ -68,10 +68,8 @@ def digits_to_differ(values: Iterable[float | None], least: int = 4, *, form: st
     ``form`` is ``"g"`` for significant digits, ``"f"`` for those after the point.
 
     Examples:
-        >>> digits_to_differ([0.5, 0.25]), digits_to_differ([0.9999991, 0.9999992])
-        (4, 7)
-        >>> digits_to_differ([0.00001, 0.00002], form="f")
-        5
+        >>> digits_to_differ([0.9999991, 0.9999992]), digits_to_differ([1e-5, 2e-5], form="f")
+        (7, 5)
     """
     distinct = {value for value in values if value is not None and math.isfinite(value)}
     for digits in range(least, _MOST_DIGITS):

@@ -20,7 +20,7 @@ from markupsafe import Markup
 
 from qmargin.evaluation.result import HardPair, ProtocolInfo
 from qmargin.files import MADE_BY
-from qmargin.report import tables
+from qmargin.report import plots, tables
 from qmargin.report.journal import Journal
 from qmargin.report.media import MediaFolder
 from qmargin.report.numbers import (
@@ -36,18 +36,6 @@ from qmargin.report.numbers import (
     probability,
     signed,
     signed_interval,
-)
-from qmargin.report.plots import (
-    NUM_COLOURS,
-    det_geometry,
-    gauge,
-    group_scale,
-    histogram_chart,
-    path_data,
-    rate_or_bound,
-    reliability_chart,
-    support_chart,
-    whisker_scale,
 )
 from qmargin.report.systems import (
     Entry,
@@ -79,10 +67,10 @@ def render_page(
         for name in ("page.css", "page.js")
     )
     repeats = find_repeats(panels)
-    plots = [det_geometry(panel) for panel in panels]
+    dets = [plots.det_geometry(panel) for panel in panels]
     blocks: dict[str, Callable[[Panel], Any]] = {
-        "data": lambda panel: (*tables.sufficiency_table(panel), gauge),
-        "det": lambda panel: plots[panel.index],
+        "data": lambda panel: (*tables.sufficiency_table(panel), plots.gauge),
+        "det": lambda panel: dets[panel.index],
         "scores": _scores,
         "points": lambda panel: (
             panel.entries,
@@ -94,7 +82,7 @@ def render_page(
         "groups": lambda panel: [_groups(e) for e in panel.entries if e.result.groups is not None],
         "hardest": lambda panel: _hardest(panel, media),
         "calibration": lambda panel: [
-            (entry, reliability_chart(found.reliability), found)
+            (entry, plots.reliability_chart(found.reliability), found)
             for entry in panel.entries
             if (found := entry.result.calibration) is not None
         ],
@@ -127,7 +115,7 @@ def render_page(
             script=Markup(script),
             verdicts=verdicts,
             views=views,
-            det_data=[plot.data for plot in plots],
+            det_data=[det.data for det in dets],
         )
     )
 
@@ -152,14 +140,14 @@ def _environment() -> Environment:
         lstrip_blocks=True,
         finalize=printable,
     )
-    environment.globals.update(num_colours=NUM_COLOURS, margin_of=margin_of)
+    environment.globals.update(num_colours=plots.NUM_COLOURS, margin_of=margin_of)
     environment.filters.update(
         short=cleaned,
         count=count,
         power=power,
         number=number,
         place="{:.1f}".format,
-        path=lambda points: Markup(path_data(points)),  # numbers alone
+        path=lambda points: Markup(plots.path_data(points)),  # numbers alone
         outline=outline,
     )
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
@@ -274,7 +262,7 @@ def _scores(panel: Panel) -> list[tuple[Entry, Any]]:
     for entry in panel.entries:
         point = entry.point_at(panel.headline_far)
         threshold = None if point is None else point.threshold
-        found.append((entry, histogram_chart(entry.result.histogram, threshold)))
+        found.append((entry, plots.histogram_chart(entry.result.histogram, threshold)))
     return found
 
 
@@ -289,7 +277,9 @@ def _pairs(panel: Panel, differences: Sequence[PairedDifference], level: float) 
             title = f"{start} in percentage points, first minus second"
             table = tables.difference_table(own, title, level=level)
             table = replace(table, notes=()) if is_folded else table  # the first one has it
-            found.append((table, own, whisker_scale(made.interval for made in own), is_folded))
+            found.append(
+                (table, own, plots.whisker_scale(made.interval for made in own), is_folded)
+            )
     return {"tables": found, "num_systems": len(panel.entries)}
 
 
@@ -297,9 +287,9 @@ def _groups(entry: Entry) -> dict[str, Any]:
     """The audit of a system, with the places of its dots."""
     audit = entry.result.groups
     assert audit is not None
-    match = [rate_or_bound(row.fmr, row.num_impostors) for row in audit.rows]
-    miss = [rate_or_bound(row.fnmr, row.num_genuine) for row in audit.rows]
-    across, beside = group_scale([*match, audit.far_target]), group_scale(miss)
+    match = [plots.rate_or_bound(row.fmr, row.num_impostors) for row in audit.rows]
+    miss = [plots.rate_or_bound(row.fnmr, row.num_genuine) for row in audit.rows]
+    across, beside = plots.group_scale([*match, audit.far_target]), plots.group_scale(miss)
     return {
         "entry": entry,
         "rows": audit.rows,
@@ -313,6 +303,15 @@ def _groups(entry: Entry) -> dict[str, Any]:
 
 def _hardest(panel: Panel, media: MediaFolder | None) -> dict[str, Any] | None:
     """Pairs of the leading system first, those of others folded away."""
+
+    def shown(pairs: Sequence[HardPair]) -> list[tuple[str, Any]]:
+        """Score and both sides of the hardest pairs."""
+        found, digits = [], digits_to_differ(pair.score for pair in pairs[:MOST_SHOWN])
+        for pair in pairs[:MOST_SHOWN]:
+            sides = [(key, media and media.embedded(key)) for key in (pair.enrol, pair.test)]
+            found.append((number(pair.score, digits), sides))
+        return found
+
     leader = panel.leader()
     systems = []
     for entry in sorted(panel.entries, key=lambda entry: entry is not leader):
@@ -321,19 +320,8 @@ def _hardest(panel: Panel, media: MediaFolder | None) -> dict[str, Any] | None:
                 "False accepts: impostor pairs with the highest scores": hardest.false_accepts,
                 "False rejects: genuine pairs with the lowest scores": hardest.false_rejects,
             }
-            shown = [(title, _hard_pairs(pairs, media)) for title, pairs in kinds.items()]
-            systems.append({"entry": entry, "kinds": shown})
+            systems.append((entry, [(title, shown(pairs)) for title, pairs in kinds.items()]))
     return {"systems": systems, "has_media": media is not None} if systems else None
-
-
-def _hard_pairs(pairs: Sequence[HardPair], media: MediaFolder | None) -> list[dict[str, Any]]:
-    shown = pairs[:MOST_SHOWN]
-    digits = digits_to_differ(pair.score for pair in shown)
-    found = []
-    for pair in shown:
-        sides = [(key, media and media.embedded(key)) for key in (pair.enrol, pair.test)]
-        found.append({"score": number(pair.score, digits), "sides": sides})
-    return found
 
 
 def _sparsity(journals: Sequence[Journal]) -> dict[str, Any]:
@@ -349,7 +337,7 @@ def _sparsity(journals: Sequence[Journal]) -> dict[str, Any]:
     heads = (Column("Run", "left"), Column("Mean at the end"), Column("Largest of all steps"))
     names = [journal.name for journal in journals]
     return {
-        "plot": support_chart(journals),
+        "plot": plots.support_chart(journals),
         "names": names,
         "entries": [{"colour": colour, "label": name} for colour, name in enumerate(names)],
         "table": Table("", heads, tuple(rows)),

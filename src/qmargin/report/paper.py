@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from qmargin.errors import ConfigError, DataError
 from qmargin.evaluation.result import Result, read_result
-from qmargin.evaluation.scores import ScoreSet, read_scores
+from qmargin.evaluation.scores import read_scores
 from qmargin.files import read_regular, sha256_of
 from qmargin.report.figures import (
     LinePoint,
@@ -198,7 +198,12 @@ def paper_table(name: str, results: Path) -> Table:
 def accuracy_table(name: str, found: Sequence[Measured]) -> Table:
     """Rows of the paper with TARs measured for the same setting; other settings come last."""
     layout = LAYOUTS[name]
-    matched = [_matches(row, found) for row in layout.rows]
+    matched = []
+    for row in layout.rows:
+        own = [one for one in found if one.setting == row.setting]
+        if len({one.name for one in own}) > 1:  # such as ArcFace on a sample of the classes
+            own = [one for one in own if one.name == row.loss]
+        matched.append(own)
     used = [one for own in matched for one in own]
     others = [] if layout.is_closed else [one for one in found if one not in used]
     used += others
@@ -243,14 +248,6 @@ def accuracy_table(name: str, found: Sequence[Measured]) -> Table:
         rows.append(cells(PaperRow(*key, (None,) * len(headings)), own))
     title = f"{layout.title} ({layout.where})"
     return Table(title, columns, tuple(rows), (*layout.notes, *notes_on(used)), label=name)
-
-
-def _matches(row: PaperRow, found: Sequence[Measured]) -> list[Measured]:
-    """What was measured with the setting of a row, under the row's name or a single other one."""
-    own = [one for one in found if one.setting == row.setting]
-    if len({one.name for one in own}) > 1:  # such as ArcFace on a sample of the classes
-        own = [one for one in own if one.name == row.loss]
-    return own
 
 
 def _throughput_table(path: Path) -> Table:
@@ -459,10 +456,19 @@ def judge(path: Path) -> Judged:
     threshold = next((point.threshold for point in points), None)
     if threshold is None:
         raise DataError(f"{path} has no threshold at FAR {PAIRS_FAR:g}: evaluate with --fars 1e-3")
-    scores = _scores_of(path, result)
+    remedy = "evaluate with `qmargin evaluate pairs`, which keeps scores next to the result"
+    source = next((source for source in result.sources if source.role == "scores"), None)
+    if source is None:
+        raise DataError(f"{path} was not measured from a score file: {remedy}")
+    place = path.parent / Path(source.path).name
+    if not place.is_file():
+        raise DataError(f"{place}, the scores of {path}, is missing: {remedy}")
+    if sha256_of(place) != source.sha256:
+        raise DataError(f"{place} changed after {path} was measured from it: {remedy}")
+    scores = read_scores(place)
     keys = scores.keys
     if keys is None:
-        raise DataError(f"scores of {path} have no keys: evaluate with `qmargin evaluate pairs`")
+        raise DataError(f"{place} has no keys: {remedy}")
     order = np.argsort(keys.pairs(), kind="stable")
     names = np.array(keys.names)
     sides = np.stack([names[keys.enrol[order]], names[keys.test[order]]], axis=1)
@@ -471,20 +477,6 @@ def judge(path: Path) -> Judged:
     name = result.system.name + ("" if setting is None else f" ({setting.text})")
     is_right, lead = (above >= 0.0) == is_genuine, np.where(is_genuine, above, -above)
     return Judged(name, result.protocol.name, sides, is_genuine, is_right, lead)
-
-
-def _scores_of(path: Path, result: Result) -> ScoreSet:
-    """Scores in the file that the result was measured from."""
-    source = next((source for source in result.sources if source.role == "scores"), None)
-    remedy = "evaluate with `qmargin evaluate pairs`, which keeps scores next to the result"
-    if source is None:
-        raise DataError(f"{path} was not measured from a score file: {remedy}")
-    place = path.parent / Path(source.path).name
-    if not place.is_file():
-        raise DataError(f"{place}, the scores of {path}, is missing: {remedy}")
-    if sha256_of(place) != source.sha256:
-        raise DataError(f"{place} changed after {path} was measured from it: {remedy}")
-    return read_scores(place)
 
 
 def _picture_grid(rows: Mapping[str, Sequence[Sequence[str]]], media: MediaFolder) -> Figure:

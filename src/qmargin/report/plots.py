@@ -10,6 +10,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from statistics import NormalDist
 from typing import Any, NamedTuple
 
@@ -75,24 +76,8 @@ class Scale:
         return [Tick(self(value), label(value), bool(i % 2)) for i, value in enumerate(values)]
 
 
-def decades(low: float, high: float) -> list[float]:
-    """Powers of ten between two numbers.
-
-    Examples:
-        >>> decades(0.5, 150.0)
-        [1.0, 10.0, 100.0]
-    """
-    first, last = math.ceil(math.log10(low) - 1e-9), math.floor(math.log10(high) + 1e-9)
-    return [10.0**exponent for exponent in range(first, last + 1)]
-
-
 def round_ticks(low: float, high: float, wanted: int = 5) -> list[float]:
-    """About ``wanted`` round numbers between two numbers.
-
-    Examples:
-        >>> round_ticks(-0.13, 0.94)
-        [0.0, 0.2, 0.4, 0.6, 0.8]
-    """
+    """About ``wanted`` round numbers between two numbers."""
     rough = (high - low) / wanted
     unit = 10.0 ** math.floor(math.log10(rough))
     step = min((unit * factor for factor in (1, 2, 2.5, 5, 10)), key=lambda s: abs(s - rough))
@@ -101,15 +86,9 @@ def round_ticks(low: float, high: float, wanted: int = 5) -> list[float]:
 
 
 def path_data(points: Sequence[Place]) -> str:
-    """A polyline for the attribute ``d``, to a tenth of a unit, without repeated points.
-
-    Examples:
-        >>> path_data([(0, 0), (0.01, 0.01), (3, 4.25)])
-        'M0 0L3 4.2'
-    """
-    rounded = [f"{round(x, 1):g} {round(y, 1):g}" for x, y in points]
-    kept = [text for i, text in enumerate(rounded) if i == 0 or text != rounded[i - 1]]
-    return "M" + "L".join(kept) if kept else ""
+    """A polyline for the attribute ``d``, to a tenth of a unit, without repeated points."""
+    rounded = (f"{round(x, 1):g} {round(y, 1):g}" for x, y in points)
+    return "M" + "L".join(text for text, _ in groupby(rounded)) if points else ""
 
 
 # -- DET ------------------------------------------------------------------------------------------
@@ -123,16 +102,6 @@ class Box(NamedTuple):
     top: float
     bottom: float
 
-    @property
-    def width(self) -> float:
-        """From the left to the right."""
-        return self.right - self.left
-
-    @property
-    def height(self) -> float:
-        """From the top to the bottom."""
-        return self.bottom - self.top
-
 
 class CurvePoint(NamedTuple):
     """A point of a DET curve that belongs to one threshold."""
@@ -142,14 +111,6 @@ class CurvePoint(NamedTuple):
     threshold: float | None
 
 
-class Sign(NamedTuple):
-    """An operating point; hollow where it rests on few false accepts."""
-
-    x: float
-    y: float
-    is_hollow: bool
-
-
 @dataclass(frozen=True)
 class DetCurve:
     """One system in a DET plot; ``cells`` and ``heights`` have an item per stop of the read-out."""
@@ -157,7 +118,7 @@ class DetCurve:
     entry: Entry
     line: list[Place]
     band: list[tuple[float, float, float]]  # place, low, high
-    signs: list[Sign]
+    signs: list[tuple[float, float, bool]]  # operating points, hollow with few false accepts
     cells: list[list[str]]  # TAR, interval, false accepts and threshold
     heights: list[float | None]  # of the curve, None outside of the plot
 
@@ -255,7 +216,7 @@ def _det_curve(
             (across(x), up.clamped(low), up.clamped(high)) for x, low, high in rows if 0.0 < x < 1.0
         ],
         signs=[
-            Sign(across(point.far), up(1.0 - point.tar), point.status != "ok")
+            (across(point.far), up(1.0 - point.tar), point.status != "ok")
             for point in entry.result.measures.tar
             if point.tar is not None and point.far and 0.0 < point.tar < 1.0
         ],
@@ -323,7 +284,7 @@ def histogram_chart(histogram: Histogram, threshold: float | None) -> Chart:
                 share = (
                     1.0 - math.log10(trials / total) / math.log10(0.5 / total) if trials else 0.0
                 )
-            height = SMALL.bottom - SMALL.height * share
+            height = SMALL.bottom - (SMALL.bottom - SMALL.top) * share
             points += [(across(edge), height) for edge in edges[index : index + 2]]
         return [*points, (across(edges[-1]), SMALL.bottom)]
 
@@ -332,8 +293,9 @@ def histogram_chart(histogram: Histogram, threshold: float | None) -> Chart:
         how: {kind: steps(counts, is_log=how == "log") for kind, counts in kinds.items()}
         for how in ("linear", "log")
     }
-    is_inside = threshold is not None and across.low <= threshold <= across.high
-    place = across(threshold) if threshold is not None and is_inside else None
+    place = None
+    if threshold is not None and across.low <= threshold <= across.high:
+        place = across(threshold)
     ticks = across.ticks(round_ticks(across.low, across.high), lambda value: number(value, 3))
     return Chart(340.0, 210.0, SMALL, ticks, [], {"areas": areas, "threshold": place})
 
@@ -373,7 +335,8 @@ def support_chart(journals: Sequence[Journal]) -> Chart:
 
     lines = [{"largest": line(j, j.largest), "mean": line(j, j.mean)} for j in journals]
     bottom = across.ticks(round_ticks(across.low, across.high, 6), short_count)
-    left = up.ticks(decades(low, high), short_count)
+    decades = range(round(math.log10(low)), math.floor(math.log10(high) + 1e-9) + 1)
+    left = up.ticks((10.0**exponent for exponent in decades), short_count)
     return Chart(640.0, 280.0, box, bottom, left, {"lines": lines})
 
 

@@ -293,7 +293,11 @@ def paper_layout(panels: Sequence[Panel]) -> Table:
             for panel, entry in zip(panels, entries, strict=True)
             for far in panel.fars
         ]
-        rows.append((name, *(_parameters(runs[name]) if has_runs else ()), *map(_bare, points)))
+        parameters: Row = (None, None, None)
+        if (run := runs[name]) is not None:
+            numbers = (None if value is None else f"{value:g}" for value in (run.alpha, run.scale))
+            parameters = (*numbers, margin_of(run)[1] or None)
+        rows.append((name, *(parameters if has_runs else ()), *map(_bare, points)))
     found = [p for panel in panels for e in panel.entries for p in e.result.measures.tar]
     rules = sorted({rule for panel in panels for rule in panel.rules})
     notes = [f"Thresholds by the {' and '.join(rules)} rule; best in bold."]
@@ -323,13 +327,6 @@ def _common_run(entries: Sequence[Entry | None]) -> RunInfo | None:
     runs = [entry.result.run for entry in entries if entry is not None]
     losses = {(run.alpha, run.scale, run.margins) for run in runs if run is not None}
     return runs[0] if len(losses) == 1 else None
-
-
-def _parameters(run: RunInfo | None) -> Row:
-    if run is None:
-        return (None, None, None)
-    numbers = (None if value is None else f"{value:g}" for value in (run.alpha, run.scale))
-    return (*numbers, margin_of(run)[1] or None)
 
 
 def csv_table(panels: Sequence[Panel]) -> str:

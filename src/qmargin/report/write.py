@@ -97,7 +97,18 @@ def _metrics(
     title: str, panels: Sequence[Panel], differences: Sequence[list[PairedDifference]]
 ) -> dict[str, Any]:
     """What the page shows, for programs; numbers as in ``result.json``."""
-    repeats = find_repeats(panels)
+    parts = ("run", "protocol", "measures", "groups", "sources", "created")
+
+    def system(entry: Entry) -> dict[str, Any]:
+        found = {part: encode(getattr(entry.result, part), part) for part in parts}
+        return {"name": entry.label, **found, "model_card": entry.result.system.model_card}
+
+    def runs(repeats: Repeats, name: str) -> dict[str, Any]:
+        """Values of every run, so that means and deviations can be computed."""
+        tars = {far_key(far): repeats.values(name, far) for far in repeats.fars}
+        seeds = [seed_of(entry.result) for entry in repeats.systems[name]]
+        return {"name": name, "seeds": seeds, "eer": repeats.values(name, None), "tar": tars}
+
     return {
         "format": "qmargin-report",
         "version": 2,
@@ -107,26 +118,13 @@ def _metrics(
                 "title": panel.title,
                 "headline_far": panel.headline_far,
                 "leader": panel.leader().label,
-                "systems": list(map(_system, panel.entries)),
+                "systems": list(map(system, panel.entries)),
                 "differences": [encode(asdict(made), "differences") for made in found],
             }
             for panel, found in zip(panels, differences, strict=True)
         ],
         "repeats": [
-            {"title": found.title, "systems": [_runs(found, name) for name in found.systems]}
-            for found in repeats
+            {"title": found.title, "systems": [runs(found, name) for name in found.systems]}
+            for found in find_repeats(panels)
         ],
     }
-
-
-def _runs(repeats: Repeats, name: str) -> dict[str, Any]:
-    """Values of every run, so that means and deviations can be computed."""
-    tars = {far_key(far): repeats.values(name, far) for far in repeats.fars}
-    seeds = [seed_of(entry.result) for entry in repeats.systems[name]]
-    return {"name": name, "seeds": seeds, "eer": repeats.values(name, None), "tar": tars}
-
-
-def _system(entry: Entry) -> dict[str, Any]:
-    parts = ("run", "protocol", "measures", "groups", "sources", "created")
-    found = {part: encode(getattr(entry.result, part), part) for part in parts}
-    return {"name": entry.label, **found, "model_card": entry.result.system.model_card}
