@@ -92,10 +92,8 @@ def test_options_that_a_backbone_does_not_take_are_refused() -> None:
 def test_synthetic_data_follows_the_recipe() -> None:
     data = build_dataset(debug_with("data.options.samples_per_class=3", "seed=4"))
     assert (len(data), data.num_classes) == (600, 200)
-    inputs, label = data.read(599, seed=0)
-    assert (tuple(inputs.shape), label) == ((32,), 199)
-    other, _ = build_dataset(debug_with("seed=5")).read(0, seed=0)
-    assert not torch.equal(other, build_dataset(debug_with("seed=4")).read(0, seed=0)[0])
+    other = build_dataset(debug_with("seed=5"))
+    assert not torch.equal(other.read(0, seed=0)[0], data.read(0, seed=0)[0])
 
 
 @pytest.mark.parametrize(

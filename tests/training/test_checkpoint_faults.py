@@ -1,14 +1,18 @@
-"""Damaged checkpoints, and saves that are killed."""
+"""Damaged checkpoints, saves that are killed, and several processes that save together."""
 
 import os
 import random
 import shutil
 import signal
 import time
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from helpers import saving_ranks
 from helpers.processes import finish, start
 from helpers.saving import (
     SAVED,
@@ -17,7 +21,6 @@ from helpers.saving import (
     random_state,
     resume,
     save_and_die,
-    save_for_ever,
 )
 from qmargin.errors import CheckpointError
 from qmargin.training.checkpoint import (
@@ -160,39 +163,95 @@ def test_a_kill_at_every_event_of_a_save_loses_nothing(tmp_path: Path) -> None:
     assert not list_leftovers(tmp_path)
 
 
-def notes(folder: Path) -> list[str]:
-    path = folder / f"{SAVED}0"
+def run_ranks(function: Callable[..., Any], tmp_path: Path, world: int, code: int = 0) -> Path:
+    """Run a function of ``saving_ranks`` on every rank; the folder of its checkpoints."""
+    ranks = start_ranks(function, tmp_path, world)
+    assert [finish(rank) for rank in ranks] == [code] * world
+    return tmp_path / "checkpoints"
+
+
+def start_ranks(function: Callable[..., Any], tmp_path: Path, world: int) -> list[BaseProcess]:
+    folder, store = tmp_path / "checkpoints", tmp_path / "store"
+    store.unlink(missing_ok=True)
+    return [start(function, folder, rank, world, str(store)) for rank in range(world)]
+
+
+def assert_as_if_left_alone(folder: Path, num_steps: int) -> None:
+    """The newest checkpoint is that of one rank that was never stopped, bit for bit."""
+    alone = TinyRun()
+    for _ in range(num_steps):
+        alone.step()
+    assert fingerprint(resume(folder).tensors()) == fingerprint(alone.tensors())
+
+
+@pytest.mark.dist
+def test_a_failure_of_one_rank_is_told_to_all(tmp_path: Path) -> None:
+    folder = run_ranks(saving_ranks.fail_on_one_rank, tmp_path, 2)
+    assert list(list_steps(folder)) == [3, 1] and not list_leftovers(folder)
+
+
+@pytest.mark.dist
+def test_ranks_on_different_disks_are_refused(tmp_path: Path) -> None:
+    folder = run_ranks(saving_ranks.save_on_two_disks, tmp_path, 2, saving_ranks.TOLD)
+    assert not list(folder.glob("*/step-*"))
+
+
+@pytest.mark.dist
+def test_no_rank_starts_afresh_when_everything_is_bad(tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path / "checkpoints", random_state(1))
+    (path / "loop.json").unlink()
+    run_ranks(saving_ranks.find_nothing_whole, tmp_path, 2, saving_ranks.TOLD)
+
+
+@pytest.mark.dist
+def test_saved_by_2_ranks_resumed_by_1_and_by_3(tmp_path: Path) -> None:
+    """Rows and momentum go through 2, 3, 1 and 2 ranks as if there had always been one."""
+    folder = run_ranks(saving_ranks.save_in_background, tmp_path, 2)
+    assert list(list_steps(folder)) == [20, 19]
+    for step, world in ((21, 3), (22, 1), (23, 2)):
+        run_ranks(saving_ranks.resume_and_step, tmp_path, world)
+        manifest = newest(folder).checkpoint.manifest
+        assert (manifest.step, manifest.world, len(manifest.shards)) == (step, world, world)
+    assert_as_if_left_alone(folder, 23)
+
+
+def notes(tmp_path: Path, rank: int) -> list[str]:
+    path = tmp_path / f"{SAVED}{rank}"
     return path.read_text().split() if path.exists() else []
 
 
 @pytest.mark.slow
-def test_50_kills_at_random_moments_lose_nothing_and_change_no_bit(tmp_path: Path) -> None:
-    """One run, killed 50 times while it saves all the time, against one that was left alone."""
+@pytest.mark.dist
+@pytest.mark.parametrize("world", [1, 2])
+def test_50_kills_at_random_moments_lose_nothing_and_change_no_bit(
+    tmp_path: Path, world: int
+) -> None:
+    """Rank 0, rank 1 or both are killed while they save; the others end by themselves."""
     folder = tmp_path / "checkpoints"
     folder.mkdir()
-    generator, num_unfinished, step = random.Random(5), 0, 0
+    generator, step, num_unfinished = random.Random(7), 0, 0
     for trial in range(50):
-        enough = len(notes(tmp_path)) + 1 + trial % 2  # in every other life, a save at least
-        process = start(save_for_ever, folder)
+        victims = (0,) if world == 1 else [(0,), (1,), (0, 1)][trial % 3]
+        # in every other life, a save at least
+        enough = [len(notes(tmp_path, rank)) + 1 + trial % 2 for rank in range(world)]
+        ranks = start_ranks(saving_ranks.save_for_ever, tmp_path, world)
         deadline = time.monotonic() + 60
-        while len(notes(tmp_path)) < enough and time.monotonic() < deadline:
+        while any(len(notes(tmp_path, rank)) < lines for rank, lines in enumerate(enough)):
+            assert time.monotonic() < deadline
             time.sleep(0.002)
-        time.sleep(generator.uniform(0.0, 0.05))
-        process.kill()
-        assert finish(process) == -signal.SIGKILL
+        time.sleep(generator.uniform(0.0, 0.06))
+        for victim in victims:
+            ranks[victim].kill()
+        for rank, process in enumerate(ranks):
+            assert finish(process) == (-signal.SIGKILL if rank in victims else saving_ranks.TOLD)
         num_unfinished += bool(list_leftovers(folder))
-        told = max((int(note) for note in notes(tmp_path) if note != "ready"), default=0)
+        told = [note for rank in range(world) for note in notes(tmp_path, rank)]
         search = newest(folder)
         assert not [reason for reason in search.skipped if "never completed" not in reason]
-        complete = max(told, step)
+        complete = max(step, *(int(note) for note in told if note != "ready"), 0)
         step = search.checkpoint.step if search.checkpoint else 0
         assert step in (complete, complete + 1)  # renamed, and killed before it said so
-        assert len(list_steps(folder)) <= 3
-    assert num_unfinished > 10  # the kills did hit saves
-    resumed, alone = resume(folder), TinyRun()
-    for _ in range(3):
-        resumed.step()
-    while alone.num_steps < resumed.num_steps:
-        alone.step()
+        assert world == 2 or len(list_steps(folder)) <= 3  # a rank that is told does not prune
+    assert num_unfinished > 5  # the kills did hit saves
     assert step >= 25
-    assert fingerprint(resumed.tensors()) == fingerprint(alone.tensors())
+    assert_as_if_left_alone(folder, step)

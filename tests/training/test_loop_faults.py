@@ -20,13 +20,12 @@ from helpers.runs import (
     saved_files,
     status,
     tiny_recipe,
+    wait_for_step,
 )
 from qmargin.data.order import GlobalOrder
 from qmargin.errors import CheckpointError, ConfigError, DataError
 from qmargin.heads.paths import Sparse
-from qmargin.training import build as building
-from qmargin.training import loop, session
-from qmargin.training import start as starting
+from qmargin.training import build, loop, session, start
 from qmargin.training.checkpoint import list_steps, load_checkpoint, open_checkpoint, read_backbone
 from qmargin.training.loop import train
 from qmargin.training.recipe import Recipe
@@ -35,13 +34,18 @@ from qmargin.training.start import RunLock
 from qmargin.training.step import StepResult
 
 SAMPLES = GlobalOrder(3200, seed=0, batch_size=64)  # of the debug recipe
+NAN = float("nan")
 
 
 def sample_of(step: int, row: int = 7) -> int:
     return int(SAMPLES.batch(step)[row])
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def state_of_loop(out: Path, step: int) -> dict:
+    return load_checkpoint(open_checkpoint(out / "checkpoints" / f"step-{step:06d}")).loop
+
+
+@pytest.mark.parametrize("value", [NAN, float("inf")])
 def test_an_input_that_is_not_finite_is_skipped(value: float, tmp_path: Path) -> None:
     """Neither weights nor running statistics notice; the sample is named."""
     bad = sample_of(5)
@@ -55,27 +59,20 @@ def test_an_input_that_is_not_finite_is_skipped(value: float, tmp_path: Path) ->
     assert all(bool(value.isfinite().all()) for value in whole.values())
 
 
-def test_statistics_are_those_before_a_step_that_is_skipped(tmp_path: Path) -> None:
-    bad = sample_of(5)
-    for name, steps in (("before", 5), ("after", 6)):
-        recipe = fragile_recipe(f"run.max_steps={steps}")
-        dataset = FaultyIdentities([bad], float("nan"))
-        train(recipe, tmp_path / name, dataset=dataset, device="cpu")
-    before, after = saved_files(tmp_path / "before", 5), saved_files(tmp_path / "after", 6)
-    assert before == after
-
-
-def test_a_gradient_that_is_not_finite_is_skipped(tmp_path: Path) -> None:
+@pytest.mark.parametrize("value", [NAN, MARK], ids=["input", "gradient"])
+def test_a_gradient_that_is_not_finite_is_skipped(value: float, tmp_path: Path) -> None:
+    """Weights, momentum and running statistics are those before the step."""
     bad = sample_of(5)
     for name, steps in (("before", 5), ("after", 6)):
         recipe = fragile_recipe(f"run.max_steps={steps}", "model.options.dropout=0")
-        train(recipe, tmp_path / name, dataset=FaultyIdentities([bad], MARK), device="cpu")
+        train(recipe, tmp_path / name, dataset=FaultyIdentities([bad], value), device="cpu")
     (skip,) = events(tmp_path / "after", "skip")
-    assert skip["reason"] == "the gradient is not finite"
-    assert len(skip["samples"]) == 64 and f"sample-{bad}" in skip["samples"]
+    assert f"sample-{bad}" in skip["samples"]
     before, after = saved_files(tmp_path / "before", 5), saved_files(tmp_path / "after", 6)
-    measured = "head_state.safetensors"  # the head did take its step, up to the update
-    assert before.pop(measured) != after.pop(measured)
+    if value == MARK:
+        assert skip["reason"] == "the gradient is not finite" and len(skip["samples"]) == 64
+        measured = "head_state.safetensors"  # the head did take its step, up to the update
+        assert before.pop(measured) != after.pop(measured)
     assert before == after
 
 
@@ -84,8 +81,7 @@ def test_overflow_of_a_scaled_gradient_lowers_the_scale(clip: str, tmp_path: Pat
     recipe = fragile_recipe("precision.dtype=fp16", f"optimizer.clip_norm={clip}")
     recipe = apply_settings(recipe, ["run.nan_budget=0", "run.max_steps=8"])
     dataset = FaultyIdentities([sample_of(5)], MARK)
-    outcome = train(recipe, tmp_path, dataset=dataset, device="cpu")
-    assert outcome.num_skipped == 0
+    assert train(recipe, tmp_path, dataset=dataset, device="cpu").num_skipped == 0
     # the first gradients are too large for the scale that fp16 begins with
     assert [skip["step"] for skip in events(tmp_path, "skip")] == [0, 5]
     scales = [record["loss_scale"] for record in events(tmp_path, "step")]
@@ -94,9 +90,8 @@ def test_overflow_of_a_scaled_gradient_lowers_the_scale(clip: str, tmp_path: Pat
 
 def test_too_many_steps_that_are_not_finite_stop_the_run(tmp_path: Path) -> None:
     bad = [sample_of(step) for step in (2, 4)]
-    dataset = FaultyIdentities(bad, float("nan"))
-    message = f"step 4 was skipped because .* .sample-{bad[1]}.*nan_budget allows 1"
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(DataError, match=f"step 4 .*sample-{bad[1]}.*nan_budget allows 1"):
+        dataset = FaultyIdentities(bad, NAN)
         train(tiny_recipe("run.nan_budget=1"), tmp_path, dataset=dataset, device="cpu")
     assert status(tmp_path)["state"] == "failed"
     assert "nan_budget" in status(tmp_path)["error"]
@@ -105,26 +100,14 @@ def test_too_many_steps_that_are_not_finite_stop_the_run(tmp_path: Path) -> None
 def test_corrupt_samples_are_replaced_and_counted(tmp_path: Path) -> None:
     bad = [sample_of(2), sample_of(3)]
     train(tiny_recipe("run.max_steps=6"), tmp_path, dataset=FaultyIdentities(bad), device="cpu")
-    found = events(tmp_path, "corrupt")
-    assert [(record["step"], record["samples"]) for record in found] == [
-        (2, [f"sample-{bad[0]}"]),
-        (3, [f"sample-{bad[1]}"]),
-    ]
-    saved = open_checkpoint(tmp_path / "checkpoints" / "step-000006")
-    assert load_checkpoint(saved).loop["corrupt"] == {"epoch": 0, "count": 2}
+    found = [(record["step"], record["samples"]) for record in events(tmp_path, "corrupt")]
+    assert found == [(2, [f"sample-{bad[0]}"]), (3, [f"sample-{bad[1]}"])]
+    assert state_of_loop(tmp_path, 6)["corrupt"] == {"epoch": 0, "count": 2}
     # the count of an epoch survives a resume
     recipe = tiny_recipe("run.max_steps=9", "data.max_corrupt=2")
     dataset = FaultyIdentities([*bad, sample_of(7)])
     with pytest.raises(DataError, match="3 corrupt samples in epoch 0"):
         train(recipe, tmp_path, resume=True, allow_changes=True, dataset=dataset, device="cpu")
-
-
-def test_an_error_in_a_worker_comes_with_its_traceback(tmp_path: Path) -> None:
-    dataset = FaultyIdentities([sample_of(2)], error=ZeroDivisionError)
-    recipe = tiny_recipe("data.num_workers=1")
-    with pytest.raises(DataError, match=f"step 2, sample 'sample-{sample_of(2)}'") as caught:
-        train(recipe, tmp_path, dataset=dataset, device="cpu")
-    assert "ZeroDivisionError" in str(caught.value.__cause__)
 
 
 @pytest.mark.parametrize(
@@ -165,15 +148,19 @@ def test_labels_are_checked_before_step_0(label: int, tmp_path: Path) -> None:
 def test_data_of_another_size_is_refused_on_resume(tmp_path: Path) -> None:
     train(tiny_recipe("run.max_steps=2"), tmp_path, device="cpu")
     dataset = FaultyIdentities(inner=FaultyIdentities().inner.__class__(200, 8, shape=(32,)))
-    with pytest.raises(DataError, match="saved with 3,200 samples and the data has 1,600"):
-        train(
-            tiny_recipe(), tmp_path, resume=True, allow_changes=True, dataset=dataset, device="cpu"
-        )
+    with pytest.raises(DataError, match=r"3,200 .* 1,600"):
+        train(tiny_recipe("run.max_steps=2"), tmp_path, resume=True, dataset=dataset, device="cpu")
 
 
 def test_a_second_run_in_the_same_folder_is_refused(tmp_path: Path) -> None:
     with RunLock(tmp_path), pytest.raises(ConfigError, match="is in use by process"):
         train(tiny_recipe(), tmp_path, device="cpu")
+
+
+def damage(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
 
 
 def test_damaged_checkpoints_are_passed_over_and_never_forgotten(
@@ -186,30 +173,22 @@ def test_damaged_checkpoints_are_passed_over_and_never_forgotten(
     capsys.readouterr()
     train(recipe, tmp_path, resume=True, device="cpu")
     lines = capsys.readouterr().err.splitlines()
-    assert lines[0].startswith("passed over step-000012: ") and "head-00000" in lines[0]
-    assert lines[1] == f"going on from {folder / 'step-000008'}"
+    assert "step-000012" in lines[0] and "head-00000" in lines[0] and "step-000008" in lines[1]
     assert saved_files(tmp_path, 12) == before
     for path in folder.glob("step-*/manifest.json"):
         damage(path)
-    with pytest.raises(CheckpointError, match="none of the 3 checkpoints"):
-        train(recipe, tmp_path, resume=True, device="cpu")
-    with pytest.raises(CheckpointError, match=r"is whole"):  # nor without --resume
-        train(recipe, tmp_path, device="cpu")
-    with pytest.raises(CheckpointError, match=r"no checkpoint .*step-7; the run has step-000012,"):
+    for resume in (True, False):
+        with pytest.raises(CheckpointError, match="none of the 3 checkpoints"):
+            train(recipe, tmp_path, resume=resume, device="cpu")
+    with pytest.raises(CheckpointError, match=r"no checkpoint .*step-7; .* step-000012,"):
         train(recipe, tmp_path, resume=folder / "step-7", device="cpu")
-
-
-def damage(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
 
 
 def test_a_support_that_outgrows_the_lists_is_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     train(tiny_recipe("head.path=dense", "run.max_steps=6"), tmp_path / "dense", device="cpu")
-    monkeypatch.setattr(building, "Sparse", partial(Sparse, list_capacity=2))
+    monkeypatch.setattr(build, "Sparse", partial(Sparse, list_capacity=2))
     train(tiny_recipe("head.path=sparse", "run.max_steps=6"), tmp_path / "short", device="cpu")
     steps = events(tmp_path / "short", "step")
     assert [record["num_redone"] for record in steps] == [1, 2, 3, 4, 5, 6]
@@ -218,42 +197,31 @@ def test_a_support_that_outgrows_the_lists_is_counted(
     assert redone == pytest.approx(full, rel=1e-5)
 
 
-def spike_at(steps: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Report a loss of 1e9 at some steps, each time they are taken."""
-
-    def spiking(session: object, *details: object, **options: object) -> StepResult:
-        result = take(session, *details, **options)
-        return result if session.progress.step not in steps else StepResult(loss=1e9)
-
+def spike_at(steps: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> dict[int, torch.Tensor]:
+    """Report a loss of 1e9 at some steps; the weights with which steps begin."""
+    seen: dict[int, torch.Tensor] = {}
     take = loop.take_step
+
+    def spiking(session: session.Session, *details: object, **options: object) -> StepResult:
+        step = session.progress.step
+        seen.setdefault(step, session.backbone.layers[0].weight.detach().clone())
+        result = take(session, *details, **options)
+        return StepResult(loss=1e9) if step in steps else result
+
     monkeypatch.setattr(loop, "take_step", spiking)
+    return seen
 
 
 def test_a_spike_rolls_back_and_skips_the_window(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spike_at((13,), monkeypatch)
+    seen = spike_at((13,), monkeypatch)
     recipe = tiny_recipe("run.spike_factor=3", "run.spike_window=5")
-    outcome = train(recipe, tmp_path, device="cpu")
-    assert outcome.step == 20
+    assert train(recipe, tmp_path, device="cpu").step == 20
     (back,) = events(tmp_path, "rollback")
     assert (back["step"], back["checkpoint"], back["next_step"]) == (13, 10, 15)
     assert list(losses(tmp_path)) == [*range(1, 14), *range(16, 21)]
-    # the weights with which step 15 begins are those of step 10
-    monkeypatch.undo()
-    seen = {}
-
-    def look(session: object, *details: object, **options: object) -> StepResult:
-        weight = session.backbone.layers[0].weight.detach().clone()
-        seen.setdefault(session.progress.step, weight)
-        return take(session, *details, **options)
-
-    take = loop.take_step
-    monkeypatch.setattr(loop, "take_step", look)
-    spike_at((13,), monkeypatch)
-    train(recipe, tmp_path / "again", device="cpu")
     assert torch.equal(seen[15], seen[10]) and not torch.equal(seen[16], seen[15])
-    assert saved_files(tmp_path / "again", 20) == saved_files(tmp_path, 20)
 
 
 def test_a_loss_that_keeps_rising_stops_the_run(
@@ -261,50 +229,36 @@ def test_a_loss_that_keeps_rising_stops_the_run(
 ) -> None:
     spike_at(tuple(range(5, 40)), monkeypatch)
     settings = ("run.spike_factor=3", "run.spike_window=2", "run.max_steps=40")
-    recipe = tiny_recipe(*settings, "run.save_every_steps=5")
     monkeypatch.setattr(loop, "MOST_ROLLBACKS", 0)
     with pytest.raises(DataError, match=r"run\.spike_factor"):
-        train(recipe, tmp_path, device="cpu")
+        train(tiny_recipe(*settings, "run.save_every_steps=5"), tmp_path, device="cpu")
 
 
 def test_a_resumed_run_remembers_the_recent_losses(tmp_path: Path) -> None:
-    recipe = tiny_recipe("run.spike_factor=50", "run.spike_window=4", "run.max_steps=6")
-    train(recipe, tmp_path, device="cpu")
-    recipe = apply_settings(recipe, ["run.max_steps=8"])
-    train(recipe, tmp_path, resume=True, allow_changes=True, device="cpu")
-    saved = load_checkpoint(open_checkpoint(tmp_path / "checkpoints" / "step-000008")).loop
-    assert saved["losses"] == [losses(tmp_path)[step] for step in (5, 6, 7, 8)]
-    longer = apply_settings(recipe, ["run.max_steps=9"])
-    train(longer, tmp_path, resume=True, allow_changes=True, device="cpu")
-    saved = load_checkpoint(open_checkpoint(tmp_path / "checkpoints" / "step-000009")).loop
-    assert saved["losses"] == [losses(tmp_path)[step] for step in (6, 7, 8, 9)]
+    for last in (6, 8):
+        settings = ("run.spike_factor=50", "run.spike_window=4", f"run.max_steps={last}")
+        train(tiny_recipe(*settings), tmp_path, resume=True, allow_changes=True, device="cpu")
+        expected = [losses(tmp_path)[step] for step in range(last - 3, last + 1)]
+        assert state_of_loop(tmp_path, last)["losses"] == expected
 
 
 RUN = """
 import torch
 torch.set_num_threads(1)
 from qmargin.training.loop import train
-from qmargin.training.recipe import Recipe
 from qmargin.training.recipe_files import from_yaml
 outcome = train(from_yaml({recipe!r}), {out!r}, resume=True, device="cpu")
 print(outcome.step, outcome.signal, flush=True)
 """
 
 
-def start_run(recipe: Recipe, out: Path) -> Script:
-    text = RUN.format(recipe=to_yaml(recipe), out=str(out))
-    return Script(text, out.with_suffix(".out"), out.with_suffix(".err"))
-
-
-def wait_for_step(process: Script, out: Path, step: int) -> None:
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        path = out / "journal.jsonl"
-        if path.exists() and f'"step": {step}, "total_steps"' in path.read_text():
-            return
-        assert process.poll() is None, out.with_suffix(".err").read_text()
-        time.sleep(0.01)
-    raise AssertionError(f"step {step} never came")
+def start_run(recipe: Recipe, out: Path, step: int | None = None) -> Script:
+    """Start a run, and wait until it has taken a step."""
+    text, errors = RUN.format(recipe=to_yaml(recipe), out=str(out)), out.with_suffix(".err")
+    process = Script(text, out.with_suffix(".out"), errors)
+    if step is not None:
+        wait_for_step(process, out, step, errors.read_text)
+    return process
 
 
 @pytest.mark.slow
@@ -314,8 +268,7 @@ def test_a_run_that_is_killed_goes_on_bit_for_bit(tmp_path: Path) -> None:
     recipe = tiny_recipe("run.max_steps=150", "run.save_every_steps=7", "run.keep=2")
     out = tmp_path / "killed"
     for step in (20, 49, 99):
-        process = start_run(recipe, out)
-        wait_for_step(process, out, step)
+        process = start_run(recipe, out, step)
         process.send_signal(signal.SIGKILL)
         assert process.wait() == -signal.SIGKILL
         assert max(list_steps(out / "checkpoints")) >= step - 14
@@ -335,11 +288,9 @@ from importlib import import_module
 from qmargin.cli.main import main
 module, _, name = {place!r}.rpartition(".")
 module = import_module(f"qmargin.training.{{module}}")
-whole = getattr(module, name)
 def dawdle(*details, **options):
     print("here", flush=True)
     time.sleep(30)
-    return whole(*details, **options)
 setattr(module, name, dawdle)
 sys.exit(main(["train", "debug", "--device=cpu", "--out", {out!r}, "--set=run.max_steps=1"]))
 """
@@ -370,9 +321,8 @@ def test_a_signal_before_the_first_step_leaves_nothing(
     assert process.wait() == 128 + number, errors.read_text()
     assert time.monotonic() - began < 10
     assert "Traceback" not in errors.read_text()
-    left = [path for path in out.rglob("*") if path.is_file() and path.stat().st_size]
-    assert {path.name for path in left} <= {"journal.jsonl", "status.json"}
-    assert not (out / "lock").exists() or (out / "lock").read_bytes() == b""
+    left = [path.name for path in out.rglob("*") if path.is_file() and path.stat().st_size]
+    assert set(left) <= {"journal.jsonl", "status.json"}
 
 
 def test_a_lock_is_given_back_by_a_run_that_cannot_start(
@@ -381,7 +331,7 @@ def test_a_lock_is_given_back_by_a_run_that_cannot_start(
     def refuse(*details: object, **options: object) -> None:
         raise CheckpointError("no space")
 
-    monkeypatch.setattr(starting, "check_writable", refuse)
+    monkeypatch.setattr(start, "check_writable", refuse)
     with pytest.raises(CheckpointError, match="no space"):
         train(tiny_recipe(), tmp_path, device="cpu")
     assert (tmp_path / "lock").read_bytes() == b""
@@ -392,8 +342,7 @@ def test_a_lock_is_given_back_by_a_run_that_cannot_start(
 def test_a_signal_saves_and_stops(number: signal.Signals, tmp_path: Path) -> None:
     recipe = tiny_recipe("run.max_steps=5000", "run.epochs=200", "run.save_every_steps=4000")
     out = tmp_path / "run"
-    process = start_run(recipe, out)
-    wait_for_step(process, out, 10)
+    process = start_run(recipe, out, 10)
     process.send_signal(number)
     assert process.wait() == 0, out.with_suffix(".err").read_text()
     step, stopped_by = map(int, out.with_suffix(".out").read_text().split())

@@ -75,6 +75,8 @@ def test_one_rank_agrees_with_itself() -> None:
         run_on_all(process, lambda: 1 // 0)
     with pytest.raises(ConfigError, match="control group"):
         share(Process(0, 2), [1])
+    with pytest.raises(RuntimeError, match="shapes"), process.name_lost_ranks():
+        raise RuntimeError("shapes cannot be multiplied")  # which is no rank's fault
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -92,11 +94,6 @@ def test_seeds_depend_on_seed_and_rank(device: str) -> None:
     assert len(set(draws)) == 3
     # of every call for a device that was never used, torch would keep the stack
     assert [len(calls) for calls in kept] == before
-
-
-def test_only_failures_of_collectives_are_blamed_on_ranks() -> None:
-    with pytest.raises(RuntimeError, match="shapes"), Process().name_lost_ranks():
-        raise RuntimeError("shapes cannot be multiplied")
 
 
 @pytest.mark.dist
@@ -163,18 +160,19 @@ start_process_group(2, device="cpu")
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("lost", [0, 1])
-def test_the_others_name_a_rank_that_was_killed(lost: int) -> None:
+@pytest.mark.parametrize(
+    ("lost", "blow"), [(0, signal.SIGKILL), (1, signal.SIGKILL), (1, signal.SIGSTOP)]
+)
+def test_the_others_name_a_rank_that_was_killed_or_frozen(lost: int, blow: signal.Signals) -> None:
     with ranks_running(MEET_FOR_EVER.format(timeout=6, before="pass"), 3) as ranks:
         for rank in ranks:
             rank.wait_for("ready")
-        ranks[lost].process.kill()
+        ranks[lost].process.send_signal(blow)
         began = time.monotonic()
-        others = [rank for rank in ranks if rank.rank != lost]
-        assert [rank.wait() for rank in others] == [1, 1]
-        assert time.monotonic() - began < 6 + BUSY
-        for rank in others:
-            assert f"RankError: rank {lost} gave no sign of life" in last_error(rank)
+        for rank in ranks[:lost] + ranks[lost + 1 :]:
+            assert rank.wait() in ((1,) if blow == signal.SIGKILL else (1, EXIT_RANK_LOST))
+            assert time.monotonic() - began < 6 + BUSY
+            assert f"rank {lost} gave no sign of life" in last_error(rank)
 
 
 @pytest.mark.dist
@@ -192,18 +190,6 @@ def test_the_loss_of_the_rank_that_keeps_the_store_is_noticed(blow: signal.Signa
             assert rank.wait() in (1, EXIT_RANK_LOST)
             assert time.monotonic() - began < 8 + BUSY
             assert "rank 0 or its launcher is lost" in last_error(rank)
-
-
-@pytest.mark.dist
-def test_a_frozen_rank_is_named_within_the_timeout() -> None:
-    with ranks_running(MEET_FOR_EVER.format(timeout=6, before="pass"), 2) as ranks:
-        for rank in ranks:
-            rank.wait_for("ready")
-        ranks[1].process.send_signal(signal.SIGSTOP)
-        began = time.monotonic()
-        assert ranks[0].wait() in (1, EXIT_RANK_LOST)
-        assert time.monotonic() - began < 6 + BUSY
-        assert "rank 1 gave no sign of life" in last_error(ranks[0])
 
 
 @pytest.mark.dist

@@ -51,13 +51,9 @@ _TOO_LARGE = ("can't allocate memory", "not enough memory", "overflow")  # in to
 def open_images(
     path: str, *, index_dir: str | None = None, size: int = 112, **options: Any
 ) -> FaceImages:
-    """Pictures of a folder, a list, RecordIO or tar files, for a loader.
+    """Pictures of a folder, a list, RecordIO or tar files; ``size`` is their edge in pixels.
 
-    An index that is missing is built first, which reads all data once: ``qmargin data index`` does
-    it before a run of several ranks.
-
-    ``size`` is the edge of a picture in pixels; ``options`` are those of ``STORED`` and what
-    ``FaceAugmentation`` takes: ``flip``, ``photometric`` and others.
+    ``options`` are those of ``STORED`` and what ``FaceAugmentation`` takes.
     """
     from qmargin.data.faces import FaceAugmentation, FaceImages
     from qmargin.data.open import open_images as open_stored
@@ -108,14 +104,12 @@ def build_backbone(recipe: Recipe, *, device: torch.device | str = "cpu") -> nn.
     except (TypeError, RuntimeError) as error:
         text = str(error)
         if isinstance(error, TypeError) and "argument" in text:
-            raise ConfigError(
-                f"model.options is {part.options}, which {part.backbone} does not take ({error})"
-            ) from error
+            raise ConfigError(f"model.options do not fit {part.backbone}: {error}") from error
         if isinstance(error, TypeError) or not any(mark in text for mark in _TOO_LARGE):
             raise
         raise ConfigError(
-            f"model.options is {part.options} and model.embedding_dim {part.embedding_dim}, a "
-            f"{part.backbone} that does not fit into memory ({error}); make it smaller"
+            f"model.options {part.options} or model.embedding_dim {part.embedding_dim} do not fit "
+            f"into memory ({error}); make {part.backbone} smaller"
         ) from error
     layout = torch.channels_last if recipe.precision.channels_last else torch.preserve_format
     return backbone.to(device=device, memory_format=layout)  # type: ignore[call-overload,no-any-return]
@@ -142,9 +136,8 @@ def build_head(
     if classes is None:
         raise ConfigError("data.num_classes is missing; set it, or count the classes of the data")
     if recipe.data.num_classes not in (None, classes):
-        raise ConfigError(
-            f"data.num_classes is {recipe.data.num_classes} and the data has {classes}; correct it"
-        )
+        given = recipe.data.num_classes
+        raise ConfigError(f"data.num_classes is {given} and the data has {classes}; correct it")
     if loss is None:
         loss = build_loss(recipe, num_classes=classes, device=device).loss
     with _seeded(recipe.seed + 1, device):  # other draws than the backbone's
@@ -191,8 +184,7 @@ def load_pretrained_(backbone: nn.Module, source: str | Path) -> str:
     if path.is_dir():
         if not is_model_directory(path):
             raise ConfigError(
-                f"model.weights is {source}, which is no model directory; set run.start_from to a "
-                "run, model.weights to a model directory or a file of weights"
+                f"model.weights is {source}, no model directory; is it a run for run.start_from?"
             )
         path = path / BACKBONE
     try:
@@ -203,11 +195,7 @@ def load_pretrained_(backbone: nn.Module, source: str | Path) -> str:
 
 
 def load_start_weights_(backbone: nn.Module, head: MarginClassifier, source: str | Path) -> None:
-    """Put the weights of another run and the prototypes of the head's classes in.
-
-    Of an output folder the averaged backbone is taken, where the run wrote one; of a checkpoint its
-    own weights.
-    """
+    """Start with the prototypes and the backbone of a run, averaged if it wrote an average."""
     source = Path(source).expanduser()
     if (source / MANIFEST).is_file():
         checkpoint = open_checkpoint(source)

@@ -285,9 +285,8 @@ def verify(folder: Path, manifest: Manifest) -> None:
             except (OSError, DataError) as error:
                 raise CheckpointError(f"{folder / name} cannot be read ({error})") from error
             if digest != entry.sha256:
-                raise CheckpointError(
-                    f"{folder / name} is damaged: its hash is {digest:.12}, not {entry.sha256:.12}"
-                )
+                hashes = f"{digest:.12}, not {entry.sha256:.12}"
+                raise CheckpointError(f"{folder / name} is damaged: its hash is {hashes}")
 
 
 @dataclass(frozen=True)
@@ -448,8 +447,7 @@ def check_writable(folder: str | Path, *, needed_bytes: int = 0) -> None:
         ) from error
     if free < needed_bytes:
         raise CheckpointError(
-            f"{folder} has {free:,} bytes left and a checkpoint takes {needed_bytes:,}; free some "
-            "space or choose another output folder"
+            f"{folder} has {free:,} bytes left; free space, a checkpoint takes {needed_bytes:,}"
         )
 
 
@@ -555,9 +553,7 @@ class _Save:
         for name, entry in files.items():
             path = self.temporary / name
             if not path.exists() or path.stat().st_size != entry.size:
-                raise CheckpointError(
-                    f"rank 0 does not see {path}; put the output folder where all ranks share it"
-                )
+                raise CheckpointError(f"rank 0 does not see {path}; let all ranks share a folder")
         found = [part["shard"] for part in written if part["shard"]]
         counts = {num_classes for *_, num_classes in found}
         if len(counts) > 1:
@@ -611,10 +607,9 @@ def _tensor_files(manifest: Manifest) -> dict[str, FileEntry]:
 class AsyncSaver:
     """Saves checkpoints in a thread, one at a time: a step waits for a copy, not for the disk.
 
-    ``save`` copies the state to host memory and returns; the memory is kept and used again by the
-    next save. A failure is raised by the next ``poll``, ``wait`` or ``save``, never dropped. All
-    ranks fail together, but each notices at its own time: catch the error of ``poll`` and agree,
-    so that no rank is left alone in a collective. Arguments are those of ``save_checkpoint``.
+    A failure is raised by the next ``poll``, ``wait`` or ``save``, never dropped. All ranks fail
+    together, but each notices at its own time: catch the error of ``poll`` and agree, so that no
+    rank is left alone in a collective. Arguments are those of ``save_checkpoint``.
     """
 
     def __init__(
@@ -806,8 +801,7 @@ def read_class_rows(
     manifest = checkpoint.manifest
     if not 0 <= start <= stop <= manifest.num_classes:
         raise ConfigError(
-            f"the classes {start} to {stop} were asked for and {checkpoint.path} has "
-            f"{manifest.num_classes}; the number of classes cannot change on resume"
+            f"{checkpoint.path} has {manifest.num_classes} classes, not {start} to {stop}"
         )
     rows: dict[str, Tensor] = {}
     for shard in manifest.shards:

@@ -1,9 +1,4 @@
-"""The ranks of a run: devices, seeds, process groups, heartbeats, and decisions taken together.
-
-All decisions are built on ``Process.sum_``: ``share`` passes a few integers in one collective, at
-every step; ``gather`` passes JSON values in two. ``vote`` adds the rule for errors, and
-``run_on_all`` applies it to an action: either every rank goes on, or every rank raises.
-"""
+"""The ranks of a run: devices, seeds, process groups, heartbeats, and decisions taken together."""
 
 from __future__ import annotations
 
@@ -249,10 +244,7 @@ def _summary(error: BaseException) -> str:
 
 @dataclass(frozen=True)
 class Process:
-    """One rank of a run; with one rank there is no group.
-
-    Use it in a ``with`` block: an error that leaves the block is told to the other ranks.
-    """
+    """One rank of a run; an error that leaves its ``with`` block is told to the other ranks."""
 
     rank: int = 0
     world: int = 1
@@ -307,8 +299,7 @@ class Process:
 def start_process_group(timeout_s: float = DEFAULT_TIMEOUT_S, *, device: str = "auto") -> Process:
     """Join the ranks that ``torchrun`` started, or be the only one, without a process group.
 
-    ``timeout_s`` is the longest time that ranks wait for each other: for a rank that never joins,
-    that dies, or that hangs. It must exceed the longest time that one rank works alone.
+    Ranks wait ``timeout_s`` for each other; it must exceed the longest time that one works alone.
     """
     if not 0.0 < timeout_s < float("inf"):
         raise ConfigError(f"timeout_s is {timeout_s}; give a positive number of seconds")
@@ -325,7 +316,15 @@ def start_process_group(timeout_s: float = DEFAULT_TIMEOUT_S, *, device: str = "
     except (RuntimeError, ValueError) as error:
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise RankError(f"rank {rank} cannot meet the others at {address}: {error}") from error
-    _join(store, rank=rank, world=world, timeout_s=timeout_s)
+    store.set(f"joined/{rank}", "1")
+    deadline, missing = time.monotonic() + timeout_s, list(range(world))
+    while missing := [other for other in missing if not store.check([f"joined/{other}"])]:
+        if time.monotonic() > deadline:
+            raise RankError(
+                f"{_ranks(missing)} of {world} did not join within {timeout_s:g} s; see the output "
+                "there, or raise the timeout"
+            )
+        time.sleep(0.02)
     # Beats have a connection of their own: a thread that waits in the store blocks its connection.
     beats = _open_store("heartbeat", timeout)
     heartbeat = Heartbeat(beats, rank=rank, world=world, timeout_s=timeout_s, hosts_store=is_host)
@@ -363,9 +362,7 @@ def choose_device(local_rank: int, name: str = "auto") -> torch.device:
     if device.type == "cpu" or device.index is not None:
         return device
     if local_rank >= (count := torch.cuda.device_count()):
-        raise ConfigError(
-            f"local rank {local_rank} has no GPU of its own; start at most {count} per machine"
-        )
+        raise ConfigError(f"local rank {local_rank} has no GPU of its own; start {count} ranks")
     return torch.device("cuda", local_rank)
 
 
@@ -412,20 +409,6 @@ def _open_store(name: str, timeout: timedelta, *, is_host: bool = False) -> Any:
     return dist.PrefixStore(f"qmargin/{attempt}/{name}", store)  # type: ignore[attr-defined]
 
 
-def _join(store: Any, *, rank: int, world: int, timeout_s: float) -> None:
-    """Wait until every rank has said that it is here."""
-    store.set(f"joined/{rank}", "1")
-    deadline = time.monotonic() + timeout_s
-    missing = list(range(world))
-    while missing := [other for other in missing if not store.check([f"joined/{other}"])]:
-        if time.monotonic() > deadline:
-            raise RankError(
-                f"{_ranks(missing)} of {world} did not join within {timeout_s:g} s; see the output "
-                "there, or raise the timeout"
-            )
-        time.sleep(0.02)
-
-
 class RemoteTraceback(Exception):
     """The traceback of an exception on another rank; printed before what it caused."""
 
@@ -442,7 +425,7 @@ class Verdict(NamedTuple):
 
 
 def share(process: Process, numbers: Sequence[int]) -> list[list[int]]:
-    """The numbers of every rank, in the order of the ranks; each passes equally many."""
+    """The numbers of every rank, as many from each, in one collective."""
     rows = torch.zeros(process.world, len(numbers), dtype=torch.int64)
     rows[process.rank] = torch.tensor([int(number) for number in numbers])
     gathered: list[list[int]] = process.sum_(rows).tolist()
@@ -450,7 +433,7 @@ def share(process: Process, numbers: Sequence[int]) -> list[list[int]]:
 
 
 def gather(process: Process, value: T) -> list[T]:
-    """The value of every rank, in the order of the ranks; values are JSON."""
+    """The JSON value of every rank, in two collectives."""
     mine = bytearray(json.dumps(value).encode())
     sizes = [row[0] for row in share(process, [len(mine)])]
     rows = torch.zeros(process.world, max(sizes), dtype=torch.uint8)
@@ -494,11 +477,7 @@ def vote(
 
 
 def run_on_all(process: Process, action: Callable[[], T]) -> T:
-    """Run an action on every rank; either all of them go on, or all of them raise.
-
-    The action itself must not wait for other ranks. A signal that interrupts it on one rank
-    interrupts all of them. Returns what the action returned on this rank.
-    """
+    """Run an action, which must not wait for others, on every rank; all go on, or all raise."""
     value, failure, stop = None, None, 0
     try:
         value = action()

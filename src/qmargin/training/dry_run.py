@@ -26,9 +26,8 @@ _REMEDY = "use a smaller data.batch_size, more optimizer.accumulation, more rank
 def estimate_memory(recipe: Recipe, process: Process, dataset: Dataset | None) -> dict[str, int]:
     """Bytes on one rank's device, by purpose; refuses a run that needs more than is free.
 
-    Weights, gradients and states are counted; activations are those that the backbone keeps for its
-    backward pass, found by a forward pass without memory. Workspaces of libraries and the blocks in
-    which the head works are not in it: allow for another tenth.
+    Workspaces of libraries and the blocks in which the head works are not in it: allow for another
+    tenth.
     """
     samples = build_dataset(recipe) if dataset is None else dataset
     input_shape = read_sample(samples, 0, seed=recipe.seed, epoch=0).inputs.shape

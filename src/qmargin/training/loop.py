@@ -160,10 +160,7 @@ def open_run(
     device: str = "auto",
     trackers: Sequence[str] = (),
 ) -> Iterator[Run]:
-    """Build a run: process group, lock, checkpoint, session, reporter, saver; and take it down.
-
-    A signal while the run is built raises ``Interrupted``; nothing is left but what was there.
-    """
+    """Build a run and take it down; a signal before the first step raises ``Interrupted``."""
     folder = Path(out)
     check_trackers(trackers)
     recipe = recipe_to_train(recipe, folder, resume=resume)
@@ -238,10 +235,7 @@ def _announce(session: Session, start: Start, reporter: Reporter) -> None:
 def _step_record(
     session: Session, result: StepResult, rates: Mapping[str, float | None]
 ) -> dict[str, Any]:
-    """A record of the step that was just taken; every rank must call, and it waits for the GPU.
-
-    Support, path and mass error are those of the last part of the batch.
-    """
+    """A record of the step that was just taken; every rank must call, and it waits for the GPU."""
     head, step, device = session.head, session.progress.step, session.process.device
     stats, per_epoch = head.last_step, session.order.steps_per_epoch
     record: dict[str, Any] = {
@@ -446,10 +440,8 @@ class Run:
         self.reporter.note(
             f"{state} at step {self.step} of {session.total_steps}, saved in {newest}"
         )
-        num_skipped = session.progress.num_skipped
-        return Outcome(
-            self.step, session.total_steps, self.loss, newest, num_skipped, signal=self.signal
-        )
+        taken, skipped = (self.step, session.total_steps), session.progress.num_skipped
+        return Outcome(*taken, self.loss, newest, skipped, signal=self.signal)
 
 
 def _all_of(process: Process, samples: Sequence[str]) -> list[str]:

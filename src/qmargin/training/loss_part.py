@@ -60,13 +60,6 @@ class LossPart:
 
     A published loss is ``LossPart.from_preset(name)``; files and ``--set`` take ``loss.preset``
     for it. What is kept are its numbers, so that a record stays true when a preset changes.
-
-    Examples:
-        >>> LossPart.from_preset("q_margin", margin=0.25).margin_kind
-        'prior'
-        >>> LossPart(1.25, "prior", 0.1, 16.0, plus={"cosine": {"margin": 0.05}}).build()
-        MarginLoss(Alpha(alpha=1.25), SumMargin(prior=PriorMargin(margin=0.1), \
-geometric=CosineMargin(margin=0.05)), scale=16, effective_margin=0.173)
     """
 
     SHORTHANDS: ClassVar[tuple[str, ...]] = ("preset",)
@@ -121,13 +114,7 @@ geometric=CosineMargin(margin=0.05)), scale=16, effective_margin=0.173)
 
     @classmethod
     def expand(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Fields from any way of writing a loss.
-
-        Examples:
-            >>> LossPart.expand({"margin": [{"prior": 0.1}, {"angular": 0.05}], "scale": 16})
-            {'margin': 0.1, 'scale': 16, 'margin_kind': 'prior', 'plus': {'angular': \
-{'margin': 0.05}}}
-        """
+        """Fields from any way of writing a loss."""
         found = dict(values)
         divergence, margin = found.get("divergence"), found.get("margin")
         if "divergence" in found and ("alpha" not in found or isinstance(divergence, Mapping)):
@@ -237,10 +224,8 @@ class ScheduledLoss:
         for kind, source in part.class_sources.items():
             values = read_class_values(source)
             if num_classes is not None and len(values) != num_classes:
-                raise ConfigError(
-                    f"loss.options.{PER_CLASS} of {kind} has {len(values):,} numbers for "
-                    f"{num_classes:,} classes; give one number per class"
-                )
+                counts = f"{len(values):,} numbers for {num_classes:,} classes"
+                raise ConfigError(f"loss.options.{PER_CLASS} of {kind} has {counts}")
             if isinstance(source, str):
                 self.sha256s[kind] = sha256_of(Path(source).expanduser())
             self._values[kind] = values.to(device)
@@ -324,9 +309,7 @@ def _one_entry(entry: Any, registry: Registry[Any], where: str) -> tuple[str, di
     if isinstance(entry, str):
         entry = {entry: {}}
     if not isinstance(entry, Mapping) or len(entry) != 1:
-        raise ConfigError(
-            f"{where} is {short(entry)}, not a name with its settings, as in {{prior: 0.2}}"
-        )
+        raise ConfigError(f"{where} is {short(entry)}, not a name and settings as {{prior: 0.2}}")
     ((name, options),) = entry.items()
     check_registered(str(name), registry, where)
     if options is None or isinstance(options, Mapping):

@@ -98,13 +98,9 @@ def clip_gradients_(
 ) -> Tensor:
     """Scale all gradients so that their common norm is at most ``max_norm``.
 
-    With one rank it is ``torch.nn.utils.clip_grad_norm_`` over backbone and prototypes, fused
-    gradients included; ``with_head`` says whether the prototypes count. ``sum_over_shards`` adds a
-    scalar over the ranks that share them; the backbone's gradient is the same on all ranks and
-    counts once. Under a ``GradScaler``, unscale both optimizers first.
-
-    Returns the norm before clipping, a float64 scalar, the same on every rank. Where it is not
-    finite nothing is scaled: look at it before stepping.
+    As ``torch.nn.utils.clip_grad_norm_``, fused gradients included. ``sum_over_shards`` adds over
+    the ranks that share the prototypes; the backbone's gradient is the same on all and counts once.
+    Returns the norm before clipping, in float64. Where it is not finite nothing is scaled.
     """
     squared = _norm(optimizers.backbone).square()
     if with_head:
@@ -173,7 +169,14 @@ class MovingAverage:
         """Take the next values, ``model.state_dict()``, in."""
         self.num_updates += 1
         if not self.tensors:
-            self.tensors = {name: _wide(value).clone() for name, value in values.items()}
+            # at least float32, where a decay of 0.9999 still moves the average
+            half = (torch.float16, torch.bfloat16)
+            self.tensors = {
+                name: value.detach().to(
+                    dtype=torch.float32 if value.dtype in half else None, copy=True
+                )
+                for name, value in values.items()
+            }
             return
         _check_alike(self.tensors, values)
         averages, floats = [], []
@@ -197,12 +200,6 @@ class MovingAverage:
         self.num_updates = int(state["num_updates"])
         saved = state["tensors"].items()
         self.tensors = {name: tensor.to(device, copy=True) for name, tensor in saved}
-
-
-def _wide(value: Tensor) -> Tensor:
-    """At least float32, where a decay of 0.9999 still moves the average."""
-    is_half = value.is_floating_point() and value.itemsize < 4
-    return value.detach().float() if is_half else value.detach()
 
 
 def _check_alike(expected: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:

@@ -398,10 +398,7 @@ def diff(old: Recipe, new: Recipe) -> list[str]:
 
 
 def check_resume(saved: Recipe, asked: Recipe, *, allow_changes: bool = False) -> list[str]:
-    """Lines of ``diff`` to show before a run is resumed; those that change the outcome say so.
-
-    A change in ``FIXED``, or one that alters the outcome without permission, is refused.
-    """
+    """Lines of ``diff`` to show before a run is resumed; refuses those that are not allowed."""
     changes = _changes(saved, asked)
     refused = [line for key, line in changes.items() if is_under(key, FIXED)]
     if refused:

@@ -152,8 +152,7 @@ def duration(seconds: float | None) -> str:
 class Meter:
     """Samples per second since the last record, and the time left at recent speed.
 
-    The time left leaves out the first step, which compiles kernels and waits for workers. It takes
-    the median of recent spans, so that a pause counts for nothing.
+    The first step, which compiles kernels, is left out; of spans the median counts, for pauses.
     """
 
     def __init__(self, step: int, *, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -214,10 +213,7 @@ class _TensorBoard:
 
 
 class _Wandb:
-    """A run of Weights & Biases, with which a resumed training run goes on.
-
-    Its settings come from its own environment variables, such as ``WANDB_PROJECT``.
-    """
+    """A run of Weights & Biases, with which a resumed training run goes on."""
 
     def __init__(self, recipe: Recipe, folder: Path, step: int) -> None:
         import wandb  # type: ignore[import-not-found,unused-ignore]

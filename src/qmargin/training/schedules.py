@@ -84,11 +84,7 @@ def loss_settings(recipe: Recipe, step: int, steps_per_epoch: int) -> LossSettin
 
 
 def unreached(recipe: Recipe, epochs: float) -> list[str]:
-    """What a recipe schedules and a run of this many epochs never does, one sentence each.
-
-    A run that is cut short keeps the schedules of its recipe. A margin that would begin to rise
-    after the last step stays at zero for the whole run; every run says so before it starts.
-    """
+    """What a recipe schedules and a run of this many epochs never does, one sentence each."""
     schedule, length = recipe.schedule, f"the run ends after {epochs:.4g} epochs"
     found = []
     if schedule.warmup_epochs > epochs:

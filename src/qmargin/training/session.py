@@ -215,8 +215,20 @@ def build_session(
         spikes=SpikeDetector(run.spike_factor, run.spike_window),
         weights_sha256=weights_sha256,
     )
-    if checkpoint is not None:
-        _restore_progress_(session, checkpoint.step, restore_(session, checkpoint))
+    if checkpoint is None:
+        return session
+    loop = restore_(session, checkpoint)
+    if loop["num_samples"] != order.n:
+        raise DataError(
+            f"the run was saved with {loop['num_samples']:,} samples and the data has "
+            f"{order.n:,}; restore the data"
+        )
+    if loop.get("class_values", loss.sha256s) != loss.sha256s:
+        raise DataError("the file of loss.options.per_class has changed on disk; restore it")
+    session.progress = Progress(checkpoint.step, loop["num_skipped"], list(loop["rollbacks"]))
+    session.budget = CorruptBudget(session.budget.limit, **loop["corrupt"])
+    session.spikes = SpikeDetector(run.spike_factor, run.spike_window, loop["losses"])
+    session.journal_bytes = loop["journal_bytes"]
     return session
 
 
@@ -272,22 +284,6 @@ def restore_(session: Session, checkpoint: Checkpoint) -> Mapping[str, Any]:
         return state.loop
 
     return run_on_all(session.process, load)
-
-
-def _restore_progress_(session: Session, step: int, loop: Mapping[str, Any]) -> None:
-    """Go on at a step with the counters that a checkpoint holds."""
-    if loop["num_samples"] != session.order.n:
-        raise DataError(
-            f"the run was saved with {loop['num_samples']:,} samples and the data has "
-            f"{session.order.n:,}; restore the data"
-        )
-    if loop.get("class_values", session.loss.sha256s) != session.loss.sha256s:
-        raise DataError("the file of loss.options.per_class has changed on disk; restore it")
-    run = session.recipe.run
-    session.progress = Progress(step, loop["num_skipped"], list(loop["rollbacks"]))
-    session.budget = CorruptBudget(session.budget.limit, **loop["corrupt"])
-    session.spikes = SpikeDetector(run.spike_factor, run.spike_window, loop["losses"])
-    session.journal_bytes = loop["journal_bytes"]
 
 
 def _load_(session: Session, state: CheckpointState) -> None:

@@ -1,10 +1,8 @@
 """SIGTERM and SIGINT: once means save and stop, twice means now.
 
-Before the first step there is nothing to save, and a signal ends the construction of a run at once.
-After it a signal is only noted. The loop passes ``StopRequest.number`` to ``distributed.vote`` at
-each step; all ranks then save the same step and leave with status ``128 + number``: 143 after
-SIGTERM, 130 after Ctrl-C. A second signal ends the process at once with the same status, even
-while its main thread waits inside a collective or for a GPU.
+Before the first step a signal ends a run at once. After it all ranks vote to save the same step and
+leave with status ``128 + number``. A second signal ends the process at once with the same status,
+even while its main thread waits inside a collective or for a GPU.
 """
 
 from __future__ import annotations
@@ -85,17 +83,14 @@ class StopRequest:
 
     @contextmanager
     def raising_at_once(self) -> Iterator[None]:
-        """Around work that leaves nothing to save: a signal raises ``Interrupted`` right there.
-
-        Where ranks are lost because the same signal stopped them, this rank was stopped as well.
-        """
+        """Around work that leaves nothing to save: a signal raises ``Interrupted`` right there."""
         self._raises_at_once = True
         try:
             self.obey()
             yield
             self.obey()
         except RankError as error:
-            if self.number:
+            if self.number:  # the same signal stopped the ranks that were lost
                 raise Interrupted(self.number) from error
             raise
         finally:

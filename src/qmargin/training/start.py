@@ -37,8 +37,7 @@ class RunLock:
     """Holds ``folder/lock``, so that no second run writes to the folder. One rank takes it.
 
     The system releases the lock when the process ends, however it ends; the file stays, and says
-    who held it last. On a file system without locks, what the file says decides: a process that is
-    no longer alive on this machine has lost its lock.
+    who held it last. On a file system without locks, what the file says decides.
     """
 
     def __init__(self, folder: str | Path) -> None:

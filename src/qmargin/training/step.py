@@ -10,7 +10,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import compress
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,10 +48,7 @@ def take_step(
     stop: int = 0,
     failure: BaseException | None = None,
 ) -> StepResult:
-    """Take the step that the session's progress names; the progress itself is not changed.
-
-    ``stop`` is the signal that asked this rank to stop, or 0; after a ``failure`` all ranks raise.
-    """
+    """Take the step that the session's progress names; after a ``failure`` all ranks raise."""
     prepare_step_(session)
     session.keep_buffers_()
     batch = None
@@ -70,30 +66,25 @@ def take_step(
         num_corrupt=verdict.num_corrupt,
         stop=verdict.stop,
     )
-    parts = _backpropagate(session, batch, speculative=session.runs_ahead)
-    if parts is None:  # the head's list sizes did not suffice: repeat it without speculation
+    found = _backpropagate(session, batch, speculative=session.runs_ahead)
+    if found is None:  # the head's list sizes did not suffice: repeat it without speculation
         prepare_step_(session)
         session.keep_buffers_(restore=True)
-        parts = _backpropagate(session, batch)
-    assert parts is not None
-    if parts.unusable is not None:
-        return _skip(session, replace(result, samples=parts.unusable), BAD_INPUT)
-    return _update(session, replace(result, samples=batch.ids), torch.stack(parts.losses).sum())
+        found = _backpropagate(session, batch)
+    assert found is not None
+    if isinstance(found, tuple):
+        return _skip(session, replace(result, samples=found), BAD_INPUT)
+    return _update(session, replace(result, samples=batch.ids), found)
 
 
-class _Parts(NamedTuple):
-    """What came of the parts of a batch."""
+def _backpropagate(
+    session: Session, batch: Batch, *, speculative: bool = False
+) -> Tensor | tuple[str, ...] | None:
+    """Loss after forward and backward, part by part; None if the batch has to be repeated.
 
-    losses: tuple[Tensor, ...] = ()
-    unusable: tuple[str, ...] | None = None  # samples of this rank to blame, if any rank has some
-
-
-def _backpropagate(session: Session, batch: Batch, *, speculative: bool = False) -> _Parts | None:
-    """Forward and backward, part by part; None if the batch has to be repeated.
-
-    A speculative pass launches everything before the host reads a result, so that a GPU does not
-    wait for it. With several ranks the host reads first, because rows of one rank reach the classes
-    of all.
+    If a row of any rank is unusable, it is the samples of this rank to blame. A speculative pass
+    launches everything before the host reads a result, so that a GPU does not wait for it. With
+    several ranks the host reads first, because rows of one rank reach the classes of all.
     """
     process, head = session.process, session.head
     num_rows, first = batch_rows(session.order, session.progress.step), 0
@@ -101,8 +92,8 @@ def _backpropagate(session: Session, batch: Batch, *, speculative: bool = False)
     shares = [share for share in part_sizes(num_rows, process.world, parts) if sum(share)]
     losses = []
 
-    def refused(part: slice, usable: Reading) -> _Parts:
-        return _Parts(unusable=tuple(compress(batch.ids[part], (~usable.wait()).tolist())))
+    def refused(part: slice, usable: Reading) -> tuple[str, ...]:
+        return tuple(compress(batch.ids[part], (~usable.wait()).tolist()))
 
     for index, share in enumerate(shares):
         part = slice(first, first := first + share[process.rank])
@@ -122,7 +113,7 @@ def _backpropagate(session: Session, batch: Batch, *, speculative: bool = False)
         if not head.verify():
             return None
         losses.append(loss.detach())
-    return _Parts(tuple(losses))
+    return torch.stack(losses).sum()
 
 
 def prepare_step_(session: Session) -> None:
