@@ -91,7 +91,7 @@ def test_scores_do_not_depend_on_blocks(block, monkeypatch):
     rng = np.random.default_rng(0)
     vectors = rng.normal(size=(20, 33))
     enrol, test = rng.integers(0, 20, (2, 500))
-    whole = ijb.pair_scores(vectors, enrol, test, num_threads=1)
+    whole = ijb.pair_scores(vectors, enrol, test)
     expected = [float(vectors[a] @ vectors[b]) for a, b in zip(enrol, test, strict=True)]
     np.testing.assert_allclose(whole, expected, rtol=1e-13)
     monkeypatch.setattr(ijb, "_PAIRS", block)

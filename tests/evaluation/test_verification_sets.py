@@ -40,7 +40,7 @@ def plain_scores():
 
 
 def test_images_that_occur_again_are_kept_once(pairs):
-    assert len(pairs) == 80
+    assert pairs.rows.shape == (80, 2)
     # 160 images; the first of an impostor pair is that of a genuine one, and most second ones too
     assert len(pairs.pictures) == 81
     assert pairs.keys[0] == "000000"
