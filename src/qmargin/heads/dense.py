@@ -34,9 +34,9 @@ from qmargin.kernels.solver import (
     slacks,
     solve_bisection,
 )
+from qmargin.losses.functional import lift_target
 from qmargin.losses.margin_loss import LossOutput, margin_loss_with_stats
 from qmargin.losses.margins import Margin, TargetTerm
-from qmargin.losses.operators import lift_target
 
 if TYPE_CHECKING:
     from qmargin.heads.classifier import MarginClassifier
