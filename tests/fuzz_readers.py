@@ -615,7 +615,7 @@ READERS = {
     ),
     "pairs": Reader(
         write_pairs,
-        partial(each, lazily(f"{EVALUATION}.protocols.pairs", "read_pair_trials"), "*"),
+        partial(each, lazily(f"{EVALUATION}.protocols.face_sets", "read_pair_trials"), "*"),
         ("*",),
     ),
     "ijb": Reader(write_ijb, read_ijb_release, ("IJBC/meta/*", "IJBC/loose_crop/0.png")),
@@ -626,7 +626,7 @@ READERS = {
     ),
     "thresholds": Reader(
         write_thresholds,
-        partial(each, lazily(f"{EVALUATION}.thresholds", "read_thresholds"), "*"),
+        partial(each, lazily(f"{EVALUATION}.export", "read_thresholds"), "*"),
         ("*",),
     ),
     "result": Reader(

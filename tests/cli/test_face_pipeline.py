@@ -39,9 +39,7 @@ def portraits(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_folder_of_portraits_becomes_a_model_and_a_report(
-    portraits: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_of_portraits_becomes_a_model_and_a_report(portraits, capsys):
     run("data", "index", portraits / "train")
     run("check-data", portraits / "train", "--threads", 1)
     settings = {

@@ -23,6 +23,7 @@ from qmargin.evaluation.embeddings import read_embeddings
 from qmargin.evaluation.export import read_thresholds
 from qmargin.evaluation.protocols.face_sets import read_pair_trials
 from qmargin.evaluation.protocols.ijb import read_inside, read_integers, read_template_list
+from qmargin.evaluation.result import read_result
 from qmargin.evaluation.scores import read_scores
 from qmargin.evaluation.trials import read_trials
 from qmargin.files import open_regular
@@ -55,6 +56,7 @@ READERS: dict[str, tuple[str, Callable[..., Any]]] = {
     "header": ("a.flac", read_info),
     "weights": ("a.pt", read_weights),
     "thresholds": ("a.json", read_thresholds),
+    "result": ("a.json", read_result),
     "image": ("a.jpg", lambda path: read_inside(path.parent, path.name)),
 }
 

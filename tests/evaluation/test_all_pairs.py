@@ -386,11 +386,7 @@ def test_many_pairs_have_the_replicates_of_few(monkeypatch):
     samples = labelled(made(60, 5))
     found = evaluate_all_pairs(samples.embeddings, samples.labels, (1e-2, 1e-3))
     few = bootstrap(
-        all_trials(samples),
-        (1e-2, 1e-3),
-        p_targets=(),
-        grid_fars=(5e-3,),
-        num_replicates=30,
+        all_trials(samples), (1e-2, 1e-3), p_targets=(), grid_fars=(5e-3,), num_replicates=30
     )
     many, many_note = bootstrap_many_pairs(samples, found, grid_fars=(5e-3,), num_replicates=30)
     np.testing.assert_array_equal(many.tar, few.tar)

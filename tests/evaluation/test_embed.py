@@ -12,7 +12,7 @@ import pytest
 import soundfile
 import torch
 import torch.nn.functional as F
-from safetensors.numpy import save_file
+from safetensors.numpy import save, save_file
 from torch import nn
 
 from helpers.faces import ArrayImages, PatchModel, embedded, face
@@ -177,18 +177,10 @@ def test_no_samples_are_refused():
         embedded(ArrayImages([]))
 
 
-def test_flip_of_a_file_that_does_not_say(tmp_path):
-    np.savez(tmp_path / "e.npz", a=np.ones(3))
-    assert stored_flip(tmp_path / "e.npz") is None
-    bad = tmp_path / "bad.safetensors"
-    bad.write_bytes(b"no")
-    with pytest.raises(DataError, match="is not a safetensors file"):
-        stored_flip(bad)
-
-
 def test_files_that_are_not_mapped(tmp_path):
     np.savez(tmp_path / "e.npz", keys=np.array(["a"]), embeddings=np.ones((1, 4)))
     assert map_embeddings(tmp_path / "e.npz").keys == ("a",)
+    assert stored_flip(tmp_path / "e.npz") is None
     path = tmp_path / "e.safetensors"
     rows = np.ones((2, 4), np.float64)
     save_file({"embeddings": rows}, path, metadata={"keys": '["a", "b"]'})
@@ -295,7 +287,7 @@ def test_a_very_short_recording_is_repeated(tmp_path):
         (b"", "zero bytes"),
         (b"<html>not found</html>", "not audio"),
         (encoded(tone(1.0))[:20000], "truncated"),
-        (encoded(tone(1.0)), "at most 1 s are read"),
+        (encoded(tone(1.0)), "at most 1 "),
         (None, "there is no such file"),
     ],
 )
@@ -318,34 +310,28 @@ def test_nothing_outside_the_folder_is_read(audio, tmp_path):
         written(tmp_path / "e.safetensors", PatchModel(), recordings, keys=None)
 
 
-def test_durations_from_text(tmp_path):
+def test_durations_from_text_and_from_an_index(tmp_path):
     path = tmp_path / "utt2dur"
     path.write_text("a/1 3.5\nb/1 2\n")
     assert read_seconds(path) == {"a/1": 3.5, "b/1": 2.0}
-    for text, message in (("a/1 long\n", "'long'"), ("a/1 -1\n", "'-1'")):
-        path.write_text(text)
-        with pytest.raises(DataError, match=message):
-            read_seconds(path)
-
-
-def test_durations_from_an_index(tmp_path):
     root = speaker_folders(tmp_path / "wavs", speakers=2, each=1)
     (root / "id1" / "video" / "00000.wav").write_bytes(b"<html>")
     open_index(root, index=tmp_path / "wavs.qmindex")
     assert read_seconds(tmp_path / "wavs.qmindex") == {"id0/video/00000.wav": 0.5}
-    (tmp_path / "other.qmindex").write_bytes(b"{}")
-    with pytest.raises(DataError, match=r"other\.qmindex"):
-        read_seconds(tmp_path / "other.qmindex")
 
 
-def test_embeddings_without_durations_are_refused(tmp_path):
-    path = tmp_path / "e.safetensors"
-    save_file({"embeddings": np.ones((1, 2), np.float32)}, path, {"keys": json.dumps(["a"])})
-    with pytest.raises(DataError, match="has no durations"):
-        read_seconds(path)
-    path.write_bytes(b"\x00")
-    with pytest.raises(DataError, match="is not a safetensors file"):
-        read_seconds(path)
+def test_durations_that_are_none_are_refused(tmp_path):
+    tensors = save({"embeddings": np.ones((1, 2), np.float32)}, {"keys": json.dumps(["a"])})
+    for name, content, message in (
+        ("utt2dur", b"a/1 long\n", "'long'"),
+        ("utt2dur", b"a/1 -1\n", "'-1'"),
+        ("a.qmindex", b"{}", r"a\.qmindex"),
+        ("e.safetensors", tensors, "has no durations"),
+        ("e.safetensors", b"\0", "is not a safetensors file"),
+    ):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(DataError, match=message):
+            read_seconds(tmp_path / name)
 
 
 def test_real_speech_from_files_to_a_result(tmp_path):
@@ -492,9 +478,6 @@ def test_a_cosine_is_the_mean_over_the_turns(num_views):
 def test_one_view_is_the_embedding_as_it_is():
     images = torch.rand(5, 1, 6, 6)
     assert torch.equal(embed_turned(backbone, images), backbone(images))
-
-
-@pytest.mark.parametrize("num_views", [0, 5])
-def test_other_numbers_of_views_are_refused(num_views):
-    with pytest.raises(ConfigError, match=f"num_views is {num_views}; there are 1 to 4"):
-        embed_turned(backbone, torch.rand(1, 1, 6, 6), num_views)
+    for num_views in (0, 5):
+        with pytest.raises(ConfigError, match=f"num_views is {num_views}"):
+            embed_turned(backbone, images, num_views)

@@ -107,23 +107,19 @@ def test_bad_inputs_are_named(tmp_path, inputs):
     embeddings, trials = inputs
     out = tmp_path / "s.tsv"
     fewer = replace(embeddings, keys=("other", *embeddings.keys[1:]))
-    with pytest.raises(DataError, match=r"t\.txt, line 1: 'id00/video/0\.wav' has no embedding"):
-        score_trials(fewer, trials, out=out)
     zero = replace(embeddings, matrix=embeddings.matrix * (np.arange(48) != 5)[:, None])
-    with pytest.raises(DataError, match=r"'id01/video/1\.wav' is zero"):
-        score_trials(zero, trials, out=out)
-    wide = cohort_of(np.ones((10, 9)))
-    with pytest.raises(ShapeError, match=r"cohort\.npz has embeddings of width 9"):
-        score_trials(embeddings, trials, out=out, norm=CohortNorm(wide, top_n=5))
-    with pytest.raises(ShapeError, match="width 9"):
-        score_trials(embeddings, trials, out=out, center=wide)
-    same = cohort_of(np.ones((10, 8)))
-    with pytest.raises(ConfigError, match="top_n=11 is not from 2 to 10"):
-        score_trials(embeddings, trials, out=out, norm=CohortNorm(same, top_n=11))
-    with pytest.raises(DataError, match="all equal"):
-        score_trials(embeddings, trials, out=out, norm=CohortNorm(same, top_n=10))
-    with pytest.raises(ConfigError, match="block=0"):
-        score_trials(embeddings, trials, out=out, block=0)
+    wide, same = cohort_of(np.ones((10, 9))), cohort_of(np.ones((10, 8)))
+    for given, options, error, message in (
+        (fewer, {}, DataError, r"t\.txt, line 1: 'id00/video/0\.wav' has no embedding"),
+        (zero, {}, DataError, r"'id01/video/1\.wav' is zero"),
+        (embeddings, {"norm": CohortNorm(wide, 5)}, ShapeError, r"cohort\.npz .*width 9"),
+        (embeddings, {"center": wide}, ShapeError, "width 9"),
+        (embeddings, {"norm": CohortNorm(same, 11)}, ConfigError, "top_n=11 is not from 2 to 10"),
+        (embeddings, {"norm": CohortNorm(same, 10)}, DataError, "all equal"),
+        (embeddings, {"block": 0}, ConfigError, "block=0"),
+    ):
+        with pytest.raises(error, match=message):
+            score_trials(given, trials, out=out, **options)
     assert not out.exists()
 
 

@@ -1,7 +1,5 @@
 """The demo: its length is decided once, it reports, resumes and tells who is ahead."""
 
-import os
-import signal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +8,6 @@ import numpy as np
 import pytest
 
 from helpers.experiments import TINY_DEMO
-from qmargin.cli.commands import build_parser
 from qmargin.cli.main import main
 from qmargin.data.strokes import StrokeIdentities
 from qmargin.errors import ConfigError, DataError
@@ -19,7 +16,7 @@ from qmargin.experiments import named, tables
 from qmargin.experiments.named import Size, demo
 from qmargin.experiments.named.demo import find_size, fitted
 from qmargin.experiments.runner import RECORD, Finished
-from qmargin.training import dry_run, loop
+from qmargin.training import dry_run
 
 
 @pytest.fixture(autouse=True)
@@ -139,21 +136,6 @@ def test_pictures_of_a_path_and_that_they_have_changed(
     assert not (tmp_path / "new").exists()
 
 
-def test_a_signal_ends_the_demo_with_its_status(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    take_step = loop.take_step
-
-    def take_step_after_signal(*arguments, **options):
-        os.kill(os.getpid(), signal.SIGTERM)
-        return take_step(*arguments, **options)
-
-    monkeypatch.setattr(loop, "take_step", take_step_after_signal)
-    assert main(["demo", "--out", str(tmp_path), "--device", "cpu"]) == 143
-    told = capsys.readouterr().err
-    assert "run the same command again" in told and "--resume" not in told
-
-
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -172,9 +154,3 @@ def test_impossible_options_are_refused(
     with pytest.raises(ConfigError, match=words):
         run_demo(tmp_path / "new", **changes)
     assert not (tmp_path / "new").exists()
-
-
-def test_losses_may_have_commas_between_them() -> None:
-    for words in (["cosface,q_margin"], ["cosface,", "q_margin"], ["cosface", "q_margin"]):
-        arguments = build_parser().parse_args(["demo", "--losses", *words])
-        assert tuple(arguments.losses) == ("cosface", "q_margin")

@@ -34,14 +34,14 @@ def test_the_best_mean_over_seeds_is_chosen() -> None:
     ]
     assert [one.mean(MEASURE) for one in rows] == pytest.approx([0.4, 0.45, 0.4])
     assert [one.note for one in rows] == ["", "", "1 failed"]
-    assert rows[2].values("eer") == [0.02, 1.0]
+    assert rows[2].mean("eer") == pytest.approx(0.51)
     assert [one.point for one in ranked(rows, MEASURE)["x"]] == [points[1], points[0], points[2]]
 
 
 def test_what_cannot_be_ranked_is_refused() -> None:
     with pytest.raises(DataError, match="all runs of cosface failed"):
         ranked([tried("cosface", {}, None)], MEASURE)
-    with pytest.raises(DataError, match=r"too few pairs for tar@0\.0001"):
+    with pytest.raises(DataError, match=r"too few .*pairs for tar@0\.0001"):
         ranked([tried("cosface", {}, 0.5)], "tar@0.0001")
 
 

@@ -175,7 +175,7 @@ def test_variants_are_drawn_once_and_shared(tmp_path: Path) -> None:
     train = made.train(recipe, is_search=False)
     assert isinstance(train, Drawings) and isinstance(train.variants, np.memmap)
     assert np.array_equal(train.variants, variants_of(train.pictures, 1.0, 2))
-    with pytest.raises(DataError, match="has 144 pictures to train on and a step takes 500"):
+    with pytest.raises(DataError, match="has 144 pictures to train on"):
         big = replace(recipe, data=replace(recipe.data, batch_size=500))
         world.prepare(tmp_path / "data", [big], is_search=False, request=request)
 
@@ -219,7 +219,7 @@ def test_image_folders_are_read_in_grey_and_corrupt_ones_counted(tmp_path: Path)
         ({"label": np.repeat(np.arange(20.0), 3)}, "label of float64"),
         ({"split": np.zeros(59, int)}, "split of 59 numbers for 60 pictures"),
         ({"split": np.full(60, 2)}, "2 among them"),
-        ({"split": np.arange(60) % 2}, "20 identities with pictures of both splits"),
+        ({"split": np.arange(60) % 2}, "20 identities in both splits"),
         ({"alphabet": np.zeros(20)}, "alphabet of float64"),
         ({"alphabet": np.zeros(5, int)}, r"shape \[5\], and labels from 0 to 19"),
         ({"label": None, "labels": np.zeros(60, int)}, "needs label"),
@@ -233,7 +233,7 @@ def test_wrong_arrays_are_refused(tmp_path: Path, changes: dict, words: str) -> 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"label": np.arange(60), "split": None}, "a genuine pair needs two"),
+        ({"label": np.arange(60), "split": None}, "has 2 pictures"),
         ({"split": np.ones(60, np.int8)}, "0 identities to train and 20 to test"),
     ],
 )

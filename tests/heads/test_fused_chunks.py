@@ -1,5 +1,4 @@
-"""Passes with kernels against plain ones on the same rounded operands; elsewhere than on a GPU, in
-Triton's interpreter."""
+"""Passes with kernels against plain ones on the same rounded operands; interpreted on a CPU."""
 
 import pytest
 import torch
@@ -36,7 +35,7 @@ def assert_solutions_agree(plain, fused):
     ("num_classes", "alpha"), [(1, 1.25), (33, 1.0), (33, 2.0), (330, 1.0), (330, 1.25), (330, 2.0)]
 )
 def test_solution_and_gradient(alpha, num_classes, monkeypatch):
-    monkeypatch.setattr(fused_chunks, "FUSED_LOGITS", 5 * 288)  # several blocks
+    monkeypatch.setitem(fused_chunks.FUSED_LOGITS, "cuda", 5 * 288)  # several blocks
     monkeypatch.setattr(fused_chunks, "NUM_COARSE", 4)
     plain, fused = make_pair(alpha, num_classes)
     target = Target(
@@ -80,7 +79,7 @@ def test_a_sample_starts_the_search(alpha, scale):
 @pytest.mark.parametrize("scale", [16.0, 200.0])
 def test_a_softmax_whose_largest_cosine_comes_late(scale, monkeypatch):
     """The guess from the first block can be so low that weights are cut off; that is found out."""
-    monkeypatch.setattr(fused_chunks, "FUSED_LOGITS", 5 * 64)
+    monkeypatch.setitem(fused_chunks.FUSED_LOGITS, "cuda", 5 * 64)
     monkeypatch.setattr(fused_chunks, "GUESS_CLASSES", 64)
     plain, fused = make_pair(1.0, 700, scale)
     for chunks in (plain, fused):

@@ -35,9 +35,8 @@ def check(values, scale, b, target, *, capacity=fused.CAPACITY):
     labels = None if target is None else target[0]
     rows = plain.Rows(values.double(), scale, b, None, *(target or (None, None, None)))
     want = plain.solve(rows)
-    got = fused.solve(
-        values, scale, b, labels, target=None if target is None else target[1:], capacity=capacity
-    )
+    own = None if target is None else target[1:]
+    got = fused.solve(values, scale, b, labels, target=own, capacity=capacity)
     torch.testing.assert_close(got.value.double(), want.value, rtol=6e-7, atol=1e-9)
     torch.testing.assert_close(got.tau.double(), want.tau, rtol=1e-6, atol=1e-6)
     # in a wide row a class at the very edge may be counted either way: tau is rounded
@@ -46,18 +45,14 @@ def check(values, scale, b, target, *, capacity=fused.CAPACITY):
     assert got.mass_error.max() < 1e-6
     weights = torch.rand(len(values), device=DEVICE) + 0.5
     expected = plain.posterior(rows, want.anchor, want.level, weights.double())
-    found = fused.write_posterior(
-        values, scale, b, labels, anchor=got.anchor, level=got.level, weights=weights
-    )
+    root = {"anchor": got.anchor, "level": got.level}
+    found = fused.write_posterior(values, scale, b, labels, **root, weights=weights)
     error = (found.double() - expected).abs().max() / expected.abs().max().clamp_min(1e-30)
     assert error < 2e-6
-    if target is not None:
-        torch.testing.assert_close(
-            got.target_deficit.double(), want.target_deficit, rtol=1e-6, atol=1e-12
-        )
-        torch.testing.assert_close(
-            got.target_posterior.double(), want.target_posterior, rtol=1e-6, atol=1e-7
-        )
+    for name, close in (("target_deficit", 1e-12), ("target_posterior", 1e-7)):
+        if target is not None:
+            found, expected = getattr(got, name).double(), getattr(want, name)
+            torch.testing.assert_close(found, expected, rtol=1e-6, atol=close)
 
 
 @pytest.mark.parametrize("b", ORDERS)
@@ -76,25 +71,19 @@ def test_masked_classes_and_lists_that_overflow(b):
 
 
 @pytest.mark.parametrize("b", [0.25, 0.0, -0.3])
-def test_broken_rows_stay_broken_and_harm_no_others(b):
+def test_broken_rows_harm_no_others_and_a_target_may_be_alone(b):
     values, labels, own, reference = batch(scale=16.0)
     values[1, 7], values[2, 8] = math.nan, math.inf
     own[3] = math.nan
     got = fused.solve(values, 16.0, b, labels, target=(own, reference))
     assert got.value[1:4].isnan().all() and got.value[[0, 4]].isfinite().all()
-    out = fused.write_posterior(
-        values, 16.0, b, labels, anchor=got.anchor, level=got.level, weights=None
-    )
+    root = {"anchor": got.anchor, "level": got.level}
+    out = fused.write_posterior(values, 16.0, b, labels, **root, weights=None)
     assert out[1:4].isnan().any(1).all() and out[[0, 4]].isfinite().all()
-
-
-def test_only_the_target_is_left():
-    values, labels, own, reference = batch(scale=16.0)
-    values[0] = -math.inf
-    for b in (0.25, 0.0, -0.3):
-        got = fused.solve(values, 16.0, b, labels, target=(own, reference))
-        assert got.value[0].item() == pytest.approx(0.0, abs=1e-12)
-        assert got.target_posterior[0].item() == pytest.approx(1.0)
+    values[0] = -math.inf  # only the target is left
+    got = fused.solve(values, 16.0, b, labels, target=(own, reference))
+    assert got.value[0].item() == pytest.approx(0.0, abs=1e-12)
+    assert got.target_posterior[0].item() == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,7 @@
 """Every kernel compiles for a GPU, on a machine without one.
 
-The interpreter accepts what the compiler does not (a variable whose type changes in a loop, say).
-So the launches of the interpreted tests are recorded, and a second process without the interpreter
-compiles each of them for Hopper.
+The interpreter accepts what the compiler does not. So the launches of the interpreted tests are
+recorded, and a second process without the interpreter compiles each of them for Hopper.
 """
 
 import json

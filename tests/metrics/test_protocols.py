@@ -301,7 +301,7 @@ FILES, TORN = trials_of([1.0, 0.0], [1, 0], "aa", "bc"), {"a": "x", "b": "y", "c
         (lambda: z_norm([0.0, NAN], ENROL, enrol_index=[0, 0]), DataError, r"score \(1,\)"),
         (lambda: z_norm([0.0, 1.0], ENROL, enrol_index=[0, 4]), DataError, "trial 1 .* row 4"),
         (lambda: s_norm([0.0], ENROL, TEST, enrol_index=[0]), ShapeError, "only one of"),
-        (lambda: z_norm(np.ones((3, 5)), ENROL), ShapeError, "matrix has 4 rows"),
+        (lambda: z_norm(np.ones((3, 5)), ENROL), ShapeError, "4 rows of enrol_cohort"),
         (lambda: z_norm([0.0, 1.0], ENROL), ShapeError, r"shape \(2,\)"),
         (lambda: z_norm([0.0, 1.0], ENROL, enrol_index=[0]), ShapeError, "index has shape"),
         (lambda: z_norm([0.0], ENROL[0], enrol_index=[0]), ShapeError, "enrol_cohort has shape"),

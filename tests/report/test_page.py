@@ -8,7 +8,6 @@ import math
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
-from pathlib import Path
 
 import pytest
 from scipy.special import ndtri
@@ -188,12 +187,6 @@ def test_colours_have_contrast_in_every_theme(page):
             assert contrast(colours[badge], colours[f"{badge}-back"]) >= 4.5, badge
         for series in (f"s{i}" for i in range(8)):
             assert contrast(colours[series], colours["paper"]) >= 3.0, series
-
-
-def test_templates_are_beside_the_package():
-    folder = Path(write.__file__).parent / "templates"
-    names = {"page.css", "page.js", "page.html.j2", "parts.html.j2", "sections.html.j2"}
-    assert {path.name for path in folder.iterdir()} == names
 
 
 # -- drawings -------------------------------------------------------------------------------------

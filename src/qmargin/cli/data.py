@@ -32,9 +32,7 @@ class Get(Command):
 
     name: Literal["omniglot"] = argument("1,623 drawn characters, 16 MB")
     out: Path | None = option("new folder (the dataset's name)", metavar="DIR")
-    base: str | None = option(
-        "address of the archives (the official one)", name="--from", metavar="URL"
-    )
+    base: str | None = option("address (the official one)", name="--from", metavar="URL")
 
     def run(self) -> None:
         from qmargin.data.download import BASE, get_omniglot

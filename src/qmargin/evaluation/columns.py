@@ -7,6 +7,7 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from operator import methodcaller
 from pathlib import Path
@@ -309,22 +310,22 @@ class SplitScores:
 class Columns:
     """The columns of a text file."""
 
-    path: str | Path
-    layout: Layout
     arrays: dict[str, NDArray[Any]]  # float64 scores, bool labels, int32 codes of names
     keys: tuple[bytes, ...]  # enrol and test names by their codes
     subjects: tuple[bytes, ...]  # names of subjects by their codes
     sha256: str
+    where: Where  # does not keep the arrays
 
-    def where(self, row: int) -> str:
-        """The line of a row, for messages; the file is read again."""
-        row += self.layout.has_header
-        with open_regular(self.path) as file:
-            for number, line in enumerate(file, start=1):
-                row -= bool(line.strip())
-                if row < 0:
-                    return f"{self.path}, line {number}"
-        raise DataError(f"{self.path} was changed while it was read: read it again")
+
+def _line_of_row(path: str | Path, has_header: bool, row: int) -> str:
+    """The line of a row, for messages; the file is read again."""
+    row += has_header
+    with open_regular(path) as file:
+        for number, line in enumerate(file, start=1):
+            row -= bool(line.strip())
+            if row < 0:
+                return f"{path}, line {number}"
+    raise DataError(f"{path} was changed while it was read: read it again")
 
 
 def read_columns(path: str | Path, layout: Layout, progress: Progress | None = None) -> Columns:
@@ -356,7 +357,8 @@ def read_columns(path: str | Path, layout: Layout, progress: Progress | None = N
         arrays = dict(zip(("score", "label"), split.arrays(), strict=True))
     if not len(next(iter(arrays.values()))):
         raise DataError(f"{path} has no trials: it needs at least one line of them")
-    return Columns(path, layout, arrays, tuple(keys), tuple(subjects), digest.hexdigest())
+    where = partial(_line_of_row, path, layout.has_header)
+    return Columns(arrays, tuple(keys), tuple(subjects), digest.hexdigest(), where)
 
 
 def _converted(
@@ -442,17 +444,10 @@ def _scores(cells: Sequence[bytes], where: Where) -> NDArray[Any]:
     return scores
 
 
-class _AnyCase(dict[bytes, bool]):
-    def __missing__(self, cell: bytes) -> bool:
-        lowered = cell.lower()
-        if lowered == cell:
-            raise KeyError(cell)
-        return self[lowered]
-
-
 def _labels(cells: Sequence[bytes], where: Where) -> NDArray[Any]:
+    words = map(bytes.lower, cells)
     try:
-        return np.fromiter(map(_AnyCase(LABELS).__getitem__, cells), np.bool_, count=len(cells))
+        return np.fromiter(map(LABELS.__getitem__, words), np.bool_, count=len(cells))
     except KeyError:
         place = next(i for i, cell in enumerate(cells) if cell.lower() not in LABELS)
         shown = f"{where(place)}: the label {_shown(cells[place])}"

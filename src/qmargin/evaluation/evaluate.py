@@ -232,15 +232,12 @@ def _measured(genuine: Floats, impostor: Floats, options: EvaluationOptions) -> 
 def registered_measures(
     genuine: NDArray[Any], impostor: NDArray[Any], names: Sequence[str] | None = None
 ) -> dict[str, Measure]:
-    """Values of registered metrics.
+    """Values of registered metrics, or of those with these names.
 
-    A metric is a function ``metric(genuine, impostor)`` with a name given by
-    ``qmargin.register_metric``. It gets two arrays of one dimension, float32 or float64, read-only,
-    in no particular order, with at least one score each and without NaN; scores may be infinite,
-    and larger ones mean more alike. It returns a number, or several by their names, which follow
-    its own. NaN and None mean that it is not defined. The first line of its docstring becomes the
-    note of the measure. A metric that fails is listed without a value, with the reason. ``names``
-    selects metrics.
+    A metric gets the genuine and the impostor scores: two arrays of one dimension, float32 or
+    float64, read-only, in no particular order, not empty and without NaN. It returns a number, or
+    several by their names, which follow its own; NaN and None mean that it is not defined. The
+    first line of its docstring becomes the note. One that fails is listed with the reason.
     """
     sides = []
     for scores in (genuine, impostor):

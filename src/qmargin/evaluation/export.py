@@ -129,11 +129,7 @@ def write_prototypes(run: str | Path, path: str | Path) -> int:
 
 
 def add_thresholds(
-    directory: str | Path,
-    result: str | Path,
-    *,
-    flip: str | None = None,
-    is_trusted: bool = False,
+    directory: str | Path, result: str | Path, *, flip: str | None = None, is_trusted: bool = False
 ) -> Thresholds:
     """Put the operating points of a result file into the directory of the evaluated model.
 

@@ -66,11 +66,6 @@ class TrialKeys:
         """One number per trial, the same exactly when both names are; sorted as the names are."""
         return self.enrol.astype(np.int64) * len(self.names) + self.test
 
-    def unordered_pairs(self) -> Pairs:
-        """One number per trial, the same exactly when its two names are, in whichever order."""
-        low, high = np.minimum(self.enrol, self.test), np.maximum(self.enrol, self.test)
-        return low.astype(np.int64) * len(self.names) + high
-
     def trial(self, row: int) -> tuple[str, str]:
         """Names of one trial."""
         return self.names[self.enrol[row]], self.names[self.test[row]]
@@ -178,7 +173,7 @@ def checked_keys(columns: Columns, *, is_table: bool = False) -> tuple[TrialKeys
     names = _decoded(columns.keys, enrol, test, columns.where)
     if is_table:
         plain = list(map(unescape_formula, names))
-        if len(set(plain)) < len(plain):
+        if plain != names and len(set(plain)) < len(plain):
             known = set(names)
             pairs = zip(names, plain, strict=True)
             twice = next(pair for pair in pairs if pair[0] != pair[1] and pair[1] in known)
@@ -193,7 +188,8 @@ def checked_keys(columns: Columns, *, is_table: bool = False) -> tuple[TrialKeys
 
 def check_pairs(keys: TrialKeys, is_genuine: Bools | None, where: Where) -> PairCounts:
     """Count mirrored pairs and self-comparisons; refuse duplicates and pairs with both labels."""
-    earlier, later = repeated_rows(keys.unordered_pairs())
+    low, high = np.minimum(keys.enrol, keys.test), np.maximum(keys.enrol, keys.test)
+    earlier, later = repeated_rows(low.astype(np.int64) * len(keys.names) + high)
     num_self = int(np.count_nonzero(keys.enrol == keys.test))
     if not len(later):
         return PairCounts(0, num_self)

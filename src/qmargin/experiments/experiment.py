@@ -171,10 +171,7 @@ class Experiment:
         _check_seeds(self.seeds)
         for name in self.arms:
             if not name or name[0] in "-." or name != _file_name(name):
-                raise ConfigError(
-                    f"an arm is named {name!r}; use letters, digits, '_', '-', '+' and '.', as in "
-                    "a file name"
-                )
+                raise ConfigError(f"an arm is named {name!r}; use letters, digits and _-+.")
             try:
                 self._check_arm(name)
             except ConfigError as error:
@@ -228,8 +225,7 @@ class Experiment:
             if name in registry and name not in used and not searched & {key, PRESET}:
                 part = registry.kind
                 raise ConfigError(
-                    f"it has the name of a {part}, and its {part} is {', '.join(used)}; add "
-                    f"loss.{part}: {{{name}: ...}}, or choose another name"
+                    f"it is named like a {part} that it has not; add loss.{part}: {{{name}: ...}}"
                 )
 
 
@@ -267,16 +263,10 @@ def sweep_experiment(
     if not found and (seeds == 1 or method != "grid"):
         raise ConfigError("there is nothing to sweep; give --grid KEY=VALUE,VALUE or --seeds")
     if method == "grid" and num_points is not None:
-        raise ConfigError(
-            f"--trials is {num_points} and a grid visits every combination; choose another "
-            "--search, or leave --trials out"
-        )
+        raise ConfigError(f"--trials is {num_points}; a grid takes none, choose another --search")
     is_stored = recipe.data.is_stored
     if is_stored and not validation:
-        raise ConfigError(
-            f"the {recipe.data.kind} at {recipe.data.path} are for training; name those of other "
-            "identities with --validation PATH"
-        )
+        raise ConfigError(f"{recipe.data.path} is for training; give --validation PATH of others")
     if validation and not is_stored:
         raise ConfigError(f"{recipe.data.kind} data is made; leave --validation out")
     return Experiment(
@@ -466,10 +456,7 @@ def _protocol(content: Any, world: World) -> TestProtocol:
     shown = {"fars": "far", "num_replicates": "replicates"}
     made = _section(TestProtocol, values, "protocol", shown)
     if (made.kind == "trials") != (trials is not None):
-        raise ConfigError(
-            f"protocol.kind is {made.kind!r} and data.trials is {trials}; a list of trials needs "
-            "both"
-        )
+        raise ConfigError(f"protocol.kind is {made.kind!r} and data.trials is {trials}; give both")
     return made if made.fars is None else replace(made, fars=tuple(sorted(made.fars)[::-1]))
 
 

@@ -78,8 +78,7 @@ def choose_measure(asked: str | None, num_impostors: int) -> str:
     name = asked if far is None else tar_name(far)
     if name not in names:
         raise ConfigError(
-            f"the measure is {asked!r}; {num_impostors:,} impostor pairs of validation samples "
-            f"allow {', '.join(names)}"
+            f"the measure is {asked!r}; the validation pairs allow {', '.join(names)}"
         )
     return name
 
@@ -108,8 +107,7 @@ def check_trials(path: Path, fars: Sequence[float]) -> None:
 def _check_counts(where: str, genuine: int, impostors: int, fars: Sequence[float]) -> None:
     if not genuine or not impostors:
         raise DataError(
-            f"{where} has {genuine:,} pairs of one identity and {impostors:,} of two; both are "
-            "needed, give at least 2 identities with 2 samples each"
+            f"{where} has {genuine:,} pairs of one identity and {impostors:,} of two; give both"
         )
     for far in fars:
         if not sufficiency(far, impostors).allowed:
@@ -135,8 +133,7 @@ def recordings_in(dataset: Dataset) -> tuple[Path, list[str], list[str]]:
         ) from error
     if len(set(paths)) < len(paths):
         raise DataError(
-            f"{stored.index.root} holds several recordings in a file, and whole recordings are "
-            "tested; give a folder with one folder per speaker"
+            f"{stored.index.root} has several recordings in a file; give one file for each"
         )
     return root, paths, [names[label] for label in stored.labels.tolist()]
 

@@ -153,8 +153,7 @@ def _split_of(
     both = np.intersect1d(labels[is_test], labels[~is_test])
     if len(both):
         raise DataError(
-            f"{file} has {len(both)} identities with pictures of both splits, such as {both[0]}; "
-            "those of the test have to be others"
+            f"{file} has {len(both)} identities in both splits, such as {both[0]}; move them"
         )
     return is_test
 

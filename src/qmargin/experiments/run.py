@@ -144,8 +144,7 @@ def read_outcome(run: Run, task: Task) -> Outcome | None:
             return None
         if result.run is None or result.run.recipe_sha256 != run.recipe.sha256:
             raise ConfigError(
-                f"{path} is of another recipe than this experiment has; choose another --out, or "
-                f"remove {run.folder} to train that run again"
+                f"{path} is of another recipe; choose another --out, or remove {run.folder}"
             )
         outcome = _outcome(result)
     return outcome
@@ -266,8 +265,7 @@ def _trained(
             raise
         sys.stderr.write(f"{error}\n")  # what is wrong with each of them is for the log
         raise CheckpointError(
-            f"{checkpoints} has no whole checkpoint; remove {folder} and run the same command "
-            "again: only this run is trained anew"
+            f"{checkpoints} has no whole checkpoint; remove {folder} to train it anew"
         ) from error
     if outcome.signal:
         raise Interrupted(outcome.signal)

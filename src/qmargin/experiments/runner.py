@@ -167,6 +167,14 @@ class _Conductor:
         self.devices = [str(choose_device(0, name)) for name in options.devices]
         self.jobs = len(self.devices) if options.jobs is None else options.jobs
         self.experiment = replace(experiment, world=experiment.world.opened())
+        self.task = Task(
+            self.experiment.world,
+            experiment.protocol,
+            experiment.title or experiment.name,
+            options.command,
+            out / PICTURES,
+            show=options.show and self.jobs == 1,
+        )
         self.measure = self._check_data()
         search = experiment.search
         self.needs_optuna = bool(experiment.searched) and (search.method != "grid" or search.prune)
@@ -252,12 +260,11 @@ class _Conductor:
         ]
         outcomes = self._work(Source(runs), runs, is_search=False)
         _check_failed([(run.name, outcomes[run]) for run in runs])
-        task = self._task(is_search=False)
-        here = [run for run in runs if read_outcome(run, task) is not None]
+        here = [run for run in runs if read_outcome(run, self.task) is not None]
         for run in runs:
             if run not in here:
                 self.say(f"{run.name} was trained in another folder: copy it to {run.folder}")
-        names = task.result_names(runs[0])[::-1]
+        names = self.task.result_names(runs[0])[::-1]
         paths = {name: tuple(run.folder / name for run in here) for name in names}
         if here:
             write_final(self.out, experiment, here, names, overwrite=self.options.overwrite)
@@ -341,20 +348,9 @@ class _Conductor:
         folder /= f"{name}-seed{seed}-{recipe.sha256[:8]}"
         return Run(name, experiment.arms[name].title, point, recipe, folder, is_search)
 
-    def _task(self, *, is_search: bool) -> Task:
-        experiment = self.experiment
-        return Task(
-            experiment.world,
-            experiment.protocol,
-            experiment.title or experiment.name,
-            self.options.command,
-            self.out / PICTURES,
-            show=self.options.show and self.jobs == 1 and not is_search,
-        )
-
     def _work(self, source: Source, runs: Sequence[Run], *, is_search: bool) -> dict[Run, Outcome]:
         """Outcomes of all runs of a source; ``runs`` are some of them."""
-        task = self._task(is_search=is_search)
+        task = replace(self.task, show=self.task.show and not is_search)
         missing = [run for run in runs if read_outcome(run, task) is None]
         known = [r for r in source.runs if r not in missing and read_outcome(r, task) is not None]
         self.say(f"{source.num_runs} runs, {len(known)} of them complete")
@@ -546,6 +542,5 @@ def read_record(out: Path) -> dict[str, Any] | None:
         return content
     except ConfigError as error:
         raise DataError(
-            f"{path} is not the record of an experiment ({error}); remove it, or choose another "
-            "--out"
+            f"{path} is not the record of an experiment ({error}); remove it"
         ) from error

@@ -34,21 +34,14 @@ class Tried:
     outcomes: tuple[Outcome, ...]  # of the seeds that have ended
     num_wanted: int  # seeds that were asked for
 
-    def values(self, measure: str) -> list[float]:
-        """A measure of every run; a failed run counts as TAR 0 or EER 1."""
-        worst = 1.0 if measure == EER else 0.0
-        return [
-            worst if outcome.state == "failed" else outcome.measures.get(measure, worst)
-            for outcome in self.outcomes
-        ]
-
     def known(self, measure: str) -> list[float]:
         """A measure of the runs that have it."""
         return [one.measures[measure] for one in self.outcomes if measure in one.measures]
 
     def mean(self, measure: str) -> float:
-        """Over seeds."""
-        return statistics.fmean(self.values(measure))
+        """Over seeds; a failed run counts as TAR 0 or EER 1."""
+        worst = 1.0 if measure == EER else 0.0
+        return statistics.fmean(one.measures.get(measure, worst) for one in self.outcomes)
 
     def count(self, state: str) -> int:
         """Runs with a state."""
@@ -94,8 +87,7 @@ def ranked(tried: Sequence[Tried], measure: str) -> dict[str, list[Tried]]:
             raise DataError(f"all runs of {arm} failed; see search/{arm}-*/train.log")
         if measure not in ended[0].measures:
             raise DataError(
-                f"the validation identities have too few pairs for {measure}, by which settings "
-                f"are chosen; they allow {', '.join(ended[0].measures)}: give more data"
+                f"too few validation pairs for {measure}; they allow {', '.join(ended[0].measures)}"
             )
         # a run that was stopped early is behind the others, whatever it had reached
         own.sort(key=lambda one: one.mean(measure), reverse=measure != EER)
@@ -171,12 +163,10 @@ class Sampled(Source):
 
     @property
     def num_runs(self) -> int:
-        """Points times seeds."""
         wanted = len(self._studies) * self._search.num_points * len(self._search.seeds)
         return max(wanted, len(self.runs))
 
     def next_run(self) -> Run | None:
-        """A run of a point that was begun, or of a new one, of the arms in turn."""
         while not self._waiting and self._order:
             arm = self._order[0]
             self._order.rotate(-1)
@@ -190,12 +180,10 @@ class Sampled(Source):
         return super().next_run()
 
     def tell(self, run: Run, outcome: Outcome) -> None:
-        """Tell the study the mean over seeds once all of them have ended."""
         self._outcomes[run] = outcome
         self._settle(run.arm, run.point)
 
     def waits(self) -> bool:
-        """Whether another process trains a point; one whose process is gone comes again."""
         others = [name for name, study in self._studies.items() if study.has_others()]
         self._order.extend(name for name in others if name not in self._order)
         return bool(others)

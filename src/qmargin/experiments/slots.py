@@ -107,7 +107,6 @@ class Workers(Slots):
         self._workers: list[Worker | None] = [None] * len(devices)
 
     def __exit__(self, *details: object) -> None:
-        """End all processes, those that work after they have saved."""
         workers = [worker for worker in self._workers if worker is not None]
         for worker in workers:
             worker.ask_to_stop()
@@ -116,11 +115,9 @@ class Workers(Slots):
 
     @property
     def num_free(self) -> int:
-        """Slots without a run."""
         return sum(worker is None or worker.run is None for worker in self._workers)
 
     def start(self, run: Run) -> None:
-        """Send a run to a free slot."""
         for place, worker in enumerate(self._workers):
             if worker is None:
                 threads = max(1, (os.cpu_count() or 1) // self.num_slots)
@@ -132,7 +129,6 @@ class Workers(Slots):
                 return
 
     def wait(self) -> tuple[Run, Outcome]:
-        """The next run that ends."""
         busy = {w.connection: (place, w) for place, w in enumerate(self._workers) if w and w.run}
         while not (ready := wait(list(busy), timeout=SECONDS_TO_LOOK)):
             self._request.obey()

@@ -158,10 +158,7 @@ def grid(axes: Sequence[Axis]) -> list[Point]:
     columns = []
     for axis in axes:
         if isinstance(axis, Range):
-            raise ConfigError(
-                f"{axis.key} is a range, which a grid cannot visit; list values, or search with "
-                "optuna or random"
-            )
+            raise ConfigError(f"{axis.key} is a range; a grid needs a list of values")
         columns.append([(axis.key, text) for text in axis.texts])
     return [dict(row) for row in itertools.product(*columns)]
 
@@ -204,10 +201,7 @@ def _number(point: Mapping[str, str], key: str, *, such_as: float) -> float:
 def _scale_of(recipe: Recipe, hardness: float) -> float:
     classes, dim = recipe.data.num_classes, recipe.model.embedding_dim
     if classes is None:
-        raise ConfigError(
-            f"{HARDNESS} is an axis and the recipe does not say how many classes there are; give "
-            "data.num_classes, or use loss.scale"
-        )
+        raise ConfigError(f"{HARDNESS} is an axis; give data.num_classes, or use loss.scale")
     return scale_of_hardness(hardness, recipe.loss.order, num_classes=classes, embedding_dim=dim)
 
 
@@ -220,6 +214,5 @@ def _margin_of(recipe: Recipe, gap: float) -> float:
         assert isinstance(margin, float)  # one for all rows
         return margin
     raise ConfigError(
-        f"{EFFECTIVE} is an axis and the margin is {loss.margin_kind}, whose gap is not one "
-        "number; use loss.margin"
+        f"{EFFECTIVE} is an axis and the margin is {loss.margin_kind}; use loss.margin"
     )

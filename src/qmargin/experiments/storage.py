@@ -64,10 +64,7 @@ def open_storage(url: str) -> optuna.storages.BaseStorage:
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     if ":" not in url:
-        raise ConfigError(
-            f"--storage is {url!r}, which is no URL; give for example sqlite:///trials.db or "
-            "journal:trials.log"
-        )
+        raise ConfigError(f"--storage is {url!r}; give a URL, such as sqlite:///trials.db")
     try:
         if url.startswith(JOURNAL):
             path = Path(url.removeprefix(JOURNAL).removeprefix("//"))

@@ -68,10 +68,7 @@ def check_outputs(out: Path, record: str, *, overwrite: bool = False) -> None:
         return
     for name in OLD_RECORDS:
         if (out / name).exists():
-            raise ConfigError(
-                f"{out} holds a demo, sweep or study of version 0.1 ({name}), which cannot be "
-                "continued; choose another --out"
-            )
+            raise ConfigError(f"{out} is of version 0.1 ({name}); choose another --out")
     guard = Guard(overwrite=overwrite)
     tables = [f"{SEARCH}.{kind}" for kind in ("md", "tex", "csv")]
     figures = [f"{FIGURES}/{stem}.{kind}" for stem in STEMS for kind in ("svg", "pdf")]

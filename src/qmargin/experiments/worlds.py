@@ -133,8 +133,7 @@ class Made(World):
     def adapt(self, recipe: Recipe, *, is_search: bool) -> Recipe:
         if recipe.data.is_stored:
             raise ConfigError(
-                f"data.kind is {recipe.data.kind!r}, which is read from a path; say which "
-                "identities are tested with data: {train: PATH, test: PATH}"
+                f"data.kind is {recipe.data.kind!r}; give data: {{train: PATH, test: PATH}}"
             )
         return recipe
 
@@ -201,14 +200,9 @@ class Stored(World):
         if isinstance(self.validation, tuple):
             for setting in self.validation:
                 if not setting.startswith("data."):
-                    raise ConfigError(
-                        f"validation has {setting!r}; give settings of the data, as in "
-                        "data.path=DIR"
-                    )
+                    raise ConfigError(f"validation has {setting!r}; give data.path=DIR")
         elif not 0.0 < self.validation < 1.0:
-            raise ConfigError(
-                f"validation is {self.validation:g}; give a share between 0 and 1, or a path"
-            )
+            raise ConfigError(f"validation is {self.validation:g}; give a share below 1, or a path")
 
     def opened(self) -> Stored:
         changes: dict[str, Any] = {}
@@ -225,8 +219,7 @@ class Stored(World):
     def adapt(self, recipe: Recipe, *, is_search: bool) -> Recipe:
         if not recipe.data.is_stored:
             raise ConfigError(
-                f"data.train is given and the recipe makes its own data ({recipe.data.kind}); "
-                "take a recipe for images or audio"
+                f"the recipe makes its own data ({recipe.data.kind}); leave data.train out"
             )
         if self.train_path is None:
             return recipe
@@ -250,8 +243,7 @@ class Stored(World):
         changed = plain_recipe(recipe, self.validation)
         if changed.data == plain_recipe(recipe).data:
             raise ConfigError(
-                f"the validation data are those of the training, {recipe.data.path}; name other "
-                "identities with --validation PATH"
+                f"the validation data are those of the training, {recipe.data.path}; name others"
             )
         return build_dataset(changed)
 
@@ -400,8 +392,7 @@ class Drawn(World):
             train, _ = made._parts(seed, is_search=is_search)
             if len(train) < batch:
                 raise DataError(
-                    f"{self.path} has {len(train)} pictures to train on and a step takes {batch}; "
-                    "give more, or a smaller data.batch_size"
+                    f"{self.path} has {len(train)} pictures to train on; a batch takes {batch}"
                 )
             if self.warp:
                 pictures, count = train.pictures, self.num_variants
@@ -459,14 +450,10 @@ def divided(stored: StoredPictures, seed: int) -> tuple[list[int], list[int]]:
         test = [label for label in order if label in tested]
     if min(len(train), len(test)) < 2:
         raise DataError(
-            f"{stored.origin} has {len(train)} identities to train and {len(test)} to test; at "
-            "least 2 of each are needed"
+            f"{stored.origin} has {len(train)} identities to train and {len(test)} to test; give 2"
         )
     if np.bincount(stored.labels)[test].max() < 2:
-        raise DataError(
-            f"no test identity of {stored.origin} has two pictures, and a genuine pair needs two; "
-            "give more pictures of each"
-        )
+        raise DataError(f"no test identity of {stored.origin} has 2 pictures; give more of each")
     return train, test
 
 

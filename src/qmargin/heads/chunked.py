@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 CHUNK_LOGITS = {"cpu": 1 << 21, "cuda": 1 << 25}  # in a block; about six such tensors live at once
 HALF_FACTOR = 2.0**15  # posteriors are at most one: so scaled they use the range of float16
-FUSED_LOGITS = 1 << 27  # in a block, of which only its half posterior and its gradient rows live
+FUSED_LOGITS = {"cuda": 1 << 27}  # of a block only its half posterior and gradient rows live
 NUM_COARSE = 8192  # sets of classes whose maxima bound the root
 PULL_BLOCKS = 2  # at a time in passes that make no gradient rows: fewer launches, as much memory
 TILE = 256  # classes: a block of whole tiles wastes none
@@ -97,6 +97,7 @@ class SolvedBlocks(NamedTuple):
 class Chunks:
     """A batch against all prototypes, block by block."""
 
+    limits, tile = CHUNK_LOGITS, 1  # logits in a block, by device; classes that are not split
     weight = 1.0  # how many classes each of these stands for: one, except in a sample
     group_maxima: Tensor | None = None  # of a sparse step before this one, if there was one
 
@@ -111,14 +112,11 @@ class Chunks:
         # Above alpha = 2 a posterior is a root of its height: float32 would show at the edge.
         self.dtype = torch.float64 if self.b > 1.0 else native
         self.rounding = torch.finfo(native).eps
-        limit = self.block_logits()
+        limit = self.limits.get(embeddings.device.type, self.limits["cuda"])
         num_rows, num_groups = len(embeddings), max(1, -(-len(head.shard) // GROUP))
         self.group = GROUP * -(-4 * num_rows * num_groups // limit)  # maxima: a quarter of a block
-        self.size = self.group * max(1, limit // (num_rows * self.group))
-
-    def block_logits(self) -> int:
-        """Logits in a block: what bounds the memory."""
-        return CHUNK_LOGITS.get(self.embeddings.device.type, CHUNK_LOGITS["cuda"])
+        size = self.group * max(1, limit // (num_rows * self.group))
+        self.size = max(self.tile, size // self.tile * self.tile)
 
     def sample(self, step: int) -> Chunks:
         """The same batch against every ``step``-th class, which stands for all of them."""
@@ -266,25 +264,17 @@ def add_entries_(rows: Tensor, gradient: ClassGradient, embeddings: Tensor, wher
 class FusedChunks(Chunks):
     """The same by kernels; known ``group_maxima`` save a pass over the classes."""
 
-    def __init__(
-        self,
-        head: MarginClassifier,
-        embeddings: Tensor,
-        labels: Tensor,
-        group_maxima: Tensor | None = None,
-    ) -> None:
-        super().__init__(head, embeddings, labels)
-        self.group_maxima = group_maxima
-        self.kernels: Any = import_module("qmargin.kernels.triton.blocks")
-        self.size = max(TILE, self.size // TILE * TILE)
+    limits, tile = FUSED_LOGITS, TILE
+
+    @property
+    def kernels(self) -> Any:
+        """Loaded where they can run only."""
+        return import_module("qmargin.kernels.triton.blocks")
 
     @property
     def batch(self) -> tuple[Tensor, Tensor, Tensor, int]:
         """What every kernel takes: operands, labels and the number of classes."""
         return self.operand, self.copy, self.labels, len(self.prototypes)
-
-    def block_logits(self) -> int:
-        return FUSED_LOGITS
 
     def weighed(
         self, shift: Tensor, level: Tensor, num_blocks: int = 1, **options: Any
@@ -398,6 +388,7 @@ def log_sum_exp(chunks: Chunks, target: Target, sums: SoftmaxSums) -> SolvedBloc
     return SolvedBlocks(anchor, -total, others, others, count, error, count.mean(), pulled)
 
 
+cached_hardness = lru_cache(hardness)
 MAX_PASSES = 100
 SAMPLE = 1 << 16  # classes that a sample of many has; of fewer it has one in `MIN_STEP`
 MIN_STEP = 16
@@ -514,13 +505,9 @@ def _step_of_sample(chunks: Chunks) -> int | None:
         return None  # above alpha = 2 the search must begin at a bound
     if chunks.b < 0.0:  # every class is active
         return step
-    expected = _expected_support(1.0 + chunks.b, chunks.scale, num_classes, dim)
+    sizes = {"num_classes": num_classes, "embedding_dim": dim}
+    expected = cached_hardness(1.0 + chunks.b, chunks.scale, **sizes).support
     return step if expected >= step * MIN_SUPPORT else None
-
-
-@lru_cache
-def _expected_support(alpha: float, scale: float, num_classes: int, dim: int) -> float:
-    return hardness(alpha, scale, num_classes=num_classes, embedding_dim=dim).support
 
 
 def sum_up(
@@ -662,7 +649,8 @@ def chunked_step(
     is_half = dtype in (torch.float16, torch.bfloat16) and head.copy.dtype == dtype
     has_kernels = head.kernels.__name__.endswith("triton.head") and head.embedding_dim % 8 == 0
     if is_half and has_kernels and 0.0 <= head.alpha_minus_one <= 1.0:
-        chunks: Chunks = FusedChunks(head, embeddings.detach(), local, maxima)
+        chunks: Chunks = FusedChunks(head, embeddings.detach(), local)
+        chunks.group_maxima = maxima
     else:
         chunks = Chunks(head, embeddings.detach(), local)
     targets = chunks.unit(columns) if len(head.shard) else torch.zeros_like(chunks.embeddings)

@@ -150,14 +150,10 @@ class MarginClassifier(nn.Module):
     def alpha_minus_one(self) -> float:
         """``alpha - 1``, for paths that need it as a number."""
         divergence = self.loss.divergence
-        if not isinstance(divergence, Alpha):
+        if not isinstance(divergence, Alpha) or _is_learned(divergence):
             raise ConfigError(
-                f"path is {self.path.name!r}, which takes Alpha, not {divergence}; use path='dense'"
-            )
-        if _is_learned(divergence):
-            raise ConfigError(
-                f"path is {self.path.name!r}, which has no gradient for a learned alpha; use "
-                "path='dense', or detach it"
+                f"path is {self.path.name!r}, which takes Alpha with an alpha that is not learned, "
+                f"and this is {divergence}; use path='dense'"
             )
         return divergence.alpha_minus_one
 

@@ -69,8 +69,7 @@ class Trials:
         if alone.size:
             subject = self.subject_names[self.enrol_subject[alone[0]]]
             raise DataError(
-                f"trial {alone[0]} is labelled impostor but both sides are subject {subject!r}: "
-                "correct the label or the subject"
+                f"trial {alone[0]} is labelled impostor but of one subject, {subject!r}"
             )
 
     def __len__(self) -> int:
@@ -502,10 +501,8 @@ def compare(replicates_a: Replicates, replicates_b: Replicates, level: float = 0
     for name in ("subjects_sha256", "trials_sha256", "seed", "num_replicates"):
         left, right = (getattr(each, name) for each in both)
         if left != right:
-            raise ProtocolError(
-                f"systems are compared on the same {name.removesuffix('_sha256')}, here {left} and "
-                f"{right}: evaluate both on one list of trials with one seed"
-            )
+            what = name.removesuffix("_sha256")
+            raise ProtocolError(f"compare systems on the same {what}, not {left} and {right}")
 
     def differences(name: str, keys: str) -> dict[float, Difference]:
         """Of a measure that has a column for each key, where both systems have the key."""
@@ -546,10 +543,8 @@ def paired_difference(
     """
     values_a, values_b = np.asarray(values_a, dtype=float), np.asarray(values_b, dtype=float)
     if values_a.shape != values_b.shape or values_a.ndim != 1:
-        raise ShapeError(
-            f"replicates have shapes {values_a.shape} and {values_b.shape}, they must be equal "
-            "and of one dimension: use the same num_replicates"
-        )
+        shapes = f"{values_a.shape} and {values_b.shape}"
+        raise ShapeError(f"replicates have shapes {shapes}: use the same num_replicates")
     ends = interval(values_a - values_b, level)
     values = _defined(values_a - values_b)
     rarer = min(np.count_nonzero(values <= 0.0), np.count_nonzero(values >= 0.0))

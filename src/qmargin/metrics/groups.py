@@ -115,20 +115,15 @@ def group_rates(
     known = [groups.get(name) for name in trials.subject_names]
     names = sorted({group for group in known if group is not None})
     if not names:
-        raise ProtocolError(
-            f"none of the {len(known)} subjects of the trials has a group: "
-            f"name the groups' subjects as the trials do, such as {trials.subject_names[0]!r}"
-        )
+        example = trials.subject_names[0]
+        raise ProtocolError(f"none of the {len(known)} subjects, such as {example!r}, has a group")
     members = np.array([-1 if group is None else names.index(group) for group in known])
     enrol, test = members[trials.enrol_subject], members[trials.test_subject]
     is_grouped = (enrol >= 0) & (test >= 0)
     is_cross = is_grouped & (enrol != test)
     if (wrong := np.flatnonzero(is_cross & trials.is_genuine)).size:
         left, right = names[enrol[wrong[0]]], names[test[wrong[0]]]
-        raise DataError(
-            f"trial {wrong[0]} is genuine but its sides are in the groups {left!r} and {right!r}: "
-            "correct the label or the groups"
-        )
+        raise DataError(f"trial {wrong[0]} is genuine but of the groups {left!r} and {right!r}")
     is_accepted = trials.scores >= round_up(threshold, trials.scores.dtype)
     is_wrong = is_accepted != trials.is_genuine
     is_inside = is_grouped & ~is_cross

@@ -107,19 +107,14 @@ def cohort_moments(cohort: ArrayLike, name: str, top_n: int | None = None) -> Mo
     size = matrix.shape[1]
     least = 2 if top_n is None else top_n
     if least < 2 or size < least:
-        raise ConfigError(
-            f"top {least} of {size} cohort scores in {name} have no spread to divide by: "
-            "use at least 2 and at most all of them"
-        )
+        raise ConfigError(f"top {least} of {size} cohort scores in {name}: use 2 to {size}")
     if not np.isfinite(matrix).all():
         row, column = (int(i[0]) for i in np.nonzero(~np.isfinite(matrix)))
         raise DataError(f"{name}[{row}, {column}] is {matrix[row, column]}: score it again")
     if top_n is not None and top_n < size:
         matrix = np.partition(matrix, size - top_n, axis=1)[:, size - top_n :]
     if (flat := np.flatnonzero(matrix.max(axis=1) == matrix.min(axis=1))).size:
-        raise DataError(
-            f"cohort scores of row {flat[0]} of {name} are all equal: use a wider cohort"
-        )
+        raise DataError(f"row {flat[0]} of {name} has equal scores only: use a wider cohort")
     return Moments(matrix.mean(axis=1), matrix.std(axis=1))
 
 
@@ -143,10 +138,8 @@ def _normalised(
     num_rows, axis = len(moments.mean), 0 if name == "enrol_cohort" else 1
     if index is None:
         if trials.shape[axis] != num_rows:
-            raise ShapeError(
-                f"scores have shape {trials.shape} but the cohort matrix has {num_rows} rows: "
-                f"axis {axis} of the scores must have as many"
-            )
+            shape = trials.shape
+            raise ShapeError(f"axis {axis} of scores {shape} has not the {num_rows} rows of {name}")
         all_rows = np.arange(num_rows)
         return moments.apply(trials, all_rows[:, None] if axis == 0 else all_rows[None])
     rows = np.asarray(index)

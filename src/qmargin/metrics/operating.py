@@ -392,12 +392,11 @@ class ImpostorTail:
         self._largest.update(other._largest.descending())
 
     def _count(self, num_more: int) -> None:
-        if self.num_seen + num_more > self.num_impostors:
+        if (seen := self.num_seen + num_more) > self.num_impostors:
             raise ProtocolError(
-                f"{self.num_seen + num_more:,} impostor scores came but num_impostors is "
-                f"{self.num_impostors:,}: pass the number of all of them"
+                f"{seen:,} impostor scores came, num_impostors={self.num_impostors}"
             )
-        self.num_seen += num_more
+        self.num_seen = seen
 
     def threshold(self, far: float) -> float:
         """The least threshold whose false acceptance rate does not exceed ``far``."""
@@ -419,13 +418,9 @@ class ImpostorTail:
     def _check_complete(self, far: float) -> int:
         """Number of false accepts that ``far`` allows, if it can be answered."""
         if far > self.max_far:
-            raise ConfigError(
-                f"far={far:g} is above max_far={self.max_far:g}: make the tail with a larger one"
-            )
-        if self.num_seen != self.num_impostors:
-            raise ProtocolError(
-                f"{self.num_seen:,} of {self.num_impostors:,} impostor scores came: pass the rest"
-            )
+            raise ConfigError(f"far={far:g} is above max_far={self.max_far:g} of the tail")
+        if (seen := self.num_seen) != self.num_impostors:
+            raise ProtocolError(f"{seen:,} of {self.num_impostors:,} impostor scores came")
         return check_measurable(far, self.num_impostors)
 
     def state_dict(self) -> dict[str, NDArray[np.generic]]:

@@ -135,12 +135,9 @@ def sensitivity_plot(panel: Panel) -> Figure | None:
 def lines_plot(
     panels: Mapping[str, Lines], ylabel: str, *, beyond: Mapping[str, float] | None = None
 ) -> Figure:
-    """Lines over numbers, one panel beside the other with a common height and legend.
+    """Lines by what they are drawn over, side by side with a common height and legend.
 
-    Args:
-        panels: Lines by the name of what they are drawn over.
-        ylabel: Of the height.
-        beyond: By panel, the number from which on the ground is shaded.
+    ``beyond`` has, by panel, the number from which on the ground is shaded.
     """
     figure, grid = _blank(2.2 + 3.4 * len(panels), 3.6, columns=len(panels))
     cells = list(grid.flat) if len(panels) > 1 else [grid]

@@ -53,9 +53,7 @@ class MediaFolder:
     def __post_init__(self) -> None:
         self.root = Path(self.root).resolve()
         if not self.root.is_dir():
-            raise ConfigError(
-                f"media folder {self.root} is not a folder: give the root of the keys"
-            )
+            raise ConfigError(f"media: {self.root} is not a folder: give the root of the keys")
 
     def embedded(self, key: str) -> Medium:
         """The medium of a key for the page, as long as the page is not too large."""

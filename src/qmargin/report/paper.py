@@ -1,8 +1,4 @@
-"""The paper's tables and figures, filled from results.
-
-Results are matched to the rows of a ``Layout`` by the settings of their loss and gathered over
-seeds.
-"""
+"""The paper's tables and figures, from results that are matched by the settings of their loss."""
 
 from __future__ import annotations
 
@@ -83,10 +79,8 @@ def find_results(folder: Path) -> list[Path]:
     """Every ``result.json`` below a folder, or the file that was named."""
     found = [folder] if folder.is_file() else sorted(folder.rglob("result.json"))
     if not found:
-        raise DataError(
-            f"{folder} has no result.json; give a folder of `qmargin compare` or of results of "
-            "`qmargin evaluate`"
-        )
+        commands = "`qmargin compare` or `qmargin evaluate`"
+        raise DataError(f"{folder} has no result.json: give a folder of {commands}")
     return found
 
 
@@ -135,10 +129,8 @@ def measured_in(paths: Iterable[Path]) -> list[Measured]:
         for own in [same] if have_distinct_seeds(same) else arms:
             name, protocol = name_of(own[0]), protocol_of(own[0])
             if not have_distinct_seeds(own):
-                raise DataError(
-                    f"two results of {name} on {protocol} have the same seed; give a folder of one "
-                    "experiment"
-                )
+                same_seed = f"two results of {name} on {protocol} have the same seed"
+                raise DataError(f"{same_seed}: give a folder of one experiment")
             found.append(Measured(name, setting_of(own[0]), protocol, tuple(own)))
     return found
 
@@ -183,13 +175,7 @@ def notes_on(found: Sequence[Measured]) -> list[str]:
 
 
 def paper_table(name: str, results: Path) -> Table:
-    """Fill a table of the paper with what was measured.
-
-    Args:
-        name: A key of ``LAYOUTS``, or ``"table-throughput"``.
-        results: Folder with ``result.json`` files; for ``table-throughput`` the file of
-            ``python -m benchmarks head --parts end-to-end --json FILE``.
-    """
+    """Fill a table of the paper from a folder of results, or the throughput from a benchmark."""
     if name == "table-throughput":
         return _throughput_table(results)
     return accuracy_table(name, measured_in(find_results(results)))
@@ -304,20 +290,12 @@ def _read_benchmark(path: Path) -> dict[str, Any]:
 
 
 def paper_figure(name: str, results: Path, media: Path | None = None) -> dict[str, bytes]:
-    """Draw a figure of the paper from results.
+    """Draw a figure of the paper: SVG and PDF, and the caption as Markdown and LaTeX, by name.
 
-    Args:
-        name: A key of ``FIGURES``.
-        results: Folder with ``result.json`` files.
-        media: Folder with the pictures that the keys of trials name, for ``figure-pairs``.
-
-    Returns:
-        Contents by file name: SVG and PDF, and the caption as Markdown and LaTeX.
+    ``media`` is the folder with the pictures that the keys of trials name, for ``figure-pairs``.
     """
     if not has_matplotlib():
-        raise ConfigError(
-            f"{name} needs the package matplotlib, which is missing: install qmargin[figures]"
-        )
+        raise ConfigError(f"{name} needs matplotlib, which is missing: install qmargin[figures]")
     paths = find_results(results)
     with figure_style():
         if name == "figure-pairs":
@@ -385,10 +363,7 @@ def margin_plots(found: Sequence[Measured]) -> tuple[list[Figure], str]:
             figures.append(lines_plot({axis: lines}, label, beyond=beyond))
             shown.append(f"{protocol} at FAR {power(far)}")
     if not figures:
-        raise DataError(
-            "figure-margin needs results with two effective margins or more: train a grid of "
-            "margins, as in table-face"
-        )
+        raise DataError("figure-margin needs results with two effective margins or more")
     return figures, (
         f"TAR over the effective margin, the cosine gap that the margin adds: {'; '.join(shown)}. "
         f"No embedding reaches margins above {REACHABLE:g} (shaded). {' '.join(notes_on(known))}"
@@ -443,9 +418,8 @@ def _two_systems(paths: Sequence[Path]) -> tuple[Path, Path]:
     if len(paths) == 2:
         return paths[0], paths[1]
     raise ConfigError(
-        f"figure-pairs compares two systems, and there are {len(paths)} results, "
-        f"{losses.count('Q-Margin')} of Q-Margin and {losses.count('ArcFace')} of ArcFace: give a "
-        "folder with one result of each"
+        f"figure-pairs compares two systems, there are {len(paths)} results: give a folder with "
+        "one of Q-Margin and one of ArcFace"
     )
 
 

@@ -147,8 +147,8 @@ def _checked(result: Result, path: str | Path) -> Result:
 def arrange(results: Iterable[Result], *, headline: float | None = None) -> list[Panel]:
     """Panels of results on the same trials, in the order given.
 
-    A system has the same colour in every panel. Results under one name on the same trials are told
-    apart by the seed of their run, or by a number, and so are panels of one protocol.
+    Results under one name are told apart by the seed of their run, or by a number, and so are
+    panels of one protocol.
     """
     groups: dict[tuple[object, ...], list[Result]] = {}
     for result in results:
@@ -405,10 +405,7 @@ def find_repeats(panels: Sequence[Panel], *, experiment: str | None = None) -> l
 def interval_of_mean(
     repeats: Repeats, name: str, far: float | None, *, level: float = 0.95
 ) -> tuple[float, float] | None:
-    """Bootstrap interval of a system's mean over runs. It covers subjects, not seeds.
-
-    None where a run has no replicates, or too many in which the measure is undefined.
-    """
+    """Bootstrap interval of a system's mean over runs, of subjects, not seeds; None if unknown."""
     drawn = _mean_draws(repeats.systems[name], far)
     try:
         return None if drawn is None else interval(drawn, level)
@@ -421,9 +418,8 @@ def difference_of_means(
 ) -> Difference | None:
     """First minus second, over all runs, with a paired bootstrap over subjects.
 
-    Runs are paired by their seeds; in each pair both systems are measured on the same draws of
-    subjects. The interval covers subjects; the standard deviation of the means covers seeds. None
-    where a pair has no common draws.
+    Runs are paired by their seeds and measured on the same draws of subjects; None where a pair has
+    no common draws.
     """
     a, b = repeats.systems[first], repeats.systems[second]
     if [seed_of(entry.result) for entry in a] != [seed_of(entry.result) for entry in b]:

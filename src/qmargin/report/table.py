@@ -195,11 +195,7 @@ class Table:
         return rows
 
     def to_markdown(self, *, level: int | None = 2) -> str:
-        """Render a pipe table; groups are named in the headings of their columns.
-
-        Args:
-            level: Of the heading with the title above the table; None puts the title below it.
-        """
+        """Render a pipe table under a heading of this level; None puts the title below it."""
         lines = [
             [markdown_text(column.full_title) for column in self.columns],
             [_RULES[column.align] for column in self.columns],

@@ -46,10 +46,7 @@ class ReportOptions:
         if not 0.0 < self.level < 1.0:
             raise ConfigError(f"level is {self.level}, outside (0, 1): give for example 0.95")
         if self.has_figures and not has_matplotlib():
-            raise ConfigError(
-                "figures need the package matplotlib, which is missing: install qmargin[figures], "
-                "or leave them out (--no-figures)"
-            )
+            raise ConfigError("figures need matplotlib: install qmargin[figures] or omit --figures")
 
     @property
     def draws_figures(self) -> bool:

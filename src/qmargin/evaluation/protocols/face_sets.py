@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -147,14 +148,14 @@ def evaluate_verification_set(
     extra = {f"{NUM_FOLDS}-fold accuracy": Measure(found.mean, found.std, note)}
     if compatible:
         distances = np.einsum("ij,ij->i", left - right, left - right)
-        accuracy = fold_accuracy(distances, pairs.is_genuine, num_folds=NUM_FOLDS)
-        rates = fold_tar(distances, pairs.is_genuine, COMPATIBLE_FAR, num_folds=NUM_FOLDS)
+        rates = fold_rates(distances, pairs.is_genuine, COMPATIBLE_FAR, num_folds=NUM_FOLDS)
         note = "thresholds 0, 0.01, .. 3.99 of squared distances; population deviation"
         name = f"{NUM_FOLDS}-fold accuracy, InsightFace"
-        extra[name] = Measure(accuracy.mean, accuracy.std, note)
-        note = f"mean over folds at thresholds of the others; the realised FAR is {rates.far:.2g}"
+        extra[name] = Measure(float(rates.accuracy.mean()), float(rates.accuracy.std()), note)
+        far = f"the realised FAR is {float(rates.far.mean()):.2g}"
+        note = f"mean over folds at thresholds of the others; {far}"
         name = f"TAR at FAR {COMPATIBLE_FAR:g}, InsightFace"
-        extra[name] = Measure(rates.tar, rates.tar_std, note)
+        extra[name] = Measure(float(rates.tar.mean()), float(rates.tar.std()), note)
     mean_norm = float(features.norms[pairs.rows].mean())
     extra["mean norm"] = Measure(mean_norm, note="of raw embeddings")
     return result.with_extra(extra)
@@ -172,86 +173,49 @@ def write_pictures(
     return write_hardest(folder, hardest, picture_of.get, guard=guard)
 
 
-@dataclass(frozen=True)
-class FoldAccuracy:
-    """Mean over the folds and their standard deviation, ``num_folds`` in the denominator."""
+class FoldRates(NamedTuple):
+    """Rates of every fold, ``[folds]`` each."""
 
-    mean: float
-    std: float
-    thresholds: tuple[float, ...]
-
-
-@dataclass(frozen=True)
-class FoldTar:
-    """Means over the folds."""
-
-    tar: float
-    tar_std: float
-    far: float
-    thresholds: tuple[float, ...]
+    accuracy: Floats
+    tar: Floats
+    far: Floats
 
 
-def fold_accuracy(distances: Floats, is_genuine: Bools, *, num_folds: int = 10) -> FoldAccuracy:
-    """Accuracy of each fold at the first of the thresholds 0, 0.01, .. 3.99 best on the others."""
-    grid = np.arange(0, 4, 0.01)
-    accuracies, thresholds = [], []
-    for is_test in _folds(distances, is_genuine, num_folds):
-        genuine, impostor = _accepted(distances, is_genuine, ~is_test, grid)
-        best = float(grid[int(np.argmax(genuine - impostor))])  # right answers, up to a constant
-        is_right = (distances[is_test] < best) == is_genuine[is_test]
-        accuracies.append(float(is_right.mean()))
-        thresholds.append(best)
-    return FoldAccuracy(float(np.mean(accuracies)), float(np.std(accuracies)), tuple(thresholds))
-
-
-def fold_tar(
+def fold_rates(
     distances: Floats, is_genuine: Bools, far: float = 1e-3, *, num_folds: int = 10
-) -> FoldTar:
-    """TAR of each fold where the others have the FAR: thresholds 0, 0.001, .., interpolated."""
-    grid = np.arange(0, 4, 0.001)
-    tars, fars, thresholds = [], [], []
-    for is_test in _folds(distances, is_genuine, num_folds):
-        _, accepted = _accepted(distances, is_genuine, ~is_test, grid)
-        rates = accepted / np.count_nonzero(~is_test & ~is_genuine)
-        threshold = 0.0
-        if rates.max() >= far:
-            distinct, first = np.unique(rates, return_index=True)
-            threshold = float(np.interp(far, distinct, grid[first]))
-        is_accepted = distances < threshold
-        tars.append(float(is_accepted[is_test & is_genuine].mean()))
-        fars.append(float(is_accepted[is_test & ~is_genuine].mean()))
-        thresholds.append(threshold)
-    return FoldTar(
-        float(np.mean(tars)), float(np.std(tars)), float(np.mean(fars)), tuple(thresholds)
-    )
+) -> FoldRates:
+    """Rates of each fold at thresholds of the others, as InsightFace measures them.
 
-
-def _folds(distances: Floats, is_genuine: Bools, num_folds: int) -> Iterator[Bools]:
-    """Which trials are in each fold: in order, the first folds one longer where they differ."""
+    An accuracy is at the first of the thresholds 0, 0.01, .. 3.99 that is best on the others; a TAR
+    where the others have the FAR: thresholds 0, 0.001, .. 3.999, interpolated. The first folds are
+    one longer where folds differ.
+    """
     if distances.shape != is_genuine.shape or distances.ndim != 1:
-        raise ShapeError(
-            f"distances have the shape {distances.shape} and labels {is_genuine.shape}"
-        )
+        raise ShapeError(f"distances are {distances.shape} and labels {is_genuine.shape}")
     if not 2 <= num_folds <= len(distances):
         raise ProtocolError(f"{len(distances)} pairs do not make {num_folds} folds of at least 2")
+    coarse, fine = np.arange(0, 4, 0.01), np.arange(0, 4, 0.001)
+    found = []
     for rows in np.array_split(np.arange(len(distances)), num_folds):
         is_test = np.zeros(len(distances), np.bool_)
         is_test[rows] = True
-        for name, chosen in (("genuine", is_genuine), ("impostor", ~is_genuine)):
-            if not (chosen & is_test).any() or not (chosen & ~is_test).any():
+        for name, kind in (("genuine", is_genuine), ("impostor", ~is_genuine)):
+            if not (kind & is_test).any() or not (kind & ~is_test).any():
                 raise ProtocolError(
                     f"pairs {rows[0]} to {rows[-1]}, or all others, have 0 {name} pairs"
                 )
-        yield is_test
-
-
-def _accepted(
-    distances: Floats, is_genuine: Bools, chosen: Bools, grid: Floats
-) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-    """Chosen genuine and impostor pairs whose distance is below each threshold."""
-    sides = [np.sort(distances[chosen & kind]) for kind in (is_genuine, ~is_genuine)]
-    genuine, impostor = (np.searchsorted(side, grid, side="left") for side in sides)
-    return genuine, impostor
+        sides = [np.sort(distances[~is_test & kind]) for kind in (is_genuine, ~is_genuine)]
+        genuine, impostor = (np.searchsorted(side, coarse, side="left") for side in sides)
+        best = float(coarse[int(np.argmax(genuine - impostor))])  # right answers, up to a constant
+        rates = np.searchsorted(sides[1], fine, side="left") / len(sides[1])
+        threshold = 0.0
+        if rates.max() >= far:
+            distinct, first = np.unique(rates, return_index=True)
+            threshold = float(np.interp(far, distinct, fine[first]))
+        is_right, is_accepted = (distances < best) == is_genuine, distances < threshold
+        places = (is_right[is_test], is_accepted[is_test & is_genuine])
+        found.append([each.mean() for each in (*places, is_accepted[is_test & ~is_genuine])])
+    return FoldRates(*map(np.array, zip(*found, strict=True)))
 
 
 def write_hardest(

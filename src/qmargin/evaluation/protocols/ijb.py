@@ -563,11 +563,7 @@ def evaluate_identification(
 
 
 def write_template_pictures(
-    folder: str | Path,
-    release: IjbRelease,
-    hardest: Hardest | None,
-    *,
-    guard: Guard | None = None,
+    folder: str | Path, release: IjbRelease, hardest: Hardest | None, *, guard: Guard | None = None
 ) -> int:
     """Write the best-detected image of every template of the hardest pairs, aligned.
 

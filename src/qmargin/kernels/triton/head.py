@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -81,11 +81,9 @@ class Launch(NamedTuple):
         most = 2  # persistent programs: one per multiprocessor, a few in the interpreter
         if device.type == "cuda":
             most = torch.cuda.get_device_properties(device).multi_processor_count
-        programs, options = (
-            min(most, row_tiles * class_tiles),
-            {"num_warps": warps, "num_stages": 3},
-        )
-        return cls(operands, row_tiles, class_tiles, programs, (rows, classes, 64), options)
+        options, sizes = {"num_warps": warps, "num_stages": 3}, (rows, classes, 64)
+        programs = min(most, row_tiles * class_tiles)
+        return cls(operands, row_tiles, class_tiles, programs, sizes, options)
 
 
 @triton.jit
@@ -118,10 +116,9 @@ def unit_rows(embeddings: Tensor, labels: Tensor, ignored: int) -> tuple[Tensor,
     num_rows, depth = embeddings.shape
     unit = torch.empty_like(embeddings)
     norms = embeddings.new_empty(num_rows)
-    if num_rows:
-        _unit[(num_rows,)](
-            embeddings, labels, unit, norms, ignored, depth, power_of_two(depth), num_warps=4
-        )
+    _unit[(num_rows,)](
+        embeddings, labels, unit, norms, ignored, depth, power_of_two(depth), num_warps=4
+    )
     return unit, norms
 
 
@@ -130,10 +127,7 @@ def unit_gradient(gradient: Tensor, unit: Tensor, norms: Tensor) -> Tensor:
     gradient = gradient.contiguous()
     num_rows, depth = gradient.shape
     out = torch.empty_like(gradient)
-    if num_rows:
-        _unit_gradient[(num_rows,)](
-            gradient, unit, norms, out, depth, power_of_two(depth), num_warps=4
-        )
+    _unit_gradient[(num_rows,)](gradient, unit, norms, out, depth, power_of_two(depth), num_warps=4)
     return out
 
 
@@ -170,11 +164,10 @@ def prepare_rows(
     rounded = torch.empty_like(embeddings, dtype=dtype)
     targets = torch.empty_like(embeddings)
     rounding, cosines = torch.empty((2, num_rows), device=embeddings.device).unbind()
-    if num_rows:
-        _prepare[(num_rows,)](
-            embeddings, labels, prototypes, inverse_norms, rounded, rounding, targets,
-            cosines, depth, power_of_two(depth), num_warps=4,
-        )  # fmt: skip
+    _prepare[(num_rows,)](
+        embeddings, labels, prototypes, inverse_norms, rounded, rounding, targets,
+        cosines, depth, power_of_two(depth), num_warps=4,
+    )  # fmt: skip
     return PreparedRows(embeddings, rounded, rounding, targets, cosines)
 
 
@@ -273,17 +266,6 @@ def _starts(COUNTS, STARTS, TOTAL, num_rows, room, BLOCK: tl.constexpr):
     tl.store(TOTAL + tl.arange(0, 1), position)
 
 
-def list_starts(counts: Tensor, total: Tensor, room: int | None) -> Tensor:
-    """Running sums ``[B + 1]`` of ``counts`` ``[B]``, none above ``room``; their sum in ``total``.
-
-    Kernels never write past the room. The total shows whether that cut a list short.
-    """
-    starts = torch.empty(len(counts) + 1, dtype=torch.int64, device=counts.device)
-    limit = NO_LIMIT if room is None else room
-    _starts[(1,)](counts, starts, total, len(counts), limit, BLOCK, num_warps=4)
-    return starts
-
-
 @triton.jit
 def _lowered(floor):
     """A float64 floor in float32, not above it."""
@@ -369,32 +351,6 @@ def _list(MAXIMA, FLOOR, SLACK, STARTS, GROUPS, ROWS, num_groups, BOUND_BLOCK: t
         position += count
 
 
-def bound_pairs(
-    maxima: Tensor, target: Target, slack: Tensor, *, scale: float, b: float
-) -> tuple[Tensor, Tensor]:
-    """Floor of each row ``[B]`` (see ``Pairs``) and how many groups it lists, ``[B]``."""
-    num_rows, num_groups = maxima.shape
-    floor = torch.empty(num_rows, dtype=torch.float64, device=maxima.device)
-    counts = torch.empty(num_rows, dtype=torch.int32, device=maxima.device)
-    _bound[(num_rows,)](
-        maxima, target.logits, target.log_reference, slack, floor, counts, num_groups, scale, b,
-        COARSE_STEPS if b <= 1.0 else 0, ROUNDING, BOUND_BLOCK, num_warps=8,
-    )  # fmt: skip
-    return floor, counts
-
-
-def write_pairs(maxima: Tensor, floor: Tensor, slack: Tensor, starts: Tensor, room: int) -> Pairs:
-    """The lists, in ``room`` entries: what is left of it holds a group past the last."""
-    num_rows, num_groups = maxima.shape
-    groups = torch.full((room,), num_groups, dtype=torch.int32, device=maxima.device)
-    rows = torch.empty_like(groups)
-    if room:
-        _list[(num_rows,)](
-            maxima, floor, slack, starts, groups, rows, num_groups, 1024, num_warps=4
-        )
-    return Pairs(groups, rows, starts, floor, slack)
-
-
 @triton.jit
 def _count_listed(MAXIMA, FLOOR, SLACK, COUNT, num_groups, BOUND_BLOCK: tl.constexpr):
     row = tl.program_id(0)
@@ -411,18 +367,41 @@ def list_pairs(
     scale: float,
     b: float,
     reduce: Callable[[Tensor], Tensor] | None = None,
+    room: int | None = None,
+    limit: int = NO_LIMIT,
+    total: Tensor | None = None,
 ) -> Pairs:
-    """See ``head_reference.list_pairs``; float32 sums, their rounding taken off the bound."""
-    floor, counts = bound_pairs(maxima, target, slack, scale=scale, b=b)
+    """See ``head_reference.list_pairs``; float32 sums, their rounding taken off the bound.
+
+    Lists have ``room`` entries, the spare ones with a group past the last, or as many as there are,
+    which waits for the device. The ``total`` shows whether the room cut a list short.
+    """
+    (num_rows, num_groups), device = maxima.shape, maxima.device
+    floor = torch.empty(num_rows, dtype=torch.float64, device=device)
+    counts = torch.empty(num_rows, dtype=torch.int32, device=device)
+    _bound[(num_rows,)](
+        maxima, target.logits, target.log_reference, slack, floor, counts, num_groups, scale, b,
+        COARSE_STEPS if b <= 1.0 else 0, ROUNDING, BOUND_BLOCK, num_warps=8,
+    )  # fmt: skip
     if reduce is not None:
         floor = reduce(floor + slack) - slack
-        num_rows, num_groups = maxima.shape
         _count_listed[(num_rows,)](
             maxima, floor, slack, counts, num_groups, BOUND_BLOCK, num_warps=8
         )
-    total = torch.empty(1, dtype=torch.int64, device=maxima.device)
-    starts = list_starts(counts, total, None)
-    return write_pairs(maxima, floor, slack, starts, int(total))
+    starts = torch.empty(num_rows + 1, dtype=torch.int64, device=device)
+    total = starts.new_empty(1) if total is None else total
+    most = NO_LIMIT if room is None else room  # kernels never write past it
+    _starts[(1,)](counts, starts, total, num_rows, most, BLOCK, num_warps=4)
+    room = int(total) if room is None else room
+    if room > limit:
+        raise ListOverflow(maxima)
+    groups = torch.full((room,), num_groups, dtype=torch.int32, device=device)
+    rows = torch.empty_like(groups)
+    if room:
+        _list[(num_rows,)](
+            maxima, floor, slack, starts, groups, rows, num_groups, 1024, num_warps=4
+        )
+    return Pairs(groups, rows, starts, floor, slack)
 
 
 @triton.jit
@@ -519,80 +498,59 @@ def _score(
         tl.store(SCORES + entry, cosine, mask=inside)
 
 
-def score_candidates(batch: Batch, pairs: Pairs) -> Candidates:
-    """See ``head_reference.score_candidates``."""
-    masks, ends = candidate_bits(batch, pairs)
-    total = torch.empty(1, dtype=torch.int64, device=masks.device)
-    starts = candidate_starts(ends, pairs, total, None)
-    listed = expand_bits(masks, ends, pairs, int(total), len(batch.prototypes))
-    return score_entries(batch, *listed, starts)
-
-
-def candidate_bits(batch: Batch, pairs: Pairs) -> tuple[Tensor, Tensor]:
-    """Per pair, an int32 whose bit ``j`` is set if class ``j`` of the group may be active.
-
-    And how many bits are set up to and including each pair.
-    """
-    rounded, groups, num_classes = batch.prepared.rounded, pairs.groups, len(batch.prototypes)
-    masks, counts = torch.zeros((2, *groups.shape), dtype=torch.int32, device=groups.device)
-    if not len(groups):
-        return masks, counts
-    num_groups = -(-num_classes // GROUP)
-    ordered, order = groups.sort(stable=True)  # each group's prototypes are read once
-    segments = torch.searchsorted(ordered, _numbers(num_groups + 1, groups.device), out_int32=True)
-    per_group = len(groups) / num_groups
-    rows = 16 if per_group < 24 else 32 if per_group < 40 else 64
-    _filter[(num_groups,)](
-        rounded, batch.copy, batch.labels, pairs.floor, pairs.slack, pairs.rows, order, segments,
-        masks, counts, num_classes, rounded.shape[1], GROUP, rows, 128, num_warps=1,
-        num_stages=3 if rows == 16 else 2,
-    )  # fmt: skip
-    return masks, counts.cumsum(0, dtype=torch.int32)
-
-
 @lru_cache(maxsize=4)
 def _numbers(count: int, device: torch.device) -> Tensor:
     return torch.arange(count, dtype=torch.int32, device=device)
 
 
-def candidate_starts(ends: Tensor, pairs: Pairs, total: Tensor, room: int | None) -> Tensor:
-    """See ``list_starts``, for the candidates of pairs."""
-    num_rows = len(pairs.starts) - 1
+def score_candidates(batch: Batch, pairs: Pairs) -> Candidates:
+    """See ``head_reference.score_candidates``."""
+    return _score_listed(batch, pairs, pairs.starts.new_empty(2), None)[0]
+
+
+def _score_listed(
+    batch: Batch, pairs: Pairs, totals: Tensor, room: int | None
+) -> tuple[Candidates, Reading]:
+    """Candidates in ``room`` entries, as in ``list_pairs``, and totals; theirs is the second."""
+    (num_classes, depth), device = batch.prototypes.shape, totals.device
+    num_rows, num_pairs, groups = len(batch.labels), len(pairs.groups), pairs.groups
+    # Per pair, bit j of a mask is set if class j of the group may be active.
+    masks, counts = torch.zeros((2, num_pairs), dtype=torch.int32, device=device)
+    if num_pairs:
+        num_groups = -(-num_classes // GROUP)
+        ordered, order = groups.sort(stable=True)  # each group's prototypes are read once
+        segments = torch.searchsorted(ordered, _numbers(num_groups + 1, device), out_int32=True)
+        per_group = num_pairs / num_groups
+        size = 16 if per_group < 24 else 32 if per_group < 40 else 64
+        _filter[(num_groups,)](
+            batch.prepared.rounded, batch.copy, batch.labels, pairs.floor, pairs.slack, pairs.rows,
+            order, segments, masks, counts, num_classes, depth, GROUP, size, 128, num_warps=1,
+            num_stages=3 if size == 16 else 2,
+        )  # fmt: skip
+    ends = counts.cumsum(0, dtype=torch.int32)  # bits that are set up to and including each pair
     starts = torch.empty_like(pairs.starts)
     _candidate_starts[(triton.cdiv(num_rows + 1, 1024),)](
-        ends, pairs.starts, starts, total, num_rows, NO_LIMIT if room is None else room, 1024,
+        ends, pairs.starts, starts, totals[1:], num_rows, NO_LIMIT if room is None else room, 1024,
         num_warps=4,
     )  # fmt: skip
-    return starts
-
-
-def expand_bits(
-    masks: Tensor, ends: Tensor, pairs: Pairs, room: int, num_classes: int
-) -> tuple[Tensor, Tensor]:
-    """Row and class of every set bit, row by row; what is left of ``room`` is past the classes."""
-    columns = torch.full((room,), num_classes, dtype=torch.int32, device=masks.device)
+    lengths = Reading(totals)
+    room = int(lengths.wait()[1]) if room is None else room
+    columns = torch.full((room,), num_classes, dtype=torch.int32, device=device)
     rows = torch.zeros_like(columns)  # what is made of spare entries is dropped, but must be safe
-    if room and len(masks):
-        _expand[(triton.cdiv(len(masks), PAIRS),)](
-            masks, ends, pairs.groups, pairs.rows, rows, columns, len(masks), room, GROUP, PAIRS,
+    scores = torch.empty(room, dtype=torch.float32, device=device)
+    if room and num_pairs:
+        _expand[(triton.cdiv(num_pairs, PAIRS),)](
+            masks, ends, groups, pairs.rows, rows, columns, num_pairs, room, GROUP, PAIRS,
             num_warps=4,
         )  # fmt: skip
-    return rows, columns
-
-
-def score_entries(batch: Batch, rows: Tensor, columns: Tensor, starts: Tensor) -> Candidates:
-    """Exact cosines of listed classes."""
-    prototypes, depth = batch.prototypes, batch.prototypes.shape[1]
-    num_rows = len(batch.labels)
-    scores = torch.empty(columns.shape, dtype=torch.float32, device=columns.device)
-    if len(columns):
-        split = power_of_two(-(-len(columns) // (num_rows * 2 * ENTRIES)))
+    if room:
+        split = power_of_two(-(-room // (num_rows * 2 * ENTRIES)))
         split = min(max(split, 32), 1024)
         _score[(num_rows, split)](
-            columns, starts, batch.prepared.embeddings, prototypes, batch.inverse_norms, scores,
-            depth, split, power_of_two(depth), ENTRIES, num_warps=1 if depth <= 512 else 4,
+            columns, starts, batch.prepared.embeddings, batch.prototypes, batch.inverse_norms,
+            scores, depth, split, power_of_two(depth), ENTRIES, num_warps=1 if depth <= 512 else 4,
         )  # fmt: skip
-    return Candidates(rows, columns, scores, starts)
+    return Candidates(rows, columns, scores, starts), lengths
 
 
 @triton.jit
@@ -1099,28 +1057,20 @@ def find_support(
     ``Support.verify`` finds out, and raises ``ListOverflow`` beyond the limit.
     """
     totals = torch.empty(2, dtype=torch.int64, device=maxima.device)
-    floor, counts = bound_pairs(maxima, target, slack, scale=scale, b=b)
-    room = None if expected is None else min(_with_spare(expected.pairs), limit)
-    starts = list_starts(counts, totals[:1], room)
-    if room is None:
-        room = int(totals[0])
-        if room > limit:
-            raise ListOverflow(maxima)
-    pairs = write_pairs(maxima, floor, slack, starts, room)
-    masks, ends = candidate_bits(batch, pairs)
-    room = None if expected is None else _with_spare(expected.candidates)
-    starts = candidate_starts(ends, pairs, totals[1:], room)
-    lengths = Reading(totals)
-    if room is None:
-        room = int(lengths.wait()[1])
-    rows, columns = expand_bits(masks, ends, pairs, room, len(batch.prototypes))
-    candidates = score_entries(batch, rows, columns, starts)
+    pair_room = candidate_room = None
+    if expected is not None:
+        pair_room = min(_with_spare(expected.pairs), limit)
+        candidate_room = _with_spare(expected.candidates)
+    rooms: dict[str, Any] = {"room": pair_room, "limit": limit, "total": totals[:1]}
+    pairs = list_pairs(maxima, target, slack, scale=scale, b=b, **rooms)
+    candidates, lengths = _score_listed(batch, pairs, totals, candidate_room)
     solved = solve_lists(candidates, target, scale=scale, b=b)
     pulled = sorted_classes = None
     if has_gradient:
         pulled = pull_rows(solved, batch.prototypes, batch.inverse_norms)
-        sorted_classes = class_order(columns, batch.labels)
-    return Support(solved, pulled, sorted_classes, lengths, Lengths(len(pairs.groups), room), limit)
+        sorted_classes = class_order(candidates.columns, batch.labels)
+    room = Lengths(len(pairs.groups), len(candidates.rows))
+    return Support(solved, pulled, sorted_classes, lengths, room, limit)
 
 
 def _with_spare(length: int) -> int:
