@@ -498,7 +498,7 @@ def _solved(
 
 def _tau(record: object) -> Tensor:
     """Of every row, from what a path keeps of its step."""
-    assert isinstance(record, SparseStep | ChunkedStep | TopKStep) and record.solved is not None
+    assert isinstance(record, SparseStep | ChunkedStep | TopKStep)
     if isinstance(record, ChunkedStep):
         solved = record.solved
         assert solved is not None

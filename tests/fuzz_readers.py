@@ -5,8 +5,6 @@ one of our errors is reported, and so are cases of over 5 seconds and over 1 GiB
 from its reader, the seed and its number; ``--only READER --first NUMBER --cases 1`` repeats it.
 """
 
-from __future__ import annotations
-
 import argparse
 import io
 import json
@@ -26,14 +24,46 @@ import zipfile
 import zlib
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
+import soundfile
+import torch
+from PIL import Image
+from safetensors.torch import save_file
 
-sys.path.insert(0, str(Path(__file__).parent))
+from helpers.faces import write_release
+from helpers.limits import limit_memory
+from helpers.model_directories import make_model
+from helpers.pictures import jpeg, picture, write_folder, write_manifest, write_records, write_tar
+from helpers.recordings import encoded, tone
+from helpers.results import synthetic_result
+from helpers.saving import random_state
+from qmargin.data.audio import decode_audio
+from qmargin.data.images import decode_image
+from qmargin.data.index import header_checksum, indexed_seconds
+from qmargin.data.open import open_dataset, open_index
+from qmargin.data.readers.recordio import MAGIC_BYTES, RecordWriter, pack_payload
+from qmargin.data.readers.verification_bin import convert_bin, read_bin
+from qmargin.data.stored import ImageDataset
+from qmargin.errors import CorruptSample, QMarginError
+from qmargin.evaluation.columns import read_mapping
+from qmargin.evaluation.embeddings import map_embeddings, read_embeddings, read_seconds
+from qmargin.evaluation.export import read_thresholds, thresholds_of, write_thresholds
+from qmargin.evaluation.model import load_model
+from qmargin.evaluation.protocols.face_sets import read_pair_trials
+from qmargin.evaluation.protocols.ijb import read_ijb
+from qmargin.evaluation.result import read_result, write_result
+from qmargin.evaluation.scores import read_scores
+from qmargin.evaluation.trials import read_trials
+from qmargin.experiments.pictures import read_pictures
+from qmargin.models.weights import read_weights
+from qmargin.recipes import get_recipe
+from qmargin.training.checkpoint import load_checkpoint, newest, open_checkpoint, save_checkpoint
+from qmargin.training.recipe_files import read_recipe, to_yaml
 
 SECONDS = 5.0
 MORE_BYTES = 1 << 30
@@ -42,70 +72,52 @@ TOKENS = (
     *("²".encode(), b"\xff\xfe", b"\0", b"\n", b"\r", b'"', b"'", b",", b";", b"\t", b" ", b"|"),
     *(b"../", b"/dev/zero", b"{", b"[" * 3000, b"}", b":", b"&a", b"*a", b"\\ud800", b"true"),
 )
+Read = Callable[[Path], Any]
 
 
-@dataclass(frozen=True)
-class Reader:
-    """What is read, and how.
+class Reader(NamedTuple):
+    """What is read, and how; every error but ours is a finding."""
 
-    Args:
-        write: Puts valid files into a folder.
-        read: Reads the folder; every error but ours is a finding.
-        targets: Patterns of the files to damage.
-        repair: Makes checksums right again, so that damage reaches what is behind them.
-    """
-
-    write: Callable[[Path], Any]
-    read: Callable[[Path], Any]
-    targets: tuple[str, ...]
-    repair: Callable[[bytes], bytes] | None = None
+    write: Callable[[Path], Any]  # puts valid files into a folder
+    read: Read  # reads the folder
+    targets: tuple[str, ...]  # patterns of the files to damage
+    repair: Callable[[bytes], bytes] | None = None  # makes checksums right, to reach behind them
 
 
 # Reading everything that a dataset gives.
 
 
-def read_images(place: str, folder: Path, **options: Any) -> None:
-    from qmargin.data.open import open_images
-
-    dataset = open_images(folder / place, **options)
+def read_all(place: str, folder: Path, **options: Any) -> None:
+    dataset = open_dataset(folder / place, **options)
     for row in range(min(len(dataset), 50)):
         dataset.sample_id(row)
         dataset.source(row)
-        dataset.class_name(int(dataset.labels[row]))
+        if 0 <= dataset.labels[row] < dataset.num_classes:  # as training checks
+            dataset.class_name(int(dataset.labels[row]))
         caught(dataset.__getitem__, row)
 
 
-def read_recordings(place: str, folder: Path, **options: Any) -> None:
-    from qmargin.data.open import open_dataset
-
-    collection = open_dataset(folder / place, **options)
-    for row in range(min(len(collection), 50)):
-        collection.sample_id(row)
-        collection.source(row)
-        caught(collection.__getitem__, row)
-
-
 def caught(function: Callable[..., Any], *arguments: Any) -> None:
-    from qmargin.errors import CorruptSample
-
     try:
         function(*arguments)
     except CorruptSample:
         return
 
 
-def each(function: Callable[[Path], Any], pattern: str, folder: Path) -> None:
+def each(function: Read, pattern: str = "*") -> Read:
     """Read every file of a pattern."""
-    from qmargin.errors import QMarginError
 
-    errors = []
-    for path in sorted(folder.glob(pattern)):
-        try:
-            function(path)
-        except QMarginError as error:
-            errors.append(error)
-    if errors:
-        raise errors[0]
+    def read(folder: Path) -> None:
+        errors = []
+        for path in sorted(folder.glob(pattern)):
+            try:
+                function(path)
+            except QMarginError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+    return read
 
 
 # Checksums that would hide what is behind them.
@@ -131,8 +143,6 @@ def repaired_zip(content: bytes) -> bytes:
 
 
 def repaired_index(content: bytes) -> bytes:
-    from qmargin.data.index import header_checksum
-
     length = int.from_bytes(content[:8], "little")
     try:
         header = json.loads(content[8 : 8 + length])
@@ -155,80 +165,53 @@ def repaired_index(content: bytes) -> bytes:
 ORIGINALS: dict[str, bytes] = {}
 
 
+def save_npz(path: Path, **arrays: Any) -> None:
+    np.savez_compressed(path, **arrays)
+    ORIGINALS["zip"] = path.read_bytes()
+
+
 # Files.
 
-
-def images(count: int = 6) -> tuple[list[bytes], list[int]]:
-    from helpers.pictures import jpeg
-
-    return [jpeg(seed) for seed in range(count)], [number // 2 for number in range(count)]
+PICTURES, LABELS = [jpeg(seed) for seed in range(6)], [number // 2 for number in range(6)]
+NAMES = np.array([f"id{number}/ü.wav" for number in range(8)])
 
 
-def write_recordio(folder: Path) -> None:
-    from helpers.pictures import write_records
-
-    write_records(folder / "a.rec", *images())
+def make_recordio(folder: Path) -> None:
+    write_records(folder / "a.rec", PICTURES, LABELS)
     (folder / "property").write_text("3,112,112")
 
 
-def write_split_recordio(folder: Path) -> None:
-    from qmargin.data.readers.recordio import MAGIC_BYTES, RecordWriter, pack_payload
-
+def make_split_recordio(folder: Path) -> None:
     with RecordWriter(folder / "a.rec") as writer:
         for key in range(4):
             writer.write(key, pack_payload([float(key), 1.0], b"abcd" + MAGIC_BYTES + b"efgh"))
 
 
-def write_image_tars(folder: Path) -> None:
-    from helpers.pictures import write_tar
-
-    pictures, labels = images()
-    kinds = {"cls": "{}", "id": "name {}", "json": '{{"label": {}}}'}
-    for kind, text in kinds.items():
+def make_image_tars(folder: Path) -> None:
+    for kind, text in {"cls": "{}", "id": "name {}", "json": '{{"label": {}}}'}.items():
         members = []
-        for number, (image, label) in enumerate(zip(pictures, labels, strict=True)):
+        for number, (image, label) in enumerate(zip(PICTURES, LABELS, strict=True)):
             name = f"{'deep/' * 25 if kind == 'json' else ''}{number:03d}"
             members += [(f"{name}.jpg", image), (f"{name}.{kind}", text.format(label).encode())]
         write_tar(folder / f"{kind}.tar", members)
 
 
-def write_image_folder(folder: Path) -> None:
-    from helpers.pictures import write_folder
-
-    write_folder(folder / "faces", *images())
-
-
-def write_image_manifest(folder: Path) -> None:
-    from helpers.pictures import write_manifest
-
-    write_manifest(folder, *images())
-    text = (folder / "list.csv").read_text()
-    rows = text.replace(",", "\t").replace("label", "identity")
-    (folder / "list.tsv").write_text(rows)
+def make_manifests(folder: Path) -> None:
+    text = write_manifest(folder, PICTURES, LABELS).read_text()
+    (folder / "list.tsv").write_text(text.replace(",", "\t").replace("label", "identity"))
 
 
-def write_index(folder: Path) -> None:
-    from helpers.pictures import write_records
-    from qmargin.data.open import open_index
-
-    write_records(folder / "a.rec", *images())
-    open_index(folder / "a.rec")
+def make_index(folder: Path) -> None:
+    open_index(write_records(folder / "a.rec", PICTURES, LABELS))
 
 
 def read_index_alone(folder: Path) -> None:
-    from qmargin.data.open import open_index
-    from qmargin.data.stored import ImageDataset
-
     dataset = ImageDataset(open_index(folder / "a.rec.qmindex", keep_changed=True))
     for row in range(min(len(dataset), 50)):
         caught(dataset.__getitem__, row)
 
 
-def write_pictures(folder: Path) -> None:
-    from PIL import Image
-
-    from helpers.pictures import picture
-
+def make_pictures(folder: Path) -> None:
     image = Image.fromarray(picture(1, 32))
     for kind in ("jpg", "png", "webp", "bmp", "ppm"):
         image.save(folder / f"a.{kind}")
@@ -236,33 +219,26 @@ def write_pictures(folder: Path) -> None:
     image.convert("CMYK").save(folder / "b.jpg", progressive=True)
 
 
-def write_bins(folder: Path) -> None:
-    pictures, _ = images()
-    same = [True, False, True]
-    arrays = [np.frombuffer(image, np.uint8) for image in pictures]
+def read_picture(path: Path) -> None:
+    caught(partial(decode_image, path.read_bytes(), upright=True))
+    caught(partial(decode_image, path.read_bytes(), mirror=True))
+
+
+def make_bins(folder: Path) -> None:
+    same, arrays = [True, False, True], [np.frombuffer(image, np.uint8) for image in PICTURES]
     for protocol in (0, 2, 4, 5):
-        content = pickle.dumps((arrays if protocol > 2 else pictures, same), protocol=protocol)
+        content = pickle.dumps((arrays if protocol > 2 else PICTURES, same), protocol=protocol)
         (folder / f"{protocol}.bin").write_bytes(content)
     (folder / "a.bin").write_bytes(pickle.dumps((arrays, np.array(same)), protocol=2))
 
 
-def write_converted(folder: Path) -> None:
-    from qmargin.data.readers.verification_bin import convert_bin
-
-    write_bins(folder)
+def make_converted(folder: Path) -> None:
+    make_bins(folder)
     convert_bin(folder / "2.bin", folder / "a.npz")
-    keep_zip(folder / "a.npz")
+    ORIGINALS["zip"] = (folder / "a.npz").read_bytes()
 
 
-def keep_zip(path: Path) -> None:
-    ORIGINALS["zip"] = path.read_bytes()
-
-
-def write_audio(folder: Path) -> None:
-    import soundfile
-
-    from helpers.recordings import encoded, tone
-
+def make_audio(folder: Path) -> None:
     for suffix in ("wav", "flac", "ogg", "opus", "mp3"):
         (folder / f"a.{suffix}").write_bytes(encoded(tone(0.3), suffix))
     stereo = np.stack([tone(0.2, rate=44100)] * 2, axis=1)
@@ -271,66 +247,48 @@ def write_audio(folder: Path) -> None:
     soundfile.write(folder / "c.wav", tone(0.2, rate=8000), 8000, subtype="ULAW")
 
 
-def recordings(folder: Path) -> list[str]:
-    from helpers.recordings import encoded, tone
+def read_recording(path: Path) -> None:
+    caught(decode_audio, path)
+    caught(decode_audio, path.read_bytes())
 
+
+def make_lists(folder: Path) -> None:
+    """The same recordings for Kaldi, as JSON lines, as CSV and in a list of tars."""
+    members, lists = [], dict.fromkeys(("wav.scp", "utt2spk", "list.json"), "")
+    lists["list.csv"] = "path,speaker,split\n"
     for number in range(4):
-        (folder / f"{number}.wav").write_bytes(encoded(tone(0.1, hertz=200.0 + number)))
-    return [f"{number}.wav" for number in range(4)]
-
-
-def write_kaldi(folder: Path) -> None:
-    names = recordings(folder)
-    (folder / "wav.scp").write_text("".join(f"u{i} {name}\n" for i, name in enumerate(names)))
-    (folder / "utt2spk").write_text("".join(f"u{i} s{i // 2}\n" for i in range(4)))
-
-
-def write_json_lines(folder: Path) -> None:
-    rows = [
-        json.dumps({"key": name, "wav": name, "spk": f"s{number // 2}"})
-        for number, name in enumerate(recordings(folder))
-    ]
-    (folder / "list.json").write_text("\n".join(rows) + "\n")
-
-
-def write_audio_csv(folder: Path) -> None:
-    rows = [f'{name},"s{number // 2}",train' for number, name in enumerate(recordings(folder))]
-    (folder / "list.csv").write_text("\n".join(["path,speaker,split", *rows]) + "\n")
-
-
-def write_audio_tars(folder: Path) -> None:
-    from helpers.pictures import write_tar
-
-    members = []
-    for number, name in enumerate(recordings(folder)):
-        members += [(name, (folder / name).read_bytes()), (f"{number}.spk", b"s%d" % (number // 2))]
+        name, speaker = f"{number}.wav", f"s{number // 2}"
+        (folder / name).write_bytes(encoded(tone(0.1, hertz=200.0 + number)))
+        members += [(name, (folder / name).read_bytes()), (f"{number}.spk", speaker.encode())]
+        lists["wav.scp"] += f"u{number} {name}\n"
+        lists["utt2spk"] += f"u{number} {speaker}\n"
+        lists["list.json"] += json.dumps({"key": name, "wav": name, "spk": speaker}) + "\n"
+        lists["list.csv"] += f'{name},"{speaker}",train\n'
     write_tar(folder / "a.tar", members)
-    (folder / "tars.txt").write_text("a.tar\n")
+    for name, text in {**lists, "tars.txt": "a.tar\n"}.items():
+        (folder / name).write_text(text)
 
 
-def write_audio_index(folder: Path) -> None:
-    from qmargin.data.open import open_dataset
-
-    write_kaldi(folder)
-    open_dataset(folder, index=folder / "a.qmindex", verify=True)
+def make_audio_index(folder: Path) -> None:
+    make_lists(folder)
+    open_dataset(folder / "wav.scp", index=folder / "a.qmindex", verify=True)
 
 
-def write_unfinished_index(folder: Path) -> None:
-    from unittest import mock
+def read_audio_index(folder: Path) -> None:
+    indexed_seconds(folder / "a.qmindex")
+    read_all("wav.scp", folder, index=folder / "a.qmindex", verify=True)
 
-    from qmargin.data.open import open_dataset
 
-    write_kaldi(folder)
+def make_unfinished_index(folder: Path) -> None:
+    make_lists(folder)
     with mock.patch("qmargin.data.build.Path.unlink"):
-        open_dataset(folder, verify=True)
+        open_dataset(folder / "wav.scp", verify=True)
     (folder / "wav.scp.qmindex").unlink()
 
 
-def write_scores(folder: Path) -> None:
-    names = [f"id{i}/ü{i}.wav" for i in range(8)]
-    rows = [(name, f"{name}x", i / 8, i % 2) for i, name in enumerate(names)]
-    plain = "".join(" ".join(map(str, row)) + "\n" for row in rows)
-    (folder / "a.txt").write_text(plain)
+def make_scores(folder: Path) -> None:
+    rows = [(name, f"{name}x", i / 8, i % 2) for i, name in enumerate(NAMES)]
+    (folder / "a.txt").write_text("".join(f"{a} {b} {s} {label}\n" for a, b, s, label in rows))
     (folder / "b.txt").write_text("".join(f"{a} {b} {label} {s}\n" for a, b, s, label in rows))
     for suffix, sign in (("csv", ","), ("tsv", "\t")):
         text = sign.join(("enrol", "test", "score", "label", "enrol_subject", "test_subject"))
@@ -339,74 +297,50 @@ def write_scores(folder: Path) -> None:
         (folder / f"a.{suffix}").write_text(text)
 
 
-def write_npz_scores(folder: Path) -> None:
-    names = np.array([f"id{i}" for i in range(8)])
-    np.savez_compressed(
-        folder / "a.npz",
-        scores=np.arange(8) / 8,
-        labels=np.arange(8) % 2,
-        enrol=names,
-        test=np.char.add("other-", names),
-    )
-    keep_zip(folder / "a.npz")
+def make_npz_scores(folder: Path) -> None:
+    scores = {"scores": np.arange(8) / 8, "labels": np.arange(8) % 2}
+    save_npz(folder / "a.npz", **scores, enrol=NAMES, test=np.char.add("other-", NAMES))
 
 
-def write_trials(folder: Path) -> None:
+def make_trials(folder: Path) -> None:
     rows = [(f"id{i}/a.wav", f"id{i % 3}/b.wav", i % 2) for i in range(8)]
-    (folder / "kaldi.txt").write_text(
-        "".join(f"{a} {b} {'target' if label else 'nontarget'}\n" for a, b, label in rows)
-    )
+    words = ("nontarget", "target")
+    (folder / "kaldi.txt").write_text("".join(f"{a} {b} {words[label]}\n" for a, b, label in rows))
     (folder / "vox.txt").write_text("".join(f"{label} {a} {b}\n" for a, b, label in rows))
     text = "enrol,test,label\n" + "".join(f"{a},{b},{label}\n" for a, b, label in rows)
     (folder / "a.csv").write_text(text)
 
 
-def write_embeddings(folder: Path) -> None:
-    import torch
-    from safetensors.torch import save_file
-
-    names = [f"id{i}/ü.wav" for i in range(8)]
+def make_embeddings(folder: Path) -> None:
     matrix = np.arange(1.0, 17.0, dtype=np.float32).reshape(8, 2)
     ark = b"".join(
         name.encode() + b" \0BFV \x04\x02\0\0\0" + row.tobytes()
-        for name, row in zip(names, matrix, strict=True)
+        for name, row in zip(NAMES.tolist(), matrix, strict=True)
     )
     (folder / "a.ark").write_bytes(ark)
     (folder / "text.ark").write_bytes(b"a  [ 1 2 ]\nb  [\n 3 4 ]\n")
     (folder / "a.scp").write_bytes(b"a a.ark:11\nb a.ark:11\n")
-    save_file(
-        {"embeddings": torch.ones(8, 2)}, folder / "a.safetensors", {"keys": json.dumps(names)}
-    )
-    save_file({name: torch.ones(4) for name in names}, folder / "b.safetensors")
+    keys = {"keys": json.dumps(NAMES.tolist())}
+    save_file({"embeddings": torch.ones(8, 2)}, folder / "a.safetensors", keys)
+    save_file({name: torch.ones(4) for name in NAMES.tolist()}, folder / "b.safetensors")
 
 
-def write_npz_embeddings(folder: Path) -> None:
-    names = np.array([f"id{i}/ü.wav" for i in range(8)])
-    np.savez(folder / "a.npz", keys=names, embeddings=np.ones((8, 3), np.float32))
-    keep_zip(folder / "a.npz")
+def make_npz_embeddings(folder: Path) -> None:
+    save_npz(folder / "a.npz", keys=NAMES, embeddings=np.ones((8, 3), np.float32))
 
 
-def write_mapping(folder: Path) -> None:
+def make_mapping(folder: Path) -> None:
     (folder / "groups.csv").write_text('subject,group\nida,"x"\nbob,y\n')
     (folder / "utt2spk").write_text("u1 s1\nu2 s1\nu3 s2\n")
 
 
-def write_pairs(folder: Path) -> None:
-    (folder / "pairs.txt").write_text(
-        "2\t1\nAda\t1\t2\nAda\t1\tBob\t2\nBob\t1\t2\nBob\t1\tAda\t3\n"
-    )
+def make_pairs(folder: Path) -> None:
+    lines = ("2\t1", "Ada\t1\t2", "Ada\t1\tBob\t2", "Bob\t1\t2", "Bob\t1\tAda\t3")
+    (folder / "pairs.txt").write_text("\n".join(lines) + "\n")
     (folder / "pairs.csv").write_text("a,b,label,fold\nx.jpg,y.jpg,1,0\nx.jpg,z.jpg,0,1\n")
 
 
-def write_ijb(folder: Path) -> None:
-    from helpers.faces import write_release
-
-    write_release(folder / "IJBC")
-
-
-def read_ijb_release(folder: Path) -> None:
-    from qmargin.evaluation.protocols.ijb import read_ijb
-
+def read_release(folder: Path) -> None:
     release = read_ijb(folder / "IJBC")
     release.pairs()
     release.galleries()
@@ -416,233 +350,112 @@ def read_ijb_release(folder: Path) -> None:
         caught(found.__getitem__, row)
 
 
-def write_durations(folder: Path) -> None:
-    import torch
-    from safetensors.torch import save_file
-
+def make_durations(folder: Path) -> None:
     (folder / "a.txt").write_text("u1 1.5\nu2 0.25\n")
     save_file({"seconds": torch.ones(2)}, folder / "a.safetensors", {"keys": '["u1", "u2"]'})
 
 
-def write_thresholds(folder: Path) -> None:
-    from qmargin.evaluation.export import thresholds_of
-    from qmargin.evaluation.export import write_thresholds as write
-
-    hashes = {"weights_sha256": "0" * 64, "result_sha256": "1" * 64}
-    found = thresholds_of(small_result(), **hashes, is_trusted=True)
-    write(folder / "thresholds.json", found)
-
-
 def small_result() -> Any:
-    from helpers.results import synthetic_result
-
     return synthetic_result(num_genuine=50, num_impostors=200, num_replicates=3, groups=("a", "b"))
 
 
-def write_result(folder: Path) -> None:
-    from qmargin.evaluation.result import write_result as write
+def make_thresholds(folder: Path) -> None:
+    hashes = {"weights_sha256": "0" * 64, "result_sha256": "1" * 64}
+    found = thresholds_of(small_result(), **hashes, is_trusted=True)
+    write_thresholds(folder / "thresholds.json", found)
 
-    write(folder / "result.json", small_result())
 
-
-def write_recipe(folder: Path) -> None:
-    from qmargin.recipes import get_recipe
-    from qmargin.training.recipe_files import to_yaml
-
+def make_recipe(folder: Path) -> None:
     (folder / "a.yaml").write_text(to_yaml(get_recipe("debug")))
     (folder / "b.yaml").write_text(to_yaml(get_recipe("faces_r18_q_margin")))
 
 
-def write_checkpoint(folder: Path) -> None:
-    from helpers.saving import random_state
-    from qmargin.training.checkpoint import save_checkpoint
-
-    save_checkpoint(folder, random_state(3))
-
-
 def read_checkpoint(folder: Path) -> None:
-    from qmargin.training.checkpoint import load_checkpoint, newest, open_checkpoint
-
     newest(folder)
     load_checkpoint(open_checkpoint(folder / "step-000003", check=False))
 
 
-def write_model(folder: Path) -> None:
-    from helpers.model_directories import make_model
-
-    make_model(folder / "model")
-
-
-def read_model(folder: Path) -> None:
-    from qmargin.evaluation.model import load_model
-
-    load_model(folder / "model")
-
-
-def write_weights(folder: Path) -> None:
-    import torch
-    from safetensors.torch import save_file
-
+def make_weights(folder: Path) -> None:
     weights = {"module.a.weight": torch.ones(3, 4), "module.a.bias": torch.ones(3)}
     torch.save({"state_dict": weights, "epoch": 3}, folder / "a.pt")
     torch.save(weights, folder / "old.pth", _use_new_zipfile_serialization=False)
     save_file(weights, folder / "a.safetensors")
 
 
-def write_pictures_npz(folder: Path) -> None:
-    labels = np.repeat(np.arange(4), 3)
+def make_pictures_npz(folder: Path) -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (12, 32, 32), dtype=np.uint8)
-    np.savez(folder / "a.npz", label=labels, images=pixels)
-    keep_zip(folder / "a.npz")
+    save_npz(folder / "a.npz", label=np.repeat(np.arange(4), 3), images=pixels)
 
 
-def read_pictures_npz(folder: Path) -> None:
-    from qmargin.experiments.pictures import read_pictures
-
-    read_pictures(folder / "a.npz")
+def in_lists(name: str, *targets: str, **options: Any) -> Reader:
+    return Reader(make_lists, partial(read_all, name), targets or (name,), **options)
 
 
-def read_picture(path: Path) -> None:
-    from qmargin.data.images import decode_image
-
-    content = path.read_bytes()
-    caught(partial(decode_image, content, upright=True))
-    caught(partial(decode_image, content, mirror=True))
-
-
-def read_recording(path: Path) -> None:
-    from qmargin.data.audio import decode_audio
-
-    caught(decode_audio, path)
-    caught(decode_audio, path.read_bytes())
-
-
-def lazily(module: str, name: str, **options: Any) -> Callable[[Path], Any]:
-    """A function that is imported when it is called."""
-
-    def call(path: Path) -> Any:
-        from importlib import import_module
-
-        return getattr(import_module(module), name)(path, **options)
-
-    return call
-
-
-EVALUATION = "qmargin.evaluation"
 READERS = {
-    "recordio": Reader(
-        write_recordio, partial(read_images, "a.rec"), ("a.rec", "a.idx", "property")
-    ),
+    "recordio": Reader(make_recordio, partial(read_all, "a.rec"), ("a.rec", "a.idx", "property")),
     "split recordio": Reader(
-        write_split_recordio, partial(read_images, "a.rec", verify=True), ("a.*",)
+        make_split_recordio, partial(read_all, "a.rec", verify=True), ("a.*",)
     ),
     "image tar": Reader(
-        write_image_tars,
-        lambda folder: each(
-            lambda path: read_images(path.name, folder, verify=True), "*.tar", folder
-        ),
+        make_image_tars,
+        each(lambda path: read_all(path.name, path.parent, verify=True), "*.tar"),
         ("*.tar",),
         repaired_tar,
     ),
-    "image folder": Reader(write_image_folder, partial(read_images, "faces"), ("faces/*/*",)),
-    "manifest": Reader(write_image_manifest, partial(read_images, "list.csv"), ("list.csv",)),
-    "tsv manifest": Reader(write_image_manifest, partial(read_images, "list.tsv"), ("list.tsv",)),
-    "index": Reader(write_index, read_index_alone, ("*.qmindex",), repaired_index),
-    "pictures": Reader(write_pictures, partial(each, read_picture, "*.*"), ("*.*",)),
-    "verification set": Reader(
-        write_bins, partial(each, lazily("qmargin.data", "read_bin"), "*.bin"), ("*.bin",)
+    "image folder": Reader(
+        lambda folder: write_folder(folder / "faces", PICTURES, LABELS),
+        partial(read_all, "faces"),
+        ("faces/*/*",),
     ),
-    "converted set": Reader(
-        write_converted,
-        partial(each, lazily("qmargin.data", "read_bin"), "*.npz"),
-        ("a.npz",),
-        repaired_zip,
-    ),
-    "audio": Reader(write_audio, partial(each, read_recording, "*.*"), ("*.*",)),
-    "kaldi": Reader(write_kaldi, partial(read_recordings, "."), ("wav.scp", "utt2spk", "0.wav")),
-    "json lines": Reader(write_json_lines, partial(read_recordings, "list.json"), ("list.json",)),
-    "audio csv": Reader(write_audio_csv, partial(read_recordings, "list.csv"), ("list.csv",)),
-    "audio tar": Reader(
-        write_audio_tars, partial(read_recordings, "a.tar"), ("a.tar",), repaired_tar
-    ),
-    "list of tars": Reader(write_audio_tars, partial(read_recordings, "tars.txt"), ("tars.txt",)),
-    "audio index": Reader(
-        write_audio_index,
-        lambda folder: (
-            lazily("qmargin.data.index", "indexed_seconds")(folder / "a.qmindex"),
-            read_recordings(".", folder, index=folder / "a.qmindex", verify=True),
-        ),
-        ("a.qmindex",),
-        repaired_index,
-    ),
+    "manifest": Reader(make_manifests, partial(read_all, "list.csv"), ("list.csv",)),
+    "tsv manifest": Reader(make_manifests, partial(read_all, "list.tsv"), ("list.tsv",)),
+    "index": Reader(make_index, read_index_alone, ("*.qmindex",), repaired_index),
+    "pictures": Reader(make_pictures, each(read_picture), ("*",)),
+    "verification set": Reader(make_bins, each(read_bin), ("*",)),
+    "converted set": Reader(make_converted, each(read_bin, "*.npz"), ("a.npz",), repaired_zip),
+    "audio": Reader(make_audio, each(read_recording), ("*",)),
+    "kaldi": in_lists("wav.scp", "wav.scp", "utt2spk", "0.wav"),
+    "json lines": in_lists("list.json"),
+    "audio csv": in_lists("list.csv"),
+    "audio tar": in_lists("a.tar", repair=repaired_tar),
+    "list of tars": in_lists("tars.txt"),
+    "audio index": Reader(make_audio_index, read_audio_index, ("a.qmindex",), repaired_index),
     "audio index, unfinished": Reader(
-        write_unfinished_index,
-        partial(read_recordings, ".", verify=True),
-        ("wav.scp.qmindex.part",),
+        make_unfinished_index, partial(read_all, "wav.scp", verify=True), ("wav.scp.qmindex.part",)
     ),
-    "scores": Reader(
-        write_scores, partial(each, lazily(f"{EVALUATION}.scores", "read_scores"), "*"), ("*",)
-    ),
-    "npz scores": Reader(
-        write_npz_scores,
-        partial(each, lazily(f"{EVALUATION}.scores", "read_scores"), "*.npz"),
-        ("*.npz",),
-        repaired_zip,
-    ),
-    "trials": Reader(
-        write_trials, partial(each, lazily(f"{EVALUATION}.trials", "read_trials"), "*"), ("*",)
-    ),
-    "embeddings": Reader(
-        write_embeddings,
-        partial(each, lazily(f"{EVALUATION}.embeddings", "read_embeddings"), "*"),
-        ("*",),
-    ),
+    "scores": Reader(make_scores, each(read_scores), ("*",)),
+    "npz scores": Reader(make_npz_scores, each(read_scores), ("*",), repaired_zip),
+    "trials": Reader(make_trials, each(read_trials), ("*",)),
+    "embeddings": Reader(make_embeddings, each(read_embeddings), ("*",)),
     "mapped embeddings": Reader(
-        write_embeddings,
-        partial(each, lazily(f"{EVALUATION}.embeddings", "map_embeddings"), "*.safetensors"),
-        ("*.safetensors",),
+        make_embeddings, each(map_embeddings, "*.safetensors"), ("*.safetensors",)
     ),
-    "npz embeddings": Reader(
-        write_npz_embeddings,
-        partial(each, lazily(f"{EVALUATION}.embeddings", "read_embeddings"), "*.npz"),
-        ("*.npz",),
-        repaired_zip,
+    "npz embeddings": Reader(make_npz_embeddings, each(read_embeddings), ("*",), repaired_zip),
+    "groups": Reader(make_mapping, each(partial(read_mapping, role="groups")), ("*",)),
+    "pairs": Reader(make_pairs, each(read_pair_trials), ("*",)),
+    "ijb": Reader(
+        lambda folder: write_release(folder / "IJBC"),
+        read_release,
+        ("IJBC/meta/*", "IJBC/loose_crop/0.png"),
     ),
-    "groups": Reader(
-        write_mapping,
-        partial(each, lazily(f"{EVALUATION}.columns", "read_mapping", role="groups"), "*"),
-        ("*",),
-    ),
-    "pairs": Reader(
-        write_pairs,
-        partial(each, lazily(f"{EVALUATION}.protocols.face_sets", "read_pair_trials"), "*"),
-        ("*",),
-    ),
-    "ijb": Reader(write_ijb, read_ijb_release, ("IJBC/meta/*", "IJBC/loose_crop/0.png")),
-    "durations": Reader(
-        write_durations,
-        partial(each, lazily(f"{EVALUATION}.embeddings", "read_seconds"), "*"),
-        ("*",),
-    ),
-    "thresholds": Reader(
-        write_thresholds,
-        partial(each, lazily(f"{EVALUATION}.export", "read_thresholds"), "*"),
-        ("*",),
-    ),
+    "durations": Reader(make_durations, each(read_seconds), ("*",)),
+    "thresholds": Reader(make_thresholds, each(read_thresholds), ("*",)),
     "result": Reader(
-        write_result, partial(each, lazily(f"{EVALUATION}.result", "read_result"), "*"), ("*",)
-    ),
-    "recipe": Reader(
-        write_recipe,
-        partial(each, lazily("qmargin.training.recipe_files", "read_recipe"), "*"),
+        lambda folder: write_result(folder / "result.json", small_result()),
+        each(read_result),
         ("*",),
     ),
-    "checkpoint": Reader(write_checkpoint, read_checkpoint, ("step-000003/*",)),
-    "model": Reader(write_model, read_model, ("model/*",)),
-    "weights": Reader(
-        write_weights, partial(each, lazily("qmargin.models.weights", "read_weights"), "*"), ("*",)
+    "recipe": Reader(make_recipe, each(read_recipe), ("*",)),
+    "checkpoint": Reader(
+        lambda folder: save_checkpoint(folder, random_state(3)), read_checkpoint, ("step-000003/*",)
     ),
-    "pictures npz": Reader(write_pictures_npz, read_pictures_npz, ("a.npz",), repaired_zip),
+    "model": Reader(
+        lambda folder: make_model(folder / "model"),
+        lambda folder: load_model(folder / "model"),
+        ("model/*",),
+    ),
+    "weights": Reader(make_weights, each(read_weights), ("*",)),
+    "pictures npz": Reader(make_pictures_npz, each(read_pictures), ("*",), repaired_zip),
 }
 
 
@@ -709,8 +522,6 @@ def _stop(signal_number: int, frame: Any) -> None:
 
 def run_case(name: str, seed: int, number: int, original: Path, place: Path) -> str | None:
     """What is wrong with one case; None where nothing is."""
-    from qmargin.errors import QMarginError
-
     reader = READERS[name]
     shutil.rmtree(place, ignore_errors=True)
     shutil.copytree(original, place)
@@ -737,8 +548,6 @@ def peak_bytes() -> int:
 
 def work(name: str, options: argparse.Namespace, seconds: float, results: Any) -> None:
     """Run cases of one reader for some seconds, and send what is wrong."""
-    from helpers.limits import limit_memory
-
     signal.signal(signal.SIGALRM, _stop)
     warnings.simplefilter("ignore")
     logging.disable()
@@ -797,18 +606,6 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def prepare() -> None:
-    """Import what takes long, once, before processes are forked."""
-    import torch
-
-    import qmargin.data.open
-    import qmargin.evaluation.model
-    import qmargin.experiments.pictures
-    import qmargin.training.checkpoint  # noqa: F401
-
-    torch.set_num_threads(1)
-
-
 def say(text: str) -> None:
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
@@ -817,10 +614,10 @@ def say(text: str) -> None:
 def main(arguments: list[str] | None = None) -> int:
     """Fuzz for some minutes; the exit status is 1 when something was found."""
     options = parsed(arguments)
-    prepare()
+    torch.set_num_threads(1)
     names = options.only or list(READERS)
     share = 60.0 * options.minutes / len(names)
-    total, kinds, problems = 0, Counter[str](), []
+    total, kinds = 0, Counter[str]()
     for name in names:
         count, found = fuzz(name, options, share)
         total += count
@@ -828,10 +625,9 @@ def main(arguments: list[str] | None = None) -> int:
         for problem in found:
             kinds[problem.strip().splitlines()[-1]] += 1
             if kinds[problem.strip().splitlines()[-1]] == 1:
-                problems.append(problem)
                 say(problem[:3000])
-    say(f"{total:,} cases of {len(names)} readers, {len(problems)} kinds of findings")
-    return 1 if problems else 0
+    say(f"{total:,} cases of {len(names)} readers, {len(kinds)} kinds of findings")
+    return 1 if kinds else 0
 
 
 if __name__ == "__main__":

@@ -41,9 +41,7 @@ def python_blocks(path: Path) -> list[tuple[int, str]]:
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_python_blocks_run(
-    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_python_blocks_run(path, tmp_path, monkeypatch, capsys):
     """Blocks of one page share a namespace; line numbers in a failure are those of the page."""
     monkeypatch.chdir(tmp_path)
     forget_registered(monkeypatch)
@@ -71,7 +69,7 @@ def _words(line: str) -> list[str]:
     return list(itertools.takewhile(lambda word: word not in (">", "|", "&&"), words))
 
 
-def test_commands_are_found() -> None:
+def test_commands_are_found():
     text = "`qmargin a\n--b 'c d'`\n```text\nqmargin e \\\n  f  # why\nother\nqmargin g > h\n"
     whole, named = commands(text + "python -m benchmarks i\npython -m pip\n```\n")
     assert whole == [["qmargin", "e", "f"], ["qmargin", "g"], ["python", "-m", "benchmarks", "i"]]
@@ -79,7 +77,7 @@ def test_commands_are_found() -> None:
 
 
 @pytest.mark.parametrize("path", TEXTS, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_commands_are_understood(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_are_understood(path, capsys):
     """Mentions may leave out what is required; ``...`` and ``[--option]`` stand for more."""
     wrong = []
     whole, named = commands(path.read_text(encoding="utf-8"))
@@ -99,7 +97,7 @@ def test_commands_are_understood(path: Path, capsys: pytest.CaptureFixture[str])
     assert wrong == []
 
 
-def test_links_outside_the_site_lead_somewhere() -> None:
+def test_links_outside_the_site_lead_somewhere():
     """Inside the site ``make docs`` looks; these pages are not part of it."""
     assert python_blocks(ROOT / "README.md")[0][0] > 1
     texts = [path.read_text(encoding="utf-8") for path in ROOT.glob("*.md")]
@@ -107,7 +105,7 @@ def test_links_outside_the_site_lead_somewhere() -> None:
     assert [target for target in targets if not (ROOT / target).exists()] == []
 
 
-def test_formulas_of_docstrings_become_text(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_formulas_of_docstrings_become_text(monkeypatch):
     pytest.importorskip("griffe", reason="comes with the docs extra")
     monkeypatch.syspath_prepend(str(ROOT / "docs" / "extensions"))
     from formulas import with_text_formulas

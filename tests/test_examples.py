@@ -16,7 +16,7 @@ def run_example(name: str, *arguments: str) -> str:
     return result.stdout
 
 
-def test_comparison_prints_a_row_for_each_loss() -> None:
+def test_comparison_prints_a_row_for_each_loss():
     printed = run_example("compare_losses.py", "--steps", "5")
     assert "\x1b" not in printed  # plain text outside a terminal
     for name in ("ArcFace", "CosFace", "EntMax", "SparseMax", "Q-Margin"):
@@ -24,14 +24,14 @@ def test_comparison_prints_a_row_for_each_loss() -> None:
 
 
 @pytest.mark.slow
-def test_own_loop_learns() -> None:
+def test_own_loop_learns():
     lines = run_example("own_loop.py").splitlines()
     first, last = (float(line.split("loss")[1].split()[0]) for line in (lines[0], lines[-1]))
     assert last < 0.5 * first
 
 
 @pytest.mark.slow
-def test_all_losses_of_the_comparison_learn() -> None:
+def test_all_losses_of_the_comparison_learn():
     printed = run_example("compare_losses.py")
     rows = [line.split("|")[1:-1] for line in printed.splitlines() if line.startswith("| ")]
     equal_error_rates = [float(cells[3].strip(" *")) for cells in rows[2:]]

@@ -1,14 +1,12 @@
 """Files that are whole or absent."""
 
-from pathlib import Path
-
 import pytest
 
 from qmargin.errors import ConfigError
 from qmargin.files import MADE_BY, Guard, replacing, write_atomically
 
 
-def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path):
     path = tmp_path / "a.txt"
     for content in (b"old", b"new"):
         write_atomically(path, content)
@@ -19,7 +17,7 @@ def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["missing/a.txt", "file/a.txt", "folder"])
-def test_an_error_names_the_file_that_was_asked_for(tmp_path: Path, name: str) -> None:
+def test_an_error_names_the_file_that_was_asked_for(tmp_path, name):
     (tmp_path / "file").touch()
     (tmp_path / "folder").mkdir()
     with pytest.raises(OSError) as caught:
@@ -28,14 +26,14 @@ def test_an_error_names_the_file_that_was_asked_for(tmp_path: Path, name: str) -
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder"]
 
 
-def test_an_error_of_another_file_keeps_its_name(tmp_path: Path) -> None:
+def test_an_error_of_another_file_keeps_its_name(tmp_path):
     other = tmp_path / "other"
     with pytest.raises(FileNotFoundError) as caught, replacing(tmp_path / "a.txt"):
         other.read_bytes()
     assert caught.value.filename == str(other)
 
 
-def test_an_empty_file_may_be_replaced_unless_it_is_an_input(tmp_path: Path) -> None:
+def test_an_empty_file_may_be_replaced_unless_it_is_an_input(tmp_path):
     """Such as one that mktemp made."""
     path = tmp_path / "new.json"
     path.touch()

@@ -12,7 +12,7 @@ SCRIPT = Path(__file__).with_name("fuzz_readers.py")
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="memory is limited on Linux")
-def test_damaged_files_of_every_format_are_errors_of_ours() -> None:
+def test_damaged_files_of_every_format_are_errors_of_ours():
     source = str(SCRIPT.parents[1] / "src")
     found = subprocess.run(
         [sys.executable, str(SCRIPT), "--minutes", "0.33", "--seed", "1"],

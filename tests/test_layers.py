@@ -79,14 +79,14 @@ def imported_names(path: Path) -> list[str]:
 IMPORTED = {p.relative_to(SOURCE).as_posix(): imported_names(p) for p in SOURCE.rglob("*.py")}
 
 
-def test_every_package_is_in_the_table() -> None:
+def test_every_package_is_in_the_table():
     packages = {path.parent.name for path in SOURCE.glob("*/__init__.py")}
     modules = {path.stem for path in SOURCE.glob("*.py")} - {"__init__", "__main__"}
     assert packages | modules <= {*MAY_IMPORT, "cli"}  # the command line may import everything
 
 
 @pytest.mark.parametrize("path", sorted(IMPORTED), ids=str)
-def test_a_file_imports_only_what_is_below_it(path: str) -> None:
+def test_a_file_imports_only_what_is_below_it(path):
     names = [name.split(".") for name in IMPORTED[path]]
     package = path.partition("/")[0].removesuffix(".py")
     if package in MAY_IMPORT:
@@ -99,7 +99,7 @@ def test_a_file_imports_only_what_is_below_it(path: str) -> None:
     assert not foreign, f"{path} may not import {sorted(foreign)}"
 
 
-def test_cli_reaches_everything_only_from_above() -> None:
+def test_cli_reaches_everything_only_from_above():
     """Nothing below the command line imports it, apart from the two ways to start it."""
     users = [path for path, names in IMPORTED.items() if "qmargin.cli" in " ".join(names)]
     assert [path for path in users if not path.startswith("cli/")] == ["__main__.py"]
@@ -130,5 +130,5 @@ def modules_after(statement: str) -> set[str]:
     ],
     ids=["package", "parser", "metrics"],
 )
-def test_nothing_heavy_is_imported_without_need(statement: str, unwanted: str) -> None:
+def test_nothing_heavy_is_imported_without_need(statement, unwanted):
     assert not set(unwanted.split()) & modules_after(statement)

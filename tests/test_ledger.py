@@ -14,7 +14,7 @@ def numbers_in(folder: str, pattern: str) -> set[int]:
     return {int(number) for text in texts for number in NUMBER.findall(text)}
 
 
-def test_every_formula_is_explained_in_the_source_and_in_a_test() -> None:
+def test_every_formula_is_explained_in_the_source_and_in_a_test():
     """No code names one that the ledger lacks; drawings of reports have such letters too."""
     rows = re.findall(r"^\| M(\d+) \|", LEDGER.read_text(encoding="utf-8"), re.MULTILINE)
     numbers = set(map(int, rows))

@@ -76,11 +76,11 @@ def snapshot() -> str:
     return HEADER + "\n" + "\n".join(blocks) + "\n"
 
 
-def test_the_public_api_is_the_promised_one() -> None:
+def test_the_public_api_is_the_promised_one():
     assert snapshot() == SNAPSHOT.read_text(encoding="utf-8"), "see the diff after `make api`"
 
 
-def test_public_names_are_unique_and_have_docstrings() -> None:
+def test_public_names_are_unique_and_have_docstrings():
     assert len(set(PROMISES)) == len(PROMISES)
     assert [name for name in PROMISES if not attrgetter(name)(qmargin).__doc__] == []
 

@@ -143,7 +143,7 @@ def stored() -> dict[str, Any]:
     return found
 
 
-def test_recipe_hashes_are_unchanged() -> None:
+def test_recipe_hashes_are_unchanged():
     assert recipe_hashes() == stored()["recipes"]
 
 
@@ -151,7 +151,7 @@ def test_recipe_hashes_are_unchanged() -> None:
 @pytest.mark.parametrize(
     "part", ["training", "demo", "sweep", pytest.param("study", marks=pytest.mark.slow)]
 )
-def test_numbers_are_unchanged(part: str, tmp_path: Path) -> None:
+def test_numbers_are_unchanged(part, tmp_path):
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -34,14 +34,14 @@ def write_package(folder: Path, name: str, **points: str) -> None:
     (info / "entry_points.txt").write_text(f"[qmargin.shapes]\n{lines}")
 
 
-def test_every_kind_has_a_registry_a_function_and_a_group() -> None:
+def test_every_kind_has_a_registry_a_function_and_a_group():
     assert len(KINDS) == 9
     for name, found in KINDS.items():
         assert (f"{found.kind}s", found.group) == (name, f"qmargin.{name}")
         assert getattr(registry, f"register_{found.kind}") == found.register
 
 
-def test_names_are_found_described_and_unique() -> None:
+def test_names_are_found_described_and_unique():
     shapes = Registry("shape")
     shapes.register("root", root)
     shapes.register("cube", partial(pow, 3))
@@ -57,7 +57,7 @@ def test_names_are_found_described_and_unique() -> None:
         shapes.register("a/b.yaml", root)
 
 
-def test_built_in_names_are_refused_and_found_by_threads() -> None:
+def test_built_in_names_are_refused_and_found_by_threads():
     fresh = Registry[object]("recipe", home="qmargin.recipes")
     fresh._entries = registry.recipes._entries or {"debug": registry._Entry(root)}
     with pytest.raises(ConfigError, match="'debug' is registered already"):
@@ -72,7 +72,7 @@ def test_built_in_names_are_refused_and_found_by_threads() -> None:
     assert len(found) == 4
 
 
-def test_a_cell_may_run_again() -> None:
+def test_a_cell_may_run_again():
     shapes = Registry("shape")
     for _ in range(2):
 
@@ -83,7 +83,7 @@ def test_a_cell_may_run_again() -> None:
     assert shapes.get("mine") is mine
 
 
-def test_entry_points_are_imported_when_they_are_used(packages: Path) -> None:
+def test_entry_points_are_imported_when_they_are_used(packages):
     (packages / "plain_shapes.py").write_text('def circle():\n    """A circle."""\n')
     write_package(packages, "plain-shapes", circle="plain_shapes:circle")
     shapes = Registry("shape")
@@ -92,7 +92,7 @@ def test_entry_points_are_imported_when_they_are_used(packages: Path) -> None:
     assert shapes.get("circle").__module__ == "plain_shapes"
 
 
-def test_a_module_may_register_what_its_entry_point_names(packages: Path) -> None:
+def test_a_module_may_register_what_its_entry_point_names(packages):
     source = """
         from test_registry_shapes import shapes
 
@@ -108,7 +108,7 @@ def test_a_module_may_register_what_its_entry_point_names(packages: Path) -> Non
     assert shapes.get("square").__doc__ == "A square." and shapes.names() == ["square"]
 
 
-def test_a_broken_package_is_named_and_harms_no_other(packages: Path) -> None:
+def test_a_broken_package_is_named_and_harms_no_other(packages):
     (packages / "broken_shapes.py").write_text("import no_such_module_at_all\n")
     write_package(packages, "broken-shapes", oval="broken_shapes:oval", pi="math:tau_")
     write_package(packages, "whole-shapes", pair="math:hypot")
@@ -120,7 +120,7 @@ def test_a_broken_package_is_named_and_harms_no_other(packages: Path) -> None:
     assert "broken-shapes" in described["pi"] and described["pair"]
 
 
-def test_names_that_two_packages_claim(packages: Path) -> None:
+def test_names_that_two_packages_claim(packages):
     write_package(packages, "first-shapes", twice="math:sin", root="math:sqrt")
     write_package(packages, "second-shapes", twice="cmath:sin")
     shapes = Registry("shape")

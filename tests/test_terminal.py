@@ -6,7 +6,6 @@ import pty
 import subprocess
 import sys
 from contextlib import suppress
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -40,7 +39,7 @@ def check_shown(text: str) -> None:
     assert "[2J\r" not in text and not set(RAW) & set(text)  # bars have returns of their own
 
 
-def test_every_character_that_is_not_printable_is_escaped() -> None:
+def test_every_character_that_is_not_printable_is_escaped():
     for number in range(0x11000):
         shown = printable(chr(number))
         assert shown.isprintable() and (shown == chr(number)) == chr(number).isprintable()
@@ -48,7 +47,7 @@ def test_every_character_that_is_not_printable_is_escaped() -> None:
     assert printable(os.fsdecode(b"M\xfcller")) == "M\\udcfcller"
 
 
-def test_a_stream_escapes_and_is_otherwise_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_escapes_and_is_otherwise_the_same(monkeypatch):
     terminal = terminal_for(monkeypatch)
     stream = SafeStream(terminal)
     assert stream.write(HOSTILE) == len(HOSTILE) and stream.isatty()
@@ -57,7 +56,7 @@ def test_a_stream_escapes_and_is_otherwise_the_same(monkeypatch: pytest.MonkeyPa
     check_shown(terminal.getvalue())
 
 
-def test_tables_on_a_terminal_have_colours_and_escapes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tables_on_a_terminal_have_colours_and_escapes(monkeypatch):
     terminal = terminal_for(monkeypatch)
     with safe_streams():
         print_table(output_console(), HOSTILE, ["name", "number"], [[HOSTILE, HOSTILE]])
@@ -65,14 +64,14 @@ def test_tables_on_a_terminal_have_colours_and_escapes(monkeypatch: pytest.Monke
     check_shown(terminal.getvalue())
 
 
-def test_tables_elsewhere_have_escapes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_tables_elsewhere_have_escapes(capsys):
     print_table(None, HOSTILE, ["name", "number"], [[HOSTILE + "\nforged | 1 |", "2"]])
     shown = capsys.readouterr().out
     check_shown(shown)
     assert shown.count("\n") == 6 and "\\nforged \\| 1 \\|" in shown
 
 
-def test_what_is_written_beside_a_progress_bar_is_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_written_beside_a_progress_bar_is_escaped(monkeypatch):
     terminal = terminal_for(monkeypatch)
     with safe_streams():
         with stage_progress() as progress:
@@ -84,7 +83,7 @@ def test_what_is_written_beside_a_progress_bar_is_escaped(monkeypatch: pytest.Mo
     check_shown(terminal.getvalue())
 
 
-def test_the_display_of_a_training_run_escapes_notes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_display_of_a_training_run_escapes_notes(monkeypatch):
     terminal = terminal_for(monkeypatch)
     with safe_streams():
         display = BarDisplay(sys.stderr, 10, 0)
@@ -107,7 +106,7 @@ def test_the_display_of_a_training_run_escapes_notes(monkeypatch: pytest.MonkeyP
         "report DATA --out page",
     ],
 )
-def test_no_command_shows_names_that_steer_a_terminal(words: str, tmp_path: Path) -> None:
+def test_no_command_shows_names_that_steer_a_terminal(words, tmp_path):
     name = HOSTILE.replace("/", "") + "\nqmargin:_error:_forged"
     picture = np.zeros((112, 112, 3), np.uint8)
     for number in range(2):
@@ -132,9 +131,7 @@ def test_no_command_shows_names_that_steer_a_terminal(words: str, tmp_path: Path
     assert "\nqmargin:_error:_forged" not in text.replace("\r", "")
 
 
-def test_tracebacks_and_errors_are_escaped(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tracebacks_and_errors_are_escaped(monkeypatch, capsys):
     def fail() -> None:
         raise KeyError(1, LookupError(HOSTILE)) from LookupError(HOSTILE)
 

@@ -39,9 +39,7 @@ MADE = {  # by subject: page, and names of tables
         ("loss --page none.md", "none.md is not a file"),
     ],
 )
-def test_what_cannot_be_used_is_refused_before_any_work(
-    words: str, named: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_used_is_refused_before_any_work(words, named, capsys):
     with pytest.raises(SystemExit) as stop:
         run_benchmark(words.split())
     assert stop.value.code == 2
@@ -53,25 +51,21 @@ def test_what_cannot_be_used_is_refused_before_any_work(
     "words",
     ["loss", "head", "features", "train", "few-classes", "wide-support", "omniglot-recipe x.npz"],
 )
-def test_a_gpu_that_is_not_there_is_refused_in_one_line(
-    words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_gpu_that_is_not_there_is_refused_in_one_line(words, monkeypatch, capsys):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert run_benchmark([*words.split(), "--device", "cuda"]) == 2
     told = capsys.readouterr().err
     assert told.count("\n") == 1 and "'cuda'" in told
 
 
-def test_settings_that_contradict_each_other_are_one_line(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_settings_that_contradict_each_other_are_one_line(capsys):
     assert run_benchmark(["metrics", "--scores", "1"]) == 2
     told = capsys.readouterr().err
     assert "genuine=1000000 of scores=1" in told and told.count("\n") == 1
 
 
 @pytest.mark.parametrize("subject", SUBJECTS)
-def test_every_subject_and_option_is_documented(subject: str) -> None:
+def test_every_subject_and_option_is_documented(subject):
     page = (PAGES / "index.md").read_text(encoding="utf-8")
     blocks = [block.partition("\n") for block in page.split("\n## ")[1:]]
     texts = [text for heading, _, text in blocks if subject in heading.split(", ")]
@@ -80,27 +74,27 @@ def test_every_subject_and_option_is_documented(subject: str) -> None:
         assert option in ("-h", "--help") or f"`{option}`" in texts[0], option
 
 
-def test_the_wheel_has_no_benchmarks() -> None:
+def test_the_wheel_has_no_benchmarks():
     """Packages are found below ``src`` and nowhere else."""
     settings = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     assert '[tool.setuptools.packages.find]\nwhere = ["src"]\n' in settings
     assert not list((ROOT / "src").rglob("bench*"))
 
 
-def test_workers_are_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_are_found_from_any_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(common.BackendError, match="KeyError"):  # what a job without a step ends in
         common.run_in_process("benchmarks.trials", {}, what="it", remedy="none")
 
 
-def test_the_worker_of_metrics_does_not_import_torch() -> None:
+def test_the_worker_of_metrics_does_not_import_torch():
     """Its peak of memory would have it."""
     code = "import sys, benchmarks.metrics; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=120)
 
 
 @pytest.mark.parametrize("subject", MADE)
-def test_pages_have_a_place_for_every_table(subject: str, tmp_path: Path) -> None:
+def test_pages_have_a_place_for_every_table(subject, tmp_path):
     name, tables = MADE[subject]
     page = tmp_path / name
     page.write_bytes((PAGES / name).read_bytes())
@@ -122,7 +116,7 @@ def test_pages_have_a_place_for_every_table(subject: str, tmp_path: Path) -> Non
     assert prose(text) == prose((PAGES / name).read_text(encoding="utf-8"))
 
 
-def test_a_benchmark_rewrites_its_page(tmp_path: Path) -> None:
+def test_a_benchmark_rewrites_its_page(tmp_path):
     page = tmp_path / "loss.md"
     page.write_bytes((PAGES / "loss.md").read_bytes())
     small = "loss --rows 2 --classes 20 --dim 8 --repeats 1 --alphas 1.5 --page"
@@ -132,7 +126,7 @@ def test_a_benchmark_rewrites_its_page(tmp_path: Path) -> None:
     assert "**Which is right, where losses differ.**" in text
 
 
-def test_a_page_without_places_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
+def test_a_page_without_places_is_refused_before_anything_is_measured(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("# Nothing\n")
     with pytest.raises(ConfigError, match="loss-machine"):

@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -57,9 +56,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     backbones.register("tiny", TinyBackbone)
 
 
-def test_every_part_is_measured_printed_and_saved(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_part_is_measured_printed_and_saved(tmp_path, capsys):
     path = tmp_path / "head.json"
     words = (
         "head --rows 4 --dim 8 --classes 301 --repeats 2 --seconds 0.5 --device cpu --batch 3 "
@@ -116,7 +113,7 @@ def check_page(page: str) -> None:
     assert "commit `abc`" in page and "paper, 8 GPUs, samples/s" in page
 
 
-def test_parts_from_several_files_make_one_page(tmp_path: Path) -> None:
+def test_parts_from_several_files_make_one_page(tmp_path):
     files = [tmp_path / "a.json", tmp_path / "b.json"]
     run_head_benchmark(SMALL, ["products"], json_path=files[0], commit="one", command="first")
     run_head_benchmark(SMALL, ["growth"], json_path=files[1], commit="two", command="second")
@@ -125,7 +122,7 @@ def test_parts_from_several_files_make_one_page(tmp_path: Path) -> None:
     assert "- growth: `second`, commit `two`" in page
 
 
-def test_screens_stand_side_by_side(tmp_path: Path) -> None:
+def test_screens_stand_side_by_side(tmp_path):
     paths = [tmp_path / "half.json", tmp_path / "brain.json"]
     for path, screen in zip(paths, (torch.float16, torch.bfloat16), strict=True):
         run_head_benchmark(replace(SMALL, screen=screen), ["paths"], json_path=path)
@@ -140,9 +137,7 @@ def test_screens_stand_side_by_side(tmp_path: Path) -> None:
     assert [cells[2].strip() for cells in rows] == ["float16", "bfloat16"]
 
 
-def test_a_row_that_fails_says_so_and_the_others_go_on(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_row_that_fails_says_so_and_the_others_go_on(monkeypatch, capsys):
     measure = Workbench._measure
 
     def fail_with_an_optimizer(self: Workbench, variant: object) -> Row:
@@ -157,7 +152,7 @@ def test_a_row_that_fails_says_so_and_the_others_go_on(
     assert "OutOfMemoryError: CUDA out of memory. Tried" in capsys.readouterr().out
 
 
-def test_what_does_not_fit_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_fit_is_not_tried(monkeypatch):
     monkeypatch.setattr("benchmarks.head.available_memory", lambda device: 1000)
     bench = replace(SMALL, paths=("sparse", "dense", "common"), repeats=1, seconds=0.1)
     for row in head.paths(bench):
@@ -165,14 +160,14 @@ def test_what_does_not_fit_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None
         assert is_skipped == (not row.name.startswith("sparse")), row
 
 
-def test_slow_steps_get_fewer_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_steps_get_fewer_turns(monkeypatch):
     monkeypatch.setattr(timing, "once_ms", lambda step, device, calls: step() or 400.0)
     for seconds, turns in {2.0: 5, 0.1: 3}.items():
         (times,) = time_turns([lambda: None], CPU, repeats=50, seconds=seconds)
         assert len(times) == turns
 
 
-def test_a_promised_gradient_is_made() -> None:
+def test_a_promised_gradient_is_made():
     """What is timed as forward + backward of a chunked step includes the prototypes' product."""
     workbench = Workbench(SMALL)
     head = workbench.head
@@ -190,7 +185,7 @@ def test_a_promised_gradient_is_made() -> None:
     assert sum(len(rows) for _, rows, _ in blocks) == head.num_classes
 
 
-def test_the_batch_is_near_its_targets_and_no_other() -> None:
+def test_the_batch_is_near_its_targets_and_no_other():
     """Noise from the prototypes' own seed would be one of the prototypes."""
     dim = 64
     workbench = Workbench(replace(SMALL, rows=64, dim=dim, classes=5000))
@@ -201,7 +196,7 @@ def test_the_batch_is_near_its_targets_and_no_other() -> None:
     assert float(cosines.scatter(1, workbench.labels[:, None], -1.0).max()) < 5.5 * dim**-0.5
 
 
-def test_updates_leave_every_turn_the_same_prototypes() -> None:
+def test_updates_leave_every_turn_the_same_prototypes():
     workbench = Workbench(SMALL)
     before = workbench.head.prototypes.detach().clone()
     for variant in head.path_variants(SMALL):
@@ -209,7 +204,7 @@ def test_updates_leave_every_turn_the_same_prototypes() -> None:
     assert torch.equal(workbench.head.prototypes.detach(), before)
 
 
-def test_the_common_head_is_arcface() -> None:
+def test_the_common_head_is_arcface():
     torch.manual_seed(0)
     embeddings, labels = torch.randn(6, 16), torch.randint(40, (6,))
     head = CommonHead(16, 40, scale=8.0)
@@ -223,7 +218,7 @@ def test_the_common_head_is_arcface() -> None:
     assert set(labels.tolist()) <= set(touched) and len(touched) <= 8
 
 
-def test_bad_names_are_errors_that_list_the_known(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_names_are_errors_that_list_the_known(capsys):
     for kind, name, known in (("part", "product", "products, paths"), ("path", "fast", "sparse")):
         assert run_benchmark(["head", f"--{kind}s", name, "--device", "cpu"]) == 2
         assert f"no {kind} {name!r}; known are {known}" in capsys.readouterr().err

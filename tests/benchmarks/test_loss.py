@@ -2,9 +2,7 @@
 
 import json
 import sys
-from pathlib import Path
 
-import pytest
 import torch
 
 from benchmarks.loss import (
@@ -21,14 +19,14 @@ from helpers.commands import run_benchmark
 SMALL = LossBenchmark(rows=6, classes=300, alphas=(1.0, 1.25, 1.5, 2.0), dim=32, repeats=2)
 
 
-def test_the_batch_is_made_of_cosines() -> None:
+def test_the_batch_is_made_of_cosines():
     cosines, labels = cosine_batch(SMALL)
     assert cosines.shape == (6, 300) and cosines.abs().max() <= 1.0
     assert torch.equal(cosines, cosine_batch(SMALL)[0])
     assert (cosines.gather(1, labels[:, None]).mean() - 0.4).abs() < 0.2
 
 
-def test_contenders_of_one_alpha_compute_the_same_loss() -> None:
+def test_contenders_of_one_alpha_compute_the_same_loss():
     """The race is fair only if every entry does the same work: losses agree to float32 rounding."""
     cosines, labels = cosine_batch(SMALL)
     others, missing = entmax_contenders(SMALL)
@@ -43,7 +41,7 @@ def test_contenders_of_one_alpha_compute_the_same_loss() -> None:
     assert {timing.versus_ours for timing in ours} == {1.0}
 
 
-def test_solvers_are_counted_for_every_alpha() -> None:
+def test_solvers_are_counted_for_every_alpha():
     settings = LossBenchmark(rows=3, classes=100, alphas=(1.25, 3.0), dim=16)
     counts = count_evaluations(*cosine_batch(settings), settings)
     bisections = [("bisection", "tight"), ("bisection", "paper")]
@@ -53,15 +51,13 @@ def test_solvers_are_counted_for_every_alpha() -> None:
     assert all(count.max_mass_error < 1e-5 for count in counts)
 
 
-def test_a_missing_entmax_is_said_in_the_table(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_missing_entmax_is_said_in_the_table(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "entmax", None)  # what import finds for an absent package
     run_loss_benchmark(LossBenchmark(rows=2, classes=20, alphas=(1.5,), dim=8, repeats=1))
     assert "entmax: not installed" in capsys.readouterr().out
 
 
-def test_the_file_has_what_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_file_has_what_is_printed(tmp_path, capsys):
     path = tmp_path / "bench.json"
     small = ["--rows", "4", "--classes", "50", "--dim", "8", "--repeats", "2"]
     assert run_benchmark(["loss", *small, "--alphas", "1", "1.5", "3", "--json", str(path)]) == 0

@@ -1,7 +1,6 @@
 """``python -m benchmarks metrics`` at a small size."""
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,7 +17,7 @@ SMALL = MetricsBenchmark(
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("digits", [1, 6])
-def test_both_contenders_read_the_same(dtype: str, digits: int) -> None:
+def test_both_contenders_read_the_same(dtype, digits):
     pytest.importorskip("sklearn", reason="comes with the dev extra")
     job = {
         "scores": 40_000, "genuine": 4_000, "fars": [1e-2, 1e-3, 3e-4], "p_target": 0.05,
@@ -34,9 +33,7 @@ def test_both_contenders_read_the_same(dtype: str, digits: int) -> None:
 
 
 @pytest.mark.parametrize("chunk", [1_000, 7_777, 60_000])
-def test_the_stream_visits_every_value_and_fits_the_closed_form(
-    chunk: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_stream_visits_every_value_and_fits_the_closed_form(chunk, monkeypatch):
     seen: list[np.ndarray] = []
 
     class Spy(metrics.ImpostorTail):
@@ -56,9 +53,7 @@ def test_the_stream_visits_every_value_and_fits_the_closed_form(
     assert plain == result["expected"] == [expected_tar(far, 50_001) for far in job["fars"]]
 
 
-def test_the_command_prints_tables_and_writes_json(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_prints_tables_and_writes_json(tmp_path, capsys):
     path = tmp_path / "metrics.json"
     run_metrics_benchmark(SMALL, json_path=path)
     printed = capsys.readouterr().out
@@ -76,7 +71,7 @@ def test_the_command_prints_tables_and_writes_json(
         assert seconds > 0 and f"| {step}" in printed
 
 
-def test_impossible_settings_are_refused() -> None:
+def test_impossible_settings_are_refused():
     for options, named in (
         ({"scores": 10, "genuine": 10}, "leaves no impostors"),
         ({"stream": 2**31}, "stream="),
@@ -87,15 +82,13 @@ def test_impossible_settings_are_refused() -> None:
             MetricsBenchmark(**options)
 
 
-def test_a_failed_measurement_says_why() -> None:
+def test_a_failed_measurement_says_why():
     settings = MetricsBenchmark(scores=100, genuine=10, fars=(1e-9,), repeats=1, stream=0, lines=0)
     with pytest.raises(BackendError, match=r"measuring qmargin failed .*not measurable"):
         run_metrics_benchmark(settings)
 
 
-def test_a_missing_scikit_learn_is_said_in_the_table(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_missing_scikit_learn_is_said_in_the_table(monkeypatch, capsys):
     monkeypatch.setattr(metrics, "find_spec", lambda name: None)
     settings = MetricsBenchmark(scores=300, genuine=100, fars=(0.1,), repeats=1, stream=0, lines=0)
     run_metrics_benchmark(settings)

@@ -29,14 +29,14 @@ def measured(subject: str, folder: Path, **options: object) -> dict[str, Any]:
     return record
 
 
-def test_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_data(tmp_path, capsys):
     record = measured("data", tmp_path, images=60, records=500, batch=16, repeats=1)
     assert "records / folder" in capsys.readouterr().out and record["indexing"]["seconds"] > 0
     assert set(record["loading"]) == {"bare", "loader", "first_bytes", "last_bytes"}
     assert len(record["reading"]["rates"]) == 4
 
 
-def test_features(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_features(tmp_path, capsys):
     pytest.importorskip("kaldi_native_fbank")
     audio = speaker_folders(tmp_path / "wavs")
     record = measured("features", tmp_path, utterances=4, repeats=2, audio=audio)
@@ -51,7 +51,7 @@ def test_features(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "80 log-mel bins of 2 utterances of 0.5 s" in capsys.readouterr().out
 
 
-def test_protocols(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_protocols(tmp_path, capsys):
     record = measured("protocols", tmp_path, **FACES, replicates=3)
     assert "900 embeddings of 16, 60 templates, 500 pairs" in capsys.readouterr().out
     assert list(record["seconds"])[-2:] == ["score pairs", "measure, with intervals"]
@@ -59,7 +59,7 @@ def test_protocols(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert record["peak_bytes"] > 1 << 20 and 0.0 < record["tar"]["0.1"] <= 1.0
 
 
-def test_the_release_of_protocols_is_what_it_says(tmp_path: Path) -> None:
+def test_the_release_of_protocols_is_what_it_says(tmp_path):
     make_release({**FACES, "folder": str(tmp_path)})
     release = read_ijb(tmp_path)
     pairs = release.pairs()
@@ -68,13 +68,13 @@ def test_the_release_of_protocols_is_what_it_says(tmp_path: Path) -> None:
     assert pairs.is_genuine.sum() == 48
 
 
-def test_a_step_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_fails_is_named(monkeypatch):
     monkeypatch.setattr(protocols, "SUBJECT", "absent")
     with pytest.raises(BackendError, match="the step 'make' failed"):
         protocols.run_protocols_benchmark(ProtocolsBenchmark(**FACES))
 
 
-def test_trials(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_trials(tmp_path, capsys):
     record = measured("trials", tmp_path, **VOICES, replicates=3)
     assert "300 trials of 120 embeddings of 8, cohort of 20 (top 5)" in capsys.readouterr().out
     assert list(record["seconds"])[-2:] == ["score, with AS-norm", "measure, with intervals"]
@@ -82,7 +82,7 @@ def test_trials(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert 0.0 < record["eer"] < 0.5 and record["peak_bytes"] > 1 << 20
 
 
-def test_trials_are_distinct_and_half_genuine(tmp_path: Path) -> None:
+def test_trials_are_distinct_and_half_genuine(tmp_path):
     make_trials({**VOICES, "seed": 0, "folder": str(tmp_path)})
     trials = read_trials(tmp_path / "trials.txt")
     names = trials.keys.names
@@ -111,6 +111,6 @@ def test_trials_are_distinct_and_half_genuine(tmp_path: Path) -> None:
         (TrialsBenchmark, {**VOICES, "dim": 0}, "dim is at least 1"),
     ],
 )
-def test_settings_that_make_no_sense(benchmark: Any, options: Any, message: str) -> None:
+def test_settings_that_make_no_sense(benchmark, options, message):
     with pytest.raises(ConfigError, match=message):
         benchmark(**options)

@@ -1,7 +1,6 @@
 """``python -m benchmarks train`` at a size that a CPU does in seconds."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,9 +13,7 @@ from qmargin.training.recipe_files import apply_settings
 SMALL = ("data.num_classes=50", "data.batch_size=16")
 
 
-def test_one_command_measures_everything(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_command_measures_everything(tmp_path, capsys):
     out, file = tmp_path / "disk", tmp_path / "found.json"
     out.mkdir()
     settings = [f"--set={setting}" for setting in SMALL]
@@ -37,7 +34,7 @@ def test_one_command_measures_everything(
     assert "loop, share of the step" in captured.out and "step 2/" not in captured.err
 
 
-def test_timed_steps_leave_the_weights_as_they_are(tmp_path: Path) -> None:
+def test_timed_steps_leave_the_weights_as_they_are(tmp_path):
     recipe = bench_train.q_margin_recipe(apply_settings(get_recipe("debug"), SMALL))
     with bench_train.looped(recipe, tmp_path, "cpu") as step:
         session = step.run.session
@@ -51,9 +48,7 @@ def test_timed_steps_leave_the_weights_as_they_are(tmp_path: Path) -> None:
             torch.testing.assert_close(other, one, rtol=0.0, atol=1e-20)  # biases begin at zero
 
 
-def test_a_dense_head_that_does_not_fit_is_left_out(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dense_head_that_does_not_fit_is_left_out(monkeypatch, capsys):
     def refuses(*given: object) -> object:
         def step() -> None:
             raise torch.OutOfMemoryError("too large")

@@ -27,9 +27,7 @@ def evaluated(*arguments: object) -> Result:
     return read_result(out)
 
 
-def test_a_folder_and_its_embeddings_give_the_same_result(
-    model: Path, faces: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_and_its_embeddings_give_the_same_result(model, faces, capsys):
     made = evaluated(faces, "--model", model)
     printed = capsys.readouterr().out
     protocol = made.protocol
@@ -52,7 +50,7 @@ def test_a_folder_and_its_embeddings_give_the_same_result(
             assert card["weights_sha256"] == read_embeddings(path).weights_sha256
 
 
-def test_recordings_are_compared_by_a_model_of_recordings(tmp_path: Path) -> None:
+def test_recordings_are_compared_by_a_model_of_recordings(tmp_path):
     torch.manual_seed(0)
     backbone = create_backbone("speaker_resnet18", embedding_dim=8, width=2)
     card = ModelCard("voice", "audio", (), "speaker_resnet18", 8, options={"width": 2})
@@ -63,7 +61,7 @@ def test_recordings_are_compared_by_a_model_of_recordings(tmp_path: Path) -> Non
     assert (protocol.num_genuine, protocol.num_impostors, protocol.flip) == (12, 54, None)
 
 
-def test_identities_may_come_from_a_file(tmp_path: Path) -> None:
+def test_identities_may_come_from_a_file(tmp_path):
     rows = np.random.default_rng(0).normal(size=(12, 4)).astype(np.float32)
     keys = [f"{number}.wav" for number in range(12)]
     write_embedding_file(tmp_path / "e.safetensors", keys, rows)
@@ -79,9 +77,7 @@ def test_identities_may_come_from_a_file(tmp_path: Path) -> None:
         evaluated(tmp_path / "e.safetensors", "--identities", tmp_path / "utt2spk")
 
 
-def test_folders_without_pairs_are_refused_before_embedding(
-    model: Path, faces: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_folders_without_pairs_are_refused_before_embedding(model, faces, tmp_path, monkeypatch):
     monkeypatch.setattr("qmargin.cli.embed.FolderUse.embed_folder", None)
     divided, lone = tmp_path / "divided", tmp_path / "lone"
     divided.mkdir()
@@ -101,7 +97,7 @@ def test_folders_without_pairs_are_refused_before_embedding(
     assert not (tmp_path / "result.json").exists()
 
 
-def test_options_that_contradict_are_refused(model: Path, faces: Path) -> None:
+def test_options_that_contradict_are_refused(model, faces):
     of_model = (faces, "--model", model)
     for words, named in (
         ((faces,), "--model"),
@@ -116,7 +112,7 @@ def test_options_that_contradict_are_refused(model: Path, faces: Path) -> None:
         evaluated(*of_model, "--rule", "nearest")
 
 
-def test_files_that_cannot_be_read_stop_it_or_are_noted(model: Path, faces: Path) -> None:
+def test_files_that_cannot_be_read_stop_it_or_are_noted(model, faces):
     (faces / "id03" / "1.png").write_bytes(b"<html>")
     with pytest.raises(DataError, match="1 files cannot be embedded and 0 may be left out"):
         evaluated(faces, "--model", model)
@@ -124,7 +120,7 @@ def test_files_that_cannot_be_read_stop_it_or_are_noted(model: Path, faces: Path
     assert result.protocol.num_genuine == 9 and "id03/1.png" in result.notes[0]
 
 
-def test_nothing_else_is_written_over(model: Path, faces: Path, tmp_path: Path) -> None:
+def test_nothing_else_is_written_over(model, faces, tmp_path):
     run("embed", faces, "--model", model, "--out", tmp_path / "e.npz")
     with pytest.raises(ConfigError, match=r"e\.npz"):
         run("evaluate", "all-pairs", tmp_path / "e.npz", "--out", tmp_path / "e.npz")
@@ -134,3 +130,14 @@ def test_nothing_else_is_written_over(model: Path, faces: Path, tmp_path: Path) 
     evaluated(faces, "--model", model, "--overwrite")
     kept = evaluated(faces, "--model", model, "--keep-paths")  # its own
     assert kept.sources[0].path == str(tmp_path / "result.embeddings.safetensors")
+
+
+def test_scores_are_normalised_by_a_cohort(model, faces, tmp_path):
+    plain = evaluated(faces, "--model", model)
+    rows = np.random.default_rng(1).normal(size=(12, 8)).astype(np.float32)
+    write_embedding_file(tmp_path / "cohort.npz", [str(row) for row in range(12)], rows)
+    made = tmp_path / "result.embeddings.safetensors"
+    normalised = evaluated(made, "--cohort", tmp_path / "cohort.npz", "--as-norm", 8)
+    assert [source.role for source in normalised.sources] == ["embeddings", "cohort"]
+    assert normalised.protocol.scoring == "as-norm" and normalised.measures != plain.measures
+    assert normalised.protocol.data_sha256 == plain.protocol.data_sha256

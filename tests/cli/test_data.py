@@ -1,7 +1,6 @@
 """``qmargin data`` and ``qmargin check-data`` with arguments as users type them."""
 
 import pickle
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,7 +15,7 @@ from qmargin.errors import ConfigError, DataError
 IMAGES = [jpeg(seed) for seed in range(6)]
 
 
-def test_images_are_indexed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_images_are_indexed(tmp_path, capsys):
     path = write_records(tmp_path / "train.rec", IMAGES, [0, 0, 1, 1, 2, 2])
     run("data", "index", path)
     output = capsys.readouterr().out
@@ -26,16 +25,14 @@ def test_images_are_indexed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert len(open_dataset(tmp_path / "other.qmindex")) == 6
 
 
-def test_a_converted_set_is_read_like_the_original(tmp_path: Path) -> None:
+def test_a_converted_set_is_read_like_the_original(tmp_path):
     (tmp_path / "lfw.bin").write_bytes(pickle.dumps((IMAGES, [True, False, True])))
     run("data", "convert-bin", tmp_path / "lfw.bin")
     images, is_genuine = read_bin(tmp_path / "lfw.npz")
     assert images == IMAGES and is_genuine.tolist() == [True, False, True]
 
 
-def test_align_counts_what_became_of_the_photos(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_align_counts_what_became_of_the_photos(tmp_path, capsys):
     (tmp_path / "a.jpg").write_bytes(jpeg(0, 112))
     header = ",".join(f"x{point},y{point}" for point in range(1, 6))
     points = ",".join(map(str, np.ravel(TEMPLATE)))
@@ -47,7 +44,7 @@ def test_align_counts_what_became_of_the_photos(
     assert (tmp_path / "out" / "a.jpg").exists()
 
 
-def test_images_are_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_images_are_checked(tmp_path, capsys):
     run("check-data", write_folder(tmp_path / "faces", IMAGES, [0, 0, 1, 1, 2, 3]))
     output = capsys.readouterr().out
     assert "16 x 16: 6" in output and "| identities with one sample     |      2 |" in output
@@ -58,9 +55,7 @@ def test_images_are_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "zero bytes" in output and "person0/7.jpg" in output
 
 
-def test_recordings_are_indexed_and_everything_wrong_with_them_is_shown(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_recordings_are_indexed_and_everything_wrong_with_them_is_shown(tmp_path, capsys):
     wavs = speaker_folders(tmp_path / "wavs")
     paths = sorted(wavs.rglob("*.wav"))
     for number, path in enumerate(paths):
@@ -91,7 +86,7 @@ def test_recordings_are_indexed_and_everything_wrong_with_them_is_shown(
         run("check-data", wavs)
 
 
-def test_options_of_lists_need_a_list(tmp_path: Path) -> None:
+def test_options_of_lists_need_a_list(tmp_path):
     (tmp_path / "faces" / "a").mkdir(parents=True)
     with pytest.raises(ConfigError, match="leave split out"):
         run("data", "index", tmp_path / "faces", "--split", "train")

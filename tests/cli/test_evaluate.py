@@ -42,7 +42,7 @@ def evaluated(words: str, *others: str, out: str = "r.json") -> Result:
     return read_result(out)
 
 
-def test_scores_to_a_result_and_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+def test_scores_to_a_result_and_a_table(capsys):
     words = "scores system.txt --fars 0.1 1e-5 --groups groups.csv"
     result = evaluated(words, "--replicates", "30")
     printed = capsys.readouterr().out
@@ -53,7 +53,7 @@ def test_scores_to_a_result_and_a_table(capsys: pytest.CaptureFixture[str]) -> N
     assert printed.endswith("r.json\n")
 
 
-def test_trials_with_embeddings_give_the_same_result() -> None:
+def test_trials_with_embeddings_give_the_same_result():
     quick = ("--replicates", "20", "--name", "one")
     trials = evaluated("trials trials.txt --embeddings model.npz", *quick, out="a.json")
     scores = evaluated("scores system.txt", *quick)
@@ -65,7 +65,7 @@ def test_trials_with_embeddings_give_the_same_result() -> None:
     assert again.measures == trials.measures
 
 
-def test_norms_and_subjects_are_options() -> None:
+def test_norms_and_subjects_are_options():
     Path("utt2spk").write_text("".join(f"{key} {key[:4]}\n" for key in make_speakers().keys))
     result = evaluated(
         "trials trials.txt --embeddings model.npz --cohort model.npz --as-norm 20 "
@@ -77,7 +77,7 @@ def test_norms_and_subjects_are_options() -> None:
 
 
 @pytest.mark.parametrize("suffix", ["npz", "safetensors"])
-def test_a_result_has_the_card_and_the_weights_behind_its_embeddings(suffix: str) -> None:
+def test_a_result_has_the_card_and_the_weights_behind_its_embeddings(suffix):
     card, speakers, weights = Path("card.json"), make_speakers(), "ab" * 32
     card.write_text('{"data": "made up"}')
     result = evaluated("scores system.txt --model-card card.json")
@@ -112,7 +112,7 @@ def test_a_result_has_the_card_and_the_weights_behind_its_embeddings(suffix: str
         ("voxceleb trials.txt", "neither --model nor --embeddings"),
     ],
 )
-def test_what_is_wrong_is_refused_and_nothing_written(words: str, named: str) -> None:
+def test_what_is_wrong_is_refused_and_nothing_written(words, named):
     Path("nan.txt").write_text("a b 0.5 1\na c nan 0\n")
     Path("one.txt").write_text("a b 0.5 1\na c 0.25 1\n")
     Path("bare.txt").write_text("a b\n")
@@ -129,20 +129,20 @@ def test_what_is_wrong_is_refused_and_nothing_written(words: str, named: str) ->
         ("report", "report a.json --out x"),
     ],
 )
-def test_every_option_is_documented(page: str, words: str) -> None:
+def test_every_option_is_documented(page, words):
     text = (Path(__file__).parents[2] / "docs" / "guide" / f"{page}.md").read_text("utf-8")
     options = vars(parse_command(["qmargin", *words.split()]))
     for name in options.keys() - {"run", "resumes", "file", "results", "journals"}:
         assert f"`--{name.replace('_', '-')}" in text, name
 
 
-def test_names_cannot_steer_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_names_cannot_steer_the_terminal(capsys):
     evaluated("scores system.txt", "--name", "\x1b[31mred\x1b[0m|\n[bold]x")
     printed = capsys.readouterr().out
     assert "\x1b" not in printed and printed.startswith(r"\x1b[31mred\x1b[0m|\n[bold]x on ")
 
 
-def test_progress_is_a_line_now_and_then_or_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_is_a_line_now_and_then_or_a_bar(monkeypatch):
     stream, seconds = io.StringIO(), iter([0.0, 4.0, 6.0, 7.0, 7.5])
     progress = line_progress(stream, clock=lambda: next(seconds))
     for done in (1, 2, 3, 4):
@@ -160,7 +160,7 @@ def test_progress_is_a_line_now_and_then_or_a_bar(monkeypatch: pytest.MonkeyPatc
     assert "scoring" in terminal.getvalue()
 
 
-def test_odd_trials_are_noted(capsys: pytest.CaptureFixture[str]) -> None:
+def test_odd_trials_are_noted(capsys):
     """Mirrored and self pairs; scores that hardly differ, whose thresholds are shown to differ."""
     lines = [line.split() for line in Path("system.txt").read_text().splitlines()]
     enrol, test, score, label = lines[0]
@@ -181,7 +181,7 @@ def test_odd_trials_are_noted(capsys: pytest.CaptureFixture[str]) -> None:
     assert "does not tell subjects apart" in result.notes[0] and "note: all " in printed
 
 
-def test_collapsed_embeddings_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
+def test_collapsed_embeddings_are_reported(capsys):
     speakers = make_speakers()
     np.savez("flat.npz", keys=np.array(speakers.keys), embeddings=1.0 + 1e-4 * speakers.matrix)
     result = evaluated("trials trials.txt --embeddings flat.npz --center flat.npz")
@@ -190,7 +190,7 @@ def test_collapsed_embeddings_are_reported(capsys: pytest.CaptureFixture[str]) -
     assert evaluated("trials trials.txt --embeddings model.npz", out="h.json").notes == ()
 
 
-def test_speaker_trials_with_mean_cohort_and_calibration() -> None:
+def test_speaker_trials_with_mean_cohort_and_calibration():
     words = "voxceleb trials.txt --embeddings model.npz --fars 0.1 0.01"
     result = evaluated(words)
     assert (result.system.name, result.protocol.name) == ("model", "trials")

@@ -108,9 +108,7 @@ NAMES = (*SECONDS, "train")  # the last goes on for longer than a test waits
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_signal_ends_a_command_with_its_status_and_nothing_left_over(
-    name: str, inputs: Path, tmp_path: Path
-) -> None:
+def test_a_signal_ends_a_command_with_its_status_and_nothing_left_over(name, inputs, tmp_path):
     number = (signal.SIGTERM, signal.SIGINT)[NAMES.index(name) % 2]
     words = commands(inputs)[name]
     assert check(words, tmp_path / "early", number, 0.0) == STATUS[number]
@@ -119,7 +117,7 @@ def test_a_signal_ends_a_command_with_its_status_and_nothing_left_over(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_signals_at_random_moments(name: str, inputs: Path, tmp_path: Path) -> None:
+def test_signals_at_random_moments(name, inputs, tmp_path):
     chance = random.Random(name)
     for turn in range(TURNS):
         number = chance.choice((signal.SIGTERM, signal.SIGINT))
@@ -148,7 +146,7 @@ def list_recipes():
 """
 
 
-def test_a_second_signal_ends_the_process_at_once() -> None:
+def test_a_second_signal_ends_the_process_at_once():
     number = signal.SIGINT
     with subprocess.Popen(
         [sys.executable, "-c", BEGIN + STUBBORN + END],
@@ -182,7 +180,7 @@ def list_recipes():
 """
 
 
-def test_a_signal_while_a_temporary_folder_is_removed_waits(tmp_path: Path) -> None:
+def test_a_signal_while_a_temporary_folder_is_removed_waits(tmp_path):
     command = [sys.executable, "-c", BEGIN + REMOVING + END]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=50)
     assert result.returncode == 143 and "Traceback" not in result.stderr, result.stderr

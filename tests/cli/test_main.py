@@ -13,7 +13,7 @@ from qmargin.cli.main import main
 from qmargin.training.signals import Interrupted
 
 
-def test_help_imports_nothing_heavy() -> None:
+def test_help_imports_nothing_heavy():
     code = (
         "import sys; from qmargin.cli.main import main\n"
         "try: main(sys.argv[1:])\n"
@@ -25,7 +25,7 @@ def test_help_imports_nothing_heavy() -> None:
         assert result.returncode == 0 and "usage: qmargin" in result.stdout, result.stderr
 
 
-def test_version_is_the_installed_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_is_the_installed_one(capsys):
     with pytest.raises(SystemExit) as stop:
         main(["--version"])
     assert stop.value.code == 0 and capsys.readouterr().out == "qmargin 0.1.0\n"
@@ -50,13 +50,7 @@ def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         ("train debug --set margin=3 --out r", "loss.margin"),
     ],
 )
-def test_refusals_are_one_line_and_write_nothing(
-    words: str,
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_refusals_are_one_line_and_write_nothing(words, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("nan.txt").write_text("a b 0.5 target\na c nan nontarget\n")
     Path("list.txt").write_text("1 a b\n0 a c\n")
@@ -75,9 +69,7 @@ def test_refusals_are_one_line_and_write_nothing(
         "demo --out run",
     ],
 )
-def test_a_gpu_that_is_not_there_is_refused_in_one_line(
-    words: str, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_gpu_that_is_not_there_is_refused_in_one_line(words, model, monkeypatch, capsys):
     monkeypatch.chdir(model.parent)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     told = refused([*words.split(), "--device", "cuda"], capsys)
@@ -85,14 +77,12 @@ def test_a_gpu_that_is_not_there_is_refused_in_one_line(
 
 
 @pytest.mark.parametrize("device", ["nowhere", "meta"])
-def test_devices_without_numbers_are_refused(
-    device: str, model: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_devices_without_numbers_are_refused(device, model, capsys):
     words = ["verify", "a.png", "b.png", "--model", str(model), "--device", device]
     assert f"device {device!r} cannot be used" in refused(words, capsys)
 
 
-def test_a_reader_that_has_seen_enough_is_no_error() -> None:
+def test_a_reader_that_has_seen_enough_is_no_error():
     command = [sys.executable, "-m", "qmargin", "recipes"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stderr is not None
@@ -101,7 +91,7 @@ def test_a_reader_that_has_seen_enough_is_no_error() -> None:
     assert process.returncode == 141
 
 
-def test_names_that_a_terminal_cannot_show_are_escaped(tmp_path: Path) -> None:
+def test_names_that_a_terminal_cannot_show_are_escaped(tmp_path):
     file, out = tmp_path / "scores.csv", tmp_path / "out-\u6f22.json"
     file.write_text("score,label\n0.9,1\n0.1,0\n")
     command = [sys.executable, "-m", "qmargin", "evaluate", "scores", str(file), "--out", str(out)]
@@ -132,21 +122,14 @@ def failing_with(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> int:
         (OSError("it is odd"), ("it is odd",)),
     ],
 )
-def test_what_a_machine_lacks_is_one_line_with_the_remedy(
-    error: Exception,
-    words: tuple[str, ...],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_what_a_machine_lacks_is_one_line_with_the_remedy(error, words, monkeypatch, capsys):
     assert failing_with(error, monkeypatch) == 2
     told = capsys.readouterr().err
     assert told.startswith("qmargin: error: ") and told.count("\n") == 1
     assert all(word in told for word in words), told
 
 
-def test_the_unforeseen_keeps_its_traceback_and_says_how_to_report_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_unforeseen_keeps_its_traceback_and_says_how_to_report_it(monkeypatch, capsys):
     assert failing_with(KeyError("surprise"), monkeypatch) == 1
     told = capsys.readouterr().err
     assert told.startswith("Traceback") and "KeyError: 'surprise'" in told
@@ -156,12 +139,7 @@ def test_the_unforeseen_keeps_its_traceback_and_says_how_to_report_it(
 @pytest.mark.parametrize(
     ("error", "status"), [(KeyboardInterrupt(), 130), (Interrupted(signal.SIGTERM), 143)]
 )
-def test_an_interruption_is_one_line_and_a_status(
-    error: BaseException,
-    status: int,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_an_interruption_is_one_line_and_a_status(error, status, monkeypatch, capsys):
     before = signal.getsignal(signal.SIGTERM)
     assert failing_with(error, monkeypatch) == status
     assert signal.getsignal(signal.SIGTERM) is before
@@ -183,9 +161,7 @@ def test_an_interruption_is_one_line_and_a_status(
         ("demo --out=", "the path is empty"),
     ],
 )
-def test_usage_errors_exit_with_two(
-    words: str, named: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_usage_errors_exit_with_two(words, named, capsys):
     with pytest.raises(SystemExit) as stop:
         main(words.split())
     assert stop.value.code == 2

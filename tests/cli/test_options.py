@@ -49,7 +49,7 @@ def arguments_of(parser: argparse.ArgumentParser) -> list[argparse.Action]:
 
 
 @pytest.mark.parametrize("words", COMMANDS, ids=lambda words: " ".join(words) or "qmargin")
-def test_every_argument_has_help_and_shows_its_default(words: Words) -> None:
+def test_every_argument_has_help_and_shows_its_default(words):
     parser = COMMANDS[words]
     shown = " ".join(parser.format_help().split()).replace("- ", "-")
     for action in arguments_of(parser):
@@ -71,7 +71,7 @@ def test_every_argument_has_help_and_shows_its_default(words: Words) -> None:
             assert set(told) == set(group.choices) and all(told.values())
 
 
-def test_lists_take_spaces_and_commas() -> None:
+def test_lists_take_spaces_and_commas():
     for parser in COMMANDS.values():
         needed = [
             word
@@ -90,7 +90,7 @@ def test_lists_take_spaces_and_commas() -> None:
             assert found[0] == found[1] == found[2] and len(found[0]) == 2
 
 
-def test_a_file_whose_name_has_a_comma_is_one_file(tmp_path: Path) -> None:
+def test_a_file_whose_name_has_a_comma_is_one_file(tmp_path):
     (tmp_path / "a,b.txt").touch()
     parser = Parser(prog="qmargin")
     parser.add_argument("--files", nargs="+", type=Path, help="files")
@@ -110,9 +110,7 @@ def test_a_file_whose_name_has_a_comma_is_one_file(tmp_path: Path) -> None:
         ("train debug --device cudda", "cuda"),
     ],
 )
-def test_what_is_misspelt_gets_a_suggestion(
-    words: str, meant: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_misspelt_gets_a_suggestion(words, meant, capsys):
     with pytest.raises(SystemExit) as stop:
         main(words.split())
     told = capsys.readouterr().err.splitlines()[-1]
@@ -135,7 +133,7 @@ def test_what_is_misspelt_gets_a_suggestion(
         ("completion zsh --w", ""),
     ],
 )
-def test_words_are_completed(words: str, expected: str) -> None:
+def test_words_are_completed(words, expected):
     found = candidates(build_parser(), words.split(" "))
     assert found[:4] == expected.split() and (
         words or set(found) == set(commands_of(build_parser()))
@@ -143,9 +141,7 @@ def test_words_are_completed(words: str, expected: str) -> None:
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_scripts_are_accepted_by_their_shells(
-    shell: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_scripts_are_accepted_by_their_shells(shell, tmp_path, capsys):
     assert main(["completion", shell]) == 0
     script = tmp_path / "script"
     script.write_text(capsys.readouterr().out)
@@ -155,7 +151,7 @@ def test_scripts_are_accepted_by_their_shells(
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")
-def test_bash_completes(tmp_path: Path) -> None:
+def test_bash_completes(tmp_path):
     program = tmp_path / "qmargin"
     program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m qmargin "$@"\n')
     program.chmod(0o755)
@@ -169,7 +165,7 @@ def test_bash_completes(tmp_path: Path) -> None:
     assert result.stdout.split() == ["cpu", "cuda"], result.stderr
 
 
-def test_every_option_is_in_the_reference() -> None:
+def test_every_option_is_in_the_reference():
     """In the section of its command, whose heading names it."""
     text = (ROOT / "docs" / "reference" / "command-line.md").read_text(encoding="utf-8")
     parts = re.findall(r"^## qmargin ([^\n]+)\n(.*?)(?=^## |\Z)", text, re.M | re.S)
@@ -191,7 +187,7 @@ def test_every_option_is_in_the_reference() -> None:
     assert missing == []
 
 
-def test_the_doctor_knows_every_extra(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_doctor_knows_every_extra(capsys):
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     section = text.partition("[project.optional-dependencies]")[2].partition("\n[project.")[0]
     extras = {

@@ -49,7 +49,7 @@ def trials(*options: object, out: str = "r.json") -> None:
 
 @pytest.mark.parametrize("name", ["system.txt", "groups.csv", "card.json"])
 @pytest.mark.parametrize("how", ["same", "symbolic", "hard", "dotted"])
-def test_an_input_is_never_written_over(folder: Path, name: str, how: str) -> None:
+def test_an_input_is_never_written_over(folder, name, how):
     out = folder / name
     if how == "dotted":
         out = folder / ".." / folder.name / name
@@ -64,7 +64,7 @@ def test_an_input_is_never_written_over(folder: Path, name: str, how: str) -> No
     assert content_of(folder) == before
 
 
-def test_scores_do_not_replace_an_input(folder: Path) -> None:
+def test_scores_do_not_replace_an_input(folder):
     before = content_of(folder)
     for name in ("trials.txt", "model.npz"):
         with pytest.raises(ConfigError, match=rf"{name} is an input"):
@@ -74,7 +74,7 @@ def test_scores_do_not_replace_an_input(folder: Path) -> None:
     assert content_of(folder) == before
 
 
-def test_a_foreign_file_needs_permission_and_our_own_does_not(folder: Path) -> None:
+def test_a_foreign_file_needs_permission_and_our_own_does_not(folder):
     out = Path("r.json")
     out.write_bytes(NOTES)
     with pytest.raises(ConfigError, match=r"r\.json exists .*--overwrite"):
@@ -93,7 +93,7 @@ def test_a_foreign_file_needs_permission_and_our_own_does_not(folder: Path) -> N
         ("r.scores.tsv.partial", NOTES),
     ],
 )
-def test_a_foreign_table_of_scores_stays(folder: Path, name: str, content: bytes) -> None:
+def test_a_foreign_table_of_scores_stays(folder, name, content):
     table = Path(name)
     table.write_bytes(content)
     with pytest.raises(ConfigError, match=rf"{name} exists .*--overwrite"):
@@ -101,7 +101,7 @@ def test_a_foreign_table_of_scores_stays(folder: Path, name: str, content: bytes
     assert table.read_bytes() == content
 
 
-def test_our_own_table_of_scores_is_replaced(folder: Path) -> None:
+def test_our_own_table_of_scores_is_replaced(folder):
     table = Path("r.scores.tsv")
     table.write_bytes(NOTES)
     trials("--overwrite")
@@ -114,7 +114,7 @@ def test_our_own_table_of_scores_is_replaced(folder: Path) -> None:
     assert Path("r.json").exists()
 
 
-def test_scores_that_were_read_are_not_taken_for_our_own(folder: Path) -> None:
+def test_scores_that_were_read_are_not_taken_for_our_own(folder):
     """A result of `evaluate scores` knows the table too, as somebody else's."""
     trials(out="first.json")
     table = Path("r.scores.tsv")
@@ -126,7 +126,7 @@ def test_scores_that_were_read_are_not_taken_for_our_own(folder: Path) -> None:
     assert table.read_bytes() == before
 
 
-def test_a_device_or_a_dangling_link_is_not_replaced(folder: Path) -> None:
+def test_a_device_or_a_dangling_link_is_not_replaced(folder):
     os.mkfifo("pipe")
     with pytest.raises(ConfigError, match="pipe is not a regular file"):
         scores("--out", "pipe", "--overwrite")
@@ -137,7 +137,7 @@ def test_a_device_or_a_dangling_link_is_not_replaced(folder: Path) -> None:
     assert link.is_symlink()
 
 
-def test_a_report_replaces_reports_only(tmp_path: Path) -> None:
+def test_a_report_replaces_reports_only(tmp_path):
     (result,) = write_results(tmp_path / "in", synthetic_result())
     out = tmp_path / "out"
     out.mkdir()
@@ -160,7 +160,7 @@ def test_a_report_replaces_reports_only(tmp_path: Path) -> None:
     assert inside.read_bytes() == before
 
 
-def test_figures_replace_figures_only(tmp_path: Path) -> None:
+def test_figures_replace_figures_only(tmp_path):
     pytest.importorskip("matplotlib", reason="comes with the figures extra")
     (result,) = write_results(tmp_path / "in", synthetic_result())
     figures = tmp_path / "out" / "figures"
@@ -175,7 +175,7 @@ def test_figures_replace_figures_only(tmp_path: Path) -> None:
         run("report", result, "--out", tmp_path / "out")
 
 
-def test_pictures_do_not_replace_other_pictures(tmp_path: Path) -> None:
+def test_pictures_do_not_replace_other_pictures(tmp_path):
     rows, made = np.array([[0, 1]]), (b"one", b"two")
     source = Source("set.bin", "ab", "pairs")
     pairs = VerificationSet(made, rows, np.arange(2), np.array([True]), source)
@@ -189,7 +189,7 @@ def test_pictures_do_not_replace_other_pictures(tmp_path: Path) -> None:
         write_pictures(tmp_path / "new", pairs, hardest, guard=Guard())
 
 
-def test_a_page_of_results_is_looked_at_before_training(tmp_path: Path) -> None:
+def test_a_page_of_results_is_looked_at_before_training(tmp_path):
     page = tmp_path / "page.md"
     page.write_bytes(NOTES)
     with pytest.raises(ConfigError, match=r"page\.md exists"):

@@ -1,7 +1,6 @@
 """``qmargin report`` from results to a page."""
 
 import re
-from pathlib import Path
 
 import pytest
 
@@ -11,9 +10,7 @@ from qmargin.errors import ConfigError
 from qmargin.report import write
 
 
-def test_a_report_names_the_files_it_wrote_and_shows_journals(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_report_names_the_files_it_wrote_and_shows_journals(tmp_path, capsys):
     paths = write_results(tmp_path, synthetic_result("A"), synthetic_result("B", seed=1))
     out, journals = tmp_path / "out", list[object]()
     for name in ("one", "two"):
@@ -31,9 +28,7 @@ def test_a_report_names_the_files_it_wrote_and_shows_journals(
     assert names == ["one", "two"]
 
 
-def test_a_report_without_matplotlib_has_page_and_tables(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_report_without_matplotlib_has_page_and_tables(tmp_path, capsys, monkeypatch):
     (path,) = write_results(tmp_path, synthetic_result())
     command = ("report", path, "--out", tmp_path / "out")
     monkeypatch.setattr(write, "has_matplotlib", lambda: False)

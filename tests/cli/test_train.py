@@ -34,9 +34,7 @@ def margins(out: Path) -> list[float]:
     return [step["margin"] for step in events(out, "step")]
 
 
-def test_training_writes_a_line_per_interval_and_resumes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_training_writes_a_line_per_interval_and_resumes(tmp_path, capsys):
     run("train", "debug", "--out", tmp_path, *SHORT, "--set", "loss.margin=0.3")
     captured = capsys.readouterr()
     lines = [line for line in captured.err.splitlines() if not line.startswith("warning: ")]
@@ -55,9 +53,7 @@ def test_training_writes_a_line_per_interval_and_resumes(
 
 
 @pytest.mark.parametrize("named", [["debug"], []], ids=["named", "not named"])
-def test_resume_alone_takes_the_stored_recipe(
-    named: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_resume_alone_takes_the_stored_recipe(named, tmp_path, capsys):
     out = ["--out", tmp_path, "--device", "cpu"]
     begun = ["--set", "loss.margin=0.3", "--set", "run.save_every_steps=2"]
     run("train", "debug", *out, *SHORT, *begun)
@@ -90,18 +86,14 @@ def test_resume_alone_takes_the_stored_recipe(
         ("debgu", "did you mean 'debug'"),
     ],
 )
-def test_what_is_missing_is_named(
-    words: str, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_missing_is_named(words, named, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=named):
         run("train", *words.split())
     assert not list(tmp_path.iterdir())
 
 
-def test_a_dry_run_reports_and_writes_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dry_run_reports_and_writes_nothing(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run("train", "debug", "--dry-run", "--device", "cpu")
     text = capsys.readouterr().out
@@ -114,7 +106,7 @@ def test_a_dry_run_reports_and_writes_nothing(
     assert "margin_schedule.start_epoch is 6" in capsys.readouterr().out
 
 
-def test_a_dry_run_refuses_what_cannot_fit() -> None:
+def test_a_dry_run_refuses_what_cannot_fit():
     """Two hundred million classes: refused with the estimate, before anything is allocated."""
     settings = ["--set=data.num_classes=200000000", "--set=data.options.samples_per_class=1"]
     began = time.monotonic()
@@ -123,7 +115,7 @@ def test_a_dry_run_refuses_what_cannot_fit() -> None:
     assert time.monotonic() - began < 60
 
 
-def test_a_dry_run_counts_what_the_backbone_keeps() -> None:
+def test_a_dry_run_counts_what_the_backbone_keeps():
     """Half precision and more parts need less."""
     small = replace(get_recipe("debug"), model=ModelPart("small_conv", 32))
     recipe = apply_settings(small, ["data.options.shape=[3, 32, 32]"])
@@ -135,7 +127,7 @@ def test_a_dry_run_counts_what_the_backbone_keeps() -> None:
     assert half < 0.9 * full
 
 
-def test_tensorboard_gets_the_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensorboard_gets_the_numbers(tmp_path, monkeypatch):
     logged: list[tuple[str, float, int]] = []
 
     class SummaryWriter:
@@ -156,7 +148,7 @@ def test_tensorboard_gets_the_numbers(tmp_path: Path, monkeypatch: pytest.Monkey
     assert not any(isinstance(value, str) for _, value, _ in logged)
 
 
-def test_wandb_goes_on_with_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_goes_on_with_the_same_run(tmp_path, monkeypatch):
     monkeypatch.setattr(reporting, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"qmargin\[wandb\]"):
         run("train", "debug", "--out", tmp_path / "out", "--track", "wandb")
@@ -185,9 +177,7 @@ def test_wandb_goes_on_with_the_same_run(tmp_path: Path, monkeypatch: pytest.Mon
     assert begun[0]["config"]["loss"]["margin"] == 0.2 and begun[1]["is_finished"]
 
 
-def test_a_lost_rank_has_an_exit_status_of_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_lost_rank_has_an_exit_status_of_its_own(tmp_path, monkeypatch, capsys):
     def lose(*details: object, **options: object) -> None:
         raise RankError("rank 3 gave no sign of life")
 
@@ -199,7 +189,7 @@ def test_a_lost_rank_has_an_exit_status_of_its_own(
 
 
 @pytest.mark.dist
-def test_a_signal_saves_and_has_its_exit_status(tmp_path: Path) -> None:
+def test_a_signal_saves_and_has_its_exit_status(tmp_path):
     """SIGTERM; test_interrupts.py has Ctrl-C."""
     settings = ["--set=run.epochs=500", "--set=run.log_every=1", "--set=run.save_every_steps=9000"]
     command = [sys.executable, "-W", "error", "-m", "qmargin", "train", "debug", "--device", "cpu"]
@@ -220,7 +210,7 @@ def test_a_signal_saves_and_has_its_exit_status(tmp_path: Path) -> None:
 
 @pytest.mark.dist
 @pytest.mark.slow
-def test_two_ranks_by_torchrun(tmp_path: Path) -> None:
+def test_two_ranks_by_torchrun(tmp_path):
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     result = subprocess.run(
         [*launcher, "-m", "qmargin", "train", "debug", "--out", str(tmp_path), *SHORT],
@@ -237,7 +227,7 @@ def test_two_ranks_by_torchrun(tmp_path: Path) -> None:
     assert events(tmp_path, "start")[0]["world"] == 2
 
 
-def test_exit_statuses_are_documented(capsys: pytest.CaptureFixture[str]) -> None:
+def test_exit_statuses_are_documented(capsys):
     page = Path(__file__).parents[2] / "docs" / "reference" / "command-line.md"
     section = page.read_text("utf-8").partition("## qmargin train")[2].partition("\n## ")[0]
     with pytest.raises(SystemExit):
@@ -246,9 +236,7 @@ def test_exit_statuses_are_documented(capsys: pytest.CaptureFixture[str]) -> Non
     assert len(statuses) == 6 and all(f"| {status} |" in section for status in statuses)
 
 
-def test_the_doctor_says_what_runs_and_what_is_missing(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_doctor_says_what_runs_and_what_is_missing(capsys, tmp_path, monkeypatch):
     run("doctor", "--out", tmp_path / "not" / "yet")
     lines = capsys.readouterr().out.splitlines()
     table = {name: text.strip() for name, text in (line.split("  ", 1) for line in lines)}
@@ -261,9 +249,7 @@ def test_the_doctor_says_what_runs_and_what_is_missing(
     assert "pip install 'qmargin[wandb]'" in capsys.readouterr().out
 
 
-def test_recipes_are_listed_and_printed_as_they_would_run(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recipes_are_listed_and_printed_as_they_would_run(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run("recipes")
     lines = capsys.readouterr().out.splitlines()

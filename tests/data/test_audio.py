@@ -113,13 +113,6 @@ def test_what_is_not_audio_is_corrupt(content: bytes, message: str, tmp_path: Pa
             decode_audio(source)
 
 
-def test_a_missing_file_is_corrupt(tmp_path: Path) -> None:
-    with pytest.raises(CorruptSample, match="No such file"):
-        decode_audio(tmp_path / "none.wav")
-    with pytest.raises(CorruptSample, match="cannot be opened"):
-        decode_audio(tmp_path)
-
-
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_samples_that_are_not_finite_are_corrupt(bad: float, tmp_path: Path) -> None:
     samples = tone()
@@ -129,9 +122,7 @@ def test_samples_that_are_not_finite_are_corrupt(bad: float, tmp_path: Path) -> 
         decode_audio(tmp_path / "a.wav")
 
 
-def wav(
-    *, rate: int = 16000, channels: int = 1, data: bytes = bytes(3200), size: int = -1
-) -> bytes:
+def wav(*, rate=16000, channels=1, data=bytes(3200), size=-1):
     form = struct.pack("<HHIIHH", 1, channels, rate, rate * channels * 2, channels * 2, 16)
     size = len(data) if size < 0 else size
     body = b"WAVEfmt " + struct.pack("<I", 16) + form + b"data" + struct.pack("<I", size) + data

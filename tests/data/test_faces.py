@@ -8,7 +8,7 @@ import torch
 
 from helpers.pictures import jpeg, picture, write_records
 from qmargin.data import open_dataset
-from qmargin.data.faces import FaceAugmentation, FaceImages, normalised
+from qmargin.data.faces import FaceAugmentation, FaceImages
 from qmargin.data.loader import build_loader
 from qmargin.data.order import GlobalOrder
 from qmargin.data.samples import check_labels
@@ -32,13 +32,6 @@ def test_inputs_are_the_pixels_with_the_channels_first(faces: FaceImages) -> Non
     assert inputs.dtype == np.uint8
     assert np.array_equal(inputs, pixels.transpose(2, 0, 1))
     assert label == 1
-
-
-def test_bytes_are_scaled_to_minus_one_and_one() -> None:
-    values = torch.arange(256, dtype=torch.uint8)
-    expected = (values.double() / 255 - 0.5) / 0.5
-    assert normalised(values).dtype == torch.float32
-    torch.testing.assert_close(normalised(values).double(), expected, atol=2e-7, rtol=0)
 
 
 @pytest.mark.parametrize("decoder", ["pillow", "simplejpeg"])
@@ -91,12 +84,6 @@ def test_low_resolution_loses_detail() -> None:
 def test_impossible_settings_are_refused(options: dict[str, float]) -> None:
     with pytest.raises(ConfigError):
         FaceAugmentation(**options)
-
-
-def test_other_sizes_are_scaled(faces: FaceImages) -> None:
-    assert FaceImages(faces.images, size=20).read(0, 0)[0].shape == (3, 20, 20)
-    with pytest.raises(ConfigError, match="size is 0"):
-        FaceImages(faces.images, size=0)
 
 
 def test_workers_do_not_change_what_is_read(faces: FaceImages) -> None:

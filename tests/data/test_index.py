@@ -108,9 +108,7 @@ def relabel_record(path: Path, row: int, label: int) -> None:
 
 @pytest.mark.parametrize("keeps_time", [False, True])
 @pytest.mark.parametrize("name", ["records", "tars"])
-def test_labels_changed_in_place_are_indexed_again(
-    name: str, keeps_time: bool, tmp_path: Path
-) -> None:
+def test_labels_changed_in_place_are_indexed_again(name, keeps_time, tmp_path):
     """The same size, and the same time too: blocks of the bytes tell."""
     if name == "records":
         path = changed = write_recordio(tmp_path)
@@ -300,9 +298,7 @@ def test_an_index_of_an_older_version_is_built_again(kind: str, tmp_path: Path) 
 # Races.
 
 
-def test_data_as_new_as_its_index_is_not_trusted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_data_as_new_as_its_index_is_not_trusted(tmp_path, monkeypatch):
     """A change in the same tick of the clock has the same time."""
     path = write_recordio(tmp_path)
     monkeypatch.setattr(index.time, "sleep", lambda seconds: None)
@@ -323,9 +319,7 @@ def test_a_builder_waits_until_the_clock_has_moved_on(tmp_path: Path) -> None:
     assert time.time_ns() - second >= 2 * 10**9
 
 
-def test_many_folders_are_compared_without_listing_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_many_folders_are_compared_without_listing_them(tmp_path, monkeypatch):
     """Opening looks at one folder's time each, and never at the images in it."""
     root = write_folder(tmp_path / "faces", [IMAGES[0]] * 60, [number // 3 for number in range(60)])
     open_images(root)
@@ -342,9 +336,7 @@ def _open_at_once(root: Path, start: Any, results: Any) -> None:
     results.put((len(dataset), dataset.index.path.read_bytes()))
 
 
-def test_processes_that_open_the_same_data_at_once_find_one_whole_index(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_processes_that_open_the_same_data_at_once_find_one_whole_index(tmp_path, monkeypatch):
     """One builds, slowly; the others wait for it and build nothing."""
     root = write_files(tmp_path / "faces", "images")
     context = multiprocessing.get_context("fork")
@@ -373,9 +365,7 @@ def test_processes_that_open_the_same_data_at_once_find_one_whole_index(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["faces", "faces.qmindex"]
 
 
-def test_without_locks_each_process_builds_the_same_index(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_locks_each_process_builds_the_same_index(tmp_path, monkeypatch, caplog):
     fcntl = pytest.importorskip("fcntl")
 
     def refused(file: int, operation: int) -> None:
@@ -439,9 +429,7 @@ def test_an_interrupted_index_goes_on(cut: int, tmp_path: Path, monkeypatch) -> 
     assert sorted(item.name for item in tmp_path.iterdir()) == ["i", "wavs", "whole"]
 
 
-def test_parts_of_other_recordings_and_damaged_ones_are_refused(
-    tmp_path: Path, monkeypatch
-) -> None:
+def test_parts_of_other_recordings_and_damaged_ones_are_refused(tmp_path, monkeypatch):
     root = write_files(tmp_path / "wavs", "recordings")
     part = tmp_path / "i.part"
     part.write_bytes(b'{"format"')  # ended inside its first line
@@ -482,9 +470,7 @@ def test_short_recordings_are_left_out_by_their_durations(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("kind", ["images", "recordings"])
-def test_writing_an_index_beside_the_data_is_announced(
-    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_writing_an_index_beside_the_data_is_announced(kind, tmp_path, caplog):
     root = write_files(tmp_path / "data", kind)
     with caplog.at_level(logging.WARNING, "qmargin.data"):
         open_dataset(root, verify=True)
@@ -513,9 +499,7 @@ def test_an_index_can_go_into_another_folder(tmp_path: Path) -> None:
         open_dataset(root, index=tmp_path / "no" / "a.qmindex")
 
 
-def test_data_in_a_folder_that_cannot_be_written_is_indexed_in_the_cache(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_data_in_a_folder_that_cannot_be_written_is_indexed_in_the_cache(tmp_path, monkeypatch):
     root = write_files(tmp_path / "faces", "images")
     monkeypatch.setattr("qmargin.data.open.os.access", lambda place, mode: False)
     monkeypatch.setattr(Path, "home", lambda: tmp_path / "home")
@@ -542,9 +526,7 @@ def test_a_recipe_says_where_and_keeps_its_hash(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("command", [("data", "index"), ("check-data",)])
 @pytest.mark.parametrize("kind", ["images", "recordings"])
-def test_commands_take_a_folder_for_indices(
-    command: tuple[str, ...], kind: str, tmp_path: Path
-) -> None:
+def test_commands_take_a_folder_for_indices(command, kind, tmp_path):
     data = write_files(tmp_path / kind, kind)
     places = tmp_path / "indices"
     places.mkdir()

@@ -72,15 +72,6 @@ def test_layout_with_a_header_record(tmp_path: Path) -> None:
     assert dataset.index.notes == ("4 records hold no image (header, ranges of identities)",)
 
 
-def test_layout_without_a_header_record(tmp_path: Path) -> None:
-    images = [jpeg(seed) for seed in range(3)]
-    records = [part(scalar(label, image)) for label, image in zip([5, 0, 5], images, strict=True)]
-    dataset = open_dataset(store(tmp_path, records, [0, 1, 2]))
-    assert [dataset.read(row) for row in range(3)] == images
-    assert dataset.labels.tolist() == [5, 0, 5]
-    assert np.issubdtype(dataset.labels.dtype, np.integer)
-
-
 def test_split_records_get_their_magic_back(tmp_path: Path) -> None:
     """A payload with the magic at multiples of four is stored in parts without it."""
     head = several([7.0, 0.0], b"")  # 32 bytes, a multiple of four
@@ -101,9 +92,7 @@ def test_split_records_get_their_magic_back(tmp_path: Path) -> None:
     pieces=st.lists(st.sampled_from([MAGIC, b"a", b"bc", b"defg", MAGIC * 2, b""]), max_size=9),
     label=st.integers(0, 2**24),
 )
-def test_writer_and_reader_are_inverse(
-    pieces: list[bytes], label: int, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_writer_and_reader_are_inverse(pieces, label, tmp_path_factory):
     folder = tmp_path_factory.mktemp("records")
     image = b"".join(pieces)
     with RecordWriter(folder / "a.rec") as writer:
@@ -140,14 +129,6 @@ def test_keys_in_any_order_are_found(tmp_path: Path) -> None:
     dataset = open_dataset(path)
     assert [dataset.read(row) for row in range(4)] == images
     assert dataset.index.columns["key"].tolist() == [9, 4, 7, 1]
-
-
-def test_a_missing_idx_is_not_needed(tmp_path: Path) -> None:
-    path = write_records(tmp_path / "train.rec", [jpeg(0), jpeg(1)], [0, 1])
-    path.with_suffix(".idx").unlink()
-    dataset = open_dataset(path)
-    assert [dataset.read(0), dataset.read(1)] == [jpeg(0), jpeg(1)]
-    assert "train.idx is missing" in dataset.index.notes[0]
 
 
 @pytest.mark.parametrize(
@@ -208,9 +189,7 @@ def test_damage_is_named_with_its_place(damage, message: str, tmp_path: Path) ->
     assert [item.name for item in tmp_path.iterdir()] == ["train.rec"]  # no half index
 
 
-def test_records_larger_than_the_window_are_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_records_larger_than_the_window_are_read(tmp_path, monkeypatch):
     monkeypatch.setattr("qmargin.data.readers.recordio._WINDOW", 64)
     images = [bytes([seed]) * (10 + 37 * seed) for seed in range(12)]
     images[5] = (MAGIC + b"1234") * 30

@@ -92,17 +92,6 @@ def test_a_corrupt_sample_is_replaced_by_a_function_of_seed_epoch_and_index() ->
     assert len(set(chosen.values())) > 10
 
 
-def test_augmentations_differ_by_sample_and_epoch() -> None:
-    dataset = Listed([0] * 12)
-    seeds = {
-        int(read_sample(dataset, index, seed=seed, epoch=epoch).inputs[1])
-        for index in range(12)
-        for seed in range(3)
-        for epoch in range(3)
-    }
-    assert len(seeds) == 12 * 3 * 3
-
-
 def test_a_set_that_is_corrupt_throughout_is_an_error() -> None:
     with pytest.raises(DataError, match=r"'3.jpg' and 31 drawn in its place are all corrupt"):
         read_sample(Listed([0] * 12, frozenset(range(12))), 3, seed=0, epoch=0)

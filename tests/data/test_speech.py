@@ -1,4 +1,7 @@
+"""Chunks of speech: cut, sped up, augmented from a seed; rooms as physics has them."""
+
 import math
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -55,7 +58,7 @@ def test_chunks_are_uniform_parts_of_utterances(tmp_path: Path) -> None:
     dataset = SpeechDataset(open_audio(ramps(tmp_path)), speeds=(1.0,))
     assert dataset.num_samples == 32240
     starts = []
-    for seed in range(400):
+    for seed in range(200):
         chunk, label = dataset.read(1, seed)
         assert (chunk.shape, chunk.dtype, label) == ((32240,), torch.float32, 1)
         places = torch.round(chunk * 2**17 / 4) * 4  # steps of 16-bit audio
@@ -72,9 +75,6 @@ def test_short_utterances_are_tiled(tmp_path: Path) -> None:
     chunk, _ = dataset.read(0, 0)
     whole = torch.from_numpy(dataset.recordings[0][0])
     assert torch.equal(chunk, torch.cat([whole] * 5)[:32240])
-
-
-def test_one_sample_is_enough_to_tile(tmp_path: Path) -> None:
     assert tiled(np.ones(1, dtype=np.float32), 5).tolist() == [1.0] * 5
 
 
@@ -89,7 +89,7 @@ def test_speeds_make_speakers_of_their_own(rate: int, tmp_path: Path) -> None:
     assert dataset.labels is None
     check_labels(dataset)
     counts = np.zeros(3, dtype=int)
-    for seed in range(120):
+    for seed in range(60):
         chunk, label = dataset.read(2, seed)
         turn, speaker = divmod(label, 3)
         assert speaker == 2
@@ -97,7 +97,7 @@ def test_speeds_make_speakers_of_their_own(rate: int, tmp_path: Path) -> None:
         spectrum = np.abs(np.fft.rfft(chunk.numpy() * np.hanning(len(chunk))))
         hertz = spectrum.argmax() * 16000 / len(chunk)
         assert hertz == pytest.approx(1000 * (1.0, 0.9, 1.1)[turn], abs=1.0)
-    assert counts.min() > 20
+    assert counts.min() > 8
 
 
 def test_labels_are_known_without_speeds(tmp_path: Path) -> None:
@@ -115,8 +115,6 @@ def test_fine_tuning_keeps_the_classes_of_the_speeds(tmp_path: Path) -> None:
     assert dataset.num_classes == 9
     assert {dataset.read(5, seed)[1] for seed in range(20)} == {2}
     check_labels(dataset)
-    with pytest.raises(ConfigError, match="classes_per_speaker is 2 and there are 3 speeds"):
-        SpeechDataset(dataset.recordings, classes_per_speaker=2)
 
 
 def full(tmp_path: Path, **options) -> SpeechDataset:
@@ -269,48 +267,45 @@ def test_silence_stays_finite(tmp_path: Path) -> None:
         assert np.isfinite(silent).all()
 
 
-def test_responses_are_read_from_files(tmp_path: Path) -> None:
+def test_responses_and_noises_are_read_from_files(tmp_path: Path) -> None:
     path = tmp_path / "room1" / "rir.wav"
     path.parent.mkdir()
     path.write_bytes(encoded(tone(0.1, rate=8000), rate=8000))
-    assert len(ResponseFiles(tmp_path).draw(np.random.default_rng(0))) == 1600
-    path.write_bytes(b"broken")
-    with pytest.raises(CorruptSample, match=r"impulse response .*rir.wav"):
-        ResponseFiles(tmp_path).draw(np.random.default_rng(0))
-
-
-def test_a_broken_noise_is_named(tmp_path: Path) -> None:
-    noises = Noises(musan(tmp_path))
-    for path in tmp_path.rglob("*.wav"):
-        path.write_bytes(b"broken")
+    generator = np.random.default_rng(0)
+    assert len(ResponseFiles(tmp_path).draw(generator)) == 1600
+    noises = Noises(musan(tmp_path / "musan"))
+    for file in tmp_path.rglob("*.wav"):
+        file.write_bytes(b"broken")
+    with pytest.raises(CorruptSample, match=r"impulse response .*\.wav"):
+        ResponseFiles(tmp_path).draw(generator)
     with pytest.raises(CorruptSample, match=r"noise .*\.wav: it is not audio"):
-        noises.draw(100, np.random.default_rng(0))
+        noises.draw(100, generator)
 
 
 def test_wrong_settings_are_refused(tmp_path: Path) -> None:
-    collection = open_audio(speaker_folders(tmp_path / "wavs"))
-    with pytest.raises(ConfigError, match="num_frames is 0"):
-        SpeechDataset(collection, num_frames=0)
-    with pytest.raises(ConfigError, match="speeds are"):
-        SpeechDataset(collection, speeds=(1.0, 1.0))
-    with pytest.raises(ConfigError, match=r"speed is 0\.0"):
-        SpeechDataset(collection, speeds=(0.0,))
-    with pytest.raises(ConfigError, match="set as_features"):
-        SpeechDataset(collection, masks=SpectrumMasks())
-    with pytest.raises(ConfigError, match="8000 Hz and the recordings give 16000"):
-        SpeechDataset(collection, bank=FilterBank(8000, 40))
-    with pytest.raises(ConfigError, match="choose one"):
-        open_speech(tmp_path / "wavs", simulate_rooms=True, response_path=str(tmp_path))
-    with pytest.raises(ConfigError, match=r"probability is 1\.5"):
-        SpeechAugmentation(1.5, responses=RoomSimulator())
-    with pytest.raises(ConfigError, match="give one or both"):
-        SpeechAugmentation()
-    with pytest.raises(ConfigError, match="max_bins is -1"):
-        SpectrumMasks(max_bins=-1)
-    with pytest.raises(DataError, match="give MUSAN's own folder"):
-        Noises(tmp_path)
-    with pytest.raises(DataError, match="has no impulse responses"):
-        ResponseFiles(tmp_path / "none")
+    path = speaker_folders(tmp_path / "wavs")
+    make = partial(SpeechDataset, open_audio(path))
+    outside = (3.0, 4.0, 1.5)
+    for build, words in (
+        (lambda: make(num_frames=0), "num_frames is 0"),
+        (lambda: make(speeds=(1.0, 1.0)), "speeds are"),
+        (lambda: make(speeds=(0.0,)), r"speed is 0\.0"),
+        (lambda: make(classes_per_speaker=2), "classes_per_speaker is 2"),
+        (lambda: make(masks=SpectrumMasks()), "as_features"),
+        (lambda: make(bank=FilterBank(8000, 40)), "8000 Hz and the recordings give 16000"),
+        (lambda: open_speech(path, simulate_rooms=True, response_path="a"), "choose one"),
+        (lambda: SpeechAugmentation(1.5, responses=RoomSimulator()), r"probability is 1\.5"),
+        (SpeechAugmentation, "give one or both"),
+        (lambda: SpectrumMasks(max_bins=-1), "max_bins is -1"),
+        (lambda: Noises(tmp_path), "MUSAN"),
+        (lambda: ResponseFiles(tmp_path / "none"), "no impulse responses"),
+        (lambda: Room(ROOM.size, ROOM.source, outside, 0.3), "microphone is at"),
+        (lambda: Room(ROOM.size, ROOM.source, ROOM.microphone, 0.0), "reverberation_s is 0"),
+        (lambda: RoomSimulator(length=(5, 3)), r"length is \(5, 3\)"),
+        (lambda: RoomSimulator(num_rooms=-1), "num_rooms is -1"),
+    ):
+        with pytest.raises((ConfigError, DataError), match=words):
+            build()
 
 
 def test_real_speech_makes_batches() -> None:
@@ -366,6 +361,7 @@ def test_nothing_is_heard_before_the_direct_sound() -> None:
     assert abs(np.abs(response).argmax() - arrival) <= 1
     before = response[: int(arrival) - 12]
     assert np.abs(before).max() < 1e-3 * np.abs(response).max()
+    assert abs(response.sum()) < 1e-2 * np.abs(response).sum()  # no offset
 
 
 @pytest.mark.parametrize("time", [0.2, 0.35, 0.5])
@@ -376,11 +372,6 @@ def test_sound_fades_in_the_reverberation_time(time: float) -> None:
     level = 10 * np.log10(energy / energy[0])
     fall = (np.argmax(level < -25) - np.argmax(level < -5)) / 16000
     assert 3 * fall == pytest.approx(time, rel=0.3)
-
-
-def test_there_is_no_offset() -> None:
-    response = room_response(ROOM)
-    assert abs(response.sum()) < 1e-2 * np.abs(response).sum()
 
 
 def test_rooms_follow_the_generator() -> None:
@@ -398,20 +389,9 @@ def test_rooms_follow_the_generator() -> None:
         assert 0.0 <= room.reflection <= 0.99
 
 
-def test_impossible_rooms_are_refused() -> None:
-    with pytest.raises(ConfigError, match="microphone is at"):
-        Room((5.0, 4.0, 3.0), (1.0, 1.0, 1.0), (3.0, 4.0, 1.5), reverberation_s=0.3)
-    with pytest.raises(ConfigError, match="reverberation_s is 0"):
-        Room((5.0, 4.0, 3.0), (1.0, 1.0, 1.0), (3.0, 2.0, 1.5), reverberation_s=0.0)
-    with pytest.raises(ConfigError, match=r"length is \(5, 3\)"):
-        RoomSimulator(length=(5, 3))
-
-
 def test_numbered_rooms_are_simulated_once() -> None:
     simulator = RoomSimulator(reverberation_s=(0.15, 0.16), num_rooms=3)
     drawn = [simulator.draw(np.random.default_rng(seed)) for seed in range(20)]
     assert len({id(response) for response in drawn}) == 3
     again = RoomSimulator(reverberation_s=(0.15, 0.16), num_rooms=3)
     np.testing.assert_array_equal(again.draw(np.random.default_rng(7)), drawn[7])
-    with pytest.raises(ConfigError, match="num_rooms is -1"):
-        RoomSimulator(num_rooms=-1)

@@ -34,16 +34,6 @@ def test_a_picture_is_the_same_alone_and_among_thousands():
     assert np.array_equal(dataset.images(indices[::-1]), together[::-1])
 
 
-def test_pictures_do_not_change_with_a_version():
-    """Hashes decide; sums may differ in the last bit between machines, so means are compared."""
-    pictures = StrokeIdentities(50, 2).images(np.arange(100))
-    again = StrokeIdentities(50, 2).images(np.arange(100))
-    assert np.array_equal(pictures, again)
-    assert pictures.dtype == np.uint8
-    assert 15.0 < pictures.mean() < 60.0  # some ink, mostly paper
-    assert pictures.std(axis=(1, 2)).min() > 10.0  # none is empty
-
-
 def test_samples_of_an_identity_are_alike_and_identities_are_not():
     dataset = StrokeIdentities(100, 2, seed=1)
     pictures = dataset.images(np.arange(200)).astype(float).reshape(200, 16, 2, 16, 2)
@@ -96,14 +86,6 @@ def test_reading_gives_floats_and_moves_by_the_seed_alone():
     assert torch.equal(still.read(17, seed=5)[0], still.read(17, seed=6)[0])
 
 
-def test_a_moved_picture_is_the_picture_moved():
-    """The reading with the seed of the far corner is the sample, two pixels up and left."""
-    moved = StrokeIdentities(4, 1, shift=2).read(3, seed=24)[0][0]
-    plain = StrokeIdentities(4, 1).read(3, seed=0)[0][0]
-    assert torch.equal(moved[:-2, :-2], plain[2:, 2:])
-    assert not moved[-2:].any()
-
-
 def test_kept_samples_are_the_drawn_ones():
     kept, drawn = (StrokeIdentities(6, 3, shift=1, in_memory=value) for value in (True, False))
     for index in (0, 7, 17):
@@ -126,14 +108,6 @@ def test_millions_cost_nothing_before_they_are_read():
     assert time.process_time() - began < 0.5
     assert label == (1 << 40) - 1
     assert image.any()
-
-
-def test_one_core_draws_thousands_a_second():
-    dataset = StrokeIdentities(1000, 2)
-    dataset.images(np.arange(512))
-    began = time.process_time()
-    dataset.images(np.arange(2000))
-    assert 2000 / (time.process_time() - began) > 2000
 
 
 def test_the_loader_and_recipes_take_them():

@@ -33,19 +33,6 @@ def test_noise_and_augmentation_have_the_size_asked_for() -> None:
         assert float(difference.var()) == pytest.approx(2 * variance, rel=0.05)
 
 
-def test_without_augmentation_readings_are_equal() -> None:
-    dataset = SyntheticIdentities(2, 2, augmentation=0.0)
-    assert torch.equal(dataset.read(1, 0)[0], dataset.read(1, 9)[0])
-
-
-def test_the_global_generators_are_left_alone() -> None:
-    torch.manual_seed(3)
-    expected = torch.rand(3)
-    torch.manual_seed(3)
-    SyntheticIdentities(2, 2).read(0, 0)
-    assert torch.equal(torch.rand(3), expected)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -60,12 +47,6 @@ def test_the_global_generators_are_left_alone() -> None:
 def test_bad_settings_are_refused(options: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         SyntheticIdentities(**{"num_classes": 2, "samples_per_class": 2, **options})
-
-
-@pytest.mark.parametrize("index", [-1, 4])
-def test_samples_outside_are_refused(index: int) -> None:
-    with pytest.raises(IndexError, match="of 4"):
-        SyntheticIdentities(2, 2).read(index, 0)
 
 
 def test_samples_as_bytes_are_the_same_samples() -> None:

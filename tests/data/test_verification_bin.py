@@ -4,7 +4,6 @@ import io
 import os
 import pickle
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -102,21 +101,13 @@ def test_python_2_files_load(tmp_path: Path) -> None:
     ],
     ids=lambda payload: getattr(getattr(payload, "call", [payload])[0], "__name__", "object"),
 )
-def test_hostile_pickles_are_refused_and_do_nothing(
-    payload: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hostile_pickles_are_refused_and_do_nothing(payload, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for content in (payload, (IMAGES, [payload]), ([*IMAGES[:5], payload], SAME)):
         Path("evil.bin").write_bytes(pickle.dumps(content))
         with pytest.raises(DataError, match=r"evil\.bin is not a verification set"):
             read_bin("evil.bin")
     assert [path.name for path in tmp_path.iterdir()] == ["evil.bin"]
-
-
-def test_the_refused_name_is_shown(tmp_path: Path) -> None:
-    (tmp_path / "evil.bin").write_bytes(pickle.dumps(Payload(os.system, "true")))
-    with pytest.raises(DataError, match=r"names (posix|nt)\.system"):
-        read_bin(tmp_path / "evil.bin")
 
 
 def test_codecs_other_than_latin_1_are_refused(tmp_path: Path) -> None:
@@ -262,9 +253,7 @@ NPZ_BOMBS = {
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="memory is limited on Linux")
 @pytest.mark.parametrize("name", NPZ_BOMBS)
 @pytest.mark.parametrize("read", [read_bin, read_scores, read_embeddings])
-def test_archives_that_unpack_to_too_much_are_refused(
-    name: str, read: Callable[[Path], Any], tmp_path: Path
-) -> None:
+def test_archives_that_unpack_to_too_much_are_refused(name, read, tmp_path):
     (tmp_path / "bomb.npz").write_bytes(NPZ_BOMBS[name])
     within(read, tmp_path / "bomb.npz", error=DataError)
 

@@ -14,7 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import qmargin
 from helpers.heads import make_loss, random_batch
-from helpers.ranks import free_port
 from qmargin.errors import ConfigError, DataError
 from qmargin.heads.classifier import MarginClassifier
 from qmargin.heads.optimizers import ExactSGD, SparseSGD, clip_grad_norm_
@@ -108,11 +107,12 @@ def optimized(case, group=None):
     return found
 
 
-def work(rank, world, port, folder):
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
+def work(rank, world, folder):
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     limit = timedelta(seconds=20)  # a rank that fails must not hang the others
-    dist.init_process_group("gloo", rank=rank, world_size=world, timeout=limit)
+    store = {"init_method": f"file://{folder}/store", "rank": rank, "world_size": world}
+    dist.init_process_group("gloo", **store, timeout=limit)
     group, found = dist.group.WORLD, {}
     sizes = [ROWS // world + (r < ROWS % world) for r in range(world)]
     if world == 4:
@@ -214,7 +214,7 @@ def wrapped(group):
 def found(request, tmp_path_factory):
     """Everything that the ranks of one world found, by rank."""
     world, folder = request.param, tmp_path_factory.mktemp("ranks")
-    multiprocessing.spawn(work, (world, free_port(), str(folder)), nprocs=world)
+    multiprocessing.spawn(work, (world, str(folder)), nprocs=world)
     results = [pickle.loads((folder / str(rank)).read_bytes()) for rank in range(world)]
     failed = [result for result in results if not isinstance(result, dict)]
     failed.sort(key=lambda text: "Connection closed" in text)  # the cause before its effects

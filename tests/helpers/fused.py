@@ -38,8 +38,7 @@ def make_head(
     )
     generator = torch.Generator().manual_seed(1)
     weights = torch.randn(num_classes, DIM, generator=generator, dtype=torch.float64)
-    with torch.no_grad():
-        head.prototypes.copy_(weights)
+    head.prototypes.data.copy_(weights)
     return head
 
 

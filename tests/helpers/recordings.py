@@ -1,12 +1,12 @@
 """Recordings made by tests, and real speech where it is at hand."""
 
 import io
-import os
 from pathlib import Path
 
 import numpy as np
-import pytest
 import soundfile
+
+from helpers.pictures import shared_data
 
 FORMATS = {
     "wav": ("WAV", "PCM_16"),
@@ -43,8 +43,4 @@ def speaker_folders(root: Path, *, speakers: int = 3, each: int = 2, suffix: str
 
 def real_speech() -> Path:
     """The folder of 60 speakers, or a skip with a message where it is absent."""
-    beside = Path(__file__).parents[2].parent / "shared" / "data"
-    folder = Path(os.environ.get("QMARGIN_DATA", beside)) / "audiomnist60"
-    if not folder.is_dir():
-        pytest.skip(f"real speech is not at {folder}; name its folder with QMARGIN_DATA")
-    return folder
+    return shared_data("audiomnist60")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from qmargin.errors import CorruptSample
 from qmargin.models import list_backbones, register_backbone
 from qmargin.recipes import get_recipe
 from qmargin.training.checkpoint import open_checkpoint, step_name
-from qmargin.training.recipe import Recipe
+from qmargin.training.recipe import ModelPart, Recipe
 from qmargin.training.recipe_files import apply_settings
 
 MARK = 1e6  # in an input, makes the gradient of the batch infinite
@@ -51,12 +51,6 @@ class Fragile(nn.Module):
         return _Explode.apply(self.last(hidden), (vectors == MARK).any())
 
 
-def fragile() -> None:
-    """Make the backbone ``fragile`` known, once."""
-    if "fragile" not in list_backbones():
-        register_backbone("fragile", Fragile)
-
-
 def tiny_recipe(*settings: str) -> Recipe:
     """The debug recipe, with fewer steps and samples."""
     short = ("run.max_steps=20", "run.save_every_steps=10", "run.log_every=1", "run.keep=9")
@@ -65,12 +59,10 @@ def tiny_recipe(*settings: str) -> Recipe:
 
 def fragile_recipe(*settings: str) -> Recipe:
     """The same with the backbone ``fragile``."""
-    fragile()
-    values = get_recipe("debug").model
-    assert values.options
+    if "fragile" not in list_backbones():
+        register_backbone("fragile", Fragile)
     recipe = tiny_recipe(*settings)
-    model = type(values)("fragile", embedding_dim=values.embedding_dim)
-    return type(recipe)(**{**vars(recipe), "model": model})
+    return replace(recipe, model=ModelPart("fragile", recipe.model.embedding_dim))
 
 
 def identities(**changes: Any) -> SyntheticIdentities:

@@ -38,12 +38,9 @@ class Speakers:
     def write_scores(self, path: Path) -> Path:
         """In the order of WeSpeaker, in full precision."""
         rows = enumerate(zip(self.enrol, self.test, self.labels, strict=True))
-        path.write_text(
-            "".join(
-                f"{a} {b} {self.plain_score(row)!r} {'target' if label else 'nontarget'}\n"
-                for row, (a, b, label) in rows
-            )
-        )
+        words = ("nontarget", "target")
+        lines = [f"{a} {b} {self.plain_score(row)!r} {words[y]}\n" for row, (a, b, y) in rows]
+        path.write_text("".join(lines))
         return path
 
 

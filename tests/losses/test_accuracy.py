@@ -35,9 +35,6 @@ for_two_million = pytest.mark.parametrize(  # seconds each
 )
 
 
-# ---------------------------------------------------------------- the definition itself
-
-
 @pytest.mark.parametrize("seed", range(3))
 def test_definition_gives_softmax_and_its_cross_entropy(seed):
     """M1 at alpha = 1, and the log-partition is logsumexp."""
@@ -68,16 +65,12 @@ def test_definition_agrees_in_both_precisions(alpha):
         rows = grid_rows(alpha, scale)
         for row in range(scale == 1.0, len(rows.names), 9):
             logits, log_reference = rows.logits[row], rows.log_reference[row]
-            label = int(rows.labels[row])
-            digits, wide = (
-                exact(AlphaGenerator(alpha), logits, log_reference),
-                extended(alpha, logits, log_reference),
-            )
+            digits = exact(AlphaGenerator(alpha), logits, log_reference)
+            wide = extended(alpha, logits, log_reference)
+            losses = [float(solution.loss(int(rows.labels[row]))) for solution in (wide, digits)]
             np.testing.assert_allclose(wide.posterior, digits.posterior, rtol=0, atol=1e-14)
             assert float(wide.slope) == pytest.approx(digits.slope, rel=1e-9)
-            assert float(wide.loss(label)) == pytest.approx(
-                float(digits.loss(label)), rel=1e-9, abs=1e-9
-            )
+            assert losses[0] == pytest.approx(losses[1], rel=1e-9, abs=1e-9)
 
 
 def test_definition_equals_the_solver_form_of_the_loss():
@@ -98,31 +91,21 @@ def test_definition_equals_the_solver_form_of_the_loss():
         assert abs(loss - solution.loss(label)) < 1e-40
 
 
-# ---------------------------------------------------------------- posteriors
-
-
 @for_alphas
-def test_posterior_is_accurate_with_more_classes(alpha):
+def test_posterior_with_more_classes_and_with_one(alpha):
     for scale, num_classes in ((0.1, 1000), (10.0, 257)):
         rows = grid_rows(alpha, scale, num_classes=num_classes)
         posterior = qmargin.softargmax(rows.logits, alpha=alpha, log_reference=rows.log_reference)
         truth = np.stack([s.posterior for s in grid_truth(alpha, scale, num_classes=num_classes)])
         assert_posterior(posterior, truth, names=rows.names)
-
-
-@for_alphas
-def test_posterior_of_one_class_is_one(alpha):
+    logits = torch.tensor([sign * scale for scale in LOGIT_SCALES for sign in (1, -1)])[:, None]
+    labels = torch.zeros(len(logits), dtype=torch.int64)
     for log_reference in (0.0, -3.0, -60.0):
-        logits = torch.tensor(LOGIT_SCALES)[:, None]
-        for sign in (1, -1):
-            posterior = qmargin.softargmax(sign * logits, alpha=alpha, log_reference=log_reference)
-            torch.testing.assert_close(posterior, torch.ones_like(logits), rtol=0, atol=1e-6)
-        labels = torch.zeros(len(LOGIT_SCALES), dtype=torch.int64)
-        loss = qmargin.fenchel_young_loss(logits, labels, alpha=alpha, log_reference=log_reference)
-        assert_loss(loss, [0.0] * len(labels), names=SCALE_IDS)
-
-
-# ---------------------------------------------------------------- the grid
+        options = {"alpha": alpha, "log_reference": log_reference}
+        posterior = qmargin.softargmax(logits, **options)
+        torch.testing.assert_close(posterior, torch.ones_like(logits), rtol=0, atol=1e-6)
+        loss = qmargin.fenchel_young_loss(logits, labels, **options)
+        assert_loss(loss, [0.0] * len(logits), names=[str(row) for row in logits])
 
 
 def _check_tau(rows: Rows, solution: qmargin.TauSolution, truth: list, alpha: float) -> None:
@@ -224,15 +207,12 @@ def test_bisection_on_the_bracket_of_the_paper_agrees(alpha):
     reference = torch.zeros_like(logits)
     reference[:, 3] = torch.linspace(0.0, -6.0, 8, dtype=torch.float64)
     logits[::2, 3] = 4.0  # the argmax in every other row
-    common = {"alpha": alpha, "log_reference": reference}
-    tight = qmargin.solve_tau(logits, solver="bisection", bracket="tight", **common)
-    paper = qmargin.solve_tau(logits, solver="bisection", bracket="paper", **common)
-    best = qmargin.solve_tau(logits, **common)
-    for row in range(8):
-        true = extended(alpha, logits[row], reference[row])
-        for solution in (tight, paper, best):
-            assert float(solution.tau[row]) == pytest.approx(float(true.tau), rel=0, abs=1e-11)
-            assert float(solution.mass_error[row]) <= 1e-10
+    truth = [float(extended(alpha, *row).tau) for row in zip(logits, reference, strict=True)]
+    for solver, bracket in (("bisection", "tight"), ("bisection", "paper"), ("auto", "tight")):
+        options = {"alpha": alpha, "log_reference": reference}
+        solution = qmargin.solve_tau(logits, solver=solver, bracket=bracket, **options)
+        np.testing.assert_allclose(solution.tau, truth, rtol=0, atol=1e-11)
+        assert float(solution.mass_error.max()) <= 1e-10
 
 
 @pytest.mark.parametrize(("alpha", "limit"), [(1.25, 8), (2.0, 16)])
@@ -249,31 +229,22 @@ def test_few_evaluations_reach_float32_accuracy(alpha, limit, scale):
     assert float(solution.mass_error.max()) <= 1e-6
 
 
-# ---------------------------------------------------------------- losses
-
-
 @pytest.mark.parametrize("alpha", [1.01, 1.25, 1.5, 2.0, 3.0])
 def test_nearly_satisfied_rows_keep_their_digits(alpha):
     """A loss of 1e-9 is still known to 1e-4 of itself, though ``f'(1 / q_y)`` is thousands."""
     log_q = -min(7.0, 7.0 / (alpha - 1.0))
     gap = satisfying_gap(alpha, log_q)
-    rng = np.random.default_rng(3)
-    logits, names = [], []
-    for missing in (0.5, 0.1, 0.01, 1e-3):
-        row = -3.0 - rng.random(40)
-        row[1] = 0.0
-        row[0] = gap - missing
-        logits.append(row)
-        names.append(f"{missing:g} short of a gap of {gap:g}")
-    batch = torch.tensor(np.stack(logits), dtype=torch.float32)
+    batch = torch.from_numpy(-3.0 - np.random.default_rng(3).random((4, 40))).float()
+    batch[:, 1] = 0.0
+    batch[:, 0] = gap - torch.tensor([0.5, 0.1, 0.01, 1e-3], dtype=torch.float64)
     reference = torch.zeros(40)
     reference[0] = log_q
     truth = [float(exact(AlphaGenerator(alpha), row, reference).loss(0)) for row in batch]
-    labels = torch.zeros(len(names), dtype=torch.int64)
+    labels = torch.zeros(4, dtype=torch.int64)
     loss = qmargin.fenchel_young_loss(batch, labels, alpha=alpha, log_reference=reference)
     # above 2 the posterior leaves the edge like a square root, where float64 is coarse
     absolute = 1e-12 if alpha <= 2 else 1e-9
-    assert_loss(loss, truth, names=names, relative=1e-4, absolute=absolute)
+    assert_loss(loss, truth, names=list("abcd"), relative=1e-4, absolute=absolute)
 
 
 def _identities(scale: float, margin: float, alpha: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -289,24 +260,24 @@ def _identities(scale: float, margin: float, alpha: float) -> tuple[torch.Tensor
     return cosines.scatter_(1, labels[:, None], target[:, None]), labels
 
 
-IDENTITY_SETTINGS = [
-    pytest.param(1.25, 35.0, 0.2, id="face"),
-    pytest.param(1.5, 10.0, 0.1, id="speaker", marks=pytest.mark.slow),
-    pytest.param(2.0, 10.0, 0.1, id="sparsemax", marks=pytest.mark.slow),
-    pytest.param(1.0, 64.0, 0.35, id="cosface", marks=pytest.mark.slow),
-    pytest.param(0.5, 10.0, 0.1, id="heavy-tail", marks=pytest.mark.slow),
-    pytest.param(3.0, 5.0, 0.05, id="alpha3", marks=pytest.mark.slow),
-]
+OTHER_SETTINGS = (
+    (1.5, 10.0, 0.1),
+    (2.0, 10.0, 0.1),
+    (1.0, 64.0, 0.35),
+    (0.5, 10.0, 0.1),
+    (3.0, 5.0, 0.05),
+)
 
 
-@pytest.mark.parametrize(("alpha", "scale", "margin"), IDENTITY_SETTINGS)
+@pytest.mark.parametrize(
+    ("alpha", "scale", "margin"),
+    [(1.25, 35.0, 0.2), *(pytest.param(*each, marks=pytest.mark.slow) for each in OTHER_SETTINGS)],
+)
 def test_loss_over_all_identities(alpha, scale, margin):
     """M6 at 2,059,906 classes in float32: 1e-5 relative or 1e-6 absolute; satisfied rows are 0."""
     cosines, labels = _identities(scale, margin, alpha)
-    loss_fn = qmargin.MarginLoss(
-        qmargin.Alpha(alpha), qmargin.PriorMargin(margin), scale=scale, reduction="none"
-    )
-    output = loss_fn.with_stats(cosines, labels)
+    parts = {"divergence": qmargin.Alpha(alpha), "margin": qmargin.PriorMargin(margin)}
+    output = qmargin.margin_loss_with_stats(cosines, labels, **parts, scale=scale)
     reference = np.zeros(NUM_IDENTITIES)
     truth, target_posterior = [], []
     for row, label in zip(cosines, labels.tolist(), strict=True):
@@ -322,9 +293,6 @@ def test_loss_over_all_identities(alpha, scale, margin):
     if alpha > 1:
         assert float(output.loss[4]) == 0.0
         assert abs(truth[4]) < 1e-12
-
-
-# ---------------------------------------------------------------- large alpha
 
 
 for_large_alphas = pytest.mark.parametrize("alpha", [4.0, 9.0, 16.0])
@@ -385,9 +353,6 @@ def test_the_cost_of_lost_mass_is_accurate(b):
              for r in mass.tolist()]  # fmt: skip
     found = others_gain(mass, torch.log1p(-mass), b)
     np.testing.assert_allclose(found.numpy(), truth, rtol=1e-11)
-
-
-# ---------------------------------------------------------------- the generic solver
 
 
 @pytest.mark.parametrize("scale", [1e-3, 0.1, 1.0, 10.0])

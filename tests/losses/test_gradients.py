@@ -191,9 +191,6 @@ def test_divergences_times_margins(divergence, margin):
     assert gradgradcheck(function, (cosines,))
 
 
-# ---------------------------------------------------------------- learnable settings
-
-
 @pytest.mark.parametrize("kind", ["per class", "sum", "shared", "module", "module per class"])
 def test_learnable_settings_inside_margins_reach_the_optimizer(kind):
     first, second, per_class = (nn.Parameter(torch.full(shape, 0.1)) for shape in ((), (), (12,)))

@@ -96,9 +96,6 @@ def mag_margin(norm: float) -> float:
     return (0.8 - 0.45) / (110.0 - 10.0) * (clip(norm, 10.0, 110.0) - 10.0) + 0.45
 
 
-# ---------------------------------------------------------------- formulas
-
-
 def test_prior_margin_lowers_the_reference_and_leaves_the_logit():
     """M9."""
     logits, log_reference, penalty = PriorMargin(0.2)(INSIDE, SCALE)
@@ -169,9 +166,6 @@ def test_effective_margins_of_the_other_margins():
     ):
         assert margin.effective(1.25, 32.0) is None
     assert PriorMargin(100.0).effective(2.0, 64.0) == math.inf
-
-
-# ---------------------------------------------------------------- rules of every margin
 
 
 @each_margin
@@ -277,9 +271,6 @@ def test_sine_is_exact_and_its_derivative_capped(dtype):
     c = cosines.detach().double()
     slope = -c / (1 - c).mul(1 + c).sqrt().clamp_min(SMALLEST_SINE)
     torch.testing.assert_close(cosines.grad.double(), slope, rtol=1e-5, atol=0.0)
-
-
-# ---------------------------------------------------------------- settings
 
 
 @each_builder
@@ -409,9 +400,6 @@ def test_settings_that_do_not_fit_are_named(build, error, named):
         build()
 
 
-# ---------------------------------------------------------------- sums and warnings
-
-
 @pytest.mark.parametrize(
     "geometric", [CosineMargin(0.1), AngularMargin(0.1), CombinedMargin(), MagFaceMargin()], ids=str
 )
@@ -475,9 +463,6 @@ def test_the_warning_points_at_the_line_of_the_caller_and_has_a_number():
     ):
         with pytest.warns(MarginWarning, match=remedy):
             warn_if_unreachable(PriorMargin(0.5) + CosineMargin(cosine), alpha=1.25, scale=32.0)
-
-
-# ---------------------------------------------------------------- AdaFace, MagFace, ElasticFace
 
 
 def test_adaface_moves_its_statistics_before_it_uses_them():

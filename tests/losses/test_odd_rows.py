@@ -23,9 +23,6 @@ for_alphas = pytest.mark.parametrize("alpha", ALPHAS)
 for_divergences = pytest.mark.parametrize("divergence", DIVERGENCES, ids=str)
 
 
-# ---------------------------------------------------------------- masked classes
-
-
 @for_alphas
 def test_masked_classes_are_as_good_as_absent(alpha):
     """``-inf`` gives p = 0 and a zero gradient, and changes nothing else."""
@@ -124,9 +121,6 @@ def test_all_other_classes_masked(alpha, scale):
     torch.testing.assert_close(cosines.grad, torch.zeros(1, 3), rtol=0, atol=1e-5)
 
 
-# ---------------------------------------------------------------- NaN, infinity, empty batches
-
-
 @for_alphas
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("where", ["target", "other", "all"])
@@ -205,9 +199,6 @@ def test_inputs_are_left_as_they_were(alpha, dtype):
     qmargin.solve_tau(cosines, **options)
     for now, before in zip((cosines, labels, reference), copies, strict=True):
         assert torch.equal(now, before)
-
-
-# ---------------------------------------------------------------- ignored rows
 
 
 @for_alphas
@@ -301,9 +292,6 @@ def test_a_loss_of_ignored_rows_leaves_zeros():
     loss = qmargin.q_margin()(cosines, torch.full((3,), -100))
     loss.backward()
     assert loss.isnan() and (cosines.grad == 0).all()
-
-
-# ---------------------------------------------------------------- target distributions
 
 
 def logits_and_target() -> tuple[Tensor, Tensor]:

@@ -41,9 +41,6 @@ OPERATORS = {
 for_operators = pytest.mark.parametrize("operator", OPERATORS)
 
 
-# ---------------------------------------------------------------- torch.compile
-
-
 LOSSES = {
     f"loss at alpha {alpha}": lambda x, y, _, alpha=alpha: qmargin.MarginLoss(
         qmargin.Alpha(alpha), qmargin.PriorMargin(0.1), scale=8.0
@@ -107,9 +104,6 @@ def test_settings_may_vary_inside_a_compiled_function(dynamic, kind):
         torch.testing.assert_close(compiled(*settings), loss(*settings))
 
 
-# ---------------------------------------------------------------- torch.func
-
-
 @for_operators
 @for_alphas
 def test_vmap_over_rows_batches_and_another_dim(operator, alpha):
@@ -171,9 +165,6 @@ def test_per_sample_gradients_of_a_model(preset):
     for sample in range(5):
         expected = grad(loss)(parameters, features[sample], labels[sample])["weight"]
         torch.testing.assert_close(per_sample[sample], expected, rtol=1e-9, atol=1e-9)
-
-
-# ---------------------------------------------------------------- layouts and shapes
 
 
 @for_operators

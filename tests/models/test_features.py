@@ -12,9 +12,7 @@ EPSILON = 1e-3
 DEPTH = 65 / 10 * np.log(10)  # 65 dB in natural logarithms
 
 
-def kaldi_features(
-    samples: np.ndarray, *, window: str = "hamming", rate: int = 16000, bins: int = 80
-) -> np.ndarray:
+def kaldi_features(samples, *, window="hamming", rate=16000, bins=80) -> np.ndarray:
     options = kaldi.FbankOptions()
     options.frame_opts.samp_freq = rate
     options.frame_opts.dither = 0.0

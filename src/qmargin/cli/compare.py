@@ -11,6 +11,7 @@ from qmargin.cli.options import (
     Command,
     Count,
     Overwriting,
+    RecipeSettings,
     argument,
     command_line,
     guard_of,
@@ -34,23 +35,16 @@ EXIT_CODES = """exit status:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Running(Overwriting):
+class Running(Overwriting, RecipeSettings):
     """What every command that runs an experiment takes."""
 
     resumes: ClassVar[bool] = True
     epilog: ClassVar[str] = EXIT_CODES
 
-    settings: tuple[str, ...] = option(
-        "change a value of the recipe for every run; may be repeated",
-        name="--set",
-        metavar="KEY=VALUE",
-        repeated=True,
-    )
     jobs: Count | None = option("runs at once (one on each device)")
     devices: tuple[str, ...] = option("cpu, or cuda:0 cuda:1", default=("auto",), metavar="NAME")
     storage: str | None = option(
-        "Optuna storage that several machines share: sqlite:///FILE, journal:FILE, redis:// or "
-        "postgresql://",
+        "shared Optuna storage: sqlite:///FILE, journal:FILE, redis:// or postgresql://",
         metavar="URL",
     )
 
@@ -139,20 +133,16 @@ class Sweep(Running):
     out: Path = option("folder of the sweep", metavar="DIR")
     axes: tuple[str, ...] = option(
         "values of a setting, as in loss.scale=10,16, of m_eff, the effective margin, or of "
-        "hardness, which decides the scale; a search also takes LOW:HIGH and LOW:HIGH:log; may be "
-        "repeated",
+        "hardness, which decides the scale; a search also takes LOW:HIGH and LOW:HIGH:log",
         name="--grid",
         metavar="KEY=V1,V2",
         repeated=True,
     )
     seeds: Count = option("runs of each combination", default=1)
-    search: Literal["grid", "random", "optuna"] = option(
-        "every combination, random ones, or a search by Optuna", default="grid"
-    )
+    search: Literal["grid", "random", "optuna"] = option("how to choose points", default="grid")
     trials: Count | None = option("combinations of a search (40)")
     validation: tuple[str, ...] = option(
-        "data of other identities, to measure on; or settings such as data.options.split=dev; data "
-        "that is made needs none; may be repeated",
+        "data of other identities, or settings such as data.options.split=dev; not for made data",
         metavar="PATH",
         repeated=True,
     )
@@ -190,18 +180,10 @@ class Demo(Command):
     out: Path = option("folder of the demo", default=Path("qmargin-demo"), metavar="DIR")
     seeds: Count = option("seeds of each loss", default=1)
     losses: tuple[str, ...] = option(
-        "of arcface cosface entmax sparsemax q_margin (all)", metavar="NAME"
+        "arcface cosface entmax sparsemax q_margin (all)", metavar="NAME"
     )
-    minutes: float | None = option(
-        "for all five losses and one seed (the standard length, shorter only where six minutes "
-        "would not do)",
-        metavar="M",
-    )
-    data: Path | None = option(
-        "pictures instead of synthetic ones: a folder with one folder per identity, or another "
-        "layout of `qmargin train`, or an NPZ file",
-        metavar="PATH",
-    )
+    minutes: float | None = option("for five losses, one seed (the standard length)", metavar="M")
+    data: Path | None = option("pictures instead: as of `qmargin train`, or NPZ", metavar="PATH")
     device: Literal["auto", "cpu", "cuda"] = option("where to train", default="auto")
 
     def run(self) -> None:

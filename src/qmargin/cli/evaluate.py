@@ -46,21 +46,15 @@ class Evaluation(Overwriting, KeepingPaths):
 
     out: Path = option("result.json to write")
     name: str | None = option("name of the system (that of the model or file)", metavar="SYSTEM")
-    protocol: str | None = option(
-        "name of the trials (that of their file or folder)", metavar="NAME"
-    )
+    protocol: str | None = option("name of the trials (that of their file)", metavar="NAME")
     fars: tuple[float, ...] = option(
-        "false accept rates at which to measure TAR",
-        default=(1e-2, 1e-3, 1e-4, 1e-5),
-        metavar="FAR",
+        "false accept rates of TAR", default=(1e-2, 1e-3, 1e-4, 1e-5), metavar="FAR"
     )
     replicates: int = option("replicates of the bootstrap; 0 for no intervals", default=1000)
     level: float = option("level of the intervals", default=0.95)
     seed: int = option("seed of the bootstrap", default=0)
     hardest: int = option("hardest trials to keep", default=20)
-    metrics: tuple[str, ...] | None = option(
-        "registered metrics to measure besides, see `qmargin list metrics` (all)", metavar="NAME"
-    )
+    metrics: tuple[str, ...] | None = option("of `qmargin list metrics` (all)", metavar="NAME")
 
     @property
     def embeddings_path(self) -> Path:
@@ -167,9 +161,7 @@ class Cohort(Command):
     """Embeddings that scores are normalised by."""
 
     cohort: Path | None = option("embeddings of other subjects, for --as-norm")
-    as_norm: Count | None = option(
-        f"normalise by the N nearest of the cohort ({TOP_N} with --cohort, else none)"
-    )
+    as_norm: Count | None = option(f"normalise by the N nearest ({TOP_N} with --cohort)")
 
     def check_cohort(self) -> None:
         """Refuse a normalisation without a cohort."""

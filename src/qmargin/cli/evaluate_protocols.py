@@ -30,8 +30,7 @@ class _Embedded(Resumed, Rules):
 
     model: Path | None = option("model directory, or a run", metavar="DIR")
     embeddings: Path | None = option(
-        "embeddings: written by --model, or read where there is no --model (OUT with "
-        ".embeddings.safetensors)"
+        "written by --model, or read without --model (OUT with .embeddings.safetensors)"
     )
     device: str = option("where the model runs, such as cpu or cuda", default="cpu", metavar="NAME")
     workers: int = option("threads that decode", default=2)
@@ -123,9 +122,7 @@ class _Faces(_Embedded):
 class _Pictures(Command):
     """Images of the hardest pairs."""
 
-    pictures: Path | None = option(
-        "write images of the hardest pairs there, for `qmargin report --media DIR`", metavar="DIR"
-    )
+    pictures: Path | None = option("write the hardest pairs, for a report", metavar="DIR")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,10 +210,9 @@ class Ijb(_Faces, _Pictures):
     unit_embeddings: bool = option("images weigh the same, whatever their norm")
     no_detector_scores: bool = option("do not weigh images by the detector")
     fars: tuple[float, ...] = option(
-        "false accept rates at which to measure TAR, or false positive rates of a search (1e-6 to "
-        "1e-1; 1e-2 and 1e-1 of a search)",
+        "false accept rates of TAR, or false positive rates of a search (1e-6 to 1e-1; 1e-2 and "
+        "1e-1 of a search)",
         default=(),
-        metavar="FAR",
     )
     replicates: int = option(default=100)  # of millions of pairs: a thousand take minutes
 
@@ -286,28 +282,17 @@ class VoxCeleb(_Embedded, ScoresFile, Costs):
     compares by cosine, and may normalise by a cohort and calibrate.
     """
 
-    trials: str = argument(
-        "O, E, H (official lists) or a file of trials with labels", metavar="LIST"
-    )
+    trials: str = argument("O, E, H (official lists) or a file with labels", metavar="LIST")
     audio: Path | None = option("folder that the names of the list are in", metavar="DIR")
-    training: Path | None = option(
-        "embeddings of the training set: its mean, its speakers as a cohort, its trials"
-    )
-    speakers: Path | None = option(
-        "lines `utterance speaker` of the training set (folders of the names)"
-    )
+    training: Path | None = option("embeddings of the training set: mean, cohort and trials")
+    speakers: Path | None = option("lines `utterance speaker` of --training (folders of names)")
     no_center: bool = option("do not subtract the mean of --training")
     as_norm: Count | None = option(
-        f"normalise by the N nearest speakers of the training set, {TOP_N} without a number",
-        const=TOP_N,
+        f"normalise by the N nearest speakers of --training, {TOP_N} without N", const=TOP_N
     )
-    calibrate: bool = option(
-        "turn scores into log-likelihood ratios, with what is known of both recordings, by trials "
-        "drawn from the training set"
-    )
+    calibrate: bool = option("quality-aware log-likelihood ratios, by trials of --training")
     durations: tuple[Path, ...] = option(
-        "lines `utterance seconds`, embeddings made by --model, or an index of qmargin data index, "
-        "of the list and of the training set, for --calibrate"
+        "lines `utterance seconds`, embeddings made by --model, or an index, for --calibrate"
     )
     fars: tuple[float, ...] = option(default=(1e-2, 1e-3, 1e-4))
     seed: int = option("seed of the bootstrap and of drawn trials", default=0)

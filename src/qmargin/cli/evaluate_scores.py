@@ -39,8 +39,8 @@ class _Trials(Evaluation, Rules, Costs, Card):
         metavar="NAME",
     )
     subjects: str = option(
-        "file of lines `name subject`, or path (folders in the names), or none; auto looks for "
-        "columns in the file, then for paths that agree with the labels",
+        "file of lines `name subject`, path (folders in the names), or none; auto finds columns, "
+        "or paths that agree with the labels",
         default="auto",
         metavar="HOW",
     )
@@ -180,14 +180,9 @@ class AllPairs(FolderUse, Cohort, Evaluation, Costs, Card):
     recordings, and needs --model.
     """
 
-    source: Path = argument(
-        "folder with a sub-folder per identity, or embeddings: .safetensors .npz .ark .scp",
-        metavar="DIR|EMBEDDINGS",
-    )
+    source: Path = argument("identities in folders, or embeddings", metavar="DIR|EMBEDDINGS")
     identities: Path | None = option("lines `key identity` (the first folder of every key)")
-    embeddings: Path | None = option(
-        "where the embeddings of DIR go (OUT with .embeddings.safetensors)"
-    )
+    embeddings: Path | None = option("those of DIR (OUT with .embeddings.safetensors)")
     max_corrupt: int = option(default=0)
 
     def run(self) -> None:

@@ -39,22 +39,12 @@ class Export(Overwriting, KeepingPaths):
     name: str | None = option("name of the model (that of the recipe)", metavar="NAME")
     result: Path | None = option("result.json of this model: adds thresholds")
     flip: Literal["none", "sum"] | None = option("how it used mirror images (what it says itself)")
-    trust_result: bool = option(
-        "take a result that does not name its model's weights for one of this model"
-    )
-    prototypes: Path | None = option(
-        "of a run: write its class vectors as embeddings, for `qmargin evaluate --cohort` without "
-        "--center"
-    )
+    trust_result: bool = option("accept a result that does not name its model's weights")
+    prototypes: Path | None = option("write the class vectors of a run, a cohort for --cohort")
     onnx: bool = option(f"write {ONNX} into the directory")
-    features: bool = option(
-        f"with --onnx, of a speaker model: also write {FEATURES_ONNX}, which takes filter banks "
-        "instead of waveforms"
-    )
+    features: bool = option(f"with --onnx: also {FEATURES_ONNX}, which takes filter banks")
     card: tuple[str, ...] = option(
-        "write a fact into the model card, as in licence=CC0; may be repeated",
-        metavar="KEY=TEXT",
-        repeated=True,
+        "a fact for the model card, as in licence=CC0", metavar="KEY=TEXT", repeated=True
     )
 
     def run(self) -> None:
@@ -157,7 +147,9 @@ def _write_onnx(directory: Path, *, features: bool = False) -> None:
         "weights_sha256": card.weights_sha256,
     }
     path = directory / name
-    record = write_onnx(backbone, path, input_shape=shape, lengths=lengths, metadata=metadata)
-    add_facts(directory, {prefix + key: text for key, text in record.to_facts(name).items()})
-    difference = f"{record.max_difference:.2g}, at most {TOLERANCE:g} is accepted"
+    largest, facts = write_onnx(
+        backbone, path, input_shape=shape, lengths=lengths, metadata=metadata
+    )
+    add_facts(directory, {prefix + key: text for key, text in facts.items()})
+    difference = f"{largest:.2g}, at most {TOLERANCE:g} is accepted"
     sys.stdout.write(f"{path}: differs from PyTorch by {difference}\n")

@@ -89,7 +89,7 @@ def add_fields(parser: argparse.ArgumentParser, record: type) -> None:
     for base in record.__mro__:
         for name in inspect.get_annotations(base):
             if name in own:  # no class variable
-                declared = vars(base)["__dataclass_fields__"][name].metadata
+                declared = vars(base).get("__dataclass_fields__", own)[name].metadata
                 found[name] = {**declared, **found.pop(name, {})}
     for name, declared in found.items():
         one = own[name]
@@ -130,6 +130,7 @@ def _settings(
     if default is MISSING and (is_optional or is_several):
         default = None if is_optional else ()
     if declared.get("repeated"):
+        settings["help"] += "; may be repeated"
         settings["action"], default = "append", list(default or ())
     elif is_several:
         settings["nargs"] = "+"
@@ -308,26 +309,29 @@ Share: TypeAlias = Annotated[float, share]
 class Overwriting(Command):
     """Whether a command may replace files of other programs."""
 
-    overwrite: bool = option(
-        "replace existing files that this command did not write; inputs are never replaced"
-    )
+    overwrite: bool = option("replace files that this command did not write, except its inputs")
 
 
 @dataclass(frozen=True, kw_only=True)
 class KeepingPaths(Command):
     """Whether absolute paths are kept in what is written."""
 
-    keep_paths: bool = option(
-        "write absolute paths as they are; otherwise names of files stand for them"
-    )
+    keep_paths: bool = option("write absolute paths, not only names of files")
 
 
 @dataclass(frozen=True, kw_only=True)
 class IndexPlace(Command):
     """Where indexes of data go."""
 
-    index_dir: Path | None = option(
-        "folder for the index of the data, instead of beside it", metavar="DIR"
+    index_dir: Path | None = option("folder for indexes, not beside the data", metavar="DIR")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecipeSettings(Command):
+    """Changes of a recipe."""
+
+    settings: tuple[str, ...] = option(
+        "change the recipe, as in loss.margin=0.3", name="--set", metavar="KEY=VALUE", repeated=True
     )
 
 

@@ -32,8 +32,7 @@ class Paper(Overwriting):
     name: str | None = argument("table or figure; --list shows all", metavar="NAME")
     list: bool = option("list the tables and figures")
     results: Path | None = option(
-        "folder with result.json files, of an experiment or of `qmargin evaluate`; for "
-        "table-throughput the JSON file of `python -m benchmarks head`",
+        "folder with result.json files; JSON of `python -m benchmarks head` for table-throughput",
         metavar="PATH",
     )
     media: Path | None = option("pictures of the trials, for figure-pairs", metavar="DIR")

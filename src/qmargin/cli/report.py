@@ -20,21 +20,12 @@ class Report(Overwriting, KeepingPaths):
     results: tuple[Path, ...] = argument("result.json of a system", metavar="RESULT")
     out: Path = option("folder to write into", metavar="DIR")
     title: str = option("title of the page", default="Verification report", metavar="TEXT")
-    media: Path | None = option(
-        "show the hardest pairs: their keys are images or recordings under this folder, which are "
-        "copied into the page",
-        metavar="ROOT",
-    )
+    media: Path | None = option("folder of the hardest pairs' images or recordings", metavar="ROOT")
     journals: tuple[Path, ...] = option(
-        "show the sparsity of the training run that wrote this journal.jsonl; may be repeated",
-        name="--journal",
-        repeated=True,
+        "show the sparsity of the run of this journal.jsonl", name="--journal", repeated=True
     )
     level: Share = option("level of intervals of differences", default=0.95)
-    figures: bool | None = option(
-        "draw SVG and PDF figures, or fail without matplotlib, qmargin[figures] (drawn where it is "
-        "installed)"
-    )
+    figures: bool | None = option("draw SVG and PDF figures (where matplotlib is installed)")
 
     def run(self) -> None:
         from qmargin.report import ReportOptions, write_report

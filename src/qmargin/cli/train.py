@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from qmargin.cli.options import IndexPlace, argument, option
+from qmargin.cli.options import IndexPlace, RecipeSettings, argument, option
 from qmargin.cli.recipes import load_recipe
 from qmargin.errors import ConfigError, QMarginError, RankError
 
@@ -27,7 +27,7 @@ _NO_FOLDER = "--out is missing; name the folder of this run, as in --out runs/mi
 
 
 @dataclass(frozen=True, kw_only=True)
-class Train(IndexPlace):
+class Train(RecipeSettings, IndexPlace):
     """Train a model by a recipe.
 
     The recipe is a name of `qmargin recipes`, or a YAML file as --print-recipe writes it. With
@@ -39,32 +39,17 @@ class Train(IndexPlace):
 
     recipe: str | None = argument("name of a recipe, or a .yaml file", metavar="NAME_OR_FILE")
     out: Path | None = option("folder of checkpoints, journal and status", metavar="DIR")
-    settings: tuple[str, ...] = option(
-        "change a value of the recipe, as in loss.margin=0.3; may be repeated",
-        name="--set",
-        metavar="KEY=VALUE",
-        repeated=True,
-    )
     resume: bool = option("resume from the newest good checkpoint in DIR")
     resume_from: Path | None = option(
         "resume from this checkpoint of DIR; later ones are set aside", metavar="CHECKPOINT"
     )
-    allow_changes: bool = option(
-        "resume with the named recipe and settings even if they change the outcome"
-    )
+    allow_changes: bool = option("resume even if recipe or settings change the outcome")
     device: Literal["auto", "cpu", "cuda"] = option("where to train", default="auto")
     trackers: tuple[str, ...] = option(
-        "also send numbers to tensorboard or wandb; may be repeated",
-        name="--track",
-        metavar="NAME",
-        repeated=True,
+        "also send numbers to tensorboard or wandb", name="--track", metavar="NAME", repeated=True
     )
-    print_recipe: bool = option(
-        "write the recipe, with all settings applied, as YAML and stop; not with --dry-run"
-    )
-    dry_run: bool = option(
-        "build everything, take two steps, report memory and time, write nothing, and stop"
-    )
+    print_recipe: bool = option("write the recipe, settings applied, as YAML and stop")
+    dry_run: bool = option("take two steps, report memory and time, write nothing, and stop")
 
     def run(self) -> None:
         if self.print_recipe and self.dry_run:

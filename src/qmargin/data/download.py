@@ -32,12 +32,7 @@ LEAST_SPEED = 2_000  # bytes per second
 GRACE_S = 60.0  # of the whole download, besides the time at the least speed
 CHUNK_BYTES = 1 << 16
 PART = ".part"
-_NETWORK_ERRORS = (
-    urllib.error.URLError,
-    http.client.HTTPException,
-    TimeoutError,
-    ConnectionError,
-)
+_NETWORK_ERRORS = (urllib.error.URLError, http.client.HTTPException, TimeoutError, ConnectionError)
 
 
 class Remote(NamedTuple):

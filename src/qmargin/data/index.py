@@ -24,7 +24,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from qmargin.errors import DataError
+from qmargin.errors import CorruptSample, DataError
 from qmargin.files import open_regular, sha256_of
 
 _SECOND: Final = 10**9
@@ -261,6 +261,18 @@ class SampleIndex:
         if "root" in self.options:
             return Path(self.options["root"])
         return self.root if self.root.is_dir() else self.root.parent
+
+    def sample_path(self, row: int) -> Path:
+        """The file that holds a sample, or ``CorruptSample`` if the index names none."""
+        paths, names = self.texts("path"), self.texts("name")
+        try:
+            if paths is not None:
+                return self.folder / paths[int(self.columns["file"][row])]
+            if names is None or "offset" in self.columns or "by_reader" in self.columns:
+                return self.root
+            return self.folder / names[row]
+        except (IndexError, KeyError) as error:
+            raise CorruptSample(f"{self.path} names no file for sample {row}") from error
 
     def class_name(self, label: int) -> str:
         """Name of an identity; its number where the data has no names."""

@@ -104,22 +104,14 @@ def open_images(
     *,
     root: str | Path | None = None,
     split: str | None = None,
-    index: str | Path | None = None,
-    index_dir: str | Path | None = None,
     verify: bool = False,
     decoder: Decoder = "pillow",
     channels: Channels = "rgb",
-    progress: Progress | None = None,
+    **place: Any,
 ) -> ImageDataset:
-    """Images with labels from a path; see ``open_dataset``."""
-    found = open_index(
-        path,
-        kind=IMAGES,
-        options=reader_options(root=root, split=split),
-        index=index,
-        index_dir=index_dir,
-        progress=progress,
-    )
+    """Images with labels from a path; see ``open_dataset``, and ``open_index`` for its place."""
+    options = reader_options(root=root, split=split)
+    found = open_index(path, kind=IMAGES, options=options, **place)
     return ImageDataset(found, verify=verify, decoder=decoder, channels=channels)
 
 
@@ -141,14 +133,8 @@ def open_audio(
     """
     options = reader_options(root=root, split=split)
     if verify or indexed or index is not None or Path(path).suffix == SUFFIX:
-        found = open_index(
-            path,
-            kind=RECORDINGS,
-            options=options,
-            index=index,
-            index_dir=index_dir,
-            progress=progress,
-        )
+        place: dict[str, Any] = {"index": index, "index_dir": index_dir, "progress": progress}
+        found = open_index(path, kind=RECORDINGS, options=options, **place)
     else:
         with _expecting(Path(path), RECORDINGS):
             data = recognise(path, RECORDINGS, options)

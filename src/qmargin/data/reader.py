@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, NamedTuple
@@ -17,7 +17,7 @@ from typing import ClassVar, NamedTuple
 from qmargin import registry
 from qmargin.data import audio, images
 from qmargin.data.index import Hasher, SampleIndex, hash_files
-from qmargin.errors import ConfigError, CorruptSample
+from qmargin.errors import ConfigError
 from qmargin.files import Progress
 
 ReadAt = Callable[[Path, int, int], bytes]  # path, offset, count to bytes; fewer at the end
@@ -149,17 +149,14 @@ class Reader(ABC):
         return True
 
 
-def sample_path(index: SampleIndex, row: int) -> Path:
-    """The file that holds a sample, or ``CorruptSample`` if the index names none."""
-    paths, names = index.texts("path"), index.texts("name")
-    try:
-        if paths is not None:
-            return index.folder / paths[int(index.columns["file"][row])]
-        if names is None or "offset" in index.columns or "by_reader" in index.columns:
-            return index.root
-        return index.folder / names[row]
-    except (IndexError, KeyError) as error:
-        raise CorruptSample(f"{index.path} names no file for sample {row}") from error
+def kind_of(names: Iterable[str]) -> Kind | None:
+    """What files of some names are; recordings where there are both."""
+    found = None
+    for name in names:
+        if RECORDINGS.is_name(name):
+            return RECORDINGS
+        found = IMAGES if IMAGES.is_name(name) else found
+    return found
 
 
 def all_readers() -> list[Reader]:

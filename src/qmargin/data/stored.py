@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from qmargin.data.audio import Samples, decode_audio
 from qmargin.data.images import Channels, Decoder, Pixels, check_decoding, decode_image
 from qmargin.data.index import SampleIndex
-from qmargin.data.reader import KINDS, get_reader, sample_path
+from qmargin.data.reader import KINDS, get_reader
 from qmargin.errors import CorruptSample, DataError
 from qmargin.files import READING, check_regular, read_regular
 
@@ -81,13 +81,9 @@ class OpenFiles:
 
 
 class StoredSamples:
-    """Encoded samples of an index, with labels and names.
+    """Encoded samples of an index, or of some of its rows, with labels and names.
 
-    Args:
-        index: Where the samples are.
-        verify: Compare every sample with its checksum, and its label with that of the data, when
-            it is read.
-        rows: Rows of the index to take; all of them without it. Labels stay as they are.
+    With ``verify``, bytes and labels are compared with the index when a sample is read.
     """
 
     _options: ClassVar[tuple[str, ...]] = ("verify", "rows")
@@ -153,7 +149,7 @@ class StoredSamples:
             return self._reader.read(self.index, row, self._files.read_at)
         if self._offsets is not None and self._lengths is not None:
             offset, length = int(self._offsets[row]), int(self._lengths[row])
-            path = self.index.root if self._paths is None else sample_path(self.index, row)
+            path = self.index.root if self._paths is None else self.index.sample_path(row)
             return self._files.read_range(path, offset, length, self._most)
         path = self._path(row)
         try:
@@ -180,7 +176,7 @@ class StoredSamples:
     def _path(self, row: int) -> Path:
         if self._paths is None and self._offsets is None and self._names is not None:
             return self._folder / self._names[row]  # as sample_path, in less time
-        return sample_path(self.index, row)
+        return self.index.sample_path(row)
 
     def _row(self, index: int) -> int:
         place = operator.index(index)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from qmargin.heads.gradients import PrototypeGradient, deliver, element_bound, is_bounded
+from qmargin.heads.gradients import PrototypeGradient, deliver, element_bound
 from qmargin.heads.step import RowSolution, StepStats, own_labels, step_stats, sum_target_cosines
 from qmargin.kernels.head_reference import GROUP, ClassGradient, Target, drop_targets_, project_rows
 from qmargin.kernels.solver import (
@@ -532,8 +532,8 @@ class ChunkedStep:
     chunks: Chunks
     targets: Tensor  # [B, d], unit prototypes of the rows' own classes
     softmax: SoftmaxSums | None = None
-    solved: SolvedBlocks | None = None
-    gradient: ChunkedGradient | None = None
+    solved: SolvedBlocks = field(init=False)
+    gradient: ChunkedGradient = field(init=False)
     num_overflowed: int = 0  # rows of a sparse step that this one replaced
 
     def target_cosines(self) -> Tensor:
@@ -555,7 +555,6 @@ class ChunkedStep:
 
     def make_gradient(self, weights: Tensor, target_weights: Tensor) -> Tensor:
         chunks, solved = self.chunks, self.solved
-        assert solved is not None
         embeddings, dtype = chunks.embeddings, chunks.operand_dtype
         factor = largest = torch.ones_like(weights[0])
         if dtype != embeddings.dtype:  # bring posteriors and weights into the range of half
@@ -573,7 +572,6 @@ class ChunkedStep:
 
     def deliver_gradient(self, factor: Tensor) -> Tensor | None:
         known = self.gradient
-        assert known is not None
         bound = known.bound * factor.abs()
         return deliver(self.head, replace(known, factor=known.factor * factor, bound=bound))
 
@@ -586,7 +584,6 @@ class ChunkedStep:
 
     def stats(self) -> StepStats:
         solved, num_classes = self.solved, self.head.num_classes
-        assert solved is not None
         return step_stats(
             "chunked",
             solved.support_size,
@@ -599,7 +596,6 @@ class ChunkedStep:
 
     def class_share(self) -> float:
         """Share of the classes that are active in a row, targets left out."""
-        assert self.solved is not None
         if self.chunks.b <= 0.0:
             return 1.0
         num_others = (self.solved.support_size - 1.0).clamp_min(0.0)  # lists leave the target out
@@ -629,7 +625,7 @@ class ChunkedGradient(PrototypeGradient):
             yield where, project_rows(rows, chunks.prototypes[where], lengths, self.factor)
 
     def is_finite(self) -> Tensor:
-        return is_bounded(self.bound, self.chunks.embeddings.dtype)
+        return self.bound < torch.finfo(self.chunks.embeddings.dtype).max  # false for NaN
 
 
 def chunked_step(

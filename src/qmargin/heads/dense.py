@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -34,9 +34,9 @@ from qmargin.kernels.solver import (
     slacks,
     solve_bisection,
 )
+from qmargin.losses.functional import lift_target
 from qmargin.losses.margin_loss import LossOutput, margin_loss_with_stats
 from qmargin.losses.margins import Margin, TargetTerm
-from qmargin.losses.operators import lift_target
 
 if TYPE_CHECKING:
     from qmargin.heads.classifier import MarginClassifier
@@ -196,14 +196,13 @@ class TopKStep:
     percent: float
     labels: Tensor  # [B]
     index: Tensor | None = None  # [B, K]: classes kept; None for all
-    solved: SolvedKept | None = None
+    solved: SolvedKept = field(init=False)
     num_kept: int = 0
     num_widened: int = 0  # times that K was doubled
     num_violated: int = 0  # rows that failed the first check
 
     def stats(self) -> StepStats:
         solved = self.solved
-        assert solved is not None
         is_active = solved.posterior > 0
         if self.index is None:
             active = is_active.any(0).nonzero().flatten()
@@ -308,7 +307,6 @@ class TopKRows(torch.autograd.Function):
         (log_reference,) = ctx.saved_tensors
         step: TopKStep = ctx.step
         solved = step.solved
-        assert solved is not None
         values = solved.posterior * (grad * step.scale)[:, None]
         if step.index is not None:
             values = values.new_zeros(ctx.shape).scatter_(1, step.index, values)

@@ -100,7 +100,7 @@ class ListedGradient(PrototypeGradient):
         return norm.to(self.embeddings.device)
 
     def is_finite(self) -> Tensor:
-        return is_bounded(self.bound, self.embeddings.dtype)
+        return self.bound < torch.finfo(self.embeddings.dtype).max  # false for NaN
 
     def to_dense(self, prototypes: Tensor) -> Tensor:
         classes, rows = self.head.kernels.prototype_gradient(self.entries, *self._tensors())
@@ -153,11 +153,6 @@ def element_bound(weights: Tensor, inverse_norms: Tensor, depth: int) -> Tensor:
         return total
     bound: Tensor = total * ((2 + depth) * inverse_norms.amax()).clamp_min(1.0)
     return bound
-
-
-def is_bounded(bound: Tensor, dtype: torch.dtype) -> Tensor:
-    """Whether numbers up to ``bound`` are finite, a boolean scalar; false for NaN."""
-    return bound < torch.finfo(dtype).max
 
 
 def deliver(head: MarginClassifier, gradient: PrototypeGradient) -> Tensor | None:

@@ -8,7 +8,7 @@ rounding moves a cosine by no more than the measured lengths of the rounding err
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -98,12 +98,12 @@ class SparseStep:
     head: MarginClassifier
     prepared: PreparedRows
     labels: Tensor  # [B] among this rank's classes, -1 where another rank has the row's own
-    maxima: Tensor | None = None  # [B, g], until it is used
-    support: Support | None = None
-    num_candidates: int = 0
-    target_logits: Tensor | None = None  # [B]
+    maxima: Tensor | None  # [B, g], until it is used
+    support: Support = field(init=False)
+    target_logits: Tensor = field(init=False)  # [B]
     gradient: ClassGradient | None = None
-    bound: Tensor | None = None  # of the gradient's elements, see ``element_bound``
+    bound: Tensor = field(init=False)  # of the gradient's elements, see ``element_bound``
+    num_candidates: int = 0
 
     def solve(self, target: Target, *, has_gradient: bool) -> RowSolution:
         head, kernels, prototypes = self.head, self.head.kernels, self.head.prototypes.detach()
@@ -126,7 +126,7 @@ class SparseStep:
 
     def make_gradient(self, weights: Tensor, target_weights: Tensor) -> Tensor:
         support = self.support
-        assert support is not None and support.pulled is not None and support.order is not None
+        assert support.pulled is not None and support.order is not None
         if self.head.ranks.world > 1:  # the owner has the others' targets
             target_weights = torch.where(self.labels >= 0, target_weights, 0.0)
         self.gradient = self.head.kernels.class_gradient(
@@ -141,7 +141,7 @@ class SparseStep:
         return torch.addcmul(pulled, self.prepared.targets, target_weights[:, None])
 
     def deliver_gradient(self, factor: Tensor) -> Tensor | None:
-        assert self.gradient is not None and self.bound is not None
+        assert self.gradient is not None
         entries = self.gradient._replace(values=self.gradient.values * factor)
         given = (entries, self.prepared.embeddings, self.bound * factor.abs())
         return deliver(self.head, ListedGradient(self.head, *given))
@@ -149,13 +149,11 @@ class SparseStep:
     @property
     def solved(self) -> SolvedRows:
         """The solution; certain once the step is verified."""
-        assert self.support is not None
         return self.support.solved
 
     def verify(self) -> bool:
         """See ``SolvableStep``; cuts the lists, and a fused gradient made of them, to length."""
         head = self.head
-        assert self.support is not None
         found = head.list_lengths = self.support.verify()
         if found is None:
             return False
@@ -178,18 +176,18 @@ class SparseStep:
     def class_share(self) -> float:
         """Share of the classes that rows list; with several ranks, a number they agree on."""
         num_logits = max(1, len(self.labels) * self.head.num_classes)
-        support = None if self.support is None else self.support.others_support
+        support = self.support.others_support
         return (self.num_candidates if support is None else int(support.sum())) / num_logits
 
     def stats(self) -> StepStats:
-        solved, target_logits = self.solved, self.target_logits
-        assert target_logits is not None and self.support is not None
+        solved = self.solved
         is_active = solved.posterior > 0
         support = self.support.others_support
         if support is None:
             rows = solved.rows[is_active].long()
             support = torch.bincount(rows, minlength=len(self.labels))
-        support = support + (target_logits > solved.tau - 1.0 / self.head.alpha_minus_one)  # M3
+        edge = solved.tau - 1.0 / self.head.alpha_minus_one  # M3
+        support = support + (self.target_logits > edge)
         labels = self.labels[self.labels >= 0]
         classes = torch.cat([solved.columns[is_active].long(), labels]).unique()
         return step_stats(

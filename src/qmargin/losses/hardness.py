@@ -1,16 +1,14 @@
 r"""How hard the negatives are that a loss looks at: one number for scale, alpha, classes and dims.
 
 Cosines of ``k`` classes that have nothing to do with a row are nearly normal, with mean 0 and
-deviation :math:`1 / \sqrt{d}`. The posterior weighs them, and the mean of what it weighs, in
-deviations, is the *hardness*:
+deviation :math:`1 / \sqrt{d}`. The mean of what the posterior weighs, in deviations, is the
+*hardness*, with ``z`` standard normal:
 
 .. math::
     h = \frac{E[w(z)\, z]}{E[w(z)]}, \qquad
     w(z) = [b\, s\, d^{-1/2} (z - c)]_+^{1/b}, \qquad k\, E[w(z)] = 1, \qquad b = \alpha - 1
 
-with ``z`` standard normal; the last equation fixes ``c``, below which a class has no gradient.
-At ``alpha = 1`` it is :math:`s / \sqrt{d}`, whatever ``k`` is. Above, it grows with ``k`` as well:
-a scale that suits thousands of classes is harder for millions.
+At ``alpha = 1`` it is :math:`s / \sqrt{d}`, whatever ``k`` is; above, it grows with ``k`` as well.
 """
 
 from __future__ import annotations

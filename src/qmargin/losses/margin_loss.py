@@ -16,8 +16,8 @@ from qmargin.losses.divergences import (
     generic_loss,
     solve_generic,
 )
+from qmargin.losses.functional import lift_target, value_of
 from qmargin.losses.margins import Margin, check_margin, register_learnable, warn_if_unreachable
-from qmargin.losses.operators import lift_target, value_of
 
 Reduction = Literal["mean", "sum", "none"]
 REDUCTIONS = ("mean", "sum", "none")

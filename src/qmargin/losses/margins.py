@@ -168,12 +168,7 @@ def keep_non_finite(shifted: Tensor, cosines: Tensor) -> Tensor:
 
 
 def sine(cosines: Tensor) -> Tensor:
-    """``sin(arccos c)`` for cosines in [-1, 1]; the derivative is ``-c / max(sin, SMALLEST_SINE)``.
-
-    Examples:
-        >>> sine(torch.tensor([1.0, 0.6, -1.0]))
-        tensor([0.0000, 0.8000, 0.0000])
-    """
+    """``sin(arccos c)`` of cosines in [-1, 1]; its slope is ``-c / max(sin, SMALLEST_SINE)``."""
     squared = (1.0 - cosines) * (1.0 + cosines)  # unlike 1 - c^2 this loses no digits at the ends
     floor = SMALLEST_SINE**2
     root = squared.clamp_min(floor).sqrt()
@@ -186,10 +181,6 @@ def widened_cosines(cosines: Tensor, margin: float | Tensor) -> Tensor:
     """``cos(arccos c + m)``, continued past ``pi - m`` by the line ``c - 1 - cos(pi - m)``.
 
     It never decreases with the cosines. A margin outside [0, pi) gives NaN where it is a tensor.
-
-    Examples:
-        >>> widened_cosines(torch.tensor([1.0, 0.0, -1.0]), math.pi / 2)
-        tensor([ 6.1232e-17, -1.0000e+00, -2.0000e+00])
     """
     cos_margin: float | Tensor
     sin_margin: float | Tensor

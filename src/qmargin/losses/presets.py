@@ -41,9 +41,7 @@ def q_margin(
     ignore_index: int = -100,
     debug: bool = False,
 ) -> MarginLoss:
-    """Q-Margin: a sparse posterior whose target has the reference measure ``exp(-s m)``.
-
-    The defaults are where the paper advises to start; its effective margin is 0.49.
+    """Q-Margin with the settings where the paper advises to start; its effective margin is 0.49.
 
     Examples:
         >>> q_margin()
@@ -162,10 +160,7 @@ def sphereface(
     ignore_index: int = -100,
     debug: bool = False,
 ) -> MarginLoss:
-    """SphereFace: cross-entropy with a multiplied angle.
-
-    The defaults are those of OpenSphere, its authors' later code: s 30, m 1.5 (SphereFace-R).
-    """
+    """SphereFace: cross-entropy with a multiplied angle; settings of OpenSphere (SphereFace-R)."""
     margin = CombinedMargin(multiplier=multiplier)
     return _loss(1.0, margin, scale, reduction, ignore_index, debug)
 

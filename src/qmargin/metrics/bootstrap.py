@@ -69,7 +69,7 @@ class Trials:
         if alone.size:
             subject = self.subject_names[self.enrol_subject[alone[0]]]
             raise DataError(
-                f"trial {alone[0]} is labelled impostor but of one subject, {subject!r}"
+                f"trial {alone[0]} is labelled impostor but both sides are {subject!r}: correct it"
             )
 
     def __len__(self) -> int:

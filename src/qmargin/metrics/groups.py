@@ -123,7 +123,10 @@ def group_rates(
     is_cross = is_grouped & (enrol != test)
     if (wrong := np.flatnonzero(is_cross & trials.is_genuine)).size:
         left, right = names[enrol[wrong[0]]], names[test[wrong[0]]]
-        raise DataError(f"trial {wrong[0]} is genuine but of the groups {left!r} and {right!r}")
+        both = f"{left!r} and {right!r}"
+        raise DataError(
+            f"trial {wrong[0]} is genuine but of the groups {both}: correct one of them"
+        )
     is_accepted = trials.scores >= round_up(threshold, trials.scores.dtype)
     is_wrong = is_accepted != trials.is_genuine
     is_inside = is_grouped & ~is_cross

@@ -394,7 +394,7 @@ class ImpostorTail:
     def _count(self, num_more: int) -> None:
         if (seen := self.num_seen + num_more) > self.num_impostors:
             raise ProtocolError(
-                f"{seen:,} impostor scores came, num_impostors={self.num_impostors}"
+                f"{seen:,} impostor scores came but num_impostors={self.num_impostors}: raise it"
             )
         self.num_seen = seen
 
@@ -420,7 +420,9 @@ class ImpostorTail:
         if far > self.max_far:
             raise ConfigError(f"far={far:g} is above max_far={self.max_far:g} of the tail")
         if (seen := self.num_seen) != self.num_impostors:
-            raise ProtocolError(f"{seen:,} of {self.num_impostors:,} impostor scores came")
+            raise ProtocolError(
+                f"{seen:,} of {self.num_impostors:,} impostor scores: pass the rest"
+            )
         return check_measurable(far, self.num_impostors)
 
     def state_dict(self) -> dict[str, NDArray[np.generic]]:

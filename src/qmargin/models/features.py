@@ -129,7 +129,7 @@ class FilterBank(nn.Module):
         subtract_mean: bool = False,
     ) -> None:
         super().__init__()
-        self.sample_rate, self.num_bins, self.window_name = sample_rate, num_bins, window
+        self.sample_rate, self.num_bins = sample_rate, num_bins
         self.dither, self.preemphasis = dither, preemphasis
         self.subtract_mean = subtract_mean
         self.frame_length = int(sample_rate * frame_ms / 1000)
@@ -161,13 +161,6 @@ class FilterBank(nn.Module):
         self.register_buffer("window", shape.float(), persistent=False)
         self.register_buffer("triangles", triangles.float(), persistent=False)
         self.register_buffer("kernel", kernel.flatten(0, 1)[:, None].float(), persistent=False)
-
-    def extra_repr(self) -> str:
-        """What ``repr`` shows."""
-        return (
-            f"sample_rate={self.sample_rate}, num_bins={self.num_bins}, "
-            f"window={self.window_name!r}, dither={self.dither:g}"
-        )
 
     def num_frames(self, num_samples: int) -> int:
         """Frames of a waveform; zero when it is shorter than one."""

@@ -6,7 +6,6 @@ import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import product
@@ -25,27 +24,6 @@ INPUT, OUTPUT = "inputs", "embeddings"
 _TRACED, _TRIED = 2, (1, 2, 5)  # batch sizes; those that were not traced show that it is dynamic
 
 
-@dataclass(frozen=True)
-class OnnxRecord:
-    """What is known of an ONNX file."""
-
-    sha256: str
-    opset: int  # version of the operators
-    runtime: str  # what it was compared in
-    max_difference: float  # to PyTorch, of an element of unit-length embeddings
-
-    def to_facts(self, name: str) -> dict[str, str]:
-        """Entries of a model card; ``name`` is that of the file."""
-        return {
-            "onnx_file": name,
-            "onnx_sha256": self.sha256,
-            "onnx_opset": str(self.opset),
-            "onnx_runtime": self.runtime,
-            "onnx_max_difference": f"{self.max_difference:.2g} (at most {TOLERANCE:g}, of "
-            "unit-length embeddings, against PyTorch in float32)",
-        }
-
-
 def write_onnx(
     backbone: nn.Module,  # on the CPU, in evaluation mode
     path: Path,
@@ -53,13 +31,13 @@ def write_onnx(
     input_shape: tuple[int, ...],  # of one sample
     lengths: tuple[int, ...] = (),
     metadata: Mapping[str, str] | None = None,
-) -> OnnxRecord:
+) -> tuple[float, dict[str, str]]:
     """Write a backbone as ONNX: ``inputs [batch, ...]`` to ``embeddings [batch, d]``, float32.
 
     The file is kept only if onnxruntime gives what PyTorch gives, for batches of other sizes than
     the traced one. Embeddings are compared at unit length, which is how they are scored. With
     ``lengths``, inputs are ``[batch, length, *input_shape]``: the first length is traced, the
-    others are compared.
+    others are compared. Returns the largest difference and entries of a model card.
     """
     check_packages()
     if backbone.training:
@@ -82,8 +60,15 @@ def write_onnx(
                 f"onnxruntime differs from PyTorch by {difference:.2g} and {TOLERANCE:g} is "
                 "accepted; nothing was written, try another version of onnxruntime"
             )
-    runtime = f"onnxruntime {onnxruntime.__version__}"
-    return OnnxRecord(describe_file(path).sha256, opset, runtime, difference)
+    facts = {
+        "onnx_file": path.name,
+        "onnx_sha256": describe_file(path).sha256,
+        "onnx_opset": str(opset),
+        "onnx_runtime": f"onnxruntime {onnxruntime.__version__}",
+        "onnx_max_difference": f"{difference:.2g} (at most {TOLERANCE:g}, of unit-length "
+        "embeddings, against PyTorch in float32)",
+    }
+    return difference, facts
 
 
 def check_packages() -> None:

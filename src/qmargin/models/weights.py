@@ -37,20 +37,15 @@ _IR_STAGES = {64: 1, 128: 2, 256: 3, 512: 4}  # by the channels of a block
 _SHOWN = 3
 
 
-def load_weights_(backbone: nn.Module, path: str | Path, *, is_bgr: bool | None = None) -> None:
+def load_weights_(backbone: nn.Module, path: str | Path) -> None:
     """Put the weights of a file into a backbone of its structure; all of them must fit.
 
-    ``is_bgr`` says whether they expect BGR images; None for what the layout is known for. After a
-    ``DataError`` the backbone is as it was.
+    After a ``DataError`` the backbone is as it was.
     """
     found = read_weights(path)
-    is_adaface = any(name.startswith("body.") for name in found)
-    if is_adaface:
+    if any(name.startswith("body.") for name in found):
         found = _from_adaface(found)
     _check_fit(backbone, found, path)
-    if is_adaface if is_bgr is None else is_bgr:
-        name = _first_convolution(backbone)
-        found[name] = found[name].flip(1)
     backbone.load_state_dict(found, strict=False)  # absent are counters of batches at most
 
 
@@ -130,7 +125,7 @@ def _without_prefixes(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _from_adaface(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """IR networks in the names of ``IResNet``."""
+    """IR networks in the names of ``IResNet``, from BGR to RGB."""
     starts = {1: 0}  # the first block of every stage; what is in no stage belongs to the first
     for name, tensor in weights.items():
         block = _IR_BLOCK.fullmatch(name)
@@ -155,6 +150,8 @@ def _from_adaface(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         mean = found["features.running_mean"]
         found.setdefault("features.weight", torch.ones_like(mean))
         found.setdefault("features.bias", torch.zeros_like(mean))
+    if "conv1.weight" in found:
+        found["conv1.weight"] = found["conv1.weight"].flip(1)
     return found
 
 
@@ -182,13 +179,3 @@ def _check_fit(backbone: nn.Module, found: Mapping[str, Tensor], path: str | Pat
             f"{path} does not fit {type(backbone).__name__} ({'; '.join(problems)}); build the "
             "backbone with the depth, embedding_dim and shortcut of the file"
         )
-
-
-def _first_convolution(backbone: nn.Module) -> str:
-    for name, module in backbone.named_modules():
-        if isinstance(module, nn.Conv2d) and module.in_channels == 3:
-            return f"{name}.weight"
-    raise DataError(
-        f"{type(backbone).__name__} has no convolution of three colours to turn round; leave "
-        "is_bgr out"
-    )

@@ -51,7 +51,8 @@ def read_journal(path: str | Path) -> Journal:
             rows.append((step, mean, largest))
         num_classes = _number(record, "num_classes") or num_classes
     if not rows:
-        raise DataError(f"{path} has 0 lines with a step and a support_mean or support_max")
+        wanted = "a step and a support_mean or support_max"
+        raise DataError(f"{path} has 0 lines with {wanted}: give the journal of a training run")
     rows.sort(key=lambda row: row[0])
     width = math.ceil(len(rows) / MOST_POINTS)
     blocks = [rows[start : start + width] for start in range(0, len(rows), width)]

@@ -363,7 +363,7 @@ def margin_plots(found: Sequence[Measured]) -> tuple[list[Figure], str]:
             figures.append(lines_plot({axis: lines}, label, beyond=beyond))
             shown.append(f"{protocol} at FAR {power(far)}")
     if not figures:
-        raise DataError("figure-margin needs results with two effective margins or more")
+        raise DataError("figure-margin needs two effective margins or more: train more margins")
     return figures, (
         f"TAR over the effective margin, the cosine gap that the margin adds: {'; '.join(shown)}. "
         f"No embedding reaches margins above {REACHABLE:g} (shaded). {' '.join(notes_on(known))}"

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from itertools import islice
 from pathlib import Path
 
 from qmargin.data.index import Hasher, SampleIndex
-from qmargin.data.reader import IMAGES, RECORDINGS, Found, Kind, Reader, Sample, Scan
+from qmargin.data.reader import RECORDINGS, Found, Kind, Reader, Sample, Scan, kind_of
 from qmargin.errors import DataError
 from qmargin.registry import register_reader
 
@@ -89,17 +88,6 @@ def _check_no_parts(root: Path, identities: Sequence[str], suffixes: tuple[str, 
     raise DataError(f"{found}, which are parts of a dataset; give one, such as {root / train}")
 
 
-def _kind_of(root: Path) -> Kind | None:
-    """What the first files below a folder are; recordings where there are both."""
-    found = None
-    for name in islice(files_below(root, ""), _LOOK_AT):
-        if RECORDINGS.is_name(name) or name.lower().endswith(_UNREADABLE):
-            return RECORDINGS
-        if IMAGES.is_name(name):
-            found = IMAGES
-    return found
-
-
 @register_reader("folder")
 class FolderReader(Reader):
     """A folder with one folder per identity."""
@@ -109,7 +97,9 @@ class FolderReader(Reader):
     def find(self, path: Path, kind: Kind | None) -> Found | None:
         if not path.is_dir() or not identity_folders(path):
             return None
-        return Found(self, path, kind or _kind_of(path))
+        first = islice(files_below(path, ""), _LOOK_AT)
+        names = (f"{name}.wav" if name.lower().endswith(_UNREADABLE) else name for name in first)
+        return Found(self, path, kind or kind_of(names))
 
     def watched(self, scan: Scan) -> list[Path]:
         return [scan.path / name for name in identity_folders(scan.path)]
@@ -131,6 +121,12 @@ class FolderReader(Reader):
     def samples(self, scan: Scan) -> Iterator[Sample]:
         """Samples by the names of the identities; an identity without one keeps its label."""
         root, kind = scan.path, scan.kind
+
+        def note(folder: str) -> None:
+            if scan.hasher is not None:
+                scan.hasher.add_folder(folder, root / folder)
+                scan.folders.append(folder)
+
         identities = scan.classes = identity_folders(root)
         stray = sum(1 for entry in root.iterdir() if kind.is_name(entry.name))
         if stray:
@@ -138,7 +134,6 @@ class FolderReader(Reader):
         _check_no_parts(root, identities, kind.suffixes)
         is_empty = True
         for number, identity in enumerate(identities, 1):
-            note = partial(_note, scan)
             for name in files_below(root, identity, kind.suffixes, before_listing=note):
                 is_empty = False
                 yield Sample(identity, name)
@@ -151,9 +146,3 @@ class FolderReader(Reader):
             raise DataError(
                 f"{root} has no {kind.name} in its folders; give each identity a folder"
             )
-
-
-def _note(scan: Scan, folder: str) -> None:
-    if scan.hasher is not None:
-        scan.hasher.add_folder(folder, scan.path / folder)
-        scan.folders.append(folder)

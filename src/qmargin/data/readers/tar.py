@@ -9,17 +9,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from qmargin.data.index import SampleIndex, parse_label
-from qmargin.data.reader import (
-    IMAGES,
-    RECORDINGS,
-    Found,
-    Kind,
-    ReadAt,
-    Reader,
-    Sample,
-    Scan,
-    sample_path,
-)
+from qmargin.data.reader import RECORDINGS, Found, Kind, ReadAt, Reader, Sample, Scan, kind_of
 from qmargin.errors import CorruptSample, DataError
 from qmargin.files import is_file, open_regular
 from qmargin.registry import register_reader
@@ -203,7 +193,7 @@ class TarReader(Reader):
             scan.notes.append(f"{num_other:,} samples without an {noun} were left out")
 
     def has_label(self, index: SampleIndex, row: int, read_at: ReadAt) -> bool:
-        path, label = sample_path(index, row), int(index.columns["label"][row])
+        path, label = index.sample_path(row), int(index.columns["label"][row])
         offset = int(index.columns["label_at"][row])
         try:
             header = read_at(path, max(0, offset - _BLOCK), _BLOCK)
@@ -246,18 +236,13 @@ def _shards(scan: Scan) -> list[tuple[str | None, Path]]:
 
 
 def _kind_of(tar: Path) -> Kind | None:
-    """What the first members of a tar are; recordings where there are both."""
-    found = None
+    """What the first members of a tar are."""
     try:
         with open_regular(tar) as file:
             members = tar_members(file, name=str(tar), max_size=RECORDINGS.max_bytes)
-            for member in islice(members, _LOOK_AT):
-                if RECORDINGS.is_name(member.name):
-                    return RECORDINGS
-                found = IMAGES if IMAGES.is_name(member.name) else found
+            return kind_of(member.name for member in islice(members, _LOOK_AT))
     except (DataError, OSError):
-        return found  # reading it shows what is wrong
-    return found
+        return None  # reading it shows what is wrong
 
 
 def _groups(file: BinaryIO, shard: Path, kind: Kind) -> Iterator[tuple[str, _Group]]:
