@@ -244,24 +244,18 @@ readers: Registry[Callable[..., Any]] = Registry("reader", home="qmargin.data.re
 datasets: Registry[Callable[..., Any]] = Registry("dataset")
 """Kinds of training data: functions that return a ``qmargin.data.samples.Dataset``.
 
-A recipe names one in ``data.kind``. It gets, of ``path``, ``num_classes``, ``seed`` and
-``index_dir``, what it has parameters for, and ``data.options`` as its other parameters. A recipe
-must give the ``path`` and the ``num_classes`` that have no default.
+They get, of ``path``, ``num_classes``, ``seed``, ``index_dir`` and ``data.options``, what they have
+parameters for.
 """
 
 protocols: Registry[Callable[..., Any]] = Registry("protocol", home="qmargin.evaluation.protocols")
 """Kinds of ``qmargin evaluate``: dataclasses whose fields are options, with a method ``run``.
 
-The docstring is the help of the command, and the metadata of a field has its ``help``, and
-``"positional": True`` for an argument without ``--``. ``run(options, *, command, progress)`` gets
-``EvaluationOptions`` and returns a ``Result``; it may pass all three on to ``evaluate_scores``.
+``run(options, *, command, progress)`` gets ``EvaluationOptions`` and returns a ``Result``.
 """
 
 metrics: Registry[Callable[..., Any]] = Registry("metric", home="qmargin.metrics")
-"""Functions of genuine and impostor scores that return a number, or several by name.
-
-Every result has them, see ``qmargin.evaluation.evaluate.registered_measures``.
-"""
+"""Functions of genuine and impostor scores that return a number, or several by name."""
 
 recipes: Registry[Callable[[], Any]] = Registry("recipe", home="qmargin.recipes")
 """Functions without arguments that return a ``Recipe``."""

@@ -130,3 +130,14 @@ def test_nothing_else_is_written_over(model, faces, tmp_path):
     evaluated(faces, "--model", model, "--overwrite")
     kept = evaluated(faces, "--model", model, "--keep-paths")  # its own
     assert kept.sources[0].path == str(tmp_path / "result.embeddings.safetensors")
+
+
+def test_scores_are_normalised_by_a_cohort(model, faces, tmp_path):
+    plain = evaluated(faces, "--model", model)
+    rows = np.random.default_rng(1).normal(size=(12, 8)).astype(np.float32)
+    write_embedding_file(tmp_path / "cohort.npz", [str(row) for row in range(12)], rows)
+    made = tmp_path / "result.embeddings.safetensors"
+    normalised = evaluated(made, "--cohort", tmp_path / "cohort.npz", "--as-norm", 8)
+    assert [source.role for source in normalised.sources] == ["embeddings", "cohort"]
+    assert normalised.protocol.scoring == "as-norm" and normalised.measures != plain.measures
+    assert normalised.protocol.data_sha256 == plain.protocol.data_sha256

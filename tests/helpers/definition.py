@@ -237,15 +237,10 @@ def exact(
     scale: float = 1.0,
     target: tuple[int, Any, Any] | None = None,
 ) -> Solution:
-    """Solve one row in 80 digits.
+    """Solve one row ``[k]`` in 80 digits; a logit of -inf marks a class as masked out.
 
-    Args:
-        generator: The divergence.
-        logits: ``[k]``, any floating type; -inf marks a class as masked out.
-        log_reference: A number or ``[k]``.
-        scale: Logits are multiplied by it, exactly.
-        target: Optional (label, logit, log reference): the class that a margin replaces, exact
-            numbers not multiplied by ``scale``.
+    Logits are multiplied by ``scale``, exactly. ``target`` is (label, logit, log reference) of the
+    class that a margin replaces, exact numbers not multiplied by ``scale``.
     """
     values = float_array(logits)
     log_q = np.broadcast_to(float_array(log_reference), values.shape)

@@ -76,9 +76,8 @@ class _Indexed(IndexPlace):
 class Index(_Indexed):
     """Build the index of a dataset.
 
-    Reads a dataset once and writes where every sample is, with its label and a checksum, and of
-    recordings their duration and loudness. An index of recordings that was interrupted goes on
-    where it was. Training builds the index it needs by itself; building it first shows progress.
+    Writes where every sample is, with its label and a checksum, and of recordings their duration
+    and loudness. An interrupted index goes on. Training builds the index it needs by itself.
     """
 
     out: Path | None = option("index (PATH with .qmindex)")
@@ -101,11 +100,7 @@ class Index(_Indexed):
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertBin(Command):
-    """Make a plain NPZ file of a .bin verification set.
-
-    Reads the set, which is a pickle, without running anything in it, and writes its images and
-    labels as plain arrays.
-    """
+    """Make a plain NPZ file of a .bin verification set, without running the pickle that it is."""
 
     path: Path = argument(".bin file", metavar="FILE")
     out: Path | None = option("NPZ file (FILE with .npz)")
@@ -152,9 +147,8 @@ class Align(Command):
 class CheckData(_Indexed):
     """Read, decode and compare every sample of a dataset.
 
-    Compares every sample with its checksum, decodes it, and looks for identities without samples
-    and for duplicates; of recordings, also for clipping, silence and those that are too short. The
-    exit status is 2 when something is damaged.
+    Looks for damage, identities without samples and duplicates; of recordings, also for clipping,
+    silence and those that are too short. The exit status is 2 when something is damaged.
     """
 
     path: Path = argument(f"{_FORMATS}, or an index", metavar="PATH")

@@ -89,7 +89,7 @@ def add_fields(parser: argparse.ArgumentParser, record: type) -> None:
     for base in record.__mro__:
         for name in inspect.get_annotations(base):
             if name in own:  # no class variable
-                declared = vars(base)["__dataclass_fields__"][name].metadata
+                declared = vars(base).get("__dataclass_fields__", own)[name].metadata
                 found[name] = {**declared, **found.pop(name, {})}
     for name, declared in found.items():
         one = own[name]
