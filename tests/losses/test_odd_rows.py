@@ -79,6 +79,10 @@ def test_a_masked_target_costs_infinity(alpha):
         loss = function(broken, labels)
         assert float(loss[2]) == math.inf
         assert torch.equal(loss[OTHERS], function(cosines, labels)[OTHERS])
+    reference = torch.zeros_like(cosines)
+    reference[2, labels[2]] = -math.inf  # q = 0 is as impossible
+    loss = qmargin.fenchel_young_loss(5 * cosines, labels, alpha=alpha, log_reference=reference)
+    assert float(loss[2]) == math.inf and bool(loss[OTHERS].isfinite().all())
 
 
 @for_divergences

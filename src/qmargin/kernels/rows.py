@@ -259,9 +259,15 @@ def _append_target(block: Rows, logits: Tensor, reference: Tensor | None) -> Lis
     assert block.target_logits is not None and block.target_log_reference is not None
     if reference is None:
         reference = torch.zeros_like(logits)
+    # A target without measure is a masked target: both cost infinity.
+    own, own_reference = block.target_logits.double(), block.target_log_reference.double()
+    is_masked = (own_reference == -math.inf) & (own < math.inf)
+    own, own_reference = (
+        own.masked_fill(is_masked, -math.inf),
+        own_reference.masked_fill(is_masked, 0),
+    )
     return Listed(
-        torch.cat([logits, block.target_logits.double()[:, None]], 1),
-        torch.cat([reference, block.target_log_reference.double()[:, None]], 1),
+        torch.cat([logits, own[:, None]], 1), torch.cat([reference, own_reference[:, None]], 1)
     )
 
 
