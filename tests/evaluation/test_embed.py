@@ -21,17 +21,6 @@ from helpers.recordings import encoded, real_speech, speaker_folders, tone
 from qmargin.data.open import open_index
 from qmargin.errors import ConfigError, CorruptSample, DataError, ShapeError
 from qmargin.evaluation import embed
-from qmargin.evaluation.embed import (
-    FileRow,
-    Recordings,
-    embed_files,
-    embed_turned,
-    find_files,
-    write_embedding_file,
-    write_embeddings,
-    write_manifest,
-    write_private,
-)
 from qmargin.evaluation.embeddings import map_embeddings, read_embeddings, read_seconds, stored_flip
 from qmargin.evaluation.evaluate import EvaluationOptions
 from qmargin.evaluation.model import load_model
@@ -68,7 +57,7 @@ def test_a_tensor_of_any_precision_is_taken(images):
 def written(path, model, images, **options):
     keys = [f"p/{number}.jpg" for number in range(len(images))]
     settings = {"keys": keys, "model_id": "m", "batch_size": 2, "flip": "sum", **options}
-    return write_embeddings(model, images, path, **settings)
+    return embed.write_embeddings(model, images, path, **settings)
 
 
 def mode_of(path):
@@ -243,7 +232,7 @@ def small_network():
 def test_every_recording_is_embedded_whole(audio, tmp_path):
     model, names = Counting(small_network()), names_in(audio)
     out = tmp_path / "e.safetensors"
-    assert write_embeddings(model, Recordings(audio, names), out, model_id="m") == out
+    assert embed.write_embeddings(model, embed.Recordings(audio, names), out, model_id="m") == out
     found = read_embeddings(out)
     assert list(found.keys) == names
     assert model.lengths == [8000, 9600] * 3
@@ -251,8 +240,8 @@ def test_every_recording_is_embedded_whole(audio, tmp_path):
     expected = model.network(torch.from_numpy(samples)[None]).detach().numpy()[0]
     np.testing.assert_array_equal(found.matrix[3], expected)
     assert read_seconds(out)[names[3]] == pytest.approx(0.6)
-    bare = Recordings(audio, ["id0/video/00001"])  # a name without its suffix
-    path = write_embeddings(model, bare, tmp_path / "b.safetensors", model_id="m")
+    bare = embed.Recordings(audio, ["id0/video/00001"])  # a name without its suffix
+    path = embed.write_embeddings(model, bare, tmp_path / "b.safetensors", model_id="m")
     assert read_embeddings(path).keys == ("id0/video/00001",)
     assert mode_of(out) == 0o600
     names = sorted(path.name for path in tmp_path.iterdir())
@@ -261,21 +250,21 @@ def test_every_recording_is_embedded_whole(audio, tmp_path):
 
 def test_a_killed_run_goes_on_and_ends_with_the_same_file(audio, tmp_path, monkeypatch):
     monkeypatch.setattr(embed, "_ROWS_BETWEEN_RECORDS", 2)
-    recordings = Recordings(audio, names_in(audio))
+    recordings = embed.Recordings(audio, names_in(audio))
     whole, out = tmp_path / "whole.safetensors", tmp_path / "e.safetensors"
-    write_embeddings(Counting(small_network()), recordings, whole, model_id="m")
+    embed.write_embeddings(Counting(small_network()), recordings, whole, model_id="m")
     with pytest.raises(KeyboardInterrupt):
-        write_embeddings(Counting(small_network(), stop_at=5), recordings, out, model_id="m")
+        embed.write_embeddings(Counting(small_network(), stop_at=5), recordings, out, model_id="m")
     assert not out.exists()
     rest = Counting(small_network())
-    write_embeddings(rest, recordings, out, model_id="m")
+    embed.write_embeddings(rest, recordings, out, model_id="m")
     assert len(rest.lengths) == 2
     assert out.read_bytes() == whole.read_bytes()
 
 
 def test_a_very_short_recording_is_repeated(tmp_path):
     (tmp_path / "short.wav").write_bytes(encoded(tone(0.05)))
-    samples, seconds = Recordings(tmp_path, ["short.wav"])[0]
+    samples, seconds = embed.Recordings(tmp_path, ["short.wav"])[0]
     assert len(samples) == 2400
     assert seconds == 0.05
     np.testing.assert_array_equal(samples[:800], samples[800:1600])
@@ -296,7 +285,9 @@ def test_damaged_recordings_are_named(audio, content, message):
     bad.unlink()
     if content is not None:
         bad.write_bytes(content)
-    recordings = Recordings(audio, ["id0/video/00000.wav", "id1/video/00000.wav"], max_seconds=0.55)
+    recordings = embed.Recordings(
+        audio, ["id0/video/00000.wav", "id1/video/00000.wav"], max_seconds=0.55
+    )
     with pytest.raises(DataError, match=rf"'id1/video/00000.wav' cannot be embedded \(.*{message}"):
         written(
             audio / "e.safetensors", Counting(small_network()), recordings, keys=None, flip="none"
@@ -305,7 +296,7 @@ def test_damaged_recordings_are_named(audio, content, message):
 
 def test_nothing_outside_the_folder_is_read(audio, tmp_path):
     (tmp_path / "secret.wav").write_bytes(encoded(tone()))
-    recordings = Recordings(audio, ["../secret.wav"])
+    recordings = embed.Recordings(audio, ["../secret.wav"])
     with pytest.raises(DataError, match=r"'../secret.wav' .*is outside"):
         written(tmp_path / "e.safetensors", PatchModel(), recordings, keys=None)
 
@@ -342,8 +333,8 @@ def test_real_speech_from_files_to_a_result(tmp_path):
     (tmp_path / "trials.txt").write_text("\n".join(kept) + "\n")
     trials = read_trials(tmp_path / "trials.txt")
     out = tmp_path / "e.safetensors"
-    recordings = Recordings(audio, trials.keys.names)
-    write_embeddings(Counting(MeanSpectrum()), recordings, out, model_id="m")
+    recordings = embed.Recordings(audio, trials.keys.names)
+    embed.write_embeddings(Counting(MeanSpectrum()), recordings, out, model_id="m")
     options = EvaluationOptions(fars=(1e-1,), num_replicates=0)
     result = evaluate_speakers(read_embeddings(out), trials, options)
     assert 0.0 < result.measures.eer.value < 0.4
@@ -366,36 +357,36 @@ def folder(tmp_path):
 
 def test_files_are_found_at_any_depth_in_order(folder):
     (folder / "id00" / "0.png").rename(folder / "id00" / "0.PNG")
-    names = find_files(folder, "images")
+    names = embed.find_files(folder, "images")
     assert names[:3] == ["id00/0.PNG", "id00/1.png", "id01/0.png"]
     assert len(names) == 6
 
 
 def test_every_file_has_its_embedding(model, folder):
-    names, seen = find_files(folder, "images"), []
-    found = embed_files(
+    names, seen = embed.find_files(folder, "images"), []
+    found = embed.embed_files(
         model, folder, names, batch_size=4, progress=lambda *numbers: seen.append(numbers)
     )
     assert found.keys == names
     np.testing.assert_allclose(found.matrix, model.embed(pictures(6)), atol=1e-6)
     content = (folder / names[2]).read_bytes()
-    assert found.files[2] == FileRow(names[2], 2, hashlib.sha256(content).hexdigest())
+    assert found.files[2] == embed.FileRow(names[2], 2, hashlib.sha256(content).hexdigest())
     assert seen == [(4, 6), (6, 6)]
 
 
 def test_bad_files_are_left_out_and_told_of(model, folder):
     (folder / "id00" / "1.png").write_bytes(b"<html>")
     (folder / "id02" / "0.png").write_bytes(b"")
-    names = find_files(folder, "images")
-    found = embed_files(model, folder, names, max_corrupt=2)
+    names = embed.find_files(folder, "images")
+    found = embed.embed_files(model, folder, names, max_corrupt=2)
     assert [file.row for file in found.files] == [0, None, 1, 2, None, 3]
     assert "markup" in found.files[1].problem
     assert found.keys == [names[i] for i in (0, 2, 3, 5)]
     np.testing.assert_allclose(found.matrix, model.embed(pictures(6)[[0, 2, 3, 5]]), atol=1e-6)
     with pytest.raises(DataError, match="2 files cannot be embedded and 1 may be left out"):
-        embed_files(model, folder, names, max_corrupt=1)
+        embed.embed_files(model, folder, names, max_corrupt=1)
     with pytest.raises(DataError, match="none of 1 files"):
-        embed_files(model, folder, ["id02/0.png"])
+        embed.embed_files(model, folder, ["id02/0.png"])
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".npz"])
@@ -404,8 +395,8 @@ def test_the_file_is_what_evaluations_read_and_private(tmp_path, suffix):
     path, keys = tmp_path / f"e{suffix}", ["a/0.jpg", 'b "quoted".jpg', "é/1.jpg"]
     before = os.umask(0)
     try:
-        write_embedding_file(path, keys, matrix, metadata={"model": "m"})
-        write_embedding_file(path, keys, matrix)  # replaces the first
+        embed.write_embedding_file(path, keys, matrix, metadata={"model": "m"})
+        embed.write_embedding_file(path, keys, matrix)  # replaces the first
     finally:
         os.umask(before)
     read = read_embeddings(path)
@@ -416,8 +407,8 @@ def test_the_file_is_what_evaluations_read_and_private(tmp_path, suffix):
 
 
 def test_the_manifest_has_a_line_for_every_file(tmp_path):
-    files = [FileRow("a,b\n.png", 0, "ab"), FileRow("c.png", None, "", "zero bytes")]
-    write_manifest(tmp_path / "m.csv", files)
+    files = [embed.FileRow("a,b\n.png", 0, "ab"), embed.FileRow("c.png", None, "", "zero bytes")]
+    embed.write_manifest(tmp_path / "m.csv", files)
     with (tmp_path / "m.csv").open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     assert [row["key"] for row in rows] == ["a,b\n.png", "c.png"]
@@ -435,28 +426,28 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path):
         raise OSError(28, "No space left on device")
 
     with pytest.raises(OSError, match="No space"):
-        write_private(path, chunks())
+        embed.write_private(path, chunks())
     assert path.read_bytes() == b"old"
     assert [file.name for file in tmp_path.iterdir()] == ["old"]
 
 
 def test_folders_that_cannot_be_embedded_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="is not a folder"):
-        find_files(tmp_path / "none", "images")
+        embed.find_files(tmp_path / "none", "images")
     with pytest.raises(DataError, match="has no images; files have to end in"):
-        find_files(tmp_path, "images")
+        embed.find_files(tmp_path, "images")
     with pytest.raises(ConfigError, match="no files; embed them in Python"):
-        find_files(tmp_path, "arrays")
+        embed.find_files(tmp_path, "arrays")
     (tmp_path / os.fsdecode(b"\xff.png")).write_bytes(b"")
     with pytest.raises(DataError, match="not UTF-8"):
-        find_files(tmp_path, "images")
+        embed.find_files(tmp_path, "images")
 
 
 def test_sizes_and_names_are_checked(model, folder, tmp_path):
     with pytest.raises(ConfigError, match="batch_size is 0"):
-        embed_files(model, folder, ["id00/0.png"], batch_size=0)
+        embed.embed_files(model, folder, ["id00/0.png"], batch_size=0)
     with pytest.raises(ConfigError, match=r"end in \.safetensors or \.npz"):
-        write_embedding_file(tmp_path / "e.pt", ["a"], np.zeros((1, 2), np.float32))
+        embed.write_embedding_file(tmp_path / "e.pt", ["a"], np.zeros((1, 2), np.float32))
 
 
 def backbone(images):
@@ -467,7 +458,7 @@ def backbone(images):
 @pytest.mark.parametrize("num_views", [2, 4])
 def test_a_cosine_is_the_mean_over_the_turns(num_views):
     images = torch.rand(5, 1, 6, 6, generator=torch.Generator().manual_seed(0))
-    found = F.normalize(embed_turned(backbone, images, num_views))
+    found = F.normalize(embed.embed_turned(backbone, images, num_views))
     turned = [torch.rot90(images, turn, (2, 3)) for turn in range(num_views)]
     units = [F.normalize(backbone(one)) for one in turned]
     mean = torch.stack([unit @ unit.t() for unit in units]).mean(0)
@@ -477,7 +468,7 @@ def test_a_cosine_is_the_mean_over_the_turns(num_views):
 
 def test_one_view_is_the_embedding_as_it_is():
     images = torch.rand(5, 1, 6, 6)
-    assert torch.equal(embed_turned(backbone, images), backbone(images))
+    assert torch.equal(embed.embed_turned(backbone, images), backbone(images))
     for num_views in (0, 5):
         with pytest.raises(ConfigError, match=f"num_views is {num_views}"):
-            embed_turned(backbone, images, num_views)
+            embed.embed_turned(backbone, images, num_views)

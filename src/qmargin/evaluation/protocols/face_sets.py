@@ -46,9 +46,6 @@ class VerificationSet:
     is_genuine: NDArray[np.bool_]  # [p]
     source: Source
 
-    def __len__(self) -> int:
-        return len(self.is_genuine)
-
     @property
     def keys(self) -> tuple[str, ...]:
         """Names of the pictures."""

@@ -38,6 +38,7 @@ _TEMPLATE = re.compile("[0-9]{1,18}")
 _ROWS = 8192  # images pooled at once
 _PAIRS = 256  # pairs scored at once: both sides stay in the cache
 _PAIRS_BETWEEN_REPORTS = 1 << 18
+_THREADS = 2
 _PROBES = 1024  # searches whose scores are computed together
 _CHUNK_BYTES = 1 << 22  # of a list of numbers: temporaries stay small
 _MAX_DIGITS = 18  # more may not fit in 64 bits
@@ -237,9 +238,6 @@ class TemplatePairs:
     source: Source
     subject_of: dict[int, str] | None = field(default=None, repr=False)  # of every template
 
-    def __len__(self) -> int:
-        return len(self.enrol)
-
 
 @dataclass(frozen=True)
 class TemplateList:
@@ -330,9 +328,6 @@ class Templates:
     ids: Ints  # ascending, [t]
     vectors: Floats  # each of length 1, [t, d]
 
-    def __len__(self) -> int:
-        return len(self.ids)
-
     def rows_of(self, ids: Signed, what: str) -> Codes:
         """Row of each template, int32; ``what`` says in an error where they are named."""
         rows = np.minimum(np.searchsorted(self.ids, ids), len(self.ids) - 1).astype(np.int32)
@@ -410,7 +405,6 @@ def pair_scores(
     enrol: Signed,
     test: Signed,
     *,
-    num_threads: int = 2,
     progress: Progress | None = None,
 ) -> Floats:
     """Inner products of rows, in float64; each depends on its two rows only."""
@@ -425,7 +419,7 @@ def pair_scores(
         return len(order)
 
     done = 0
-    with ThreadPoolExecutor(num_threads) as pool:
+    with ThreadPoolExecutor(_THREADS) as pool:
         for number in pool.map(score, range(0, len(enrol), _PAIRS_BETWEEN_REPORTS)):
             done += number
             if progress is not None:
