@@ -6,8 +6,6 @@ import os
 import shutil
 import signal
 import statistics
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from helpers.experiments import Few, run, small_comparison, small_sweep
+from helpers.experiments import Few, run, small_comparison, small_sweep, start, wait_for
 from helpers.runs import saved_files, tiny_recipe
 from qmargin.cli.main import main
 from qmargin.errors import CheckpointError, ConfigError, DataError
@@ -79,10 +77,8 @@ def test_arms_choose_are_trained_and_tested(tmp_path: Path) -> None:
     assert names == ["cosface-seed0", "q_margin-seed0", "cosface-seed1", "q_margin-seed1"]
     first = finished.results[0]
     assert first.system.name == "CosFace" and first.measures.tar[0].interval is not None
-    assert (
-        first.protocol.data_sha256 != finished.results[2].protocol.data_sha256
-    )  # other identities
-    assert first.protocol.data_sha256 == finished.results[1].protocol.data_sha256
+    data = [result.protocol.data_sha256 for result in finished.results]
+    assert data[0] == data[1] != data[2]  # each seed has other identities
     assert finished.page.exists() and (tmp_path / "report" / "tables.tex").exists()
     again, said = run(small_comparison(seeds=(0, 1)), tmp_path)
     assert "4 runs, 4 of them complete" in said and again.chosen == finished.chosen
@@ -295,45 +291,25 @@ def test_a_signal_that_comes_when_a_training_has_ended_stops_the_experiment(
     assert read_result(folder / RESULT)
 
 
-SCRIPT = """
-import sys
-from pathlib import Path
-from helpers.experiments import run, small_sweep
-if __name__ == "__main__":
-    settings = ("run.max_steps=60", "run.save_every_steps=5")
-    experiment = small_sweep("loss.scale=10,16", settings=settings)
-    run(experiment, Path(sys.argv[1]), jobs=int(sys.argv[2]))
+SETTINGS = ("run.max_steps=60", "run.save_every_steps=5")
+SWEEP = f"""
+    experiment = small_sweep("loss.scale=10,16", settings={SETTINGS})
+    run(experiment, Path(out), jobs=int(words[0]))
 """
-
-
-def start(out: Path, jobs: int) -> subprocess.Popen:
-    script = out.parent / "script.py"
-    script.write_text(SCRIPT, encoding="utf-8")
-    paths = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen([sys.executable, str(script), str(out), str(jobs)], env=environment)
-
-
-def wait_for(pattern: str, folder: Path, process: subprocess.Popen) -> None:
-    deadline = time.monotonic() + 120
-    while not list(folder.glob(pattern)):
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_an_experiment_that_is_killed_continues_bit_for_bit(tmp_path: Path, jobs: int) -> None:
-    settings = ("run.max_steps=60", "run.save_every_steps=5")
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    expected, _ = run(small_sweep("loss.scale=10,16", settings=settings), whole)
-    process = start(killed, jobs)
+    expected, _ = run(small_sweep("loss.scale=10,16", settings=SETTINGS), whole)
+    process = start(killed, SWEEP, jobs)
     wait_for("search/*/checkpoints/step-000010", killed, process)
     process.kill()
-    process.wait(timeout=60)
+    process.communicate(timeout=60)
     assert len(list(killed.glob(f"search/*/{RESULT}"))) < 2
     time.sleep(1.0)  # workers notice that the experiment is gone
-    found, _ = run(small_sweep("loss.scale=10,16", settings=settings), killed)
+    found, _ = run(small_sweep("loss.scale=10,16", settings=SETTINGS), killed)
     starts = [path.read_text().count('"start"') for path in killed.glob("search/*/journal.jsonl")]
     assert max(starts) == 2  # it was a half training that went on
     for folder in (whole / "search").iterdir():
@@ -345,10 +321,11 @@ def test_an_experiment_that_is_killed_continues_bit_for_bit(tmp_path: Path, jobs
 @pytest.mark.slow
 def test_a_signal_saves_what_runs_in_all_processes(tmp_path: Path) -> None:
     out = tmp_path / "sweep"
-    process = start(out, 2)
+    process = start(out, SWEEP, 2)
     wait_for("search/*/checkpoints/step-000010", out, process)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=60) != 0
+    process.communicate(timeout=60)
+    assert process.returncode != 0
     states = [json.loads(path.read_text())["state"] for path in out.glob("search/*/status.json")]
     assert "stopped" in states and set(states) <= {"stopped", "finished", "running"}
 

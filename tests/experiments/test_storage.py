@@ -1,27 +1,18 @@
 """Several processes share an experiment through an Optuna storage."""
 
-import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from helpers.experiments import run, small_sweep
+from helpers.experiments import run, small_sweep, start, wait_for
 from qmargin.errors import ConfigError
 from qmargin.experiments import storage
 from qmargin.experiments.run import RESULT
 
 optuna = pytest.importorskip("optuna")
-SCRIPT = """
-import sys
-from pathlib import Path
-import torch
-from helpers.experiments import run, small_comparison, small_sweep
-if __name__ == "__main__":
-    out, url, what = sys.argv[1:]
-    torch.set_num_threads(1)
+SHARED = """
+    url, what = words
     if what == "optuna":
         made = small_sweep("loss.scale=8:64:log", method="optuna", num_points=6)
     else:
@@ -29,15 +20,6 @@ if __name__ == "__main__":
     finished, said = run(made, Path(out), storage=url)
     print(len(finished.rounds[0]), "rows,", sum("elsewhere" in line for line in said), "elsewhere")
 """
-
-
-def start(folder: Path, url: str, name: str, what: str) -> subprocess.Popen:
-    script = folder / "script.py"
-    script.write_text(SCRIPT, encoding="utf-8")
-    paths = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
-    words = [sys.executable, str(script), str(folder / name), url, what]
-    return subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, text=True)
 
 
 def url_of(kind: str, folder: Path) -> str:
@@ -49,7 +31,7 @@ def url_of(kind: str, folder: Path) -> str:
 def test_two_processes_do_not_repeat_runs(tmp_path: Path, kind: str, what: str) -> None:
     """In folders of their own, as on two machines."""
     url = url_of(kind, tmp_path)
-    processes = [start(tmp_path, url, name, what) for name in ("first", "second")]
+    processes = [start(tmp_path / name, SHARED, url, what) for name in ("first", "second")]
     said = [process.communicate(timeout=240)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0]
     names = [path.parent.name for path in tmp_path.glob(f"*/search/*/{RESULT}")]
@@ -65,14 +47,11 @@ def test_two_processes_do_not_repeat_runs(tmp_path: Path, kind: str, what: str) 
 @pytest.mark.parametrize("kind", ["sqlite", "journal"])
 def test_runs_of_a_process_that_was_killed_are_taken_over(tmp_path: Path, kind: str) -> None:
     url = url_of(kind, tmp_path)
-    process = start(tmp_path, url, "out", "grid")
-    deadline = time.monotonic() + 120
-    while not list(tmp_path.glob("out/search/*/checkpoints")):
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.02)
+    process = start(tmp_path / "out", SHARED, url, "grid")
+    wait_for("out/search/*/checkpoints", tmp_path, process)
     process.kill()
     process.communicate()
-    again = start(tmp_path, url, "out", "grid")  # in the same folder
+    again = start(tmp_path / "out", SHARED, url, "grid")  # in the same folder
     assert again.communicate(timeout=240)[0].startswith("2 rows, 0 elsewhere")
     assert len(list(tmp_path.glob(f"out/runs/*/{RESULT}"))) == 4
 

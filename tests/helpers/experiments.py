@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -60,3 +64,32 @@ def run(experiment: Experiment, out: Path, **options: Any) -> tuple[Finished, li
     said: list[str] = []
     given = {"devices": ("cpu",), "say": said.append, **options}
     return complete(experiment, out, RunOptions(**given)), said
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+import torch
+from helpers.experiments import run, small_comparison, small_sweep
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    out, *words = sys.argv[1:]
+"""
+
+
+def start(out: Path, body: str, *words: object) -> subprocess.Popen:
+    """A process that runs the indented ``body``, which finds ``out`` and ``words``."""
+    script = out.parent / "script.py"
+    script.write_text(SCRIPT + body, encoding="utf-8")
+    paths = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(script), str(out), *map(str, words)]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+
+
+def wait_for(pattern: str, folder: Path, process: subprocess.Popen) -> None:
+    """Until a file is there."""
+    deadline = time.monotonic() + 120
+    while not list(folder.glob(pattern)):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)

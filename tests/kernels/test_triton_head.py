@@ -332,3 +332,5 @@ def test_unit_rows():
     torch.testing.assert_close(
         fused.unit_gradient(gradient, unit, norms), plain.unit_gradient(gradient, *expected)
     )
+    unit, norms = fused.unit_rows(embeddings * 1e38, labels, -1)  # lengths overflow
+    assert bool(norms[[0, 1, 3, 4]].isinf().all()) and bool(unit.isnan().all())

@@ -56,24 +56,14 @@ def read_info(source: Source) -> AudioInfo:
 def decode_audio(
     source: Source,
     *,
-    sample_rate: int = 16000,
-    span: Span | None = None,
-    speed: float = 1.0,
-    max_seconds: float = MAX_SECONDS,
+    sample_rate: int = 16000,  # of the result; polyphase filters change that of the file
+    span: Span | None = None,  # of the file to decode, counted in its own rate; None for all
+    speed: float = 1.0,  # play the samples this many times as fast, with pitch and formants
+    max_seconds: float = MAX_SECONDS,  # longer files are refused by their header
 ) -> Samples:
-    """Mono samples ``[n]`` in [-1, 1] at ``sample_rate``; channels are averaged.
+    """Mono samples ``[n]`` in [-1, 1] of a file or of encoded bytes; channels are averaged.
 
-    Args:
-        source: A path, or the bytes of an encoded file.
-        sample_rate: Of the result; another one in the file is changed by a polyphase filter.
-        span: Which samples of the file to decode: a function from its header to the first one and
-            the one after the last, counted **in the file's own rate**; None for all of them.
-        speed: Play the samples this many times as fast, which moves pitch and formants too.
-        max_seconds: Longer files are refused by their header, before memory is taken.
-
-    Raises:
-        CorruptSample: The file cannot be read as its header says, or has no samples, or samples
-            that are not finite.
+    ``CorruptSample`` if it cannot be read as its header says, or has samples that are not finite.
     """
     with _opened(source, max_seconds) as (file, info):
         start, stop = (0, info.num_samples) if span is None else span(info)

@@ -30,24 +30,15 @@ BLUR = 3  # pixels, each way, of outlines that are compared
 
 @dataclass(frozen=True, eq=False)
 class Drawings:
-    """Pictures with labels and names; what ``StrokeIdentities`` draws, others bring.
+    """Pictures with labels and names; what ``StrokeIdentities`` draws, others bring."""
 
-    Args:
-        pictures: ``[n, size, size]`` uint8.
-        labels: ``[n]``, from 0 without gaps.
-        names: Of the samples.
-        origin: Where they are from.
-        shift: Pixels by which a reading may move a sample, as augmentations do.
-        variants: ``[n, v, size, size]`` uint8, such as ``variants_of`` draws; a reading takes one
-            of its sample, by the seed. None for the pictures themselves.
-    """
-
-    pictures: NDArray[np.uint8] = field(repr=False)
-    labels: NDArray[np.int64] = field(repr=False)
+    pictures: NDArray[np.uint8] = field(repr=False)  # [n, size, size]
+    labels: NDArray[np.int64] = field(repr=False)  # [n], from 0 without gaps
     names: tuple[str, ...] = field(repr=False)
-    origin: str
-    shift: int = 0
+    origin: str  # where they are from
+    shift: int = 0  # pixels by which a reading may move a sample
     variants: NDArray[np.uint8] | None = field(default=None, repr=False)
+    """``[n, v, size, size]``, such as ``variants_of`` draws; a reading takes one, by its seed."""
 
     def __post_init__(self) -> None:
         shape = self.pictures.shape

@@ -22,27 +22,14 @@ _GREY = np.array([0.299, 0.587, 0.114], dtype=np.float32)
 
 @dataclass(frozen=True)
 class FaceAugmentation:
-    """What is done to a face when it is read, drawn from the sample's seed alone.
+    """What is done to a face when it is read, drawn from the sample's seed alone."""
 
-    Args:
-        flip: Probability of a mirror image.
-        photometric: Probability of another brightness, contrast and saturation.
-        strength: Largest relative change of each of the three.
-        low_resolution: Probability of scaling down and up again.
-        smallest: Least share of the size that scaling down leaves.
-        crop: Probability of blanking all but a part of the picture.
-
-    Examples:
-        >>> [FaceAugmentation(flip=0.5).mirrors(seed) for seed in range(4)]
-        [False, False, False, True]
-    """
-
-    flip: float = 0.5
-    photometric: float = 0.0
-    strength: float = 0.5
-    low_resolution: float = 0.0
-    smallest: float = 0.2
-    crop: float = 0.0
+    flip: float = 0.5  # probability of a mirror image
+    photometric: float = 0.0  # probability of another brightness, contrast and saturation
+    strength: float = 0.5  # largest relative change of each of the three
+    low_resolution: float = 0.0  # probability of scaling down and up again
+    smallest: float = 0.2  # least share of the size that scaling down leaves
+    crop: float = 0.0  # probability of blanking all but a part of the picture
 
     def __post_init__(self) -> None:
         for item in fields(self):
@@ -128,15 +115,10 @@ class FaceImages:
 
     Inputs are bytes, a quarter of the memory of floats to send between processes and to a device;
     ``normalised`` turns a whole batch into floats there.
-
-    Args:
-        images: What ``open_dataset`` gives.
-        size: Pixels of a side; pictures of another size are scaled, long ones cut to the middle.
-        augmentation: What is done to a picture when it is read.
     """
 
     images: ImageDataset
-    size: int = 112
+    size: int = 112  # of a side; other pictures are scaled, long ones cut to the middle
     augmentation: FaceAugmentation = field(default_factory=FaceAugmentation)
 
     def __post_init__(self) -> None:

@@ -25,26 +25,16 @@ def decode_image(
     data: bytes,
     *,
     decoder: Decoder = "pillow",
-    channels: Channels = "rgb",
-    max_pixels: int = MAX_PIXELS,
-    upright: bool = False,
-    mirror: bool = False,
-    writable: bool = True,
+    channels: Channels = "rgb",  # stored order; "bgr" is swapped back
+    max_pixels: int = MAX_PIXELS,  # larger pictures are refused by their header
+    upright: bool = False,  # turn the picture as its EXIF orientation says
+    mirror: bool = False,  # swap left and right
+    writable: bool = True,  # without it, a copy may be saved
 ) -> Pixels:
-    """The picture in an encoded image, ``[H, W, 3]`` RGB.
+    """The picture in a JPEG, PNG, WebP, BMP or PPM file, ``[H, W, 3]`` RGB, or ``CorruptSample``.
 
-    Args:
-        data: A whole JPEG, PNG, WebP, BMP or PPM file.
-        decoder: ``"simplejpeg"`` is faster where it is installed and gives the same bits; what it
-            cannot read is left to Pillow, so that both agree on what is corrupt.
-        channels: Order of the stored channels; ``"bgr"`` swaps them back to RGB.
-        max_pixels: Larger pictures are refused by their header.
-        upright: Turn the picture as its EXIF orientation says; for photos of cameras.
-        mirror: Swap left and right.
-        writable: Whether the picture will be written to; where not, a copy may be saved.
-
-    Raises:
-        CorruptSample: The bytes are not such an image, or it is damaged or too large.
+    The decoder ``"simplejpeg"`` is faster where it is installed and gives the same bits; what it
+    cannot read is left to Pillow, so that both agree on what is corrupt.
 
     Examples:
         >>> data = encode_image(np.full((2, 3, 3), 200, dtype=np.uint8), format="PNG")

@@ -203,10 +203,7 @@ def tiled(samples: Samples, num_samples: int) -> Samples:
 class Noises:
     """Recordings to mix in, in folders ``noise``, ``speech`` and ``music`` as MUSAN has them.
 
-    Args:
-        folder: Has at least one of the three.
-        sample_rate: Of what is drawn.
-        babble: Recordings of ``speech`` that are mixed into one before they are added.
+    ``babble`` recordings of ``speech`` are mixed into one before they are added.
     """
 
     def __init__(self, folder: str | Path, *, sample_rate: int = 16000, babble: int = 1) -> None:
@@ -285,16 +282,9 @@ def reverberate(samples: Samples, response: NDArray[np.float32]) -> Samples:
 
 @dataclass(frozen=True)
 class SpeechAugmentation:
-    """Reverberation or noise, one of them, for a share of the samples.
+    """Reverberation or noise for a share of the samples; with both given, half of them get each."""
 
-    Args:
-        probability: Share of the samples that are changed.
-        noises: Recordings to add.
-        responses: Impulse responses, from files or a ``RoomSimulator``. With both given, half of
-            the changed samples have one and half the other.
-    """
-
-    probability: float = 0.6
+    probability: float = 0.6  # share of the samples that are changed
     noises: Noises | None = None
     responses: ResponseSource | None = None
 
@@ -507,62 +497,31 @@ class SpeechDataset:
 def open_speech(
     path: str | Path,
     *,
-    root: str | None = None,
-    split: str | None = None,
-    index_dir: str | None = None,
-    verify: bool = False,
-    min_seconds: float = 0.0,
-    in_memory: bool = False,
-    num_frames: int = 200,
-    speed_perturbation: bool = True,
-    keep_speed_classes: bool = False,
-    augment: float = 0.6,
-    noise_path: str | None = None,
-    babble: int = 1,
-    response_path: str | None = None,
-    simulate_rooms: bool = False,
-    num_rooms: int = 0,
-    dither: float = 1.0,
-    as_features: bool = False,
-    mask_probability: float = 0.0,
-    num_bins: int = 80,
+    root: str | None = None,  # folder that relative paths in a list start from
+    split: str | None = None,  # rows of a CSV to take
+    index_dir: str | None = None,  # folder of indices, instead of beside the data
+    verify: bool = False,  # compare every utterance with the checksum in its index
+    min_seconds: float = 0.0,  # leave out shorter utterances, by the durations in the index
+    in_memory: bool = False,  # decode everything once, and keep it; for a few hours
+    num_frames: int = 200,  # of a chunk; 200 frames are 2.015 s
+    speed_perturbation: bool = True,  # speeds 1, 0.9 and 1.1, with three times the classes
+    keep_speed_classes: bool = False,  # without the speeds, to fine-tune what was trained with them
+    augment: float = 0.6,  # share of the samples with noise or reverberation, where given
+    noise_path: str | None = None,  # folder in MUSAN's layout
+    babble: int = 1,  # recordings of speech that are mixed into one noise
+    response_path: str | None = None,  # folder of impulse responses
+    simulate_rooms: bool = False,  # draw impulse responses from simulated rooms instead
+    num_rooms: int = 0,  # of these; zero for a new one every time
+    dither: float = 1.0,  # in steps of 16-bit audio
+    as_features: bool = False,  # filter banks instead of waveforms
+    mask_probability: float = 0.0,  # share of the samples with masked features
+    num_bins: int = 80,  # of the filter bank
     window: str = "hamming",
-    sample_rate: int = 16000,
+    sample_rate: int = 16000,  # that everything is brought to
 ) -> SpeechDataset:
-    """The training set of a recipe, from a path and plain options.
-
-    Args:
-        path: See ``open_audio``.
-        root: Folder that relative paths in a list start from.
-        split: Rows of a CSV to take.
-        index_dir: Folder of indices, instead of beside the data.
-        verify: Compare every utterance with the checksum in its index, which is made where it is
-            missing.
-        min_seconds: Leave out utterances that are shorter, by the durations in the index; shorter
-            ones than a chunk that are left are tiled.
-        in_memory: Decode everything once, and keep it; for collections of a few hours.
-        num_frames: Length of a chunk; 200 frames are 2.015 s.
-        speed_perturbation: Speeds 1, 0.9 and 1.1, with three times the classes.
-        keep_speed_classes: Without the perturbation, keep the classes that it makes: to fine-tune
-            what was trained with it.
-        augment: Share of the samples with noise or reverberation, where any of both is given.
-        noise_path: Folder in MUSAN's layout.
-        babble: Recordings of speech that are mixed into one before they are added as noise.
-        response_path: Folder of impulse responses.
-        simulate_rooms: Draw impulse responses from simulated rooms instead.
-        num_rooms: How many of these there are; zero for a new one every time, see
-            ``RoomSimulator``.
-        dither: See ``SpeechDataset``.
-        as_features: Give filter banks instead of waveforms.
-        mask_probability: Share of the samples with masked features.
-        num_bins: Of the filter bank.
-        window: Of the filter bank.
-        sample_rate: That everything is brought to.
-    """
+    """The training set of a recipe, from a path and plain options."""
     if simulate_rooms and response_path is not None:
-        raise ConfigError(
-            f"response_path is {response_path!r} and simulate_rooms is set; choose one"
-        )
+        raise ConfigError(f"response_path is {response_path!r}, simulate_rooms is set; choose one")
     responses: ResponseSource | None = None
     if simulate_rooms:
         responses = RoomSimulator(sample_rate=sample_rate, num_rooms=num_rooms)

@@ -81,13 +81,9 @@ class OpenFiles:
 
 
 class StoredSamples:
-    """Encoded samples of an index, with labels and names.
+    """Encoded samples of an index, or of some of its rows, with labels and names.
 
-    Args:
-        index: Where the samples are.
-        verify: Compare every sample with its checksum, and its label with that of the data, when
-            it is read.
-        rows: Rows of the index to take; all of them without it. Labels stay as they are.
+    With ``verify``, bytes and labels are compared with the index when a sample is read.
     """
 
     _options: ClassVar[tuple[str, ...]] = ("verify", "rows")

@@ -152,17 +152,6 @@ class StrokeIdentities(SyntheticDataset):
     width of the pen, lifts it for a moment, and adds noise. Identities of the three splits are
     disjoint. All of it is synthetic: it says nothing about faces or voices.
 
-    Args:
-        num_classes: Number of identities, at most ``SPLIT_SIZE``.
-        samples_per_class: Samples of each; sample ``i`` belongs to identity
-            ``i // samples_per_class``.
-        size: Pixels of a side.
-        seed: Another seed is another world of identities.
-        split: ``"train"``, ``"validation"`` or ``"test"``.
-        difficulty: Multiplies every distortion; 0 for none.
-        shift: Pixels by which a reading may move a sample, as augmentations do; 0 for none.
-        in_memory: Draw all samples at the first reading and keep them.
-
     Examples:
         >>> dataset = StrokeIdentities(2_000_000, 5)
         >>> image, label = dataset.read(9_999_999, seed=0)
@@ -172,14 +161,14 @@ class StrokeIdentities(SyntheticDataset):
         (3, 32, 32)
     """
 
-    num_classes: int
+    num_classes: int  # at most SPLIT_SIZE
     samples_per_class: int
-    size: int = 32
-    seed: int = 0
-    split: str = "train"
-    difficulty: float = 1.0
-    shift: int = 0
-    in_memory: bool = False
+    size: int = 32  # pixels of a side
+    seed: int = 0  # another seed is another world of identities
+    split: str = "train"  # or "validation" or "test"
+    difficulty: float = 1.0  # multiplies every distortion; 0 for none
+    shift: int = 0  # pixels by which a reading may move a sample, as augmentations do
+    in_memory: bool = False  # draw all samples at the first reading and keep them
     _kept: dict[str, NDArray[np.uint8]] = field(
         default_factory=dict, init=False, repr=False, compare=False, hash=False
     )

@@ -61,17 +61,6 @@ class SyntheticIdentities(SyntheticDataset):
     A sample is its identity's centre, plus noise of its own, plus noise that is drawn anew each
     time it is read, as an augmentation is. All are Gaussian per element.
 
-    Args:
-        num_classes: Number of identities.
-        samples_per_class: Samples of each; sample ``i`` belongs to identity
-            ``i // samples_per_class``.
-        shape: Shape of one input: ``(d,)`` for vectors, ``(3, 32, 32)`` for images.
-        noise: Standard deviation of what tells samples of one identity apart; centres have one.
-        augmentation: Standard deviation of what tells two readings of a sample apart.
-        seed: Another seed makes other identities, such as those to validate on.
-        as_bytes: Round samples to bytes, as decoded pictures are: 128 stands for zero, and 32 for
-            a deviation of one. Networks get them as they get pictures.
-
     Examples:
         >>> dataset = SyntheticIdentities(10, 4, shape=(8,))
         >>> inputs, label = dataset.read(39, seed=0)
@@ -81,11 +70,11 @@ class SyntheticIdentities(SyntheticDataset):
 
     num_classes: int
     samples_per_class: int
-    shape: Sequence[int] = (64,)
-    noise: float = 0.5
-    augmentation: float = 0.1
-    seed: int = 0
-    as_bytes: bool = False
+    shape: Sequence[int] = (64,)  # of one input; (3, 32, 32) for images
+    noise: float = 0.5  # deviation between samples of one identity; centres have one
+    augmentation: float = 0.1  # deviation between readings of one sample
+    seed: int = 0  # another seed makes other identities, such as those to validate on
+    as_bytes: bool = False  # rounded, as pictures: 128 stands for zero, 32 for a deviation
 
     def __post_init__(self) -> None:
         self._check_counts()

@@ -350,11 +350,9 @@ def _is_count(word: str) -> bool:
 
 def _lfw_pair(words: list[str], extension: str, where: str) -> _Pair:
     """``name 1 2`` is a genuine pair, ``name 1 other 2`` an impostor pair."""
-    if len(words) == 3:
+    is_genuine = len(words) == 3
+    if is_genuine:
         words = [words[0], words[1], words[0], words[2]]
-        is_genuine = True
-    else:
-        is_genuine = False
     if len(words) != 4 or not all(map(_is_count, words[1::2])):
         raise DataError(f"{where}: {' '.join(words)[:60]!r} is not a pair of LFW's pairs.txt")
     a, b = (
