@@ -49,13 +49,19 @@ def test_masked_classes_are_as_good_as_absent(alpha):
         value = value @ weights if name == "softargmax" else value
         (gradient,) = torch.autograd.grad(value.sum(), leaf)
         assert bool((gradient[:, masked] == 0).all()) and bool(gradient.isfinite().all())
-    reference = torch.zeros(12, dtype=torch.float64)
-    reference[4] = -math.inf  # a class with q = 0 cannot have mass either
-    found = qmargin.softargmax(5 * cosines.double(), alpha=alpha, log_reference=reference)
-    kept = [j for j in range(12) if j != 4]
-    expected = qmargin.softargmax(5 * cosines[:, kept].double(), alpha=alpha)
-    torch.testing.assert_close(found[:, kept], expected, **EXACT)
-    assert bool((found[:, 4] == 0).all())
+    # A class with q = 0 has no mass either, not even the one with the largest logit.
+    logits = 5 * cosines.double()
+    reference = torch.zeros_like(logits)
+    reference[:, 4] = -math.inf
+    reference.scatter_(1, logits.argmax(1, keepdim=True), -math.inf)
+    for name in ("softargmax", "log_partition"):
+        function = getattr(qmargin, name)
+        leaf = logits.clone().requires_grad_()
+        found = function(leaf, alpha=alpha, log_reference=reference)
+        expected = function(logits.where(reference == 0, -math.inf), alpha=alpha)
+        torch.testing.assert_close(found, expected, **EXACT)
+        (gradient,) = torch.autograd.grad(found.pow(2).sum(), leaf)
+        assert bool((gradient[reference < 0] == 0).all()) and bool(gradient.isfinite().all())
 
 
 @for_alphas

@@ -8,7 +8,7 @@ from qmargin.metrics.operating import tar_at_far, wilson
 
 FAR = 1e-3
 NUM_SUBJECTS, NUM_SAMPLES, DIM = 100, 6, 12
-NUM_STUDIES, NUM_REPLICATES = 200, 300
+NUM_STUDIES, NUM_REPLICATES = 120, 200
 
 
 def embeddings(rng, num_subjects):

@@ -121,10 +121,7 @@ def test_the_order_of_ties_changes_nothing():
         order = np.random.default_rng(seed).permutation(5)
         assert eer(scores[order], scores[order[::-1]]) == expected
     assert expected.eer == 0.5
-
-
-def test_the_crossing_of_unequal_numbers_is_rounded_once():
-    """FAR is 1/3 between the two largest impostors, where FRR, in steps of 1/200000, passes it."""
+    # FAR is 1/3 between the two largest impostors, where FRR, in steps of 1/200000, passes it.
     genuine, impostor = np.arange(200_000.0), np.array([50_000.5, 99_999.5, 0.5])
     assert eer(genuine, impostor).eer == 1 / 3
 

@@ -113,13 +113,10 @@ def test_csv_is_unrounded_and_has_no_formulas():
     assert rows[2]["Paper, IJB-B: 10⁻⁵"] == ""
 
 
-def test_numbers_without_a_value_never_compete():
+def test_numbers_without_a_value_never_compete_and_rows_of_another_width_are_refused():
     assert [cell.is_best for row in ODD.body[2:] for cell in row] == [False] * 4
     assert ODD.body[2][1].text == "-" and ODD.body[3][1].text == "∞"
     assert len(ODD.body[3][0].text) == 120
-
-
-def test_rows_of_another_width_are_refused_and_files_are_one_of_each_kind():
     with pytest.raises(ValueError, match="has 1 cells, but there are 2 columns"):
         Table("t", (Column("a"), Column("b")), (("x",),))
     assert list(GROUPED.files("faces")) == ["faces.md", "faces.tex", "faces.csv"]
@@ -168,8 +165,6 @@ def test_best_is_bold_and_what_cannot_be_measured_is_no_number():
     assert ours.count("n.m.") == 2
     assert ours.count(r"\textsuperscript{few}") == 3
 
-
-def test_tables_without_runs_have_no_parameters():
     table = paper_layout(arrange([synthetic_result("A"), synthetic_result("B")]))
     assert [column.title for column in table.columns][:2] == ["Method", "1 %"]
     assert table.to_latex().count(r"\textbf") == 8  # equal texts are equally bold
@@ -199,14 +194,9 @@ def test_csv_gives_back_every_number():
         assert (row["margin_kind"], row["margin"]) == ("angular + prior", "0.5 + 0.1")
     lost = [row for row in rows if row["status"] == "not measurable"]
     assert {row["value"] for row in lost} == {""}
-
-
-def test_markdown_has_a_row_for_each_system_and_names_the_rule():
-    text = markdown_tables(panels())
+    text = markdown_tables(made)
     assert text.count("\n| ArcFace |") == 2  # TARs, and measures without a target
-    assert text.count("\n| Q-Margin |") == 4
-    assert "conservative rule" in text
-    assert "not measurable" in text
+    assert "conservative rule" in text and "not measurable" in text
 
 
 def test_hostile_results_keep_the_shape_of_the_tables():

@@ -11,12 +11,7 @@ from qmargin.heads.classifier import MarginClassifier
 from qmargin.heads.optimizers import ExactSGD, SparseSGD
 from qmargin.recipes import get_recipe
 from qmargin.training.build import build_backbone, build_head
-from qmargin.training.optim import (
-    Optimizers,
-    build_optimizers,
-    clip_gradients_,
-    parameter_groups,
-)
+from qmargin.training.optim import Optimizers, build_optimizers, clip_gradients_, parameter_groups
 from qmargin.training.recipe import OptimizerPart, Recipe
 from qmargin.training.recipe_files import apply_settings
 from qmargin.training.session import _load_optimizer_

@@ -74,10 +74,9 @@ seed=9223372036854775808 name= los.margin=3 margin=0.3 seed model=null
 @pytest.mark.parametrize("setting", IMPOSSIBLE.split())
 def test_settings_that_are_impossible_are_refused_by_their_key(setting: str) -> None:
     key = setting.partition("=")[0]
-    last = key.rpartition(".")[2]
-    with pytest.raises(ConfigError, match=rf"{key}|{key.partition('.')[0]}.*{last}") as raised:
+    section, last = key.partition(".")[0], key.rpartition(".")[2]
+    with pytest.raises(ConfigError, match=rf"{key}|{section}.*{last}"):
         changed(setting)
-    assert len(str(raised.value)) < 400
 
 
 @pytest.mark.parametrize(

@@ -13,12 +13,7 @@ from qmargin.recipes import get_recipe, list_recipes
 from qmargin.training.loss_part import LossSettings
 from qmargin.training.recipe import OptimizerPart, Recipe, RunPart, SchedulePart, ValueSchedule
 from qmargin.training.recipe_files import apply_settings
-from qmargin.training.schedules import (
-    learning_rate,
-    loss_settings,
-    scheduled_value,
-    unreached,
-)
+from qmargin.training.schedules import learning_rate, loss_settings, scheduled_value, unreached
 
 
 def recipe_with(schedule: SchedulePart, *, epochs: int = 20, **optimizer: Any) -> Recipe:

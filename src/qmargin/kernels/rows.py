@@ -209,6 +209,9 @@ def everything(block: Rows) -> Listed:
     """All classes of a block, in order, in float64."""
     logits = block.values.double() * block.scale
     reference = None if block.log_reference is None else block.log_reference.double()
+    if reference is not None and block.b < 0.0:
+        # Below alpha 1 the height of a class without measure would still bound the threshold.
+        logits = torch.where((reference == -math.inf) & (logits < math.inf), -math.inf, logits)
     if block.labels is None:
         return Listed(logits, reference)
     logits = logits.scatter(1, block.labels[:, None], -math.inf)

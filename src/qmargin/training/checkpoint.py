@@ -447,7 +447,7 @@ def check_writable(folder: str | Path, *, needed_bytes: int = 0) -> None:
         ) from error
     if free < needed_bytes:
         raise CheckpointError(
-            f"{folder} has {free:,} bytes left; free space, a checkpoint takes {needed_bytes:,}"
+            f"{folder} has {free:,} bytes left, a checkpoint takes {needed_bytes:,}; free space"
         )
 
 
@@ -553,7 +553,9 @@ class _Save:
         for name, entry in files.items():
             path = self.temporary / name
             if not path.exists() or path.stat().st_size != entry.size:
-                raise CheckpointError(f"rank 0 does not see {path}; let all ranks share a folder")
+                raise CheckpointError(
+                    f"rank 0 does not see {path}; all ranks must share the folder"
+                )
         found = [part["shard"] for part in written if part["shard"]]
         counts = {num_classes for *_, num_classes in found}
         if len(counts) > 1:
@@ -780,10 +782,9 @@ def load_checkpoint(
         backbone=read_backbone(checkpoint),
         head=head,
         parts={
-            name: unflatten(
-                _read_text(checkpoint, f"{name}.json"), read_tensors(path / f"{name}.safetensors")
-            )
-            for name in manifest.parts
+            part: unflatten(_read_text(checkpoint, f"{part}.json"), tensors)
+            for part in manifest.parts
+            for tensors in [read_tensors(path / f"{part}.safetensors")]
         },
         loop=unflatten(_read_text(checkpoint, LOOP), {}),
         recipe_yaml=read_recipe(checkpoint),

@@ -26,8 +26,7 @@ _REMEDY = "use a smaller data.batch_size, more optimizer.accumulation, more rank
 def estimate_memory(recipe: Recipe, process: Process, dataset: Dataset | None) -> dict[str, int]:
     """Bytes on one rank's device, by purpose; refuses a run that needs more than is free.
 
-    Workspaces of libraries and the blocks in which the head works are not in it: allow for another
-    tenth.
+    Workspaces of libraries and blocks of the head are not in it: allow for another tenth.
     """
     samples = build_dataset(recipe) if dataset is None else dataset
     input_shape = read_sample(samples, 0, seed=recipe.seed, epoch=0).inputs.shape

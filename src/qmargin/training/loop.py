@@ -186,8 +186,8 @@ def open_run(
 def _check_space(session: Session, folder: Path) -> None:
     """Refuse a disk that the first checkpoint would not fit on."""
     if session.process.is_first:
-        needed = session.process.world * snapshot(session).num_bytes()
-        check_writable(folder / CHECKPOINTS, needed_bytes=needed)
+        size = session.process.world * snapshot(session).num_bytes()
+        check_writable(folder / CHECKPOINTS, needed_bytes=size)
 
 
 def _saver(folder: Path, session: Session) -> AsyncSaver:

@@ -150,10 +150,7 @@ def duration(seconds: float | None) -> str:
 
 
 class Meter:
-    """Samples per second since the last record, and the time left at recent speed.
-
-    The first step, which compiles kernels, is left out; of spans the median counts, for pauses.
-    """
+    """Samples per second since the last record, and time left by the median of recent spans."""
 
     def __init__(self, step: int, *, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -168,7 +165,7 @@ class Meter:
         """Count a step and its samples."""
         self._samples += samples
         now = self._clock()
-        if self._span_began is None:
+        if self._span_began is None:  # the first step, which compiles kernels, is left out
             self._span_began = now
             return
         self._span_steps += 1

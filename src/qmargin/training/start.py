@@ -36,8 +36,8 @@ _UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP)
 class RunLock:
     """Holds ``folder/lock``, so that no second run writes to the folder. One rank takes it.
 
-    The system releases the lock when the process ends, however it ends; the file stays, and says
-    who held it last. On a file system without locks, what the file says decides.
+    The system releases the lock when the process ends. On a file system without locks, the owner
+    that the file names decides.
     """
 
     def __init__(self, folder: str | Path) -> None:
