@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(
     not Path("/proc/self/status").exists(), reason="asks /proc which signals a process catches"
 )
 STATUS = {signal.SIGTERM: 143, signal.SIGINT: 130}
-TURNS = int(os.environ.get("QMARGIN_INTERRUPTS", "6"))
+TURNS = int(os.environ.get("QMARGIN_INTERRUPTS", "3"))
 KEPT = (".partial", ".progress", ".part")  # of work that goes on where it was
 
 

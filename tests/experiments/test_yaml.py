@@ -134,6 +134,7 @@ def test_sections_of_a_file() -> None:
     assert (search.seeds, search.num_points) == ((1000, 1001), 4)
     assert search.settings == ("run.epochs=1",)
     assert experiment.protocol.fars == (0.01, 0.001) and experiment.world == Made(num_test=20)
+    assert from_mapping({**content, "data": None}).world == Made()
     drawn = from_mapping({**content, "data": {"pictures": "x.npz"}}, Path("/folder")).world
     assert isinstance(drawn, Drawn) and drawn.path == "/folder/x.npz"
     data = {"train": "a", "test": "b", "validation": "c"}

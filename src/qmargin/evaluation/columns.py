@@ -97,7 +97,7 @@ def numbered_lines(path: str | Path) -> Iterator[tuple[int, bytes]]:
             number += 1
             if len(line) > MAX_LINE_BYTES:
                 raise DataError(
-                    f"{path}, line {number} is longer than {MAX_LINE_BYTES:,} bytes: is it a text?"
+                    f"{path}, line {number} is longer than {MAX_LINE_BYTES:,} bytes: is it text?"
                 )
             if number == 1:
                 line = line.removeprefix(_BYTE_ORDER_MARK)
@@ -397,9 +397,7 @@ def _whole_lines(file: BinaryIO, path: str | Path) -> Iterator[bytes]:
             rest = chunk[end:]
             continue
         if len(rest) > MAX_LINE_BYTES:
-            raise DataError(
-                f"{path} has a line longer than {MAX_LINE_BYTES:,} bytes: is it a text?"
-            )
+            raise DataError(f"{path} has a line longer than {MAX_LINE_BYTES:,} bytes: is it text?")
         rest += chunk
     if rest:
         yield rest

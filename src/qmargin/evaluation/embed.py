@@ -271,7 +271,7 @@ def _embedded(
         row = first_row(~np.isfinite(rows).all(axis=1))
         if row is not None:
             raise DataError(
-                f"the embedding of {names[batch.first + row]!r} is not finite: check both"
+                f"the embedding of {names[batch.first + row]!r} is not finite: check the model"
             )
         if rows.shape[1] != (width or rows.shape[1]):
             raise ShapeError(f"the model gave embeddings of width {rows.shape[1]} after {width}")

@@ -157,7 +157,8 @@ def _centred(
 def _check_width(other: Embeddings, width: int, path: str) -> None:
     if other.embedding_dim != width:
         raise ShapeError(
-            f"{other.source.path} has embeddings of width {other.embedding_dim}, {path} {width}"
+            f"{other.source.path} has embeddings of width {other.embedding_dim}, but {path} has "
+            f"{width}: use one model"
         )
 
 

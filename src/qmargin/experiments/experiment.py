@@ -316,7 +316,7 @@ def from_mapping(content: Mapping[str, Any], folder: Path = Path()) -> Experimen
         if key not in content:
             raise ConfigError(f"{key} is missing; an experiment needs recipe and arms")
     name = str(content.get("name", "experiment"))
-    world = _world(content.get("data", {}), folder)
+    world = _world(content.get("data"), folder)
     arms = _mapping(content["arms"], "arms")
     return Experiment(
         name=name,
@@ -432,7 +432,8 @@ def _section(
 
 
 def _world(content: Any, folder: Path) -> World:
-    values = {str(key): value for key, value in _mapping(content, "data").items()}
+    given = {} if content is None else _mapping(content, "data")
+    values = {str(key): value for key, value in given.items()}
     for key in ("pictures", "train", "test", "trials"):
         if key in values:
             values[key] = str(folder / str(values[key]))

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,11 +58,7 @@ FORMAT = {"format": "qmargin-experiment", "version": 1}
 POLL_S = 1.0  # between looks at what other processes do
 MOST_NAMED = 6  # settings that differ, in a message
 MEASURE = "search.measure"
-
-
-def _print(text: str) -> None:
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
+SAY = partial(print, flush=True)
 
 
 @dataclass(frozen=True)
@@ -109,7 +105,7 @@ class RunOptions:
     overwrite: bool = False
     show: bool = False
     command: str = "qmargin compare"
-    say: Callable[[str], object] = _print
+    say: Callable[[str], object] = SAY
 
     def __post_init__(self) -> None:
         if not self.devices:

@@ -188,7 +188,7 @@ def fold_rates(
     one longer where folds differ.
     """
     if distances.shape != is_genuine.shape or distances.ndim != 1:
-        raise ShapeError(f"distances are {distances.shape} and labels {is_genuine.shape}")
+        raise ShapeError(f"distances have shape {distances.shape} and labels {is_genuine.shape}")
     if not 2 <= num_folds <= len(distances):
         raise ProtocolError(f"{len(distances)} pairs do not make {num_folds} folds of at least 2")
     coarse, fine = np.arange(0, 4, 0.01), np.arange(0, 4, 0.001)

@@ -355,7 +355,7 @@ def pool_templates(
     pooling = pooling or Pooling()
     if embeddings.ndim != 2 or len(embeddings) != len(rows.template) or not len(embeddings):
         raise ShapeError(
-            f"embeddings are {embeddings.shape}, for {len(rows.template):,} images in the lists"
+            f"embeddings have shape {embeddings.shape} for {len(rows.template):,} images in lists"
         )
     media = np.stack([rows.template, rows.media], axis=1)
     _, group, sizes = np.unique(media, axis=0, return_inverse=True, return_counts=True)

@@ -111,7 +111,7 @@ def fit_quality(
     num_genuine = int(is_genuine.sum())
     if num_genuine in (0, len(is_genuine)):
         raise ProtocolError(
-            f"there are {num_genuine:,} genuine trials of {len(is_genuine):,} to calibrate on"
+            f"there are {num_genuine:,} genuine trials of {len(is_genuine):,}: give both kinds"
         )
     table = np.column_stack([scores, columns])
     if not np.isfinite(table).all():
@@ -312,7 +312,7 @@ def draw_trials(
     _, places, counts = np.unique(found, return_inverse=True, return_counts=True)
     if len(counts) < 2 or counts.max() < 2:
         raise DataError(
-            f"there are {len(counts)} speakers with at most {counts.max()} utterances: give two"
+            f"there are {len(counts)} speakers with at most {counts.max()} utterances: give 2"
         )
     generator = np.random.default_rng(seed)
     order = np.argsort(places, kind="stable")
