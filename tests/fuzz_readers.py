@@ -92,8 +92,7 @@ def read_all(place: str, folder: Path, **options: Any) -> None:
     for row in range(min(len(dataset), 50)):
         dataset.sample_id(row)
         dataset.source(row)
-        if 0 <= dataset.labels[row] < dataset.num_classes:  # as training checks
-            dataset.class_name(int(dataset.labels[row]))
+        dataset.class_name(int(dataset.labels[row]))
         caught(dataset.__getitem__, row)
 
 

@@ -60,6 +60,8 @@ def test_every_format_gives_the_same_samples(layout: Layout) -> None:
         assert [dataset.sample_id(row) for row in (0, 5)] == ["record 0", "record 5"]
         return
     assert [dataset.class_name(label) for label in range(3)] == ["id0", "id1", "id2"]
+    with pytest.raises(DataError, match="3 classes and the label 3; build the index again"):
+        dataset.class_name(3)
     wanted = names(kind)[4].rpartition(".")[0] if "tar" in name else names(kind)[4]
     assert dataset.sample_id(4) == wanted
     line = {"manifest": 6, "json_lines": 5, "kaldi": 5}.get(name)

@@ -205,7 +205,7 @@ def _copy(
         if size > remote.size:
             file.truncate(0)
             found = f"{url} is longer than the {remote.size:,} bytes that were expected"
-            raise DataError(f"{found}; it is not the file that this version knows")
+            raise DataError(f"{found}; it is another file, give another address")
         file.write(chunk)
         if progress is not None:
             progress(size, remote.size)
@@ -303,7 +303,7 @@ def _unpack(archive: Archive, path: Path, folder: Path, progress: Progress) -> N
     if (num_classes, len(written)) != (archive.num_classes, archive.num_drawings):
         found = f"{len(written):,} drawings of {num_classes:,} characters"
         wanted = f"{archive.num_drawings:,} of {archive.num_classes:,}"
-        raise DataError(f"{path} has {found}; expected were {wanted}")
+        raise DataError(f"{path} has {found}; expected were {wanted}: download it again")
 
 
 def _drawings(path: Path) -> Iterator[tuple[str, str, str, bytes]]:

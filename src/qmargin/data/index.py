@@ -277,6 +277,9 @@ class SampleIndex:
     def class_name(self, label: int) -> str:
         """Name of an identity; its number where the data has no names."""
         names = self.texts("class")
+        if names is not None and not 0 <= label < len(names):
+            found = f"{self.path or self.root} has {len(names)} classes and the label {label}"
+            raise DataError(f"{found}; build the index again with qmargin data index")
         return str(label) if names is None else names[label]
 
     def seconds(self) -> NDArray[np.float64]:
@@ -336,7 +339,7 @@ def indexed_seconds(path: str | Path) -> dict[str, float]:
     index = read_index(path)
     names, errors = index.texts("name"), index.texts("error")
     if index.kind != "recordings" or names is None or errors is None:
-        raise DataError(f"{path} is an index of {index.kind}; make one of recordings")
+        raise DataError(f"{path} is an index of {index.kind}; index recordings in its place")
     rows = zip(names, index.seconds().tolist(), errors, strict=True)
     return {name: seconds for name, seconds, error in rows if not error}
 

@@ -164,7 +164,10 @@ class StoredSamples:
         length, checksum = int(columns["length"][row]), int(columns["checksum"][row])
         if len(data) != length or zlib.crc32(data) != checksum:
             found = f"{len(data)} bytes with checksum {zlib.crc32(data):08x}"
-            raise CorruptSample(f"{found} have changed from {length} with {checksum:08x}")
+            raise CorruptSample(
+                f"{found} have changed from {length} with {checksum:08x}; restore the data, or "
+                "build the index again"
+            )
         if not self._reader.has_label(self.index, row, self._files.read_at):
             found = f"{self._path(row)} no longer gives the label {int(columns['label'][row])}"
             raise CorruptSample(f"{found}; build the index again with qmargin data index")

@@ -134,7 +134,8 @@ def evaluate_all_pairs(
     counts = ImpostorCounts(blocks.count(progress), blocks.bins)
     if len(counts) != num_impostors:
         raise BackendError(
-            f"{len(counts)} of {num_impostors} products on {device} are in range: use another one"
+            f"{len(counts)} of {num_impostors} products on {device} are in range: "
+            "use another device, or dtype='float64'"
         )
     tar = [plan_tar(counts, genuine, far) for far in fars]
     eer = plan_eer(counts, genuine)
@@ -248,7 +249,9 @@ def _sorted_subjects(subjects: Any, length: int) -> tuple[Rows, NDArray[np.intp]
     """An order of the rows in which subjects are together, and the subject's number of each."""
     names = np.asarray(subjects)
     if names.shape != (length,):
-        raise ShapeError(f"subjects have shape {names.shape}: there are {length} embeddings")
+        raise ShapeError(
+            f"subjects have shape {names.shape}, there are {length} embeddings: give as many"
+        )
     numbers = np.unique(names, return_inverse=True)[1].astype(np.intp)
     order = np.argsort(numbers, kind="stable")
     return order, numbers[order]
@@ -580,7 +583,8 @@ class PairBlocks:
                 progress(self._num_blocks + done, 2 * self._num_blocks)
         if not np.array_equal(seen, np.where(is_open, counts, 0)):
             raise BackendError(
-                f"two passes of products on {self._rows.device} differ: use another device"
+                f"two passes of products on {self._rows.device} differ: use another device, or "
+                "dtype='float64'"
             )
 
     def _places(self) -> Iterator[tuple[int, int, Tensor]]:

@@ -139,7 +139,9 @@ def read_mapping(path: str | Path, *, role: str) -> tuple[dict[str, str], Source
             raise DataError(f"{where}: {text[:80]!r} is not a name and a {role[:-1]}")
         name, value = cells
         if mapping.setdefault(name, value) != value:
-            raise DataError(f"{where}: {name!r} is {value!r}, but was {mapping[name]!r} before")
+            raise DataError(
+                f"{where}: {name!r} is {value!r}, but was {mapping[name]!r} before: remove one"
+            )
     if not mapping:
         raise DataError(f"{path} is empty: it needs lines of a name and a {role[:-1]}")
     return mapping, Source(str(path), sha256_of(path), role)
@@ -176,7 +178,7 @@ def find_layout(
     header = f"{path}, line {number}: the header {', '.join(texts)}"
     for name in required:
         if name not in names:
-            raise DataError(f"{header} has no column {name!r}")
+            raise DataError(f"{header} has no column {name!r}: add it")
     for name in filter(None, names):
         if names.count(name) > 1:
             raise DataError(f"{header} has two columns for {name!r}: rename one")

@@ -212,7 +212,9 @@ def write_embeddings(
     if len(samples) == 0:
         raise DataError("there are 0 samples to embed: give at least 1")
     if len(names) != len(samples):
-        raise ShapeError(f"there are {len(names):,} keys for {len(samples):,} samples")
+        raise ShapeError(
+            f"there are {len(names):,} keys for {len(samples):,} samples: give one each"
+        )
     seen: set[str] = set()
     for name in names:
         if name in seen:
@@ -274,7 +276,9 @@ def _embedded(
                 f"the embedding of {names[batch.first + row]!r} is not finite: check the model"
             )
         if rows.shape[1] != (width or rows.shape[1]):
-            raise ShapeError(f"the model gave embeddings of width {rows.shape[1]} after {width}")
+            raise ShapeError(
+                f"the model gave embeddings of width {rows.shape[1]} after {width}: give one width"
+            )
         width = rows.shape[1]
         yield rows, np.array(batch.numbers, np.float32)
 

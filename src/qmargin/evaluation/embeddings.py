@@ -186,7 +186,8 @@ def _from_arrays(
         matrix = arrays["embeddings"]
         if matrix.ndim != 2 or len(matrix) != len(keys):
             raise DataError(
-                f"{path}: embeddings have the shape {matrix.shape}, but there are {len(keys)} keys"
+                f"{path}: embeddings have the shape {matrix.shape}: {len(keys)} keys need "
+                f"({len(keys)}, d)"
             )
         return [_text(path, key) for key in keys], _as_float(path, matrix)
     if "keys" in arrays or (arrays.keys() == {"embeddings"} and arrays["embeddings"].ndim == 2):
@@ -242,11 +243,12 @@ def _stacked(path: Path, named: list[Entry]) -> tuple[list[str], NDArray[Any]]:
     for key, vector, place in named:
         if vector.ndim != 1:
             raise DataError(
-                f"{path}, {place}: {key!r} has the shape {vector.shape}, and is no vector"
+                f"{path}, {place}: {key!r} has the shape {vector.shape}: give one vector"
             )
         if vector.size != width:
             raise DataError(
-                f"{path}, {place}: {key!r} has {vector.size} values, but {first!r} has {width}"
+                f"{path}, {place}: {key!r} has {vector.size} values, but {first!r} has {width}: "
+                "use one model"
             )
     matrix = np.stack([vector for _, vector, _ in named])
     return [key for key, _, _ in named], _as_float(path, matrix)
@@ -304,7 +306,7 @@ def _read_key(file: BinaryIO, path: str | Path, place: str) -> str | None:
         if byte == b"\n" and not key:
             continue
         if byte == b"\n" or len(key) > _MAX_KEY_BYTES:
-            raise DataError(f"{path}, {place}: no value follows {bytes(key[:60])!r}")
+            raise DataError(f"{path}, {place}: no value follows {bytes(key[:60])!r}: is it an ark?")
         key += byte
     if not key and not byte:
         return None

@@ -60,7 +60,10 @@ class Inputs:
         shape = list(self.card.input_shape)
         for item in inputs:
             if isinstance(item, str | Path):
-                raise ConfigError(f"{item} is a file and the model takes arrays of shape {shape}")
+                raise ConfigError(
+                    f"{item} is a file and the model takes arrays of shape {shape}; "
+                    "embed arrays in Python with load_model"
+                )
         batch = np.stack([np.asarray(item, np.float32) for item in inputs])
         if list(batch.shape[1:]) != shape:
             raise ShapeError(
@@ -140,7 +143,7 @@ def _waveform(item: Any, name: str) -> NDArray[np.float32]:
         samples = np.asarray(item)
         if samples.ndim != 1 or samples.dtype.kind != "f" or not samples.size:
             raise ShapeError(
-                f"{name} is a {samples.dtype} array {samples.shape}; give floats at 16 kHz"
+                f"{name} is a {samples.dtype} array {samples.shape}; give floats [n] at 16 kHz"
             )
     times = -(-LEAST_SAMPLES // len(samples))
     return np.tile(samples.astype(np.float32, copy=False), times)

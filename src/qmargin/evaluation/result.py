@@ -369,7 +369,9 @@ def result_from_json(content: object, source: str = "result") -> Result:
     result = cast(Result, decode(Result, content, f"{source}:"))
     for point in result.measures.tar:
         if point.status not in STATUSES:
-            raise DataError(f"{source}: measures.tar has the unknown status {point.status!r}")
+            raise DataError(
+                f"{source}: measures.tar has the status {point.status!r}: evaluate again"
+            )
     _check_finite(content, source)
     return result
 

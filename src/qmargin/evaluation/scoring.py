@@ -150,7 +150,9 @@ def _centred(
     row = first_row(~matrix.any(axis=1))
     if row is not None:
         key = np.array(embeddings.keys, dtype=object)[rows][row]
-        raise DataError(f"{path}: the embedding of {key!r} is zero, or equals the subtracted mean")
+        raise DataError(
+            f"{path}: the embedding of {key!r} is zero or the subtracted mean: remove it"
+        )
     return matrix, unit_rows(matrix)
 
 

@@ -87,7 +87,8 @@ def ranked(tried: Sequence[Tried], measure: str) -> dict[str, list[Tried]]:
             raise DataError(f"all runs of {arm} failed; see search/{arm}-*/train.log")
         if measure not in ended[0].measures:
             raise DataError(
-                f"too few validation pairs for {measure}; they allow {', '.join(ended[0].measures)}"
+                f"too few validation pairs for {measure}; give more data, or choose one of "
+                f"{', '.join(ended[0].measures)}"
             )
         # a run that was stopped early is behind the others, whatever it had reached
         own.sort(key=lambda one: one.mean(measure), reverse=measure != EER)

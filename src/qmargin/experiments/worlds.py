@@ -392,7 +392,8 @@ class Drawn(World):
             train, _ = made._parts(seed, is_search=is_search)
             if len(train) < batch:
                 raise DataError(
-                    f"{self.path} has {len(train)} pictures to train on; a batch takes {batch}"
+                    f"{self.path} has {len(train)} pictures to train on and a batch takes "
+                    f"{batch}; lower data.batch_size"
                 )
             if self.warp:
                 pictures, count = train.pictures, self.num_variants
@@ -450,7 +451,8 @@ def divided(stored: StoredPictures, seed: int) -> tuple[list[int], list[int]]:
         test = [label for label in order if label in tested]
     if min(len(train), len(test)) < 2:
         raise DataError(
-            f"{stored.origin} has {len(train)} identities to train and {len(test)} to test; give 2"
+            f"{stored.origin} has {len(train)} identities to train and {len(test)} to test; "
+            "give 2 of each"
         )
     if np.bincount(stored.labels)[test].max() < 2:
         raise DataError(f"no test identity of {stored.origin} has 2 pictures; give more of each")

@@ -56,7 +56,9 @@ class Trials:
         ):
             array = np.asarray(getattr(self, name))
             if array.shape != (len(self),):
-                raise ShapeError(f"{name} has shape {array.shape} but there are {len(self)} scores")
+                raise ShapeError(
+                    f"{name} has shape {array.shape}: give one for each of {len(self)} scores"
+                )
             cast: NDArray[Any] = array.astype(dtype, copy=False)
             is_wrong = np.zeros(len(cast), np.bool_) if cast is array else cast != array
             if dtype is np.int32:
@@ -149,7 +151,7 @@ class SubjectWeights:
 def _check_names(names: Sequence[str]) -> None:
     """Refuse names that are not distinct and sorted, or fewer than two."""
     if len(names) < 2:
-        raise ProtocolError(f"{len(names)} subjects cannot be resampled: at least 2 are needed")
+        raise ProtocolError(f"{len(names)} subjects cannot be resampled: give trials of 2 or more")
     for left, right in pairwise(names):
         if left >= right:
             raise DataError(f"subject {right!r} follows {left!r}, not sorted: use make_trials")

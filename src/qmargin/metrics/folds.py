@@ -70,7 +70,7 @@ def kfold_accuracy(
         raise ShapeError(f"folds have shape {home.shape} but there are {size} scores")
     names = np.unique(home)
     if len(names) < 2:
-        raise ProtocolError(f"there is {len(names)} fold: at least 2 are needed")
+        raise ProtocolError(f"there is {len(names)} fold: give at least 2")
     results = [_fold_accuracy(scores, labels.astype(np.bool_), home == name) for name in names]
     accuracies, thresholds = np.array(results, np.float64).T
     mean, std = float(accuracies.mean()), float(accuracies.std(ddof=1))

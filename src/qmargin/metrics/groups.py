@@ -116,7 +116,10 @@ def group_rates(
     names = sorted({group for group in known if group is not None})
     if not names:
         example = trials.subject_names[0]
-        raise ProtocolError(f"none of the {len(known)} subjects, such as {example!r}, has a group")
+        raise ProtocolError(
+            f"none of the {len(known)} subjects has a group: name them as the trials do, such as "
+            f"{example!r}"
+        )
     members = np.array([-1 if group is None else names.index(group) for group in known])
     enrol, test = members[trials.enrol_subject], members[trials.test_subject]
     is_grouped = (enrol >= 0) & (test >= 0)

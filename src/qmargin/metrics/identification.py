@@ -84,7 +84,7 @@ def identify(
     matrix = np.asarray(scores)
     if matrix.ndim != 2 or matrix.shape != (probes.size, gallery.size):
         found = f"{probes.size} probes and {gallery.size} gallery entries"
-        raise ShapeError(f"scores have shape {matrix.shape} but there are {found}")
+        raise ShapeError(f"scores have shape {matrix.shape} for {found}: pass [probes, gallery]")
     if not matrix.size:
         raise ProtocolError(f"scores have shape {matrix.shape}: at least one search is needed")
     if matrix.dtype not in (np.float32, np.float64):
@@ -101,7 +101,9 @@ def identify(
     places = np.minimum(np.searchsorted(names, probes), len(names) - 1)
     has_mate = names[places] == probes
     if not has_mate.any():
-        raise ProtocolError(f"none of {len(probes)} probes has its subject in the gallery")
+        raise ProtocolError(
+            f"none of {len(probes)} probes has its subject in the gallery: add mates"
+        )
     mates, others, best = _search(matrix, places, columns)
     mates, ranks_of_mates = mates[has_mate], others[has_mate] + 1
     rank_rates = tuple(float(np.mean(ranks_of_mates <= rank)) for rank in ranks)

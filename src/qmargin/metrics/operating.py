@@ -418,7 +418,9 @@ class ImpostorTail:
     def _check_complete(self, far: float) -> int:
         """Number of false accepts that ``far`` allows, if it can be answered."""
         if far > self.max_far:
-            raise ConfigError(f"far={far:g} is above max_far={self.max_far:g} of the tail")
+            raise ConfigError(
+                f"far={far:g} is above max_far={self.max_far:g} of the tail: raise max_far"
+            )
         if (seen := self.num_seen) != self.num_impostors:
             raise ProtocolError(
                 f"{seen:,} of {self.num_impostors:,} impostor scores: pass the rest"

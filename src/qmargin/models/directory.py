@@ -126,7 +126,10 @@ class ModelCard:
         except (ValueError, RecursionError) as error:
             raise DataError(f"{source} is damaged ({error}); export the model again") from error
         if not isinstance(card.options, dict):
-            raise DataError(f"{source} is damaged: backbone_options {options[:60]!r} is no object")
+            raise DataError(
+                f"{source} is damaged: backbone_options {options[:60]!r} is no object; "
+                "export the model again"
+            )
         return card
 
 

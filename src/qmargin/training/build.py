@@ -104,7 +104,10 @@ def build_backbone(recipe: Recipe, *, device: torch.device | str = "cpu") -> nn.
     except (TypeError, RuntimeError) as error:
         text = str(error)
         if isinstance(error, TypeError) and "argument" in text:
-            raise ConfigError(f"model.options do not fit {part.backbone}: {error}") from error
+            raise ConfigError(
+                f"model.options {part.options} do not fit {part.backbone} ({error}); remove the "
+                "unknown ones"
+            ) from error
         if isinstance(error, TypeError) or not any(mark in text for mark in _TOO_LARGE):
             raise
         raise ConfigError(
@@ -202,7 +205,10 @@ def load_start_weights_(backbone: nn.Module, head: MarginClassifier, source: str
     else:
         found = newest(source / CHECKPOINTS).checkpoint
         if found is None:
-            raise ConfigError(f"run.start_from is {source}, where no run has saved a checkpoint")
+            raise ConfigError(
+                f"run.start_from is {source}, where no run has saved a checkpoint; give the output "
+                "folder of `qmargin train`"
+            )
         checkpoint = found
     num_classes = checkpoint.manifest.num_classes
     if num_classes != head.num_classes:
@@ -219,4 +225,6 @@ def load_start_weights_(backbone: nn.Module, head: MarginClassifier, source: str
         with torch.no_grad():
             head.prototypes.copy_(rows[PROTOTYPES])
     except RuntimeError as error:
-        raise ConfigError(f"run.start_from {source} is of another network ({error})") from error
+        raise ConfigError(
+            f"run.start_from {source} is of another network ({error}); set model as it is there"
+        ) from error

@@ -93,7 +93,9 @@ def unflatten(text: str, tensors: Mapping[str, Tensor]) -> Tree:
     try:
         return _decode(json.loads(text), tensors)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"the state is damaged ({type(error).__name__}: {error})") from error
+        raise CheckpointError(
+            f"the state is damaged ({type(error).__name__}: {error}); resume from another one"
+        ) from error
 
 
 def _join(path: str, key: Any) -> str:
@@ -116,7 +118,10 @@ def _encode(tree: Tree, tensors: dict[str, Tensor], path: str) -> Any:
         return items if isinstance(tree, list) else {"$tuple": items}
     where = path or "the state"
     if not isinstance(tree, Mapping):
-        raise CheckpointError(f"{where} is a {type(tree).__name__}, which a checkpoint cannot hold")
+        raise CheckpointError(
+            f"{where} is a {type(tree).__name__}; a checkpoint holds tensors, numbers, texts, and "
+            "dictionaries, lists and tuples of them"
+        )
     for key in tree:
         if isinstance(key, bool) or not isinstance(key, str | int):
             raise CheckpointError(f"{where} has the key {key!r}; keys are texts or integers")
@@ -348,7 +353,10 @@ class CheckpointState:
     def __post_init__(self) -> None:
         for name in self.parts:
             if not _PART.fullmatch(name):
-                raise CheckpointError(f"a part is called {name!r}, which is not allowed")
+                raise CheckpointError(
+                    f"a part is called {name!r}; use lower-case letters, digits and underscores, "
+                    "but not backbone, loop, manifest or recipe"
+                )
 
     def num_bytes(self) -> int:
         """Size of its tensors, which is that of its files but for a few headers."""
@@ -366,7 +374,7 @@ def split_rows(state: Tree, shape: torch.Size) -> tuple[Tree, dict[str, Tensor]]
             return leaf
         name = path.rpartition("/")[2]
         if name in rows or name == PROTOTYPES:
-            raise CheckpointError(f"{path} is the second tensor called {name}")
+            raise CheckpointError(f"{path} is the second tensor called {name}; rename it")
         rows[name] = leaf
         return _ROWS + name
 
@@ -381,7 +389,10 @@ def join_rows(state: Tree, rows: Mapping[str, Tensor]) -> Tree:
             return leaf
         name = leaf[len(_ROWS) :]
         if name not in rows:
-            raise CheckpointError(f"the optimizer's {name} is missing from the head's rows")
+            raise CheckpointError(
+                f"the optimizer's {name} is missing from the head's rows; use the optimizer that "
+                "was saved"
+            )
         return rows[name]
 
     return map_leaves(state, put)
@@ -529,7 +540,9 @@ class _Save:
         if self.process.is_first:
             loop, tensors = flatten(state.loop)
             if tensors:
-                raise CheckpointError(f"loop holds the tensor {next(iter(tensors))!r}")
+                raise CheckpointError(
+                    f"loop holds the tensor {next(iter(tensors))!r}; put it in a part"
+                )
             texts = {LOOP: loop, RECIPE: state.recipe_yaml}
             files[BACKBONE] = write_tensors(folder / BACKBONE, state.backbone)
             for part, tree in state.parts.items():
@@ -802,7 +815,8 @@ def read_class_rows(
     manifest = checkpoint.manifest
     if not 0 <= start <= stop <= manifest.num_classes:
         raise ConfigError(
-            f"{checkpoint.path} has {manifest.num_classes} classes, not {start} to {stop}"
+            f"{checkpoint.path} has {manifest.num_classes} classes, not {start} to {stop}; resume "
+            "with as many"
         )
     rows: dict[str, Tensor] = {}
     for shard in manifest.shards:

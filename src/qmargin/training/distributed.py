@@ -348,7 +348,9 @@ def ranks_from(environment: Mapping[str, str]) -> tuple[int, int, int]:
         rank, world = int(environment["RANK"]), int(environment["WORLD_SIZE"])
         local_rank = int(environment.get("LOCAL_RANK", "0"))
     except ValueError as error:
-        raise ConfigError(f"a rank in the environment is no number ({error})") from None
+        raise ConfigError(
+            f"a rank in the environment is no number ({error}); use torchrun"
+        ) from None
     if not (0 <= rank < world and local_rank >= 0):
         raise ConfigError(f"RANK is {rank} and WORLD_SIZE {world}; ranks count from 0 below it")
     return rank, world, local_rank

@@ -51,7 +51,9 @@ def build_optimizers(recipe: Recipe, backbone: nn.Module, head: MarginClassifier
     lr = part.lr * recipe.lr_factor
     if head.gradient != recipe.head.gradient_form:
         needed = recipe.head.gradient_form
-        raise ConfigError(f"the head leaves a {head.gradient!r} gradient, not {needed!r}")
+        raise ConfigError(
+            f"the head leaves a {head.gradient!r} gradient, not {needed!r}; use build_head(recipe)"
+        )
     if update == "torch":
         group = {"params": list(head.parameters()), "weight_decay": part.weight_decay}
         of_head = _make(part, [group], ratio * lr, is_sparse=head.gradient == "sparse")
@@ -207,7 +209,9 @@ def _check_alike(expected: Mapping[str, Tensor], values: Mapping[str, Tensor]) -
     changed = {name for name, _ in shapes[0].items() ^ shapes[1].items()}
     if changed:
         names = ", ".join(sorted(changed)[:3])
-        raise ShapeError(f"{names} differs between the states to average in name or shape")
+        raise ShapeError(
+            f"{names} differs between the states to average in name or shape; use one model"
+        )
 
 
 def average_checkpoints(checkpoints: Sequence[Checkpoint]) -> dict[str, Tensor]:
@@ -234,7 +238,10 @@ def write_weights(path: Path, tensors: Mapping[str, Tensor]) -> None:
         with replacing(path) as temporary:
             write_tensors(temporary, tensors)
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be written ({error.strerror or error})") from error
+        raise CheckpointError(
+            f"{path} cannot be written ({error.strerror or error}); free some space, or choose "
+            "another folder"
+        ) from error
 
 
 def write_averages(folder: Path, checkpoints: Sequence[Path], moving: MovingAverage | None) -> None:

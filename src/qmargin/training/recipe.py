@@ -89,7 +89,9 @@ class HeadPart:
         check_range(self, "top_percent", above=0, at_most=100)
         needed = "dense" if self.update == "torch" else "fused"
         if self.gradient != "auto" and (self.gradient == "fused") != (needed == "fused"):
-            raise ConfigError(f"gradient is {self.gradient!r}; {self.update!r} needs {needed!r}")
+            raise ConfigError(
+                f"gradient is {self.gradient!r}; {self.update!r} needs {needed!r}, use 'auto'"
+            )
 
     @property
     def gradient_form(self) -> str:
@@ -176,7 +178,9 @@ class ValueSchedule:
         elif self.end_epoch is None:
             raise ConfigError(f"end_epoch is missing; a schedule that is {self.kind} needs one")
         elif self.end_epoch <= self.start_epoch:
-            raise ConfigError(f"end_epoch is {self.end_epoch:g}; set it above start_epoch")
+            raise ConfigError(
+                f"end_epoch is {self.end_epoch:g}; set it above start_epoch {self.start_epoch:g}"
+            )
 
 
 @dataclass(frozen=True)
@@ -218,7 +222,9 @@ class RunPart:
         check_range(self, "ema_decay", at_least=0, below=1)
         check_range(self, "spike_factor", above=1)
         if self.average_last > self.keep:
-            raise ConfigError(f"average_last is {self.average_last}; raise run.keep to that number")
+            raise ConfigError(
+                f"average_last is {self.average_last} and run.keep {self.keep}; raise run.keep"
+            )
 
 
 SCHEDULED = {"margin_schedule": "margin", "scale_schedule": "scale", "alpha_schedule": "alpha"}
@@ -312,7 +318,9 @@ class Recipe:
             warmup = schedule.warmup_epochs
             raise ConfigError(f"schedule.warmup_epochs is {warmup:g} of {epochs}; lower it")
         if schedule.final_lr > lr:
-            raise ConfigError(f"schedule.final_lr is {schedule.final_lr:g}, above lr {lr:g}")
+            raise ConfigError(
+                f"schedule.final_lr is {schedule.final_lr:g}, above lr {lr:g}; lower it"
+            )
         self._check_update()
         self._check_loss()
 
@@ -352,7 +360,10 @@ class Recipe:
         if parts > 1 and head.gradient_form == "fused":
             raise ConfigError(f"{wanted}accumulation={parts}")
         if self.data.batch_size % parts:
-            raise ConfigError(f"optimizer.accumulation is {parts}; it must divide data.batch_size")
+            raise ConfigError(
+                f"optimizer.accumulation is {parts}; it must divide data.batch_size "
+                f"{self.data.batch_size}"
+            )
         is_plain = optimizer.kind == "sgd" and optimizer.weight_decay == 0.0
         if head.gradient_form == "sparse" and not is_plain:
             raise ConfigError(
@@ -363,9 +374,13 @@ class Recipe:
     def _check_loss(self) -> None:
         loss = self.loss
         if self.margin_schedule is not None and is_stateful(loss.margin_kind):
-            raise ConfigError(f"margin_schedule is given; {loss.margin_kind} sets its own margin")
+            raise ConfigError(
+                f"margin_schedule is given and {loss.margin_kind} sets its own margin; remove it"
+            )
         if self.alpha_schedule is not None and loss.alpha is None:
-            raise ConfigError(f"alpha_schedule is given and {loss.divergence} has no number")
+            raise ConfigError(
+                f"alpha_schedule is given and {loss.divergence} has no number; remove it"
+            )
         ends = [(name, end) for name in SCHEDULED for end in _ends(getattr(self, name))]
         for name, value in ends:
             try:

@@ -57,7 +57,9 @@ class RunLock:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
-            raise ConfigError(f"{self.path} cannot be opened ({error.strerror})") from error
+            raise ConfigError(
+                f"{self.path} cannot be opened ({error.strerror}); choose another output folder"
+            ) from error
         try:
             is_locked = _flock(file)
             owner = _read_owner(file)

@@ -339,7 +339,7 @@ def _lfw(path: Path, extension: str) -> tuple[list[_Pair], NDArray[np.int64] | N
     ]
     if start and len(pairs) != 2 * num_folds * per_fold:
         said = f"its first line promises {num_folds} folds of 2 x {per_fold}"
-        raise DataError(f"{path} has {len(pairs)} pairs and {said}; it is cut off or was edited")
+        raise DataError(f"{path} has {len(pairs)} pairs and {said}; get it anew")
     folds = np.arange(len(pairs)) // (2 * per_fold) if start and num_folds > 1 else None
     return pairs, folds
 

@@ -98,7 +98,7 @@ def _part(bytes_at: _BytesAt, position: int, where: str) -> tuple[int, memoryvie
     magic, flag_and_length = _HEAD.unpack(head)
     if magic != MAGIC:
         found = f"{magic:#010x} instead of {MAGIC:#010x} at byte {position}"
-        raise DataError(f"{where}: {found}; the file is damaged or not a RecordIO file")
+        raise DataError(f"{where}: {found}; it is damaged or not a RecordIO file, copy it again")
     length = flag_and_length & MAX_PART
     if length > MAX_RECORD:
         raise DataError(f"{where}: a part of {length} bytes; at most {MAX_RECORD} are read")
@@ -114,7 +114,8 @@ def parse_payload(payload: bytes | memoryview, where: str) -> Payload:
     """The label of a record and where its image begins."""
     if len(payload) < _LABEL.size:
         raise DataError(
-            f"{where}: {len(payload)} bytes, fewer than the {_LABEL.size} of its header"
+            f"{where}: {len(payload)} bytes, fewer than the {_LABEL.size} of its header; "
+            "copy the file again"
         )
     flag, label, _, _ = _LABEL.unpack_from(payload)
     start = _LABEL.size + 4 * flag

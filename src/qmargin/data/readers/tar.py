@@ -174,7 +174,9 @@ class TarReader(Reader):
                         raise DataError(f"{where}: it has {found} and no label; {remedy}")
                     if label.size > MAX_LABEL_BYTES:
                         size = f"{label.name!r} has {label.size} bytes"
-                        raise DataError(f"{where}: {size}, not a label")
+                        raise DataError(
+                            f"{where}: {size}, not a label of at most {MAX_LABEL_BYTES}"
+                        )
                     file.seek(label.offset)
                     yield Sample(
                         _identity(file.read(label.size), label.name, where),
@@ -301,7 +303,7 @@ def _identity(content: bytes, name: str, where: str) -> str | int:
             text = str(fields["label" if is_number else "identity"])
             text.encode()  # JSON can escape what no text has
         except (ValueError, TypeError, KeyError, RecursionError) as error:
-            raise DataError(f"{where}: its .json has no label or identity in UTF-8") from error
+            raise DataError(f"{where}: its .json has no label or identity; add one") from error
     elif not text and not is_number:
         raise DataError(f"{where}: its label {name!r} is empty; write a name")
     return parse_label(text, where) if is_number else text

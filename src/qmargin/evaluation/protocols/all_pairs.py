@@ -130,7 +130,9 @@ def evaluate_identities(
                 "leave the sample out or embed it again"
             )
     if len(identities) != len(embeddings):
-        raise ShapeError(f"there are {len(identities)} identities for {len(embeddings)} embeddings")
+        raise ShapeError(
+            f"there are {len(identities)} identities for {len(embeddings)} embeddings: give as many"
+        )
     check_identities(identities)
     names = tuple(sorted(set(identities)))
     position = {name: place for place, name in enumerate(names)}

@@ -99,7 +99,8 @@ def flip_features(embeddings: NDArray[np.floating], *, has_flip: bool = True) ->
     lengths = np.linalg.norm(total, axis=1, keepdims=True)
     if not (lengths > 0.0).all():
         raise DataError(
-            f"the feature of picture {int(np.argmin(lengths))} has the length zero or is not finite"
+            f"the feature of picture {int(np.argmin(lengths))} has the length zero or is not "
+            "finite: embed it again"
         )
     return PairFeatures(total / lengths, norms, has_flip)
 
@@ -124,7 +125,8 @@ def evaluate_verification_set(
     options = options or EvaluationOptions(fars=SET_FARS, protocol=default_name(pairs.source.path))
     if len(features.unit) != len(pairs.pictures):
         raise ShapeError(
-            f"{pairs.source.path} has {len(pairs.pictures):,} pictures, not {len(features.unit):,}"
+            f"{pairs.source.path} has {len(pairs.pictures):,} pictures, not "
+            f"{len(features.unit):,}: give features of this set"
         )
     left, right = features.unit[pairs.rows[:, 0]], features.unit[pairs.rows[:, 1]]
     scores = np.einsum("ij,ij->i", left, right)
@@ -188,7 +190,10 @@ def fold_rates(
     one longer where folds differ.
     """
     if distances.shape != is_genuine.shape or distances.ndim != 1:
-        raise ShapeError(f"distances have shape {distances.shape} and labels {is_genuine.shape}")
+        raise ShapeError(
+            f"distances have shape {distances.shape} and labels {is_genuine.shape}: "
+            "give one of each per pair"
+        )
     if not 2 <= num_folds <= len(distances):
         raise ProtocolError(f"{len(distances)} pairs do not make {num_folds} folds of at least 2")
     coarse, fine = np.arange(0, 4, 0.01), np.arange(0, 4, 0.001)
@@ -199,7 +204,8 @@ def fold_rates(
         for name, kind in (("genuine", is_genuine), ("impostor", ~is_genuine)):
             if not (kind & is_test).any() or not (kind & ~is_test).any():
                 raise ProtocolError(
-                    f"pairs {rows[0]} to {rows[-1]}, or all others, have 0 {name} pairs"
+                    f"pairs {rows[0]} to {rows[-1]}, or all others, have 0 {name} pairs: "
+                    "give both kinds"
                 )
         sides = [np.sort(distances[~is_test & kind]) for kind in (is_genuine, ~is_genuine)]
         genuine, impostor = (np.searchsorted(side, coarse, side="left") for side in sides)

@@ -193,7 +193,8 @@ def read_template_list(path: str | Path) -> TemplateList:
         before = subject_of.setdefault(int(template), subject)
         if before != subject:
             raise DataError(
-                f"{where}: template {template} is of subject {subject!r}, but was of {before!r}"
+                f"{where}: template {template} is of subject {subject!r}, but was of {before!r}: "
+                "correct one"
             )
     if not subject_of:
         raise DataError(f"{path} has no templates: it needs a header and a line for each")
@@ -218,7 +219,8 @@ class TemplateRows:
             column = getattr(self, name)
             if column is not None and column.shape != self.template.shape:
                 raise ShapeError(
-                    f"{name} has the shape {column.shape} for {len(self.template):,} images"
+                    f"{name} has the shape {column.shape} for {len(self.template):,} images: "
+                    "give one each"
                 )
         if self.detector is not None:
             row = first_row(~(np.isfinite(self.detector) & (self.detector >= 0.0)))
@@ -355,7 +357,8 @@ def pool_templates(
     pooling = pooling or Pooling()
     if embeddings.ndim != 2 or len(embeddings) != len(rows.template) or not len(embeddings):
         raise ShapeError(
-            f"embeddings have shape {embeddings.shape} for {len(rows.template):,} images in lists"
+            f"embeddings have shape {embeddings.shape} for {len(rows.template):,} images in lists: "
+            "give one row for each"
         )
     media = np.stack([rows.template, rows.media], axis=1)
     _, group, sizes = np.unique(media, axis=0, return_inverse=True, return_counts=True)

@@ -312,7 +312,8 @@ def draw_trials(
     _, places, counts = np.unique(found, return_inverse=True, return_counts=True)
     if len(counts) < 2 or counts.max() < 2:
         raise DataError(
-            f"there are {len(counts)} speakers with at most {counts.max()} utterances: give 2"
+            f"there are {len(counts)} speakers with at most {counts.max()} utterances: give two "
+            "speakers, one of them with two utterances"
         )
     generator = np.random.default_rng(seed)
     order = np.argsort(places, kind="stable")
