@@ -104,21 +104,22 @@ def test_prior_margin_lowers_the_reference_and_leaves_the_logit():
     assert penalty is None
 
 
+GEOMETRIC = [
+    (CosineMargin(0.35), lambda c: c - 0.35),
+    *((AngularMargin(m), lambda c, m=m: angular_definition(c, m)) for m in ANGULAR),
+    (AngularMargin(0.5, "straight_through"), lambda c: angular_definition(c, 0.5)),
+    *(
+        (
+            CombinedMargin(multiplier=a, angular=b, cosine=c3),
+            lambda c, s=(a, b, c3): combined_definition(c, *s),
+        )
+        for a, b, c3 in COMBINED
+    ),
+]
+
+
 @pytest.mark.parametrize(
-    ("margin", "definition"),
-    [
-        (CosineMargin(0.35), lambda c: c - 0.35),
-        *((AngularMargin(m), lambda c, m=m: angular_definition(c, m)) for m in ANGULAR),
-        (AngularMargin(0.5, "straight_through"), lambda c: angular_definition(c, 0.5)),
-        *(
-            (
-                CombinedMargin(multiplier=a, angular=b, cosine=c3),
-                lambda c, s=(a, b, c3): combined_definition(c, *s),
-            )
-            for a, b, c3 in COMBINED
-        ),
-    ],
-    ids=str,
+    ("margin", "definition"), GEOMETRIC, ids=[str(margin) for margin, _ in GEOMETRIC]
 )
 def test_geometric_margins_are_their_formulas(margin, definition):
     """M9, and what continues an angle past ``pi``."""
