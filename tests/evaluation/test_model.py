@@ -193,7 +193,7 @@ def test_models_of_arrays_take_floats(tmp_path):
     model_files.write_model(tmp_path / "m", weights=backbone.state_dict(), card=card, recipe="")
     model = load_model(tmp_path / "m")
     assert model.embed(np.ones((3, 6))).shape == (3, 4)
-    with pytest.raises(ShapeError, match=r"\[5\] each and the model takes \[6\]"):
+    with pytest.raises(ShapeError, match=r"\[5\].* \[6\]"):
         model.embed(np.ones((3, 5)))
     with pytest.raises(ConfigError, match="only images have a mirror image"):
         model.embed(np.ones((3, 6)), flip="sum")

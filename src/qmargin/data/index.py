@@ -284,6 +284,8 @@ class SampleIndex:
 
     def seconds(self) -> NDArray[np.float64]:
         """Durations of recordings, ``[n]``; zero for what cannot be decoded."""
+        if not {"sample_rate", "num_samples"} <= self.columns.keys():
+            raise DataError(f"{self.path} has no durations; run qmargin data index again")
         rates = self.columns["sample_rate"].astype(np.float64)
         found: NDArray[np.float64] = self.columns["num_samples"] / np.maximum(rates, 1.0)
         return found

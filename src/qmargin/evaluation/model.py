@@ -48,7 +48,10 @@ class Inputs:
             for number, item in enumerate(inputs, start)
         ]
         if self.card.modality == "audio":  # one at a time: recordings differ in length
-            return torch.from_numpy(np.stack([_waveform(item, name) for item, name in named]))
+            waveforms = [_waveform(item, name) for item, name in named]
+            if len({len(waveform) for waveform in waveforms}) > 1:
+                raise ShapeError("recordings of a batch differ in length; embed them one at a time")
+            return torch.from_numpy(np.stack(waveforms))
         if self.card.modality == "images":
             from qmargin.data.faces import normalised
 
@@ -64,12 +67,11 @@ class Inputs:
                     f"{item} is a file and the model takes arrays of shape {shape}; "
                     "embed arrays in Python with load_model"
                 )
-        batch = np.stack([np.asarray(item, np.float32) for item in inputs])
-        if list(batch.shape[1:]) != shape:
-            raise ShapeError(
-                f"inputs have shape {list(batch.shape[1:])} each and the model takes {shape}"
-            )
-        return batch
+        arrays = [np.asarray(item, np.float32) for item in inputs]
+        for array in arrays:
+            if list(array.shape) != shape:
+                raise ShapeError(f"an input has shape {list(array.shape)}; the model takes {shape}")
+        return np.stack(arrays)
 
     def _image(self, item: Any, name: str) -> Pixels:
         """One image at the model's size, ``[H, W, 3]``."""
