@@ -265,6 +265,7 @@ experiments: Registry[Callable[..., Any]] = Registry("experiment", home="qmargin
 
 datasets.register("synthetic", "qmargin.data.synthetic:SyntheticIdentities")
 datasets.register("strokes", "qmargin.data.strokes:StrokeIdentities")
+datasets.register("people", "qmargin.data.people:People")
 datasets.register("images", "qmargin.training.build:open_images")
 datasets.register("audio", "qmargin.data.speech:open_speech")
 

@@ -12,7 +12,6 @@ from qmargin.data.samples import check_labels
 from qmargin.data.strokes import (
     NUM_CONTROLS,
     NUM_STEPS,
-    SPLITS,
     StrokeIdentities,
     along,
     inked,
@@ -20,6 +19,7 @@ from qmargin.data.strokes import (
     normals,
     uniforms,
 )
+from qmargin.data.synthetic import SPLITS
 from qmargin.errors import ConfigError
 from qmargin.training.build import build_dataset
 from qmargin.training.recipe import DataPart, LossPart, ModelPart, OptimizerPart, Recipe, RunPart

@@ -8,19 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from qmargin.data.order import GOLDEN, check_count, derived_seed, mixed
-from qmargin.data.synthetic import SyntheticDataset
-from qmargin.errors import ConfigError, ShapeError
+from qmargin.data.order import GOLDEN, derived_seed, mixed
+from qmargin.data.synthetic import DrawnIdentities
 
 Keys = NDArray[np.uint64]
 Floats = NDArray[np.float32]
@@ -114,8 +110,6 @@ def _spots(distances: Floats) -> Floats:
     return np.exp(distances, out=distances)
 
 
-SPLITS = ("train", "validation", "test")
-SPLIT_SIZE = 1 << 40  # identities of a split: the numbers of two splits never meet
 BATCH = 512  # pictures that are drawn at once: their factors stay in the cache
 MOST_STROKES = 4
 FEWEST_STROKES = 2
@@ -145,7 +139,7 @@ _NUM_SHAPE = MOST_STROKES * NUM_CONTROLS * 2
 
 
 @dataclass(frozen=True)
-class StrokeIdentities(SyntheticDataset):
+class StrokeIdentities(DrawnIdentities):
     """Images of pen strokes; the strokes are the identity, everything else is distortion.
 
     A distortion moves control points, slants, turns and stretches the whole, changes pressure and
@@ -161,72 +155,27 @@ class StrokeIdentities(SyntheticDataset):
         (3, 32, 32)
     """
 
-    num_classes: int  # at most SPLIT_SIZE
-    samples_per_class: int
-    size: int = 32  # pixels of a side
-    seed: int = 0  # another seed is another world of identities
-    split: str = "train"  # or "validation" or "test"
-    difficulty: float = 1.0  # multiplies every distortion; 0 for none
-    shift: int = 0  # pixels by which a reading may move a sample, as augmentations do
-    in_memory: bool = False  # draw all samples at the first reading and keep them
-    _kept: dict[str, NDArray[np.uint8]] = field(
-        default_factory=dict, init=False, repr=False, compare=False, hash=False
-    )
+    size: int = 32
+    smallest = 8
+    is_ink = True
 
-    def __post_init__(self) -> None:
-        self._check_counts()
-        check_count(self.size, "size", low=8)
-        check_count(self.shift, "shift")
-        if self.num_classes > SPLIT_SIZE:
-            raise ConfigError(f"num_classes is {self.num_classes}; a split has {SPLIT_SIZE}")
-        if self.split not in SPLITS:
-            raise ConfigError(f"split is {self.split!r}; give one of {', '.join(SPLITS)}")
-        if not 0.0 <= self.difficulty < math.inf:
-            raise ConfigError(f"difficulty is {self.difficulty}; it must be finite and at least 0")
-        if self.shift >= self.size:
-            raise ConfigError(f"shift is {self.shift}, not below the size {self.size}; lower it")
-
-    def read(self, index: int, seed: int) -> tuple[Tensor, int]:
-        """The sample in [0, 1], ``[1, size, size]`` float32, moved by ``seed``; its identity."""
-        label = self._label(index)
-        images, _ = self.read_many(np.array([index]), [seed])
-        return torch.from_numpy(images[0]), label
-
-    def read_many(
-        self, indices: NDArray[np.integer], seeds: Sequence[int]
-    ) -> tuple[NDArray[np.float32], NDArray[np.integer]]:
-        """What ``read`` gives for each of some samples, ``[n, 1, size, size]`` and ``[n]``."""
-        if self.in_memory and "images" not in self._kept:
-            self._kept["images"] = self.images(np.arange(len(self)))
-        pictures = self._kept["images"][indices] if self.in_memory else self.images(indices)
-        return as_inputs(pictures, self.shift, seeds), indices // self.samples_per_class
+    def augmented(self, pictures: NDArray[np.uint8], seeds: Sequence[int]) -> NDArray[np.float32]:
+        """Pictures in [0, 1], ``[n, 1, size, size]``, each moved by its seed."""
+        return as_inputs(pictures, self.shift, seeds)
 
     def images(self, indices: NDArray[np.integer]) -> NDArray[np.uint8]:
         """Samples as they are, without augmentation: ``[n, size, size]``, 255 is full ink."""
-        indices = np.asarray(indices)
-        if indices.size and (indices.min() < 0 or indices.max() >= len(self)):
-            raise IndexError(f"a sample is outside [0, {len(self)})")
+        indices = self._checked(indices)
         pictures = np.empty((len(indices), self.size, self.size), dtype=np.uint8)
         for start in range(0, len(indices), BATCH):
             part = slice(start, start + BATCH)
             pictures[part] = self._drawn(indices[part])
         return pictures
 
-    def kept_in(self, file: Path) -> StrokeIdentities:
-        """The same samples, read from a file of all pictures, which processes can share."""
-        pictures = np.load(file, mmap_mode="r")
-        wanted = (len(self), self.size, self.size)
-        if pictures.shape != wanted or pictures.dtype != np.uint8:
-            found = f"{file} has {pictures.dtype} {list(pictures.shape)}"
-            raise ShapeError(f"{found}; uint8 {list(wanted)} is needed: remove the file")
-        kept = replace(self, in_memory=True)
-        kept._kept["images"] = pictures
-        return kept
-
     def _drawn(self, indices: NDArray[np.integer]) -> NDArray[np.uint8]:
         """Some samples; each depends on its identity, its number and the seed alone."""
         identities, numbers = np.divmod(indices.astype(np.int64), self.samples_per_class)
-        identities += SPLIT_SIZE * SPLITS.index(self.split)
+        identities = self._numbers(identities)
         worlds = np.full(len(indices), derived_seed(self.seed), dtype=np.uint64)
         programs = joined_keys(worlds, identities)
         keys = joined_keys(programs, numbers)

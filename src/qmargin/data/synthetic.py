@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -12,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from qmargin.data.order import check_count, check_samples, derived_seed
-from qmargin.errors import ConfigError
+from qmargin.errors import ConfigError, ShapeError
 
 
 class SyntheticDataset:
@@ -52,6 +54,104 @@ class SyntheticDataset:
     def source(self, index: int) -> str:
         """Labels are computed, not written anywhere."""
         return f"{type(self).__name__} of seed {self.seed}, sample {index}"
+
+
+SPLITS = ("train", "validation", "test")
+SPLIT_SIZE = 1 << 40  # identities of a split: the numbers of two splits never meet
+
+
+@dataclass(frozen=True)
+class DrawnIdentities(SyntheticDataset):
+    """What worlds of drawn pictures share: three disjoint splits, and pictures that are kept.
+
+    A world has ``images``, which draws samples, and ``augmented``, which makes inputs of them.
+    """
+
+    num_classes: int  # at most SPLIT_SIZE
+    samples_per_class: int
+    size: int  # pixels of a side
+    seed: int = 0  # another seed is another world of identities
+    split: str = "train"  # or "validation" or "test"
+    difficulty: float = 1.0  # multiplies how far samples of an identity differ; 0 for not at all
+    shift: int = 0  # pixels by which a reading may move a sample, as augmentations do
+    in_memory: bool = False  # draw all samples at the first reading and keep them
+    _kept: dict[str, NDArray[np.uint8]] = field(
+        default_factory=dict, init=False, repr=False, compare=False, hash=False
+    )
+    smallest: ClassVar[int]  # pixels of a side that can be drawn on
+    is_ink: ClassVar[bool] = False  # bright ink on dark paper, which is shown inverted
+
+    def __post_init__(self) -> None:
+        self._check_counts()
+        check_count(self.size, "size", low=self.smallest)
+        check_count(self.shift, "shift")
+        if self.num_classes > SPLIT_SIZE:
+            raise ConfigError(f"num_classes is {self.num_classes}; a split has {SPLIT_SIZE}")
+        if self.split not in SPLITS:
+            raise ConfigError(f"split is {self.split!r}; give one of {', '.join(SPLITS)}")
+        if not 0.0 <= self.difficulty < math.inf:
+            raise ConfigError(f"difficulty is {self.difficulty}; it must be finite and at least 0")
+        if self.shift >= self.size:
+            raise ConfigError(f"shift is {self.shift}, not below the size {self.size}; lower it")
+
+    def images(self, indices: NDArray[np.integer]) -> NDArray[np.uint8]:
+        """Samples without augmentation."""
+        raise NotImplementedError
+
+    def augmented(self, pictures: NDArray[np.uint8], seeds: Sequence[int]) -> NDArray[np.float32]:
+        """Inputs of a network, each augmented by its seed."""
+        raise NotImplementedError
+
+    def _labels_of(self, indices: NDArray[np.integer]) -> NDArray[np.integer]:
+        return indices // self.samples_per_class
+
+    def read(self, index: int, seed: int) -> tuple[Tensor, int]:
+        """The sample in [0, 1], float32, augmented by ``seed``; its identity."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        images, labels = self.read_many(np.array([index]), [seed])
+        return torch.from_numpy(images[0]), int(labels[0])
+
+    def read_many(
+        self, indices: NDArray[np.integer], seeds: Sequence[int]
+    ) -> tuple[NDArray[np.float32], NDArray[np.integer]]:
+        """What ``read`` gives for each of some samples."""
+        if self.in_memory and "images" not in self._kept:
+            self._kept["images"] = self.images(np.arange(len(self)))
+        pictures = self._kept["images"][indices] if self.in_memory else self.images(indices)
+        return self.augmented(pictures, seeds), self._labels_of(indices)
+
+    def kept_in(self, file: Path) -> DrawnIdentities:
+        """The same samples, read from a file of all pictures, which processes can share."""
+        pictures = np.load(file, mmap_mode="r")
+        wanted = (len(self), *self.images(np.arange(0)).shape[1:])
+        if pictures.shape != wanted or pictures.dtype != np.uint8:
+            found = f"{file} has {pictures.dtype} {list(pictures.shape)}"
+            raise ShapeError(f"{found}; uint8 {list(wanted)} is needed: remove the file")
+        kept = replace(self, in_memory=True)
+        kept._kept["images"] = pictures
+        return kept
+
+    def held_out(self, split: str, num_classes: int, samples_per_class: int) -> DrawnIdentities:
+        """Other identities of the same world, to be measured on."""
+        return replace(
+            self,
+            num_classes=num_classes,
+            samples_per_class=samples_per_class,
+            split=split,
+            shift=0,
+            in_memory=False,
+        )
+
+    def _checked(self, indices: NDArray[np.integer]) -> NDArray[np.int64]:
+        checked = np.asarray(indices, np.int64)
+        if checked.size and (checked.min() < 0 or checked.max() >= len(self)):
+            raise IndexError(f"a sample is outside [0, {len(self)})")
+        return checked
+
+    def _numbers(self, labels: NDArray[np.integer]) -> NDArray[np.int64]:
+        """Numbers of identities in the whole world."""
+        return np.asarray(labels, np.int64) + SPLIT_SIZE * SPLITS.index(self.split)
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from qmargin.data.drawings import Drawings
 from qmargin.data.samples import Dataset
-from qmargin.data.strokes import StrokeIdentities
+from qmargin.data.synthetic import DrawnIdentities
 from qmargin.errors import CheckpointError, ConfigError, DataError, MarginWarning, QMarginError
 from qmargin.evaluation.all_pairs import unit_rows
 from qmargin.evaluation.embed import Recordings, write_embeddings
@@ -306,9 +306,10 @@ def evaluate_run(
         moments = _prototype_moments(embedded.matrix, checkpoint, protocol.views)
         options = replace(options, protocol=f"{options.protocol}, {BY_PROTOTYPES}")
         results.append(measure(options, moments=moments))
-    if isinstance(dataset, StrokeIdentities | Drawings):
+    if isinstance(dataset, DrawnIdentities | Drawings):
+        is_ink = dataset.is_ink if isinstance(dataset, DrawnIdentities) else world.is_ink
         for result in results:
-            write_pictures(task.pictures, dataset, result, prefix=prefix, is_ink=world.is_ink)
+            write_pictures(task.pictures, dataset, result, prefix=prefix, is_ink=is_ink)
     return results
 
 
@@ -346,7 +347,7 @@ def _recordings_result(
 
 def write_pictures(
     folder: Path,
-    dataset: StrokeIdentities | Drawings,
+    dataset: DrawnIdentities | Drawings,
     result: Result,
     *,
     prefix: str = "",

@@ -53,7 +53,7 @@ LABELS = {"loss.scale": "Scale", "loss.margin": "Margin", EFFECTIVE: GAP, "loss.
 REACHABLE = 2.0  # cosines differ by at most this
 FOCUS = "Q-Margin"  # compared with the best of the others
 VERDICT_FARS = (1e-3, 1e-4, 1e-5)
-HEADLINE = 1e-4
+HEADLINE = 1e-4  # FAR of the verdict, on the terminal and on the page
 COVER = "Intervals cover test identities; the standard deviation covers training seeds."
 AS_NORM = (
     "The same runs and pairs. AS-norm measures a cosine in standard deviations above the mean of "
@@ -100,6 +100,7 @@ def write_final(
         media=out / PICTURES if (out / PICTURES).is_dir() else None,
         journals=tuple(journals),
         has_figures=has_matplotlib(),
+        headline=HEADLINE,
         overwrite=overwrite,
     )
     write_report([run.folder / name for name in names for run in runs], out / REPORT, options)

@@ -25,7 +25,7 @@ from qmargin.data.order import derived_seed
 from qmargin.data.samples import Dataset, Input
 from qmargin.data.speech import SpeechDataset
 from qmargin.data.stored import StoredSamples
-from qmargin.data.strokes import StrokeIdentities
+from qmargin.data.synthetic import DrawnIdentities
 from qmargin.errors import ConfigError, DataError
 from qmargin.experiments.pictures import StoredPictures, read_pictures
 from qmargin.files import replacing
@@ -112,7 +112,7 @@ class World:
 
 @dataclass(frozen=True)
 class Made(World):
-    """Synthetic or stroke identities that a recipe describes; others of the same kind are measured.
+    """Synthetic identities that a recipe describes; others of the same kind are measured.
 
     Numbers are those of identities, and of samples of each of them.
     """
@@ -122,10 +122,6 @@ class Made(World):
     num_test: int = 500
     samples_test: int = 10
     note: str = field(default=SYNTHETIC, compare=False, kw_only=True)
-
-    @property
-    def is_ink(self) -> bool:
-        return True
 
     def differs(self, recipe: Recipe) -> bool:
         return "seed" not in recipe.data.options
@@ -141,46 +137,42 @@ class Made(World):
         self, folder: Path, recipes: Sequence[Recipe], *, is_search: bool, request: StopRequest
     ) -> Made:
         made = replace(self, folder=folder)
-        files = {file: recipe for recipe in recipes if (file := made._drawn(recipe)) is not None}
-        for file, recipe in files.items():
-            dataset = build_dataset(recipe)
-            assert isinstance(dataset, StrokeIdentities)
+        files = {file: dataset for recipe in recipes for file, dataset in made._drawn(recipe)}
+        for file, dataset in files.items():
             rows = np.arange(len(dataset))
             blocks = [
                 partial(dataset.images, rows[start : start + _BLOCK])
                 for start in range(0, len(dataset), _BLOCK)
             ]
-            draw_to(file, (len(dataset), dataset.size, dataset.size), blocks, request=request)
+            shape = (len(dataset), *dataset.images(rows[:0]).shape[1:])
+            draw_to(file, shape, blocks, request=request)
         return made
 
     def train(self, recipe: Recipe, *, is_search: bool) -> Dataset | None:
-        file = self._drawn(recipe)
-        if file is None or not file.exists():
-            return None
-        dataset = build_dataset(recipe)
-        assert isinstance(dataset, StrokeIdentities)
-        return dataset.kept_in(file)
+        for file, dataset in self._drawn(recipe):
+            return dataset.kept_in(file) if file.exists() else None
+        return None
 
     def measured(self, recipe: Recipe, *, is_search: bool) -> Dataset:
         count, samples = self.num_test, self.samples_test
         if is_search:
             count, samples = self.num_validation, self.samples_validation
-        options = {**recipe.data.options, "samples_per_class": samples}
-        if recipe.data.kind == "strokes":
-            options |= {"split": "validation" if is_search else "test", "shift": 0}
-            options.pop("in_memory", None)
-        else:
-            seed = derived_seed(recipe.seed, VALIDATION if is_search else TEST)
-            options |= {"seed": seed, "augmentation": 0.0}
+        dataset = build_dataset(recipe)
+        if isinstance(dataset, DrawnIdentities):
+            return dataset.held_out("validation" if is_search else "test", count, samples)
+        seed = derived_seed(recipe.seed, VALIDATION if is_search else TEST)
+        options = dict(recipe.data.options)
+        options |= {"samples_per_class": samples, "seed": seed, "augmentation": 0.0}
         data = replace(recipe.data, options=options, num_classes=count)
         return build_dataset(replace(recipe, data=data))
 
-    def _drawn(self, recipe: Recipe) -> Path | None:
-        """File of the strokes that all runs of a recipe share."""
-        if self.folder is None or recipe.data.kind != "strokes":
-            return None
-        text = f"{recipe.data.num_classes} {sorted(recipe.data.options.items())} {recipe.seed}"
-        return self.folder / f"strokes-{hashlib.sha256(text.encode()).hexdigest()[:12]}.npy"
+    def _drawn(self, recipe: Recipe) -> Iterator[tuple[Path, DrawnIdentities]]:
+        """File of the pictures that all runs of a recipe share, and what draws them."""
+        part, dataset = recipe.data, build_dataset(recipe)
+        if self.folder is not None and isinstance(dataset, DrawnIdentities):
+            text = f"{part.num_classes} {sorted(part.options.items())} {recipe.seed}"
+            digest = hashlib.sha256(text.encode()).hexdigest()[:12]
+            yield self.folder / f"{part.kind}-{digest}.npy", dataset
 
 
 @dataclass(frozen=True)
