@@ -9,7 +9,7 @@ machine rounds alike, so that the bytes are the same everywhere.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from statistics import NormalDist
@@ -310,16 +310,30 @@ def _count_table(mean: int, spread: float) -> Ints:
 
 
 @cache
-def _mixing() -> tuple[Ints, Floats]:
-    """Traits behind each shape, ``[shapes, TRAITS_PER_SHAPE]``, and their signs."""
-    keys = joined_keys(np.full(len(SHAPES), 0x5A, np.uint64), np.arange(len(SHAPES)))
-    draws = uniforms(keys, NUM_TRAITS)
-    chosen = np.argsort(draws, axis=1, kind="stable")[:, :TRAITS_PER_SHAPE]
+def _mixing(count: int, salt: int) -> tuple[Ints, Floats]:
+    """Traits behind each of some numbers, ``[count, TRAITS_PER_SHAPE]``, and their signs."""
+    keys = joined_keys(np.full(count, salt, np.uint64), np.arange(count))
+    chosen = np.argsort(uniforms(keys, NUM_TRAITS), axis=1, kind="stable")[:, :TRAITS_PER_SHAPE]
     signs = np.where(uniforms(joined_keys(keys, _branch(1)), TRAITS_PER_SHAPE) < 0.5, -0.5, 0.5)
     return chosen, signs.astype(np.float32)
 
 
-def _traits(world: np.uint64, identities: Ints) -> tuple[Floats, Ints]:
+def set_by_traits(
+    traits: Floats, table: Mapping[str, tuple[float, float]], salt: int
+) -> dict[str, Floats]:
+    """Numbers ``[n]`` with the bases and deviations of a table, as mixtures of traits."""
+    found = {}
+    for (name, (base, deviation)), chosen, signs in zip(
+        table.items(), *_mixing(len(table), salt), strict=True
+    ):
+        total = traits[:, chosen[0]] * signs[0]
+        for place in range(1, TRAITS_PER_SHAPE):  # in this order on every machine
+            total = total + traits[:, chosen[place]] * signs[place]
+        found[name] = base + deviation * total
+    return found
+
+
+def traits_of(world: np.uint64, identities: Ints) -> tuple[Floats, Ints]:
     """Traits of identities, ``[n, NUM_TRAITS]``, and their populations."""
     keys = joined_keys(np.full(len(identities), world), identities)
     kin = _kin(world, identities)
@@ -340,14 +354,9 @@ class _Looks:
     def __init__(
         self, world: np.uint64, identities: Ints, sample_keys: Keys, difficulty: float
     ) -> None:
-        traits, population = _traits(world, identities)
-        chosen, signs = _mixing()
-        self.face: dict[str, Floats] = {}
-        for row, (name, (base, deviation)) in enumerate(SHAPES.items()):
-            total = traits[:, chosen[row, 0]] * signs[row, 0]
-            for place in range(1, TRAITS_PER_SHAPE):  # in this order on every machine
-                total = total + traits[:, chosen[row, place]] * signs[row, place]
-            self.face[name] = _plane(base + deviation * total)
+        traits, population = traits_of(world, identities)
+        set_by = set_by_traits(traits, SHAPES, 0x5A)
+        self.face = {name: _plane(values) for name, values in set_by.items()}
         keys = joined_keys(np.full(len(identities), world), identities)
         modes = uniforms(joined_keys(keys, _branch(_HABIT)), 2)
         self.is_bearded = _plane(modes[:, 1]) < 0.5
