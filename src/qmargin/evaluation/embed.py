@@ -226,7 +226,7 @@ def write_embeddings(
         metadata["flip"] = flip
     settings = json.dumps([model_id, flip, batch_size, names])
     fingerprint = hashlib.sha256(settings.encode("utf-8", "surrogatepass")).hexdigest()
-    # created before anything is in it, so that nobody else ever reads it
+    # created before anything is in it, so that no other user can read it
     os.close(os.open(names_beside(out)[0], os.O_CREAT | os.O_WRONLY, 0o600))
     with ResumableFile(out, fingerprint, restart=restart) as file:
         content: list[bytes] = []

@@ -218,7 +218,7 @@ def _executed(run: Run, task: Task, device: str) -> Outcome:
     if hook is not None:
         results = [hook.result(options, task.command)]
     else:
-        assert checkpoint is not None  # a training that ended was saved
+        assert checkpoint is not None  # a finished run has a checkpoint
         results = evaluate_run(run, task, checkpoint, options, device=device)
     for name, result in zip(task.result_names(run), reversed(results), strict=True):
         write_result(run.folder / name, result)

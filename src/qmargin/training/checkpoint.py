@@ -429,7 +429,7 @@ def delete_checkpoint(path: Path) -> None:
 
 
 def set_aside(folder: Path, step: int) -> list[Path]:
-    """Rename later checkpoints, so that a run that goes on from ``step`` does not find them."""
+    """Rename later checkpoints, so that a run resumed from ``step`` does not find them."""
     later = [path for number, path in list_steps(folder).items() if number > step]
     for path in later:
         path.rename(other_name(path, "aside"))

@@ -240,7 +240,7 @@ def check_trackers(names: Sequence[str]) -> None:
 class Reporter:
     """Reports what happens; a no-op on ranks other than 0.
 
-    A run that resumes from a checkpoint goes on from the journal of that moment. What it wrote
+    A run that resumes from a checkpoint continues the journal of that moment. What it wrote
     after it, and will now do again, is moved to ``journal-abandoned.jsonl``: no step is listed
     twice, and nothing is lost.
     """

@@ -87,7 +87,7 @@ class Session:
     spikes: SpikeDetector
     progress: Progress = field(default_factory=Progress)
     weights_sha256: str | None = None  # of the file that the backbone started with
-    journal_bytes: int = 0  # of the journal at the checkpoint that the run goes on from
+    journal_bytes: int = 0  # of the journal at the checkpoint that the run resumes from
 
     def __post_init__(self) -> None:
         buffers = [*self.backbone.buffers(), *self.head.buffers()]

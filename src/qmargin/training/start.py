@@ -1,4 +1,4 @@
-"""The beginning of a run: its folder, its lock, and the checkpoint it goes on from."""
+"""The beginning of a run: its folder, its lock, and the checkpoint it resumes from."""
 
 from __future__ import annotations
 
