@@ -197,6 +197,8 @@ def test_runs_of_one_arm_are_repeats_in_the_order_of_their_seeds():
     seeds = {name: [e.result.run.seed for e in runs] for name, runs in repeats.systems.items()}
     assert seeds == {"Q-Margin": [1, 2, 3], "ArcFace": [1, 2, 3]}
     assert (repeats.title, repeats.headline_far) == ("VoxCeleb1-H", FAR)
+    (asked,) = find_repeats(arrange(seeds_of_two_arms(), headline=repeats.fars[0]))
+    assert asked.headline_far == repeats.fars[0] != FAR
     assert repeats.ranked(FAR) == repeats.ranked(None) == list(NAMES)
     pairs = {(d.first, d.second) for d in paired_differences(arrange(seeds_of_two_arms())[0])}
     assert len(pairs) == 9  # never two runs of one arm

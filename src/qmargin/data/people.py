@@ -90,12 +90,11 @@ EXPRESSION = 0.045  # of smiles
 LIGHT, EXPOSURE, CAST = 0.17, 0.12, 0.035
 NOISE = 0.05  # of a pixel of the worst quality
 OCCLUSION_RATE = 0.25  # of the worst quality
-LOW_RESOLUTION = ((0.30, 4), (0.50, 2))  # below a quality, pixels are this much larger
+LOW_RESOLUTION = ((0.0, 0.3, 4), (0.3, 0.5, 2))  # between qualities, pixels are that much larger
 BLURRED = 0.65  # below this quality
 
-_FAMILY, _POPULATION, _HABIT, _MODE, _SAMPLE, _COUNT, _SPLIT, _MERGE = range(
-    101, 109
-)  # of the hash
+# Branches of the hash.
+_FAMILY, _POPULATION, _HABIT, _MODE, _SAMPLE, _COUNT, _SPLIT, _MERGE = range(101, 109)
 _GRAIN_SIZE = 1 << 17
 
 
@@ -644,10 +643,8 @@ def _photographed(picture: Floats, looks: _Looks, frame: _Frame) -> NDArray[np.u
         pictures[:, channel] *= 1.0 + CAST * (
             bell[14] if channel == 0 else bell[15] if channel == 2 else 0.0
         )
-    for limit, factor in LOW_RESOLUTION:
-        rows = np.flatnonzero(
-            (quality < limit) & (quality >= (limit - 0.2 if factor == 2 else 0.0))
-        )
+    for worst, best, factor in LOW_RESOLUTION:
+        rows = np.flatnonzero((quality >= worst) & (quality < best))
         if len(rows) and size % factor == 0:
             pictures[rows] = _coarse(pictures[rows], factor)
     rows = np.flatnonzero(quality < BLURRED)

@@ -60,6 +60,21 @@ SPLITS = ("train", "validation", "test")
 SPLIT_SIZE = 1 << 40  # identities of a split: the numbers of two splits never meet
 
 
+def check_world(num_classes: int, split: str, difficulty: float) -> None:
+    """Refuse what no world of identities in three splits has."""
+    if num_classes > SPLIT_SIZE:
+        raise ConfigError(f"num_classes is {num_classes}; a split has {SPLIT_SIZE}")
+    if split not in SPLITS:
+        raise ConfigError(f"split is {split!r}; give one of {', '.join(SPLITS)}")
+    if not 0.0 <= difficulty < math.inf:
+        raise ConfigError(f"difficulty is {difficulty}; it must be finite and at least 0")
+
+
+def numbers_in_world(labels: NDArray[np.integer], split: str) -> NDArray[np.int64]:
+    """Numbers of identities among those of all splits."""
+    return np.asarray(labels, np.int64) + SPLIT_SIZE * SPLITS.index(split)
+
+
 @dataclass(frozen=True)
 class DrawnIdentities(SyntheticDataset):
     """What worlds of drawn pictures share: three disjoint splits, and pictures that are kept.
@@ -85,12 +100,7 @@ class DrawnIdentities(SyntheticDataset):
         self._check_counts()
         check_count(self.size, "size", low=self.smallest)
         check_count(self.shift, "shift")
-        if self.num_classes > SPLIT_SIZE:
-            raise ConfigError(f"num_classes is {self.num_classes}; a split has {SPLIT_SIZE}")
-        if self.split not in SPLITS:
-            raise ConfigError(f"split is {self.split!r}; give one of {', '.join(SPLITS)}")
-        if not 0.0 <= self.difficulty < math.inf:
-            raise ConfigError(f"difficulty is {self.difficulty}; it must be finite and at least 0")
+        check_world(self.num_classes, self.split, self.difficulty)
         if self.shift >= self.size:
             raise ConfigError(f"shift is {self.shift}, not below the size {self.size}; lower it")
 
@@ -150,8 +160,7 @@ class DrawnIdentities(SyntheticDataset):
         return checked
 
     def _numbers(self, labels: NDArray[np.integer]) -> NDArray[np.int64]:
-        """Numbers of identities in the whole world."""
-        return np.asarray(labels, np.int64) + SPLIT_SIZE * SPLITS.index(self.split)
+        return numbers_in_world(labels, self.split)
 
 
 @dataclass(frozen=True)

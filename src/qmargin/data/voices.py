@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from qmargin.data.order import derived_seed
 from qmargin.data.people import set_by_traits, traits_of
 from qmargin.data.strokes import Keys, joined_keys, normals, uniforms
-from qmargin.data.synthetic import SPLIT_SIZE, SPLITS, SyntheticDataset
+from qmargin.data.synthetic import SPLITS, SyntheticDataset, check_world, numbers_in_world
 from qmargin.errors import ConfigError
 
 Doubles = NDArray[np.float64]
@@ -126,12 +126,7 @@ class Voices(SyntheticDataset):
 
     def __post_init__(self) -> None:
         self._check_counts()
-        if self.num_classes > SPLIT_SIZE:
-            raise ConfigError(f"num_classes is {self.num_classes}; a split has {SPLIT_SIZE}")
-        if self.split not in SPLITS:
-            raise ConfigError(f"split is {self.split!r}; give one of {', '.join(SPLITS)}")
-        if not 0.0 <= self.difficulty < math.inf:
-            raise ConfigError(f"difficulty is {self.difficulty}; it must be finite and at least 0")
+        check_world(self.num_classes, self.split, self.difficulty)
         if not 0.5 <= self.shortest <= self.longest <= 60.0:
             raise ConfigError(
                 f"utterances last from {self.shortest} to {self.longest} s; give lengths in order, "
@@ -140,7 +135,7 @@ class Voices(SyntheticDataset):
 
     def speaker(self, label: int) -> Speaker:
         """What a speaker sounds like."""
-        number = np.array([label], np.int64) + SPLIT_SIZE * SPLITS.index(self.split)
+        number = numbers_in_world(np.array([label]), self.split)
         world = np.uint64(derived_seed(self.seed))
         traits, _ = traits_of(world, number)
         found = set_by_traits(traits.astype(np.float64), MANNERS, 0x76)

@@ -137,8 +137,7 @@ class Made(World):
         self, folder: Path, recipes: Sequence[Recipe], *, is_search: bool, request: StopRequest
     ) -> Made:
         made = replace(self, folder=folder)
-        files = {file: dataset for recipe in recipes for file, dataset in made._drawn(recipe)}
-        for file, dataset in files.items():
+        for file, dataset in dict(filter(None, map(made._drawn, recipes))).items():
             rows = np.arange(len(dataset))
             blocks = [
                 partial(dataset.images, rows[start : start + _BLOCK])
@@ -149,9 +148,8 @@ class Made(World):
         return made
 
     def train(self, recipe: Recipe, *, is_search: bool) -> Dataset | None:
-        for file, dataset in self._drawn(recipe):
-            return dataset.kept_in(file) if file.exists() else None
-        return None
+        found = self._drawn(recipe)
+        return found[1].kept_in(found[0]) if found is not None and found[0].exists() else None
 
     def measured(self, recipe: Recipe, *, is_search: bool) -> Dataset:
         count, samples = self.num_test, self.samples_test
@@ -166,13 +164,14 @@ class Made(World):
         data = replace(recipe.data, options=options, num_classes=count)
         return build_dataset(replace(recipe, data=data))
 
-    def _drawn(self, recipe: Recipe) -> Iterator[tuple[Path, DrawnIdentities]]:
+    def _drawn(self, recipe: Recipe) -> tuple[Path, DrawnIdentities] | None:
         """File of the pictures that all runs of a recipe share, and what draws them."""
         part, dataset = recipe.data, build_dataset(recipe)
-        if self.folder is not None and isinstance(dataset, DrawnIdentities):
-            text = f"{part.num_classes} {sorted(part.options.items())} {recipe.seed}"
-            digest = hashlib.sha256(text.encode()).hexdigest()[:12]
-            yield self.folder / f"{part.kind}-{digest}.npy", dataset
+        if self.folder is None or not isinstance(dataset, DrawnIdentities):
+            return None
+        text = f"{part.num_classes} {sorted(part.options.items())} {recipe.seed}"
+        digest = hashlib.sha256(text.encode()).hexdigest()[:12]
+        return self.folder / f"{part.kind}-{digest}.npy", dataset
 
 
 @dataclass(frozen=True)

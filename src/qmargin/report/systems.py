@@ -346,6 +346,7 @@ class Repeats:
     title: str
     fars: tuple[float, ...]
     systems: dict[str, tuple[Entry, ...]]
+    headline: float | None = None  # FAR that the verdict should be about
 
     @property
     def measures(self) -> tuple[float | None, ...]:
@@ -354,8 +355,9 @@ class Repeats:
 
     @cached_property
     def headline_far(self) -> float | None:
-        """The strictest FAR that every run measured, with enough false accepts if possible."""
-        return _headline_far([entry for group in self.systems.values() for entry in group])
+        """The FAR of the verdict."""
+        entries = [entry for group in self.systems.values() for entry in group]
+        return _headline_far(entries, self.headline)
 
     def values(self, name: str, far: float | None) -> list[float]:
         """TARs at a FAR, or EERs where that is None, of the runs in which they are known."""
@@ -398,7 +400,7 @@ def find_repeats(panels: Sequence[Panel], *, experiment: str | None = None) -> l
             systems[label] = tuple(sorted(entries, key=lambda entry: seed_of(entry.result) or 0))
         if experiment is not None or any(len(entries) > 1 for entries in systems.values()):
             fars = _fars(entry for entries in systems.values() for entry in entries)
-            found.append(Repeats(cleaned(title), fars, systems))
+            found.append(Repeats(cleaned(title), fars, systems, panels[0].headline))
     return found
 
 

@@ -191,7 +191,7 @@ def recipe_to_train(
 class Start(NamedTuple):
     """Where a run begins."""
 
-    checkpoint: Checkpoint | None  # the one to go on from; None to start at step 0
+    checkpoint: Checkpoint | None  # to resume from; None to start at step 0
     notes: tuple[str, ...] = ()  # for the user: checkpoints passed over, changes of the recipe
     changes: tuple[str, ...] = ()  # lines of ``recipe.diff``
 
