@@ -12,7 +12,7 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --quiet
 .DEFAULT_GOAL := help
 .PHONY: help setup check format lint types test test-fast test-slow browser any-browser api docs \
 	bench bench-loss bench-metrics bench-data bench-features bench-protocols bench-trials \
-	bench-train bench-head bench-head-gpu demo clean
+	bench-train bench-head bench-head-gpu bench-sizes demo clean
 
 help:
 	@echo "make setup   virtual environment, package in editable mode, development extras"
@@ -96,6 +96,10 @@ bench-data bench-features bench-protocols bench-trials: bench-%: $(DEV)
 bench-train: $(DEV)
 	$(BENCH) train --device cuda --set data.batch_size=512 --page $(PAGES)/training.md $(ARGS)
 
+bench-scaling: $(DEV)
+	$(BENCH) scaling --check --page $(PAGES)/scaling.md
+	$(BENCH) scaling --page $(PAGES)/scaling.md $(ARGS)
+
 bench-head: $(DEV)
 	mkdir -p $(RESULTS)
 	$(BENCH) head --device cpu --paths sparse,chunked,dense --settings several \
@@ -107,6 +111,11 @@ bench-head-gpu: $(DEV)
 	PATH=$(abspath $(BIN)):$$PATH benchmarks/gpu.sh $(RESULTS)/gpu "$$(git rev-parse --short HEAD)" \
 		head head-bf16 head-bf16-settings growth end-to-end
 	$(BENCH) head-page --out $(PAGES)/head.md $(RESULTS)/gpu/head-*.json
+
+bench-sizes: $(DEV)
+	mkdir -p $(RESULTS)
+	$(BENCH) sizes --device cuda --json $(RESULTS)/sizes.json --page $(PAGES)/sizes.md \
+		--figure $(PAGES)/sizes.svg --readme README.md $(ARGS)
 
 # Other subjects have no page: make bench-packing, bench-precision, ...
 bench-%: $(DEV)

@@ -15,6 +15,8 @@ MODULES = (
     "loss",
     "head",
     "head_page",
+    "sizes",
+    "cpu",
     "metrics",
     "data",
     "features",
@@ -26,6 +28,7 @@ MODULES = (
     "paths",
     "trainings",
     "omniglot_recipe",
+    "scaling",
 )
 
 

@@ -56,7 +56,7 @@ class Tables:
         self._console = output_console()
         self._texts: dict[str, str] = {}
         if page is not None:
-            _with_block(page, page.read_text(encoding="utf-8"), f"{subject}-machine", "")
+            with_block(page, page.read_text(encoding="utf-8"), f"{subject}-machine", "")
 
     def show(
         self, name: str, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]
@@ -65,17 +65,27 @@ class Tables:
         print_table(self._console, title, columns, rows)
         self._texts[name] = f"{title}:\n\n{markdown_table(columns, rows)}"
 
+    def note(self, name: str, text: str) -> None:
+        """Print a sentence, and keep it for the place of a table that is not there."""
+        sys.stdout.write(text + "\n")
+        self._texts[name] = text
+
     def write(self, packages: Sequence[str] = ()) -> None:
         """Rewrite the page; packages are those whose versions it names."""
         if self._page is None:
             return
         text = self._page.read_text(encoding="utf-8")
         for name, block in {**self._texts, f"{self._subject}-machine": _machine(packages)}.items():
-            text = _with_block(self._page, text, name, block)
+            text = with_block(self._page, text, name, block)
         write_atomically(self._page, text.encode())
 
 
-def _with_block(page: Path, text: str, name: str, block: str) -> str:
+def with_block(page: Path, text: str, name: str, block: str) -> str:
+    """Text of a page with another block at the place of that name.
+
+    Raises:
+        ConfigError: The page has no such place.
+    """
     begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
     before, is_begun, rest = text.partition(begin)
     _, is_ended, after = rest.partition(end)
@@ -141,13 +151,14 @@ def add_outputs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=new_file, metavar="FILE", help="also write the results here")
     parser.add_argument(
         "--page",
-        type=_existing_file,
+        type=existing_file,
         metavar="FILE",
         help="also put the tables into this page, at their places",
     )
 
 
-def _existing_file(text: str) -> Path:
+def existing_file(text: str) -> Path:
+    """A page that is there, to be rewritten in places."""
     path = named_path(text)
     if not path.is_file():
         raise argparse.ArgumentTypeError(

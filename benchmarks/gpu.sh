@@ -27,11 +27,20 @@ for part in "$@"; do
     head-bf16-settings)
         head --screen bfloat16 --settings several --parts settings --repeats 4 --json "$out/head-bf16-settings.json"
         ;;
+    sizes)
+        bench sizes --device cuda --commit "$commit" --json "$out/sizes.json"
+        ;;
+    sizes-grid)
+        bench sizes --device cuda --commit "$commit" --grid "$out/sizes-grid.json"
+        ;;
     growth)
         head --parts growth --repeats 4 --json "$out/head-growth.json"
         ;;
     end-to-end)
         head --parts end-to-end --backbone iresnet100 --batch 512 --repeats 3 --seconds 2 --json "$out/head-e2e.json"
+        ;;
+    scaling)
+        bench scaling --measure --device cuda --json "$out/scaling.json"
         ;;
     train)
         bench train --set data.batch_size=512 --commit "$commit" --json "$out/train.json"

@@ -26,7 +26,9 @@ from qmargin.training.distributed import find_device
 
 TARGET_COSINE = 0.4  # a sample in mid-training: above chance, not yet beyond the margin
 MOST_SOLVER_ROWS = 32  # the counts of table two hardly vary over rows; more would only cost time
-PACKAGES = ("torch", "entmax")  # whose versions matter
+PACKAGES = ("torch", "triton", "entmax")  # whose versions matter
+CROSS_ENTROPY_SCALE = 64.0  # of the unit of the table of shapes
+SPREAD = 1 / 22  # of cosines of random directions in 512 dimensions
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,8 @@ class LossBenchmark:
     device: str = "cpu"
     threads: int | None = None
     seed: int = 0
+    shapes: tuple[str, ...] = ()
+    dtypes: tuple[str, ...] = ("float32",)
 
     def prior_margin(self, alpha: float) -> qmargin.PriorMargin:
         """The margin that asks for the same cosine gap at every alpha."""
@@ -78,6 +82,19 @@ class Timing:
     versus_cross_entropy: float
     versus_ours: float | None
     loss_difference: float | None
+
+
+@dataclass(frozen=True)
+class ShapeTiming:
+    """Median milliseconds of forward + backward from cosines of one shape and dtype."""
+
+    name: str
+    rows: int
+    classes: int
+    dtype: str
+    milliseconds: float
+    versus_cross_entropy: float
+    milliseconds_all: list[float]
 
 
 @dataclass(frozen=True)
@@ -118,14 +135,46 @@ def add_subject(subjects: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser.add_argument("--device", default="cpu", help="where to run, such as cpu or cuda")
     parser.add_argument("--threads", type=count, help="CPU threads (default: what torch chooses)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the cosines and labels")
+    parser.add_argument(
+        "--shapes",
+        type=shape,
+        nargs="+",
+        default=[],
+        metavar="ROWSxCLASSES",
+        help="time presets on cosines of these shapes only, e.g. 256x5994 1024x93431",
+    )
+    parser.add_argument(
+        "--dtypes",
+        type=dtype_name,
+        nargs="+",
+        default=["float32"],
+        metavar="DTYPE",
+        help="dtypes of the cosines of --shapes: float32, bfloat16, float16",
+    )
     add_outputs(parser)
     parser.set_defaults(run=run)
+
+
+def dtype_name(text: str) -> str:
+    """Check the name of a dtype of cosines."""
+    if text not in ("float32", "bfloat16", "float16"):
+        raise argparse.ArgumentTypeError(f"{text!r} is none of float32, bfloat16, float16")
+    return text
+
+
+def shape(text: str) -> str:
+    """Check ``ROWSxCLASSES``, two positive integers."""
+    rows, _, classes = text.partition("x")
+    if not (rows.isdigit() and classes.isdigit() and int(rows) and int(classes)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not ROWSxCLASSES, such as 256x5994")
+    return text
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Run the command with its parsed arguments."""
     options, json_path, tables = benchmark_options(arguments, "loss")
-    options["alphas"] = tuple(options["alphas"])
+    for name in ("alphas", "shapes", "dtypes"):
+        options[name] = tuple(options[name])
     run_loss_benchmark(LossBenchmark(**options), json_path=json_path, tables=tables)
     tables.write(PACKAGES)
 
@@ -138,6 +187,9 @@ def run_loss_benchmark(
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     tables = tables or Tables()
+    if settings.shapes:
+        run_shapes(settings, json_path, tables)
+        return
     cosines, labels = cosine_batch(settings)
     others, missing = entmax_contenders(settings)
     timings = time_contenders([*own_contenders(settings), *others], cosines, labels, settings)
@@ -165,6 +217,109 @@ def run_loss_benchmark(
             "evaluations": [asdict(count) for count in counts],
         }
         json_path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+
+
+def run_shapes(settings: LossBenchmark, json_path: Path | None, tables: Tables) -> None:
+    """Time presets next to cross-entropy on cosines, for every shape and dtype."""
+    timings: list[ShapeTiming] = []
+    missing: list[str] = []
+    for text in settings.shapes:
+        rows, classes = map(int, text.split("x"))
+        for dtype in settings.dtypes:
+            found, missing = time_shape(rows, classes, dtype, settings)
+            timings += found
+    where = settings.device
+    if where.startswith("cuda"):
+        where = torch.cuda.get_device_name(where)
+    tables.show(
+        "shapes",
+        f"forward + backward from cosines on {where}, medians of {settings.repeats}",
+        ["cosines", "loss", "ms", "x cross-entropy"],
+        [
+            *(
+                [
+                    f"[{t.rows}, {t.classes}] {t.dtype}",
+                    t.name,
+                    f"{t.milliseconds:.3f}",
+                    f"{t.versus_cross_entropy:.2f}",
+                ]
+                for t in timings
+            ),
+            *(["", reason, "", ""] for reason in missing),
+        ],
+    )
+    if json_path is not None:
+        record = {
+            "settings": asdict(settings),
+            "machine": {**_machine(), "device": where},
+            "not_measured": missing,
+            "shapes": [asdict(timing) for timing in timings],
+        }
+        json_path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+
+
+def time_shape(
+    rows: int, classes: int, dtype: str, settings: LossBenchmark
+) -> tuple[list[ShapeTiming], list[str]]:
+    """All contenders in turns on one matrix of cosines; and what is not measured."""
+    generator = torch.Generator(settings.device).manual_seed(settings.seed)
+    device = settings.device
+    cosines = torch.randn(rows, classes, device=device, generator=generator)
+    cosines = (cosines * SPREAD).clamp_(-1.0, 1.0)
+    labels = torch.randint(classes, (rows,), device=device, generator=generator)
+    cosines = cosines.to(getattr(torch, dtype))
+    contenders, missing = shape_contenders(settings)
+    milliseconds: dict[str, list[float]] = {name: [] for name in contenders}
+    warmup = 3
+    for turn in range(settings.repeats + warmup):  # the first turns compile
+        for name, loss_fn in contenders.items():
+            leaf = cosines.detach().requires_grad_()
+            _wait_for(leaf)
+            start = time.perf_counter()
+            loss_fn(leaf, labels).backward()
+            _wait_for(leaf)
+            if turn >= warmup:
+                milliseconds[name].append(1e3 * (time.perf_counter() - start))
+    medians = {name: statistics.median(values) for name, values in milliseconds.items()}
+    unit = medians["F.cross_entropy"]
+    timings = [
+        ShapeTiming(name, rows, classes, dtype, median, median / unit, milliseconds[name])
+        for name, median in medians.items()
+    ]
+    return timings, missing
+
+
+def shape_contenders(
+    settings: LossBenchmark,
+) -> tuple[dict[str, Callable[[Tensor, Tensor], Tensor]], list[str]]:
+    """Cross-entropy on scaled cosines, plain and compiled; presets of ours; the entmax package."""
+
+    def cross_entropy(cosines: Tensor, labels: Tensor) -> Tensor:
+        return functional.cross_entropy(CROSS_ENTROPY_SCALE * cosines.float(), labels)
+
+    contenders: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"F.cross_entropy": cross_entropy}
+    missing = []
+    if settings.device.startswith("cuda"):
+        contenders["F.cross_entropy, compiled"] = torch.compile(cross_entropy)
+    for alpha in (1.25, 1.5, 2.0):
+        margin = settings.prior_margin(alpha)
+        loss_fn = qmargin.MarginLoss(qmargin.Alpha(alpha), margin, scale=settings.scale)
+        contenders[f"qmargin.q_margin, alpha {alpha:g}"] = loss_fn
+    contenders["qmargin.cosface"] = qmargin.cosface()
+    contenders["qmargin.arcface"] = qmargin.arcface()
+    contenders["qmargin.sparsemax_face"] = qmargin.sparsemax_face()
+    try:
+        import entmax
+    except ImportError:
+        missing.append("entmax: not installed, so not measured (pip install entmax)")
+    else:
+
+        def entmax15(cosines: Tensor, labels: Tensor) -> Tensor:
+            loss: Tensor = entmax.entmax15_loss(settings.scale * cosines.float(), labels)
+            return loss.mean()
+
+        contenders["entmax.entmax15_loss"] = entmax15
+    return contenders, missing
 
 
 def cosine_batch(settings: LossBenchmark) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,8 @@ import sys
 import time
 from collections.abc import Callable, Hashable
 from functools import partial
+from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -20,13 +22,11 @@ from torch import Tensor
 import qmargin
 from benchmarks.loss import LossBenchmark, cosine_batch
 from qmargin.cli.options import count
-from qmargin.kernels import rows
+from qmargin.kernels import lists
 
 ALPHAS = (1.25, 1.5, 2.0)
 GROUPS = (8, 16, 32, 64, 128)
-Mode = tuple[Callable[[rows.Rows], rows.Listed | None], int]
-PACKED: Mode = (rows.candidates, rows.WORTH_PACKING)
-DENSE: Mode = (lambda block: None, 10**12)
+PACKED, DENSE = lists.WORTH_LISTING, 10**12  # a list may have one class in so many
 
 
 def medians(calls: dict[Hashable, Callable[[], object]], repeats: int) -> dict[Hashable, float]:
@@ -68,34 +68,33 @@ def compare_packing(settings: LossBenchmark, cosines: Tensor, labels: Tensor) ->
 
 
 def timed_step(
-    mode: Mode, loss_fn: qmargin.MarginLoss, cosines: Tensor, labels: Tensor
+    mode: int, loss_fn: qmargin.MarginLoss, cosines: Tensor, labels: Tensor
 ) -> tuple[float, Tensor, Tensor]:
     """Milliseconds, loss and gradient of a step with or without packing."""
-    rows.candidates, rows.WORTH_PACKING = mode  # type: ignore[assignment]
+    lists.WORTH_LISTING = mode
     call = partial(step, loss_fn, cosines, labels)
     result = medians({"step": call}, 3)["step"], *call()
-    rows.candidates, rows.WORTH_PACKING = PACKED  # type: ignore[assignment]
+    lists.WORTH_LISTING = PACKED
     return result
 
 
 def widest_list(loss_fn: qmargin.MarginLoss, cosines: Tensor, labels: Tensor) -> int:
-    """Length of the longest list of candidates over the blocks, the target included."""
+    """Length of the longest list of candidates, the target included."""
     widths = []
 
-    def spy(block: rows.Rows) -> rows.Listed | None:
-        listed = PACKED[0](block)
-        widths.append(cosines.shape[1] if listed is None else listed.logits.shape[1])
-        return listed
+    def spy(values: Tensor, row: Tensor, firsts: Tensor, *given: Any) -> Any:
+        widths.append(int(firsts.diff().max()) + 1)
+        return solve_entries(values, row, firsts, *given)
 
-    rows.candidates = spy
-    loss_fn(cosines, labels)
-    rows.candidates = PACKED[0]  # type: ignore[assignment]
+    solve_entries = lists.solve_entries
+    with mock.patch.object(lists, "solve_entries", spy):
+        loss_fn(cosines, labels)
     return max(widths)
 
 
 def compare_groups(settings: LossBenchmark, cosines: Tensor, labels: Tensor) -> list[str]:
     """Maxima of strided and of contiguous groups, and a whole step, by group size."""
-    blocks = cosines.split(rows.CPU_BLOCK // settings.classes)
+    blocks = cosines.split(lists.BLOCK // settings.classes)
 
     def maxima(size: int, dim: int) -> None:
         count = settings.classes // size
@@ -104,7 +103,7 @@ def compare_groups(settings: LossBenchmark, cosines: Tensor, labels: Tensor) -> 
             block[:, : size * count].reshape(len(block), *shape).amax(dim)
 
     def whole_step(size: int, alpha: float) -> None:
-        rows.GROUP = size
+        lists.GROUP = size
         loss_fn = settings.margin_loss(alpha)
         step(loss_fn, cosines, labels)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import platform
+import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -66,31 +67,40 @@ def once_ms(step: Step, device: torch.device, num_calls: int) -> float:
 
 
 def time_turns(
-    steps: Sequence[Step], device: torch.device, *, repeats: int, seconds: float
+    steps: Sequence[Step],
+    device: torch.device,
+    *,
+    repeats: int,
+    seconds: float,
+    burst: int = BURST,
 ) -> list[list[float]]:
     """Milliseconds of every call of each step, all in turns, after some that warm up.
 
-    Turns, so that a change of the clock meets all of them.
+    Turns, so that a change of the clock meets all of them; in another order each time, so that none
+    always follows a slow one and finds the caches cold.
 
     Args:
         steps: What to time.
         device: Where they run.
         repeats: Turns.
         seconds: Slow steps get fewer turns, three at least, to stay near this time.
+        burst: Calls of a step in a turn on a GPU; with 1, each is waited for.
     """
     calls, turn_ms = [1] * len(steps), 0.0
     for turn in range(WARM_TURNS):
         found = [once_ms(step, device, count) for step, count in zip(steps, calls, strict=True)]
-        calls = [BURST if device.type == "cuda" and ms < LONG_MS else 1 for ms in found]
+        calls = [burst if device.type == "cuda" and ms < LONG_MS else 1 for ms in found]
         turn_ms = sum(ms * count for ms, count in zip(found, calls, strict=True))
         if turn > 0 and turn_ms > 1e3 * seconds / 4:  # the first may be slow for having compiled
             break
     affordable = int(1e3 * seconds / max(turn_ms, 1e-6))
     turns = min(repeats, max(FEWEST_TURNS, affordable))
     times: list[list[float]] = [[] for _ in steps]
+    order, dice = list(range(len(steps))), random.Random(0)
     for _ in range(turns):
-        for own, step, num_calls in zip(times, steps, calls, strict=True):
-            own.append(once_ms(step, device, num_calls))
+        dice.shuffle(order)
+        for number in order:
+            times[number].append(once_ms(steps[number], device, calls[number]))
     return times
 
 

@@ -17,6 +17,10 @@ class Reading:
             self._event = torch.cuda.Event()
             self._event.record()
 
+    def is_ready(self) -> bool:
+        """Whether ``wait`` would return at once."""
+        return self._event is None or self._event.query()
+
     def wait(self) -> Tensor:
         """The values, on the host, as soon as what was launched before the copy is done."""
         if self._event is not None:

@@ -24,6 +24,12 @@ MADE = {  # by subject: page, and names of tables
     "protocols": ("data.md", "protocols"),
     "trials": ("data.md", "trials"),
     "train": ("training.md", "steps shares"),
+    "scaling": (
+        "scaling.md",
+        "scaling-predictions scaling-calls scaling-candidates scaling-overlap scaling-assumptions "
+        "scaling-shards scaling-fit",
+    ),
+    "scaling-check": ("scaling.md", "scaling-check"),
 }
 
 
@@ -49,7 +55,17 @@ def test_what_cannot_be_used_is_refused_before_any_work(words, named, capsys):
 
 @pytest.mark.parametrize(
     "words",
-    ["loss", "head", "features", "train", "few-classes", "wide-support", "omniglot-recipe x.npz"],
+    [
+        "loss",
+        "head",
+        "features",
+        "train",
+        "sizes",
+        "few-classes",
+        "wide-support",
+        "omniglot-recipe x.npz",
+        "scaling --measure",
+    ],
 )
 def test_a_gpu_that_is_not_there_is_refused_in_one_line(words, monkeypatch, capsys):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)

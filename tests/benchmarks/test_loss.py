@@ -3,6 +3,7 @@
 import json
 import sys
 
+import pytest
 import torch
 
 from benchmarks.loss import (
@@ -69,3 +70,35 @@ def test_the_file_has_what_is_printed(tmp_path, capsys):
         assert len(timing["seconds_all"]) == 2
     for count in record["evaluations"]:
         assert count["max_evaluations"] >= count["mean_evaluations"] >= 1
+
+
+def test_shapes_and_dtypes(tmp_path, capsys):
+    path = tmp_path / "shapes.json"
+    command = "loss --shapes 4x300 3x50 --dtypes float32 bfloat16 --repeats 2 --json"
+    assert run_benchmark([*command.split(), str(path)]) == 0
+    found = json.loads(path.read_text())["shapes"]
+    assert "[4, 300] bfloat16" in capsys.readouterr().out
+    kinds = {(row["rows"], row["classes"], row["dtype"]) for row in found}
+    assert len(kinds) == 4 and len(found) == 4 * len({row["name"] for row in found})
+    assert all(row["milliseconds"] > 0 and len(row["milliseconds_all"]) == 2 for row in found)
+    assert found[0]["name"] == "F.cross_entropy" and found[0]["versus_cross_entropy"] == 1.0
+
+
+@pytest.mark.parametrize("words", ["", "--head", "--busy 1"])
+def test_cpu_compares_with_plain_code(words, capsys):
+    options = [
+        "--classes",
+        "100",
+        "--rows",
+        "4",
+        "--dim",
+        "8",
+        "--alphas",
+        "1",
+        "1.5",
+        "--repeats",
+        "1",
+    ]
+    assert run_benchmark(["cpu", *options, *words.split()]) == 0
+    table = capsys.readouterr().out
+    assert "| classes | plain | alpha 1 | alpha 1.5 |" in table and "| 100 |" in table

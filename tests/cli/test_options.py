@@ -34,6 +34,10 @@ COMMANDS = {**dict(walk(build_parser())), **dict(walk(benchmarks.build_parser(),
 LISTS = {  # two values of an option with several; of the others texts
     **dict.fromkeys(("--fars", "--p-target", "--alphas"), "1.5 2"),
     **dict.fromkeys(("--classes", "--growth-classes", "--only"), "1 2"),
+    **dict.fromkeys(("--rows", "--ranks", "--processes"), "8 16"),
+    "--shapes": "2x3 4x5",
+    "--dtypes": "float32 bfloat16",
+    "--sizes": "100x8x4 200x8x4",
     "--paths": "sparse dense",
     "--parts": "paths errors",
 }

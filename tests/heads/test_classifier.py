@@ -42,6 +42,10 @@ on_exact_paths = pytest.mark.parametrize("path", EXACT)
         ("chunked", {"alpha": 0.5}),
         ("dense", {"alpha": 1.0, "num_logits": 1000}),
         ("dense", {"alpha": None}),
+        ("dense", {"alpha": 1.0, "num_logits": 1 << 26}),  # a CPU takes as many as fit
+        ("dense", {"class_share": 0.9, "num_logits": 1 << 26}),
+        ("chunked", {"class_share": 0.9, "num_logits": 1 << 26, "num_ranks": 2}),
+        ("chunked", {"alpha": 1.0, "num_logits": 1 << 26, "device": "cuda"}),
         ("sparse", {"class_share": 0.01}),
         ("chunked", {"class_share": 0.9}),
         ("chunked", {"class_share": 0.1, "device": "cuda"}),
@@ -62,7 +66,10 @@ def test_choice_follows_alpha_size_and_support(path, changes):
     assert chosen.path == path and chosen.reason
 
 
-def test_auto_follows_the_support_and_does_not_flutter():
+@pytest.mark.parametrize("other", ["dense", "chunked"])
+def test_auto_follows_the_support_and_does_not_flutter(other, monkeypatch):
+    if other == "chunked":
+        monkeypatch.setattr(paths, "CPU_LOGITS", 100)  # as if all cosines did not fit
     batch = random_batch(1031, dim=64, rows=8)
     head = make_head(make_loss(1.25, 64.0), batch, path="auto")
     taken = []
@@ -72,7 +79,7 @@ def test_auto_follows_the_support_and_does_not_flutter():
         assert_same(outcome, truth_of(head.loss, batch), tolerance=2e-5)
         taken.append(outcome.stats.path)
     assert taken[:4] == ["sparse"] * 4  # the first large support is met by the sparse path
-    assert taken[8] == taken[9] == "chunked" and taken[-1] == "sparse"
+    assert taken[8] == taken[9] == other and taken[-1] == "sparse"
     assert sum(one != other for one, other in pairwise(taken)) == 2
     assert "of the classes" in outcome.stats.reason
 
@@ -85,7 +92,8 @@ def test_auto_takes_what_only_dense_can_do(monkeypatch):
         assert step(make_head(loss, batch), batch).stats.path == "dense"
     assert alpha.grad is not None
     assert step(make_head(make_loss(1.0), batch), batch).stats.path == "dense"
-    monkeypatch.setattr(paths, "SMALL_LOGITS", 100)  # and avoids a matrix of many cosines
+    for name in ("SMALL_LOGITS", "CPU_LOGITS"):  # and avoids a matrix of many cosines
+        monkeypatch.setattr(paths, name, 100)
     stats = step(make_head(qmargin.arcface(), batch), batch).stats
     assert (stats.path, stats.active_share, stats.support_max) == ("chunked", 1.0, 33)
 

@@ -22,7 +22,9 @@ def counted(name, call, find):
         return call(*arguments, **options)
     return wrapper
 
-dist.all_gather = counted("gather", dist.all_gather, lambda given: given[1])
+for name in ("all_gather_single", "all_gather_into_tensor"):  # the first from torch 2.13 on
+    if hasattr(dist, name):
+        setattr(dist, name, counted("gather", getattr(dist, name), lambda given: given[1]))
 dist.all_reduce = counted("reduce", dist.all_reduce, lambda given: given[0])
 entmax, softmax = qmargin.q_margin(alpha=1.5, scale=16.0), qmargin.arcface()
 cases = {"sparse": entmax, "softmax": softmax, "chunked": entmax}
@@ -37,6 +39,10 @@ with start_process_group(30.0, device="cpu"):
         calls.clear()
         head(embeddings, labels, [6, 5]).backward()
         found[name] = [list(calls), round(11 * head.last_step.num_candidates)]
+    torch.manual_seed(0)
+    head = qmargin.MarginClassifier(24, 999, entmax, path="sparse", group=dist.group.WORLD)
+    head(torch.randn(32, 24), torch.randint(999, (32,)))
+    found["lists"] = [head.last_step.num_candidates, head.last_step.support_mean]
     say(json.dumps(found))
 """
 ROWS, LARGEST, DIM = 11, 6, 24  # of all ranks; of the one with most
@@ -51,14 +57,17 @@ LAST = ("reduce", ROWS * DIM * FLOAT)  # gradient of the embeddings
 
 def test_steps_exchange_what_the_guide_says():
     first, second = (json.loads(text) for text in run_ranks(SCRIPT, 2))
+    (num_first, support), (num_second, _) = first.pop("lists"), second.pop("lists")
+    assert support - 1 <= num_first + num_second <= 1.2 * support + 1  # of all ranks, per row
     calls = {name: [tuple(call) for call in found] for name, (found, _) in first.items()}
     assert calls == {name: [tuple(call) for call in found] for name, (found, _) in second.items()}
     assert all(found[:3] == FIRST and found[-1] == LAST for found in calls.values())
     num_candidates = max(first["sparse"][1], second["sparse"][1])
     assert num_candidates > 0
     assert calls["sparse"][3:-1] == [
-        ("reduce", ROWS * DOUBLE),  # bound of tau
+        ("reduce", ROWS * DOUBLE),  # floor of the cosines
         ("gather", 2 * INTEGER),  # lengths of the lists, and their limit
+        *[("reduce", 2 * ROWS * DOUBLE)] * 2,  # mass and slope, for a higher floor
         ("gather", INTEGER),  # numbers of candidates
         ("gather", num_candidates * INTEGER),  # their rows
         ("gather", num_candidates * FLOAT),  # their scores

@@ -9,6 +9,7 @@ from helpers.heads import make_head, make_loss, random_batch, screened
 from qmargin.heads import chunked as fused_chunks
 from qmargin.heads.chunked import Chunks, FusedChunks, solve
 from qmargin.kernels.head_reference import ClassGradient, Target
+from qmargin.kernels.solver import posterior_rows, solve_rows
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's masked lanes
 
@@ -96,3 +97,94 @@ def test_a_softmax_whose_largest_cosine_comes_late(scale, monkeypatch):
     torch.testing.assert_close(factor * found.mass, expected.mass, atol=0, rtol=1e-4)
     pulled = factor[:, None].float() * found.pulled
     torch.testing.assert_close(pulled, expected.pulled, atol=1e-3, rtol=2e-3)
+
+
+def exact_posterior(chunks, target, b):
+    """Posterior of the others and the target ``[B, k + 1]``, of the rounded operands in float64."""
+    cosines = chunks.operand.double() @ chunks.copy[: len(chunks.prototypes)].double().t()
+    cosines.scatter_(1, chunks.labels[:, None], -torch.inf)
+    logits = torch.cat([cosines * chunks.scale, target.logits[:, None]], 1)
+    reference = torch.zeros_like(logits)
+    reference[:, -1] = target.log_reference
+    anchor, level, _ = solve_rows(logits, reference, b)
+    return posterior_rows(logits, reference, anchor, level, b)[0]
+
+
+def assert_root(chunks, solved, target, b):
+    posterior = exact_posterior(chunks, target, b)
+    others = posterior[:, :-1]
+    torch.testing.assert_close(solved.others_mass, others.sum(1), atol=1e-5, rtol=0)
+    torch.testing.assert_close(solved.excess, (others * others**b).sum(1), atol=1e-5, rtol=0)
+    unit = chunks.copy[: others.shape[1]].double()
+    torch.testing.assert_close(solved.pulled.double(), others @ unit, atol=1e-3, rtol=0)
+    support = (posterior > 0).sum(1)
+    assert bool(((solved.support_size - support).abs() <= 1 + 1e-3 * support).all())  # at the edge
+    assert float(solved.mass_error.max()) <= 64 * torch.finfo(torch.float32).eps
+
+
+ALPHAS = [1.03, 1.1, 1.25, 1.3, 1.5, 1.7, 2.0]
+
+
+@pytest.mark.parametrize("sample", [8, 200, 1 << 16])
+@pytest.mark.parametrize("alpha", ALPHAS)
+def test_rows_of_every_width(alpha, sample, monkeypatch):
+    """Targets with all mass, a part of it and none; samples of too few classes, and of all."""
+    monkeypatch.setattr(fused_chunks, "SAMPLE", sample)
+    monkeypatch.setitem(fused_chunks.FUSED_LOGITS, "cuda", 5 * 256)
+    _, fused = make_pair(alpha, 900, scale=6.0)
+    fused.labels[1] = 0  # in every sample
+    logits, reference = [60.0, 6.0, 2.0, -1.0, -90.0], [0.0, -3.0, -0.8, -9.0, -0.8]
+    target = Target(*torch.tensor([logits, reference], device=DEVICE).double())
+    guessed = solve(fused, target, pulls=True, is_certain=False)
+    assert guessed.verify()
+    assert_root(fused, guessed, target, alpha - 1.0)
+    assert float(guessed.others_mass[0]) == 0.0 and float(guessed.others_mass[4]) > 0.99
+
+
+def test_maxima_of_a_sparse_step_begin_the_search(monkeypatch):
+    monkeypatch.setattr(fused_chunks, "SAMPLE", 64)
+    _, fused = make_pair(1.25, 700)
+    target = Target(*torch.tensor([[3.0] * 5, [-0.8] * 5], device=DEVICE).double())
+    fused.group_maxima = fused.head.kernels.group_maxima(*fused.batch)
+    assert_root(fused, solve(fused, target, pulls=True), target, 0.25)
+
+
+@pytest.mark.parametrize("alpha", [1.25, 1.3, 2.0])
+def test_a_search_that_ends_too_early_is_found_out_and_goes_on(alpha, monkeypatch):
+    monkeypatch.setattr(fused_chunks, "NUM_PASSES", 1)
+    _, fused = make_pair(alpha, 700, scale=3.0)
+    target = Target(*torch.tensor([[0.5] * 5, [-0.8] * 5], device=DEVICE).double())
+    assert not solve(fused, target, pulls=True, is_certain=False).verify()
+    assert_root(fused, solve(fused, target, pulls=True), target, alpha - 1.0)
+
+
+@pytest.mark.parametrize("num_classes", [1, 2, 700])
+def test_rows_without_a_root_and_without_others(num_classes, monkeypatch):
+    monkeypatch.setattr(fused_chunks, "SAMPLE", 64)
+    _, fused = make_pair(1.25, num_classes)
+    target = torch.tensor([[3.0, -1.0, torch.nan, 0.0, 15.0], [-0.8] * 5], device=DEVICE)
+    solved = solve(fused, Target(*target.double()), pulls=True, is_certain=False)
+    assert solved.verify()  # a row without a root is nothing that more passes could mend
+    for numbers in (solved.level, solved.others_mass, solved.mass_error):
+        assert numbers.isnan().tolist() == [False, False, True, False, False]
+    if num_classes == 1:
+        assert solved.others_mass[[0, 1, 3, 4]].tolist() == [0.0] * 4
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("alpha", ALPHAS)
+def test_wide_supports_of_many_classes(alpha):
+    """Against float64 over all classes, where a sample begins the search and tiles are full."""
+    torch.manual_seed(0)
+    scale = 4.0 / (alpha - 1.0) ** 0.5
+    batch = random_batch(300_001, dim=64, rows=200)
+    head = make_head(make_loss(alpha, scale), batch, path=screened("chunked", torch.float16))
+    head = head.to("cuda")
+    head.refresh()
+    unit = torch.nn.functional.normalize(batch.embeddings).cuda()
+    fused = FusedChunks(head, unit, batch.labels.cuda())
+    logits = scale * torch.linspace(-1.0, 1.0, 200, device="cuda").double()
+    target = Target(logits, torch.full_like(logits, -0.8))
+    solved = solve(fused, target, pulls=True, is_certain=False)
+    assert solved.verify()
+    assert_root(fused, solved, target, alpha - 1.0)

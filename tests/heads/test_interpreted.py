@@ -26,7 +26,9 @@ def interpreted(monkeypatch):
 
 
 def half_head(alpha, batch, *, path, **options):
-    head = make_head(make_loss(alpha), batch, path=screened(path, torch.float16), **options)
+    """A head whose steps go by lists and by blocks; ``test_matrix.py`` has those by one matrix."""
+    taken = replace(screened(path, torch.float16), matrix_logits=0)
+    head = make_head(make_loss(alpha), batch, path=taken, **options)
     assert head.kernels.__name__.endswith("triton.head")
     return head
 
@@ -54,6 +56,21 @@ def test_softmax_by_blocks():
     batch = random_batch(200, dim=16, rows=3)
     truth = truth_of(make_loss(1.0), batch)
     assert_same(step(half_head(1.0, batch, path="chunked"), batch), truth, tolerance=5e-3)
+
+
+@pytest.mark.parametrize("alpha", [1.01, 1.05, 1.3, 2.0])  # at 1.01 without kernels
+def test_wide_supports_with_an_ignored_row(alpha):
+    batch = random_batch(200, dim=16, rows=4)
+    kept = torch.tensor([0, 2, 3])
+    truth = truth_of(
+        make_loss(alpha),
+        replace(batch, embeddings=batch.embeddings[kept], labels=batch.labels[kept]),
+    )
+    batch.labels[1] = -100
+    batch.embeddings[1] = torch.nan
+    outcome = step(half_head(alpha, batch, path="chunked"), batch)
+    assert outcome.embeddings[1].tolist() == [0.0] * 16
+    assert_same(replace(outcome, embeddings=outcome.embeddings[kept]), truth, tolerance=5e-3)
 
 
 @pytest.mark.parametrize("optimizer", [ExactSGD, SparseSGD])

@@ -23,6 +23,7 @@ both = pytest.mark.parametrize("optimizer_class", [ExactSGD, SparseSGD])
 def _small_blocks(monkeypatch):
     """Many blocks, the last one incomplete."""
     monkeypatch.setattr(head_reference, "UPDATE_CLASSES", 50)
+    monkeypatch.setattr(head_reference, "UPDATE_NUMBERS", 50)
 
 
 @pytest.mark.parametrize(

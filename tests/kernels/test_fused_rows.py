@@ -110,7 +110,7 @@ def test_kernels_that_cannot_be_built_are_reported_once(monkeypatch):
 
     monkeypatch.setattr(dispatch, "may_interpret", True)
     monkeypatch.setattr(plain, "kernel_faults", [])
-    monkeypatch.setattr(fused, "solve", broken)
+    monkeypatch.setattr(fused, "launch_solve", broken)
     values, labels, *_ = batch(scale=1.0)
     loss_fn = qmargin.q_margin()
     with pytest.warns(RuntimeWarning, match="no C compiler"):

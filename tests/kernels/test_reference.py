@@ -156,8 +156,9 @@ def random_batch(num_classes, num_rows):
     labels, zeros = torch.randint(num_classes, (num_rows,)), torch.zeros(num_rows)
     prepared = head.PreparedRows(embeddings, embeddings, zeros, embeddings, zeros)
     inverse_norms = 1.0 / prototypes.norm(dim=1)
-    cosines = embeddings @ (prototypes * inverse_norms[:, None]).t()
-    batch = head.Batch(prepared, prototypes, prototypes, inverse_norms, labels)
+    unit = prototypes * inverse_norms[:, None]
+    cosines = embeddings @ unit.t()
+    batch = head.Batch(prepared, unit, prototypes, inverse_norms, labels)
     return batch, cosines.scatter(1, labels[:, None], -torch.inf)
 
 

@@ -9,6 +9,7 @@ from qmargin.heads.chunked import add_entries_
 from qmargin.heads.sharding import Ranks
 from qmargin.heads.sparse import find_support
 from qmargin.kernels import head_reference as plain
+from qmargin.kernels.solver import slacks, solve_rows
 from qmargin.kernels.triton import blocks
 from qmargin.kernels.triton import head as fused
 
@@ -104,17 +105,30 @@ def test_refresh(num_classes, dim, dtype):
     assert bool(fused.refresh_copy(prototypes, found[2], found[1]).isnan())
 
 
+def definition_floor(maxima, target, slack, *, scale, b):
+    """Floor of exact cosines from the root over all group maxima and the target, in float64."""
+    logits = torch.cat([maxima.double() * scale, target.logits[:, None]], 1)
+    reference = torch.zeros_like(logits)
+    reference[:, -1] = target.log_reference
+    anchor, level, _ = solve_rows(logits, reference, b, tolerance=1e-14)
+    return (anchor - slacks(level, b) - 1.0 / b) / scale - slack
+
+
 @pytest.mark.parametrize("shape, alpha, scale, margin", CASES)
 def test_pairs_scores_and_solution(shape, alpha, scale, margin):
-    """The fused floor may be lower, never higher; what follows agrees to float32 rounding."""
+    """A floor may be lower than the definition's, never higher; the rest agrees to rounding."""
     batch, numbers = Batch(*shape), {"scale": scale, "b": alpha - 1.0}
     target, maxima = batch.terms(scale, margin), batch.maxima()
-    expected = plain.list_pairs(maxima, target, batch.slack, **numbers)
-    pairs = fused.list_pairs(maxima, target, batch.slack, **numbers)
-    assert bool((pairs.floor <= expected.floor).all())
-    assert bool((pairs.floor > expected.floor - 0.1).all())
-    listed = set(zip(pairs.rows.tolist(), pairs.groups.tolist(), strict=True))
-    assert listed >= set(zip(expected.rows.tolist(), expected.groups.tolist(), strict=True))
+    floor = definition_floor(maxima, target, batch.slack, **numbers)
+    is_needed = maxima.double() > (floor - batch.slack)[:, None]
+    needed = {(row, group) for row, group in is_needed.nonzero().tolist()}
+    lists = [k.list_pairs(maxima, target, batch.slack, **numbers) for k in (plain, fused)]
+    assert bool((lists[1].floor > lists[0].floor - 0.1).all())
+    for pairs in lists:  # those of the kernels last
+        assert bool((pairs.floor <= floor + 1e-12).all())
+        if alpha <= 2.0:  # above, the bound is that of the best single class
+            assert bool((pairs.floor > floor - 0.1).all())
+        assert set(zip(pairs.rows.tolist(), pairs.groups.tolist(), strict=True)) >= needed
     candidates, certain = (k.score_candidates(batch.rows(), pairs) for k in (fused, plain))
     entries = zip(candidates.rows.tolist(), candidates.columns.tolist(), strict=True)
     scores = dict(zip(entries, candidates.scores.tolist(), strict=True))
@@ -273,28 +287,29 @@ def test_blocks(shape, alpha):
     first = batch.num_classes // 3
     where = slice(first, max(first + 1, batch.num_classes * 4 // 5))
     options = (where, (shift, level), scale, b)
-    block = blocks.posterior_block(operands, *options, with_sums=True)
+    tiles = blocks.TileSums.empty(operands, where.stop - where.start, b)
+    weights = blocks.posterior_block(operands, *options, into=tiles, first=first)
     width, expected = where.stop - where.start, expected[:, where]
-    found = block.weights[:, :width].double() / blocks.FACTOR
+    found = weights[:, :width].double() / blocks.FACTOR
     torch.testing.assert_close(found, expected, atol=1e-7, rtol=1e-3)
-    assert not bool(block.weights[:, width:].any())
-    _check_sums(block, expected, cosines[:, where], b)
-    assert torch.equal(blocks.posterior_block(operands, *options).weights, block.weights)
+    assert not bool(weights[:, width:].any())
+    _check_sums(tiles, expected, cosines[:, where], b)
+    assert torch.equal(blocks.posterior_block(operands, *options), weights)
 
 
-def _check_sums(block, expected, cosines, b):
+def _check_sums(tiles, expected, cosines, b):
     width = expected.shape[1]
     if b == 0.0:
-        mass = block.sums[0].sum(1, dtype=torch.float64)
+        mass = tiles.sums[0].sum(1, dtype=torch.float64)
         torch.testing.assert_close(mass, expected.sum(1), atol=1e-5, rtol=1e-5)
         return
-    mass, excess, count = block.sums.sum(2, dtype=torch.float64)
+    mass, excess, count = tiles.sums.sum(2, dtype=torch.float64)
     torch.testing.assert_close(mass, expected.sum(1), atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(excess, (expected * expected**b).sum(1), atol=1e-5, rtol=1e-5)
     assert torch.equal(count, (expected > 0).sum(1).double())
     is_active = (expected > 0).any(0)
     is_target = (cosines == -torch.inf).any(0)  # may be flagged, or not
-    found = block.active[:, :width].any(0)
+    found = tiles.is_active()[:width]
     assert torch.equal(found & ~is_target, is_active & ~is_target)
     assert bool((found | ~is_active).all())
 
@@ -304,7 +319,8 @@ def test_weights_are_cut_off_at_the_largest_number():
     operands = (batch.prepared.rounded, batch.copy, batch.labels, batch.num_classes)
     low = torch.full((5,), -2.0, device=DEVICE)
     numbers = (slice(0, 300), (low, torch.zeros_like(low)), 64.0, 0.0)
-    weights = blocks.posterior_block(operands, *numbers, with_sums=True).weights
+    tiles = blocks.TileSums.empty(operands, 300, 0.0)
+    weights = blocks.posterior_block(operands, *numbers, into=tiles)
     assert float(weights.max()) == torch.finfo(torch.float16).max
 
 

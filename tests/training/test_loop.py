@@ -1,13 +1,18 @@
 """A run goes on bit for bit where it stopped, and its parts do what the recipe says."""
 
 import shutil
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch._dynamo
 from safetensors.torch import load_file
+from torch import Tensor, nn
 
+from helpers.registries import forget_registered
 from helpers.runs import (
     FaultyIdentities,
     events,
@@ -20,6 +25,7 @@ from helpers.runs import (
 from qmargin.data.order import GlobalOrder
 from qmargin.errors import CheckpointError, ConfigError
 from qmargin.heads.classifier import MarginClassifier
+from qmargin.registry import register_backbone
 from qmargin.training import checkpoint as async_saver
 from qmargin.training.checkpoint import (
     load_checkpoint,
@@ -242,6 +248,75 @@ def test_a_compiled_backbone_learns_the_same(tmp_path: Path) -> None:
         train(recipe, tmp_path / name, device="cpu")
     plain, compiled = (list(losses(tmp_path / name).values()) for name in ("false", "true"))
     assert compiled == pytest.approx(plain, rel=1e-4)
+
+
+@pytest.fixture
+def quick_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Compile without a C++ compiler; random draws are those of eager networks."""
+    compile_in_place = nn.Module.compile
+
+    def compile_(module: nn.Module, **options: Any) -> None:
+        assert options == {"fullgraph": True}
+        compile_in_place(module, backend="aot_eager", **options)
+
+    monkeypatch.setattr(nn.Module, "compile", compile_)
+    torch.compiler.reset()
+    with torch._dynamo.config.patch(recompile_limit=8):  # as by default
+        yield
+    torch.compiler.reset()
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # in the compiler
+@pytest.mark.usefixtures("quick_compiler")
+def test_runs_go_on_with_and_without_the_compiler(tmp_path: Path) -> None:
+    """Checkpoints have the same names and numbers; epochs end with a smaller batch."""
+    settings = ("data.drop_last=false", "data.batch_size=90", "run.save_every_steps=50")
+    settings += ("run.max_steps=40", "run.ema_decay=0.9")  # 3,200 samples are 35 batches and a half
+    for name, first, second in (
+        ("plain", "false", "false"),
+        ("compiled", "true", "true"),
+        ("first", "true", "false"),
+        ("second", "false", "true"),
+    ):
+        half = ("run.max_steps=20", f"precision.compile={first}")
+        train(fragile_recipe(*settings, *half), tmp_path / name, device="cpu")
+        whole = fragile_recipe(*settings, f"precision.compile={second}")
+        train(whole, tmp_path / name, resume=True, allow_changes=True, device="cpu")
+    expected = read_backbone(open_checkpoint(tmp_path / "plain" / "checkpoints" / "step-000040"))
+    for name in ("compiled", "first", "second"):
+        assert losses(tmp_path / name) == pytest.approx(losses(tmp_path / "plain"), rel=1e-4)
+        found = read_backbone(open_checkpoint(tmp_path / name / "checkpoints" / "step-000040"))
+        assert found.keys() == expected.keys()
+        for key, value in expected.items():
+            torch.testing.assert_close(found[key], value, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.usefixtures("quick_compiler")
+def test_a_process_compiles_more_sizes_than_the_compiler_keeps_by_default(tmp_path: Path) -> None:
+    for width in range(1, 10):
+        short = ("run.max_steps=1", "precision.compile=true", f"model.options.hidden_dim={width}")
+        train(tiny_recipe(*short), tmp_path / str(width), device="cpu")
+
+
+@pytest.mark.usefixtures("quick_compiler")
+def test_a_backbone_that_breaks_the_graph_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Breaking(nn.Linear):
+        def __init__(self, embedding_dim: int) -> None:
+            super().__init__(32, embedding_dim)
+
+        def forward(self, vectors: Tensor) -> Tensor:
+            torch._dynamo.graph_break()
+            return super().forward(vectors)
+
+    forget_registered(monkeypatch)
+    register_backbone("breaking", Breaking)
+    recipe = replace(tiny_recipe("run.max_steps=2"), model=ModelPart("breaking", 16))
+    train(recipe, tmp_path / "eager", device="cpu")
+    compiled = apply_settings(recipe, ["precision.compile=true"])
+    with pytest.raises(ConfigError, match=r"breaking cannot be compiled .*compile=false"):
+        train(compiled, tmp_path / "compiled", device="cpu")
 
 
 def test_hooks_see_the_network_in_evaluation_mode(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from helpers.runs import (
     wait_for_step,
 )
 from qmargin.data.order import GlobalOrder
-from qmargin.training.checkpoint import list_steps
+from qmargin.training.checkpoint import list_steps, open_checkpoint, read_backbone
 from qmargin.training.loop import train
 
 pytestmark = pytest.mark.dist
@@ -69,6 +69,31 @@ def test_two_ranks_go_on_bit_for_bit_and_one_or_three_go_on(tmp_path: Path) -> N
         run_ranks(script(tmp_path / str(world)), world)
         curves = [list(losses(tmp_path / name).values()) for name in (str(world), "tiny")]
         assert curves[0] == pytest.approx(curves[1], rel=1e-4)
+
+
+COMPILED = """
+import functools, warnings
+import torch._dynamo
+from torch import nn
+warnings.filterwarnings("ignore", module="torch")  # the compiler's own
+nn.Module.compile = functools.partialmethod(nn.Module.compile, backend="aot_eager")
+"""
+
+
+@pytest.mark.slow
+def test_compiled_ranks_learn_the_same(tmp_path: Path) -> None:
+    """In parts of a batch, of which only the last is summed over ranks; names of weights stay."""
+    settings = ["run.max_steps=10", "precision.dtype=bf16", "head.update=torch"]
+    settings.append("optimizer.accumulation=2")
+    for name in ("false", "true"):
+        own = [*settings, f"precision.compile={name}"]
+        text = script(tmp_path / name, own, recipe="fragile_recipe")
+        run_ranks(COMPILED + text, 2, timeout=120)
+    plain, compiled = (list(losses(tmp_path / name).values()) for name in ("false", "true"))
+    assert compiled == pytest.approx(plain, rel=1e-3)
+    paths = (tmp_path / name / "checkpoints" / "step-000010" for name in ("false", "true"))
+    names, compiled_names = (read_backbone(open_checkpoint(path)).keys() for path in paths)
+    assert names == compiled_names
 
 
 def test_a_signal_to_one_rank_saves_the_same_step_on_all(tmp_path: Path) -> None:

@@ -89,6 +89,29 @@ def _backends() -> Iterator[Row]:
         reason = why_not_triton(device, torch.float32, screen)
         runs = f"reference runs; not triton: {reason}" if reason else "triton runs"
         yield f"head on {device}", runs
+    if torch.cuda.is_available():
+        yield "loss on cuda", _loss_on_cuda()
+
+
+def _loss_on_cuda() -> str:
+    """Whether the kernels of the loss can be built here: a tiny loss is the only way to know."""
+    import warnings
+
+    import torch
+
+    import qmargin
+    from qmargin.kernels.dispatch import has_triton
+    from qmargin.kernels.rows import kernel_faults
+
+    if not has_triton():
+        return "float64 code of torch runs; not kernels: triton is not installed"
+    cosines = torch.zeros(2, 4, device="cuda", requires_grad=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what it says is what is returned
+        qmargin.q_margin()(cosines, torch.tensor([0, 1], device="cuda")).backward()
+    if kernel_faults:
+        return f"float64 code of torch runs; not kernels: {kernel_faults[-1]}"
+    return "kernels run"
 
 
 def _extras() -> Iterator[Row]:

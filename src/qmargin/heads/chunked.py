@@ -12,10 +12,10 @@ before they are summed. The target's cosine always comes from the prototypes the
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from copy import copy
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,7 +25,14 @@ from torch.nn.functional import pad
 
 from qmargin.heads.gradients import PrototypeGradient, deliver, element_bound
 from qmargin.heads.step import RowSolution, StepStats, own_labels, step_stats, sum_target_cosines
-from qmargin.kernels.head_reference import GROUP, ClassGradient, Target, drop_targets_, project_rows
+from qmargin.kernels.head_reference import (
+    GROUP,
+    ClassGradient,
+    Target,
+    drop_targets_,
+    product,
+    project_rows,
+)
 from qmargin.kernels.solver import (
     RowSums,
     heights,
@@ -37,6 +44,7 @@ from qmargin.kernels.solver import (
     reference_gradient,
     row_sums,
     solve_rows,
+    uses_slack,
 )
 from qmargin.losses.hardness import hardness
 from qmargin.transfers import Reading
@@ -53,19 +61,8 @@ TILE = 256  # classes: a block of whole tiles wastes none
 # Weights of the softmax pass are relative to a guess of the largest cosine, times this: room for
 # cosines above the guess, and for the many far below it.
 GUESS_FACTOR = 2.0**4
+MIN_FUSED = 0.02  # alpha - 1, above one
 GUESS_CLASSES = 1 << 16  # whose largest cosine is the guess
-
-
-def product(left: Tensor, right: Tensor) -> Tensor:
-    """``left @ right``; half operands are summed, and returned, in float32."""
-    if left.dtype not in (torch.float16, torch.bfloat16):
-        return left @ right
-    if left.is_cuda and hasattr(torch.ops.aten.mm, "dtype_out"):  # torch 2.8 and later
-        shape = (left.shape[0], right.shape[1])
-        out = torch.empty(shape, dtype=torch.float32, device=left.device)
-        result: Tensor = torch.ops.aten.mm.dtype_out(left, right, torch.float32, out=out)
-        return result
-    return left.float() @ right.float()
 
 
 class SoftmaxSums(NamedTuple):
@@ -92,6 +89,11 @@ class SolvedBlocks(NamedTuple):
     mass_error: Tensor  # target included
     num_active: Tensor  # scalar: classes in the support of any row, or the target of one
     pulled: Tensor | None  # [B, d]: sum of p times unit prototype
+    is_doubtful: Reading | None = None  # whether the mass of a row is not close enough to one
+
+    def verify(self) -> bool:
+        """Wait for the device; True if the root was found."""
+        return self.is_doubtful is None or not bool(self.is_doubtful.wait()[0])
 
 
 class Chunks:
@@ -124,9 +126,13 @@ class Chunks:
         few.weight, few.group_maxima = float(step), None
         few.prototypes, few.inverse_norms = self.prototypes[::step], self.inverse_norms[::step]
         few.copy = self.copy[: len(self.prototypes) : step].contiguous()
-        is_there = (self.labels >= 0) & (self.labels % step == 0)  # below zero: of another rank
-        few.labels = torch.where(is_there, self.labels // step, -1)
+        few.labels = self.sampled_labels(step)
         return few
+
+    def sampled_labels(self, step: int) -> Tensor:
+        """Labels among every ``step``-th class, -1 elsewhere."""
+        is_there = (self.labels >= 0) & (self.labels % step == 0)  # below zero: of another rank
+        return torch.where(is_there, self.labels // step, -1)
 
     def ranges(self, num_blocks: int = 1) -> Iterator[slice]:
         """Consecutive classes, some blocks at a time."""
@@ -276,10 +282,18 @@ class FusedChunks(Chunks):
         """What every kernel takes: operands, labels and the number of classes."""
         return self.operand, self.copy, self.labels, len(self.prototypes)
 
+    def shifted(self, anchor: Tensor, level: Tensor) -> tuple[Tensor, Tensor]:
+        """See ``Chunks``; kernels know heights only, near ``alpha = 1`` too."""
+        if self.b == 0.0:
+            return super().shifted(anchor, level)
+        shift = (anchor / self.scale).to(self.dtype)
+        missing = anchor - shift.double() * self.scale
+        return shift, (heights(level, self.b) - self.b * missing).to(self.dtype)
+
     def weighed(
         self, shift: Tensor, level: Tensor, num_blocks: int = 1, **options: Any
-    ) -> Iterator[tuple[slice, Any]]:
-        """By some blocks at a time: classes, and the kernel's ``Weighed``."""
+    ) -> Iterator[tuple[slice, Tensor]]:
+        """By some blocks at a time: classes, and a factor times their posterior."""
         given = ((shift, level), self.scale, self.b)
         for where in self.ranges(num_blocks):
             # No name for the block here: it must be gone before the next is made.
@@ -290,6 +304,22 @@ class FusedChunks(Chunks):
         unit = self.copy[where.start : where.start + weights.shape[1]]
         pulled.add_(product(weights, unit), alpha=1.0 / factor)
 
+    def sum_and_pull(
+        self, root: tuple[Tensor, Tensor], tiles: Any, pulled: Tensor | None, factor: float
+    ) -> Callable[[], None]:
+        """Fill ``tiles`` with sums and ``pulled`` with all but the last blocks; return their pull.
+
+        It is for later: while it runs, the host can read whether the sums hold.
+        """
+        for where, block in self.weighed(*root, PULL_BLOCKS, factor=factor, into=tiles):
+            if pulled is None:
+                continue
+            if where.stop == len(self.prototypes):
+                return partial(self.add_pull_, pulled, block, where, factor)
+            self.add_pull_(pulled, block, where, factor)
+            del block
+        return lambda: None
+
     def softmax_sums(self, *, pulls: bool, is_certain: bool = False) -> SoftmaxSums:
         """See ``Chunks``; the pull goes along with the sums if it is not to be certain."""
         pulled = torch.zeros_like(self.embeddings) if pulls else None
@@ -298,25 +328,22 @@ class FusedChunks(Chunks):
             if pulled is not None:  # in a pass of its own, now that the sums are known
                 shift = torch.where(top == -torch.inf, 0.0, top)
                 for where, block in self.weighed(shift, torch.zeros_like(shift), PULL_BLOCKS):
-                    self.add_pull_(pulled, block.weights, where, HALF_FACTOR)
+                    self.add_pull_(pulled, block, where, HALF_FACTOR)
                     del block
             return SoftmaxSums(top, mass, pulled)
         first = min(GUESS_CLASSES, len(self.prototypes))
         guess, _ = self.kernels.log_sum_exp((*self.batch[:3], first), self.scale)
         guess = torch.where(guess == -torch.inf, 0.0, guess)
-        options: dict[str, Any] = {"factor": GUESS_FACTOR, "with_sums": True}
-        sums = []
-        for where, block in self.weighed(guess, 0.0 * guess, PULL_BLOCKS, **options):
-            self.add_pull_(pulled, block.weights, where, GUESS_FACTOR)
-            sums.append(block.sums[0])
-            del block
-        masses = torch.cat(sums, 1)
+        tiles = self.kernels.TileSums.empty(self.batch, len(self.prototypes), 0.0)
+        pull_rest = self.sum_and_pull((guess, 0.0 * guess), tiles, pulled, GUESS_FACTOR)
+        masses = tiles.sums[0]
         # Where the guess was far too low, weights were cut off and masses may have overflowed.
         room = min(torch.finfo(self.operand_dtype).max / GUESS_FACTOR, 2.0**100)
         is_doubtful = (~(masses < room)).any().to(torch.int32)
         is_doubtful = self.ranks.max_(is_doubtful)  # all ranks begin again, or none
-        mass = masses.sum(1, dtype=torch.float64)
-        return SoftmaxSums(guess, mass, pulled, Reading(is_doubtful))
+        reading = Reading(is_doubtful)
+        pull_rest()
+        return SoftmaxSums(guess, masses.sum(1, dtype=torch.float64), pulled, reading)
 
     def row_sums(self, anchor: Tensor, level: Tensor) -> RowSums:
         shift, level = self.shifted(anchor, level)
@@ -338,28 +365,64 @@ class FusedChunks(Chunks):
     def sums_at(
         self, anchor: Tensor, level: Tensor, *, pulls: bool
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        shift, start = self.shifted(anchor, level)
-        totals = level.new_zeros((3, len(level)))
-        num_active = totals.new_zeros(())
         pulled = torch.zeros_like(self.embeddings) if pulls else None
-        for where, block in self.weighed(shift, start, PULL_BLOCKS, with_sums=True):
-            if pulled is not None:
-                self.add_pull_(pulled, block.weights, where, HALF_FACTOR)
-            totals += block.sums.sum(2, dtype=torch.float64)
-            width = where.stop - where.start
-            num_active = num_active + self.num_active(block.active[:, :width].any(0), where)
-            del block
-        return totals, num_active, pulled
+        tiles = self.kernels.TileSums.empty(self.batch, len(self.prototypes), self.b)
+        self.sum_and_pull(self.shifted(anchor, level), tiles, pulled, HALF_FACTOR)()
+        return tiles.sums.sum(2, dtype=torch.float64), self.num_active_of(tiles), pulled
+
+    def num_active_of(self, tiles: Any) -> Tensor:
+        """See ``num_active``, of all blocks at once."""
+        everything = slice(0, len(self.prototypes))
+        return self.num_active(tiles.is_active()[everything], everything)
 
     def pushes(
         self, anchor: Tensor, level: Tensor, weighted: Tensor, targets: ClassGradient
     ) -> Iterator[tuple[slice, Tensor]]:
         for where, block in self.weighed(*self.shifted(anchor, level)):
-            rows = product(block.weights.t(), weighted)[: where.stop - where.start]
+            rows = product(block.t(), weighted)[: where.stop - where.start]
             del block
             self.kernels.add_entries_(rows, targets, self.embeddings, where)
             yield where, rows
             del rows
+
+    def solve(self, target: Target, *, pulls: bool, is_certain: bool) -> SolvedBlocks:
+        """The root on one rank, ``b > 0``, and the sums at it; the host waits if it is certain."""
+        maxima, self.group_maxima = self.group_maxima, None
+        few, num_classes = self.batch, len(self.prototypes)
+        step = max(1, num_classes // SAMPLE)
+        if step > 1:  # every so many rows of the copy, where they are
+            copy = self.copy[:num_classes:step]
+            few = (self.operand, copy, self.sampled_labels(step), len(copy))
+        search = self.kernels.RootSearch(few, target, self.scale, self.b, maxima)
+        if step > 1:  # about as far as a sample can be trusted
+            search.run(few, float(step), NUM_PASSES, 0.2)
+        # The last step of the search is left to the sums to check: Halley cubes a small error, and
+        # Newton squares it. Where many classes lie at the edge that can fail.
+        tolerance = 1e-2 if self.b <= 0.5 else self.rounding**0.5
+        for _ in range(MAX_PASSES // NUM_PASSES):
+            search.run(self.batch, 1.0, NUM_PASSES, tolerance)
+            root = (search.shift, search.level)
+            pulled = torch.zeros_like(self.embeddings) if pulls else None
+            tiles = self.kernels.TileSums.empty(self.batch, num_classes, self.b)
+            pull_rest = self.sum_and_pull(root, tiles, pulled, HALF_FACTOR)
+            found, doubtful = search.conclude(tiles.sums, 64 * self.rounding)
+            is_doubtful = Reading(doubtful)
+            pull_rest()
+            num_active = self.num_active_of(tiles)
+            del pull_rest, tiles  # a block of posteriors
+            if not is_certain:
+                break
+            num_doubtful, num_pending = is_doubtful.wait().tolist()
+            is_final = tolerance == 16 * self.rounding and num_pending == 0
+            if num_doubtful == 0 or is_final:  # or as good as rounding allows
+                break
+            tolerance = 16 * self.rounding
+        level = search.level.double()
+        level = (level - 1.0) / self.b if uses_slack(self.b) else level
+        mass, excess, support, error = found
+        anchor = search.shift.double() * self.scale
+        known = SolvedBlocks(anchor, level, mass, excess, support, error, num_active, pulled)
+        return known if is_certain else known._replace(is_doubtful=is_doubtful)
 
 
 def target_sums(target: Target, anchor: Tensor, level: Tensor, b: float) -> RowSums:
@@ -389,16 +452,19 @@ def log_sum_exp(chunks: Chunks, target: Target, sums: SoftmaxSums) -> SolvedBloc
 
 
 cached_hardness = lru_cache(hardness)
-MAX_PASSES = 100
+MAX_PASSES = 96
+NUM_PASSES = 8  # that are launched without a look at their results; those not needed do nothing
 SAMPLE = 1 << 16  # classes that a sample of many has; of fewer it has one in `MIN_STEP`
 MIN_STEP = 16
 MIN_SUPPORT = 64  # active classes in a sample for its root to be a better start than the maxima's
 
 
-def solve(chunks: Chunks, target: Target, *, pulls: bool) -> SolvedBlocks:
-    """The root and the sums at it; ``pulled`` only if asked for."""
+def solve(chunks: Chunks, target: Target, *, pulls: bool, is_certain: bool = True) -> SolvedBlocks:
+    """The root and the sums at it; ``pulled`` only if asked for. To be verified if not certain."""
     if chunks.b == 0.0:
         return log_sum_exp(chunks, target, chunks.softmax_sums(pulls=pulls, is_certain=True))
+    if isinstance(chunks, FusedChunks) and chunks.ranks.world == 1:
+        return chunks.solve(target, pulls=pulls, is_certain=is_certain)
     rounding = chunks.rounding
     search = RootSearch.start(chunks, target)
     # Newton squares a small error, so the first search leaves its last step to `sum_up` to
@@ -531,6 +597,7 @@ class ChunkedStep:
     head: MarginClassifier
     chunks: Chunks
     targets: Tensor  # [B, d], unit prototypes of the rows' own classes
+    is_certain: bool
     softmax: SoftmaxSums | None = None
     solved: SolvedBlocks = field(init=False)
     gradient: ChunkedGradient = field(init=False)
@@ -545,7 +612,8 @@ class ChunkedStep:
         if self.softmax is not None:
             solved = log_sum_exp(self.chunks, target, self.softmax)
         else:
-            solved = solve(self.chunks, target, pulls=has_gradient)
+            options = {"pulls": has_gradient, "is_certain": self.is_certain}
+            solved = solve(self.chunks, target, **options)
         self.solved = solved
         level = solved.level - level_step(b) * (solved.anchor - target.logits)
         sums = (solved.excess, solved.others_mass)
@@ -577,7 +645,7 @@ class ChunkedStep:
 
     def verify(self) -> bool:
         """See ``SolvableStep``; if not, the step must be redone with ``is_certain``."""
-        return self.softmax is None or self.softmax.verify()
+        return self.solved.verify() if self.softmax is None else self.softmax.verify()
 
     def owns(self, gradient: object) -> bool:
         return isinstance(gradient, ChunkedGradient) and gradient.solved is self.solved
@@ -644,7 +712,9 @@ def chunked_step(
     dtype = head.chunk_dtype
     is_half = dtype in (torch.float16, torch.bfloat16) and head.copy.dtype == dtype
     has_kernels = head.kernels.__name__.endswith("triton.head") and head.embedding_dim % 8 == 0
-    if is_half and has_kernels and 0.0 <= head.alpha_minus_one <= 1.0:
+    b = head.alpha_minus_one
+    # Kernels take powers of heights, whose rounding grows with 1 / b: not near alpha = 1.
+    if is_half and has_kernels and (b == 0.0 or MIN_FUSED <= b <= 1.0):
         chunks: Chunks = FusedChunks(head, embeddings.detach(), local)
         chunks.group_maxima = maxima
     else:
@@ -652,7 +722,7 @@ def chunked_step(
     targets = chunks.unit(columns) if len(head.shard) else torch.zeros_like(chunks.embeddings)
     if head.ranks.world > 1:
         targets = torch.where((local >= 0)[:, None], targets, 0.0)
-    step = ChunkedStep(head, chunks, targets)
+    step = ChunkedStep(head, chunks, targets, is_certain)
     if chunks.b == 0.0:
         pulls = torch.is_grad_enabled() and embeddings.requires_grad
         step.softmax = chunks.softmax_sums(pulls=pulls, is_certain=is_certain)

@@ -15,8 +15,17 @@ from torch import Tensor, nn
 from qmargin.errors import ConfigError, ShapeError
 from qmargin.heads import checks
 from qmargin.heads.chunked import ChunkedStep, chunked_step
-from qmargin.heads.dense import dense_rows, sampled_rows, top_k_rows, unit_prototypes
+from qmargin.heads.dense import DenseStep, dense_rows, sampled_rows, top_k_rows, unit_prototypes
 from qmargin.heads.gradients import PrototypeGradient
+from qmargin.heads.matrix import (
+    CapturedSteps,
+    MatrixStep,
+    attach_loss,
+    fits,
+    fused_step,
+    matrix_step,
+    needs_gradient,
+)
 from qmargin.heads.paths import LIST_CAPACITY, Auto, Choice, Sampled, StepPath, as_path, choose_path
 from qmargin.heads.sharding import (
     ClassShard,
@@ -26,14 +35,15 @@ from qmargin.heads.sharding import (
     equal_share,
     gather_rows,
 )
-from qmargin.heads.sparse import SparseStep, sparse_step
+from qmargin.heads.sparse import SparseStep, fused_sparse_step, sparse_step
 from qmargin.heads.step import StepRecord, StepStats, reduce_rows, step_loss, unit_rows
 from qmargin.kernels.dispatch import load_backend
 from qmargin.kernels.head_reference import BLOCK_CLASSES, Lengths, ListOverflow
 from qmargin.losses.checks import check_label_tensor, checked_labels
 from qmargin.losses.divergences import Alpha
 from qmargin.losses.margin_loss import MarginLoss
-from qmargin.losses.margins import check_margin
+from qmargin.losses.margins import ClosedForm, check_margin, closed_form
+from qmargin.transfers import Reading
 
 # Paths whose steps solve rows without a [B, k] matrix, and paths that give a loss for each row.
 STEPS: dict[str, Callable[..., SparseStep | ChunkedStep]] = {
@@ -45,8 +55,16 @@ ROW_LOSSES: dict[str, Callable[..., tuple[Tensor, StepRecord]]] = {
     "sampled": sampled_rows,
     "top_k": top_k_rows,
 }
+# Attributes that change in every step: nn.Module need not look for parameters in them.
+CHANGING = frozenset(
+    (
+        *("_num_watched", "_reading", "_reason", "_stamp", "_step", "_unverified", "_was_chunked"),
+        *("fused_gradient", "list_lengths"),
+    )
+)
 PADDING = 256  # the screen's tiles: a copy of the prototypes has a multiple of this many rows
 NUM_MEASURED = 4  # steps whose support decides the next path
+WATCH_EVERY = 16  # steps whose support is read only when it has arrived: one in so many
 
 
 class MarginClassifier(nn.Module):
@@ -128,6 +146,9 @@ class MarginClassifier(nn.Module):
         self._stamp: Any = None  # see refresh
         self.may_have_moved = False
         self.has_optimizer = False  # of heads/optimizers.py
+        self.captured_steps = CapturedSteps()
+        self._reading: Reading | None = None  # candidates per row of a step, on its way
+        self._num_watched = 0
         self.checked_wrapper = 0  # id of the last DistributedDataParallel that excludes them
         self._was_chunked = False
         checks.check_settings(self, dtype)
@@ -136,6 +157,13 @@ class MarginClassifier(nn.Module):
         weights = torch.empty(len(self.shard), embedding_dim, device=device, dtype=dtype)
         drawn = int(torch.randint(1 << 62, ()))  # from the generator that torch.manual_seed seeds
         self.prototypes = Prototypes(draw_prototypes(self.shard, weights, drawn))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute."""
+        if name in CHANGING:
+            self.__dict__[name] = value
+        else:
+            super().__setattr__(name, value)
 
     @property
     def path(self) -> StepPath:
@@ -206,9 +234,12 @@ class MarginClassifier(nn.Module):
             padded = -(-k // PADDING) * PADDING
             self.copy = prototypes.new_zeros((padded, d), dtype=self.screen_dtype)
             self.inverse_norms = prototypes.new_empty(k)
-        elif not (force or self.may_have_moved) and self._is_current():
+            self.copy_error = prototypes.new_zeros(())
+        elif not force and self._is_current():
             return
-        self.copy_error = self.kernels.refresh_copy(prototypes, self.copy, self.inverse_norms)
+        # In place: captured steps read it there.
+        error = self.kernels.refresh_copy(prototypes, self.copy, self.inverse_norms)
+        self.copy_error.copy_(error)
         self._home = home
         self.note_current()
         # Fused optimizers of PyTorch do not change the version of a parameter: as long as there is
@@ -216,7 +247,9 @@ class MarginClassifier(nn.Module):
         self.may_have_moved = self.prototypes.grad is not None
 
     def _is_current(self) -> bool:
-        """Whether the prototypes have certainly not been written since ``note_current``."""
+        """Whether the copy is certainly that of the prototypes as they are now."""
+        if self.may_have_moved or self._home is None:
+            return False
         stamp = self._read_stamp()
         return stamp is not None and stamp == self._stamp
 
@@ -247,10 +280,15 @@ class MarginClassifier(nn.Module):
         launch the backward pass, and must call ``verify`` before it uses the loss or steps an
         optimizer.
         """
-        checks.check_settings(self, self.prototypes.dtype)
-        embeddings = checks.check_embeddings(self, embeddings)
-        check_label_tensor(labels, embeddings, "embeddings")
         checks.check_data_parallel(self)
+        loss = self.captured_steps.replay(self, embeddings, labels)
+        if loss is not None:
+            self._step = self.captured_steps.step
+            self._watch_share()
+            return loss
+        checks.check_settings(self, self.prototypes.dtype)
+        given, embeddings = embeddings, checks.check_embeddings(self, embeddings)
+        check_label_tensor(labels, embeddings, "embeddings")
         ranks, ignored = self.ranks, self.loss.ignore_index  # a negative number, for the margins
         if ranks.world > 1:
             if sizes is None:
@@ -271,17 +309,37 @@ class MarginClassifier(nn.Module):
                 "head.verify() or head.discard() before the next"
             )
         self._step = self._unverified = None  # what they kept is free for this step
+        form = closed_form(self.loss.margin)
+        is_step = choice.path in STEPS and not self.loss.debug
+        if is_step and form is not None and fits(self, choice.path, len(labels)):
+            with torch.autocast(embeddings.device.type, enabled=False):
+                self.refresh()
+                loss, self._step = fused_step(self, given, labels, form)
+            self._reason, self._was_chunked = choice.reason, choice.path == "chunked"
+            self._watch_share()
+            return loss
+        is_alone = self.gradient == "fused" and ranks.world == 1
+        speculative = speculative and is_alone and torch.is_grad_enabled()
+        overflow = None
+        if is_step and form is not None and choice.path == "sparse" and self._can_fuse:
+            with torch.autocast(embeddings.device.type, enabled=False):
+                self.refresh()
+                loss, overflow = self._take_lists(given, labels, form, speculative)
+            if loss is not None:
+                self._reason, self._was_chunked = choice.reason, False
+                if self._unverified is None:
+                    self._remember_share()
+                return loss
         with torch.autocast(embeddings.device.type, enabled=False):
             wide = embeddings.to(self.prototypes.dtype)
             unit, norms = unit_rows(wide, labels, ignored, self.kernels)
             checks.check_norms(norms, debug=self.loss.debug)
             if choice.path in ("sparse", "chunked") or self.gradient == "fused":
                 self.refresh()
-            is_alone = self.gradient == "fused" and ranks.world == 1
-            speculative = speculative and is_alone and torch.is_grad_enabled()
-            loss, self._step = self._take(choice.path, unit, labels.long(), norms, speculative)
+            rows = (unit, labels.long(), norms)
+            loss, self._step = self._take(choice.path, *rows, speculative, overflow=overflow)
         self._reason = choice.reason
-        self._was_chunked = isinstance(self._step, ChunkedStep)
+        self._was_chunked = isinstance(self._step, ChunkedStep | DenseStep)
         if self._unverified is None:
             self._remember_share()
         return loss
@@ -319,14 +377,70 @@ class MarginClassifier(nn.Module):
                 self.fused_gradient = None
             self._unverified = self.list_lengths = self._step = None
 
+    def _watch_share(self) -> None:
+        """Look at the support of some steps, without waiting, for ``auto`` to choose by."""
+        step = self._step
+        if not isinstance(self.path, Auto) or not isinstance(step, MatrixStep) or step.b == 0.0:
+            return
+        if self.prototypes.is_cuda and torch.cuda.is_current_stream_capturing():
+            return  # nothing may be read inside a user's own graph
+        self._num_watched += 1
+        if self._reading is not None:
+            if not self._reading.is_ready():
+                return
+            self._shares.append(float(self._reading.wait()) / self.num_classes)
+            self._reading = None
+            if self._choose(len(step.rows.labels)).path != "sparse":
+                self.captured_steps = CapturedSteps()  # the next step goes another way
+        if self._num_watched % WATCH_EVERY == 1:
+            self._reading = step.read_candidates()
+
     def _remember_share(self) -> None:
-        if isinstance(self.path, Auto) and isinstance(self._step, SparseStep | ChunkedStep):
-            self._shares.append(self._step.class_share())
+        step = self._step
+        if not isinstance(self.path, Auto) or not isinstance(
+            step, SparseStep | ChunkedStep | MatrixStep | DenseStep
+        ):
+            return
+        if isinstance(step, DenseStep) and self.prototypes.is_cuda:
+            return  # it would have to wait
+        self._shares.append(step.class_share())
+
+    @property
+    def _can_fuse(self) -> bool:
+        """Whether kernels take a whole sparse step."""
+        return self.ranks.world == 1 and hasattr(self.kernels, "find_support")
+
+    def _take_lists(
+        self, embeddings: Tensor, labels: Tensor, form: ClosedForm, speculative: bool
+    ) -> tuple[Tensor | None, ListOverflow | None]:
+        """Take a sparse step by kernels: its loss, or why lists do not serve this batch."""
+        given = (embeddings, labels, form)
+        try:
+            step = fused_sparse_step(self, *given)
+            if speculative:
+                self._unverified = (step, lambda: None)
+            elif not step.verify():  # redo it without guessing
+                step = fused_sparse_step(self, *given)
+                step.verify()
+        except ListOverflow as overflow:
+            return None, overflow
+        self._step = step
+        return attach_loss(step, embeddings, needs_gradient(self, embeddings)), None
 
     def _take(
-        self, path: str, unit: Tensor, labels: Tensor, norms: Tensor, speculative: bool
+        self,
+        path: str,
+        unit: Tensor,
+        labels: Tensor,
+        norms: Tensor,
+        speculative: bool,
+        *,
+        overflow: ListOverflow | None = None,
     ) -> tuple[Tensor, StepRecord]:
-        """Take a step by some path: the loss of the batch and the record of the step."""
+        """Take a step by some path: the loss of the batch and the record of the step.
+
+        After an ``overflow`` of its lists, a sparse step goes by blocks at once.
+        """
         if path not in STEPS:
             # Every rank computes these over all classes.
             unit, norms = equal_share(unit, self.ranks), equal_share(norms, self.ranks)
@@ -334,11 +448,16 @@ class MarginClassifier(nn.Module):
             return reduce_rows(rows, labels, self.loss.ignore_index, self.loss.reduction), record
         restore_margin = _snapshot(self.loss.margin)
 
-        def take(path: str, **hints: Any) -> tuple[Tensor, SparseStep | ChunkedStep]:
-            step = STEPS[path](self, unit, labels, **hints)
+        def take(path: str, **hints: Any) -> tuple[Tensor, Any]:
+            make: Callable[..., Any] = STEPS[path]
+            if path == "sparse" and fits(self, path, len(labels)):
+                make = matrix_step
+            step = make(self, unit, labels, **hints)
             return step_loss(step, unit, labels, norms), step
 
         try:
+            if overflow is not None:
+                raise overflow
             loss, step = take(path)
             if speculative:
                 self._unverified = (step, restore_margin)
@@ -350,7 +469,7 @@ class MarginClassifier(nn.Module):
             self.list_lengths = None
             self.num_redone += 1
             restore_margin()
-            loss, step = take("chunked", maxima=overflow.maxima)
+            loss, step = take("chunked", maxima=overflow.maxima, is_certain=True)
             assert isinstance(step, ChunkedStep)
             step.num_overflowed = len(labels)
         return loss, step
@@ -367,6 +486,7 @@ class MarginClassifier(nn.Module):
             num_logits=num_rows * self.num_classes,
             class_share=sum(self._shares) / len(self._shares) if self._shares else None,
             was_chunked=self._was_chunked,
+            num_ranks=self.ranks.world,
         )
 
     @property
@@ -450,8 +570,9 @@ class MarginClassifier(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy or a pickle holds: no step in flight, and no copy that can be made again."""
-        names = "fused_gradient _step _unverified _home _kernels _kernels_key _stamp"
+        names = "fused_gradient _step _unverified _home _kernels _kernels_key _stamp _reading"
         fresh = {**dict.fromkeys(names.split()), "has_optimizer": False}
+        fresh["captured_steps"] = CapturedSteps()
         state = {**self.__dict__, **fresh, "_shares": deque(self._shares, NUM_MEASURED)}
         for name in ("copy", "inverse_norms", "copy_error"):
             state.pop(name, None)

@@ -91,6 +91,10 @@ class DenseStep:
     edge: float
     num_classes: int
 
+    def class_share(self) -> float:
+        """Share of the classes that are active in a row."""
+        return int(self.output.support_size.sum()) / max(1, self.cosines.numel())
+
     def stats(self) -> StepStats:
         is_active = self.cosines * self.scale > (self.output.tau + self.edge)[:, None]
         has_gradient = is_active.any(0)

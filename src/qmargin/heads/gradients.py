@@ -16,14 +16,17 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from qmargin.errors import ConfigError
 from qmargin.kernels.head_reference import (
-    UPDATE_CLASSES,
     ClassGradient,
     class_parts,
     gradient_blocks,
+    update_classes,
 )
 
 if TYPE_CHECKING:
     from qmargin.heads.classifier import MarginClassifier
+
+
+BLOCK_ON_GPU = 1 << 18  # classes whose gradient rows are made at a time: fewer launches
 
 
 class PrototypeGradient:
@@ -123,7 +126,8 @@ class RowsGradient(PrototypeGradient):
     classes: Tensor | None = None  # [n] ascending; None for all of them
 
     def blocks(self) -> Iterator[tuple[slice, Tensor]]:
-        edges = [*range(0, self.num_classes, UPDATE_CLASSES), self.num_classes]
+        size = update_classes(self.rows.shape[1])
+        edges = [*range(0, self.num_classes, size), self.num_classes]
         if self.classes is None:
             for where in pairwise(edges):
                 yield slice(*where), self.rows[slice(*where)].clone()

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from qmargin.errors import ConfigError, DataError
 from qmargin.heads.gradients import ListedGradient, PrototypeGradient
+from qmargin.heads.matrix import MatrixGradient, MatrixUpdate
 from qmargin.kernels.head_reference import PrototypeState, SgdRule
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ class _FusedSGD(torch.optim.Optimizer):
         self._seen: PrototypeGradient | None = None
         self._scale = nn.Parameter(head.prototypes.detach().new_ones(()))
         self._num_skipped = torch.zeros((), dtype=torch.int64, device=head.prototypes.device)
+        self._matrix = MatrixUpdate(self._scale.detach())
         defaults = {  # the keys of torch.optim.SGD: each loads the other's state
             "lr": lr,
             "momentum": momentum,
@@ -121,9 +123,8 @@ class _FusedSGD(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the fused gradient."""
-        self.head.fused_gradient = None
-        self._attach()
-        self.head.prototypes.grad = None
+        self.head.fused_gradient = self._seen = None
+        self._scale.grad = self.head.prototypes.grad = None
 
     @torch.no_grad()
     def step(  # type: ignore[override]
@@ -144,6 +145,11 @@ class _FusedSGD(torch.optim.Optimizer):
                 f"gradient is {head.gradient!r} and set prototypes.grad, which this optimizer "
                 "does not read; clear it and use gradient='fused', or use torch.optim.SGD"
             )
+        gradient = head.fused_gradient
+        is_new = gradient is not self._seen and not self.error_if_nonfinite
+        if is_new and isinstance(gradient, MatrixGradient) and gradient.step.rows.factor.ndim == 0:
+            self._consume(gradient, self._matrix.one)  # its kernel sees if it is finite
+            return loss
         gradient, scale = self._attach(), self._scale.grad
         if gradient is None or scale is None:
             return loss
@@ -152,21 +158,20 @@ class _FusedSGD(torch.optim.Optimizer):
                 f"the prototypes' gradient times its scale of {float(scale)} is not finite; "
                 "look for NaN in the embeddings, or skip such steps with error_if_nonfinite=False"
             )
+        self._consume(gradient, scale)
+        return loss
+
+    def _consume(self, gradient: PrototypeGradient, scale: Tensor) -> None:
+        head = self.head
         head.refresh()  # does nothing unless the prototypes changed since forward
-        error = self._update(gradient, scale)  # launched before the bookkeeping: a GPU waits less
-        is_finite = scale.isfinite()
-        if self._only_active:  # the others' errors still stand
-            error = torch.maximum(error, head.copy_error)
-        head.copy_error = torch.where(is_finite, error, head.copy_error)
-        self._num_skipped += ~is_finite
+        self._update(gradient, scale)
         torch.autograd.graph.increment_version(head.prototypes)  # kernels write without changing it
         head.note_current()
         self.zero_grad()
-        return loss
 
-    def _update(self, gradient: PrototypeGradient, scale: Tensor) -> Tensor:
-        """Run the sweep; the largest error of the rows of the copy that it wrote."""
-        head, group = self.head, self.param_groups[0]
+    def _update(self, gradient: PrototypeGradient, scale: Tensor) -> None:
+        """Run the sweep, and note the copy's largest error and whether the step was skipped."""
+        head, group = self.head, self.__dict__["param_groups"][0]
         prototypes = head.prototypes.detach()
         lr, kept, decay = (float(group[name]) for name in ("lr", "momentum", "weight_decay"))
         momentum = None
@@ -176,17 +181,24 @@ class _FusedSGD(torch.optim.Optimizer):
                 form = torch.contiguous_format
                 own["momentum_buffer"] = torch.zeros_like(prototypes, memory_format=form)
             momentum = own["momentum_buffer"]
-        state = PrototypeState(prototypes, momentum, head.inverse_norms, head.copy)
         rule = SgdRule(lr, kept, decay, bool(group["nesterov"]), scale, self._only_active)
+        if isinstance(gradient, MatrixGradient):
+            self._matrix.apply(gradient, momentum, rule, self._num_skipped)
+            return
+        state = PrototypeState(prototypes, momentum, head.inverse_norms, head.copy)
         error: Tensor
         if isinstance(gradient, ListedGradient):
             error = head.kernels.sgd_update(gradient.entries, gradient.embeddings, state, rule)
-            return error
-        error = prototypes.new_zeros(())
-        for classes, rows, factor in gradient.raw_blocks():
-            part = head.kernels.sgd_update_rows(classes, rows, state, rule, factor)
-            error = torch.maximum(error, part)
-        return error
+        else:
+            error = prototypes.new_zeros(())
+            for classes, rows, factor in gradient.raw_blocks():
+                part = head.kernels.sgd_update_rows(classes, rows, state, rule, factor)
+                error = torch.maximum(error, part)
+        is_finite = scale.isfinite()
+        if self._only_active:  # the others' errors still stand
+            error = torch.maximum(error, head.copy_error)
+        head.copy_error.copy_(torch.where(is_finite, error, head.copy_error))
+        self._num_skipped += ~is_finite
 
     def state_dict(self) -> dict[str, Any]:
         """Settings and momentum, in the layout of ``torch.optim.SGD`` over the prototypes."""

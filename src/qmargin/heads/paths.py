@@ -11,6 +11,7 @@ from qmargin.errors import ConfigError
 from qmargin.losses.checks import check_number
 
 LIST_CAPACITY = 8192  # listed groups per row, on average, above which lists lose to blocks
+MATRIX_LOGITS = 1 << 29  # a gibibyte of half-precision cosines
 DTYPES = (None, torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -30,17 +31,24 @@ class Sparse(StepPath):
         chunk_dtype: Operands of a step that is redone by blocks, see ``Chunked``.
         list_capacity: Groups of 32 classes that a step may list per row, on average; above it the
             step is redone by blocks of classes.
+        matrix_logits: Largest ``B * k`` for which a step on one GPU keeps all screened cosines in a
+            half-precision matrix, which is faster for up to a few hundred thousand classes. 0 for
+            never.
+        capture: Capture such steps as a CUDA graph after a few of the same shape.
     """
 
     name: ClassVar[str] = "sparse"
     screen_dtype: torch.dtype | None = None
     chunk_dtype: torch.dtype | None = None
     list_capacity: int = LIST_CAPACITY
+    matrix_logits: int = MATRIX_LOGITS
+    capture: bool = True
 
     def __post_init__(self) -> None:
         _check_dtypes(screen_dtype=self.screen_dtype, chunk_dtype=self.chunk_dtype)
         if self.list_capacity < 0:
             raise ConfigError(f"list_capacity is {self.list_capacity}; it must be at least 0")
+        _check_matrix(self.matrix_logits)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,14 +69,20 @@ class Chunked(StepPath):
         dtype: Operands of the products; by default the prototypes' own precision on a CPU and that
             of the screened copy on a GPU. ``torch.float32`` gives exact products on a GPU.
         screen_dtype: Precision of the copy of the prototypes, see ``Sparse``.
+        matrix_logits: Largest ``B * k`` for which a step at ``alpha = 1`` on one GPU keeps all
+            posteriors in one half-precision matrix. 0 for never.
+        capture: As for ``Sparse``.
     """
 
     name: ClassVar[str] = "chunked"
     dtype: torch.dtype | None = None
     screen_dtype: torch.dtype | None = None
+    matrix_logits: int = MATRIX_LOGITS
+    capture: bool = True
 
     def __post_init__(self) -> None:
         _check_dtypes(dtype=self.dtype, screen_dtype=self.screen_dtype)
+        _check_matrix(self.matrix_logits)
 
     @property
     def chunk_dtype(self) -> torch.dtype | None:
@@ -137,7 +151,14 @@ def _check_dtypes(**dtypes: object) -> None:
             raise ConfigError(f"{name} is {dtype!r}; choose a floating dtype such as torch.float16")
 
 
+def _check_matrix(matrix_logits: int) -> None:
+    if matrix_logits < 0:
+        raise ConfigError(f"matrix_logits is {matrix_logits}; it must be at least 0")
+
+
 SMALL_LOGITS = 1 << 22  # below this, all cosines of a batch cost less than going without them
+# On a CPU they always do, and so many fit in memory: 256 MiB each for cosines, posterior, gradient.
+CPU_LOGITS = 1 << 26
 # Share of all classes that a row's list may hold: above the first it loses to `chunked`, below the
 # second it is tried again. Two numbers, so that a share in between changes nothing, and because
 # `chunked` counts active classes, of which lists hold some more.
@@ -163,6 +184,7 @@ def choose_path(
     num_logits: int,
     class_share: float | None,
     was_chunked: bool,
+    num_ranks: int = 1,
 ) -> Choice:
     """Choose the path of the next step.
 
@@ -172,12 +194,14 @@ def choose_path(
         num_logits: ``B * k``.
         class_share: Share of the classes that are, or may be, active in a row, measured in the
             last steps; None before the first.
-        was_chunked: Whether the step before was chunked.
+        was_chunked: Whether the step before was chunked, or dense for the same reason.
+        num_ranks: That share the classes; a dense step would have to gather them.
     """
     if alpha is None:
         return Choice("dense", "only the dense path has this divergence or a learned alpha")
     if alpha <= 1.0:
-        if num_logits < SMALL_LOGITS:
+        is_small = num_logits < SMALL_LOGITS and device != "cuda"
+        if is_small or _fits_cpu(device, num_logits, num_ranks):
             return Choice("dense", f"{num_logits:,} logits are few and alpha is {alpha:g}")
         return Choice("chunked", f"alpha is {alpha:g}: every class is active")
     if class_share is None:
@@ -187,5 +211,10 @@ def choose_path(
     limit = max(shares[known], min(1.0, counts[known] / num_logits))
     share = f"{100 * class_share:.3g} % of the classes can be active in a row"
     if class_share > limit:
-        return Choice("chunked", f"{share}, lists pay below {100 * limit:.3g} %")
+        path = "dense" if _fits_cpu(device, num_logits, num_ranks) else "chunked"
+        return Choice(path, f"{share}, lists pay below {100 * limit:.3g} %")
     return Choice("sparse", f"{share}, few enough for lists")
+
+
+def _fits_cpu(device: str, num_logits: int, num_ranks: int) -> bool:
+    return device == "cpu" and num_ranks == 1 and num_logits <= CPU_LOGITS

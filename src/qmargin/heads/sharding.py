@@ -128,12 +128,20 @@ class Ranks:
         """Everyone's rows, one rank's after the other's; ``sizes`` says how many each has."""
         if self.world == 1:
             return values
-        longest = max(sizes)
-        padded = values.new_zeros((longest, *values.shape[1:]))
-        padded[: len(values)] = values
-        parts = [torch.empty_like(padded) for _ in range(self.world)]
-        dist.all_gather(parts, padded, group=self.group)
-        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+        longest, rest = max(sizes), values.shape[1:]
+        if longest == 0:
+            return values
+        padded = values.contiguous()
+        if len(values) < longest:
+            padded = values.new_zeros((longest, *rest))
+            padded[: len(values)] = values
+        # One tensor, not one for each rank: launches must not grow with the ranks.
+        whole = values.new_empty((self.world * longest, *rest))
+        _collective("all_gather_single", "all_gather_into_tensor")(whole, padded, group=self.group)
+        if min(sizes) == longest:
+            return whole
+        places = torch.arange(longest).expand(self.world, -1) < torch.tensor(sizes)[:, None]
+        return whole[places.flatten().nonzero().squeeze(1).to(values.device)]
 
     def part(self, values: Tensor, sizes: Sequence[int]) -> Tensor:
         """This rank's rows of what ``gather`` made."""
@@ -184,7 +192,14 @@ def _scatter_sum(values: Tensor, ranks: Ranks, sizes: Sequence[int]) -> Tensor:
     """This rank's part of the sum over the ranks."""
     if len(set(sizes)) == 1 and dist.get_backend(ranks.group) == "nccl":
         own = values.new_empty((sizes[0], *values.shape[1:]))
-        dist.reduce_scatter_tensor(own, values.contiguous(), group=ranks.group)
+        scatter = _collective("reduce_scatter_single", "reduce_scatter_tensor")
+        scatter(own, values.contiguous(), group=ranks.group)
         return own
     total = ranks.sum_(values.clone(memory_format=torch.contiguous_format))  # gloo has no scatter
     return ranks.part(total, sizes)
+
+
+def _collective(name: str, older_name: str) -> Callable[..., object]:
+    """A collective of ``torch.distributed`` by its name of torch 2.13, or the one before."""
+    call: Callable[..., object] = getattr(dist, name, None) or getattr(dist, older_name)
+    return call

@@ -9,12 +9,14 @@ rounding moves a cosine by no more than the measured lengths of the rounding err
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from qmargin.heads.gradients import ListedGradient, deliver, element_bound
+from qmargin.heads.matrix import loss_of_rows, needs_gradient, prepared_rows, prototype_state
 from qmargin.heads.sharding import Ranks
 from qmargin.heads.step import RowSolution, StepStats, own_labels, step_stats, sum_target_cosines
 from qmargin.kernels.head_reference import (
@@ -23,16 +25,21 @@ from qmargin.kernels.head_reference import (
     ClassGradient,
     Lengths,
     ListOverflow,
+    Pairs,
     PreparedRows,
     SolvedRows,
     Support,
     Target,
     class_order,
 )
+from qmargin.losses.margins import ClosedForm
 from qmargin.transfers import Reading
 
 if TYPE_CHECKING:
     from qmargin.heads.classifier import MarginClassifier
+
+
+BOUND_STEPS = 2  # of Newton, over the maxima of all ranks
 
 
 def find_support(
@@ -56,6 +63,8 @@ def find_support(
     listed = ranks.integers(len(pairs.groups), limit, device=maxima.device)
     if any(count > most for count, most in listed):  # all of them go on by blocks together
         raise ListOverflow(maxima)
+    if ranks.world > 1 and b <= 1.0:
+        pairs = tighten_pairs(pairs, maxima, target, ranks, scale=scale, b=b)
     candidates = kernels.score_candidates(batch, pairs)
     merged, own, support = candidates, None, None
     if ranks.world > 1:
@@ -74,6 +83,37 @@ def find_support(
     lengths = Lengths(sum(count for count, _ in listed), len(candidates.rows))
     reading = Reading(torch.tensor(lengths))
     return Support(solved, pulled, sorted_classes, reading, lengths, lengths.pairs, support)
+
+
+def tighten_pairs(
+    pairs: Pairs, maxima: Tensor, target: Target, ranks: Ranks, *, scale: float, b: float
+) -> Pairs:
+    """Pairs above a floor that counts the maxima of all ranks.
+
+    The largest floor of any rank knows the classes of that rank alone: the more ranks, the lower
+    it is, and the more candidates would be gathered. Each step of Newton takes one sum over the
+    ranks and stays below the root (F6), as maxima less their slack are at most exact cosines.
+    """
+    rows, rate = pairs.rows.long(), b * scale
+    lowered = maxima[rows, pairs.groups.long()].double() - pairs.slack[rows]
+    reference, floor = target.log_reference.double().exp(), pairs.floor
+    for _ in range(BOUND_STEPS):
+        heights = _mass_and_slope(rate * (lowered - floor[rows]), b)
+        sums = [torch.segment_reduce(part, "sum", offsets=pairs.starts) for part in heights]
+        own = _mass_and_slope(b * target.logits.double() - rate * floor, b) * reference
+        mass, slope = ranks.sum_(torch.stack(sums)) + own
+        change = (mass - mass.pow(1.0 - b)) / (rate * slope)
+        floor = torch.where(change > 0.0, floor + change, floor)  # the mass may round to below one
+    is_kept = lowered > (floor - 2.0 * pairs.slack)[rows]
+    starts = torch.nn.functional.pad(is_kept.cumsum(0), (1, 0))[pairs.starts]
+    kept = is_kept.nonzero().squeeze(1)
+    return Pairs(pairs.groups[kept], pairs.rows[kept], starts, floor, pairs.slack)
+
+
+def _mass_and_slope(heights: Tensor, b: float) -> Tensor:
+    """``x^(1/b)`` and ``x^(1/b - 1)`` of heights, stacked; zero at and below zero."""
+    slope = torch.where(heights > 0.0, heights.clamp_min(0.0).pow(1.0 / b - 1.0), 0.0)
+    return torch.stack([slope * heights, slope])
 
 
 def merge_candidates(candidates: Candidates, ranks: Ranks) -> tuple[Candidates, Tensor]:
@@ -206,6 +246,64 @@ class SparseStep:
         unit = torch.finfo(screened).eps + torch.finfo(self.prepared.embeddings.dtype).eps
         accumulated = self.head.embedding_dim * unit
         return rounding * (1.0 + copy_error) + (copy_error + accumulated)
+
+
+@dataclass
+class FusedSparseStep(SparseStep):
+    """The same where the margin is numbers: few launches, its loss attached by ``attach_loss``."""
+
+    rows: Any = None  # kernels.triton.matrix.Rows
+    generation = 0
+    is_static = False
+
+    @property
+    def loss(self) -> Tensor:
+        """Reduced, or of each row."""
+        return loss_of_rows(self.head, self.rows)
+
+    def deliver_scaled(self) -> Tensor | None:
+        """Deliver the gradient times the factor that the rows keep."""
+        assert self.gradient is not None
+        factor, entries = self.rows.factor, self.gradient
+        each = factor if factor.ndim == 0 else factor[entries.rows.long()]
+        entries = entries._replace(values=entries.values * each)
+        bound = self.bound * factor.abs().amax()
+        return deliver(self.head, ListedGradient(self.head, entries, self.rows.unit, bound))
+
+
+def fused_sparse_step(
+    head: MarginClassifier, embeddings: Tensor, labels: Tensor, margin: ClosedForm
+) -> FusedSparseStep:
+    """A step for embeddings of any length on one GPU, all of it launched; to be verified."""
+    kernels: Any = import_module("qmargin.kernels.triton.matrix")
+    state, loss = prototype_state(head), head.loss
+    rows = prepared_rows(head, embeddings, labels, margin)
+    columns = rows.labels.clamp(0, head.num_classes - 1)
+    maxima = head.kernels.group_maxima(rows.rounded, head.copy, columns, head.num_classes)
+    slack, cosines = rows.field(kernels.SLACK), rows.field(kernels.COSINE)
+    prepared = PreparedRows(rows.unit, rows.rounded, slack, rows.unit, cosines)
+    target = Target(rows.field(kernels.LOGIT), rows.field(kernels.REFERENCE))
+    step = FusedSparseStep(head, prepared, columns, None, rows=rows)
+    step.target_logits = target.logits
+    batch = Batch(prepared, head.copy, state.prototypes, head.inverse_norms, columns)
+    step.support = support = head.kernels.find_support(
+        batch,
+        maxima,
+        target,
+        slack,
+        scale=loss.scale,
+        b=head.alpha_minus_one,
+        limit=head.list_capacity * len(labels),
+        expected=head.list_lengths,
+        has_gradient=needs_gradient(head, embeddings),
+    )
+    solved = support.solved
+    given = (solved.loss, solved.others_mass, support.pulled)
+    weights = kernels.settle_lists(rows, state, *given, scale=loss.scale)
+    if support.order is not None:
+        step.gradient = head.kernels.class_gradient(support.order, solved, *weights)
+        step.bound = rows.sums[3]
+    return step
 
 
 def sparse_step(head: MarginClassifier, embeddings: Tensor, labels: Tensor) -> SparseStep:

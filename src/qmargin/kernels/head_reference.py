@@ -18,8 +18,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag, pad
 
+from qmargin.kernels import lists
 from qmargin.kernels.solver import (
     label_loss,
+    loss_from_sums,
     posterior_rows,
     reference_gradient,
     slacks,
@@ -30,7 +32,8 @@ from qmargin.transfers import Reading
 
 GROUP = 32  # consecutive classes that are listed together
 BLOCK_CLASSES = 1 << 14  # classes scored at a time: [B, 16384] stays in cache for usual batches
-UPDATE_CLASSES = 1 << 13  # prototypes updated at a time: 16 MiB each for gradient and temporaries
+UPDATE_CLASSES = 1 << 13  # prototypes updated at a time, at least
+UPDATE_NUMBERS = 1 << 22  # their elements: 16 MiB each for gradient and temporaries
 BLOCK_ENTRIES = 1 << 16  # gathered prototypes at a time
 GROUP_ROWS = 8  # that are scored with a group's prototypes at a time
 DENSE_SHARE = 1 / 64  # of all pairs: with more, a product with all classes is faster
@@ -190,6 +193,19 @@ class SgdRule(NamedTuple):
     only_active: bool  # step only classes whose gradient is not exactly zero
 
 
+def product(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
+    """``left @ right``; half operands are summed, and returned, in float32."""
+    if left.dtype not in (torch.float16, torch.bfloat16):
+        return torch.matmul(left, right, out=out)
+    if left.is_cuda and hasattr(torch.ops.aten.mm, "dtype_out"):  # torch 2.8 and later
+        if out is None:
+            shape = (left.shape[0], right.shape[1])
+            out = torch.empty(shape, dtype=torch.float32, device=left.device)
+        result: Tensor = torch.ops.aten.mm.dtype_out(left, right, torch.float32, out=out)
+        return result
+    return torch.matmul(left.float(), right.float(), out=out)
+
+
 def refresh_copy(prototypes: Tensor, copy: Tensor, inverse_norms: Tensor) -> Tensor:
     """Write unit prototypes into ``copy`` ``[K, d]``, ``K >= k``, and their inverse norms ``[k]``.
 
@@ -200,6 +216,11 @@ def refresh_copy(prototypes: Tensor, copy: Tensor, inverse_norms: Tensor) -> Ten
     for start in range(0, len(prototypes), BLOCK_ENTRIES):
         block = prototypes[start : start + BLOCK_ENTRIES]
         inverse = inverse_lengths(block)
+        if copy.dtype == block.dtype:  # nothing is rounded
+            inverse_norms[start : start + len(block)] = inverse
+            torch.mul(block, inverse[:, None], out=copy[start : start + len(block)])
+            largest = largest + 0.0 * inverse.sum()
+            continue
         unit = block * inverse[:, None]
         inverse_norms[start : start + len(block)] = inverse
         rounded = unit.to(copy.dtype)
@@ -283,17 +304,33 @@ def list_pairs(
 ) -> Pairs:
     """Pairs that may hold active classes (F1, F4), for maxima ``[B, g]`` within ``slack`` (F3).
 
-    ``reduce`` is the maximum over the ranks, each of which has a bound from its own classes.
+    ``reduce`` is the maximum of the floors over the ranks, each of which has one from its own
+    classes and its own slack.
     """
+    edge = (_bound_from_maxima(maxima, target, scale, b) - 1.0 / b) / scale
+    floor = edge - slack if reduce is None else reduce(edge - slack)
+    lowest, counts, found = floor - slack, [], []
+    for part in lists.pieces(len(maxima), max(1, maxima.shape[1])):
+        is_listed = maxima[part].double() > lowest[part, None]
+        counts.append(is_listed.sum(1))
+        found.append(is_listed.nonzero() + torch.tensor([part.start, 0], device=maxima.device))
+    starts = pad(lists.cat(counts).cumsum(0), (1, 0))
+    rows, groups = lists.cat(found).unbind(1)
+    return Pairs(groups.contiguous(), rows.contiguous(), starts, floor, slack)
+
+
+def _bound_from_maxima(maxima: Tensor, target: Target, scale: float, b: float) -> Tensor:
+    """Lower bound of ``tau`` from maxima ``[B, g]`` of groups and the target, ``[B]`` (F1)."""
+    if maxima.device.type == "cpu" and maxima.numel() and lists.has_powers(b):
+        few = lists.few_maxima(maxima, maxima[:, :0])
+        top = few.amax(1).double() * scale
+        start = lists.start_rows(top, target.logits, target.log_reference, b)
+        start, _ = lists.raise_bound(few, start, scale, b, 1e-6)
+        return start.anchor - slacks(start.level, b)
     logits = torch.cat([maxima.double() * scale, target.logits[:, None]], 1)
     reference = torch.zeros_like(logits)
     reference[:, -1] = target.log_reference
-    edge = (tau_from_below(logits, reference, b, tolerance=1e-6) - 1.0 / b) / scale
-    edge = edge if reduce is None else reduce(edge)
-    is_listed = maxima.double() > (edge - 2.0 * slack)[:, None]
-    starts = pad(is_listed.sum(1).cumsum(0), (1, 0))
-    rows, groups = is_listed.nonzero(as_tuple=True)
-    return Pairs(groups, rows, starts, edge - slack, slack)
+    return tau_from_below(logits, reference, b, tolerance=1e-6)
 
 
 def score_candidates(batch: Batch, pairs: Pairs) -> Candidates:
@@ -349,7 +386,10 @@ def _score_blocks(batch: Batch, floor: Tensor) -> Candidates:
     found, counts = [], []
     for start in range(0, len(prototypes), BLOCK_CLASSES):
         block = slice(start, start + BLOCK_CLASSES)
-        unit = prototypes[block] * inverse_norms[block][:, None]
+        if batch.copy.dtype == prototypes.dtype:
+            unit = batch.copy[start : min(start + BLOCK_CLASSES, len(prototypes))]
+        else:
+            unit = prototypes[block] * inverse_norms[block][:, None]
         cosines = prepared.embeddings @ unit.t()
         drop_targets_(cosines, labels - start)
         rows, columns = (cosines > lowered[:, None]).nonzero(as_tuple=True)
@@ -371,6 +411,8 @@ def _score_blocks(batch: Batch, floor: Tensor) -> Candidates:
 def solve_lists(candidates: Candidates, target: Target, *, scale: float, b: float) -> SolvedRows:
     """Root, posterior and loss of every row from the exact scores of all that can be active."""
     rows, columns, scores, starts = candidates
+    if scores.device.type == "cpu" and len(starts) > 1 and lists.has_powers(b):
+        return _solve_pieces(candidates, target, scale, b)
     counts = starts.diff()
     width = int(counts.max()) if len(counts) else 0
     position = torch.arange(len(rows), device=rows.device) - starts[rows]
@@ -391,6 +433,29 @@ def solve_lists(candidates: Candidates, target: Target, *, scale: float, b: floa
         rows,
         columns,
         posterior[rows, position].to(scores.dtype),
+        starts,
+    )
+
+
+def _solve_pieces(candidates: Candidates, target: Target, scale: float, b: float) -> SolvedRows:
+    """``solve_lists`` on a CPU, in pieces that leave its other cores alone."""
+    rows, columns, scores, starts = candidates
+    highest = scores.new_full((len(starts) - 1,), -math.inf)
+    highest.scatter_reduce_(0, rows, scores, "amax")
+    start = lists.start_rows(highest.double() * scale, *target, b)
+    sums, posterior, _, _ = lists.solve_entries(scores, rows, starts, None, start, scale, b)
+    level = torch.sub(sums.level, start.own_gap, alpha=b)
+    given = (sums.excess, sums.others_mass, level, target.log_reference, b)
+    loss, own = loss_from_sums(*given)
+    return SolvedRows(
+        loss,
+        start.anchor - slacks(sums.level, b),
+        sums.others_mass,
+        reference_gradient(own, level, target.log_reference, b),
+        (sums.others_mass + sums.target_posterior - 1.0).abs(),
+        rows,
+        columns,
+        lists.cat(posterior),
         starts,
     )
 
@@ -497,17 +562,23 @@ def gradient_blocks(
 ) -> Iterator[tuple[slice, Tensor]]:
     """Blocks of all classes with their gradient ``[n, d]``; each may be stepped before the next."""
     k, d = prototypes.shape
-    starts = range(0, k, UPDATE_CLASSES)
+    size = update_classes(d)
+    starts = range(0, k, size)
     edges = torch.tensor([*starts, k], device=gradient.columns.device)
     cuts = torch.searchsorted(gradient.columns.long(), edges).tolist()
     for start, (first, last) in zip(starts, pairwise(cuts), strict=True):
-        stop = min(start + UPDATE_CLASSES, k)
+        stop = min(start + size, k)
         block = prototypes.new_zeros((stop - start, d))
         if first < last:
             part = gradient.part(slice(first, last))
             classes, rows = prototype_gradient(part, embeddings, prototypes, inverse_norms)
             block.index_copy_(0, classes.long() - start, rows)
         yield slice(start, stop), block
+
+
+def update_classes(embedding_dim: int) -> int:
+    """Prototypes that are updated at a time: few, large operations need few threads to meet."""
+    return max(UPDATE_CLASSES, UPDATE_NUMBERS // embedding_dim)
 
 
 def class_parts(gradient: ClassGradient) -> Iterator[ClassGradient]:
@@ -521,6 +592,14 @@ def class_parts(gradient: ClassGradient) -> Iterator[ClassGradient]:
 
 def _step_block(rows: Tensor, state: PrototypeState, rule: SgdRule) -> Tensor:
     """Step whole tensors in place, as ``torch.optim.SGD`` would, and refresh their copy."""
+    parts = lists.sweeps(rows) if rows.device.type == "cpu" else [slice(0, len(rows))]
+    if len(parts) <= 1:
+        return _step_part(rows, state, rule)
+    errors = [_step_part(rows[part], state.part(part), rule) for part in parts]
+    return torch.stack(errors).amax()
+
+
+def _step_part(rows: Tensor, state: PrototypeState, rule: SgdRule) -> Tensor:
     prototypes, momentum = state.prototypes, state.momentum
     direction = rows.mul_(rule.grad_scale).add_(prototypes, alpha=rule.weight_decay)
     if momentum is not None:

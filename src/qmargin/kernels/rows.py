@@ -1,10 +1,11 @@
 """The loss and the posterior of whole batches, block by block, in float64.
 
-No float64 copy of the batch ever exists. On a CPU and for ``alpha > 1`` a block of rows is first
-reduced to its *candidates*, the classes above ``tau_low + edge``: all others are certainly outside
-the support (M13), so the solve that follows touches hundreds of numbers where the row has a hundred
-thousand, and is exact (M8). They are found by one pass of group maxima. Groups are strided (class
-``j`` is in group ``j mod m``), so that the maxima are elementwise maxima of long vectors.
+No float64 copy of the batch ever exists. On a CPU, ``kernels.lists`` solves rows with a lifted
+target where it can. Of all others, for ``alpha > 1``, a block of rows is first reduced to its
+*candidates*, the classes above ``tau_low + edge``: all others are certainly outside the support
+(M13), so the solve that follows touches hundreds of numbers where the row has a hundred thousand,
+and is exact (M8). They are found by one pass of group maxima. Groups are strided (class ``j`` is in
+group ``j mod m``), so that the maxima are elementwise maxima of long vectors.
 
 A margin changes only the target, so the target's column may be lifted out: then ``labels`` names
 it, and its logit and log reference arrive as vectors.
@@ -16,18 +17,21 @@ import math
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from qmargin.kernels import dispatch
+from qmargin.kernels import dispatch, lists
 from qmargin.kernels.solver import (
     distribution_loss,
     label_loss,
     level_cost,
     log_partition,
     posterior_rows,
+    row_exp,
+    row_log,
     slacks,
     solve_rows,
     tau_from_below,
@@ -35,7 +39,12 @@ from qmargin.kernels.solver import (
 
 CPU_BLOCK = 1 << 21  # logits per block: copies stay small, parallel regions few
 GPU_BLOCK = 1 << 25
+LOG2_E = math.log2(math.e)  # powers of two are faster, and on a CPU need no threads
+VECTOR = 32  # numbers that a CPU takes at a time, or a multiple
 GROUP = 32  # classes, strided, whose maximum answers for all of them
+FUSED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+LARGEST_SCALE = 1e30  # of kernels, whose settings are sums of two float32
+SMALLEST_PART = 2048  # classes of a long row that one program writes
 WORTH_PACKING = 4  # pack candidates when at most 1 in 4 classes is one
 
 
@@ -82,6 +91,12 @@ class Outcome(NamedTuple):
     target_posterior: Tensor
     target_deficit: Tensor  # 1 - target_posterior, accurate when it is tiny
     num_evaluations: Tensor  # scalar
+    target_gradient: Tensor | None = None  # in the target's cosine, where a kernel knows the margin
+
+    def rounded(self, dtype: torch.dtype) -> Outcome:
+        """The same with everything but anchor and level in the dtype of the values."""
+        names = ("value", "tau", "mass_error", "target_posterior", "target_deficit")
+        return self._replace(**{name: getattr(self, name).to(dtype) for name in names})
 
 
 def solve(
@@ -92,35 +107,92 @@ def solve(
         outcome = _solve_fused(rows)
         if outcome is not None:
             return outcome
+    if distribution is None and solver == "auto":
+        listed = _solve_listed(rows)
+        if listed is not None:
+            return listed[0]
+    return _solve_blocks(rows, distribution, solver, bracket)
+
+
+def _solve_blocks(
+    rows: Rows, distribution: Tensor | None = None, solver: str = "auto", bracket: str = "tight"
+) -> Outcome:
     parts = [
         _solve_block(block, None if distribution is None else distribution[where], solver, bracket)
         for where, block in rows.blocks()
     ]
     if not parts:
         none = torch.zeros(0, dtype=torch.float64, device=rows.values.device)
-        empty = Outcome._make([none] * 8 + [torch.tensor(0)])
+        empty = Outcome._make([*[none] * 8, torch.tensor(0), None])
         parts = [empty._replace(support_size=none.long())]
-    *columns, counts = zip(*parts, strict=True)
-    merged = Outcome._make([*map(torch.cat, columns), torch.stack(counts).amax()])
-    rounded = {
-        name: getattr(merged, name).to(rows.values.dtype)
-        for name in ("value", "tau", "mass_error", "target_posterior", "target_deficit")
-    }
-    return merged._replace(**rounded)
+    *columns, counts, _ = zip(*parts, strict=True)
+    merged = Outcome._make([*map(torch.cat, columns), torch.stack(counts).amax(), None])
+    return merged.rounded(rows.values.dtype)
+
+
+def solve_and_keep(rows: Rows) -> tuple[Outcome, tuple[Tensor, ...]]:
+    """``solve`` for a lifted target on a CPU, and what ``kept_posterior`` needs."""
+    if rows.b == 0.0:
+        outcome, exponentials = cross_entropy(rows)
+        return outcome.rounded(rows.values.dtype), (exponentials,)
+    return _solve_listed(rows) or (_solve_blocks(rows), ())
+
+
+def kept_posterior(
+    rows: Rows, kept: tuple[Tensor, ...], anchor: Tensor, level: Tensor, weights: Tensor
+) -> Tensor:
+    """``posterior`` from what ``solve_and_keep`` kept."""
+    if not kept:
+        return posterior(rows, anchor, level, weights)
+    if len(kept) == 1:  # of all classes; at alpha = 1 it is without the factor of the row
+        factor = weights
+        if rows.b == 0.0:
+            factor = row_exp(level).mul_(weights).clamp_max_(torch.finfo(weights.dtype).max)
+        factor = factor.to(kept[0].dtype)[:, None]
+        out = torch.empty_like(kept[0], memory_format=torch.contiguous_format)
+        for part in lists.sweeps(out):
+            torch.mul(kept[0][part], factor[part], out=out[part])
+        is_idle = weights == 0
+        return out.masked_fill_(is_idle[:, None], 0.0) if bool(is_idle.any()) else out
+    out = lists.zeros(rows.values)
+    entries = (lists.Entries(*kept[start : start + 3]) for start in range(0, len(kept), 3))
+    lists.write_posterior(out, entries, weights)
+    return out
+
+
+def _solve_listed(rows: Rows) -> tuple[Outcome, tuple[Tensor, ...]] | None:
+    """Outcome and posterior by lists, or of all classes; None where rows are not for lists."""
+    if rows.labels is None or rows.log_reference is not None:
+        return None
+    values, b = rows.values, rows.b
+    if not lists.serves(values, b):
+        return None
+    assert rows.target_logits is not None and rows.target_log_reference is not None
+    target = rows.target_logits.double(), rows.target_log_reference.double()
+    solved = lists.solve(lists.Lifted(values, rows.scale, b, rows.labels, *target))
+    value, anchor, level, support_size, error, own, others_mass, count, entries, dense = solved
+    tau, number = anchor - slacks(level, b), torch.tensor(count)
+    outcome = Outcome(value, anchor, level, tau, support_size, error, own, others_mass, number)
+    kept = tuple(chain.from_iterable(entries)) if dense is None else (dense,)
+    return outcome.rounded(values.dtype), kept
 
 
 def is_fused(rows: Rows) -> bool:
-    """Whether kernels serve these rows: float32 on a GPU, unit measure, up to ``alpha = 2``."""
-    values = rows.values
+    """Whether kernels serve these rows: float32 on a GPU."""
+    return rows.values.dtype == torch.float32 and may_fuse(rows.values, rows.scale)
+
+
+def may_fuse(values: Tensor, scale: float) -> bool:
+    """Whether kernels serve values ``[B, k]`` as they are, in up to float32 on a GPU."""
     if values.device.type != "cuda" and not dispatch.may_interpret:
         return False
+    num_rows, k = values.shape
     return (
-        values.dtype == torch.float32
-        and rows.b <= 1.0
-        and rows.log_reference is None
-        and values.numel() > 0
-        and values.stride(1) == 1
-        and values.shape[1] < 1 << 31
+        values.dtype in FUSED_DTYPES
+        and num_rows > 0
+        and 0 < k < 1 << 31
+        and num_rows * -(-k // SMALLEST_PART) < 1 << 31  # programs of a launch
+        and scale < LARGEST_SCALE
         and not kernel_faults
         and dispatch.has_triton()
     )
@@ -129,33 +201,39 @@ def is_fused(rows: Rows) -> bool:
 kernel_faults: list[str] = []  # why the kernels cannot be built on this machine
 
 
+def report_fault(error: Exception) -> None:
+    """Remember why kernels cannot run, and warn; memory that ran out is no such reason."""
+    if isinstance(error, torch.OutOfMemoryError):
+        raise error
+    kernel_faults.append(f"{type(error).__name__}: {error}")
+    warnings.warn(
+        f"kernels for rows cannot run here ({kernel_faults[-1]}); rows are computed in "
+        "float64, which is slower. Triton needs a C compiler and a recent driver",
+        RuntimeWarning,
+        stacklevel=3,
+    )
+
+
 def _solve_fused(rows: Rows) -> Outcome | None:
     """The outcome by kernels; None, with one warning, where they cannot be built here."""
     target = None
     if rows.labels is not None:
         assert rows.target_logits is not None and rows.target_log_reference is not None
-        target = (rows.target_logits.double(), rows.target_log_reference.double())
+        target = (rows.target_logits, rows.target_log_reference)
     try:
         from qmargin.kernels.triton import rows as kernels
 
-        return kernels.solve(rows.values, rows.scale, rows.b, rows.labels, target=target)
-    except torch.OutOfMemoryError:
-        raise
+        given = rows.values, rows.scale, rows.b, rows.labels
+        return kernels.solve(*given, target=target, log_reference=rows.log_reference)
     except Exception as error:  # of Triton, its compiler or the driver
-        kernel_faults.append(f"{type(error).__name__}: {error}")
-        warnings.warn(
-            f"kernels for rows cannot run here ({kernel_faults[-1]}); rows are computed in "
-            "float64, which is slower. Triton needs a C compiler and a recent driver",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+        report_fault(error)
         return None
 
 
 def _solve_block(block: Rows, distribution: Tensor | None, solver: str, bracket: str) -> Outcome:
     b = block.b
     if b == 0.0 and block.labels is not None and block.log_reference is None:
-        return _cross_entropy(block)
+        return cross_entropy(block)[0]
     listed = candidates(block) if distribution is None and solver == "auto" else None
     if listed is None:
         listed = everything(block)
@@ -179,30 +257,51 @@ def _solve_block(block: Rows, distribution: Tensor | None, solver: str, bracket:
     return Outcome(value, anchor, level, tau, support, error, target, deficit, number)
 
 
-def _cross_entropy(block: Rows) -> Outcome:
+def cross_entropy(rows: Rows) -> tuple[Outcome, Tensor]:
     """The closed form at ``alpha = 1`` with a lifted target: one exponential per class.
 
     Differences are taken before the scale is applied: the dtype of the values is precise enough.
+    The exponentials ``[B, k]`` come too; the posterior is a factor for each row away.
     """
-    assert block.labels is not None and block.target_logits is not None
-    assert block.target_log_reference is not None
-    values = block.values.scatter(1, block.labels[:, None], -math.inf)
-    highest = values.amax(1)
-    is_masked = (values == -math.inf).sum(1) - 1
+    assert rows.labels is not None and rows.target_logits is not None
+    assert rows.target_log_reference is not None
+    values, index = rows.values, rows.labels[:, None]
+    highest = _highest_other(values, rows.labels)
     shift = torch.where(highest == -math.inf, 0.0, highest)  # every other class masked out
-    mass = values.sub_(shift[:, None]).mul_(block.scale).exp_().sum(1).double()
-    anchor = shift.double() * block.scale
-    target = block.target_logits.double()
-    joint = (target - anchor) + block.target_log_reference.double()
-    total = torch.logaddexp(mass.log(), joint)  # tau, relative to the anchor
+    # Whole vectors for every thread: what is left over goes to a function that rounds differently.
+    num_classes, unit = values.shape[1], VECTOR * torch.get_num_threads()
+    buffer = values.new_empty((len(values), -(-num_classes // unit) * unit))
+    exponentials, mass = buffer[:, :num_classes], torch.empty_like(shift)
+    buffer[:, num_classes:] = 0.0
+    for part in lists.sweeps(values):
+        torch.sub(values[part], shift[part, None], out=exponentials[part])
+        buffer[part].mul_(rows.scale * LOG2_E).exp2_()
+        torch.sum(exponentials[part].scatter_(1, index[part], 0.0), 1, out=mass[part])
+    mass = mass.double()
+    anchor = shift.double() * rows.scale
+    target = rows.target_logits.double()
+    joint = (target - anchor) + rows.target_log_reference.double()
+    log_mass = row_log(mass)
+    total = torch.logaddexp(log_mass, joint)  # tau, relative to the anchor
     total = torch.where(mass.isnan() | (joint == math.inf), math.nan, total)
-    deficit = (mass.log() - total).exp()
+    deficit = row_exp(log_mass - total)
     value = torch.where(deficit < 0.5, -torch.log1p(-deficit), total - joint)
-    own = (joint - total).exp()
-    support_size = block.values.shape[1] - is_masked - (target == -math.inf).long()
+    own = row_exp(joint - total)
+    support_size = values.shape[1] - (target == -math.inf).long()
+    if not all(bool(values[part].amin() > -math.inf) for part in lists.sweeps(values)):
+        is_masked = values == -math.inf
+        support_size += is_masked.gather(1, index).squeeze(1).long() - is_masked.sum(1)
     error = (own + deficit - 1.0).abs()
     results = (value, anchor, -total, anchor + total, support_size, error, own, deficit)
-    return Outcome(*results, torch.tensor(1))
+    return Outcome(*results, torch.tensor(1)), exponentials
+
+
+def _highest_other(values: Tensor, labels: Tensor) -> Tensor:
+    """Largest value of each row but the labelled one, ``[B]``."""
+    if values.device.type != "cpu" or values.shape[1] < 2 * lists.GROUP:
+        return values.scatter(1, labels[:, None], -math.inf).amax(1)
+    rest = lists.last_classes(values, labels)
+    return lists.few_maxima(lists.group_maxima(values, labels), rest).amax(1)
 
 
 def everything(block: Rows) -> Listed:
@@ -277,7 +376,8 @@ def posterior(rows: Rows, anchor: Tensor, level: Tensor, weights: Tensor | None)
         from qmargin.kernels.triton.rows import write_posterior
 
         given = (rows.values, rows.scale, rows.b, rows.labels)
-        return write_posterior(*given, anchor=anchor, level=level, weights=weights)
+        options: dict[str, Any] = {"weights": weights, "log_reference": rows.log_reference}
+        return write_posterior(*given, anchor=anchor, level=level, **options)
     out = torch.zeros_like(rows.values, memory_format=torch.contiguous_format)
     for where, block in rows.blocks():
         own = None if weights is None else weights[where]

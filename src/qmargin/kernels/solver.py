@@ -33,6 +33,20 @@ def log_ratio(levels: Tensor, b: float) -> Tensor:
     return levels.clamp_min(0.0).log() / b
 
 
+def row_exp(numbers: Tensor) -> Tensor:
+    """``exp`` of one number per row, to ``1e-16`` of it times the number.
+
+    From a hundred numbers on, ``exp`` and ``log`` on a CPU start threads, and wait for them.
+    """
+    return torch.pow(math.e, numbers)
+
+
+def row_log(numbers: Tensor) -> Tensor:
+    """``log`` of one number per row, on one thread."""
+    logarithm: Tensor = torch.special.xlogy(1.0, numbers)
+    return logarithm
+
+
 MAX_STEPS = 256  # cosine logits take 4 to 15; a measure of e^-200 at alpha < 1 has taken 90
 MAX_HALVINGS = 256  # the paper's bracket can be 1e28 wide: 93 halvings to 1, 53 more to rounding
 
@@ -294,10 +308,9 @@ def others_gain(others_mass: Tensor, log_target: Tensor, b: float) -> Tensor:
     else:
         exact = -torch.expm1(b * log_target + torch.log1p(b * r)) / b
     # For small r the exponent is a difference of nearly equal terms: use its series divided by b.
-    series = torch.zeros_like(r)
-    for power in range(12, 1, -1):
-        series = (series + (1.0 + (-1.0) ** power * b ** (power - 1)) / power) * r
-    series = series * r
+    powers = torch.arange(2, 13, dtype=r.dtype, device=r.device)
+    factors = (1.0 - (-b) ** (powers - 1.0)) / powers
+    series = (r[:, None].expand(-1, 12).cumprod(1)[:, 1:] * factors).sum(1)
     small = series if b == 0.0 else -torch.expm1(-b * series) / b
     return torch.where(r * max(1.0, abs(b)) < 0.02, small, exact)
 
@@ -323,14 +336,18 @@ def loss_from_sums(
     """
     # 1 - r is exact for a small r; the direct value is, when the target has almost nothing.
     is_small = others_mass < 0.5
-    direct = log_reference + log_ratio(target_level, b)
-    log_target = torch.where(is_small, torch.log1p(-others_mass.clamp_max(0.5)), direct)
-    loss = excess + (-b * log_reference).exp() * others_gain(others_mass, log_target, b)
+    is_slack, cost = uses_slack(b), row_exp(-b * log_reference)
+    own = log_ratio(target_level, b) if is_slack else row_log(target_level.clamp_min(0.0)) / b
+    log_target = torch.where(
+        is_small, torch.log1p(-others_mass.clamp_max(0.5)), log_reference + own
+    )
+    loss = excess + cost * others_gain(others_mass, log_target, b)
     if b > 0:  # a target outside the support: linear in its missing height
         height = heights(target_level, b)
-        missing = slacks(level_cost(-log_reference, b), b) - slacks(target_level, b)
+        alone = level_cost(-log_reference, b) if is_slack else cost
+        missing = slacks(alone, b) - slacks(target_level, b)
         loss = torch.where(height <= 0, excess + missing - height, loss)
-    return loss / (1.0 + b), torch.where(is_small, 1.0 - others_mass, log_target.exp())
+    return loss / (1.0 + b), torch.where(is_small, 1.0 - others_mass, row_exp(log_target))
 
 
 def reference_gradient(
@@ -338,7 +355,7 @@ def reference_gradient(
 ) -> Tensor:
     """Gradient of the loss in the target's log reference, ``[B]``: the envelope's (M7)."""
     height = heights(target_level, b).clamp_min(0.0)
-    return (target_posterior * height - (-b * log_reference).exp()) / (1.0 + b)
+    return (target_posterior * height - row_exp(-b * log_reference)) / (1.0 + b)
 
 
 def distribution_loss(

@@ -80,6 +80,12 @@ def check_ignore_index(ignore_index: int) -> int:
 
 def check_floating(logits: Tensor, name: str = "logits") -> Tensor:
     """The tensor, half precision lifted to float32, or an error that names it."""
+    check_classes(logits, name)
+    return logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
+
+
+def check_classes(logits: Tensor, name: str = "logits") -> None:
+    """Raise unless it is a floating tensor whose last dimension holds classes."""
     if not isinstance(logits, Tensor) or not logits.is_floating_point():
         what = logits.dtype if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
         raise ShapeError(f"{name} are {what}; give a floating tensor, e.g. by .float()")
@@ -87,7 +93,6 @@ def check_floating(logits: Tensor, name: str = "logits") -> Tensor:
         raise ShapeError(
             f"{name} have shape {tuple(logits.shape)}; the last dimension holds at least one class"
         )
-    return logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
 
 
 def check_label_tensor(labels: Tensor, logits: Tensor, name: str = "logits") -> None:
@@ -159,9 +164,8 @@ def _check_device(tensor: Tensor, other: Tensor, name: str, other_name: str = "l
         )
 
 
-@torch.library.custom_op("qmargin::checked_labels", mutates_args=())
-def checked_labels(labels: Tensor, num_classes: int, debug: bool) -> Tensor:
-    """Operator that lets a range check live inside a compiled graph; returns int64 labels."""
+def check_labels(labels: Tensor, num_classes: int, debug: bool) -> None:
+    """Raise for a label that is no class; on a GPU only with ``debug``."""
     if labels.numel() and (labels.device.type == "cpu" or debug):
         is_bad = (labels < 0) | (labels >= num_classes)
         if bool(is_bad.any()):
@@ -170,6 +174,12 @@ def checked_labels(labels: Tensor, num_classes: int, debug: bool) -> Tensor:
                 f"label {int(labels.flatten()[row])} at row {row} is outside 0..{num_classes - 1}; "
                 "check the class count, or mark rows to skip with ignore_index"
             )
+
+
+@torch.library.custom_op("qmargin::checked_labels", mutates_args=())
+def checked_labels(labels: Tensor, num_classes: int, debug: bool) -> Tensor:
+    """Operator that lets a range check live inside a compiled graph; returns int64 labels."""
+    check_labels(labels, num_classes, debug)
     return labels.to(torch.int64, copy=True)
 
 

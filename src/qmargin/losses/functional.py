@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from qmargin.errors import ConfigError
+from qmargin.kernels import dispatch
 from qmargin.kernels import rows as row_kernels
 from qmargin.kernels.rows import Outcome, Rows
-from qmargin.losses import checks
+from qmargin.losses import checks, fused
 from qmargin.losses.divergences import (
     Alpha,
     Divergence,
@@ -24,6 +25,7 @@ from qmargin.losses.divergences import (
     generic_loss,
     solve_generic,
 )
+from qmargin.losses.margins import ClosedForm
 
 
 class TauSolution(NamedTuple):
@@ -129,6 +131,9 @@ def fenchel_young_loss(
         tensor([0.])
     """
     divergence = _divergence(alpha, divergence)
+    found = None if log_reference is not None else _fused_loss(logits, target, divergence, debug)
+    if found is not None:
+        return found
     logits = checks.check_floating(logits)
     reference = checks.check_reference(log_reference, logits)
     if isinstance(target, Tensor) and target.is_floating_point():
@@ -151,6 +156,28 @@ def fenchel_young_loss(
         own_reference = row_reference.gather(1, labels[:, None]).squeeze(1)
     solved = value_of(rows, row_reference, alpha_tensor, lifted=(labels, own, own_reference))
     return solved.value.reshape(logits.shape[:-1])
+
+
+def _fused_loss(
+    logits: Tensor, labels: Tensor, divergence: Divergence, debug: bool
+) -> Tensor | None:
+    """The loss of labels by kernels alone; None where they do not serve it."""
+    checks.check_classes(logits)
+    rows = logits if logits.dim() == 2 else logits.reshape(-1, logits.shape[-1])
+    is_label = isinstance(labels, Tensor) and not labels.is_floating_point()
+    if not is_label or not isinstance(divergence, Alpha):
+        return None
+    if not fused.serves(rows, divergence, 1.0):
+        return None
+    checks.check_label_tensor(labels, logits)
+    labels = labels.reshape(-1)
+    if debug or labels.device.type == "cpu":
+        checks.checked_labels(labels, rows.shape[1], debug)
+    settings = fused.Settings(divergence.alpha_minus_one, 1.0, ClosedForm(), None, "none")
+    found = fused.loss_of(rows, labels, settings)
+    if found is None:
+        return None
+    return found[0] if logits.dim() == 2 else found[0].reshape(logits.shape[:-1])
 
 
 def _distribution_loss(
@@ -245,7 +272,7 @@ def _rows(
     log_reference: Tensor | None,
     *lifted: Tensor | None,
 ) -> Rows:
-    value = float(alpha.detach().double())
+    value = float(alpha.item())
     checks.check_alpha_range(value)
     return Rows(values, scale, value - 1.0, log_reference, *lifted)
 
@@ -266,7 +293,7 @@ def solve_rows(
     """Operator form of ``kernels.rows.solve``: ``values`` is ``[B, k]``."""
     lifted = labels, target_logits, target_log_reference
     rows = _rows(values, scale, alpha, log_reference, *lifted)
-    return row_kernels.solve(rows, distribution, solver=solver, bracket=bracket)
+    return row_kernels.solve(rows, distribution, solver=solver, bracket=bracket)[:9]
 
 
 @solve_rows.register_fake
@@ -417,6 +444,18 @@ class LiftTarget(torch.autograd.Function):
         return grad_rows.scatter_add_(1, labels[:, None], own), None
 
 
+class EagerLiftTarget(torch.autograd.Function):
+    """``LiftTarget`` for eager mode, which spends less time on itself."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        outputs = LiftTarget.forward(rows, labels)
+        LiftTarget.setup_context(ctx, (rows, labels), outputs)
+        return outputs
+
+    backward = LiftTarget.backward
+
+
 class FenchelYoung(torch.autograd.Function):
     """Loss for a lifted or distributed target, or the log-partition when there is none.
 
@@ -476,12 +515,58 @@ class FenchelYoung(torch.autograd.Function):
         return grad_values, None, None, None, grad_target, None, None, None, None
 
 
+class EagerFenchelYoung(torch.autograd.Function):
+    """``FenchelYoung`` of a lifted target on a CPU, in eager mode, without operators.
+
+    Forward keeps the posterior, as lists where it is sparse, and backward writes it out.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
+        values, _, alpha, *lifted, _, _, scale = inputs
+        solved, kept = row_kernels.solve_and_keep(_rows(values, scale, alpha, None, *lifted))
+        ctx.scale = scale
+        value, *rest, _ = solved  # the last, a gradient, is that of kernels on a GPU
+        ctx.mark_non_differentiable(*rest)
+        known = (solved.anchor, solved.level, solved.target_deficit)
+        ctx.save_for_backward(*inputs[:-1], *known, *kept)
+        return value, *rest
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        """As that of ``FenchelYoung``."""
+        needs = ctx.needs_input_grad
+        if needs[2] or needs[5] or torch.is_grad_enabled():
+            return _full_backward(ctx, grad)
+        values, _, alpha, labels, target_logits, *_ = ctx.saved_tensors
+        anchor, level, deficit, *kept = ctx.saved_tensors[8:]
+        weights = grad * ctx.scale if ctx.scale != 1.0 else grad
+        grad_values = None
+        if needs[0]:
+            rows = _rows(values, ctx.scale, alpha, None, labels)
+            grad_values = row_kernels.kept_posterior(rows, tuple(kept), anchor, level, weights)
+        grad_target = torch.where(grad == 0, 0.0, -grad * deficit).to(target_logits.dtype)
+        return grad_values, None, None, None, grad_target, None, None, None, None
+
+
+def is_on_cpu(tensor: Tensor) -> bool:
+    """Whether a call is for a CPU and plain: neither traced nor inside ``torch.func``."""
+    return (
+        tensor.device.type == "cpu"
+        and type(tensor) in (Tensor, torch.nn.Parameter)
+        and not dispatch.may_interpret
+        and not torch.compiler.is_compiling()
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and torch._C._len_torch_dispatch_stack() == 0
+    )
+
+
 def _full_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """Every gradient, in differentiable pieces: for second derivatives, reference and alpha."""
     (
         values, log_reference, alpha, labels, target_logits, target_log_reference, distribution,
         is_ignored, anchor, level, _,
-    ) = ctx.saved_tensors  # fmt: skip
+    ) = ctx.saved_tensors[:11]  # fmt: skip
     logits = values if ctx.scale == 1.0 else values * ctx.scale
     if is_ignored is not None:  # any finite row will do: its gradient is multiplied by zero
         logits = torch.where(is_ignored[:, None], 0.0, logits)
@@ -555,6 +640,8 @@ def _alpha_slope(p: Tensor, reference: Tensor | None, b: Tensor) -> Tensor:
 def lift_target(rows: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Rows ``[B, k]`` for ``value_of`` alone, and the target's entry of each, ``[B]``."""
     apply: Callable[..., tuple[Tensor, Tensor]] = LiftTarget.apply
+    if is_on_cpu(rows):
+        apply = EagerLiftTarget.apply
     return apply(rows, labels)
 
 
@@ -581,8 +668,11 @@ def value_of(
     ``lifted`` are labels, target logits and target log references, ``[B]`` each.
     """
     apply: Callable[..., tuple[Tensor, ...]] = FenchelYoung.apply
+    is_lifted = lifted[0] is not None and log_reference is None
+    if is_lifted and values.numel() and is_on_cpu(values):
+        apply = EagerFenchelYoung.apply
     outputs = apply(values, log_reference, alpha, *lifted, distribution, is_ignored, scale)
-    return Outcome._make(outputs)
+    return Outcome(*outputs)
 
 
 @torch.no_grad()
@@ -596,4 +686,4 @@ def solution_of(
 ) -> Outcome:
     """The solved rows, without gradients."""
     outputs = solve_rows(logits, log_reference, alpha, None, None, None, None, 1.0, solver, bracket)
-    return Outcome._make(outputs)
+    return Outcome(*outputs)

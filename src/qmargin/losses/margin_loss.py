@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from qmargin.errors import ConfigError, ShapeError
-from qmargin.losses import checks
+from qmargin.losses import checks, fused
 from qmargin.losses.divergences import (
     Alpha,
     Divergence,
@@ -16,8 +16,14 @@ from qmargin.losses.divergences import (
     generic_loss,
     solve_generic,
 )
-from qmargin.losses.functional import lift_target, value_of
-from qmargin.losses.margins import Margin, check_margin, register_learnable, warn_if_unreachable
+from qmargin.losses.functional import is_on_cpu, lift_target, value_of
+from qmargin.losses.margins import (
+    Margin,
+    check_margin,
+    closed_form,
+    register_learnable,
+    warn_if_unreachable,
+)
 
 Reduction = Literal["mean", "sum", "none"]
 REDUCTIONS = ("mean", "sum", "none")
@@ -60,6 +66,10 @@ def margin_loss_with_stats(
             statistics mean nothing.
         debug: Check labels and the range of the cosines on every device, which waits for it.
     """
+    settings = scale, norms, ignore_index, debug
+    found = _fused(cosines, labels, divergence, margin, *settings, "none", statistics=True)
+    if found is not None:
+        return LossOutput(*found)
     scale = checks.check_scale(scale)
     check_divergence(divergence)
     ignore_index = checks.check_ignore_index(ignore_index)
@@ -68,16 +78,17 @@ def margin_loss_with_stats(
     checks.check_label_tensor(labels, cosines, "cosines")
     if norms is not None:
         checks.check_norms(norms, labels)
-    shape, is_ignored = labels.shape, (labels == ignore_index).reshape(-1)
-    rows, labels = cosines.reshape(-1, cosines.shape[-1]), labels.reshape(-1)
-    labels = checks.checked_labels(torch.where(is_ignored, 0, labels), rows.shape[1], debug)
-    if debug:
-        checks.check_cosines(rows, is_ignored)
+    shape, rows, labels = labels.shape, cosines.reshape(-1, cosines.shape[-1]), labels.reshape(-1)
+    is_ignored, labels = _checked_rows(rows, labels, ignore_index, debug)
     rows, targets = lift_target(rows, labels)
-    # Ignored rows may hold anything, NaN included, and none of it may reach a gradient.
-    targets = torch.where(is_ignored, 0.0, targets)
-    norms = None if norms is None else torch.where(is_ignored, 1.0, norms.reshape(-1))
-    marked = torch.where(is_ignored, -1, labels)
+    marked = labels
+    if norms is not None:
+        norms = norms.reshape(-1)
+    if is_ignored is not None:
+        # Ignored rows may hold anything, NaN included, and none of it may reach a gradient.
+        targets = torch.where(is_ignored, 0.0, targets)
+        norms = None if norms is None else torch.where(is_ignored, 1.0, norms)
+        marked = torch.where(is_ignored, -1, labels)
     # One number per row is cheap in float64, and s * m can be far larger than what is left of it.
     term = margin(targets.double(), scale, labels=marked, norms=norms)
     if isinstance(divergence, Alpha):
@@ -88,7 +99,9 @@ def margin_loss_with_stats(
         output = LossOutput(solved.value, *stats)
     else:  # the generic solver needs full [B, k] matrices
         index = labels[:, None]
-        logits = torch.where(is_ignored[:, None], 0.0, rows.double() * scale)
+        logits = rows.double() * scale
+        if is_ignored is not None:
+            logits = torch.where(is_ignored[:, None], 0.0, logits)
         logits = logits.scatter(1, index, term.logits[:, None])
         reference = torch.zeros_like(logits).scatter(1, index, term.log_reference[:, None])
         one_hot = torch.zeros_like(logits).scatter(1, index, 1.0)
@@ -104,8 +117,65 @@ def margin_loss_with_stats(
         )
     if term.penalty is not None:
         output = output._replace(loss=output.loss + term.penalty.to(output.loss.dtype))
-    output = output._replace(loss=torch.where(is_ignored, 0.0, output.loss))
-    return LossOutput(*(part.reshape(shape) for part in output))
+    if is_ignored is not None:
+        output = output._replace(loss=torch.where(is_ignored, 0.0, output.loss))
+    return output if len(shape) == 1 else LossOutput(*(part.reshape(shape) for part in output))
+
+
+def _checked_rows(
+    rows: Tensor, labels: Tensor, ignore_index: int, debug: bool
+) -> tuple[Tensor | None, Tensor]:
+    """Which rows are ignored, None where a CPU sees none, and int64 labels that are classes."""
+    is_ignored = labels == ignore_index
+    if is_on_cpu(rows) and not bool(is_ignored.any()):
+        checks.check_labels(labels, rows.shape[1], debug)
+        if debug:
+            checks.check_cosines(rows, is_ignored)
+        return None, labels.long()
+    labels = checks.checked_labels(torch.where(is_ignored, 0, labels), rows.shape[1], debug)
+    if debug:
+        checks.check_cosines(rows, is_ignored)
+    return is_ignored, labels
+
+
+def _fused(
+    cosines: Tensor,
+    labels: Tensor,
+    divergence: Divergence,
+    margin: Margin,
+    scale: float,
+    norms: Tensor | None,
+    ignore_index: int,
+    debug: bool,
+    reduction: Reduction,
+    *,
+    statistics: bool = False,
+) -> tuple[Tensor, ...] | None:
+    """The loss by kernels alone, with statistics on request; None where they do not serve it."""
+    form = closed_form(margin)
+    if form is None or not isinstance(divergence, Alpha) or not isinstance(cosines, Tensor):
+        return None
+    scale = checks.check_scale(scale)
+    ignore_index = checks.check_ignore_index(ignore_index)
+    checks.check_classes(cosines, "cosines")
+    rows = cosines if cosines.dim() == 2 else cosines.reshape(-1, cosines.shape[-1])
+    if not fused.serves(rows, divergence, scale):
+        return None
+    checks.check_label_tensor(labels, cosines, "cosines")
+    if norms is not None:
+        checks.check_norms(norms, labels)
+    shape, labels = labels.shape, labels.reshape(-1)
+    if debug or labels.device.type == "cpu":
+        is_ignored = labels == ignore_index
+        checks.checked_labels(torch.where(is_ignored, 0, labels), rows.shape[1], debug)
+        if debug:
+            checks.check_cosines(rows, is_ignored)
+    b = divergence.alpha_minus_one
+    settings = fused.Settings(b, scale, form, ignore_index, reduction)
+    found = fused.loss_of(rows, labels, settings, statistics=statistics)
+    if found is None or len(shape) == 1 or reduction != "none":
+        return found
+    return tuple(part.reshape(shape) for part in found)
 
 
 def margin_loss(
@@ -120,6 +190,10 @@ def margin_loss(
     debug: bool = False,
 ) -> Tensor:
     """Loss of each row, ``[B]``; arguments as for ``margin_loss_with_stats``."""
+    settings = scale, norms, ignore_index, debug
+    found = _fused(cosines, labels, divergence, margin, *settings, "none")
+    if found is not None:
+        return found[0]
     return margin_loss_with_stats(
         cosines,
         labels,
@@ -223,6 +297,23 @@ class MarginLoss(nn.Module):
 
     def forward(self, cosines: Tensor, labels: Tensor, norms: Tensor | None = None) -> Tensor:
         """Mean or sum over the rows that are not ignored, or one loss per row ``[B]``."""
+        key, is_planned = None, norms is None and not self.debug and self.reduction != "none"
+        if is_planned and fused.may_plan(cosines):
+            kinds = id(self.divergence), id(self.margin), self.scale
+            key = fused.plan_key(cosines, labels, *kinds, self.reduction, self.ignore_index)
+            loss = fused.planned_loss(key, cosines, labels)
+            if loss is not None:
+                return loss
+        settings = self.scale, norms, self.ignore_index, self.debug, self.reduction
+        found = _fused(cosines, labels, self.divergence, self.margin, *settings)
+        if found is not None:
+            if key is not None and isinstance(self.divergence, Alpha):
+                form = closed_form(self.margin)
+                assert form is not None
+                b, ignored = self.divergence.alpha_minus_one, self.ignore_index
+                planned = fused.Settings(b, self.scale, form, ignored, self.reduction)
+                fused.remember(key, cosines, labels, planned, self.divergence, self.margin)
+            return found[0]
         loss = self.with_stats(cosines, labels, norms).loss
         if self.reduction == "none":
             return loss
@@ -234,6 +325,8 @@ class MarginLoss(nn.Module):
                 "or use reduction='none'"
             )
         count = (labels != self.ignore_index).sum()
+        if is_on_cpu(loss) and count == loss.numel():
+            return loss.mean()
         return loss.sum() / count.clamp_min(1) + 0.0 / count  # of no rows: NaN, zero gradients
 
     def extra_repr(self) -> str:

@@ -838,6 +838,60 @@ class ElasticMargin(StatefulMargin):
         return settings if self.seed is None else f"{settings}, seed={self.seed}"
 
 
+class ClosedForm(NamedTuple):
+    """Numbers of a margin that a kernel can apply.
+
+    ``theta_y = s (cos(arccos c + angle) - cosine)``, continued past ``pi - angle`` as in
+    ``AngularMargin``, and ``log q_y = -s prior``.
+    """
+
+    prior: float = 0.0
+    cosine: float = 0.0
+    angle: float = 0.0
+    is_straight: bool = False  # the gradient of the angle is left out
+
+    def term(self, cosines: Tensor, scale: float) -> TargetTerm:
+        """What the margin makes of cosines ``[B]``, differentiable."""
+        moved = cosines
+        if self.angle != 0.0:
+            gradient: Any = "straight_through" if self.is_straight else "exact"
+            moved = AngularMargin(self.angle, gradient).term(cosines, 1.0, None, None).logits
+        logits = scale * (moved - self.cosine)
+        return TargetTerm(logits, torch.full_like(logits, 0.0 - scale * self.prior))
+
+    def slope(self, cosines: Tensor, scale: float) -> Tensor:
+        """Derivative of the term's logits."""
+        is_finite = cosines.isfinite()
+        slope = torch.ones_like(cosines)
+        if self.angle != 0.0 and not self.is_straight:
+            inside = cosines.clamp(-1.0, 1.0)
+            sines = ((1.0 - inside) * (1.0 + inside)).sqrt().clamp_min(SMALLEST_SINE)
+            turned = math.cos(self.angle) + math.sin(self.angle) * inside / sines
+            slope = torch.where(inside > -math.cos(self.angle), turned, slope)
+            slope = torch.where(cosines.abs() > 1.0, 0.0, slope)
+        return torch.where(is_finite, scale * slope, 0.0)
+
+
+def closed_form(margin: Margin) -> ClosedForm | None:
+    """The numbers of a margin, None for one with tensors, with state or of another's making."""
+    kind = type(margin)  # exactly: a subclass may have another term
+    if kind is SumMargin:
+        assert isinstance(margin, SumMargin)
+        prior, geometric = closed_form(margin.prior), closed_form(margin.geometric)
+        return None if prior is None or geometric is None else geometric._replace(prior=prior.prior)
+    if kind not in (PriorMargin, CosineMargin, AngularMargin):
+        return None
+    assert isinstance(margin, PriorMargin | CosineMargin | AngularMargin)
+    number = margin.margin
+    if not isinstance(number, float):
+        return None
+    if isinstance(margin, AngularMargin):
+        return ClosedForm(angle=number, is_straight=margin.gradient == "straight_through")
+    return (
+        ClosedForm(prior=number) if isinstance(margin, PriorMargin) else ClosedForm(cosine=number)
+    )
+
+
 def check_margin(margin: Margin, num_classes: int | None = None) -> None:
     """Raise unless it is a margin, whose ``PerClass`` settings are as long as there are classes."""
     if isinstance(margin, type) or not (callable(margin) and hasattr(margin, "effective")):

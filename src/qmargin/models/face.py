@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from qmargin.errors import ConfigError, ShapeError
-from qmargin.models.layers import check_rates, check_sizes, no_autocast, run_blocks
+from qmargin.errors import ConfigError
+from qmargin.models.layers import SHAPE, check_rates, check_sizes, no_autocast, refuse, run_blocks
 from qmargin.registry import register_backbone
 
 IMAGE_SIZE = 112
@@ -24,13 +24,12 @@ FEATURE_SIZE = IMAGE_SIZE // 16  # after four halvings
 Shortcut = Literal["projection", "subsample"]
 
 
-def check_faces(images: Tensor) -> None:
-    """Refuse anything but images ``[B, 3, 112, 112]``."""
-    if images.dim() != 4 or images.shape[1:] != (3, IMAGE_SIZE, IMAGE_SIZE):
-        raise ShapeError(
-            f"images have shape {tuple(images.shape)}; this network takes "
-            f"[B, 3, {IMAGE_SIZE}, {IMAGE_SIZE}]"
-        )
+def check_faces(images: Tensor) -> Tensor | None:
+    """Refuse anything but images ``[B, 3, 112, 112]``, see ``refuse``."""
+    if images.dim() == 4 and images.shape[1:] == (3, IMAGE_SIZE, IMAGE_SIZE):
+        return None
+    wanted = f"this network takes [B, 3, {IMAGE_SIZE}, {IMAGE_SIZE}]"
+    return refuse(images, f"images have shape {SHAPE}; {wanted}")
 
 
 class ResidualBlock(nn.Module):
@@ -108,7 +107,8 @@ class IResNet(nn.Module):
                 nn.init.normal_(module.weight, 0.0, 0.1)
 
     def forward(self, images: Tensor) -> Tensor:
-        check_faces(images)
+        if (refused := check_faces(images)) is not None:
+            return refused
         out = self.prelu(self.bn1(self.conv1(images)))
         for stage in (self.layer1, self.layer2, self.layer3, self.layer4):
             out = run_blocks(stage, out, recompute=self.gradient_checkpointing)
@@ -215,7 +215,8 @@ class MobileFaceNet(nn.Module):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
     def forward(self, images: Tensor) -> Tensor:
-        check_faces(images)
+        if (refused := check_faces(images)) is not None:
+            return refused
         out = run_blocks(self.layers, images, recompute=self.gradient_checkpointing)
         with no_autocast(out.device.type):
             weight = next(self.conv_sep.parameters())
@@ -329,7 +330,8 @@ class VisionTransformer(nn.Module):
                     nn.init.zeros_(module.bias)
 
     def forward(self, images: Tensor) -> Tensor:
-        check_faces(images)
+        if (refused := check_faces(images)) is not None:
+            return refused
         tokens = self.patch_embed(images).flatten(2).transpose(1, 2) + self.pos_embed  # [B, 144, D]
         places: Tensor | None = None  # of the kept patches, [B, num_kept, D]
         if self.training and self.mask_ratio > 0.0:

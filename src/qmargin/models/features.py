@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from qmargin.errors import ConfigError, ShapeError
+from qmargin.errors import ConfigError
+from qmargin.models.layers import SHAPE, is_exporting, refuse
 
 WINDOWS = ("hamming", "povey", "hann", "rectangular")
 
@@ -172,22 +174,28 @@ class FilterBank(nn.Module):
 
     def forward(self, waveforms: Tensor) -> Tensor:
         """Features ``[B, frames, bins]`` of waveforms ``[B, T]`` in [-1, 1]."""
-        if waveforms.ndim != 2 or not waveforms.is_floating_point():
-            raise ShapeError(
-                f"waveforms have shape {list(waveforms.shape)} and {waveforms.dtype}; give "
-                "floating [B, T] in [-1, 1]"
-            )
-        if self.window.dtype not in (torch.float32, torch.float64):
-            raise ConfigError(
-                f"the filter bank was cast to {self.window.dtype}; keep it in float32, or the "
-                "logarithms lose their digits"
-            )
-        if _is_exporting():  # exported graphs have no autocast to switch off
+        if (refused := self.check(waveforms)) is not None:
+            return refused
+        if is_exporting():  # exported graphs have no autocast to switch off
             features = self._convolved(self._scaled(waveforms))
         else:
             with torch.autocast(waveforms.device.type, enabled=False):
                 features = self._transformed(self._scaled(waveforms))
         return subtract_mean(features) if self.subtract_mean else features
+
+    def check(self, waveforms: Tensor) -> Tensor | None:
+        """Refuse other tensors and waveforms shorter than a frame, see ``layers.refuse``."""
+        if waveforms.ndim != 2 or not waveforms.is_floating_point():
+            found = f"waveforms have shape {SHAPE} and {waveforms.dtype}"
+            return refuse(waveforms, f"{found}; give floating [B, T] in [-1, 1]")
+        if waveforms.shape[1] < self.frame_length:
+            found = f"waveforms have shape {SHAPE} and a frame has {self.frame_length} samples"
+            return refuse(waveforms, f"{found}; leave out or tile what is shorter")
+        if self.window.dtype not in (torch.float32, torch.float64):
+            found = f"the filter bank was cast to {self.window.dtype}"
+            remedy = "keep it in float32, or the logarithms lose their digits"
+            return refuse(waveforms, f"{found}; {remedy}", "config")
+        return None
 
     def _scaled(self, waveforms: Tensor) -> Tensor:
         wide = torch.float64 if waveforms.dtype == torch.float64 else torch.float32
@@ -204,20 +212,17 @@ class FilterBank(nn.Module):
         return self._logarithms((real + imaginary).transpose(1, 2))
 
     def _transformed(self, samples: Tensor) -> Tensor:
-        count = self.num_frames(samples.shape[1])
-        if count == 0:
-            raise ShapeError(
-                f"waveforms have {samples.shape[1]} samples and a frame has {self.frame_length}; "
-                "leave out or tile what is shorter"
-            )
-        if not len(samples):  # a transform of nothing is an error
+        frames = samples.unfold(1, self.frame_length, self.frame_shift)  # [B, frames, length]
+        rows, count = frames.shape[:2]
+        if rows == 0:  # a transform of nothing is an error
             return samples.new_zeros(0, count, self.num_bins)
-        frames = samples.unfold(1, self.frame_length, self.frame_shift)[:, :count]
-        if samples.device.type != "cpu":
-            return self._features(frames)
-        rows = frames.split(max(1, _BLOCK_FRAMES // count))
-        blocks = ([self._features(block) for block in row.split(_BLOCK_FRAMES, 1)] for row in rows)
-        return torch.cat([torch.cat(parts, dim=1) for parts in blocks])
+        if samples.device.type != "cpu" or torch.compiler.is_compiling():
+            return self._features(frames)  # a compiled loop would be one graph for each length
+        parts = frames.split(max(1, _BLOCK_FRAMES // count))
+        blocks = (
+            [self._features(block) for block in part.split(_BLOCK_FRAMES, 1)] for part in parts
+        )
+        return torch.cat([torch.cat(found, dim=1) for found in blocks])
 
     def _features(self, frames: Tensor) -> Tensor:
         # In Kaldi's order, frame by frame: removing the mean from the whole waveform at once, or
@@ -226,8 +231,8 @@ class FilterBank(nn.Module):
         firsts = centred[:, :, :1] - self.preemphasis * centred[:, :, :1]  # their own predecessors
         rest = torch.sub(centred[:, :, 1:], centred[:, :, :-1], alpha=self.preemphasis)
         windowed = torch.cat([firsts, rest], dim=2) * self.window.to(frames.dtype)
-        spectrum = torch.fft.rfft(windowed, n=self.fft_size)
-        return self._logarithms(spectrum.real.square() + spectrum.imag.square())
+        compute = _power_operator if torch.compiler.is_compiling() else power_spectrum
+        return self._logarithms(compute(windowed, self.fft_size))
 
     def _logarithms(self, power: Tensor) -> Tensor:
         return (power @ self.triangles.to(power.dtype)).clamp_min(FLOOR).log()
@@ -238,6 +243,33 @@ def subtract_mean(features: Tensor) -> Tensor:
     return features - features.mean(1, keepdim=True)
 
 
-def _is_exporting() -> bool:
-    is_exporting = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)
-    return bool(is_exporting()) or torch.onnx.is_in_onnx_export()
+def power_spectrum(frames: Tensor, fft_size: int) -> Tensor:
+    """Squared magnitudes ``[..., fft_size // 2 + 1]`` of the transforms of frames ``[..., n]``."""
+    spectrum: Tensor = torch.fft.rfft(frames, n=fft_size)
+    return spectrum.real.square() + spectrum.imag.square()
+
+
+@torch.library.custom_op("qmargin::power_spectrum", mutates_args=())
+def _power_operator(frames: Tensor, fft_size: int) -> Tensor:
+    """For compiled graphs, where complex numbers are slow and, before torch 2.7, lengths fixed."""
+    return power_spectrum(frames, fft_size)
+
+
+@_power_operator.register_fake
+def _(frames: Tensor, fft_size: int) -> Tensor:
+    return frames.new_empty(*frames.shape[:-1], fft_size // 2 + 1)
+
+
+def _save(ctx: Any, inputs: tuple[Tensor, int], output: Tensor) -> None:
+    frames, ctx.fft_size = inputs
+    ctx.save_for_backward(frames)
+
+
+def _power_gradient(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    (frames,) = ctx.saved_tensors
+    weighted = torch.fft.rfft(frames, n=ctx.fft_size) * gradient
+    slopes = torch.fft.ifft(weighted, n=ctx.fft_size, norm="forward").real  # of half the sum
+    return 2.0 * slopes[..., : frames.shape[-1]], None
+
+
+_power_operator.register_autograd(_power_gradient, setup_context=_save)

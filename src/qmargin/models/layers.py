@@ -1,16 +1,19 @@
-"""What networks share: checks of sizes, layers in full precision, recomputed activations."""
+"""What networks share: checks, layers in full precision, recomputed activations.
+
+All of it can be traced: ``torch.compile(backbone, fullgraph=True)`` makes one graph.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from qmargin.errors import ConfigError
+from qmargin.errors import ConfigError, ShapeError
 
 
 def check_sizes(**sizes: int) -> None:
@@ -27,11 +30,54 @@ def check_rates(**rates: float) -> None:
             raise ConfigError(f"{name} is {rate:g}; it must be in [0, 1)")
 
 
+SHAPE = "{shape}"  # in a message of ``refuse``: the shape of the inputs
+_ERRORS: dict[str, type[ShapeError | ConfigError]] = {"shape": ShapeError, "config": ConfigError}
+
+
+def refuse(inputs: Tensor, message: str, kind: Literal["shape", "config"] = "shape") -> Tensor:
+    """Raise a ``ShapeError`` or a ``ConfigError``, where a graph is compiled not before it runs.
+
+    The compiler would replace an error that is raised while it traces by one of its own. So the
+    caller returns the tensor that comes back, which makes a graph that does nothing but raise.
+    """
+    if not torch.compiler.is_dynamo_compiling() or is_exporting():
+        raise _error(inputs, message, kind)
+    refused: Tensor = _refused(inputs, message, kind)
+    return refused
+
+
+def _error(inputs: Tensor, message: str, kind: str) -> ShapeError | ConfigError:
+    return _ERRORS[kind](message.replace(SHAPE, str(tuple(inputs.shape))))
+
+
+@torch.library.custom_op("qmargin::refused", mutates_args=())
+def _refused(inputs: Tensor, message: str, kind: str) -> Tensor:
+    raise _error(inputs, message, kind)
+
+
+@_refused.register_fake
+def _(inputs: Tensor, message: str, kind: str) -> Tensor:
+    return torch.empty(0, device=inputs.device)
+
+
+def is_exporting() -> bool:
+    """Whether a graph is made for another runtime, not by ``torch.compile`` for this process."""
+    if torch.compiler.is_dynamo_compiling():
+        # until torch 2.11, the function torch.compiler.is_exporting says yes in every such graph
+        return bool(getattr(torch.compiler, "_is_exporting_flag", False))
+    return torch.compiler.is_compiling() or torch.onnx.is_in_onnx_export()
+
+
 def no_autocast(device_type: str) -> AbstractContextManager[Any]:
     """Switch autocast off; some devices, such as meta, have none to switch off."""
-    if torch.amp.is_autocast_available(device_type):
+    # What is compiled for has autocast, and the question itself breaks the graph before torch 2.12.
+    is_known = device_type != "meta" and torch.compiler.is_compiling()
+    if is_known or torch.amp.is_autocast_available(device_type):
         return torch.autocast(device_type, enabled=False)
     return nullcontext()
+
+
+_MOVES_STATISTICS_TWICE = torch.__version__ < "2.9"  # compared as a version
 
 
 def run_blocks(blocks: nn.Sequential, inputs: Tensor, *, recompute: bool) -> Tensor:
@@ -43,6 +89,12 @@ def run_blocks(blocks: nn.Sequential, inputs: Tensor, *, recompute: bool) -> Ten
     if not (recompute and torch.is_grad_enabled()):
         outputs: Tensor = blocks(inputs)
         return outputs
+    has_statistics = blocks.training and any(True for _ in blocks.buffers())
+    if torch.compiler.is_compiling() and has_statistics and _MOVES_STATISTICS_TWICE:
+        raise ConfigError(
+            "gradient_checkpointing moves the statistics of compiled batch norms twice before "
+            "torch 2.9; switch it or the compiler off, or update torch"
+        )
     for block in blocks:
         options: dict[str, Any] = {}
         if not torch.compiler.is_compiling():  # a compiled second pass has no side effects

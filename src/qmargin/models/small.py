@@ -5,20 +5,19 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qmargin.errors import ConfigError, ShapeError
-from qmargin.models.layers import check_sizes
+from qmargin.errors import ConfigError
+from qmargin.models.layers import SHAPE, check_sizes, refuse
 from qmargin.registry import register_backbone
 
 CELLS = 4  # of the last map, each way: where a stroke is matters as much as what it is
 CHANNELS_PER_GROUP = 16
 
 
-def _check_images(images: Tensor, in_channels: int) -> None:
-    if images.dim() != 4 or images.shape[1] != in_channels:
-        raise ShapeError(
-            f"inputs have shape {tuple(images.shape)}; this network takes images "
-            f"[B, {in_channels}, height, width]"
-        )
+def _check_images(images: Tensor, in_channels: int) -> Tensor | None:
+    if images.dim() == 4 and images.shape[1] == in_channels:
+        return None
+    wanted = f"this network takes images [B, {in_channels}, height, width]"
+    return refuse(images, f"inputs have shape {SHAPE}; {wanted}")
 
 
 @register_backbone("small_mlp")
@@ -38,10 +37,8 @@ class SmallMLP(nn.Module):
 
     def forward(self, vectors: Tensor) -> Tensor:
         if vectors.dim() != 2 or vectors.shape[1] != self.input_dim:
-            raise ShapeError(
-                f"inputs have shape {tuple(vectors.shape)}; this network takes "
-                f"[B, {self.input_dim}], set its option input_dim"
-            )
+            wanted = f"this network takes [B, {self.input_dim}], set its option input_dim"
+            return refuse(vectors, f"inputs have shape {SHAPE}; {wanted}")
         embeddings: Tensor = self.layers(vectors)
         return embeddings
 
@@ -65,7 +62,8 @@ class SmallConv(nn.Module):
         self.project = nn.Linear(in_channels, embedding_dim)
 
     def forward(self, images: Tensor) -> Tensor:
-        _check_images(images, self.in_channels)
+        if (refused := _check_images(images, self.in_channels)) is not None:
+            return refused
         embeddings: Tensor = self.project(self.layers(images).mean((2, 3)))
         return embeddings
 
@@ -83,7 +81,8 @@ class DrawingNet(nn.Module):
         self.norm = nn.BatchNorm1d(embedding_dim, affine=False) if norm else nn.Identity()
 
     def forward(self, images: Tensor) -> Tensor:
-        _check_images(images, self.in_channels)
+        if (refused := _check_images(images, self.in_channels)) is not None:
+            return refused
         maps = self.layers(images)
         if maps.shape[2:] != (CELLS, CELLS):
             maps = F.adaptive_avg_pool2d(maps, CELLS)

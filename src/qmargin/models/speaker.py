@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from qmargin.errors import ConfigError, ShapeError
 from qmargin.models.features import FilterBank
-from qmargin.models.layers import check_sizes, no_autocast
+from qmargin.models.layers import SHAPE, check_sizes, no_autocast, refuse
 from qmargin.registry import register_backbone
 
 LEAST_FRAMES = 9  # three halvings leave two frames, the fewest that have a deviation
@@ -39,18 +39,26 @@ class SpeakerInput(nn.Module):
             self.filter_bank = FilterBank(num_bins=num_bins, dither=dither, subtract_mean=True)
 
     def forward(self, inputs: Tensor) -> Tensor:
+        if (refused := self.check(inputs)) is not None:
+            return refused
         features = self.filter_bank(inputs) if inputs.dim() == 2 else inputs
-        if features.dim() != 3 or features.shape[2] != self.num_bins:
-            raise ShapeError(
-                f"inputs have shape {tuple(inputs.shape)}; this network takes waveforms "
-                f"[B, samples] or filter banks [B, frames, {self.num_bins}]"
-            )
-        if features.shape[1] < LEAST_FRAMES:
-            raise ShapeError(
-                f"inputs have shape {tuple(inputs.shape)}, which is {features.shape[1]} frames; "
-                f"at least {LEAST_FRAMES} are needed, repeat the recording"
-            )
         return features.transpose(1, 2)
+
+    def check(self, inputs: Tensor) -> Tensor | None:
+        """Refuse other shapes and short recordings, see ``layers.refuse``."""
+        least = LEAST_FRAMES
+        if inputs.dim() == 2:
+            if (refused := self.filter_bank.check(inputs)) is not None:
+                return refused
+            least = self.filter_bank.num_samples(LEAST_FRAMES)
+        elif inputs.dim() != 3 or inputs.shape[2] != self.num_bins:
+            wanted = f"waveforms [B, samples] or filter banks [B, frames, {self.num_bins}]"
+            return refuse(inputs, f"inputs have shape {SHAPE}; this network takes {wanted}")
+        if inputs.shape[1] >= least:
+            return None
+        samples = self.filter_bank.num_samples(LEAST_FRAMES)
+        wanted = f"at least {LEAST_FRAMES} frames ({samples:,} samples), repeat the recording"
+        return refuse(inputs, f"inputs have shape {SHAPE}; this network takes {wanted}")
 
 
 class StatisticsPooling(nn.Module):
@@ -212,7 +220,11 @@ class SpeakerResNet(nn.Module):
         self.seg_bn_1 = norm
 
     def forward(self, inputs: Tensor) -> Tensor:
-        out = self.bn1(self.conv1(self.frontend(inputs)[:, None])).relu()  # [B, width, bins, T]
+        if (refused := self.frontend.check(inputs)) is not None:
+            return refused
+        out = self.bn1(
+            self.conv1(self.frontend(inputs)[:, None].contiguous())
+        ).relu()  # [B, width, bins, T]
         for place in range(1, 5):
             out = self.get_submodule(f"layer{place}")(out)
         with no_autocast(out.device.type):
@@ -320,6 +332,8 @@ class EcapaTdnn(nn.Module):
         self.linear = nn.Linear(self.pool.output_dim, embedding_dim)
 
     def forward(self, inputs: Tensor) -> Tensor:
+        if (refused := self.frontend.check(inputs)) is not None:
+            return refused
         second = self.layer2(self.layer1(self.frontend(inputs)))
         third = self.layer3(second)
         outs = [second, third, self.layer4(third)]
@@ -449,8 +463,10 @@ class CamPlusPlus(nn.Module):
                     nn.init.zeros_(module.bias)
 
     def forward(self, inputs: Tensor) -> Tensor:
+        if (refused := self.frontend.check(inputs)) is not None:
+            return refused
         *layers, pool, dense = self.xvector
-        frames = self.head(self.frontend(inputs)[:, None]).flatten(1, 2)
+        frames = self.head(self.frontend(inputs)[:, None].contiguous()).flatten(1, 2)
         for layer in layers:
             frames = layer(frames)
         with no_autocast(frames.device.type):

@@ -38,6 +38,7 @@ from qmargin.training.recipe_files import to_yaml
 from qmargin.training.schedules import unreached
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+COMPILED_GRAPHS = 64  # of one backbone's code: sizes, modes, batches that differ
 LOADER_PATIENCE = 0.8  # of the ranks' timeout: who waits for data says so before the others do
 
 
@@ -315,9 +316,18 @@ def _load_optimizer_(optimizer: torch.optim.Optimizer, state: dict[str, Any]) ->
                 values[name] = torch.empty_like(weight.detach(), dtype=value.dtype).copy_(value)
 
 
+def _raise_compile_limit() -> None:
+    """Let a process compile a backbone in many sizes, as a search does; the limit is an error."""
+    import torch._dynamo.config as settings  # takes a second, which other runs do not spend
+
+    name = "recompile_limit" if hasattr(settings, "recompile_limit") else "cache_size_limit"
+    setattr(settings, name, max(COMPILED_GRAPHS, getattr(settings, name)))  # renamed in torch 2.7
+
+
 def _wrapped(recipe: Recipe, process: Process, backbone: nn.Module) -> nn.Module:
     if recipe.precision.compile:
-        backbone.compile()
+        _raise_compile_limit()
+        backbone.compile(fullgraph=True)  # inside the wrapper, in place: names of weights stay
     if process.world == 1:
         return backbone
     place = None if process.device.type == "cpu" else [process.device.index]

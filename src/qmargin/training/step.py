@@ -17,6 +17,7 @@ from torch import Tensor
 from qmargin.data.faces import normalised
 from qmargin.data.loader import Batch
 from qmargin.data.order import GlobalOrder, derived_seed
+from qmargin.errors import ConfigError
 from qmargin.training.distributed import all_agree, seed_everything, vote
 from qmargin.training.optim import clip_gradients_, stored_norm
 from qmargin.training.schedules import learning_rate, loss_settings
@@ -164,7 +165,25 @@ def _embed(session: Session, inputs: Tensor) -> tuple[Tensor, Exception | None]:
         with session.autocast():
             return session.model(inputs), None
     except Exception as error:
-        return torch.zeros(0, 1, device=device), error
+        return torch.zeros(0, 1, device=device), _explained(session, error)
+
+
+def _explained(session: Session, error: Exception) -> Exception:
+    """The error, or what to do about it if the compiler raised it."""
+    if not session.recipe.precision.compile:
+        return error
+    from torch._dynamo.exc import TorchDynamoException
+
+    if not isinstance(error, TorchDynamoException):
+        return error
+    lines = str(error).strip().splitlines() or [""]
+    explained = ConfigError(
+        f"precision.compile is true and {session.recipe.model.backbone} cannot be compiled into "
+        f"one graph ({type(error).__name__}: {lines[0]}); set precision.compile=false, or remove "
+        "what torch.compile(backbone, fullgraph=True) complains about"
+    )
+    explained.__cause__ = error
+    return explained
 
 
 def _update(session: Session, result: StepResult, loss: Tensor) -> StepResult:

@@ -384,7 +384,7 @@ def list_pairs(
         COARSE_STEPS if b <= 1.0 else 0, ROUNDING, BOUND_BLOCK, num_warps=8,
     )  # fmt: skip
     if reduce is not None:
-        floor = reduce(floor + slack) - slack
+        floor = reduce(floor)
         _count_listed[(num_rows,)](
             maxima, floor, slack, counts, num_groups, BOUND_BLOCK, num_warps=8
         )

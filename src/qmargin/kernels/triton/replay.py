@@ -1,0 +1,87 @@
+"""Launches that are repeated with other tensors of the same kind.
+
+Triton binds and classifies the arguments of every launch anew, which for a kernel of forty
+arguments takes longer than the launch itself. A recording keeps the compiled kernels and all
+arguments; a repeated launch replaces the addresses of the tensors, and nothing else. The caller
+vouches that shapes, strides, types and alignments are those of the recording.
+"""
+
+from __future__ import annotations
+
+import threading
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_thread = (
+    threading.local()
+)  # its recordings in progress: backward passes have a thread of their own
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+    """Launch a kernel; a recording that is open notes it."""
+    compiled = kernel[grid](*args, **options)
+    for recording in getattr(_thread, "recordings", ()):
+        recording.launches.append((compiled, grid, args))
+
+
+class Recording:
+    """Notes the launches inside a ``with`` block."""
+
+    def __init__(self) -> None:
+        self.launches: list[tuple[Any, tuple[int, ...], tuple[Any, ...]]] = []
+
+    def __enter__(self) -> Recording:
+        _thread.recordings = [*getattr(_thread, "recordings", ()), self]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        _thread.recordings.remove(self)
+
+    def between(self, *tensors: Tensor, fixed: tuple[Tensor, ...] = ()) -> Repeated | None:
+        """Return what repeats the launches between tensors in place of these.
+
+        ``fixed`` tensors stay where they are. None if a launch had a tensor that is none of them,
+        or where kernels are interpreted.
+        """
+        roles = {id(tensor): role for role, tensor in enumerate(tensors)}
+        stays = {id(tensor) for tensor in fixed}
+        bound = []
+        for compiled, grid, args in self.launches:
+            others = [(i, a) for i, a in enumerate(args) if isinstance(a, Tensor)]
+            found = [(i, roles.get(id(a))) for i, a in others if id(a) not in stays]
+            if any(role is None for _, role in found) or not _is_known(compiled):
+                return None
+            template = [a.data_ptr() if isinstance(a, Tensor) else a for a in args]
+            sizes = (*grid, 1, 1)[:3]
+            bound.append((compiled, sizes, template, found))
+        return Repeated(bound) if bound else None
+
+
+def _is_known(compiled: Any) -> bool:
+    """Whether a compiled kernel is launched as here: other versions of Triton may differ."""
+    if not all(hasattr(compiled, name) for name in ("run", "function", "packed_metadata")):
+        return False
+    names = list(signature(type(compiled.run).__call__).parameters)
+    return names[1:6] == ["gridX", "gridY", "gridZ", "stream", "function"]
+
+
+class Repeated:
+    """Launches of compiled kernels, to be repeated with other addresses."""
+
+    def __init__(self, launches: list[tuple[Any, ...]]) -> None:
+        self._launches = [
+            (compiled.run, sizes, compiled.function, compiled.packed_metadata, template, places)
+            for compiled, sizes, template, places in launches
+        ]
+
+    def __call__(self, device: int, *addresses: int) -> None:
+        """Launch on the current stream of a CUDA device, which has to be the current one."""
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        for run, sizes, function, metadata, template, places in self._launches:
+            args = template.copy()
+            for place, role in places:
+                args[place] = addresses[role]
+            run(*sizes, stream, function, metadata, None, None, None, *args)
