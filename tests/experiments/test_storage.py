@@ -1,6 +1,8 @@
 """Several processes share an experiment through an Optuna storage."""
 
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -54,6 +56,21 @@ def test_runs_of_a_process_that_was_killed_are_taken_over(tmp_path: Path, kind: 
     again = start(tmp_path / "out", SHARED, url, "grid")  # in the same folder
     assert again.communicate(timeout=240)[0].startswith("2 rows, 0 elsewhere")
     assert len(list(tmp_path.glob(f"out/runs/*/{RESULT}"))) == 4
+
+
+def test_tables_that_are_made_at_once(tmp_path: Path) -> None:
+    """Several openers of a new database each find tables missing that another has just made."""
+    storage.open_storage(url_of("sqlite", tmp_path))  # the imports
+    barrier = threading.Barrier(4)
+
+    def open_at_once(url: str) -> str:
+        barrier.wait(timeout=60)
+        return type(storage.open_storage(url)).__name__
+
+    with ThreadPoolExecutor(4) as pool:
+        for again in range(5):
+            url = f"sqlite:///{tmp_path}/at_once{again}.db"
+            assert list(pool.map(open_at_once, [url] * 4)) == ["RDBStorage"] * 4
 
 
 def test_a_folder_that_was_removed_is_trained_again(tmp_path: Path) -> None:

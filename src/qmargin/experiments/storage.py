@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import socket
 import threading
 import time
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 JOURNAL = "journal:"  # a file of Optuna's journal storage
 BEAT_S = 20.0
 STALE_S = 300.0  # without a heartbeat
+MAKING_S = 20.0  # until another process has made the tables of a database
 NAMING_S = 10.0  # until a trial says what it is of
 PRUNE_AFTER = 3  # complete runs; with fewer, none is pruned
 GRACE = 3  # no run is pruned in the first third of its steps: losses start differently
@@ -74,13 +76,7 @@ def open_storage(url: str) -> optuna.storages.BaseStorage:
         if url.startswith(("redis://", "rediss://")):
             with _quiet():
                 return journal.JournalStorage(journal.JournalRedisBackend(url))
-        import sqlalchemy.exc
-
-        seconds = {"connect_timeout": 10} if url.startswith("postgresql") else {}
-        try:
-            return optuna.storages.RDBStorage(url, engine_kwargs={"connect_args": seconds})
-        except sqlalchemy.exc.IntegrityError:  # another process has just made the tables
-            return optuna.storages.RDBStorage(url, engine_kwargs={"connect_args": seconds})
+        return _open_tables(url)
     except Exception as error:  # of whatever is behind the URL
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         message = (
@@ -88,6 +84,25 @@ def open_storage(url: str) -> optuna.storages.BaseStorage:
             "runs"
         )
         raise ConfigError(without_passwords(message)) from error
+
+
+def _open_tables(url: str) -> optuna.storages.BaseStorage:
+    """Storage in a database. Processes that make its tables at once stumble over each other."""
+    import optuna
+    import sqlalchemy.exc
+
+    seconds = {"connect_timeout": 10} if url.startswith("postgresql") else {}
+    give_up = time.monotonic() + MAKING_S
+    while True:
+        try:
+            return optuna.storages.RDBStorage(url, engine_kwargs={"connect_args": seconds})
+        except sqlalchemy.exc.DBAPIError as error:
+            made_elsewhere = isinstance(error, sqlalchemy.exc.IntegrityError) or any(
+                word in str(error.orig) for word in ("already exists", "locked")
+            )
+            if not made_elsewhere or time.monotonic() > give_up:
+                raise
+            time.sleep(random.uniform(0.01, 0.1))
 
 
 def load_study(url: str, name: str, measure: str, **options: Any) -> optuna.Study:
