@@ -21,7 +21,7 @@ from qmargin.cli.options import count, named_path
 from qmargin.evaluation.all_pairs import evaluate_all_pairs
 from qmargin.experiments.experiment import Experiment, Search
 from qmargin.experiments.measure import embed_dataset, load_backbone
-from qmargin.experiments.named import Setting, Size, get_experiment, loss_arm, stroke_recipe
+from qmargin.experiments.named import Setting, Size, drawn_recipe, get_experiment, loss_arm
 from qmargin.experiments.runner import Finished, RunOptions, complete
 from qmargin.experiments.worlds import Drawn
 from qmargin.training.checkpoint import CHECKPOINTS, list_steps
@@ -108,7 +108,7 @@ def experiment_of(data: Path, case: Case) -> Experiment:
         **COPIES[case.copies],
     )
     arms = {key: loss_arm(key, [setting]) for key, setting in LOSSES.items()}
-    recipe = stroke_recipe(size, lr=case.lr, dtype="bf16")
+    recipe = drawn_recipe(size, lr=case.lr, dtype="bf16")
     return replace(base, recipe=recipe, world=world, arms=arms, search=Search())
 
 

@@ -20,7 +20,7 @@ from qmargin.evaluation.all_pairs import evaluate_all_pairs, unit_rows
 from qmargin.evaluation.scoring import nearest_moments
 from qmargin.experiments.experiment import TITLES, Experiment, Search
 from qmargin.experiments.measure import embed_dataset, load_backbone
-from qmargin.experiments.named import Setting, Size, get_experiment, loss_arm, stroke_recipe
+from qmargin.experiments.named import Setting, Size, drawn_recipe, get_experiment, loss_arm
 from qmargin.experiments.runner import RunOptions, complete
 from qmargin.experiments.search import Tried
 from qmargin.experiments.worlds import Drawn, Made
@@ -111,7 +111,7 @@ def trained(experiment: Experiment, *settings: str, jobs: int = 2) -> list[Tried
 def on_strokes(case: str, arms: Mapping[str, Sequence[Setting]], **size: Any) -> Experiment:
     """Losses on stroke identities; two samples each stand for a million classes."""
     made = SIZES[case]._replace(**size)
-    recipe = stroke_recipe(made, data_seed=0 if case == CASE else None)
+    recipe = drawn_recipe(made, data_seed=0 if case == CASE else None)
     losses = {name: loss_arm(name, points) for name, points in arms.items()}
     return Experiment(case.replace(" ", "-"), recipe, losses, Made(500, 10), search=Search())
 
@@ -181,7 +181,7 @@ def run_batch_norm(arguments: argparse.Namespace) -> None:
         size = Size(
             epochs=BATCH_NORM_EPOCHS, batch_size=512, width=32, depth=1, batch_norm=batch_norm
         )
-        experiment = on_characters(arguments.data, stroke_recipe(size), num_variants=VARIANTS)
+        experiment = on_characters(arguments.data, drawn_recipe(size), num_variants=VARIANTS)
         for one in trained(replace(experiment, arms=arms)):
             cells = [TITLES[one.arm], "yes" if batch_norm else "no"]
             write_row([*cells, *rates(one, CHARACTER_MEASURES, 2)])

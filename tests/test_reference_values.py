@@ -25,7 +25,7 @@ from helpers.runs import losses as losses_of
 from helpers.runs import tiny_recipe
 from qmargin.evaluation.result import Result, read_result
 from qmargin.experiments.experiment import Experiment, Search, TestProtocol
-from qmargin.experiments.named import Size, grid_arms, stroke_recipe
+from qmargin.experiments.named import Size, drawn_recipe, grid_arms
 from qmargin.experiments.named.demo import DEMO_SETTINGS, demo_experiment
 from qmargin.experiments.run import NORMALISED, RESULT
 from qmargin.experiments.worlds import Made
@@ -112,7 +112,7 @@ def study_numbers(folder: Path) -> dict[str, float]:
     grid = {key: [(alpha, scale, m) for m in (0.1, 0.2)] for key in ("arcface", "q_margin")}
     experiment = Experiment(
         "reference",
-        stroke_recipe(size),
+        drawn_recipe(size),
         grid_arms(grid, sampled=False),
         Made(110, 4, 110, 4),
         "tiny strokes",

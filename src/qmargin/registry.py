@@ -266,6 +266,7 @@ experiments: Registry[Callable[..., Any]] = Registry("experiment", home="qmargin
 datasets.register("synthetic", "qmargin.data.synthetic:SyntheticIdentities")
 datasets.register("strokes", "qmargin.data.strokes:StrokeIdentities")
 datasets.register("people", "qmargin.data.people:People")
+datasets.register("voices", "qmargin.data.voices:open_voices")
 datasets.register("images", "qmargin.training.build:open_images")
 datasets.register("audio", "qmargin.data.speech:open_speech")
 

@@ -253,7 +253,10 @@ def test_recipes_are_listed_and_printed_as_they_would_run(capsys, tmp_path, monk
     monkeypatch.chdir(tmp_path)
     run("recipes")
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == list(list_recipes())
+    headings = [line for line in lines if line and not line.startswith(" ")]
+    assert headings[0].startswith("Start here") and lines[1].split()[0] == "faces_tiny"
+    names = [line.split()[0] for line in lines if line.startswith(" ")]
+    assert sorted(names) == sorted(list_recipes()) and len(headings) == 4
     assert any(line.endswith("on a CPU in a minute.") for line in lines)
     Path("debug").mkdir()  # a folder of that name is no recipe
     run("train", "debug", "--set", "loss.margin=0.3", "--set", "seed=3", "--print-recipe")

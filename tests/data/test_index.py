@@ -515,7 +515,7 @@ def test_a_recipe_says_where_and_keeps_its_hash(tmp_path: Path) -> None:
     speech = next(name for name in list_recipes() if get_recipe(name).data.kind == "audio")
     for name, kind in (("faces_r18_q_margin", "images"), (speech, "recordings")):
         recipe, root = get_recipe(name), write_files(tmp_path / kind, kind)
-        options = recipe.data.options if kind == "images" else {"min_seconds": 0.1}
+        options = {"size": 16} if kind == "images" else {"min_seconds": 0.1}
         recipe = replace(recipe, data=replace(recipe.data, path=str(root), options=options))
         moved = replace(recipe, data=replace(recipe.data, index_dir=str(places)))
         assert moved.sha256 == recipe.sha256

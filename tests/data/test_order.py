@@ -115,7 +115,7 @@ def test_an_epoch_is_one_pass(drop_last: bool, steps: int) -> None:
         (lambda: KeyedPermutation(3, 0, 0)[np.array([0.5])], "float64"),
         (lambda: GlobalOrder(10, seed=0, batch_size=0), "batch_size is 0"),
         (lambda: GlobalOrder(10, seed=0, batch_size=True), "batch_size is True"),
-        (lambda: GlobalOrder(10, seed=0, batch_size=11), "lower batch_size"),
+        (lambda: GlobalOrder(10, seed=0, batch_size=11), r"set data\.batch_size to at most 10"),
         (lambda: GlobalOrder(10, seed=0, batch_size=2).batch(-1), "step is -1"),
         (lambda: GlobalOrder(10, seed=0, batch_size=2).part(0, rank=3, world=3), "rank is 3 of 3"),
     ],

@@ -6,8 +6,13 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from qmargin.data.images import decode_image
 from qmargin.data.people import POPULATIONS, People
 from qmargin.errors import ConfigError
+from qmargin.evaluation.evaluate import EvaluationOptions
+from qmargin.evaluation.protocols.all_pairs import measure_pairs
+from qmargin.evaluation.result import read_result, write_result
+from qmargin.experiments.measure import Embedded, pair_samples
 from qmargin.experiments.worlds import Made
 from qmargin.training.build import build_dataset
 from qmargin.training.loop import train
@@ -15,8 +20,8 @@ from qmargin.training.recipe import DataPart, LossPart, ModelPart, OptimizerPart
 from qmargin.training.signals import StopRequest
 
 DIGESTS = {
-    64: "b73e85f3b7290f36",
-    112: "03947b21c89fd775",
+    64: "93e4be0cd1abdd8e",
+    112: "4f56a89e24ebc95d",
 }
 
 
@@ -112,7 +117,14 @@ def test_readings_are_moved_and_mirrored_by_their_seeds():
     ("given", "key"),
     [
         ({"num_classes": 0}, "num_classes"),
+        ({"num_classes": -3}, "num_classes"),
+        ({"samples_per_class": 0}, "samples_per_class"),
         ({"size": 8}, "size"),
+        ({"size": 66}, r"size is 66; it must be a multiple of 4.* 64 or 68"),
+        ({"difficulty": -0.5}, "difficulty"),
+        ({"outliers": 2.0}, "outliers"),
+        ({"splits": -1.0}, "splits"),
+        ({"flips": 0.1, "num_classes": 1}, "give 2 or more"),
         ({"split": "dev"}, "split"),
         ({"flips": 1.2}, "flips"),
         ({"merges": -0.1}, "merges"),
@@ -124,6 +136,17 @@ def test_readings_are_moved_and_mirrored_by_their_seeds():
 def test_what_cannot_be_drawn_is_refused(given, key):
     with pytest.raises(ConfigError, match=key):
         People(**{"num_classes": 10, "samples_per_class": 2, **given})
+
+
+def test_a_written_folder_has_every_portrait(tmp_path):
+    people = People(30, 2, size=32, count_spread=0.9, split="test")
+    people.write(tmp_path / "faces")
+    files = sorted(path.relative_to(tmp_path / "faces") for path in tmp_path.rglob("*.png"))
+    names = [people.sample_id(index) for index in range(len(people))]
+    assert [str(file.with_suffix("")) for file in files] == sorted(names)
+    for index in (0, len(people) - 1):
+        written = decode_image((tmp_path / "faces" / f"{names[index]}.png").read_bytes())
+        np.testing.assert_array_equal(written, people.images(np.array([index]))[0])
 
 
 def test_a_recipe_trains_on_people(tmp_path):
@@ -144,3 +167,44 @@ def test_a_recipe_trains_on_people(tmp_path):
     np.testing.assert_array_equal(kept.read(63, 0)[0], People(8, 8, 32).read(63, 0)[0])
     outcome = train(recipe, tmp_path / "run", device="cpu")
     assert outcome.step == outcome.total_steps == 8 and np.isfinite(outcome.loss)
+
+
+def test_lists_of_pairs_are_within_families_populations_and_qualities():
+    people = People(3000, 2, split="test")
+    rows = np.arange(0, 6000, 3)
+    lists = people.pair_lists(rows)
+    np.testing.assert_array_equal(lists["within a family"], people.families(rows // 2))
+    np.testing.assert_array_equal(lists["within a population"], people.populations(rows // 2))
+    quality = people.qualities(rows)
+    for name, side in (("low", quality.argmin()), ("high", quality.argmax())):
+        chosen = lists[f"both of {name} quality"]
+        assert set(chosen.tolist()) == {0, -1} and chosen[side] == 0
+        assert 0.2 < (chosen == 0).mean() < 0.3  # a quarter of Beta(5, 2)
+
+
+def test_a_result_has_the_lists_of_people(tmp_path):
+    dataset = People(120, 3, 32, split="test")
+    embedded = Embedded(
+        np.random.default_rng(0).normal(size=(360, 8)).astype(np.float32),
+        dataset.labels,
+        np.arange(360),
+        0,
+    )
+    options = EvaluationOptions(fars=(0.1,), num_replicates=0)
+    result = measure_pairs(pair_samples(embedded, dataset, "people"), options)
+    write_result(tmp_path / "result.json", result)
+    audit = read_result(tmp_path / "result.json").groups
+    assert audit is not None and audit.far_target == 0.1
+    rows = {row.group: row for row in audit.rows}
+    families = dataset.families(np.arange(120))
+    related = np.unique(families[families >= 0], return_counts=True)[1]
+    assert rows["within a family"].num_impostors == 9 * (related * (related - 1) // 2).sum()
+    assert rows["within a family"].num_genuine == 3 * related.sum()
+    assert rows["within a population"].num_genuine == 360
+    worlds = (People(2, 3, 32, seed=seed) for seed in range(100))
+    few = next(one for one in worlds if one.families(np.arange(2)).max() < 0)  # no relatives
+    part = Embedded(embedded.matrix[:6], few.labels, np.arange(6), 0)
+    alone = measure_pairs(pair_samples(part, few, "people"), EvaluationOptions(fars=(0.5,)))
+    assert alone.groups is not None
+    row = alone.groups.rows[0]
+    assert (row.fmr, row.status) == (None, "not measurable") and "no trials" in (row.note or "")

@@ -1,6 +1,7 @@
 """Chunks of speech: cut, sped up, augmented from a seed; rooms as physics has them."""
 
 import math
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -29,7 +30,7 @@ from qmargin.data.speech import (
     room_response,
     tiled,
 )
-from qmargin.errors import ConfigError, CorruptSample, DataError
+from qmargin.errors import BackendError, ConfigError, CorruptSample, DataError
 from qmargin.models.features import FilterBank, subtract_mean
 
 
@@ -395,3 +396,9 @@ def test_numbered_rooms_are_simulated_once() -> None:
     assert len({id(response) for response in drawn}) == 3
     again = RoomSimulator(reverberation_s=(0.15, 0.16), num_rooms=3)
     np.testing.assert_array_equal(again.draw(np.random.default_rng(7)), drawn[7])
+
+
+def test_without_soundfile_nothing_is_opened(tmp_path, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "soundfile", None)
+    with pytest.raises(BackendError, match="pip install soundfile"):
+        open_speech(tmp_path / "not even looked for")

@@ -109,6 +109,9 @@ def test_a_folder_of_voices_is_read_as_speech(tmp_path):
         ({"difficulty": -1.0}, "difficulty"),
         ({"shortest": 5.0, "longest": 4.0}, "5.0"),
         ({"longest": 90.0}, "90.0"),
+        ({"shortest": 0.1}, "0.1"),
+        ({"samples_per_class": 0}, "samples_per_class"),
+        ({"in_memory": True, "num_classes": 1_000_000}, "set in_memory to false"),
     ],
 )
 def test_what_cannot_be_spoken_is_refused(given, key):

@@ -494,3 +494,37 @@ def test_identities_are_first_folders_or_those_of_a_mapping():
     ):
         with pytest.raises(DataError, match=message):
             identities_of(keys, mapping)
+
+
+@pytest.mark.parametrize("is_normalised", [False, True])
+@pytest.mark.parametrize("kind", ["smooth", "duplicates", "separate"])
+def test_lists_have_the_rates_of_their_pairs_at_the_common_threshold(
+    kind, is_normalised, monkeypatch
+):
+    monkeypatch.setattr(all_pairs, "LIST_BLOCK", 7)
+    rows, subjects = case(kind)
+    labels = np.unique(subjects, return_inverse=True)[1]
+    rng = np.random.default_rng(1)
+    moments = None
+    if is_normalised:
+        moments = Moments(rng.normal(size=len(rows)) * 0.1, 0.1 + rng.random(len(rows)))
+    numbers = labels // 3 - 1  # some are in no list
+    names = tuple(f"{label:03d}" for label in range(labels.max() + 1))
+    lists = {"near": numbers, "nobody": np.full(len(rows), -1)}
+    samples = all_pairs.PairSamples(rows, labels, names, str, "", lists)
+    options = EvaluationOptions(fars=(0.05,), num_replicates=0)
+    result = all_pairs.measure_pairs(samples, options, moments=moments)
+    near, nobody = result.groups.rows
+    first, second = np.triu_indices(len(rows), k=1)
+    norm = None if moments is None else pair_counts.PairNorm.of(moments)
+    scores = pair_counts.exact_scores(unit_rows(rows), first, second, norm)
+    is_in = (numbers[first] == numbers[second]) & (numbers[first] >= 0)
+    is_same, accepted = labels[first] == labels[second], scores >= result.groups.threshold
+    assert near.num_impostors == (is_in & ~is_same).sum() > 0
+    assert near.fmr == accepted[is_in & ~is_same].mean()
+    assert near.fnmr == (~accepted)[is_in & is_same].mean()
+    assert (nobody.fmr, nobody.num_genuine, nobody.status) == (None, 0, "not measurable")
+    whole = dataclasses.replace(samples, lists={"all": np.zeros(len(rows), np.int64)})
+    row = all_pairs.measure_pairs(whole, options, moments=moments).groups.rows[0]
+    assert row.fmr == result.measures.tar[0].far
+    assert row.fnmr == pytest.approx(1.0 - result.measures.tar[0].tar, abs=1e-12)

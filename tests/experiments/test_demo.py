@@ -18,10 +18,13 @@ from qmargin.experiments.named.demo import find_size, fitted
 from qmargin.experiments.runner import RECORD, Finished
 from qmargin.training import dry_run
 
+TINY_PEOPLE = TINY_DEMO._replace(kind="people")
+
 
 @pytest.fixture(autouse=True)
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(named.SIZES, "cpu", TINY_DEMO)
+    monkeypatch.setitem(named.PEOPLE_SIZES, "cpu", TINY_PEOPLE)
     monkeypatch.setattr(demo, "seconds_per_step", lambda size, device: 0.001)
     monkeypatch.setattr(tables, "has_matplotlib", lambda: False)  # figures take seconds
 
@@ -47,9 +50,9 @@ def test_a_demo_trains_tests_and_reports(
     assert said.endswith(f"report: {page}\nfile://{page}\n")
     html = page.read_text(encoding="utf-8")
     assert "data:image/jpeg" in html  # the hardest pairs as pictures
-    assert "synthetic stroke identities, seed 1" in html
+    assert "synthetic people, seed 1" in html
     assert "2 losses, 2 seeds, 1 epoch, on cpu" in said and "synthetic" in said
-    assert "[4/4] Q-Margin" in said and "TAR % at 0.001" in said and said.count("+-") >= 6
+    assert "[4/4] Q-Margin" in said and "TAR % at 0.1 %" in said and said.count("+-") >= 6
     (path,) = tmp_path.glob("runs/q_margin-seed0-*/result.json")
     result = read_result(path)
     assert result.protocol.num_impostors == 40 * 39 // 2 * 16
@@ -61,11 +64,17 @@ def test_a_demo_trains_tests_and_reports(
     assert "4 runs, 4 of them complete" in capsys.readouterr().out
     repeats = tables.repeats_of(finished.paths["result.json"], "x")
     (line,) = tables.verdict(repeats, [1e-2], bold="**{}**")
-    assert (
-        line.startswith("At FAR 0.01, Q-Margin **") and " CosFace, the best of the others" in line
-    )
+    assert line.startswith("At FAR 1 %, Q-Margin **") and " CosFace, the best of the others" in line
     one_loss = tables.repeats_of(finished.paths["result.json"][::2], "x")
     assert tables.verdict(one_loss, [1e-2]) == []
+
+
+def test_strokes_are_another_world(tmp_path: Path) -> None:
+    finished = run_demo(tmp_path, "cosface", world="strokes")
+    assert finished.experiment.title == "synthetic stroke identities"
+    assert finished.experiment.recipe.data.kind == "strokes"
+    with pytest.raises(ConfigError, match="holds another experiment"):
+        run_demo(tmp_path, "cosface")
 
 
 def test_the_length_is_decided_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,13 +82,13 @@ def test_the_length_is_decided_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     run_demo(tmp_path, "cosface", minutes=2.0)
     monkeypatch.setattr(demo, "seconds_per_step", lambda size, device: 1e3)
     for minutes in (None, 2.0):
-        size, planned = find_size(tmp_path, "cpu", minutes, None)
+        size, planned = find_size(tmp_path, TINY_PEOPLE, "cpu", minutes, None)
         assert (size.epochs, planned) == (2, 2.0)
     with pytest.raises(ConfigError, match="--minutes is 3"):
-        find_size(tmp_path, "cpu", 3.0, None)
+        find_size(tmp_path, TINY_PEOPLE, "cpu", 3.0, None)
     (tmp_path / RECORD).write_text("{}")
     with pytest.raises(DataError, match=RECORD):
-        find_size(tmp_path, "cpu", None, None)
+        find_size(tmp_path, TINY_PEOPLE, "cpu", None, None)
 
 
 def test_time_buys_epochs_only_where_it_is_asked_to() -> None:
@@ -107,7 +116,7 @@ def test_the_length_is_that_of_the_fastest_step(monkeypatch: pytest.MonkeyPatch)
 def test_a_demo_that_was_shortened_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(named.SIZES, "cpu", TINY_DEMO._replace(epochs=3))
+    monkeypatch.setitem(named.PEOPLE_SIZES, "cpu", TINY_PEOPLE._replace(epochs=3))
     monkeypatch.setattr(demo, "seconds_per_step", lambda size, device: 1e3)
     assert main(["demo", f"--out={tmp_path}", "--device=cpu", "--losses", "cosface"]) == 0
     said = capsys.readouterr().out
@@ -142,6 +151,7 @@ def test_pictures_of_a_path_and_that_they_have_changed(
         ({"losses": ("qmargin",)}, "did you mean 'q_margin'"),
         ({"losses": ("arcface", "arcface")}, "name each one once"),
         ({"seeds": 0}, "seeds is 0"),
+        ({"world": "planets"}, "world is 'planets'; give one of people, strokes"),
         ({"minutes": 0.0}, "minutes is 0"),
         ({"minutes": float("nan")}, "minutes is nan"),
         ({"device": "cuda"}, "torch finds no GPU"),

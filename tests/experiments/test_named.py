@@ -11,13 +11,21 @@ from qmargin.cli.paper import EXPERIMENTS
 from qmargin.experiments.named import get_experiment, list_experiments, setting_point
 from qmargin.experiments.named.demo import DEMO_GRID, DEMO_SETTINGS, demo_experiment
 from qmargin.experiments.tables import edges_of
+from qmargin.report.numbers import rate_text
 from qmargin.report.paper_layouts import FACE_ROWS, SEEDS_ROW, SPEAKER_ROWS, Setting
 
 ROOT = Path(__file__).parents[2]
 MADE = ("demo", "demo-search", "strokes-10k", "strokes-1m")
 
 
-@pytest.mark.parametrize("name", [name for name in list_experiments() if "paper-" not in name])
+@pytest.mark.parametrize(
+    "name",
+    [
+        name
+        for name in list_experiments()
+        if "paper-" not in name and name != "people-growth"  # one loss, more and more people
+    ],
+)
 def test_every_loss_gets_the_same_effort(tmp_path: Path, name: str) -> None:
     experiment = get_experiment(name, data=None if name in MADE else tmp_path)
     arms = {key: arm for key, arm in experiment.arms.items() if arm.like is None}
@@ -30,6 +38,18 @@ def test_every_loss_gets_the_same_effort(tmp_path: Path, name: str) -> None:
     recipe = experiment.recipe
     if name.startswith("strokes"):  # of the size of a GPU
         assert recipe.precision.dtype == "bf16" and recipe.model.options["batch_norm"] is True
+
+
+def test_more_people_are_seen_by_the_same_loss_for_the_same_number_of_samples() -> None:
+    experiment = get_experiment("people-growth")
+    recipes = [experiment.arm_recipe(key) for key in experiment.arms]
+    assert len({recipe.loss for recipe in recipes}) == 1 and recipes[0].loss.margin == 0
+    numbers = [recipe.data.num_classes for recipe in recipes]
+    assert numbers == sorted(set(numbers))
+    assert (
+        len({recipe.run.epochs * number for recipe, number in zip(recipes, numbers, strict=True)})
+        == 1
+    )
 
 
 @pytest.mark.parametrize(
@@ -112,11 +132,13 @@ def test_the_readme_says_what_the_pages_found() -> None:
             (target,) = re.findall(r"\((.*?)\)", data)
             found = tables_in((ROOT / target).read_text())
         power = "10⁻" + "⁰¹²³⁴⁵⁶"[int(far.removeprefix("1e-"))]
-        place = next(n for n, head in enumerate(found[0][0]) if head.endswith(power))
+        names = (power, rate_text(float(far)))
+        place = next(n for n, head in enumerate(found[0][0]) if head.endswith(names))
         tars = {row[0]: row[place] for row in found[0][1:]}
         assert dict(zip(heads[2:-2], cells, strict=True)) == tars
         minus = next(table for table in found if table[0][0] == "Q-Margin minus")
-        place, compared = minus[0].index(f"at {power}"), {"ahead": [], "behind": []}
+        place = next(n for n, head in enumerate(minus[0]) if head.endswith(names))
+        compared: dict[str, list[str]] = {"ahead": [], "behind": []}
         for row in minus[1:]:
             bounds = re.findall(r"[+\u2212][0-9.]+", row[place])[1:]
             low, high = (float(text.replace("\u2212", "-")) for text in bounds)

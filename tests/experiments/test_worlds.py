@@ -16,7 +16,7 @@ from qmargin.data.drawings import Drawings, variants_of
 from qmargin.data.strokes import StrokeIdentities
 from qmargin.data.synthetic import SyntheticIdentities
 from qmargin.errors import ConfigError, DataError
-from qmargin.experiments.named import Size, get_experiment, stroke_recipe
+from qmargin.experiments.named import Size, drawn_recipe, get_experiment
 from qmargin.experiments.pictures import StoredPictures, read_pictures
 from qmargin.experiments.worlds import (
     SHIFT,
@@ -33,15 +33,20 @@ from qmargin.experiments.worlds import (
 )
 from qmargin.recipes import get_recipe
 from qmargin.training.build import build_dataset
+from qmargin.training.recipe import Recipe
 from qmargin.training.recipe_files import apply_settings
 from qmargin.training.signals import SIGNALS, Interrupted, StopRequest
 
 SIZE = Size(num_classes=12, samples_per_class=8, epochs=2, batch_size=8, width=4, depth=0)
-RECIPE = stroke_recipe(SIZE)
+RECIPE = drawn_recipe(SIZE)
 
 
 def names_of(dataset: Drawings) -> set[str]:
     return {dataset.sample_id(row).split("/")[0] for row in range(len(dataset))}
+
+
+def small_faces() -> Recipe:
+    return apply_settings(get_recipe("faces_r18_arcface"), ["data.options.size=16"])
 
 
 def stored_npz(folder: Path, **changes: object) -> str:
@@ -259,7 +264,7 @@ def test_stored_pictures_are_held_out_by_identity(tmp_path: Path) -> None:
         images = [jpeg(number) for number in range(len(labels))]
         write_folder(tmp_path / part, images, [n + 100 * (part == "test") for n in labels])
     world = Stored(str(tmp_path / "train"), str(tmp_path / "test"), 0.25).opened()
-    recipe = world.adapt(get_recipe("faces_r18_arcface"), is_search=True)
+    recipe = world.adapt(small_faces(), is_search=True)
     train = world.train(recipe, is_search=True)
     validation = world.measured(recipe, is_search=True)
     assert train is not None and (len(train), train.num_classes) == (18, 6)
@@ -282,7 +287,7 @@ def test_stored_pictures_are_held_out_by_identity(tmp_path: Path) -> None:
 def test_identities_without_names_are_not_compared(tmp_path: Path) -> None:
     paths = [write_manifest(tmp_path / p, [jpeg(n) for n in range(4)], [0, 0, 1, 1]) for p in "ab"]
     world = Stored(str(paths[0]), str(paths[1])).opened()
-    recipe = world.adapt(get_recipe("faces_r18_arcface"), is_search=False)
+    recipe = world.adapt(small_faces(), is_search=False)
     assert "not checked" in world.check(recipe)
     with pytest.raises(DataError, match="2 identities are in"):
         replace(world, test_path=world.train_path).check(recipe)
@@ -322,12 +327,12 @@ def test_validation_data_may_have_a_place_of_their_own() -> None:
 
 def test_worlds_refuse_recipes_of_other_data(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"data\.kind is 'images'"):
-        Made().adapt(get_recipe("faces_r18_arcface"), is_search=False)
+        Made().adapt(small_faces(), is_search=False)
     with pytest.raises(ConfigError, match="makes its own data"):
         Stored(str(tmp_path), str(tmp_path)).adapt(get_recipe("debug"), is_search=False)
     with pytest.raises(DataError, match=r"data\.test is .*missing"):
         Stored(str(tmp_path), str(tmp_path / "missing")).opened()
     few = write_folder(tmp_path / "few", [jpeg(n) for n in range(3)], [0, 1, 2])
-    recipe = apply_settings(get_recipe("faces_r18_arcface"), [f"data.path={few}"])
+    recipe = apply_settings(small_faces(), [f"data.path={few}"])
     with pytest.raises(DataError, match="has 3 identities"):
         Stored(str(few), None, 0.9).train(recipe, is_search=True)

@@ -166,7 +166,7 @@ def test_an_arm_takes_a_loss_as_recipes_write_it(
     ("changes", "message"),
     [
         ({"arm": {}}, "did you mean 'arms'"),
-        ({"recipe": "faces_r19"}, "did you mean 'faces_r18"),
+        ({"recipe": "faces_r19_arcface"}, "did you mean 'faces_r18_arcface"),
         ({"arms": {}}, "arms is empty"),
         ({"arms": {"cosfase": None}}, "did you mean 'cosface'"),
         ({"arms": {"cosfase": {"scale": [8, 16]}}}, "arms.cosfase: .*did you mean 'cosface'"),
@@ -212,7 +212,7 @@ def test_data_that_cannot_be_used_is_refused_before_training(tmp_path: Path) -> 
         ({"data": {"train": "train", "test": "train"}}, "identities are in .*such as 'person0'"),
         ({"data": {"train": "train", "test": "gone"}}, "data.test is .*gone"),
         ({"protocol": {"far": [1e-6]}}, "protocol.far has 1e-06 .* 96 impostor pairs"),
-        ({"data": {"train": "train", "test": "one"}}, "0 of two"),
+        ({"data": {"train": "train", "test": "one"}}, "one has 1 identity; give at least 2"),
         ({"search": {"measure": "tar@1e-6"}}, "the measure is 'tar@1e-6'"),
     ):
         path, out = write(tmp_path, {**FACES, **changes}), tmp_path / "out"

@@ -40,7 +40,8 @@ def check(values, scale, b, target, *, capacity=fused.CAPACITY):
     torch.testing.assert_close(got.value.double(), want.value, rtol=6e-7, atol=1e-9)
     torch.testing.assert_close(got.tau.double(), want.tau, rtol=1e-6, atol=1e-6)
     # in a wide row a class at the very edge may be counted either way: tau is rounded
-    edge = 1e-5 * values.shape[1]
+    num_classes = values.shape[1]
+    edge = math.ceil(1e-5 * num_classes) if num_classes > 10_000 else 0
     assert (got.support_size - want.support_size).abs().max() <= edge
     assert got.mass_error.max() < 1e-6
     weights = torch.rand(len(values), device=DEVICE) + 0.5

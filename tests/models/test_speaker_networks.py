@@ -102,6 +102,17 @@ def test_sizes_and_names_are_those_of_published_networks(name, options, count, n
     assert not [key for key in network.state_dict() if key.startswith("frontend")]
 
 
+def test_the_channels_an_ecapa_pools_are_an_option():
+    torch.manual_seed(0)
+    network = EcapaTdnn(8, width=16, mixed=24).eval()
+    pooled = []
+    network.pool.register_forward_pre_hook(lambda _, inputs: pooled.append(inputs[0].shape[1]))
+    assert network(torch.randn(2, 30, 80)).shape == (2, 8)
+    assert pooled == [24] and network.linear.in_features == 2 * 24
+    with pytest.raises(ConfigError, match="mixed is 0"):
+        EcapaTdnn(8, width=16, mixed=0)
+
+
 @pytest.mark.parametrize("name", SMALL)
 def test_gradients_reach_every_parameter_under_autocast_too(name):
     torch.manual_seed(0)

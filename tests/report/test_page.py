@@ -10,13 +10,15 @@ from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
+from PIL import Image
 from scipy.special import ndtri
 
 from helpers.results import FARS, HOSTILE, hostile_result, some_run, synthetic_result, write_results
 from qmargin.errors import ConfigError, DataError
-from qmargin.evaluation.result import Det, Histogram, Value
+from qmargin.evaluation.result import Det, HardPair, Histogram, Value
 from qmargin.report import ReportOptions, write, write_report
 from qmargin.report.journal import MOST_POINTS, Journal, read_journal
+from qmargin.report.media import MediaFolder
 from qmargin.report.numbers import LONGEST_NAME, LONGEST_TEXT, cleaned
 from qmargin.report.page import _environment, render_page
 from qmargin.report.plots import (
@@ -30,10 +32,11 @@ from qmargin.report.plots import (
     support_chart,
 )
 from qmargin.report.systems import arrange, paired_differences
+from qmargin.report.tables import tar_table
 
 JOURNAL = Journal("journal", (0.0, 10.0), (900.0, 30.0), (5000.0, 700.0), 2, 2_059_906)
-SECTIONS = ["verdict", "data", "det", "scores", "points", "pairs"]
-SECTIONS += ["groups", "hardest", "sparsity", "calibration", "protocol"]
+SECTIONS = ["world", "verdict", "data", "det", "scores", "points", "pairs"]
+SECTIONS += ["groups", "hardest", "sparsity", "calibration", "next", "protocol"]
 PLAIN = ReportOptions(has_figures=False)
 
 
@@ -85,7 +88,7 @@ def test_training_runs_share_a_drawing():
     section = page_of(synthetic_result(), journals=[JOURNAL, other]).partition('id="sparsity"')[2]
     assert section.count('class="plot"') == 1
     assert "5,000 (0.243 %)" in section  # of 2,059,906
-    assert all(f"c{colour} support-mean" in section for colour in (0, 1))
+    assert all(f"c{colour} dash{colour} support-mean" in section for colour in (0, 1))
 
 
 def test_verdict_has_all_five_numbers(page):
@@ -93,8 +96,109 @@ def test_verdict_has_all_five_numbers(page):
     point = synthetic_result("A", separation=5.4).measures.tar[1]
     assert f"{100 * point.tar:.2f} %" in verdict
     assert f"{100 * point.interval[0]:.2f} to {100 * point.interval[1]:.2f} %" in verdict
-    for words in ("achieved FAR", "false accepts, 200 allowed", "threshold", "10⁻³"):
+    for words in ("achieved FAR", "false accepts, 200 allowed", "threshold", "0.1 %"):
         assert words in verdict
+
+
+def verdict_of(*results, **options):
+    return Elements(
+        page_of(*results, **options).partition('id="verdict"')[2].partition("</section>")[0]
+    )
+
+
+def test_headline_in_plain_words(page):
+    text = Elements(page.partition('id="verdict"')[2].partition("</section>")[0]).text
+    tar = synthetic_result("A", separation=5.4).measures.tar[1].tar
+    refused = 1000 * (1 - tar) if tar > 0.99 else 100 * (1 - tar)
+    size = "1,000" if tar > 0.99 else "100"
+    expected = f"1 impostor in 1,000 is accepted, and {refused:.0f} of {size} genuine attempts are"
+    assert expected in text
+    assert "equal error rate (EER)" in text and "A tie" not in text and "Caution" not in text
+    assert "Check the lead of A" in page.partition('id="next"')[2]
+
+
+def test_a_tie_is_headlined_as_a_tie_and_nothing_is_bold():
+    results = [synthetic_result("A"), synthetic_result("B")]
+    assert "A tie: A and B cannot be told apart" in verdict_of(*results).text
+    page = page_of(*results)
+    points = page.partition('id="points"')[2].partition("</section>")[0]
+    assert "<b>" not in points
+    assert "To break the tie" in page.partition('id="next"')[2]
+
+
+def test_few_false_accepts_are_cautioned_in_the_headline():
+    text = verdict_of(synthetic_result(num_impostors=2_000)).text
+    assert "Caution: this rests on 2 false accepts, 30 are needed" in text
+    assert "Caution" not in verdict_of(synthetic_result(num_impostors=200_000)).text
+
+
+def test_without_paired_replicates_nothing_is_claimed():
+    text = verdict_of(*(synthetic_result(n, num_replicates=0) for n in "AB")).text
+    assert "ahead of 1 other by more than chance is unknown" in text and "A tie" not in text
+
+
+def test_differences_to_the_best_baseline_have_intervals_and_axes(page):
+    runs = {"soft": some_run("soft", alpha=1.0), "weak": some_run("weak", alpha=1.0)}
+    results = [
+        synthetic_result("ours", separation=5.6, run=some_run("ours")),
+        synthetic_result("soft", separation=5.2, run=runs["soft"]),
+        synthetic_result("weak", separation=4.0, run=runs["weak"]),
+    ]
+    part = page_of(*results).partition('class="differences"')[2].partition("</svg>")[0]
+    assert "minus that of <b><bdi>soft</bdi>" in part
+    assert part.count('class="whisker') == 2 and "percentage points</text>" in part
+    assert part.index(">ours<") < part.index(">weak<")
+
+
+def test_every_chart_names_its_axes(page):
+    drawings = re.findall(r'<svg [^>]*class="plot.*?</svg>', page, re.DOTALL)
+    assert len(drawings) >= 6
+    for drawing in drawings:
+        assert 1 <= drawing.count('class="axis') <= 2, drawing[:200]
+
+
+def test_rates_have_one_notation(page):
+    assert not re.search(
+        "10[⁻⁰¹²³⁴⁵⁶⁷⁸⁹]|\\de-\\d",
+        Elements(page.partition("<main>")[2]).text.partition("Protocol, files")[0],
+    )
+
+
+def test_digits_grow_where_scores_lie_close_together():
+    chart = histogram_chart(Histogram((0.99990, 0.99995, 0.99999), (1, 3), (40, 10)), None)
+    labels = [tick.label for tick in chart.bottom]
+    assert len(labels) > 1 and len(set(labels)) == len(labels)
+    (panel,) = arrange([synthetic_result("A"), synthetic_result("B")])
+    points = [e.result.measures.tar[0] for e in panel.entries]
+    close = [replace(p, tar=0.9999 + 1e-6 * i) for i, p in enumerate(points)]
+    entries = [
+        replace(e.result, measures=replace(e.result.measures, tar=(point,)))
+        for e, point in zip(panel.entries, close, strict=True)
+    ]
+    cells = [row[1].text for row in tar_table(arrange(entries)[0]).body]
+    assert cells == ["99.99000", "99.99010"]
+
+
+def test_time_and_memory_of_each_loss():
+    run = some_run("a", train_seconds=90.0, steps=1000, peak_bytes=3 * 2**30, device="cpu")
+    part = page_of(synthetic_result("A", run=run)).partition('id="cost"')[2]
+    for text in (">90.0<", ">3.00<", "<bdi>cpu</bdi>"):
+        assert text in part.partition("</section>")[0]
+    assert 'id="cost"' not in page_of(synthetic_result("A", run=some_run("a")))
+
+
+def test_opening_shows_easy_and_hard_pairs(tmp_path):
+    for key in ("k1", "k2"):
+        Image.new("RGB", (8, 8)).save(tmp_path / f"{key}.png")
+    result = synthetic_result(keys=("k1", "k2"))
+    easy = (HardPair("k1", "k2", 0.91),)
+    result = replace(result, hardest=replace(result.hardest, easy_genuine=easy))
+    page = page_of(result, media=MediaFolder(tmp_path))
+    opening = page.partition('id="world"')[2].partition("</section>")[0]
+    assert "2,000 genuine and 200,000 impostor pairs of 1,190 identities" in opening
+    assert "Easy: one identity" in opening and "Hard: two identities" in opening
+    assert "Easy: two identities" not in opening  # this result has none
+    assert opening.count("<img") == 2 * (1 + 2 + 2) and "Score 0.91" in opening
 
 
 def test_policy_allows_this_style_and_script_and_nothing_else(page):
@@ -161,7 +265,8 @@ def test_many_systems_and_panels_fit_one_page():
     results = [synthetic_result(f"s{i}", seed=i, num_replicates=20) for i in range(12)]
     page = page_of(*results, synthetic_result("s0", protocol="IJB-C"))
     assert page.count('<figure class="det') == 2
-    assert "dash0" in page  # twelve systems, eight colours
+    looks = re.findall(r'class="curve (c\d dash\d)"', page.partition("det-body")[2])
+    assert len(set(looks)) == 12  # twelve systems, eight colours
 
 
 def contrast(one, other):
@@ -237,7 +342,7 @@ def test_point_below_never_exceeds_the_far():
 
 def test_readout_begins_at_the_verdict_and_has_a_cell_for_every_stop():
     det = geometry_of(synthetic_result("A"), synthetic_result("B", seed=1))
-    assert det.stops[det.start].label == "10⁻³"
+    assert det.stops[det.start].label == "0.1 %"
     data = det.data
     assert data["x"] == sorted(data["x"])
     assert len(data["systems"]) == 2

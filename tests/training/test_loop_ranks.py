@@ -257,7 +257,7 @@ def test_a_signal_before_the_first_step_stops_all_ranks(
         assert time.monotonic() - began < 12
         errors = [rank.errors() for rank in ranks]
     assert "Traceback" not in "".join(errors), errors
-    assert (tmp_path / "lock").read_bytes() == b""
+    assert not (tmp_path / "lock").exists()
 
 
 def test_fewer_classes_than_ranks_and_ranks_without_rows(tmp_path: Path) -> None:

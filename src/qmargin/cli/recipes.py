@@ -18,15 +18,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipes(Command):
-    """List the recipes that `qmargin train` knows by name.
+    """List the recipes that `qmargin train` knows by name, those to start with first.
 
-    `qmargin train NAME --print-recipe` writes one out.
+    `qmargin train NAME --print-recipe` writes one out; `qmargin list recipes` is a plain list.
     """
 
     def run(self) -> None:
-        from qmargin.recipes import list_recipes
+        from qmargin.recipes import group_recipes, list_recipes
 
-        _write(list_recipes())
+        described = list_recipes()
+        width = max(map(len, described), default=0)
+        for number, (heading, group) in enumerate(group_recipes(described).items()):
+            sys.stdout.write("\n" * bool(number) + f"{heading}\n")
+            _write(group, indent="  ", width=width)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,10 +52,10 @@ class List(Command):
         _write(described)
 
 
-def _write(described: Mapping[str, str]) -> None:
-    width = max(map(len, described), default=0)
+def _write(described: Mapping[str, str], *, indent: str = "", width: int = 0) -> None:
+    width = max([width, *map(len, described)])
     for name, description in described.items():
-        sys.stdout.write(f"{name:{width}}  {description}\n")
+        sys.stdout.write(f"{indent}{name:{width}}  {description}\n")
 
 
 def load_recipe(name_or_file: str, settings: Sequence[str] = ()) -> Recipe:

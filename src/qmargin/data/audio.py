@@ -138,13 +138,20 @@ def _low_pass(factor: int) -> NDArray[np.float64]:
     return taps
 
 
-@contextmanager
-def _opened(source: Source, max_seconds: float) -> Iterator[tuple[SoundFile, AudioInfo]]:
+def check_decoder() -> None:
+    """Refuse to read audio without the package that does it."""
     try:
-        import soundfile
+        import soundfile  # noqa: F401
     except (ImportError, OSError) as error:  # OSError: the library that it wraps is missing
         found = f"the package soundfile, which reads audio, cannot be imported ({error})"
         raise BackendError(f"{found}; install it with: pip install soundfile") from error
+
+
+@contextmanager
+def _opened(source: Source, max_seconds: float) -> Iterator[tuple[SoundFile, AudioInfo]]:
+    check_decoder()
+    import soundfile
+
     given: Any = io.BytesIO(source) if isinstance(source, bytes) else str(source)
     try:
         with io.BytesIO(source) if isinstance(source, bytes) else open_regular(source) as stream:

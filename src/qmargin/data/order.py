@@ -155,8 +155,10 @@ class GlobalOrder:
         check_count(self.n, "the number of samples", low=1)
         check_count(self.batch_size, "batch_size", low=1)
         if self.drop_last and self.batch_size > self.n:
-            given = f"batch_size is {self.batch_size} and there are {self.n} samples"
-            raise ConfigError(f"{given}; lower batch_size or set drop_last=False")
+            given = f"data.batch_size is {self.batch_size} and there are {self.n} samples"
+            raise ConfigError(
+                f"{given}; set data.batch_size to at most {self.n}, or data.drop_last=false"
+            )
 
     @property
     def steps_per_epoch(self) -> int:

@@ -12,12 +12,14 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from pathlib import Path
 from statistics import NormalDist
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from qmargin.data.images import encode_image
 from qmargin.data.order import check_samples, derived_seed
 from qmargin.data.strokes import joined_keys, normals, uniforms
 from qmargin.data.synthetic import SPLIT_SIZE, SPLITS, DrawnIdentities
@@ -37,7 +39,7 @@ BLOCK = 30  # identities with one family of 2 to 4 in the mean: a tenth of all
 TWIN_BLOCKS = 22  # of so many families one is a pair of twins: 0.3 % of all identities
 KINSHIP = 0.5  # correlation of traits within a family
 TWINSHIP = 0.97
-MOST_MODES = 4  # appearances of an identity: hair, glasses, beard, age
+MOST_MODES = 3  # appearances of an identity: hair, glasses, beard, age
 COUNT_SPREAD = 0.9  # of the logarithm of the number of samples
 FEWEST, MOST = 3, 200  # samples of an identity, where numbers differ
 
@@ -96,6 +98,8 @@ BLURRED = 0.65  # below this quality
 # Branches of the hash.
 _FAMILY, _POPULATION, _HABIT, _MODE, _SAMPLE, _COUNT, _SPLIT, _MERGE = range(101, 109)
 _GRAIN_SIZE = 1 << 17
+COARSEST = max(factor for _, _, factor in LOW_RESOLUTION)
+QUARTILES = (0.61, 0.84)  # of qualities: the worst and the best quarter make lists of pairs
 
 
 @dataclass(frozen=True)
@@ -103,7 +107,7 @@ class People(DrawnIdentities):
     """Drawn portraits of synthetic people, ``[3, size, size]`` in [0, 1].
 
     A tenth of the identities have relatives in the data, who look alike; a few are twins. Eight
-    populations of unequal size differ in their means. An identity has one to four appearances
+    populations of unequal size differ in their means. An identity has one to three appearances
     (hair, glasses, beard, age). Poses have heavy tails, and the quality of a sample drives its
     resolution, blur, noise and occlusion. Identities of the three splits are disjoint.
 
@@ -131,6 +135,12 @@ class People(DrawnIdentities):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.size % COARSEST:
+            raise ConfigError(
+                f"size is {self.size}; it must be a multiple of {COARSEST}, the largest pixels of "
+                f"bad photos: take {self.size // COARSEST * COARSEST} or "
+                f"{-(-self.size // COARSEST) * COARSEST}"
+            )
         if not 0.0 <= self.count_spread < math.inf:
             raise ConfigError(f"count_spread is {self.count_spread}; give a finite number from 0")
         for name in ("flips", "outliers", "splits", "merges"):
@@ -140,6 +150,10 @@ class People(DrawnIdentities):
         if self.flips + self.outliers > 1.0:
             raise ConfigError(
                 f"flips and outliers are {self.flips} and {self.outliers}; together at most 1"
+            )
+        if self.flips and self.num_classes < 2:
+            raise ConfigError(
+                f"flips is {self.flips} and there is 1 identity; flips show another, give 2 or more"
             )
 
     @cached_property
@@ -208,6 +222,16 @@ class People(DrawnIdentities):
         """Quality of each sample: from 0 to 1, of the distribution Beta(5, 2)."""
         return _quality(self._sample_keys(*self.places(self._checked(indices))))
 
+    def pair_lists(self, indices: NDArray[np.integer]) -> dict[str, Ints]:
+        """Lists of the pairs of some samples, see ``measure_lists``."""
+        quality = self.qualities(indices)
+        bad, good = ((quality < QUARTILES[0]), (quality >= QUARTILES[1]))
+        return {
+            **kin_lists(self, self._labels_of(indices)),
+            "both of low quality": np.where(bad, 0, -1),
+            "both of high quality": np.where(good, 0, -1),
+        }
+
     def images(self, indices: NDArray[np.integer]) -> NDArray[np.uint8]:
         """Samples without augmentation, ``[n, size, size, 3]``."""
         identities = self.identities(indices)
@@ -234,6 +258,13 @@ class People(DrawnIdentities):
             is_mirrored = ((given >> 32) & 1).astype(bool)[:, None, None, None]
             pictures = np.where(is_mirrored, pictures[:, :, ::-1], pictures)
         return np.ascontiguousarray(pictures.transpose(0, 3, 1, 2)) * np.float32(1.0 / 255.0)
+
+    def write(self, folder: str | Path) -> None:
+        """Write every portrait as a PNG file below a folder of its label."""
+        for index in range(len(self)):
+            path = Path(folder) / f"{self.sample_id(index)}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(encode_image(self.images(np.array([index]))[0], format="PNG"))
 
     def held_out(self, split: str, num_classes: int, samples_per_class: int) -> DrawnIdentities:
         """Other people of the same world, with right labels and without augmentation."""
@@ -263,6 +294,14 @@ class People(DrawnIdentities):
     def _sample_keys(self, labels: Ints, numbers: Ints) -> Keys:
         keys = joined_keys(self._keys(self._numbers(labels)), _branch(_SAMPLE))
         return joined_keys(keys, numbers)
+
+
+def kin_lists(people: People, labels: NDArray[np.integer]) -> dict[str, Ints]:
+    """Lists of the pairs within a family and within a population."""
+    return {
+        "within a family": people.families(labels),
+        "within a population": people.populations(labels),
+    }
 
 
 class _Kin(NamedTuple):
@@ -645,7 +684,7 @@ def _photographed(picture: Floats, looks: _Looks, frame: _Frame) -> NDArray[np.u
         )
     for worst, best, factor in LOW_RESOLUTION:
         rows = np.flatnonzero((quality >= worst) & (quality < best))
-        if len(rows) and size % factor == 0:
+        if len(rows):
             pictures[rows] = _coarse(pictures[rows], factor)
     rows = np.flatnonzero(quality < BLURRED)
     if len(rows):

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -22,12 +22,13 @@ from qmargin.data.audio import (
     Samples,
     Span,
     change_rate,
+    check_decoder,
     decode_audio,
     played_rate,
 )
 from qmargin.data.index import Texts
 from qmargin.data.open import open_audio
-from qmargin.data.stored import AudioDataset
+from qmargin.data.stored import AudioDataset, check_several
 from qmargin.errors import ConfigError, CorruptSample, DataError
 from qmargin.models.features import FULL_SCALE, FilterBank, subtract_mean
 
@@ -391,6 +392,47 @@ class AudioMemory:
         return change_rate(samples[start:stop], played_rate(info, speed), self.sample_rate)
 
 
+class SpeechSource(Protocol):
+    """Recordings with speakers: ``AudioDataset`` or ``Voices``."""
+
+    @property
+    def num_classes(self) -> int:
+        """Number of speakers."""
+        ...
+
+    @property
+    def labels(self) -> NDArray[Any]:
+        """Speaker of each recording, ``[n]``."""
+        ...
+
+    @property
+    def sample_rate(self) -> int:
+        """Of what ``encoded`` gives once it is decoded."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def encoded(self, index: int) -> Path | bytes:
+        """What to decode."""
+        ...
+
+    def sample_id(self, index: int) -> str:
+        """Name of a recording."""
+        ...
+
+    def source(self, index: int) -> str:
+        """Where its speaker is named."""
+        ...
+
+
+class SpeechMemory(Protocol):
+    """Samples that need no decoding."""
+
+    def cut(self, index: int, *, span: Span, speed: float = 1.0) -> Samples:
+        """A span of a recording, as ``decode_audio`` gives it from a file of its rate."""
+        ...
+
+
 class SpeechDataset:
     """Chunks of equal length of recordings.
 
@@ -409,7 +451,7 @@ class SpeechDataset:
 
     def __init__(
         self,
-        recordings: AudioDataset,
+        recordings: SpeechSource,
         *,
         num_frames: int = 200,
         speeds: Sequence[float] = SPEEDS,
@@ -419,7 +461,7 @@ class SpeechDataset:
         masks: SpectrumMasks | None = None,
         bank: FilterBank | None = None,
         classes_per_speaker: int | None = None,
-        memory: AudioMemory | None = None,
+        memory: SpeechMemory | None = None,
     ) -> None:
         self.recordings, self.speeds = recordings, tuple(speeds)
         self.memory = memory
@@ -454,7 +496,7 @@ class SpeechDataset:
         return self.recordings.num_classes * self.classes_per_speaker
 
     @property
-    def labels(self) -> NDArray[np.int32] | None:
+    def labels(self) -> NDArray[Any] | None:
         """Labels, or None where they depend on the speed that is drawn."""
         return self.recordings.labels if len(self.speeds) == 1 else None
 
@@ -494,6 +536,32 @@ class SpeechDataset:
         return self.recordings.source(index)
 
 
+def build_augmentation(
+    augment: float,
+    *,
+    noise_path: str | None,
+    babble: int,
+    response_path: str | None,
+    simulate_rooms: bool,
+    num_rooms: int,
+    sample_rate: int,
+) -> SpeechAugmentation | None:
+    """Noise and rooms as the options of a recipe say, None for neither."""
+    if simulate_rooms and response_path is not None:
+        raise ConfigError(f"response_path is {response_path!r}, simulate_rooms is set; choose one")
+    responses: ResponseSource | None = None
+    if simulate_rooms:
+        responses = RoomSimulator(sample_rate=sample_rate, num_rooms=num_rooms)
+    elif response_path is not None:
+        responses = ResponseFiles(response_path, sample_rate=sample_rate)
+    noises = None
+    if noise_path is not None:
+        noises = Noises(noise_path, sample_rate=sample_rate, babble=babble)
+    if noises is None and responses is None:
+        return None
+    return SpeechAugmentation(augment, noises, responses)
+
+
 def open_speech(
     path: str | Path,
     *,
@@ -520,19 +588,16 @@ def open_speech(
     sample_rate: int = 16000,  # that everything is brought to
 ) -> SpeechDataset:
     """The training set of a recipe, from a path and plain options."""
-    if simulate_rooms and response_path is not None:
-        raise ConfigError(f"response_path is {response_path!r}, simulate_rooms is set; choose one")
-    responses: ResponseSource | None = None
-    if simulate_rooms:
-        responses = RoomSimulator(sample_rate=sample_rate, num_rooms=num_rooms)
-    elif response_path is not None:
-        responses = ResponseFiles(response_path, sample_rate=sample_rate)
-    noises = None
-    if noise_path is not None:
-        noises = Noises(noise_path, sample_rate=sample_rate, babble=babble)
-    augmentation = None
-    if noises is not None or responses is not None:
-        augmentation = SpeechAugmentation(augment, noises, responses)
+    check_decoder()
+    augmentation = build_augmentation(
+        augment,
+        noise_path=noise_path,
+        babble=babble,
+        response_path=response_path,
+        simulate_rooms=simulate_rooms,
+        num_rooms=num_rooms,
+        sample_rate=sample_rate,
+    )
     recordings = open_audio(
         path,
         root=root,
@@ -542,6 +607,7 @@ def open_speech(
         verify=verify,
         indexed=min_seconds > 0.0,
     )
+    check_several(recordings.num_classes, path)
     if min_seconds > 0.0:
         errors = recordings.index.texts("error")
         is_kept = recordings.index.seconds() >= min_seconds

@@ -26,6 +26,13 @@ MAX_OPEN_FILES = 128
 MAX_RANGE = 1 << 28  # bytes of an image inside a larger file; what claims more is damaged
 
 
+def check_several(num_classes: int, path: str | Path) -> None:
+    """Refuse data of one identity: there is nothing to tell it from."""
+    if num_classes < 2:
+        found = f"{path} has {num_classes} identity"
+        raise DataError(f"{found}; give at least 2, each in a folder of its own")
+
+
 class _Descriptor:
     """An open file that is closed when it is used no more."""
 

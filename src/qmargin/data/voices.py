@@ -10,18 +10,28 @@ from __future__ import annotations
 
 import math
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from qmargin.data.order import derived_seed
-from qmargin.data.people import set_by_traits, traits_of
+from qmargin.data.audio import AudioInfo, Samples, Span, change_rate, played_rate
+from qmargin.data.order import check_samples, derived_seed
+from qmargin.data.people import People, kin_lists, set_by_traits, traits_of
+from qmargin.data.speech import (
+    MAX_BYTES,
+    SPEEDS,
+    SpectrumMasks,
+    SpeechDataset,
+    build_augmentation,
+)
 from qmargin.data.strokes import Keys, joined_keys, normals, uniforms
 from qmargin.data.synthetic import SPLITS, SyntheticDataset, check_world, numbers_in_world
-from qmargin.errors import ConfigError
+from qmargin.errors import ConfigError, ShapeError
+from qmargin.models.features import FULL_SCALE, FilterBank
 
 Doubles = NDArray[np.float64]
 
@@ -122,6 +132,10 @@ class Voices(SyntheticDataset):
     difficulty: float = 1.0  # multiplies how far recordings differ; 0 for clean speech
     shortest: float = 2.0  # seconds of an utterance
     longest: float = 6.0
+    in_memory: bool = False  # keep what was spoken once
+    _kept: dict[int, NDArray[np.int16]] = field(
+        default_factory=dict, init=False, repr=False, compare=False, hash=False
+    )
     sample_rate: ClassVar[int] = RATE
 
     def __post_init__(self) -> None:
@@ -132,6 +146,25 @@ class Voices(SyntheticDataset):
                 f"utterances last from {self.shortest} to {self.longest} s; give lengths in order, "
                 "from 0.5 to 60"
             )
+        if self.in_memory:
+            num_bytes = RATE * (self.shortest + self.longest) * len(self)  # two of each sample
+            if num_bytes > MAX_BYTES:
+                raise ConfigError(
+                    f"{len(self):,} utterances take about {num_bytes / 2**30:.1f} GiB and at most "
+                    f"{MAX_BYTES / 2**30:.1f} are held; set in_memory to false"
+                )
+
+    @cached_property
+    def labels(self) -> NDArray[np.int64]:
+        """Speaker of each utterance, ``[n]``."""
+        check_samples(self.num_classes, self.samples_per_class)
+        return np.repeat(np.arange(self.num_classes), self.samples_per_class)
+
+    @cached_property
+    def ends(self) -> NDArray[np.int64]:
+        """Number of samples up to the end of each utterance, ``[n]``."""
+        lengths = [int(self._seconds(self._key(index)) * RATE) for index in range(len(self))]
+        return np.cumsum(np.array(lengths, np.int64))
 
     def speaker(self, label: int) -> Speaker:
         """What a speaker sounds like."""
@@ -157,9 +190,37 @@ class Voices(SyntheticDataset):
 
     def waveform(self, index: int) -> NDArray[np.int16]:
         """An utterance as it was recorded, ``[samples]``."""
-        speaker, key = self.speaker(self._label(index)), self._key(index)
-        seconds = self.shortest + float(uniforms(key, 1)[0, 0]) * (self.longest - self.shortest)
-        return _recorded(spoken(speaker, seconds, key), key, self.difficulty)
+        label = self._label(index)
+        if index in self._kept:
+            return self._kept[index]
+        key = self._key(index)
+        clean = spoken(self.speaker(label), self._seconds(key), key)
+        samples = _recorded(clean, key, self.difficulty)
+        if self.in_memory:
+            self._kept[index] = samples
+        return samples
+
+    def waveforms(self, indices: NDArray[np.integer]) -> NDArray[np.int16]:
+        """Utterances, one after the other."""
+        return np.concatenate([self.waveform(int(index)) for index in indices])
+
+    def cut(self, index: int, *, span: Span, speed: float = 1.0) -> Samples:
+        """A span of an utterance in [-1, 1], as ``decode_audio`` gives it from a file."""
+        samples = self.waveform(index)
+        info = AudioInfo(RATE, 1, len(samples), "memory")
+        start, stop = span(info)
+        part = samples[start:stop].astype(np.float32) * np.float32(1.0 / FULL_SCALE)
+        return change_rate(part, played_rate(info, speed), RATE)
+
+    def kept_in(self, file: Path) -> Voices:
+        """The same utterances, read from a file of all samples, which processes can share."""
+        samples = np.load(file, mmap_mode="r")
+        if samples.shape != (int(self.ends[-1]),) or samples.dtype != np.int16:
+            found = f"{file} has {samples.dtype} {list(samples.shape)}"
+            raise ShapeError(f"{found}; int16 [{self.ends[-1]}] is needed: remove the file")
+        kept = replace(self, in_memory=True)
+        kept._kept.update(enumerate(np.split(samples, self.ends[:-1])))
+        return kept
 
     def encoded(self, index: int) -> bytes:
         """An utterance as a WAV file."""
@@ -179,10 +240,113 @@ class Voices(SyntheticDataset):
         label, number = divmod(index, self.samples_per_class)
         return f"{self.split}-speaker-{label}/utterance-{number}"
 
+    def _seconds(self, key: Keys) -> float:
+        return self.shortest + float(uniforms(key, 1)[0, 0]) * (self.longest - self.shortest)
+
     def _key(self, index: int) -> Keys:
         world = np.array([derived_seed(self.seed, SPLITS.index(self.split))], np.uint64)
         label, number = divmod(index, self.samples_per_class)
         return joined_keys(joined_keys(world, np.array([label])), np.array([number]))
+
+
+class VoiceChunks(SpeechDataset):
+    """Chunks of synthetic utterances; ``options`` are those of ``SpeechDataset``."""
+
+    recordings: Voices
+
+    def __init__(self, voices: Voices, **options: Any) -> None:
+        super().__init__(voices, memory=voices, **options)
+        self._options = options
+
+    def pair_lists(self, indices: NDArray[np.integer]) -> dict[str, NDArray[np.int64]]:
+        """Lists of the pairs of some utterances, as those of ``People``."""
+        voices = self.recordings
+        people = People(voices.num_classes, 1, seed=voices.seed, split=voices.split)
+        return kin_lists(people, voices.labels[indices])
+
+    def kept_in(self, file: Path) -> VoiceChunks:
+        """The same chunks of utterances in a file, see ``Voices.kept_in``."""
+        return VoiceChunks(self.recordings.kept_in(file), **self._options)
+
+    def held_out(
+        self, split: str, num_classes: int, samples_per_class: int, *, is_whole: bool
+    ) -> VoiceChunks:
+        """Other speakers of the same world, to be measured on, without augmentation.
+
+        Whole utterances are repeated to the length of the longest.
+        """
+        voices = replace(
+            self.recordings,
+            num_classes=num_classes,
+            samples_per_class=samples_per_class,
+            split=split,
+        )
+        plain = {"num_frames": self._options["num_frames"], "speeds": SPEEDS[:1]}
+        plain |= {name: self._options[name] for name in ("as_features", "bank")}
+        if is_whole:
+            plain["num_frames"] = self.bank.num_frames(int(voices.longest * RATE))
+        return VoiceChunks(voices, **plain)
+
+
+def open_voices(
+    num_classes: int,  # of the classifier: speakers, three times as many with speed_perturbation
+    *,
+    samples_per_class: int = 20,  # utterances of a speaker
+    seed: int = 0,  # another seed is another world of speakers
+    split: str = "train",  # or "validation" or "test"
+    difficulty: float = 1.0,  # multiplies how far recordings differ; 0 for clean speech
+    shortest: float = 2.0,  # seconds of an utterance
+    longest: float = 6.0,
+    in_memory: bool = True,  # keep what was spoken once
+    num_frames: int = 200,  # of a chunk; 200 frames are 2.015 s
+    speed_perturbation: bool = False,  # speeds 1, 0.9 and 1.1, which make speakers of their own
+    augment: float = 0.6,  # share of the samples with noise or reverberation, where given
+    noise_path: str | None = None,  # folder in MUSAN's layout
+    babble: int = 1,  # recordings of speech that are mixed into one noise
+    response_path: str | None = None,  # folder of impulse responses
+    simulate_rooms: bool = False,  # draw impulse responses from simulated rooms instead
+    num_rooms: int = 0,  # of these; zero for a new one every time
+    dither: float = 1.0,  # in steps of 16-bit audio
+    as_features: bool = False,  # filter banks instead of waveforms
+    mask_probability: float = 0.0,  # share of the samples with masked features
+    num_bins: int = 80,  # of the filter bank
+    window: str = "hamming",
+) -> VoiceChunks:
+    """The training set of a recipe with synthetic speakers, from plain options."""
+    speeds = SPEEDS if speed_perturbation else SPEEDS[:1]
+    if num_classes % len(speeds):
+        raise ConfigError(
+            f"num_classes is {num_classes}; with speed_perturbation every speaker has "
+            f"{len(speeds)} classes, give a multiple of {len(speeds)}"
+        )
+    voices = Voices(
+        num_classes // len(speeds),
+        samples_per_class,
+        seed=seed,
+        split=split,
+        difficulty=difficulty,
+        shortest=shortest,
+        longest=longest,
+        in_memory=in_memory,
+    )
+    return VoiceChunks(
+        voices,
+        num_frames=num_frames,
+        speeds=speeds,
+        augmentation=build_augmentation(
+            augment,
+            noise_path=noise_path,
+            babble=babble,
+            response_path=response_path,
+            simulate_rooms=simulate_rooms,
+            num_rooms=num_rooms,
+            sample_rate=RATE,
+        ),
+        dither=dither,
+        as_features=as_features,
+        masks=SpectrumMasks(mask_probability) if mask_probability > 0.0 else None,
+        bank=FilterBank(RATE, num_bins, window),
+    )
 
 
 class _Tracks(NamedTuple):

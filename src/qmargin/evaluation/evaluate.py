@@ -17,6 +17,7 @@ import qmargin
 from qmargin import registry
 from qmargin.errors import ConfigError, DataError, ProtocolError
 from qmargin.evaluation.result import (
+    NUM_EASY,
     STATUSES,
     Band,
     CalibrationCurve,
@@ -50,7 +51,7 @@ from qmargin.metrics.calibration import Calibration, calibrate, cllr, min_cllr_o
 from qmargin.metrics.checks import pieces
 from qmargin.metrics.curve import DetCurve, StaircaseParts, thin_curve
 from qmargin.metrics.eer_dcf import Eer, MinDcf, eer, min_dcf
-from qmargin.metrics.groups import group_rates
+from qmargin.metrics.groups import GroupRate, group_rates
 from qmargin.metrics.operating import (
     RULES,
     TarAtFar,
@@ -502,6 +503,29 @@ def as_trials(score_set: ScoreSet, subjects: Subjects) -> Trials:
     )
 
 
+def common_point(points: Sequence[TarPoint], options: EvaluationOptions) -> TarPoint | None:
+    """The point whose threshold groups share; None where no FAR is measurable."""
+    far, measured = options.group_far, [point for point in points if point.tar is not None]
+    if far is not None:
+        measured = [point for point in measured if point.far_target == far]
+    return min(
+        measured, key=lambda point: (STATUSES.index(point.status), point.far_target), default=None
+    )
+
+
+def group_row(name: str, fmr: GroupRate, fnmr: GroupRate) -> GroupRow:
+    """Both rates of a group as a result has them."""
+    return GroupRow(
+        group=name,
+        fmr=fmr.rate,
+        fnmr=fnmr.rate,
+        num_genuine=fnmr.trials,
+        num_impostors=fmr.trials,
+        status=max(fmr.status, fnmr.status, key=STATUSES.index),
+        note=f"FMR: {fmr.message}; FNMR: {fnmr.message}",
+    )
+
+
 def audit_groups(
     score_set: ScoreSet,
     subjects: Subjects | None,
@@ -513,27 +537,13 @@ def audit_groups(
         return None
     if subjects is None:
         raise DataError(f"{score_set.sources[0].path} has no names, so its trials have no groups")
-    far, measured = options.group_far, [point for point in points if point.tar is not None]
-    if far is not None:
-        measured = [point for point in measured if point.far_target == far]
-    if not measured:
+    far, point = options.group_far, common_point(points, options)
+    if point is None:
         what = "no FAR is" if far is None else f"FAR={far:g} is not"
         raise ProtocolError(f"{what} measurable on these trials, so groups have no threshold")
-    point = min(measured, key=lambda point: (STATUSES.index(point.status), point.far_target))
     threshold = float("nan") if point.threshold is None else point.threshold
     rates = group_rates(as_trials(score_set, subjects), options.group_of, threshold)
-    rows = [
-        GroupRow(
-            group=group.name,
-            fmr=group.fmr.rate,
-            fnmr=group.fnmr.rate,
-            num_genuine=group.fnmr.trials,
-            num_impostors=group.fmr.trials,
-            status=max(group.fmr.status, group.fnmr.status, key=STATUSES.index),
-            note=f"FMR: {group.fmr.message}; FNMR: {group.fnmr.message}",
-        )
-        for group in rates.groups
-    ]
+    rows = [group_row(group.name, group.fmr, group.fnmr) for group in rates.groups]
     fmr, fnmr = (
         GroupSpread(spread.max_over_geometric_mean, spread.max_over_min, spread.gini)
         for spread in (rates.fmr, rates.fnmr)
@@ -636,18 +646,25 @@ def _reliability(calibration: Calibration, genuine: Floats, impostor: Floats) ->
 def hardest_trials(score_set: ScoreSet, number: int) -> Hardest | None:
     """The highest impostors and the lowest genuine trials; ties go by the order of the names.
 
-    None when the trials have no names, or none are asked for.
+    With them come a few of the easiest of both kinds. None when the trials have no names, or none
+    are asked for.
     """
     keys, scores, is_genuine = score_set.keys, score_set.scores, score_set.is_genuine
     if keys is None or number == 0:
         return None
     kinds = []
-    for rows, sign in ((np.flatnonzero(~is_genuine), -1.0), (np.flatnonzero(is_genuine), 1.0)):
+    for is_kind, sign, most in (
+        (~is_genuine, -1.0, number),
+        (is_genuine, 1.0, number),
+        (~is_genuine, 1.0, NUM_EASY),
+        (is_genuine, -1.0, NUM_EASY),
+    ):
+        rows = np.flatnonzero(is_kind)
         signed = sign * scores[rows]
-        if number < len(rows):  # all of a tie at the last place, so that names decide
-            limit = np.partition(signed, number - 1)[number - 1]
+        if most < len(rows):  # all of a tie at the last place, so that names decide
+            limit = np.partition(signed, most - 1)[most - 1]
             rows, signed = rows[signed <= limit], signed[signed <= limit]
-        order = np.lexsort((keys.test[rows], keys.enrol[rows], signed))[:number]
+        order = np.lexsort((keys.test[rows], keys.enrol[rows], signed))[:most]
         chosen = rows[order].tolist()
         kinds.append(tuple(HardPair(*keys.trial(row), float(scores[row])) for row in chosen))
     return Hardest(*kinds)

@@ -166,7 +166,7 @@ def add_thresholds(
 
 def input_of(recipe: Recipe) -> tuple[str, tuple[int, ...]]:
     """Modality and shape of one input of a recipe's model."""
-    if recipe.data.kind == "audio":
+    if recipe.data.kind in ("audio", "voices"):
         return "audio", ()
     if recipe.data.kind == "images":
         size = decode_settings(int, recipe.data.options.get("size", 112), "data.options.size")

@@ -64,6 +64,7 @@ class RunInfo:
     num_classes: int | None = None
     checkpoint_sha256: str | None = None  # of the evaluated weights, as in the model card
     train_seconds: float | None = None
+    peak_bytes: int | None = None  # of memory while training: of the GPU, or of the process
     device: str | None = None  # such as "NVIDIA H200"
     code_version: str = qmargin.__version__
 
@@ -302,12 +303,22 @@ class HardPair:
     score: float
 
 
+NUM_EASY = 4  # of the easiest pairs of each kind that are kept beside the hardest
+
+
 @dataclass(frozen=True)
 class Hardest:
-    """The highest impostors and the lowest genuine trials, hardest first."""
+    """The highest impostors and the lowest genuine trials, hardest first; some easy ones, too."""
 
     false_accepts: tuple[HardPair, ...]
     false_rejects: tuple[HardPair, ...]
+    easy_impostors: tuple[HardPair, ...] = ()
+    easy_genuine: tuple[HardPair, ...] = ()
+
+    @property
+    def kinds(self) -> tuple[tuple[HardPair, ...], ...]:
+        """All pairs by their kind."""
+        return self.false_accepts, self.false_rejects, self.easy_impostors, self.easy_genuine
 
 
 @dataclass(frozen=True)
@@ -452,7 +463,7 @@ def without_paths(result: Result) -> Result:
 
 
 def _with_short_keys(hardest: Hardest) -> Hardest:
-    kinds = (hardest.false_accepts, hardest.false_rejects)
+    kinds = hardest.kinds
     keys = {key for pair in chain(*kinds) for key in (pair.enrol, pair.test)}
     folders = [posixpath.dirname(key) for key in keys if PurePosixPath(key).is_absolute()]
     if not folders:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,9 @@ from torch import nn
 
 from qmargin.data.faces import normalised
 from qmargin.data.order import sample_seeds
+from qmargin.data.people import People
 from qmargin.data.samples import Dataset, reads_many
+from qmargin.data.voices import VoiceChunks
 from qmargin.errors import ConfigError, CorruptSample, DataError
 from qmargin.evaluation.all_pairs import evaluate_all_pairs
 from qmargin.evaluation.embed import Recordings, embed_turned
@@ -27,6 +30,7 @@ from qmargin.experiments.worlds import names_in, stored_in
 from qmargin.metrics.operating import sufficiency
 from qmargin.training.build import build_backbone
 from qmargin.training.checkpoint import open_checkpoint, read_backbone
+from qmargin.training.distributed import choose_device
 from qmargin.training.loop import HookState
 from qmargin.training.recipe import Recipe
 
@@ -221,6 +225,7 @@ def pair_samples(
         tuple(f"identity-{label:0{digits}d}" for label in range(dataset.num_classes)),
         lambda row: prefix + dataset.sample_id(int(embedded.rows[row])),
         found.hexdigest(),
+        dataset.pair_lists(embedded.rows) if isinstance(dataset, People | VoiceChunks) else {},
     )
 
 
@@ -257,3 +262,33 @@ class ValidationHook:
         samples = pair_samples(self._embedded, self.dataset, options.protocol)
         options = replace(options, fars=fars, num_replicates=0, num_hardest=0)
         return measure_pairs(samples, options, command=command)
+
+
+class PeakMemory:
+    """Most memory in use inside a ``with`` block: of the GPU, or on Linux of the process."""
+
+    def __init__(self, device: str) -> None:
+        self._device = choose_device(0, device)
+        self.device = self._device.type
+        self.bytes: int | None = None
+        self._can_reset = False
+        if self._device.type == "cuda":
+            self.device = torch.cuda.get_device_name(self._device)
+
+    def __enter__(self) -> PeakMemory:
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+            return self
+        with suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+            self._can_reset = True
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._device.type == "cuda":
+            self.bytes = torch.cuda.max_memory_allocated(self._device)
+        elif self._can_reset:
+            with suppress(OSError, StopIteration, ValueError):
+                lines = Path("/proc/self/status").read_text().splitlines()
+                line = next(line for line in lines if line.startswith("VmHWM:"))
+                self.bytes = 1024 * int(line.split()[1])

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, redirect_stderr
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,6 +27,7 @@ from numpy.typing import NDArray
 from qmargin.data.drawings import Drawings
 from qmargin.data.samples import Dataset
 from qmargin.data.synthetic import DrawnIdentities
+from qmargin.data.voices import VoiceChunks, Voices
 from qmargin.errors import CheckpointError, ConfigError, DataError, MarginWarning, QMarginError
 from qmargin.evaluation.all_pairs import unit_rows
 from qmargin.evaluation.embed import Recordings, write_embeddings
@@ -39,6 +41,7 @@ from qmargin.evaluation.scoring import nearest_moments
 from qmargin.evaluation.trials import read_trials
 from qmargin.experiments.experiment import TestProtocol
 from qmargin.experiments.measure import (
+    PeakMemory,
     ValidationHook,
     embed_dataset,
     load_backbone,
@@ -196,7 +199,8 @@ def _executed(run: Run, task: Task, device: str) -> Outcome:
     began, checkpoints, stopped = time.monotonic(), run.folder / CHECKPOINTS, ""
     is_new = not checkpoints.exists()
     try:
-        checkpoint = _trained(recipe, run.folder, hook, train, device)
+        with PeakMemory(device) as peak:
+            checkpoint = _trained(recipe, run.folder, hook, train, device)
     except Pruned as stop:
         stopped = str(stop)
         checkpoint = next(iter(list_steps(checkpoints).values()), None)
@@ -213,7 +217,9 @@ def _executed(run: Run, task: Task, device: str) -> Outcome:
             "backbone": recipe.model.backbone,
             **({STOPPED: stopped} if stopped else {}),
         },
-        run=_describe(run, checkpoint, seconds),
+        run=_describe(
+            run, checkpoint, train_seconds=seconds, peak_bytes=peak.bytes, device=peak.device
+        ),
     )
     if hook is not None:
         results = [hook.result(options, task.command)]
@@ -225,21 +231,21 @@ def _executed(run: Run, task: Task, device: str) -> Outcome:
     return _outcome(results[0])
 
 
-def _describe(run: Run, checkpoint: Path | None, seconds: float | None) -> RunInfo:
-    """What a run and its last checkpoint say about each other."""
+def _describe(run: Run, checkpoint: Path | None, **measured: Any) -> RunInfo:
+    """What a run and its last checkpoint say about each other, with what was measured."""
     from safetensors.torch import save
 
-    known: dict[str, Any] = {}
+    known = dict(measured)
     if checkpoint is not None:
         opened = open_checkpoint(checkpoint, check=False)
-        known = {"steps": opened.manifest.step, "num_classes": opened.manifest.num_classes}
+        known |= {"steps": opened.manifest.step, "num_classes": opened.manifest.num_classes}
         weights = {
             name: value.detach().cpu().contiguous().clone()
             for name, value in read_backbone(opened).items()
         }
         content = save(weights, metadata={"format": "pt"})  # as in an exported model
         known["checkpoint_sha256"] = hashlib.sha256(content).hexdigest()
-    return run_info(run.recipe, arm=run.arm, title=run.title, train_seconds=seconds, **known)
+    return run_info(run.recipe, arm=run.arm, title=run.title, **known)
 
 
 def _trained(
@@ -310,6 +316,9 @@ def evaluate_run(
         is_ink = dataset.is_ink if isinstance(dataset, DrawnIdentities) else world.is_ink
         for result in results:
             write_pictures(task.pictures, dataset, result, prefix=prefix, is_ink=is_ink)
+    elif isinstance(dataset, VoiceChunks):
+        for result in results:
+            write_voices(task.pictures, dataset.recordings, result, prefix=prefix)
     return results
 
 
@@ -353,21 +362,40 @@ def write_pictures(
     prefix: str = "",
     is_ink: bool = True,
 ) -> None:
-    """Draw the samples of the hardest pairs, where a report looks for them."""
+    """Draw the samples of the hardest and of some easy pairs, where a report looks for them."""
     from PIL import Image
 
-    hardest = result.hardest
-    pairs = () if hardest is None else (*hardest.false_accepts, *hardest.false_rejects)
-    keys = {key for pair in pairs for key in (pair.enrol, pair.test)}
-    missing = {key: folder / f"{key}.png" for key in keys if not (folder / f"{key}.png").exists()}
-    if not missing:
-        return
-    indices = {prefix + dataset.sample_id(index): index for index in range(len(dataset))}
+    missing = _missing(folder, dataset, result, prefix, "png")
     flip = np.uint8(255 if is_ink else 0)  # ink is black on white paper
-    for key, path in missing.items():
-        picture = dataset.images(np.array([indices[key]]))[0] ^ flip
+    for path, index in missing.items():
+        picture = dataset.images(np.array([index]))[0] ^ flip
         buffer = io.BytesIO()
         enlarged = picture.repeat(ENLARGED, axis=0).repeat(ENLARGED, axis=1)
         Image.fromarray(enlarged).save(buffer, format="PNG")
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, buffer.getvalue())
+
+
+def write_voices(folder: Path, voices: Voices, result: Result, *, prefix: str = "") -> None:
+    """Speak the samples of the hardest pairs, where a report looks for them."""
+    for path, index in _missing(folder, voices, result, prefix, "wav").items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, voices.encoded(index))
+
+
+def _missing(
+    folder: Path,
+    dataset: DrawnIdentities | Drawings | Voices,
+    result: Result,
+    prefix: str,
+    suffix: str,
+) -> dict[Path, int]:
+    """Files of the samples of hardest and easy pairs that are not there, and their numbers."""
+    hardest = result.hardest
+    pairs = () if hardest is None else chain(*hardest.kinds)
+    keys = {key for pair in pairs for key in (pair.enrol, pair.test)}
+    missing = {key for key in keys if not (folder / f"{key}.{suffix}").exists()}
+    if not missing:
+        return {}
+    indices = {prefix + dataset.sample_id(index): index for index in range(len(dataset))}
+    return {folder / f"{key}.{suffix}": indices[key] for key in sorted(missing)}

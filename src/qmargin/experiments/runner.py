@@ -18,6 +18,7 @@ from typing import Any
 
 from qmargin.errors import ConfigError, DataError
 from qmargin.evaluation.result import Result, read_result
+from qmargin.experiments.board import Board, seconds_left
 from qmargin.experiments.experiment import Experiment
 from qmargin.experiments.measure import (
     EER,
@@ -169,7 +170,7 @@ class _Conductor:
             experiment.title or experiment.name,
             options.command,
             out / PICTURES,
-            show=options.show and self.jobs == 1,
+            show=options.show and self.jobs == 1,  # several share a board
         )
         self.measure = self._check_data()
         search = experiment.search
@@ -361,7 +362,8 @@ class _Conductor:
             task = replace(task, world=world)
         jobs = self.jobs if missing else 1  # nothing to train needs no processes
         with open_slots(task, devices=self.devices, jobs=jobs, request=self.request) as slots:
-            return _Queue(source, slots, task, self.book, self.request, self.say).outcomes()
+            board = Board() if self.options.show and jobs > 1 and not is_search else None
+            return _Queue(source, slots, task, self.book, self.request, self.say, board).outcomes()
 
     def _warn(self, runs: Sequence[Run]) -> None:
         """Say once what runs of this length schedule and never reach."""
@@ -393,20 +395,33 @@ class _Queue:
     book: RunBook | None
     request: StopRequest
     say: Callable[[str], object]
+    board: Board | None = None
     found: dict[Run, Outcome] = field(default_factory=dict)
     elsewhere: list[Run] = field(default_factory=list)  # other processes train them
-    num_trained: int = 0
-    began: float = field(default_factory=time.monotonic)
+    seconds: list[float] = field(default_factory=list)  # of the runs that were trained here
+    started: dict[Run, float] = field(default_factory=dict)
 
     def outcomes(self) -> dict[Run, Outcome]:
         """Work until nothing is left."""
+        if self.board is None:
+            return self._outcomes()
+        self.slots.look = lambda: self.board and self.board.look(self._seconds_left())
+        try:
+            return self._outcomes()
+        finally:
+            self.board.close()
+
+    def _outcomes(self) -> dict[Run, Outcome]:
         self._fill()
         while True:
             if self.slots.num_free < self.slots.num_slots:
                 run, outcome = self.slots.wait()
                 if self.book is not None:
                     self.book.finish(run, outcome)
-                self.num_trained += 1
+                self.seconds.append(outcome.seconds)
+                self.started.pop(run)
+                if self.board is not None:
+                    self.board.end(run)
                 self._keep(run, outcome)
                 self._tell(run, outcome)
             elif self.elsewhere or self.source.waits():
@@ -437,6 +452,9 @@ class _Queue:
         if self.task.show:
             self.say(f"[{len(self.found) + 1}/{self.source.num_runs}] {run.name}{self._left()}")
         self.slots.start(run)
+        self.started[run] = time.monotonic()
+        if self.board is not None:
+            self.board.start(run)
         return True
 
     def _look_elsewhere(self) -> None:
@@ -466,11 +484,21 @@ class _Queue:
         )
 
     def _left(self) -> str:
-        left = self.source.num_runs - len(self.found)
-        if not left or not self.num_trained:
-            return ""
-        seconds = (time.monotonic() - self.began) / self.num_trained * left
-        return f"; about {duration(seconds)} left"
+        seconds = self._seconds_left()
+        return f"; about {duration(seconds)} left" if seconds else ""
+
+    def _seconds_left(self) -> float | None:
+        """By the runs that ended here, and where there is a board by those under way."""
+        if self.board is not None:
+            running = self.board.running()
+        elif self.seconds:  # those under way take as long as the others did
+            each, now = sum(self.seconds) / len(self.seconds), time.monotonic()
+            since = [now - began for began in self.started.values()]
+            running = [(one, min(1.0, one / each)) for one in since]
+        else:
+            return None
+        waiting = self.source.num_runs - len(self.found) - len(running)
+        return seconds_left(self.seconds, running, waiting, self.slots.num_slots)
 
 
 # -- the record of a folder -----------------------------------------------------------------------

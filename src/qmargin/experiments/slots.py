@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
@@ -25,6 +25,7 @@ class Slots:
         self.num_slots = len(devices)
         self._task, self._devices, self._request = task, devices, request
         self._run: Run | None = None
+        self.look: Callable[[], object] = lambda: None  # called while runs are waited for
 
     def __enter__(self) -> Slots:
         return self
@@ -120,7 +121,7 @@ class Workers(Slots):
     def start(self, run: Run) -> None:
         for place, worker in enumerate(self._workers):
             if worker is None:
-                threads = max(1, (os.cpu_count() or 1) // self.num_slots)
+                threads = max(1, num_cores() // self.num_slots)
                 worker = Worker(self._task, self._devices[place], threads)
                 self._workers[place] = worker
             if worker.run is None:
@@ -132,11 +133,17 @@ class Workers(Slots):
         busy = {w.connection: (place, w) for place, w in enumerate(self._workers) if w and w.run}
         while not (ready := wait(list(busy), timeout=SECONDS_TO_LOOK)):
             self._request.obey()
+            self.look()
         place, worker = busy[ready[0]]  # type: ignore[index]
         found = worker.receive()
         if not worker.process.is_alive():
             self._workers[place] = None  # the next run gets a new process
         return found
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def open_slots(task: Task, *, devices: Sequence[str], jobs: int, request: StopRequest) -> Slots:

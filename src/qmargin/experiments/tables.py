@@ -24,7 +24,7 @@ from qmargin.losses.hardness import hardness
 from qmargin.metrics.operating import sufficiency
 from qmargin.report.figures import LinePoint, has_matplotlib, write_lines
 from qmargin.report.journal import read_journal
-from qmargin.report.numbers import MISSING, power, probability, signed
+from qmargin.report.numbers import MISSING, probability, rate_text, signed
 from qmargin.report.systems import (
     Repeats,
     difference_of_means,
@@ -203,7 +203,7 @@ def _settings(recipe: Recipe) -> tuple[CellValue, ...]:
 
 def _measure_text(measure: str, *, percent: str = "", rate: str = "FAR ") -> str:
     far = far_of(measure)
-    return f"EER{percent}" if far is None else f"TAR{percent} at {rate}{power(far)}"
+    return f"EER{percent}" if far is None else f"TAR{percent} at {rate}{rate_text(far)}"
 
 
 def write_figures(tried: Sequence[Tried], measure: str, folder: Path) -> list[Path]:
@@ -285,7 +285,7 @@ def repeats_of(paths: Sequence[Path], title: str) -> Repeats:
 def summary(finished: Finished) -> tuple[list[str], list[list[str]], list[str]]:
     """Heads and rows of a table of EERs and TARs, and who is ahead at the headline's FAR."""
     repeats = repeats_of(finished.paths[RESULT], finished.experiment.title)
-    heads = ["", "EER %", *(f"TAR % at {far:g}" for far in repeats.fars)]
+    heads = ["", "EER %", *(f"TAR % at {rate_text(far)}" for far in repeats.fars)]
     rows = [
         [
             name,
@@ -317,7 +317,7 @@ def verdict(repeats: Repeats, fars: Sequence[float], *, bold: str = "{}") -> lis
         few = "" if enough.status == "ok" else f" That is a rough number: {enough.message}."
         values = [spread(repeats.values(name, far), sign="+-") for name in (focus, rival)]
         lines.append(
-            f"At FAR {far:g}, {focus} {bold.format(word)} {rival}, the best of the "
+            f"At FAR {rate_text(far)}, {focus} {bold.format(word)} {rival}, the best of the "
             f"others: {signed(100 * made.difference)} points of TAR ({signed(100 * made.low)} to "
             f"{signed(100 * made.high)}, p = {probability(made.p_value)}); {values[0]} against "
             f"{values[1]} %.{few}"
@@ -379,7 +379,7 @@ def _found(repeats: Repeats) -> list[str]:
     found.append(_markdown(repeats_table(repeats)))
 
     def by_far(title: str, names: Sequence[str], cell: Callable[[str, float], str]) -> str:
-        columns = (Column(title, "left"), *(Column(f"at {power(far)}") for far in repeats.fars))
+        columns = (Column(title, "left"), *(Column(f"at {rate_text(far)}") for far in repeats.fars))
         rows = tuple((name, *(cell(name, far) for far in repeats.fars)) for name in names)
         return _markdown(Table("", columns, rows))
 

@@ -24,8 +24,9 @@ from qmargin.data.faces import FaceImages
 from qmargin.data.order import derived_seed
 from qmargin.data.samples import Dataset, Input
 from qmargin.data.speech import SpeechDataset
-from qmargin.data.stored import StoredSamples
+from qmargin.data.stored import AudioDataset, StoredSamples
 from qmargin.data.synthetic import DrawnIdentities
+from qmargin.data.voices import VoiceChunks
 from qmargin.errors import ConfigError, DataError
 from qmargin.experiments.pictures import StoredPictures, read_pictures
 from qmargin.files import replacing
@@ -49,7 +50,9 @@ PLAIN_SPEECH = {
     "mask_probability": 0.0,
 }
 _BLOCK = 1 << 16  # pictures that a process draws at a time
-Block = Callable[[], NDArray[np.uint8]]
+_SPOKEN = 1 << 9  # utterances
+BYTES = np.dtype(np.uint8)
+Block = Callable[[], NDArray[Any]]
 
 
 @dataclass(frozen=True)
@@ -137,39 +140,63 @@ class Made(World):
         self, folder: Path, recipes: Sequence[Recipe], *, is_search: bool, request: StopRequest
     ) -> Made:
         made = replace(self, folder=folder)
-        for file, dataset in dict(filter(None, map(made._drawn, recipes))).items():
+        datasets = [made._kept(recipe, build_dataset(recipe)) for recipe in recipes]
+        for recipe in recipes:
+            measured = made._measured(recipe, is_search=is_search)
+            if isinstance(measured, VoiceChunks):  # speech takes longer than pictures
+                datasets.append(made._kept(recipe, measured))
+        for file, dataset in dict(filter(None, datasets)).items():
+            draw: Callable[[NDArray[Any]], NDArray[Any]]
+            if isinstance(dataset, VoiceChunks):
+                draw, step = dataset.recordings.waveforms, _SPOKEN
+                shape: tuple[int, ...] = (int(dataset.recordings.ends[-1]),)
+                dtype: np.dtype[Any] = np.dtype(np.int16)
+            else:
+                draw, step, dtype = dataset.images, _BLOCK, BYTES
+                shape = (len(dataset), *draw(np.arange(0)).shape[1:])
             rows = np.arange(len(dataset))
             blocks = [
-                partial(dataset.images, rows[start : start + _BLOCK])
-                for start in range(0, len(dataset), _BLOCK)
+                partial(draw, rows[start : start + step]) for start in range(0, len(rows), step)
             ]
-            shape = (len(dataset), *dataset.images(rows[:0]).shape[1:])
-            draw_to(file, shape, blocks, request=request)
+            draw_to(file, shape, blocks, dtype=dtype, request=request)
         return made
 
     def train(self, recipe: Recipe, *, is_search: bool) -> Dataset | None:
-        found = self._drawn(recipe)
+        found = self._kept(recipe, build_dataset(recipe))
         return found[1].kept_in(found[0]) if found is not None and found[0].exists() else None
 
     def measured(self, recipe: Recipe, *, is_search: bool) -> Dataset:
+        dataset = self._measured(recipe, is_search=is_search)
+        if isinstance(dataset, VoiceChunks):
+            found = self._kept(recipe, dataset)
+            return dataset.kept_in(found[0]) if found and found[0].exists() else dataset
+        return dataset
+
+    def _measured(self, recipe: Recipe, *, is_search: bool) -> Dataset:
         count, samples = self.num_test, self.samples_test
         if is_search:
             count, samples = self.num_validation, self.samples_validation
-        dataset = build_dataset(recipe)
+        dataset, split = build_dataset(recipe), "validation" if is_search else "test"
+        if isinstance(dataset, VoiceChunks):
+            return dataset.held_out(split, count, samples, is_whole=not is_search)
         if isinstance(dataset, DrawnIdentities):
-            return dataset.held_out("validation" if is_search else "test", count, samples)
+            return dataset.held_out(split, count, samples)
         seed = derived_seed(recipe.seed, VALIDATION if is_search else TEST)
         options = dict(recipe.data.options)
         options |= {"samples_per_class": samples, "seed": seed, "augmentation": 0.0}
         data = replace(recipe.data, options=options, num_classes=count)
         return build_dataset(replace(recipe, data=data))
 
-    def _drawn(self, recipe: Recipe) -> tuple[Path, DrawnIdentities] | None:
-        """File of the pictures that all runs of a recipe share, and what draws them."""
-        part, dataset = recipe.data, build_dataset(recipe)
-        if self.folder is None or not isinstance(dataset, DrawnIdentities):
+    def _kept(
+        self, recipe: Recipe, dataset: Dataset
+    ) -> tuple[Path, DrawnIdentities | VoiceChunks] | None:
+        """File of the pictures or speech that all runs of a recipe share, and what makes them."""
+        if self.folder is None or not isinstance(dataset, DrawnIdentities | VoiceChunks):
             return None
+        part = recipe.data
         text = f"{part.num_classes} {sorted(part.options.items())} {recipe.seed}"
+        if isinstance(dataset, VoiceChunks):
+            text = str(dataset.recordings)
         digest = hashlib.sha256(text.encode()).hexdigest()[:12]
         return self.folder / f"{part.kind}-{digest}.npy", dataset
 
@@ -285,7 +312,7 @@ def stored_in(dataset: Dataset) -> StoredSamples:
     """The pictures or recordings behind a dataset of a loader."""
     if isinstance(dataset, FaceImages):
         return dataset.images
-    if isinstance(dataset, SpeechDataset):
+    if isinstance(dataset, SpeechDataset) and isinstance(dataset.recordings, AudioDataset):
         return dataset.recordings
     raise ConfigError(f"{type(dataset).__name__} does not name its identities")
 
@@ -496,9 +523,14 @@ def part_of(
 
 
 def draw_to(
-    file: Path, shape: tuple[int, ...], blocks: Sequence[Block], *, request: StopRequest
+    file: Path,
+    shape: tuple[int, ...],
+    blocks: Sequence[Block],
+    *,
+    dtype: np.dtype[Any] = BYTES,
+    request: StopRequest,
 ) -> None:
-    """Draw blocks of pictures into a file, with all cores, unless it is there.
+    """Draw blocks of pictures or speech into a file, with all cores, unless it is there.
 
     A signal ends it, and leaves no file.
     """
@@ -506,7 +538,7 @@ def draw_to(
         return
     file.parent.mkdir(parents=True, exist_ok=True)
     with replacing(file) as temporary:
-        pictures = np.lib.format.open_memmap(temporary, mode="w+", dtype=np.uint8, shape=shape)
+        pictures = np.lib.format.open_memmap(temporary, mode="w+", dtype=dtype, shape=shape)
         start = 0
         for block in _in_processes(blocks, request):
             pictures[start : start + len(block)] = block
@@ -514,7 +546,7 @@ def draw_to(
         pictures.flush()
 
 
-def _in_processes(blocks: Sequence[Block], request: StopRequest) -> Iterator[NDArray[np.uint8]]:
+def _in_processes(blocks: Sequence[Block], request: StopRequest) -> Iterator[NDArray[Any]]:
     if len(blocks) == 1:
         yield blocks[0]()
         return
@@ -531,5 +563,5 @@ def _in_processes(blocks: Sequence[Block], request: StopRequest) -> Iterator[NDA
             pool.shutdown(cancel_futures=True)
 
 
-def _call(block: Block) -> NDArray[np.uint8]:
+def _call(block: Block) -> NDArray[Any]:
     return block()

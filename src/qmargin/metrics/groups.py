@@ -139,7 +139,7 @@ def group_rates(
         return found
 
     def rates(is_kind: NDArray[np.bool_]) -> list[GroupRate]:
-        return list(map(_rate, count(enrol[is_kind & is_wrong]), count(enrol[is_kind])))
+        return list(map(rate_of, count(enrol[is_kind & is_wrong]), count(enrol[is_kind])))
 
     fmrs, fnmrs = rates(is_inside & ~trials.is_genuine), rates(is_inside & trials.is_genuine)
     num_subjects = count(members[members >= 0])
@@ -182,7 +182,8 @@ def spread(rates: Sequence[GroupRate]) -> Spread:
     return Spread(ratio, inequity, float(gini), num_groups, note)
 
 
-def _rate(num_errors: int, num_trials: int) -> GroupRate:
+def rate_of(num_errors: int, num_trials: int) -> GroupRate:
+    """Errors among trials, and whether they are enough."""
     if num_trials == 0:
         return GroupRate(None, 0, 0, "not measurable", "no trials")
     if num_errors == 0:

@@ -244,7 +244,7 @@ for _depth, _blocks, _number in (
 
 
 NUM_SCALES = 8  # groups of channels of a block, each seeing further than the one before
-MIXED = 1536  # channels that are pooled, whatever the width
+MIXED = 1536  # channels that are pooled in the published networks
 SQUEEZED = 128  # channels that decide how much each channel counts
 
 
@@ -312,12 +312,13 @@ class EcapaTdnn(nn.Module):
         embedding_dim: int = 192,
         *,
         width: int = 512,  # a multiple of 8; 512 and 1024 are the published sizes
+        mixed: int = MIXED,  # channels that are pooled
         num_bins: int = 80,
         has_context: bool = True,  # whether the pooling's attention sees the whole recording
         dither: float = 0.0,
     ) -> None:
         super().__init__()
-        check_sizes(embedding_dim=embedding_dim, width=width)
+        check_sizes(embedding_dim=embedding_dim, width=width, mixed=mixed)
         if width % NUM_SCALES:
             raise ConfigError(f"width is {width}; it must be a multiple of {NUM_SCALES}")
         self.embedding_dim = embedding_dim
@@ -326,8 +327,8 @@ class EcapaTdnn(nn.Module):
         self.layer2, self.layer3, self.layer4 = (
             EcapaBlock(width, dilation) for dilation in (2, 3, 4)
         )
-        self.conv = nn.Conv1d(3 * width, MIXED, 1)
-        self.pool = AttentiveStatisticsPooling(MIXED, has_context=has_context)
+        self.conv = nn.Conv1d(3 * width, mixed, 1)
+        self.pool = AttentiveStatisticsPooling(mixed, has_context=has_context)
         self.bn = nn.BatchNorm1d(self.pool.output_dim)
         self.linear = nn.Linear(self.pool.output_dim, embedding_dim)
 
@@ -337,7 +338,7 @@ class EcapaTdnn(nn.Module):
         second = self.layer2(self.layer1(self.frontend(inputs)))
         third = self.layer3(second)
         outs = [second, third, self.layer4(third)]
-        frames = self.conv(torch.cat(outs, dim=1)).relu()  # [B, MIXED, T]
+        frames = self.conv(torch.cat(outs, dim=1)).relu()  # [B, mixed, T]
         with no_autocast(frames.device.type):
             embeddings: Tensor = self.linear(self.bn(self.pool(frames)))
         return embeddings

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from qmargin.registry import recipes, register_recipe
@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     Builder = Callable[[], Recipe]
 
 __all__ = ["get_recipe", "list_recipes", "register_recipe"]
+
+START = ("faces_tiny", "speakers_tiny", "debug")
+"""Recipes that a newcomer needs."""
 
 
 def get_recipe(name: str) -> Recipe:
@@ -29,6 +32,32 @@ def get_recipe(name: str) -> Recipe:
 def list_recipes() -> dict[str, str]:
     """Names that ``get_recipe`` knows, each with a line that describes it."""
     return recipes.describe()
+
+
+def group_recipes(described: Mapping[str, str]) -> dict[str, dict[str, str]]:
+    """Recipes by the headings of a list, those that a newcomer needs first."""
+    from qmargin.recipes.face import FACE_RECIPES
+    from qmargin.recipes.speaker import SPEAKER_RECIPES
+
+    start = "Start here: minutes on a CPU"
+    own = "Your own folder, with larger networks"
+    faces = "Faces: the paper's tables and other collections"
+    speakers = "Speakers: the paper's table and other collections"
+    added = "Added by your packages"
+    groups: dict[str, dict[str, str]] = {
+        start: {name: described[name] for name in START if name in described},
+        **{heading: {} for heading in (own, faces, speakers, added)},
+    }
+    for name, line in described.items():
+        if name in START:
+            continue
+        is_face, is_speaker = name in FACE_RECIPES, name in SPEAKER_RECIPES
+        if (is_face or is_speaker) and name.startswith(("faces_", "speakers_")):
+            heading = own
+        else:
+            heading = faces if is_face else speakers if is_speaker else added
+        groups[heading][name] = line
+    return {heading: group for heading, group in groups.items() if group}
 
 
 def add_recipe(

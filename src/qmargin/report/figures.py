@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from qmargin.files import MADE_BY, write_atomically
 from qmargin.report.media import MediaFolder
-from qmargin.report.numbers import cleaned, digits_to_differ, number, power
+from qmargin.report.numbers import cleaned, digits_to_differ, number, rate_text
 from qmargin.report.plots import NUM_COLOURS, det_geometry, rate_or_bound
 from qmargin.report.systems import Entry, Panel, margin_of
 
@@ -104,7 +104,7 @@ def _look(entry: Entry) -> dict[str, Any]:
     return {
         "color": COLOURS[entry.colour % NUM_COLOURS],
         "marker": MARKERS[entry.colour % len(MARKERS)],
-        "linestyle": DASHES[entry.colour // NUM_COLOURS % len(DASHES)],
+        "linestyle": DASHES[(entry.colour + entry.colour // NUM_COLOURS) % len(DASHES)],
     }
 
 
@@ -129,7 +129,7 @@ def sensitivity_plot(panel: Panel) -> Figure | None:
         lines.setdefault(name, []).append((run.scale, 100.0 * tar, None))
     if far is None or len({place for points in lines.values() for place, _, _ in points}) < 2:
         return None
-    return lines_plot({"Scale": lines}, f"TAR % at FAR {power(far)}")
+    return lines_plot({"Scale": lines}, f"TAR % at FAR {rate_text(far)}")
 
 
 def lines_plot(
@@ -201,7 +201,7 @@ def groups_plot(panel: Panel) -> Figure | None:
                     _dot(side, entry, place, names.index(row.group), is_hollow=rate == 0.0)
     for side, title in zip(axes, ("False match rate", "False non-match rate"), strict=True):
         side.set(xlabel=title, ylim=[len(names) - 0.5, -0.5])
-        _log_ticks(side, power)
+        _log_ticks(side, rate_text)
         side.set_yticks(range(len(names)), [_short(name) for name in names])
         _plain_text(side.get_yticklabels())
         side.grid(axis="y", color="0.9", linewidth=0.6)

@@ -49,13 +49,15 @@ def number(value: float | None, digits: int = 4) -> str:
     """A score, a threshold or a cost with so many significant digits.
 
     Examples:
-        >>> number(0.41234567), number(float("inf")), number(12345.678), number(None)
-        ('0.4123', '∞', '12346', '-')
+        >>> number(0.41234567), number(12345.678), number(None)
+        ('0.4123', '12346', '-')
     """
     if value is None:
         return MISSING
+    if value < 0.0:
+        return f"{MINUS}{number(-value, digits)}"
     if math.isinf(value):
-        return "∞" if value > 0 else "-∞"
+        return "∞"
     if value != 0.0 and not 1e-4 <= abs(value) < 1e6:
         return f"{value:.{digits - 1}e}"
     text = f"{value:.{digits}g}"
@@ -78,8 +80,62 @@ def digits_to_differ(values: Iterable[float | None], least: int = 4, *, form: st
     return _MOST_DIGITS
 
 
+def rate_text(value: float) -> str:
+    """A rate in per cent with three significant digits: the one notation of reports.
+
+    Examples:
+        >>> rate_text(0.05), rate_text(1e-4), rate_text(1e-7), rate_text(0.0)
+        ('5 %', '0.01 %', '0.00001 %', '0 %')
+    """
+    text = f"{float(f'{100.0 * value:.3g}'):.15f}".rstrip("0").rstrip(".")
+    return f"{text} %"
+
+
+def one_in(value: float, size: int, whom: str) -> str:
+    """A rate of ``size`` trials in plain words, as one of so many.
+
+    Examples:
+        >>> one_in(9.996e-5, 10**6, "impostor"), one_in(0.0, 50, "impostor")
+        ('1 impostor in 10,000', 'no impostor of 50')
+    """
+    if value <= 0.0:
+        return f"no {whom} of {size:,}"
+    return f"1 {whom} in {int(float(f'{1.0 / value:.1e}')):,}"  # two significant digits
+
+
+def out_of(value: float, whom: str) -> str:
+    """A rate in plain words, of 100 or as many more as it takes to have one.
+
+    Examples:
+        >>> out_of(0.538, "genuine attempts"), out_of(0.0038, "genuine attempts")
+        ('54 of 100 genuine attempts', '4 of 1,000 genuine attempts')
+        >>> out_of(0.0, "genuine attempts"), out_of(0.997, "genuine attempts")
+        ('none of the genuine attempts', '997 of 1,000 genuine attempts')
+    """
+    if value <= 0.0:
+        return f"none of the {whom}"
+    if value >= 1.0:
+        return f"all of the {whom}"
+    size = 100
+    while not 1.0 <= size * value <= size - 1.0:
+        size *= 10
+    return f"{round(size * value):,} of {size:,} {whom}"
+
+
+def spread_digits(values: Iterable[float | None], least: int = 2, most: int = 6) -> int:
+    """Digits after the point with which the spread of numbers has two significant ones.
+
+    Examples:
+        >>> spread_digits([12.3, 15.8]), spread_digits([99.9912, 99.9934]), spread_digits([1.0])
+        (2, 4, 2)
+    """
+    known = [value for value in values if value is not None and math.isfinite(value)]
+    width = max(known, default=0.0) - min(known, default=0.0)
+    return least if width <= 0.0 else min(max(least, 1 - math.floor(math.log10(width))), most)
+
+
 def power(rate: float) -> str:
-    """A small rate as people write it: a power of ten, or a multiple of one.
+    """A small rate as papers write it: a power of ten, or a multiple of one.
 
     Examples:
         >>> power(1e-4), power(0.05), power(0.0)

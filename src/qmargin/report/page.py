@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from markupsafe import Markup
 
 from qmargin.evaluation.result import HardPair, ProtocolInfo
 from qmargin.files import MADE_BY
+from qmargin.metrics.operating import ENOUGH_FALSE_ACCEPTS
 from qmargin.report import plots, tables
 from qmargin.report.journal import Journal
 from qmargin.report.media import MediaFolder
@@ -30,10 +32,12 @@ from qmargin.report.numbers import (
     count,
     digits_to_differ,
     number,
+    one_in,
+    out_of,
     percent,
     percent_interval,
-    power,
     probability,
+    rate_text,
     signed,
     signed_interval,
 )
@@ -50,6 +54,8 @@ from qmargin.report.systems import (
 from qmargin.report.table import Column, Table
 
 MOST_SHOWN = 12  # hardest pairs of each kind
+NUM_EXAMPLES = 2  # pairs of each kind in the opening
+EER_FACT = "equal error rate (EER)"
 
 
 def render_page(
@@ -68,9 +74,10 @@ def render_page(
     )
     repeats = find_repeats(panels)
     dets = [plots.det_geometry(panel) for panel in panels]
+    baselines = [_to_baseline(panel, differences[panel.index], repeats, level) for panel in panels]
     blocks: dict[str, Callable[[Panel], Any]] = {
         "data": lambda panel: (*tables.sufficiency_table(panel), plots.gauge),
-        "det": lambda panel: dets[panel.index],
+        "det": lambda panel: (dets[panel.index], baselines[panel.index]),
         "scores": _scores,
         "points": lambda panel: (
             panel.entries,
@@ -78,6 +85,7 @@ def render_page(
             tables.threshold_table(panel),
             tables.other_table(panel),
         ),
+        "cost": lambda panel: tables.cost_table(panel.entries),
         "pairs": lambda panel: _pairs(panel, differences[panel.index], level),
         "groups": lambda panel: [_groups(e) for e in panel.entries if e.result.groups is not None],
         "hardest": lambda panel: _hardest(panel, media),
@@ -104,6 +112,7 @@ def render_page(
         for panel in panels
         if not all(id(entry) in covered for entry in panel.entries)
     ]
+    views["next"] = [(v.title if len(verdicts) > 1 else "", v) for v in verdicts if v.steps]
     return (
         _environment()
         .get_template("page.html.j2")
@@ -113,6 +122,7 @@ def render_page(
             policy=_policy(style, script),
             style=Markup(style),
             script=Markup(script),
+            opening=_opening(panels, media),
             verdicts=verdicts,
             views=views,
             det_data=[det.data for det in dets],
@@ -144,7 +154,7 @@ def _environment() -> Environment:
     environment.filters.update(
         short=cleaned,
         count=count,
-        power=power,
+        rate=rate_text,
         number=number,
         place="{:.1f}".format,
         path=lambda points: Markup(plots.path_data(points)),  # numbers alone
@@ -178,61 +188,108 @@ class Verdict:
     leader: str
     value: str
     far: float | None
+    words: str  # what the number means, for people who know no rates
     facts: Sequence[tuple[str, str]] = ()
+    caution: str = ""  # why the number is rough
+    tied: Sequence[str] = ()  # the leader and all that are not behind it by more than chance
+    num_unknown: int = 0  # systems that cannot be compared with the leader
     rival: str = ""
     lead: str = ""
-    is_ahead: bool = False
-    has_rivals: bool = False
-    num_runs: int = 1
+    num_runs: int = 1  # of all systems
+    num_seeds: int = 1  # of the leader
+    steps: Sequence[str] = ()  # what to do next
+
+    @property
+    def is_tie(self) -> bool:
+        """Whether others may be as good as the leader."""
+        return len(self.tied) > 1
+
+
+Rivals = Mapping[str, tuple[float, tuple[float, float], float, bool]]
 
 
 def _verdict(panel: Panel, differences: Sequence[PairedDifference]) -> Verdict:
     """Of single results."""
     leader, far = panel.leader(), panel.headline_far
-    protocol, point = leader.result.protocol, leader.point_at(far)
-    start = (panel.title, panel.entries[0].result.protocol, leader.label)
-    if far is None or point is None:
-        return Verdict(*start, percent(leader.result.measures.eer.value), None)
-    how = f"{100 * protocol.interval.level:g} % interval, {protocol.interval.method}"
-    facts = (
-        _interval_fact(point.interval, how),
-        (MISSING if point.far is None else power(point.far), "achieved FAR"),
-        (count(point.false_accepts), f"false accepts, {count(point.allowed)} allowed"),
-        (number(point.threshold), "threshold"),
-    )
+    protocol, point, eer = leader.result.protocol, leader.point_at(far), leader.result.measures.eer
+    start = (panel.title, protocol, leader.label)
     rivals = {}
     for made in (made.seen_from(leader.label) for made in differences if made.far == far):
         if made.first == leader.label:
-            is_ahead = made.is_shown and made.difference > 0.0
+            is_ahead = made.reading == "first is better"
             rivals[made.second] = (made.difference, made.interval, made.adjusted, is_ahead)
-    verdict = Verdict(*start, percent(point.tar), far, facts, has_rivals=len(panel.entries) > 1)
-    return _with_rival(verdict, rivals)
+    how = f"{100 * protocol.interval.level:g} % interval, {protocol.interval.method}"
+    if far is None or point is None or point.tar is None or point.far is None:
+        facts = [_interval_fact(eer.interval, how)]
+        verdict = Verdict(*start, percent(eer.value), None, _eer_words(eer.value), facts)
+        return _with_rivals(verdict, rivals, len(panel.entries) - 1)
+    facts = [
+        _interval_fact(point.interval, how),
+        (f"{percent(eer.value)} %", EER_FACT),
+        (rate_text(point.far), "achieved FAR"),
+        (count(point.false_accepts), f"false accepts, {count(point.allowed)} allowed"),
+        (leader.score_text(point.threshold), "threshold"),
+    ]
+    words = _words(point.far, point.tar, protocol)
+    verdict = Verdict(*start, percent(point.tar), far, words, facts, _caution(panel.entries, far))
+    verdict = _with_rivals(verdict, rivals, len(panel.entries) - 1)
+    use = (
+        f"To use {leader.label}, accept a pair if its score is at least {facts[-1][0]}, and set "
+        "that threshold again on impostor pairs like those you expect."
+    )
+    return replace(verdict, steps=(*verdict.steps, use))
 
 
 def _mean_verdict(repeats: Repeats, level: float) -> Verdict:
     """Of means over runs."""
     far = repeats.headline_far
     leader, *others = repeats.ranked(far)
-    values = repeats.values(leader, far)
-    verdict = Verdict(
-        *(repeats.title, repeats.systems[leader][0].result.protocol, leader),
-        *(percent(statistics.fmean(values)), far),
-        has_rivals=bool(others),
-        num_runs=sum(map(len, repeats.systems.values())),
-    )
-    if far is None:
-        return verdict
+    values, mean_eer = repeats.values(leader, far), statistics.fmean(repeats.values(leader, None))
+    entries, mean = repeats.systems[leader], statistics.fmean(values)
+    rivals = {}
+    for name in others:
+        if made := difference_of_means(repeats, leader, name, far, level=level):
+            is_ahead = made.high < 0.0 if far is None else made.low > 0.0
+            rivals[name] = (made.difference, (made.low, made.high), made.p_value, is_ahead)
     how = f"{100 * level:g} % interval of the mean over subjects"
     facts = [_interval_fact(interval_of_mean(repeats, leader, far, level=level), how)]
     if len(values) > 1:
         deviation = f"{100 * statistics.stdev(values):.2f} points"
         facts.append((deviation, f"standard deviation over {len(values)} seeds"))
-    rivals = {}
-    for name in others:
-        if made := difference_of_means(repeats, leader, name, far, level=level):
-            ends = (made.low, made.high)
-            rivals[name] = (made.difference, ends, made.p_value, made.low > 0.0)
-    return _with_rival(replace(verdict, facts=facts), rivals)
+    if far is not None:
+        facts.append((f"{percent(mean_eer)} %", EER_FACT))
+    protocol = entries[0].result.protocol
+    verdict = Verdict(
+        *(repeats.title, protocol, leader, percent(mean), far),
+        _eer_words(mean) if far is None else _words(far, mean, protocol),
+        facts,
+        _caution([entry for group in repeats.systems.values() for entry in group], far),
+        num_runs=sum(map(len, repeats.systems.values())),
+        num_seeds=len(values),
+    )
+    return _with_rivals(verdict, rivals, len(repeats.systems) - 1)
+
+
+def _words(far: float, tar: float, protocol: ProtocolInfo) -> str:
+    accepted = one_in(far, protocol.num_impostors, "impostor")
+    refused = out_of(1.0 - tar, "genuine attempts")
+    return f"At this threshold {accepted} is accepted, and {refused} are refused."
+
+
+def _eer_words(eer: float) -> str:
+    return (
+        "At the threshold where both errors are equally frequent, "
+        f"{out_of(eer, 'impostors')} are accepted and as large a share of genuine attempts refused."
+    )
+
+
+def _caution(entries: Sequence[Entry], far: float | None) -> str:
+    """Why a number is rough: its threshold has too few false accepts."""
+    points = [point for entry in entries if (point := entry.point_at(far)) is not None]
+    fewest = min((point.false_accepts for point in points), default=ENOUGH_FALSE_ACCEPTS)
+    if fewest >= ENOUGH_FALSE_ACCEPTS:
+        return ""
+    return f"rests on {fewest} false accept{'s' * (fewest != 1)}, {ENOUGH_FALSE_ACCEPTS} are needed"
 
 
 def _interval_fact(ends: tuple[float, float] | None, how: str) -> tuple[str, str]:
@@ -241,20 +298,122 @@ def _interval_fact(ends: tuple[float, float] | None, how: str) -> tuple[str, str
     return f"{percent_interval(ends, ' to ')} %", how
 
 
-def _with_rival(
-    verdict: Verdict, rivals: Mapping[str, tuple[float, tuple[float, float], float, bool]]
-) -> Verdict:
-    """Add the nearest rival, of each the difference, its interval, its p-value and the verdict."""
-    if not rivals:
-        return verdict
-    rival = min(rivals, key=lambda name: rivals[name][0])
-    difference, ends, p_value, is_ahead = rivals[rival]
-    words = f"p = {probability(p_value)}".replace("= <", "<")
-    lead = f"{signed(100 * difference)} points (interval {signed_interval(*ends)}, {words})"
-    return replace(verdict, rival=rival, lead=lead, is_ahead=is_ahead)
+def _with_rivals(verdict: Verdict, rivals: Rivals, num_others: int) -> Verdict:
+    """Add what is known of the others: differences, intervals, p-values, who is behind."""
+    verdict = replace(verdict, num_unknown=num_others - len(rivals))
+    if rivals:
+        rival = min(rivals, key=lambda name: abs(rivals[name][0]))
+        difference, ends, p_value, _ = rivals[rival]
+        words = f"p = {probability(p_value)}".replace("= <", "<")
+        lead = f"{signed(100 * difference)} points (interval {signed_interval(*ends)}, {words})"
+        tied = (verdict.leader, *(name for name, found in rivals.items() if not found[-1]))
+        verdict = replace(verdict, rival=rival, lead=lead, tied=tied)
+    return replace(verdict, steps=_steps(verdict, rivals))
+
+
+def _steps(verdict: Verdict, rivals: Rivals) -> tuple[str, ...]:
+    """What to do next, the most urgent first."""
+    steps, protocol = [], verdict.protocol
+    if verdict.caution and verdict.far is not None:
+        steps.append(
+            f"Test more impostor pairs: {ENOUGH_FALSE_ACCEPTS} false accepts at FAR "
+            f"{rate_text(verdict.far)} need {math.ceil(ENOUGH_FALSE_ACCEPTS / verdict.far):,} "
+            f"pairs, and there are {protocol.num_impostors:,}."
+        )
+    if verdict.num_unknown:
+        steps.append(
+            "Evaluate all systems on the same trials with --replicates: without paired replicates "
+            "nobody knows whether a difference is chance."
+        )
+    if verdict.is_tie:
+        low, high = rivals[verdict.tied[1]][1]
+        now = "" if protocol.num_subjects is None else f" (now {protocol.num_subjects:,})"
+        steps.append(
+            f"To break the tie, test more identities{now}: the interval of the difference to "
+            f"{verdict.tied[1]} is {100 * (high - low):.2g} points wide, and four times as many "
+            "identities halve it."
+        )
+    elif rivals and not verdict.num_unknown:
+        steps.append(
+            f"Check the lead of {verdict.leader} on data of your own, with settings chosen there."
+        )
+    if rivals and verdict.num_seeds == 1:
+        steps.append(
+            "Train each system with several seeds: one run does not show how far runs differ."
+        )
+    if rivals and verdict.num_seeds > 1 and verdict.is_tie:
+        steps.append("Choose among tied systems by time and memory.")
+    return tuple(steps)
 
 
 # -- sections -------------------------------------------------------------------------------------
+
+
+def _opening(panels: Sequence[Panel], media: MediaFolder | None) -> dict[str, Any]:
+    """The task in plain words, with easy and hard pairs of the first panel's leader."""
+    hardest = panels[0].leader().result.hardest
+    kinds = {} if media is None or hardest is None else {
+        "Easy: one identity": hardest.easy_genuine,
+        "Easy: two identities": hardest.easy_impostors,
+        "Hard: one identity": hardest.false_rejects,
+        "Hard: two identities": hardest.false_accepts,
+    }  # fmt: skip
+    examples = {title: _shown(pairs[:NUM_EXAMPLES], media) for title, pairs in kinds.items()}
+    return {
+        "examples": {title: pairs for title, pairs in examples.items() if pairs},
+        "protocol": panels[0].entries[0].result.protocol,
+        "num_panels": len(panels),
+        "num_systems": len({entry.label for panel in panels for entry in panel.entries}),
+    }
+
+
+def _shown(pairs: Sequence[HardPair], media: MediaFolder | None) -> list[tuple[str, Any]]:
+    """Score and both sides of pairs."""
+    found, digits = [], digits_to_differ(pair.score for pair in pairs)
+    for pair in pairs:
+        sides = [(key, media and media.embedded(key)) for key in (pair.enrol, pair.test)]
+        found.append((number(pair.score, digits), sides))
+    return found
+
+
+def _to_baseline(
+    panel: Panel,
+    differences: Sequence[PairedDifference],
+    repeats: Sequence[Repeats],
+    level: float,
+) -> tuple[plots.Chart, str, str] | None:
+    """Differences of all others to the best softmax loss, or to the leader where there is none.
+
+    Of means over seeds where the panel's systems have several runs.
+    """
+    means = next(
+        (r for r in repeats if any(panel.entries[0] in s for s in r.systems.values())), None
+    )
+    rows = []
+    if means is not None:
+        far, first = means.headline_far, {n: group[0] for n, group in means.systems.items()}
+        ranked = means.ranked(far)
+    else:
+        far, first = panel.headline_far, {entry.label: entry for entry in panel.entries}
+        sign = 1.0 if far is None else -1.0
+        ranked = sorted(first, key=lambda name: sign * (first[name].observed(far) or 0.0))
+    if not ranked:
+        return None
+    softmax = (n for n in ranked if (run := first[n].result.run) is not None and run.alpha == 1.0)
+    baseline = next(softmax, ranked[0])
+    for name in (name for name in ranked if name != baseline):
+        if means is None:
+            pairs = (made.seen_from(name) for made in differences if made.far == far)
+            same = [d for d in pairs if (d.first, d.second) == (name, baseline)]
+            found = [(d.difference, d.interval, d.is_shown) for d in same]
+        else:
+            made = difference_of_means(means, name, baseline, far, level=level)
+            found = [] if made is None else [
+                (made.difference, (made.low, made.high), not made.low <= 0.0 <= made.high)
+            ]  # fmt: skip
+        rows += [(name, first[name].colour, *one) for one in found]
+    measure = "EER" if far is None else f"TAR at FAR {rate_text(far)}"
+    return (plots.difference_chart(rows, measure), measure, baseline) if rows else None
 
 
 def _scores(panel: Panel) -> list[tuple[Entry, Any]]:
@@ -269,7 +428,7 @@ def _scores(panel: Panel) -> list[tuple[Entry, Any]]:
 def _pairs(panel: Panel, differences: Sequence[PairedDifference], level: float) -> dict[str, Any]:
     """Differences at the headline FAR, all others folded away."""
     headline = panel.headline_far
-    measure = "EER" if headline is None else f"TAR at FAR {power(headline)}"
+    measure = "EER" if headline is None else f"TAR at FAR {rate_text(headline)}"
     found = []
     for is_folded, start in ((False, f"Difference of {measure}"), (True, "Differences")):
         own = [made for made in differences if (made.far != headline) == is_folded]
@@ -303,15 +462,6 @@ def _groups(entry: Entry) -> dict[str, Any]:
 
 def _hardest(panel: Panel, media: MediaFolder | None) -> dict[str, Any] | None:
     """Pairs of the leading system first, those of others folded away."""
-
-    def shown(pairs: Sequence[HardPair]) -> list[tuple[str, Any]]:
-        """Score and both sides of the hardest pairs."""
-        found, digits = [], digits_to_differ(pair.score for pair in pairs[:MOST_SHOWN])
-        for pair in pairs[:MOST_SHOWN]:
-            sides = [(key, media and media.embedded(key)) for key in (pair.enrol, pair.test)]
-            found.append((number(pair.score, digits), sides))
-        return found
-
     leader = panel.leader()
     systems = []
     for entry in sorted(panel.entries, key=lambda entry: entry is not leader):
@@ -320,7 +470,8 @@ def _hardest(panel: Panel, media: MediaFolder | None) -> dict[str, Any] | None:
                 "False accepts: impostor pairs with the highest scores": hardest.false_accepts,
                 "False rejects: genuine pairs with the lowest scores": hardest.false_rejects,
             }
-            systems.append((entry, [(title, shown(pairs)) for title, pairs in kinds.items()]))
+            shown = [(title, _shown(pairs[:MOST_SHOWN], media)) for title, pairs in kinds.items()]
+            systems.append((entry, shown))
     return {"systems": systems, "has_media": media is not None} if systems else None
 
 

@@ -20,10 +20,11 @@ from qmargin.report.journal import Journal
 from qmargin.report.numbers import (
     NOT_MEASURABLE,
     count,
+    digits_to_differ,
     number,
     percent,
     percent_interval,
-    power,
+    rate_text,
     short_count,
 )
 from qmargin.report.systems import Entry, Panel
@@ -178,15 +179,15 @@ def det_geometry(panel: Panel) -> DetGeometry:
         across=across,
         up=up,
         box=DET_BOX,
-        bottom=across.ticks(shown, power),
-        left=up.ticks(up.within(RATES), lambda rate: f"{100 * rate:.3g} %"),
+        bottom=across.ticks(shown, rate_text),
+        left=up.ticks(up.within(RATES), rate_text),
         few=[across.clamped(ENOUGH_FALSE_ACCEPTS / size) for size in sizes],
         diagonal=((across(first), up(first)), (across(last), up(last))) if first < last else None,
         curves=[
             _det_curve(entry, own, across, up, fars)
             for entry, own in zip(panel.entries, points, strict=True)
         ],
-        stops=across.ticks(fars, power),
+        stops=across.ticks(fars, rate_text),
         start=min(range(len(fars)), key=lambda index: abs(probit(fars[index]) - wanted)),
     )
 
@@ -249,7 +250,7 @@ def readout(entry: Entry, point: CurvePoint | None, far: float) -> list[str]:
         percent(1.0 - point.frr),
         percent_interval(ends),
         accepts,
-        f"≥ {number(point.threshold)}",
+        f"≥ {entry.score_text(point.threshold)}",
     ]
 
 
@@ -265,9 +266,11 @@ class Chart(NamedTuple):
     bottom: list[Tick]
     left: list[Tick]
     shapes: dict[str, Any]
+    across_title: str
+    up_title: str
 
 
-SMALL = Box(left=14.0, right=326.0, top=18.0, bottom=172.0)
+SMALL = Box(left=14.0, right=326.0, top=26.0, bottom=172.0)
 
 
 def histogram_chart(histogram: Histogram, threshold: float | None) -> Chart:
@@ -296,8 +299,11 @@ def histogram_chart(histogram: Histogram, threshold: float | None) -> Chart:
     place = None
     if threshold is not None and across.low <= threshold <= across.high:
         place = across(threshold)
-    ticks = across.ticks(round_ticks(across.low, across.high), lambda value: number(value, 3))
-    return Chart(340.0, 210.0, SMALL, ticks, [], {"areas": areas, "threshold": place})
+    places = round_ticks(across.low, across.high)
+    digits = digits_to_differ(places, 3)  # scores may lie close together
+    ticks = across.ticks(places, lambda value: number(value, digits))
+    shapes = {"areas": areas, "threshold": place}
+    return Chart(340.0, 220.0, SMALL, ticks, [], shapes, "Score", "Share of pairs")
 
 
 def reliability_chart(reliability: Reliability) -> Chart:
@@ -315,7 +321,8 @@ def reliability_chart(reliability: Reliability) -> Chart:
     bottom = across.ticks((0.0, 0.25, 0.5, 0.75, 1.0), "{:g}".format)
     left = up.ticks((0.0, 0.5, 1.0), "{:g}".format)
     shapes = {"dots": dots, "line": [(x, y) for x, y, _ in dots]}
-    return Chart(340.0, 210.0, box, bottom, left, shapes)
+    titles = ("Predicted probability of a genuine pair", "Observed share")
+    return Chart(340.0, 220.0, box, bottom, left, shapes, *titles)
 
 
 def support_chart(journals: Sequence[Journal]) -> Chart:
@@ -337,7 +344,34 @@ def support_chart(journals: Sequence[Journal]) -> Chart:
     bottom = across.ticks(round_ticks(across.low, across.high, 6), short_count)
     decades = range(round(math.log10(low)), math.floor(math.log10(high) + 1e-9) + 1)
     left = up.ticks((10.0**exponent for exponent in decades), short_count)
-    return Chart(640.0, 280.0, box, bottom, left, {"lines": lines})
+    return Chart(640.0, 290.0, box, bottom, left, {"lines": lines}, "Step", "Active classes")
+
+
+def difference_chart(
+    rows: Sequence[tuple[str, int, float, tuple[float, float], bool]], measure: str
+) -> Chart:
+    """Differences to one system: name, colour, difference, interval, beyond chance; in points."""
+    box = Box(left=14.0, right=326.0, top=8.0, bottom=16.0 + 36.0 * len(rows))
+    ends = [100.0 * end for _, _, _, interval, _ in rows for end in interval] + [0.0]
+    room = 0.06 * (max(ends) - min(ends)) or 1.0
+    across = Scale(min(ends) - room, max(ends) + room, box.left, box.right)
+    shapes = [
+        {
+            "name": name,
+            "colour": colour,
+            "at": across(100.0 * difference),
+            "ends": [across(100.0 * end) for end in interval],
+            "is_shown": is_shown,
+            "up": box.top + 26.0 + 36.0 * index,
+        }
+        for index, (name, colour, difference, interval, is_shown) in enumerate(rows)
+    ]
+    places = round_ticks(across.low, across.high, 4)
+    digits = digits_to_differ(places, 3)
+    ticks = across.ticks(places, lambda value: number(value, digits))
+    title = f"Difference of {measure.partition(' ')[0]}, percentage points"
+    found = {"rows": shapes, "zero": across(0.0)}
+    return Chart(340.0, box.bottom + 50.0, box, ticks, [], found, title, "")
 
 
 # -- drawings in tables ---------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -22,9 +23,9 @@ from qmargin.evaluation.result import (
     without_paths,
 )
 from qmargin.metrics.bootstrap import Difference, interval, paired_difference
-from qmargin.report.numbers import MISSING, cleaned
+from qmargin.report.numbers import MINUS, MISSING, cleaned, number, spread_digits
 
-MOST_PAIRS = 15  # beyond, only pairs with the first system
+MOST_PAIRS = 15  # beyond, only pairs with the first system or the leader
 SIGNIFICANT = 0.05
 
 
@@ -46,6 +47,13 @@ class Entry:
             return self.result.measures.eer.value
         point = self.point_at(far)
         return None if point is None else point.tar
+
+    def score_text(self, score: float | None) -> str:
+        """A score, or a threshold, with digits for the spread of the scores."""
+        if score is None or math.isinf(score):
+            return number(score)
+        digits = spread_digits(self.result.histogram.edges, 0, 9) + 3
+        return f"{score:.{digits}f}".replace("-", MINUS)
 
     def drawn(self, far: float | None) -> NDArray[np.float64] | None:
         """The same in every replicate, NaN where it could not be measured."""
@@ -101,9 +109,24 @@ class Panel:
 
     def leader(self) -> Entry:
         """The system with the largest TAR at the headline FAR, or else the smallest EER."""
-        far = self.headline_far
+        return self.best(self.headline_far)
+
+    def best(self, far: float | None) -> Entry:
+        """The system with the largest TAR at a FAR, or the smallest EER where that is None."""
         sign = -1.0 if far is None else 1.0
         return max(self.entries, key=lambda entry: sign * (entry.observed(far) or 0.0))
+
+    @cached_property
+    def differences(self) -> list[PairedDifference]:
+        """Paired differences at the usual level."""
+        return paired_differences(self)
+
+    def has_winner(self, far: float | None) -> bool:
+        """Whether the best system is ahead of every other by more than chance."""
+        best = self.best(far).label
+        pairs = [made.seen_from(best) for made in self.differences if made.far == far]
+        shown = [made.reading == "first is better" for made in pairs if made.first == best]
+        return len(shown) == len(self.entries) - 1 > 0 and all(shown)
 
 
 def load_panels(
@@ -277,7 +300,8 @@ def paired_differences(panel: Panel, level: float = 0.95) -> list[PairedDifferen
     """
     pairs = [pair for pair in combinations(panel.entries, 2) if not _is_one_arm(*pair)]
     if len(pairs) > MOST_PAIRS:
-        pairs = [pair for pair in pairs if pair[0] is panel.entries[0]]
+        wanted = (panel.entries[0].label, panel.leader().label)
+        pairs = [pair for pair in pairs if {entry.label for entry in pair} & {*wanted}]
     pairs = [pair for pair in pairs if are_paired(*pair)]
     found = []
     for far in [*panel.fars, None]:
@@ -372,6 +396,13 @@ class Repeats:
             if len(self.values(name, far)) == len(entries)
         }
         return sorted(means, key=lambda name: means[name], reverse=far is not None)
+
+    def has_winner(self, far: float | None) -> bool:
+        """Whether the best mean is ahead of every other by more than chance."""
+        best, *others = self.ranked(far) or [""]
+        made = [difference_of_means(self, best, name, far) for name in others]
+        shown = [d is not None and (d.high < 0.0 if far is None else d.low > 0.0) for d in made]
+        return len(shown) == len(self.systems) - 1 > 0 and all(shown)
 
 
 def find_repeats(panels: Sequence[Panel], *, experiment: str | None = None) -> list[Repeats]:

@@ -6,7 +6,7 @@ import csv
 import io
 import statistics
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from qmargin.evaluation.result import GroupAudit, GroupSpread, Measures, RunInfo, TarPoint
 from qmargin.metrics.operating import ENOUGH_FALSE_ACCEPTS, rule_of_three, sufficiency
@@ -16,9 +16,10 @@ from qmargin.report.numbers import (
     cleaned,
     count,
     number,
-    power,
     probability,
+    rate_text,
     signed_interval,
+    spread_digits,
 )
 from qmargin.report.systems import (
     Entry,
@@ -31,6 +32,7 @@ from qmargin.report.systems import (
 )
 from qmargin.report.table import CellValue, Column, Number, Row, Table, csv_text, markdown_text
 
+BOLD = "the best is bold where it is ahead of all others by more than chance"
 CSV_COLUMNS = (
     *("protocol", "kind", "scoring", "system", "arm", "seed", "alpha", "scale", "margin_kind"),
     *("margin", "metric", "target", "value", "std", "low", "high", "far", "false_accepts"),
@@ -43,8 +45,16 @@ def _columns(*titles: str, left: Sequence[str]) -> tuple[Column, ...]:
     return tuple(Column(title, "left" if title in left else "right") for title in titles)
 
 
-def _tar_columns(fars: Sequence[float]) -> list[Column]:
-    return [Column(power(far), best="max", group=("TAR % at FAR",)) for far in fars]
+def _tar_columns(found: Panel | Repeats) -> list[Column]:
+    group = ("TAR % at FAR",)
+    return [Column(rate_text(far), best=_best(found, far), group=group) for far in found.fars]
+
+
+def _best(found: Panel | Repeats, far: float | None) -> Literal["max", "min", ""]:
+    """Which number of a column is bold: the best, unless its lead is within chance."""
+    if not found.has_winner(far):
+        return ""
+    return "min" if far is None else "max"
 
 
 def _percent(
@@ -61,12 +71,17 @@ def tar_table(panel: Panel) -> Table:
         if point is None or point.tar is None:
             return None if point is None else NOT_MEASURABLE
         flag = f"only {count(point.allowed)}" if point.status == "few" else ""
-        return _percent(point.tar, point.interval, flag=flag)
+        return _percent(point.tar, point.interval, digits[point.far_target], flag)
+
+    digits = {
+        far: spread_digits(100.0 * tar for e in panel.entries if (tar := e.observed(far)))
+        for far in panel.fars
+    }
 
     rules, interval = " and ".join(panel.rules), panel.entries[0].result.protocol.interval
-    note = f"Thresholds by the {rules} rule; best in bold"
+    note = f"Thresholds by the {rules} rule; {BOLD}"
     if len(panel.rules) > 1:
-        note = f"Thresholds by the rules {rules}, which are not comparable; best in bold"
+        note = f"Thresholds by the rules {rules}, which are not comparable; {BOLD}"
     if interval.method != "none":
         note += f"; {100 * interval.level:g} % intervals by {cleaned(interval.method)}"
     notes = [f"{note}."]
@@ -76,7 +91,7 @@ def tar_table(panel: Panel) -> Table:
         )
     return Table(
         "True accept rate (TAR) at each false accept rate (FAR)",
-        (Column("System", "left"), *_tar_columns(panel.fars)),
+        (Column("System", "left"), *_tar_columns(panel)),
         tuple((e.label, *map(cell, map(e.point_at, panel.fars))) for e in panel.entries),
         tuple(notes),
     )
@@ -85,20 +100,21 @@ def tar_table(panel: Panel) -> Table:
 def other_table(panel: Panel) -> Table:
     """Measures without a target FAR: EER, costs, and what the protocol or a metric adds."""
     found = [entry.result.measures for entry in panel.entries]
-    eers: list[CellValue] = [_percent(m.eer.value, m.eer.interval, 3) for m in found]
-    columns = [(Column("EER %", best="min"), eers)]
+    digits = spread_digits(100.0 * m.eer.value for m in found)
+    eers: list[CellValue] = [_percent(m.eer.value, m.eer.interval, digits) for m in found]
+    columns = [(Column("EER %", best=_best(panel, None)), eers)]
     for prior in sorted({cost.p_target for m in found for cost in m.min_dcf}):
         costs = [{cost.p_target: cost for cost in m.min_dcf}.get(prior) for m in found]
         cells: list[CellValue] = [
             None if c is None else Number(c.value, 4, interval=c.interval) for c in costs
         ]
-        columns.append((Column(f"minDCF, p = {prior:g}", best="min"), cells))
+        columns.append((Column(f"minDCF, p = {prior:g}"), cells))
     for title, values in (
         ("Cllr", [m.cllr.value for m in found]),
         ("minCllr", [m.min_cllr.value for m in found]),
     ):
         if any(value is not None for value in values):
-            columns.append((Column(title, best="min"), [Number(value, 4) for value in values]))
+            columns.append((Column(title), [Number(value, 4) for value in values]))
     notes = set()
     for name in dict.fromkeys(name for m in found for name in m.extra):
         extras = [m.extra.get(name) for m in found]
@@ -122,9 +138,14 @@ def threshold_table(panel: Panel) -> Table:
         for point in entry.result.measures.tar:
             achieved, accepts = NOT_MEASURABLE, MISSING
             if point.tar is not None and point.far is not None:
-                achieved = power(point.far)
+                achieved = rate_text(point.far)
                 accepts = f"{count(point.false_accepts)} of {count(point.allowed)}"
-            cells = (power(point.far_target), achieved, accepts, number(point.threshold, 6))
+            cells = (
+                rate_text(point.far_target),
+                achieved,
+                accepts,
+                entry.score_text(point.threshold),
+            )
             rows.append((entry.label, *cells, _status_words(point.status, point.allowed)))
     heads = ("System", "Target FAR", "Achieved FAR", "False accepts", "Threshold", "Enough data")
     return Table("", _columns(*heads, left=("System", "Enough data")), tuple(rows))
@@ -142,14 +163,14 @@ def sufficiency_table(panel: Panel) -> tuple[Table, list[int]]:
     sizes = sorted({entry.result.protocol.num_impostors for entry in panel.entries})
     found = [(far, sufficiency(far, size)) for size in sizes for far in panel.fars]
     note = (
-        f"The smallest FAR that can be measured is {power(1.0 / sizes[0])}. If no impostor at all "
-        f"is accepted, the FAR is below {power(rule_of_three(sizes[0]))} with 95 % confidence, not "
-        "zero."
+        f"The smallest FAR that can be measured is {rate_text(1.0 / sizes[0])}. If no impostor at "
+        f"all is accepted, the FAR is below {rate_text(rule_of_three(sizes[0]))} with 95 % "
+        "confidence, not zero."
     )
     table = Table(
         f"{' or '.join(map(count, sizes))} impostor trials: what each FAR can rest on",
         _columns("Target FAR", "False accepts allowed", "Verdict", left=("Target FAR", "Verdict")),
-        tuple((power(far), s.allowed, _status_words(s.status, s.allowed)) for far, s in found),
+        tuple((rate_text(far), s.allowed, _status_words(s.status, s.allowed)) for far, s in found),
         (note,),
     )
     return table, [enough.allowed for _, enough in found]
@@ -163,7 +184,7 @@ def difference_table(found: Sequence[PairedDifference], title: str, *, level: fl
     has_measures = len({made.far for made in found}) > 1
     rows: list[Row] = []
     for made in found:
-        measure = "EER" if made.far is None else f"TAR at {power(made.far)}"
+        measure = "EER" if made.far is None else f"TAR at {rate_text(made.far)}"
         difference = Number(100 * made.difference, signed=True)
         shown = (signed_interval(*made.interval), probability(made.adjusted), made.reading)
         rows.append((*[measure] * has_measures, made.first, made.second, difference, *shown))
@@ -180,20 +201,25 @@ def difference_table(found: Sequence[PairedDifference], title: str, *, level: fl
 def repeats_table(repeats: Repeats) -> Table:
     """Mean and standard deviation over the runs of each system."""
 
-    def cell(values: Sequence[float]) -> Number:
-        deviation = 100.0 * statistics.stdev(values) if len(values) > 1 else None
-        return Number(100.0 * statistics.fmean(values) if values else None, deviation=deviation)
+    def cell(name: str, far: float | None) -> Number:
+        values = [100.0 * value for value in repeats.values(name, far)]
+        deviation = statistics.stdev(values) if len(values) > 1 else None
+        return Number(statistics.fmean(values) if values else None, digits[far], deviation)
 
+    digits = {
+        far: spread_digits(100.0 * v for name in repeats.systems for v in repeats.values(name, far))
+        for far in repeats.measures
+    }
     columns = (
         *(Column("System", "left"), Column("Runs")),
-        *(*_tar_columns(repeats.fars), Column("EER %", best="min")),
+        *(*_tar_columns(repeats), Column("EER %", best=_best(repeats, None))),
     )
     rows: list[Row] = [
-        (name, len(runs), *(cell(repeats.values(name, far)) for far in repeats.measures))
+        (name, len(runs), *(cell(name, far) for far in repeats.measures))
         for name, runs in repeats.systems.items()
     ]
     title = f"{repeats.title}: mean and standard deviation over runs"
-    return Table(title, columns, tuple(rows), ("Best mean in bold.",))
+    return Table(title, columns, tuple(rows), (f"{BOLD.capitalize()}.",))
 
 
 def mean_difference_table(repeats: Repeats, level: float) -> Table:
@@ -206,7 +232,7 @@ def mean_difference_table(repeats: Repeats, level: float) -> Table:
             if made is not None:
                 difference = Number(100 * made.difference, signed=True)
                 shown = (signed_interval(made.low, made.high), probability(made.p_value))
-                rows.append((f"TAR at {power(far)}", best, rival, difference, *shown))
+                rows.append((f"TAR at {rate_text(far)}", best, rival, difference, *shown))
     words = ("Measure", "Best", "Other")
     note = (
         f"Paired bootstrap over subjects of the means, {100 * level:g} % intervals; p-values are "
@@ -217,6 +243,25 @@ def mean_difference_table(repeats: Repeats, level: float) -> Table:
     return Table("Best mean minus the others, in percentage points", columns, tuple(rows), (note,))
 
 
+def cost_table(entries: Sequence[Entry]) -> Table | None:
+    """Time and memory of training runs; None where no run knows either."""
+    runs = [(entry.label, entry.result.run) for entry in entries if entry.result.run is not None]
+    if not any(run.train_seconds or run.peak_bytes for _, run in runs):
+        return None
+    rows: list[Row] = []
+    for label, run in runs:
+        seconds, peak = run.train_seconds, run.peak_bytes
+        step = 1000.0 * seconds / run.steps if seconds and run.steps else None
+        gib = Number(None if peak is None else peak / 2**30)
+        rows.append((label, Number(seconds, 1), Number(step, 1), gib, run.device))
+    heads = ("System", "Training, s", "Per step, ms", "Peak memory, GiB", "Device")
+    note = (
+        "Time includes reading the data and saving. Peak memory is what the training allocated on "
+        "a GPU; on a CPU it is that of the whole process. A resumed run has no time."
+    )
+    return Table("", _columns(*heads, left=("System", "Device")), tuple(rows), (note,))
+
+
 # -- groups ---------------------------------------------------------------------------------------
 
 
@@ -225,12 +270,13 @@ def group_table(audit: GroupAudit) -> Table:
     words = {"ok": "enough", "few": "few errors"}
     rows: list[Row] = []
     for row in audit.rows:
-        rates = [MISSING if rate is None else power(rate) for rate in (row.fmr, row.fnmr)]
+        rates = [MISSING if rate is None else rate_text(rate) for rate in (row.fmr, row.fnmr)]
         status = words.get(row.status, row.status)
         rows.append((row.group, *rates, row.num_impostors, row.num_genuine, status))
     heads = ("Group", "FMR", "FNMR", "Impostor", "Genuine", "Enough data")
     return Table(
-        f"At the common threshold {number(audit.threshold)}, set for FAR {power(audit.far_target)}",
+        f"At the common threshold {number(audit.threshold)}, set for FAR "
+        f"{rate_text(audit.far_target)}",
         _columns(*heads, left=("Group", "Enough data")),
         tuple(rows),
     )
@@ -286,7 +332,8 @@ def paper_layout(panels: Sequence[Panel]) -> Table:
     rows: list[Row] = []
     for panel in panels:
         group = (cleaned(panel.title),)
-        columns += [Column(power(far), best="max", group=group) for far in panel.fars]
+        for far in panel.fars:
+            columns.append(Column(rate_text(far), best=_best(panel, far), group=group))
     for name, entries in systems.items():
         points = [
             None if entry is None else entry.point_at(far)
@@ -300,7 +347,7 @@ def paper_layout(panels: Sequence[Panel]) -> Table:
         rows.append((name, *(parameters if has_runs else ()), *map(_bare, points)))
     found = [p for panel in panels for e in panel.entries for p in e.result.measures.tar]
     rules = sorted({rule for panel in panels for rule in panel.rules})
-    notes = [f"Thresholds by the {' and '.join(rules)} rule; best in bold."]
+    notes = [f"Thresholds by the {' and '.join(rules)} rule; {BOLD}."]
     if any(point.status == "few" for point in found):
         notes.append(f"few: fewer than {ENOUGH_FALSE_ACCEPTS} false accepts allowed.")
     if any(point.tar is None for point in found):

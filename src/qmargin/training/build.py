@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from qmargin.errors import ConfigError, DataError
+from qmargin.errors import ConfigError, CorruptSample, DataError
 from qmargin.files import sha256_of
 from qmargin.heads.classifier import MarginClassifier
 from qmargin.heads.paths import Auto, Chunked, Dense, Sampled, Sparse, StepPath, TopK
@@ -45,6 +45,8 @@ STORED: dict[str, type] = {
     "verify": bool,
 }
 """Options of ``qmargin.data.open.open_images``; all others are of ``FaceImages``."""
+_LOOKED_AT = 16  # pictures whose size is looked at
+_LEAST_SHARE = 4  # a picture may be scaled up by this
 _TOO_LARGE = ("can't allocate memory", "not enough memory", "overflow")  # in torch's words
 
 
@@ -57,6 +59,7 @@ def open_images(
     """
     from qmargin.data.faces import FaceAugmentation, FaceImages
     from qmargin.data.open import open_images as open_stored
+    from qmargin.data.stored import check_several
 
     looks = [field.name for field in fields(FaceAugmentation)]
     known = ["size", *STORED, *looks]
@@ -73,7 +76,30 @@ def open_images(
     place = Path(path).expanduser()
     if not place.exists():
         raise ConfigError(f"data.path is {path!r}, where there is nothing; set data.path=DIR")
-    return FaceImages(open_stored(place, index_dir=index_dir, **stored), size, augmentation)
+    images = open_stored(place, index_dir=index_dir, **stored)
+    check_several(images.num_classes, path)
+    faces = FaceImages(images, size, augmentation)
+    _check_sizes(faces)
+    return faces
+
+
+def _check_sizes(faces: FaceImages) -> None:
+    """Refuse pictures far smaller than what the network takes; a few of them are looked at."""
+    images, largest = faces.images, 0
+    for index in range(0, len(images), max(1, len(images) // _LOOKED_AT)):
+        try:
+            largest = max(largest, min(images.decode(index).shape[:2]))
+        except CorruptSample:  # replaced and counted when it is read
+            continue
+        if largest * _LEAST_SHARE >= faces.size:
+            return
+    if not largest:  # no picture can be read, which training says with the first of them
+        return
+    raise ConfigError(
+        f"pictures are at most {largest} pixels wide or high and data.options.size is "
+        f"{faces.size}; give larger ones, or set data.options.size={largest} with a backbone that "
+        "takes it"
+    )
 
 
 def build_dataset(recipe: Recipe) -> Dataset:

@@ -8,7 +8,7 @@ import os
 import socket
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,6 +43,7 @@ class RunLock:
     def __init__(self, folder: str | Path) -> None:
         self.path = Path(folder) / "lock"
         self._file: int | None = None
+        self._is_new_folder = False
 
     def __enter__(self) -> RunLock:
         self.acquire()
@@ -53,6 +54,7 @@ class RunLock:
 
     def acquire(self) -> None:
         """Take the lock, in a folder that is made if it is missing, or refuse."""
+        self._is_new_folder = not self.path.parent.exists()
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -62,6 +64,8 @@ class RunLock:
             ) from error
         try:
             is_locked = _flock(file)
+            if is_locked and not os.fstat(file).st_nlink:  # its owner has just removed it
+                is_locked = False
             owner = _read_owner(file)
             if is_locked is False or (is_locked is None and _may_be_alive(owner)):
                 name = f"process {owner['pid']} on {owner['host']}" if owner else "another process"
@@ -93,6 +97,19 @@ class RunLock:
         if self._file is not None:
             os.ftruncate(self._file, 0)
             self._close()
+
+    def remove_unused(self) -> None:
+        """Remove what a held lock put into a folder that nothing else was written to."""
+        folder = self.path.parent
+        if self._file is None:
+            return
+        with suppress(OSError):  # as for a folder with checkpoints, which is not removed
+            if {path.name for path in folder.iterdir()} <= {self.path.name, CHECKPOINTS}:
+                if (folder / CHECKPOINTS).exists():
+                    (folder / CHECKPOINTS).rmdir()
+                self.path.unlink()
+                if self._is_new_folder:
+                    folder.rmdir()
 
     def _close(self) -> None:
         if self._file is not None:
@@ -140,7 +157,10 @@ def _may_be_alive(owner: dict[str, Any]) -> bool:
 
 @contextmanager
 def locked(folder: Path, process: Process) -> Iterator[None]:
-    """Hold the folder for this run; every rank must be able to write to it."""
+    """Hold the folder for this run, which every rank must be able to write to.
+
+    A run that is refused leaves nothing in it.
+    """
     lock = RunLock(folder)
 
     def take() -> None:
@@ -152,6 +172,9 @@ def locked(folder: Path, process: Process) -> Iterator[None]:
         run_on_all(process, take)
         run_on_all(process, lambda: check_writable(folder / CHECKPOINTS))
         yield
+    except BaseException:
+        lock.remove_unused()
+        raise
     finally:
         lock.release()
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,7 @@ from qmargin.evaluation.all_pairs import (
     PairScores,
     all_genuine,
     evaluate_all_pairs,
+    exact_scores,
     largest_impostors,
     num_impostor_pairs,
     random_impostors,
@@ -37,7 +38,9 @@ from qmargin.evaluation.evaluate import (
     Intervals,
     Measured,
     StageProgress,
+    common_point,
     counted_histogram,
+    group_row,
     intervals_of,
     measurable,
     new_result,
@@ -46,7 +49,16 @@ from qmargin.evaluation.evaluate import (
     score_histogram,
     tar_points,
 )
-from qmargin.evaluation.result import Hardest, HardPair, Measure, Result
+from qmargin.evaluation.result import (
+    NUM_EASY,
+    GroupAudit,
+    GroupSpread,
+    Hardest,
+    HardPair,
+    Measure,
+    Result,
+    TarPoint,
+)
 from qmargin.evaluation.scoring import CohortNorm, norm_moments
 from qmargin.files import Progress
 from qmargin.metrics.bootstrap import (
@@ -59,11 +71,13 @@ from qmargin.metrics.bootstrap import (
     Wanted,
     weighted_point,
 )
+from qmargin.metrics.groups import rate_of
 from qmargin.metrics.normalise import Moments
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 GRID_POINTS = 12
+EASY_IDENTITIES, EASY_ROWS = 64, 640  # among which easy pairs are looked for
 SPLITS = ("train", "test")  # folders of a divided dataset, not of two identities
 FIRST_TAIL = 1.5  # times the largest rate that is asked for: longer tails are rarely needed
 LEAST_TAIL = 1e-4  # of the impostors
@@ -71,6 +85,8 @@ MAX_ROWS = 10_240  # embeddings whose pairs are all held at once, in about two g
 MAX_TAIL = 1 << 23  # largest impostors that are held of more embeddings
 NUM_SAMPLED = 1 << 22  # impostor pairs that are drawn for rates above those of the tail
 _FIRST = 3  # names in a message
+LIST_BLOCK = 1024  # rows of a list that are compared at a time
+NEAR = 1e-9  # relative distance from a threshold at which a product is scored exactly
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,6 +98,7 @@ class PairSamples:
     identities: tuple[str, ...]  # distinct and sorted
     name_of: Callable[[int], str]  # name of a sample, for the hardest pairs
     sha256: str  # of what is compared; results of systems with the same one can be paired
+    lists: Mapping[str, Ints] = field(default_factory=dict)  # see ``measure_lists``
 
     @property
     def num_samples(self) -> NDArray[np.int64]:
@@ -245,20 +262,97 @@ def measure_pairs(
             tuple(HardPair(samples.name_of(a), samples.name_of(b), score) for a, b, score in pairs)
             for pairs in (found.hardest_impostors, found.hardest_genuine)
         )
-        hardest = Hardest(*kinds)
+        hardest = Hardest(*kinds, *_easy_pairs(samples, moments))
     scoring = "cosine" if moments is None else "as-norm"
+    points = tar_points(options.fars, found.tar, num_impostors)
     return new_result(
         Measured(found.eer, found.min_dcf, found.det, histogram, extra=extra),
-        tar_points(options.fars, found.tar, num_impostors),
+        points,
         intervals,
         replace(options, kind="all-pairs", scoring=scoring, pooling=None),
         num_genuine=found.num_genuine,
         num_impostors=num_impostors,
         num_subjects=len(samples.identities),
         data_sha256=samples.sha256,
+        groups=measure_lists(samples, points, options, moments),
         hardest=hardest,
         command=command,
     )
+
+
+def measure_lists(
+    samples: PairSamples,
+    points: Sequence[TarPoint],
+    options: EvaluationOptions,
+    moments: Moments | None = None,
+) -> GroupAudit | None:
+    """FMR and FNMR of some lists of pairs at the threshold of all pairs; None without lists.
+
+    A list has a number for every sample, and contains the pairs of samples with the same number
+    that is not negative: with numbers of families, the pairs within a family.
+    """
+    point = common_point(points, options)
+    if not samples.lists or point is None or point.threshold is None:
+        return None
+    unit = unit_rows(samples.embeddings)
+    norm = None if moments is None else PairNorm.of(moments)
+    rows = []
+    for name, numbers in samples.lists.items():
+        total = np.zeros(4, np.int64)
+        for number in np.unique(numbers[numbers >= 0]).tolist():
+            members = np.flatnonzero(numbers == number)
+            total += _errors(unit, samples.labels, members, point.threshold, norm)
+        false_accepts, impostors, false_rejects, genuine = total.tolist()
+        rates = rate_of(false_accepts, impostors), rate_of(false_rejects, genuine)
+        rows.append(group_row(name, *rates))
+    nothing = GroupSpread(None, None, None)
+    note = "lists of pairs, which overlap: how far their rates differ is not a bias"
+    return GroupAudit(point.threshold, point.far_target, tuple(rows), nothing, note)
+
+
+def _errors(
+    unit: Floats,
+    labels: NDArray[np.integer[Any]],
+    members: NDArray[np.intp],
+    threshold: float,
+    norm: PairNorm | None,
+) -> Ints:
+    """False accepts, impostor pairs, false rejects and genuine pairs among some rows."""
+    total, slack = np.zeros(4, np.int64), NEAR * (1.0 + abs(threshold))
+    for start in range(0, len(members), LIST_BLOCK):
+        first, second = members[start : start + LIST_BLOCK], members[start:]
+        scores = unit[first] @ unit[second].T
+        if norm is not None:
+            norm.apply(scores, first[:, None], second)
+        is_pair = np.arange(len(second)) > np.arange(len(first))[:, None]
+        near = np.nonzero(is_pair & (np.abs(scores - threshold) < slack))
+        scores[near] = exact_scores(unit, first[near[0]], second[near[1]], norm)
+        is_same, is_accepted = labels[first][:, None] == labels[second], scores >= threshold
+        kinds = (is_pair & ~is_same, is_accepted), (is_pair & is_same, ~is_accepted)
+        total += [n for kind, wrong in kinds for n in ((kind & wrong).sum(), kind.sum())]
+    return total
+
+
+def _easy_pairs(samples: PairSamples, moments: Moments | None) -> list[tuple[HardPair, ...]]:
+    """The lowest impostors and the highest genuine pairs of a few identities, one of each."""
+    rows = np.flatnonzero(samples.labels < EASY_IDENTITIES)[:EASY_ROWS]
+    few = replace(samples, embeddings=samples.embeddings[rows], labels=samples.labels[rows])
+    part = None if moments is None else Moments(moments.mean[rows], moments.std[rows])
+    trials, (first, second) = all_trials(few, part), np.triu_indices(len(rows), k=1)
+    kinds = []
+    for is_kind, sign in ((~trials.is_genuine, 1.0), (trials.is_genuine, -1.0)):
+        found: list[HardPair] = []
+        seen: set[int] = set()  # identities: pairs of one look alike
+        for place in np.argsort(np.where(is_kind, sign * trials.scores, np.inf), kind="stable"):
+            if len(found) == NUM_EASY or not is_kind[place]:
+                break
+            sides = {int(trials.enrol_subject[place]), int(trials.test_subject[place])}
+            if not sides & seen:
+                enrol, test = (samples.name_of(int(rows[side[place]])) for side in (first, second))
+                found.append(HardPair(enrol, test, float(trials.scores[place])))
+                seen |= sides
+        kinds.append(tuple(found))
+    return kinds
 
 
 def _intervals(

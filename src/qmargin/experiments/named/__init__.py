@@ -34,6 +34,7 @@ Grid = Mapping[str, Sequence[Setting]]
 class Size(NamedTuple):
     """How much is trained and tested on drawings."""
 
+    kind: str = "strokes"  # or "people"
     num_classes: int = 1000
     samples_per_class: int = 20
     epochs: int = 10
@@ -52,41 +53,47 @@ class Size(NamedTuple):
         return self.epochs * (self.num_classes * self.samples_per_class // self.batch_size)
 
 
-SIZES = {  # of the demo, by the kind of device
+SIZES = {  # of strokes, by the kind of device
     "cpu": Size(),
     "cuda": Size(num_classes=10_000, epochs=20, batch_size=512, width=64, depth=2, batch_norm=True),
 }
+PEOPLE_SIZES = {  # of the demo, by the kind of device
+    "cpu": Size("people", num_classes=2000, epochs=6, batch_norm=True),
+    "cuda": SIZES["cuda"]._replace(kind="people"),
+}
 
 
-def stroke_recipe(
+def drawn_recipe(
     size: Size,
     *,
     lr: float = 5e-3,
     dtype: Literal["fp32", "bf16"] = "fp32",
     data_seed: int | None = None,
 ) -> recipe.Recipe:
-    """The recipe of every loss on stroke identities; ``data_seed`` fixes them for all runs.
+    """The recipe of every loss on drawn identities; ``data_seed`` fixes them for all runs.
 
     AdamW, because its steps do not depend on the scale of the gradient: scales of the losses differ
     by more than ten, and the same learning rates have to serve all of them.
     """
     network: dict[str, Option] = {"width": size.width, "depth": size.depth}
+    if size.kind == "people":
+        network["in_channels"] = 3
     if size.batch_norm:
         network["batch_norm"] = True
-    strokes: dict[str, Option] = {
+    drawn: dict[str, Option] = {
         "samples_per_class": size.samples_per_class,
         "shift": SHIFT,
         "in_memory": True,
     }
     if data_seed is not None:
-        strokes["seed"] = data_seed
+        drawn["seed"] = data_seed
     return recipe.Recipe(
-        name="strokes",
+        name=size.kind,
         data=recipe.DataPart(
-            "strokes",
+            size.kind,
             batch_size=size.batch_size,
             num_classes=size.num_classes,
-            options=strokes,
+            options=drawn,
             num_workers=0,  # runs side by side leave no cores for them
         ),
         model=recipe.ModelPart(size.network, embedding_dim=size.embedding_dim, options=network),

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from qmargin.experiments.experiment import Experiment, Search, TestProtocol
-from qmargin.experiments.named import SIZES, Grid, grid_arms, needed, stroke_recipe
+from qmargin.experiments.named import SIZES, Grid, drawn_recipe, grid_arms, needed
 from qmargin.experiments.worlds import Stored
 from qmargin.recipes import get_recipe
 from qmargin.registry import register_experiment
@@ -39,7 +39,7 @@ def speech_recipe(epochs: int) -> Recipe:
     By SGD at one learning rate, losses of large scales hardly learned while that of the smallest
     did: updates are those of the demo, whose steps do not depend on the scale.
     """
-    made, strokes = get_recipe("audiomnist_r34_arcface"), stroke_recipe(SIZES["cpu"])
+    made, strokes = get_recipe("audiomnist_r34_arcface"), drawn_recipe(SIZES["cpu"])
     share, margins = epochs / made.run.epochs, made.margin_schedule
     assert margins is not None and margins.end_epoch is not None  # the recipe has both
     return replace(

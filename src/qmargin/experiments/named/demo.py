@@ -10,38 +10,45 @@ from pathlib import Path
 from qmargin.errors import ConfigError
 from qmargin.experiments.experiment import SEARCH_SEED, Experiment, Search, TestProtocol
 from qmargin.experiments.named import (
+    PEOPLE_SIZES,
     SIZES,
     Grid,
     Setting,
     Size,
+    drawn_recipe,
     grid_arms,
     loss_arm,
     setting_point,
-    stroke_recipe,
 )
 from qmargin.experiments.runner import Finished, RunOptions, complete, read_record
+from qmargin.experiments.slots import num_cores
 from qmargin.experiments.space import with_point
 from qmargin.experiments.worlds import Drawn, Made
 from qmargin.registry import register_experiment
 from qmargin.training.distributed import choose_device
 
+WORLDS = {"people": PEOPLE_SIZES, "strokes": SIZES}  # sizes by the kind of device
+TITLES = {
+    "people": "synthetic people",
+    "strokes": "synthetic stroke identities",
+}
 MINUTES = 6.0
 SECONDS_BESIDES = 25.0  # start, drawing of samples, report
 SECONDS_PER_TEST = 8.0  # embeddings and all pairs of one loss
 MOST_EPOCHS = 200
 NUM_TIMED = 8  # steps that are tried before the length is decided
 DATA_NOTE = (
-    "The settings of the losses were chosen on synthetic strokes, not on these pictures; with "
+    "The settings of the losses were chosen on synthetic people, not on these pictures; with "
     "settings of their own another loss may be ahead."
 )
 # By the kind of device: what `demo-search` and `strokes-10k` chose.
 DEMO_SETTINGS: dict[str, dict[str, Setting]] = {
     "cpu": {
-        "arcface": (1.0, 24.0, 0.2),
-        "cosface": (1.0, 32.0, 0.4),
-        "entmax": (1.5, 4.0, 0.1),
-        "sparsemax": (2.0, 1.9, 0.05),
-        "q_margin": (1.25, 12.0, 0.3),
+        "arcface": (1.0, 12.0, 0.3),
+        "cosface": (1.0, 12.0, 0.2),
+        "entmax": (1.25, 5.0, 0.3),
+        "sparsemax": (2.0, 0.7, 0.3),
+        "q_margin": (1.25, 4.0, 0.3),
     },
     "cuda": {
         "arcface": (1.0, 16.0, 0.05),
@@ -51,34 +58,41 @@ DEMO_SETTINGS: dict[str, dict[str, Setting]] = {
         "q_margin": (1.25, 4.4, 0.4),
     },
 }
-# Twelve of each loss, around where it is good and at the paper's settings.
+# Eighteen of each loss, around where it is good and at the paper's settings.
 DEMO_GRID: Grid = {
     "arcface": (
-        *((1.0, s, m) for s in (12.0, 16.0, 20.0) for m in (0.025, 0.05, 0.1)),
-        *((1.0, 24.0, m) for m in (0.1, 0.2)),
+        *((1.0, 8.0, m) for m in (0.1, 0.2, 0.3)),
+        *((1.0, 12.0, m) for m in (0.05, 0.1, 0.2, 0.3)),
+        *((1.0, 16.0, m) for m in (0.05, 0.1, 0.2, 0.3, 0.4)),
+        *((1.0, 24.0, m) for m in (0.05, 0.1, 0.2)),
+        *((1.0, 32.0, m) for m in (0.1, 0.2)),
         (1.0, 64.0, 0.5),
     ),
     "cosface": (
-        (1.0, 16.0, 0.3),
-        *((1.0, 24.0, m) for m in (0.2, 0.3, 0.4)),
-        *((1.0, 32.0, m) for m in (0.2, 0.3, 0.4, 0.5)),
-        *((1.0, 40.0, m) for m in (0.3, 0.4)),
+        *((1.0, 8.0, m) for m in (0.1, 0.2)),
+        *((1.0, 12.0, m) for m in (0.05, 0.1, 0.2)),
+        *((1.0, 16.0, m) for m in (0.05, 0.1, 0.2, 0.3)),
+        *((1.0, 24.0, m) for m in (0.1, 0.2, 0.3, 0.4)),
+        *((1.0, 32.0, m) for m in (0.2, 0.3, 0.4)),
         *((1.0, s, 0.4) for s in (48.0, 64.0)),
     ),
     "entmax": (
-        *((1.25, s, m) for s in (5.0, 7.0, 10.0) for m in (0.05, 0.1)),
-        *((1.5, s, 0.1) for s in (3.0, 4.0, 6.0)),
-        *((1.5, 4.0, 0.2), (1.75, 2.5, 0.1), (1.25, 64.0, 0.5)),
+        *((1.25, s, m) for s in (5.0, 7.0, 10.0, 14.0) for m in (0.05, 0.1)),
+        *((1.25, 2.5, 0.1), (1.25, 3.5, 0.1), (1.25, 3.5, 0.2), (1.25, 5.0, 0.2), (1.25, 5.0, 0.3)),
+        *((1.5, 2.5, 0.2), (1.5, 4.0, 0.1), (1.5, 6.0, 0.1)),
+        *((1.75, 2.5, 0.1), (1.25, 64.0, 0.5)),
     ),
     "sparsemax": (
-        *((2.0, s, m) for s in (0.5, 0.7, 1.0, 1.4, 1.9) for m in (0.05, 0.1)),
-        *((2.0, 1.0, 0.2), (2.0, 3.0, 0.1)),
+        *((2.0, s, m) for s in (0.7, 1.0, 1.4, 1.9, 2.6) for m in (0.05, 0.1)),
+        *((2.0, 0.5, 0.1), (2.0, 0.5, 0.2), (2.0, 0.7, 0.2), (2.0, 0.7, 0.3)),
+        *((2.0, 1.0, 0.2), (2.0, 1.0, 0.3), (2.0, 1.4, 0.2), (2.0, 3.5, 0.1)),
     ),
     "q_margin": (
-        *((1.25, s, 0.3) for s in (8.0, 10.0, 12.0, 16.0)),
-        *((1.25, 10.0, 0.2), (1.25, 10.0, 0.5), (1.25, 12.0, 0.5)),
+        *((1.25, s, 0.3) for s in (4.0, 8.0, 10.0, 12.0, 16.0, 22.0)),
+        *((1.25, 4.0, 0.2), (1.25, 5.5, 0.1), (1.25, 5.5, 0.2), (1.5, 2.0, 0.2), (1.5, 3.0, 0.2)),
+        *((1.25, 10.0, 0.2), (1.25, 16.0, 0.2), (1.25, 12.0, 0.5)),
         *((1.5, s, 0.4) for s in (4.0, 6.0, 8.0)),
-        *((1.75, 4.0, 0.4), (1.25, 35.0, 0.2)),
+        (1.25, 35.0, 0.2),
     ),
 }
 
@@ -87,29 +101,29 @@ DEMO_GRID: Grid = {
 def demo_experiment(
     device: str = "cpu", data: Path | None = None, *, size: Size | None = None
 ) -> Experiment:
-    """Five losses with settings that were chosen before, on synthetic strokes or on pictures."""
-    size = size or SIZES[device]
+    """Five losses with fixed settings, on synthetic people or on pictures."""
+    size = size or (PEOPLE_SIZES if data is None else SIZES)[device]
     arms = {name: loss_arm(name, [point]) for name, point in DEMO_SETTINGS[device].items()}
     world: Made | Drawn = Made(num_test=size.num_test, samples_test=size.samples_test)
-    title = "synthetic stroke identities"
+    title = TITLES[size.kind]
     if data is not None:
         budget = size.total_steps * size.batch_size
         most = size.num_test * size.samples_test
         world = Drawn(str(data), budget=budget, most_test=most)
-        title = f"{data.name}, with settings chosen on synthetic strokes"
-    return Experiment("demo", stroke_recipe(size), arms, world, title, seeds=(0,))
+        title = f"{data.name}, with settings chosen on synthetic people"
+    return Experiment("demo", drawn_recipe(size), arms, world, title, seeds=(0,))
 
 
 @register_experiment("demo-search")
 def demo_search(device: str = "cpu", data: Path | None = None) -> Experiment:
     """How the settings of the demo on a CPU were chosen."""
-    size = SIZES["cpu"]
+    size = PEOPLE_SIZES["cpu"]
     return Experiment(
         "demo-search",
-        stroke_recipe(size),
+        drawn_recipe(size),
         grid_arms(DEMO_GRID, sampled=False),
         Made(500, 10, size.num_test, size.samples_test),
-        "the demo's synthetic stroke identities, 1,000 classes",
+        f"the demo's synthetic people, {size.num_classes:,} classes",
         TestProtocol(normalise=True),
         Search(measure="tar@0.0001", seeds=(SEARCH_SEED, SEARCH_SEED + 1)),
     )
@@ -122,27 +136,30 @@ def run_demo(
     seeds: int = 1,
     minutes: float | None = None,
     device: str = "auto",
+    world: str = "people",
     data: Path | None = None,
     command: str = "qmargin demo",
 ) -> Finished:
     """Train and test what is missing of the demo in a folder, and write the report.
 
     ``minutes`` are for all five losses with one seed; None for the standard length. ``data`` are
-    pictures instead of stroke identities, see ``read_pictures``.
+    pictures instead of synthetic identities, see ``read_pictures``.
     """
     if seeds < 1:
         raise ConfigError(f"seeds is {seeds}; it must be at least 1")
     if minutes is not None and not 0.0 < minutes < math.inf:
         raise ConfigError(f"minutes is {minutes:g}; it must be above 0")
+    if world not in WORLDS:
+        raise ConfigError(f"world is {world!r}; give one of {', '.join(WORLDS)}")
     kind = choose_device(0, device).type
-    size, planned = find_size(out, kind, minutes, data)
+    standard = WORLDS["strokes" if data is not None else world][kind]
+    size, planned = find_size(out, standard, kind, minutes, data)
     made = replace(
         demo_experiment(kind, data, size=size),
         seeds=tuple(range(seeds)),
         details={"epochs": size.epochs, "minutes": planned},
     )
     made = made.with_arms(losses) if losses else made
-    standard = SIZES[kind]
     length, usual = (f"{one.epochs} epoch{'s' * (one.epochs > 1)}" for one in (size, standard))
     if data is not None:  # whose epochs are as long as there are pictures
         length, usual = (f"{one.total_steps:,} steps each" for one in (size, standard))
@@ -153,48 +170,65 @@ def run_demo(
     if minutes is not None and size.epochs == 1:
         text += f"; the shortest demo, even if it takes more than {minutes:g} minutes"
     sys.stdout.write(f"{text}\n")
-    return complete(made, out, RunOptions(devices=(device,), show=True, command=command))
+    jobs = jobs_on(kind, len(made.arms) * seeds)
+    return complete(made, out, RunOptions(devices=(device,), jobs=jobs, show=True, command=command))
+
+
+def jobs_on(device: str, num_runs: int) -> int:
+    """Runs at once: threads of one training wait for each other, and for whatever else runs."""
+    return min(num_runs, num_cores()) if device == "cpu" else 1
 
 
 def find_size(
-    out: Path, device: str, minutes: float | None, data: Path | None
+    out: Path, standard: Size, device: str, minutes: float | None, data: Path | None
 ) -> tuple[Size, float | None]:
     """The size of the demo in its folder, or of a new one, and the minutes it was planned for."""
     details = (read_record(out) or {}).get("details", {})
     epochs, planned = details.get("epochs"), details.get("minutes")
     if not isinstance(epochs, int):
-        standard = SIZES[device]
         demo_experiment(device, data, size=standard).world.opened()  # refused at once
-        return fitted(standard, seconds_per_step(standard, device), minutes=minutes), minutes
+        num_losses = len(DEMO_SETTINGS[device])
+        jobs = jobs_on(device, num_losses)
+        seconds = seconds_per_step(standard, device, num_threads=max(1, num_cores() // jobs))
+        rounds = -(-num_losses // jobs)
+        return fitted(standard, seconds, minutes=minutes, rounds=rounds), minutes
     if minutes is not None and minutes != planned:
         raise ConfigError(
             f"--minutes is {minutes:g} and {out} holds a demo of {epochs} epochs; leave it out to "
             "continue, or choose another --out"
         )
-    return SIZES[device]._replace(epochs=epochs), planned
+    return standard._replace(epochs=epochs), planned
 
 
-def fitted(size: Size, seconds: float, *, minutes: float | None) -> Size:
+def fitted(size: Size, seconds: float, *, minutes: float | None, rounds: int = 5) -> Size:
     """A size with as many epochs as the time allows, and at least one.
 
     Without ``minutes`` the demo has its standard length on every machine that needs at most
-    ``MINUTES`` for it, so that its numbers can be compared. ``seconds`` are those of a step.
+    ``MINUTES`` for it, so that its numbers can be compared. ``seconds`` are those of a step, and
+    ``rounds`` is how many runs one of the slots has.
     """
     in_all = 60.0 * (MINUTES if minutes is None else minutes) - SECONDS_BESIDES
-    per_loss = in_all / len(DEMO_SETTINGS["cpu"]) - SECONDS_PER_TEST
+    per_loss = in_all / rounds - SECONDS_PER_TEST
     epochs = int(per_loss / (size.total_steps // size.epochs * seconds))
     most = size.epochs if minutes is None else MOST_EPOCHS
     return size._replace(epochs=max(1, min(epochs, most)))
 
 
-def seconds_per_step(size: Size, device: str) -> float:
+def seconds_per_step(size: Size, device: str, *, num_threads: int) -> float:
     """Of the slowest loss; the fastest of a few steps, for a machine that is busy just now."""
+    import torch
+
     from qmargin.training.dry_run import dry_run
 
     few = max(2, -(-NUM_TIMED * size.batch_size // size.num_classes))  # samples for all steps
-    recipe = stroke_recipe(size._replace(samples_per_class=few))
+    recipe = drawn_recipe(size._replace(samples_per_class=few))
     recipe = with_point(
         replace(recipe, loss=replace(recipe.loss, margin_kind="prior")),
         setting_point(DEMO_SETTINGS["cpu"]["q_margin"]),
     )
-    return min(dry_run(recipe, device=device, num_steps=NUM_TIMED).seconds[1:])
+    threads = torch.get_num_threads()
+    torch.set_num_threads(min(threads, num_threads))
+    try:
+        return min(dry_run(recipe, device=device, num_steps=NUM_TIMED).seconds[1:])
+    finally:
+        torch.set_num_threads(threads)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from qmargin.experiments.experiment import Experiment, Search, TestProtocol
-from qmargin.experiments.named import Size, grid_arms, needed, stroke_recipe
+from qmargin.experiments.named import Size, drawn_recipe, grid_arms, needed
 from qmargin.experiments.named.strokes import STROKE_GRID
 from qmargin.experiments.worlds import HELD_OUT, Drawn
 from qmargin.registry import register_experiment
@@ -28,7 +28,7 @@ def omniglot(device: str = "cuda", data: Path | None = None) -> Experiment:
     )
     return Experiment(
         "omniglot",
-        stroke_recipe(SIZE, lr=2e-3, dtype="bf16"),
+        drawn_recipe(SIZE, lr=2e-3, dtype="bf16"),
         grid_arms(STROKE_GRID),
         world,
         "Omniglot, evaluation alphabets",

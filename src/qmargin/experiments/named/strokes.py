@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from qmargin.experiments.experiment import Experiment, Search, TestProtocol
-from qmargin.experiments.named import SIZES, Grid, Size, grid_arms, stroke_recipe
+from qmargin.experiments.named import SIZES, Grid, Size, drawn_recipe, grid_arms
 from qmargin.experiments.worlds import Made
 from qmargin.registry import register_experiment
 
@@ -43,7 +43,7 @@ def strokes_10k(device: str = "cuda", data: Path | None = None) -> Experiment:
     """10,000 synthetic stroke identities, settings chosen by each loss."""
     return Experiment(
         "strokes-10k",
-        stroke_recipe(SIZES["cuda"]._replace(epochs=6), dtype="bf16"),
+        drawn_recipe(SIZES["cuda"]._replace(epochs=6), dtype="bf16"),
         grid_arms(STROKE_GRID),
         Made(500, 10, 1000, 10),
         "synthetic stroke identities, 10,000 classes",
@@ -57,7 +57,7 @@ def strokes_1m(device: str = "cuda", data: Path | None = None) -> Experiment:
     """1,000,000 synthetic stroke identities of two samples each."""
     return Experiment(
         "strokes-1m",
-        stroke_recipe(MILLION, dtype="bf16", data_seed=0),
+        drawn_recipe(MILLION, dtype="bf16", data_seed=0),
         grid_arms(MILLION_GRID),
         Made(500, 10, 1000, 10),
         "synthetic stroke identities, 1,000,000 classes",
