@@ -403,13 +403,14 @@ class _Queue:
 
     def outcomes(self) -> dict[Run, Outcome]:
         """Work until nothing is left."""
-        if self.board is None:
+        board = self.board
+        if board is None:
             return self._outcomes()
-        self.slots.look = lambda: self.board and self.board.look(self._seconds_left())
+        self.slots.look = lambda: board.look(self._seconds_left())
         try:
             return self._outcomes()
         finally:
-            self.board.close()
+            board.close()
 
     def _outcomes(self) -> dict[Run, Outcome]:
         self._fill()

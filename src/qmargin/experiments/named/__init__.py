@@ -6,6 +6,7 @@ This module has what they share: the losses, the recipe of drawings, and the way
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -32,9 +33,9 @@ Grid = Mapping[str, Sequence[Setting]]
 
 
 class Size(NamedTuple):
-    """How much is trained and tested on drawings."""
+    """How much is trained and tested on synthetic identities."""
 
-    kind: str = "strokes"  # or "people"
+    kind: str = "strokes"  # or "people" or "voices"
     num_classes: int = 1000
     samples_per_class: int = 20
     epochs: int = 10
@@ -61,6 +62,24 @@ PEOPLE_SIZES = {  # of the demo, by the kind of device
     "cpu": Size("people", num_classes=2000, epochs=6, batch_norm=True),
     "cuda": SIZES["cuda"]._replace(kind="people"),
 }
+_VOICES = Size(
+    "voices",
+    num_classes=600,
+    samples_per_class=12,
+    epochs=8,
+    batch_size=64,
+    network="ecapa512",
+    width=64,
+    num_test=300,
+    samples_test=8,
+)
+VOICE_SIZES = {  # of the demo, by the kind of device
+    "cpu": _VOICES,
+    "cuda": _VOICES._replace(num_classes=2000, epochs=16, batch_size=128, width=128),
+}
+VOICE_LR = 2e-3
+VOICE_FRAMES = 150  # of a chunk: 1.5 s
+LONGEST = 3.0  # seconds of an utterance, from 2
 
 
 def drawn_recipe(
@@ -110,6 +129,29 @@ def drawn_recipe(
             keep=1,
             log_every=max(1, min(20, size.total_steps)),
         ),
+    )
+
+
+def voice_recipe(size: Size, *, data_seed: int | None = None) -> recipe.Recipe:
+    """The recipe of every loss on synthetic voices; all but data and network as for drawings."""
+    made = drawn_recipe(size, lr=VOICE_LR, data_seed=data_seed)
+    spoken: dict[str, Option] = {
+        "samples_per_class": size.samples_per_class,
+        "longest": LONGEST,
+        "num_frames": VOICE_FRAMES,
+    }
+    if data_seed is not None:
+        spoken["seed"] = data_seed
+    network: dict[str, Option] = {
+        "width": size.width,
+        "mixed": 3 * size.width,
+        "has_context": False,
+    }
+    return replace(
+        made,
+        data=replace(made.data, options=spoken),
+        model=replace(made.model, options=network),
+        precision=recipe.PrecisionPart(),
     )
 
 

@@ -1,0 +1,57 @@
+"""How the number of training identities changes what a network tells apart."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from qmargin.experiments.experiment import Arm, Experiment
+from qmargin.experiments.named import (
+    PEOPLE_SIZES,
+    VOICE_SIZES,
+    Size,
+    drawn_recipe,
+    voice_recipe,
+)
+from qmargin.experiments.worlds import Made
+from qmargin.registry import register_experiment
+from qmargin.training.recipe import Recipe
+
+PEOPLE = (250, 500, 1000, 2000, 4000)
+SPEAKERS = (75, 150, 300, 600, 1200)
+SOFTMAX = ("loss.margin_kind=cosine", "loss.margin=0", "loss.scale=16")
+
+
+@register_experiment("people-growth")
+def people_growth(device: str = "cpu", data: Path | None = None) -> Experiment:
+    """Plain softmax on more and more synthetic people, with the same number of steps."""
+    size = PEOPLE_SIZES["cpu"]
+    return _growth("people", PEOPLE, size, drawn_recipe(size, data_seed=0))
+
+
+@register_experiment("voices-growth")
+def voices_growth(device: str = "cpu", data: Path | None = None) -> Experiment:
+    """Plain softmax on more and more synthetic speakers, with the same number of steps."""
+    size = VOICE_SIZES["cpu"]
+    return _growth("speakers", SPEAKERS, size, voice_recipe(size, data_seed=0))
+
+
+def _growth(what: str, numbers: tuple[int, ...], size: Size, recipe: Recipe) -> Experiment:
+    arms = {
+        f"{what}_{number}": Arm(
+            f"{number:,} {what}",
+            (
+                *SOFTMAX,
+                f"data.num_classes={number}",
+                f"run.epochs={size.epochs * size.num_classes // number}",
+            ),
+        )
+        for number in numbers
+    }
+    return Experiment(
+        f"{size.kind}-growth",
+        recipe,
+        arms,
+        Made(num_test=size.num_test, samples_test=size.samples_test),
+        f"synthetic {what}, plain softmax, by the number of training identities",
+        seeds=(0,),
+    )
