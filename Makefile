@@ -12,6 +12,7 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --quiet
 .DEFAULT_GOAL := help
 .PHONY: help setup check format lint types test test-fast test-slow browser any-browser api docs \
 	bench bench-loss bench-metrics bench-data bench-features bench-protocols bench-trials \
+	bench-synthetic \
 	bench-train bench-head bench-head-gpu bench-sizes demo clean
 
 help:
@@ -90,7 +91,7 @@ bench-loss: $(DEV)
 bench-metrics: $(DEV)
 	$(BENCH) metrics --page $(PAGES)/metrics.md $(ARGS)
 
-bench-data bench-features bench-protocols bench-trials: bench-%: $(DEV)
+bench-data bench-features bench-protocols bench-trials bench-synthetic: bench-%: $(DEV)
 	$(BENCH) $* --page $(PAGES)/data.md $(ARGS)
 
 bench-train: $(DEV)

@@ -22,6 +22,7 @@ MODULES = (
     "features",
     "protocols",
     "trials",
+    "synthetic",
     "train",
     "packing",
     "precision",

@@ -23,6 +23,7 @@ MADE = {  # by subject: page, and names of tables
     "features": ("data.md", "banks differences stages"),
     "protocols": ("data.md", "protocols"),
     "trials": ("data.md", "trials"),
+    "synthetic": ("data.md", "synthetic"),
     "train": ("training.md", "steps shares"),
     "scaling": (
         "scaling.md",

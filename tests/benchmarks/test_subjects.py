@@ -1,4 +1,4 @@
-"""``python -m benchmarks data``, ``features``, ``protocols`` and ``trials`` at a small size."""
+"""Subjects of ``python -m benchmarks`` about data and evaluations, at a small size."""
 
 import json
 from pathlib import Path
@@ -49,6 +49,12 @@ def test_features(tmp_path, capsys):
     assert set(record["stage_ms"]) >= {"decode and cut", "+ speed", "+ filter banks"}
     measured("features", tmp_path, utterances=2, repeats=1, seconds=0.5)  # waveforms are made up
     assert "80 log-mel bins of 2 utterances of 0.5 s" in capsys.readouterr().out
+
+
+def test_synthetic(tmp_path, capsys):
+    record = measured("synthetic", tmp_path, portraits=3, utterances=1, repeats=1)
+    assert "portraits of 112 x 112" in capsys.readouterr().out
+    assert min(record["rates"].values()) > 0 and len(record["rates"]) == 3
 
 
 def test_protocols(tmp_path, capsys):

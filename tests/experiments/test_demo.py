@@ -19,13 +19,17 @@ from qmargin.experiments.runner import RECORD, Finished
 from qmargin.training import dry_run
 
 TINY_PEOPLE = TINY_DEMO._replace(kind="people")
+TINY_VOICES = named.VOICE_SIZES["cpu"]._replace(
+    num_classes=8, samples_per_class=4, epochs=1, batch_size=16, width=8, num_test=8, samples_test=4
+)
 
 
 @pytest.fixture(autouse=True)
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(named.SIZES, "cpu", TINY_DEMO)
     monkeypatch.setitem(named.PEOPLE_SIZES, "cpu", TINY_PEOPLE)
-    monkeypatch.setattr(demo, "seconds_per_step", lambda size, device: 0.001)
+    monkeypatch.setitem(named.VOICE_SIZES, "cpu", TINY_VOICES)
+    monkeypatch.setattr(demo, "seconds_per_step", lambda size, device, num_threads: 0.001)
     monkeypatch.setattr(tables, "has_matplotlib", lambda: False)  # figures take seconds
 
 
@@ -69,18 +73,32 @@ def test_a_demo_trains_tests_and_reports(
     assert tables.verdict(one_loss, [1e-2]) == []
 
 
-def test_strokes_are_another_world(tmp_path: Path) -> None:
-    finished = run_demo(tmp_path, "cosface", world="strokes")
-    assert finished.experiment.title == "synthetic stroke identities"
-    assert finished.experiment.recipe.data.kind == "strokes"
+def test_voices_are_another_world(tmp_path: Path) -> None:
+    finished = run_demo(tmp_path, "cosface", "q_margin", voices=True)
+    assert finished.experiment.title == "synthetic voices"
+    assert finished.experiment.recipe.data.kind == "voices"
+    assert [result.system.name for result in finished.results] == ["CosFace", "Q-Margin"]
+    html = finished.page.read_text(encoding="utf-8")
+    assert "data:audio/wav" in html  # the hardest pairs can be heard
     with pytest.raises(ConfigError, match="holds another experiment"):
         run_demo(tmp_path, "cosface")
+
+
+def test_the_length_counts_the_time_to_speak() -> None:
+    size = Size("voices", num_classes=256, samples_per_class=10, epochs=10, batch_size=256)
+    usual, less = (fitted(size, 1.5, minutes=None, speech=s).epochs for s in (0.0, 120.0))
+    assert less < usual < 10
+    assert demo.seconds_of_speech(TINY_DEMO) == 0.0
+    one, many = (
+        demo.seconds_of_speech(TINY_VOICES._replace(num_classes=n)) for n in (100, 100_000)
+    )
+    assert 0.0 < one < many
 
 
 def test_the_length_is_decided_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "MOST_EPOCHS", 2)
     run_demo(tmp_path, "cosface", minutes=2.0)
-    monkeypatch.setattr(demo, "seconds_per_step", lambda size, device: 1e3)
+    monkeypatch.setattr(demo, "seconds_per_step", lambda size, device, num_threads: 1e3)
     for minutes in (None, 2.0):
         size, planned = find_size(tmp_path, TINY_PEOPLE, "cpu", minutes, None)
         assert (size.epochs, planned) == (2, 2.0)
@@ -109,15 +127,16 @@ def test_the_length_is_that_of_the_fastest_step(monkeypatch: pytest.MonkeyPatch)
         return SimpleNamespace(seconds=(0.001, 0.5, 0.1, 3.0))
 
     monkeypatch.setattr(dry_run, "dry_run", dry)
-    assert demo.seconds_per_step(TINY_DEMO, "cpu") == 0.1
-    assert [(loss.margin_kind, loss.alpha) for loss in timed] == [("prior", 1.25)]
+    for size in (TINY_DEMO, TINY_VOICES):
+        assert demo.seconds_per_step(size, "cpu", num_threads=1) == 0.1
+    assert [(loss.margin_kind, loss.alpha) for loss in timed] == 2 * [("prior", 1.25)]
 
 
 def test_a_demo_that_was_shortened_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(named.PEOPLE_SIZES, "cpu", TINY_PEOPLE._replace(epochs=3))
-    monkeypatch.setattr(demo, "seconds_per_step", lambda size, device: 1e3)
+    monkeypatch.setattr(demo, "seconds_per_step", lambda size, device, num_threads: 1e3)
     assert main(["demo", f"--out={tmp_path}", "--device=cpu", "--losses", "cosface"]) == 0
     said = capsys.readouterr().out
     assert "1 loss, 1 seed, 1 epoch, on cpu; the standard length is 3 epochs" in said
@@ -151,7 +170,7 @@ def test_pictures_of_a_path_and_that_they_have_changed(
         ({"losses": ("qmargin",)}, "did you mean 'q_margin'"),
         ({"losses": ("arcface", "arcface")}, "name each one once"),
         ({"seeds": 0}, "seeds is 0"),
-        ({"world": "planets"}, "world is 'planets'; give one of people, strokes"),
+        ({"voices": True, "data": Path("faces")}, "data are pictures of faces; give one of them"),
         ({"minutes": 0.0}, "minutes is 0"),
         ({"minutes": float("nan")}, "minutes is nan"),
         ({"device": "cuda"}, "torch finds no GPU"),

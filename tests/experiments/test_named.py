@@ -15,7 +15,8 @@ from qmargin.report.numbers import rate_text
 from qmargin.report.paper_layouts import FACE_ROWS, SEEDS_ROW, SPEAKER_ROWS, Setting
 
 ROOT = Path(__file__).parents[2]
-MADE = ("demo", "demo-search", "strokes-10k", "strokes-1m")
+MADE = ("demo", "demo-search", "demo-voices", "voices-search", "strokes-10k", "strokes-1m")
+PEOPLE = DEMO_SETTINGS["people"]
 
 
 @pytest.mark.parametrize(
@@ -23,13 +24,13 @@ MADE = ("demo", "demo-search", "strokes-10k", "strokes-1m")
     [
         name
         for name in list_experiments()
-        if "paper-" not in name and name != "people-growth"  # one loss, more and more people
+        if "paper-" not in name and "-growth" not in name  # one loss, more and more identities
     ],
 )
 def test_every_loss_gets_the_same_effort(tmp_path: Path, name: str) -> None:
     experiment = get_experiment(name, data=None if name in MADE else tmp_path)
     arms = {key: arm for key, arm in experiment.arms.items() if arm.like is None}
-    assert set(arms) == set(DEMO_SETTINGS["cpu"])
+    assert set(arms) == set(PEOPLE["cpu"])
     assert len({len(arm.points) for arm in arms.values()}) == 1
     assert len({experiment.arm_recipe(key).optimizer for key in arms}) == 1
     for key in ("arcface", "cosface", "sparsemax"):  # whose alpha is given
@@ -40,8 +41,9 @@ def test_every_loss_gets_the_same_effort(tmp_path: Path, name: str) -> None:
         assert recipe.precision.dtype == "bf16" and recipe.model.options["batch_norm"] is True
 
 
-def test_more_people_are_seen_by_the_same_loss_for_the_same_number_of_samples() -> None:
-    experiment = get_experiment("people-growth")
+@pytest.mark.parametrize("kind", ["people", "voices"])
+def test_more_identities_are_seen_by_one_loss_for_the_same_number_of_samples(kind: str) -> None:
+    experiment = get_experiment(f"{kind}-growth")
     recipes = [experiment.arm_recipe(key) for key in experiment.arms]
     assert len({recipe.loss for recipe in recipes}) == 1 and recipes[0].loss.margin == 0
     numbers = [recipe.data.num_classes for recipe in recipes]
@@ -72,7 +74,7 @@ def test_arms_are_the_settings_of_a_table(name, rows, num_seeds):
 
 
 def test_settings_of_the_demo_are_tried_by_its_own_recipe() -> None:
-    point = setting_point(DEMO_SETTINGS["cpu"]["q_margin"])
+    point = setting_point(PEOPLE["cpu"]["q_margin"])
     made = [
         one.run_recipe("q_margin", point, seed=0, is_search=False).sha256
         for one in (demo_experiment("cpu"), get_experiment("demo-search"))
@@ -86,7 +88,7 @@ def test_shipped_settings_are_those_that_the_search_chose() -> None:
     assert {(one["key"], tuple(one["setting"])) for one in tried} == {
         (key, setting) for key, settings in DEMO_GRID.items() for setting in settings
     }
-    for key, setting in DEMO_SETTINGS["cpu"].items():
+    for key, setting in PEOPLE["cpu"].items():
         means = {
             tuple(one["setting"]): sum(found[record["measure"]] for found in one["metrics"])
             for one in tried
@@ -100,7 +102,7 @@ def test_settings_for_a_gpu_are_those_of_the_results_page() -> None:
     rows = [line.split("|")[1:6] for line in page.splitlines() if line.endswith("| chosen |")]
     chosen = {row[0].strip(): tuple(map(float, row[1:4])) for row in rows}
     titles = {arm.title: name for name, arm in demo_experiment("cuda").arms.items()}
-    assert {titles[title]: found for title, found in chosen.items()} == DEMO_SETTINGS["cuda"]
+    assert {titles[title]: found for title, found in chosen.items()} == PEOPLE["cuda"]
 
 
 def test_a_choice_at_an_edge_is_named() -> None:

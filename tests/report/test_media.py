@@ -13,7 +13,7 @@ from PIL import Image
 from helpers.results import HOSTILE, hostile_result, some_run, synthetic_result
 from qmargin.errors import ConfigError
 from qmargin.report import media
-from qmargin.report.figures import draw_figures, sensitivity_plot
+from qmargin.report.figures import draw_figures, identities_plot, sensitivity_plot
 from qmargin.report.media import IMAGE_SIDE, LONGEST_AUDIO, MediaFolder
 from qmargin.report.systems import arrange
 
@@ -133,6 +133,27 @@ def test_figure_of_scales_has_a_line_for_each_alpha_and_margin():
     assert [line.get_xdata().tolist() for line in lines] == [[10.0, 32.0], [10.0]]
     assert lines[0].get_ydata()[1] == pytest.approx(100 * results[1].measures.tar[1].tar)
     assert sensitivity_plot(arrange([synthetic_result()])[0]) is None
+
+
+def test_figure_of_identities_has_a_line_for_each_far_or_loss():
+    def drawn(scales: list[float]) -> list[list[float]]:
+        runs = zip((1000, 250, 500), scales, strict=True)
+        results = [
+            synthetic_result(f"s{n}", seed=n, run=some_run(f"s{n}", scale=scale, num_classes=n))
+            for n, scale in runs
+        ]
+        figure = identities_plot(arrange(results)[0])
+        assert figure is not None
+        return [line.get_xdata().tolist() for line in figure.axes[0].get_lines()]
+
+    for places in drawn([32.0, 32.0, 32.0]):
+        assert places == [250, 500, 1000]
+    assert drawn([32.0, 16.0, 32.0]) == [[250, 500, 1000]]  # at the headline's FAR
+    few = [
+        synthetic_result(f"s{n}", seed=n, run=some_run(f"s{n}", num_classes=250 + n % 2))
+        for n in range(3)
+    ]
+    assert identities_plot(arrange(few)[0]) is None
 
 
 def test_figure_of_pairs_has_their_images(tmp_path):

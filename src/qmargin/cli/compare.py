@@ -171,8 +171,9 @@ class Demo(Command):
     """Train five losses on synthetic identities and compare them.
 
     ArcFace, CosFace, EntMax, SparseMax and Q-Margin are trained by one recipe on drawn portraits of
-    synthetic people and tested on all pairs of other people; a report is written. On two CPU cores
-    it takes at most six minutes. Interrupted and run again, it continues.
+    synthetic people, or on speech of synthetic speakers, and tested on all pairs of others; a
+    report is written. On two CPU cores it takes at most six minutes. Interrupted and run again, it
+    continues.
     """
 
     resumes: ClassVar[bool] = True
@@ -183,7 +184,7 @@ class Demo(Command):
         "arcface cosface entmax sparsemax q_margin (all)", metavar="NAME"
     )
     minutes: float | None = option("for five losses, one seed (the standard length)", metavar="M")
-    world: Literal["people", "strokes"] = option("synthetic identities", default="people")
+    voices: bool = option("synthetic voices instead of people")
     data: Path | None = option("pictures instead: as of `qmargin train`, or NPZ", metavar="PATH")
     device: Literal["auto", "cpu", "cuda"] = option("where to train", default="auto")
 

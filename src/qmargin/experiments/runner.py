@@ -358,6 +358,7 @@ class _Conductor:
                 [run.recipe for run in missing],
                 is_search=is_search,
                 request=self.request,
+                say=self.say,
             )
             task = replace(task, world=world)
         jobs = self.jobs if missing else 1  # nothing to train needs no processes

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, fields, replace
@@ -53,6 +54,12 @@ _BLOCK = 1 << 16  # pictures that a process draws at a time
 _SPOKEN = 1 << 9  # utterances
 BYTES = np.dtype(np.uint8)
 Block = Callable[[], NDArray[Any]]
+Say = Callable[[str], object]
+SECONDS_BETWEEN_LINES = 10.0
+
+
+def silent(text: str) -> None:
+    """Say nothing."""
 
 
 @dataclass(frozen=True)
@@ -95,9 +102,18 @@ class World:
         raise NotImplementedError
 
     def prepare(
-        self, folder: Path, recipes: Sequence[Recipe], *, is_search: bool, request: StopRequest
+        self,
+        folder: Path,
+        recipes: Sequence[Recipe],
+        *,
+        is_search: bool,
+        request: StopRequest,
+        say: Say = silent,
     ) -> World:
-        """Write to a folder what runs share; returns data that read it."""
+        """Write to a folder what runs share; returns data that read it.
+
+        ``say`` gets a line now and then where this takes longer.
+        """
         return self
 
     def train(self, recipe: Recipe, *, is_search: bool) -> Dataset | None:
@@ -137,7 +153,13 @@ class Made(World):
         return recipe
 
     def prepare(
-        self, folder: Path, recipes: Sequence[Recipe], *, is_search: bool, request: StopRequest
+        self,
+        folder: Path,
+        recipes: Sequence[Recipe],
+        *,
+        is_search: bool,
+        request: StopRequest,
+        say: Say = silent,
     ) -> Made:
         made = replace(self, folder=folder)
         datasets = [made._kept(recipe, build_dataset(recipe)) for recipe in recipes]
@@ -158,7 +180,7 @@ class Made(World):
             blocks = [
                 partial(draw, rows[start : start + step]) for start in range(0, len(rows), step)
             ]
-            draw_to(file, shape, blocks, dtype=dtype, request=request)
+            draw_to(file, shape, blocks, dtype=dtype, request=request, say=say)
         return made
 
     def train(self, recipe: Recipe, *, is_search: bool) -> Dataset | None:
@@ -402,7 +424,13 @@ class Drawn(World):
         )
 
     def prepare(
-        self, folder: Path, recipes: Sequence[Recipe], *, is_search: bool, request: StopRequest
+        self,
+        folder: Path,
+        recipes: Sequence[Recipe],
+        *,
+        is_search: bool,
+        request: StopRequest,
+        say: Say = silent,
     ) -> Drawn:
         made = replace(self, folder=folder)
         batch = min(recipe.data.batch_size for recipe in recipes)
@@ -423,7 +451,7 @@ class Drawn(World):
                     for start in range(0, len(pictures), step)
                 ]
                 shape = (len(pictures), count, *pictures.shape[1:])
-                draw_to(made._variants(train), shape, blocks, request=request)
+                draw_to(made._variants(train), shape, blocks, request=request, say=say)
         return made
 
     def train(self, recipe: Recipe, *, is_search: bool) -> Dataset | None:
@@ -529,6 +557,7 @@ def draw_to(
     *,
     dtype: np.dtype[Any] = BYTES,
     request: StopRequest,
+    say: Say = silent,
 ) -> None:
     """Draw blocks of pictures or speech into a file, with all cores, unless it is there.
 
@@ -539,10 +568,13 @@ def draw_to(
     file.parent.mkdir(parents=True, exist_ok=True)
     with replacing(file) as temporary:
         pictures = np.lib.format.open_memmap(temporary, mode="w+", dtype=dtype, shape=shape)
-        start = 0
+        start, said = 0, time.monotonic()
         for block in _in_processes(blocks, request):
             pictures[start : start + len(block)] = block
             start += len(block)
+            if time.monotonic() - said > SECONDS_BETWEEN_LINES:
+                say(f"making data: {start / shape[0]:.0%}")
+                said = time.monotonic()
         pictures.flush()
 
 

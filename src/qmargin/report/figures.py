@@ -20,6 +20,8 @@ from qmargin.report.systems import Entry, Panel, margin_of
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from qmargin.evaluation.result import RunInfo
+
 COLOURS = (
     *("#0a6ab5", "#cf4f08", "#007d5c", "#ad3f86"),
     *("#8f6900", "#2b86c0", "#4d5763", "#8a3b2a"),
@@ -66,6 +68,7 @@ def draw_figures(panels: Sequence[Panel], media: MediaFolder | None) -> dict[str
             drawn = {
                 "det": det_plot(panel),
                 "sensitivity": sensitivity_plot(panel),
+                "identities": identities_plot(panel),
                 "groups": groups_plot(panel),
                 "hardest": None if media is None else hardest_plot(panel.leader(), media),
             }
@@ -123,13 +126,38 @@ def sensitivity_plot(panel: Panel) -> Figure | None:
         run, tar = entry.result.run, None if far is None else entry.observed(far)
         if run is None or run.scale is None or tar is None:
             continue
-        kinds, values = margin_of(run)
-        order = cleaned(run.divergence) if run.alpha is None else f"\u03b1 = {run.alpha:g}"
-        name = _short(f"{kinds} margin {values}, {order}")
-        lines.setdefault(name, []).append((run.scale, 100.0 * tar, None))
+        lines.setdefault(_loss_name(run), []).append((run.scale, 100.0 * tar, None))
     if far is None or len({place for points in lines.values() for place, _, _ in points}) < 2:
         return None
     return lines_plot({"Scale": lines}, f"TAR % at FAR {rate_text(far)}")
+
+
+def identities_plot(panel: Panel) -> Figure | None:
+    """TAR over the number of training identities; None without runs that differ in it.
+
+    A line for each loss at the headline's FAR; where all runs have one loss, for each FAR.
+    """
+    far = panel.headline_far
+    known = [(entry, run) for entry in panel.entries if (run := entry.result.run) is not None]
+    runs = [(entry, run, run.num_classes) for entry, run in known if run.num_classes]
+    if far is None or len({number for _, _, number in runs}) < 3:
+        return None
+    has_one_loss = len({(_loss_name(run), run.scale) for _, run, _ in runs}) == 1
+    lines: dict[str, list[LinePoint]] = {}
+    for entry, run, number in runs:
+        for one in panel.fars if has_one_loss else [far]:
+            name = f"FAR {rate_text(one)}" if has_one_loss else _loss_name(run)
+            tar = entry.observed(one)
+            if tar is not None:
+                lines.setdefault(name, []).append((number, 100.0 * tar, None))
+    ylabel = "TAR %" if has_one_loss else f"TAR % at FAR {rate_text(far)}"
+    return lines_plot({"Training identities": lines}, ylabel)
+
+
+def _loss_name(run: RunInfo) -> str:
+    kinds, values = margin_of(run)
+    order = cleaned(run.divergence) if run.alpha is None else f"\u03b1 = {run.alpha:g}"
+    return _short(f"{kinds} margin {values}, {order}")
 
 
 def lines_plot(

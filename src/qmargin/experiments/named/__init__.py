@@ -69,7 +69,7 @@ _VOICES = Size(
     epochs=8,
     batch_size=64,
     network="ecapa512",
-    width=64,
+    width=32,
     num_test=300,
     samples_test=8,
 )
@@ -78,7 +78,7 @@ VOICE_SIZES = {  # of the demo, by the kind of device
     "cuda": _VOICES._replace(num_classes=2000, epochs=16, batch_size=128, width=128),
 }
 VOICE_LR = 2e-3
-VOICE_FRAMES = 150  # of a chunk: 1.5 s
+VOICE_FRAMES = 100  # of a chunk: 1 s
 LONGEST = 3.0  # seconds of an utterance, from 2
 
 
@@ -130,6 +130,13 @@ def drawn_recipe(
             log_every=max(1, min(20, size.total_steps)),
         ),
     )
+
+
+def made_recipe(size: Size, *, data_seed: int | None = None) -> recipe.Recipe:
+    """The recipe of every loss on synthetic identities of any kind."""
+    if size.kind == "voices":
+        return voice_recipe(size, data_seed=data_seed)
+    return drawn_recipe(size, data_seed=data_seed)
 
 
 def voice_recipe(size: Size, *, data_seed: int | None = None) -> recipe.Recipe:

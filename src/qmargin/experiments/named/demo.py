@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import math
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
 from qmargin.errors import ConfigError
 from qmargin.experiments.experiment import SEARCH_SEED, Experiment, Search, TestProtocol
 from qmargin.experiments.named import (
+    LONGEST,
     PEOPLE_SIZES,
     SIZES,
+    VOICE_SIZES,
     Grid,
     Setting,
     Size,
-    drawn_recipe,
     grid_arms,
     loss_arm,
+    made_recipe,
     setting_point,
 )
 from qmargin.experiments.runner import Finished, RunOptions, complete, read_record
@@ -27,22 +30,19 @@ from qmargin.experiments.worlds import Drawn, Made
 from qmargin.registry import register_experiment
 from qmargin.training.distributed import choose_device
 
-WORLDS = {"people": PEOPLE_SIZES, "strokes": SIZES}  # sizes by the kind of device
-TITLES = {
-    "people": "synthetic people",
-    "strokes": "synthetic stroke identities",
-}
+TITLES = {"people": "synthetic people", "voices": "synthetic voices"}
 MINUTES = 6.0
 SECONDS_BESIDES = 25.0  # start, drawing of samples, report
 SECONDS_PER_TEST = 8.0  # embeddings and all pairs of one loss
+NUM_SPOKEN = 4  # utterances that are timed
 MOST_EPOCHS = 200
 NUM_TIMED = 8  # steps that are tried before the length is decided
 DATA_NOTE = (
     "The settings of the losses were chosen on synthetic people, not on these pictures; with "
     "settings of their own another loss may be ahead."
 )
-# By the kind of device: what `demo-search` and `strokes-10k` chose.
-DEMO_SETTINGS: dict[str, dict[str, Setting]] = {
+# What `demo-search` and, for people on a GPU, `strokes-10k` chose.
+_PEOPLE: dict[str, dict[str, Setting]] = {
     "cpu": {
         "arcface": (1.0, 12.0, 0.3),
         "cosface": (1.0, 12.0, 0.2),
@@ -58,6 +58,15 @@ DEMO_SETTINGS: dict[str, dict[str, Setting]] = {
         "q_margin": (1.25, 4.4, 0.4),
     },
 }
+# What `voices-search` chose on a CPU.
+_VOICES: dict[str, Setting] = {
+    "arcface": (1.0, 12.0, 0.3),
+    "cosface": (1.0, 12.0, 0.2),
+    "entmax": (1.25, 5.0, 0.3),
+    "sparsemax": (2.0, 0.7, 0.3),
+    "q_margin": (1.25, 4.0, 0.3),
+}
+DEMO_SETTINGS = {"people": _PEOPLE, "voices": {"cpu": _VOICES, "cuda": _VOICES}}
 # Eighteen of each loss, around where it is good and at the paper's settings.
 DEMO_GRID: Grid = {
     "arcface": (
@@ -95,6 +104,29 @@ DEMO_GRID: Grid = {
         (1.25, 35.0, 0.2),
     ),
 }
+# Eight of each loss.
+VOICE_GRID: Grid = {
+    "arcface": (
+        *((1.0, 8.0, 0.2), (1.0, 12.0, 0.1), (1.0, 12.0, 0.2), (1.0, 12.0, 0.3)),
+        *((1.0, 16.0, 0.2), (1.0, 16.0, 0.3), (1.0, 24.0, 0.2), (1.0, 32.0, 0.2)),
+    ),
+    "cosface": (
+        *((1.0, 8.0, 0.1), (1.0, 8.0, 0.2), (1.0, 12.0, 0.1), (1.0, 12.0, 0.2)),
+        *((1.0, 16.0, 0.1), (1.0, 16.0, 0.2), (1.0, 24.0, 0.2), (1.0, 32.0, 0.3)),
+    ),
+    "entmax": (
+        *((1.25, 3.5, 0.2), (1.25, 5.0, 0.1), (1.25, 5.0, 0.2), (1.25, 5.0, 0.3)),
+        *((1.25, 7.0, 0.1), (1.25, 7.0, 0.2), (1.25, 10.0, 0.1), (1.5, 2.5, 0.2)),
+    ),
+    "sparsemax": (
+        *((2.0, 0.5, 0.2), (2.0, 0.7, 0.1), (2.0, 0.7, 0.2), (2.0, 0.7, 0.3)),
+        *((2.0, 1.0, 0.1), (2.0, 1.0, 0.2), (2.0, 1.4, 0.1), (2.0, 1.9, 0.1)),
+    ),
+    "q_margin": (
+        *((1.25, 2.8, 0.3), (1.25, 4.0, 0.2), (1.25, 4.0, 0.3), (1.25, 5.5, 0.1)),
+        *((1.25, 5.5, 0.2), (1.25, 5.5, 0.3), (1.25, 8.0, 0.3), (1.5, 2.0, 0.2)),
+    ),
+}
 
 
 @register_experiment("demo")
@@ -103,30 +135,51 @@ def demo_experiment(
 ) -> Experiment:
     """Five losses with fixed settings, on synthetic people or on pictures."""
     size = size or (PEOPLE_SIZES if data is None else SIZES)[device]
-    arms = {name: loss_arm(name, [point]) for name, point in DEMO_SETTINGS[device].items()}
+    settings = settings_of(size.kind, device)
+    arms = {name: loss_arm(name, [point]) for name, point in settings.items()}
     world: Made | Drawn = Made(num_test=size.num_test, samples_test=size.samples_test)
-    title = TITLES[size.kind]
+    title = TITLES.get(size.kind, size.kind)
     if data is not None:
         budget = size.total_steps * size.batch_size
         most = size.num_test * size.samples_test
         world = Drawn(str(data), budget=budget, most_test=most)
         title = f"{data.name}, with settings chosen on synthetic people"
-    return Experiment("demo", drawn_recipe(size), arms, world, title, seeds=(0,))
+    return Experiment("demo", made_recipe(size), arms, world, title, seeds=(0,))
+
+
+@register_experiment("demo-voices")
+def demo_voices(device: str = "cpu", data: Path | None = None) -> Experiment:
+    """Five losses with fixed settings, on synthetic voices."""
+    return demo_experiment(device, size=VOICE_SIZES[device])
 
 
 @register_experiment("demo-search")
 def demo_search(device: str = "cpu", data: Path | None = None) -> Experiment:
     """How the settings of the demo on a CPU were chosen."""
-    size = PEOPLE_SIZES["cpu"]
+    return _search("demo-search", PEOPLE_SIZES["cpu"], DEMO_GRID)
+
+
+@register_experiment("voices-search")
+def voices_search(device: str = "cpu", data: Path | None = None) -> Experiment:
+    """How the settings of the demo on voices were chosen."""
+    return _search("voices-search", VOICE_SIZES["cpu"], VOICE_GRID)
+
+
+def _search(name: str, size: Size, grid: Grid) -> Experiment:
     return Experiment(
-        "demo-search",
-        drawn_recipe(size),
-        grid_arms(DEMO_GRID, sampled=False),
-        Made(500, 10, size.num_test, size.samples_test),
-        f"the demo's synthetic people, {size.num_classes:,} classes",
-        TestProtocol(normalise=True),
+        name,
+        made_recipe(size),
+        grid_arms(grid, sampled=False),
+        Made(size.num_test, size.samples_test, size.num_test, size.samples_test),
+        f"the demo's {TITLES[size.kind]}, {size.num_classes:,} classes",
+        TestProtocol(normalise=size.kind != "voices"),
         Search(measure="tar@0.0001", seeds=(SEARCH_SEED, SEARCH_SEED + 1)),
     )
+
+
+def settings_of(kind: str, device: str) -> dict[str, Setting]:
+    """Settings of the losses; those of people for any pictures."""
+    return DEMO_SETTINGS.get(kind, _PEOPLE)[device]
 
 
 def run_demo(
@@ -136,23 +189,23 @@ def run_demo(
     seeds: int = 1,
     minutes: float | None = None,
     device: str = "auto",
-    world: str = "people",
+    voices: bool = False,
     data: Path | None = None,
     command: str = "qmargin demo",
 ) -> Finished:
     """Train and test what is missing of the demo in a folder, and write the report.
 
-    ``minutes`` are for all five losses with one seed; None for the standard length. ``data`` are
-    pictures instead of synthetic identities, see ``read_pictures``.
+    ``minutes`` are for all five losses with one seed; None for the standard length. ``voices`` are
+    synthetic speech and ``data`` are pictures instead of synthetic people, see ``read_pictures``.
     """
     if seeds < 1:
         raise ConfigError(f"seeds is {seeds}; it must be at least 1")
     if minutes is not None and not 0.0 < minutes < math.inf:
         raise ConfigError(f"minutes is {minutes:g}; it must be above 0")
-    if world not in WORLDS:
-        raise ConfigError(f"world is {world!r}; give one of {', '.join(WORLDS)}")
+    if voices and data is not None:
+        raise ConfigError(f"voices are synthetic and data are pictures of {data}; give one of them")
     kind = choose_device(0, device).type
-    standard = WORLDS["strokes" if data is not None else world][kind]
+    standard = (SIZES if data is not None else VOICE_SIZES if voices else PEOPLE_SIZES)[kind]
     size, planned = find_size(out, standard, kind, minutes, data)
     made = replace(
         demo_experiment(kind, data, size=size),
@@ -187,11 +240,12 @@ def find_size(
     epochs, planned = details.get("epochs"), details.get("minutes")
     if not isinstance(epochs, int):
         demo_experiment(device, data, size=standard).world.opened()  # refused at once
-        num_losses = len(DEMO_SETTINGS[device])
+        num_losses = len(settings_of(standard.kind, device))
         jobs = jobs_on(device, num_losses)
         seconds = seconds_per_step(standard, device, num_threads=max(1, num_cores() // jobs))
+        speech = seconds_of_speech(standard)
         rounds = -(-num_losses // jobs)
-        return fitted(standard, seconds, minutes=minutes, rounds=rounds), minutes
+        return fitted(standard, seconds, minutes=minutes, rounds=rounds, speech=speech), minutes
     if minutes is not None and minutes != planned:
         raise ConfigError(
             f"--minutes is {minutes:g} and {out} holds a demo of {epochs} epochs; leave it out to "
@@ -200,18 +254,36 @@ def find_size(
     return standard._replace(epochs=epochs), planned
 
 
-def fitted(size: Size, seconds: float, *, minutes: float | None, rounds: int = 5) -> Size:
+def fitted(
+    size: Size, seconds: float, *, minutes: float | None, rounds: int = 5, speech: float = 0.0
+) -> Size:
     """A size with as many epochs as the time allows, and at least one.
 
     Without ``minutes`` the demo has its standard length on every machine that needs at most
-    ``MINUTES`` for it, so that its numbers can be compared. ``seconds`` are those of a step, and
-    ``rounds`` is how many runs one of the slots has.
+    ``MINUTES`` for it, so that its numbers can be compared. ``seconds`` are those of a step,
+    ``rounds`` is how many runs one of the slots has, and ``speech`` is the time to synthesise it.
     """
-    in_all = 60.0 * (MINUTES if minutes is None else minutes) - SECONDS_BESIDES
+    in_all = 60.0 * (MINUTES if minutes is None else minutes) - SECONDS_BESIDES - speech
     per_loss = in_all / rounds - SECONDS_PER_TEST
     epochs = int(per_loss / (size.total_steps // size.epochs * seconds))
     most = size.epochs if minutes is None else MOST_EPOCHS
     return size._replace(epochs=max(1, min(epochs, most)))
+
+
+def seconds_of_speech(size: Size) -> float:
+    """To synthesise all utterances with all cores; none for pictures."""
+    if size.kind != "voices":
+        return 0.0
+    from qmargin.data.voices import Voices
+
+    voices = Voices(size.num_classes, size.samples_per_class, longest=LONGEST)
+    fastest = math.inf
+    for index in range(NUM_SPOKEN):
+        began = time.monotonic()
+        voices.waveform(index)
+        fastest = min(fastest, time.monotonic() - began)
+    count = len(voices) + size.num_test * size.samples_test
+    return fastest * count / num_cores()
 
 
 def seconds_per_step(size: Size, device: str, *, num_threads: int) -> float:
@@ -220,11 +292,15 @@ def seconds_per_step(size: Size, device: str, *, num_threads: int) -> float:
 
     from qmargin.training.dry_run import dry_run
 
-    few = max(2, -(-NUM_TIMED * size.batch_size // size.num_classes))  # samples for all steps
-    recipe = drawn_recipe(size._replace(samples_per_class=few))
+    if size.kind == "voices":  # a batch that is spoken once: only its first step waits for that
+        few = size._replace(num_classes=size.batch_size // 2, samples_per_class=2)
+    else:
+        samples = max(2, -(-NUM_TIMED * size.batch_size // size.num_classes))  # for all steps
+        few = size._replace(samples_per_class=samples)
+    recipe = made_recipe(few)
     recipe = with_point(
         replace(recipe, loss=replace(recipe.loss, margin_kind="prior")),
-        setting_point(DEMO_SETTINGS["cpu"]["q_margin"]),
+        setting_point(_PEOPLE["cpu"]["q_margin"]),
     )
     threads = torch.get_num_threads()
     torch.set_num_threads(min(threads, num_threads))

@@ -9,12 +9,10 @@ from qmargin.experiments.named import (
     PEOPLE_SIZES,
     VOICE_SIZES,
     Size,
-    drawn_recipe,
-    voice_recipe,
+    made_recipe,
 )
 from qmargin.experiments.worlds import Made
 from qmargin.registry import register_experiment
-from qmargin.training.recipe import Recipe
 
 PEOPLE = (250, 500, 1000, 2000, 4000)
 SPEAKERS = (75, 150, 300, 600, 1200)
@@ -24,18 +22,16 @@ SOFTMAX = ("loss.margin_kind=cosine", "loss.margin=0", "loss.scale=16")
 @register_experiment("people-growth")
 def people_growth(device: str = "cpu", data: Path | None = None) -> Experiment:
     """Plain softmax on more and more synthetic people, with the same number of steps."""
-    size = PEOPLE_SIZES["cpu"]
-    return _growth("people", PEOPLE, size, drawn_recipe(size, data_seed=0))
+    return _growth("people", PEOPLE, PEOPLE_SIZES["cpu"])
 
 
 @register_experiment("voices-growth")
 def voices_growth(device: str = "cpu", data: Path | None = None) -> Experiment:
     """Plain softmax on more and more synthetic speakers, with the same number of steps."""
-    size = VOICE_SIZES["cpu"]
-    return _growth("speakers", SPEAKERS, size, voice_recipe(size, data_seed=0))
+    return _growth("speakers", SPEAKERS, VOICE_SIZES["cpu"])
 
 
-def _growth(what: str, numbers: tuple[int, ...], size: Size, recipe: Recipe) -> Experiment:
+def _growth(what: str, numbers: tuple[int, ...], size: Size) -> Experiment:
     arms = {
         f"{what}_{number}": Arm(
             f"{number:,} {what}",
@@ -49,7 +45,7 @@ def _growth(what: str, numbers: tuple[int, ...], size: Size, recipe: Recipe) -> 
     }
     return Experiment(
         f"{size.kind}-growth",
-        recipe,
+        made_recipe(size, data_seed=0),
         arms,
         Made(num_test=size.num_test, samples_test=size.samples_test),
         f"synthetic {what}, plain softmax, by the number of training identities",
