@@ -140,16 +140,16 @@ def identities_plot(panel: Panel) -> Figure | None:
     far = panel.headline_far
     known = [(entry, run) for entry in panel.entries if (run := entry.result.run) is not None]
     runs = [(entry, run, run.num_classes) for entry, run in known if run.num_classes]
-    if far is None or len({number for _, _, number in runs}) < 3:
+    if far is None or len({count for _, _, count in runs}) < 3:
         return None
     has_one_loss = len({(_loss_name(run), run.scale) for _, run, _ in runs}) == 1
     lines: dict[str, list[LinePoint]] = {}
-    for entry, run, number in runs:
+    for entry, run, count in runs:
         for one in panel.fars if has_one_loss else [far]:
             name = f"FAR {rate_text(one)}" if has_one_loss else _loss_name(run)
             tar = entry.observed(one)
             if tar is not None:
-                lines.setdefault(name, []).append((number, 100.0 * tar, None))
+                lines.setdefault(name, []).append((count, 100.0 * tar, None))
     ylabel = "TAR %" if has_one_loss else f"TAR % at FAR {rate_text(far)}"
     return lines_plot({"Training identities": lines}, ylabel)
 

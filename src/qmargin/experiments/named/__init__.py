@@ -66,7 +66,7 @@ _VOICES = Size(
     "voices",
     num_classes=600,
     samples_per_class=12,
-    epochs=8,
+    epochs=6,
     batch_size=64,
     network="ecapa512",
     width=32,
