@@ -88,12 +88,24 @@ MANNERS = {  # base and deviation of what traits set
     "rate": (4.6, 0.5),  # syllables per second
     "sibilants": (1.0, 0.09),  # factor of the pitch of noise
 }
+ACCENT = 0.06  # deviation of the first formants of each vowel, as factors
+NUM_ACCENTED = 3  # formants
+ACCENTS = {
+    f"vowel{vowel}-f{n + 1}": (1.0, ACCENT)
+    for vowel in range(len(VOWELS))
+    for n in range(NUM_ACCENTED)
+}
 PITCHES = (118.0, 205.0)  # Hz of low and high voices
 HIGH_TRACT = 1.12  # factor of the formants of high voices
 CHANNEL_TAPS = 9
 NUM_ECHOES = 6
-SNR = (4.0, 100.0)  # ratio of amplitudes of speech and noise: worst and best
 LEVEL = 0.08  # root mean square of a recording
+# How recordings of a speaker differ at difficulty 1: in most of them little, in a few a lot.
+USUAL, WORST = 0.5, 2.5  # factors of the next three
+CHANNEL = 0.16  # of the taps of a microphone
+ROOM = 0.35  # of echoes
+MOOD = 0.04  # octaves of the pitch
+SNR = (1.5, 100.0)  # ratio of amplitudes of speech and noise: worst and best
 
 
 class Speaker(NamedTuple):
@@ -102,6 +114,7 @@ class Speaker(NamedTuple):
     pitch: float  # Hz
     pitch_range: float  # octaves
     formants: Doubles  # factors, [NUM_FORMANTS]
+    vowels: Doubles  # factors of each vowel, [len(VOWELS), NUM_FORMANTS]
     bandwidths: Doubles  # Hz, [NUM_FORMANTS]
     tilt: float
     jitter: float
@@ -171,14 +184,19 @@ class Voices(SyntheticDataset):
         number = numbers_in_world(np.array([label]), self.split)
         world = np.uint64(derived_seed(self.seed))
         traits, _ = traits_of(world, number)
-        found = set_by_traits(traits.astype(np.float64), MANNERS, 0x76)
+        traits = traits.astype(np.float64)
+        found = set_by_traits(traits, MANNERS, 0x76)
         manner = {name: float(values[0]) for name, values in found.items()}
+        accent = set_by_traits(traits, ACCENTS, 0x61)
+        vowels = np.ones_like(VOWELS)
+        vowels[:, :NUM_ACCENTED] = np.reshape([v[0] for v in accent.values()], (len(VOWELS), -1))
         is_high = bool(uniforms(joined_keys(np.array([world]), number), 1)[0, 0] < 0.5)
         tract = manner["tract"] * (HIGH_TRACT if is_high else 1.0)
         return Speaker(
             pitch=PITCHES[is_high] * float(_power_of_two(np.array(manner["pitch"]))),
             pitch_range=max(manner["pitch_range"], 0.02),
             formants=tract * np.array([manner[f"f{n + 1}"] for n in range(NUM_FORMANTS)]),
+            vowels=np.maximum(vowels, 0.7),
             bandwidths=BANDWIDTHS * max(manner["bandwidth"], 0.5),
             tilt=min(max(manner["tilt"], 0.3), 0.75),
             jitter=max(manner["jitter"], 0.0),
@@ -194,7 +212,10 @@ class Voices(SyntheticDataset):
         if index in self._kept:
             return self._kept[index]
         key = self._key(index)
-        clean = spoken(self.speaker(label), self._seconds(key), key)
+        speaker = self.speaker(label)
+        mood = MOOD * self.difficulty * _spreads(key)[3] * float(normals(key, 1)[0, 0])
+        speaker = speaker._replace(pitch=speaker.pitch * float(_power_of_two(np.array(mood))))
+        clean = spoken(speaker, self._seconds(key), key)
         samples = _recorded(clean, key, self.difficulty)
         if self.in_memory:
             self._kept[index] = samples
@@ -400,7 +421,7 @@ def _composed(speaker: Speaker, seconds: float, key: Keys) -> _Tracks:
     count = int(seconds * speaker.rate * 2.0) + 8
     chance = uniforms(joined_keys(key, np.array([0])), 5 * count).reshape(count, 5)
     bell = normals(joined_keys(key, np.array([1])), 2 * count).reshape(count, 2).astype(np.float64)
-    vowels = VOWELS[(chance[:, 0] * np.float32(len(VOWELS))).astype(np.int64)]
+    vowels = (VOWELS * speaker.vowels)[(chance[:, 0] * np.float32(len(VOWELS))).astype(np.int64)]
     consonants = CONSONANTS[(chance[:, 1] * np.float32(len(CONSONANTS))).astype(np.int64)]
     length = (0.75 + 0.5 * chance[:, 2].astype(np.float64)) / speaker.rate
     share = 0.30 + 0.15 * chance[:, 3].astype(np.float64)  # of the consonant
@@ -455,24 +476,30 @@ def _ring(
 def _recorded(clean: Doubles, key: Keys, difficulty: float) -> NDArray[np.int16]:
     """An utterance through a microphone and a room, with noise."""
     bell = normals(joined_keys(key, np.array([4])), CHANNEL_TAPS)[0].astype(np.float64)
-    chance = uniforms(joined_keys(key, np.array([5])), 2 * NUM_ECHOES + 3)[0].astype(np.float64)
+    chance = uniforms(joined_keys(key, np.array([5])), 2 * NUM_ECHOES + 1)[0].astype(np.float64)
+    channel, room, hiss = (difficulty * spread for spread in _spreads(key)[:3])
     heard = clean.copy()
     for delay in range(1, CHANNEL_TAPS):
-        heard[delay:] += (0.16 * difficulty * bell[delay] / delay) * clean[:-delay]
-    room = 0.35 * difficulty * chance[0] * chance[0]
+        heard[delay:] += (CHANNEL * channel * bell[delay] / delay) * clean[:-delay]
     for echo in range(NUM_ECHOES):
-        delay = int(80 + 1200 * chance[1 + echo])
-        weight = room * (2.0 * chance[1 + NUM_ECHOES + echo] - 1.0) / (1.0 + delay / 400.0)
+        delay = int(80 + 1200 * chance[echo])
+        weight = ROOM * room * (2.0 * chance[NUM_ECHOES + echo] - 1.0) / (1.0 + delay / 400.0)
         heard[delay:] += weight * clean[:-delay]
-    quality = math.sqrt(chance[-1])  # most recordings are good
-    ratio = 1.0 / SNR[0] + (1.0 / SNR[1] - 1.0 / SNR[0]) * quality
     level = math.sqrt(math.fsum(heard * heard) / len(heard)) + 1e-9
+    share = (hiss - difficulty * USUAL) / (WORST - USUAL)  # from 0 to the difficulty
+    ratio = difficulty / SNR[1] + (1.0 / SNR[0] - 1.0 / SNR[1]) * share
     noise = normals(joined_keys(key, np.array([6])), len(heard))[0].astype(np.float64)
     noise[1:] += 0.9 * chance[-2] * noise[:-1]  # its colour
-    heard = heard + level * ratio * difficulty * noise
+    heard = heard + level * ratio * noise
     gain = 32767.0 * LEVEL / level * max(1.0 + 0.3 * difficulty * bell[0], 0.2)
     samples: NDArray[np.int16] = np.rint(heard * gain).clip(-32768.0, 32767.0).astype(np.int16)
     return samples
+
+
+def _spreads(key: Keys) -> tuple[float, ...]:
+    """Factors of microphone, room, noise and mood of a recording, from ``USUAL`` to ``WORST``."""
+    chance = uniforms(joined_keys(key, np.array([7])), 4)[0].astype(np.float64)
+    return tuple(USUAL + (WORST - USUAL) * value * value * value * value for value in chance)
 
 
 def _between(places: Doubles, knots: Doubles, values: Doubles) -> Doubles:

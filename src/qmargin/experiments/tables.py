@@ -362,7 +362,9 @@ def _training(finished: Finished) -> list[str]:
         f"network: `{recipe.model.backbone}`{options}, {recipe.model.embedding_dim} dimensions",
     ]
     if isinstance(experiment.world, Made):
-        facts.append("the data are synthetic, made by this package; they say nothing about real faces or voices")
+        facts.append(
+            "the data are synthetic, made by this package; they say nothing about real people"
+        )
     if results:
         first, views = results[0].protocol, experiment.protocol.views
         turned = f"; a score is the mean over {views} quarter turns of both samples"
