@@ -64,13 +64,13 @@ PEOPLE_SIZES = {  # of the demo, by the kind of device
 }
 _VOICES = Size(
     "voices",
-    num_classes=600,
+    num_classes=400,
     samples_per_class=12,
     epochs=6,
     batch_size=64,
     network="ecapa512",
     width=32,
-    num_test=300,
+    num_test=200,
     samples_test=8,
 )
 VOICE_SIZES = {  # of the demo, by the kind of device

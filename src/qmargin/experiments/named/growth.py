@@ -15,7 +15,7 @@ from qmargin.experiments.worlds import Made
 from qmargin.registry import register_experiment
 
 PEOPLE = (250, 500, 1000, 2000, 4000)
-SPEAKERS = (75, 150, 300, 600, 1200)
+SPEAKERS = (50, 100, 200, 400, 800)
 SOFTMAX = ("loss.margin_kind=cosine", "loss.margin=0", "loss.scale=16")
 
 
