@@ -74,12 +74,12 @@ BANDWIDTHS = np.array([70.0, 90.0, 130.0, 190.0, 260.0])  # Hz
 MANNERS = {  # base and deviation of what traits set
     "pitch": (0.0, 0.20),  # octaves from one of PITCHES
     "pitch_range": (0.13, 0.04),  # octaves
-    "tract": (1.0, 0.055),  # factor of all formants
-    "f1": (1.0, 0.035),  # factors of one formant
-    "f2": (1.0, 0.035),
-    "f3": (1.0, 0.03),
-    "f4": (1.0, 0.03),
-    "f5": (1.0, 0.03),
+    "tract": (1.0, 0.0715),  # factor of all formants
+    "f1": (1.0, 0.0455),  # factors of one formant
+    "f2": (1.0, 0.0455),
+    "f3": (1.0, 0.039),
+    "f4": (1.0, 0.039),
+    "f5": (1.0, 0.039),
     "bandwidth": (1.0, 0.16),  # factor
     "tilt": (0.52, 0.06),  # level of a formant relative to the one below
     "jitter": (0.008, 0.004),  # of a period
@@ -88,7 +88,7 @@ MANNERS = {  # base and deviation of what traits set
     "rate": (4.6, 0.5),  # syllables per second
     "sibilants": (1.0, 0.09),  # factor of the pitch of noise
 }
-ACCENT = 0.06  # deviation of the first formants of each vowel, as factors
+ACCENT = 0.10  # deviation of the first formants of each vowel, as factors
 NUM_ACCENTED = 3  # formants
 ACCENTS = {
     f"vowel{vowel}-f{n + 1}": (1.0, ACCENT)
@@ -101,11 +101,11 @@ CHANNEL_TAPS = 9
 NUM_ECHOES = 6
 LEVEL = 0.08  # root mean square of a recording
 # How recordings of a speaker differ at difficulty 1: in most of them little, in a few a lot.
-USUAL, WORST = 0.5, 2.5  # factors of the next three
+USUAL, WORST = 0.5, 2.0  # factors of the next three
 CHANNEL = 0.16  # of the taps of a microphone
 ROOM = 0.35  # of echoes
-MOOD = 0.04  # octaves of the pitch
-SNR = (1.5, 100.0)  # ratio of amplitudes of speech and noise: worst and best
+MOOD = 0.03  # octaves of the pitch
+SNR = (2.0, 100.0)  # ratio of amplitudes of speech and noise: worst and best
 
 
 class Speaker(NamedTuple):

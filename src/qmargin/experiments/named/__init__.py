@@ -66,18 +66,18 @@ _VOICES = Size(
     "voices",
     num_classes=400,
     samples_per_class=12,
-    epochs=6,
+    epochs=5,
     batch_size=64,
     network="ecapa512",
-    width=32,
+    width=48,
     num_test=200,
     samples_test=8,
 )
 VOICE_SIZES = {  # of the demo, by the kind of device
     "cpu": _VOICES,
-    "cuda": _VOICES._replace(num_classes=2000, epochs=16, batch_size=128, width=128),
+    "cuda": _VOICES._replace(num_classes=2000, epochs=15, batch_size=128, width=128),
 }
-VOICE_LR = 2e-3
+VOICE_LR = 6e-3
 VOICE_FRAMES = 100  # of a chunk: 1 s
 LONGEST = 3.0  # seconds of an utterance, from 2
 

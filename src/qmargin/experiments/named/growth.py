@@ -15,7 +15,7 @@ from qmargin.experiments.worlds import Made
 from qmargin.registry import register_experiment
 
 PEOPLE = (250, 500, 1000, 2000, 4000)
-SPEAKERS = (50, 100, 200, 400, 800)
+SPEAKERS = (50, 100, 200, 400, 1000)
 SOFTMAX = ("loss.margin_kind=cosine", "loss.margin=0", "loss.scale=16")
 
 
