@@ -74,7 +74,7 @@ BANDWIDTHS = np.array([70.0, 90.0, 130.0, 190.0, 260.0])  # Hz
 MANNERS = {  # base and deviation of what traits set
     "pitch": (0.0, 0.20),  # octaves from one of PITCHES
     "pitch_range": (0.13, 0.04),  # octaves
-    "tract": (1.0, 0.0715),  # factor of all formants
+    "tract": (1.0, 0.055),  # factor of all formants
     "f1": (1.0, 0.0455),  # factors of one formant
     "f2": (1.0, 0.0455),
     "f3": (1.0, 0.039),
