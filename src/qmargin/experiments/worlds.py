@@ -167,7 +167,8 @@ class Made(World):
             measured = made._measured(recipe, is_search=is_search)
             if isinstance(measured, VoiceChunks):  # speech takes longer than pictures
                 datasets.append(made._kept(recipe, measured))
-        for file, dataset in dict(filter(None, datasets)).items():
+        found = {file: dataset for file, dataset in filter(None, datasets) if not file.exists()}
+        for number, (file, dataset) in enumerate(found.items(), 1):
             draw: Callable[[NDArray[Any]], NDArray[Any]]
             if isinstance(dataset, VoiceChunks):
                 draw, step = dataset.recordings.waveforms, _SPOKEN
@@ -180,7 +181,8 @@ class Made(World):
             blocks = [
                 partial(draw, rows[start : start + step]) for start in range(0, len(rows), step)
             ]
-            draw_to(file, shape, blocks, dtype=dtype, request=request, say=say)
+            what = f"making data, {number} of {len(found)}"
+            draw_to(file, shape, blocks, dtype=dtype, request=request, say=say, what=what)
         return made
 
     def train(self, recipe: Recipe, *, is_search: bool) -> Dataset | None:
@@ -558,6 +560,7 @@ def draw_to(
     dtype: np.dtype[Any] = BYTES,
     request: StopRequest,
     say: Say = silent,
+    what: str = "making data",
 ) -> None:
     """Draw blocks of pictures or speech into a file, with all cores, unless it is there.
 
@@ -573,7 +576,7 @@ def draw_to(
             pictures[start : start + len(block)] = block
             start += len(block)
             if time.monotonic() - said > SECONDS_BETWEEN_LINES:
-                say(f"making data: {start / shape[0]:.0%}")
+                say(f"{what}: {start / shape[0]:.0%}")
                 said = time.monotonic()
         pictures.flush()
 
