@@ -54,6 +54,7 @@ THIRD_PARTY = {  # the first entry that a file's path starts with
     "report/page.py": "jinja2 markupsafe",
     "report/paper.py": "matplotlib numpy",
     "report": "numpy",
+    "experiments/board.py": "rich",
     "experiments/pictures.py": "numpy PIL",
     "experiments/run.py": "numpy PIL safetensors",
     "experiments/search.py": "optuna",
