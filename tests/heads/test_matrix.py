@@ -20,9 +20,11 @@ from helpers.heads import (
     truth_of,
 )
 from qmargin.errors import ConfigError
+from qmargin.heads import matrix as steps
+from qmargin.heads import paths
 from qmargin.heads.matrix import MatrixGradient, MatrixStep
 from qmargin.heads.optimizers import ExactSGD, SparseSGD, clip_grad_norm_
-from qmargin.heads.paths import LISTS_LOSE, Auto
+from qmargin.heads.paths import Auto
 from qmargin.heads.sparse import FusedSparseStep, SparseStep
 from qmargin.kernels import dispatch
 from qmargin.kernels.triton import matrix
@@ -90,7 +92,7 @@ def test_softmax_steps_match_the_definition(margin, num_classes):
 def test_rows_whose_lists_are_too_short_are_solved_without_them(monkeypatch, capacity, entries):
     monkeypatch.setattr(matrix, "LANE_ENTRIES", entries)
     monkeypatch.setattr(matrix, "LIST_BLOCK", 128)
-    monkeypatch.setitem(matrix.solve.__kwdefaults__, "capacity", capacity)
+    monkeypatch.setattr(steps, "CAPACITY", capacity)
     monkeypatch.setattr(matrix, "SMALLEST_LIST", capacity)
     batch = random_batch(300, dim=16, rows=4)
     loss = make_loss(1.25, scale=4.0)  # most classes are active
@@ -311,7 +313,7 @@ def test_where_a_matrix_is_too_large_steps_go_by_lists_and_blocks():
 
 @interpreted
 def test_auto_leaves_the_matrix_where_supports_are_wide(monkeypatch):
-    monkeypatch.setitem(LISTS_LOSE, "cpu", 0.01)
+    monkeypatch.setattr(paths, "LISTS_LOSE", 0.01)
     batch = random_batch(70, dim=16, rows=3)
     head = make_head(make_loss(1.25, scale=4.0), batch, path=Auto(screen_dtype=torch.float16))
     taken = []

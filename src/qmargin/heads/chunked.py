@@ -662,12 +662,15 @@ class ChunkedStep:
             reason="its lists would have been too long" if self.num_overflowed else "",
         )
 
+    def candidates(self) -> Tensor:
+        """Active classes of each row, ``[B]``, targets left out as in lists."""
+        return (self.solved.support_size - 1.0).clamp_min(0.0)
+
     def class_share(self) -> float:
         """Share of the classes that are active in a row, targets left out."""
         if self.chunks.b <= 0.0:
             return 1.0
-        num_others = (self.solved.support_size - 1.0).clamp_min(0.0)  # lists leave the target out
-        return float(num_others.mean()) / self.head.num_classes
+        return float(self.candidates().mean()) / self.head.num_classes
 
 
 @dataclass(frozen=True)

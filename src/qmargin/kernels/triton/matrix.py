@@ -37,10 +37,9 @@ from qmargin.kernels.triton.replay import Recording, Repeated, launch
 from qmargin.kernels.triton.rows import gain, log1p, split, whole, whole_power
 
 SMALLEST_LIST = 128
-CAPACITY = 8192  # classes that a row can list; a longer list costs time, nothing else
 TILE = 16  # prototypes that a program reads at a time
 LIST_BLOCK = 2048  # lanes, each of which keeps a list of its own first
-LANE_ENTRIES = 8
+LANE_ENTRIES = 16  # lanes of half-full lists have twice the average in no row of many batches
 PART = 512  # scores that a program reads at a time
 SPLIT = 8  # programs that score a row's list
 SMALLEST_SINE = tl.constexpr(2.0**-11.5)  # as in ``losses.margins``
@@ -930,19 +929,20 @@ def solve(
     b: float,
     has_gradient: bool,
     is_finished: bool,
-    capacity: int = CAPACITY,
+    capacity: int,
 ) -> None:
     """Screen all classes and solve every row, for ``alpha`` above 1 and up to 2.
 
-    With a gradient, active classes are marked, and rows get the gradient of their embeddings
-    (finished) or the sum of posterior times unit prototype.
+    Lists hold at most ``capacity`` classes. With a gradient, active classes are marked, and rows
+    get the gradient of their embeddings (finished) or the sum of posterior times unit prototype.
     """
     cosines = torch.mm(rows.rounded, state.copy.t())
     (num_rows, width), depth, device = cosines.shape, rows.unit.shape[1], cosines.device
     num_classes, words = len(state.prototypes), 0
     capacity = min(capacity, max(SMALLEST_LIST, power_of_two(num_classes)))
     block = min(LIST_BLOCK, max(128, power_of_two(num_classes)))
-    lanes = torch.empty((num_rows, block * LANE_ENTRIES), dtype=torch.int32, device=device)
+    entries = min(LANE_ENTRIES, triton.cdiv(width, block))  # of a lane
+    lanes = torch.empty((num_rows, block * entries), dtype=torch.int32, device=device)
     lists = torch.empty((num_rows, capacity), dtype=torch.int32, device=device)
     scores = torch.empty((num_rows, capacity), dtype=torch.float32, device=device)
     bits = gradient = lists  # not written without a gradient
@@ -953,14 +953,14 @@ def solve(
     given = (num_rows, num_classes, rows.ignored)
     _list_rows[(num_rows,)](
         cosines, rows.labels, rows.state, lanes, lists, width, *given, storage, *numbers,
-        capacity, LANE_ENTRIES, COARSE_STEPS, ROUNDING, block, 1 if width <= block else 4,
+        capacity, entries, COARSE_STEPS, ROUNDING, block, 1 if width <= block else 4,
         num_warps=8 if block > 1024 else 4,
     )  # fmt: skip
     wide, tile = power_of_two(depth), max(2, min(TILE, 8192 // power_of_two(depth)))
-    entries = max(2, 4096 // wide)
+    scored = max(2, 4096 // wide)
     _score_rows[(num_rows, SPLIT)](
         rows.state, lists, scores, rows.unit, state.prototypes, state.inverse_norms, num_rows,
-        depth, capacity, SPLIT, entries, wide, num_warps=1 if wide <= 512 else 4,
+        depth, capacity, SPLIT, scored, wide, num_warps=1 if wide <= 512 else 4,
     )  # fmt: skip
     _solve_lists[(num_rows,)](
         rows.state, rows.sums, rows.labels, lists, scores, state.inverse_norms, bits, *given, words,
@@ -973,7 +973,7 @@ def solve(
             state.inverse_norms, gradient, *given, depth, capacity, is_finished, TILE, slices,
             num_warps=2,
         )  # fmt: skip
-    if capacity < num_classes or block * LANE_ENTRIES < num_classes:
+    if capacity < num_classes or block * entries < num_classes:
         _solve_row[(num_rows,)](
             cosines, rows.labels, rows.unit, state.prototypes, state.inverse_norms, rows.state,
             rows.sums, bits, gradient, width, *given, depth, words, *numbers, power, capacity,
