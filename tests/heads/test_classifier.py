@@ -107,8 +107,10 @@ def test_supports_that_outgrow_the_lists_of_a_matrix_leave_it():
         return choose_path(class_share=listed / 93_431, was_chunked=was_chunked, **settings)
 
     assert choose(4000)[::2] == ("sparse", True)
-    assert choose(4200)[::2] == ("sparse", False)
-    assert choose(9000).path == "chunked"
+    assert choose(4200).path == "chunked"
+    settings["has_matrix"] = False
+    assert choose(3900)[::2] == ("sparse", False)
+    settings["has_matrix"] = True
     assert choose(2500, True).path == "chunked"  # between the limits nothing changes
     assert choose(1000, True)[::2] == ("sparse", True)
 

@@ -308,6 +308,7 @@ class MarginClassifier(nn.Module):
         if self.loss.debug:
             checks.check_prototypes(self)
         choice = self._choose(len(labels))
+        self._num_resting = max(0, self._num_resting - 1)
         if self._unverified is not None and self.fused_gradient is not None:
             raise ConfigError(
                 "the last forward pass was speculative and its gradient is not verified; call "
@@ -507,10 +508,9 @@ class MarginClassifier(nn.Module):
             return Choice(self.path.name, f"path={self.path.name!r} was asked for")
         divergence = self.loss.divergence
         is_known = isinstance(divergence, Alpha) and not _is_learned(divergence)
-        has_matrix = self._is_sparse_loss and fits(self, "sparse", num_rows)
-        if self._num_resting > 0:
-            self._num_resting, has_matrix = self._num_resting - 1, False
-        return choose_path(
+        is_resting = self._num_resting > 0
+        has_matrix = self._is_sparse_loss and not is_resting and fits(self, "sparse", num_rows)
+        choice = choose_path(
             alpha=self.loss.alpha_value if is_known else None,
             device=self.prototypes.device.type,
             num_rows=num_rows,
@@ -521,6 +521,7 @@ class MarginClassifier(nn.Module):
             has_matrix=has_matrix,
             num_ranks=self.ranks.world,
         )
+        return choice._replace(by_matrix=False) if is_resting else choice
 
     @property
     def weight(self) -> nn.Parameter:
