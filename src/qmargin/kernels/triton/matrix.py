@@ -31,6 +31,7 @@ from qmargin.kernels.triton.head import (
     _moved,
     _powers,
     _powers32,
+    _ratios,
     _tangent,
 )
 from qmargin.kernels.triton.replay import Recording, Repeated, launch
@@ -128,20 +129,6 @@ def _prepare_rows(
     tl.store(place + LOGIT * num_rows, scale * (shifted - whole(shift_high, shift_low)))
     tl.store(place + REFERENCE * num_rows, cosine * 0.0 - scale * whole(prior_high, prior_low))
     tl.store(place + SLOPE * num_rows, scale * slope)
-
-
-@triton.jit
-def _ratios(height, power, POWER: tl.constexpr):
-    """Posterior and slope of classes at a height, float64; ``POWER`` is ``power`` or 0."""
-    if POWER == 0:
-        posterior, slope = _powers(height, power, 0.0)
-    else:
-        x = tl.maximum(height, 0.0)
-        slope = tl.where(height > 0, x * 0.0 + 1.0, x * 0.0)
-        for _ in tl.static_range(POWER - 1):
-            slope *= x
-        posterior = slope * x
-    return posterior, slope
 
 
 @triton.jit
@@ -401,7 +388,9 @@ def _solve_lists(
     log_reference = tl.load(state + REFERENCE * num_rows)
     gap = (tl.load(state + LOGIT * num_rows) - best * scale) * b
     alone = tl.exp(-b * log_reference)  # the target's height when it holds all the mass
-    height = tl.minimum(1.0, alone - gap)
+    # No root is above that of one class alone, or of the maxima that bounded the support.
+    floor = tl.load(state + FLOOR * num_rows)
+    height = tl.minimum(tl.minimum(1.0, alone - gap), (best - floor) * rate)
     step = 0
     is_moving = 1
     while (step < STEPS) & (is_moving > 0):
@@ -519,7 +508,7 @@ def _solve_row(
     log_reference = tl.load(state + REFERENCE * num_rows)
     gap = (tl.load(state + LOGIT * num_rows) - exact * scale) * b
     alone = tl.exp(-b * log_reference)
-    height = tl.minimum(1.0, alone - gap)
+    height = tl.minimum(tl.minimum(1.0, alone - gap), (exact - floor.to(tl.float64)) * rate)
     step = 0
     is_moving = 1
     while (step < STEPS) & (is_moving > 0):
