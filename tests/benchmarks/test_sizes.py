@@ -362,6 +362,18 @@ def test_steps_without_an_update_drop_their_gradient():
     assert entrant.head.fused_gradient is not None  # the next step drops it
 
 
+def test_kernels_of_a_step(tmp_path, capsys):
+    path = tmp_path / "kernels.json"
+    words = ["kernels", "--device", "cpu", "--sizes", "300x8x4", "--json", str(path)]
+    assert run_benchmark(words) == 0
+    rows = json.loads(path.read_text())["rows"]
+    assert {row["contender"] for row in rows} == {AUTO, sizes_page.ARCFACE_AUTO}
+    own = [row for row in rows if row["contender"] == AUTO]
+    assert [row["kernel"] for row in own[:2]] == ["whole step", "all kernels"]
+    assert own[1]["ms"] == pytest.approx(sum(row["ms"] for row in own[2:]))
+    assert "Kernels of a step, 300x8x4" in capsys.readouterr().out
+
+
 def test_lines_of_the_figure_take_the_larger_batch():
     line, beside = sizes_page.figure_points(made_up(), AUTO)
     assert [key[0] for key in line] == sorted({size.classes for size in SIZES["cuda"]})
