@@ -84,7 +84,7 @@ def test_softmax_steps_match_the_definition(margin, num_classes):
     head = matrix_head(loss, batch, "chunked")
     assert_same(step(head, batch), truth_of(loss, batch), tolerance=HALF_PRODUCTS)
     record(head)
-    assert head.last_step.path == "chunked"
+    assert head.last_step.path == "chunked" and head.last_step.reason.endswith("; by one matrix")
 
 
 @interpreted
