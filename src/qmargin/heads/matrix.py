@@ -239,7 +239,8 @@ class MatrixLoss(torch.autograd.Function):
                 "pass of the head; call it before, or give the path capture=False"
             )
         ctx.is_done = True
-        in_embeddings = _kernels().scale_rows(step.rows, grad, ctx.dtype)  # keeps the factor too
+        given = (step.rows, grad, ctx.dtype)
+        in_embeddings = _kernels().scale_rows(*given, repeats=step.is_static)  # keeps the factor
         in_prototypes = None
         if ctx.needs_input_grad[1]:
             in_prototypes = step.deliver_scaled()

@@ -1034,8 +1034,11 @@ def reduce(rows: Rows) -> None:
     )  # fmt: skip
 
 
-def scale_rows(rows: Rows, grad: Tensor, dtype: torch.dtype) -> Tensor:
-    """Gradient of the embeddings for the gradient ``grad`` of the loss, which rows keep."""
+def scale_rows(rows: Rows, grad: Tensor, dtype: torch.dtype, *, repeats: bool) -> Tensor:
+    """Gradient of the embeddings for the gradient ``grad`` of the loss, which rows keep.
+
+    Rows of a step that ``repeats`` remember the launch.
+    """
     assert rows.gradient is not None
     (num_rows, depth), factor = rows.gradient.shape, rows.factor
     out = torch.empty((num_rows, depth), dtype=dtype, device=grad.device)
@@ -1049,8 +1052,9 @@ def scale_rows(rows: Rows, grad: Tensor, dtype: torch.dtype) -> Tensor:
             _scale_rows, (num_rows,), rows.gradient, grad, out, factor, depth, factor.ndim > 0,
             power_of_two(depth), num_warps=4,
         )  # fmt: skip
-    repeated = recording.between(grad, out, fixed=(rows.gradient, factor))
-    rows.scaling = None if repeated is None else (kinds, repeated)
+    if repeats:
+        repeated = recording.between(grad, out, fixed=(rows.gradient, factor))
+        rows.scaling = None if repeated is None else (kinds, repeated)
     return out
 
 
