@@ -232,10 +232,11 @@ class MarginClassifier(nn.Module):
         prototypes = self.prototypes
         home = (prototypes.data_ptr(), prototypes.device, prototypes.dtype, self.screen_dtype)
         if force or home != self._home or not self._is_current():
-            self._refresh(prototypes.detach(), home)
+            self._refresh(home)
 
     @torch.inference_mode(False)  # training goes on with what an evaluation made
-    def _refresh(self, prototypes: Tensor, home: tuple[Any, ...]) -> None:
+    def _refresh(self, home: tuple[Any, ...]) -> None:
+        prototypes = self.prototypes.detach()
         if home != self._home:
             k, d = prototypes.shape
             padded = -(-k // PADDING) * PADDING
