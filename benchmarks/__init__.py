@@ -16,6 +16,7 @@ MODULES = (
     "head",
     "head_page",
     "sizes",
+    "kernels",
     "cpu",
     "metrics",
     "data",

@@ -183,6 +183,7 @@ class Workbench:
         """Time a variant in turns with the product, and what memory it takes."""
         self.forget()
         self.head._shares.clear()  # supports that `auto` measured with another loss
+        self.head._reading = None
         if self.device.type == "cuda":
             gc.collect()  # no optimizer of an earlier row may count as this one's memory
         missing = self._missing_memory(variant)

@@ -314,11 +314,18 @@ def shape_contenders(
         missing.append("entmax: not installed, so not measured (pip install entmax)")
     else:
 
-        def entmax15(cosines: Tensor, labels: Tensor) -> Tensor:
-            loss: Tensor = entmax.entmax15_loss(settings.scale * cosines.float(), labels)
-            return loss.mean()
+        def mean(cosines: Tensor, labels: Tensor, *, loss: Callable[..., Tensor]) -> Tensor:
+            return loss(settings.scale * cosines.float(), labels).mean()
 
-        contenders["entmax.entmax15_loss"] = entmax15
+        others = {
+            "entmax15_loss": entmax.entmax15_loss,
+            "entmax15_loss k=100": partial(entmax.entmax15_loss, k=100),
+            "sparsemax_loss k=100": partial(entmax.sparsemax_loss, k=100),
+            "entmax_bisect_loss n_iter=24": partial(
+                entmax.entmax_bisect_loss, alpha=1.25, n_iter=24
+            ),
+        }
+        contenders |= {f"entmax.{name}": partial(mean, loss=loss) for name, loss in others.items()}
     return contenders, missing
 
 

@@ -23,22 +23,36 @@ from torch.nn import functional
 
 import qmargin
 from benchmarks.common import command_line, existing_file, new_file, positive
-from benchmarks.head import PADDING, RULE, make_batch, memory_reason, step_stats
+from benchmarks.head import (
+    PADDING,
+    RULE,
+    finish_gradient,
+    make_batch,
+    memory_reason,
+    step_stats,
+)
 from benchmarks.sizes_page import (
     ARCFACE_AUTO,
+    ARCFACE_GRADIENTS,
     AUTO,
     CHUNKED,
+    COMPARED,
     COSFACE_AUTO,
     DENSE,
+    LARGEST,
     PLAIN,
     PLAIN_EAGER,
     PRODUCT,
     SAMPLED_10,
     SAMPLED_30,
     SPARSE,
+    SPARSE_AGAIN,
+    SPARSE_GRADIENTS,
     VERSION,
+    WIDE_GRADIENTS,
     Outputs,
     page_tables,
+    read_losses,
     read_record,
 )
 from benchmarks.timing import (
@@ -66,6 +80,7 @@ PLAIN_BYTES = 24.0  # per logit: what autograd keeps of a plain head, roughly
 DENSE_BYTES = 20.0
 MOST_DENSE_BYTES = 8 << 30  # larger dense steps are slow, and known to be
 ALPHA, SCALE, MARGIN = 1.25, 35.0, 0.2
+WIDE_SCALE = 10.0  # of which a hundredth of two million classes are active
 
 
 @dataclass(frozen=True)
@@ -200,6 +215,8 @@ class Contender:
     build: Callable[[Stage], Entrant]
     bytes_per_logit: float = 0.0
     most_bytes: float | None = None  # above which it is not tried
+    fewest_classes: int = 0  # below which it does not take part
+    has_goal: bool = True  # or is compared with one that has
 
     def reason_to_skip(self, stage: Stage) -> str | None:
         """Why it is not tried; None if it is."""
@@ -238,6 +255,18 @@ def build_head(stage: Stage, *, loss: qmargin.MarginLoss, path: str | StepPath) 
     return Entrant(stage.step(head, ExactSGD(head, **RULE)), head)
 
 
+def build_gradients(stage: Stage, *, loss: qmargin.MarginLoss, path: str | StepPath) -> Entrant:
+    """Forward and backward of a head of ours, its fused gradient made and dropped."""
+    head = stage.head(loss, path)
+
+    def step() -> None:
+        head.fused_gradient = None
+        head(stage.embeddings.detach().requires_grad_(), stage.labels).backward()
+        finish_gradient(head)
+
+    return Entrant(step, head)
+
+
 def build_product(stage: Stage) -> Entrant:
     """The unit of some ratios."""
     return Entrant(stage.product())
@@ -248,22 +277,30 @@ def all_contenders() -> list[Contender]:
     ours = qmargin.q_margin(alpha=ALPHA, scale=SCALE, margin=MARGIN)
     arcface, cosface = qmargin.arcface(), qmargin.cosface()
 
-    def head(
-        name: str, loss: qmargin.MarginLoss, path: str | StepPath, *limits: float
-    ) -> Contender:
-        return Contender(name, partial(build_head, loss=loss, path=path), *limits)
+    def head(name: str, loss: qmargin.MarginLoss, path: str | StepPath, **limits: Any) -> Contender:
+        return Contender(name, partial(build_head, loss=loss, path=path), **limits)
 
+    def gradients(name: str, loss: qmargin.MarginLoss, path: str) -> Contender:
+        build = partial(build_gradients, loss=loss, path=path)
+        return Contender(name, build, fewest_classes=LARGEST[0])
+
+    wide = qmargin.q_margin(alpha=ALPHA, scale=WIDE_SCALE, margin=MARGIN)
+    eager = Contender(PLAIN_EAGER, partial(build_plain, is_compiled=False), PLAIN_BYTES)
     return [
-        Contender(PLAIN_EAGER, partial(build_plain, is_compiled=False), PLAIN_BYTES),
+        replace(eager, has_goal=False),
         Contender(PLAIN, partial(build_plain, is_compiled=True), PLAIN_BYTES),
         head(AUTO, ours, "auto"),
         head(SPARSE, ours, "sparse"),
+        head(SPARSE_AGAIN, ours, "sparse"),
         head(CHUNKED, ours, "chunked"),
-        head(DENSE, ours, "dense", DENSE_BYTES, MOST_DENSE_BYTES),
+        head(DENSE, ours, "dense", bytes_per_logit=DENSE_BYTES, most_bytes=MOST_DENSE_BYTES),
         head(ARCFACE_AUTO, arcface, "auto"),
         head(COSFACE_AUTO, cosface, "auto"),
-        head(SAMPLED_10, arcface, Sampled(0.1), 0.1 * DENSE_BYTES),
-        head(SAMPLED_30, arcface, Sampled(0.3), 0.3 * DENSE_BYTES),
+        head(SAMPLED_10, arcface, Sampled(0.1), bytes_per_logit=0.1 * DENSE_BYTES, has_goal=False),
+        head(SAMPLED_30, arcface, Sampled(0.3), bytes_per_logit=0.3 * DENSE_BYTES, has_goal=False),
+        gradients(SPARSE_GRADIENTS, ours, "sparse"),
+        gradients(ARCFACE_GRADIENTS, arcface, "chunked"),
+        gradients(WIDE_GRADIENTS, wide, "auto"),
         Contender(PRODUCT, build_product, 2.0),
     ]
 
@@ -277,6 +314,16 @@ class SizesBenchmark:
     repeats: int = 20
     seconds: float = 5.0  # of the turns of a size, as far as three turns allow
     seed: int = 0
+    only_goals: bool = False
+
+    def contenders(self, size: Size) -> list[Contender]:
+        """Who takes part at a size."""
+        return [
+            contender
+            for contender in all_contenders()
+            if size.classes >= contender.fewest_classes
+            and (contender.has_goal or not self.only_goals)
+        ]
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -362,10 +409,11 @@ def measure_size(size: Size, bench: SizesBenchmark) -> dict[str, Any]:
     """A size with a row for each contender, as in the JSON file."""
     start = time.perf_counter()
     found: dict[str, Any] = asdict(size)
-    names = [contender.name for contender in all_contenders()]
+    contenders = bench.contenders(size)
+    names = [contender.name for contender in contenders]
     try:
         race = Race(Stage(size, bench.device, bench.seed), bench)
-        for contender in all_contenders():
+        for contender in contenders:
             race.enter(contender)
         retries = _alloc_retries(bench.device)
         bursts, single = race.time(), race.time(burst=1)
@@ -455,6 +503,13 @@ def add_subject(subjects: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add("--page", type=new_file, metavar="FILE", help="write the page here")
     add("--figure", type=new_file, metavar="FILE.svg", help="draw step time over classes here")
     add("--readme", type=existing_file, metavar="FILE", help="rewrite the place `sizes` there")
+    add("--goals", action="store_true", help="sizes and contenders that the goals need, only")
+    add(
+        "--loss",
+        type=named_path,
+        metavar="FILE",
+        help="a file of `loss --shapes --json`, whose goals join the table",
+    )
     others = parser.add_mutually_exclusive_group()
     others.add_argument(
         "--from",
@@ -499,13 +554,18 @@ def run(arguments: argparse.Namespace) -> None:
     else:
         device = find_device(arguments.device)
         sizes = find_sizes(arguments.sizes, device)
+        if arguments.goals and arguments.sizes is None:
+            keys = {*COMPARED, LARGEST}
+            sizes = tuple(size for size in sizes if (size.classes, size.rows) in keys) or sizes
         settings = {name: getattr(arguments, name) for name in ("repeats", "seconds", "seed")}
         record = run_sizes_benchmark(
-            SizesBenchmark(sizes, device, **settings),
+            SizesBenchmark(sizes, device, **settings, only_goals=arguments.goals),
             json_path=arguments.json,
             commit=arguments.commit,
             command=command_line(),
         )
+    if arguments.loss is not None:
+        record["losses"] = read_losses(arguments.loss)
     console = output_console()
     for table in page_tables(record):
         print_table(console, table.title, table.columns, table.rows)

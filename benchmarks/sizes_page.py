@@ -9,6 +9,7 @@ import io
 import json
 import os
 import shlex
+import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,12 @@ AUTO, SPARSE = "Q-Margin, auto", "Q-Margin, sparse"
 CHUNKED, DENSE = "Q-Margin, chunked", "Q-Margin, dense"
 ARCFACE_AUTO, COSFACE_AUTO = "ArcFace, auto", "CosFace, auto"
 SAMPLED_10, SAMPLED_30 = "ArcFace, 10 % sampled", "ArcFace, 30 % sampled"
+SPARSE_AGAIN = "Q-Margin, sparse, again"
+SPARSE_GRADIENTS = "Q-Margin, sparse, forward + backward"
+ARCFACE_GRADIENTS = "ArcFace, chunked, forward + backward"
+WIDE_GRADIENTS = "Q-Margin, scale 10, auto, forward + backward"
+GRADIENTS = (SPARSE_GRADIENTS, ARCFACE_GRADIENTS, WIDE_GRADIENTS)
+ASIDE = (*GRADIENTS, SPARSE_AGAIN)  # in tables of their own
 PRODUCT = "one product"
 Record: TypeAlias = dict[str, Any]
 Key: TypeAlias = tuple[int, int]  # classes and samples in the batch
@@ -37,6 +44,7 @@ NAMES = {
     (360_232, 1024): "Glint360K",
     (2_059_906, 1024): "WebFace42M",
 }
+LARGEST: Key = (2_059_906, 1024)
 README_SIZES: tuple[Key, ...] = (
     (5_994, 256),
     (17_982, 512),
@@ -73,6 +81,21 @@ def read_record(path: Path) -> Record:
     if not record["sizes"]:
         raise ConfigError(f"{path} has no sizes; measure again")
     return record
+
+
+def read_losses(path: Path) -> list[dict[str, Any]]:
+    """Rows of a file of ``python -m benchmarks loss --shapes ... --json``.
+
+    Raises:
+        ConfigError: It is another file.
+    """
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8"))["shapes"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{path} cannot be read as a file of `loss --shapes ... --json` ({error!r})"
+        ) from error
+    return [dict(row) for row in rows]
 
 
 def key_of(size: dict[str, Any]) -> Key:
@@ -149,6 +172,15 @@ def page_tables(record: Record) -> list[Table]:
             lambda row: "" if row["peak_gib"] is None else f"{row['peak_gib']:.2f}",
             "Peak in GiB beyond prototypes, momentum and the screened copy, over the first steps.",
         ),
+        _contender_table(
+            record,
+            "Forward and backward alone",
+            lambda row: short(row["ms"]),
+            "Milliseconds in bursts, without an update: the gradient of the prototypes is made, or "
+            "listed, and dropped.",
+            GRADIENTS,
+        ),
+        _auto_and_best(record),
         _choices(record),
         _missing(record),
     ]
@@ -161,12 +193,18 @@ def _heading(size: dict[str, Any]) -> str:
 
 
 def _contender_table(
-    record: Record, title: str, cell: Callable[[dict[str, Any]], str], text: str
+    record: Record,
+    title: str,
+    cell: Callable[[dict[str, Any]], str],
+    text: str,
+    only: tuple[str, ...] = (),
 ) -> Table:
     """A row for each contender, a column for each size; without contenders that have no number."""
-    names = [row["name"] for row in record["sizes"][0]["contenders"]]
+    names = [row["name"] for size in record["sizes"] for row in size["contenders"]]
     rows = []
-    for name in names:
+    for name in dict.fromkeys(names):
+        if (name not in only) if only else (name in ASIDE):
+            continue
         found = [row_of(record, key_of(size), name) for size in record["sizes"]]
         cells = ["" if row is None else cell(row) for row in found]
         if any(cells):
@@ -232,14 +270,93 @@ def _ratio(key: Key, name: str, unit: str) -> Callable[[Record], float | None]:
     return measured
 
 
+def paired(record: Record, key: Key, name: str, other: str) -> float | None:
+    """Median of the ratios of two contenders in the same turns."""
+    rows = row_of(record, key, name), row_of(record, key, other)
+    if any(row is None or row["ms"] is None for row in rows):
+        return None
+    ours, theirs = (row["ms_all"] for row in rows if row is not None)
+    return float(statistics.median(one / two for one, two in zip(ours, theirs, strict=True)))
+
+
+def fastest_path(record: Record, key: Key) -> str | None:
+    """Path of Q-Margin with the least median at a size."""
+    times = {name: ms_of(record, key, name) for name in (SPARSE, CHUNKED, DENSE)}
+    found = {name: ms for name, ms in times.items() if ms is not None}
+    return min(found, key=found.__getitem__) if found else None
+
+
 def auto_to_best(record: Record) -> float | None:
     """Largest ratio of ``auto`` to the fastest path that was timed, over all sizes."""
     found = []
+    for key in map(key_of, record["sizes"]):
+        best = fastest_path(record, key)
+        ratio = None if best is None else paired(record, key, AUTO, best)
+        found += [] if ratio is None else [ratio]
+    return max(found, default=None)
+
+
+def _auto_and_best(record: Record) -> Table:
+    rows = []
     for size in record["sizes"]:
-        times = [ms_of(record, key_of(size), name) for name in (AUTO, SPARSE, CHUNKED, DENSE)]
-        others = [ms for ms in times[1:] if ms is not None]
-        if times[0] is not None and others:
-            found.append(times[0] / min(others))
+        key = key_of(size)
+        best = fastest_path(record, key)
+        if best is not None:
+            ratios = paired(record, key, AUTO, best), paired(record, key, SPARSE_AGAIN, SPARSE)
+            cells = ["" if ratio is None else f"{ratio:.2f}" for ratio in ratios]
+            rows.append([_heading(size), best.removeprefix("Q-Margin, "), *cells])
+    return Table(
+        "Auto and the fastest path",
+        ["classes", "fastest path", "auto, x fastest", "sparse, x a second sparse head"],
+        rows,
+        "Medians of ratios in the same turn. The last column compares a head with its like: what "
+        "it is away from one is noise.",
+    )
+
+
+SPARSE_LOSSES = tuple(f"qmargin.q_margin, alpha {alpha}" for alpha in ("1.25", "1.5", "2"))
+SOFTMAX_LOSSES = ("qmargin.arcface", "qmargin.cosface")
+LOSS_GOALS: tuple[tuple[str, tuple[str, ...], int, int, str, float], ...] = (
+    ("Q-Margin", SPARSE_LOSSES, 1024, 93_431, "float32", 0.75),
+    ("Q-Margin", SPARSE_LOSSES, 1024, 93_431, "bfloat16", 0.6),
+    ("ArcFace and CosFace", SOFTMAX_LOSSES, 1024, 93_431, "float32", 0.75),
+    ("ArcFace and CosFace", SOFTMAX_LOSSES, 1024, 93_431, "bfloat16", 0.75),
+    *(
+        ("every", SPARSE_LOSSES + SOFTMAX_LOSSES, rows, classes, dtype, 1.2)
+        for rows, classes in ((1024, 17_982), (256, 5_994))
+        for dtype in ("float32", "bfloat16")
+    ),
+)
+
+
+def _worst_loss(
+    rows: int, classes: int, dtype: str, names: tuple[str, ...]
+) -> Callable[[Record], float | None]:
+    """Largest ratio of some losses on cosines to cross-entropy."""
+
+    def measured(record: Record) -> float | None:
+        wanted = {(name, rows, classes, dtype) for name in names}
+        found = [
+            float(row["versus_cross_entropy"])
+            for row in record.get("losses", ())
+            if (row["name"], row["rows"], row["classes"], row["dtype"]) in wanted
+        ]
+        return max(found) if len(found) == len(wanted) else None
+
+    return measured
+
+
+def _loss_to_entmax(record: Record) -> float | None:
+    """Largest ratio of our slowest loss to the fastest of the ``entmax`` package, same cosines."""
+    times: dict[tuple[Any, ...], dict[str, float]] = {}
+    for row in record.get("losses", ()):
+        key = (row["rows"], row["classes"], row["dtype"])
+        times.setdefault(key, {})[row["name"]] = row["milliseconds"]
+    found = []
+    for own in times.values():
+        theirs = [ms for name, ms in own.items() if name.startswith("entmax.")]
+        ours = [ms for name, ms in own.items() if name.startswith("qmargin.")]
+        found += [max(ours) / min(theirs)] if ours and theirs else []
     return max(found, default=None)
 
 
@@ -265,12 +382,25 @@ GOALS = (
         lambda record: ms_of(record, (5_994, 256), AUTO),
         0.5,
     ),
-    Goal(
-        f"{AUTO}, 2,059,906 classes, x one product",
-        _ratio((2_059_906, 1024), AUTO, PRODUCT),
-        3.0,
+    Goal(f"{AUTO}, 2,059,906 classes, x one product", _ratio(LARGEST, AUTO, PRODUCT), 3.0),
+    *(
+        Goal(f"{name}, 2,059,906 classes, x one product", _ratio(LARGEST, name, PRODUCT), limit)
+        for name, limit in (
+            (SPARSE_GRADIENTS, 1.5),
+            (ARCFACE_GRADIENTS, 4.8),
+            (WIDE_GRADIENTS, 8.0),
+        )
     ),
     Goal(f"{AUTO}, x the fastest of sparse, chunked and dense, worst size", auto_to_best, 1.05),
+    *(
+        Goal(
+            f"{label} loss on [{rows}, {classes:,}] {dtype}, x F.cross_entropy",
+            _worst_loss(rows, classes, dtype, names),
+            limit,
+        )
+        for label, names, rows, classes, dtype, limit in LOSS_GOALS
+    ),
+    Goal("every loss on cosines, x the fastest of the entmax package", _loss_to_entmax, 1.0),
 )
 
 

@@ -40,12 +40,12 @@ on_exact_paths = pytest.mark.parametrize("path", EXACT)
         ("sparse", {}),
         ("chunked", {"alpha": 1.0}),
         ("chunked", {"alpha": 0.5}),
-        ("dense", {"alpha": 1.0, "num_logits": 1000}),
+        ("dense", {"alpha": 1.0, "num_classes": 1}),
         ("dense", {"alpha": None}),
-        ("dense", {"alpha": 1.0, "num_logits": 1 << 26}),  # a CPU takes as many as fit
-        ("dense", {"class_share": 0.9, "num_logits": 1 << 26}),
-        ("chunked", {"class_share": 0.9, "num_logits": 1 << 26, "num_ranks": 2}),
-        ("chunked", {"alpha": 1.0, "num_logits": 1 << 26, "device": "cuda"}),
+        ("dense", {"alpha": 1.0, "num_classes": 1 << 16}),  # a CPU takes as many as fit
+        ("dense", {"class_share": 0.9, "num_classes": 1 << 16}),
+        ("chunked", {"class_share": 0.9, "num_classes": 1 << 16, "num_ranks": 2}),
+        ("chunked", {"alpha": 1.0, "num_classes": 1 << 16, "device": "cuda"}),
         ("sparse", {"class_share": 0.01}),
         ("chunked", {"class_share": 0.9}),
         ("chunked", {"class_share": 0.1, "device": "cuda"}),
@@ -55,15 +55,64 @@ on_exact_paths = pytest.mark.parametrize("path", EXACT)
         ("sparse", {"class_share": 0.005, "device": "cuda"}),
         ("chunked", {"class_share": 0.005, "device": "cuda", "was_chunked": True}),
         ("sparse", {"class_share": 0.001, "device": "other"}),
-        ("sparse", {"class_share": 0.9, "device": "cuda", "num_logits": 1 << 23}),
-        ("chunked", {"class_share": 0.9, "device": "cuda", "num_logits": 1 << 24}),
-        ("sparse", {"class_share": 0.4, "device": "cuda", "num_logits": 1 << 24}),
+        ("sparse", {"class_share": 0.9, "device": "cuda", "num_classes": 1000, "has_matrix": True}),
+        ("dense", {"class_share": 0.9, "device": "cuda", "num_classes": 1 << 15}),
+        ("chunked", {"class_share": 0.9, "device": "cuda", "num_classes": 1 << 18}),
+        ("chunked", {"class_share": 0.9, "device": "cuda", "num_classes": 1 << 18, "num_ranks": 8}),
+        ("sparse", {"class_share": 0.02, "device": "cuda", "alpha": 3.0}),  # blocks take longer
     ],
 )
 def test_choice_follows_alpha_size_and_support(path, changes):
-    settings = {"alpha": 1.25, "device": "cpu", "num_logits": 10**9, "class_share": None}
-    chosen = choose_path(**{**settings, "was_chunked": False, **changes})
+    settings = {"alpha": 1.25, "device": "cpu", "num_rows": 1000, "num_classes": 10**6}
+    settings |= {"class_share": None, "was_chunked": False}
+    chosen = choose_path(**{**settings, **changes})
     assert chosen.path == path and chosen.reason
+
+
+# Milliseconds of steps on an H200 (docs/benchmarks/sizes.md): rows, classes, dimension, listed,
+# and the times of a sparse step, by blocks, and with all cosines.
+MEASURED = [
+    (256, 5_994, 256, 68, 0.425, 6.65, 2.93),
+    (512, 17_982, 256, 90, 0.445, 6.03, 3.11),
+    (512, 93_431, 512, 329, 0.831, 9.91, 7.55),
+    (1024, 93_431, 512, 328, 1.20, 8.90, 9.28),
+    (1024, 360_232, 512, 454, 3.24, 11.5, 31.4),
+    (1024, 1_000_000, 512, 557, 6.30, 26.3, None),
+    (1024, 2_059_906, 512, 647, 10.7, 47.0, None),
+]
+
+
+@pytest.mark.parametrize(("rows", "classes", "dim", "listed", "sparse", *"cd"), MEASURED)
+def test_expected_times_on_a_gpu_are_near_measured_ones(rows, classes, dim, listed, sparse, c, d):
+    """Within a factor of two where the update is a small part, and in the right order."""
+    expected = paths.gpu_costs(rows, classes, dim, listed=listed, alpha=1.25)
+    update = 18e-9 * classes * dim / 3.7  # reads and writes of prototypes, momentum and copy
+    name = "matrix" if rows * classes <= paths.MATRIX_LOGITS else "lists"
+    for found, measured in ((name, sparse), ("chunked", c), ("dense", d)):
+        if measured is not None:
+            assert 0.5 < (expected[found] + update) / measured < 2.0, found
+    settings = {"num_rows": rows, "num_classes": classes, "dim": dim, "device": "cuda"}
+    settings |= {"class_share": listed / classes, "has_matrix": name == "matrix", "alpha": 1.25}
+    for was_chunked in (False, True):
+        chosen = choose_path(**settings, was_chunked=was_chunked)
+        assert (chosen.path, chosen.by_matrix) == ("sparse", name == "matrix")
+        assert f"{expected[name]:.2g}"[0] in chosen.reason
+
+
+def test_supports_that_outgrow_the_lists_of_a_matrix_leave_it():
+    settings = {"num_rows": 1024, "num_classes": 93_431, "alpha": 1.25, "device": "cuda"}
+    settings |= {"has_matrix": True}
+
+    def choose(listed, was_chunked=False):
+        return choose_path(class_share=listed / 93_431, was_chunked=was_chunked, **settings)
+
+    assert choose(4000)[::2] == ("sparse", True)
+    assert choose(4200).path == "chunked"
+    settings["has_matrix"] = False
+    assert choose(3900)[::2] == ("sparse", False)
+    settings["has_matrix"] = True
+    assert choose(2500, True).path == "chunked"  # between the limits nothing changes
+    assert choose(1000, True)[::2] == ("sparse", True)
 
 
 @pytest.mark.parametrize("other", ["dense", "chunked"])

@@ -20,9 +20,11 @@ from helpers.heads import (
     truth_of,
 )
 from qmargin.errors import ConfigError
+from qmargin.heads import matrix as steps
+from qmargin.heads import paths
 from qmargin.heads.matrix import MatrixGradient, MatrixStep
 from qmargin.heads.optimizers import ExactSGD, SparseSGD, clip_grad_norm_
-from qmargin.heads.paths import LISTS_LOSE, Auto
+from qmargin.heads.paths import Auto
 from qmargin.heads.sparse import FusedSparseStep, SparseStep
 from qmargin.kernels import dispatch
 from qmargin.kernels.triton import matrix
@@ -82,7 +84,7 @@ def test_softmax_steps_match_the_definition(margin, num_classes):
     head = matrix_head(loss, batch, "chunked")
     assert_same(step(head, batch), truth_of(loss, batch), tolerance=HALF_PRODUCTS)
     record(head)
-    assert head.last_step.path == "chunked"
+    assert head.last_step.path == "chunked" and head.last_step.reason.endswith("; by one matrix")
 
 
 @interpreted
@@ -90,7 +92,7 @@ def test_softmax_steps_match_the_definition(margin, num_classes):
 def test_rows_whose_lists_are_too_short_are_solved_without_them(monkeypatch, capacity, entries):
     monkeypatch.setattr(matrix, "LANE_ENTRIES", entries)
     monkeypatch.setattr(matrix, "LIST_BLOCK", 128)
-    monkeypatch.setitem(matrix.solve.__kwdefaults__, "capacity", capacity)
+    monkeypatch.setattr(steps, "CAPACITY", capacity)
     monkeypatch.setattr(matrix, "SMALLEST_LIST", capacity)
     batch = random_batch(300, dim=16, rows=4)
     loss = make_loss(1.25, scale=4.0)  # most classes are active
@@ -311,7 +313,7 @@ def test_where_a_matrix_is_too_large_steps_go_by_lists_and_blocks():
 
 @interpreted
 def test_auto_leaves_the_matrix_where_supports_are_wide(monkeypatch):
-    monkeypatch.setitem(LISTS_LOSE, "cpu", 0.01)
+    monkeypatch.setattr(paths, "LISTS_LOSE", 0.01)
     batch = random_batch(70, dim=16, rows=3)
     head = make_head(make_loss(1.25, scale=4.0), batch, path=Auto(screen_dtype=torch.float16))
     taken = []
@@ -320,6 +322,24 @@ def test_auto_leaves_the_matrix_where_supports_are_wide(monkeypatch):
         taken.append(head.last_step.path)
     assert taken[0] == "sparse" and taken[2] != "sparse"
     assert "can be active in a row" in head.last_step.reason
+
+
+@interpreted
+def test_auto_takes_lists_for_a_while_after_a_row_had_too_many_candidates(monkeypatch):
+    monkeypatch.setattr(paths, "LISTS_LOSE", float("inf"))
+    batch = random_batch(70, dim=16, rows=3)
+    head = make_head(make_loss(1.5), batch, path=Auto(screen_dtype=torch.float16))
+    taken = []
+    for turn in range(4):
+        head(batch.embeddings, batch.labels)
+        taken.append(type(head._step))
+        if turn == 0:
+            assert head.last_step.reason.endswith("; by one matrix")
+            monkeypatch.setattr("qmargin.heads.classifier.REST", 2)
+            head._learn(torch.tensor([steps.CAPACITY, 5, 0]).double(), True)
+            assert head._num_resting == 0
+            head._learn(torch.tensor([steps.CAPACITY + 1, 5, 0]).double(), True)
+    assert taken == [MatrixStep, FusedSparseStep, FusedSparseStep, MatrixStep]
 
 
 def test_a_negative_size_is_refused():
@@ -468,21 +488,45 @@ def test_changed_settings_and_shapes_take_effect_at_once():
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("alpha", [1.0, 1.25])
 @pytest.mark.parametrize("capture", [False, True])
-def test_a_step_never_waits_for_the_device(alpha, capture):
+@pytest.mark.parametrize("is_auto", [False, True])
+def test_a_step_never_waits_for_the_device(alpha, capture, is_auto):
     batch = random_batch(5003, dim=64, rows=64)
     kind = qmargin.Chunked if alpha == 1.0 else qmargin.Sparse
+    kind = Auto if is_auto else kind
     head = make_head(
         make_loss(alpha), batch, path=kind(capture=capture), device="cuda", gradient="fused"
     )
     optimizer = ExactSGD(head, 0.1)
     embeddings, labels = batch.embeddings.cuda().requires_grad_(), batch.labels.cuda()
-    for turn in range(8):
+    for turn in range(40):
         torch.cuda.set_sync_debug_mode("error" if turn > 5 else "default")
         try:
             head(embeddings, labels).backward()
             optimizer.step()
         finally:
             torch.cuda.set_sync_debug_mode("default")
+    if capture:  # the fourth step is captured, and every later one replays it
+        assert head.captured_steps.step.generation == 36
+        assert head.last_step.reason.endswith("; by one matrix, as a CUDA graph")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("listed", [True, False])
+def test_auto_leaves_a_captured_step_whose_lists_got_too_short(listed):
+    batch = random_batch(40_000, dim=64, rows=64)
+    head = make_head(make_loss(1.25, scale=40.0), batch, path="auto", device="cuda")
+    rows, labels = batch.embeddings.cuda(), batch.labels.cuda()
+    for _ in range(24):
+        head(rows, labels)
+    assert head.captured_steps.graph is not None
+    head.loss.scale = 40.0 if listed else 1.0  # most classes are active
+    for _ in range(48):
+        value = head(rows, labels)
+        torch.cuda.synchronize()  # so that what was asked for has arrived
+    assert head.last_step.path == "sparse"
+    assert head.last_step.reason.endswith("; by one matrix, as a CUDA graph") == listed
+    truth = truth_of(head.loss, batch)
+    torch.testing.assert_close(value.cpu().double(), truth.loss, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.gpu

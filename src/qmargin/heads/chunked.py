@@ -267,10 +267,27 @@ def add_entries_(rows: Tensor, gradient: ClassGradient, embeddings: Tensor, wher
     rows.index_add_(0, local, own)
 
 
+def whole_waves(size: int, num_rows: int, num_programs: int) -> int:
+    """Classes of a block, at most ``size``, whose tiles keep all programs busy to the end.
+
+    Examples:
+        >>> whole_waves(131_072, 1024, 132)  # 15 times 33 tiles of classes, 8 of rows
+        126720
+    """
+    wave = TILE * num_programs // math.gcd(num_programs, -(-num_rows // 128))
+    return size - size % wave if 8 * wave <= size else size  # fewer classes cost launches
+
+
 class FusedChunks(Chunks):
     """The same by kernels; known ``group_maxima`` save a pass over the classes."""
 
     limits, tile = FUSED_LOGITS, TILE
+
+    def __init__(self, head: MarginClassifier, embeddings: Tensor, labels: Tensor) -> None:
+        super().__init__(head, embeddings, labels)
+        if embeddings.is_cuda:
+            properties = torch.cuda.get_device_properties(embeddings.device)
+            self.size = whole_waves(self.size, len(embeddings), properties.multi_processor_count)
 
     @property
     def kernels(self) -> Any:
@@ -662,12 +679,15 @@ class ChunkedStep:
             reason="its lists would have been too long" if self.num_overflowed else "",
         )
 
+    def candidates(self) -> Tensor:
+        """Active classes of each row, ``[B]``, targets left out as in lists."""
+        return (self.solved.support_size - 1.0).clamp_min(0.0)
+
     def class_share(self) -> float:
         """Share of the classes that are active in a row, targets left out."""
         if self.chunks.b <= 0.0:
             return 1.0
-        num_others = (self.solved.support_size - 1.0).clamp_min(0.0)  # lists leave the target out
-        return float(num_others.mean()) / self.head.num_classes
+        return float(self.candidates().mean()) / self.head.num_classes
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from qmargin.heads.chunked import ChunkedStep, chunked_step
 from qmargin.heads.dense import DenseStep, dense_rows, sampled_rows, top_k_rows, unit_prototypes
 from qmargin.heads.gradients import PrototypeGradient
 from qmargin.heads.matrix import (
+    CAPACITY,
     CapturedSteps,
     MatrixStep,
     attach_loss,
@@ -58,13 +59,14 @@ ROW_LOSSES: dict[str, Callable[..., tuple[Tensor, StepRecord]]] = {
 # Attributes that change in every step: nn.Module need not look for parameters in them.
 CHANGING = frozenset(
     (
-        *("_num_watched", "_reading", "_reason", "_stamp", "_step", "_unverified", "_was_chunked"),
-        *("fused_gradient", "list_lengths"),
+        *("_num_resting", "_num_watched", "_reading", "_reason", "_stamp", "_step", "_unverified"),
+        *("_was_chunked", "fused_gradient", "list_lengths"),
     )
 )
 PADDING = 256  # the screen's tiles: a copy of the prototypes has a multiple of this many rows
 NUM_MEASURED = 4  # steps whose support decides the next path
-WATCH_EVERY = 16  # steps whose support is read only when it has arrived: one in so many
+WATCH_EVERY = 16  # steps on one GPU, of which one is watched
+REST = 4096  # steps that go by lists after a row had more candidates than a matrix step lists
 
 
 class MarginClassifier(nn.Module):
@@ -147,8 +149,9 @@ class MarginClassifier(nn.Module):
         self.may_have_moved = False
         self.has_optimizer = False  # of heads/optimizers.py
         self.captured_steps = CapturedSteps()
-        self._reading: Reading | None = None  # candidates per row of a step, on its way
-        self._num_watched = 0
+        # Candidates of the rows of a step, on their way, and whether it was by one matrix.
+        self._reading: tuple[Reading, bool] | None = None
+        self._num_watched = self._num_resting = 0
         self.checked_wrapper = 0  # id of the last DistributedDataParallel that excludes them
         self._was_chunked = False
         checks.check_settings(self, dtype)
@@ -224,19 +227,22 @@ class MarginClassifier(nn.Module):
         reasons = [reason for reason in (self._reason, stats.reason) if reason]
         return replace(stats, reason="; ".join(reasons))
 
-    @torch.inference_mode(False)  # training goes on with what an evaluation made
     def refresh(self, *, force: bool = False) -> None:
         """Bring the screened copy up to date if the prototypes changed or moved since."""
-        prototypes = self.prototypes.detach()
+        prototypes = self.prototypes
         home = (prototypes.data_ptr(), prototypes.device, prototypes.dtype, self.screen_dtype)
+        if force or home != self._home or not self._is_current():
+            self._refresh(home)
+
+    @torch.inference_mode(False)  # training goes on with what an evaluation made
+    def _refresh(self, home: tuple[Any, ...]) -> None:
+        prototypes = self.prototypes.detach()
         if home != self._home:
             k, d = prototypes.shape
             padded = -(-k // PADDING) * PADDING
             self.copy = prototypes.new_zeros((padded, d), dtype=self.screen_dtype)
             self.inverse_norms = prototypes.new_empty(k)
             self.copy_error = prototypes.new_zeros(())
-        elif not force and self._is_current():
-            return
         # In place: captured steps read it there.
         error = self.kernels.refresh_copy(prototypes, self.copy, self.inverse_norms)
         self.copy_error.copy_(error)
@@ -284,7 +290,7 @@ class MarginClassifier(nn.Module):
         loss = self.captured_steps.replay(self, embeddings, labels)
         if loss is not None:
             self._step = self.captured_steps.step
-            self._watch_share()
+            self._note_share()
             return loss
         checks.check_settings(self, self.prototypes.dtype)
         given, embeddings = embeddings, checks.check_embeddings(self, embeddings)
@@ -303,6 +309,7 @@ class MarginClassifier(nn.Module):
         if self.loss.debug:
             checks.check_prototypes(self)
         choice = self._choose(len(labels))
+        self._num_resting = max(0, self._num_resting - 1)
         if self._unverified is not None and self.fused_gradient is not None:
             raise ConfigError(
                 "the last forward pass was speculative and its gradient is not verified; call "
@@ -311,12 +318,14 @@ class MarginClassifier(nn.Module):
         self._step = self._unverified = None  # what they kept is free for this step
         form = closed_form(self.loss.margin)
         is_step = choice.path in STEPS and not self.loss.debug
-        if is_step and form is not None and fits(self, choice.path, len(labels)):
+        by_matrix = choice.path in STEPS and choice.by_matrix
+        by_matrix = by_matrix and fits(self, choice.path, len(labels))
+        if is_step and form is not None and by_matrix:
             with torch.autocast(embeddings.device.type, enabled=False):
                 self.refresh()
                 loss, self._step = fused_step(self, given, labels, form)
             self._reason, self._was_chunked = choice.reason, choice.path == "chunked"
-            self._watch_share()
+            self._note_share()
             return loss
         is_alone = self.gradient == "fused" and ranks.world == 1
         speculative = speculative and is_alone and torch.is_grad_enabled()
@@ -328,7 +337,7 @@ class MarginClassifier(nn.Module):
             if loss is not None:
                 self._reason, self._was_chunked = choice.reason, False
                 if self._unverified is None:
-                    self._remember_share()
+                    self._note_share()
                 return loss
         with torch.autocast(embeddings.device.type, enabled=False):
             wide = embeddings.to(self.prototypes.dtype)
@@ -337,11 +346,13 @@ class MarginClassifier(nn.Module):
             if choice.path in ("sparse", "chunked") or self.gradient == "fused":
                 self.refresh()
             rows = (unit, labels.long(), norms)
-            loss, self._step = self._take(choice.path, *rows, speculative, overflow=overflow)
+            loss, self._step = self._take(
+                choice.path, *rows, speculative, overflow=overflow, by_matrix=by_matrix
+            )
         self._reason = choice.reason
         self._was_chunked = isinstance(self._step, ChunkedStep | DenseStep)
         if self._unverified is None:
-            self._remember_share()
+            self._note_share()
         return loss
 
     @property
@@ -363,7 +374,7 @@ class MarginClassifier(nn.Module):
             is_valid = False
         if is_valid:
             self._unverified = None
-            self._remember_share()
+            self._note_share()
         else:
             self.discard()
         return is_valid
@@ -377,33 +388,50 @@ class MarginClassifier(nn.Module):
                 self.fused_gradient = None
             self._unverified = self.list_lengths = self._step = None
 
-    def _watch_share(self) -> None:
-        """Look at the support of some steps, without waiting, for ``auto`` to choose by."""
-        step = self._step
-        if not isinstance(self.path, Auto) or not isinstance(step, MatrixStep) or step.b == 0.0:
-            return
-        if self.prototypes.is_cuda and torch.cuda.is_current_stream_capturing():
-            return  # nothing may be read inside a user's own graph
-        self._num_watched += 1
-        if self._reading is not None:
-            if not self._reading.is_ready():
-                return
-            self._shares.append(float(self._reading.wait()) / self.num_classes)
-            self._reading = None
-            if self._choose(len(step.rows.labels)).path != "sparse":
-                self.captured_steps = CapturedSteps()  # the next step goes another way
-        if self._num_watched % WATCH_EVERY == 1:
-            self._reading = step.read_candidates()
+    def _note_share(self) -> None:
+        """Note the support of the last step, for ``auto`` to choose by.
 
-    def _remember_share(self) -> None:
+        On one GPU nothing waits: every so many steps the numbers of its rows are copied to the
+        host, and looked at in a later step, when they have arrived.
+        """
         step = self._step
         if not isinstance(self.path, Auto) or not isinstance(
             step, SparseStep | ChunkedStep | MatrixStep | DenseStep
         ):
             return
-        if isinstance(step, DenseStep) and self.prototypes.is_cuda:
-            return  # it would have to wait
-        self._shares.append(step.class_share())
+        if isinstance(step, SparseStep) or not self.prototypes.is_cuda or self.ranks.world > 1:
+            self._shares.append(step.class_share())  # the host knows how long lists are
+            return
+        if not self._is_sparse_loss or torch.cuda.is_current_stream_capturing():
+            return  # the path is known; nothing may be read inside a user's own graph
+        self._num_watched += 1
+        if self._reading is not None:
+            reading, is_matrix = self._reading
+            if not reading.is_ready():
+                return
+            self._reading = None
+            self._learn(reading.wait(), is_matrix)
+        if self._num_watched % WATCH_EVERY == 1 or not self._shares:
+            self._reading = Reading(step.candidates()), isinstance(step, MatrixStep)
+
+    def _learn(self, candidates: Tensor, is_matrix: bool) -> None:
+        """Take note of the candidates of rows, ``[B]`` on the host, of a recent step."""
+        self._shares.append(float(candidates.double().mean()) / self.num_classes)
+        if is_matrix:
+            if float(candidates.max()) > CAPACITY:
+                self._num_resting = REST
+            choice = self._choose(len(candidates))
+            if choice.path == "sparse" and choice.by_matrix:
+                self._reason = choice.reason
+            else:
+                self.captured_steps = CapturedSteps()  # the next step goes another way
+
+    @property
+    def _is_sparse_loss(self) -> bool:
+        """Whether posteriors are zero for some classes, so that the support decides the path."""
+        divergence = self.loss.divergence
+        is_known = isinstance(divergence, Alpha) and not _is_learned(divergence)
+        return is_known and self.alpha_minus_one > 0.0
 
     @property
     def _can_fuse(self) -> bool:
@@ -435,7 +463,8 @@ class MarginClassifier(nn.Module):
         norms: Tensor,
         speculative: bool,
         *,
-        overflow: ListOverflow | None = None,
+        overflow: ListOverflow | None,
+        by_matrix: bool,
     ) -> tuple[Tensor, StepRecord]:
         """Take a step by some path: the loss of the batch and the record of the step.
 
@@ -450,7 +479,7 @@ class MarginClassifier(nn.Module):
 
         def take(path: str, **hints: Any) -> tuple[Tensor, Any]:
             make: Callable[..., Any] = STEPS[path]
-            if path == "sparse" and fits(self, path, len(labels)):
+            if path == "sparse" and by_matrix:
                 make = matrix_step
             step = make(self, unit, labels, **hints)
             return step_loss(step, unit, labels, norms), step
@@ -480,14 +509,20 @@ class MarginClassifier(nn.Module):
             return Choice(self.path.name, f"path={self.path.name!r} was asked for")
         divergence = self.loss.divergence
         is_known = isinstance(divergence, Alpha) and not _is_learned(divergence)
-        return choose_path(
+        is_resting = self._num_resting > 0
+        has_matrix = self._is_sparse_loss and not is_resting and fits(self, "sparse", num_rows)
+        choice = choose_path(
             alpha=self.loss.alpha_value if is_known else None,
             device=self.prototypes.device.type,
-            num_logits=num_rows * self.num_classes,
+            num_rows=num_rows,
+            num_classes=self.num_classes,
+            dim=self.embedding_dim,
             class_share=sum(self._shares) / len(self._shares) if self._shares else None,
             was_chunked=self._was_chunked,
+            has_matrix=has_matrix,
             num_ranks=self.ranks.world,
         )
+        return choice._replace(by_matrix=False) if is_resting else choice
 
     @property
     def weight(self) -> nn.Parameter:

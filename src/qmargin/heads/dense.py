@@ -91,6 +91,10 @@ class DenseStep:
     edge: float
     num_classes: int
 
+    def candidates(self) -> Tensor:
+        """Active classes of each row, ``[B]``."""
+        return self.output.support_size
+
     def class_share(self) -> float:
         """Share of the classes that are active in a row."""
         return int(self.output.support_size.sum()) / max(1, self.cosines.numel())

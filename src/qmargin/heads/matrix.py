@@ -24,11 +24,11 @@ from qmargin.heads.gradients import PrototypeGradient, deliver
 from qmargin.heads.step import RowSolution, StepStats, step_stats
 from qmargin.kernels.head_reference import UPDATE_CLASSES, PrototypeState, SgdRule, Target
 from qmargin.losses.margins import ClosedForm
-from qmargin.transfers import Reading
 
 if TYPE_CHECKING:
     from qmargin.heads.classifier import MarginClassifier
 
+CAPACITY = 8192  # classes that a row can list; a longer list costs time, nothing else
 CAPTURED_LOGITS = 1 << 27  # of larger steps the launches do not show
 STEPS_BEFORE_CAPTURE = 3  # of one kind, one after the other
 
@@ -80,7 +80,8 @@ class MatrixStep:
         rows.field(kernels.REFERENCE).copy_(target.log_reference)
         rows.field(kernels.SLOPE).fill_(1.0)
         settings = {"scale": self.scale, "b": self.b, "has_gradient": has_gradient}
-        kernels.solve(rows, prototype_state(self.head), **settings, is_finished=False)
+        settings |= {"is_finished": False, "capacity": CAPACITY}
+        kernels.solve(rows, prototype_state(self.head), **settings)
         found = (kernels.LOSS, kernels.OTHERS, kernels.IN_REFERENCE)
         loss, others, in_reference = (rows.field(number) for number in found)
         return RowSolution(loss, -others, in_reference)
@@ -109,12 +110,13 @@ class MatrixStep:
     def owns(self, gradient: object) -> bool:
         return isinstance(gradient, MatrixGradient) and gradient.step is self
 
-    def read_candidates(self) -> Reading:
-        """Ask for the mean number of candidates per row, without waiting for it."""
-        return Reading(self.rows.field(_kernels().COUNT).mean())
+    def candidates(self) -> Tensor:
+        """How many classes each row scored, ``[B]``; more than ``CAPACITY`` without a list."""
+        counts: Tensor = self.rows.field(_kernels().COUNT)
+        return counts
 
     def class_share(self) -> float:
-        return float(self.read_candidates().wait()) / self.head.num_classes
+        return float(self.candidates().mean()) / self.head.num_classes
 
     def stats(self) -> StepStats:
         rows, kernels, num_classes = self.rows, _kernels(), self.head.num_classes
@@ -127,6 +129,8 @@ class MatrixStep:
             rows.field(kernels.ERROR),
             num_candidates=float(rows.field(kernels.COUNT).mean()),
             active_share=active / num_classes,
+            num_overflowed=int((rows.field(kernels.COUNT) > CAPACITY).sum()) if self.b else 0,
+            reason="by one matrix" + (", as a CUDA graph" if self.is_static else ""),
         )
 
 
@@ -235,7 +239,8 @@ class MatrixLoss(torch.autograd.Function):
                 "pass of the head; call it before, or give the path capture=False"
             )
         ctx.is_done = True
-        in_embeddings = _kernels().scale_rows(step.rows, grad, ctx.dtype)  # keeps the factor too
+        given = (step.rows, grad, ctx.dtype)
+        in_embeddings = _kernels().scale_rows(*given, repeats=step.is_static)  # keeps the factor
         in_prototypes = None
         if ctx.needs_input_grad[1]:
             in_prototypes = step.deliver_scaled()
@@ -250,7 +255,7 @@ def _solve(head: MarginClassifier, rows: Any, has_gradient: bool) -> None:
     if b == 0.0:
         kernels.solve_softmax(rows, state, **settings)
     else:
-        kernels.solve(rows, state, **settings, b=b, is_finished=True)
+        kernels.solve(rows, state, **settings, b=b, is_finished=True, capacity=CAPACITY)
     kernels.reduce(rows)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
@@ -159,15 +160,27 @@ def _check_matrix(matrix_logits: int) -> None:
 SMALL_LOGITS = 1 << 22  # below this, all cosines of a batch cost less than going without them
 # On a CPU they always do, and so many fit in memory: 256 MiB each for cosines, posterior, gradient.
 CPU_LOGITS = 1 << 26
-# Share of all classes that a row's list may hold: above the first it loses to `chunked`, below the
-# second it is tried again. Two numbers, so that a share in between changes nothing, and because
-# `chunked` counts active classes, of which lists hold some more.
-LISTS_LOSE = {"cpu": 0.2, "cuda": 0.011}
-LISTS_WIN = {"cpu": 0.1, "cuda": 0.0025}
-# Classes in the lists of all rows together: with fewer a GPU does little but start kernels, of
-# which `chunked` has more. Again two numbers.
-FEW_LOSE = {"cpu": 0, "cuda": 1 << 23}
-FEW_WIN = {"cpu": 0, "cuda": 1 << 22}
+# Share of all classes that a row's list may hold on a CPU: above the first it loses to `chunked`,
+# below the second it is tried again. Two numbers, so that a share in between changes nothing, and
+# because `chunked` counts active classes, of which lists hold some more.
+LISTS_LOSE = 0.2
+LISTS_WIN = 0.1
+
+# On a GPU the cheapest way wins. Milliseconds of a step, update left out, as measured on an H200
+# (docs/benchmarks/sizes.md); on another GPU they change together, and only their ratios count.
+TFLOP_PER_MS = 0.635  # of a product in half precision
+FLOAT32_TFLOP_PER_MS = 0.05
+GB_PER_MS = 4.0
+MATRIX_MS, LISTS_MS, CHUNKED_MS, DENSE_MS = 0.35, 1.2, 6.0, 2.5  # launches, and what they wait for
+FEWEST_LISTS_MS = 2.5  # the host takes as long to launch a step by lists
+MATRIX_BYTES = 6.0  # per cosine: one is written and read twice
+LISTED_BYTES = 12.0  # per listed class and dimension: scored, pulled, and read by the update
+CHUNKED_PRODUCTS, PLAIN_PRODUCTS = 12.0, 35.0  # the second above alpha 2, where kernels do less
+DENSE_LOGITS = 1 << 25  # that may exist at once on a GPU: about 20 bytes each
+MATRIX_LISTED = 4096  # classes of a row, on average, that lists of a matrix step hold; they end at
+# twice as many, and a row with more makes the whole step slow
+ROOM_TO_RETURN = 3.0  # lists hold more classes than are active, which is all that blocks count
+GAIN_TO_RETURN = 1.25
 
 
 class Choice(NamedTuple):
@@ -175,15 +188,19 @@ class Choice(NamedTuple):
 
     path: str
     reason: str
+    by_matrix: bool = True  # by one matrix, if it fits: see ``heads.matrix``
 
 
 def choose_path(
     *,
     alpha: float | None,
     device: str,
-    num_logits: int,
+    num_rows: int,
+    num_classes: int,
+    dim: int = 512,
     class_share: float | None,
     was_chunked: bool,
+    has_matrix: bool = False,
     num_ranks: int = 1,
 ) -> Choice:
     """Choose the path of the next step.
@@ -191,30 +208,83 @@ def choose_path(
     Args:
         alpha: None for another divergence, or an alpha that is learned.
         device: ``"cpu"``, ``"cuda"``.
-        num_logits: ``B * k``.
+        num_rows: ``B``, of all ranks.
+        num_classes: ``k``, of all ranks.
+        dim: ``d``.
         class_share: Share of the classes that are, or may be, active in a row, measured in the
             last steps; None before the first.
         was_chunked: Whether the step before was chunked, or dense for the same reason.
+        has_matrix: Whether the step can go by one matrix.
         num_ranks: That share the classes; a dense step would have to gather them.
     """
+    num_logits = num_rows * num_classes
+    is_cpu = device == "cpu"
+    fits_cpu = is_cpu and num_ranks == 1 and num_logits <= CPU_LOGITS
     if alpha is None:
         return Choice("dense", "only the dense path has this divergence or a learned alpha")
     if alpha <= 1.0:
-        is_small = num_logits < SMALL_LOGITS and device != "cuda"
-        if is_small or _fits_cpu(device, num_logits, num_ranks):
+        if (num_logits < SMALL_LOGITS and device != "cuda") or fits_cpu:
             return Choice("dense", f"{num_logits:,} logits are few and alpha is {alpha:g}")
         return Choice("chunked", f"alpha is {alpha:g}: every class is active")
     if class_share is None:
         return Choice("sparse", f"alpha is {alpha:g}: few classes are active")
-    shares, counts = (LISTS_WIN, FEW_WIN) if was_chunked else (LISTS_LOSE, FEW_LOSE)
-    known = device if device in shares else "cuda"
-    limit = max(shares[known], min(1.0, counts[known] / num_logits))
     share = f"{100 * class_share:.3g} % of the classes can be active in a row"
-    if class_share > limit:
-        path = "dense" if _fits_cpu(device, num_logits, num_ranks) else "chunked"
+    if is_cpu:
+        limit = LISTS_WIN if was_chunked else LISTS_LOSE
+        if class_share <= limit:
+            return Choice("sparse", f"{share}, few enough for lists")
+        path = "dense" if fits_cpu else "chunked"
         return Choice(path, f"{share}, lists pay below {100 * limit:.3g} %")
-    return Choice("sparse", f"{share}, few enough for lists")
+    ways = ["matrix"] if has_matrix else []
+    ways += ["lists", "chunked"]
+    if num_ranks == 1 and num_logits <= DENSE_LOGITS:
+        ways.append("dense")
+    own = (num_rows, num_classes / num_ranks, dim)
+
+    def expect(share: float) -> dict[str, float]:
+        costs = gpu_costs(*own, listed=min(1.0, share) * own[1], alpha=alpha)
+        return {name: costs[name] for name in ways}
+
+    costs = expect(class_share)
+    told = ", ".join(f"{ms:.2g} by {WAYS[name]}" for name, ms in costs.items() if ms < math.inf)
+    reason = f"{share}; expected milliseconds: {told}"
+    best = min(costs, key=costs.__getitem__)
+    if was_chunked and best in SPARSE_WAYS:
+        costs = expect(ROOM_TO_RETURN * class_share)
+        best = min(costs, key=costs.__getitem__)
+        rest = min(ms for name, ms in costs.items() if name not in SPARSE_WAYS)
+        if GAIN_TO_RETURN * costs[best] > rest:
+            best = min(set(ways) - set(SPARSE_WAYS), key=costs.__getitem__)
+            reason += ", and lists have to win clearly to be tried again"
+    return Choice("sparse" if best in SPARSE_WAYS else best, reason, best == "matrix")
 
 
-def _fits_cpu(device: str, num_logits: int, num_ranks: int) -> bool:
-    return device == "cpu" and num_ranks == 1 and num_logits <= CPU_LOGITS
+SPARSE_WAYS = ("matrix", "lists")
+WAYS = {"matrix": "one matrix", "lists": "lists", "chunked": "blocks", "dense": "all cosines"}
+
+
+def gpu_costs(
+    num_rows: int, num_classes: float, dim: int, *, listed: float, alpha: float
+) -> dict[str, float]:
+    """Milliseconds that a step is expected to take on one GPU, by the ways to take it.
+
+    Args:
+        num_rows: ``B``.
+        num_classes: ``k``, of this GPU.
+        dim: ``d``.
+        listed: Classes of this GPU that a row lists, on average.
+        alpha: Above one.
+    """
+    num_logits = num_rows * num_classes
+    tflop = 2e-12 * num_logits * dim
+    one_product = tflop / TFLOP_PER_MS
+    lists = one_product + 1e-9 * LISTED_BYTES * num_rows * listed * dim / GB_PER_MS
+    can_list = listed <= MATRIX_LISTED or num_classes <= 2 * MATRIX_LISTED
+    matrix = MATRIX_MS + 1e-9 * MATRIX_BYTES * num_logits / GB_PER_MS + lists
+    products = CHUNKED_PRODUCTS if alpha <= 2.0 else PLAIN_PRODUCTS
+    return {
+        "matrix": matrix if can_list else math.inf,
+        "lists": max(FEWEST_LISTS_MS, LISTS_MS + lists),
+        "chunked": CHUNKED_MS + products * one_product,
+        "dense": DENSE_MS + 3.0 * tflop / FLOAT32_TFLOP_PER_MS,
+    }

@@ -37,7 +37,7 @@ from qmargin.kernels.head_reference import (
     Target,
     class_order,
 )
-from qmargin.kernels.triton.rows import gain, log1p, settings_tensor
+from qmargin.kernels.triton.rows import gain, log1p, settings_tensor, whole_power
 from qmargin.transfers import Reading
 
 ROOM = 1 << 14  # lists have a multiple of this many entries: allocations repeat
@@ -562,13 +562,30 @@ def _powers(height, power, log_reference):
 
 
 @triton.jit
-def _sums(SCORES, begin, end, level, best, rate, power, log_reference, gap, BLOCK: tl.constexpr):
+def _ratios(height, power, POWER: tl.constexpr):
+    """Posterior and slope of classes at a height, float64; ``POWER`` is ``power`` or 0."""
+    if POWER == 0:
+        posterior, slope = _powers(height, power, 0.0)
+    else:
+        x = tl.maximum(height, 0.0)
+        slope = tl.where(height > 0, x * 0.0 + 1.0, x * 0.0)
+        for _ in tl.static_range(POWER - 1):
+            slope *= x
+        posterior = slope * x
+    return posterior, slope
+
+
+@triton.jit
+def _sums(
+    SCORES, begin, end, level, best, rate, power, log_reference, gap,
+    POWER: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Mass and slope of a row at a trial level, the target included."""
     mass, slope = _powers(level + gap, power, log_reference)
     for start in range(begin, end, BLOCK):
         entry = start + tl.arange(0, BLOCK)
         score = tl.load(SCORES + entry, mask=entry < end, other=float("-inf")).to(tl.float64)
-        masses, slopes = _powers(level + (score - best) * rate, power, 0.0)
+        masses, slopes = _ratios(level + (score - best) * rate, power, POWER)
         mass += tl.sum(masses, 0)
         slope += tl.sum(slopes, 0)
     return mass, slope
@@ -578,7 +595,7 @@ def _sums(SCORES, begin, end, level, best, rate, power, log_reference, gap, BLOC
 def _solve(
     SCORES, STARTS, TARGET_LOGIT, TARGET_LOG_REFERENCE, SETTINGS,
     LOSS, TAU, MASS, IN_REFERENCE, ERROR, POSTERIOR,
-    STEPS: tl.constexpr, HALVINGS: tl.constexpr, BLOCK: tl.constexpr,
+    POWER: tl.constexpr, STEPS: tl.constexpr, HALVINGS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     begin = tl.load(STARTS + row)
@@ -602,7 +619,7 @@ def _solve(
         is_moving = 1
         while (step < STEPS) & (is_moving > 0):
             mass, slope = _sums(
-                SCORES, begin, end, level, best, rate, power, log_reference, gap, BLOCK
+                SCORES, begin, end, level, best, rate, power, log_reference, gap, POWER, BLOCK
             )
             level += mass / slope * (tl.exp(-b * tl.log(mass)) - 1.0)
             is_moving = (tl.abs(mass - 1.0) > 1e-12).to(tl.int32)
@@ -615,7 +632,7 @@ def _solve(
         for _ in range(HALVINGS):
             middle = 0.5 * (low + high)
             mass, slope = _sums(
-                SCORES, begin, end, middle, best, rate, power, log_reference, gap, BLOCK
+                SCORES, begin, end, middle, best, rate, power, log_reference, gap, POWER, BLOCK
             )
             low = tl.where(mass > 1.0, low, middle)
             high = tl.where(mass > 1.0, middle, high)
@@ -627,7 +644,7 @@ def _solve(
         entry = start + tl.arange(0, BLOCK)
         score = tl.load(SCORES + entry, mask=entry < end, other=float("-inf")).to(tl.float64)
         height = level + (score - best) * rate
-        posterior, _slopes = _powers(height, power, 0.0)  # a name of its own: types are fixed
+        posterior, _slopes = _ratios(height, power, POWER)  # a name of its own: types are fixed
         others += tl.sum(posterior, 0)
         excess += tl.sum(tl.where(height > 0, posterior * height, 0.0), 0)
         tl.store(POSTERIOR + entry, posterior.to(tl.float32), mask=entry < end)
@@ -655,7 +672,8 @@ def solve_lists(candidates: Candidates, target: Target, *, scale: float, b: floa
     _solve[(num_rows,)](
         candidates.scores, candidates.starts, target.logits, target.log_reference,
         settings_tensor(b, scale, device), loss, tau, others, in_reference, error, posterior,
-        MAX_STEPS if is_newton else 0, 0 if is_newton else NUM_HALVINGS, BLOCK, num_warps=4,
+        whole_power(b), MAX_STEPS if is_newton else 0, 0 if is_newton else NUM_HALVINGS, BLOCK,
+        num_warps=4,
     )  # fmt: skip
     return SolvedRows(
         loss, tau, others, in_reference, error,

@@ -31,16 +31,16 @@ from qmargin.kernels.triton.head import (
     _moved,
     _powers,
     _powers32,
+    _ratios,
     _tangent,
 )
 from qmargin.kernels.triton.replay import Recording, Repeated, launch
 from qmargin.kernels.triton.rows import gain, log1p, split, whole, whole_power
 
 SMALLEST_LIST = 128
-CAPACITY = 8192  # classes that a row can list; a longer list costs time, nothing else
 TILE = 16  # prototypes that a program reads at a time
 LIST_BLOCK = 2048  # lanes, each of which keeps a list of its own first
-LANE_ENTRIES = 8
+LANE_ENTRIES = 16  # lanes of half-full lists have twice the average in no row of many batches
 PART = 512  # scores that a program reads at a time
 SPLIT = 8  # programs that score a row's list
 SMALLEST_SINE = tl.constexpr(2.0**-11.5)  # as in ``losses.margins``
@@ -129,20 +129,6 @@ def _prepare_rows(
     tl.store(place + LOGIT * num_rows, scale * (shifted - whole(shift_high, shift_low)))
     tl.store(place + REFERENCE * num_rows, cosine * 0.0 - scale * whole(prior_high, prior_low))
     tl.store(place + SLOPE * num_rows, scale * slope)
-
-
-@triton.jit
-def _ratios(height, power, POWER: tl.constexpr):
-    """Posterior and slope of classes at a height, float64; ``POWER`` is ``power`` or 0."""
-    if POWER == 0:
-        posterior, slope = _powers(height, power, 0.0)
-    else:
-        x = tl.maximum(height, 0.0)
-        slope = tl.where(height > 0, x * 0.0 + 1.0, x * 0.0)
-        for _ in tl.static_range(POWER - 1):
-            slope *= x
-        posterior = slope * x
-    return posterior, slope
 
 
 @triton.jit
@@ -402,7 +388,9 @@ def _solve_lists(
     log_reference = tl.load(state + REFERENCE * num_rows)
     gap = (tl.load(state + LOGIT * num_rows) - best * scale) * b
     alone = tl.exp(-b * log_reference)  # the target's height when it holds all the mass
-    height = tl.minimum(1.0, alone - gap)
+    # No root is above that of one class alone, or of the maxima that bounded the support.
+    floor = tl.load(state + FLOOR * num_rows)
+    height = tl.minimum(tl.minimum(1.0, alone - gap), (best - floor) * rate)
     step = 0
     is_moving = 1
     while (step < STEPS) & (is_moving > 0):
@@ -520,7 +508,7 @@ def _solve_row(
     log_reference = tl.load(state + REFERENCE * num_rows)
     gap = (tl.load(state + LOGIT * num_rows) - exact * scale) * b
     alone = tl.exp(-b * log_reference)
-    height = tl.minimum(1.0, alone - gap)
+    height = tl.minimum(tl.minimum(1.0, alone - gap), (exact - floor.to(tl.float64)) * rate)
     step = 0
     is_moving = 1
     while (step < STEPS) & (is_moving > 0):
@@ -930,19 +918,20 @@ def solve(
     b: float,
     has_gradient: bool,
     is_finished: bool,
-    capacity: int = CAPACITY,
+    capacity: int,
 ) -> None:
     """Screen all classes and solve every row, for ``alpha`` above 1 and up to 2.
 
-    With a gradient, active classes are marked, and rows get the gradient of their embeddings
-    (finished) or the sum of posterior times unit prototype.
+    Lists hold at most ``capacity`` classes. With a gradient, active classes are marked, and rows
+    get the gradient of their embeddings (finished) or the sum of posterior times unit prototype.
     """
     cosines = torch.mm(rows.rounded, state.copy.t())
     (num_rows, width), depth, device = cosines.shape, rows.unit.shape[1], cosines.device
     num_classes, words = len(state.prototypes), 0
     capacity = min(capacity, max(SMALLEST_LIST, power_of_two(num_classes)))
     block = min(LIST_BLOCK, max(128, power_of_two(num_classes)))
-    lanes = torch.empty((num_rows, block * LANE_ENTRIES), dtype=torch.int32, device=device)
+    entries = min(LANE_ENTRIES, triton.cdiv(width, block))  # of a lane
+    lanes = torch.empty((num_rows, block * entries), dtype=torch.int32, device=device)
     lists = torch.empty((num_rows, capacity), dtype=torch.int32, device=device)
     scores = torch.empty((num_rows, capacity), dtype=torch.float32, device=device)
     bits = gradient = lists  # not written without a gradient
@@ -953,14 +942,14 @@ def solve(
     given = (num_rows, num_classes, rows.ignored)
     _list_rows[(num_rows,)](
         cosines, rows.labels, rows.state, lanes, lists, width, *given, storage, *numbers,
-        capacity, LANE_ENTRIES, COARSE_STEPS, ROUNDING, block, 1 if width <= block else 4,
+        capacity, entries, COARSE_STEPS, ROUNDING, block, 1 if width <= block else 4,
         num_warps=8 if block > 1024 else 4,
     )  # fmt: skip
     wide, tile = power_of_two(depth), max(2, min(TILE, 8192 // power_of_two(depth)))
-    entries = max(2, 4096 // wide)
+    scored = max(2, 4096 // wide)
     _score_rows[(num_rows, SPLIT)](
         rows.state, lists, scores, rows.unit, state.prototypes, state.inverse_norms, num_rows,
-        depth, capacity, SPLIT, entries, wide, num_warps=1 if wide <= 512 else 4,
+        depth, capacity, SPLIT, scored, wide, num_warps=1 if wide <= 512 else 4,
     )  # fmt: skip
     _solve_lists[(num_rows,)](
         rows.state, rows.sums, rows.labels, lists, scores, state.inverse_norms, bits, *given, words,
@@ -973,7 +962,7 @@ def solve(
             state.inverse_norms, gradient, *given, depth, capacity, is_finished, TILE, slices,
             num_warps=2,
         )  # fmt: skip
-    if capacity < num_classes or block * LANE_ENTRIES < num_classes:
+    if capacity < num_classes or block * entries < num_classes:
         _solve_row[(num_rows,)](
             cosines, rows.labels, rows.unit, state.prototypes, state.inverse_norms, rows.state,
             rows.sums, bits, gradient, width, *given, depth, words, *numbers, power, capacity,
@@ -1045,8 +1034,11 @@ def reduce(rows: Rows) -> None:
     )  # fmt: skip
 
 
-def scale_rows(rows: Rows, grad: Tensor, dtype: torch.dtype) -> Tensor:
-    """Gradient of the embeddings for the gradient ``grad`` of the loss, which rows keep."""
+def scale_rows(rows: Rows, grad: Tensor, dtype: torch.dtype, *, repeats: bool) -> Tensor:
+    """Gradient of the embeddings for the gradient ``grad`` of the loss, which rows keep.
+
+    Rows of a step that ``repeats`` remember the launch.
+    """
     assert rows.gradient is not None
     (num_rows, depth), factor = rows.gradient.shape, rows.factor
     out = torch.empty((num_rows, depth), dtype=dtype, device=grad.device)
@@ -1060,8 +1052,9 @@ def scale_rows(rows: Rows, grad: Tensor, dtype: torch.dtype) -> Tensor:
             _scale_rows, (num_rows,), rows.gradient, grad, out, factor, depth, factor.ndim > 0,
             power_of_two(depth), num_warps=4,
         )  # fmt: skip
-    repeated = recording.between(grad, out, fixed=(rows.gradient, factor))
-    rows.scaling = None if repeated is None else (kinds, repeated)
+    if repeats:
+        repeated = recording.between(grad, out, fixed=(rows.gradient, factor))
+        rows.scaling = None if repeated is None else (kinds, repeated)
     return out
 
 
