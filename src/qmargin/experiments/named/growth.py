@@ -27,18 +27,20 @@ def people_growth(device: str = "cpu", data: Path | None = None) -> Experiment:
 
 @register_experiment("voices-growth")
 def voices_growth(device: str = "cpu", data: Path | None = None) -> Experiment:
-    """Plain softmax on more and more synthetic speakers, with the same number of steps."""
-    return _growth("speakers", SPEAKERS, VOICE_SIZES["cpu"])
+    """Plain softmax on more and more synthetic speakers, with as many steps or more."""
+    return _growth("speakers", SPEAKERS, VOICE_SIZES["cpu"], least_epochs=VOICE_SIZES["cpu"].epochs)
 
 
-def _growth(what: str, numbers: tuple[int, ...], size: Size) -> Experiment:
+def _growth(
+    what: str, numbers: tuple[int, ...], size: Size, *, least_epochs: int = 1
+) -> Experiment:
     arms = {
         f"{what}_{number}": Arm(
             f"{number:,} {what}",
             (
                 *SOFTMAX,
                 f"data.num_classes={number}",
-                f"run.epochs={size.epochs * size.num_classes // number}",
+                f"run.epochs={max(least_epochs, size.epochs * size.num_classes // number)}",
             ),
         )
         for number in numbers
