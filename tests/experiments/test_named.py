@@ -1,5 +1,6 @@
 """Named experiments are fair, and what is shipped and documented is what they found."""
 
+import csv
 import itertools
 import json
 import re
@@ -9,7 +10,7 @@ import pytest
 
 from qmargin.cli.paper import EXPERIMENTS
 from qmargin.experiments.named import get_experiment, list_experiments, setting_point
-from qmargin.experiments.named.demo import DEMO_GRID, DEMO_SETTINGS, demo_experiment
+from qmargin.experiments.named.demo import DEMO_GRID, DEMO_SETTINGS, VOICE_GRID, demo_experiment
 from qmargin.experiments.tables import edges_of
 from qmargin.report.numbers import rate_text
 from qmargin.report.paper_layouts import FACE_ROWS, SEEDS_ROW, SPEAKER_ROWS, Setting
@@ -93,6 +94,21 @@ def test_shipped_settings_are_those_that_the_search_chose() -> None:
             if one["key"] == key
         }
         assert max(means, key=means.__getitem__) == setting
+
+
+def test_settings_for_voices_are_those_that_the_search_chose() -> None:
+    with (ROOT / "docs" / "results" / "voices-search.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    titles = {arm.title: name for name, arm in get_experiment("demo-voices").arms.items()}
+    found: dict[str, dict[tuple[float, ...], float]] = {name: {} for name in titles.values()}
+    for row in rows:
+        setting = (float(row["alpha"] or 1.0), float(row["s"]), float(row["m"]))
+        found[titles[row["Loss"]]][setting] = float(row["TAR at 0.01 %"])
+    assert {name: set(points) for name, points in found.items()} == {
+        name: set(points) for name, points in VOICE_GRID.items()
+    }
+    best = {name: max(points, key=points.__getitem__) for name, points in found.items()}
+    assert best == DEMO_SETTINGS["voices"]["cpu"]
 
 
 def test_settings_for_a_gpu_are_those_of_the_results_page() -> None:

@@ -60,11 +60,11 @@ _PEOPLE: dict[str, dict[str, Setting]] = {
 }
 # What `voices-search` chose on a CPU.
 _VOICES: dict[str, Setting] = {
-    "arcface": (1.0, 12.0, 0.3),
+    "arcface": (1.0, 16.0, 0.3),
     "cosface": (1.0, 12.0, 0.2),
-    "entmax": (1.25, 5.0, 0.3),
-    "sparsemax": (2.0, 0.7, 0.3),
-    "q_margin": (1.25, 4.0, 0.3),
+    "entmax": (1.25, 5.0, 0.2),
+    "sparsemax": (2.0, 0.5, 0.2),
+    "q_margin": (1.25, 5.5, 0.3),
 }
 DEMO_SETTINGS = {"people": _PEOPLE, "voices": {"cpu": _VOICES, "cuda": _VOICES}}
 # Eighteen of each loss, around where it is good and at the paper's settings.
