@@ -79,6 +79,9 @@ def _with_pillow(
             return np.array(turned) if writable else np.asarray(turned)
     except CorruptSample:
         raise
+    except Image.DecompressionBombError as error:  # Pillow looks at the header before we do
+        said = f"the header says over {2 * (Image.MAX_IMAGE_PIXELS or 0):,} pixels"
+        raise CorruptSample(f"{said}; at most {max_pixels:,} are decoded") from error
     except Exception as error:  # decoders raise OSError, SyntaxError, struct.error and many others
         raise CorruptSample(_reason(data, error)) from error
 
