@@ -57,7 +57,7 @@ THIRD_PARTY = {  # the first entry that a file's path starts with
     "report": "numpy",
     "serve/server.py": "uvicorn",
     "serve/app.py": "numpy torch starlette",
-    "serve": "numpy torch safetensors",
+    "serve": "numpy torch safetensors PIL",
     "experiments/pictures.py": "numpy PIL",
     "experiments/run.py": "numpy PIL safetensors",
     "experiments/search.py": "optuna",

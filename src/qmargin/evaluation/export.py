@@ -29,6 +29,7 @@ from qmargin.schema import NEW, decode, decode_settings, encode
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from qmargin.data.samples import Dataset
     from qmargin.training.checkpoint import Checkpoint
     from qmargin.training.recipe import Recipe
 
@@ -174,9 +175,7 @@ def input_of(recipe: Recipe) -> tuple[str, tuple[int, ...]]:
     if recipe.data.kind == "images":
         size = decode_settings(int, recipe.data.options.get("size", 112), "data.options.size")
         return "images", (3, size, size)
-    from qmargin.training.build import build_dataset
-
-    sample, _ = build_dataset(recipe).read(0, 0)  # computed data has no other record of its shape
+    sample, _ = _computed(recipe).read(0, 0)  # computed data has no other record of its shape
     shape = tuple(sample.shape)
     is_image = len(shape) == 3 and shape[0] == 3
     return ("images" if is_image else "arrays"), shape
@@ -187,9 +186,16 @@ def _pixels_of(recipe: Recipe) -> str:
     if recipe.data.kind in ("images", "audio", "voices"):
         return ModelCard.pixels
     from qmargin.data.synthetic import DrawnIdentities
+
+    return "0 to 1" if isinstance(_computed(recipe), DrawnIdentities) else ModelCard.pixels
+
+
+def _computed(recipe: Recipe) -> Dataset:
+    """Data that are computed when they are read, without computing all of them beforehand."""
     from qmargin.training.build import build_dataset
 
-    return "0 to 1" if isinstance(build_dataset(recipe), DrawnIdentities) else ModelCard.pixels
+    options = {name: v for name, v in recipe.data.options.items() if name != "in_memory"}
+    return build_dataset(replace(recipe, data=replace(recipe.data, options=options)))
 
 
 def recipe_of(directory: str | Path) -> Recipe:

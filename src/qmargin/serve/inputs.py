@@ -5,12 +5,14 @@ from __future__ import annotations
 import base64
 import binascii
 import threading
+import warnings
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from PIL import Image
 
 from qmargin.data.images import MAX_PIXELS, encode_image
 from qmargin.errors import ConfigError, DataError
@@ -64,6 +66,8 @@ class Reader:
                 f"{self.card.name} takes {self.card.modality}, which are no files; serve a model "
                 "of pictures or of recordings"
             )
+        # The reader's own limit is stricter; a warning would be a trace of an input.
+        warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
         self._local = threading.local()
         banks = (part for part in model.backbone.modules() if isinstance(part, FilterBank))
         self._bank = next(banks, None) or FilterBank(subtract_mean=True)

@@ -142,14 +142,14 @@ class Decisions:
 
 
 def _points_of(thresholds: Thresholds) -> list[Point]:
-    """Measured operating points, and the curve where the model directory has it."""
-    points = [
+    """The curve, where the model directory has it, and measured points, which win over it."""
+    points = []
+    if thresholds.det is not None:
+        det = thresholds.det
+        rows = zip(det.far, det.frr, det.threshold, strict=True)
+        points = [Point(far, 1.0 - frr, threshold) for far, frr, threshold in rows]
+    return points + [
         Point(point.far, point.tar, point.threshold)
         for point in thresholds.points
         if point.far is not None and point.tar is not None
     ]
-    if thresholds.det is not None:
-        det = thresholds.det
-        rows = zip(det.far, det.frr, det.threshold, strict=True)
-        points += [Point(far, 1.0 - frr, threshold) for far, frr, threshold in rows]
-    return points
