@@ -9,7 +9,7 @@ import json
 import threading
 import time
 import wave
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,7 +30,6 @@ from qmargin.serve.gate import Rules
 from qmargin.serve.server import listen, server_of
 
 JSON = {"Content-Type": "application/json"}
-SHRINK = 10.0  # made-up scores are deviations
 
 
 @dataclass
@@ -130,25 +129,8 @@ def _with_thresholds(folder: Path, card: ModelCard, thresholds: bool) -> Path:
         made = export.thresholds_of(
             result, weights_sha256=card.weights_sha256, result_sha256="ab" * 32
         )
-        export.write_thresholds(folder / THRESHOLDS, _as_cosines(made))
+        export.write_thresholds(folder / THRESHOLDS, replace(made, calibration=None))
     return folder
-
-
-def _as_cosines(made: export.Thresholds) -> export.Thresholds:
-    """The scores of a made-up evaluation, brought between -1 and 1."""
-    assert made.det is not None and made.histogram is not None
-
-    def shrunk(scores: Sequence[float | None]) -> tuple[float | None, ...]:
-        return tuple(None if score is None else score / SHRINK for score in scores)
-
-    points = [replace(p, threshold=shrunk([p.threshold])[0]) for p in made.points]
-    return replace(
-        made,
-        points=tuple(points),
-        det=replace(made.det, threshold=shrunk(made.det.threshold)),
-        histogram=replace(made.histogram, edges=shrunk(made.histogram.edges)),
-        calibration=None,
-    )
 
 
 def picture(seed: int = 0, *, size: int = 16, format: str = "PNG") -> bytes:

@@ -4,6 +4,7 @@ import re
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from helpers.browser import LOW_CONTRAST, find_browser, running_browser
@@ -21,6 +22,7 @@ from qmargin.serve import gate
 from qmargin.serve.gate import Rules
 from qmargin.serve.made import Made
 
+MINUS = "\N{MINUS SIGN}"
 FAKE_DEVICES = ("--use-fake-ui-for-media-stream", "--use-fake-device-for-media-stream")
 
 
@@ -61,7 +63,7 @@ def files(tmp_path):
         "b.png": picture(2),
         "voice.wav": recording(),
         "other.wav": recording(1),
-        "silence.wav": wav(recording_of_nothing()),
+        "silence.wav": wav(np.zeros(16_000)),
         "cut.png": picture(3)[:200],
         "huge.png": huge_png(),
         "notes.txt": b"not a picture",
@@ -69,12 +71,6 @@ def files(tmp_path):
     for name, content in contents.items():
         (tmp_path / name).write_bytes(content)
     return tmp_path
-
-
-def recording_of_nothing():
-    import numpy as np
-
-    return np.zeros(16_000)
 
 
 def visit(browser, server):
@@ -126,7 +122,9 @@ def test_two_files_are_compared(browser, faces, files):
 def test_the_slider_moves_the_threshold_and_the_decision(browser, faces, files):
     visit(browser, faces)
     verify(browser, files / "a.png", files / "b.png")
-    score = float(re.search(r"score (.\d?\.?\d+)", text(browser, "sentence").replace("−", "-"))[1])
+    score = float(
+        re.search(r"score (.\d?\.?\d+)", text(browser, "sentence").replace(MINUS, "-"))[1]
+    )
     limits = [stop.threshold for stop in faces.service.decisions.stops]
     for place, limit in ((0, limits[0]), (len(limits) - 1, limits[-1])):
         browser.evaluate(
@@ -135,7 +133,7 @@ def test_the_slider_moves_the_threshold_and_the_decision(browser, faces, files):
         )
         expected = "The same person" if score >= limit else "Two people"
         assert text(browser, "decision") == expected
-        assert f"threshold {limit:.4f}".replace("-", "−") in text(browser, "sentence")
+        assert f"threshold {limit:.4f}".replace("-", MINUS) in text(browser, "sentence")
     browser.evaluate("document.getElementById('far').focus()")
     before = text(browser, "far-text")
     browser.press("ArrowLeft", 37)
@@ -221,6 +219,7 @@ def test_the_camera_is_asked_for_on_a_click_alone(browser, faces):
     browser.wait_until(
         "document.querySelector('video') && document.querySelector('video').videoWidth"
     )
+    time.sleep(0.5)  # the first frames are black
     browser.evaluate("document.querySelector('.take').click()")
     browser.wait_until("document.querySelector('.slot[data-slot=a] img.face')")
     assert "camera" in browser.evaluate("document.querySelector('.slot .title').textContent")

@@ -113,7 +113,7 @@ def test_the_size_of_an_upload_is_limited_before_it_is_read(directory, monkeypat
     with serving(directory, rules=Rules(upload_bytes=10_000), fit="resize") as server:
         large = json.dumps({"inputs": [b64(picture(size=100))]}).encode()
         assert len(large) > 10_000
-        status, content, headers = server.ask("POST", "/v1/embed", raw=large)
+        status, content, _ = server.ask("POST", "/v1/embed", raw=large)
         if is_checked:
             assert status == 413 and "at most 10,000" in content["error"]["message"]
             promised = {"Content-Length": "999999999999"}  # nothing of it is sent

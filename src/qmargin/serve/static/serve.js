@@ -60,9 +60,11 @@
     return window.btoa(parts.join(""));
   }
 
-  function reported(id, work) {
+  function reported(id, work, isCurrent = () => true) {
     show(id, "");
-    return work().catch((error) => show(id, error.message));
+    return work().catch((error) => {
+      if (isCurrent()) show(id, error.message);
+    });
   }
 
   // -- theme --------------------------------------------------------------------------------------
@@ -262,16 +264,17 @@
   function verify() {
     const { a, b } = slots;
     const turn = (turns += 1);
+    const isCurrent = () => turn === turns; // no other file came meanwhile
     verified = null;
     if (!a.data || !b.data) {
       const filled = a.data ? a : b;
       showOutcome();
-      return reported("verify-problem", () => preview(filled));
+      return reported("verify-problem", () => preview(filled), isCurrent);
     }
     return reported("verify-problem", async () => {
       try {
         const answer = await ask("POST", "verify", { pairs: [[a.data, b.data]], show: true });
-        if (turn !== turns) return; // another file came meanwhile
+        if (!isCurrent()) return;
         verified = answer.results[0];
         [a, b].forEach((slot, side) => slot.show(verified.shown[side]));
       } catch (error) {
@@ -280,15 +283,16 @@
       } finally {
         showOutcome();
       }
-    });
+    }, isCurrent);
   }
 
   async function preview(slot) {
+    const { data } = slot;
     try {
-      const answer = await ask("POST", "embed", { inputs: [slot.data], show: true });
-      slot.show(answer.results[0].shown);
+      const answer = await ask("POST", "embed", { inputs: [data], show: true });
+      if (slot.data === data) slot.show(answer.results[0].shown);
     } catch (error) {
-      slot.fail();
+      if (slot.data === data) slot.fail();
       throw error;
     }
   }
