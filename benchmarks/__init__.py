@@ -29,6 +29,7 @@ MODULES = (
     "trainings",
     "omniglot_recipe",
     "scaling",
+    "serve",
 )
 
 
