@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks.common import ROOT, Tables, add_outputs, benchmark_options, write_record
+from benchmarks.common import ROOT, add_outputs, benchmark_options, write_record
 from qmargin.errors import BackendError, ConfigError
 
 if TYPE_CHECKING:

@@ -1,13 +1,18 @@
 """The interface: embeddings, decisions, searches, batches, errors and their description."""
 
 import json
+import re
 import threading
 import time
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from helpers.results import synthetic_result
+from helpers.runs import tiny_recipe
 from helpers.serving import (
     b64,
     face_model,
@@ -18,13 +23,22 @@ from helpers.serving import (
     wav,
 )
 from qmargin.errors import ConfigError, DataError, ProtocolError
+from qmargin.evaluation import export
 from qmargin.evaluation.export import read_thresholds, write_thresholds
 from qmargin.evaluation.model import cosine, load_model
+from qmargin.evaluation.result import write_result
+from qmargin.experiments.measure import embed_dataset, load_backbone
+from qmargin.experiments.named import PEOPLE_SIZES, drawn_recipe
 from qmargin.models.directory import THRESHOLDS, ModelCard
 from qmargin.serve import api
+from qmargin.serve.app import model_for_service
 from qmargin.serve.batching import Batcher
 from qmargin.serve.gallery import Entry, Gallery, checked_name, name_in
+from qmargin.serve.made import find_made
 from qmargin.serve.operating import Decisions
+from qmargin.training.build import build_dataset
+from qmargin.training.loop import train
+from qmargin.training.recipe_files import apply_settings
 
 
 @pytest.fixture(scope="module")
@@ -323,6 +337,46 @@ def test_a_gallery_finds_the_best_sample_of_everybody():
         gallery.search(np.zeros(2, np.float32), 5)
 
 
+def test_an_exported_model_of_people_scores_as_it_was_evaluated(tmp_path):
+    """Its network takes pixels from 0 to 1; a run beside its result has thresholds, too."""
+    options = (
+        "data.num_classes=8",
+        "data.options.samples_per_class=4",
+        "data.options.in_memory=true",
+    )
+    recipe = replace(
+        drawn_recipe(PEOPLE_SIZES["cpu"]),
+        run=replace(tiny_recipe().run, max_steps=1, save_every_steps=1),
+    )
+    recipe = apply_settings(recipe, ("data.batch_size=8", *options))
+    outcome = train(recipe, tmp_path / "run", device="cpu")
+    assert outcome.checkpoint is not None
+    model = load_model(tmp_path / "run")
+    assert model.card.pixels == "0 to 1" and export.recipe_of(tmp_path / "run") == recipe
+    people = build_dataset(recipe).held_out("test", 3, 2)
+    plain = embed_dataset(load_backbone(recipe, outcome.checkpoint), people).matrix
+    shown = model.embed(list(people.images(np.arange(6))))
+    np.testing.assert_allclose(shown, plain, rtol=1e-4, atol=1e-4)
+    made = find_made(tmp_path / "run", people.size)
+    assert made is not None and made.noun == "person"
+    with serving(tmp_path / "run", made=made) as server:
+        pair = server.post("generate", {"same": True, "number": 3})["files"]
+        assert pair != server.post("generate", {"same": False, "number": 3})["files"]
+        assert server.post("verify", {"pairs": [pair]})["results"][0]["score"] <= 1.0
+
+
+def test_a_run_beside_its_result_has_thresholds(tmp_path):
+    directory = face_model(tmp_path / "m", thresholds=False)
+    card = load_model(directory).card
+    write_result(directory / "result.json", synthetic_result(card=card.to_texts()))
+    assert load_model(directory).thresholds is None
+    served = model_for_service(directory, device="cpu")
+    assert served.thresholds is not None and served.thresholds.det is not None
+    write_result(directory / "result.json", synthetic_result(card={"weights_sha256": "0" * 64}))
+    with pytest.raises(DataError, match="the result is of weights 000000000000"):
+        model_for_service(directory, device="cpu")
+
+
 def test_what_waits_goes_through_the_model_together():
     began, go = threading.Event(), threading.Event()
     sizes = []
@@ -365,6 +419,18 @@ def test_a_fault_of_the_model_reaches_everybody_who_waits():
     assert isinstance(batcher.submit(np.zeros(1)).exception(10), MemoryError)
     assert isinstance(batcher.submit(np.zeros(1)).exception(10), MemoryError)  # it goes on
     batcher.close()
+
+
+def test_the_client_of_the_guide(server, tmp_path):
+    page = Path(__file__).parents[2] / "docs" / "guide" / "serve.md"
+    (code,) = re.findall(r"^```python\n(.*?)^```", page.read_text("utf-8"), re.M | re.S)
+    assert len([line for line in code.splitlines() if line.strip()]) < 15
+    client: dict[str, Any] = {}
+    exec(code, client)
+    (tmp_path / "a.png").write_bytes(picture())
+    file = client["encoded"](tmp_path / "a.png")
+    answer = client["ask"]("verify", {"pairs": [[file, file]]}, url=server.url.rstrip("/"))
+    assert answer["results"][0]["score"] == pytest.approx(1.0)
 
 
 def test_the_description_is_of_what_is_answered(server):
