@@ -160,7 +160,8 @@ def test_sigterm_finishes_what_is_in_flight(directory, tmp_path):
 def test_a_port_that_is_in_use_is_named(directory):
     with serving(directory) as running:
         port, said = running.port, rf"port {running.port} of 127\.0\.0\.1 is in use"
-        pytest.raises(ConfigError, server.listen, "127.0.0.1", port).match(said)
+        with pytest.raises(ConfigError, match=said):
+            server.listen("127.0.0.1", port)
     with pytest.raises(ConfigError, match=r"cannot be had .* choose another --host"):
         server.listen("203.0.113.7", 0)
 
