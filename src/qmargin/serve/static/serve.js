@@ -356,7 +356,7 @@
     }
     if (at && at.threshold !== null) {
       const place = x(at.threshold);
-      svg.append(drawn("line", { class: "threshold-line", x1: place, x2: place, y1: 24, y2: 205 }));
+      svg.append(drawn("line", { class: "threshold-line", x1: place, x2: place, y1: 52, y2: 205 }));
       svg.append(drawn("text", { class: "threshold-label", x: Math.min(Math.max(place, 80), 580), y: 18, "text-anchor": "middle" }, `threshold ${signed(at.threshold, 3)}`));
     }
     if (verified !== null) {
