@@ -31,6 +31,7 @@ MODULES = (
     "trainings",
     "omniglot_recipe",
     "scaling",
+    "serve",
 )
 
 

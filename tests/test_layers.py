@@ -25,6 +25,7 @@ MAY_IMPORT = {
     "recipes": "errors registry training",
     "evaluation": "errors files registry schema metrics models data training",
     "report": "errors files schema metrics evaluation",
+    "serve": "errors files schema metrics models data evaluation report",
     "experiments": "errors files registry schema terminal losses metrics models data training "
     "recipes evaluation report",
 }
@@ -55,6 +56,9 @@ THIRD_PARTY = {  # the first entry that a file's path starts with
     "report/paper.py": "matplotlib numpy",
     "report": "numpy",
     "experiments/board.py": "rich",
+    "serve/server.py": "uvicorn",
+    "serve/app.py": "numpy torch starlette",
+    "serve": "numpy torch safetensors PIL",
     "experiments/pictures.py": "numpy PIL",
     "experiments/run.py": "numpy PIL safetensors",
     "experiments/search.py": "optuna",

@@ -33,7 +33,7 @@ def walk(
 COMMANDS = {**dict(walk(build_parser())), **dict(walk(benchmarks.build_parser(), ("benchmarks",)))}
 LISTS = {  # two values of an option with several; of the others texts
     **dict.fromkeys(("--fars", "--p-target", "--alphas"), "1.5 2"),
-    **dict.fromkeys(("--classes", "--growth-classes", "--only"), "1 2"),
+    **dict.fromkeys(("--classes", "--growth-classes", "--only", "--batches"), "1 2"),
     **dict.fromkeys(("--rows", "--ranks", "--processes"), "8 16"),
     "--shapes": "2x3 4x5",
     "--dtypes": "float32 bfloat16",

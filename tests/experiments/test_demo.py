@@ -1,5 +1,6 @@
 """The demo: its length is decided once, it reports, resumes and tells who is ahead."""
 
+import shlex
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from helpers.commands import parse_command
 from helpers.experiments import TINY_DEMO
 from qmargin.cli.main import main
 from qmargin.data.strokes import StrokeIdentities
@@ -51,7 +53,10 @@ def test_a_demo_trains_tests_and_reports(
     ]
     assert main(words) == 0
     said, page = capsys.readouterr().out, tmp_path / "report" / "index.html"
-    assert said.endswith(f"report: {page}\nfile://{page}\n")
+    report, _, offered = said.rpartition("see it decide: ")
+    assert report.endswith(f"report: {page}\nfile://{page}\n")
+    arguments = parse_command(shlex.split(offered))
+    assert (arguments.model / "result.json").is_file() and arguments.fit == "resize"
     html = page.read_text(encoding="utf-8")
     assert "data:image/jpeg" in html  # the hardest pairs as pictures
     assert "synthetic people, seed 1" in html

@@ -26,6 +26,32 @@ LAUNCH = (
     "[os.set_inheritable(n, True) for n in (3, 4)]; "
     "os.execvp(sys.argv[3], sys.argv[3:])"
 )
+LOW_CONTRAST = """(() => {
+  const parts = (text) => text.match(/[\\d.]+/g).map(Number);
+  const light = (text) => {
+    const [r, g, b] = parts(text).slice(0, 3).map((v) => v / 255)
+      .map((v) => (v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4));
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const backdrop = (node) => {
+    for (; node; node = node.parentElement) {
+      const colour = getComputedStyle(node).backgroundColor;
+      if (parts(colour)[3] !== 0) return colour;
+    }
+  };
+  const bad = [];
+  for (const node of document.querySelectorAll("body *")) {
+    const hasText = [...node.childNodes].some((n) => n.nodeType === 3 && n.data.trim());
+    const style = getComputedStyle(node);
+    if (!hasText || ["SCRIPT", "STYLE"].includes(node.tagName)) continue;
+    if (node.getClientRects().length === 0) continue;
+    const front = node instanceof SVGElement ? style.fill : style.color;
+    const pair = [light(front), light(backdrop(node))].sort((a, b) => b - a);
+    const ratio = (pair[0] + 0.05) / (pair[1] + 0.05);
+    if (ratio < 4.5) bad.push(`${node.tagName}.${node.getAttribute("class")} ${ratio}`);
+  }
+  return bad;
+})()"""
 
 
 def find_browser() -> str | None:
@@ -67,9 +93,11 @@ class Browser:
             self.events.append(self._receive())
         return found[0]
 
-    def open(self, page: Path) -> None:
+    def open(self, page: Path | str) -> None:
+        """Open a file, or an address."""
         self.events.clear()
-        self.call("Page.navigate", url=page.resolve().as_uri())
+        url = page if isinstance(page, str) else page.resolve().as_uri()
+        self.call("Page.navigate", url=url)
         self.wait_for("Page.loadEventFired")
 
     def evaluate(self, expression: str) -> Any:
@@ -85,6 +113,19 @@ class Browser:
     def prefer(self, scheme: str) -> None:
         feature = {"name": "prefers-color-scheme", "value": scheme}
         self.call("Emulation.setEmulatedMedia", features=[feature])
+
+    def wait_until(self, expression: str) -> None:
+        """Wait until a condition of the page holds."""
+        deadline = time.monotonic() + TIMEOUT
+        while not self.evaluate(f"Boolean({expression})"):
+            assert time.monotonic() < deadline, expression
+            time.sleep(0.03)
+
+    def upload(self, selector: str, *paths: Path) -> None:
+        """Choose files, as a user does."""
+        document = self.call("DOM.getDocument")["root"]["nodeId"]
+        node = self.call("DOM.querySelector", nodeId=document, selector=selector)["nodeId"]
+        self.call("DOM.setFileInputFiles", nodeId=node, files=[str(path) for path in paths])
 
     def hover(self, x: float, y: float) -> None:
         self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
@@ -124,8 +165,8 @@ class Browser:
 
 
 @contextmanager
-def running_browser(executable: str, folder: Path) -> Iterator[Browser]:
-    """A browser with a fresh profile in ``folder``, gone when the block ends."""
+def running_browser(executable: str, folder: Path, *more: str) -> Iterator[Browser]:
+    """A browser with a fresh profile in ``folder``, gone when the block ends; ``more`` options."""
     to_browser, commands = os.pipe()
     answers, from_browser = os.pipe()
     options = [
@@ -137,6 +178,7 @@ def running_browser(executable: str, folder: Path) -> Iterator[Browser]:
         "--no-first-run",
         "--hide-scrollbars",
         f"--user-data-dir={folder}",
+        *more,
     ]
     launch = [sys.executable, "-c", LAUNCH, str(to_browser), str(from_browser)]
     command, kept = [*launch, executable, *options], (to_browser, from_browser)

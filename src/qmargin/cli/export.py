@@ -24,6 +24,9 @@ _INPUTS = {
 }
 
 
+_UNIT_PIXELS = "RGB, [batch, 3, height, width], value / 255"  # of models of drawn identities
+
+
 @dataclass(frozen=True, kw_only=True)
 class Export(Overwriting, KeepingPaths):
     """Make a model directory of a run; add thresholds and an ONNX file to one.
@@ -127,7 +130,7 @@ class Export(Overwriting, KeepingPaths):
 
 def _write_onnx(directory: Path, *, features: bool = False) -> None:
     """Write an ONNX file, for filter banks that another program computes where asked for."""
-    from qmargin.models.directory import add_facts, load_backbone
+    from qmargin.models.directory import ModelCard, add_facts, load_backbone
     from qmargin.models.onnx_file import TOLERANCE, write_onnx
 
     backbone, card = load_backbone(directory)
@@ -142,7 +145,7 @@ def _write_onnx(directory: Path, *, features: bool = False) -> None:
     metadata = {  # what a program that reads the ONNX file alone has to know
         "name": card.name,
         "modality": card.modality,
-        "inputs": _INPUTS[kind],
+        "inputs": _INPUTS[kind] if card.pixels == ModelCard.pixels else _UNIT_PIXELS,
         "embeddings": "not of unit length; compare them by their cosine",
         "weights_sha256": card.weights_sha256,
     }

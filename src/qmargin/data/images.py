@@ -79,6 +79,10 @@ def _with_pillow(
             return np.array(turned) if writable else np.asarray(turned)
     except CorruptSample:
         raise
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        limit = Image.MAX_IMAGE_PIXELS or 0  # Pillow looks at the header before we do
+        said = f"the header says over {limit:,} pixels"
+        raise CorruptSample(f"{said}; at most {min(max_pixels, limit):,} are decoded") from error
     except Exception as error:  # decoders raise OSError, SyntaxError, struct.error and many others
         raise CorruptSample(_reason(data, error)) from error
 

@@ -6,13 +6,15 @@ import datetime
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import qmargin
 from qmargin.errors import ConfigError, DataError, ProtocolError
 from qmargin.evaluation.result import (
+    Det,
+    Histogram,
     Result,
     TarPoint,
     read_json,
@@ -20,13 +22,14 @@ from qmargin.evaluation.result import (
     run_info,
     run_to_json,
 )
-from qmargin.files import sha256_of, without_folders, write_atomically
+from qmargin.files import read_regular, sha256_of, without_folders, write_atomically
 from qmargin.models.directory import INTENDED_USE, LIMITS, ModelCard
-from qmargin.schema import decode, decode_settings, encode
+from qmargin.schema import NEW, decode, decode_settings, encode
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from qmargin.data.samples import Dataset
     from qmargin.training.checkpoint import Checkpoint
     from qmargin.training.recipe import Recipe
 
@@ -68,6 +71,7 @@ def export_run(
         embedding_dim=recipe.model.embedding_dim,
         options=dict(recipe.model.options),
         facts=_facts(recipe, checkpoint, weights),
+        pixels=_pixels_of(recipe),
     )
     known = run_info(
         recipe, title=card.name, steps=checkpoint.step, num_classes=checkpoint.manifest.num_classes
@@ -171,12 +175,45 @@ def input_of(recipe: Recipe) -> tuple[str, tuple[int, ...]]:
     if recipe.data.kind == "images":
         size = decode_settings(int, recipe.data.options.get("size", 112), "data.options.size")
         return "images", (3, size, size)
-    from qmargin.training.build import build_dataset
-
-    sample, _ = build_dataset(recipe).read(0, 0)  # computed data has no other record of its shape
+    sample, _ = _computed(recipe).read(0, 0)  # computed data has no other record of its shape
     shape = tuple(sample.shape)
     is_image = len(shape) == 3 and shape[0] == 3
     return ("images" if is_image else "arrays"), shape
+
+
+def _pixels_of(recipe: Recipe) -> str:
+    """Range of the pixels that the network was trained on, a name in ``PIXELS``."""
+    if recipe.data.kind in ("images", "audio", "voices"):
+        return ModelCard.pixels
+    from qmargin.data.synthetic import DrawnIdentities
+
+    return "0 to 1" if isinstance(_computed(recipe), DrawnIdentities) else ModelCard.pixels
+
+
+def _computed(recipe: Recipe) -> Dataset:
+    """Data that are computed when they are read, without computing all of them beforehand."""
+    from qmargin.training.build import build_dataset
+
+    options = {name: v for name, v in recipe.data.options.items() if name != "in_memory"}
+    return build_dataset(replace(recipe, data=replace(recipe.data, options=options)))
+
+
+def recipe_of(directory: str | Path) -> Recipe:
+    """The recipe of a model directory or of a run.
+
+    Raises:
+        ConfigError: There is none, or it cannot be read.
+    """
+    from qmargin.models.directory import RECIPE, is_model_directory
+    from qmargin.training.checkpoint import read_recipe
+    from qmargin.training.recipe_files import from_yaml
+
+    folder = Path(directory)
+    if not is_model_directory(folder):
+        return from_yaml(read_recipe(_find_checkpoint(folder)))
+    if not (folder / RECIPE).is_file():
+        raise ConfigError(f"{folder} has no {RECIPE}; export the model again")
+    return from_yaml(read_regular(folder / RECIPE, MAX_BYTES).decode())
 
 
 def _find_checkpoint(run: Path) -> Checkpoint:
@@ -250,6 +287,8 @@ class Thresholds:
     points: tuple[TarPoint, ...]  # those of the result that could be measured
     calibration: AffineMap | None  # None where the trials could not tell
     result_sha256: str
+    det: Det | None = field(default=None, metadata=NEW)  # without its band; None in older files
+    histogram: Histogram | None = field(default=None, metadata=NEW)  # of the scores, likewise
 
     def __post_init__(self) -> None:
         if self.flip not in FLIPS:
@@ -319,6 +358,8 @@ def thresholds_of(
         points=points,
         calibration=None if curve is None else AffineMap(curve.scale, curve.offset),
         result_sha256=result_sha256,
+        det=replace(result.det, band=None),
+        histogram=result.histogram,
     )
 
 

@@ -15,11 +15,20 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from qmargin.data.audio import MAX_SECONDS
+from qmargin.data.images import MAX_PIXELS
 from qmargin.errors import ConfigError, CorruptSample, DataError, ShapeError
 from qmargin.evaluation.export import FLIPS, Thresholds, export_run, read_thresholds
 from qmargin.evaluation.result import RunInfo, read_run
 from qmargin.files import read_regular
-from qmargin.models.directory import RUN, THRESHOLDS, ModelCard, is_model_directory, load_backbone
+from qmargin.models.directory import (
+    PIXELS,
+    RUN,
+    THRESHOLDS,
+    ModelCard,
+    is_model_directory,
+    load_backbone,
+)
 from qmargin.training.distributed import find_device
 
 if TYPE_CHECKING:
@@ -34,12 +43,32 @@ Pixels = NDArray[np.uint8]  # [H, W, 3]
 
 
 class Inputs:
-    """Makes batches of samples as a model takes them; ``fit`` as in ``load_model``."""
+    """Makes batches of samples as a model takes them; ``fit`` as in ``load_model``.
 
-    def __init__(self, card: ModelCard, *, fit: str = "auto") -> None:
+    ``max_pixels`` and ``max_seconds`` refuse larger files by their headers.
+    """
+
+    def __init__(
+        self,
+        card: ModelCard,
+        *,
+        fit: str = "auto",
+        max_pixels: int = MAX_PIXELS,
+        max_seconds: float = MAX_SECONDS,
+    ) -> None:
         if fit not in FITS:
             raise ConfigError(f"fit is {fit!r}; it must be one of {', '.join(FITS)}")
         self.card, self.fit = card, fit
+        self.max_pixels, self.max_seconds = max_pixels, max_seconds
+
+    def sample(self, item: Any, name: str) -> NDArray[Any]:
+        """One image ``[H, W, 3]`` or one waveform ``[n]``, as the network sees it.
+
+        ``item`` is a path, the bytes of a file, a Pillow image or an array; errors say ``name``.
+        """
+        if self.card.modality == "audio":
+            return self._waveform(item, name)
+        return self._image(item, name)
 
     def read(self, inputs: Sequence[Any], *, start: int = 0) -> Tensor:
         """Inputs of the network in float32; errors name the file, or count from ``start``."""
@@ -48,7 +77,7 @@ class Inputs:
             for number, item in enumerate(inputs, start)
         ]
         if self.card.modality == "audio":  # one at a time: recordings differ in length
-            waveforms = [_waveform(item, name) for item, name in named]
+            waveforms = [self._waveform(item, name) for item, name in named]
             if len({len(waveform) for waveform in waveforms}) > 1:
                 raise ShapeError("recordings of a batch differ in length; embed them one at a time")
             return torch.from_numpy(np.stack(waveforms))
@@ -56,7 +85,9 @@ class Inputs:
             from qmargin.data.faces import normalised
 
             batch = np.stack([self._image(item, name) for item, name in named])  # [B, H, W, 3]
-            return normalised(torch.from_numpy(batch.transpose(0, 3, 1, 2).copy()))
+            pixels = normalised(torch.from_numpy(batch.transpose(0, 3, 1, 2).copy()))
+            low, high = PIXELS[self.card.pixels]
+            return pixels if low == -1.0 else pixels.add_(1.0).mul_((high - low) / 2.0).add_(low)
         return torch.from_numpy(self._arrays(inputs))
 
     def _arrays(self, inputs: Sequence[Any]) -> NDArray[np.float32]:
@@ -77,7 +108,7 @@ class Inputs:
         """One image at the model's size, ``[H, W, 3]``."""
         height, width = self.card.input_shape[1:]
         try:
-            pixels = _pixels(item, name)
+            pixels = self._pixels(item, name)
             if pixels.shape[:2] == (height, width) and self.fit != "align":
                 return pixels
             if self.fit == "exact" or height != width:
@@ -86,7 +117,7 @@ class Inputs:
                     f"{width} x {height}; align the faces first, or choose another fit for a "
                     "square model"
                 )
-            upright = _pixels(item, name, upright=True)
+            upright = self._pixels(item, name, upright=True)
         except CorruptSample as error:
             raise CorruptSample(f"{name} cannot be read: {error}") from error
         if self.fit == "resize":
@@ -109,46 +140,44 @@ class Inputs:
 
         return FaceDetector()
 
+    def _pixels(self, item: Any, name: str, *, upright: bool = False) -> Pixels:
+        """An image as RGB uint8, from a file, its bytes, a Pillow image or an array."""
+        if isinstance(item, str | Path | bytes):
+            from qmargin.data.images import decode_image
 
-def _pixels(item: Any, name: str, *, upright: bool = False) -> Pixels:
-    """An image as RGB uint8, from a file, a Pillow image or an array."""
-    if isinstance(item, str | Path):
-        from qmargin.data.images import decode_image
+            try:
+                content = item if isinstance(item, bytes) else read_regular(item, MAX_FILE_BYTES)
+            except DataError as error:
+                raise CorruptSample(str(error)) from error
+            return decode_image(content, upright=upright, max_pixels=self.max_pixels)
+        if hasattr(item, "convert") and hasattr(item, "getexif"):
+            from PIL import ImageOps
 
-        try:
-            content = read_regular(item, MAX_FILE_BYTES)
-        except DataError as error:
-            raise CorruptSample(str(error)) from error
-        return decode_image(content, upright=upright)
-    if hasattr(item, "convert") and hasattr(item, "getexif"):
-        from PIL import ImageOps
-
-        return np.array((ImageOps.exif_transpose(item) if upright else item).convert("RGB"))
-    pixels = np.asarray(item)
-    if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] != 3:
-        raise ShapeError(
-            f"{name} is a {pixels.dtype} array {pixels.shape}; give RGB uint8 [H, W, 3]"
-        )
-    return pixels
-
-
-def _waveform(item: Any, name: str) -> NDArray[np.float32]:
-    """Samples at 16 kHz; what is too short for a network is repeated."""
-    if isinstance(item, str | Path):
-        from qmargin.data.audio import decode_audio
-
-        try:
-            samples = decode_audio(item, sample_rate=SAMPLE_RATE)
-        except CorruptSample as error:
-            raise CorruptSample(f"{name} cannot be read: {error}") from error
-    else:
-        samples = np.asarray(item)
-        if samples.ndim != 1 or samples.dtype.kind != "f" or not samples.size:
+            return np.array((ImageOps.exif_transpose(item) if upright else item).convert("RGB"))
+        pixels = np.asarray(item)
+        if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] != 3:
             raise ShapeError(
-                f"{name} is a {samples.dtype} array {samples.shape}; give floats [n] at 16 kHz"
+                f"{name} is a {pixels.dtype} array {pixels.shape}; give RGB uint8 [H, W, 3]"
             )
-    times = -(-LEAST_SAMPLES // len(samples))
-    return np.tile(samples.astype(np.float32, copy=False), times)
+        return pixels
+
+    def _waveform(self, item: Any, name: str) -> NDArray[np.float32]:
+        """Samples at 16 kHz; what is too short for a network is repeated."""
+        if isinstance(item, str | Path | bytes):
+            from qmargin.data.audio import decode_audio
+
+            try:
+                samples = decode_audio(item, sample_rate=SAMPLE_RATE, max_seconds=self.max_seconds)
+            except CorruptSample as error:
+                raise CorruptSample(f"{name} cannot be read: {error}") from error
+        else:
+            samples = np.asarray(item)
+            if samples.ndim != 1 or samples.dtype.kind != "f" or not samples.size:
+                raise ShapeError(
+                    f"{name} is a {samples.dtype} array {samples.shape}; give floats [n] at 16 kHz"
+                )
+        times = -(-LEAST_SAMPLES // len(samples))
+        return np.tile(samples.astype(np.float32, copy=False), times)
 
 
 @dataclass(frozen=True)

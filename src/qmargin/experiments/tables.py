@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import date
+from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,9 +27,11 @@ from qmargin.report.figures import LinePoint, has_matplotlib, write_lines
 from qmargin.report.journal import read_journal
 from qmargin.report.numbers import MISSING, probability, rate_text, signed
 from qmargin.report.systems import (
+    SIGNIFICANT,
     Repeats,
     difference_of_means,
     find_repeats,
+    holm,
     interval_of_mean,
     load_panels,
     spread,
@@ -300,7 +303,10 @@ def summary(finished: Finished) -> tuple[list[str], list[list[str]], list[str]]:
 
 
 def verdict(repeats: Repeats, fars: Sequence[float], *, bold: str = "{}") -> list[str]:
-    """At each FAR, Q-Margin (or else the best arm) against the best of the others."""
+    """At each FAR, Q-Margin (or else the best arm) against the best of the others.
+
+    P-values are corrected for all pairs, as on the page.
+    """
     lines = []
     first = next(iter(repeats.systems.values()))[0].result.protocol
     for far in fars:
@@ -309,18 +315,25 @@ def verdict(repeats: Repeats, fars: Sequence[float], *, bold: str = "{}") -> lis
             continue
         focus = FOCUS if FOCUS in ranked else ranked[0]
         rival = next(name for name in ranked if name != focus)
-        made = difference_of_means(repeats, focus, rival, far)
+        pairs = [(focus, rival), *(p for p in combinations(ranked, 2) if {*p} != {focus, rival})]
+        differences = [difference_of_means(repeats, *pair, far) for pair in pairs]
+        known = [made for made in differences if made is not None]
+        made = differences[0]
         if made is None:
             continue
-        word = "is ahead of" if made.low > 0.0 else "is behind" if made.high < 0.0 else "ties with"
+        adjusted = holm([one.p_value for one in known])[0]
+        word = "ties with"
+        if adjusted < SIGNIFICANT and not made.low <= 0.0 <= made.high:
+            word = "is ahead of" if made.low > 0.0 else "is behind"
         enough = sufficiency(far, first.num_impostors)
         few = "" if enough.status == "ok" else f" That is a rough number: {enough.message}."
         values = [spread(repeats.values(name, far), sign="+-") for name in (focus, rival)]
+        corrected = f" corrected for {len(known)} comparisons" if len(known) > 1 else ""
         lines.append(
             f"At FAR {rate_text(far)}, {focus} {bold.format(word)} {rival}, the best of the "
             f"others: {signed(100 * made.difference)} points of TAR ({signed(100 * made.low)} to "
-            f"{signed(100 * made.high)}, p = {probability(made.p_value)}); {values[0]} against "
-            f"{values[1]} %.{few}"
+            f"{signed(100 * made.high)}, p = {probability(adjusted)}{corrected}); {values[0]} "
+            f"against {values[1]} %.{few}"
         )
     return lines
 

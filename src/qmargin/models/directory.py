@@ -23,10 +23,11 @@ from qmargin.models.weights import read_safetensors
 
 FORMAT = "qmargin-model 1"
 MODALITIES = ("images", "audio", "arrays")
+PIXELS = {"-1 to 1": (-1.0, 1.0), "0 to 1": (0.0, 1.0)}  # what bytes of an image become
 MAX_BYTES = 1_000_000
 _OWN = (  # entries that are not facts
     "format", "name", "modality", "input_shape", "backbone", "backbone_options", "embedding_dim",
-    "weights_sha256",
+    "weights_sha256", "pixels",
 )  # fmt: skip
 
 INTENDED_USE = (
@@ -51,8 +52,11 @@ class ModelCard:
     options: dict[str, Any] = field(default_factory=dict, hash=False)  # of the backbone
     weights_sha256: str = ""
     facts: dict[str, str] = field(default_factory=dict, hash=False)  # origin, intended use, limits
+    pixels: str = "-1 to 1"  # a name in PIXELS; written only where it is another
 
     def __post_init__(self) -> None:
+        if self.pixels not in PIXELS:
+            raise ConfigError(f"pixels is {self.pixels!r}; it must be one of {', '.join(PIXELS)}")
         if self.modality not in MODALITIES:
             raise ConfigError(
                 f"modality is {self.modality!r}; it must be one of {', '.join(MODALITIES)}"
@@ -85,6 +89,7 @@ class ModelCard:
             "backbone_options": json.dumps(self.options, sort_keys=True),
             "embedding_dim": str(self.embedding_dim),
             "weights_sha256": self.weights_sha256,
+            **({"pixels": self.pixels} if self.pixels != ModelCard.pixels else {}),
             **self.facts,
         }
 
@@ -108,7 +113,7 @@ class ModelCard:
                 f"{source} has the format {texts.get('format')!r} and this program reads "
                 f"{FORMAT!r}; export the model again"
             )
-        missing = [name for name in _OWN if name not in texts]
+        missing = [name for name in _OWN if name not in texts and name != "pixels"]
         if missing:
             raise DataError(f"{source} has no {', '.join(missing)}; export the model again")
         shape, options = texts["input_shape"], texts["backbone_options"]
@@ -122,6 +127,7 @@ class ModelCard:
                 options=json.loads(options),
                 weights_sha256=texts["weights_sha256"],
                 facts={name: text for name, text in texts.items() if name not in _OWN},
+                pixels=texts.get("pixels", cls.pixels),
             )
         except (ValueError, RecursionError) as error:
             raise DataError(f"{source} is damaged ({error}); export the model again") from error

@@ -1,0 +1,134 @@
+"""``qmargin serve``: a local page and an HTTP interface for a model."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from qmargin.cli.options import Count, ModelUse, argument, option
+from qmargin.errors import BackendError, ConfigError
+from qmargin.terminal import printable
+
+if TYPE_CHECKING:
+    from qmargin.serve.app import Service
+
+LOOPBACK = "127.0.0.1"
+LEAST_TOKEN = 16  # characters
+_PACKAGES = ("starlette", "uvicorn")
+_SHOWN = 5
+
+
+def port(text: str) -> int:
+    """A number of a port; 0 for any that is free."""
+    value = int(text)
+    if not 0 <= value < 1 << 16:
+        raise ValueError(text)
+    return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class Serve(ModelUse):
+    """Open a page on which a model compares two files, and serve it to programs.
+
+    The page and the HTTP interface compare two files, embed files, and search a gallery. Only this
+    machine can reach them. Nothing about the files is written or logged.
+    """
+
+    model: Path = argument("model directory, or a run", metavar="MODEL")
+    host: str = option(
+        "address to listen on; other than this machine's own it needs --token",
+        default=LOOPBACK,
+        metavar="ADDRESS",
+    )
+    port: Annotated[int, port] = option("port, 0 for any that is free", default=8765, metavar="N")
+    token: str | None = option(
+        f"what programs and pages have to know, {LEAST_TOKEN} characters or more", metavar="TEXT"
+    )
+    gallery: Path | None = option("people to search: a folder with a folder of each", metavar="DIR")
+    store: Path | None = option(
+        "keep the embeddings of the gallery in this .safetensors file (in memory only)",
+        metavar="FILE",
+    )
+    max_upload: Count = option("mebibytes of a request", default=32)
+    max_pixels: Count = option("pixels of a picture", default=50_000_000)
+    max_seconds: Count = option("seconds of a recording", default=60)
+    open: bool = option("open the page in a browser", default=True)
+
+    def run(self) -> None:
+        check_packages()
+        from qmargin.serve.app import build_app
+        from qmargin.serve.gate import Rules
+        from qmargin.serve.inputs import MEBIBYTE
+        from qmargin.serve.server import listen, open_page, run
+
+        rules = Rules(self.host, self.token, self.max_upload * MEBIBYTE)
+        if self.token is not None and len(self.token) < LEAST_TOKEN:
+            raise ConfigError(
+                f"--token has {len(self.token)} characters; give {LEAST_TOKEN} or more, as from "
+                'python -c "import secrets; print(secrets.token_urlsafe())"'
+            )
+        if self.token is None and not rules.is_loopback:
+            raise ConfigError(
+                f"--host {self.host} lets other machines use the model; choose a --token that they "
+                "have to send, or leave --host out"
+            )
+        listener = listen(self.host, self.port)  # before the model is loaded
+        with listener:
+            service = self._service()
+            try:
+                app = build_app(service, rules)
+                url = self._url(listener.getsockname()[1])
+                sys.stdout.write(f"{self._summary(service)}\n{url}\n")
+                if self.open and not open_page(url):
+                    sys.stdout.write("no browser was found here; open this address in one\n")
+                sys.stdout.write("Ctrl-C stops the server\n")
+                sys.stdout.flush()
+                run(app, listener)
+            finally:
+                service.close()
+
+    def _service(self) -> Service:
+        from qmargin.evaluation.embed import find_files
+        from qmargin.serve.app import Service, model_for_service
+        from qmargin.serve.inputs import Limits
+        from qmargin.serve.made import find_made
+
+        model = model_for_service(self.model, device=self.device)
+        card = model.card
+        limits = Limits(self.max_upload << 20, self.max_pixels, float(self.max_seconds))
+        size = card.input_shape[-1] if card.modality == "images" else None
+        made = find_made(self.model, size)
+        service = Service(model, limits=limits, fit=self.fit, store=self.store, made=made)
+        if self.gallery is not None:
+            names = find_files(self.gallery, card.modality)
+            problems = service.enrol_folder(self.gallery, names)
+            for name, problem in problems[:_SHOWN]:
+                sys.stderr.write(f"left out {printable(name)}: {printable(problem)}\n")
+            if len(problems) > _SHOWN:
+                sys.stderr.write(f"and {len(problems) - _SHOWN} more\n")
+        return service
+
+    def _summary(self, service: Service) -> str:
+        card, thresholds = service.model.card, service.model.thresholds
+        known = "without thresholds: the page says how to add them"
+        if thresholds is not None:
+            known = f"thresholds of {printable(thresholds.protocol)}"
+        gallery = f"; gallery: {len(service.gallery.names):,} names" if len(service.gallery) else ""
+        return f"{printable(card.name)}, a model of {card.modality}, {known}{gallery}"
+
+    def _url(self, port: int) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{port}/" + ("" if self.token is None else f"#token={self.token}")
+
+
+def check_packages() -> None:
+    """Refuse to serve without the extra."""
+    missing = [name for name in _PACKAGES if find_spec(name) is None]
+    if missing:
+        raise BackendError(
+            f"serving needs {' and '.join(missing)}, which is not installed; run pip install "
+            "'qmargin[serve]'"
+        )
