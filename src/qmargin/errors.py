@@ -45,9 +45,12 @@ class MarginWarning(UserWarning):
     """A loss is well defined, but its margin cannot be reached by any embedding."""
 
 
+LONGEST_COMPARED = 100  # characters of a name: the comparison takes their square
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """A question about the nearest known name, for messages; empty if none is near."""
     from difflib import get_close_matches
 
-    close = get_close_matches(name, list(known), n=1)
+    close = get_close_matches(name[:LONGEST_COMPARED], list(known), n=1)
     return f"did you mean {close[0]!r}?" if close else ""

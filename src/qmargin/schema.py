@@ -35,7 +35,7 @@ LARGEST_INTEGER = 2**63 - 1  # in either direction: counts and seeds become numb
 NEW = {"omit_default": True}
 """Metadata of a field that was added later: with its default it is in no file and in no hash."""
 
-NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
+NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
 _INFINITIES = {"inf": math.inf, "-inf": -math.inf}
 _TOO_LARGE = "is too large"
 _NULLS = ("null", "none", "None")

@@ -162,7 +162,7 @@ def test_a_bad_file_of_a_batch_is_an_error_in_its_place(server):
         ("verify", {"pairs": [["AA==", "AA=="]], "far": 7}, 422, "far is 7"),
         ("identify", {"inputs": ["AA=="], "top": 0}, 422, "top is 0; give 1 to 100"),
         ("gallery", {"name": "a/b", "inputs": ["AA=="]}, 422, "without a slash"),
-        ("generate", {"same": True}, 404, "not of generated data"),
+        ("generate", {"same": True}, 404, "not trained on generated data"),
         ("nowhere", {}, 404, "see /v1/openapi.json"),
     ],
 )
@@ -229,7 +229,7 @@ def test_a_model_of_arrays_cannot_be_served(directory):
 
     model = load_model(directory)
     model.card = ModelCard("numbers", "arrays", (4,), "small_mlp", 8)
-    with pytest.raises(ConfigError, match="numbers takes arrays, which are no files"):
+    with pytest.raises(ConfigError, match="numbers takes arrays, not files"):
         Reader(model, Limits())
 
 
@@ -365,7 +365,7 @@ def test_an_exported_model_of_people_scores_as_it_was_evaluated(tmp_path):
         assert server.post("verify", {"pairs": [pair]})["results"][0]["score"] <= 1.0
 
 
-def test_a_run_beside_its_result_has_thresholds(tmp_path):
+def test_a_run_beside_its_result_has_thresholds(tmp_path, capsys):
     directory = face_model(tmp_path / "m", thresholds=False)
     card = load_model(directory).card
     write_result(directory / "result.json", synthetic_result(card=card.to_texts()))
@@ -373,8 +373,8 @@ def test_a_run_beside_its_result_has_thresholds(tmp_path):
     served = model_for_service(directory, device="cpu")
     assert served.thresholds is not None and served.thresholds.det is not None
     write_result(directory / "result.json", synthetic_result(card={"weights_sha256": "0" * 64}))
-    with pytest.raises(DataError, match="the result is of weights 000000000000"):
-        model_for_service(directory, device="cpu")
+    assert model_for_service(directory, device="cpu").thresholds is None  # of other weights
+    assert "the result is of weights 000000000000" in capsys.readouterr().err
 
 
 def test_what_waits_goes_through_the_model_together():

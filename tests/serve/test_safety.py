@@ -4,6 +4,7 @@ import io
 import json
 import os
 import sys
+import time
 
 import pytest
 
@@ -106,6 +107,25 @@ def test_a_server_with_a_token_takes_addresses_and_its_own_name(directory):
         assert server.ask("GET", "/v1/openapi.json", headers=without)[0] == 401
 
 
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        ('{"inputs": [' + "[]," * 9_999 + "[]]}", "over 10,000 values"),
+        ('{"pairs": [], "far": "' + "1" * 400_000 + 'x"}', "far"),
+        ('{"' + "a" * 400_000 + '": 1}', "aaa"),
+    ],
+    ids=["many", "digits", "key"],
+)
+def test_a_request_that_would_take_long_to_read_is_refused_soon(directory, content, named):
+    with serving(directory, fit="resize") as server:
+        began = time.monotonic()
+        status, answer, _ = server.ask("POST", "/v1/verify", raw=content.encode())
+        assert status == 422 and named in answer["error"]["message"]
+        assert (
+            time.monotonic() - began < 10.0
+        )  # minutes, where every digit is tried with the others
+
+
 @pytest.mark.parametrize("is_checked", [True, False])
 def test_the_size_of_an_upload_is_limited_before_it_is_read(directory, monkeypatch, is_checked):
     if not is_checked:
@@ -121,6 +141,8 @@ def test_the_size_of_an_upload_is_limited_before_it_is_read(directory, monkeypat
             chunked = {"Content-Length": "", "Transfer-Encoding": "chunked"}
             status, content, _ = server.ask("POST", "/v1/embed", raw=b"0\r\n\r\n", headers=chunked)
             assert status == 411 and "Content-Length" in content["error"]["message"]
+            both = {"Content-Length": "1", "Transfer-Encoding": "chunked"}  # the second one counts
+            assert server.ask("POST", "/v1/embed", raw=b"0\r\n\r\n", headers=both)[0] == 411
         else:
             assert status == 200
 

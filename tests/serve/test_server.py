@@ -162,7 +162,7 @@ def test_a_port_that_is_in_use_is_named(directory):
         port, said = running.port, rf"port {running.port} of 127\.0\.0\.1 is in use"
         with pytest.raises(ConfigError, match=said):
             server.listen("127.0.0.1", port)
-    with pytest.raises(ConfigError, match=r"cannot be had .* choose another --host"):
+    with pytest.raises(ConfigError, match=r"cannot be opened .* choose another --host"):
         server.listen("203.0.113.7", 0)
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
+from urllib.parse import quote
 
 from qmargin.cli.options import Count, ModelUse, argument, option
 from qmargin.errors import BackendError, ConfigError
@@ -70,6 +71,8 @@ class Serve(ModelUse):
                 f"--token has {len(self.token)} characters; give {LEAST_TOKEN} or more, as from "
                 'python -c "import secrets; print(secrets.token_urlsafe())"'
             )
+        if self.token is not None and not (self.token.isascii() and self.token.isprintable()):
+            raise ConfigError("--token has characters other than printable ASCII; choose another")
         if self.token is None and not rules.is_loopback:
             raise ConfigError(
                 f"--host {self.host} lets other machines use the model; choose a --token that they "
@@ -92,7 +95,7 @@ class Serve(ModelUse):
 
     def _service(self) -> Service:
         from qmargin.evaluation.embed import find_files
-        from qmargin.serve.app import Service, model_for_service
+        from qmargin.serve.app import BUDGET, COPIES, Service, model_for_service
         from qmargin.serve.inputs import Limits
         from qmargin.serve.made import find_made
 
@@ -101,7 +104,14 @@ class Serve(ModelUse):
         limits = Limits(self.max_upload << 20, self.max_pixels, float(self.max_seconds))
         size = card.input_shape[-1] if card.modality == "images" else None
         made = find_made(self.model, size)
-        service = Service(model, limits=limits, fit=self.fit, store=self.store, made=made)
+        service = Service(
+            model,
+            limits=limits,
+            fit=self.fit,
+            store=self.store,
+            made=made,
+            budget=max(BUDGET, 2 * COPIES * limits.upload_bytes),
+        )
         if self.gallery is not None:
             names = find_files(self.gallery, card.modality)
             problems = service.enrol_folder(self.gallery, names)
@@ -121,7 +131,9 @@ class Serve(ModelUse):
 
     def _url(self, port: int) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"http://{host}:{port}/" + ("" if self.token is None else f"#token={self.token}")
+        return f"http://{host}:{port}/" + (
+            "" if self.token is None else f"#token={quote(self.token, safe='')}"
+        )
 
 
 def check_packages() -> None:

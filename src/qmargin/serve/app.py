@@ -44,11 +44,14 @@ from qmargin.serve.operating import (
     Decisions,
     Operating,
 )
+from qmargin.terminal import printable
 
 BODY_S = 30.0  # seconds in which a request has to arrive
 BUDGET = 512 * 1024**2  # bytes of inputs that are held at once
 COPIES = 3  # of a body while it is parsed
 DECODERS = 2  # threads: a decoded photo takes memory until it is small
+MOST_SIGNS = 10_000  # brackets and commas of a request; base64 has none
+ENROLLED_TOGETHER = 32  # files of a folder
 MOST_CANDIDATES = 100
 MOST_TEXT = 1_000  # characters of an error message
 STATIC = {
@@ -61,7 +64,7 @@ STATIC = {
 
 T = TypeVar("T")
 Payload = dict[str, Any]
-Embedded = tuple[NDArray[np.float32], Sample]
+Embedded = tuple[NDArray[np.float32], Payload | None]  # and how the sample looks to the model
 
 
 class Service:
@@ -87,10 +90,12 @@ class Service:
         self.budget = Budget(budget)
         self._batcher = Batcher(self._through_model)
         self._decoders = ThreadPoolExecutor(DECODERS, thread_name_prefix="decoder")
+        self._helper = ThreadPoolExecutor(1, thread_name_prefix="helper")  # never waits for those
 
     def close(self) -> None:
         """End all threads."""
         self._decoders.shutdown()
+        self._helper.shutdown()
         self._batcher.close()
 
     def enrol_folder(self, folder: Path, names: Sequence[str]) -> list[tuple[str, str]]:
@@ -101,29 +106,47 @@ class Service:
         from qmargin.evaluation.embed import read_inside
 
         problems = []
-        for name in names:
-            try:
-                content = read_inside(folder, name)
-                entry = Entry(name_in(name), digest_of(content))
-                if not self.gallery.has(entry):
-                    sample = self.reader.read_bytes(content, name)
-                    self.gallery.add([entry], [self._batcher.submit(sample.array).result()])
-            except QMarginError as error:
-                problems.append((name, str(error)))
+        for start in range(0, len(names), ENROLLED_TOGETHER):
+            waiting = []
+            for name in names[start : start + ENROLLED_TOGETHER]:
+                try:
+                    content = read_inside(folder, name)
+                    entry = Entry(name_in(name), digest_of(content))
+                    if not self.gallery.has(entry):
+                        sample = self.reader.read_bytes(content, name)
+                        waiting.append((name, entry, self._batcher.submit(sample.array)))
+                except QMarginError as error:
+                    problems.append((name, str(error)))
+            good = []
+            for name, entry, future in waiting:
+                try:
+                    good.append((entry, future.result()))
+                except QMarginError as error:
+                    problems.append((name, str(error)))
+            self.gallery.add([entry for entry, _ in good], [row for _, row in good])
         return problems
 
     async def in_thread(self, work: Callable[..., T], *arguments: Any, **options: Any) -> T:
-        """What takes time, away from the event loop."""
+        """Run short work in a thread: parsing, searches and encoding of answers."""
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._decoders, lambda: work(*arguments, **options))
+        return await loop.run_in_executor(self._helper, lambda: work(*arguments, **options))
 
-    async def embed(self, text: str, name: str, *, show: bool) -> Embedded | QMarginError:
-        """The embedding of a file in base64, or why there is none."""
+    async def embed(
+        self, text: str, name: str, *, show: bool, turn: asyncio.Semaphore
+    ) -> Embedded | QMarginError:
+        """The embedding of a file in base64, or why there is none.
+
+        ``turn`` is shared by the files of a request, so that they do not keep all decoders.
+        """
         try:
-            sample = await self.in_thread(self.reader.read, text, name, show=show)
+            loop = asyncio.get_running_loop()
+            async with turn:
+                sample: Sample = await loop.run_in_executor(
+                    self._decoders, lambda: self.reader.read(text, name, show=show)
+                )
             self.budget.take(sample.array.nbytes)
             try:
-                return await self._batcher.embed(sample.array), sample
+                return await self._batcher.embed(sample.array), sample.shown
             finally:
                 self.budget.give(sample.array.nbytes)
         except QMarginError as error:
@@ -177,14 +200,12 @@ class Service:
             if len(pair) != 2:
                 raise ConfigError(f"pair {number} has {len(pair)} files; give two")
         at = self._operating(asked.far)
-        self._check_number(2 * len(asked.pairs))
-        found = await asyncio.gather(
-            *(
-                self.embed(text, f"file {'AB'[side]} of pair {number}", show=asked.show)
-                for number, pair in enumerate(asked.pairs, 1)
-                for side, text in enumerate(pair)
-            )
-        )
+        named = [
+            (text, f"file {'AB'[side]} of pair {number}")
+            for number, pair in enumerate(asked.pairs, 1)
+            for side, text in enumerate(pair)
+        ]
+        found = await self._embed_named(named, show=asked.show)
         pairs = zip(found[::2], found[1::2], strict=True)
         return {
             **_results([self._compared(first, second, at) for first, second in pairs]),
@@ -213,7 +234,7 @@ class Service:
             return error
         thresholds = self.model.thresholds
         map_ = None if thresholds is None else thresholds.calibration
-        shown = [one[1].shown for one in (first, second)]
+        shown = [one[1] for one in (first, second)]
         return {
             "score": score,
             "is_same": None if at is None else at.accepts(score),
@@ -225,9 +246,10 @@ class Service:
         """``POST /v1/identify``."""
         if not 1 <= asked.top <= MOST_CANDIDATES:
             raise ConfigError(f"top is {asked.top}; give 1 to {MOST_CANDIDATES}")
+        embedded = await self._embed_all(asked.inputs, "input", show=asked.show)
         size, at = len(self.gallery), None
         if not size:
-            raise ConfigError("the gallery is empty; enrol somebody, or start with --gallery DIR")
+            raise ConfigError("the gallery is empty; enrol a person, or start with --gallery DIR")
         if self.decisions.thresholds is not None:
             at = self.decisions.search_at(asked.fpir, size)
 
@@ -244,7 +266,7 @@ class Service:
             return {"candidates": candidates, **_shown(one)}
 
         results: list[Payload | QMarginError] = []
-        for one in await self._embed_all(asked.inputs, "input", show=asked.show):
+        for one in embedded:
             try:
                 failed = isinstance(one, QMarginError)
                 results.append(one if failed else await self.in_thread(search, one))  # type: ignore[arg-type]
@@ -290,14 +312,15 @@ class Service:
     async def answer_forget(self, name: str) -> Payload:
         """``DELETE /v1/gallery/NAME``."""
         if not await self.in_thread(self.gallery.remove, name):
-            hint = nearest(name, self.gallery.names)
-            raise Refusal(404, "not_found", f"nobody in the gallery is named {name[:80]!r}; {hint}")
+            raise Refusal(404, "not_found", f"nobody in the gallery is named {name[:80]!r}")
         return await self.answer_gallery()
 
     async def answer_generate(self, asked: api.GenerateRequest) -> Payload:
         """``POST /v1/generate``."""
         if self.made is None:
-            raise Refusal(404, "not_found", "the model is not of generated data; upload files")
+            raise Refusal(
+                404, "not_found", "the model was not trained on generated data; upload files"
+            )
         pair = await self.in_thread(self.made.pair, abs(asked.number), same=asked.same)
         encoded = [base64.b64encode(content).decode("ascii") for content in pair]
         return {"files": encoded, "same": asked.same}
@@ -305,9 +328,20 @@ class Service:
     async def _embed_all(
         self, texts: Sequence[str], noun: str, *, show: bool
     ) -> list[Embedded | QMarginError]:
-        self._check_number(len(texts))
         named = [(text, f"{noun} {number}") for number, text in enumerate(texts, 1)]
-        return await asyncio.gather(*(self.embed(text, name, show=show) for text, name in named))
+        return await self._embed_named(named, show=show)
+
+    async def _embed_named(
+        self, named: Sequence[tuple[str, str]], *, show: bool
+    ) -> list[Embedded | QMarginError]:
+        self._check_number(len(named))
+        turn = asyncio.Semaphore(DECODERS)
+        work = (self.embed(text, name, show=show, turn=turn) for text, name in named)
+        found = await asyncio.gather(*work, return_exceptions=True)
+        for one in found:  # all are over: nothing is held when the answer is sent
+            if isinstance(one, BaseException) and not isinstance(one, QMarginError):
+                raise one
+        return found  # type: ignore[return-value]
 
     def _check_number(self, number: int) -> None:
         if not 1 <= number <= self.limits.batch:
@@ -319,7 +353,7 @@ class Service:
 
 
 def _shown(one: Embedded) -> Payload:
-    return {} if one[1].shown is None else {"shown": one[1].shown}
+    return {} if one[1] is None else {"shown": one[1]}
 
 
 def _results(found: Sequence[Payload | QMarginError]) -> Payload:
@@ -428,8 +462,11 @@ async def _taken(
 
 
 def _parsed(parts: Sequence[bytes], record: type) -> Any:
+    content = b"".join(parts)
+    if sum(map(content.count, (b"[", b"{", b","))) > MOST_SIGNS:
+        raise ConfigError(f"the request has over {MOST_SIGNS:,} values; send fewer files at once")
     try:
-        payload = json.loads(b"".join(parts), parse_constant=_refuse_constant)
+        payload = json.loads(content, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         reason = str(error)[:200]
         raise ConfigError(f"the request is not JSON ({reason}); see /v1/openapi.json") from error
@@ -493,11 +530,14 @@ def model_for_service(directory: Path, *, device: str) -> Model:
     model = load_model(directory, device=device, fit="exact")
     result = directory / "result.json"
     if model.thresholds is None and result.is_file():
-        found = read_result(result)
-        model.thresholds = thresholds_of(
-            found,
-            weights_sha256=model.card.weights_sha256,
-            result_sha256=sha256_of(result),
-            flip=found.protocol.flip or "none",
-        )
+        try:
+            found = read_result(result)
+            model.thresholds = thresholds_of(
+                found,
+                weights_sha256=model.card.weights_sha256,
+                result_sha256=sha256_of(result),
+                flip=found.protocol.flip or "none",
+            )
+        except QMarginError as error:  # a model without thresholds can be shown
+            sys.stderr.write(f"no thresholds from {printable(str(result))}: {error}\n")
     return model

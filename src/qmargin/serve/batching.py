@@ -41,7 +41,7 @@ class Budget:
         self.peak = max(self.peak, self.held)
 
     def give(self, size: int) -> None:
-        """Bytes that are gone."""
+        """Release bytes."""
         self.held -= size
 
 

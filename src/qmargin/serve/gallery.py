@@ -37,7 +37,7 @@ class Entry(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """Somebody in the gallery, with the score of the best of their samples."""
+    """An enrolled person, with the score of the best of their samples."""
 
     name: str
     score: float
@@ -171,10 +171,11 @@ def digest_of(content: bytes) -> str:
 def checked_name(name: str) -> str:
     """A name that can be shown and stored; ``ConfigError`` for others."""
     shown = " ".join(cleaned(name, LONGEST_NAME + 1).split())
-    if not shown or len(shown) > LONGEST_NAME or "/" in shown or shown != " ".join(name.split()):
+    is_plain = shown == " ".join(name.split()) and "/" not in shown and shown not in (".", "..")
+    if not shown or len(shown) > LONGEST_NAME or not is_plain:
         raise ConfigError(
             f"the name is {name[:LONGEST_NAME]!r}; give 1 to {LONGEST_NAME} printable characters "
-            "without a slash"
+            "without a slash, and not . or .."
         )
     return shown
 

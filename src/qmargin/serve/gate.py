@@ -79,7 +79,7 @@ def check_host(scope: Scope, headers: Headers, rules: Rules) -> None:
     try:
         is_known = ipaddress.ip_address(name).is_loopback or not rules.is_loopback
     except ValueError:
-        is_known = name in ("localhost", rules.host)
+        is_known = name in ("localhost", rules.host.lower())
     if not is_known:
         raise Refusal(
             403,
@@ -91,8 +91,8 @@ def check_host(scope: Scope, headers: Headers, rules: Rules) -> None:
 
 def check_origin(scope: Scope, headers: Headers, rules: Rules) -> None:
     """Pages of other sites may not send requests: their Origin is another."""
-    origin = headers.get("origin")
-    if origin is not None and urlsplit(origin).netloc != headers.get("host"):
+    origin, host = headers.get("origin"), headers.get("host")
+    if origin is not None and origin not in (f"http://{host}", f"https://{host}"):
         raise Refusal(
             403,
             "origin",
@@ -146,9 +146,12 @@ def check_length(scope: Scope, headers: Headers, rules: Rules) -> None:
     if scope["method"] != "POST":
         return
     text = headers.get("content-length", "")
-    if not (text.isascii() and text.isdigit()):
+    if "transfer-encoding" in headers or not (text.isascii() and text.isdigit()):
         raise Refusal(
-            411, "length", "the request does not say how long it is; send a Content-Length"
+            411,
+            "length",
+            "the request does not say how long it is; send a Content-Length and no parts",
+            connection="close",
         )
     if len(text) > 15 or int(text) > rules.upload_bytes:
         raise Refusal(

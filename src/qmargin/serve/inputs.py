@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import copy
 import threading
 import warnings
 from dataclasses import dataclass
@@ -63,14 +64,16 @@ class Reader:
         self.card, self.limits, self.fit = model.card, limits, fit
         if self.card.modality not in KINDS:
             raise ConfigError(
-                f"{self.card.name} takes {self.card.modality}, which are no files; serve a model "
+                f"{self.card.name} takes {self.card.modality}, not files; serve a model "
                 "of pictures or of recordings"
             )
         # The reader's own limit is stricter; a warning would be a trace of an input.
         warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
+        warnings.filterwarnings("ignore", module=r"PIL\.")
         self._local = threading.local()
         banks = (part for part in model.backbone.modules() if isinstance(part, FilterBank))
-        self._bank = next(banks, None) or FilterBank(subtract_mean=True)
+        found = copy.deepcopy(next(banks, None))  # the model's own may be on a GPU
+        self._bank = (found or FilterBank(subtract_mean=True)).cpu().eval()
         self.new_inputs()  # refuses an unknown fit at once
 
     def new_inputs(self) -> Inputs:

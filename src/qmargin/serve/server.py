@@ -41,9 +41,10 @@ class PatientProtocol(H11Protocol):
     def _look(self) -> None:
         """Close it if nothing has happened for too long."""
         cycle: Any = self.cycle  # the last request whose headers have arrived
-        if cycle is not self._seen:
-            self._seen, self._since = cycle, self.loop.time()
         is_idle = cycle is None or cycle.response_complete
+        is_idle = is_idle and not self.transport.get_write_buffer_size()
+        if (cycle, is_idle) != self._seen:
+            self._seen, self._since = (cycle, is_idle), self.loop.time()
         if self.loop.time() - self._since >= (IDLE_S if is_idle else ANSWER_S) - 0.1:
             self.transport.abort()
             return
@@ -51,7 +52,7 @@ class PatientProtocol(H11Protocol):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that takes connections; ``ConfigError`` where it cannot be had."""
+    """Open a listening socket; ``ConfigError`` where that fails."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -65,7 +66,9 @@ def listen(host: str, port: int) -> socket.socket:
         elif error.errno in (errno.EACCES, errno.EPERM):
             reason = "is not allowed for this user; choose a --port from 1024 on"
         else:
-            reason = f"cannot be had ({error.strerror or error}); choose another --host or --port"
+            reason = (
+                f"cannot be opened ({error.strerror or error}); choose another --host or --port"
+            )
         raise ConfigError(f"port {port} of {host} {reason}, 0 for any that is free") from error
     return listener
 

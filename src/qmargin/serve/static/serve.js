@@ -33,9 +33,14 @@
   async function ask(method, path, body) {
     const headers = { "Content-Type": "application/json" };
     if (token) headers.Authorization = `Bearer ${token}`;
+    const content = body && JSON.stringify(body);
+    if (content && content.length > model.limits.upload_bytes) {
+      const most = model.limits.upload_bytes / (1 << 20);
+      throw new Error(`The files make a request of ${(content.length / (1 << 20)).toFixed(1)} MiB; at most ${most} are taken. Send fewer at once`);
+    }
     let answer;
     try {
-      answer = await fetch(`/v1/${path}`, { method, headers, body: body && JSON.stringify(body) });
+      answer = await fetch(`/v1/${path}`, { method, headers, body: content });
     } catch (error) {
       throw new Error("The server does not answer; look at the terminal in which it was started");
     }
@@ -120,6 +125,7 @@
       view.replaceChildren(`Drop a ${noun()} here`);
     };
     slot.set = (data, label) => {
+      if (slot.stop) slot.stop(); // a file is chosen while the camera runs
       slot.data = data;
       name.textContent = `${title}: ${label}`;
       place.classList.add("filled");
@@ -153,10 +159,11 @@
     live.addEventListener("click", () => {
       const capture = isAudio() ? captureSound : capturePicture;
       live.disabled = true;
-      capture(view)
+      const other = new Promise((stop) => { slot.stop = () => stop("other"); });
+      capture(view, other)
         .then((blob) => blob && slot.take(blob, isAudio() ? "microphone" : "camera"))
         .catch((error) => slot.problem(deviceProblem(error)))
-        .finally(() => { live.disabled = false; });
+        .finally(() => { live.disabled = false; slot.stop = null; });
     });
     return slot;
   }
@@ -189,13 +196,14 @@
     return navigator.mediaDevices.getUserMedia(wanted);
   }
 
-  async function capturePicture(view) {
+  async function capturePicture(view, other) {
     const stream = await devices({ video: { facingMode: "user" } });
     const video = element("video", { autoplay: true, muted: true, playsInline: true, srcObject: stream });
     const take = element("button", { type: "button", className: "take", textContent: "Take the picture" });
     view.replaceChildren(video, take);
     try {
-      await new Promise((done) => { take.addEventListener("click", done, { once: true }); });
+      const taken = new Promise((done) => { take.addEventListener("click", done, { once: true }); });
+      if ((await Promise.race([taken, other])) === "other") return null;
       const canvas = element("canvas", { width: video.videoWidth, height: video.videoHeight });
       canvas.getContext("2d").drawImage(video, 0, 0);
       return await new Promise((done) => { canvas.toBlob(done, "image/png"); });
@@ -204,7 +212,7 @@
     }
   }
 
-  async function captureSound(view) {
+  async function captureSound(view, other) {
     const stream = await devices({ audio: true });
     const context = new AudioContext();
     try {
@@ -220,10 +228,11 @@
       };
       view.replaceChildren("Recording, speak now", level, stop);
       context.createMediaStreamSource(stream).connect(node);
-      await new Promise((done) => {
+      const taken = new Promise((done) => {
         stop.addEventListener("click", done, { once: true });
         window.setTimeout(done, 1000 * MOST_RECORDED_S);
       });
+      if ((await Promise.race([taken, other])) === "other") return null;
       return waveFile(parts, context.sampleRate);
     } finally {
       stream.getTracks().forEach((track) => track.stop());
@@ -425,14 +434,20 @@
     });
   });
 
+  let searches = 0;
+
   function identify() {
     byId("found").textContent = "";
     show("found-words", "");
     byId("candidates").replaceChildren();
     if (!slots.probe.data) return Promise.resolve();
+    const turn = (searches += 1);
+    const isCurrent = () => turn === searches; // a later question has a later answer
     return reported("identify-problem", async () => {
       await preview(slots.probe);
+      if (!isCurrent()) return;
       const answer = await ask("POST", "identify", { inputs: [slots.probe.data], fpir: fpir() });
+      if (!isCurrent()) return;
       const { candidates } = answer.results[0];
       const best = candidates[0];
       const found = byId("found");
@@ -455,7 +470,7 @@
         item.classList.toggle("accepted", one.is_accepted === true);
         return item;
       }));
-    });
+    }, isCurrent);
   }
 
   function showFpir() {
@@ -493,7 +508,7 @@
     if (model.generated) {
       const row = byId("generated");
       const many = model.generated === "person" ? "people" : "voices";
-      row.querySelector(".hint-inline").textContent = `The model is of generated ${many}. Try`;
+      row.querySelector(".hint-inline").textContent = `The model was trained on generated ${many}. Try`;
       const [same, two] = row.querySelectorAll("button");
       same.textContent = `One ${model.generated}, twice`;
       two.textContent = `Two ${many}`;
