@@ -46,14 +46,18 @@ RUNS = {
 
 def machine() -> str:
     """What the last bits depend on."""
+    cpu, lines = platform.machine(), Path("/proc/cpuinfo")
+    if lines.exists():  # libraries choose by the model, not by its instructions alone
+        models = [line for line in lines.read_text().splitlines() if line.startswith("model name")]
+        cpu = " ".join([cpu, *(line.partition(":")[2].strip() for line in models[:1])])
     return f"torch {torch.__version__.partition('+')[0]}, numpy {np.__version__}, " + (
-        f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+        f"{cpu} {torch.backends.cpu.get_cpu_capability()}"
     )
 
 
 def recipe_hashes() -> dict[str, str]:
     made = {name: get_recipe(name).sha256 for name in list_recipes() if name != "mine"}
-    for device in DEMO_SETTINGS:
+    for device in DEMO_SETTINGS["people"]:
         demo = demo_experiment(device)
         for key, arm in demo.arms.items():
             recipe = demo.run_recipe(key, arm.points[0], seed=0, is_search=False)
