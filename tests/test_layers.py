@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "recipes": "errors registry training",
     "evaluation": "errors files registry schema metrics models data training",
     "report": "errors files schema metrics evaluation",
-    "serve": "errors files schema metrics models data evaluation report",
+    "serve": "errors files schema terminal metrics models data evaluation report",
     "experiments": "errors files registry schema terminal losses metrics models data training "
     "recipes evaluation report",
 }
