@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from helpers.commands import run_command as run
 from qmargin.data.images import encode_image
@@ -24,6 +25,15 @@ SMALLER = {  # of what a page trains, for seconds instead of minutes
         *("data.options.speed_perturbation=false", "optimizer.lr=6e-3", "run.epochs=20"),
     ),
 }
+
+
+@pytest.fixture
+def one_thread():
+    """Threads of small operations wait for each other, and for whatever else runs."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def follow(page: str, kind: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
@@ -54,6 +64,7 @@ def check(said: list[str], kind: str, eer: float) -> None:
     assert Path("report/index.html").is_file()
 
 
+@pytest.mark.usefixtures("one_thread")
 def test_the_page_for_pictures(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     People(40, 8).write("faces/train")
@@ -61,6 +72,7 @@ def test_the_page_for_pictures(tmp_path, monkeypatch, capsys):
     check(follow("your-pictures.md", "faces", capsys), "faces", 0.35)
 
 
+@pytest.mark.usefixtures("one_thread")
 def test_the_page_for_recordings(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Voices(40, 8, longest=2.5).write("speakers/train")
