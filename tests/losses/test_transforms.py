@@ -65,7 +65,7 @@ def test_operators_and_losses_compile_into_one_graph(backend, operator):
         if operator != "tau":
             value.square().sum().backward()
         results.append((value.detach(), leaf.grad))
-    torch.testing.assert_close(results[1], results[0], rtol=4e-6, atol=1e-6)
+    torch.testing.assert_close(results[1], results[0], rtol=2e-6, atol=1e-7)
 
 
 @pytest.mark.slow
