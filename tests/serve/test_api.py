@@ -365,6 +365,19 @@ def test_an_exported_model_of_people_scores_as_it_was_evaluated(tmp_path):
         assert server.post("verify", {"pairs": [pair]})["results"][0]["score"] <= 1.0
 
 
+def test_files_beyond_the_largest_gallery_are_left_out_and_the_others_enrolled(
+    directory, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("qmargin.serve.gallery.MOST_ENTRIES", 3)
+    for number in range(5):
+        (tmp_path / f"{number}.png").write_bytes(picture(seed=number))
+    with serving(directory, fit="resize") as server:
+        names = [f"{number}.png" for number in range(5)]
+        problems = server.service.enrol_folder(tmp_path, names)
+        assert [name for name, _ in problems] == names[3:] and len(server.service.gallery) == 3
+        assert "at most 3 are held" in problems[0][1]
+
+
 def test_a_run_beside_its_result_has_thresholds(tmp_path, capsys):
     directory = face_model(tmp_path / "m", thresholds=False)
     card = load_model(directory).card

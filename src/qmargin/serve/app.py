@@ -117,13 +117,15 @@ class Service:
                         waiting.append((name, entry, self._batcher.submit(sample.array)))
                 except QMarginError as error:
                     problems.append((name, str(error)))
-            good = []
-            for name, entry, future in waiting:
-                try:
-                    good.append((entry, future.result()))
-                except QMarginError as error:
-                    problems.append((name, str(error)))
-            self.gallery.add([entry for entry, _ in good], [row for _, row in good])
+            try:  # together: the store is written once
+                rows = [future.result() for _, _, future in waiting]
+                self.gallery.add([entry for _, entry, _ in waiting], rows)
+            except QMarginError:  # of one of them: the others are enrolled all the same
+                for name, entry, future in waiting:
+                    try:
+                        self.gallery.add([entry], [future.result()])
+                    except QMarginError as error:
+                        problems.append((name, str(error)))
         return problems
 
     async def in_thread(self, work: Callable[..., T], *arguments: Any, **options: Any) -> T:
