@@ -101,7 +101,10 @@ def test_a_loss_and_data_of_the_package_are_trained(
 ) -> None:
     settings = ["loss.margin_kind=half-cosine", "loss.divergence=pearson", "loss.alpha=null"]
     settings += ["loss.scale=4", "data.kind=circle", "data.num_classes=20", "data.options=null"]
-    settings += ["data.options.noise=0.2"]
+    settings += [
+        "data.options.noise=0.2",
+        "loss.reference=[{rare-first: {strength: 0.5, few: 17}}]",
+    ]
     words = [f"--set={setting}" for setting in settings]
     run("train", "example-recipe", *words, "--out", tmp_path / "run", "--device", "cpu")
     assert list(losses(tmp_path / "run")) == [2, 4]
@@ -109,6 +112,7 @@ def test_a_loss_and_data_of_the_package_are_trained(
     run("train", "--out", tmp_path / "run", "--resume", "--print-recipe")
     recipe = from_yaml(capsys.readouterr().out)
     assert (recipe.loss.margin_kind, recipe.loss.divergence) == ("half-cosine", "pearson")
+    assert recipe.loss.reference == {"rare-first": {"strength": 0.5, "few": 17}}
 
 
 def test_a_format_of_the_package_is_indexed_checked_and_opened(

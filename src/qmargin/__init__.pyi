@@ -92,6 +92,12 @@ from qmargin.losses.margins import (
     SumMargin as SumMargin,
     TargetTerm as TargetTerm,
 )
+from qmargin.losses.references import (
+    ClassPrior as ClassPrior,
+    LookAlike as LookAlike,
+    Quality as Quality,
+    Reference as Reference,
+)
 from qmargin.recipes import get_recipe as get_recipe
 from qmargin.registry import (
     register_backbone as register_backbone,
@@ -103,6 +109,7 @@ from qmargin.registry import (
     register_protocol as register_protocol,
     register_reader as register_reader,
     register_recipe as register_recipe,
+    register_reference as register_reference,
 )
 from qmargin.training.loop import train as train
 from qmargin.training.recipe import Recipe as Recipe

@@ -1,10 +1,10 @@
 """Extension points: what users add by name, in one place.
 
-Divergences, margins, backbones, readers, datasets, protocols, metrics, recipes and experiments are
-found by name. A name is added by a call of a ``register_*`` function, or its use as a decorator: in
-a module of the registry's ``home``, in a script or a notebook. A package of yours has an entry
-point of the group ``qmargin.margins``, ``qmargin.backbones`` and so on instead, which names the
-object::
+Divergences, margins, references, backbones, readers, datasets, protocols, metrics, recipes and
+experiments are found by name. A name is added by a call of a ``register_*`` function, or its use as
+a decorator: in a module of the registry's ``home``, in a script or a notebook. A package of yours
+has an entry point of the group ``qmargin.margins``, ``qmargin.backbones`` and so on instead, which
+names the object::
 
     [project.entry-points."qmargin.margins"]
     mine = "my_package.margins:MyMargin"
@@ -235,6 +235,12 @@ divergences: Registry[Callable[..., Any]] = Registry("divergence", home="qmargin
 margins: Registry[Callable[..., Any]] = Registry("margin", home="qmargin.losses")
 """Functions that return a ``qmargin.Margin``, by the name that recipes give it."""
 
+references: Registry[Callable[..., Any]] = Registry("reference", home="qmargin.losses")
+"""Functions that return a ``qmargin.Reference``, by the name that recipes give it.
+
+One with a parameter ``counts`` gets the training samples of each class.
+"""
+
 backbones: Registry[Callable[..., Any]] = Registry("backbone", home="qmargin.models")
 """Functions of ``embedding_dim`` and options that return a module: inputs to ``[B, D]``."""
 
@@ -272,6 +278,7 @@ datasets.register("audio", "qmargin.data.speech:open_speech")
 
 register_divergence = divergences.register
 register_margin = margins.register
+register_reference = references.register
 register_backbone = backbones.register
 register_reader = readers.register
 register_dataset = datasets.register

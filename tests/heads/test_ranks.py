@@ -38,8 +38,16 @@ PRESETS = {
     ),
     "alpha 3": lambda: make_loss(3.0, 3.0),
     "wide": lambda: make_loss(1.25, 0.5),
+    "references": lambda: qmargin.MarginLoss(
+        qmargin.Alpha(1.25),
+        qmargin.PriorMargin(0.05),
+        scale=16.0,
+        reference=qmargin.ClassPrior(range(1, 98), 0.5)
+        + qmargin.Quality(0.3)
+        + qmargin.LookAlike(0.3, 0.1, damping=1.0, split_threshold=0.4),
+    ),
 }
-STATEFUL = ("adaface", "magface", "elasticface")
+STATEFUL = ("adaface", "magface", "elasticface", "references")
 SOFTMAX = ("cosface", "arcface", "adaface", "sphereface", "elasticface")
 # Path, preset, classes, dtype: every path, every preset, fewer classes than ranks, and so many
 # active ones that a sample starts the search.

@@ -102,10 +102,11 @@ def truth_of(loss: MarginLoss, batch: Batch, columns: Tensor | None = None) -> O
     norms = embeddings.norm(dim=1)
     unit = nn.functional.normalize(prototypes)
     labels = batch.labels
+    pairs = {} if loss.reference is None else {"prototypes": unit}
     if columns is not None:
         unit, labels = unit[columns], torch.searchsorted(columns, labels)
     cosines = (embeddings / norms[:, None]) @ unit.t()
-    value = loss(cosines, labels, norms).mean()
+    value = loss(cosines, labels, norms, **pairs).mean()
     value.backward()
     return Outcome(value.detach(), embeddings.grad, prototypes.grad)
 

@@ -1,5 +1,6 @@
 """Losses of recipes: every way of writing one, sums, per-class margins, names of users."""
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from helpers.ranks import run_ranks
-from helpers.runs import losses, tiny_recipe
+from helpers.runs import identities, losses, tiny_recipe
 from qmargin.errors import ConfigError, DataError, MarginWarning
 from qmargin.losses import presets
 from qmargin.losses.divergences import Alpha, JensenShannon
@@ -18,7 +19,7 @@ from qmargin.losses.margin_loss import MarginLoss
 from qmargin.losses.margins import AngularMargin, PerClass, PriorMargin, StatelessMargin, SumMargin
 from qmargin.registry import divergences, margins
 from qmargin.schema import decode_settings, encode
-from qmargin.training.build import build_head
+from qmargin.training.build import build_head, build_loss
 from qmargin.training.loop import train
 from qmargin.training.loss_part import PRESETS, LossPart, LossSettings, ScheduledLoss
 from qmargin.training.recipe import Recipe, ValueSchedule
@@ -245,7 +246,7 @@ def test_names_of_users_work_in_recipes_and_schedules(tmp_path: Path) -> None:
         tiny_recipe("run.max_steps=4", "head.path=dense"),
         ["loss.divergence={order: 1.25}", "loss.margin={half: {size: 0.4, share: 0.5}}"],
     )
-    assert recipe.loss.settings == (1.25, 0.4, 32.0)
+    assert recipe.loss.settings[:3] == (1.25, 0.4, 32.0)
     assert from_yaml(to_yaml(recipe)) == recipe
     train(recipe, tmp_path / "mine", device="cpu")
     plain = ["head.path=dense", "run.max_steps=4", "loss.margin={cosine: 0.2}"]
@@ -274,3 +275,97 @@ train(tiny_recipe(*{settings!r}), {str(tmp_path / "2")!r}, device="cpu")
     run_ranks(script, 2)
     one, two = (list(losses(tmp_path / name).values()) for name in "12")
     assert two == pytest.approx(one, rel=1e-4)
+
+
+SCHEDULE = [f"reference_schedule.{key}" for key in ("kind=linear", "initial=0.1", "end_epoch=2")]
+COUNTED = {"class_prior": {"strength": 0.5}, "quality": {"strength": 0.33}}
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        [{"class_prior": {"strength": 0.5}}, {"quality": {"strength": 0.33}}],
+        [{"class_prior": 0.5}, {"quality": 0.33}],
+        {"class_prior": 0.5, "quality": {"strength": 0.33}},
+        COUNTED,
+    ],
+)
+def test_references_are_written_in_any_form_and_read_back(written: Any) -> None:
+    part = read(preset="q_margin", reference=written)
+    assert part.reference == COUNTED and part.settings == (1.25, 0.2, 32.0, 0.5)
+    assert read(**encode(part, "loss")) == part
+    recipe = apply_settings(tiny_recipe(), [f"loss.reference={written}"])
+    assert from_yaml(to_yaml(recipe)) == recipe and recipe.loss.reference == COUNTED
+    plain = apply_settings(recipe, ["loss.reference=null"])
+    assert plain.loss.reference == {} and "reference" not in to_yaml(plain)
+    assert plain.sha256 == tiny_recipe().sha256 != recipe.sha256
+    changed = apply_settings(recipe, ["loss.reference.quality.strength=0.2"])
+    assert changed.loss.reference["quality"] == {"strength": 0.2}
+    built = part.build(counts=torch.tensor([1, 2, 3])).reference
+    assert built is not None
+    assert [one.strength for one in built.parts] == [0.5, 0.33]
+    assert read(preset="q_margin", reference="look_alike").strength == 0.1
+
+
+@pytest.mark.parametrize(
+    ("written", "match"),
+    [
+        ({"clas_prior": 0.5}, "reference is 'clas_prior', did you mean 'class_prior'"),
+        ([{"quality": 0.1}, {"quality": 0.2}], "quality twice"),
+        ({"class_prior": {"counts": [1, 2]}}, r"reference\.class_prior\.counts is unknown"),
+        ({"look_alike": {"treshold": 0.1}}, "threshold"),
+        ({"look_alike": -1.0}, "strength of LookAlike is -1"),
+        (7, "not a name and settings"),
+    ],
+)
+def test_references_that_cannot_be_are_refused(written: Any, match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        read(preset="q_margin", reference=written)
+
+
+def test_what_a_reference_needs_is_said_before_a_run() -> None:
+    with pytest.raises(ConfigError, match="PriorMargin"):
+        read(preset="cosface", reference={"quality": 0.3})
+    with pytest.raises(ConfigError, match="training samples of each class"):
+        read(preset="q_margin", reference={"class_prior": 0.3}).build()
+    with pytest.raises(ConfigError, match="reference_schedule is given and loss.reference"):
+        apply_settings(tiny_recipe(), SCHEDULE)
+    with pytest.raises(ConfigError, match="reference_schedule: .*strength of LookAlike is -1"):
+        apply_settings(
+            tiny_recipe(), ["loss.reference=look_alike", *SCHEDULE, "reference_schedule.initial=-1"]
+        )
+
+
+def test_counts_come_from_the_data_and_state_from_the_checkpoint(tmp_path: Path) -> None:
+    """A run that is stopped and resumed ends as one that was not; the strength is scheduled."""
+    settings = (
+        "loss.reference=[{class_prior: 0.5}, {quality: 0.3}, {look_alike: {strength: 0.2}}]",
+        "reference_schedule.kind=linear", "reference_schedule.initial=0",
+        "reference_schedule.end_epoch=2",
+    )  # fmt: skip
+    recipe = tiny_recipe(*settings, "run.max_steps=6", "run.save_every_steps=3")
+    train(recipe, tmp_path / "whole", device="cpu")
+    train(replace(recipe, run=replace(recipe.run, max_steps=3)), tmp_path / "cut", device="cpu")
+    train(recipe, tmp_path / "cut", device="cpu", resume=True, allow_changes=True)
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+    lines = (tmp_path / "whole" / "journal.jsonl").read_text().splitlines()
+    strengths = [one["strength"] for one in map(json.loads, lines) if "strength" in one]
+    assert strengths == sorted(strengths) and strengths[0] == 0.0 < strengths[-1]
+    plain = tiny_recipe("run.max_steps=2")
+    train(plain, tmp_path / "plain", device="cpu")
+    assert '"strength"' not in (tmp_path / "plain" / "journal.jsonl").read_text()
+
+
+def test_the_counts_are_those_of_the_labels() -> None:
+    data = identities(num_classes=5, samples_per_class=3)
+    recipe = tiny_recipe("loss.reference=class_prior")
+    scheduled = build_loss(recipe, num_classes=5, dataset=data)
+    reference: Any = scheduled.loss.reference
+    labels = np.asarray(data.labels)
+    assert reference.counts.tolist() == np.bincount(labels, minlength=5).tolist()
+
+    class Unlisted:
+        labels, num_classes = None, 5
+
+    with pytest.raises(ConfigError, match="no list of labels"):
+        build_loss(recipe, num_classes=5, dataset=Unlisted())  # type: ignore[arg-type]

@@ -24,10 +24,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from qmargin.heads.gradients import PrototypeGradient, deliver, element_bound
+from qmargin.heads.reference import row_reference
 from qmargin.heads.step import RowSolution, StepStats, own_labels, step_stats, sum_target_cosines
 from qmargin.kernels.head_reference import (
     GROUP,
     ClassGradient,
+    RowReference,
     Target,
     drop_targets_,
     product,
@@ -103,8 +105,15 @@ class Chunks:
     weight = 1.0  # how many classes each of these stands for: one, except in a sample
     group_maxima: Tensor | None = None  # of a sparse step before this one, if there was one
 
-    def __init__(self, head: MarginClassifier, embeddings: Tensor, labels: Tensor) -> None:
+    def __init__(
+        self,
+        head: MarginClassifier,
+        embeddings: Tensor,
+        labels: Tensor,
+        reference: RowReference | None = None,
+    ) -> None:
         self.head, self.embeddings, self.labels = head, embeddings, labels
+        self.reference = reference
         self.prototypes, self.ranks = head.prototypes.detach(), head.ranks
         self.copy, self.inverse_norms = head.copy, head.inverse_norms
         self.scale, self.b = head.loss.scale, head.alpha_minus_one
@@ -127,6 +136,9 @@ class Chunks:
         few.prototypes, few.inverse_norms = self.prototypes[::step], self.inverse_norms[::step]
         few.copy = self.copy[: len(self.prototypes) : step].contiguous()
         few.labels = self.sampled_labels(step)
+        if self.reference is not None and self.reference.classes is not None:
+            classes = self.reference.classes[::step]
+            few.reference = self.reference._replace(classes=classes, stamp=classes._version)
         return few
 
     def sampled_labels(self, step: int) -> Tensor:
@@ -158,6 +170,10 @@ class Chunks:
         drop_targets_(cosines, self.labels - where.start)
         return cosines
 
+    def log_reference(self, where: slice, unit: Tensor) -> Tensor | None:
+        """Log reference measures of some classes, ``[1, n]`` or ``[B, n]``; None for zero."""
+        return None if self.reference is None else self.reference.part(where, unit, self.dtype)
+
     def pull(self, posterior: Tensor, unit: Tensor) -> Tensor:
         """``posterior @ unit``, ``[B, d]``, for posteriors between zero and one."""
         if unit.dtype == self.prototypes.dtype:
@@ -178,7 +194,8 @@ class Chunks:
         zero = torch.zeros_like(level)
         for where, unit in self.blocks():
             logits = self.cosines(where, unit).sub_(shift[:, None]).mul_(self.scale)
-            yield where, unit, *posterior_rows(logits, None, zero, level, self.b)
+            measure = self.log_reference(where, unit)
+            yield where, unit, *posterior_rows(logits, measure, zero, level, self.b)
 
     def softmax_sums(self, *, pulls: bool, is_certain: bool = False) -> SoftmaxSums:
         """Everything that ``alpha = 1`` needs of the others, in one pass."""
@@ -188,6 +205,9 @@ class Chunks:
         pulled = torch.zeros_like(embeddings) if pulls else None
         for where, unit in self.blocks():
             cosines = self.cosines(where, unit)
+            measure = self.log_reference(where, unit)
+            if measure is not None:  # at alpha = 1 it moves the logit
+                cosines += measure / scale
             higher = torch.maximum(top, cosines.amax(1))
             shift = torch.where(higher == -torch.inf, 0.0, higher)  # only the target so far
             shrink = ((top - shift) * scale).exp()
@@ -204,7 +224,7 @@ class Chunks:
         shift, level = self.shifted(anchor, level)
         for where, unit in self.blocks():
             gaps = self.cosines(where, unit).sub_(shift[:, None]).mul_(-self.scale)
-            sums = row_sums(gaps, None, level, self.b)
+            sums = row_sums(gaps, self.log_reference(where, unit), level, self.b)
             mass, slope = mass + sums.mass.double(), slope + sums.slope.double()
         return RowSums(mass, slope)
 
@@ -532,7 +552,8 @@ class RootSearch:
         """Begin at the root over group maxima and the target, a lower bound of ``tau`` (M13)."""
         b = chunks.b
         logits = torch.cat([maxima.double() * chunks.scale, target.logits[:, None]], 1)
-        reference = torch.full_like(logits, math.log(chunks.weight))
+        low, high = (0.0, 0.0) if chunks.reference is None else chunks.reference.bounds
+        reference = torch.full_like(logits, math.log(chunks.weight) + low)
         reference[:, -1] = target.log_reference
         tolerance = 1e-6 if b <= 1.0 else 1e-14  # above alpha = 2 it must not pass the root
         anchor, level, _ = solve_rows(logits, reference, b, tolerance=tolerance)
@@ -541,7 +562,7 @@ class RootSearch:
             common, best = chunks.ranks.max_(anchor.clone()), chunks.ranks.max_(best)
             level = level - level_step(b) * (anchor - common)
             anchor, level = common, -chunks.ranks.max_(-level)
-        measure = torch.full_like(level, chunks.head.num_classes - 1.0).log()
+        measure = torch.full_like(level, chunks.head.num_classes - 1.0).log() + high
         measure = torch.logaddexp(measure, target.log_reference)
         low = level_step(b) * (anchor - best) + level_cost(-measure, b)  # M4
         return cls(chunks, target, anchor, level, low, level + 1e-12 * (1.0 + level.abs()))
@@ -734,14 +755,18 @@ def chunked_step(
     has_kernels = head.kernels.__name__.endswith("triton.head") and head.embedding_dim % 8 == 0
     b = head.alpha_minus_one
     # Kernels take powers of heights, whose rounding grows with 1 / b: not near alpha = 1.
+    targets = torch.zeros_like(embeddings, requires_grad=False)
+    if len(head.shard):
+        targets = head.prototypes.detach()[columns] * head.inverse_norms[columns][:, None]
+    if head.ranks.world > 1:
+        targets = torch.where((local >= 0)[:, None], targets, 0.0)
+    reference = row_reference(head, targets)
+    has_kernels = has_kernels and reference is None
     if is_half and has_kernels and (b == 0.0 or MIN_FUSED <= b <= 1.0):
         chunks: Chunks = FusedChunks(head, embeddings.detach(), local)
         chunks.group_maxima = maxima
     else:
-        chunks = Chunks(head, embeddings.detach(), local)
-    targets = chunks.unit(columns) if len(head.shard) else torch.zeros_like(chunks.embeddings)
-    if head.ranks.world > 1:
-        targets = torch.where((local >= 0)[:, None], targets, 0.0)
+        chunks = Chunks(head, embeddings.detach(), local, reference)
     step = ChunkedStep(head, chunks, targets, is_certain)
     if chunks.b == 0.0:
         pulls = torch.is_grad_enabled() and embeddings.requires_grad

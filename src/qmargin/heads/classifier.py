@@ -138,7 +138,7 @@ class MarginClassifier(nn.Module):
         self._num_samples = 0
         self.fused_gradient: PrototypeGradient | None = None  # for a fused optimizer to apply
         self._step: StepRecord | None = None
-        # A speculative step, and what puts the margin back into its state before it.
+        # A speculative step, and what puts margin and reference back into their state before it.
         self._unverified: tuple[SparseStep | ChunkedStep, Callable[[], object]] | None = None
         self._reason = ""
         self._shares: deque[float] = deque(maxlen=NUM_MEASURED)
@@ -156,6 +156,8 @@ class MarginClassifier(nn.Module):
         self._was_chunked = False
         checks.check_settings(self, dtype)
         check_margin(loss.margin, num_classes)
+        if loss.reference is not None:
+            loss.reference.check_classes(num_classes)
         checks.check_head_memory(self, torch.empty((), device=device, dtype=dtype))
         weights = torch.empty(len(self.shard), embedding_dim, device=device, dtype=dtype)
         drawn = int(torch.randint(1 << 62, ()))  # from the generator that torch.manual_seed seeds
@@ -316,7 +318,7 @@ class MarginClassifier(nn.Module):
                 "head.verify() or head.discard() before the next"
             )
         self._step = self._unverified = None  # what they kept is free for this step
-        form = closed_form(self.loss.margin)
+        form = closed_form(self.loss.target_margin)
         is_step = choice.path in STEPS and not self.loss.debug
         by_matrix = choice.path in STEPS and choice.by_matrix
         by_matrix = by_matrix and fits(self, choice.path, len(labels))
@@ -475,7 +477,7 @@ class MarginClassifier(nn.Module):
             unit, norms = equal_share(unit, self.ranks), equal_share(norms, self.ranks)
             rows, record = ROW_LOSSES[path](self, unit, labels, norms)
             return reduce_rows(rows, labels, self.loss.ignore_index, self.loss.reduction), record
-        restore_margin = _snapshot(self.loss.margin)
+        restore_margin = _snapshot(self.loss)
 
         def take(path: str, **hints: Any) -> tuple[Tensor, Any]:
             make: Callable[..., Any] = STEPS[path]
@@ -614,12 +616,14 @@ class MarginClassifier(nn.Module):
         return state
 
 
-def _snapshot(margin: object) -> Callable[[], object]:
-    """A function that puts a margin back into its state, such as running statistics."""
-    if not isinstance(margin, nn.Module):
-        return lambda: None
-    state = deepcopy(margin.state_dict())
-    return lambda: margin.load_state_dict(state)
+def _snapshot(loss: MarginLoss) -> Callable[[], object]:
+    """A function that puts margin and reference back into their state, as running statistics."""
+    reference = loss.reference
+    changing = [loss.margin] if isinstance(loss.margin, nn.Module) else []
+    if reference is not None and reference.changes_in_training:
+        changing.append(reference)
+    states = [(part, deepcopy(part.state_dict())) for part in changing]
+    return lambda: [part.load_state_dict(state) for part, state in states]
 
 
 def _is_learned(divergence: Alpha) -> bool:

@@ -37,6 +37,7 @@ from qmargin.kernels.solver import (
 from qmargin.losses.functional import lift_target
 from qmargin.losses.margin_loss import LossOutput, margin_loss_with_stats
 from qmargin.losses.margins import Margin, TargetTerm
+from qmargin.losses.references import log_reference_of
 
 if TYPE_CHECKING:
     from qmargin.heads.classifier import MarginClassifier
@@ -116,8 +117,10 @@ def dense_rows(
     head: MarginClassifier, embeddings: Tensor, labels: Tensor, norms: Tensor
 ) -> tuple[Tensor, DenseStep]:
     """Loss of each row ``[B]`` for unit embeddings, and the record of the step."""
-    cosines = embeddings @ unit_prototypes(head).t()  # [B, k]: what this path is about
-    return _rows_of(head, "dense", cosines, labels, norms, head.loss.margin)
+    unit = unit_prototypes(head)
+    cosines = embeddings @ unit.t()  # [B, k]: what this path is about
+    measure = _reference_of(head, cosines, labels, unit)
+    return _rows_of(head, "dense", cosines, labels, norms, head.loss.target_margin, measure)
 
 
 def sampled_rows(
@@ -129,10 +132,27 @@ def sampled_rows(
     classes = sample_classes(
         labels.clamp_min(0), head.num_classes, rate=path.rate, seed=head.next_seed()
     )
-    cosines = embeddings @ unit_prototypes(head, classes).t()  # [B, n]
+    unit = unit_prototypes(head, classes)
+    cosines = embeddings @ unit.t()  # [B, n]
     columns = torch.where(labels < 0, labels, torch.searchsorted(classes, labels))
-    margin = OwnLabels(head.loss.margin, labels)
-    return _rows_of(head, "sampled", cosines, columns, norms, margin)
+    margin = OwnLabels(head.loss.target_margin, labels)
+    measure = _reference_of(head, cosines, columns, unit, classes)
+    return _rows_of(head, "sampled", cosines, columns, norms, margin, measure)
+
+
+def _reference_of(
+    head: MarginClassifier,
+    cosines: Tensor,
+    columns: Tensor,
+    unit: Tensor,
+    classes: Tensor | None = None,
+) -> Tensor | None:
+    """Log reference of the cosines' classes, all of them or ``classes``; None for zero."""
+    reference = head.loss.active_reference
+    if reference is None:
+        return None
+    given = (cosines.detach(), columns, head.loss.scale, unit.detach())
+    return log_reference_of(reference, *given, classes)
 
 
 def _rows_of(
@@ -142,6 +162,7 @@ def _rows_of(
     columns: Tensor,
     norms: Tensor,
     margin: Margin,
+    log_reference: Tensor | None,
 ) -> tuple[Tensor, DenseStep]:
     loss = head.loss
     output = margin_loss_with_stats(
@@ -153,6 +174,7 @@ def _rows_of(
         norms=norms,
         ignore_index=loss.ignore_index,
         debug=loss.debug,
+        log_reference=log_reference,
     )
     known = LossOutput(*(part.detach() for part in output))
     numbers = (loss.scale, loss.divergence.edge, head.num_classes)
@@ -203,6 +225,7 @@ class TopKStep:
     num_classes: int
     percent: float
     labels: Tensor  # [B]
+    measure: Tensor | None = None  # [B, k]: log reference of the classes; None for zero
     index: Tensor | None = None  # [B, K]: classes kept; None for all
     solved: SolvedKept = field(init=False)
     num_kept: int = 0
@@ -256,6 +279,9 @@ def solve_kept(step: TopKStep, kept: Tensor, target: Tensor, log_reference: Tens
     """Bisection from the paper's bracket on the kept cosines ``[B, K]``, by blocks of rows."""
     dtype = torch.float64 if kept.dtype == torch.float64 else torch.float32
     tolerance = 1e-14 if dtype == torch.float64 else 1e-9
+    measure = step.measure
+    if measure is not None and step.index is not None:
+        measure = measure.gather(1, step.index)
     limit = BLOCK_LOGITS.get(kept.device.type, BLOCK_LOGITS["cuda"])
     size = max(1, limit // kept.shape[1])
     parts = []
@@ -263,6 +289,8 @@ def solve_kept(step: TopKStep, kept: Tensor, target: Tensor, log_reference: Tens
         rows = slice(start, start + size)
         logits = torch.cat([kept[rows].double() * step.scale, target[rows, None]], 1)
         reference = torch.zeros_like(logits)
+        if measure is not None:
+            reference[:, :-1] = measure[rows]
         reference[:, -1] = log_reference[rows]
         anchor, level, _ = solve_bisection(
             logits, reference, step.b, bracket="paper", tolerance=tolerance
@@ -338,8 +366,10 @@ def top_k_rows(
         cosines = embeddings.half() @ unit.half().t()  # [B, k], as the paper has them
     else:
         cosines = embeddings @ unit.t()
+    measure = _reference_of(head, cosines, columns, unit.to(cosines.dtype))
+    step.measure = None if measure is None else measure.expand(cosines.shape)
     cosines, target_cosines = lift_target(cosines, columns)
-    term = loss.margin(target_cosines.double(), loss.scale, labels=labels, norms=norms)
+    term = loss.target_margin(target_cosines.double(), loss.scale, labels=labels, norms=norms)
     rows: Callable[..., Tensor] = TopKRows.apply
     value = rows(cosines, term.logits, term.log_reference, step)
     if term.penalty is not None:

@@ -24,6 +24,7 @@ from qmargin.heads.gradients import PrototypeGradient, deliver
 from qmargin.heads.step import RowSolution, StepStats, step_stats
 from qmargin.kernels.head_reference import UPDATE_CLASSES, PrototypeState, SgdRule, Target
 from qmargin.losses.margins import ClosedForm
+from qmargin.losses.references import only_scales_margins
 
 if TYPE_CHECKING:
     from qmargin.heads.classifier import MarginClassifier
@@ -42,6 +43,9 @@ def _kernels() -> Any:
 def fits(head: MarginClassifier, path: str, num_rows: int) -> bool:
     """Whether a sparse or chunked step of this head goes by one matrix."""
     limit, b = getattr(head.path, "matrix_logits", 0), head.alpha_minus_one
+    reference = head.loss.active_reference
+    if reference is not None and not only_scales_margins(reference, head.loss.scale):
+        return False  # kernels of the matrix take every class but the target with measure one
     is_possible = 0.0 < b <= 1.0 if path == "sparse" else b == 0.0 and path == "chunked"
     return (
         is_possible
@@ -372,6 +376,7 @@ class CapturedSteps:
             labels.shape, labels.dtype, labels.device, torch.is_grad_enabled(),
             prototypes.requires_grad, prototypes.data_ptr(), head.path, head.gradient,
             loss.divergence, loss.margin, loss.scale, loss.reduction, loss.ignore_index, loss.debug,
+            loss.active_reference,
         )  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from qmargin.heads.gradients import ListedGradient, deliver, element_bound
 from qmargin.heads.matrix import loss_of_rows, needs_gradient, prepared_rows, prototype_state
+from qmargin.heads.reference import row_reference
 from qmargin.heads.sharding import Ranks
 from qmargin.heads.step import RowSolution, StepStats, own_labels, step_stats, sum_target_cosines
 from qmargin.kernels.head_reference import (
@@ -59,12 +60,14 @@ def find_support(
 
     More pairs than ``limit`` raise ``ListOverflow``.
     """
-    pairs = kernels.list_pairs(maxima, target, slack, reduce=ranks.max_, scale=scale, b=b)
+    lower = None if batch.reference is None else batch.reference.group_minima()
+    numbers: dict[str, Any] = {"scale": scale, "b": b, "lower": lower}
+    pairs = kernels.list_pairs(maxima, target, slack, reduce=ranks.max_, **numbers)
     listed = ranks.integers(len(pairs.groups), limit, device=maxima.device)
     if any(count > most for count, most in listed):  # all of them go on by blocks together
         raise ListOverflow(maxima)
     if ranks.world > 1 and b <= 1.0:
-        pairs = tighten_pairs(pairs, maxima, target, ranks, scale=scale, b=b)
+        pairs = tighten_pairs(pairs, maxima, target, ranks, **numbers)
     candidates = kernels.score_candidates(batch, pairs)
     merged, own, support = candidates, None, None
     if ranks.world > 1:
@@ -73,7 +76,7 @@ def find_support(
     if own is not None:
         is_active = solved.posterior > 0
         support = torch.bincount(merged.rows[is_active].long(), minlength=len(target.logits))
-        rows, columns, _, starts = candidates
+        rows, columns, _, starts, _ = candidates
         posterior = solved.posterior[own]
         solved = solved._replace(rows=rows, columns=columns, posterior=posterior, starts=starts)
     pulled = sorted_classes = None
@@ -86,19 +89,30 @@ def find_support(
 
 
 def tighten_pairs(
-    pairs: Pairs, maxima: Tensor, target: Target, ranks: Ranks, *, scale: float, b: float
+    pairs: Pairs,
+    maxima: Tensor,
+    target: Target,
+    ranks: Ranks,
+    *,
+    scale: float,
+    b: float,
+    lower: Tensor | None = None,
 ) -> Pairs:
     """Pairs above a floor that counts the maxima of all ranks.
 
     The largest floor of any rank knows the classes of that rank alone: the more ranks, the lower
     it is, and the more candidates would be gathered. Each step of Newton takes one sum over the
     ranks and stays below the root (F6), as maxima less their slack are at most exact cosines.
+    ``lower`` is that of ``list_pairs``.
     """
     rows, rate = pairs.rows.long(), b * scale
     lowered = maxima[rows, pairs.groups.long()].double() - pairs.slack[rows]
     reference, floor = target.log_reference.double().exp(), pairs.floor
+    measure = None if lower is None else lower.expand(maxima.shape[1])[pairs.groups.long()].exp()
     for _ in range(BOUND_STEPS):
         heights = _mass_and_slope(rate * (lowered - floor[rows]), b)
+        if measure is not None:
+            heights = heights * measure
         sums = [torch.segment_reduce(part, "sum", offsets=pairs.starts) for part in heights]
         own = _mass_and_slope(b * target.logits.double() - rate * floor, b) * reference
         mass, slope = ranks.sum_(torch.stack(sums)) + own
@@ -127,7 +141,11 @@ def merge_candidates(candidates: Candidates, ranks: Ranks) -> tuple[Candidates, 
     place[order] = torch.arange(len(order), device=device)
     counts = torch.bincount(rows, minlength=len(candidates.starts) - 1)
     starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
-    merged = Candidates(rows.to(candidates.rows.dtype), torch.zeros_like(rows), scores, starts)
+    log_reference = candidates.log_reference
+    if log_reference is not None:
+        log_reference = ranks.gather(log_reference, sizes)[order]
+    columns, dtype = torch.zeros_like(rows), candidates.rows.dtype
+    merged = Candidates(rows.to(dtype), columns, scores, starts, log_reference)
     return merged, ranks.part(place, sizes)
 
 
@@ -152,7 +170,14 @@ class SparseStep:
         numbers |= {"limit": head.list_capacity * len(self.labels), "has_gradient": has_gradient}
         maxima, self.maxima = self.maxima, None
         assert maxima is not None
-        batch = Batch(self.prepared, head.copy, prototypes, head.inverse_norms, self.labels)
+        batch = Batch(
+            self.prepared,
+            head.copy,
+            prototypes,
+            head.inverse_norms,
+            self.labels,
+            row_reference(head, self.prepared.targets),
+        )
         given = (batch, maxima, target, self.slack())
         if head.ranks.world == 1 and hasattr(kernels, "find_support"):  # need not wait for lengths
             self.support = kernels.find_support(*given, expected=head.list_lengths, **numbers)

@@ -225,7 +225,7 @@ def step_loss(step: SolvableStep, embeddings: Tensor, labels: Tensor, norms: Ten
     is_enabled = torch.is_grad_enabled()
     inner = (step.target_cosines().double(), norms)
     cosines, lengths = leaves = tuple(leaf.detach().requires_grad_(is_enabled) for leaf in inner)
-    term = loss_of.margin(cosines, loss_of.scale, labels=labels, norms=lengths)
+    term = loss_of.target_margin(cosines, loss_of.scale, labels=labels, norms=lengths)
     is_learned = is_enabled and _has_other_leaves(term, leaves)
     inputs = (head.prototypes, embeddings)
     has_gradient = is_enabled and (is_learned or any(part.requires_grad for part in inputs))

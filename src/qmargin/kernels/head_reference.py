@@ -18,9 +18,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag, pad
 
+from qmargin.errors import ConfigError
 from qmargin.kernels import lists
 from qmargin.kernels.solver import (
     label_loss,
+    level_cost,
     loss_from_sums,
     posterior_rows,
     reference_gradient,
@@ -56,6 +58,53 @@ class PreparedRows(NamedTuple):
     target_cosines: Tensor  # [B] with them
 
 
+class RowReference(NamedTuple):
+    """Log reference measure of the classes but the target (M14)."""
+
+    classes: Tensor | None  # [k] float64, the same in every row; None for zero
+    pair: Callable[[Tensor], Tensor] | None  # given the target, from cosines of prototypes
+    targets: Tensor  # [B, d]: unit prototypes of the rows' own classes, wherever they are
+    bounds: tuple[float, float]  # of the sum of both, over the classes of all ranks
+    pair_low: float  # of what ``pair`` gives
+    stamp: int | None  # version of ``classes``
+
+    def group_minima(self) -> Tensor | None:
+        """Lower bound of each group, ``[ceil(k / GROUP)]`` float64, for the screen (M16).
+
+        None where every class has at least measure one: then a bound without any holds.
+        """
+        if self.bounds[0] >= 0.0 and self.classes is None:
+            return None
+        if self.classes is None:
+            return torch.full((1,), self.pair_low, dtype=torch.float64, device=self.targets.device)
+        num_groups = -(-len(self.classes) // GROUP)
+        missing = num_groups * GROUP - len(self.classes)
+        groups = pad(self.classes, (0, missing), value=math.inf).view(num_groups, GROUP)
+        return groups.amin(1) + self.pair_low
+
+    def part(self, classes: slice, unit: Tensor, dtype: torch.dtype) -> Tensor:
+        """Of consecutive classes with these unit prototypes, ``[1, n]`` or ``[B, n]``.
+
+        The targets' own count as any other class's.
+        """
+        total = torch.zeros((1, len(unit)), dtype=dtype, device=unit.device)
+        if self.classes is not None:
+            self.check()
+            total = self.classes[classes].to(dtype)[None]
+        if self.pair is not None:
+            cosines = product(self.targets.to(unit.dtype), unit.t()).to(dtype)
+            total = total + self.pair(cosines).detach()
+        return total
+
+    def check(self) -> None:
+        """Raise if the numbers of the classes changed since the step began."""
+        if self.classes is not None and self.classes._version != self.stamp:
+            raise ConfigError(
+                "the reference changed between a forward pass and its backward pass; change it "
+                "after the step, or let per_class return a new tensor"
+            )
+
+
 class Batch(NamedTuple):
     """A batch and the prototypes it is scored with."""
 
@@ -64,6 +113,7 @@ class Batch(NamedTuple):
     prototypes: Tensor  # [k, d]
     inverse_norms: Tensor  # [k]
     labels: Tensor  # [B]
+    reference: RowReference | None = None  # None if all classes but the targets have measure one
 
 
 class Lengths(NamedTuple):
@@ -98,6 +148,7 @@ class Candidates(NamedTuple):
     columns: Tensor  # [n]
     scores: Tensor  # [n]
     starts: Tensor  # [B + 1]
+    log_reference: Tensor | None = None  # [n] float64; None for zero
 
 
 class SolvedRows(NamedTuple):
@@ -301,13 +352,19 @@ def list_pairs(
     scale: float,
     b: float,
     reduce: Callable[[Tensor], Tensor] | None = None,
+    lower: Tensor | None = None,
 ) -> Pairs:
     """Pairs that may hold active classes (F1, F4), for maxima ``[B, g]`` within ``slack`` (F3).
 
     ``reduce`` is the maximum of the floors over the ranks, each of which has one from its own
-    classes and its own slack.
+    classes and its own slack. ``lower`` bounds the log references of each group, ``[g]`` or
+    ``[1]``, from below (M16); without it they are not negative.
     """
-    edge = (_bound_from_maxima(maxima, target, scale, b) - 1.0 / b) / scale
+    if lower is None:
+        bound = _bound_from_maxima(maxima, target, scale, b)
+    else:
+        bound = _bound_with_reference(maxima, lower, target, scale, b)
+    edge = (bound - 1.0 / b) / scale
     floor = edge - slack if reduce is None else reduce(edge - slack)
     lowest, counts, found = floor - slack, [], []
     for part in lists.pieces(len(maxima), max(1, maxima.shape[1])):
@@ -333,6 +390,24 @@ def _bound_from_maxima(maxima: Tensor, target: Target, scale: float, b: float) -
     return tau_from_below(logits, reference, b, tolerance=1e-6)
 
 
+def _bound_with_reference(
+    maxima: Tensor, lower: Tensor, target: Target, scale: float, b: float
+) -> Tensor:
+    """The same where the classes of a group have at least the measure ``exp(lower)`` (M16).
+
+    Of each row the groups count that bound ``tau`` best on their own (M4).
+    """
+    cost, found = slacks(level_cost(-lower, b), b), []
+    lower = lower.expand(maxima.shape[1])
+    for part in lists.pieces(len(maxima), max(1, maxima.shape[1]), lists.BLOCK):
+        logits = maxima[part].double() * scale
+        best = (logits - cost).topk(min(lists.NUM_BOUNDING, logits.shape[1])).indices
+        logits = torch.cat([logits.gather(1, best), target.logits[part, None]], 1)
+        reference = torch.cat([lower[best], target.log_reference[part, None]], 1)
+        found.append(tau_from_below(logits, reference, b, tolerance=1e-6))
+    return lists.cat(found)
+
+
 def score_candidates(batch: Batch, pairs: Pairs) -> Candidates:
     """Exact cosines of the classes in listed pairs that can be active, row by row.
 
@@ -340,13 +415,43 @@ def score_candidates(batch: Batch, pairs: Pairs) -> Candidates:
     """
     num_groups = -(-len(batch.prototypes) // GROUP)
     if len(pairs.groups) > DENSE_SHARE * len(batch.labels) * num_groups:
-        return _score_blocks(batch, pairs.floor)
-    return _score_pairs(batch, pairs)
+        candidates = _score_blocks(batch, pairs.floor)
+    else:
+        candidates = _score_pairs(batch, pairs)
+    return add_reference(candidates, batch, target_similarities)
+
+
+def add_reference(
+    candidates: Candidates, batch: Batch, similarities: Callable[[Batch, Candidates], Tensor]
+) -> Candidates:
+    """The candidates with their log references, by the cosines of prototypes where needed."""
+    reference = batch.reference
+    if reference is None:
+        return candidates
+    columns = candidates.columns.clamp_max(len(batch.prototypes) - 1)  # some lists have room
+    total = torch.zeros(len(columns), dtype=torch.float64, device=columns.device)
+    if reference.classes is not None:
+        total = reference.classes[columns]
+    if reference.pair is not None:
+        total = total + reference.pair(similarities(batch, candidates)).detach().double()
+    return candidates._replace(log_reference=total)
+
+
+def target_similarities(batch: Batch, candidates: Candidates) -> Tensor:
+    """Cosines of each candidate's prototype with that of its row's own class, ``[n]``."""
+    assert batch.reference is not None
+    targets, (rows, columns, *_) = batch.reference.targets, candidates
+    parts = [targets.new_empty(0)]
+    for start in range(0, len(rows), BLOCK_ENTRIES):
+        some = slice(start, start + BLOCK_ENTRIES)
+        cosines = (targets[rows[some]] * batch.prototypes[columns[some]]).sum(1)
+        parts.append(cosines * batch.inverse_norms[columns[some]])
+    return torch.cat(parts)
 
 
 def _score_pairs(batch: Batch, pairs: Pairs) -> Candidates:
     """By group: a few of its rows at a time, against its prototypes."""
-    prepared, _, prototypes, inverse_norms, labels = batch
+    prepared, _, prototypes, inverse_norms, labels, _ = batch
     num_classes, groups, rows = len(prototypes), pairs.groups, pairs.rows
     member = torch.arange(GROUP, device=groups.device)
     scores = prototypes.new_empty((len(groups), GROUP))
@@ -379,7 +484,7 @@ def _score_pairs(batch: Batch, pairs: Pairs) -> Candidates:
 
 def _score_blocks(batch: Batch, floor: Tensor) -> Candidates:
     """Every class above its row's floor; by F3 all of them lie in listed groups."""
-    prepared, _, prototypes, inverse_norms, labels = batch
+    prepared, _, prototypes, inverse_norms, labels, _ = batch
     lowered = floor.to(prototypes.dtype)  # the largest number at or below the floor
     below = torch.nextafter(lowered, torch.full_like(lowered, -math.inf))
     lowered = torch.where(lowered.double() > floor, below, lowered)
@@ -405,13 +510,14 @@ def _score_blocks(batch: Batch, floor: Tensor) -> Candidates:
     )
     parts = map(torch.cat, zip(*found, strict=True))
     listed = [torch.empty_like(part).index_copy_(0, places, part) for part in parts]
-    return Candidates._make([*listed, starts])
+    return Candidates(*listed, starts)
 
 
 def solve_lists(candidates: Candidates, target: Target, *, scale: float, b: float) -> SolvedRows:
     """Root, posterior and loss of every row from the exact scores of all that can be active."""
-    rows, columns, scores, starts = candidates
-    if scores.device.type == "cpu" and len(starts) > 1 and lists.has_powers(b):
+    rows, columns, scores, starts, log_reference = candidates
+    is_one = log_reference is None
+    if is_one and scores.device.type == "cpu" and len(starts) > 1 and lists.has_powers(b):
         return _solve_pieces(candidates, target, scale, b)
     counts = starts.diff()
     width = int(counts.max()) if len(counts) else 0
@@ -420,6 +526,8 @@ def solve_lists(candidates: Candidates, target: Target, *, scale: float, b: floa
     logits[rows, position] = scores.double() * scale
     logits[:, -1] = target.logits
     reference = torch.zeros_like(logits)
+    if log_reference is not None:
+        reference[rows, position] = log_reference
     reference[:, -1] = target.log_reference
     anchor, level, _ = solve_rows(logits, reference, b)
     posterior, levels = posterior_rows(logits, reference, anchor, level, b)
@@ -439,7 +547,7 @@ def solve_lists(candidates: Candidates, target: Target, *, scale: float, b: floa
 
 def _solve_pieces(candidates: Candidates, target: Target, scale: float, b: float) -> SolvedRows:
     """``solve_lists`` on a CPU, in pieces that leave its other cores alone."""
-    rows, columns, scores, starts = candidates
+    rows, columns, scores, starts, _ = candidates
     highest = scores.new_full((len(starts) - 1,), -math.inf)
     highest.scatter_reduce_(0, rows, scores, "amax")
     start = lists.start_rows(highest.double() * scale, *target, b)

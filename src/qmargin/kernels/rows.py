@@ -331,7 +331,13 @@ def candidates(block: Rows) -> Listed | None:
         tau_low = tau_from_below(*listed, b, tolerance=1e-3)  # it need not converge
     else:  # the best bound of a single class (M4)
         cost = slacks(level_cost(-block.log_reference.double(), b), b)
-        tau_low = (values.double() * block.scale - cost).amax(1)
+        bounds = values.double() * block.scale - cost
+        if block.labels is not None:  # a lifted target has another logit and another measure
+            assert block.target_logits is not None and block.target_log_reference is not None
+            own_cost = slacks(level_cost(-block.target_log_reference.double(), b), b)
+            own = block.target_logits.double() - own_cost
+            bounds.scatter_(1, block.labels[:, None], own[:, None])
+        tau_low = bounds.amax(1)
         is_infinite = (block.log_reference == math.inf).any(1)
         tau_low = torch.where(is_infinite, math.nan, tau_low)  # as in the solver
     floor = certain_floor(tau_low, b, block.scale, values.dtype)

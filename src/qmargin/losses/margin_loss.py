@@ -24,6 +24,14 @@ from qmargin.losses.margins import (
     register_learnable,
     warn_if_unreachable,
 )
+from qmargin.losses.references import (
+    Reference,
+    ReferencedMargin,
+    check_reference,
+    log_reference_of,
+    warn_if_class_unreachable,
+    warn_if_steep,
+)
 
 Reduction = Literal["mean", "sum", "none"]
 REDUCTIONS = ("mean", "sum", "none")
@@ -49,11 +57,12 @@ def margin_loss_with_stats(
     norms: Tensor | None = None,
     ignore_index: int = -100,
     debug: bool = False,
+    log_reference: Tensor | None = None,
 ) -> LossOutput:
     """Loss of each row with threshold, support size and target posterior.
 
-    The margin turns the target's cosine into a logit and a log reference; every other class keeps
-    reference measure one. No mask of shape ``[B, k]`` is built.
+    The margin turns the target's cosine into a logit and a log reference; every other class has
+    reference measure one, or the given one. No mask of shape ``[B, k]`` is built.
 
     Args:
         cosines: ``[B, k]`` (or ``[..., k]``); half precision is computed in float32.
@@ -65,11 +74,14 @@ def margin_loss_with_stats(
         ignore_index: Rows with this label have zero loss and gradient, whatever they hold; their
             statistics mean nothing.
         debug: Check labels and the range of the cosines on every device, which waits for it.
+        log_reference: Log reference measure of the other classes, broadcastable to the cosines:
+            one per class ``[k]``, or all. The target's is the margin's.
     """
     settings = scale, norms, ignore_index, debug
-    found = _fused(cosines, labels, divergence, margin, *settings, "none", statistics=True)
-    if found is not None:
-        return LossOutput(*found)
+    if log_reference is None:
+        found = _fused(cosines, labels, divergence, margin, *settings, "none", statistics=True)
+        if found is not None:
+            return LossOutput(*found)
     scale = checks.check_scale(scale)
     check_divergence(divergence)
     ignore_index = checks.check_ignore_index(ignore_index)
@@ -78,7 +90,10 @@ def margin_loss_with_stats(
     checks.check_label_tensor(labels, cosines, "cosines")
     if norms is not None:
         checks.check_norms(norms, labels)
+    reference = checks.check_reference(log_reference, cosines)
     shape, rows, labels = labels.shape, cosines.reshape(-1, cosines.shape[-1]), labels.reshape(-1)
+    if reference is not None:
+        reference = reference.reshape(rows.shape)
     is_ignored, labels = _checked_rows(rows, labels, ignore_index, debug)
     rows, targets = lift_target(rows, labels)
     marked = labels
@@ -94,7 +109,8 @@ def margin_loss_with_stats(
     if isinstance(divergence, Alpha):
         lifted = labels, term.logits, term.log_reference
         alpha = divergence.as_tensor()
-        solved = value_of(rows, None, alpha, lifted=lifted, is_ignored=is_ignored, scale=scale)
+        given = {"lifted": lifted, "is_ignored": is_ignored, "scale": scale}
+        solved = value_of(rows, reference, alpha, **given)
         stats = solved.tau, solved.support_size, solved.target_posterior, solved.mass_error
         output = LossOutput(solved.value, *stats)
     else:  # the generic solver needs full [B, k] matrices
@@ -103,7 +119,8 @@ def margin_loss_with_stats(
         if is_ignored is not None:
             logits = torch.where(is_ignored[:, None], 0.0, logits)
         logits = logits.scatter(1, index, term.logits[:, None])
-        reference = torch.zeros_like(logits).scatter(1, index, term.log_reference[:, None])
+        wide = torch.zeros_like(logits) if reference is None else reference.double()
+        reference = wide.scatter(1, index, term.log_reference[:, None])
         one_hot = torch.zeros_like(logits).scatter(1, index, 1.0)
         loss = generic_loss(logits, one_hot, reference, divergence)
         with torch.no_grad():
@@ -207,10 +224,11 @@ def margin_loss(
 
 
 class MarginLoss(nn.Module):
-    """A loss is a divergence times a margin, at a scale.
+    """A loss is a divergence times a margin, at a scale, and perhaps a reference measure.
 
-    It holds no state of its own. An alpha or a margin that is a parameter, and a margin that is a
-    module (AdaFace keeps running statistics), are registered, so that an optimizer finds them.
+    It holds no state of its own. An alpha or a margin that is a parameter, a margin that is a
+    module (AdaFace keeps running statistics) and the reference are registered, so that an optimizer
+    finds them, and ``state_dict()`` has them.
 
     Args:
         divergence: ``Alpha(1.25)``, or any other ``Divergence``.
@@ -222,6 +240,9 @@ class MarginLoss(nn.Module):
         debug: Check the range of labels and cosines on a GPU too, which waits for the device.
         label_smoothing: Not supported: a margin needs one target; the error says what to use.
         weight: Not supported: weigh the rows of ``reduction="none"`` instead.
+        reference: Reference measure of the classes: ``ClassPrior(counts)``, ``LookAlike(0.1)``,
+            ``Quality(0.33)``, a sum of them, or one of your own. One that is one for every class,
+            such as one of strength zero, is left out.
 
     Examples:
         >>> from qmargin.losses.margins import PriorMargin
@@ -241,6 +262,7 @@ class MarginLoss(nn.Module):
         debug: bool = False,
         label_smoothing: float = 0.0,
         weight: Tensor | None = None,
+        reference: Reference | None = None,
     ) -> None:
         super().__init__()
         if label_smoothing != 0.0:
@@ -265,38 +287,87 @@ class MarginLoss(nn.Module):
         if isinstance(divergence, Alpha) and isinstance(divergence.alpha, nn.Parameter):
             self.alpha = divergence.alpha
         register_learnable(self, margin, "margin")  # a margin that is a module has its own
+        check_reference(reference, margin, self._b)
+        self.reference = reference
         if self.alpha_value is not None:
             warn_if_unreachable(margin, alpha=self.alpha_value, scale=self.scale)
+            if reference is not None:
+                b = self.alpha_value - 1.0
+                warn_if_class_unreachable(reference, margin, b=b, scale=self.scale)
+                warn_if_steep(reference, b=b, scale=self.scale)
+
+    @property
+    def _b(self) -> float | None:
+        return self.divergence.alpha_minus_one if isinstance(self.divergence, Alpha) else None
 
     @property
     def alpha_value(self) -> float | None:
         """Order of the divergence as a number; None for other divergences."""
-        return self.divergence.alpha_minus_one + 1.0 if isinstance(self.divergence, Alpha) else None
+        b = self._b
+        return None if b is None else b + 1.0
+
+    @property
+    def active_reference(self) -> Reference | None:
+        """The reference; None for one that changes nothing."""
+        reference = self.reference
+        return None if reference is None or reference.is_one(self.scale) else reference
+
+    @property
+    def target_margin(self) -> Margin:
+        """What makes the target's term: the margin, with the reference where there is one."""
+        reference = self.active_reference
+        if reference is None:
+            return self.margin
+        return ReferencedMargin(self.margin, reference, self._b)
 
     @property
     def effective_margin(self) -> float | None:
-        """The cosine gap the margin adds (M12); None where that is not one number."""
+        """The cosine gap the margin adds (M12), without a reference; None if it is not a number."""
         if self.alpha_value is None:
             return None
         return self.margin.effective(self.alpha_value, self.scale)
 
     def with_stats(
-        self, cosines: Tensor, labels: Tensor, norms: Tensor | None = None
+        self,
+        cosines: Tensor,
+        labels: Tensor,
+        norms: Tensor | None = None,
+        prototypes: Tensor | None = None,
     ) -> LossOutput:
         """Unreduced loss with tau, support size, target posterior and residual, per row."""
+        reference, log_reference = self.active_reference, None
+        if reference is not None:
+            cosines = checks.check_floating(cosines, "cosines")
+            checks.check_label_tensor(labels, cosines, "cosines")
+            given = (cosines, labels, self.scale, prototypes)
+            log_reference = log_reference_of(reference, *given)
         return margin_loss_with_stats(
             cosines,
             labels,
             divergence=self.divergence,
-            margin=self.margin,
+            margin=self.target_margin,
             scale=self.scale,
             norms=norms,
             ignore_index=self.ignore_index,
             debug=self.debug,
+            log_reference=log_reference,
         )
 
-    def forward(self, cosines: Tensor, labels: Tensor, norms: Tensor | None = None) -> Tensor:
-        """Mean or sum over the rows that are not ignored, or one loss per row ``[B]``."""
+    def forward(
+        self,
+        cosines: Tensor,
+        labels: Tensor,
+        norms: Tensor | None = None,
+        prototypes: Tensor | None = None,
+    ) -> Tensor:
+        """Mean or sum over the rows that are not ignored, or one loss per row ``[B]``.
+
+        ``norms`` ``[B]`` are the lengths of the embeddings and ``prototypes`` ``[k, d]`` the
+        classes' own vectors, for margins and references that look at them.
+        """
+        if self.active_reference is not None:
+            loss = self.with_stats(cosines, labels, norms, prototypes).loss
+            return self._reduced(loss, labels)
         key, is_planned = None, norms is None and not self.debug and self.reduction != "none"
         if is_planned and fused.may_plan(cosines):
             kinds = id(self.divergence), id(self.margin), self.scale
@@ -314,7 +385,9 @@ class MarginLoss(nn.Module):
                 planned = fused.Settings(b, self.scale, form, ignored, self.reduction)
                 fused.remember(key, cosines, labels, planned, self.divergence, self.margin)
             return found[0]
-        loss = self.with_stats(cosines, labels, norms).loss
+        return self._reduced(self.with_stats(cosines, labels, norms).loss, labels)
+
+    def _reduced(self, loss: Tensor, labels: Tensor) -> Tensor:
         if self.reduction == "none":
             return loss
         if self.reduction == "sum":

@@ -928,12 +928,15 @@ def warn_if_unreachable(margin: Margin, *, alpha: float, scale: float) -> None:
     if isinstance(margin, PriorMargin):
         largest = PriorMargin.from_effective(room, alpha=alpha, scale=scale).margin
         remedy = f"lower the {name} below {largest:.3g}, or choose it by PriorMargin.from_effective"
+    warn_of_margin(
+        f"the effective margin is {gap:.3g} at alpha={alpha:g}, scale={scale:g}, but cosines "
+        f"differ by at most {LARGEST_GAP:g}: {remedy}"
+    )
+
+
+def warn_of_margin(text: str) -> None:
+    """Give a ``MarginWarning`` at the line that called this package."""
     frame, level = sys._getframe(), 1
     while frame.f_back is not None and frame.f_globals["__name__"].startswith("qmargin."):
         frame, level = frame.f_back, level + 1
-    warnings.warn(
-        f"the effective margin is {gap:.3g} at alpha={alpha:g}, scale={scale:g}, but cosines "
-        f"differ by at most {LARGEST_GAP:g}: {remedy}",
-        MarginWarning,
-        stacklevel=level,
-    )
+    warnings.warn(text, MarginWarning, stacklevel=level)

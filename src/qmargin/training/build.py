@@ -9,6 +9,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -145,10 +146,28 @@ def build_backbone(recipe: Recipe, *, device: torch.device | str = "cpu") -> nn.
 
 
 def build_loss(
-    recipe: Recipe, *, num_classes: int | None = None, device: torch.device | str = "cpu"
+    recipe: Recipe,
+    *,
+    num_classes: int | None = None,
+    device: torch.device | str = "cpu",
+    dataset: Dataset | None = None,
 ) -> ScheduledLoss:
-    """The loss of a recipe; draws of its margin follow the recipe's seed."""
-    return ScheduledLoss(recipe.loss, seed=recipe.seed, num_classes=num_classes, device=device)
+    """The loss of a recipe; draws of its margin follow the recipe's seed.
+
+    The training samples of each class, where a reference needs them, are those of the dataset.
+    """
+    counts = None
+    if recipe.loss.needs_counts and dataset is not None:
+        labels = dataset.labels
+        if labels is None:
+            raise ConfigError(
+                "loss.reference needs the training samples of each class and the data has no list "
+                "of labels; use data with an index (qmargin data index)"
+            )
+        found = np.bincount(np.asarray(labels).astype(np.int64), minlength=dataset.num_classes)
+        counts = torch.from_numpy(found)
+    options: dict[str, Any] = {"num_classes": num_classes, "device": device, "counts": counts}
+    return ScheduledLoss(recipe.loss, seed=recipe.seed, **options)
 
 
 def build_head(

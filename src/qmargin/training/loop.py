@@ -245,7 +245,7 @@ def _step_record(
         "loss": result.loss,
         "lr": session.optimizers.backbone.param_groups[0]["lr"],
         "effective_margin": head.loss.effective_margin,
-        **loss_settings(session.recipe, step - 1, per_epoch)._asdict(),
+        **loss_settings(session.recipe, step - 1, per_epoch).as_record(),
         "grad_norm": result.grad_norm,
         "num_skipped": session.progress.num_skipped,
         "num_corrupt": session.budget.count,

@@ -1,4 +1,4 @@
-"""The loss of a recipe: any registered divergence, a margin or a sum of margins, and a scale.
+"""The loss of a recipe: a registered divergence, margins, reference measures, and a scale.
 
 People write it as it is thought, in any of these forms::
 
@@ -6,11 +6,13 @@ People write it as it is thought, in any of these forms::
     loss: {divergence: {alpha: 1.25}, margin: [{prior: 0.1}, {angular: 0.05}], scale: 16}
     loss: {divergence: jensen_shannon, margin: {angular: {margin: 0.5, gradient: exact}}, scale: 30}
     loss: {alpha: 1.25, margin: {prior: {per_class: margins.npy}}, scale: 32}
+    loss: {preset: q_margin, reference: [{class_prior: {strength: 0.5}}, {quality: 0.33}]}
     loss: {alpha: 1.25, margin_kind: prior, margin: 0.2, scale: 32, options: {}}
 
-All become the last one, with ``divergence``, ``divergence_options`` and ``plus`` where they are
-needed: the first margin's main number is ``margin``, the divergence's is ``alpha``, and these are
-what schedules, sweeps and ``--set loss.margin=0.3`` change.
+All become the last one, with ``divergence``, ``divergence_options``, ``plus`` and ``reference``
+where they are needed: the first margin's main number is ``margin``, the divergence's is ``alpha``,
+and these are what schedules, sweeps and ``--set loss.margin=0.3`` change. References are settings
+by name, as in ``--set loss.reference.quality.strength=0.2``.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import inspect
 import math
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -33,7 +35,8 @@ from qmargin.losses import presets
 from qmargin.losses.divergences import Divergence
 from qmargin.losses.margin_loss import MarginLoss
 from qmargin.losses.margins import Margin, ModuleSumMargin, PerClass, main_number
-from qmargin.registry import Registry, divergences, margins
+from qmargin.losses.references import Reference, parts_of
+from qmargin.registry import Registry, divergences, margins, references
 from qmargin.schema import NEW, NUMBER, Options, check_fields, check_known, check_options, short
 
 PRESETS = tuple(
@@ -44,6 +47,8 @@ PRESETS = tuple(
 PER_CLASS = "per_class"
 """Option of any margin: factors of its main number, one per class, in a list or a file."""
 MAX_CLASS_BYTES = 1 << 30
+COUNTS = "counts"
+"""Parameter of a reference that gets the training samples of each class, from the data."""
 
 
 class LossSettings(NamedTuple):
@@ -52,11 +57,19 @@ class LossSettings(NamedTuple):
     alpha: float | None  # None where the divergence has no number
     margin: float
     scale: float
+    strength: float | None = None  # of the first reference; None without one
+
+    def as_record(self) -> dict[str, float | None]:
+        """For the journal, without a strength that there is not."""
+        values = self._asdict()
+        if self.strength is None:
+            del values["strength"]
+        return values
 
 
 @dataclass(frozen=True)
 class LossPart:
-    """A divergence, a margin and a scale, all of them written out.
+    """A divergence, a margin, a scale and perhaps references, all of them written out.
 
     A published loss is ``LossPart.from_preset(name)``; files and ``--set`` take ``loss.preset``
     for it. What is kept are its numbers, so that a record stays true when a preset changes.
@@ -73,6 +86,8 @@ class LossPart:
     divergence_options: Options = field(default_factory=dict, hash=False, metadata=NEW)
     # margins that are added to the first, as settings by name
     plus: dict[str, Options] = field(default_factory=dict, hash=False, metadata=NEW)
+    # reference measures that are added up, as settings by name
+    reference: dict[str, Options] = field(default_factory=dict, hash=False, metadata=NEW)
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -97,13 +112,16 @@ class LossPart:
             named = {name: value for name, value in options.items() if name != PER_CLASS}
             where = "options" if is_first else f"plus.{kind}"
             check_options(named, margins.get(kind), where, given=(main,) if is_first else ())
+        for kind, options in self.reference.items():
+            check_registered(kind, references, "reference")
+            check_options(options, references.get(kind), f"reference.{kind}", given=(COUNTS,))
         stand_ins = {  # for files, which are read when a run is built
             kind: torch.ones(1) if isinstance(source, str) else read_class_values(source)
             for kind, source in self.class_sources.items()
         }
         with warnings.catch_warnings():  # a margin out of reach is said when a run builds the loss
             warnings.simplefilter("ignore", MarginWarning)
-            self.build(values=stand_ins)
+            self.build(values=stand_ins, counts=torch.ones(1))
 
     @classmethod
     def from_preset(cls, preset: str, **changes: Any) -> LossPart:
@@ -116,6 +134,8 @@ class LossPart:
     def expand(cls, values: Mapping[str, Any]) -> dict[str, Any]:
         """Fields from any way of writing a loss."""
         found = dict(values)
+        if "reference" in found:
+            found["reference"] = _read_references(found["reference"] or ())
         divergence, margin = found.get("divergence"), found.get("margin")
         if "divergence" in found and ("alpha" not in found or isinstance(divergence, Mapping)):
             found |= _read_divergence(found)
@@ -130,7 +150,27 @@ class LossPart:
     @property
     def settings(self) -> LossSettings:
         """The numbers, where no schedule changes them."""
-        return LossSettings(self.alpha, self.margin, self.scale)
+        return LossSettings(self.alpha, self.margin, self.scale, self.strength)
+
+    @property
+    def strength(self) -> float | None:
+        """Main number of the first reference; None without one."""
+        for kind, options in self.reference.items():
+            maker = references.get(kind)
+            main = main_number(maker)
+            number = None if main is None else options.get(main, _default_of(maker, main))
+            return number if isinstance(number, int | float) else None
+        return None
+
+    def with_strength(self, strength: float) -> LossPart:
+        """The same with another main number of the first reference."""
+        if self.strength is None:
+            raise ConfigError("loss.reference is empty, or its first entry has no number")
+        kind = next(iter(self.reference))
+        main = main_number(references.get(kind))
+        assert main is not None
+        first = {kind: {**self.reference[kind], main: strength}}
+        return replace(self, reference={**self.reference, **first})
 
     @property
     def order(self) -> float:
@@ -164,11 +204,40 @@ class LossPart:
         }
 
     def build(
-        self, *, seed: int | None = None, values: Mapping[str, Tensor] | None = None
+        self,
+        *,
+        seed: int | None = None,
+        values: Mapping[str, Tensor] | None = None,
+        counts: Tensor | None = None,
     ) -> MarginLoss:
-        """The loss; see ``build_margin``."""
-        margin = self.build_margin(seed=seed, values=values)
-        return MarginLoss(self.build_divergence(self.alpha), margin, scale=self.scale)
+        """The loss; see ``build_margin`` and ``build_reference``."""
+        parts = self.build_divergence(self.alpha), self.build_margin(seed=seed, values=values)
+        return MarginLoss(*parts, scale=self.scale, reference=self.build_reference(counts))
+
+    @property
+    def needs_counts(self) -> bool:
+        """Whether a reference asks for the training samples of each class."""
+        makers = map(references.get, self.reference)
+        return any(COUNTS in inspect.signature(maker).parameters for maker in makers)
+
+    def build_reference(self, counts: Tensor | None = None) -> Reference | None:
+        """The reference, or the sum of references; None without one.
+
+        ``counts`` ``[k]`` are the training samples of each class.
+        """
+        built: Reference | None = None
+        for kind, options in self.reference.items():
+            maker, chosen = references.get(kind), dict[str, Any](options)
+            if COUNTS in inspect.signature(maker).parameters:
+                if counts is None:
+                    raise ConfigError(
+                        f"loss.reference.{kind} needs the training samples of each class; give the "
+                        "data, or pass counts"
+                    )
+                chosen[COUNTS] = counts
+            made = maker(**chosen)
+            built = made if built is None else built + made
+        return built
 
     def build_divergence(self, number: float | None) -> Divergence:
         """The divergence with this main number, or its own default."""
@@ -217,6 +286,7 @@ class ScheduledLoss:
         seed: int | None = None,  # of the draws of margins
         num_classes: int | None = None,  # of the data, to compare per-class numbers with
         device: torch.device | str = "cpu",
+        counts: Tensor | None = None,  # training samples of each class, for references
     ) -> None:
         self.part, self._settings = part, part.settings
         self._values: dict[str, Tensor] = {}
@@ -229,7 +299,9 @@ class ScheduledLoss:
             if isinstance(source, str):
                 self.sha256s[kind] = sha256_of(Path(source).expanduser())
             self._values[kind] = values.to(device)
-        self.loss = part.build(seed=seed, values=self._values)
+        self.loss = part.build(seed=seed, values=self._values, counts=counts)
+        if self.loss.reference is not None:
+            self.loss.reference.to(device)
 
     def at(self, settings: LossSettings) -> MarginLoss:
         """The loss with the numbers of a step; the same object while they do not change."""
@@ -240,7 +312,12 @@ class ScheduledLoss:
         with warnings.catch_warnings():  # the numbers at the end were judged when it was built
             warnings.simplefilter("ignore", MarginWarning)
             divergence = self.part.build_divergence(settings.alpha)
-            self.loss = MarginLoss(divergence, margin, scale=settings.scale).train(old.training)
+            reference = old.reference
+            if reference is not None and settings.strength is not None:
+                first = parts_of(reference)[0]
+                setattr(first, str(main_number(type(first))), settings.strength)
+            made = MarginLoss(divergence, margin, scale=settings.scale, reference=reference)
+            self.loss = made.train(old.training)
         self._settings = settings
         return self.loss
 
@@ -302,6 +379,19 @@ def _read_margins(values: Mapping[str, Any]) -> dict[str, Any]:
     result: dict[str, Any] = {"margin_kind": first, "margin": options.pop(main)}
     result |= {"options": options} if options else {}
     return result | ({"plus": dict(others)} if others else {})
+
+
+def _read_references(given: Any) -> dict[str, dict[str, Any]]:
+    """Settings by name from one reference, a list of them, or what this has made."""
+    if isinstance(given, Mapping):
+        given = [{name: options} for name, options in given.items()]
+    found: dict[str, dict[str, Any]] = {}
+    for entry in given if isinstance(given, list | tuple) else [given]:
+        kind, options = _one_entry(entry, references, "reference")
+        if kind in found:
+            raise ConfigError(f"reference has {kind} twice; keep one of them")
+        found[kind] = options
+    return found
 
 
 def _one_entry(entry: Any, registry: Registry[Any], where: str) -> tuple[str, dict[str, Any]]:

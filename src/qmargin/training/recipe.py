@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from qmargin.errors import ConfigError
 from qmargin.registry import datasets
-from qmargin.schema import Options, check_fields, check_range
+from qmargin.schema import NEW, Options, check_fields, check_range
 from qmargin.schema import flatten as flatten
 from qmargin.training.loss_part import LossPart as LossPart
 from qmargin.training.loss_part import check_registered, is_stateful
@@ -227,7 +227,12 @@ class RunPart:
             )
 
 
-SCHEDULED = {"margin_schedule": "margin", "scale_schedule": "scale", "alpha_schedule": "alpha"}
+SCHEDULED = {
+    "margin_schedule": "margin",
+    "scale_schedule": "scale",
+    "alpha_schedule": "alpha",
+    "reference_schedule": "strength",
+}
 FREE = (  # keys, or the sections above them, that do not decide what a run computes
     "name",
     "data.num_workers",
@@ -253,6 +258,7 @@ FIXED = (  # with another of these, saved weights and positions would mean somet
     "loss.margin_kind",
     "loss.options",
     "loss.plus",
+    "loss.reference",
     "optimizer.kind",
 )
 
@@ -268,7 +274,7 @@ class Recipe:
         name: For people; it decides nothing.
         data: Samples and batch size.
         model: Backbone.
-        loss: Divergence, margin and scale.
+        loss: Divergence, margin, scale and references.
         optimizer: Rule and learning rate.
         run: Length, checkpoints and patience.
         head: How the classifier takes a step.
@@ -278,6 +284,7 @@ class Recipe:
         margin_schedule: Of the margin; None for a constant.
         scale_schedule: Of the scale.
         alpha_schedule: Of the order of the divergence.
+        reference_schedule: Of the strength of the first reference.
 
     Examples:
         >>> recipe = Recipe(
@@ -307,6 +314,7 @@ class Recipe:
     margin_schedule: ValueSchedule | None = None
     scale_schedule: ValueSchedule | None = None
     alpha_schedule: ValueSchedule | None = None
+    reference_schedule: ValueSchedule | None = field(default=None, metadata=NEW)
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -381,10 +389,17 @@ class Recipe:
             raise ConfigError(
                 f"alpha_schedule is given and {loss.divergence} has no number; remove it"
             )
+        if self.reference_schedule is not None and loss.strength is None:
+            raise ConfigError(
+                "reference_schedule is given and loss.reference has no strength; remove it"
+            )
         ends = [(name, end) for name in SCHEDULED for end in _ends(getattr(self, name))]
         for name, value in ends:
             try:
-                replace(loss, **{SCHEDULED[name]: value})  # type: ignore[arg-type]
+                if SCHEDULED[name] == "strength":
+                    loss.with_strength(value)
+                else:
+                    replace(loss, **{SCHEDULED[name]: value})  # type: ignore[arg-type]
             except ConfigError as error:
                 raise ConfigError(f"{name}: {error}") from error
         alphas = [loss.alpha, *_ends(self.alpha_schedule)] if loss.divergence == "alpha" else []

@@ -15,6 +15,7 @@ _REPLACED = {  # what a form of the loss replaces, besides its own key
     "loss.preset": tuple(schema.hints_of(LossPart)),
     "loss.divergence": ("alpha", "divergence_options"),
     "loss.margin": ("margin_kind", "options", "plus"),
+    "loss.reference": (),
 }
 
 
@@ -86,4 +87,4 @@ def apply_settings(recipe: Recipe, settings: Iterable[str]) -> Recipe:
 def _is_form(key: str, text: str) -> bool:
     """Whether a setting is a way of writing a loss, and not a value of one field."""
     is_margin = key == "loss.margin" and text.startswith(("[", "{"))
-    return is_margin or key in ("loss.preset", "loss.divergence")
+    return is_margin or key in ("loss.preset", "loss.divergence", "loss.reference")

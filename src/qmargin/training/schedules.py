@@ -72,7 +72,7 @@ def scheduled_value(schedule: ValueSchedule, epoch: float, *, final: float) -> f
 
 
 def loss_settings(recipe: Recipe, step: int, steps_per_epoch: int) -> LossSettings:
-    """Alpha, margin and scale of a step."""
+    """Alpha, margin, scale and strength of a step."""
     settings = recipe.loss.settings
     for name, target in SCHEDULED.items():
         part: ValueSchedule | None = getattr(recipe, name)

@@ -186,7 +186,7 @@ def build_session(
     def make() -> tuple[nn.Module, MarginClassifier, ScheduledLoss, str | None]:
         device, classes = process.device, samples.num_classes
         options: dict[str, Any] = {} if process.world == 1 else {"group": dist.group.WORLD}
-        loss = build.build_loss(recipe, num_classes=classes, device=device)
+        loss = build.build_loss(recipe, num_classes=classes, device=device, dataset=samples)
         options["loss"] = loss.loss
         head = build.build_head(recipe, num_classes=classes, device=device, **options).to(device)
         backbone = build.build_backbone(recipe, device=device)

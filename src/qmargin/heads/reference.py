@@ -1,0 +1,43 @@
+"""What a step needs of the loss's reference: numbers of the classes of this rank."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from qmargin.kernels.head_reference import RowReference
+from qmargin.losses.references import on_device_of
+
+if TYPE_CHECKING:
+    from qmargin.heads.classifier import MarginClassifier
+
+
+def row_reference(head: MarginClassifier, targets: Tensor) -> RowReference | None:
+    """The reference of the classes but the target; None where it is one for all of them.
+
+    ``targets`` ``[B, d]`` are the unit prototypes of the rows' own classes, zero where another rank
+    has them. Everything is read anew in every step, so nothing can be out of date.
+    """
+    reference, scale = head.loss.active_reference, head.loss.scale
+    if reference is None:
+        return None
+    classes, pair, low, high = None, None, 0.0, 0.0
+    if reference.has_classes:
+        classes = reference.per_class()
+    if classes is not None:
+        reference.check_classes(head.num_classes)
+        classes = on_device_of(classes.detach(), head.prototypes).double()
+        classes = classes[head.shard.start : head.shard.stop]
+        low, high = reference.class_bounds()
+    bounds = reference.pair_bounds(scale)
+    if bounds is not None:
+        pair = partial(reference.per_pair, scale=scale)
+        targets = head.ranks.sum_(targets.clone()) if head.ranks.world > 1 else targets
+        low, high = low + bounds[0], high + bounds[1]
+    if classes is None and pair is None:
+        return None
+    pair_low = 0.0 if bounds is None else bounds[0]
+    stamp = None if classes is None else classes._version
+    return RowReference(classes, pair, targets.detach(), (low, high), pair_low, stamp)

@@ -1,0 +1,652 @@
+r"""Reference measures: what the classes are taken to be before a row is seen (M14).
+
+A margin lowers the reference measure of the target. A reference gives every class one, and log
+references add: ``reference=ClassPrior(counts) + Quality(0.33)``. Nothing is differentiated through
+a reference, so the gradient in a logit stays ``p - y``.
+
+A ``Reference`` of your own overrides what it needs: ``per_class``, a number for every class;
+``per_pair`` with ``pair_bounds``, a number for every class given the target's, from the cosine of
+the two prototypes; ``margin_factor``, what a row's effective margin is multiplied by. All paths of
+the head take it from there.
+"""
+
+from __future__ import annotations
+
+import math
+import reprlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from qmargin.errors import ConfigError, DataError, ShapeError
+from qmargin.losses.checks import check_norms, check_number, describe
+from qmargin.losses.margins import (
+    LARGEST_GAP,
+    AdaFaceMargin,
+    AngularMargin,
+    CombinedMargin,
+    CosineMargin,
+    ElasticMargin,
+    MagFaceMargin,
+    Margin,
+    TargetTerm,
+    closed_form,
+    warn_of_margin,
+)
+from qmargin.registry import register_reference
+
+GEOMETRIC = (
+    *(CosineMargin, AngularMargin, CombinedMargin),
+    *(AdaFaceMargin, MagFaceMargin, ElasticMargin),
+)
+
+
+class Reference(nn.Module):
+    """Log reference measure of the classes, on top of what the margin does to the target's.
+
+    The number ``strength``, or the attribute that ``main_number`` names, may be changed between
+    steps: schedules do. Nothing that depends on it may be kept.
+    """
+
+    main_number: ClassVar[str] = "strength"
+    changes_in_training: ClassVar[bool] = False
+    """Whether a training step changes the state, which a step that is redone then puts back."""
+
+    def per_class(self) -> Tensor | None:
+        """``log q_j`` of every class, ``[k]`` float64; None if it is zero for all of them."""
+        return None
+
+    def class_bounds(self) -> tuple[float, float]:
+        """The smallest and the largest number of ``per_class``; zeros without one."""
+        values = self.per_class()
+        return (0.0, 0.0) if values is None else (float(values.amin()), float(values.amax()))
+
+    def per_pair(self, cosines: Tensor, scale: float) -> Tensor:
+        """``log q_j`` given the target, from cosines ``<w_y, w_j>`` of prototypes, elementwise.
+
+        The target's own is zero, whatever this says.
+        """
+        return torch.zeros_like(cosines)
+
+    def pair_bounds(self, scale: float) -> tuple[float, float] | None:
+        """Numbers that ``per_pair`` never leaves; None if it is zero everywhere."""
+        return None
+
+    def margin_factor(self, labels: Tensor, norms: Tensor | None) -> Tensor | None:
+        """What effective margins are multiplied by, ``[B]`` float64; None for one.
+
+        ``labels`` ``[B]`` are negative in rows that the caller discards; ``norms`` ``[B]`` are the
+        lengths of the embeddings.
+        """
+        return None
+
+    @property
+    def scales_margins(self) -> bool:
+        """Whether there is a ``margin_factor``."""
+        return type(self).margin_factor is not Reference.margin_factor
+
+    @property
+    def has_classes(self) -> bool:
+        """Whether ``per_class`` is not zero for all classes."""
+        return type(self).per_class is not Reference.per_class
+
+    def is_one(self, scale: float) -> bool:
+        """Whether it changes nothing, as with a strength of zero: then it is left out."""
+        has_pairs = self.pair_bounds(scale) is not None
+        return not (self.scales_margins or self.has_classes or has_pairs)
+
+    def check_classes(self, num_classes: int) -> None:
+        """Raise unless it fits so many classes."""
+        values = self.per_class()
+        if values is not None and values.shape != (num_classes,):
+            raise ShapeError(
+                f"{type(self).__name__} gives log references of shape {list(values.shape)} and "
+                f"there are {num_classes} classes; give one per class"
+            )
+
+    def __add__(self, other: Reference) -> SumReference:
+        if not isinstance(other, Reference):
+            return NotImplemented
+        return SumReference((self, other))
+
+
+class SumReference(Reference):
+    """Several references at once: log references add, factors of margins multiply.
+
+    Args:
+        parts: The references; a sum among them counts as its own parts.
+    """
+
+    def __init__(self, parts: Iterable[Reference]) -> None:
+        super().__init__()
+        flat: list[Reference] = []
+        for part in parts:
+            flat += part.parts if isinstance(part, SumReference) else [part]
+        self.parts: Any = nn.ModuleList(flat)
+
+    @property
+    def changes_in_training(self) -> bool:  # type: ignore[override]
+        """Whether any part changes."""
+        return any(part.changes_in_training for part in self.parts)
+
+    @property
+    def scales_margins(self) -> bool:
+        """Whether any part does."""
+        return any(part.scales_margins for part in self.parts)
+
+    @property
+    def has_classes(self) -> bool:
+        """Whether any part has them."""
+        return any(part.has_classes for part in self.parts)
+
+    def per_class(self) -> Tensor | None:
+        """Sum over the parts."""
+        found = [values for part in self.parts if (values := part.per_class()) is not None]
+        return torch.stack(found).sum(0) if len(found) > 1 else found[0] if found else None
+
+    def class_bounds(self) -> tuple[float, float]:
+        """Sums of the parts' bounds."""
+        low, high = zip(*(part.class_bounds() for part in self.parts), strict=True)
+        return sum(low), sum(high)
+
+    def per_pair(self, cosines: Tensor, scale: float) -> Tensor:
+        """Sum over the parts."""
+        total = torch.zeros_like(cosines)
+        for part in self.parts:
+            if part.pair_bounds(scale) is not None:
+                total = total + part.per_pair(cosines, scale)
+        return total
+
+    def pair_bounds(self, scale: float) -> tuple[float, float] | None:
+        """Sums of the parts' bounds."""
+        found = [bounds for part in self.parts if (bounds := part.pair_bounds(scale)) is not None]
+        return (sum(low for low, _ in found), sum(high for _, high in found)) if found else None
+
+    def margin_factor(self, labels: Tensor, norms: Tensor | None) -> Tensor | None:
+        """Product over the parts."""
+        total = None
+        for part in self.parts:
+            factor = part.margin_factor(labels, norms) if part.scales_margins else None
+            if factor is not None:
+                total = factor if total is None else total * factor
+        return total
+
+    def check_classes(self, num_classes: int) -> None:
+        """Ask every part."""
+        for part in self.parts:
+            part.check_classes(num_classes)
+
+
+@register_reference("class_prior")
+class ClassPrior(Reference):
+    r"""Frequent classes are expected: ``log q_j = strength * log(n_j / mean n)`` (M14).
+
+    At ``alpha = 1`` this is logit adjustment. It holds for the target as for every other class: a
+    rare one has to lead by more. Besides, the effective margin may follow the count,
+
+    .. math:: m_y = m_0 (\bar n / n_y)^{\text{margin\_power}}
+
+    up to the gap that cosines can have.
+
+    Args:
+        counts: ``n_j``, training samples of each class ``[k]``, all positive.
+        strength: ``rho``, any finite number; zero leaves the measures at one.
+        margin_power: Exponent of the effective margin, 0.25 in label-distribution-aware margins.
+
+    Examples:
+        >>> ClassPrior([1, 2, 6], strength=0.5).per_class()
+        tensor([-0.5493, -0.2027,  0.3466], dtype=torch.float64)
+    """
+
+    counts: Tensor
+
+    def __init__(
+        self,
+        counts: Tensor | Sequence[int],
+        strength: float = 1.0,
+        *,
+        margin_power: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.strength = check_number(strength, "strength of ClassPrior")
+        self.margin_power = check_number(margin_power, "margin_power of ClassPrior")
+        try:
+            given = torch.as_tensor(counts)
+        except (TypeError, ValueError, RuntimeError):
+            raise ShapeError(
+                f"counts of ClassPrior are {reprlib.repr(counts)}; give one number per class "
+                "[num_classes]"
+            ) from None
+        if given.ndim != 1 or not len(given) or given.is_complex() or given.dtype == torch.bool:
+            raise ShapeError(
+                f"counts of ClassPrior are {describe(given)}; give one number per class "
+                "[num_classes]"
+            )
+        _check_counts(given)
+        # A copy: nobody else writes into it. Integers: a cast of the module leaves them alone.
+        self.register_buffer("counts", given.detach().to(torch.int64, copy=True))
+        self._known: tuple[Tensor, int] | None = None
+        self._range = (1.0, 1.0, 1.0)
+
+    def extremes(self) -> tuple[float, float, float]:
+        """Smallest, mean and largest count, read again whenever the counts have changed."""
+        known = self._known
+        version = -1 if self.counts.is_inference() else self.counts._version
+        if known is None or known[0] is not self.counts or known[1] != version:
+            _check_counts(self.counts)
+            wide = self.counts.double()
+            self._range = (float(wide.amin()), float(wide.mean()), float(wide.amax()))
+            self._known = (self.counts, version)
+        return self._range
+
+    @property
+    def has_classes(self) -> bool:
+        """Whether there is a strength, and not all counts are the same."""
+        return self.class_bounds() != (0.0, 0.0)
+
+    def per_class(self) -> Tensor | None:
+        """``strength * log(n_j / mean n)``; None where that is zero for all classes."""
+        if not self.has_classes:
+            return None
+        return (self.counts.double() / self.extremes()[1]).log().mul_(self.strength)
+
+    def class_bounds(self) -> tuple[float, float]:
+        """From the smallest and the largest count."""
+        low, mean, high = self.extremes()
+        ends = sorted(self.strength * math.log(number / mean) for number in (low, high))
+        # Logarithms on a device may round otherwise by a few units.
+        return tuple(end + 1e-12 * side * abs(end) for end, side in zip(ends, (-1, 1), strict=True))
+
+    def margin_factor(self, labels: Tensor, norms: Tensor | None) -> Tensor | None:
+        """``(mean n / n_y) ** margin_power``."""
+        logs = lookup((self.extremes()[1] / self.counts.double()).log(), labels)
+        return (self.margin_power * logs).exp()
+
+    @property
+    def scales_margins(self) -> bool:
+        """Whether there is a power."""
+        return self.margin_power != 0.0
+
+    def check_classes(self, num_classes: int) -> None:
+        """Raise unless there is a count for every class."""
+        if len(self.counts) != num_classes:
+            raise ShapeError(
+                f"ClassPrior has {len(self.counts)} counts and there are {num_classes} classes; "
+                "give the number of training samples of each class"
+            )
+
+    def extra_repr(self) -> str:
+        """Settings, for ``print``."""
+        text = f"{len(self.counts)} classes, strength={self.strength:g}"
+        return text + (f", margin_power={self.margin_power:g}" if self.margin_power else "")
+
+
+def _check_counts(counts: Tensor) -> None:
+    is_bad = ~((counts > 0) & (counts < 2**53))
+    if counts.is_floating_point():
+        is_bad |= counts != counts.floor()
+    if bool(is_bad.any()):
+        place = int(is_bad.nonzero()[0])
+        raise DataError(
+            f"class {place} has the count {counts[place].item():g}; every class needs a positive "
+            "whole number of training samples: remove classes without samples, or count them as 1"
+        )
+
+
+@register_reference("look_alike")
+class LookAlike(Reference):
+    r"""Classes that resemble the target are expected in its place (M14).
+
+    .. math:: \log q_{j \mid y} = s\,[\kappa (c - t)_+ - \delta (c - u)_+],
+        \qquad c = \langle w_y, w_j \rangle
+
+    with unit prototypes, and zero for the target itself. A positive ``strength`` makes look-alikes
+    count as if their cosine with the row were larger. ``damping`` makes classes that are all but
+    the same count less: they may be one identity under two labels.
+
+    Args:
+        strength: ``kappa``, not negative.
+        threshold: ``t``, a cosine in [-1, 1).
+        damping: ``delta``, not negative.
+        split_threshold: ``u``, a cosine in [-1, 1).
+
+    Examples:
+        >>> LookAlike(0.5, 0.25).per_pair(torch.tensor([0.0, 0.75, 1.0]), 32.0)
+        tensor([ 0.,  8., 12.])
+    """
+
+    def __init__(
+        self,
+        strength: float = 0.1,
+        threshold: float = 0.1,
+        *,
+        damping: float = 0.0,
+        split_threshold: float = 0.7,
+    ) -> None:
+        super().__init__()
+        self.strength = check_number(strength, "strength of LookAlike", low=0.0)
+        self.threshold = check_number(threshold, "threshold of LookAlike", low=-1.0, high=1.0)
+        self.damping = check_number(damping, "damping of LookAlike", low=0.0)
+        self.split_threshold = check_number(
+            split_threshold, "split_threshold of LookAlike", low=-1.0, high=1.0
+        )
+
+    def per_pair(self, cosines: Tensor, scale: float) -> Tensor:
+        """The formula; cosines above one by rounding count as one."""
+        inside = cosines.clamp_max(1.0)
+        value = (inside - self.threshold).clamp_min(0.0) * (scale * self.strength)
+        if self.damping:
+            value -= (inside - self.split_threshold).clamp_min(0.0) * (scale * self.damping)
+        return value
+
+    def pair_bounds(self, scale: float) -> tuple[float, float] | None:
+        """Of a function that is linear between -1, the thresholds and 1."""
+        if self.strength == 0.0 and self.damping == 0.0:
+            return None
+        at = torch.tensor([-1.0, self.threshold, self.split_threshold, 1.0], dtype=torch.float64)
+        values = self.per_pair(at, scale)
+        room = 1e-6 * scale * (self.strength + self.damping)  # of float32 cosines
+        low = min(float(values.amin()), 0.0) - room if self.damping else 0.0
+        return low, max(float(values.amax()), 0.0) + room
+
+    def extra_repr(self) -> str:
+        """Settings, for ``print``."""
+        text = f"strength={self.strength:g}, threshold={self.threshold:g}"
+        if self.damping:
+            text += f", damping={self.damping:g}, split_threshold={self.split_threshold:g}"
+        return text
+
+
+@register_reference("quality")
+class Quality(Reference):
+    r"""The effective margin follows the norm of the embedding, taken as its quality (M17).
+
+    .. math::
+
+        m_i = m_0 (1 + z_i), \qquad
+        z_i = \operatorname{clip}(h\, (\lVert x_i \rVert - \mu) / \sigma,\, -1,\, 1)
+
+    and never beyond the gap that cosines can have, if ``m_0`` is not itself. Mean and deviation are
+    running ones: those of all batches so far, and an average with ``momentum`` once there were
+    ``1 / momentum``. They move before they are used, in training mode only, by rows with finite
+    norms and labels that are not negative. Every process has its own.
+
+    Args:
+        strength: ``h``, any finite number.
+        momentum: Smallest share of a new batch in the running statistics, in (0, 1].
+
+    Examples:
+        >>> quality = Quality(0.5)
+        >>> quality.margin_factor(torch.tensor([0, 1, 2]), torch.tensor([10.0, 20.0, 30.0]))
+        tensor([0.5000, 1.0000, 1.5000], dtype=torch.float64)
+    """
+
+    changes_in_training: ClassVar[bool] = True
+    running_mean: Tensor
+    running_std: Tensor
+    num_batches: Tensor
+
+    def __init__(self, strength: float = 0.33, *, momentum: float = 0.01) -> None:
+        super().__init__()
+        self.strength = check_number(strength, "strength of Quality")
+        self.momentum = check_number(momentum, "momentum of Quality", low=0.0)
+        if not 0.0 < self.momentum <= 1.0:
+            raise ConfigError(f"momentum of Quality is {momentum:g}: choose a value in (0, 1]")
+        self.register_buffer("running_mean", torch.zeros((), dtype=torch.float64))
+        self.register_buffer("running_std", torch.zeros((), dtype=torch.float64))
+        self.register_buffer("num_batches", torch.zeros((), dtype=torch.int64))
+
+    @property
+    def scales_margins(self) -> bool:
+        """Whether there is a strength; without one no statistics are kept."""
+        return self.strength != 0.0
+
+    def margin_factor(self, labels: Tensor, norms: Tensor | None) -> Tensor | None:
+        """``1 + z``, NaN where a norm is not finite."""
+        if norms is None:
+            raise ConfigError(
+                "Quality follows the lengths of embeddings and got none: "
+                "call loss_fn(cosines, labels, norms=embeddings.norm(dim=1))"
+            )
+        check_norms(norms, labels)
+        lengths = norms.detach().double()
+        lengths = lengths.where(lengths.isfinite(), math.nan)
+        if self.training:
+            self._update_statistics_(lengths, labels)
+        spread = self.running_std + 1e-6 * self.running_mean
+        spread = spread.where(spread > 0.0, 1.0)
+        score = self.strength * (lengths - self.running_mean) / spread
+        score = torch.where(self.num_batches > 0, score, 0.0 * lengths)
+        return 1.0 + score.clamp(-1.0, 1.0)
+
+    @torch.no_grad()
+    def _update_statistics_(self, lengths: Tensor, labels: Tensor) -> None:
+        """Move mean and deviation towards those of the usable rows; nothing waits for a device."""
+        is_used = lengths.isfinite() & (labels >= 0)
+        count = is_used.sum()
+        known = lengths.where(is_used, 0.0)
+        mean = known.sum() / count
+        squares = (lengths - mean).square().where(is_used, 0.0).sum()
+        deviation = (squares / (count - 1)).sqrt()
+        is_known = count > 1
+        share = (1.0 / (self.num_batches + 1)).clamp_min(self.momentum)
+        for running, new in ((self.running_mean, mean), (self.running_std, deviation)):
+            running.copy_(torch.where(is_known, running + share * (new - running), running))
+        self.num_batches += is_known.long()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Quality:
+        kept = {name: getattr(self, name) for name in ("running_mean", "running_std")}
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, value in kept.items():  # a running mean in half precision stops moving
+            setattr(self, name, value.to(getattr(self, name).device))
+        return self
+
+    def extra_repr(self) -> str:
+        """Settings, for ``print``."""
+        return f"strength={self.strength:g}, momentum={self.momentum:g}"
+
+
+def lookup(values: Tensor, labels: Tensor) -> Tensor:
+    """Values of the labels' classes: zero for a negative label, NaN for one past the end."""
+    last = len(values) - 1
+    found = values[labels.clamp(0, last)]
+    return found.where(labels >= 0, 0.0).where(labels <= last, math.nan)
+
+
+@dataclass(frozen=True)
+class ReferencedMargin:
+    """A margin with a reference: the target's term of both (M14, M17)."""
+
+    margin: Margin
+    reference: Reference
+    b: float | None  # alpha - 1; None for other divergences
+
+    def __call__(
+        self,
+        target_cosines: Tensor,
+        scale: float,
+        *,
+        labels: Tensor | None = None,
+        norms: Tensor | None = None,
+    ) -> TargetTerm:
+        """Apply both, see ``Margin``."""
+        term = self.margin(target_cosines, scale, labels=labels, norms=norms)
+        if labels is None:
+            raise ConfigError("a reference got no labels; pass labels with the cosines")
+        return term._replace(log_reference=self.target(term.log_reference, scale, labels, norms))
+
+    def target(
+        self, log_reference: Tensor, scale: float, labels: Tensor, norms: Tensor | None
+    ) -> Tensor:
+        """The target's log reference from that of the margin, ``[B]``."""
+        reference = self.reference
+        factor = reference.margin_factor(labels, norms) if reference.scales_margins else None
+        if factor is not None:
+            assert self.b is not None
+            factor = factor.detach().to(log_reference.dtype)
+            log_reference = scaled_margin(log_reference, factor, scale, self.b)
+        values = reference.per_class() if reference.has_classes else None
+        if values is not None:
+            found = lookup(on_device_of(values.detach(), log_reference), labels)
+            log_reference = log_reference + found.to(log_reference.dtype)
+        return log_reference
+
+    def effective(self, alpha: float, scale: float) -> float | None:
+        """That of the margin alone, see ``Margin``."""
+        return self.margin.effective(alpha, scale)
+
+
+def log_reference_of(
+    reference: Reference,
+    cosines: Tensor,
+    labels: Tensor,
+    scale: float,
+    prototypes: Tensor | None,
+    classes: Tensor | None = None,
+) -> Tensor | None:
+    """Log reference of every class, broadcastable to the cosines ``[..., k]``; None for zero.
+
+    ``prototypes`` ``[k, d]`` of any length are read for pairs of classes. ``classes`` ``[k]`` are
+    those of the columns where these are a sample.
+    """
+    num_classes, found = cosines.shape[-1], None
+    values = reference.per_class() if reference.has_classes else None
+    if values is not None:
+        found = on_device_of(values.detach(), cosines).to(cosines.dtype)
+        found = found if classes is None else found[classes]
+        if found.shape != (num_classes,):
+            reference.check_classes(num_classes)
+    if reference.pair_bounds(scale) is None:
+        return found
+    if prototypes is None:
+        raise ConfigError(
+            "the reference compares prototypes and got none: call "
+            "loss_fn(cosines, labels, prototypes=weights), with weights [num_classes, d]"
+        )
+    if prototypes.ndim != 2 or len(prototypes) != num_classes:
+        raise ShapeError(
+            f"prototypes are {describe(prototypes)} for cosines with {num_classes} classes; give "
+            "one row per class [num_classes, d]"
+        )
+    unit = on_device_of(prototypes.detach(), cosines).to(cosines.dtype)
+    unit = nn.functional.normalize(unit)
+    own = unit[labels.clamp(0, num_classes - 1)]
+    pairs = reference.per_pair(own @ unit.t(), scale).detach()
+    return pairs if found is None else pairs + found
+
+
+def on_device_of(values: Tensor, like: Tensor) -> Tensor:
+    """The values, or an error if they are elsewhere."""
+    if values.device != like.device:
+        raise ConfigError(
+            f"the reference is on {values.device} and the cosines are on {like.device}: move the "
+            f"loss with .to({str(like.device)!r})"
+        )
+    return values
+
+
+def scaled_margin(log_reference: Tensor, factor: Tensor, scale: float, b: float) -> Tensor:
+    """Log reference whose effective margin is ``factor`` times as large, within reach (M17).
+
+    A margin is not raised above ``2 - 1 / (b s)``, from where on a zero loss is out of reach. One
+    that is above already is not raised, one that is not positive stays as it is.
+    """
+    if b == 0.0:
+        effective = -log_reference / scale
+        room = LARGEST_GAP
+    else:
+        effective = torch.expm1(-b * log_reference) / (b * scale)
+        room = LARGEST_GAP - 1.0 / (b * scale)
+    is_scaled = (effective > 0.0) & effective.isfinite() & (factor != 1.0)
+    safe = torch.where(is_scaled, effective, 0.0)  # no NaN may reach a gradient
+    scaled = torch.minimum(safe * factor, safe.detach().clamp_min(room))
+    found = -scale * scaled if b == 0.0 else -torch.log1p(b * scale * scaled) / b
+    found = torch.where(is_scaled, found, log_reference)
+    return torch.where(factor.isnan(), factor, found)
+
+
+def check_reference(reference: Reference | None, margin: Margin, b: float | None) -> None:
+    """Raise unless it is a reference that this margin and divergence can have."""
+    if reference is None:
+        return
+    if not isinstance(reference, Reference):
+        raise ConfigError(
+            f"reference is {reference!r}; give a Reference, e.g. ClassPrior(counts), LookAlike(0.1)"
+        )
+    if not reference.scales_margins:
+        return
+    kinds = [type(part).__name__ for part in parts_of(reference) if part.scales_margins]
+    name = kinds[0]
+    if b is None or b < 0.0:
+        given = "another divergence" if b is None else f"alpha {b + 1.0:g}"
+        raise ConfigError(
+            f"{name} multiplies an effective margin, which takes an alpha-divergence of at least "
+            f"1, and the loss has {given}"
+        )
+    if isinstance(margin, GEOMETRIC):
+        raise ConfigError(
+            f"{name} multiplies the effective margin of a PriorMargin, and the margin is a "
+            f"{type(margin).__name__}; add a PriorMargin to it"
+        )
+
+
+def only_scales_margins(reference: Reference, scale: float) -> bool:
+    """Whether every class but the target has measure one."""
+    return not reference.has_classes and reference.pair_bounds(scale) is None
+
+
+def parts_of(reference: Reference) -> list[Reference]:
+    """The references of a sum, or the one."""
+    return list(reference.parts) if isinstance(reference, SumReference) else [reference]
+
+
+MOST_STEEP = 1e3  # times that rounding may count: float32 cosines then give 1e-3 of a posterior
+
+
+def warn_if_steep(reference: Reference, *, b: float, scale: float) -> None:
+    """Warn when measures are so large that the rounding of cosines decides (M14).
+
+    A class that holds the mass has the height ``q_j^-b``: an error of its logit counts ``q_j^b``
+    times in its posterior.
+    """
+    pairs = reference.pair_bounds(scale)
+    high = reference.class_bounds()[1] + (0.0 if pairs is None else pairs[1])
+    if b <= 0.0 or b * high <= math.log(MOST_STEEP):
+        return
+    share = math.log(MOST_STEEP) / (b * high)
+    warn_of_margin(
+        f"log reference measures reach {high:.3g} at alpha={b + 1.0:g}, scale={scale:g}, where "
+        f"rounding of cosines counts {math.exp(min(b * high, 700.0)):.3g} times in posteriors: "
+        f"multiply the strength of the reference by {share:.2g}, or lower alpha"
+    )
+
+
+def warn_if_class_unreachable(
+    reference: Reference, margin: Margin, *, b: float, scale: float
+) -> None:
+    """Warn when the rarest class asks for a gap that no pair of cosines has (M12)."""
+    form, lowest = closed_form(margin), reference.class_bounds()[0]
+    if form is None or lowest >= 0.0:
+        return
+    room, own = LARGEST_GAP - form.cosine, scale * form.prior
+    if room <= 0.0 or 1.0 + b * scale * room <= 0.0:
+        return  # the margin's own warning says so; far below alpha = 1 every gap is in reach
+    most = scale * room if b == 0.0 else math.log1p(b * scale * room) / b  # of -log q
+    if not own < most < own - lowest:
+        return
+    exponent = b * (own - lowest)
+    gap = (own - lowest if b == 0.0 else math.expm1(min(exponent, 700.0)) / b) / scale
+    share = (most - own) / -lowest
+    named = [part for part in parts_of(reference) if part.class_bounds()[0] < 0.0]
+    name, strength = type(named[0]).__name__, getattr(named[0], "strength", None)
+    remedy = f"multiply the log references of {name} by {share:.3g}"
+    if len(named) == 1 and isinstance(strength, float):
+        remedy = f"lower the strength of {name} from {strength:g} to {share * strength:.3g}"
+    warn_of_margin(
+        f"the class with the smallest reference measure has an effective margin of "
+        f"{gap + form.cosine:.3g} at alpha={b + 1.0:g}, scale={scale:g}, but cosines differ by at "
+        f"most {LARGEST_GAP:g}: {remedy}"
+    )
