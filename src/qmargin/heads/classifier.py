@@ -318,11 +318,12 @@ class MarginClassifier(nn.Module):
                 "head.verify() or head.discard() before the next"
             )
         self._step = self._unverified = None  # what they kept is free for this step
-        form = closed_form(self.loss.target_margin)
+        form = closed_form(self.loss.margin)
+        has_reference = self.loss.active_reference is not None
         is_step = choice.path in STEPS and not self.loss.debug
         by_matrix = choice.path in STEPS and choice.by_matrix
         by_matrix = by_matrix and fits(self, choice.path, len(labels))
-        if is_step and form is not None and by_matrix:
+        if is_step and form is not None and by_matrix and not has_reference:
             with torch.autocast(embeddings.device.type, enabled=False):
                 self.refresh()
                 loss, self._step = fused_step(self, given, labels, form)
@@ -332,7 +333,8 @@ class MarginClassifier(nn.Module):
         is_alone = self.gradient == "fused" and ranks.world == 1
         speculative = speculative and is_alone and torch.is_grad_enabled()
         overflow = None
-        if is_step and form is not None and choice.path == "sparse" and self._can_fuse:
+        by_lists = choice.path == "sparse" and self._can_fuse and not by_matrix
+        if is_step and form is not None and by_lists:
             with torch.autocast(embeddings.device.type, enabled=False):
                 self.refresh()
                 loss, overflow = self._take_lists(given, labels, form, speculative)
@@ -444,15 +446,17 @@ class MarginClassifier(nn.Module):
         self, embeddings: Tensor, labels: Tensor, form: ClosedForm, speculative: bool
     ) -> tuple[Tensor | None, ListOverflow | None]:
         """Take a sparse step by kernels: its loss, or why lists do not serve this batch."""
-        given = (embeddings, labels, form)
+        given, restore_margin = (embeddings, labels, form), _snapshot(self.loss)
         try:
             step = fused_sparse_step(self, *given)
             if speculative:
-                self._unverified = (step, lambda: None)
+                self._unverified = (step, restore_margin)
             elif not step.verify():  # redo it without guessing
+                restore_margin()
                 step = fused_sparse_step(self, *given)
                 step.verify()
         except ListOverflow as overflow:
+            restore_margin()
             return None, overflow
         self._step = step
         return attach_loss(step, embeddings, needs_gradient(self, embeddings)), None

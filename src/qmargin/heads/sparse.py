@@ -34,6 +34,7 @@ from qmargin.kernels.head_reference import (
     class_order,
 )
 from qmargin.losses.margins import ClosedForm
+from qmargin.losses.references import ReferencedMargin
 from qmargin.transfers import Reading
 
 if TYPE_CHECKING:
@@ -311,6 +312,12 @@ def fused_sparse_step(
     step = FusedSparseStep(head, prepared, columns, None, rows=rows)
     step.target_logits = target.logits
     batch = Batch(prepared, head.copy, state.prototypes, head.inverse_norms, columns)
+    measures = loss.target_margin
+    if isinstance(measures, ReferencedMargin):  # it changes what the kernel made of the margin
+        norms, own = rows.field(kernels.NORM), target.log_reference
+        own.copy_(measures.target(own, loss.scale, rows.labels, norms))
+        targets = state.prototypes[columns] * head.inverse_norms[columns][:, None]
+        batch = batch._replace(reference=row_reference(head, targets))
     step.support = support = head.kernels.find_support(
         batch,
         maxima,

@@ -35,6 +35,7 @@ from qmargin.kernels.head_reference import (
     SolvedRows,
     Support,
     Target,
+    add_reference,
     class_order,
 )
 from qmargin.kernels.triton.rows import gain, log1p, settings_tensor, whole_power
@@ -302,15 +303,25 @@ def _powers32(height, power, log2_reference):
 
 @triton.jit
 def _bound(
-    MAXIMA, TARGET_LOGIT, TARGET_LOG_REFERENCE, SLACK, FLOOR, COUNT, num_groups, scale, b,
-    STEPS: tl.constexpr, ROUNDING: tl.constexpr, BOUND_BLOCK: tl.constexpr,
+    MAXIMA, TARGET_LOGIT, TARGET_LOG_REFERENCE, SLACK, COST, FLOOR, COUNT, num_groups, scale, b,
+    STEPS: tl.constexpr, ROUNDING: tl.constexpr, BOUND_BLOCK: tl.constexpr, HAS_COST: tl.constexpr,
 ):  # fmt: skip
+    """Lower bound of tau from maxima; with costs those less the cosine that a measure costs (M4).
+
+    A class of cosine c and cost k has at least the measure ``(1 + b s k)^(-1/b)`` and bounds tau on
+    its own as one of cosine c - k and measure one does.
+    """
     row = tl.program_id(0)
     base = MAXIMA + row.to(tl.int64) * num_groups
     coarse = tl.full((BOUND_BLOCK,), float("-inf"), tl.float32)
+    costs = tl.zeros((BOUND_BLOCK,), tl.float32)
     for start in range(0, num_groups, BOUND_BLOCK):
         group = start + tl.arange(0, BOUND_BLOCK)
         value = tl.load(base + group, mask=group < num_groups, other=float("-inf"))
+        if HAS_COST:
+            cost = tl.load(COST + group, mask=group < num_groups, other=0.0)
+            value -= cost
+            costs = tl.where(value > coarse, cost, costs)
         coarse = tl.maximum(coarse, value)
     best = tl.max(coarse, 0)
     best = tl.where(best == float("-inf"), -1.0, best)  # only the target is left
@@ -320,11 +331,21 @@ def _bound(
     gap = (tl.load(TARGET_LOGIT + row) - anchor).to(tl.float32) * b
     level = tl.minimum(1.0, tl.exp2(-b * log2_reference) - gap)
     power = 1.0 / b
+    if HAS_COST:
+        log2_measures = -power * tl.log2(1.0 + costs * (b * scale))
+        level_room = tl.max(tl.abs(costs), 0) * (b * scale)
     for _ in range(STEPS):
         mass, slope = _powers32(level + gap, power, log2_reference)
-        masses, slopes = _powers32(level + (coarse - best) * (b * scale), power, 0.0)
+        if HAS_COST:
+            heights = level + ((coarse - best) + costs) * (b * scale)
+            masses, slopes = _powers32(heights, power, log2_measures)
+        else:
+            masses, slopes = _powers32(level + (coarse - best) * (b * scale), power, 0.0)
         level = _moved(level, mass + tl.sum(masses, 0), slope + tl.sum(slopes, 0), b)
-    level += ROUNDING * (1.0 + tl.abs(level))  # a higher level is a lower tau
+    if HAS_COST:
+        level += ROUNDING * (1.0 + tl.abs(level) + level_room)
+    else:
+        level += ROUNDING * (1.0 + tl.abs(level))  # a higher level is a lower tau
     slack = tl.load(SLACK + row)
     edge = best.to(tl.float64) - level.to(tl.float64) / (b * scale)
     tl.store(FLOOR + row, edge - slack)
@@ -367,6 +388,7 @@ def list_pairs(
     scale: float,
     b: float,
     reduce: Callable[[Tensor], Tensor] | None = None,
+    lower: Tensor | None = None,
     room: int | None = None,
     limit: int = NO_LIMIT,
     total: Tensor | None = None,
@@ -379,9 +401,10 @@ def list_pairs(
     (num_rows, num_groups), device = maxima.shape, maxima.device
     floor = torch.empty(num_rows, dtype=torch.float64, device=device)
     counts = torch.empty(num_rows, dtype=torch.int32, device=device)
+    cost = slack if lower is None else _costs(lower, num_groups, scale, b)
     _bound[(num_rows,)](
-        maxima, target.logits, target.log_reference, slack, floor, counts, num_groups, scale, b,
-        COARSE_STEPS if b <= 1.0 else 0, ROUNDING, BOUND_BLOCK, num_warps=8,
+        maxima, target.logits, target.log_reference, slack, cost, floor, counts, num_groups, scale,
+        b, COARSE_STEPS if b <= 1.0 else 0, ROUNDING, BOUND_BLOCK, lower is not None, num_warps=8,
     )  # fmt: skip
     if reduce is not None:
         floor = reduce(floor)
@@ -402,6 +425,13 @@ def list_pairs(
             maxima, floor, slack, starts, groups, rows, num_groups, 1024, num_warps=4
         )
     return Pairs(groups, rows, starts, floor, slack)
+
+
+def _costs(lower: Tensor, num_groups: int, scale: float, b: float) -> Tensor:
+    """``f'(1 / q) / s`` of the groups' smallest measures, rounded up: a bound stays one."""
+    cost = (torch.expm1(-b * lower) / (b * scale)).to(torch.float32)
+    above = torch.nextafter(cost, torch.full_like(cost, torch.inf))
+    return above.expand(num_groups).contiguous()
 
 
 @triton.jit
@@ -508,6 +538,27 @@ def score_candidates(batch: Batch, pairs: Pairs) -> Candidates:
     return _score_listed(batch, pairs, pairs.starts.new_empty(2), None)[0]
 
 
+def _similarities(batch: Batch, vectors: Tensor, columns: Tensor, starts: Tensor) -> Tensor:
+    """Cosines of each row's vector with the prototypes of its list, ``[n]``."""
+    num_rows, depth, room = len(batch.labels), vectors.shape[1], len(columns)
+    cosines = torch.empty(room, dtype=torch.float32, device=columns.device)
+    if room:
+        split = power_of_two(-(-room // (num_rows * 2 * ENTRIES)))
+        split = min(max(split, 32), 1024)
+        _score[(num_rows, split)](
+            columns, starts, vectors, batch.prototypes, batch.inverse_norms, cosines, depth, split,
+            power_of_two(depth), ENTRIES, num_warps=1 if depth <= 512 else 4,
+        )  # fmt: skip
+    return cosines
+
+
+def _target_similarities(batch: Batch, candidates: Candidates) -> Tensor:
+    """See ``head_reference.target_similarities``."""
+    assert batch.reference is not None
+    targets = batch.reference.targets.contiguous()
+    return _similarities(batch, targets, candidates.columns, candidates.starts)
+
+
 def _score_listed(
     batch: Batch, pairs: Pairs, totals: Tensor, room: int | None
 ) -> tuple[Candidates, Reading]:
@@ -537,20 +588,14 @@ def _score_listed(
     room = int(lengths.wait()[1]) if room is None else room
     columns = torch.full((room,), num_classes, dtype=torch.int32, device=device)
     rows = torch.zeros_like(columns)  # what is made of spare entries is dropped, but must be safe
-    scores = torch.empty(room, dtype=torch.float32, device=device)
     if room and num_pairs:
         _expand[(triton.cdiv(num_pairs, PAIRS),)](
             masks, ends, groups, pairs.rows, rows, columns, num_pairs, room, GROUP, PAIRS,
             num_warps=4,
         )  # fmt: skip
-    if room:
-        split = power_of_two(-(-room // (num_rows * 2 * ENTRIES)))
-        split = min(max(split, 32), 1024)
-        _score[(num_rows, split)](
-            columns, starts, batch.prepared.embeddings, batch.prototypes, batch.inverse_norms,
-            scores, depth, split, power_of_two(depth), ENTRIES, num_warps=1 if depth <= 512 else 4,
-        )  # fmt: skip
-    return Candidates(rows, columns, scores, starts), lengths
+    scores = _similarities(batch, batch.prepared.embeddings, columns, starts)
+    candidates = Candidates(rows, columns, scores, starts)
+    return add_reference(candidates, batch, _target_similarities), lengths
 
 
 @triton.jit
@@ -577,26 +622,38 @@ def _ratios(height, power, POWER: tl.constexpr):
 
 @triton.jit
 def _sums(
-    SCORES, begin, end, level, best, rate, power, log_reference, gap,
-    POWER: tl.constexpr, BLOCK: tl.constexpr,
+    SCORES, MEASURES, begin, end, level, best, rate, power, log_reference, gap,
+    POWER: tl.constexpr, HAS_MEASURES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Mass and slope of a row at a trial level, the target included."""
     mass, slope = _powers(level + gap, power, log_reference)
     for start in range(begin, end, BLOCK):
         entry = start + tl.arange(0, BLOCK)
         score = tl.load(SCORES + entry, mask=entry < end, other=float("-inf")).to(tl.float64)
-        masses, slopes = _ratios(level + (score - best) * rate, power, POWER)
+        if HAS_MEASURES:
+            measure = tl.load(MEASURES + entry, mask=entry < end, other=0.0)
+            masses, slopes = _powers(level + (score - best) * rate, power, measure)
+        else:
+            masses, slopes = _ratios(level + (score - best) * rate, power, POWER)
         mass += tl.sum(masses, 0)
         slope += tl.sum(slopes, 0)
     return mass, slope
 
 
 @triton.jit
+def _cost(log_measure, b):
+    """``b f'(1 / q)``: what the height of a class that holds all the mass has above one."""
+    return tl.exp(-b * log_measure) - 1.0
+
+
+@triton.jit
 def _solve(
-    SCORES, STARTS, TARGET_LOGIT, TARGET_LOG_REFERENCE, SETTINGS,
+    SCORES, MEASURES, STARTS, TARGET_LOGIT, TARGET_LOG_REFERENCE, SETTINGS,
     LOSS, TAU, MASS, IN_REFERENCE, ERROR, POSTERIOR,
-    POWER: tl.constexpr, STEPS: tl.constexpr, HALVINGS: tl.constexpr, BLOCK: tl.constexpr,
+    POWER: tl.constexpr, STEPS: tl.constexpr, HALVINGS: tl.constexpr, HAS_MEASURES: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Root, posterior and loss; with log measures the best class is that of M4, see ``_bound``."""
     row = tl.program_id(0)
     begin = tl.load(STARTS + row)
     end = tl.load(STARTS + row + 1)
@@ -604,11 +661,15 @@ def _solve(
     scale = tl.load(SETTINGS + 1)
     power = 1.0 / b
     rate = b * scale
-    running = tl.full((BLOCK,), float("-inf"), tl.float32)
+    running = tl.full((BLOCK,), float("-inf"), tl.float64 if HAS_MEASURES else tl.float32)
     for start in range(begin, end, BLOCK):
         entry = start + tl.arange(0, BLOCK)
         score = tl.load(SCORES + entry, mask=entry < end, other=float("-inf"))
-        running = tl.maximum(running, score)
+        if HAS_MEASURES:
+            measure = tl.load(MEASURES + entry, mask=entry < end, other=0.0)
+            running = tl.maximum(running, score.to(tl.float64) - _cost(measure, b) / rate)
+        else:
+            running = tl.maximum(running, score)
     best = tl.where(end > begin, tl.max(running, 0).to(tl.float64), -1.0)
     log_reference = tl.load(TARGET_LOG_REFERENCE + row)
     gap = (tl.load(TARGET_LOGIT + row) - best * scale) * b
@@ -619,8 +680,9 @@ def _solve(
         is_moving = 1
         while (step < STEPS) & (is_moving > 0):
             mass, slope = _sums(
-                SCORES, begin, end, level, best, rate, power, log_reference, gap, POWER, BLOCK
-            )
+                SCORES, MEASURES, begin, end, level, best, rate, power, log_reference, gap, POWER,
+                HAS_MEASURES, BLOCK,
+            )  # fmt: skip
             level += mass / slope * (tl.exp(-b * tl.log(mass)) - 1.0)
             is_moving = (tl.abs(mass - 1.0) > 1e-12).to(tl.int32)
             step += 1
@@ -628,12 +690,20 @@ def _solve(
         # Bounds: all mass on one class, or spread evenly over the list and the target.
         share = tl.exp(-b * tl.log((end - begin + 1).to(tl.float64)))
         low = tl.minimum(share, alone * share - gap)
+        if HAS_MEASURES:
+            for start in range(begin, end, BLOCK):
+                entry = start + tl.arange(0, BLOCK)
+                score = tl.load(SCORES + entry, mask=entry < end, other=float("-inf"))
+                measure = tl.load(MEASURES + entry, mask=entry < end, other=0.0)
+                each = tl.exp(-b * measure) * share - (score.to(tl.float64) - best) * rate
+                low = tl.minimum(low, tl.min(each, 0))
         high = level
         for _ in range(HALVINGS):
             middle = 0.5 * (low + high)
             mass, slope = _sums(
-                SCORES, begin, end, middle, best, rate, power, log_reference, gap, POWER, BLOCK
-            )
+                SCORES, MEASURES, begin, end, middle, best, rate, power, log_reference, gap, POWER,
+                HAS_MEASURES, BLOCK,
+            )  # fmt: skip
             low = tl.where(mass > 1.0, low, middle)
             high = tl.where(mass > 1.0, middle, high)
         level = 0.5 * (low + high)
@@ -644,7 +714,11 @@ def _solve(
         entry = start + tl.arange(0, BLOCK)
         score = tl.load(SCORES + entry, mask=entry < end, other=float("-inf")).to(tl.float64)
         height = level + (score - best) * rate
-        posterior, _slopes = _ratios(height, power, POWER)  # a name of its own: types are fixed
+        if HAS_MEASURES:
+            measure = tl.load(MEASURES + entry, mask=entry < end, other=0.0)
+            posterior, _slopes = _powers(height, power, measure)
+        else:
+            posterior, _slopes = _ratios(height, power, POWER)  # a name of its own: types are fixed
         others += tl.sum(posterior, 0)
         excess += tl.sum(tl.where(height > 0, posterior * height, 0.0), 0)
         tl.store(POSTERIOR + entry, posterior.to(tl.float32), mask=entry < end)
@@ -669,11 +743,12 @@ def solve_lists(candidates: Candidates, target: Target, *, scale: float, b: floa
     loss, tau, others, in_reference, error = wide.unbind()
     posterior = torch.empty_like(candidates.scores)
     is_newton = b <= 1.0
+    measures = candidates.log_reference
     _solve[(num_rows,)](
-        candidates.scores, candidates.starts, target.logits, target.log_reference,
-        settings_tensor(b, scale, device), loss, tau, others, in_reference, error, posterior,
-        whole_power(b), MAX_STEPS if is_newton else 0, 0 if is_newton else NUM_HALVINGS, BLOCK,
-        num_warps=4,
+        candidates.scores, candidates.scores if measures is None else measures, candidates.starts,
+        target.logits, target.log_reference, settings_tensor(b, scale, device), loss, tau, others,
+        in_reference, error, posterior, whole_power(b), MAX_STEPS if is_newton else 0,
+        0 if is_newton else NUM_HALVINGS, measures is not None, BLOCK, num_warps=4,
     )  # fmt: skip
     return SolvedRows(
         loss, tau, others, in_reference, error,
@@ -1080,6 +1155,7 @@ def find_support(
         pair_room = min(_with_spare(expected.pairs), limit)
         candidate_room = _with_spare(expected.candidates)
     rooms: dict[str, Any] = {"room": pair_room, "limit": limit, "total": totals[:1]}
+    rooms["lower"] = None if batch.reference is None else batch.reference.group_minima()
     pairs = list_pairs(maxima, target, slack, scale=scale, b=b, **rooms)
     candidates, lengths = _score_listed(batch, pairs, totals, candidate_room)
     solved = solve_lists(candidates, target, scale=scale, b=b)
