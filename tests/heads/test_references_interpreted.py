@@ -39,12 +39,16 @@ def interpreted(monkeypatch):
     monkeypatch.setattr(support, "ROOM", 32)
 
 
-@pytest.fixture
-def batch():
+def make_batch():
     batch = random_batch(CLASSES, DIM, 4)
     batch.prototypes[40:60] = batch.prototypes[:20] + 0.3 * batch.prototypes[100:120]
     batch.prototypes[batch.labels - 1] = batch.prototypes[batch.labels] * 1.5 + 0.1
     return batch
+
+
+@pytest.fixture
+def batch():
+    return make_batch()
 
 
 def make_loss(alpha, name, margin=None):
@@ -88,9 +92,11 @@ def test_a_step_that_is_redone_counts_its_rows_once(batch):
     head.path = replace(head.path, list_capacity=0)
     step(head, batch)
     assert int(head.loss.reference.num_batches) == 3
+    head.path = replace(head.path, list_capacity=100)
+    step(head, batch)
     head(batch.embeddings, batch.labels, speculative=True)
     head.discard()
-    assert int(head.loss.reference.num_batches) == 3
+    assert int(head.loss.reference.num_batches) == 4
 
 
 @pytest.mark.parametrize("name", ["prior", "all"])

@@ -26,6 +26,7 @@ from qmargin.kernels import dispatch
 from qmargin.kernels.triton import rows as row_kernels
 from tests.heads import test_fused_chunks as searches
 from tests.heads import test_matrix as matrices
+from tests.heads import test_references_interpreted as references
 from tests.kernels import test_triton_head as launches
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
@@ -120,6 +121,18 @@ def test_every_launch_of_matrix_steps_compiles(recorded, monkeypatch):
         "_note_update",
         "_solve_softmax",
     } <= names
+
+
+@pytest.mark.filterwarnings("ignore::qmargin.errors.MarginWarning")
+def test_every_launch_with_a_reference_compiles(recorded, monkeypatch):
+    monkeypatch.setattr(dispatch, "may_interpret", True)
+    batch = references.make_batch()
+    for alpha in (1.25, 1.3, 2.0, 3.0):
+        references.test_sparse_steps(alpha, "all", batch)
+    for alpha in (1.0, 1.25, 1.3, 2.0):
+        references.test_blocks(alpha, "prior", batch)
+    names = compile_all(recorded)
+    assert {"_bound", "_solve", "_score", "_row_sums", "_posterior", "_begin"} <= names
 
 
 def test_every_launch_of_rows_compiles(recorded):

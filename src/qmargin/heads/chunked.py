@@ -303,11 +303,27 @@ class FusedChunks(Chunks):
 
     limits, tile = FUSED_LOGITS, TILE
 
-    def __init__(self, head: MarginClassifier, embeddings: Tensor, labels: Tensor) -> None:
-        super().__init__(head, embeddings, labels)
+    def __init__(
+        self,
+        head: MarginClassifier,
+        embeddings: Tensor,
+        labels: Tensor,
+        reference: RowReference | None = None,
+    ) -> None:
+        super().__init__(head, embeddings, labels, reference)
+        self.measures: Tensor | None = None
+        if reference is not None and reference.classes is not None:
+            self.measures = self.kernels.measures_of(reference.classes, self.scale, self.b)
         if embeddings.is_cuda:
             properties = torch.cuda.get_device_properties(embeddings.device)
             self.size = whole_waves(self.size, len(embeddings), properties.multi_processor_count)
+
+    def sample(self, step: int) -> Chunks:
+        """See ``Chunks``."""
+        few: Any = super().sample(step)
+        if few.measures is not None:
+            few.measures = few.measures[::step].contiguous()
+        return few  # type: ignore[no-any-return]
 
     @property
     def kernels(self) -> Any:
@@ -332,6 +348,7 @@ class FusedChunks(Chunks):
     ) -> Iterator[tuple[slice, Tensor]]:
         """By some blocks at a time: classes, and a factor times their posterior."""
         given = ((shift, level), self.scale, self.b)
+        options["measures"] = self.measures
         for where in self.ranges(num_blocks):
             # No name for the block here: it must be gone before the next is made.
             yield where, self.kernels.posterior_block(self.batch, where, *given, **options)
@@ -361,7 +378,7 @@ class FusedChunks(Chunks):
         """See ``Chunks``; the pull goes along with the sums if it is not to be certain."""
         pulled = torch.zeros_like(self.embeddings) if pulls else None
         if is_certain or pulled is None:
-            top, mass = self.kernels.log_sum_exp(self.batch, self.scale)
+            top, mass = self.kernels.log_sum_exp(self.batch, self.scale, self.measures)
             if pulled is not None:  # in a pass of its own, now that the sums are known
                 shift = torch.where(top == -torch.inf, 0.0, top)
                 for where, block in self.weighed(shift, torch.zeros_like(shift), PULL_BLOCKS):
@@ -369,7 +386,7 @@ class FusedChunks(Chunks):
                     del block
             return SoftmaxSums(top, mass, pulled)
         first = min(GUESS_CLASSES, len(self.prototypes))
-        guess, _ = self.kernels.log_sum_exp((*self.batch[:3], first), self.scale)
+        guess, _ = self.kernels.log_sum_exp((*self.batch[:3], first), self.scale, self.measures)
         guess = torch.where(guess == -torch.inf, 0.0, guess)
         tiles = self.kernels.TileSums.empty(self.batch, len(self.prototypes), 0.0)
         pull_rest = self.sum_and_pull((guess, 0.0 * guess), tiles, pulled, GUESS_FACTOR)
@@ -384,7 +401,8 @@ class FusedChunks(Chunks):
 
     def row_sums(self, anchor: Tensor, level: Tensor) -> RowSums:
         shift, level = self.shifted(anchor, level)
-        return RowSums(*self.kernels.row_sums(self.batch, shift, level, self.scale, self.b))
+        given = (shift, level, self.scale, self.b, self.measures)
+        return RowSums(*self.kernels.row_sums(self.batch, *given))
 
     def maxima(self) -> Tensor:
         """Maxima of sets of groups: fewer than of groups, and almost as good a bound."""
@@ -425,19 +443,21 @@ class FusedChunks(Chunks):
     def solve(self, target: Target, *, pulls: bool, is_certain: bool) -> SolvedBlocks:
         """The root on one rank, ``b > 0``, and the sums at it; the host waits if it is certain."""
         maxima, self.group_maxima = self.group_maxima, None
-        few, num_classes = self.batch, len(self.prototypes)
+        few, num_classes, measures = self.batch, len(self.prototypes), self.measures
         step = max(1, num_classes // SAMPLE)
         if step > 1:  # every so many rows of the copy, where they are
             copy = self.copy[:num_classes:step]
             few = (self.operand, copy, self.sampled_labels(step), len(copy))
-        search = self.kernels.RootSearch(few, target, self.scale, self.b, maxima)
+            measures = None if measures is None else measures[::step].contiguous()
+        low = 0.0 if self.reference is None else self.reference.bounds[0]
+        search = self.kernels.RootSearch(few, target, self.scale, self.b, maxima, low)
         if step > 1:  # about as far as a sample can be trusted
-            search.run(few, float(step), NUM_PASSES, 0.2)
+            search.run(few, float(step), NUM_PASSES, 0.2, measures)
         # The last step of the search is left to the sums to check: Halley cubes a small error, and
         # Newton squares it. Where many classes lie at the edge that can fail.
         tolerance = 1e-2 if self.b <= 0.5 else self.rounding**0.5
         for _ in range(MAX_PASSES // NUM_PASSES):
-            search.run(self.batch, 1.0, NUM_PASSES, tolerance)
+            search.run(self.batch, 1.0, NUM_PASSES, tolerance, self.measures)
             root = (search.shift, search.level)
             pulled = torch.zeros_like(self.embeddings) if pulls else None
             tiles = self.kernels.TileSums.empty(self.batch, num_classes, self.b)
@@ -761,9 +781,10 @@ def chunked_step(
     if head.ranks.world > 1:
         targets = torch.where((local >= 0)[:, None], targets, 0.0)
     reference = row_reference(head, targets)
-    has_kernels = has_kernels and reference is None
+    # Nor do they compare prototypes.
+    has_kernels = has_kernels and (reference is None or reference.pair is None)
     if is_half and has_kernels and (b == 0.0 or MIN_FUSED <= b <= 1.0):
-        chunks: Chunks = FusedChunks(head, embeddings.detach(), local)
+        chunks: Chunks = FusedChunks(head, embeddings.detach(), local, reference)
         chunks.group_maxima = maxima
     else:
         chunks = Chunks(head, embeddings.detach(), local, reference)

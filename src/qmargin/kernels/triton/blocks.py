@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ from qmargin.kernels.head_reference import ClassGradient, Target
 from qmargin.kernels.triton.head import COARSE_STEPS, ROUNDING, Launch
 from qmargin.kernels.triton.rows import settings_tensor
 
+LOG2_E = math.log2(math.e)
 FACTOR = 2.0**15  # posteriors are at most one: so scaled they use the range of float16
 
 
@@ -69,13 +71,20 @@ def _slope(height, power, POWER: tl.constexpr):
     return slope
 
 
+@triton.jit
+def _measures(MEASURES, start, num_classes, BN: tl.constexpr):
+    """Log measures of a tile of classes, as ``measures_of`` makes them."""
+    classes = start + tl.arange(0, BN)
+    return tl.load(MEASURES + classes, mask=classes < num_classes, other=0.0)
+
+
 @triton.jit(do_not_specialize=["num_rows"])  # one row, too, is a number with a type
 def _row_sums(
-    embeddings, copy, LABELS, SHIFT, LEVEL, SUMS, PENDING, num_rows, num_classes,
+    embeddings, copy, LABELS, MEASURES, SHIFT, LEVEL, SUMS, PENDING, num_rows, num_classes,
     num_tiles, row_tiles, class_tiles, scale, b, power,
     DEPTH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     POWER: tl.constexpr, IS_SOFTMAX: tl.constexpr, NUM_SUMS: tl.constexpr,
-    MAY_END: tl.constexpr, PROGRAMS: tl.constexpr,
+    MAY_END: tl.constexpr, HAS_MEASURES: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     """Sums by tiles of classes; none if it may end where no row is pending."""
     size = num_rows.to(tl.int64) * class_tiles
@@ -90,7 +99,11 @@ def _row_sums(
         )  # fmt: skip
         inside = rows < num_rows
         place = SUMS + rows.to(tl.int64) * class_tiles + class_tile
+        if HAS_MEASURES:
+            measures = _measures(MEASURES, class_tile * BN, num_classes, BN)
         if IS_SOFTMAX:  # the tile's maximum, and its sum of exponentials relative to it
+            if HAS_MEASURES:
+                cosines += measures[None, :]
             largest = tl.max(cosines, 1)
             tl.store(place, largest, mask=inside)
             if NUM_SUMS > 1:
@@ -103,6 +116,9 @@ def _row_sums(
             level = tl.load(LEVEL + rows, mask=inside, other=0.0)
             height = level[:, None] + (cosines - shift[:, None]) * (b * scale)
             slope = _slope(height, power, POWER)
+            if HAS_MEASURES:
+                weights = tl.exp2(measures)[None, :]
+                slope *= weights
             tl.store(place, tl.sum(slope * tl.maximum(height, 0.0), 1), mask=inside)
             tl.store(place + size, tl.sum(slope, 1), mask=inside)
             if NUM_SUMS > 2:
@@ -110,15 +126,20 @@ def _row_sums(
                     curvature = _slope(height, power - 1.0, POWER - 1)
                 else:
                     curvature = _slope(height, power - 1.0, 0)
+                if HAS_MEASURES:
+                    curvature *= weights
                 tl.store(place + 2 * size, tl.sum(curvature, 1), mask=inside)
 
 
 @triton.jit
 def _begin(
-    MAXIMA, TARGET_LOGIT, TARGET_LOG_REFERENCE, SETTINGS, SHIFT, LEVEL, LIMIT, num_maxima,
-    STEPS: tl.constexpr, ROUNDING: tl.constexpr, BLOCK: tl.constexpr,
+    MAXIMA, TARGET_LOGIT, TARGET_LOG_REFERENCE, SETTINGS, SHIFT, LEVEL, LIMIT, num_maxima, low,
+    STEPS: tl.constexpr, ROUNDING: tl.constexpr, HAS_LOW: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Root over maxima and the target: its level is above that over all classes (M13)."""
+    """Root over maxima and the target: its level is above that over all classes (M13).
+
+    ``low`` is the smallest binary logarithm of a class's measure, where there are any (M16).
+    """
     row = tl.program_id(0)
     base = MAXIMA + row.to(tl.int64) * num_maxima
     largest = tl.full((BLOCK,), float("-inf"), tl.float32)
@@ -132,11 +153,17 @@ def _begin(
     power = 1.0 / b
     log_reference = tl.load(TARGET_LOG_REFERENCE + row)
     gap = b * (tl.load(TARGET_LOGIT + row) - best.to(tl.float64) * scale)
-    level = tl.minimum(1.0, tl.exp(-b * log_reference) - gap)  # one class alone has all mass (M4)
+    alone = tl.exp(-b * log_reference) - gap  # one class alone has all mass (M4)
+    if HAS_LOW:
+        level = tl.minimum(tl.exp2(-b * low), alone)
+    else:
+        level = tl.minimum(1.0, alone)
     gaps = (largest - best) * (b * scale).to(tl.float32)
     for _ in range(STEPS):
         height = tl.maximum(level.to(tl.float32) + gaps, 0.0)
         slopes = _slope(height, power.to(tl.float32), 0)
+        if HAS_LOW:
+            slopes *= tl.exp2(low)
         own, own_slope, _curvature = _target_sums(level + gap, power, log_reference)
         mass = own + tl.sum(slopes * height, 0).to(tl.float64)
         slope = own_slope + tl.sum(slopes, 0).to(tl.float64)
@@ -244,11 +271,12 @@ def _either(left, right):
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _posterior(
-    embeddings, copy, out, LABELS, SHIFT, LEVEL, SUMS, ACTIVE, num_rows, num_classes, first,
-    num_tiles, row_tiles, class_tiles, first_tile, all_tiles, scale, b, power, factor, largest,
+    embeddings, copy, out, LABELS, MEASURES, SHIFT, LEVEL, SUMS, ACTIVE, num_rows, num_classes,
+    first, num_tiles, row_tiles, class_tiles, first_tile, all_tiles, scale, b, power, factor,
+    largest,
     DEPTH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     POWER: tl.constexpr, IS_SOFTMAX: tl.constexpr, WITH_SUMS: tl.constexpr,
-    PROGRAMS: tl.constexpr,
+    HAS_MEASURES: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     size = num_rows.to(tl.int64) * all_tiles
     for tile in tl.range(tl.program_id(0), num_tiles, PROGRAMS, flatten=True):
@@ -262,7 +290,11 @@ def _posterior(
         shift = tl.load(SHIFT + rows, mask=inside, other=0.0)
         level = tl.load(LEVEL + rows, mask=inside, other=0.0)
         place = SUMS + rows.to(tl.int64) * all_tiles + first_tile + class_tile
+        if HAS_MEASURES:
+            measures = _measures(MEASURES, first + class_tile * BN, num_classes, BN)
         if IS_SOFTMAX:
+            if HAS_MEASURES:
+                cosines += measures[None, :]
             rate = scale * 1.4426950408889634
             start = level * 1.4426950408889634
             posterior = tl.exp2(start[:, None] + (cosines - shift[:, None]) * rate)
@@ -278,6 +310,8 @@ def _posterior(
                 posterior = square * square
             else:
                 posterior = _slope(height, power, POWER) * height
+            if HAS_MEASURES:
+                posterior *= tl.exp2(measures)[None, :]
             if WITH_SUMS:
                 tl.store(place, tl.sum(posterior, 1), mask=inside)
                 tl.store(place + size, tl.sum(posterior * height, 1), mask=inside)
@@ -303,15 +337,29 @@ def _whole(b: float) -> int:
 Operands = tuple[Tensor, Tensor, Tensor, int]  # embeddings, copy, labels, number of classes
 
 
+def measures_of(classes: Tensor, scale: float, b: float) -> Tensor:
+    """Log reference measures ``[k]`` as kernels take them: binary logarithms.
+
+    At ``alpha = 1`` they are cosines, by which a measure moves its class.
+    """
+    values = classes / scale if b == 0.0 else classes * LOG2_E
+    return values.to(torch.float32).contiguous()
+
+
 def tile_sums(batch: Operands, scale: float) -> tuple[Tensor, Tensor]:
     """Largest cosine of every tile of classes, and ``sum exp(s (c - largest))``, ``[B, t]``."""
     first, second = _sums(batch, None, scale, 0.0, 2)
     return first, second
 
 
-def log_sum_exp(batch: Operands, scale: float) -> tuple[Tensor, Tensor]:
-    """Largest other cosine ``[B]``, and ``sum exp(s (c - largest))`` over the others, float64."""
-    first, second = _sums(batch, None, scale, 0.0, 2)
+def log_sum_exp(
+    batch: Operands, scale: float, measures: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Largest other cosine ``[B]``, and ``sum exp(s (c - largest))`` over the others, float64.
+
+    Cosines are those that ``measures`` have moved, see ``measures_of``.
+    """
+    first, second = _sums(batch, None, scale, 0.0, 2, measures=measures)
     largest = first.amax(1)
     shift = torch.where(largest == -torch.inf, 0.0, largest)
     shrink = ((first - shift[:, None]) * scale).exp()
@@ -319,10 +367,15 @@ def log_sum_exp(batch: Operands, scale: float) -> tuple[Tensor, Tensor]:
 
 
 def row_sums(
-    batch: Operands, shift: Tensor, level: Tensor, scale: float, b: float
+    batch: Operands,
+    shift: Tensor,
+    level: Tensor,
+    scale: float,
+    b: float,
+    measures: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Mass and slope ``[B]`` float64 of the others; ``level`` is the height at cosine ``shift``."""
-    sums = _sums(batch, (shift, level), scale, b, 2)
+    sums = _sums(batch, (shift, level), scale, b, 2, measures=measures)
     return sums[0].sum(1, dtype=torch.float64), sums[1].sum(1, dtype=torch.float64)
 
 
@@ -333,6 +386,7 @@ def _sums(
     b: float,
     num_sums: int,
     pending: Tensor | None = None,
+    measures: Tensor | None = None,
 ) -> Tensor:
     """What ``_row_sums`` writes, ``[n, B, class tiles]``; a softmax has no root."""
     embeddings, _, labels, num_classes = batch
@@ -340,11 +394,12 @@ def _sums(
     shape = (num_sums, num_rows, launch.class_tiles)
     sums = torch.empty(shape, dtype=torch.float32, device=embeddings.device)
     _row_sums[(launch.programs,)](
-        *launch.operands, labels, *(root or (sums, sums)), sums,
-        labels if pending is None else pending, num_rows, num_classes,
+        *launch.operands, labels, sums if measures is None else measures,
+        *(root or (sums, sums)), sums, labels if pending is None else pending, num_rows,
+        num_classes,
         launch.row_tiles * launch.class_tiles, launch.row_tiles, launch.class_tiles, scale, b,
         1.0 / b if b else 0.0, embeddings.shape[1], *launch.sizes, _whole(b), root is None,
-        num_sums, pending is not None, launch.programs, **launch.options,
+        num_sums, pending is not None, measures is not None, launch.programs, **launch.options,
     )  # fmt: skip
     return sums
 
@@ -358,9 +413,18 @@ class RootSearch:
     """
 
     def __init__(
-        self, batch: Operands, target: Target, scale: float, b: float, maxima: Tensor | None
+        self,
+        batch: Operands,
+        target: Target,
+        scale: float,
+        b: float,
+        maxima: Tensor | None,
+        low: float = 0.0,
     ) -> None:
-        """Begin at the root over ``maxima`` of sets of others ``[B, m]``, or those of tiles."""
+        """Begin at the root over ``maxima`` of sets of others ``[B, m]``, or those of tiles.
+
+        ``low`` is the smallest log measure of a class.
+        """
         embeddings, device = batch[0], batch[0].device
         self.scale, self.b = scale, b
         self.target = (target.logits.contiguous(), target.log_reference.contiguous())
@@ -372,10 +436,17 @@ class RootSearch:
             maxima = _sums(batch, None, scale, 0.0, 1)[0]
         _begin[(len(embeddings),)](
             maxima, *self.target, self.settings, self.shift, self.level, self.limit,
-            maxima.shape[1], COARSE_STEPS, ROUNDING, 1024, num_warps=4,
+            maxima.shape[1], low * LOG2_E, COARSE_STEPS, ROUNDING, low != 0.0, 1024, num_warps=4,
         )  # fmt: skip
 
-    def run(self, batch: Operands, weight: float, num_passes: int, tolerance: float) -> None:
+    def run(
+        self,
+        batch: Operands,
+        weight: float,
+        num_passes: int,
+        tolerance: float,
+        measures: Tensor | None = None,
+    ) -> None:
         """Take passes over classes of some weight until logarithms of masses are this small."""
         embeddings, num_sums = batch[0], 3 if self.b <= 0.5 else 2
         self.pending = torch.zeros(num_passes + 1, dtype=torch.int32, device=embeddings.device)
@@ -383,7 +454,7 @@ class RootSearch:
         root = (self.shift, self.level)
         for number in range(num_passes):
             pending = self.pending[number:]
-            sums = _sums(batch, root, self.scale, self.b, num_sums, pending)
+            sums = _sums(batch, root, self.scale, self.b, num_sums, pending, measures)
             _advance[(len(embeddings),)](
                 sums, *self.target, self.settings, *root, self.limit, pending, len(embeddings),
                 sums.shape[2], weight, tolerance, num_sums, 1024, num_warps=4,
@@ -441,6 +512,7 @@ def posterior_block(
     factor: float = FACTOR,
     into: TileSums | None = None,
     first: int = 0,
+    measures: Tensor | None = None,
 ) -> Tensor:
     """``factor`` times the posterior of some classes, ``[B, n]`` in the dtype of the copy.
 
@@ -459,11 +531,12 @@ def posterior_block(
     active = labels if into is None or into.active is None else into.active
     last, all_tiles = min(where.stop, num_classes), sums.shape[-1]
     _posterior[(launch.programs,)](
-        *launch.operands, TensorDescriptor.from_tensor(out, [rows, classes]), labels, *root, sums,
-        active, num_rows, last, where.start, launch.row_tiles * class_tiles, launch.row_tiles,
-        class_tiles, (where.start - first) // classes, all_tiles, scale, b,
-        0.0 if is_softmax else 1.0 / b, factor, torch.finfo(copy.dtype).max, embeddings.shape[1],
-        *launch.sizes, _whole(b), is_softmax, into is not None, launch.programs, **launch.options,
+        *launch.operands, TensorDescriptor.from_tensor(out, [rows, classes]), labels,
+        root[0] if measures is None else measures, *root, sums, active, num_rows, last,
+        where.start, launch.row_tiles * class_tiles, launch.row_tiles, class_tiles,
+        (where.start - first) // classes, all_tiles, scale, b, 0.0 if is_softmax else 1.0 / b,
+        factor, torch.finfo(copy.dtype).max, embeddings.shape[1], *launch.sizes, _whole(b),
+        is_softmax, into is not None, measures is not None, launch.programs, **launch.options,
     )  # fmt: skip
     return out
 
