@@ -68,6 +68,9 @@ for part in "$@"; do
     growth)
         head --parts growth --repeats 4 --json "$out/head-growth.json"
         ;;
+    reference)
+        head --screen float16 --parts references --repeats 20 --json "$out/head-references.json"
+        ;;
     end-to-end)
         head --parts end-to-end --backbone iresnet100 --batch 512 --repeats 3 --seconds 2 --json "$out/head-e2e.json"
         ;;

@@ -409,6 +409,69 @@ def settings(bench: HeadBenchmark) -> Iterator[Row]:
             yield workbench.measure(Variant(path, path, loss, optimizer, facts=facts))
 
 
+REFERENCE_GOALS = {"class_prior": 1.05, "quality": 1.05, "look_alike": 1.3}  # x the plain step
+
+
+def reference_losses(bench: HeadBenchmark) -> Iterator[tuple[str, qmargin.MarginLoss]]:
+    """Q-Margin with each reference measure; counts have a long tail, as those of web faces do."""
+    generator = torch.Generator().manual_seed(bench.seed)
+    counts = torch.randn(bench.classes, generator=generator).add_(3.0).exp_().ceil_()
+    for name, reference in (
+        ("class_prior", qmargin.ClassPrior(counts.sort(descending=True).values, 0.5)),
+        ("class_prior, classes in any order", qmargin.ClassPrior(counts, 0.5)),
+        ("quality", qmargin.Quality(0.33)),
+        ("look_alike", qmargin.LookAlike(0.1, 0.1)),
+    ):
+        margin = qmargin.PriorMargin(bench.margin)
+        loss = qmargin.MarginLoss(
+            qmargin.Alpha(bench.alpha), margin, scale=bench.scale, reference=reference
+        )
+        yield name, loss.to(bench.device)
+
+
+def references(bench: HeadBenchmark) -> Iterator[Row]:
+    """The sparse step with each reference measure, in turns with the same step without one."""
+    workbench = Workbench(bench)
+    for name, loss in reference_losses(bench):
+        for update in ("SparseSGD", "ExactSGD"):
+            step = f"{FORWARD_BACKWARD} + {update}"
+            facts = {"goal": REFERENCE_GOALS[name]} if name in REFERENCE_GOALS else {}
+            measure = partial(_measure_reference, workbench, loss, update)
+
+            def row(
+                name: str = name, step: str = step, measure: Any = measure, facts: Any = facts
+            ) -> Row:
+                own, others, found = measure()
+                given = (own, others, None, {**facts, **found})
+                return workbench.row(f"sparse, {name}", step, *given)
+
+            yield guarded(f"sparse, {name}", step, row, facts)
+    workbench.forget()
+
+
+def _measure_reference(
+    workbench: Workbench, loss: qmargin.MarginLoss, update: str
+) -> tuple[list[float], list[float], dict[str, Any]]:
+    """Times of a step with a loss and of one without its reference, and what each of them did."""
+    head, bench = workbench.head, workbench.bench
+    optimizer, plain = OPTIMIZERS[update](head, **RULE), bench.loss
+    lengths: dict[int, Any] = {}  # of the lists: each loss guesses from its own
+
+    def step(loss: qmargin.MarginLoss) -> None:
+        head.loss, head.list_lengths = loss, lengths.get(id(loss))
+        workbench.leaf.grad = head.fused_gradient = None
+        head(workbench.leaf, workbench.labels).backward()
+        optimizer.step()
+        lengths[id(loss)] = head.list_lengths
+
+    own, others = bench.time(partial(step, loss), partial(step, plain))
+    facts = {}
+    for key, one in (("stats", loss), ("stats_without", plain)):
+        step(one)
+        facts[key] = step_stats(head)
+    return own, others, facts
+
+
 def growth(bench: HeadBenchmark) -> Iterator[Row]:
     """The sparse path for more and more classes."""
     for num_classes in bench.growth_classes:
@@ -491,7 +554,9 @@ def _solved(
     head.list_lengths = None
     step = STEPS[path](head, unit, labels)
     loss = head.loss
-    term = loss.margin(step.target_cosines().double(), loss.scale, labels=labels, norms=norms)
+    term = loss.target_margin(
+        step.target_cosines().double(), loss.scale, labels=labels, norms=norms
+    )
     solution = step.solve(Target(term.logits, term.log_reference), has_gradient=False)
     step.verify()
     return solution.loss, step
@@ -713,6 +778,7 @@ PARTS: dict[str, Callable[[HeadBenchmark], Iterator[Row]]] = {
     "paths": paths,
     "settings": settings,
     "growth": growth,
+    "references": references,
     "errors": errors,
     "end-to-end": end_to_end,
 }

@@ -74,6 +74,11 @@ def _per_million(row: dict[str, Any]) -> str:
     return "" if row["ms"] is None else f"{1e6 * row['ms'] / row['facts']['classes']:.2f}"
 
 
+def _plain_candidates(row: dict[str, Any]) -> str:
+    stats = row["facts"].get("stats_without")
+    return "" if not stats else format(stats["num_candidates"], ".0f")
+
+
 def _head_ms(row: dict[str, Any]) -> str:
     is_head = row["ms"] is not None and row["name"] != "backbone alone"
     return f"{row['ms'] - row['reference_ms']:.1f}" if is_head else ""
@@ -135,6 +140,21 @@ TABLES = {
             "x GEMM": _field("ratio"),
             "ms per million classes": _per_million,
             **_PEAK,
+            "note": _note,
+        },
+    ),
+    "references": Table(
+        "Reference measures",
+        {
+            "reference": _text("name"),
+            "step": _text("step"),
+            "ms": _field("ms"),
+            "ms without": _field("reference_ms"),
+            "x without": _field("ratio"),
+            "goal": _fact("goal", ".2f"),
+            "candidates": _stat("num_candidates", ".0f"),
+            "without": _plain_candidates,
+            "support, mean": _stat("support_mean", ".0f"),
             "note": _note,
         },
     ),
@@ -207,6 +227,10 @@ some steps that measure the support; `sparse` falls back to `chunked` where its 
 too long, and the note says so.""",
     "growth": """\
 The sparse path for more and more classes, on one device.""",
+    "references": """\
+The sparse step with a reference measure, in turns with the same step without one. Counts of the
+class prior are drawn from a lognormal distribution. "Candidates" are the classes of a row that
+are scored exactly.""",
     "errors": """\
 Largest absolute errors of `tau` and of the loss over 16 rows, against float64 over all classes
 from the same stored prototypes; `chunked` and `paper` multiply rounded vectors and say so in

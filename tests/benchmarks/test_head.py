@@ -61,6 +61,7 @@ def test_every_part_is_measured_printed_and_saved(tmp_path, capsys):
     words = (
         "head --rows 4 --dim 8 --classes 301 --repeats 2 --seconds 0.5 --device cpu --batch 3 "
         "--settings several --growth --growth-classes 50 130 --end-to-end --backbone tiny "
+        "--parts products paths settings references errors "
         "--commit abc --json"
     )
     assert run_benchmark([*words.split(), str(path)]) == 0
@@ -202,6 +203,16 @@ def test_updates_leave_every_turn_the_same_prototypes():
     for variant in head.path_variants(SMALL):
         workbench.measure(variant)
     assert torch.equal(workbench.head.prototypes.detach(), before)
+
+
+def test_references_are_timed_in_turns_with_the_step_without_one():
+    rows = list(head.references(SMALL))
+    names = ["class_prior", "class_prior, classes in any order", "quality", "look_alike"]
+    assert [row.name for row in rows[::2]] == [f"sparse, {name}" for name in names]
+    for row in rows:
+        assert row.failed is None and row.ratio == row.ms / row.reference_ms
+        assert row.facts["stats"]["path"] == row.facts["stats_without"]["path"] == "sparse"
+    assert [row.facts.get("goal") for row in rows[::2]] == [1.05, None, 1.05, 1.3]
 
 
 def test_the_common_head_is_arcface():

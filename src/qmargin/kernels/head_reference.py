@@ -37,6 +37,7 @@ BLOCK_CLASSES = 1 << 14  # classes scored at a time: [B, 16384] stays in cache f
 UPDATE_CLASSES = 1 << 13  # prototypes updated at a time, at least
 UPDATE_NUMBERS = 1 << 22  # their elements: 16 MiB each for gradient and temporaries
 BLOCK_ENTRIES = 1 << 16  # gathered prototypes at a time
+NUM_MEASURED = 1024  # groups, at most, from which a row's bound is made where they have measures
 GROUP_ROWS = 8  # that are scored with a group's prototypes at a time
 DENSE_SHARE = 1 / 64  # of all pairs: with more, a product with all classes is faster
 
@@ -401,7 +402,7 @@ def _bound_with_reference(
     lower = lower.expand(maxima.shape[1])
     for part in lists.pieces(len(maxima), max(1, maxima.shape[1]), lists.BLOCK):
         logits = maxima[part].double() * scale
-        best = (logits - cost).topk(min(lists.NUM_BOUNDING, logits.shape[1])).indices
+        best = (logits - cost).topk(min(NUM_MEASURED, logits.shape[1])).indices
         logits = torch.cat([logits.gather(1, best), target.logits[part, None]], 1)
         reference = torch.cat([lower[best], target.log_reference[part, None]], 1)
         found.append(tau_from_below(logits, reference, b, tolerance=1e-6))
