@@ -185,7 +185,8 @@ class ClassPrior(Reference):
     r"""Frequent classes are expected: ``log q_j = strength * log(n_j / mean n)`` (M14).
 
     At ``alpha = 1`` this is logit adjustment. It holds for the target as for every other class: a
-    rare one has to lead by more. Besides, the effective margin may follow the count,
+    rare one has to lead by more. Counts are divided by their mean, because a constant in all log
+    references acts like the scale (M15). Besides, the effective margin may follow the count,
 
     .. math:: m_y = m_0 (\bar n / n_y)^{\text{margin\_power}}
 
