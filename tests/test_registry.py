@@ -35,7 +35,7 @@ def write_package(folder: Path, name: str, **points: str) -> None:
 
 
 def test_every_kind_has_a_registry_a_function_and_a_group():
-    assert len(KINDS) == 9
+    assert len(KINDS) == 10
     for name, found in KINDS.items():
         assert (f"{found.kind}s", found.group) == (name, f"qmargin.{name}")
         assert getattr(registry, f"register_{found.kind}") == found.register

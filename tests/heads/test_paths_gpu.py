@@ -1,5 +1,7 @@
 """Paths on a GPU: the same numbers, half-precision products, no waiting where none is needed."""
 
+import copy
+
 import pytest
 import torch
 
@@ -48,6 +50,33 @@ def test_path_matches_the_definition(path, alpha):
             is_half = path == "paper" and dtype == torch.float32  # cosines are stored in half
             limit = 2e-2 if is_half else tolerance
             assert_same(gpu_step(head, batch), truth, tolerance=limit, note=(num_classes, dtype))
+
+
+@pytest.mark.filterwarnings("ignore::qmargin.errors.MarginWarning")
+@pytest.mark.parametrize(("path", "alpha"), cases(1.0, 1.25, 2.0, paths=EVERY_PATH[1:]))
+def test_references_match_the_definition(path, alpha):
+    """M14 and M17: all three at once, and class priors alone, which blocks take by kernels."""
+    counts = torch.randint(1, 300, (1031,), generator=torch.Generator().manual_seed(0))
+    batch = random_batch(1031, dim=64, rows=16)
+    batch.prototypes[200:300] = batch.prototypes[:100] + 0.3 * batch.prototypes[500:600]
+    for is_alone in (True, False):
+        reference = qmargin.ClassPrior(counts, 0.5)
+        if not is_alone:
+            pairs = qmargin.LookAlike(0.3, 0.2, damping=0.8, split_threshold=0.5)
+            reference = reference + pairs + qmargin.Quality(0.3)
+        parts = qmargin.Alpha(alpha), qmargin.PriorMargin(0.05)
+        loss = qmargin.MarginLoss(*parts, scale=16.0, reference=reference)
+        truth = truth_of(copy.deepcopy(loss), batch)
+        for dtype, tolerance in ((torch.float64, 1e-9), (torch.float32, 3e-5)):
+            taken = qmargin.Chunked(dtype=dtype) if path == "chunked" else every_class(path)
+            own = copy.deepcopy(loss)
+            head = make_head(own, batch, path=taken, dtype=dtype, device="cuda")
+            is_half = path == "paper" and dtype == torch.float32
+            limit = 3e-2 if is_half else tolerance
+            assert_same(gpu_step(head, batch), truth, tolerance=limit, note=(is_alone, dtype))
+        if path == "chunked":
+            head = make_head(copy.deepcopy(loss), batch, path="chunked", device="cuda")
+            assert_same(gpu_step(head, batch), truth, tolerance=3e-2)
 
 
 @pytest.mark.parametrize("alpha", [1.0, 1.25])

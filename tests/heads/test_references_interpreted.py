@@ -13,7 +13,9 @@ from helpers.heads import assert_same, make_head, random_batch, screened, step, 
 from qmargin.kernels import dispatch
 from qmargin.kernels.triton import head as support
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+if torch.cuda.is_available():
+    pytest.skip("test_paths_gpu.py runs them for real", allow_module_level=True)
+
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # the interpreter's masked lanes
     pytest.mark.filterwarnings("ignore::qmargin.errors.MarginWarning"),
@@ -34,8 +36,7 @@ REFERENCES = {
 
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch):
-    if DEVICE == "cpu":
-        monkeypatch.setattr(dispatch, "may_interpret", True)
+    monkeypatch.setattr(dispatch, "may_interpret", True)
     monkeypatch.setattr(support, "ROOM", 32)
 
 
@@ -123,3 +124,19 @@ def test_blocks(alpha, name, batch):
     exact = make_head(copy.deepcopy(loss), batch, path="chunked", dtype=torch.float64)
     exact = step(exact, batch)
     assert found.stats.support_mean == pytest.approx(exact.stats.support_mean, abs=1.0)
+
+
+@pytest.mark.parametrize("name", REFERENCES)
+@pytest.mark.parametrize("alpha", [1.0, 1.25, 2.0])
+def test_rows_of_all_cosines(alpha, name, batch):
+    """Losses on ``[B, k]`` cosines by the kernels of rows, which take every class's measure."""
+    unit = torch.nn.functional.normalize
+    cosines = unit(batch.embeddings) @ unit(batch.prototypes).t()
+    given = (batch.labels, batch.embeddings.norm(dim=1), batch.prototypes)
+    loss, found = make_loss(alpha, name), []
+    for one, dtype in ((loss, torch.float32), (copy.deepcopy(loss), torch.float64)):
+        rows = cosines.to(dtype, copy=True).requires_grad_()
+        value = one(rows, given[0], given[1].to(dtype), given[2].to(dtype))
+        value.backward()
+        found.append((value.detach().double(), rows.grad.double()))
+    torch.testing.assert_close(found[0], found[1], atol=3e-5, rtol=3e-5)

@@ -572,8 +572,8 @@ class RootSearch:
         """Begin at the root over group maxima and the target, a lower bound of ``tau`` (M13)."""
         b = chunks.b
         logits = torch.cat([maxima.double() * chunks.scale, target.logits[:, None]], 1)
-        low, high = (0.0, 0.0) if chunks.reference is None else chunks.reference.bounds
-        reference = torch.full_like(logits, math.log(chunks.weight) + low)
+        least, most = (0.0, 0.0) if chunks.reference is None else chunks.reference.bounds
+        reference = torch.full_like(logits, math.log(chunks.weight) + least)
         reference[:, -1] = target.log_reference
         tolerance = 1e-6 if b <= 1.0 else 1e-14  # above alpha = 2 it must not pass the root
         anchor, level, _ = solve_rows(logits, reference, b, tolerance=tolerance)
@@ -582,7 +582,7 @@ class RootSearch:
             common, best = chunks.ranks.max_(anchor.clone()), chunks.ranks.max_(best)
             level = level - level_step(b) * (anchor - common)
             anchor, level = common, -chunks.ranks.max_(-level)
-        measure = torch.full_like(level, chunks.head.num_classes - 1.0).log() + high
+        measure = torch.full_like(level, chunks.head.num_classes - 1.0).log() + most
         measure = torch.logaddexp(measure, target.log_reference)
         low = level_step(b) * (anchor - best) + level_cost(-measure, b)  # M4
         return cls(chunks, target, anchor, level, low, level + 1e-12 * (1.0 + level.abs()))

@@ -162,6 +162,8 @@ class MarginClassifier(nn.Module):
         weights = torch.empty(len(self.shard), embedding_dim, device=device, dtype=dtype)
         drawn = int(torch.randint(1 << 62, ()))  # from the generator that torch.manual_seed seeds
         self.prototypes = Prototypes(draw_prototypes(self.shard, weights, drawn))
+        if loss.reference is not None:
+            loss.reference.to(weights.device)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute."""
@@ -623,7 +625,7 @@ class MarginClassifier(nn.Module):
 def _snapshot(loss: MarginLoss) -> Callable[[], object]:
     """A function that puts margin and reference back into their state, as running statistics."""
     reference = loss.reference
-    changing = [loss.margin] if isinstance(loss.margin, nn.Module) else []
+    changing: list[nn.Module] = [loss.margin] if isinstance(loss.margin, nn.Module) else []
     if reference is not None and reference.changes_in_training:
         changing.append(reference)
     states = [(part, deepcopy(part.state_dict())) for part in changing]

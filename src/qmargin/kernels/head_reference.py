@@ -511,7 +511,7 @@ def _score_blocks(batch: Batch, floor: Tensor) -> Candidates:
     )
     parts = map(torch.cat, zip(*found, strict=True))
     listed = [torch.empty_like(part).index_copy_(0, places, part) for part in parts]
-    return Candidates(*listed, starts)
+    return Candidates(listed[0], listed[1], listed[2], starts)
 
 
 def solve_lists(candidates: Candidates, target: Target, *, scale: float, b: float) -> SolvedRows:

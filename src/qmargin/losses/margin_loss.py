@@ -109,8 +109,7 @@ def margin_loss_with_stats(
     if isinstance(divergence, Alpha):
         lifted = labels, term.logits, term.log_reference
         alpha = divergence.as_tensor()
-        given = {"lifted": lifted, "is_ignored": is_ignored, "scale": scale}
-        solved = value_of(rows, reference, alpha, **given)
+        solved = value_of(rows, reference, alpha, lifted=lifted, is_ignored=is_ignored, scale=scale)
         stats = solved.tau, solved.support_size, solved.target_posterior, solved.mass_error
         output = LossOutput(solved.value, *stats)
     else:  # the generic solver needs full [B, k] matrices
@@ -366,8 +365,8 @@ class MarginLoss(nn.Module):
         classes' own vectors, for margins and references that look at them.
         """
         if self.active_reference is not None:
-            loss = self.with_stats(cosines, labels, norms, prototypes).loss
-            return self._reduced(loss, labels)
+            rows = self.with_stats(cosines, labels, norms, prototypes).loss
+            return self._reduced(rows, labels)
         key, is_planned = None, norms is None and not self.debug and self.reduction != "none"
         if is_planned and fused.may_plan(cosines):
             kinds = id(self.divergence), id(self.margin), self.scale

@@ -257,9 +257,9 @@ class ClassPrior(Reference):
     def class_bounds(self) -> tuple[float, float]:
         """From the smallest and the largest count."""
         low, mean, high = self.extremes()
-        ends = sorted(self.strength * math.log(number / mean) for number in (low, high))
+        first, last = sorted(self.strength * math.log(number / mean) for number in (low, high))
         # Logarithms on a device may round otherwise by a few units.
-        return tuple(end + 1e-12 * side * abs(end) for end, side in zip(ends, (-1, 1), strict=True))
+        return first - 1e-12 * abs(first), last + 1e-12 * abs(last)
 
     def margin_factor(self, labels: Tensor, norms: Tensor | None) -> Tensor | None:
         """``(mean n / n_y) ** margin_power``."""

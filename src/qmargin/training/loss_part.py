@@ -294,8 +294,8 @@ class ScheduledLoss:
         for kind, source in part.class_sources.items():
             values = read_class_values(source)
             if num_classes is not None and len(values) != num_classes:
-                counts = f"{len(values):,} numbers for {num_classes:,} classes"
-                raise ConfigError(f"loss.options.{PER_CLASS} of {kind} has {counts}")
+                found = f"{len(values):,} numbers for {num_classes:,} classes"
+                raise ConfigError(f"loss.options.{PER_CLASS} of {kind} has {found}")
             if isinstance(source, str):
                 self.sha256s[kind] = sha256_of(Path(source).expanduser())
             self._values[kind] = values.to(device)
