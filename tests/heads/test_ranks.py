@@ -46,6 +46,12 @@ PRESETS = {
         + qmargin.Quality(0.3)
         + qmargin.LookAlike(0.3, 0.1, damping=1.0, split_threshold=0.4),
     ),
+    "pairs": lambda: qmargin.MarginLoss(
+        qmargin.Alpha(1.25),
+        qmargin.PriorMargin(0.05),
+        scale=16.0,
+        reference=qmargin.LookAlike(0.3, 0.1, damping=1.0, split_threshold=0.4),
+    ),
 }
 STATEFUL = ("adaface", "magface", "elasticface", "references")
 SOFTMAX = ("cosface", "arcface", "adaface", "sphereface", "elasticface")
@@ -53,6 +59,7 @@ SOFTMAX = ("cosface", "arcface", "adaface", "sphereface", "elasticface")
 # active ones that a sample starts the search.
 CASES = [
     ("chunked", "wide", 3001, torch.float64),
+    *((path, "pairs", k, torch.float64) for path in ("sparse", "chunked") for k in (1, 331)),
     *((path, "q_margin", k, dt)
       for path in ("sparse", "chunked", "dense", "top_k", "sampled", "auto")
       for k in (1, 331) for dt in (torch.float64,)),

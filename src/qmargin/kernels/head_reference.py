@@ -37,7 +37,7 @@ BLOCK_CLASSES = 1 << 14  # classes scored at a time: [B, 16384] stays in cache f
 UPDATE_CLASSES = 1 << 13  # prototypes updated at a time, at least
 UPDATE_NUMBERS = 1 << 22  # their elements: 16 MiB each for gradient and temporaries
 BLOCK_ENTRIES = 1 << 16  # gathered prototypes at a time
-NUM_MEASURED = 1024  # groups, at most, from which a row's bound is made where they have measures
+NUM_MEASURED = 512  # sets of groups from which a row's bound is made where they have measures
 GROUP_ROWS = 8  # that are scored with a group's prototypes at a time
 DENSE_SHARE = 1 / 64  # of all pairs: with more, a product with all classes is faster
 
@@ -396,14 +396,21 @@ def _bound_with_reference(
 ) -> Tensor:
     """The same where the classes of a group have at least the measure ``exp(lower)`` (M16).
 
-    Of each row the groups count that bound ``tau`` best on their own (M4).
+    Of each set of groups the one counts that bounds ``tau`` best on its own (M4).
     """
-    cost, found = slacks(level_cost(-lower, b), b), []
-    lower = lower.expand(maxima.shape[1])
-    for part in lists.pieces(len(maxima), max(1, maxima.shape[1]), lists.BLOCK):
-        logits = maxima[part].double() * scale
-        best = (logits - cost).topk(min(NUM_MEASURED, logits.shape[1])).indices
-        logits = torch.cat([logits.gather(1, best), target.logits[part, None]], 1)
+    num_groups, found = maxima.shape[1], []
+    count = max(1, min(NUM_MEASURED, num_groups))
+    cost = (slacks(level_cost(-lower, b), b) / scale).to(maxima.dtype)
+    lower = lower.expand(num_groups)
+    for part in lists.pieces(len(maxima), max(1, num_groups), lists.BLOCK):
+        keys = pad(maxima[part] - cost, (0, -num_groups % count), value=-math.inf)
+        which = keys.unflatten(1, (-1, count)).argmax(1) if num_groups else keys.long()
+        best = which * count + torch.arange(count, device=keys.device)
+        is_none = best >= num_groups  # no group may count twice
+        best = best.masked_fill(is_none, 0)
+        logits = maxima[part].gather(1, best).double().mul_(scale)
+        logits = logits.masked_fill_(is_none, -math.inf)
+        logits = torch.cat([logits, target.logits[part, None]], 1)
         reference = torch.cat([lower[best], target.log_reference[part, None]], 1)
         found.append(tau_from_below(logits, reference, b, tolerance=1e-6))
     return lists.cat(found)
