@@ -2,6 +2,7 @@
 
 import copy
 import math
+import pickle
 import warnings
 
 import numpy as np
@@ -457,3 +458,21 @@ def test_a_sum_is_flat_and_is_shown():
     margin = make(total).target_margin
     assert isinstance(margin, ReferencedMargin)
     assert margin.effective(1.25, 32.0) == qmargin.PriorMargin(0.2).effective(1.25, 32.0)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_compiled_and_under_autocast_and_pickled(batch):
+    """Graphs may break; numbers may not, and cosines of prototypes are not rounded."""
+    cosines, labels, norms, prototypes = (part.clone() for part in batch)
+    cosines, norms, prototypes = cosines.float(), norms.float(), prototypes.float()
+    loss = make(REFERENCES["all"](), scale=SCALE, margin=qmargin.PriorMargin(MARGIN))
+    loss(cosines, labels, norms, prototypes)
+    expected = loss.eval()(cosines, labels, norms, prototypes)
+    compiled = torch.compile(loss, backend="eager")
+    torch.testing.assert_close(compiled(cosines, labels, norms, prototypes), expected)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(loss(cosines, labels, norms, prototypes), expected)
+    again = pickle.loads(pickle.dumps(loss))
+    assert torch.equal(again(cosines, labels, norms, prototypes), expected)
+    folded = [part.expand(2, *part.shape) for part in (cosines, labels, norms)]
+    torch.testing.assert_close(loss(*folded, prototypes), expected)

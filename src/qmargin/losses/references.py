@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 import reprlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -347,11 +346,14 @@ class LookAlike(Reference):
         """Of a function that is linear between -1, the thresholds and 1."""
         if self.strength == 0.0 and self.damping == 0.0:
             return None
-        at = torch.tensor([-1.0, self.threshold, self.split_threshold, 1.0], dtype=torch.float64)
-        values = self.per_pair(at, scale)
+        values = [
+            scale * self.strength * max(cosine - self.threshold, 0.0)
+            - scale * self.damping * max(cosine - self.split_threshold, 0.0)
+            for cosine in (-1.0, self.threshold, self.split_threshold, 1.0)
+        ]
         room = 1e-6 * scale * (self.strength + self.damping)  # of float32 cosines
-        low = min(float(values.amin()), 0.0) - room if self.damping else 0.0
-        return low, max(float(values.amax()), 0.0) + room
+        low = min(*values, 0.0) - room if self.damping else 0.0
+        return low, max(*values, 0.0) + room
 
     def extra_repr(self) -> str:
         """Settings, for ``print``."""
@@ -457,13 +459,14 @@ def lookup(values: Tensor, labels: Tensor) -> Tensor:
     return found.where(labels >= 0, 0.0).where(labels <= last, math.nan)
 
 
-@dataclass(frozen=True)
 class ReferencedMargin:
-    """A margin with a reference: the target's term of both (M14, M17)."""
+    """A margin with a reference: the target's term of both (M14, M17).
 
-    margin: Margin
-    reference: Reference
-    b: float | None  # alpha - 1; None for other divergences
+    ``b`` is ``alpha - 1``, None for other divergences.
+    """
+
+    def __init__(self, margin: Margin, reference: Reference, b: float | None) -> None:
+        self.margin, self.reference, self.b = margin, reference, b
 
     def __call__(
         self,
@@ -533,9 +536,10 @@ def log_reference_of(
             "one row per class [num_classes, d]"
         )
     unit = on_device_of(prototypes.detach(), cosines).to(cosines.dtype)
-    unit = nn.functional.normalize(unit)
-    own = unit[labels.clamp(0, num_classes - 1)]
-    pairs = reference.per_pair(own @ unit.t(), scale).detach()
+    with torch.autocast(cosines.device.type, enabled=False):
+        unit = nn.functional.normalize(unit)
+        own = unit[labels.clamp(0, num_classes - 1)]
+        pairs = reference.per_pair(own @ unit.t(), scale).detach()
     return pairs if found is None else pairs + found
 
 
