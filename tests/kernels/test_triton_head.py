@@ -105,10 +105,11 @@ def test_refresh(num_classes, dim, dtype):
     assert bool(fused.refresh_copy(prototypes, found[2], found[1]).isnan())
 
 
-def definition_floor(maxima, target, slack, *, scale, b):
+def definition_floor(maxima, target, slack, *, scale, b, lower=0.0):
     """Floor of exact cosines from the root over all group maxima and the target, in float64."""
     logits = torch.cat([maxima.double() * scale, target.logits[:, None]], 1)
     reference = torch.zeros_like(logits)
+    reference[:, :-1] = lower
     reference[:, -1] = target.log_reference
     anchor, level, _ = solve_rows(logits, reference, b, tolerance=1e-14)
     return (anchor - slacks(level, b) - 1.0 / b) / scale - slack
@@ -143,6 +144,46 @@ def test_pairs_scores_and_solution(shape, alpha, scale, margin):
     assert float(solved.mass_error.max()) < 1e-9
     torch.testing.assert_close(solved.posterior, wanted.posterior, atol=1e-7, rtol=1e-5)
     _check_gradients(batch, solved, wanted)
+
+
+@pytest.mark.parametrize("spread", [0.3, 3.0])
+@pytest.mark.parametrize("shape, alpha, scale, margin", CASES)
+def test_pairs_and_solution_with_measures(shape, alpha, scale, margin, spread):
+    """M16 and the solution where every class has a measure, some far above one, some below."""
+    batch, numbers = Batch(*shape), {"scale": scale, "b": alpha - 1.0}
+    generator = torch.Generator().manual_seed(shape[0])
+    drawn = spread * torch.randn(batch.num_classes, generator=generator).double()
+    classes = drawn.clamp(-6.0, 6.0 / max(1.0, alpha - 1.0)).to(DEVICE)
+    targets = batch.prepared.targets
+
+    def pair(cosines):
+        return 2.0 * (cosines - 0.1).clamp_min(0.0)
+
+    bounds = (float(classes.amin()), float(classes.amax()) + 1.8)
+    reference = plain.RowReference(classes, pair, targets, bounds, 0.0, classes._version)
+    lower = reference.group_minima()
+    target, maxima = batch.terms(scale, margin), batch.maxima()
+    floor = definition_floor(maxima, target, batch.slack, **numbers, lower=lower)
+    is_needed = maxima.double() > (floor - batch.slack)[:, None]
+    needed = {(row, group) for row, group in is_needed.nonzero().tolist()}
+    for kernels in (plain, fused):
+        pairs = kernels.list_pairs(maxima, target, batch.slack, **numbers, lower=lower)
+        assert bool((pairs.floor <= floor + 1e-12).all())
+        if alpha <= 2.0:
+            assert bool((pairs.floor > floor - 0.1).all())
+        assert set(zip(pairs.rows.tolist(), pairs.groups.tolist(), strict=True)) >= needed
+    rows = batch.rows()._replace(reference=reference)
+    found, certain = (kernels.score_candidates(rows, pairs) for kernels in (fused, plain))
+    places = (kept.rows.long() * batch.num_classes + kept.columns for kept in (found, certain))
+    measures = dict(zip(next(places).tolist(), found.log_reference.tolist(), strict=True))
+    for place, measure in zip(next(places).tolist(), certain.log_reference.tolist(), strict=True):
+        assert measures[place] == pytest.approx(measure, abs=1e-5)
+    wanted, solved = (kernels.solve_lists(found, target, **numbers) for kernels in (plain, fused))
+    torch.testing.assert_close(solved.loss, wanted.loss, atol=1e-9, rtol=1e-7)
+    torch.testing.assert_close(solved.tau, wanted.tau, atol=1e-9, rtol=1e-12)
+    torch.testing.assert_close(solved.others_mass, wanted.others_mass, atol=1e-9, rtol=1e-6)
+    assert float(solved.mass_error.max()) < 1e-8
+    torch.testing.assert_close(solved.posterior, wanted.posterior, atol=1e-7, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
