@@ -11,13 +11,15 @@ import pytest
 import torch
 
 from helpers.ranks import run_ranks
+from helpers.registries import forget_registered
 from helpers.runs import identities, losses, tiny_recipe
 from qmargin.errors import ConfigError, DataError, MarginWarning
 from qmargin.losses import presets
 from qmargin.losses.divergences import Alpha, JensenShannon
 from qmargin.losses.margin_loss import MarginLoss
 from qmargin.losses.margins import AngularMargin, PerClass, PriorMargin, StatelessMargin, SumMargin
-from qmargin.registry import divergences, margins
+from qmargin.losses.references import Reference
+from qmargin.registry import divergences, margins, references
 from qmargin.schema import decode_settings, encode
 from qmargin.training.build import build_head, build_loss
 from qmargin.training.loop import train
@@ -304,7 +306,9 @@ def test_references_are_written_in_any_form_and_read_back(written: Any) -> None:
     built = part.build(counts=torch.tensor([1, 2, 3])).reference
     assert built is not None
     assert [one.strength for one in built.parts] == [0.5, 0.33]
-    assert read(preset="q_margin", reference="look_alike").strength == 0.1
+    named = apply_settings(tiny_recipe(), ["loss.reference=look_alike"])
+    assert named.loss.reference == {"look_alike": {"strength": 0.1}}
+    assert named.sha256 != plain.sha256
 
 
 @pytest.mark.parametrize(
@@ -316,9 +320,18 @@ def test_references_are_written_in_any_form_and_read_back(written: Any) -> None:
         ({"look_alike": {"treshold": 0.1}}, "threshold"),
         ({"look_alike": -1.0}, "strength of LookAlike is -1"),
         (7, "not a name and settings"),
+        ("numberless", "takes no number; give it a parameter"),
     ],
 )
-def test_references_that_cannot_be_are_refused(written: Any, match: str) -> None:
+def test_references_that_cannot_be_are_refused(
+    written: Any, match: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forget_registered(monkeypatch)
+
+    @references.register("numberless")
+    class Numberless(Reference):
+        pass
+
     with pytest.raises(ConfigError, match=match):
         read(preset="q_margin", reference=written)
 

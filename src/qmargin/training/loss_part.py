@@ -115,6 +115,8 @@ class LossPart:
         for kind, options in self.reference.items():
             check_registered(kind, references, "reference")
             check_options(options, references.get(kind), f"reference.{kind}", given=(COUNTS,))
+            if _strength_of(kind) not in options:  # a reference that is not written is in no hash
+                self.reference[kind] = {**_default_strength(kind), **options}
         stand_ins = {  # for files, which are read when a run is built
             kind: torch.ones(1) if isinstance(source, str) else read_class_values(source)
             for kind, source in self.class_sources.items()
@@ -156,20 +158,14 @@ class LossPart:
     def strength(self) -> float | None:
         """Main number of the first reference; None without one."""
         for kind, options in self.reference.items():
-            maker = references.get(kind)
-            main = main_number(maker)
-            number = None if main is None else options.get(main, _default_of(maker, main))
-            return number if isinstance(number, int | float) else None
+            number = options[_strength_of(kind)]
+            return float(number) if isinstance(number, int | float) else None
         return None
 
     def with_strength(self, strength: float) -> LossPart:
         """The same with another main number of the first reference."""
-        if self.strength is None:
-            raise ConfigError("loss.reference is empty, or its first entry has no number")
         kind = next(iter(self.reference))
-        main = main_number(references.get(kind))
-        assert main is not None
-        first = {kind: {**self.reference[kind], main: strength}}
+        first = {kind: {**self.reference[kind], _strength_of(kind): strength}}
         return replace(self, reference={**self.reference, **first})
 
     @property
@@ -314,8 +310,8 @@ class ScheduledLoss:
             divergence = self.part.build_divergence(settings.alpha)
             reference = old.reference
             if reference is not None and settings.strength is not None:
-                first = parts_of(reference)[0]
-                setattr(first, str(main_number(type(first))), settings.strength)
+                name = _strength_of(next(iter(self.part.reference)))
+                setattr(parts_of(reference)[0], name, settings.strength)
             made = MarginLoss(divergence, margin, scale=settings.scale, reference=reference)
             self.loss = made.train(old.training)
         self._settings = settings
@@ -438,6 +434,24 @@ def _number_of(kind: str) -> str:
     if name is None:
         raise ConfigError(f"margin_kind is {kind!r}, which takes no number; give it a parameter")
     return name
+
+
+def _strength_of(kind: str) -> str:
+    """Name of a reference's main parameter."""
+    maker = references.get(kind)
+    name = main_number(maker)
+    if name is None or name == COUNTS or name not in inspect.signature(maker).parameters:
+        raise ConfigError(f"reference is {kind!r}, which takes no number; give it a parameter")
+    return name
+
+
+def _default_strength(kind: str) -> Options:
+    """The default of a reference's main parameter, by its name."""
+    name = _strength_of(kind)
+    number = _default_of(references.get(kind), name)
+    if number is None:
+        raise ConfigError(f"reference.{kind} has no {name}; give a number")
+    return {name: number}
 
 
 def is_stateful(kind: str) -> bool:
