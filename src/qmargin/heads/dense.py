@@ -119,7 +119,7 @@ def dense_rows(
     """Loss of each row ``[B]`` for unit embeddings, and the record of the step."""
     unit = unit_prototypes(head)
     cosines = embeddings @ unit.t()  # [B, k]: what this path is about
-    measure = _reference_of(head, cosines, labels, unit)
+    measure = _reference_of(head, labels, unit)
     return _rows_of(head, "dense", cosines, labels, norms, head.loss.target_margin, measure)
 
 
@@ -136,23 +136,22 @@ def sampled_rows(
     cosines = embeddings @ unit.t()  # [B, n]
     columns = torch.where(labels < 0, labels, torch.searchsorted(classes, labels))
     margin = OwnLabels(head.loss.target_margin, labels)
-    measure = _reference_of(head, cosines, columns, unit, classes)
+    measure = _reference_of(head, columns, unit, classes)
     return _rows_of(head, "sampled", cosines, columns, norms, margin, measure)
 
 
 def _reference_of(
-    head: MarginClassifier,
-    cosines: Tensor,
-    columns: Tensor,
-    unit: Tensor,
-    classes: Tensor | None = None,
+    head: MarginClassifier, columns: Tensor, unit: Tensor, classes: Tensor | None = None
 ) -> Tensor | None:
-    """Log reference of the cosines' classes, all of them or ``classes``; None for zero."""
-    reference = head.loss.active_reference
+    """Log reference of the classes of some unit prototypes, in their dtype; None for zero.
+
+    They are all classes, or ``classes``; ``columns`` ``[B]`` are the rows' own among them.
+    """
+    reference, unit = head.loss.active_reference, unit.detach()
     if reference is None:
         return None
-    given = (cosines.detach(), columns, head.loss.scale, unit.detach())
-    return log_reference_of(reference, *given, classes)
+    like = unit.new_empty((0, len(unit)))
+    return log_reference_of(reference, like, columns, head.loss.scale, unit, classes)
 
 
 def _rows_of(
@@ -366,7 +365,7 @@ def top_k_rows(
         cosines = embeddings.half() @ unit.half().t()  # [B, k], as the paper has them
     else:
         cosines = embeddings @ unit.t()
-    measure = _reference_of(head, cosines, columns, unit.to(cosines.dtype))
+    measure = _reference_of(head, columns, unit)  # not in half precision, as the cosines may be
     step.measure = None if measure is None else measure.expand(cosines.shape)
     cosines, target_cosines = lift_target(cosines, columns)
     term = loss.target_margin(target_cosines.double(), loss.scale, labels=labels, norms=norms)

@@ -513,6 +513,8 @@ def log_reference_of(
 ) -> Tensor | None:
     """Log reference of every class, broadcastable to the cosines ``[..., k]``; None for zero.
 
+    It has the dtype and the device of the cosines, which are not read.
+
     ``prototypes`` ``[k, d]`` of any length are read for pairs of classes. ``classes`` ``[k]`` are
     those of the columns where these are a sample.
     """
