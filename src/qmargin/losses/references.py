@@ -24,23 +24,15 @@ from qmargin.errors import ConfigError, DataError, ShapeError
 from qmargin.losses.checks import check_norms, check_number, describe
 from qmargin.losses.margins import (
     LARGEST_GAP,
-    AdaFaceMargin,
-    AngularMargin,
-    CombinedMargin,
-    CosineMargin,
-    ElasticMargin,
-    MagFaceMargin,
     Margin,
+    ModuleSumMargin,
+    PriorMargin,
+    SumMargin,
     TargetTerm,
     closed_form,
     warn_of_margin,
 )
 from qmargin.registry import register_reference
-
-GEOMETRIC = (
-    *(CosineMargin, AngularMargin, CombinedMargin),
-    *(AdaFaceMargin, MagFaceMargin, ElasticMargin),
-)
 
 
 class Reference(nn.Module):
@@ -593,7 +585,8 @@ def check_reference(reference: Reference | None, margin: Margin, b: float | None
             f"{name} multiplies an effective margin, which takes an alpha-divergence of at least "
             f"1, and the loss has {given}"
         )
-    if isinstance(margin, GEOMETRIC):
+    is_prior = isinstance(margin, PriorMargin | SumMargin | ModuleSumMargin)
+    if not is_prior and type(margin).__module__.startswith("qmargin."):  # of others nobody knows
         raise ConfigError(
             f"{name} multiplies the effective margin of a PriorMargin, and the margin is a "
             f"{type(margin).__name__}; add a PriorMargin to it"
