@@ -36,6 +36,10 @@ _ANGLES = 1025  # looked at for the largest gap, and again between the best of t
 _ZOOMS = 3
 
 
+class UnreachableError(ConfigError):
+    """A reach below that of the divergence alone, which no margin makes."""
+
+
 def reach(
     alpha: float,
     scale: float,
@@ -130,12 +134,14 @@ def margin_of_reach(gap: float, alpha: float, scale: float, *, kind: str = "prio
             "to alpha 1; choose alpha above 1, or give the margin itself"
         )
     least = 1.0 / rate
+    if gap <= 0.0:
+        raise ConfigError(f"reach is {gap:g}; it must be above 0")
     if gap > LARGEST_GAP:
         raise ConfigError(
             f"reach is {gap:g}, but cosines differ by at most {LARGEST_GAP:g}; choose a smaller one"
         )
     if gap < least * (1.0 - 1e-12):
-        raise ConfigError(
+        raise UnreachableError(
             f"reach is {gap:g}, but with alpha {alpha:g} and scale {scale:.4g} a row needs a gap of "
             f"{least:.4g} without any margin; choose a reach of at least that, or a larger scale"
         )
