@@ -142,8 +142,8 @@ def margin_of_reach(gap: float, alpha: float, scale: float, *, kind: str = "prio
         )
     if gap < least * (1.0 - 1e-12):
         raise UnreachableError(
-            f"reach is {gap:g}, but with alpha {alpha:g} and scale {scale:.4g} a row needs a gap of "
-            f"{least:.4g} without any margin; choose a reach of at least that, or a larger scale"
+            f"reach is {gap:g}, but with alpha {alpha:g} and scale {scale:.4g} a row needs a gap "
+            f"of {least:.4g} without any margin; choose at least that, or a larger scale"
         )
     added = max(0.0, gap - least)
     if kind == "angular":
