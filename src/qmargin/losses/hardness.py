@@ -178,7 +178,7 @@ def _sharpness(mean: float, b: float, num_classes: int) -> float | None:
         low, high, step = high, high + step, 2.0 * step
     if step >= _WIDEST:
         return None
-    return math.exp(float(brentq(excess, low, high, xtol=1e-9)) if low < high else low)
+    return math.exp(float(brentq(excess, low, high, xtol=1e-10)) if low < high else low)
 
 
 def _alpha_minus_one(alpha: float) -> float:
