@@ -15,6 +15,7 @@ is ever exactly zero, and the reach is infinite.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -94,7 +95,7 @@ def reach(
         term = given(cosines, scale)
         return cosines - term.logits / scale + (-b * term.log_reference).exp() / (b * scale)
 
-    like = {"dtype": torch.float64, "device": "cpu"}
+    like: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}
     try:
         if target_cosine is not None:
             return float(gaps(torch.tensor([target_cosine], **like)))
