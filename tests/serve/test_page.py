@@ -191,9 +191,12 @@ def test_a_gallery_is_enrolled_searched_and_forgotten(browser, faces, files):
     assert text(browser, "found") == "Bea <b>"  # a text, not markup
     assert "reaches the threshold" in text(browser, "found-words")
     assert browser.evaluate("document.querySelectorAll('#candidates b').length") == 0
-    for left in (1, 0):
+    for left in (1, 0):  # the search is made again
         browser.evaluate("document.querySelector('#gallery button').click()")
         browser.wait_until(f"document.querySelectorAll('#gallery li').length === {left}")
+        browser.wait_until(f"document.querySelectorAll('#candidates li').length === {left}")
+    browser.wait_until("!document.getElementById('identify-problem').hidden")
+    assert text(browser, "identify-problem").startswith("The gallery is empty")
     assert browser.problems() == []
 
 

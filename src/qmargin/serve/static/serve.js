@@ -264,19 +264,23 @@ function generate(button) {
 // -- identify -----------------------------------------------------------------------------------
 
 const FPIRS = [0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5];
+const MOST_LISTED = 500; // names
+let isEmpty = true; // the gallery
 const fpir = () => FPIRS[Number(byId("fpir").value)];
 
 function showGallery(gallery) {
+  isEmpty = gallery.num_samples === 0;
   const names = Object.entries(gallery.names);
-  byId("gallery-size").textContent = `${names.length} names, ${gallery.num_samples} samples`;
+  byId("gallery-size").textContent = `${names.length} names, ${gallery.num_samples} samples${names.length > MOST_LISTED ? `; the first ${MOST_LISTED} are listed` : ""}`;
   byId("gallery-note").textContent = gallery.is_stored
     ? "Embeddings are kept in the file that the server was started with."
     : "Embeddings are kept in memory, and are gone when the server ends.";
-  byId("gallery").replaceChildren(...names.slice(0, 500).map(([name, count]) => {
+  byId("gallery").replaceChildren(...names.slice(0, MOST_LISTED).map(([name, count]) => {
     const forget = element("button", { type: "button", textContent: "Forget" });
     forget.setAttribute("aria-label", `Forget ${name}`);
     forget.addEventListener("click", () => reported("gallery-problem", async () => {
       showGallery(await ask("DELETE", `gallery/${encodeURIComponent(name)}`));
+      await identify();
     }));
     const label = element("span", {}, element("bdi", { textContent: name }), ` (${count})`);
     return element("li", {}, label, forget);
@@ -293,7 +297,7 @@ byId("enrol").addEventListener("submit", (event) => {
     event.target.reset();
     const failed = answer.results.filter((one) => one.error);
     if (failed.length) throw new Error(failed.map((one) => one.error.message).join("; "));
-    if (slots.probe.data) await identify();
+    await identify();
   });
 });
 
@@ -309,6 +313,7 @@ function identify() {
   return reported("identify-problem", async () => {
     await preview(slots.probe);
     if (!isCurrent()) return;
+    if (isEmpty) throw new Error("The gallery is empty; enrol a person, or start the server with --gallery DIR");
     const answer = await ask("POST", "identify", { inputs: [slots.probe.data], fpir: fpir() });
     if (!isCurrent()) return;
     const { candidates } = answer.results[0];
