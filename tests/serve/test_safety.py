@@ -47,6 +47,9 @@ ATTACKS = {  # the check, the headers of the attack, and the status of its refus
     "another server here": (gate.check_site, {"Sec-Fetch-Site": "same-site"}, 403),
     "no token": (gate.check_token, {"Authorization": ""}, 401),
     "a wrong token": (gate.check_token, {"Authorization": "Bearer guess"}, 401),
+    "a part of the token": (gate.check_token, {"Authorization": f"Bearer {TOKEN[:-1]}"}, 401),
+    "more than the token": (gate.check_token, {"Authorization": f"Bearer {TOKEN}x"}, 401),
+    "another scheme": (gate.check_token, {"Authorization": f"Basic {TOKEN}"}, 401),
     "a form": (gate.check_type, {"Content-Type": FORM}, 415),
     "plain text": (gate.check_type, {"Content-Type": "text/plain"}, 415),
 }
