@@ -10,7 +10,7 @@ import asyncio
 import base64
 import sys
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -84,7 +84,7 @@ class Service:
 
         problems, found = list[tuple[str, str]](), dict[Entry, Row]()
         for start in range(0, len(names), ENROLLED_TOGETHER):
-            waiting = {}
+            waiting = dict[Entry, tuple[str, Future[Row]]]()
             part = names[start : start + ENROLLED_TOGETHER]
             for name in part:
                 try:

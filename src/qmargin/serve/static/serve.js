@@ -367,8 +367,8 @@ const FITS = {
 function showModel() {
   byId("model-name").textContent = model.name;
   document.title = `qmargin: ${model.name}`;
-  byId("intended").textContent = `${model.intended_use}.`;
-  byId("limits-of-use").textContent = `${model.limits_of_use}.`;
+  byId("intended").textContent = `Intended use: ${model.intended_use}.`;
+  byId("limits-of-use").textContent = `Limits: ${model.limits_of_use}.`;
   const { limits } = model;
   const facts = {
     Model: model.name,
