@@ -98,7 +98,8 @@ async def _unknown_path(request: Request, error: HTTPException) -> Response:
     path, method = request.url.path[:80], request.method
     if error.status_code == 405:
         methods = [route.method for route in api.ROUTES if route.path == path]
-        allowed = ", ".join(methods) or (error.headers or {}).get("Allow", "")
+        found = (error.headers or {}).get("Allow", "").split(", ")  # in no order
+        allowed = ", ".join(methods or sorted(found))
         message = f"{path} takes {allowed}, not {method}; see /v1/openapi.json"
         return _error(Refusal(405, "method", message, allow=allowed))
     known = sorted({route.path for route in api.ROUTES} | {"/", "/v1/openapi.json"})
