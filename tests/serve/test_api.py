@@ -441,6 +441,18 @@ def test_an_exported_model_of_people_scores_as_it_was_evaluated(tmp_path):
         assert server.post("verify", {"pairs": [pair]})["results"][0]["score"] <= 1.0
 
 
+def test_generated_voices_can_be_tried(voices, monkeypatch):
+    recipe = tiny_recipe()
+    data = replace(recipe.data, kind="voices", options={"seed": 1})
+    monkeypatch.setattr(export, "recipe_of", lambda model: replace(recipe, data=data))
+    made = find_made(voices, None)
+    assert made is not None and made.noun == "voice"
+    with serving(voices, made=made) as server:
+        assert server.ask("GET", "/v1/model")[1]["generated"] == "voice"
+        pair = server.post("generate", {"same": False, "number": 5})["files"]
+        assert -1.0 <= server.post("verify", {"pairs": [pair]})["results"][0]["score"] < 1.0
+
+
 def test_files_beyond_the_largest_gallery_are_left_out_and_the_others_enrolled(
     directory, tmp_path, monkeypatch
 ):
