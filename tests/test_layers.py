@@ -57,7 +57,7 @@ THIRD_PARTY = {  # the first entry that a file's path starts with
     "report": "numpy",
     "experiments/board.py": "rich",
     "serve/server.py": "uvicorn",
-    "serve/app.py": "numpy torch starlette",
+    "serve/app.py": "starlette",
     "serve": "numpy torch safetensors PIL",
     "experiments/pictures.py": "numpy PIL",
     "experiments/run.py": "numpy PIL safetensors",
