@@ -98,8 +98,10 @@ def write_final(
                 read_journal(run.folder / JOURNAL)
                 shutil.copyfile(run.folder / JOURNAL, path)
                 journals.append(path)
+    title = experiment.title or experiment.name
     options = ReportOptions(
-        title=experiment.title or experiment.name,
+        title=title[0].upper() + title[1:],
+        note=experiment.world.note,
         media=out / PICTURES if (out / PICTURES).is_dir() else None,
         journals=tuple(journals),
         has_figures=has_matplotlib(),
