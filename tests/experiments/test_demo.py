@@ -105,8 +105,8 @@ def test_the_length_is_decided_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     run_demo(tmp_path, "cosface", minutes=2.0)
     monkeypatch.setattr(demo, "seconds_per_step", lambda size, device, num_threads: 1e3)
     for minutes in (None, 2.0):
-        size, planned = find_size(tmp_path, TINY_PEOPLE, "cpu", minutes, None)
-        assert (size.epochs, planned) == (2, 2.0)
+        size, *others = find_size(tmp_path, TINY_PEOPLE, "cpu", minutes, None)
+        assert (size.epochs, *others) == (2, 2.0, None)
     with pytest.raises(ConfigError, match="--minutes is 3"):
         find_size(tmp_path, TINY_PEOPLE, "cpu", 3.0, None)
     (tmp_path / RECORD).write_text("{}")
@@ -145,6 +145,8 @@ def test_a_demo_that_was_shortened_says_so(
     assert main(["demo", f"--out={tmp_path}", "--device=cpu", "--losses", "cosface"]) == 0
     said = capsys.readouterr().out
     assert "1 loss, 1 seed, 1 epoch, on cpu; the standard length is 3 epochs" in said
+    seconds = TINY_PEOPLE.total_steps * 1e3 + demo.SECONDS_PER_TEST + demo.SECONDS_BESIDES
+    assert f"; about {seconds / 60:.0f} min where nothing else runs\n" in said
     assert "nothing to compare" in said
 
 

@@ -41,7 +41,13 @@ from qmargin.experiments.search import Sampled, Source, Tried, finalists_of, gat
 from qmargin.experiments.slots import Slots, open_slots
 from qmargin.experiments.space import Point, described
 from qmargin.experiments.storage import JOURNAL, RunBook, check_optuna, open_storage
-from qmargin.experiments.tables import PICTURES, check_outputs, write_final, write_search
+from qmargin.experiments.tables import (
+    PICTURES,
+    check_outputs,
+    measure_text,
+    write_final,
+    write_search,
+)
 from qmargin.experiments.worlds import Stored
 from qmargin.files import write_atomically
 from qmargin.schema import dump_yaml, flatten, load_yaml, read_text
@@ -328,8 +334,8 @@ class _Conductor:
         measure = self.measure or EER
         for name, points in ranked([one for one in tried if one.is_complete], measure).items():
             self.say(
-                f"{self.experiment.arms[name].title}: best by {measure} is "
-                f"{described(points[0].point)}, {100 * points[0].mean(measure):.2f} %"
+                f"{self.experiment.arms[name].title}: best is {described(points[0].point)}, "
+                f"{measure_text(measure, points[0].mean(measure))}"
             )
 
     # -- runs -------------------------------------------------------------------------------------
@@ -477,7 +483,7 @@ class _Queue:
         self.source.tell(run, outcome)
 
     def _tell(self, run: Run, outcome: Outcome, where: str = "") -> None:
-        shown = ", ".join(f"{name} {100 * value:.2f} %" for name, value in outcome.measures.items())
+        shown = ", ".join(measure_text(name, value) for name, value in outcome.measures.items())
         reason = {"failed": "failed", "pruned": "stopped early"}.get(outcome.state, "")
         texts = [f"{reason}: {outcome.error}" if reason else "", shown]
         self.say(

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from qmargin.errors import ConfigError, DataError
 from qmargin.experiments.experiment import Experiment
 from qmargin.experiments.measure import EER, far_of
-from qmargin.experiments.run import MAX_COHORT, NEAREST, NORMALISED, RESULT, Run
+from qmargin.experiments.run import HEADLINE, MAX_COHORT, NEAREST, NORMALISED, RESULT, Run
 from qmargin.experiments.search import Tried, ranked
 from qmargin.experiments.space import EFFECTIVE, HARDNESS, Point
 from qmargin.experiments.worlds import Made
@@ -56,7 +56,6 @@ LABELS = {"loss.scale": "Scale", "loss.margin": "Margin", EFFECTIVE: GAP, "loss.
 REACHABLE = 2.0  # cosines differ by at most this
 FOCUS = "Q-Margin"  # compared with the best of the others
 VERDICT_FARS = (1e-3, 1e-4, 1e-5)
-HEADLINE = 1e-4  # FAR of the verdict, on the terminal and on the page
 COVER = "Intervals cover test identities; the standard deviation covers training seeds."
 AS_NORM = (
     "The same runs and pairs. AS-norm measures a cosine in standard deviations above the mean of "
@@ -204,6 +203,16 @@ def _settings(recipe: Recipe) -> tuple[CellValue, ...]:
         None if gap is None else f"{gap:.3g}",
         Number(mean),
     )
+
+
+def measure_text(measure: str, value: float) -> str:
+    """A measure by its name, and its value.
+
+    Examples:
+        >>> measure_text("tar@0.001", 0.5), measure_text("eer", 0.0123)
+        ('TAR 50.00 % at FAR 0.1 %', 'EER 1.23 %')
+    """
+    return _measure_text(measure, percent=f" {100.0 * value:.2f} %")
 
 
 def _measure_text(measure: str, *, percent: str = "", rate: str = "FAR ") -> str:

@@ -35,6 +35,7 @@ from qmargin.training.build import STORED as STORED_OPTIONS
 from qmargin.training.build import build_dataset
 from qmargin.training.recipe import Recipe
 from qmargin.training.recipe_files import apply_settings
+from qmargin.training.reporting import duration
 from qmargin.training.signals import StopRequest
 
 VALIDATION, TEST = 0x76616C, 0x746573  # seeds of made identities
@@ -571,13 +572,15 @@ def draw_to(
     file.parent.mkdir(parents=True, exist_ok=True)
     with replacing(file) as temporary:
         pictures = np.lib.format.open_memmap(temporary, mode="w+", dtype=dtype, shape=shape)
-        start, said = 0, time.monotonic()
+        start, began = 0, time.monotonic()
+        said = began
         for block in _in_processes(blocks, request):
             pictures[start : start + len(block)] = block
             start += len(block)
             if time.monotonic() - said > SECONDS_BETWEEN_LINES:
-                say(f"{what}: {start / shape[0]:.0%}")
-                said = time.monotonic()
+                said, share = time.monotonic(), start / shape[0]
+                left = (said - began) * (1.0 - share) / share
+                say(f"{what}: {share:.0%}; about {duration(left)} left")
         pictures.flush()
 
 

@@ -171,7 +171,7 @@ class DetGeometry:
         }
 
 
-DET_BOX = Box(left=74.0, right=624.0, top=32.0, bottom=412.0)
+DET_BOX = Box(left=74.0, right=624.0, top=32.0, bottom=542.0)
 
 
 def det_geometry(panel: Panel) -> DetGeometry:

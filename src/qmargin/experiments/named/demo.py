@@ -7,6 +7,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from qmargin.errors import ConfigError
 from qmargin.experiments.experiment import SEARCH_SEED, Experiment, Search, TestProtocol
@@ -206,7 +207,7 @@ def run_demo(
         raise ConfigError(f"voices are synthetic and data are pictures of {data}; give one of them")
     kind = choose_device(0, device).type
     standard = (SIZES if data is not None else VOICE_SIZES if voices else PEOPLE_SIZES)[kind]
-    size, planned = find_size(out, standard, kind, minutes, data)
+    size, planned, pace = find_size(out, standard, kind, minutes, data)
     made = replace(
         demo_experiment(kind, data, size=size),
         seeds=tuple(range(seeds)),
@@ -220,11 +221,24 @@ def run_demo(
     text += f"{length}, on {kind}"
     if size.epochs < standard.epochs:
         text += f"; the standard length is {usual} (--minutes gives it more time)"
-    if minutes is not None and size.epochs == 1:
-        text += f"; the shortest demo, even if it takes more than {minutes:g} minutes"
+    jobs = jobs_on(kind, num_runs := len(made.arms) * seeds)
+    if pace is not None:
+        expected = max(1, round(pace.seconds(size, rounds=-(-num_runs // jobs)) / 60.0))
+        text += f"; about {expected} min where nothing else runs"
     sys.stdout.write(f"{text}\n")
-    jobs = jobs_on(kind, len(made.arms) * seeds)
     return complete(made, out, RunOptions(devices=(device,), jobs=jobs, show=True, command=command))
+
+
+class Pace(NamedTuple):
+    """How fast a machine is."""
+
+    step: float  # seconds of a step
+    speech: float  # seconds to synthesise all speech
+
+    def seconds(self, size: Size, *, rounds: int) -> float:
+        """Of a demo in which one of the slots has so many runs."""
+        each = size.total_steps * self.step + SECONDS_PER_TEST
+        return SECONDS_BESIDES + self.speech + rounds * each
 
 
 def jobs_on(device: str, num_runs: int) -> int:
@@ -234,24 +248,28 @@ def jobs_on(device: str, num_runs: int) -> int:
 
 def find_size(
     out: Path, standard: Size, device: str, minutes: float | None, data: Path | None
-) -> tuple[Size, float | None]:
-    """The size of the demo in its folder, or of a new one, and the minutes it was planned for."""
+) -> tuple[Size, float | None, Pace | None]:
+    """The size of the demo in its folder, or of a new one, and the minutes it was planned for.
+
+    The pace of the machine is that of a new one; None for one that is continued.
+    """
     details = (read_record(out) or {}).get("details", {})
     epochs, planned = details.get("epochs"), details.get("minutes")
     if not isinstance(epochs, int):
         demo_experiment(device, data, size=standard).world.opened()  # refused at once
         num_losses = len(settings_of(standard.kind, device))
         jobs = jobs_on(device, num_losses)
-        seconds = seconds_per_step(standard, device, num_threads=max(1, num_cores() // jobs))
-        speech = seconds_of_speech(standard)
-        rounds = -(-num_losses // jobs)
-        return fitted(standard, seconds, minutes=minutes, rounds=rounds, speech=speech), minutes
+        threads, rounds = max(1, num_cores() // jobs), -(-num_losses // jobs)
+        step = seconds_per_step(standard, device, num_threads=threads)
+        pace = Pace(step, seconds_of_speech(standard))
+        size = fitted(standard, step, minutes=minutes, rounds=rounds, speech=pace.speech)
+        return size, minutes, pace
     if minutes is not None and minutes != planned:
         raise ConfigError(
             f"--minutes is {minutes:g} and {out} holds a demo of {epochs} epochs; leave it out to "
             "continue, or choose another --out"
         )
-    return standard._replace(epochs=epochs), planned
+    return standard._replace(epochs=epochs), planned, None
 
 
 def fitted(
