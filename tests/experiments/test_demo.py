@@ -146,7 +146,7 @@ def test_a_demo_that_was_shortened_says_so(
     said = capsys.readouterr().out
     assert "1 loss, 1 seed, 1 epoch, on cpu; the standard length is 3 epochs" in said
     seconds = TINY_PEOPLE.total_steps * 1e3 + demo.SECONDS_PER_TEST + demo.SECONDS_BESIDES
-    assert f"; about {seconds / 60:.0f} min where nothing else runs\n" in said
+    assert f"; about {seconds / 60:.0f} min at the present speed of this machine\n" in said
     assert "nothing to compare" in said
 
 

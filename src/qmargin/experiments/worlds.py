@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from qmargin.data.drawings import Drawings, variants_of
 from qmargin.data.faces import FaceImages
 from qmargin.data.order import derived_seed
+from qmargin.data.people import People
 from qmargin.data.samples import Dataset, Input
 from qmargin.data.speech import SpeechDataset
 from qmargin.data.stored import AudioDataset, StoredSamples
@@ -51,7 +52,8 @@ PLAIN_SPEECH = {
     "dither": 0.0,
     "mask_probability": 0.0,
 }
-_BLOCK = 1 << 16  # pictures that a process draws at a time
+_BLOCK = 1 << 16  # drawings that a process makes at a time
+_PORTRAITS = 1 << 12
 _SPOKEN = 1 << 9  # utterances
 BYTES = np.dtype(np.uint8)
 Block = Callable[[], NDArray[Any]]
@@ -176,7 +178,8 @@ class Made(World):
                 shape: tuple[int, ...] = (int(dataset.recordings.ends[-1]),)
                 dtype: np.dtype[Any] = np.dtype(np.int16)
             else:
-                draw, step, dtype = dataset.images, _BLOCK, BYTES
+                draw, dtype = dataset.images, BYTES
+                step = _PORTRAITS if isinstance(dataset, People) else _BLOCK
                 shape = (len(dataset), *draw(np.arange(0)).shape[1:])
             rows = np.arange(len(dataset))
             blocks = [
@@ -577,7 +580,7 @@ def draw_to(
         for block in _in_processes(blocks, request):
             pictures[start : start + len(block)] = block
             start += len(block)
-            if time.monotonic() - said > SECONDS_BETWEEN_LINES:
+            if time.monotonic() - said > SECONDS_BETWEEN_LINES and start < shape[0]:
                 said, share = time.monotonic(), start / shape[0]
                 left = (said - began) * (1.0 - share) / share
                 say(f"{what}: {share:.0%}; about {duration(left)} left")

@@ -224,7 +224,7 @@ def run_demo(
     jobs = jobs_on(kind, num_runs := len(made.arms) * seeds)
     if pace is not None:
         expected = max(1, round(pace.seconds(size, rounds=-(-num_runs // jobs)) / 60.0))
-        text += f"; about {expected} min where nothing else runs"
+        text += f"; about {expected} min at the present speed of this machine"
     sys.stdout.write(f"{text}\n")
     return complete(made, out, RunOptions(devices=(device,), jobs=jobs, show=True, command=command))
 
