@@ -385,7 +385,8 @@ def _shown(
 def _examples(pairs: Sequence[HardPair]) -> list[HardPair]:
     """A few pairs, of folders that no earlier one has: those of an identity look alike."""
     seen: set[str] = set()
-    new, others = [], []
+    new: list[HardPair] = []
+    others: list[HardPair] = []
     for pair in pairs:
         folders = {key.rpartition("/")[0] or key for key in (pair.enrol, pair.test)}
         (others if folders & seen else new).append(pair)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 import sys
 import time
 from dataclasses import replace
@@ -260,9 +261,10 @@ def find_size(
         num_losses = len(settings_of(standard.kind, device))
         jobs = jobs_on(device, num_losses)
         threads, rounds = max(1, num_cores() // jobs), -(-num_losses // jobs)
-        step = seconds_per_step(standard, device, num_threads=threads)
-        pace = Pace(step, seconds_of_speech(standard))
-        size = fitted(standard, step, minutes=minutes, rounds=rounds, speech=pace.speech)
+        times = step_times(standard, device, num_threads=threads)
+        pace = Pace(statistics.median(times), seconds_of_speech(standard))
+        # By the fastest step: a machine that is busy just now trains as long as an idle one.
+        size = fitted(standard, min(times), minutes=minutes, rounds=rounds, speech=pace.speech)
         return size, minutes, pace
     if minutes is not None and minutes != planned:
         raise ConfigError(
@@ -304,8 +306,8 @@ def seconds_of_speech(size: Size) -> float:
     return fastest * count / num_cores()
 
 
-def seconds_per_step(size: Size, device: str, *, num_threads: int) -> float:
-    """Of the slowest loss; the fastest of a few steps, for a machine that is busy just now."""
+def step_times(size: Size, device: str, *, num_threads: int) -> list[float]:
+    """Seconds of a few steps of the slowest loss."""
     import torch
 
     from qmargin.training.dry_run import dry_run
@@ -323,6 +325,6 @@ def seconds_per_step(size: Size, device: str, *, num_threads: int) -> float:
     threads = torch.get_num_threads()
     torch.set_num_threads(min(threads, num_threads))
     try:
-        return min(dry_run(recipe, device=device, num_steps=NUM_TIMED).seconds[1:])
+        return dry_run(recipe, device=device, num_steps=NUM_TIMED).seconds[1:]
     finally:
         torch.set_num_threads(threads)
