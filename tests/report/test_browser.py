@@ -34,7 +34,7 @@ BROKEN_WORDS = """(() => {
 OVERLAPPING_LABELS = """(() => {
   const overlapping = [], seen = [];
   for (const svg of document.querySelectorAll("svg.plot")) {
-    const labels = [...svg.querySelectorAll("text.tick")]
+    const labels = [...svg.querySelectorAll("text.tick, text.axis")]
       .filter((e) => e.textContent && e.getClientRects().length)
       .map((e) => [e.textContent, e.getBoundingClientRect()]);
     seen.push(...labels);
