@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from types import UnionType
-from typing import TYPE_CHECKING, Any, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Union, get_args, get_origin
 
 import torch
 from torch import nn
@@ -123,10 +123,10 @@ def build_dataset(recipe: Recipe) -> Dataset:
 def _typed(options: dict[str, Any], maker: Any) -> dict[str, Any]:
     """Options as plain types of a function's annotations; refuse what is none of these."""
     try:
-        hints = get_type_hints(maker.__init__ if isinstance(maker, type) else maker)
+        parameters = inspect.signature(maker, eval_str=True).parameters
     except (NameError, TypeError):  # a function of others, whose annotations cannot be read
         return options
-    plain = {name: hint for name, hint in hints.items() if _is_plain(hint)}
+    plain = {name: one.annotation for name, one in parameters.items() if _is_plain(one.annotation)}
     return {
         name: decode_settings(plain[name], value, f"data.options.{name}")
         if name in plain
