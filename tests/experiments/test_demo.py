@@ -143,6 +143,7 @@ def test_the_length_is_that_of_the_fastest_step_and_the_time_that_of_the_median(
     assert pace == (0.5, 0.0)
     each = size.total_steps * 0.5 + demo.SECONDS_PER_TEST
     assert pace.seconds(size, rounds=rounds) == demo.SECONDS_BESIDES + rounds * each
+    assert pace.share_of_training(size) == pytest.approx(1.0 - demo.SECONDS_PER_TEST / each)
     timed.pop()
     assert [(loss.margin_kind, loss.alpha) for loss in timed] == 2 * [("prior", 1.25)]
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from qmargin.errors import ConfigError, DataError
 from qmargin.evaluation.result import Result, read_result
-from qmargin.experiments.board import Board, seconds_left
+from qmargin.experiments.board import SHARE_OF_TRAINING, Board, seconds_left
 from qmargin.experiments.experiment import Experiment
 from qmargin.experiments.measure import (
     EER,
@@ -103,6 +103,7 @@ class RunOptions:
         show: Show the progress of trainings; otherwise it is logged in their folders.
         command: For the record.
         say: Gets lines for the user; standard output by default.
+        share_of_training: Of the time of a run, to tell how much is left; its test takes the rest.
     """
 
     devices: Sequence[str] = ("auto",)
@@ -113,6 +114,7 @@ class RunOptions:
     show: bool = False
     command: str = "qmargin compare"
     say: Callable[[str], object] = SAY
+    share_of_training: float = SHARE_OF_TRAINING
 
     def __post_init__(self) -> None:
         if not self.devices:
@@ -369,7 +371,9 @@ class _Conductor:
             task = replace(task, world=world)
         jobs = self.jobs if missing else 1  # nothing to train needs no processes
         with open_slots(task, devices=self.devices, jobs=jobs, request=self.request) as slots:
-            board = Board() if self.options.show and jobs > 1 and not is_search else None
+            board = None
+            if self.options.show and jobs > 1 and not is_search:
+                board = Board(share_of_training=self.options.share_of_training)
             return _Queue(source, slots, task, self.book, self.request, self.say, board).outcomes()
 
     def _warn(self, runs: Sequence[Run]) -> None:

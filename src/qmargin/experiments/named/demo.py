@@ -227,7 +227,10 @@ def run_demo(
         expected = max(1, round(pace.seconds(size, rounds=-(-num_runs // jobs)) / 60.0))
         text += f"; about {expected} min at the present speed of this machine"
     sys.stdout.write(f"{text}\n")
-    return complete(made, out, RunOptions(devices=(device,), jobs=jobs, show=True, command=command))
+    options = RunOptions(devices=(device,), jobs=jobs, show=True, command=command)
+    if pace is not None:
+        options = replace(options, share_of_training=pace.share_of_training(size))
+    return complete(made, out, options)
 
 
 class Pace(NamedTuple):
@@ -240,6 +243,11 @@ class Pace(NamedTuple):
         """Of a demo in which one of the slots has so many runs."""
         each = size.total_steps * self.step + SECONDS_PER_TEST
         return SECONDS_BESIDES + self.speech + rounds * each
+
+    def share_of_training(self, size: Size) -> float:
+        """Of the time of a run; the rest is its test."""
+        seconds = size.total_steps * self.step
+        return seconds / (seconds + SECONDS_PER_TEST)
 
 
 def jobs_on(device: str, num_runs: int) -> int:
