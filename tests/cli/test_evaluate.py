@@ -48,7 +48,7 @@ def test_scores_to_a_result_and_a_table(capsys):
     printed = capsys.readouterr().out
     assert result.system.name == "system" and result.protocol.interval.num_replicates == 30
     assert [source.role for source in result.sources] == ["scores", "groups"]
-    for part in ("TAR at FAR 0.1", "not measurable", "95%, 30 replicates", "INEQ"):
+    for part in ("TAR at FAR 10 %", "not measurable", "95%, 30 replicates", "INEQ"):
         assert part in printed
     assert printed.endswith("r.json\n")
 

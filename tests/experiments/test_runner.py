@@ -65,7 +65,7 @@ def test_a_grid_is_trained_measured_and_written(tmp_path: Path) -> None:
     assert float(row["EER deviation"]) == pytest.approx(100 * statistics.stdev(values))
     assert "8 runs, 0 of them complete" in said
     assert any(line.startswith("[1/8] debug, scale 10, m_eff 0.2, seed 0: ") for line in said)
-    assert said[-1].startswith("debug: best by tar@0.01 is scale ")
+    assert said[-1].startswith("debug: best is scale ")
 
 
 def test_arms_choose_are_trained_and_tested(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import math
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
+from itertools import pairwise
 
 import pytest
 from PIL import Image
@@ -15,13 +16,15 @@ from scipy.special import ndtri
 
 from helpers.results import FARS, HOSTILE, hostile_result, some_run, synthetic_result, write_results
 from qmargin.errors import ConfigError, DataError
-from qmargin.evaluation.result import Det, HardPair, Histogram, Value
+from qmargin.evaluation.result import Det, GroupSpread, HardPair, Histogram, Value
 from qmargin.report import ReportOptions, write, write_report
 from qmargin.report.journal import MOST_POINTS, Journal, read_journal
 from qmargin.report.media import MediaFolder
-from qmargin.report.numbers import LONGEST_NAME, LONGEST_TEXT, cleaned
-from qmargin.report.page import _environment, render_page
+from qmargin.report.numbers import LONGEST_NAME, LONGEST_TEXT, cleaned, rate_text
+from qmargin.report.page import _environment, _examples, _shown, render_page
 from qmargin.report.plots import (
+    LETTERS,
+    RATES,
     Scale,
     curve_points,
     det_geometry,
@@ -33,7 +36,7 @@ from qmargin.report.plots import (
     support_chart,
 )
 from qmargin.report.systems import arrange, paired_differences
-from qmargin.report.tables import tar_table
+from qmargin.report.tables import spread_table, tar_table
 
 JOURNAL = Journal("journal", (0.0, 10.0), (900.0, 30.0), (5000.0, 700.0), 2, 2_059_906)
 SECTIONS = ["world", "verdict", "data", "det", "scores", "points", "pairs"]
@@ -120,7 +123,7 @@ def test_headline_in_plain_words(page):
 
 def test_a_tie_is_headlined_as_a_tie_and_nothing_is_bold():
     results = [synthetic_result("A"), synthetic_result("B")]
-    assert "A tie: A and B cannot be told apart" in verdict_of(*results).text
+    assert "A tie: A is ahead of B by no more than chance. A accepts" in verdict_of(*results).text
     page = page_of(*results)
     points = page.partition('id="points"')[2].partition("</section>")[0]
     assert "<b>" not in points
@@ -146,7 +149,7 @@ def test_differences_to_the_best_baseline_have_intervals_and_axes(page):
         synthetic_result("weak", separation=4.0, run=runs["weak"]),
     ]
     part = page_of(*results).partition('class="differences"')[2].partition("</svg>")[0]
-    assert "minus that of <b><bdi>soft</bdi>" in part
+    assert re.search("minus that of <b><bdi[^>]*>soft</bdi>", part)
     assert part.count('class="whisker') == 2 and "percentage points</text>" in part
     assert part.index(">ours<") < part.index(">weak<")
 
@@ -180,10 +183,70 @@ def test_digits_grow_where_scores_lie_close_together():
     assert cells == ["99.99000", "99.99010"]
 
 
+def test_labels_of_an_axis_do_not_meet():
+    scale = Scale(1e-9, 0.4, 74.0, 624.0, probit)
+    for letter, kept in zip(LETTERS, (lambda t: t.label, lambda t: not t.is_minor), strict=True):
+        ticks = [tick for tick in scale.spaced_ticks(RATES[:-8], rate_text) if kept(tick)]
+        assert len(ticks) > 4 and ticks[-1].label == "10 %"
+        for left, right in pairwise(ticks):
+            room = 0.5 * letter * (len(left.label) + len(right.label))
+            assert right.place - left.place > room
+    every = Scale(0.01, 0.4, 0.0, 2000.0, probit).spaced_ticks((0.01, 0.1, 0.4), rate_text)
+    assert [(tick.label, tick.is_minor) for tick in every] == [
+        (label, False) for label in ("1 %", "10 %", "40 %")
+    ]
+
+
+def test_scores_of_pairs_have_the_digits_of_the_threshold():
+    (panel,) = arrange([synthetic_result("A")])
+    (entry,) = panel.entries
+    pairs = [HardPair("a", "b", score) for score in (0.5, -0.25, 0.123456789, 0.123456781)]
+    shown = [score for score, _ in _shown(entry, pairs[:2], None)]
+    assert shown == [entry.score_text(0.5), entry.score_text(-0.25)]
+    assert shown[1].startswith("\u22120.25") and len(shown[1]) == len(shown[0]) + 1
+    close = [score for score, _ in _shown(entry, pairs[2:], None)]
+    assert close[0] != close[1] and len(close[0]) == len(close[1])
+
+
+def test_examples_are_of_several_identities():
+    keys = ("x/ada/1", "x/ada/2"), ("x/ada/1", "x/ada/3"), ("x/bea/1", "x/cid/1")
+    pairs = [HardPair(*key, 0.5) for key in keys]
+    assert _examples(pairs) == [pairs[0], pairs[2]]
+    assert _examples(pairs[:2]) == pairs[:2]  # better than a single one
+    plain = [HardPair("1.wav", "2.wav", 0.5), HardPair("3.wav", "4.wav", 0.4)]
+    assert _examples(plain) == plain
+
+
+def test_lists_of_pairs_have_no_table_of_spreads():
+    result = synthetic_result("A", groups=("a", "b"))
+    assert "GARBE" in page_of(result) and spread_table(result.groups) is not None
+    none = GroupSpread(None, None, None)
+    lists = replace(
+        result.groups, fmr=none, fnmr=None, ineq=None, garbe=None, note="lists of pairs"
+    )
+    page = page_of(replace(result, groups=lists))
+    assert "GARBE" not in page and '<p class="hint">lists of pairs.</p>' in page
+
+
+def test_groups_of_the_leader_are_open_and_others_folded():
+    results = [
+        synthetic_result(n, groups=("a", "b"), separation=s) for n, s in (("A", 4), ("B", 6))
+    ]
+    part = page_of(*results).partition('id="groups"')[2].partition("</section>")[0]
+    first, _, others = part.partition("<details>")
+    assert ">B</bdi>" in first and ">A</bdi>" not in first and ">A</bdi>" in others
+
+
+def test_a_note_on_the_data_is_in_the_opening():
+    page = page_of(synthetic_result("A"), note="All data are <drawn>")
+    opening = page.partition('id="world"')[2].partition("</section>")[0]
+    assert " All data are &lt;drawn&gt;.</p>" in opening
+
+
 def test_time_and_memory_of_each_loss():
     run = some_run("a", train_seconds=90.0, steps=1000, peak_bytes=3 * 2**30, device="cpu")
     part = page_of(synthetic_result("A", run=run)).partition('id="cost"')[2]
-    for text in (">90.0<", ">3.00<", "<bdi>cpu</bdi>"):
+    for text in (">90.0<", ">3.00<", ">cpu</bdi>"):
         assert text in part.partition("</section>")[0]
     assert 'id="cost"' not in page_of(synthetic_result("A", run=some_run("a")))
 

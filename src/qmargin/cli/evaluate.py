@@ -304,7 +304,7 @@ def _print_result(result: Result, path: Path) -> None:
 
 
 def _rows(result: Result) -> list[list[str]]:
-    from qmargin.report.numbers import digits_to_differ
+    from qmargin.report.numbers import digits_to_differ, rate_text
 
     measures, eer = result.measures, result.measures.eer
     limits = [point.threshold for point in measures.tar]
@@ -312,11 +312,11 @@ def _rows(result: Result) -> list[list[str]]:
     digits = f".{digits_to_differ(limits, 5)}g"
     rows = []
     for point in measures.tar:
-        name = f"TAR at FAR {point.far_target:g}"
+        name = f"TAR at FAR {rate_text(point.far_target)}"
         if point.tar is None or point.far is None:
             rows.append([name, "not measurable", "", "", "", "", "0 allowed"])
             continue
-        cells = [_percent(point.tar), _range(point.interval, 100, ".2f"), f"{point.far:.3g}"]
+        cells = [_percent(point.tar), _range(point.interval, 100, ".2f"), rate_text(point.far)]
         cells += [f"{point.false_accepts:,}", _text(point.threshold, digits, "none")]
         rows.append([name, *cells, f"{point.status}: {point.allowed:,} allowed"])
     cells = [_percent(eer.value), _range(eer.interval, 100, ".2f"), "", ""]
@@ -332,13 +332,15 @@ def _rows(result: Result) -> list[list[str]]:
 
 
 def _print_groups(console: Console | None, groups: GroupAudit) -> None:
+    from qmargin.report.numbers import rate_text
+
     rows = []
     for row in groups.rows:
-        rates = [_text(rate, ".3g", "-") for rate in (row.fmr, row.fnmr)]
+        rates = ["-" if rate is None else rate_text(rate) for rate in (row.fmr, row.fnmr)]
         rows.append(
             [row.group, *rates, f"{row.num_impostors:,}", f"{row.num_genuine:,}", row.status]
         )
-    title = f"groups at the threshold of FAR {groups.far_target:g}"
+    title = f"groups at the threshold of FAR {rate_text(groups.far_target)}"
     columns = ("group", "FMR", "FNMR", "impostor trials", "genuine trials", "enough data")
     print_table(console, title, columns, rows)
     spreads = {"INEQ": groups.ineq, "GARBE": groups.garbe}

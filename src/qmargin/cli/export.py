@@ -53,6 +53,7 @@ class Export(Overwriting, KeepingPaths):
     def run(self) -> None:
         from qmargin.evaluation.export import add_thresholds, write_prototypes
         from qmargin.models.directory import add_facts
+        from qmargin.report.numbers import rate_text
 
         if self.features and not self.onnx:
             raise ConfigError("--features is about an ONNX file; add --onnx, or leave it out")
@@ -73,7 +74,7 @@ class Export(Overwriting, KeepingPaths):
         if self.result is not None:
             trusted = self.trust_result
             thresholds = add_thresholds(directory, self.result, flip=self.flip, is_trusted=trusted)
-            fars = ", ".join(f"{point.far_target:g}" for point in thresholds.points)
+            fars = ", ".join(rate_text(point.far_target) for point in thresholds.points)
             sys.stdout.write(f"thresholds at FAR {fars}\n")
         if self.onnx:
             _write_onnx(directory)

@@ -77,6 +77,7 @@ VALIDATIONS = 10  # of a run that may be pruned, if its recipe does not say when
 NUM_HARDEST = 12
 TEST_BATCH = 500
 TEST_FARS = (1e-2, 1e-3, 1e-4, 1e-5)
+HEADLINE = 1e-4  # FAR of the verdict and of lists of pairs
 ENLARGED = 4  # a pixel of a drawing in the report
 NEAREST = 50  # prototypes of AS-norm: on strokes 10 are too few, and 300 are no better
 MAX_COHORT = 10_000  # prototypes
@@ -300,9 +301,11 @@ def evaluate_run(
     impostors = num_pairs(samples.labels)[1]
     allowed = tuple(far for far in TEST_FARS if sufficiency(far, impostors).allowed > 0)
     corrupt = f"{embedded.num_corrupt} samples cannot be read and are left out"
+    fars = protocol.fars or allowed or TEST_FARS
     options = replace(
         options,
-        fars=protocol.fars or allowed or TEST_FARS,
+        fars=fars,
+        group_far=HEADLINE if HEADLINE in fars and HEADLINE in allowed else None,
         notes=(corrupt,) if embedded.num_corrupt else (),
         sources=(Source("all pairs of the test identities", samples.sha256, "trials"),),
     )

@@ -18,7 +18,7 @@ from typing import Any
 
 from qmargin.errors import ConfigError, DataError
 from qmargin.evaluation.result import Result, read_result
-from qmargin.experiments.board import Board, seconds_left
+from qmargin.experiments.board import SHARE_OF_TRAINING, Board, seconds_left
 from qmargin.experiments.experiment import Experiment
 from qmargin.experiments.measure import (
     EER,
@@ -41,7 +41,13 @@ from qmargin.experiments.search import Sampled, Source, Tried, finalists_of, gat
 from qmargin.experiments.slots import Slots, open_slots
 from qmargin.experiments.space import REACH, Point, described
 from qmargin.experiments.storage import JOURNAL, RunBook, check_optuna, open_storage
-from qmargin.experiments.tables import PICTURES, check_outputs, write_final, write_search
+from qmargin.experiments.tables import (
+    PICTURES,
+    check_outputs,
+    measure_text,
+    write_final,
+    write_search,
+)
 from qmargin.experiments.worlds import Stored
 from qmargin.files import write_atomically
 from qmargin.schema import dump_yaml, flatten, load_yaml, read_text
@@ -97,6 +103,7 @@ class RunOptions:
         show: Show the progress of trainings; otherwise it is logged in their folders.
         command: For the record.
         say: Gets lines for the user; standard output by default.
+        share_of_training: Of the time of a run, to tell how much is left; its test takes the rest.
     """
 
     devices: Sequence[str] = ("auto",)
@@ -107,6 +114,7 @@ class RunOptions:
     show: bool = False
     command: str = "qmargin compare"
     say: Callable[[str], object] = SAY
+    share_of_training: float = SHARE_OF_TRAINING
 
     def __post_init__(self) -> None:
         if not self.devices:
@@ -343,8 +351,8 @@ class _Conductor:
         measure = self.measure or EER
         for name, points in ranked([one for one in tried if one.is_complete], measure).items():
             self.say(
-                f"{self.experiment.arms[name].title}: best by {measure} is "
-                f"{described(points[0].point)}, {100 * points[0].mean(measure):.2f} %"
+                f"{self.experiment.arms[name].title}: best is {described(points[0].point)}, "
+                f"{measure_text(measure, points[0].mean(measure))}"
             )
 
     # -- runs -------------------------------------------------------------------------------------
@@ -378,7 +386,9 @@ class _Conductor:
             task = replace(task, world=world)
         jobs = self.jobs if missing else 1  # nothing to train needs no processes
         with open_slots(task, devices=self.devices, jobs=jobs, request=self.request) as slots:
-            board = Board() if self.options.show and jobs > 1 and not is_search else None
+            board = None
+            if self.options.show and jobs > 1 and not is_search:
+                board = Board(share_of_training=self.options.share_of_training)
             return _Queue(source, slots, task, self.book, self.request, self.say, board).outcomes()
 
     def _warn(self, runs: Sequence[Run]) -> None:
@@ -492,7 +502,7 @@ class _Queue:
         self.source.tell(run, outcome)
 
     def _tell(self, run: Run, outcome: Outcome, where: str = "") -> None:
-        shown = ", ".join(f"{name} {100 * value:.2f} %" for name, value in outcome.measures.items())
+        shown = ", ".join(measure_text(name, value) for name, value in outcome.measures.items())
         reason = {"failed": "failed", "pruned": "stopped early"}.get(outcome.state, "")
         texts = [f"{reason}: {outcome.error}" if reason else "", shown]
         self.say(

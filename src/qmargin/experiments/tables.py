@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from qmargin.errors import ConfigError, DataError
 from qmargin.experiments.experiment import Experiment
 from qmargin.experiments.measure import EER, far_of
-from qmargin.experiments.run import MAX_COHORT, NEAREST, NORMALISED, RESULT, Run
+from qmargin.experiments.run import HEADLINE, MAX_COHORT, NEAREST, NORMALISED, RESULT, Run
 from qmargin.experiments.search import Tried, ranked
 from qmargin.experiments.space import EFFECTIVE, HARDNESS, REACH, Point
 from qmargin.experiments.worlds import Made
@@ -64,7 +64,6 @@ LABELS = {
 REACHABLE = 2.0  # cosines differ by at most this
 FOCUS = "Q-Margin"  # compared with the best of the others
 VERDICT_FARS = (1e-3, 1e-4, 1e-5)
-HEADLINE = 1e-4  # FAR of the verdict, on the terminal and on the page
 COVER = "Intervals cover test identities; the standard deviation covers training seeds."
 AS_NORM = (
     "The same runs and pairs. AS-norm measures a cosine in standard deviations above the mean of "
@@ -106,8 +105,10 @@ def write_final(
                 read_journal(run.folder / JOURNAL)
                 shutil.copyfile(run.folder / JOURNAL, path)
                 journals.append(path)
+    title = experiment.title or experiment.name
     options = ReportOptions(
-        title=experiment.title or experiment.name,
+        title=title[0].upper() + title[1:],
+        note=experiment.world.note,
         media=out / PICTURES if (out / PICTURES).is_dir() else None,
         journals=tuple(journals),
         has_figures=has_matplotlib(),
@@ -212,6 +213,16 @@ def _settings(recipe: Recipe) -> tuple[CellValue, ...]:
         Number(mean),
         None if reach is None or math.isinf(reach) else f"{reach:.3g}",
     )
+
+
+def measure_text(measure: str, value: float) -> str:
+    """A measure by its name, and its value.
+
+    Examples:
+        >>> measure_text("tar@0.001", 0.5), measure_text("eer", 0.0123)
+        ('TAR 50.00 % at FAR 0.1 %', 'EER 1.23 %')
+    """
+    return _measure_text(measure, percent=f" {100.0 * value:.2f} %")
 
 
 def _measure_text(measure: str, *, percent: str = "", rate: str = "FAR ") -> str:

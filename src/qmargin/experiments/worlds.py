@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from qmargin.data.drawings import Drawings, variants_of
 from qmargin.data.faces import FaceImages
 from qmargin.data.order import derived_seed
+from qmargin.data.people import People
 from qmargin.data.samples import Dataset, Input
 from qmargin.data.speech import SpeechDataset
 from qmargin.data.stored import AudioDataset, StoredSamples
@@ -35,6 +36,7 @@ from qmargin.training.build import STORED as STORED_OPTIONS
 from qmargin.training.build import build_dataset
 from qmargin.training.recipe import Recipe
 from qmargin.training.recipe_files import apply_settings
+from qmargin.training.reporting import duration
 from qmargin.training.signals import StopRequest
 
 VALIDATION, TEST = 0x76616C, 0x746573  # seeds of made identities
@@ -50,7 +52,8 @@ PLAIN_SPEECH = {
     "dither": 0.0,
     "mask_probability": 0.0,
 }
-_BLOCK = 1 << 16  # pictures that a process draws at a time
+_BLOCK = 1 << 16  # drawings that a process makes at a time
+_PORTRAITS = 1 << 12
 _SPOKEN = 1 << 9  # utterances
 BYTES = np.dtype(np.uint8)
 Block = Callable[[], NDArray[Any]]
@@ -175,7 +178,8 @@ class Made(World):
                 shape: tuple[int, ...] = (int(dataset.recordings.ends[-1]),)
                 dtype: np.dtype[Any] = np.dtype(np.int16)
             else:
-                draw, step, dtype = dataset.images, _BLOCK, BYTES
+                draw, dtype = dataset.images, BYTES
+                step = _PORTRAITS if isinstance(dataset, People) else _BLOCK
                 shape = (len(dataset), *draw(np.arange(0)).shape[1:])
             rows = np.arange(len(dataset))
             blocks = [
@@ -571,13 +575,15 @@ def draw_to(
     file.parent.mkdir(parents=True, exist_ok=True)
     with replacing(file) as temporary:
         pictures = np.lib.format.open_memmap(temporary, mode="w+", dtype=dtype, shape=shape)
-        start, said = 0, time.monotonic()
+        start, began = 0, time.monotonic()
+        said = began
         for block in _in_processes(blocks, request):
             pictures[start : start + len(block)] = block
             start += len(block)
-            if time.monotonic() - said > SECONDS_BETWEEN_LINES:
-                say(f"{what}: {start / shape[0]:.0%}")
-                said = time.monotonic()
+            if time.monotonic() - said > SECONDS_BETWEEN_LINES and start < shape[0]:
+                said, share = time.monotonic(), start / shape[0]
+                left = (said - began) * (1.0 - share) / share
+                say(f"{what}: {share:.0%}; about {duration(left)} left")
         pictures.flush()
 
 

@@ -96,6 +96,7 @@ def det_plot(panel: Panel) -> Figure:
     axes.set(xlim=(det.box.left, det.box.right), ylim=(det.box.bottom, det.box.top))
     axes.set_xticks([tick.place for tick in det.bottom], [tick.label for tick in det.bottom])
     axes.set_yticks([tick.place for tick in det.left], [tick.label for tick in det.left])
+    axes.tick_params(axis="x", labelsize="small")  # as far apart as on the page
     axes.set(xlabel="False accept rate", ylabel="False reject rate")
     axes.grid(color="0.9", linewidth=0.6)
     _legend(axes, panel.entries)

@@ -66,6 +66,7 @@ def render_page(
     level: float = 0.95,
     media: MediaFolder | None = None,
     journals: Sequence[Journal] = (),
+    note: str = "",
 ) -> str:
     """The whole page as text; ``differences`` has a list for each panel."""
     style, script = (
@@ -87,7 +88,7 @@ def render_page(
         ),
         "cost": lambda panel: tables.cost_table(panel.entries),
         "pairs": lambda panel: _pairs(panel, differences[panel.index], level),
-        "groups": lambda panel: [_groups(e) for e in panel.entries if e.result.groups is not None],
+        "groups": lambda panel: [_groups(e) for e in _leader_first(panel) if e.result.groups],
         "hardest": lambda panel: _hardest(panel, media),
         "calibration": lambda panel: [
             (entry, plots.reliability_chart(found.reliability), found)
@@ -122,7 +123,7 @@ def render_page(
             policy=_policy(style, script),
             style=Markup(style),
             script=Markup(script),
-            opening=_opening(panels, media),
+            opening=_opening(panels, media, note),
             verdicts=verdicts,
             views=views,
             det_data=[det.data for det in dets],
@@ -349,31 +350,53 @@ def _steps(verdict: Verdict, rivals: Rivals) -> tuple[str, ...]:
 # -- sections -------------------------------------------------------------------------------------
 
 
-def _opening(panels: Sequence[Panel], media: MediaFolder | None) -> dict[str, Any]:
+def _opening(panels: Sequence[Panel], media: MediaFolder | None, note: str) -> dict[str, Any]:
     """The task in plain words, with easy and hard pairs of the first panel's leader."""
-    hardest = panels[0].leader().result.hardest
+    leader = panels[0].leader()
+    hardest, protocol = leader.result.hardest, leader.result.protocol
     kinds = {} if media is None or hardest is None else {
         "Easy: one identity": hardest.easy_genuine,
         "Easy: two identities": hardest.easy_impostors,
         "Hard: one identity": hardest.false_rejects,
         "Hard: two identities": hardest.false_accepts,
     }  # fmt: skip
-    examples = {title: _shown(pairs[:NUM_EXAMPLES], media) for title, pairs in kinds.items()}
+    examples = {title: _shown(leader, _examples(pairs), media) for title, pairs in kinds.items()}
     return {
         "examples": {title: pairs for title, pairs in examples.items() if pairs},
-        "protocol": panels[0].entries[0].result.protocol,
+        "protocol": protocol,
+        "note": note,
         "num_panels": len(panels),
         "num_systems": len({entry.label for panel in panels for entry in panel.entries}),
     }
 
 
-def _shown(pairs: Sequence[HardPair], media: MediaFolder | None) -> list[tuple[str, Any]]:
+def _shown(
+    entry: Entry, pairs: Sequence[HardPair], media: MediaFolder | None
+) -> list[tuple[str, Any]]:
     """Score and both sides of pairs."""
-    found, digits = [], digits_to_differ(pair.score for pair in pairs)
+    found, least = [], entry.score_digits
+    digits = digits_to_differ((pair.score for pair in pairs), least, form="f")
     for pair in pairs:
         sides = [(key, media and media.embedded(key)) for key in (pair.enrol, pair.test)]
-        found.append((number(pair.score, digits), sides))
+        found.append((entry.score_text(pair.score, digits), sides))
     return found
+
+
+def _examples(pairs: Sequence[HardPair]) -> list[HardPair]:
+    """A few pairs, of folders that no earlier one has: those of an identity look alike."""
+    seen: set[str] = set()
+    new: list[HardPair] = []
+    others: list[HardPair] = []
+    for pair in pairs:
+        folders = {key.rpartition("/")[0] or key for key in (pair.enrol, pair.test)}
+        (others if folders & seen else new).append(pair)
+        seen |= folders
+    return [*new, *others][:NUM_EXAMPLES]
+
+
+def _leader_first(panel: Panel) -> list[Entry]:
+    leader = panel.leader()
+    return sorted(panel.entries, key=lambda entry: entry is not leader)
 
 
 def _to_baseline(
@@ -454,6 +477,7 @@ def _groups(entry: Entry) -> dict[str, Any]:
         "rows": audit.rows,
         "table": tables.group_table(audit),
         "spreads": tables.spread_table(audit),
+        "note": audit.note,
         "target": across(audit.far_target),
         "match": [None if rate is None else across(rate) for rate in match],
         "miss": [None if rate is None else beside(rate) for rate in miss],
@@ -462,15 +486,16 @@ def _groups(entry: Entry) -> dict[str, Any]:
 
 def _hardest(panel: Panel, media: MediaFolder | None) -> dict[str, Any] | None:
     """Pairs of the leading system first, those of others folded away."""
-    leader = panel.leader()
     systems = []
-    for entry in sorted(panel.entries, key=lambda entry: entry is not leader):
+    for entry in _leader_first(panel):
         if (hardest := entry.result.hardest) is not None:
             kinds = {
                 "False accepts: impostor pairs with the highest scores": hardest.false_accepts,
                 "False rejects: genuine pairs with the lowest scores": hardest.false_rejects,
             }
-            shown = [(title, _shown(pairs[:MOST_SHOWN], media)) for title, pairs in kinds.items()]
+            shown = [
+                (title, _shown(entry, pairs[:MOST_SHOWN], media)) for title, pairs in kinds.items()
+            ]
             systems.append((entry, shown))
     return {"systems": systems, "has_media": media is not None} if systems else None
 

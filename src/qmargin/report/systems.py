@@ -48,12 +48,16 @@ class Entry:
         point = self.point_at(far)
         return None if point is None else point.tar
 
-    def score_text(self, score: float | None) -> str:
+    @cached_property
+    def score_digits(self) -> int:
+        """Digits after the point that the spread of the scores asks for."""
+        return spread_digits(self.result.histogram.edges, 0, 9) + 3
+
+    def score_text(self, score: float | None, digits: int | None = None) -> str:
         """A score, or a threshold, with digits for the spread of the scores."""
         if score is None or math.isinf(score):
             return number(score)
-        digits = spread_digits(self.result.histogram.edges, 0, 9) + 3
-        return f"{score:.{digits}f}".replace("-", MINUS)
+        return f"{score:.{digits or self.score_digits}f}".replace("-", MINUS)
 
     def drawn(self, far: float | None) -> NDArray[np.float64] | None:
         """The same in every replicate, NaN where it could not be measured."""

@@ -256,8 +256,9 @@ def cost_table(entries: Sequence[Entry]) -> Table | None:
         rows.append((label, Number(seconds, 1), Number(step, 1), gib, run.device))
     heads = ("System", "Training, s", "Per step, ms", "Peak memory, GiB", "Device")
     note = (
-        "Time includes reading the data and saving. Peak memory is what the training allocated on "
-        "a GPU; on a CPU it is that of the whole process. A resumed run has no time."
+        "Time includes reading the data and saving, and waiting for whatever else ran on the "
+        "machine: the runs of an experiment run side by side. Peak memory is what the training "
+        "allocated on a GPU; on a CPU it is that of the whole process. A resumed run has no time."
     )
     return Table("", _columns(*heads, left=("System", "Device")), tuple(rows), (note,))
 
@@ -282,8 +283,12 @@ def group_table(audit: GroupAudit) -> Table:
     )
 
 
-def spread_table(audit: GroupAudit) -> Table:
-    """How far the rates differ between groups."""
+def spread_table(audit: GroupAudit) -> Table | None:
+    """How far the rates differ between groups; None where no such number is defined."""
+    spreads = (audit.fmr, audit.fnmr or GroupSpread(None, None, None))
+    numbers = (value for one in spreads for value in vars(one).values())
+    if all(value is None for value in (audit.ineq, audit.garbe, *numbers)):
+        return None
     rows = [("FMR", audit.fmr, "not defined")]
     if audit.fnmr is not None:
         rows.append(("FNMR", audit.fnmr, "not defined"))

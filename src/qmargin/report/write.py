@@ -39,6 +39,7 @@ class ReportOptions:
     journals: tuple[Path, ...] = ()  # of training runs whose sparsity is shown
     has_figures: bool | None = None  # None: draw figures where matplotlib is installed
     headline: float | None = None  # FAR of the verdict; None: the strictest the trials allow
+    note: str = ""  # what a reader should know about the data, without a full stop
     overwrite: bool = False  # replace files in the folder that no report wrote
     keep_paths: bool = False  # show absolute paths of results, not names of files alone
 
@@ -73,10 +74,10 @@ def write_report(
     differences = [paired_differences(panel, options.level) for panel in panels]
     media = None if options.media is None else MediaFolder(options.media)
     journals = list(map(read_journal, options.journals))
-    shown: Any = {"level": options.level, "media": media, "journals": journals}
+    shown: Any = {"level": options.level, "media": media, "note": options.note}
     metrics = _metrics(options.title, panels, differences)
     texts = {
-        "index.html": render_page(options.title, panels, differences, **shown),
+        "index.html": render_page(options.title, panels, differences, journals=journals, **shown),
         "metrics.json": json.dumps(metrics, indent=1, allow_nan=False) + "\n",
         "tables.md": markdown_tables(panels),
         "tables.tex": latex_tables(panels),
