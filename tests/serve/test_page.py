@@ -119,6 +119,26 @@ def test_two_files_are_compared(browser, faces, files):
     assert outside == []
 
 
+def test_files_are_dropped(browser, faces, files):
+    """On a slot, where they are compared, and beside it, where the page stays."""
+    visit(browser, faces)
+
+    def drop(selector: str, path: Path):
+        box = f"document.querySelector('{selector}').getBoundingClientRect()"
+        place = {axis: browser.evaluate(f"{box}.{axis} + 20") for axis in ("x", "y")}
+        data = {"items": [], "files": [str(path)], "dragOperationsMask": 1}
+        for kind in ("dragEnter", "dragOver", "drop"):
+            browser.call("Input.dispatchDragEvent", type=kind, data=data, **place)
+
+    drop("h2", files / "a.png")
+    assert browser.evaluate("location.href").rstrip("/") == faces.url.rstrip("/")
+    for slot in "ab":
+        drop(f".slot[data-slot={slot}]", files / f"{slot}.png")
+        browser.wait_until(f"document.querySelector('.slot[data-slot={slot}] .view img')")
+    wait_for_outcome(browser)
+    assert text(browser, "sentence").startswith("The score ")
+
+
 def test_the_slider_moves_the_threshold_and_the_decision(browser, faces, files):
     visit(browser, faces)
     verify(browser, files / "a.png", files / "b.png")
