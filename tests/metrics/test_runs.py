@@ -102,8 +102,8 @@ def test_what_has_no_value_or_no_spread():
     kept = difference_over_runs(first, second, num_subjects=50)
     holes = np.concatenate([first.draws, np.full((3, 2), np.nan)], axis=1)
     more = np.concatenate([second.draws, np.zeros((3, 2))], axis=1)
-    made = difference_over_runs(Runs(first.observed, holes), second._replace(draws=more), num_subjects=50)  # fmt: skip
-    assert made == kept
+    sides = (Runs(first.observed, holes), Runs(second.observed, more))
+    assert difference_over_runs(*sides, num_subjects=50) == kept
     with pytest.raises(ProtocolError, match="60 of 100 replicates"):
         holes = first.draws.copy()
         holes[1, :60] = np.nan

@@ -140,8 +140,8 @@ def test_without_paired_replicates_nothing_is_claimed():
 def test_differences_to_the_best_baseline_have_intervals_and_axes(page):
     runs = {"soft": some_run("soft", alpha=1.0), "weak": some_run("weak", alpha=1.0)}
     results = [
-        synthetic_result("ours", separation=5.6, run=some_run("ours")),
-        synthetic_result("soft", separation=5.2, run=runs["soft"]),
+        synthetic_result("ours", separation=5.0, run=some_run("ours")),
+        synthetic_result("soft", separation=4.5, run=runs["soft"]),
         synthetic_result("weak", separation=4.0, run=runs["weak"]),
     ]
     part = page_of(*results).partition('class="differences"')[2].partition("</svg>")[0]

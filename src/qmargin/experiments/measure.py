@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -27,7 +28,7 @@ from qmargin.evaluation.protocols.all_pairs import PairSamples, measure_pairs
 from qmargin.evaluation.result import Result
 from qmargin.evaluation.trials import read_trials
 from qmargin.experiments.worlds import names_in, stored_in
-from qmargin.metrics.operating import sufficiency
+from qmargin.metrics.operating import ENOUGH_FALSE_ACCEPTS, sufficiency
 from qmargin.training.build import build_backbone
 from qmargin.training.checkpoint import open_checkpoint, read_backbone
 from qmargin.training.distributed import choose_device
@@ -95,7 +96,8 @@ def measures_of(result: Result) -> dict[str, float]:
 
 def check_pairs(labels: Labels, fars: Sequence[float] = ()) -> None:
     """Refuse data without pairs of a kind, or with too few for a FAR."""
-    _check_counts("the data to measure", *num_pairs(labels), fars)
+    found = np.unique(np.asarray(labels))
+    _check_counts("the data to measure", *num_pairs(labels), fars, (len(found), len(labels)))
 
 
 def check_trials(path: Path, fars: Sequence[float]) -> None:
@@ -108,17 +110,50 @@ def check_trials(path: Path, fars: Sequence[float]) -> None:
     Recordings(path.parent, trials.keys.names).check()
 
 
-def _check_counts(where: str, genuine: int, impostors: int, fars: Sequence[float]) -> None:
+def _check_counts(
+    where: str,
+    genuine: int,
+    impostors: int,
+    fars: Sequence[float],
+    sizes: tuple[int, int] | None = None,
+) -> None:
+    """``sizes`` are the numbers of identities and of samples, where all pairs are measured."""
     if not genuine or not impostors:
         raise DataError(
             f"{where} has {genuine:,} pairs of one identity and {impostors:,} of two; give both"
         )
     for far in fars:
-        if not sufficiency(far, impostors).allowed:
-            raise DataError(
-                f"protocol.far has {far:g} and the test has {impostors:,} impostor pairs, too few "
-                "for it; ask for a larger FAR, or give more test identities"
+        if sufficiency(far, impostors).allowed:
+            continue
+        has, least, enough = "", "", ""
+        if sizes is not None:
+            each = sizes[1] / sizes[0]
+            has = f" of {sizes[0]:,} identities"
+            least, enough = (
+                f"{identities_for(far, each, accepts):,} identities of {each:.3g} samples"
+                for accepts in (1, ENOUGH_FALSE_ACCEPTS)
             )
+        else:
+            least, enough = (
+                f"{math.ceil(accepts / far):,} impostor pairs"
+                for accepts in (1, ENOUGH_FALSE_ACCEPTS)
+            )
+        raise DataError(
+            f"FAR {far:g} is asked for and the test has {impostors:,} impostor pairs{has}, too few "
+            f"for it: one false accept needs {least}, and a sound number, of "
+            f"{ENOUGH_FALSE_ACCEPTS}, {enough}; give more, or ask for a larger FAR"
+        )
+
+
+def identities_for(far: float, samples_each: float, false_accepts: int = 1) -> int:
+    """Identities whose pairs of two allow so many false accepts.
+
+    Examples:
+        >>> identities_for(1e-4, 10.0)  # 15 * 14 / 2 * 100 pairs are 10,500
+        15
+    """
+    pairs = 2.0 * false_accepts / far / samples_each**2  # at most count * (count - 1)
+    return max(2, math.ceil(0.5 + math.sqrt(0.25 + pairs)))
 
 
 def recordings_in(dataset: Dataset) -> tuple[Path, list[str], list[str]]:

@@ -40,6 +40,7 @@ from qmargin.metrics.runs import (
     logits,
     mean_over_runs,
     rate_difference,
+    rate_of,
 )
 
 __all__ = [
@@ -87,6 +88,7 @@ __all__ = [
     "num_allowed",
     "paired_difference",
     "rate_difference",
+    "rate_of",
     "rates_at",
     "rule_of_three",
     "s_norm",

@@ -124,7 +124,9 @@ def _estimate(sides: Sequence[Runs], num_subjects: int, shares_subjects: bool) -
     if not shares_subjects:  # one side, with a value for each seed
         if len({len(one) for one in observed}) > 1:
             counts = " and ".join(str(len(one)) for one in observed)
-            raise ShapeError(f"there are {counts} runs: give as many of both, in one order of seeds")
+            raise ShapeError(
+                f"there are {counts} runs: give as many of both, in one order of seeds"
+            )
         observed = [np.asarray(sum(sign * one for sign, one in zip(signs, observed, strict=True)))]
         draws = [np.asarray(sum(sign * one for sign, one in zip(signs, draws, strict=True)))]
         signs = (1.0,)
@@ -184,6 +186,16 @@ def logits(rates: ArrayLike, num_trials: int) -> Floats:
     return np.asarray(_logit(np.clip(np.asarray(rates, dtype=np.float64), least, 1.0 - least)))
 
 
+def rate_of(logit: float) -> float:
+    """The rate of a logit.
+
+    Examples:
+        >>> rate_of(0.0)
+        0.5
+    """
+    return float(_expit(logit))
+
+
 def rate_difference(difference: float, middle: float) -> float:
     """Difference of the rates whose logits lie ``difference`` apart around ``middle``.
 
@@ -191,4 +203,4 @@ def rate_difference(difference: float, middle: float) -> float:
         >>> round(rate_difference(0.2, 0.0), 4)
         0.05
     """
-    return float(_expit(middle + difference / 2) - _expit(middle - difference / 2))
+    return rate_of(middle + difference / 2) - rate_of(middle - difference / 2)

@@ -36,22 +36,17 @@ from qmargin.report.numbers import (
     out_of,
     percent,
     percent_interval,
-    probability,
     rate_text,
-    signed,
-    signed_interval,
 )
 from qmargin.report.systems import (
     Entry,
     PairedDifference,
     Panel,
     Repeats,
-    difference_of_means,
-    find_repeats,
-    interval_of_mean,
     margin_of,
 )
 from qmargin.report.table import Column, Table
+from qmargin.report.verdicts import ONE_RUN, effect_text, planned_verdicts
 
 MOST_SHOWN = 12  # hardest pairs of each kind
 NUM_EXAMPLES = 2  # pairs of each kind in the opening
@@ -63,18 +58,23 @@ def render_page(
     panels: Sequence[Panel],
     differences: Sequence[list[PairedDifference]],
     *,
+    repeats: Sequence[Repeats] = (),
     level: float = 0.95,
     media: MediaFolder | None = None,
     journals: Sequence[Journal] = (),
+    notes: Sequence[str] = (),
 ) -> str:
-    """The whole page as text; ``differences`` has a list for each panel."""
+    """The whole page as text; ``differences`` has a list for each panel, ``notes`` are cautions."""
     style, script = (
         (files("qmargin.report") / "templates" / name).read_text(encoding="utf-8")
         for name in ("page.css", "page.js")
     )
-    repeats = find_repeats(panels)
+    whole, repeats = repeats, [each for each in repeats if each.has_seeds]
+    # A protocol's verdict is about means where its systems have several runs.
+    covered = {id(e) for each in repeats for group in each.systems.values() for e in group}
+    single = [panel for panel in panels if not all(id(e) in covered for e in panel.entries)]
     dets = [plots.det_geometry(panel) for panel in panels]
-    baselines = [_to_baseline(panel, differences[panel.index], repeats, level) for panel in panels]
+    baselines = [_to_baseline(panel, differences[panel.index], repeats) for panel in panels]
     blocks: dict[str, Callable[[Panel], Any]] = {
         "data": lambda panel: (*tables.sufficiency_table(panel), plots.gauge),
         "det": lambda panel: (dets[panel.index], baselines[panel.index]),
@@ -86,7 +86,9 @@ def render_page(
             tables.other_table(panel),
         ),
         "cost": lambda panel: tables.cost_table(panel.entries),
-        "pairs": lambda panel: _pairs(panel, differences[panel.index], level),
+        "pairs": lambda panel: (
+            _pairs(panel, differences[panel.index], level) if panel in single else None
+        ),
         "groups": lambda panel: [_groups(e) for e in panel.entries if e.result.groups is not None],
         "hardest": lambda panel: _hardest(panel, media),
         "calibration": lambda panel: [
@@ -101,17 +103,11 @@ def render_page(
         found = [(panel.title if len(panels) > 1 else "", block(panel)) for panel in panels]
         views[key] = [(heading, view) for heading, view in found if view]
     views["repeats"] = [
-        ("", (tables.repeats_table(each), tables.mean_difference_table(each, level)))
-        for each in repeats
+        ("", (tables.repeats_table(each), tables.mean_difference_table(each))) for each in repeats
     ]
     views["sparsity"] = [("", _sparsity(journals))] if journals else []
-    # A protocol's verdict is about means where its systems have several runs.
-    covered = {id(e) for each in repeats for group in each.systems.values() for e in group}
-    verdicts = [_mean_verdict(each, level) for each in repeats] + [
-        _verdict(panel, differences[panel.index])
-        for panel in panels
-        if not all(id(entry) in covered for entry in panel.entries)
-    ]
+    verdicts = [_mean_verdict(each) for each in repeats]
+    verdicts += [_verdict(panel, differences[panel.index], whole) for panel in single]
     views["next"] = [(v.title if len(verdicts) > 1 else "", v) for v in verdicts if v.steps]
     return (
         _environment()
@@ -124,6 +120,7 @@ def render_page(
             script=Markup(script),
             opening=_opening(panels, media),
             verdicts=verdicts,
+            notes=notes,
             views=views,
             det_data=[det.data for det in dets],
         )
@@ -197,6 +194,7 @@ class Verdict:
     lead: str = ""
     num_runs: int = 1  # of all systems
     num_seeds: int = 1  # of the leader
+    planned: Sequence[str] = ()  # comparisons that were fixed beforehand
     steps: Sequence[str] = ()  # what to do next
 
     @property
@@ -205,23 +203,26 @@ class Verdict:
         return len(self.tied) > 1
 
 
-Rivals = Mapping[str, tuple[float, tuple[float, float], float, bool]]
+Rivals = Mapping[str, PairedDifference]  # the leader minus each of the others
 
 
-def _verdict(panel: Panel, differences: Sequence[PairedDifference]) -> Verdict:
+def _verdict(
+    panel: Panel, differences: Sequence[PairedDifference], repeats: Sequence[Repeats]
+) -> Verdict:
     """Of single results."""
     leader, far = panel.leader(), panel.headline_far
     protocol, point, eer = leader.result.protocol, leader.point_at(far), leader.result.measures.eer
     start = (panel.title, protocol, leader.label)
-    rivals = {}
-    for made in (made.seen_from(leader.label) for made in differences if made.far == far):
-        if made.first == leader.label:
-            is_ahead = made.reading == "first is better"
-            rivals[made.second] = (made.difference, made.interval, made.adjusted, is_ahead)
+    seen = (made.seen_from(leader.label) for made in differences if made.far == far)
+    rivals = {made.second: made for made in seen if made.first == leader.label}
+    own = [r for r in repeats if any(leader in entries for entries in r.systems.values())]
+    planned = [line for one in own for line in planned_verdicts(one, far)]
     how = f"{100 * protocol.interval.level:g} % interval, {protocol.interval.method}"
     if far is None or point is None or point.tar is None or point.far is None:
         facts = [_interval_fact(eer.interval, how)]
-        verdict = Verdict(*start, percent(eer.value), None, _eer_words(eer.value), facts)
+        verdict = Verdict(
+            *start, percent(eer.value), None, _eer_words(eer.value), facts, planned=planned
+        )
         return _with_rivals(verdict, rivals, len(panel.entries) - 1)
     facts = [
         _interval_fact(point.interval, how),
@@ -231,7 +232,8 @@ def _verdict(panel: Panel, differences: Sequence[PairedDifference]) -> Verdict:
         (leader.score_text(point.threshold), "threshold"),
     ]
     words = _words(point.far, point.tar, protocol)
-    verdict = Verdict(*start, percent(point.tar), far, words, facts, _caution(panel.entries, far))
+    caution = _caution(panel.entries, far)
+    verdict = Verdict(*start, percent(point.tar), far, words, facts, caution, planned=planned)
     verdict = _with_rivals(verdict, rivals, len(panel.entries) - 1)
     use = (
         f"To use {leader.label}, accept a pair if its score is at least {facts[-1][0]}, and set "
@@ -240,19 +242,16 @@ def _verdict(panel: Panel, differences: Sequence[PairedDifference]) -> Verdict:
     return replace(verdict, steps=(*verdict.steps, use))
 
 
-def _mean_verdict(repeats: Repeats, level: float) -> Verdict:
+def _mean_verdict(repeats: Repeats) -> Verdict:
     """Of means over runs."""
     far = repeats.headline_far
     leader, *others = repeats.ranked(far)
     values, mean_eer = repeats.values(leader, far), statistics.fmean(repeats.values(leader, None))
     entries, mean = repeats.systems[leader], statistics.fmean(values)
-    rivals = {}
-    for name in others:
-        if made := difference_of_means(repeats, leader, name, far, level=level):
-            is_ahead = made.high < 0.0 if far is None else made.low > 0.0
-            rivals[name] = (made.difference, (made.low, made.high), made.p_value, is_ahead)
-    how = f"{100 * level:g} % interval of the mean over subjects"
-    facts = [_interval_fact(interval_of_mean(repeats, leader, far, level=level), how)]
+    rivals = {n: made for n in others if (made := repeats.difference(leader, n, far)) is not None}
+    covers = "seeds and identities" if len(values) > 1 else ONE_RUN
+    how = f"{100 * repeats.level:g} % interval of the mean, {covers}"
+    facts = [_interval_fact(repeats.interval(leader, far), how)]
     if len(values) > 1:
         deviation = f"{100 * statistics.stdev(values):.2f} points"
         facts.append((deviation, f"standard deviation over {len(values)} seeds"))
@@ -266,6 +265,7 @@ def _mean_verdict(repeats: Repeats, level: float) -> Verdict:
         _caution([entry for group in repeats.systems.values() for entry in group], far),
         num_runs=sum(map(len, repeats.systems.values())),
         num_seeds=len(values),
+        planned=planned_verdicts(repeats, far),
     )
     return _with_rivals(verdict, rivals, len(repeats.systems) - 1)
 
@@ -302,12 +302,10 @@ def _with_rivals(verdict: Verdict, rivals: Rivals, num_others: int) -> Verdict:
     """Add what is known of the others: differences, intervals, p-values, who is behind."""
     verdict = replace(verdict, num_unknown=num_others - len(rivals))
     if rivals:
-        rival = min(rivals, key=lambda name: abs(rivals[name][0]))
-        difference, ends, p_value, _ = rivals[rival]
-        words = f"p = {probability(p_value)}".replace("= <", "<")
-        lead = f"{signed(100 * difference)} points (interval {signed_interval(*ends)}, {words})"
-        tied = (verdict.leader, *(name for name, found in rivals.items() if not found[-1]))
-        verdict = replace(verdict, rival=rival, lead=lead, tied=tied)
+        rival = min(rivals, key=lambda name: abs(rivals[name].difference))
+        behind = {name for name, made in rivals.items() if made.reading == "first is better"}
+        tied = (verdict.leader, *(name for name in rivals if name not in behind))
+        verdict = replace(verdict, rival=rival, lead=effect_text(rivals[rival]), tied=tied)
     return replace(verdict, steps=_steps(verdict, rivals))
 
 
@@ -326,12 +324,18 @@ def _steps(verdict: Verdict, rivals: Rivals) -> tuple[str, ...]:
             "nobody knows whether a difference is chance."
         )
     if verdict.is_tie:
-        low, high = rivals[verdict.tied[1]][1]
+        made = rivals[verdict.tied[1]]
+        low, high = made.interval
         now = "" if protocol.num_subjects is None else f" (now {protocol.num_subjects:,})"
+        more, much = f"test more identities{now}", "four times as many identities halve it"
+        if made.run_share is not None and made.run_share > 0.5:
+            more, much = (
+                f"train with more seeds (now {verdict.num_seeds})",
+                f"{100 * made.run_share:.0f} % of its variance come from training",
+            )
         steps.append(
-            f"To break the tie, test more identities{now}: the interval of the difference to "
-            f"{verdict.tied[1]} is {100 * (high - low):.2g} points wide, and four times as many "
-            "identities halve it."
+            f"To break the tie, {more}: the interval of the difference to {verdict.tied[1]} is "
+            f"{100 * (high - low):.2g} points wide, and {much}."
         )
     elif rivals and not verdict.num_unknown:
         steps.append(
@@ -380,7 +384,6 @@ def _to_baseline(
     panel: Panel,
     differences: Sequence[PairedDifference],
     repeats: Sequence[Repeats],
-    level: float,
 ) -> tuple[plots.Chart, str, str] | None:
     """Differences of all others to the best softmax loss, or to the leader where there is none.
 
@@ -404,14 +407,11 @@ def _to_baseline(
     for name in (name for name in ranked if name != baseline):
         if means is None:
             pairs = (made.seen_from(name) for made in differences if made.far == far)
-            same = [d for d in pairs if (d.first, d.second) == (name, baseline)]
-            found = [(d.difference, d.interval, d.is_shown) for d in same]
+            found = [d for d in pairs if (d.first, d.second) == (name, baseline)]
         else:
-            made = difference_of_means(means, name, baseline, far, level=level)
-            found = [] if made is None else [
-                (made.difference, (made.low, made.high), not made.low <= 0.0 <= made.high)
-            ]  # fmt: skip
-        rows += [(name, first[name].colour, *one) for one in found]
+            found = [d for d in [means.difference(name, baseline, far)] if d is not None]
+        colour = first[name].colour
+        rows += [(name, colour, d.difference, d.interval, d.is_shown) for d in found]
     measure = "EER" if far is None else f"TAR at FAR {rate_text(far)}"
     return (plots.difference_chart(rows, measure), measure, baseline) if rows else None
 
