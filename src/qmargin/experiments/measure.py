@@ -140,8 +140,8 @@ def _check_counts(
             )
         raise DataError(
             f"FAR {far:g} is asked for and the test has {impostors:,} impostor pairs{has}, too few "
-            f"for it: one false accept needs {least}, and a sound number, of "
-            f"{ENOUGH_FALSE_ACCEPTS}, {enough}; give more, or ask for a larger FAR"
+            f"for it: one false accept needs about {least}, and {ENOUGH_FALSE_ACCEPTS}, for a "
+            f"sound number, {enough}; give more, or ask for a larger FAR"
         )
 
 
