@@ -30,8 +30,8 @@ from qmargin.metrics.operating import check_level
 class Runs(NamedTuple):
     """One measure of the runs of a loss, which differ in their seed."""
 
-    observed: ArrayLike  # [n], on the trials as they are
-    draws: ArrayLike  # [n, R], in replicates that draw the test identities
+    observed: Floats  # [n], on the trials as they are
+    draws: Floats  # [n, R], in replicates that draw the test identities
 
 
 @dataclass(frozen=True)
@@ -123,10 +123,8 @@ def _estimate(sides: Sequence[Runs], num_subjects: int, shares_subjects: bool) -
     signs = (1.0, -1.0)[: len(sides)]
     if not shares_subjects:  # one side, with a value for each seed
         if len({len(one) for one in observed}) > 1:
-            counts = " and ".join(str(len(one)) for one in observed)
-            raise ShapeError(
-                f"there are {counts} runs: give as many of both, in one order of seeds"
-            )
+            both = " and ".join(str(len(one)) for one in observed)
+            raise ShapeError(f"there are {both} runs: give as many of both, in one order of seeds")
         observed = [np.asarray(sum(sign * one for sign, one in zip(signs, observed, strict=True)))]
         draws = [np.asarray(sum(sign * one for sign, one in zip(signs, draws, strict=True)))]
         signs = (1.0,)
@@ -166,7 +164,7 @@ def _checked(sides: Sequence[Runs]) -> tuple[list[Floats], list[Floats]]:
     if len({drawn.shape[1] for drawn in draws}) > 1:
         shapes = " and ".join(str(drawn.shape) for drawn in draws)
         raise ShapeError(f"replicates have shapes {shapes}: use the same num_replicates")
-    known = ~np.isnan(np.concatenate(draws)).any(axis=0)
+    known = np.asarray(~np.isnan(np.concatenate(draws)).any(axis=0))
     if known.sum() < max(2, (1 - MAX_EMPTY) * len(known)):
         raise ProtocolError(
             f"{np.count_nonzero(~known)} of {len(known)} replicates have no value in some run, at "

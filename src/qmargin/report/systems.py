@@ -92,15 +92,18 @@ def _fars(entries: Iterable[Entry]) -> tuple[float, ...]:
     return tuple(sorted({point.far_target for point in points}, reverse=True))
 
 
-def _headline_far(entries: Sequence[Entry], wanted: float | None = None) -> float | None:
-    """The wanted FAR, or the strictest that all measured, with enough false accepts if possible."""
+def _headline_far(entries: Sequence[Entry], primary: Primary | None = None) -> float | None:
+    """The FAR of the primary comparison where all measured it, or the strictest that all did.
+
+    One with enough false accepts is preferred to a stricter one.
+    """
 
     def is_measured(far: float, accepted: tuple[str, ...]) -> bool:
         points = [entry.point_at(far) for entry in entries]
         return all(point is not None and point.status in accepted for point in points)
 
-    if wanted is not None and is_measured(wanted, ("ok", "few")):
-        return wanted
+    if primary is not None and is_measured(primary.far, ("ok", "few")):
+        return primary.far
     choices = ((far, status) for status in (("ok",), ("ok", "few")) for far in _fars(entries)[::-1])
     return next((far for far, status in choices if is_measured(far, status)), None)
 
@@ -122,7 +125,7 @@ class Panel:
     @cached_property
     def headline_far(self) -> float | None:
         """The FAR of the verdict."""
-        return _headline_far(self.entries, self.primary and self.primary.far)
+        return _headline_far(self.entries, self.primary)
 
     @property
     def rules(self) -> list[str]:
@@ -529,7 +532,7 @@ class Repeats:
     def headline_far(self) -> float | None:
         """The FAR of the verdict."""
         entries = [entry for group in self.systems.values() for entry in group]
-        return _headline_far(entries, self.primary and self.primary.far)
+        return _headline_far(entries, self.primary)
 
     @property
     def has_seeds(self) -> bool:
