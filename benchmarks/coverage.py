@@ -6,10 +6,10 @@ import argparse
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from scipy.special import expit
 
 from benchmarks.common import Tables, add_outputs, benchmark_options, write_record
@@ -33,13 +33,16 @@ class Population(NamedTuple):
     own_identities: float  # between identities, alike in the trainings of one loss
     apart: float  # between identities, of each training apart
     shares_subjects: bool = True
+    common_seeds: float = 0.0  # between seeds, alike in both losses
 
 
+TOGETHER = Population("seeds vary much, both losses alike", 0.07, 1.0, 0.6, 0.6, True, 0.25)
 POPULATIONS = (
     Population("seeds alike", 0.0, 1.0, 0.6, 0.6),
     Population("seeds vary as identities do", 0.07, 1.0, 0.8, 0.5),
     Population("seeds vary much", 0.25, 1.0, 0.6, 0.6),
     Population("seeds alone", 0.25, 1.0, 0.0, 0.1),
+    TOGETHER,
     Population("own test identities for each seed", 0.07, 1.0, 0.8, 0.5, False),
 )
 
@@ -65,7 +68,8 @@ class Study(NamedTuple):
 
     first: Runs
     second: Runs
-    estimate: Estimate
+    by_seed: Estimate | None  # None where a loss has more seeds
+    apart: Estimate | None  # taken for independent; None for test identities of their own
 
 
 def studies(
@@ -86,54 +90,65 @@ def studies(
 
         each = 1 if population.shares_subjects else max(sizes)  # sets of test identities
         common, sides = population.identities * normal(each), []
+        luck = population.common_seeds * rng.standard_normal((block, max(sizes), 1))
         for runs in sizes:
             own = population.own_identities * normal(each)
             known = common + own if each == 1 else (common + own)[:, :runs]
             seeds = population.seeds * rng.standard_normal((block, runs, 1))
-            rates = expit(centre + seeds + known + population.apart * normal(runs))
+            rates = expit(centre + seeds + luck[:, :runs] + known + population.apart * normal(runs))
             observed, draws = rates.mean(axis=-1), rates @ weights.T
             sides.append((logits(observed, 10 * count), logits(draws, 10 * count)))
         for index in range(block):
             first, second = (Runs(values[index], draws[index]) for values, draws in sides)
-            made = difference_over_runs(
-                first, second, num_subjects=count, shares_subjects=population.shares_subjects
+            shares = population.shares_subjects
+            by_seed, apart = (
+                difference_over_runs(
+                    first, second, num_subjects=count, shares_subjects=shares, are_paired=is_paired
+                )
+                if is_known
+                else None
+                for is_paired, is_known in ((True, len(set(sizes)) == 1), (False, shares))
             )
-            yield Study(first, second, made)
+            yield Study(first, second, by_seed, apart)
 
 
 def drawn_twice(study: Study, rng: np.random.Generator) -> Floats:
     """Differences in replicates that draw runs with replacement, and identities within them."""
     means = []
     for runs in (study.first, study.second):
-        draws = np.asarray(runs.draws)
-        picked = rng.integers(len(draws), size=draws.shape[::-1])
-        means.append(np.take_along_axis(draws.T, picked, axis=1).mean(axis=1))
+        picked = rng.integers(len(runs.draws), size=runs.draws.shape[::-1])
+        means.append(np.take_along_axis(runs.draws.T, picked, axis=1).mean(axis=1))
     return np.asarray(means[0] - means[1])
 
 
 def measure(
     population: Population, sizes: tuple[int, int], settings: CoverageBenchmark
 ) -> dict[str, float]:
-    """Shares of studies whose interval holds zero, for three intervals, and power."""
+    """Shares of studies whose interval holds zero, for each interval; widths and power."""
     rng = np.random.default_rng([settings.seed, 1])
     made = list(studies(population, sizes, settings))
-    drawn = [drawn_twice(study, rng) for study in made]
-    alone = [
-        np.mean(study.first.draws, axis=0) - np.mean(study.second.draws, axis=0) for study in made
-    ]
-    ends = np.array([study.estimate.interval(LEVEL) for study in made])
-    true_effect = float(np.mean([one.estimate.detectable(LEVEL, POWER) for one in made]))
-
-    def holds(found: NDArray[Any]) -> float:
-        return float(((found[:, 0] <= 0.0) & (found[:, 1] >= 0.0)).mean())
-
-    return {
-        "interval": holds(ends),
-        "drawn_twice": holds(np.array([interval(one, LEVEL) for one in drawn])),
-        "identities_alone": holds(np.array([interval(one, LEVEL) for one in alone])),
-        "width": float(np.median(ends[:, 1] - ends[:, 0])),
-        "power": 1.0 - holds(ends + true_effect),
+    alone = [study.first.draws.mean(axis=0) - study.second.draws.mean(axis=0) for study in made]
+    found = {
+        "drawn_twice": holds([interval(drawn_twice(study, rng), LEVEL) for study in made]),
+        "identities_alone": holds([interval(one, LEVEL) for one in alone]),
     }
+    by_seed = [one for study in made if (one := study.by_seed) is not None]
+    apart = [one for study in made if (one := study.apart) is not None]
+    for suffix, name, estimates in (("_apart", "apart", apart), ("", "by_seed", by_seed)):
+        if not estimates:
+            continue
+        ends = np.array([one.interval(LEVEL) for one in estimates])
+        effect = float(np.mean([one.detectable(LEVEL, POWER) for one in estimates]))
+        found[name] = holds(ends)
+        found[f"width{suffix}"] = float(np.median(ends[:, 1] - ends[:, 0]))
+        found["power"] = 1.0 - holds(ends + effect)  # of pairs, where there are any
+    return found
+
+
+def holds(ends: ArrayLike) -> float:
+    """Share of intervals that hold zero."""
+    low, high = np.asarray(ends).T
+    return float(((low <= 0.0) & (high >= 0.0)).mean())
 
 
 def add_subject(subjects: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -174,15 +189,15 @@ def run_coverage_benchmark(
             found = measure(population, sizes, settings)
             words = " and ".join(map(str, dict.fromkeys(sizes)))
             record[f"{population.name}, {words}"] = found
-            shares = (found[name] for name in ("interval", "drawn_twice", "identities_alone"))
-            percents = [f"{100 * share:.1f}" for share in (*shares, found["power"])]
-            rows.append([population.name, words, *percents])
+            names = ("by_seed", "apart", "drawn_twice", "identities_alone", "power")
+            shares = [f"{100 * found[name]:.1f}" if name in found else "-" for name in names]
+            rows.append([population.name, words, *shares])
     (tables or Tables()).show(
         "coverage",
         f"per cent of {settings.studies:,} studies whose 95 % interval holds the truth",
         [
-            *("trainings", "seeds", "two variances, t", "both drawn", "identities alone"),
-            "shown at the MDE",
+            *("trainings", "seeds", "pairs of seeds, t", "independent, t", "both drawn"),
+            *("identities alone", "shown at the MDE"),
         ],
         rows,
     )

@@ -252,8 +252,8 @@ def test_data_that_cannot_be_used_is_refused_before_training(tmp_path: Path) -> 
         ({"data": {"train": "train", "test": "gone"}}, "data.test is .*gone"),
         (
             {"protocol": {"far": [1e-6]}},
-            "FAR 1e-06 .* 96 impostor pairs of 4 identities.* about 355 identities of 4 samples, and "
-            "30, for a sound number, 1,937 identities",
+            "FAR 1e-06 .* 96 impostor pairs of 4 identities.* about 355 identities of 4 samples, "
+            "and 30, for a sound number, 1,937 identities",
         ),
         ({"protocol": plain, "primary": both}, "FAR 0.0001 .* 96 impostor pairs of 4 identities"),
         (

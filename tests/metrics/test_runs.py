@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from benchmarks.coverage import POPULATIONS, CoverageBenchmark, Population, measure
+from benchmarks.coverage import POPULATIONS, TOGETHER, CoverageBenchmark, Population, measure
 from qmargin.errors import ProtocolError, ShapeError
 from qmargin.metrics.runs import (
     Runs,
@@ -68,8 +68,21 @@ def test_seeds_with_their_own_identities_are_the_paired_t_test():
     one = mean_over_runs(first, num_subjects=100, shares_subjects=False)
     ends = stats.ttest_1samp(first.observed, 0.0).confidence_interval(0.95)
     assert one.interval() == pytest.approx(tuple(ends))
-    with pytest.raises(ShapeError, match="5 and 3 runs"):
+    with pytest.raises(ShapeError, match="5 and 3 runs cannot be paired"):
         difference_over_runs(first, some_runs(0, 3), num_subjects=9, shares_subjects=False)
+
+
+def test_runs_with_the_same_seeds_are_compared_in_pairs():
+    first, second = some_runs(4, 5), some_runs(5, 5)
+    made = difference_over_runs(first, second, num_subjects=90, are_paired=True)
+    apart = Runs(first.observed - second.observed, first.draws - second.draws)
+    assert made == mean_over_runs(apart, num_subjects=90)
+    centred = apart.draws - apart.draws.mean(axis=1, keepdims=True)
+    common = apart.draws.mean(axis=0).var(ddof=1) - centred.var(axis=0, ddof=1).mean() / 5
+    variance = apart.observed.var(ddof=1) / 5 + max(0.0, common)
+    assert made.standard_error == pytest.approx(math.sqrt(variance))
+    with pytest.raises(ShapeError, match="5 and 3 runs"):
+        difference_over_runs(first, some_runs(0, 3), num_subjects=9, are_paired=True)
 
 
 def test_one_run_covers_identities_alone_and_says_so():
@@ -138,8 +151,16 @@ def test_logits_and_back():
 def test_intervals_hold_the_truth_as_often_as_they_say(population: Population, count: int):
     """Two equally good losses, with small and large differences between seeds."""
     found = measure(population, (count, count), SMALL)
-    assert 0.93 <= found["interval"] <= 0.98, found
+    assert 0.93 <= found["by_seed"] <= 0.98, found
     assert 0.65 <= found["power"] <= 0.85, found
+
+
+def test_runs_that_are_good_or_bad_together():
+    """Whoever takes them for independent has intervals that are too wide, and shows less."""
+    together, alone = (measure(one, (6, 6), SMALL) for one in (TOGETHER, POPULATIONS[2]))
+    assert together["apart"] > 0.99 and together["width"] < 0.6 * together["width_apart"]
+    assert 0.93 <= alone["apart"] <= 0.97  # where they are independent both hold
+    assert alone["width"] < 1.25 * alone["width_apart"]
 
 
 def test_drawing_few_seeds_with_replacement_holds_it_too_rarely():
@@ -150,4 +171,4 @@ def test_drawing_few_seeds_with_replacement_holds_it_too_rarely():
 
 def test_unequal_numbers_of_seeds():
     found = measure(POPULATIONS[1], (6, 3), SMALL)
-    assert 0.93 <= found["interval"] <= 0.98, found
+    assert 0.93 <= found["apart"] <= 0.98, found

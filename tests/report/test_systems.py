@@ -285,7 +285,7 @@ def test_means_and_their_differences_cover_seeds_and_subjects():
     sides = sides_of(repeats)
     made, wanted = (
         repeats.difference(*NAMES, FAR),
-        difference_over_runs(*sides, num_subjects=1190),
+        difference_over_runs(*sides, num_subjects=1190, are_paired=True),
     )
     assert (made.logit, made.logit_interval) == (wanted.value, wanted.interval())
     assert (made.num_runs, made.run_share) == (3, wanted.run_share)

@@ -85,16 +85,22 @@ def mean_over_runs(runs: Runs, *, num_subjects: int, shares_subjects: bool = Tru
 
 
 def difference_over_runs(
-    first: Runs, second: Runs, *, num_subjects: int, shares_subjects: bool = True
+    first: Runs,
+    second: Runs,
+    *,
+    num_subjects: int,
+    shares_subjects: bool = True,
+    are_paired: bool = False,
 ) -> Estimate:
     """Mean of a measure over the runs of one loss, minus that of another.
 
-    Where all runs share their test identities, those of one loss are independent of those of the
-    other: ``Var = s1^2 / n1 + s2^2 / n2 + V``, with the variances ``s^2`` over runs, and ``V`` the
-    variance over identities of what the runs of a loss have in common. A variance over runs has in
-    it how identities differ from run to run, so ``V`` is the variance of the mean difference over
-    replicates without that part. Where each seed has test identities of its own, which the two
-    losses share, the differences of the seeds are independent, and their mean has the usual t.
+    With runs that are independent, ``Var = s1^2 / n1 + s2^2 / n2 + V``: the variances ``s^2`` over
+    runs, and ``V`` the variance over identities of what the runs of a loss have in common. A
+    variance over runs has in it how identities differ from run to run, so ``V`` is the variance of
+    the mean difference over replicates without that part. Runs that share a seed have the same
+    first weights and order of samples, and are good or bad together: differences of pairs are
+    independent, and ``Var = s^2 / n + V`` with their variance. Where each seed has test identities
+    of its own, ``V`` is zero.
 
     With one run of a loss, only identities are covered: ``num_runs`` is 1.
 
@@ -103,7 +109,8 @@ def difference_over_runs(
         second: Of the other loss; replicate ``r`` of all runs draws the same identities.
         num_subjects: Test identities of a run.
         shares_subjects: Whether all runs have the same test identities. Otherwise run ``i`` of both
-            losses has the same.
+            losses has the same, and they are paired.
+        are_paired: Whether run ``i`` of both losses has the same seed.
 
     Raises:
         ProtocolError: Too many replicates have no value, or all are equal and the losses are not.
@@ -115,19 +122,20 @@ def difference_over_runs(
         >>> round(made.value, 3), round(made.standard_error, 3), round(made.degrees, 1)
         (0.1, 0.014, 2.0)
     """
-    return _estimate([first, second], num_subjects, shares_subjects)
+    observed, draws = _checked([first, second])
+    sides = list(map(Runs, observed, draws))
+    if are_paired or not shares_subjects:
+        if len(observed[0]) != len(observed[1]):
+            counts = " and ".join(str(len(one)) for one in observed)
+            raise ShapeError(f"{counts} runs cannot be paired: give as many, in one order of seeds")
+        sides = [Runs(observed[0] - observed[1], draws[0] - draws[1])]
+    return _estimate(sides, num_subjects, shares_subjects)
 
 
 def _estimate(sides: Sequence[Runs], num_subjects: int, shares_subjects: bool) -> Estimate:
+    """Of one side, or of the first minus the second."""
     observed, draws = _checked(sides)
     signs = (1.0, -1.0)[: len(sides)]
-    if not shares_subjects:  # one side, with a value for each seed
-        if len({len(one) for one in observed}) > 1:
-            both = " and ".join(str(len(one)) for one in observed)
-            raise ShapeError(f"there are {both} runs: give as many of both, in one order of seeds")
-        observed = [np.asarray(sum(sign * one for sign, one in zip(signs, observed, strict=True)))]
-        draws = [np.asarray(sum(sign * one for sign, one in zip(signs, draws, strict=True)))]
-        signs = (1.0,)
     counts = [len(one) for one in observed]
     value = float(sum(sign * one.mean() for sign, one in zip(signs, observed, strict=True)))
     contrast = np.sum([s * one.mean(axis=0) for s, one in zip(signs, draws, strict=True)], axis=0)

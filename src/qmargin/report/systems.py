@@ -491,19 +491,22 @@ def _difference(
 ) -> tuple[Estimate, float] | None:
     """Difference of mean logits and their middle; None where they cannot be compared.
 
-    Either all runs have the same test identities, or those of each seed are the same for both.
+    Runs of both with the same seeds are paired. Others are independent, and must all have the same
+    test identities.
     """
+    seeds = [[seed_of(entry.result) for entry in side] for side in (first, second)]
+    has_pairs = seeds[0] == seeds[1] and None not in seeds[0]
     shares_subjects = _share_subjects([*first, *second])
-    if not shares_subjects:
-        seeds = [[seed_of(entry.result) for entry in side] for side in (first, second)]
-        if seeds[0] != seeds[1] or not all(map(are_paired, first, second)):
-            return None
+    if not shares_subjects and not (has_pairs and all(map(are_paired, first, second))):
+        return None
     both = _runs(first, second, far=far)
     if both is None:
         return None
     count = _num_subjects([*first, *second])
     try:
-        made = difference_over_runs(*both, num_subjects=count, shares_subjects=shares_subjects)
+        made = difference_over_runs(
+            *both, num_subjects=count, shares_subjects=shares_subjects, are_paired=has_pairs
+        )
     except ProtocolError:  # too few replicates, or no spread
         return None
     return made, float(np.mean([np.mean(one.observed) for one in both]))
