@@ -216,13 +216,13 @@ def test_holm_against_its_definition():
             assert made == pytest.approx(max(steps))
 
 
-def seeds_of_two_arms():
+def seeds_of_two_arms(seeds=(3, 1, 2)):
     return [
         synthetic_result(
             name, separation=separation, seed=seed + len(name), run=some_run(name.lower(), seed)
         )
         for name, separation in zip(NAMES, (5.2, 4.8), strict=True)
-        for seed in (3, 1, 2)
+        for seed in seeds
     ]
 
 
@@ -280,15 +280,16 @@ def sides_of(repeats):
     return sides
 
 
-def test_means_and_their_differences_cover_seeds_and_subjects():
-    repeats = repeats_of(seeds_of_two_arms())
+@pytest.mark.parametrize("count", [3, 4])
+def test_means_and_their_differences_cover_seeds_and_subjects(count):
+    repeats = repeats_of(seeds_of_two_arms((3, 1, 2, 0)[:count]))
     sides = sides_of(repeats)
     made, wanted = (
         repeats.difference(*NAMES, FAR),
-        difference_over_runs(*sides, num_subjects=1190, are_paired=True),
+        difference_over_runs(*sides, num_subjects=1190, are_paired=count == 4),
     )
     assert (made.logit, made.logit_interval) == (wanted.value, wanted.interval())
-    assert (made.num_runs, made.run_share) == (3, wanted.run_share)
+    assert (made.num_runs, made.run_share) == (count, wanted.run_share)
     means = [np.mean(repeats.values(name, FAR)) for name in NAMES]
     assert made.difference == pytest.approx(means[0] - means[1], abs=2e-4)  # of mean logits
     ends = mean_over_runs(sides[0], num_subjects=1190).interval()

@@ -125,6 +125,7 @@ class TestProtocol:
         views: Quarter turns of a picture over which scores are averaged.
         normalise: Also measure scores normalised by the prototypes (AS-norm).
         num_replicates: Of the bootstrap over identities.
+        every_epochs: Also measure TAR over training time, after every so many epochs.
     """
 
     __test__ = False  # not for pytest
@@ -134,9 +135,14 @@ class TestProtocol:
     views: int = 1
     normalise: bool = False
     num_replicates: int = 1000
+    every_epochs: int | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.every_epochs is not None and self.every_epochs < 1:
+            raise ConfigError(f"every_epochs is {self.every_epochs}; it must be at least 1")
+        if self.every_epochs is not None and self.kind != "all-pairs":
+            raise ConfigError(f"every_epochs measures all pairs, and kind is {self.kind!r}")
         for far in self.fars or ():
             if not 0.0 < far < 1.0:
                 raise ConfigError(f"far has {far:g}; give rates between 0 and 1")

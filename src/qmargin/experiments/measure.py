@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -25,7 +26,7 @@ from qmargin.evaluation.all_pairs import evaluate_all_pairs
 from qmargin.evaluation.embed import Recordings, embed_turned
 from qmargin.evaluation.evaluate import EvaluationOptions
 from qmargin.evaluation.protocols.all_pairs import PairSamples, measure_pairs
-from qmargin.evaluation.result import Result
+from qmargin.evaluation.result import Result, TrainingPoint, far_key
 from qmargin.evaluation.trials import read_trials
 from qmargin.experiments.worlds import names_in, stored_in
 from qmargin.metrics.operating import ENOUGH_FALSE_ACCEPTS, sufficiency
@@ -270,8 +271,10 @@ class ValidationHook:
     ``report`` is called with the step and the measures; it may raise to stop the run.
     """
 
-    def __init__(self, dataset: Dataset, *, views: int = 1) -> None:
-        self.dataset, self.views = dataset, views
+    def __init__(
+        self, dataset: Dataset, *, views: int = 1, fars: Sequence[float] | None = None
+    ) -> None:
+        self.dataset, self.views, self.fars = dataset, views, fars
         self.report: Callable[[int, dict[str, float]], None] | None = None
         self._embedded: Embedded | None = None  # samples of the last call
 
@@ -281,7 +284,7 @@ class ValidationHook:
         found = embed_dataset(state.backbone, self.dataset, views=self.views, device=device)
         self._embedded = found
         check_pairs(found.labels)
-        fars = fars_for(num_pairs(found.labels)[1])
+        fars = fars_for(num_pairs(found.labels)[1]) if self.fars is None else self.fars
         pairs = evaluate_all_pairs(
             found.matrix, found.labels, fars, num_hardest=0, device=device.type
         )
@@ -297,6 +300,31 @@ class ValidationHook:
         samples = pair_samples(self._embedded, self.dataset, options.protocol)
         options = replace(options, fars=fars, num_replicates=0, num_hardest=0)
         return measure_pairs(samples, options, command=command)
+
+
+class ProgressHook:
+    """Measures all pairs of test samples during training, and the time that its steps took."""
+
+    def __init__(self, dataset: Dataset, *, views: int, fars: Sequence[float]) -> None:
+        self._measure = ValidationHook(dataset, views=views, fars=fars)
+        self.points: list[TrainingPoint] = []
+        self.start()
+
+    def start(self) -> None:
+        """Begin to count, right before the first step."""
+        self._began, self.seconds = time.monotonic(), 0.0  # seconds that measuring took
+
+    def __call__(self, state: HookState) -> dict[str, float]:
+        """Measures by name: ``eer``, ``tar@0.001`` and the like."""
+        if state.process.device.type == "cuda":
+            torch.cuda.synchronize(state.process.device)
+        began = time.monotonic()
+        trained = began - self._began - self.seconds
+        found = self._measure(state)
+        tar = {far_key(far): found[tar_name(far)] for far in self._measure.fars or ()}
+        self.points.append(TrainingPoint(state.step, round(trained, 3), found[EER], tar))
+        self.seconds += time.monotonic() - began
+        return found
 
 
 class PeakMemory:

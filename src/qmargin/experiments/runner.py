@@ -219,6 +219,8 @@ class _Conductor:
                 continue
             if recipe.data.kind == "audio":
                 recordings_in(tested)
+                if experiment.protocol.every_epochs is not None:
+                    raise ConfigError("protocol.every_epochs is not for recordings; leave it out")
             if tested.labels is not None:
                 check_pairs(tested.labels, fars)
                 self._warn_of_few(num_pairs(tested.labels)[1])

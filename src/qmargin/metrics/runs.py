@@ -26,6 +26,8 @@ from qmargin.metrics.bootstrap import MAX_EMPTY
 from qmargin.metrics.checks import Floats
 from qmargin.metrics.operating import check_level
 
+LEAST_PAIRS = 4  # with fewer seeds, the variance of their differences is too uncertain
+
 
 class Runs(NamedTuple):
     """One measure of the runs of a loss, which differ in their seed."""

@@ -44,6 +44,7 @@ from qmargin.report.systems import (
     Panel,
     Repeats,
     margin_of,
+    name_of,
 )
 from qmargin.report.table import Column, Table
 from qmargin.report.verdicts import ONE_RUN, effect_text, planned_verdicts
@@ -85,7 +86,7 @@ def render_page(
             tables.threshold_table(panel),
             tables.other_table(panel),
         ),
-        "cost": lambda panel: tables.cost_table(panel.entries),
+        "cost": _cost,
         "pairs": lambda panel: (
             _pairs(panel, differences[panel.index], level) if panel in single else None
         ),
@@ -423,6 +424,25 @@ def _scores(panel: Panel) -> list[tuple[Entry, Any]]:
         threshold = None if point is None else point.threshold
         found.append((entry, plots.histogram_chart(entry.result.histogram, threshold)))
     return found
+
+
+def _cost(panel: Panel) -> dict[str, Any] | None:
+    """Time and memory of the training, and TAR over time of runs that were measured meanwhile."""
+    table, far = tables.cost_table(panel.entries), panel.headline_far
+    systems: dict[str, list[Entry]] = {}
+    for entry in panel.entries:
+        if far is not None and entry.progress(far):
+            systems.setdefault(name_of(entry.result), []).append(entry)
+    if far is None or not systems:
+        return None if table is None else {"table": table, "plot": None}
+    colours = {name: entries[0].colour for name, entries in systems.items()}
+    lines = [(colours[n], entry.progress(far)) for n, own in systems.items() for entry in own]
+    return {
+        "table": table,
+        "plot": plots.time_chart(lines, f"TAR at FAR {rate_text(far)}"),
+        "times": tables.time_table(systems, far),
+        "entries": [{"colour": colour, "label": name} for name, colour in colours.items()],
+    }
 
 
 def _pairs(panel: Panel, differences: Sequence[PairedDifference], level: float) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from qmargin.evaluation.result import (
     without_paths,
 )
 from qmargin.metrics.runs import (
+    LEAST_PAIRS,
     Estimate,
     Runs,
     difference_over_runs,
@@ -76,6 +77,13 @@ class Entry:
             return number(score)
         digits = spread_digits(self.result.histogram.edges, 0, 9) + 3
         return f"{score:.{digits}f}".replace("-", MINUS)
+
+    def progress(self, far: float | None) -> list[tuple[float, float]]:
+        """Training seconds and TAR at a FAR, or EER, while the run was trained."""
+        run = self.result.run
+        points = () if run is None else run.progress
+        known = [(p, p.eer if far is None else p.tar.get(far_key(far))) for p in points]
+        return [(p.train_seconds, value) for p, value in known if value is not None]
 
     def drawn(self, far: float | None) -> NDArray[np.float64] | None:
         """The same in every replicate, NaN where it could not be measured."""
@@ -491,8 +499,8 @@ def _difference(
 ) -> tuple[Estimate, float] | None:
     """Difference of mean logits and their middle; None where they cannot be compared.
 
-    Runs of both with the same seeds are paired. Others are independent, and must all have the same
-    test identities.
+    Runs of both with the same seeds, if there are enough, are paired. Others are independent, and
+    must all have the same test identities.
     """
     seeds = [[seed_of(entry.result) for entry in side] for side in (first, second)]
     has_pairs = seeds[0] == seeds[1] and None not in seeds[0]
@@ -505,7 +513,10 @@ def _difference(
     count = _num_subjects([*first, *second])
     try:
         made = difference_over_runs(
-            *both, num_subjects=count, shares_subjects=shares_subjects, are_paired=has_pairs
+            *both,
+            num_subjects=count,
+            shares_subjects=shares_subjects,
+            are_paired=has_pairs and len(first) >= LEAST_PAIRS,
         )
     except ProtocolError:  # too few replicates, or no spread
         return None
@@ -598,6 +609,22 @@ class Repeats:
             return None
         low, high = (rate_of(end) for end in made.interval(self.level))
         return low, high
+
+
+def seconds_to(points: Sequence[tuple[float, float]], tar: float) -> float | None:
+    """Training seconds at which a TAR was first reached, by lines between points.
+
+    Examples:
+        >>> seconds_to([(10.0, 0.2), (20.0, 0.4)], 0.3), seconds_to([(10.0, 0.2)], 0.3)
+        (15.0, None)
+    """
+    before = (0.0, 0.0)
+    for seconds, value in points:
+        if value >= tar:
+            share = (tar - before[1]) / (value - before[1]) if value > before[1] else 1.0
+            return before[0] + share * (seconds - before[0])
+        before = (seconds, value)
+    return None
 
 
 def find_repeats(

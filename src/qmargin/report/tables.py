@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from qmargin.evaluation.result import GroupAudit, GroupSpread, Measures, RunInfo, TarPoint
@@ -28,6 +28,7 @@ from qmargin.report.systems import (
     Panel,
     Repeats,
     margin_of,
+    seconds_to,
 )
 from qmargin.report.table import CellValue, Column, Number, Row, Table, csv_text, markdown_text
 from qmargin.report.verdicts import ONE_RUN
@@ -283,6 +284,33 @@ def cost_table(entries: Sequence[Entry]) -> Table | None:
         "a GPU; on a CPU it is that of the whole process. A resumed run has no time."
     )
     return Table("", _columns(*heads, left=("System", "Device")), tuple(rows), (note,))
+
+
+def time_table(systems: Mapping[str, Sequence[Entry]], far: float) -> Table | None:
+    """Training seconds to the largest TAR that every run reached; None without measured runs."""
+    found = {
+        name: [points for entry in entries if (points := entry.progress(far))]
+        for name, entries in systems.items()
+    }
+    found = {name: runs for name, runs in found.items() if runs}
+    if not found:
+        return None
+    common = min(max(tar for _, tar in points) for runs in found.values() for points in runs)
+    rows: list[Row] = []
+    for name, runs in found.items():
+        seconds = [s for points in runs if (s := seconds_to(points, common)) is not None]
+        deviation = statistics.stdev(seconds) if len(seconds) > 1 else None
+        last = statistics.fmean(points[-1][0] for points in runs)
+        rows.append(
+            (name, len(runs), Number(statistics.fmean(seconds), 1, deviation), Number(last, 1))
+        )
+    heads = ("System", "Runs", f"To TAR {100 * common:.2f} %, s", "Whole training, s")
+    note = (
+        f"Training time until TAR at FAR {rate_text(far)} reached the largest value that every run "
+        "did, by lines between the measured epochs: mean and standard deviation over "
+        "runs. Start and evaluation are not counted. Runs that share a device slow each other."
+    )
+    return Table("", _columns(*heads, left=("System",)), tuple(rows), (note,))
 
 
 # -- groups ---------------------------------------------------------------------------------------

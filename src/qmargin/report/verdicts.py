@@ -15,7 +15,7 @@ def effect_text(made: PairedDifference) -> str:
     low, high = (signed(100 * end) for end in made.interval)
     p_value = f"p = {probability(made.adjusted)}".replace("= <", "<")
     if made.is_primary:
-        p_value += ", fixed beforehand"
+        p_value += ", primary comparison"
     elif made.num_compared > 1:
         p_value += f", corrected for {made.num_compared} comparisons"
     alone = "" if made.num_runs > 1 else f"; {ONE_RUN}"
@@ -36,7 +36,7 @@ def planned_verdicts(repeats: Repeats, far: float | None, *, bold: str = "{}") -
         word = "ties with"
         if made.is_shown:
             word = "is ahead of" if made.reading == "first is better" else "is behind"
-        values = [spread(repeats.values(name, far), sign="+-") for name in (focus, rival)]
+        values = [spread(repeats.values(name, far)) for name in (focus, rival)]
         sentence = (
             f"{focus} {bold.format(word)} {rival}: {effect_text(made)}; {values[0]} against "
             f"{values[1]} %."
