@@ -265,11 +265,12 @@ class _Conductor:
             self.say(experiment.world.note)
         rounds = self._search() if experiment.searched else ()
         chosen = self._chosen(rounds)
-        notes = edge_notes(experiment, rounds, self.measure or EER)
+        notes: list[str] = []
         if rounds:
             for path in write_search(self.out, experiment, rounds, chosen, self.measure or EER):
                 self.say(f"wrote {path}")
             self._tell_search(rounds[-1])
+            notes = edge_notes(experiment, rounds, self.measure or EER)
             for note in notes:
                 self.say(note)
         finished = Finished(experiment, self.out, rounds, chosen, self.measure, {})

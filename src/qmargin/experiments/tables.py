@@ -432,7 +432,8 @@ def edge_notes(
 ) -> list[str]:
     """Which arms have chosen a value at an edge of what they tried, of which axis and side."""
     edges = []
-    for name, points in ranked(rounds[-1], measure).items() if rounds else ():
+    tried = [one for one in rounds[-1] if one.known(measure)] if rounds else []
+    for name, points in ranked(tried, measure).items():
         arm = experiment.arms[name]
         if at := edges_of(points[0].point, arm):
             edges.append(f"{arm.title} ({', '.join(at)})")
