@@ -23,6 +23,7 @@ from qmargin.experiments import slots
 from qmargin.experiments.experiment import Arm, TestProtocol, make_arm
 from qmargin.experiments.run import RESULT, Run, Task
 from qmargin.experiments.runner import RECORD
+from qmargin.experiments.tables import results_page, summary
 from qmargin.report.systems import Primary
 from qmargin.training import loop
 from qmargin.training.signals import Interrupted, StopRequest
@@ -162,6 +163,28 @@ def test_a_choice_at_an_edge_is_told_on_the_terminal_and_the_page(tmp_path: Path
         "settings."
     )
     assert note in finished.page.read_text(encoding="utf-8")
+    assert note in results_page(finished, command="x")
+
+
+@pytest.mark.parametrize("count", [0, 20])
+def test_the_results_page_has_the_verdict_of_the_terminal(tmp_path: Path, count: int) -> None:
+    protocol = TestProtocol(num_replicates=count)
+    arms = {name: make_arm(name, {"scale": 16}) for name in ("q_margin", "cosface", "arcface")}
+    made = small_comparison(
+        arms=arms, seeds=(0, 1), protocol=protocol, primary=Primary("cosface", ("q_margin",), 1e-3)
+    )
+    finished, _ = run(made, tmp_path)
+    page, (_, rows, words) = results_page(finished, command="x"), summary(finished)
+    assert "| q_margin |" not in page and "| Q-Margin | 2 |" in page and len(rows) == 3
+    if not count:  # without replicates there are no intervals
+        assert words == ["There is nothing to compare."] and "**ties with**" not in page
+        return
+    line, cover = words
+    assert line.startswith("At FAR 0.1 %, CosFace ") and "primary comparison" in line
+    plain = page.replace("**", "")
+    assert f"- {line}" in plain and cover == "Intervals cover training seeds and test identities."
+    assert "| CosFace minus |" in page and "| ArcFace |" in page.partition("CosFace minus")[2]
+    assert "corrected for 11 comparisons" in plain  # 3 pairs by 3 TARs and the EER, but for one
 
 
 @pytest.mark.parametrize("damage", [None, b'{"format": "qmargin-res'])

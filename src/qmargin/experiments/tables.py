@@ -293,7 +293,7 @@ def summary(finished: Finished) -> tuple[list[str], list[list[str]], list[str]]:
         for name in repeats.systems
     ]
     words = planned_verdicts(repeats, repeats.headline_far)
-    return heads, rows, [*(words or ["There is nothing to compare."]), _cover(repeats)]
+    return heads, rows, [*words, _cover(repeats)] if words else ["There is nothing to compare."]
 
 
 def _cover(repeats: Repeats) -> str:
@@ -369,7 +369,7 @@ def _found(repeats: Repeats) -> list[str]:
 
     found.append(by_far("95 % interval, TAR %", list(repeats.systems), interval))
     planned = repeats.planned(repeats.headline_far)
-    if not planned:
+    if not planned or not repeats.differences:
         return found
     focus = planned[0][0]
 
