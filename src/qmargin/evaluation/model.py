@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 FITS = ("auto", "exact", "resize", "align")
 MAX_FILE_BYTES = 256 * 1024**2
 SAMPLE_RATE = 16_000
-LEAST_SAMPLES = 1_680  # nine frames, the fewest that speaker networks take
 Pixels = NDArray[np.uint8]  # [H, W, 3]
 
 
@@ -163,9 +162,9 @@ class Inputs:
 
     def _waveform(self, item: Any, name: str) -> NDArray[np.float32]:
         """Samples at 16 kHz; what is too short for a network is repeated."""
-        if isinstance(item, str | Path | bytes):
-            from qmargin.data.audio import decode_audio
+        from qmargin.data.audio import decode_audio, repeated
 
+        if isinstance(item, str | Path | bytes):
             try:
                 samples = decode_audio(item, sample_rate=SAMPLE_RATE, max_seconds=self.max_seconds)
             except CorruptSample as error:
@@ -176,8 +175,7 @@ class Inputs:
                 raise ShapeError(
                     f"{name} is a {samples.dtype} array {samples.shape}; give floats [n] at 16 kHz"
                 )
-        times = -(-LEAST_SAMPLES // len(samples))
-        return np.tile(samples.astype(np.float32, copy=False), times)
+        return repeated(samples.astype(np.float32, copy=False))
 
 
 @dataclass(frozen=True)
