@@ -139,6 +139,8 @@ def test_a_choice_at_an_edge_is_named() -> None:
     [
         ({"hardness": [2.0, 3.0, 4.0], "m_eff": [0.3, 0.6]}, ("4", "0.3"),
          ["largest hardness", "smallest m_eff"]),
+        ({"hardness": [2.0, 3.0], "reach": [0.3, 0.6, 1.2], "alpha": 1.25}, ("3", "1.2"),
+         ["largest hardness", "largest reach"]),
         ({"head.lr_ratio": [1, 5, 10], "scale": "8:64:log"}, ("5", "62.1"), ["largest scale"]),
         ({"head.lr_ratio": [1, 5, 10], "scale": "8:64:log"}, ("1", "50"), ["smallest lr_ratio"]),
         ({"head.lr_ratio": [1, 10], "scale": "8:64"}, ("10", "11"), ["largest lr_ratio"]),

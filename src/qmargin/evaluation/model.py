@@ -116,6 +116,7 @@ class Inputs:
                     f"{width} x {height}; align the faces first, or choose another fit for a "
                     "square model"
                 )
+            del pixels  # of a large photo, one copy at a time
             upright = self._pixels(item, name, upright=True)
         except CorruptSample as error:
             raise CorruptSample(f"{name} cannot be read: {error}") from error

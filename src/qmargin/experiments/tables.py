@@ -18,7 +18,7 @@ from qmargin.experiments.experiment import Arm, Experiment
 from qmargin.experiments.measure import EER, far_of
 from qmargin.experiments.run import MAX_COHORT, NEAREST, NORMALISED, RESULT, Run
 from qmargin.experiments.search import Tried, ranked
-from qmargin.experiments.space import EFFECTIVE, HARDNESS, Axis, Point, Range
+from qmargin.experiments.space import EFFECTIVE, HARDNESS, REACH, Axis, Point, Range
 from qmargin.experiments.worlds import Made
 from qmargin.files import MADE_BY, Guard, write_atomically
 from qmargin.losses.hardness import hardness
@@ -40,10 +40,17 @@ SEARCH = "search"  # stem of its tables
 FIGURES, JOURNALS, PICTURES, REPORT = "figures", "journals", "pictures", "report"
 OLD_RECORDS = ("plan.json", "sweep.json", "chosen.json")
 STEMS = ("sensitivity", "effective-margin")
-SHOWN = ("loss.alpha", "loss.scale", "loss.margin", EFFECTIVE, HARDNESS, "loss.preset")
+SHOWN = ("loss.alpha", "loss.scale", "loss.margin", EFFECTIVE, HARDNESS, REACH, "loss.preset")
 SIGNS = {"loss.alpha": "\u03b1", "loss.scale": "s", "loss.margin": "m", EFFECTIVE: "m_eff"}
 MARGIN, GAP = "Margin m", "Effective margin"
-LABELS = {"loss.scale": "Scale", "loss.margin": "Margin", EFFECTIVE: GAP, "loss.alpha": "\u03b1"}
+LABELS = {
+    "loss.scale": "Scale",
+    "loss.margin": "Margin",
+    EFFECTIVE: GAP,
+    "loss.alpha": "\u03b1",
+    REACH: "Reach",
+    HARDNESS: "Hardness",
+}
 REACHABLE = 2.0  # cosines differ by at most this
 VERDICT_FARS = (1e-3, 1e-4, 1e-5)
 COORDINATES = ("loss.alpha", "loss.scale", "loss.margin")  # each has its range given those before
@@ -138,6 +145,7 @@ def search_table(
         Column("m", latex="$m$"),
         Column("m_eff", latex=r"$m_{\mathrm{eff}}$"),
         Column("hardness"),
+        Column("reach"),
         *map(Column, others),
         *([Column("epochs")] if has_lengths else []),
         *(Column(_measure_text(n, rate=""), best="min" if n == EER else "max") for n in names),
@@ -161,7 +169,7 @@ def search_table(
     words = (
         "Rates in per cent over all pairs of validation samples: mean and standard deviation over "
         "seeds, the best mean of complete rows in bold.",
-        "m_eff is what the margin adds to the cosine gap of a zero loss.",
+        "m_eff is what the margin adds to the cosine gap of a zero loss; reach is that gap.",
     )
     title = f"Settings of {experiment.title or experiment.name}"
     return Table(title, tuple(columns), tuple(rows), words, label="qmargin-search")
@@ -183,18 +191,19 @@ def _measured(one: Tried, name: str) -> CellValue:
 
 
 def _settings(recipe: Recipe) -> tuple[CellValue, ...]:
-    """Alpha, scale, margin, effective margin and hardness; softmax has no alpha in the paper."""
-    loss, gap = recipe.loss, recipe.loss.effective_margin
+    """Alpha, scale, margin, effective margin, hardness and reach; of softmax alpha is not shown."""
+    loss, gap, reach = recipe.loss, recipe.loss.effective_margin, recipe.loss.reach
     classes, mean = recipe.data.num_classes, None
     if classes is not None and classes > 1 and loss.alpha is not None:
         dim = recipe.model.embedding_dim
         mean = hardness(loss.alpha, loss.scale, num_classes=classes, embedding_dim=dim).mean
     return (
         None if loss.alpha in (None, 1.0) else f"{loss.alpha:g}",
-        f"{loss.scale:g}",
+        f"{loss.scale:.4g}",
         f"{loss.margin:.3g}",
         None if gap is None else f"{gap:.3g}",
         Number(mean),
+        None if reach is None or math.isinf(reach) else f"{reach:.3g}",
     )
 
 
@@ -418,6 +427,11 @@ def _choice(finished: Finished) -> list[str]:
         "loss looks at, see `qmargin.hardness`."
     ]
     for arm in experiment.arms.values():
+        if arm.left_out:
+            parts.append(
+                f"{arm.title}: {len(arm.left_out)} combinations are left out, because their reach "
+                "is below that of no margin."
+            )
         if arm.like is not None:
             parts.append(f"{arm.title} has the settings of {experiment.arms[arm.like].title}.")
     for tried in reversed(finished.rounds):
