@@ -1,6 +1,7 @@
 """The demo: its length is decided once, it reports, resumes and tells who is ahead."""
 
 import shlex
+from html import unescape
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ from qmargin.experiments import named, tables
 from qmargin.experiments.named import Size, demo
 from qmargin.experiments.named.demo import find_size, fitted
 from qmargin.experiments.runner import RECORD, Finished
+from qmargin.report.verdicts import planned_verdicts
 from qmargin.training import dry_run
 
 TINY_PEOPLE = TINY_DEMO._replace(kind="people")
@@ -71,11 +73,18 @@ def test_a_demo_trains_tests_and_reports(
         assert (tmp_path / "pictures" / f"{pair.enrol}.png").exists()
     finished = run_demo(tmp_path, seeds=2)
     assert "4 runs, 4 of them complete" in capsys.readouterr().out
-    repeats = tables.repeats_of(finished.paths["result.json"], "x")
-    (line,) = tables.verdict(repeats, [1e-2], bold="**{}**")
-    assert line.startswith("At FAR 1 %, Q-Margin **") and " CosFace, the best of the others" in line
-    one_loss = tables.repeats_of(finished.paths["result.json"][::2], "x")
-    assert tables.verdict(one_loss, [1e-2]) == []
+    plan = finished.experiment.comparison
+    assert plan is not None and (plan.focus, plan.rivals) == ("q_margin", ("cosface",))
+    repeats = tables.repeats_of(finished.paths["result.json"], "x", plan)
+    (line,) = planned_verdicts(repeats, 1e-2, bold="**{}**")
+    assert line.startswith("At FAR 1 %, Q-Margin **") and "** CosFace: " in line
+    one_loss = tables.repeats_of(finished.paths["result.json"][::2], "x", plan)
+    assert planned_verdicts(one_loss, 1e-2) == []
+    # the terminal and the page say the same of the same comparison
+    (told,) = planned_verdicts(repeats, repeats.headline_far)
+    assert told in said and told in unescape(html)
+    _, _, words = tables.summary(finished)
+    assert words == [told, "Intervals cover training seeds and test identities."]
 
 
 def test_voices_are_another_world(tmp_path: Path) -> None:

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from qmargin.cli.paper import EXPERIMENTS
+from qmargin.experiments.experiment import Arm, make_arm
 from qmargin.experiments.named import get_experiment, list_experiments, setting_point
 from qmargin.experiments.named.demo import DEMO_GRID, DEMO_SETTINGS, VOICE_GRID, demo_experiment
+from qmargin.experiments.space import Point
 from qmargin.experiments.tables import edges_of
 from qmargin.report.numbers import rate_text
 from qmargin.report.paper_layouts import FACE_ROWS, SEEDS_ROW, SPEAKER_ROWS, Setting
@@ -122,10 +124,37 @@ def test_settings_for_a_gpu_are_those_of_the_results_page() -> None:
 def test_a_choice_at_an_edge_is_named() -> None:
     grid = [setting_point(one) for one in
             ((1.25, 7.0, 0.2), (1.25, 7.0, 0.4), (1.25, 10.0, 0.3), (1.5, 4.0, 0.3))]  # fmt: skip
-    assert edges_of(grid[1], grid) == ["smallest scale", "largest margin"]
-    assert edges_of(grid[2], grid) == ["largest scale"]
-    assert edges_of(grid[3], grid) == []  # nothing beside it was tried
-    assert edges_of(grid[2], [*grid, setting_point((1.25, 16.0, 0.3))]) == []
+
+    def edges(chosen: Point, *more: tuple[float, float, float]) -> list[str]:
+        return edges_of(chosen, Arm("x", points=(*grid, *map(setting_point, more))))
+
+    assert edges(grid[1]) == ["smallest alpha", "smallest scale", "largest margin"]
+    assert edges(grid[2]) == ["smallest alpha", "largest scale"]
+    assert edges(grid[3]) == ["largest alpha"]  # no other scale or margin was tried there
+    assert edges(grid[2], (1.25, 16.0, 0.3), (1.1, 10.0, 0.3)) == []
+
+
+@pytest.mark.parametrize(
+    ("values", "chosen", "edges"),
+    [
+        ({"hardness": [2.0, 3.0, 4.0], "m_eff": [0.3, 0.6]}, ("4", "0.3"),
+         ["largest hardness", "smallest m_eff"]),
+        ({"hardness": [2.0, 3.0], "reach": [0.3, 0.6, 1.2], "alpha": 1.25}, ("3", "1.2"),
+         ["largest hardness", "largest reach"]),
+        ({"head.lr_ratio": [1, 5, 10], "scale": "8:64:log"}, ("5", "62.1"), ["largest scale"]),
+        ({"head.lr_ratio": [1, 5, 10], "scale": "8:64:log"}, ("1", "50"), ["smallest lr_ratio"]),
+        ({"head.lr_ratio": [1, 10], "scale": "8:64"}, ("10", "11"), ["largest lr_ratio"]),
+        ({"head.path": ["dense", "auto"], "scale": [8, 16, 32]}, ("auto", "16"), []),
+        ({"scale": [16], "alpha": [1.1, 1.25, 1.5]}, ("16", "1.25"), []),
+        ({"scale": 16, "alpha": [1.1, 1.25, 1.5]}, ("1.1",), ["smallest alpha"]),
+    ],
+)  # fmt: skip
+def test_edges_of_every_axis(
+    values: dict[str, object], chosen: tuple[str, ...], edges: list[str]
+) -> None:
+    arm = make_arm("q_margin", values)
+    point = dict(zip((axis.key for axis in arm.axes), chosen, strict=True))
+    assert edges_of(point, arm) == edges
 
 
 def tables_in(text: str) -> list[list[list[str]]]:
@@ -159,6 +188,7 @@ def test_the_readme_says_what_the_pages_found() -> None:
             bounds = re.findall(r"[+\u2212][0-9.]+", row[place])[1:]
             low, high = (float(text.replace("\u2212", "-")) for text in bounds)
             name = "ArcFace 10 %" if row[0].startswith("ArcFace, 10") else row[0]
-            compared["ahead"] += [name] * (low > 0.0)
-            compared["behind"] += [name] * (high < 0.0)
+            is_shown = "not shown" not in row[place]
+            compared["ahead"] += [name] * (low > 0.0 and is_shown)
+            compared["behind"] += [name] * (high < 0.0 and is_shown)
         assert [ahead, behind] == [", ".join(names) or "nobody" for names in compared.values()]

@@ -20,9 +20,11 @@ from qmargin.errors import CheckpointError, ConfigError, DataError
 from qmargin.evaluation.result import read_result
 from qmargin.experiments import run as run_module
 from qmargin.experiments import slots
-from qmargin.experiments.experiment import Arm, TestProtocol
+from qmargin.experiments.experiment import Arm, TestProtocol, make_arm
 from qmargin.experiments.run import RESULT, Run, Task
 from qmargin.experiments.runner import RECORD
+from qmargin.experiments.tables import results_page, summary
+from qmargin.report.systems import Primary
 from qmargin.training import loop
 from qmargin.training.signals import Interrupted, StopRequest
 from qmargin.training.start import RunLock
@@ -65,7 +67,8 @@ def test_a_grid_is_trained_measured_and_written(tmp_path: Path) -> None:
     assert float(row["EER deviation"]) == pytest.approx(100 * statistics.stdev(values))
     assert "8 runs, 0 of them complete" in said
     assert any(line.startswith("[1/8] debug, scale 10, m_eff 0.2, seed 0: ") for line in said)
-    assert said[-1].startswith("debug: best is scale ")
+    assert said[-2].startswith("debug: best is scale ")
+    assert said[-1].startswith("At an edge of what was tried: debug (")
 
 
 def test_arms_choose_are_trained_and_tested(tmp_path: Path) -> None:
@@ -105,6 +108,83 @@ def test_what_is_there_is_kept_and_more_is_added(tmp_path: Path) -> None:
     finished, said = run(small_sweep("loss.scale=10,16", seeds=2), tmp_path)
     assert "4 runs, 1 of them complete" in said
     assert (first / RESULT).stat().st_mtime_ns == before and len(finished.rounds[0]) == 2
+
+
+def test_runs_are_measured_over_their_training_time_and_train_alike(tmp_path: Path) -> None:
+    protocol = TestProtocol(num_replicates=20, every_epochs=1)
+    arms = {"q_margin": make_arm("q_margin", {"scale": 16})}
+    settings = ("run.max_steps=null", "run.epochs=3")
+    finished, _ = run(small_comparison(*settings, protocol=protocol, arms=arms), tmp_path / "a")
+    (result,) = finished.results
+    assert result.run is not None and result.run.train_seconds is not None
+    points, steps = result.run.progress, result.run.steps
+    assert steps is not None and [point.step for point in points] == [
+        steps // 3,
+        2 * steps // 3,
+        steps,
+    ]
+    seconds = [point.train_seconds for point in points]
+    assert 0.0 < seconds[0] < seconds[1] < seconds[2] <= result.run.train_seconds
+    assert points[-1].eer == result.measures.eer.value
+    last = {repr(point.far_target): point.tar for point in result.measures.tar if point.allowed}
+    assert points[-1].tar == last and len(last) >= 2
+    assert "To TAR" in finished.page.read_text(encoding="utf-8")
+    plain, _ = run(small_comparison(*settings, arms=arms), tmp_path / "b")
+    (other,) = plain.results
+    assert other.run is not None and other.run.progress == ()
+    assert other.run.checkpoint_sha256 == result.run.checkpoint_sha256  # measuring changes nothing
+    with pytest.raises(ConfigError, match="every_epochs is 0"):
+        TestProtocol(every_epochs=0)
+    with pytest.raises(ConfigError, match="every_epochs measures all pairs"):
+        TestProtocol("trials", every_epochs=1)
+
+
+def test_the_primary_comparison_cannot_be_changed_after_the_test(tmp_path: Path) -> None:
+    first = Primary("q_margin", ("cosface",), 1e-2)
+    run(small_comparison(primary=first), tmp_path)
+    for changed, message in (
+        (replace(first, far=1e-3), r"primary\.far is 0\.01 there, 0\.001 here"),
+        (
+            replace(first, focus="cosface", rivals=("q_margin",)),
+            r"primary\.focus is q_margin there",
+        ),
+        (None, "primary"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            run(small_comparison(primary=changed), tmp_path)
+
+
+def test_a_choice_at_an_edge_is_told_on_the_terminal_and_the_page(tmp_path: Path) -> None:
+    finished, said = run(small_comparison(), tmp_path)
+    side = {"10": "smallest", "16": "largest"}[finished.chosen["cosface"]["loss.scale"]]
+    (note,) = [line for line in said if line.startswith("At an edge")]
+    assert note == (
+        f"At an edge of what was tried: CosFace ({side} scale). Beyond it there may be better "
+        "settings."
+    )
+    assert note in finished.page.read_text(encoding="utf-8")
+    assert note in results_page(finished, command="x")
+
+
+@pytest.mark.parametrize("count", [0, 20])
+def test_the_results_page_has_the_verdict_of_the_terminal(tmp_path: Path, count: int) -> None:
+    protocol = TestProtocol(num_replicates=count)
+    arms = {name: make_arm(name, {"scale": 16}) for name in ("q_margin", "cosface", "arcface")}
+    made = small_comparison(
+        arms=arms, seeds=(0, 1), protocol=protocol, primary=Primary("cosface", ("q_margin",), 1e-3)
+    )
+    finished, _ = run(made, tmp_path)
+    page, (_, rows, words) = results_page(finished, command="x"), summary(finished)
+    assert "| q_margin |" not in page and "| Q-Margin | 2 |" in page and len(rows) == 3
+    if not count:  # without replicates there are no intervals
+        assert words == ["There is nothing to compare."] and "**ties with**" not in page
+        return
+    line, cover = words
+    assert line.startswith("At FAR 0.1 %, CosFace ") and "primary comparison" in line
+    plain = page.replace("**", "")
+    assert f"- {line}" in plain and cover == "Intervals cover training seeds and test identities."
+    assert "| CosFace minus |" in page and "| ArcFace |" in page.partition("CosFace minus")[2]
+    assert "corrected for 11 comparisons" in plain  # 3 pairs by 3 TARs and the EER, but for one
 
 
 @pytest.mark.parametrize("damage", [None, b'{"format": "qmargin-res'])

@@ -16,8 +16,18 @@ from scipy.special import ndtri
 
 from helpers.results import FARS, HOSTILE, hostile_result, some_run, synthetic_result, write_results
 from qmargin.errors import ConfigError, DataError
-from qmargin.evaluation.result import Det, GroupSpread, HardPair, Histogram, Value
+from qmargin.evaluation.result import (
+    Det,
+    GroupSpread,
+    HardPair,
+    Histogram,
+    TrainingPoint,
+    Value,
+    read_result,
+    write_result,
+)
 from qmargin.report import ReportOptions, write, write_report
+from qmargin.report.figures import draw_figures, has_matplotlib
 from qmargin.report.journal import MOST_POINTS, Journal, read_journal
 from qmargin.report.media import MediaFolder
 from qmargin.report.numbers import LONGEST_NAME, LONGEST_TEXT, cleaned, rate_text
@@ -36,7 +46,7 @@ from qmargin.report.plots import (
     support_chart,
 )
 from qmargin.report.systems import arrange, paired_differences
-from qmargin.report.tables import spread_table, tar_table
+from qmargin.report.tables import spread_table, tar_table, time_table
 
 JOURNAL = Journal("journal", (0.0, 10.0), (900.0, 30.0), (5000.0, 700.0), 2, 2_059_906)
 SECTIONS = ["world", "verdict", "data", "det", "scores", "points", "pairs"]
@@ -144,8 +154,8 @@ def test_without_paired_replicates_nothing_is_claimed():
 def test_differences_to_the_best_baseline_have_intervals_and_axes(page):
     runs = {"soft": some_run("soft", alpha=1.0), "weak": some_run("weak", alpha=1.0)}
     results = [
-        synthetic_result("ours", separation=5.6, run=some_run("ours")),
-        synthetic_result("soft", separation=5.2, run=runs["soft"]),
+        synthetic_result("ours", separation=5.0, run=some_run("ours")),
+        synthetic_result("soft", separation=4.5, run=runs["soft"]),
         synthetic_result("weak", separation=4.0, run=runs["weak"]),
     ]
     part = page_of(*results).partition('class="differences"')[2].partition("</svg>")[0]
@@ -238,7 +248,7 @@ def test_groups_of_the_leader_are_open_and_others_folded():
 
 
 def test_a_note_on_the_data_is_in_the_opening():
-    page = page_of(synthetic_result("A"), note="All data are <drawn>")
+    page = page_of(synthetic_result("A"), data_note="All data are <drawn>")
     opening = page.partition('id="world"')[2].partition("</section>")[0]
     assert " All data are &lt;drawn&gt;.</p>" in opening
 
@@ -249,6 +259,37 @@ def test_time_and_memory_of_each_loss():
     for text in (">90.0<", ">3.00<", ">cpu</bdi>"):
         assert text in part.partition("</section>")[0]
     assert 'id="cost"' not in page_of(synthetic_result("A", run=some_run("a")))
+
+
+def test_tar_over_training_time(tmp_path):
+    """The time to a TAR is that of a line between the points around it."""
+
+    def run(name, seed, *tars):
+        points = [
+            TrainingPoint(10 * n, 100.0 * n, 0.1, {"0.001": t}) for n, t in enumerate(tars, 1)
+        ]
+        return some_run(name, seed, train_seconds=100.0 * len(tars), progress=tuple(points))
+
+    results = [
+        synthetic_result("A", run=run("a", 0, 0.5, 0.7, 0.9)),
+        synthetic_result("A", seed=1, run=run("a", 1, 0.6, 0.8, 0.82)),
+        synthetic_result("B", seed=2, run=run("b", 0, 0.8)),
+    ]
+    (panel,) = arrange(results)
+    table = time_table({"A": panel.entries[:2], "B": panel.entries[2:]}, 1e-3)
+    assert table.columns[2].title == "To TAR 80.00 %, s"  # B never had more
+    # from 0.7 to 0.9 at 250 s, and at 200 s; B at its only point
+    assert [row[2].text for row in table.body] == ["225.0 ± 35.4", "100.0"]
+    assert [row[3].text for row in table.body] == ["300.0", "100.0"]
+    assert time_table({"A": arrange([synthetic_result()])[0].entries}, 1e-3) is None
+    page = page_of(*results)
+    part = page.partition('id="cost"')[2].partition("</section>")[0]
+    assert "TAR at FAR 0.1 %, %" in part and part.count('class="curve c') == 3 + 2  # and the legend
+    assert "To TAR 80.00 %, s" in part and "Per step, ms" in part
+    if has_matplotlib():
+        assert {"time.svg", "time.pdf"} <= set(draw_figures([panel], None))
+    write_result(tmp_path / "r.json", results[0])
+    assert read_result(tmp_path / "r.json").run.progress == results[0].run.progress
 
 
 def test_opening_shows_easy_and_hard_pairs(tmp_path):

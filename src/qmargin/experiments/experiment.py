@@ -13,6 +13,7 @@ from qmargin.experiments.space import PRESET, REACH, Axis, Point, value_text
 from qmargin.experiments.worlds import Drawn, Made, Stored, World
 from qmargin.recipes import get_recipe, list_recipes
 from qmargin.registry import divergences, margins
+from qmargin.report.systems import Primary
 from qmargin.schema import (
     check_fields,
     check_known,
@@ -44,7 +45,11 @@ TITLES = {
     "sampled": "ArcFace, 10 % of classes",
 }
 _PARTS = ("margin", "loss.margin", "loss.divergence")
-_SECTIONS = ("name", "title", "recipe", "set", "data", "arms", "seeds", "protocol", "search")
+FOCUS, RIVALS = "q_margin", ("cosface", "arcface")  # compared where an experiment says nothing
+HEADLINE = 1e-4  # FAR of that comparison
+_SECTIONS = (
+    *("name", "title", "recipe", "set", "data", "arms", "seeds", "protocol", "search", "primary"),
+)
 
 
 @dataclass(frozen=True)
@@ -122,6 +127,7 @@ class TestProtocol:
         views: Quarter turns of a picture over which scores are averaged.
         normalise: Also measure scores normalised by the prototypes (AS-norm).
         num_replicates: Of the bootstrap over identities.
+        every_epochs: Also measure TAR over training time, after every so many epochs.
     """
 
     __test__ = False  # not for pytest
@@ -131,9 +137,14 @@ class TestProtocol:
     views: int = 1
     normalise: bool = False
     num_replicates: int = 1000
+    every_epochs: int | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.every_epochs is not None and self.every_epochs < 1:
+            raise ConfigError(f"every_epochs is {self.every_epochs}; it must be at least 1")
+        if self.every_epochs is not None and self.kind != "all-pairs":
+            raise ConfigError(f"every_epochs measures all pairs, and kind is {self.kind!r}")
         for far in self.fars or ():
             if not 0.0 < far < 1.0:
                 raise ConfigError(f"far has {far:g}; give rates between 0 and 1")
@@ -154,6 +165,8 @@ class Experiment:
         protocol: How models are measured.
         search: How arms choose their settings; arms without a choice need none.
         seeds: Of the runs that are tested; empty for a search alone.
+        primary: The comparison that is fixed before the test; None for Q-Margin minus CosFace, and
+            minus ArcFace, at FAR 1e-4, or for the first arm minus the others.
         details: More facts for the record of the experiment.
     """
 
@@ -165,6 +178,7 @@ class Experiment:
     protocol: TestProtocol = field(default_factory=TestProtocol)
     search: Search = field(default_factory=Search)
     seeds: tuple[int, ...] = (0, 1, 2)
+    primary: Primary | None = None
     details: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
@@ -179,6 +193,17 @@ class Experiment:
                 self._check_arm(name)
             except ConfigError as error:
                 raise ConfigError(f"arms.{name}: {error}") from error
+        self._check_primary()
+
+    @property
+    def comparison(self) -> Primary | None:
+        """The primary comparison, named or usual; None with a single arm."""
+        if self.primary is not None or len(self.arms) < 2:
+            return self.primary
+        focus = FOCUS if FOCUS in self.arms else next(iter(self.arms))
+        others = tuple(name for name in self.arms if name != focus)
+        usual = tuple(name for name in RIVALS if name in others) if focus == FOCUS else ()
+        return Primary(focus, usual or others, HEADLINE)
 
     @property
     def searched(self) -> dict[str, Arm]:
@@ -205,7 +230,33 @@ class Experiment:
             check_known(name, self.arms, "an arm")
         if not names or len(set(names)) < len(names):
             raise ConfigError(f"arms are {', '.join(names) or 'none'}; name each one once")
-        return replace(self, arms={name: self.arms[name] for name in names})
+        primary = self.primary
+        if primary is not None:  # the part of it that is left
+            rivals = tuple(name for name in primary.rivals if name in names)
+            has_focus = primary.focus in names and bool(rivals)
+            primary = replace(primary, rivals=rivals) if has_focus else None
+        return replace(self, arms={name: self.arms[name] for name in names}, primary=primary)
+
+    def _check_primary(self) -> None:
+        primary = self.primary
+        if primary is None:
+            return
+        compared = (primary.focus, *primary.rivals)
+        for name in compared:
+            check_known(name, self.arms, "an arm")
+        if not primary.rivals or len(set(compared)) < len(compared):
+            raise ConfigError(
+                f"primary compares {primary.focus} with {', '.join(primary.rivals) or 'nothing'}; "
+                "give a focus and other arms as rivals, each once"
+            )
+        if not 0.0 < primary.far < 1.0:
+            raise ConfigError(f"primary.far is {primary.far:g}; give a rate between 0 and 1")
+        fars = self.protocol.fars
+        if fars is not None and primary.far not in fars:
+            raise ConfigError(
+                f"primary.far is {primary.far:g} and protocol.far has "
+                f"{', '.join(f'{far:g}' for far in fars)}; add it there"
+            )
 
     def _leave_out_unreachable(self, name: str) -> None:
         """Make the points of a grid explicit where the reach of some is that of no margin."""
@@ -344,6 +395,7 @@ def from_mapping(content: Mapping[str, Any], folder: Path = Path()) -> Experimen
         protocol=_protocol(content.get("protocol", {}), world),
         search=_search(content.get("search", {})),
         seeds=_seeds(content.get("seeds", 3), "seeds"),
+        primary=_primary(content.get("primary")),
     )
 
 
@@ -485,6 +537,15 @@ def _protocol(content: Any, world: World) -> TestProtocol:
     if (made.kind == "trials") != (trials is not None):
         raise ConfigError(f"protocol.kind is {made.kind!r} and data.trials is {trials}; give both")
     return made if made.fars is None else replace(made, fars=tuple(sorted(made.fars)[::-1]))
+
+
+def _primary(content: Any) -> Primary | None:
+    if content is None:
+        return None
+    values = {"far": HEADLINE, **_mapping(content, "primary")}
+    if isinstance(values.get("rivals"), str):
+        values["rivals"] = [values["rivals"]]
+    return _section(Primary, values, "primary", {})
 
 
 def _search(content: Any) -> Search:

@@ -32,6 +32,7 @@ from qmargin.experiments.run import (
     FINAL,
     RESULT,
     SEARCH,
+    TEST_FARS,
     Outcome,
     Run,
     Task,
@@ -44,12 +45,14 @@ from qmargin.experiments.storage import JOURNAL, RunBook, check_optuna, open_sto
 from qmargin.experiments.tables import (
     PICTURES,
     check_outputs,
+    edge_notes,
     measure_text,
     write_final,
     write_search,
 )
 from qmargin.experiments.worlds import Stored
 from qmargin.files import write_atomically
+from qmargin.metrics.operating import sufficiency
 from qmargin.schema import dump_yaml, flatten, load_yaml, read_text
 from qmargin.training.checkpoint import check_writable
 from qmargin.training.distributed import choose_device
@@ -194,6 +197,10 @@ class _Conductor:
         """Look at all data before anything is trained; the measure of the search."""
         experiment, measure = self.experiment, None
         world, fars = experiment.world, experiment.protocol.fars or ()
+        if experiment.primary is not None and not fars:
+            fars = (experiment.primary.far,)
+            if fars[0] not in TEST_FARS[:3]:  # that every test has
+                raise ConfigError(f"primary.far is {fars[0]:g}; name it in protocol.far as well")
         name = next(iter(experiment.searched or experiment.arms))
         arm = experiment.arms[name]
         point = dict(arm.points[0]) if arm.points else {}
@@ -215,9 +222,20 @@ class _Conductor:
                 continue
             if recipe.data.kind == "audio":
                 recordings_in(tested)
+                if experiment.protocol.every_epochs is not None:
+                    raise ConfigError("protocol.every_epochs is not for recordings; leave it out")
             if tested.labels is not None:
                 check_pairs(tested.labels, fars)
+                self._warn_of_few(num_pairs(tested.labels)[1])
         return measure
+
+    def _warn_of_few(self, num_impostors: int) -> None:
+        """Say where the primary comparison would rest on few false accepts."""
+        primary = self.experiment.primary
+        if primary is not None:
+            enough = sufficiency(primary.far, num_impostors)
+            if enough.status == "few":
+                self.say(f"warning: at primary.far {primary.far:g} {enough.message}")
 
     @contextmanager
     def working(self) -> Iterator[None]:
@@ -257,10 +275,14 @@ class _Conductor:
                 )
         rounds = self._search() if experiment.searched else ()
         chosen = self._chosen(rounds)
+        notes: list[str] = []
         if rounds:
             for path in write_search(self.out, experiment, rounds, chosen, self.measure or EER):
                 self.say(f"wrote {path}")
             self._tell_search(rounds[-1])
+            notes = edge_notes(experiment, rounds, self.measure or EER)
+            for note in notes:
+                self.say(note)
         finished = Finished(experiment, self.out, rounds, chosen, self.measure, {})
         if not experiment.seeds:
             _check_failed([(described(t.point), o) for t in rounds[-1] for o in t.outcomes])
@@ -279,7 +301,7 @@ class _Conductor:
         names = self.task.result_names(runs[0])[::-1]
         paths = {name: tuple(run.folder / name for run in here) for name in names}
         if here:
-            write_final(self.out, experiment, here, names, overwrite=self.options.overwrite)
+            write_final(self.out, experiment, here, names, notes, overwrite=self.options.overwrite)
         return replace(finished, paths=paths)
 
     # -- the search -------------------------------------------------------------------------------
@@ -546,6 +568,8 @@ def _record(experiment: Experiment, measure: str | None) -> dict[str, Any]:
             "measure": measure or search.measure,
         },
     }
+    if experiment.primary is not None:  # fixed before the test: no other one afterwards
+        found["primary"] = asdict(experiment.primary)
     plain: dict[str, Any] = json.loads(json.dumps(found))
     return plain
 

@@ -368,6 +368,23 @@ def support_chart(journals: Sequence[Journal]) -> Chart:
     return Chart(640.0, 290.0, box, bottom, left, {"lines": lines}, "Step", "Active classes")
 
 
+def time_chart(lines: Sequence[tuple[int, Sequence[Place]]], measure: str) -> Chart:
+    """TAR in per cent over training seconds: the colour and the points of each run."""
+    box = Box(left=62.0, right=624.0, top=26.0, bottom=232.0)
+    tars = [100.0 * tar for _, line in lines for _, tar in line]
+    room = 0.06 * (max(tars) - min(tars)) or 1.0
+    up = Scale(min(tars) - room, max(tars) + room, box.bottom, box.top)
+    longest = max(seconds for _, line in lines for seconds, _ in line)
+    across = Scale(0.0, 1.02 * longest or 1.0, box.left, box.right)
+    drawn = [
+        (colour, [(across(seconds), up(100.0 * tar)) for seconds, tar in line])
+        for colour, line in lines
+    ]
+    bottom = across.ticks(round_ticks(across.low, across.high, 6), short_count)
+    left = up.ticks(round_ticks(up.low, up.high, 5), lambda value: number(value, 3))
+    return Chart(640.0, 290.0, box, bottom, left, {"lines": drawn}, "Training, s", f"{measure}, %")
+
+
 OUTCOME_TITLES = {
     "satisfied_share": "Share of satisfied rows",
     "target_posterior": "Posterior of the target",
