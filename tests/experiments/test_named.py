@@ -141,24 +141,33 @@ def tables_in(text: str) -> list[list[list[str]]]:
 
 def test_the_readme_says_what_the_pages_found() -> None:
     readme = (ROOT / "README.md").read_text()
-    (heads, *rows) = next(rows for rows in tables_in(readme) if rows[0][:2] == ["data", "FAR"])
-    found: list[list[list[str]]] = []
-    for data, far, *cells, ahead, behind in rows:
-        if data:
-            (target,) = re.findall(r"\((.*?)\)", data)
-            found = tables_in((ROOT / target).read_text())
+    heads, *rows = next(rows for rows in tables_in(readme) if rows[0][0] == "data, FAR")
+    names = heads[1:4]
+    for data, *cells, difference in rows:
+        far = data.rpartition(", ")[2]
+        target, _, anchor = re.findall(r"\((.*?)\)", data)[0].partition("#")
+        text = (ROOT / target).read_text()
         power = "10⁻" + "⁰¹²³⁴⁵⁶"[int(far.removeprefix("1e-"))]
-        names = (power, rate_text(float(far)))
-        place = next(n for n, head in enumerate(found[0][0]) if head.endswith(names))
-        tars = {row[0]: row[place] for row in found[0][1:]}
-        assert dict(zip(heads[2:-2], cells, strict=True)) == tars
-        minus = next(table for table in found if table[0][0] == "Q-Margin minus")
-        place = next(n for n, head in enumerate(minus[0]) if head.endswith(names))
-        compared: dict[str, list[str]] = {"ahead": [], "behind": []}
-        for row in minus[1:]:
-            bounds = re.findall(r"[+\u2212][0-9.]+", row[place])[1:]
-            low, high = (float(text.replace("\u2212", "-")) for text in bounds)
-            name = "ArcFace 10 %" if row[0].startswith("ArcFace, 10") else row[0]
-            compared["ahead"] += [name] * (low > 0.0)
-            compared["behind"] += [name] * (high < 0.0)
-        assert [ahead, behind] == [", ".join(names) or "nobody" for names in compared.values()]
+        ends = (power, rate_text(float(far)), far)
+        tables = tables_in(text)
+        if anchor:  # the demo: one table for people, one for voices, differences in sentences
+            is_voices = "voices" in data
+            loss = [table for table in tables if table[0][0] == "loss"][is_voices]
+            words = re.findall(r"by (\S+) points \(95 % interval (\S+) to (\S+?)[,)]", text)
+            more = re.findall(
+                r"accepts (\S+) points more than CosFace \(95 % interval (\S+) to (\S+?)\)", text
+            )
+            mean, low, high = more[0] if is_voices else words[0]
+            expected = f"+{mean} (+{low} to +{high})"
+            if not is_voices:  # CosFace is ahead
+                expected = f"\u2212{mean} (\u2212{high} to \u2212{low})"
+            found = loss
+        else:
+            found = tables[0]
+            minus = next(table for table in tables if table[0][0] == "Q-Margin minus")
+            column = next(n for n, head in enumerate(minus[0]) if head.endswith(ends))
+            expected = next(row[column] for row in minus[1:] if row[0] == "CosFace")
+        assert difference == expected
+        place = next(n for n, head in enumerate(found[0]) if head.endswith(ends))
+        tars = {row[0]: row[place].replace("*", "") for row in found[1:]}
+        assert cells == [tars[name] for name in names]
