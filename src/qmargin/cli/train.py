@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 EXIT_CODES = """exit status:
   0    the run is complete
-  1    an error that nobody foresaw, with its traceback
+  1    an unexpected error, with its traceback
   2    refused, or stopped by one of the run's own checks; the last line says why
   75   another rank was lost or failed; start again with --resume
-  130  stopped by Ctrl-C after saving; go on with --resume
-  143  stopped by SIGTERM after saving; go on with --resume
+  130  stopped by Ctrl-C after saving; continue with --resume
+  143  stopped by SIGTERM after saving; continue with --resume
 """
 _NO_FOLDER = "--out is missing; name the folder of this run, as in --out runs/mine"
 
