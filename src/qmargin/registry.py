@@ -85,7 +85,7 @@ class Registry(Generic[T]):
     @overload
     def register(self, name: str, value: T | str) -> None: ...
     def register(self, name: str, value: T | str | None = None) -> Callable[[V], V] | None:
-        """Give an object a name; without an object, return a decorator.
+        """Register an object under a name; without an object, return a decorator.
 
         Args:
             name: Letters, digits, ``-`` and ``_``; not yet taken.

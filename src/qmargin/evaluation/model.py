@@ -293,7 +293,7 @@ class Model:
 def load_model(
     directory: str | Path, *, device: torch.device | str = "cpu", fit: str = "auto"
 ) -> Model:
-    """Read a model directory, as ``qmargin export`` makes it, or the newest weights of a run.
+    """Load a model directory of ``qmargin export``, or the newest weights of a training run.
 
     Args:
         directory: With ``backbone.safetensors``, ``card.json`` and perhaps ``thresholds.json``; or

@@ -141,7 +141,7 @@ class TestProtocol:
 
 @dataclass(frozen=True)
 class Experiment:
-    """Arms that are trained by one recipe on the same identities and tested on others.
+    """Comparison of several losses: one recipe, the same training and test identities.
 
     Args:
         name: On the command line and in records.

@@ -70,7 +70,7 @@ REST = 4096  # steps that go by lists after a row had more candidates than a mat
 
 
 class MarginClassifier(nn.Module):
-    """Prototypes of ``num_classes`` identities and the loss over them.
+    """Classification head: prototypes of ``num_classes`` identities and the loss over all of them.
 
     Args:
         embedding_dim: ``d``.

@@ -98,7 +98,7 @@ def train(
     device: str = "auto",
     trackers: Sequence[str] = (),
 ) -> Outcome:
-    """Train by a recipe; on several GPUs or machines, call it in every process of ``torchrun``.
+    """Train by a recipe; with ``torchrun``, call it in every process.
 
     ``out`` gets ``checkpoints/``, ``journal.jsonl``, ``status.json`` and ``lock``. SIGTERM and
     Ctrl-C save and return; see ``Outcome.signal``.
