@@ -25,7 +25,7 @@ class Get(Command):
     """Download a public dataset.
 
     Downloads the official archives, checks their fingerprints, and makes an image folder that
-    `qmargin demo --data` and `qmargin train` read. Interrupted and run again, it goes on.
+    `qmargin demo --data` and `qmargin train` read. If it is interrupted, run it again to continue.
     """
 
     resumes: ClassVar[bool] = True
@@ -77,7 +77,7 @@ class Index(_Indexed):
     """Build the index of a dataset.
 
     Writes where every sample is, with its label and a checksum, and of recordings their duration
-    and loudness. An interrupted index goes on. Training builds the index it needs by itself.
+    and loudness. An interrupted build continues. Training builds the index it needs by itself.
     """
 
     out: Path | None = option("index (PATH with .qmindex)")

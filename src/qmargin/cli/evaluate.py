@@ -180,7 +180,7 @@ class Cohort(Command):
 
 @dataclass(frozen=True, kw_only=True)
 class Resumed(Evaluation):
-    """An evaluation that goes on where it was stopped."""
+    """An evaluation that can be stopped and continued."""
 
     resumes: ClassVar[bool] = True
 

@@ -129,8 +129,8 @@ class Scores(_Trials):
 class Trials(_Trials, ScoresFile, Cohort):
     """Evaluate a trial list with embeddings.
 
-    Scores the trials by the cosine of their embeddings, in float64, and evaluates them. A run that
-    was stopped goes on where it was.
+    Scores the trials by the cosine of their embeddings, in float64, and evaluates them. If it
+    is stopped, run it again to continue.
     """
 
     file: Path = argument("trial list with labels", metavar="TRIALS")

@@ -34,7 +34,7 @@ Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
 class Command:
     """Base of all commands: a dataclass of options, and what is done with them."""
 
-    resumes: ClassVar[bool] = False  # run again after an interruption, it goes on
+    resumes: ClassVar[bool] = False  # run again after an interruption, it continues
     epilog: ClassVar[str] = ""  # shown below the options
 
     def run(self) -> None:

@@ -76,11 +76,11 @@ class Train(RecipeSettings, IndexPlace):
             raise
 
     def _find_recipe(self) -> Recipe:
-        """The recipe to train by: of a run that goes on the stored one, with the settings given."""
+        """The recipe to train by; with ``--resume``, the stored one with the given settings."""
         resume = self.resume_from or self.resume
         named = load_recipe(self.recipe, self.settings) if self.recipe else None
         if self.allow_changes and not resume:
-            raise ConfigError("--allow-changes is for a run that goes on; add --resume, or drop it")
+            raise ConfigError("--allow-changes needs a run to resume; add --resume, or drop it")
         if named is not None and (self.allow_changes or not resume):
             return named
         if not resume:
@@ -121,7 +121,7 @@ class Train(RecipeSettings, IndexPlace):
             trackers=self.trackers,
         )
         if outcome.signal:
-            _say_once("go on with --resume")
+            _say_once("continue with --resume")
             raise SystemExit(exit_status(outcome.signal))
 
 

@@ -62,7 +62,7 @@ def far_of(measure: str) -> float | None:
 
 
 def fars_for(num_impostors: int) -> list[float]:
-    """FARs that so many impostor pairs measure well."""
+    """FARs that ``num_impostors`` pairs measure well."""
     return [far for far in VALIDATION_FARS if sufficiency(far, num_impostors).status == "ok"]
 
 

@@ -94,7 +94,7 @@ class RunOptions:
         storage: URL of an Optuna storage that processes and machines share.
         search_only: Only choose settings.
         overwrite: Replace files that no experiment wrote.
-        show: Show the progress of trainings; otherwise it is logged in their folders.
+        show: Show training progress; otherwise it is logged in the folder of each run.
         command: For the record.
         say: Gets lines for the user; standard output by default.
     """

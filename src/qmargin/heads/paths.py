@@ -158,7 +158,7 @@ def _check_matrix(matrix_logits: int) -> None:
 
 
 SMALL_LOGITS = 1 << 22  # below this, all cosines of a batch cost less than going without them
-# On a CPU they always do, and so many fit in memory: 256 MiB each for cosines, posterior, gradient.
+# On a CPU they always do, up to the memory limit: 256 MiB each for cosines, posterior, gradient.
 CPU_LOGITS = 1 << 26
 # Share of all classes that a row's list may hold on a CPU: above the first it loses to `chunked`,
 # below the second it is tried again. Two numbers, so that a share in between changes nothing, and
