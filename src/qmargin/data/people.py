@@ -260,9 +260,9 @@ class People(DrawnIdentities):
         return np.ascontiguousarray(pictures.transpose(0, 3, 1, 2)) * np.float32(1.0 / 255.0)
 
     def write(self, folder: str | Path) -> None:
-        """Write every portrait as a PNG file below a folder of its label."""
+        """Write every portrait as a PNG file; folders are named by split and label."""
         for index in range(len(self)):
-            path = Path(folder) / f"{self.sample_id(index)}.png"
+            path = Path(folder) / f"{self.split}-{self.sample_id(index)}.png"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(encode_image(self.images(np.array([index]))[0], format="PNG"))
 
