@@ -50,9 +50,11 @@ class _Indexed(IndexPlace):
     """A dataset with an index; lists take further options."""
 
     path: Path = argument(_FORMATS, metavar="PATH")
-    root: Path | None = option("where relative paths of a list start", metavar="DIR")
-    split: str | None = option("rows of a CSV whose column split has this", metavar="NAME")
-    threads: Count = option("threads that decode", default=2)
+    root: Path | None = option("folder that relative paths of a list start from", metavar="DIR")
+    split: str | None = option(
+        "use the rows of a CSV with this value in the column split", metavar="NAME"
+    )
+    threads: Count = option("number of decoding threads", default=2)
 
     def open_index(
         self, index: Path | None, progress: StageProgress, *, rebuild: bool = False

@@ -40,7 +40,9 @@ class Doctor(Command):
     Devices, packages, backends of the head, and how much memory and disk is free.
     """
 
-    out: Path = option("folder whose disk to look at (here)", default=Path(), metavar="DIR")
+    out: Path = option(
+        "folder whose free disk space is shown (the current folder)", default=Path(), metavar="DIR"
+    )
 
     def run(self) -> None:
         rows = [*_devices(), *_backends(), *_extras(), *_machine(self.out)]

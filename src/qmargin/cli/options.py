@@ -316,14 +316,14 @@ class Overwriting(Command):
 class KeepingPaths(Command):
     """Whether absolute paths are kept in what is written."""
 
-    keep_paths: bool = option("write absolute paths, not only names of files")
+    keep_paths: bool = option("write absolute paths instead of file names")
 
 
 @dataclass(frozen=True, kw_only=True)
 class IndexPlace(Command):
     """Where indexes of data go."""
 
-    index_dir: Path | None = option("folder for indexes, not beside the data", metavar="DIR")
+    index_dir: Path | None = option("folder for indexes (next to the data)", metavar="DIR")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -39,17 +39,17 @@ class Train(RecipeSettings, IndexPlace):
 
     recipe: str | None = argument("name of a recipe, or a .yaml file", metavar="NAME_OR_FILE")
     out: Path | None = option("folder of checkpoints, journal and status", metavar="DIR")
-    resume: bool = option("resume from the newest good checkpoint in DIR")
+    resume: bool = option("resume from the newest valid checkpoint in DIR")
     resume_from: Path | None = option(
         "resume from this checkpoint of DIR; later ones are set aside", metavar="CHECKPOINT"
     )
     allow_changes: bool = option("resume even if recipe or settings change the outcome")
     device: Literal["auto", "cpu", "cuda"] = option("where to train", default="auto")
     trackers: tuple[str, ...] = option(
-        "also send numbers to tensorboard or wandb", name="--track", metavar="NAME", repeated=True
+        "also log to tensorboard or wandb", name="--track", metavar="NAME", repeated=True
     )
-    print_recipe: bool = option("write the recipe, settings applied, as YAML and stop")
-    dry_run: bool = option("take two steps, report memory and time, write nothing, and stop")
+    print_recipe: bool = option("print the recipe with its settings as YAML, then stop")
+    dry_run: bool = option("take two steps, report memory and time, then stop; write nothing")
 
     def run(self) -> None:
         if self.print_recipe and self.dry_run:
