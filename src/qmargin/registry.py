@@ -144,7 +144,8 @@ class Registry(Generic[T]):
 
     def _register(self, name: str, entry: _Entry) -> None:
         if not _NAME.fullmatch(name):
-            raise ConfigError(f"{name!r} cannot name a {self.kind}; use letters, digits, - and _")
+            found = f"{name!r} is no valid name for a {self.kind}"
+            raise ConfigError(f"{found}; use letters, digits, - and _")
         if not f"{entry.module}.".startswith(f"{self._home}."):
             self._import_home()  # so that a built-in name is refused here and now
         held = self._entries.get(name)

@@ -105,8 +105,9 @@ def open_dataset(
     options = {name: value for name, value in given.items() if value is not None}
     for name in options:
         if name not in _OPTIONS[kind.name]:
-            found = f"{path} has {kind.name}, and {name} is no option of them"
-            raise ConfigError(f"{found}; known: {', '.join(_OPTIONS[kind.name])}")
+            known = ", ".join(_OPTIONS[kind.name])
+            found = f"{path} has {kind.name}, to which {name} does not apply"
+            raise ConfigError(f"{found}; choose from {known}")
     opener: Any = open_images if kind is IMAGES else open_audio
     dataset: ImageDataset | AudioDataset = opener(
         path, index=index, index_dir=index_dir, verify=verify, progress=progress, **options

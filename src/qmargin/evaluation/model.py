@@ -346,5 +346,5 @@ def cosine(first: NDArray[Any], second: NDArray[Any]) -> float:
     first, second = first.astype(np.float64), second.astype(np.float64)
     norms = float(np.linalg.norm(first) * np.linalg.norm(second))
     if norms == 0.0:
-        raise DataError("an embedding is zero, which has no direction; look at the two samples")
+        raise DataError("an embedding is zero, which has no direction; check both samples")
     return float(first @ second) / norms

@@ -183,7 +183,7 @@ class MarginClassifier(nn.Module):
         divergence = self.loss.divergence
         if not isinstance(divergence, Alpha) or _is_learned(divergence):
             raise ConfigError(
-                f"path is {self.path.name!r}, which takes Alpha with an alpha that is not learned, "
+                f"path is {self.path.name!r}, which needs Alpha with a fixed alpha, "
                 f"and this is {divergence}; use path='dense'"
             )
         return divergence.alpha_minus_one
