@@ -1,4 +1,4 @@
-"""User pages, docstrings and messages avoid constructions that readers stumble over."""
+"""Words of user pages, docstrings and messages; ``python tests/test_words.py`` counts them."""
 
 import re
 from pathlib import Path
@@ -65,3 +65,19 @@ def test_banned_words_are_found():
     assert (
         found_in("go on training; so many pairs that none fits; count outliers; item 3. Next") == []
     )
+
+
+def word_counts() -> dict[str, int]:
+    """Words of every user page, code included."""
+    folders = ("guide", "reference", "tutorial")
+    pages = [ROOT / "README.md", *(ROOT / "docs" / name for name in ("index.md", "paper.md"))]
+    pages += [path for name in folders for path in sorted((ROOT / "docs" / name).glob("*.md"))]
+    return {
+        str(path.relative_to(ROOT)): len(path.read_text(encoding="utf-8").split()) for path in pages
+    }
+
+
+if __name__ == "__main__":
+    counts = word_counts()
+    for name, count in {**counts, "all": sum(counts.values())}.items():
+        print(f"{count:6,}  {name}")  # noqa: T201
