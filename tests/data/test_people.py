@@ -174,7 +174,7 @@ def test_a_written_folder_has_every_portrait(tmp_path):
     people = People(30, 2, size=32, count_spread=0.9, split="test")
     people.write(tmp_path / "faces")
     files = sorted(path.relative_to(tmp_path / "faces") for path in tmp_path.rglob("*.png"))
-    names = [people.sample_id(index) for index in range(len(people))]
+    names = [f"test-{people.sample_id(index)}" for index in range(len(people))]
     assert [str(file.with_suffix("")) for file in files] == sorted(names)
     for index in (0, len(people) - 1):
         written = decode_image((tmp_path / "faces" / f"{names[index]}.png").read_bytes())

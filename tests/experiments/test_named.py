@@ -3,6 +3,7 @@
 import csv
 import itertools
 import json
+import math
 import re
 from pathlib import Path
 
@@ -14,7 +15,6 @@ from qmargin.experiments.named import get_experiment, list_experiments, setting_
 from qmargin.experiments.named.demo import DEMO_GRID, DEMO_SETTINGS, VOICE_GRID, demo_experiment
 from qmargin.experiments.space import Point
 from qmargin.experiments.tables import edges_of
-from qmargin.report.numbers import rate_text
 from qmargin.report.paper_layouts import FACE_ROWS, SEEDS_ROW, SPEAKER_ROWS, Setting
 
 ROOT = Path(__file__).parents[2]
@@ -170,25 +170,25 @@ def tables_in(text: str) -> list[list[list[str]]]:
 
 def test_the_readme_says_what_the_pages_found() -> None:
     readme = (ROOT / "README.md").read_text()
-    (heads, *rows) = next(rows for rows in tables_in(readme) if rows[0][:2] == ["data", "FAR"])
-    found: list[list[list[str]]] = []
-    for data, far, *cells, ahead, behind in rows:
-        if data:
-            (target,) = re.findall(r"\((.*?)\)", data)
-            found = tables_in((ROOT / target).read_text())
-        power = "10⁻" + "⁰¹²³⁴⁵⁶"[int(far.removeprefix("1e-"))]
-        names = (power, rate_text(float(far)))
-        place = next(n for n, head in enumerate(found[0][0]) if head.endswith(names))
-        tars = {row[0]: row[place] for row in found[0][1:]}
-        assert dict(zip(heads[2:-2], cells, strict=True)) == tars
-        minus = next(table for table in found if table[0][0] == "Q-Margin minus")
-        place = next(n for n, head in enumerate(minus[0]) if head.endswith(names))
-        compared: dict[str, list[str]] = {"ahead": [], "behind": []}
-        for row in minus[1:]:
-            bounds = re.findall(r"[+\u2212][0-9.]+", row[place])[1:]
-            low, high = (float(text.replace("\u2212", "-")) for text in bounds)
-            name = "ArcFace 10 %" if row[0].startswith("ArcFace, 10") else row[0]
-            is_shown = "not shown" not in row[place]
-            compared["ahead"] += [name] * (low > 0.0 and is_shown)
-            compared["behind"] += [name] * (high < 0.0 and is_shown)
-        assert [ahead, behind] == [", ".join(names) or "nobody" for names in compared.values()]
+    heads, *rows = next(rows for rows in tables_in(readme) if rows[0][0] == "data, FAR")
+    names = heads[1:4]
+    for data, *cells, difference in rows:
+        far = data.rpartition(", ")[2]
+        target, _, anchor = re.findall(r"\((.*?)\)", data)[0].partition("#")
+        text = (ROOT / target).read_text()
+        power = "10⁻" + "⁰¹²³⁴⁵⁶"[-round(math.log10(float(far.removesuffix(" %")) / 100.0))]
+        ends = (power, far)
+        tables = tables_in(text)
+        if anchor:  # the demo: people, then voices
+            is_voices = "voices" in data
+            found = [table for table in tables if table[0][0] == "loss"][is_voices]
+            expected = re.findall(r"Q-Margin minus CosFace is (.*?\)) points", text)[is_voices]
+        else:
+            found = tables[0]
+            minus = next(table for table in tables if table[0][0] == "Q-Margin minus")
+            column = next(n for n, head in enumerate(minus[0]) if head.endswith(ends))
+            expected = next(row[column] for row in minus[1:] if row[0] == "CosFace")
+        assert difference == expected
+        place = next(n for n, head in enumerate(found[0]) if head.endswith(ends))
+        tars = {row[0]: row[place].replace("*", "") for row in found[1:]}
+        assert cells == [tars[name] for name in names]

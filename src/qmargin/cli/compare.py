@@ -42,7 +42,7 @@ class Running(Overwriting, RecipeSettings):
     resumes: ClassVar[bool] = True
     epilog: ClassVar[str] = EXIT_CODES
 
-    jobs: Count | None = option("runs at once (one on each device)")
+    jobs: Count | None = option("number of parallel runs (one per device)")
     devices: tuple[str, ...] = option("cpu, or cuda:0 cuda:1", default=("auto",), metavar="NAME")
     storage: str | None = option(
         "shared Optuna storage: sqlite:///FILE, journal:FILE, redis:// or postgresql://",
@@ -64,18 +64,20 @@ class Compare(Running):
     """Compare losses: search settings, train with several seeds, test, report.
 
     Every loss chooses its settings on validation identities, is trained with several seeds and is
-    measured on test identities. Interrupted or killed and run again, it continues.
+    evaluated on test identities. If it is stopped, run it again to continue.
     """
 
-    experiment: str | None = argument("one of --list, or a .yaml file", metavar="NAME|FILE")
+    experiment: str | None = argument("name from --list, or a .yaml file", metavar="NAME|FILE")
     list: bool = option("list the experiments that have a name")
     out: Path | None = option("folder of the experiment", metavar="DIR")
-    data: Path | None = option("pictures or recordings, where they are read", metavar="PATH")
-    arms: tuple[str, ...] = option("some of the losses (all)", metavar="NAME")
-    seeds: Count | None = option("runs of each loss that are tested (those of the experiment)")
-    search_only: bool = option("only let losses choose their settings")
-    page: Path | None = option("also write what was found as Markdown")
-    commit: str = option("of the code, for the page", default="", metavar="HASH")
+    data: Path | None = option(
+        "pictures or recordings, for named experiments that read data", metavar="PATH"
+    )
+    arms: tuple[str, ...] = option("losses to compare (all)", metavar="NAME")
+    seeds: Count | None = option("number of seeds per loss (as in the experiment)")
+    search_only: bool = option("stop after the search for settings")
+    page: Path | None = option("also write the results as Markdown to FILE")
+    commit: str = option("commit of the code, shown on the page", default="", metavar="HASH")
 
     def run(self) -> None:
         if self.list:
@@ -125,9 +127,9 @@ class Compare(Running):
 class Sweep(Running):
     """Train a recipe with many settings and compare them.
 
-    Every combination of some settings is trained, or those that a search proposes, and measured on
-    validation identities; a table and figures are written. Interrupted or killed and run again, it
-    continues.
+    Trains every combination of the given values, or those that a search proposes, evaluates them on
+    validation identities, and writes a table and figures. If it is stopped, run it again to
+    continue.
     """
 
     recipe: str = argument("name of a recipe, or a .yaml file", metavar="NAME|FILE")
@@ -139,16 +141,18 @@ class Sweep(Running):
         metavar="KEY=V1,V2",
         repeated=True,
     )
-    seeds: Count = option("runs of each combination", default=1)
-    search: Literal["grid", "random", "optuna"] = option("how to choose points", default="grid")
-    trials: Count | None = option("combinations of a search (40)")
+    seeds: Count = option("number of seeds per combination", default=1)
+    search: Literal["grid", "random", "optuna"] = option("search method", default="grid")
+    trials: Count | None = option("number of combinations of a random or optuna search (40)")
     validation: tuple[str, ...] = option(
         "data of other identities, or settings such as data.options.split=dev; not for made data",
         metavar="PATH",
         repeated=True,
     )
-    measure: str | None = option("eer, or a TAR such as tar@1e-3 (the strictest measured well)")
-    prune: bool = option("stop runs that are behind the median, by Optuna")
+    measure: str | None = option(
+        "selection measure: eer, or a TAR such as tar@1e-3 (the strictest measurable TAR)"
+    )
+    prune: bool = option("stop runs below the median early, with Optuna")
 
     def run(self) -> None:
         from qmargin.experiments.experiment import sweep_experiment
@@ -171,22 +175,26 @@ class Sweep(Running):
 class Demo(Command):
     """Train five losses on synthetic identities and compare them.
 
-    ArcFace, CosFace, EntMax, SparseMax and Q-Margin are trained by one recipe on drawn portraits of
-    synthetic people, or on speech of synthetic speakers, and tested on all pairs of others; a
-    report is written. On two CPU cores it takes at most six minutes. Interrupted and run again, it
-    continues.
+    Trains ArcFace, CosFace, EntMax, SparseMax and Q-Margin by one recipe on drawn portraits of
+    synthetic people, or on synthetic speech, tests them on all pairs of other identities, and
+    writes a report. It takes at most six minutes on two CPU cores. If it is stopped, run it again
+    to continue.
     """
 
     resumes: ClassVar[bool] = True
 
     out: Path = option("folder of the demo", default=Path("qmargin-demo"), metavar="DIR")
-    seeds: Count = option("seeds of each loss", default=1)
+    seeds: Count = option("number of seeds per loss", default=1)
     losses: tuple[str, ...] = option(
         "arcface cosface entmax sparsemax q_margin (all)", metavar="NAME"
     )
-    minutes: float | None = option("for five losses, one seed (the standard length)", metavar="M")
-    voices: bool = option("synthetic voices instead of people")
-    data: Path | None = option("pictures instead: as of `qmargin train`, or NPZ", metavar="PATH")
+    minutes: float | None = option(
+        "training time of five losses with one seed (the standard length)", metavar="M"
+    )
+    voices: bool = option("use synthetic voices instead of people")
+    data: Path | None = option(
+        "your pictures: a folder as for `qmargin train`, or an NPZ file", metavar="PATH"
+    )
     device: Literal["auto", "cpu", "cuda"] = option("where to train", default="auto")
 
     def run(self) -> None:

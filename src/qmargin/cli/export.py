@@ -37,17 +37,21 @@ class Export(Overwriting, KeepingPaths):
     """
 
     source: Path = argument("run, checkpoint or model directory", metavar="SOURCE")
-    out: Path | None = option("model directory to make; needed for a run", metavar="DIR")
-    weights: Literal["last", "average", "ema"] = option("those of the run to take", default="last")
+    out: Path | None = option("model directory to write; required for a run", metavar="DIR")
+    weights: Literal["last", "average", "ema"] = option(
+        "which weights of the run to export", default="last"
+    )
     name: str | None = option("name of the model (that of the recipe)", metavar="NAME")
     result: Path | None = option("result.json of this model: adds thresholds")
-    flip: Literal["none", "sum"] | None = option("how it used mirror images (what it says itself)")
+    flip: Literal["none", "sum"] | None = option(
+        "whether the evaluation used mirror images (as stored in the result)"
+    )
     trust_result: bool = option("accept a result that does not name its model's weights")
-    prototypes: Path | None = option("write the class vectors of a run, a cohort for --cohort")
+    prototypes: Path | None = option("write the prototypes of a run to FILE, a cohort for AS-norm")
     onnx: bool = option(f"write {ONNX} into the directory")
     features: bool = option(f"with --onnx: also {FEATURES_ONNX}, which takes filter banks")
     card: tuple[str, ...] = option(
-        "a fact for the model card, as in licence=CC0", metavar="KEY=TEXT", repeated=True
+        "fact for the model card, as in licence=CC0", metavar="KEY=TEXT", repeated=True
     )
 
     def run(self) -> None:

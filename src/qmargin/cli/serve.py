@@ -50,16 +50,18 @@ class Serve(ModelUse):
     )
     port: Annotated[int, port] = option("port, 0 for any that is free", default=8765, metavar="N")
     token: str | None = option(
-        f"what programs and pages have to know, {LEAST_TOKEN} characters or more", metavar="TEXT"
+        f"secret that clients must send, {LEAST_TOKEN} characters or more", metavar="TEXT"
     )
-    gallery: Path | None = option("people to search: a folder with a folder of each", metavar="DIR")
+    gallery: Path | None = option(
+        "people to search: a folder with one sub-folder per person", metavar="DIR"
+    )
     store: Path | None = option(
         "keep the embeddings of the gallery in this .safetensors file (in memory only)",
         metavar="FILE",
     )
-    max_upload: Count = option("mebibytes of a request", default=32)
-    max_pixels: Count = option("pixels of a picture", default=50_000_000)
-    max_seconds: Count = option("seconds of a recording", default=60)
+    max_upload: Count = option("largest request, in MiB", default=32)
+    max_pixels: Count = option("largest picture, in pixels", default=50_000_000)
+    max_seconds: Count = option("longest recording, in seconds", default=60)
     open: bool = option("open the page in a browser", default=True)
 
     def run(self) -> None:

@@ -29,7 +29,9 @@ class Verify(ModelUse):
     first: Path = argument("an image or a recording", metavar="A")
     second: Path = argument("another", metavar="B")
     model: Path = option()
-    far: float | None = option(f"decide at this rate ({DEFAULT_FAR:g})", metavar="FAR")
+    far: float | None = option(
+        f"false accept rate of the decision ({DEFAULT_FAR:g})", metavar="FAR"
+    )
     json: bool = option("print one JSON object")
 
     def run(self) -> None:

@@ -292,7 +292,7 @@ class Model:
 def load_model(
     directory: str | Path, *, device: torch.device | str = "cpu", fit: str = "auto"
 ) -> Model:
-    """Read a model directory, as ``qmargin export`` makes it, or the newest weights of a run.
+    """Load a model directory of ``qmargin export``, or the newest weights of a training run.
 
     Args:
         directory: With ``backbone.safetensors``, ``card.json`` and perhaps ``thresholds.json``; or
@@ -345,5 +345,5 @@ def cosine(first: NDArray[Any], second: NDArray[Any]) -> float:
     first, second = first.astype(np.float64), second.astype(np.float64)
     norms = float(np.linalg.norm(first) * np.linalg.norm(second))
     if norms == 0.0:
-        raise DataError("an embedding is zero, which has no direction; look at the two samples")
+        raise DataError("an embedding is zero, which has no direction; check both samples")
     return float(first @ second) / norms

@@ -127,7 +127,7 @@ class TestProtocol:
         views: Quarter turns of a picture over which scores are averaged.
         normalise: Also measure scores normalised by the prototypes (AS-norm).
         num_replicates: Of the bootstrap over identities.
-        every_epochs: Also measure TAR over training time, after every so many epochs.
+        every_epochs: Also measure TAR over training time, every N epochs.
     """
 
     __test__ = False  # not for pytest
@@ -154,7 +154,7 @@ class TestProtocol:
 
 @dataclass(frozen=True)
 class Experiment:
-    """Arms that are trained by one recipe on the same identities and tested on others.
+    """Comparison of several losses: one recipe, the same training and test identities.
 
     Args:
         name: On the command line and in records.

@@ -64,7 +64,7 @@ def far_of(measure: str) -> float | None:
 
 
 def fars_for(num_impostors: int) -> list[float]:
-    """FARs that so many impostor pairs measure well."""
+    """FARs that ``num_impostors`` pairs measure well."""
     return [far for far in VALIDATION_FARS if sufficiency(far, num_impostors).status == "ok"]
 
 
@@ -147,7 +147,7 @@ def _check_counts(
 
 
 def identities_for(far: float, samples_each: float, false_accepts: int = 1) -> int:
-    """Identities whose pairs of two allow so many false accepts.
+    """Number of identities whose impostor pairs allow a number of false accepts.
 
     Examples:
         >>> identities_for(1e-4, 10.0)  # 15 * 14 / 2 * 100 pairs are 10,500

@@ -1,4 +1,4 @@
-"""One run of an experiment: a training in a folder of its own, and what was measured.
+"""One run of an experiment: a training run in its own folder, with its evaluation.
 
 The folder is named by arm, seed and recipe hash. The run is complete when its results name that
 hash; they are written last.
@@ -123,7 +123,7 @@ class Task:
     title: str  # of the protocol
     command: str  # for the record
     pictures: Path  # folder of drawings of the hardest pairs
-    show: bool = False  # whether the progress of a training is shown, not logged
+    show: bool = False  # whether training progress is shown, not logged
 
     def result_names(self, run: Run) -> tuple[str, ...]:
         """Files of a complete run, the last to be written last."""
@@ -291,7 +291,7 @@ def _trained(
     try:
         with opened as training:
             if training.step == training.session.total_steps:
-                training.validated_step = None  # measure a training again that was saved at its end
+                training.validated_step = None  # validate again
             if isinstance(hook, ProgressHook):
                 hook.start()
             outcome = training.go()

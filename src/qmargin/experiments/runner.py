@@ -103,7 +103,7 @@ class RunOptions:
         storage: URL of an Optuna storage that processes and machines share.
         search_only: Only choose settings.
         overwrite: Replace files that no experiment wrote.
-        show: Show the progress of trainings; otherwise it is logged in their folders.
+        show: Show training progress; otherwise it is logged in the folder of each run.
         command: For the record.
         say: Gets lines for the user; standard output by default.
         share_of_training: Of the time of a run, to tell how much is left; its test takes the rest.
@@ -126,13 +126,30 @@ class RunOptions:
             raise ConfigError(f"jobs is {self.jobs}; it must be at least 1")
 
 
-def run_experiment(experiment: Experiment, out: str | Path, **options: Any) -> list[Result]:
-    """Do what is missing of an experiment; returns the results of the runs that were tested.
+def run_experiment(
+    experiment: Experiment,
+    out: str | Path,
+    *,
+    devices: Sequence[str] = ("auto",),
+    jobs: int | None = None,
+    storage: str | None = None,
+    search_only: bool = False,
+    overwrite: bool = False,
+    show: bool = False,
+    say: Callable[[str], object] | None = None,
+) -> list[Result]:
+    """Run an experiment, or the rest of one, and return the results of its tested runs.
 
     Args:
         experiment: What to run.
-        out: Its folder; one that holds a part of it is completed.
-        **options: Fields of ``RunOptions``: ``devices``, ``jobs``, ``storage`` and others.
+        out: Output folder. Runs that are complete there are not repeated.
+        devices: Such as ``("cuda:0", "cuda:1")``.
+        jobs: Number of parallel runs, spread over the devices; None for one per device.
+        storage: URL of an Optuna storage that processes and machines share.
+        search_only: Stop after the search for settings.
+        overwrite: Replace files in ``out`` that no experiment wrote.
+        show: Show training progress; by default it is logged in the folder of each run.
+        say: Called with each line of output; None prints it.
 
     Raises:
         Interrupted: By Ctrl-C or SIGTERM, after saving; run again to continue.
@@ -152,7 +169,16 @@ def run_experiment(experiment: Experiment, out: str | Path, **options: Any) -> l
         >>> result.system.name, result.protocol.num_genuine
         ('CosFace', 120)
     """
-    return complete(experiment, out, RunOptions(**options)).results
+    options = RunOptions(
+        devices=devices,
+        jobs=jobs,
+        storage=storage,
+        search_only=search_only,
+        overwrite=overwrite,
+        show=show,
+        say=say or SAY,
+    )
+    return complete(experiment, out, options).results
 
 
 def complete(

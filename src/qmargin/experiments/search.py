@@ -97,7 +97,7 @@ def ranked(tried: Sequence[Tried], measure: str) -> dict[str, list[Tried]]:
 
 
 def finalists_of(tried: Sequence[Tried], measure: str, count: int) -> dict[str, list[Point]]:
-    """At most so many points of each arm: the best of every setting but the margin, best first.
+    """At most ``count`` points of each arm: the best of every setting but the margin, best first.
 
     Second ones follow only where these are too few. Margins alone often tie after a short training,
     and points that differ in nothing else would leave little to choose.

@@ -540,7 +540,7 @@ def held_out(
 def part_of(
     stored: StoredPictures, labels: Sequence[int], most: int | None, each: int | None = None
 ) -> Drawings:
-    """Pictures of some identities: at most so many in whole identities, and of each of them."""
+    """Pictures of some identities: at most ``most`` in total and ``each`` per identity."""
     counts, kept = np.bincount(stored.labels), list(labels)
     if most is not None:
         totals = np.cumsum(counts[kept])

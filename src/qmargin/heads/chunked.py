@@ -414,7 +414,7 @@ class FusedChunks(Chunks):
         maxima, self.group_maxima = self.group_maxima, None
         few, num_classes = self.batch, len(self.prototypes)
         step = max(1, num_classes // SAMPLE)
-        if step > 1:  # every so many rows of the copy, where they are
+        if step > 1:  # a view of every ``step``-th row of the copy
             copy = self.copy[:num_classes:step]
             few = (self.operand, copy, self.sampled_labels(step), len(copy))
         search = self.kernels.RootSearch(few, target, self.scale, self.b, maxima)
@@ -492,7 +492,7 @@ def solve(chunks: Chunks, target: Target, *, pulls: bool, is_certain: bool = Tru
     rounding = chunks.rounding
     search = RootSearch.start(chunks, target)
     # Newton squares a small error, so the first search leaves its last step to `sum_up` to
-    # check. Where many classes lie at the edge that can fail, and a second search goes on.
+    # check. Where many classes lie at the edge that can fail, and a second search follows.
     search.run(rounding**0.5)
     solved = sum_up(chunks, target, search.anchor, search.level, pulls=pulls)
     if bool((solved.mass_error > 64 * rounding).any()):

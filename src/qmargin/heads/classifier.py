@@ -77,7 +77,7 @@ REST = 4096  # steps that go by lists after a row had more candidates than a mat
 
 
 class MarginClassifier(nn.Module):
-    """Prototypes of ``num_classes`` identities and the loss over them.
+    """Classification head: prototypes of ``num_classes`` identities and the loss over all of them.
 
     Args:
         embedding_dim: ``d``.
@@ -157,7 +157,7 @@ class MarginClassifier(nn.Module):
         self.may_have_moved = False
         self.has_optimizer = False  # of heads/optimizers.py
         self.captured_steps = CapturedSteps()
-        # Candidates of the rows of a step, on their way, and whether it was by one matrix.
+        # Non-blocking copy of the candidates of a step, and whether it was by one matrix.
         self._reading: tuple[Reading, bool] | None = None
         self._num_watched = self._num_resting = 0
         self.checked_wrapper = 0  # id of the last DistributedDataParallel that excludes them
@@ -191,7 +191,7 @@ class MarginClassifier(nn.Module):
         divergence = self.loss.divergence
         if not isinstance(divergence, Alpha) or _is_learned(divergence):
             raise ConfigError(
-                f"path is {self.path.name!r}, which takes Alpha with an alpha that is not learned, "
+                f"path is {self.path.name!r}, which needs Alpha with a fixed alpha, "
                 f"and this is {divergence}; use path='dense'"
             )
         return divergence.alpha_minus_one
@@ -243,7 +243,7 @@ class MarginClassifier(nn.Module):
         if force or home != self._home or not self._is_current():
             self._refresh(home)
 
-    @torch.inference_mode(False)  # training goes on with what an evaluation made
+    @torch.inference_mode(False)  # training continues with what an evaluation made
     def _refresh(self, home: tuple[Any, ...]) -> None:
         prototypes = self.prototypes.detach()
         if home != self._home:
@@ -401,8 +401,8 @@ class MarginClassifier(nn.Module):
     def _note_share(self) -> None:
         """Note the support of the last step, for ``auto`` to choose by.
 
-        On one GPU nothing waits: every so many steps the numbers of its rows are copied to the
-        host, and looked at in a later step, when they have arrived.
+        On one GPU nothing waits: at intervals the numbers of its rows are copied to the host,
+        and read in a later step, when the copy is complete.
         """
         step = self._step
         if not isinstance(self.path, Auto) or not isinstance(
@@ -635,7 +635,7 @@ class MarginClassifier(nn.Module):
         return torch.cat([torch.tensor(numbers, dtype=torch.int64), shares])
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Go on where ``get_extra_state`` was called."""
+        """Restore the state of ``get_extra_state``."""
         seed, self._num_samples, was_chunked = (int(number) for number in state[:3])
         if isinstance(self.path, Sampled):
             self.path = replace(self.path, seed=seed)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepStats:
-    """What the last step did.
+    """Statistics of the last step.
 
     Attributes:
         path: The path taken.

@@ -31,7 +31,7 @@ REDUCTIONS = ("mean", "sum", "none")
 
 
 class LossOutput(NamedTuple):
-    """What the solver knows about each row; only the loss carries gradients."""
+    """Loss and solver statistics of each row; only ``loss`` carries gradients."""
 
     loss: Tensor  # [B]
     tau: Tensor  # [B]
@@ -51,7 +51,7 @@ def margin_loss_with_stats(
     ignore_index: int = -100,
     debug: bool = False,
 ) -> LossOutput:
-    """Loss of each row with threshold, support size and target posterior.
+    """Compute the loss of each row with tau, support size and target posterior.
 
     The margin turns the target's cosine into a logit and a log reference; every other class keeps
     reference measure one. No mask of shape ``[B, k]`` is built.
@@ -190,7 +190,7 @@ def margin_loss(
     ignore_index: int = -100,
     debug: bool = False,
 ) -> Tensor:
-    """Loss of each row, ``[B]``; arguments as for ``margin_loss_with_stats``."""
+    """Compute the loss of each row, ``[B]``; arguments as for ``margin_loss_with_stats``."""
     settings = scale, norms, ignore_index, debug
     found = _fused(cosines, labels, divergence, margin, *settings, "none")
     if found is not None:
@@ -208,7 +208,7 @@ def margin_loss(
 
 
 class MarginLoss(nn.Module):
-    """A loss is a divergence times a margin, at a scale.
+    """Loss with any divergence and any margin, at a scale.
 
     It holds no state of its own. An alpha or a margin that is a parameter, and a margin that is a
     module (AdaFace keeps running statistics), are registered, so that an optimizer finds them.

@@ -1,6 +1,6 @@
 """Means over training runs, and their differences, with intervals over runs and test identities.
 
-A training with another seed gives another system, and another draw of test identities another rate.
+Training with another seed gives another system, and another draw of test identities another rate.
 An interval for what a loss does has to cover both. With a handful of seeds, drawing them with
 replacement does not: the variance comes out too small by ``(n - 1) / n`` and its tails too short.
 Here the two variances are estimated apart, as for readers and cases in studies of diagnoses

@@ -47,7 +47,7 @@ def signed_interval(low: float, high: float) -> str:
 
 
 def number(value: float | None, digits: int = 4) -> str:
-    """A score, a threshold or a cost with so many significant digits.
+    """A score, a threshold or a cost with ``digits`` significant digits.
 
     Examples:
         >>> number(0.41234567), number(12345.678), number(None)
@@ -93,7 +93,7 @@ def rate_text(value: float) -> str:
 
 
 def one_in(value: float, size: int, whom: str) -> str:
-    """A rate of ``size`` trials in plain words, as one of so many.
+    """A rate of ``size`` trials in plain words, such as one in 1,000.
 
     Examples:
         >>> one_in(9.996e-5, 10**6, "impostor"), one_in(0.0, 50, "impostor")

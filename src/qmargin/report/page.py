@@ -323,7 +323,7 @@ def _steps(verdict: Verdict, rivals: Rivals) -> tuple[str, ...]:
     if verdict.num_unknown:
         steps.append(
             "Evaluate all systems on the same trials with --replicates: without paired replicates "
-            "nobody knows whether a difference is chance."
+            "chance cannot be excluded as the cause of a difference."
         )
     if verdict.is_tie:
         made = rivals[verdict.tied[1]]

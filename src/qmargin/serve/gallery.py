@@ -84,7 +84,7 @@ class Gallery:
         return entry in self._content.known
 
     def check_room(self, number: int) -> None:
-        """``ConfigError`` if the gallery cannot hold so many more samples."""
+        """``ConfigError`` if the gallery cannot hold that number of further samples."""
         size = len(self) + number
         if size > MOST_ENTRIES:
             raise ConfigError(

@@ -98,7 +98,7 @@ def train(
     device: str = "auto",
     trackers: Sequence[str] = (),
 ) -> Outcome:
-    """Train by a recipe; on several GPUs or machines, call it in every process of ``torchrun``.
+    """Train by a recipe; with ``torchrun``, call it in every process.
 
     ``out`` gets ``checkpoints/``, ``journal.jsonl``, ``status.json`` and ``lock``. SIGTERM and
     Ctrl-C save and return; see ``Outcome.signal``.
@@ -106,7 +106,7 @@ def train(
     Args:
         recipe: What to train; None for the stored recipe of a run that is resumed.
         out: Folder of this run alone, on a file system that all ranks share.
-        resume: Go on from the newest whole checkpoint in ``out``, or from one that is named.
+        resume: Continue from the newest complete checkpoint in ``out``, or from one that is named.
         allow_changes: Resume even if the recipe differs from the stored one in what decides the
             outcome. Other differences, such as the number of workers, need no permission.
         hooks: Called every ``recipe.run.validate_every`` steps, and at the end, on every rank.
@@ -424,7 +424,7 @@ class Run:
         self.reporter.event("rollback", step=spike, loss=loss, **places)
         self.reporter.note(
             f"the loss of step {spike} spiked to {loss:.4g}: restored the weights of step "
-            f"{checkpoint.step}, going on with step {progress.step}"
+            f"{checkpoint.step}, continuing with step {progress.step}"
         )
 
     def end(self) -> Outcome:

@@ -240,7 +240,7 @@ class Pace(NamedTuple):
     speech: float  # seconds to synthesise all speech
 
     def seconds(self, size: Size, *, rounds: int) -> float:
-        """Of a demo in which one of the slots has so many runs."""
+        """Seconds of a demo with this number of runs per slot."""
         each = size.total_steps * self.step + SECONDS_PER_TEST
         return SECONDS_BESIDES + self.speech + rounds * each
 
