@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -106,7 +106,6 @@ class Compare(Running):
         from qmargin.experiments.experiment import read_experiment
         from qmargin.experiments.named import get_experiment
         from qmargin.training.distributed import choose_device
-        from qmargin.training.recipe_files import apply_settings
 
         if name.endswith((".yaml", ".yml")):
             if self.data is not None:
@@ -115,9 +114,9 @@ class Compare(Running):
         else:
             device = choose_device(0, self.devices[0]).type
             made = get_experiment(name, device=device, data=self.data)
-        made = replace(made, recipe=apply_settings(made.recipe, self.settings))
+        made = made.with_settings(self.settings)
         if self.seeds is not None:
-            made = replace(made, seeds=tuple(range(self.seeds)))
+            made = made.with_seeds(range(self.seeds))
         return made.with_arms(self.arms) if self.arms else made
 
 

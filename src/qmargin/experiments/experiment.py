@@ -19,11 +19,13 @@ from qmargin.schema import (
     decode_settings,
     load_yaml,
     read_text,
+    set_value,
     short,
+    split_setting,
     suggest,
 )
 from qmargin.training.loss_part import PRESETS
-from qmargin.training.recipe import Recipe
+from qmargin.training.recipe import DataPart, Recipe
 from qmargin.training.recipe_files import apply_settings, read_recipe
 
 Kind = TypeVar("Kind")
@@ -42,9 +44,18 @@ TITLES = {
     "sparsemax": "SparseMax",
     "q_margin": "Q-Margin",
     "sampled": "ArcFace, 10 % of classes",
+    "adaface": "AdaFace",
+    "magface": "MagFace",
+}
+_SHOWN: dict[type, dict[str, str]] = {  # keys of data that are not the names of fields
+    Drawn: {"path": "pictures"},
+    Stored: {"train_path": "train", "test_path": "test"},
 }
 _PARTS = ("margin", "loss.margin", "loss.divergence")
-_SECTIONS = ("name", "title", "recipe", "set", "data", "arms", "seeds", "protocol", "search")
+_SECTIONS = (
+    *("name", "title", "question", "expected", "recipe", "set", "data", "arms", "seeds"),
+    *("protocol", "search"),
+)
 
 
 @dataclass(frozen=True)
@@ -57,6 +68,7 @@ class Arm:
         axes: Lists and ranges of values to search.
         points: Combinations to try instead of all combinations of ``axes``.
         like: Arm whose chosen settings this one takes.
+        seeds: Of its runs that are tested; None for those of the experiment.
     """
 
     title: str
@@ -64,6 +76,7 @@ class Arm:
     axes: tuple[Axis, ...] = ()
     points: tuple[Point, ...] = ()
     like: str | None = None
+    seeds: tuple[int, ...] | None = None
 
     @property
     def candidates(self) -> tuple[Point, ...]:
@@ -89,6 +102,7 @@ class Search:
         settings: Of the recipe during the search, such as ``("run.epochs=2",)``.
         finalists: Combinations of each arm that are trained by the full recipe before one is
             chosen; 0 to choose at once.
+        finalist_seeds: Of the runs of finalists; empty for ``seeds``.
         prune: Stop runs that are behind, by Optuna's median rule.
     """
 
@@ -98,6 +112,7 @@ class Search:
     num_points: int = 40
     settings: tuple[str, ...] = ()
     finalists: int = 0
+    finalist_seeds: tuple[int, ...] = ()
     prune: bool = False
 
     def __post_init__(self) -> None:
@@ -105,7 +120,8 @@ class Search:
         for name, least in (("num_points", 1), ("finalists", 0)):
             if (value := getattr(self, name)) < least:
                 raise ConfigError(f"{name} is {value}; it must be at least {least}")
-        _check_seeds(self.seeds)
+        for seeds in (self.seeds, self.finalist_seeds):
+            _check_seeds(seeds)
         if not self.seeds:
             raise ConfigError("seeds is empty; give at least 1 seed")
 
@@ -151,7 +167,10 @@ class Experiment:
         title: Of the report.
         protocol: How models are measured.
         search: How arms choose their settings; arms without a choice need none.
-        seeds: Of the runs that are tested; empty for a search alone.
+        seeds: Of the runs that are tested, where an arm has none of its own; empty for a search
+            alone.
+        question: What it is to find out, for its page.
+        expected: What was expected before any run, for its page.
         details: More facts for the record of the experiment.
     """
 
@@ -163,6 +182,8 @@ class Experiment:
     protocol: TestProtocol = field(default_factory=TestProtocol)
     search: Search = field(default_factory=Search)
     seeds: tuple[int, ...] = (0, 1, 2)
+    question: str = ""
+    expected: str = ""
     details: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
@@ -204,8 +225,45 @@ class Experiment:
             raise ConfigError(f"arms are {', '.join(names) or 'none'}; name each one once")
         return replace(self, arms={name: self.arms[name] for name in names})
 
+    def with_seeds(self, seeds: Sequence[int]) -> Experiment:
+        """The experiment with the same seeds for all arms."""
+        arms = {name: replace(arm, seeds=None) for name, arm in self.arms.items()}
+        return replace(self, arms=arms, seeds=tuple(seeds))
+
+    def with_settings(self, settings: Sequence[str]) -> Experiment:
+        """The experiment with settings of its recipe, or of its data, such as ``data.test=DIR``."""
+        names = _world_keys(type(self.world))
+        of_data: dict[str, Any] = {}
+        of_recipe = []
+        for setting in settings:
+            key, text = split_setting(setting)
+            section, _, name = key.partition(".")
+            if section == "data" and name in names:
+                set_value(of_data, type(self.world), names[name], text)
+            elif section == "data" and name:
+                known = (*names, *(one.name for one in fields(DataPart)))
+                check_known(name.partition(".")[0], known, "a key of data")
+                of_recipe.append(setting)
+            else:
+                of_recipe.append(setting)
+        if isinstance(of_data.get("validation"), str):
+            of_data["validation"] = [f"data.path={of_data['validation']}"]
+        known_now = {name: getattr(self.world, name) for name in names.values()}
+        made = decode_settings(type(self.world), known_now | of_data, "data")
+        changed = {name: getattr(made, name) for name in of_data}
+        recipe = apply_settings(self.recipe, of_recipe)
+        return replace(self, recipe=recipe, world=replace(self.world, **changed))
+
+    def seeds_of(self, name: str) -> tuple[int, ...]:
+        """Seeds of the runs of an arm that are tested."""
+        own = self.arms[name].seeds
+        return self.seeds if own is None or not self.seeds else own
+
     def _check_arm(self, name: str) -> None:
         arm, recipe = self.arms[name], self.arm_recipe(name)
+        _check_seeds(arm.seeds or ())
+        if arm.seeds == ():
+            raise ConfigError("seeds is empty; give at least 1 seed, or leave the loss out")
         if arm.like is not None:
             if arm.like not in self.arms:
                 raise ConfigError(f"it takes the settings that {arm.like} chose; add {arm.like}")
@@ -321,6 +379,8 @@ def from_mapping(content: Mapping[str, Any], folder: Path = Path()) -> Experimen
     return Experiment(
         name=name,
         title=str(content.get("title", name)),
+        question=str(content.get("question", "")),
+        expected=str(content.get("expected", "")),
         recipe=apply_settings(
             find_recipe(str(content["recipe"]), folder), _settings(content.get("set", {}), "set")
         ),
@@ -376,7 +436,11 @@ is_log=True),))
     where = f"arms.{name}"
     rest = {str(key): value for key, value in _mapping(values, where).items()}
     title, like = str(rest.pop("title", TITLES.get(name, name))), rest.pop("like", None)
-    known = (*SHORT_KEYS, *space.DECIDES, "title", "like", *(one.name for one in fields(Recipe)))
+    seeds = _seeds(rest.pop("seeds"), f"{where}.seeds") if "seeds" in rest else None
+    known = (
+        *(*SHORT_KEYS, *space.DECIDES, "title", "like", "seeds"),
+        *(one.name for one in fields(Recipe)),
+    )
     for key in rest:
         if key.partition(".")[0] not in known:
             raise ConfigError(f"{where}: {key} is unknown, {suggest(key, known)}")
@@ -390,7 +454,8 @@ is_log=True),))
             f"{where}: no loss has this name, {suggest(name, LOSSES)}; other arms give whole keys, "
             "as in loss.preset or loss.scale"
         )
-    return Arm(title, tuple(settings), axes, like=None if like is None else str(like))
+    like = None if like is None else str(like)
+    return Arm(title, tuple(settings), axes, like=like, seeds=seeds)
 
 
 def _says_loss(settings: Mapping[str, Any]) -> bool:
@@ -418,13 +483,23 @@ def _seeds(value: Any, name: str, *, first: int = 0) -> tuple[int, ...]:
     raise ConfigError(f"{name} is {short(value)}; give how many, at least 1, or a list of seeds")
 
 
+def _shown_names(kind: type, shown: Mapping[str, str]) -> dict[str, str]:
+    """Fields of a record by the names under which people give them."""
+    return {
+        shown.get(one.name, one.name): one.name for one in fields(cast(Any, kind)) if one.compare
+    }
+
+
+def _world_keys(kind: type[World]) -> dict[str, str]:
+    """Fields of the data of an experiment by their keys in ``data``."""
+    return _shown_names(kind, next((_SHOWN[one] for one in kind.__mro__ if one in _SHOWN), {}))
+
+
 def _section(
     kind: type[Kind], values: Mapping[str, Any], where: str, shown: Mapping[str, str]
 ) -> Kind:
     """A record from a section, where some fields are shown under other names."""
-    names = {
-        shown.get(one.name, one.name): one.name for one in fields(cast(Any, kind)) if one.compare
-    }
+    names = _shown_names(kind, shown)
     for key in values:
         check_known(key, names, f"a key of {where}")
     made: Kind = decode_settings(kind, {names[key]: value for key, value in values.items()}, where)
@@ -440,9 +515,9 @@ def _world(content: Any, folder: Path) -> World:
     if isinstance(values.get("validation"), str):
         values["validation"] = [f"data.path={folder / values['validation']}"]
     if "pictures" in values:
-        return _section(Drawn, values, "data", {"path": "pictures"})
+        return _section(Drawn, values, "data", _SHOWN[Drawn])
     if "train" in values or "test" in values:
-        return _section(Stored, values, "data", {"train_path": "train", "test_path": "test"})
+        return _section(Stored, values, "data", _SHOWN[Stored])
     return _section(Made, values, "data", {})
 
 
@@ -466,6 +541,7 @@ def _search(content: Any) -> Search:
     values = {str(key): value for key, value in given.items()}
     if "set" in values:
         values["set"] = _settings(values["set"], "search.set")
-    if "seeds" in values:
-        values["seeds"] = _seeds(values["seeds"], "search.seeds", first=SEARCH_SEED)
+    for key in ("seeds", "finalist_seeds"):
+        if key in values:
+            values[key] = _seeds(values[key], f"search.{key}", first=SEARCH_SEED)
     return _section(Search, values, "search", {"settings": "set", "num_points": "points"})

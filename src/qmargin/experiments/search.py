@@ -21,7 +21,7 @@ from qmargin.training.recipe import Recipe
 if TYPE_CHECKING:
     import optuna
 
-MARGINS = ("loss.margin", "m_eff")  # what finalists of one arm may share last
+MARGINS = ("loss.margin", "m_eff", "reach")  # what finalists of one arm may share last
 
 
 @dataclass(frozen=True)

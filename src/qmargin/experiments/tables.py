@@ -89,12 +89,15 @@ def write_final(
     overwrite: bool = False,
 ) -> None:
     """Write the report of the runs that were tested."""
-    first, journals = min(run.recipe.seed for run in runs), []
+    first: dict[str, int] = {}  # seed of each arm
+    for run in runs:
+        first[run.arm] = min(run.recipe.seed, first.get(run.arm, run.recipe.seed))
+    journals = []
     (out / JOURNALS).mkdir(parents=True, exist_ok=True)
     for run in runs:
         path = out / JOURNALS / f"{run.title.replace('/', '-')}.jsonl"
         with suppress(DataError, OSError):  # a report needs none
-            if run.recipe.seed == first:
+            if run.recipe.seed == first[run.arm]:
                 read_journal(run.folder / JOURNAL)
                 shutil.copyfile(run.folder / JOURNAL, path)
                 journals.append(path)
