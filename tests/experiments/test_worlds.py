@@ -81,7 +81,7 @@ def test_strokes_are_drawn_once_and_measured_in_other_splits(tmp_path: Path) -> 
     recipe = replace(RECIPE, seed=5)
     assert world.train(recipe, is_search=False) is None
     drawn = world.prepare(tmp_path, [recipe, RECIPE], is_search=False, request=request)
-    assert len(list(tmp_path.glob("strokes-*.npy"))) == 2
+    assert len(list(tmp_path.glob("strokeidentities-*.npy"))) == 4  # to train and to test
     train = drawn.train(recipe, is_search=False)
     assert isinstance(train, StrokeIdentities)
     expected = StrokeIdentities(12, 8, seed=5, shift=SHIFT)
@@ -91,6 +91,20 @@ def test_strokes_are_drawn_once_and_measured_in_other_splits(tmp_path: Path) -> 
         other = drawn.measured(recipe, is_search=is_search)
         assert isinstance(other, StrokeIdentities) and len(other) == count
         assert (other.split, other.shift, other.seed) == (split, 0, 5)
+
+
+def test_identities_of_the_data_are_drawn_once_for_all_seeds(tmp_path: Path) -> None:
+    data = replace(RECIPE.data, options={**RECIPE.data.options, "seed": 7})
+    recipes = [replace(RECIPE, data=data, seed=seed) for seed in range(3)]
+    drawn = Made(5, 2, 6, 3).prepare(tmp_path, recipes, is_search=False, request=StopRequest())
+    assert len(list(tmp_path.iterdir())) == 2
+    tested = [drawn.measured(recipe, is_search=False) for recipe in recipes]
+    assert all(isinstance(one, StrokeIdentities) and one.seed == 7 for one in tested)
+    plain = Made(5, 2, 6, 3).measured(recipes[0], is_search=False)
+    rows = np.arange(18)
+    for one in tested:
+        read = one.read_many(rows, [0] * 18)[0]
+        assert np.array_equal(read, plain.read_many(rows, [0] * 18)[0])
 
 
 @pytest.mark.parametrize("number", SIGNALS)

@@ -47,10 +47,6 @@ TITLES = {
     "adaface": "AdaFace",
     "magface": "MagFace",
 }
-_SHOWN: dict[type, dict[str, str]] = {  # keys of data that are not the names of fields
-    Drawn: {"path": "pictures"},
-    Stored: {"train_path": "train", "test_path": "test"},
-}
 _PARTS = ("margin", "loss.margin", "loss.divergence")
 _SECTIONS = (
     *("name", "title", "question", "expected", "recipe", "set", "data", "arms", "seeds"),
@@ -231,28 +227,38 @@ class Experiment:
         return replace(self, arms=arms, seeds=tuple(seeds))
 
     def with_settings(self, settings: Sequence[str]) -> Experiment:
-        """The experiment with settings of its recipe, or of its data, such as ``data.test=DIR``."""
-        names = _world_keys(type(self.world))
-        of_data: dict[str, Any] = {}
+        """With settings of its recipe, data or protocol, such as ``data.test=DIR``."""
+        records: dict[str, Any] = {"data": self.world, "protocol": self.protocol}
+        keys = {section: _keys_of(type(record)) for section, record in records.items()}
+        given: dict[str, dict[str, Any]] = {section: {} for section in records}
         of_recipe = []
         for setting in settings:
             key, text = split_setting(setting)
             section, _, name = key.partition(".")
-            if section == "data" and name in names:
-                set_value(of_data, type(self.world), names[name], text)
-            elif section == "data" and name:
-                known = (*names, *(one.name for one in fields(DataPart)))
-                check_known(name.partition(".")[0], known, "a key of data")
-                of_recipe.append(setting)
-            else:
-                of_recipe.append(setting)
-        if isinstance(of_data.get("validation"), str):
-            of_data["validation"] = [f"data.path={of_data['validation']}"]
-        known_now = {name: getattr(self.world, name) for name in names.values()}
-        made = decode_settings(type(self.world), known_now | of_data, "data")
-        changed = {name: getattr(made, name) for name in of_data}
-        recipe = apply_settings(self.recipe, of_recipe)
-        return replace(self, recipe=recipe, world=replace(self.world, **changed))
+            if name in keys.get(section, {}):
+                set_value(given[section], type(records[section]), keys[section][name], text)
+                continue
+            if section in keys and name:
+                others = [one.name for one in fields(DataPart)] if section == "data" else []
+                known = [*keys[section], *others]
+                check_known(name.partition(".")[0], known, f"a key of {section}")
+            of_recipe.append(setting)
+        if isinstance(path := given["data"].get("validation"), str):
+            given["data"]["validation"] = [f"data.path={path}"]
+        if not isinstance(fars := given["protocol"].get("fars", []), list):
+            given["protocol"]["fars"] = [fars]
+        for section, changed in given.items():
+            kind, record = type(records[section]), records[section]
+            whole = {name: getattr(record, name) for name in keys[section].values()} | changed
+            made = decode_settings(kind, whole, section)
+            changes = {name: getattr(made, name) for name in changed}
+            records[section] = replace(record, **changes)
+        return replace(
+            self,
+            recipe=apply_settings(self.recipe, of_recipe),
+            world=records["data"],
+            protocol=_sorted(records["protocol"]),
+        )
 
     def seeds_of(self, name: str) -> tuple[int, ...]:
         """Seeds of the runs of an arm that are tested."""
@@ -343,6 +349,12 @@ def sweep_experiment(
         seeds=(),
     )
 
+
+_SHOWN: dict[type, dict[str, str]] = {  # keys that are not the names of fields
+    Drawn: {"path": "pictures"},
+    Stored: {"train_path": "train", "test_path": "test"},
+    TestProtocol: {"fars": "far", "num_replicates": "replicates"},
+}
 
 # -- YAML -----------------------------------------------------------------------------------------
 
@@ -483,23 +495,20 @@ def _seeds(value: Any, name: str, *, first: int = 0) -> tuple[int, ...]:
     raise ConfigError(f"{name} is {short(value)}; give how many, at least 1, or a list of seeds")
 
 
-def _shown_names(kind: type, shown: Mapping[str, str]) -> dict[str, str]:
+def _keys_of(kind: type, shown: Mapping[str, str] | None = None) -> dict[str, str]:
     """Fields of a record by the names under which people give them."""
+    if shown is None:
+        shown = next((_SHOWN[one] for one in kind.__mro__ if one in _SHOWN), {})
     return {
         shown.get(one.name, one.name): one.name for one in fields(cast(Any, kind)) if one.compare
     }
-
-
-def _world_keys(kind: type[World]) -> dict[str, str]:
-    """Fields of the data of an experiment by their keys in ``data``."""
-    return _shown_names(kind, next((_SHOWN[one] for one in kind.__mro__ if one in _SHOWN), {}))
 
 
 def _section(
     kind: type[Kind], values: Mapping[str, Any], where: str, shown: Mapping[str, str]
 ) -> Kind:
     """A record from a section, where some fields are shown under other names."""
-    names = _shown_names(kind, shown)
+    names = _keys_of(kind, shown)
     for key in values:
         check_known(key, names, f"a key of {where}")
     made: Kind = decode_settings(kind, {names[key]: value for key, value in values.items()}, where)
@@ -529,11 +538,15 @@ def _protocol(content: Any, world: World) -> TestProtocol:
     }
     if "far" in values and not isinstance(values["far"], list):
         values["far"] = [values["far"]]
-    shown = {"fars": "far", "num_replicates": "replicates"}
-    made = _section(TestProtocol, values, "protocol", shown)
+    made = _section(TestProtocol, values, "protocol", _SHOWN[TestProtocol])
     if (made.kind == "trials") != (trials is not None):
         raise ConfigError(f"protocol.kind is {made.kind!r} and data.trials is {trials}; give both")
-    return made if made.fars is None else replace(made, fars=tuple(sorted(made.fars)[::-1]))
+    return _sorted(made)
+
+
+def _sorted(protocol: TestProtocol) -> TestProtocol:
+    fars = protocol.fars
+    return protocol if fars is None else replace(protocol, fars=tuple(sorted(fars)[::-1]))
 
 
 def _search(content: Any) -> Search:

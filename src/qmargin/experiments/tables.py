@@ -136,9 +136,7 @@ def search_table(
     """Points and their measures on validation identities."""
     found = {name for one in tried for outcome in one.outcomes for name in outcome.measures}
     names = sorted(found, key=lambda name: -(far_of(name) or 0.0))  # the EER last
-    others = [
-        key for key in dict.fromkeys(k for one in tried for k in one.point) if key not in SHOWN
-    ]
+    others = _telling([one.point for one in tried])
     has_lengths = len({one.recipe.run.epochs for one in tried}) > 1
     columns = [
         Column("Loss", align="left"),
@@ -174,6 +172,15 @@ def search_table(
     )
     title = f"Settings of {experiment.title or experiment.name}"
     return Table(title, tuple(columns), tuple(rows), words, label="qmargin-search")
+
+
+def _telling(points: Sequence[Point]) -> list[str]:
+    """Keys of further columns: one of those that always change together."""
+    found: dict[tuple[int, ...], str] = {}
+    for key in dict.fromkeys(key for point in points for key in point if key not in SHOWN):
+        texts = [point.get(key) for point in points]
+        found.setdefault(tuple(map(texts.index, texts)), key)
+    return list(found.values())
 
 
 def _mean(values: Sequence[float]) -> tuple[float, float | None]:
@@ -351,7 +358,8 @@ def results_page(finished: Finished, *, command: str, commit: str = "") -> str:
     code = f"commit `{commit}`, " if commit else ""
     machine = f"{code}{date.today().isoformat()}, {device}, torch {torch.__version__}"
     facts = [f"`{command}`", machine, *_training(finished)]
-    parts = [f"# {title[0].upper()}{title[1:]}", "\n".join(f"- {fact}" for fact in facts)]
+    parts = [f"# {title[0].upper()}{title[1:]}", *_question(experiment)]
+    parts.append("\n".join(f"- {fact}" for fact in facts))
     for name, heads in (
         (RESULT, ["## Found"]),
         (NORMALISED, ["## With scores normalised by the prototypes", AS_NORM]),
@@ -363,9 +371,19 @@ def results_page(finished: Finished, *, command: str, commit: str = "") -> str:
     return "\n\n".join(part.strip() for part in parts) + "\n"
 
 
+def _question(experiment: Experiment) -> list[str]:
+    """What an experiment asks, and what was expected before any run."""
+    parts = [f"## Question\n\n{experiment.question}"] if experiment.question else []
+    if experiment.expected:
+        parts.append(f"[Expected before any run](expectations.md): {experiment.expected}")
+    return [*parts, "## Set-up"] if parts else []
+
+
 def _training(finished: Finished) -> list[str]:
     experiment, results = finished.experiment, finished.results
-    recipe, seeds = experiment.recipe, experiment.seeds or experiment.search.seeds
+    recipe = experiment.recipe
+    seeds = sorted({len(experiment.seeds_of(name)) for name in experiment.arms} - {0})
+    counts = " or ".join(map(str, seeds or [len(experiment.search.seeds)]))
     classes = recipe.data.num_classes
     if results and results[0].run is not None:
         classes = results[0].run.num_classes
@@ -374,7 +392,7 @@ def _training(finished: Finished) -> list[str]:
     facts = [
         f"training: {counted}{recipe.run.epochs} epochs in batches of {recipe.data.batch_size}, "
         f"one recipe for all losses ({recipe.optimizer.kind}, {recipe.schedule.kind} schedule), "
-        f"{len(seeds)} seed{'s' * (len(seeds) > 1)}",
+        f"{counts} seed{'s' * (counts != '1')}",
         f"network: `{recipe.model.backbone}`{options}, {recipe.model.embedding_dim} dimensions",
     ]
     if isinstance(experiment.world, Made):
