@@ -176,10 +176,11 @@ def search_table(
 
 def _telling(points: Sequence[Point]) -> list[str]:
     """Keys of further columns: one of those that always change together."""
-    found: dict[tuple[int, ...], str] = {}
+    found: dict[tuple[int, ...] | str, str] = {}
     for key in dict.fromkeys(key for point in points for key in point if key not in SHOWN):
         texts = [point.get(key) for point in points]
-        found.setdefault(tuple(map(texts.index, texts)), key)
+        alike = tuple(map(texts.index, texts))
+        found.setdefault(alike if any(alike) else key, key)
     return list(found.values())
 
 
