@@ -17,7 +17,7 @@ from qmargin.training.recipe_files import apply_settings
 
 EFFECTIVE = "m_eff"  # effective margin: the cosine gap that a margin adds
 HARDNESS = "hardness"  # of the negatives, comparable over alpha and numbers of classes
-DECIDES = {EFFECTIVE: "loss.margin", HARDNESS: "loss.scale", "reach": "loss.margin"}
+DECIDES = {EFFECTIVE: "loss.margin", HARDNESS: "loss.scale"}
 PRESET = "loss.preset"  # replaces the whole section
 
 Point = dict[str, str]
@@ -187,10 +187,6 @@ def with_point(recipe: Recipe, point: Mapping[str, str], *, seed: int | None = N
         changed = replace(changed, loss=replace(changed.loss, scale=scale))
     if EFFECTIVE in point:
         margin = _margin_of(changed, _number(point, EFFECTIVE, such_as=0.5))
-        changed = replace(changed, loss=replace(changed.loss, margin=margin))
-    if "reach" in point:
-        rate = (changed.loss.order - 1.0) * changed.loss.scale
-        margin = math.log(float(point["reach"]) * rate) / rate
         changed = replace(changed, loss=replace(changed.loss, margin=margin))
     return changed if seed is None else replace(changed, seed=seed)
 
