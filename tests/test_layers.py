@@ -36,7 +36,7 @@ THIRD_PARTY = {  # the first entry that a file's path starts with
     "schema.py": "yaml",
     "transfers.py": "torch",
     "terminal.py": "rich",
-    "losses/hardness.py": "numpy scipy",
+    "losses/hardness.py": "numpy scipy torch",
     "metrics": "numpy scipy",
     "kernels/triton": "torch triton",
     "kernels": "torch",

@@ -92,6 +92,10 @@ from qmargin.losses.margins import (
     SumMargin as SumMargin,
     TargetTerm as TargetTerm,
 )
+from qmargin.losses.reach import (
+    margin_of_reach as margin_of_reach,
+    reach as reach,
+)
 from qmargin.recipes import get_recipe as get_recipe
 from qmargin.registry import (
     register_backbone as register_backbone,

@@ -68,14 +68,16 @@ def test_every_loss_of_a_study_searches_the_same_region(tmp_path: Path, name: st
         assert len(arm.points) == 20 and arm.like is None
         levels.add(tuple(sorted({point["hardness"] for point in arm.points})))
         margin = "reach" if key == "q_margin" else "loss.margin"
-        for axes in (
-            ("hardness", margin),
-            ("hardness", "optimizer.kind", "head.lr_ratio"),
-            (margin, "optimizer.kind", "head.lr_ratio"),
-        ):
-            counts = Counter(tuple(point[axis] for axis in axes) for point in arm.points)
-            assert len(counts) == 20 if axes[0] == "hardness" else len(counts) == 16
-        for axis in ("loss.alpha", "head.sample_rate"):
+        update = ("optimizer.kind", "head.lr_ratio")
+        for axes in (("hardness", margin), ("hardness", *update)):
+            assert len({tuple(point[axis] for axis in axes) for point in arm.points}) == 20
+        if key == "q_margin":  # whose alphas and reaches are those that a hardness has
+            reaches = [float(point["reach"]) for point in arm.points]
+            assert 0.2 < min(reaches) < 0.4 and 1.2 <= max(reaches) < 1.7
+            assert len({point["loss.alpha"] for point in arm.points}) == 3
+        else:
+            assert len({tuple(point[a] for a in (margin, *update)) for point in arm.points}) == 16
+        for axis in ("loss.alpha", "head.sample_rate") if key != "q_margin" else ():
             shares = Counter(point[axis] for point in arm.points if axis in point)
             assert len(set(shares.values())) <= 1  # as many of each
         wanted = 6 if key in ("arcface", "cosface", "q_margin") else 3
@@ -108,9 +110,10 @@ def test_points_of_a_study_are_the_updates_and_losses_that_they_say() -> None:
     upper = {recipe.loss.margin: recipe.loss.options["upper_margin"]
              for recipe in recipes["magface"]}  # fmt: skip
     assert upper[0.45] == 0.8  # as published
-    for recipe in recipes["q_margin"]:  # the reach of the point
+    for recipe, point in zip(recipes["q_margin"], experiment.arms["q_margin"].points, strict=True):
         rate = (recipe.loss.order - 1.0) * recipe.loss.scale
-        assert 0.29 < math.exp(rate * recipe.loss.margin) / rate < 1.21
+        reach = math.exp(rate * recipe.loss.margin) / rate
+        assert reach == pytest.approx(float(point["reach"])) and recipe.loss.margin >= 0.0
 
 
 def test_noise_of_a_study_is_in_its_training_alone() -> None:

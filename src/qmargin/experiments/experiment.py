@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar, cast
 
 from qmargin.errors import ConfigError
 from qmargin.experiments import space
-from qmargin.experiments.space import PRESET, Axis, Point, value_text
+from qmargin.experiments.space import PRESET, REACH, Axis, Point, value_text
 from qmargin.experiments.worlds import Drawn, Made, Stored, World
 from qmargin.recipes import get_recipe, list_recipes
 from qmargin.registry import divergences, margins
@@ -65,6 +65,7 @@ class Arm:
         points: Combinations to try instead of all combinations of ``axes``.
         like: Arm whose chosen settings this one takes.
         seeds: Of its runs that are tested; None for those of the experiment.
+        left_out: Combinations of ``axes`` whose reach no margin makes; found by the experiment.
     """
 
     title: str
@@ -73,6 +74,7 @@ class Arm:
     points: tuple[Point, ...] = ()
     like: str | None = None
     seeds: tuple[int, ...] | None = None
+    left_out: tuple[Point, ...] = ()
 
     @property
     def candidates(self) -> tuple[Point, ...]:
@@ -190,6 +192,7 @@ class Experiment:
             if not name or name[0] in "-." or name != _file_name(name):
                 raise ConfigError(f"an arm is named {name!r}; use letters, digits and _-+.")
             try:
+                self._leave_out_unreachable(name)
                 self._check_arm(name)
             except ConfigError as error:
                 raise ConfigError(f"arms.{name}: {error}") from error
@@ -264,6 +267,18 @@ class Experiment:
         """Seeds of the runs of an arm that are tested."""
         own = self.arms[name].seeds
         return self.seeds if own is None or not self.seeds else own
+
+    def _leave_out_unreachable(self, name: str) -> None:
+        """Make the points of a grid explicit where the reach of some is that of no margin."""
+        arm = self.arms[name]
+        if self.search.method != "grid" or arm.points or REACH not in {a.key for a in arm.axes}:
+            return
+        recipe = self.arm_recipe(name)
+        space.check_axes(recipe, arm.axes)
+        kept, left_out = space.reachable(recipe, space.grid(arm.axes))
+        if left_out:
+            found = replace(arm, points=tuple(kept), left_out=tuple(left_out))
+            object.__setattr__(self, "arms", {**self.arms, name: found})
 
     def _check_arm(self, name: str) -> None:
         arm, recipe = self.arms[name], self.arm_recipe(name)
@@ -457,8 +472,21 @@ is_log=True),))
         if key.partition(".")[0] not in known:
             raise ConfigError(f"{where}: {key} is unknown, {suggest(key, known)}")
     given = [(SHORT_KEYS.get(key, key), value) for key, value in _flat(rest, where)]
-    axes = tuple(space.make_axis(key, value) for key, value in given if is_searched(value))
-    settings = [f"{key}={value_text(value)}" for key, value in given if not is_searched(value)]
+    axes = tuple(
+        space.make_axis(key, value if is_searched(value) else [value])
+        for key, value in given
+        if is_searched(value) or key in space.DECIDES
+    )
+    points: tuple[Point, ...] = ()
+    if not any(
+        is_searched(value) for _, value in given
+    ):  # one hardness or reach: nothing to search
+        points, axes = tuple(point for point in space.grid(axes) if point), ()
+    settings = [
+        f"{key}={value_text(value)}"
+        for key, value in given
+        if not is_searched(value) and key not in space.DECIDES
+    ]
     if name in LOSSES and not any(key == PRESET for key, _ in given):
         settings.insert(0, f"{PRESET}={LOSSES[name]}")
     elif like is None and not _says_loss(rest):
@@ -467,7 +495,7 @@ is_log=True),))
             "as in loss.preset or loss.scale"
         )
     like = None if like is None else str(like)
-    return Arm(title, tuple(settings), axes, like=like, seeds=seeds)
+    return Arm(title, tuple(settings), axes, points, like, seeds)
 
 
 def _says_loss(settings: Mapping[str, Any]) -> bool:

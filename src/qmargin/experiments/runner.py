@@ -40,7 +40,7 @@ from qmargin.experiments.run import (
 )
 from qmargin.experiments.search import Sampled, Source, Tried, finalists_of, gather, ranked
 from qmargin.experiments.slots import Slots, open_slots
-from qmargin.experiments.space import Point, described
+from qmargin.experiments.space import REACH, Point, described
 from qmargin.experiments.storage import JOURNAL, RunBook, check_optuna, open_storage
 from qmargin.experiments.tables import PICTURES, check_outputs, write_final, write_search
 from qmargin.experiments.worlds import Stored
@@ -241,6 +241,13 @@ class _Conductor:
         experiment = self.experiment
         if experiment.world.note:
             self.say(experiment.world.note)
+        for name, arm in experiment.arms.items():
+            if arm.left_out:
+                total = len(arm.left_out) + len(arm.points)
+                self.say(
+                    f"{name}: {len(arm.left_out)} of {total} settings are left out, because their "
+                    f"reach is below that of no margin: {'; '.join(map(described, arm.left_out))}"
+                )
         rounds = self._search() if experiment.searched else ()
         chosen = self._chosen(rounds)
         if rounds:
@@ -291,7 +298,15 @@ class _Conductor:
             source = Sampled(sampled, search, recipes, make_runs, self.book)
             samples = [make_runs(name, {})[0] for name in sampled]
             outcomes = self._work(source, samples, is_search=True)
-            tried += gather(source.runs, outcomes)
+            found = gather(source.runs, outcomes)
+            for name, arm in sampled.items():
+                count = sum(one.arm == name for one in found)
+                if count < search.num_points and any(axis.key == REACH for axis in arm.axes):
+                    self.say(
+                        f"{name}: {count} of {search.num_points} settings were tried; the reach of "
+                        "others is below that of no margin, narrow the ranges"
+                    )
+            tried += found
         rounds = [tuple(tried)]
         if search.finalists:
             best = finalists_of(tried, self.measure, search.finalists)

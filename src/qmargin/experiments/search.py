@@ -14,14 +14,14 @@ from qmargin.errors import ConfigError, DataError
 from qmargin.experiments.experiment import Arm, Search
 from qmargin.experiments.measure import EER
 from qmargin.experiments.run import Outcome, Run
-from qmargin.experiments.space import Axis, Point, Range, axis_text
+from qmargin.experiments.space import EFFECTIVE, REACH, Axis, Point, Range, axis_text
 from qmargin.experiments.storage import RunBook, load_study
 from qmargin.training.recipe import Recipe
 
 if TYPE_CHECKING:
     import optuna
 
-MARGINS = ("loss.margin", "m_eff", "reach")  # what finalists of one arm may share last
+MARGINS = ("loss.margin", EFFECTIVE, REACH)  # what finalists of one arm may share last
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import platform
 import shutil
 import statistics
@@ -18,7 +19,7 @@ from qmargin.experiments.experiment import Experiment
 from qmargin.experiments.measure import EER, far_of
 from qmargin.experiments.run import MAX_COHORT, NEAREST, NORMALISED, RESULT, Run
 from qmargin.experiments.search import Tried, ranked
-from qmargin.experiments.space import EFFECTIVE, HARDNESS, Point
+from qmargin.experiments.space import EFFECTIVE, HARDNESS, REACH, Point
 from qmargin.experiments.worlds import Made
 from qmargin.files import MADE_BY, Guard, write_atomically
 from qmargin.losses.hardness import hardness
@@ -49,10 +50,17 @@ SEARCH = "search"  # stem of its tables
 FIGURES, JOURNALS, PICTURES, REPORT = "figures", "journals", "pictures", "report"
 OLD_RECORDS = ("plan.json", "sweep.json", "chosen.json")
 STEMS = ("sensitivity", "effective-margin")
-SHOWN = ("loss.alpha", "loss.scale", "loss.margin", EFFECTIVE, HARDNESS, "loss.preset")
+SHOWN = ("loss.alpha", "loss.scale", "loss.margin", EFFECTIVE, HARDNESS, REACH, "loss.preset")
 SIGNS = {"loss.alpha": "\u03b1", "loss.scale": "s", "loss.margin": "m", EFFECTIVE: "m_eff"}
 MARGIN, GAP = "Margin m", "Effective margin"
-LABELS = {"loss.scale": "Scale", "loss.margin": "Margin", EFFECTIVE: GAP, "loss.alpha": "\u03b1"}
+LABELS = {
+    "loss.scale": "Scale",
+    "loss.margin": "Margin",
+    EFFECTIVE: GAP,
+    "loss.alpha": "\u03b1",
+    REACH: "Reach",
+    HARDNESS: "Hardness",
+}
 REACHABLE = 2.0  # cosines differ by at most this
 FOCUS = "Q-Margin"  # compared with the best of the others
 VERDICT_FARS = (1e-3, 1e-4, 1e-5)
@@ -145,6 +153,7 @@ def search_table(
         Column("m", latex="$m$"),
         Column("m_eff", latex=r"$m_{\mathrm{eff}}$"),
         Column("hardness"),
+        Column("reach"),
         *map(Column, others),
         *([Column("epochs")] if has_lengths else []),
         *(Column(_measure_text(n, rate=""), best="min" if n == EER else "max") for n in names),
@@ -168,7 +177,7 @@ def search_table(
     words = (
         "Rates in per cent over all pairs of validation samples: mean and standard deviation over "
         "seeds, the best mean of complete rows in bold.",
-        "m_eff is what the margin adds to the cosine gap of a zero loss.",
+        "m_eff is what the margin adds to the cosine gap of a zero loss; reach is that gap.",
     )
     title = f"Settings of {experiment.title or experiment.name}"
     return Table(title, tuple(columns), tuple(rows), words, label="qmargin-search")
@@ -200,8 +209,8 @@ def _measured(one: Tried, name: str) -> CellValue:
 
 
 def _settings(recipe: Recipe) -> tuple[CellValue, ...]:
-    """Alpha, scale, margin, effective margin and hardness; softmax has no alpha in the paper."""
-    loss, gap = recipe.loss, recipe.loss.effective_margin
+    """Alpha, scale, margin, effective margin, hardness and reach; of softmax alpha is not shown."""
+    loss, gap, reach = recipe.loss, recipe.loss.effective_margin, recipe.loss.reach
     classes, mean = recipe.data.num_classes, None
     if classes is not None and classes > 1 and loss.alpha is not None:
         dim = recipe.model.embedding_dim
@@ -212,6 +221,7 @@ def _settings(recipe: Recipe) -> tuple[CellValue, ...]:
         f"{loss.margin:.3g}",
         None if gap is None else f"{gap:.3g}",
         Number(mean),
+        None if reach is None or math.isinf(reach) else f"{reach:.3g}",
     )
 
 
@@ -466,6 +476,11 @@ def _choice(finished: Finished) -> list[str]:
     ]
     edges = []
     for name, arm in experiment.arms.items():
+        if arm.left_out:
+            parts.append(
+                f"{arm.title}: {len(arm.left_out)} combinations are left out, because their reach "
+                "is below that of no margin."
+            )
         if arm.like is not None:
             parts.append(f"{arm.title} has the settings of {experiment.arms[arm.like].title}.")
         elif name in experiment.searched and (arm.points or search.method == "grid"):

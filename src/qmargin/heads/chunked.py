@@ -24,7 +24,14 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from qmargin.heads.gradients import PrototypeGradient, deliver, element_bound
-from qmargin.heads.step import RowSolution, StepStats, own_labels, step_stats, sum_target_cosines
+from qmargin.heads.step import (
+    RowOutcome,
+    RowSolution,
+    StepStats,
+    own_labels,
+    step_stats,
+    sum_target_cosines,
+)
 from qmargin.kernels.head_reference import (
     GROUP,
     ClassGradient,
@@ -667,12 +674,12 @@ class ChunkedStep:
     def owns(self, gradient: object) -> bool:
         return isinstance(gradient, ChunkedGradient) and gradient.solved is self.solved
 
-    def stats(self) -> StepStats:
+    def stats(self, counts: Tensor) -> StepStats:
         solved, num_classes = self.solved, self.head.num_classes
         return step_stats(
             "chunked",
-            solved.support_size,
-            solved.mass_error,
+            RowOutcome.of_others(solved.support_size, solved.mass_error, solved.others_mass),
+            counts,
             num_candidates=float(num_classes),
             active_share=float(solved.num_active) / num_classes,
             num_overflowed=self.num_overflowed,

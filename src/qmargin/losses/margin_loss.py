@@ -24,6 +24,7 @@ from qmargin.losses.margins import (
     register_learnable,
     warn_if_unreachable,
 )
+from qmargin.losses.reach import reach
 
 Reduction = Literal["mean", "sum", "none"]
 REDUCTIONS = ("mean", "sum", "none")
@@ -279,6 +280,13 @@ class MarginLoss(nn.Module):
         if self.alpha_value is None:
             return None
         return self.margin.effective(self.alpha_value, self.scale)
+
+    @property
+    def reach(self) -> float | None:
+        """The cosine gap from which on a row has zero loss, see ``qmargin.reach`` (M12)."""
+        if self.alpha_value is None:
+            return None
+        return reach(self.alpha_value, self.scale, self.margin)
 
     def with_stats(
         self, cosines: Tensor, labels: Tensor, norms: Tensor | None = None

@@ -23,7 +23,7 @@ from qmargin.evaluation.result import HardPair, ProtocolInfo
 from qmargin.files import MADE_BY
 from qmargin.metrics.operating import ENOUGH_FALSE_ACCEPTS
 from qmargin.report import plots, tables
-from qmargin.report.journal import Journal
+from qmargin.report.journal import OUTCOMES, Journal
 from qmargin.report.media import MediaFolder
 from qmargin.report.numbers import (
     LONGEST_TEXT,
@@ -484,12 +484,25 @@ def _sparsity(journals: Sequence[Journal]) -> dict[str, Any]:
         largest = count(int(max(peaks))) if peaks else MISSING
         if peaks and journal.num_classes:
             largest += f" ({100 * max(peaks) / journal.num_classes:.3g} %)"
-        rows.append((journal.name, number(means[-1] if means else None), largest))
-    heads = (Column("Run", "left"), Column("Mean at the end"), Column("Largest of all steps"))
+        ends = (_last(journal.outcomes.get(name, ())) for name in OUTCOMES)
+        shown = (*map(number, ends), number(journal.reach))
+        rows.append((journal.name, number(means[-1] if means else None), largest, *shown))
+    titles = ("Active at the end", "Largest of all steps", "Satisfied", "Target posterior", "Gap")
+    heads = (Column("Run", "left"), *map(Column, (*titles, "Reach")))
+    # of journals of other programs, which have none of these
+    kept = [i for i in range(len(heads)) if i < 3 or any(row[i] != MISSING for row in rows)]
     names = [journal.name for journal in journals]
     return {
         "plot": plots.support_chart(journals),
         "names": names,
         "entries": [{"colour": colour, "label": name} for colour, name in enumerate(names)],
-        "table": Table("", heads, tuple(rows)),
+        "outcomes": plots.outcome_charts(journals),
+        "table": Table(
+            "", tuple(heads[i] for i in kept), tuple(tuple(row[i] for i in kept) for row in rows)
+        ),
     }
+
+
+def _last(values: Sequence[float | None]) -> float | None:
+    """The last known of some values."""
+    return next((value for value in reversed(values) if value is not None), None)

@@ -30,6 +30,7 @@ from qmargin.report.numbers import (
 from qmargin.report.systems import Entry, Panel
 
 NUM_COLOURS = 8
+LARGEST_GAP = 2.0  # between two cosines
 RATES = (
     *(10.0**exponent for exponent in range(-9, -2)),
     *(0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 0.9, 0.95, 0.98, 0.99),
@@ -345,6 +346,46 @@ def support_chart(journals: Sequence[Journal]) -> Chart:
     decades = range(round(math.log10(low)), math.floor(math.log10(high) + 1e-9) + 1)
     left = up.ticks((10.0**exponent for exponent in decades), short_count)
     return Chart(640.0, 290.0, box, bottom, left, {"lines": lines}, "Step", "Active classes")
+
+
+OUTCOME_TITLES = {
+    "satisfied_share": "Share of satisfied rows",
+    "target_posterior": "Posterior of the target",
+    "cosine_gap": "Cosine gap",
+}
+
+
+def outcome_charts(journals: Sequence[Journal]) -> list[Chart]:
+    """A small chart for each mean that some run has over its steps; gaps beside the reach."""
+    box = SMALL._replace(left=44.0)
+    steps = [step for journal in journals for step in journal.steps]
+    across = Scale(min(steps), max(*steps, min(steps) + 1), box.left, box.right)
+    bottom = across.ticks(round_ticks(across.low, across.high, 4), short_count)
+    charts = []
+    for name, title in OUTCOME_TITLES.items():
+        columns = [journal.outcomes.get(name, ()) for journal in journals]
+        values = [value for column in columns for value in column if value is not None]
+        if not values:
+            continue
+        is_gap = name == "cosine_gap"
+        reaches = [journal.reach if is_gap else None for journal in journals]
+        shown = [reach for reach in reaches if reach is not None and reach <= LARGEST_GAP]
+        low, high = min(*values, 0.0), max(*values, *shown, 0.0)
+        room = 0.05 * (high - low) or 0.05
+        up = Scale(low - (room if low < 0.0 else 0.0), high + room, box.bottom, box.top)
+        lines = [
+            [
+                (across(step), up(value))
+                for step, value in zip(journal.steps, column, strict=False)
+                if value is not None
+            ]
+            for journal, column in zip(journals, columns, strict=True)
+        ]
+        marks = [None if reach not in shown else up(reach) for reach in reaches]
+        left = up.ticks(round_ticks(up.low, up.high, 4), "{:g}".format)
+        shapes = {"lines": lines, "marks": marks}
+        charts.append(Chart(340.0, 220.0, box, bottom, left, shapes, "Step", title))
+    return charts
 
 
 def difference_chart(

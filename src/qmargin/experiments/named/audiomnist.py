@@ -7,12 +7,7 @@ from pathlib import Path
 
 from qmargin.experiments.experiment import Experiment, Search, TestProtocol
 from qmargin.experiments.named import SIZES, drawn_recipe, needed
-from qmargin.experiments.named.design import (
-    MARGINS,
-    SEEDS,
-    study_arms,
-    study_recipe,
-)
+from qmargin.experiments.named.design import LOSSES, SEEDS, study_arms, study_recipe
 from qmargin.experiments.named.people import FINALIST_SEEDS
 from qmargin.experiments.worlds import Stored
 from qmargin.recipes import get_recipe
@@ -47,7 +42,7 @@ def audiomnist(device: str = "cuda", data: Path | None = None) -> Experiment:
     """Spoken digits of speakers that no network was trained on, by a list of trials."""
     path, short = needed(data, "audiomnist"), flatten(speech_recipe(12))
     recipe = study_recipe(speech_recipe(40))
-    names = [name for name in MARGINS if name != "sampled"]  # of few classes none is left out
+    names = [name for name in LOSSES if name != "sampled"]  # of few classes none is left out
     return Experiment(
         "audiomnist",
         recipe,

@@ -1,8 +1,9 @@
 """The settings that every loss tries in a study: as many of each, over the same region.
 
-A setting has a hardness of the negatives (which decides the scale), a margin, an update of the
-weights and, where alpha is free, an alpha. Each hardness meets each margin once, and each update
-as often as the others, so that twenty settings stand for all eighty or more.
+A setting has a hardness of the negatives (which decides the scale), a margin and an update of the
+weights. Each hardness meets each margin once, and each update as often as the others, so that
+twenty settings stand for all eighty. Q-Margin has a reach in the place of the margin, and with each
+hardness the alphas that have such a reach.
 """
 
 from __future__ import annotations
@@ -14,26 +15,29 @@ from statistics import NormalDist
 
 from qmargin.experiments.experiment import TITLES, Arm
 from qmargin.experiments.named import LR_RATIO, MARGIN_KINDS
-from qmargin.experiments.space import HARDNESS, Point, value_text
+from qmargin.experiments.space import HARDNESS, REACH, Point, value_text
+from qmargin.losses.hardness import scale_of_hardness
 from qmargin.training.recipe import Recipe
 
-LEVELS = (0.4, 0.52, 0.64, 0.76, 0.88)  # of hardness, as shares of that of the nearest class
-REACH = "reach"  # cosine gap at which the loss of a row is zero: decides the margin
+# Six runs of each of these are tested, and three of the others.
+COMPARED = ("arcface", "cosface", "q_margin")
+SEEDS = tuple(range(6))
+SEEDS_OF_OTHERS = tuple(range(3))
+LEVELS = (0.45, 0.58, 0.71, 0.84, 0.97)  # of hardness, as shares of that of the nearest class
+REACHES = (0.3, 1.2)  # least and most, where a gap of no margin is not larger
 MARGINS: dict[str, tuple[float, ...]] = {
     "arcface": (0.05, 0.2, 0.35, 0.5),
     "cosface": (0.1, 0.25, 0.4, 0.6),
-    "q_margin": (0.3, 0.6, 0.9, 1.2),  # reach
     "entmax": (0.05, 0.2, 0.35, 0.5),
     "sparsemax": (0.05, 0.2, 0.35, 0.5),
     "adaface": (0.1, 0.25, 0.4, 0.6),
     "magface": (0.05, 0.2, 0.35, 0.45),  # of the shortest embeddings
     "sampled": (0.05, 0.2, 0.35, 0.5),
 }
-ALPHAS: dict[str, tuple[float, ...]] = {
-    "q_margin": (1.25, 1.5),
-    "entmax": (1.25, 1.5),
-    "sparsemax": (2.0,),
-}
+ALPHAS: dict[str, tuple[float, ...]] = {"entmax": (1.25, 1.5), "sparsemax": (2.0,)}
+Q_MARGIN_ALPHAS = (1.1, 1.25, 1.5)
+LOSSES = (*COMPARED, "entmax", "sparsemax", "adaface", "magface", "sampled")
+MORE = (1.02, 1.25)  # times the reach of no margin: at least, and up to, where that is large
 RATES = (0.1, 0.3)  # of classes that a step of ArcFace samples
 SAMPLED = "ArcFace, sampled classes"
 MAGFACE_RISE = 0.35  # from the margin of the shortest embeddings to that of the longest
@@ -54,12 +58,6 @@ UPDATES: tuple[Point, ...] = tuple(
 )
 
 
-# Six runs of each of these are tested, and three of the others.
-COMPARED = ("arcface", "cosface", "q_margin")
-SEEDS = tuple(range(6))
-SEEDS_OF_OTHERS = tuple(range(3))
-
-
 def study_recipe(recipe: Recipe) -> Recipe:
     """A recipe whose optimizer and whose head's rate are left to the settings."""
     assert recipe.optimizer.kind == "adamw" and recipe.head.lr_ratio in (1.0, LR_RATIO)
@@ -70,23 +68,26 @@ def study_recipe(recipe: Recipe) -> Recipe:
     )
 
 
-def study_points(name: str, num_classes: int) -> tuple[Point, ...]:
+def study_points(name: str, classes: int, dim: int) -> tuple[Point, ...]:
     """The settings of a loss; the nearest class is that which one of all classes exceeds.
 
     Examples:
-        >>> points = study_points("cosface", 10_000)
+        >>> points = study_points("cosface", 10_000, 128)
         >>> len(points), points[0]["hardness"], points[-1]["hardness"], points[0]["loss.margin"]
-        (20, '1.49', '3.27', '0.1')
+        (20, '1.67', '3.61', '0.1')
     """
-    nearest = NormalDist().inv_cdf(1.0 - 1.0 / num_classes)
+    nearest = NormalDist().inv_cdf(1.0 - 1.0 / classes)
     alphas, found = ALPHAS.get(name, (1.0,)), []
-    for (row, level), (column, margin) in product(enumerate(LEVELS), enumerate(MARGINS[name])):
-        point = {
-            "loss.alpha": value_text(alphas[(row + column // 2) % len(alphas)]),
-            HARDNESS: value_text(round(level * nearest, 2)),
-            (REACH if name == "q_margin" else "loss.margin"): value_text(margin),
-            **UPDATES[(row + column) % len(UPDATES)],
-        }
+    for row, column in product(range(len(LEVELS)), range(len(UPDATES))):
+        level = round(LEVELS[row] * nearest, 2)
+        point = {HARDNESS: value_text(level), **UPDATES[(row + column) % len(UPDATES)]}
+        if name == "q_margin":
+            alpha, gap = _alpha_and_reach(level, column, classes, dim)
+            point |= {"loss.alpha": value_text(alpha), REACH: value_text(gap)}
+        else:
+            margin = MARGINS[name][column]
+            alpha = alphas[(row + column // 2) % len(alphas)]
+            point |= {"loss.alpha": value_text(alpha), "loss.margin": value_text(margin)}
         if name == "magface":
             point["loss.options.upper_margin"] = value_text(round(margin + MAGFACE_RISE, 6))
         if name == "sampled":
@@ -95,7 +96,21 @@ def study_points(name: str, num_classes: int) -> tuple[Point, ...]:
     return tuple(found)
 
 
-def study_arms(recipe: Recipe, names: Sequence[str] = tuple(MARGINS)) -> dict[str, Arm]:
+def _alpha_and_reach(level: float, column: int, classes: int, dim: int) -> tuple[float, float]:
+    """Of the two sparsest alphas by turns, and from the least reach to the largest."""
+    low, high = REACHES
+    least = {
+        alpha: 1.0
+        / ((alpha - 1.0) * scale_of_hardness(level, alpha, num_classes=classes, embedding_dim=dim))
+        for alpha in Q_MARGIN_ALPHAS
+    }
+    able = [alpha for alpha in Q_MARGIN_ALPHAS if least[alpha] < high] or [Q_MARGIN_ALPHAS[0]]
+    alpha = able[-2:][column % len(able[-2:])]
+    start, end = max(low, MORE[0] * least[alpha]), max(high, MORE[1] * least[alpha])
+    return alpha, round(start + column / (len(UPDATES) - 1) * (end - start), 3)
+
+
+def study_arms(recipe: Recipe, names: Sequence[str] = LOSSES) -> dict[str, Arm]:
     """Arms of the losses, for an experiment with ``SEEDS``."""
     classes, dim = recipe.data.num_classes, recipe.model.embedding_dim
     assert classes is not None  # hardness depends on it
@@ -114,7 +129,7 @@ def study_arms(recipe: Recipe, names: Sequence[str] = tuple(MARGINS)) -> dict[st
         arms[name] = Arm(
             SAMPLED if name == "sampled" else TITLES[name],
             tuple(settings),
-            points=study_points(name, classes),
+            points=study_points(name, classes, dim),
             seeds=None if name in COMPARED else SEEDS_OF_OTHERS,
         )
     return arms
