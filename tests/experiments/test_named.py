@@ -74,7 +74,7 @@ def test_every_loss_of_a_study_searches_the_same_region(tmp_path: Path, name: st
         if key == "q_margin":  # whose alphas and reaches are those that a hardness has
             reaches = [float(point["reach"]) for point in arm.points]
             assert 0.2 < min(reaches) < 0.4 and 1.2 <= max(reaches) < 1.7
-            assert len({point["loss.alpha"] for point in arm.points}) == 3
+            assert len({point["loss.alpha"] for point in arm.points}) >= 2
         else:
             assert len({tuple(point[a] for a in (margin, *update)) for point in arm.points}) == 16
         for axis in ("loss.alpha", "head.sample_rate") if key != "q_margin" else ():

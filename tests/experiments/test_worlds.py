@@ -135,6 +135,21 @@ def test_a_split_of_the_data_is_kept(tmp_path: Path) -> None:
     assert np.array_equal(test.images(np.array([5]))[0], stored.pictures[row])
 
 
+def test_look_alikes_are_left_out_of_what_is_measured_alone(tmp_path: Path) -> None:
+    world = Drawn(stored_npz(tmp_path)).opened()
+    clear = replace(world, distinct=0.5)
+    for is_search in (True, False):
+        every = world.measured(RECIPE, is_search=is_search)
+        some = clear.measured(RECIPE, is_search=is_search)
+        kept = every.distinct(0.5)
+        assert some.num_classes == len(kept)
+        rows = np.isin(every.labels, kept)
+        assert np.array_equal(some.pictures, every.pictures[rows])
+        train = [one.train(RECIPE, is_search=is_search) for one in (world, clear)]
+        assert len(train[0]) == len(train[1])
+    assert clear.record["distinct"] == 0.5
+
+
 def test_without_a_split_identities_are_divided_by_the_seed(tmp_path: Path) -> None:
     world = Drawn(stored_npz(tmp_path, split=None)).opened()
     halves = []
@@ -266,7 +281,9 @@ def test_omniglot_has_the_classes_that_its_experiment_says() -> None:
     experiment = get_experiment("omniglot", data=shared_data("omniglot32"))
     train, test = experiment.world._parts(0, is_search=False)
     assert train.num_classes == experiment.recipe.data.num_classes == 6368
-    assert test.num_classes == 659 and len(test) == 6590
+    assert test.num_classes == 609 and len(test) == 6090  # without 50 of 659 that look alike
+    every = replace(experiment.world, distinct=None)._parts(0, is_search=False)[1]
+    assert every.num_classes == 659
 
 
 # -- pictures and recordings of the readers -------------------------------------------------------

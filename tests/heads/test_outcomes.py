@@ -77,9 +77,7 @@ def test_gaps_of_a_sampled_path_are_of_all_classes():
     path = qmargin.Sampled(rate=0.4, seed=1)
     head, embeddings, labels = made(1.0, AngularMargin(0.2), path)
     head(embeddings, labels)
-    torch.testing.assert_close(
-        head.gaps(embeddings, labels), by_hand(head, embeddings, labels)[1]
-    )
+    torch.testing.assert_close(head.gaps(embeddings, labels), by_hand(head, embeddings, labels)[1])
     assert head.last_step.satisfied_share == 0.0
 
 

@@ -79,24 +79,26 @@ def study_points(name: str, classes: int, dim: int) -> tuple[Point, ...]:
     nearest = NormalDist().inv_cdf(1.0 - 1.0 / classes)
     alphas, found = ALPHAS.get(name, (1.0,)), []
     for row, column in product(range(len(LEVELS)), range(len(UPDATES))):
-        level = round(LEVELS[row] * nearest, 2)
+        level, turn = round(LEVELS[row] * nearest, 2), (column + 1) // 2  # with each update
         point = {HARDNESS: value_text(level), **UPDATES[(row + column) % len(UPDATES)]}
         if name == "q_margin":
-            alpha, gap = _alpha_and_reach(level, column, classes, dim)
+            alpha, gap = _alpha_and_reach(level, turn, column, classes, dim)
             point |= {"loss.alpha": value_text(alpha), REACH: value_text(gap)}
         else:
             margin = MARGINS[name][column]
-            alpha = alphas[(row + column // 2) % len(alphas)]
+            alpha = alphas[(row + turn) % len(alphas)]
             point |= {"loss.alpha": value_text(alpha), "loss.margin": value_text(margin)}
         if name == "magface":
             point["loss.options.upper_margin"] = value_text(round(margin + MAGFACE_RISE, 6))
         if name == "sampled":
-            point["head.sample_rate"] = value_text(RATES[(row + column // 2) % len(RATES)])
+            point["head.sample_rate"] = value_text(RATES[(row + turn) % len(RATES)])
         found.append(point)
     return tuple(found)
 
 
-def _alpha_and_reach(level: float, column: int, classes: int, dim: int) -> tuple[float, float]:
+def _alpha_and_reach(
+    level: float, turn: int, column: int, classes: int, dim: int
+) -> tuple[float, float]:
     """Of the two sparsest alphas by turns, and from the least reach to the largest."""
     low, high = REACHES
     least = {
@@ -105,7 +107,7 @@ def _alpha_and_reach(level: float, column: int, classes: int, dim: int) -> tuple
         for alpha in Q_MARGIN_ALPHAS
     }
     able = [alpha for alpha in Q_MARGIN_ALPHAS if least[alpha] < high] or [Q_MARGIN_ALPHAS[0]]
-    alpha = able[-2:][column % len(able[-2:])]
+    alpha = able[-2:][turn % len(able[-2:])]
     start, end = max(low, MORE[0] * least[alpha]), max(high, MORE[1] * least[alpha])
     return alpha, round(start + column / (len(UPDATES) - 1) * (end - start), 3)
 
