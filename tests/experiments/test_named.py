@@ -22,7 +22,9 @@ from qmargin.experiments.named import (
 )
 from qmargin.experiments.named.demo import DEMO_GRID, DEMO_SETTINGS, VOICE_GRID, demo_experiment
 from qmargin.experiments.named.people import SIZE, study
-from qmargin.experiments.tables import edges_of
+from qmargin.experiments.run import Outcome
+from qmargin.experiments.search import Tried
+from qmargin.experiments.tables import _best_of_each, edges_of, write_figures
 from qmargin.report.numbers import rate_text
 from qmargin.report.paper_layouts import FACE_ROWS, SEEDS_ROW, SPEAKER_ROWS, Setting
 
@@ -136,11 +138,30 @@ def test_expectations_stand_on_their_page() -> None:
         assert f"| `{name}` | {experiment.expected} |" in page
 
 
+def test_a_figure_of_many_settings_has_a_line_for_each_loss(tmp_path: Path) -> None:
+    """At each hardness the best of the settings that have it."""
+    experiment, places = get_experiment("people-10k").with_arms(["cosface", "q_margin"]), {}
+    tried = []
+    for key, arm in experiment.arms.items():
+        for number, point in enumerate(arm.points):
+            recipe = experiment.run_recipe(key, point, seed=0, is_search=True)
+            outcome = Outcome("finished", {"eer": 0.1, "tar@0.0001": (7 * number % 20) / 20})
+            tried.append(Tried(key, point, recipe, (outcome,), 1))
+            place = (key, point["hardness"])
+            places[place] = max(places.get(place, 0.0), outcome.measures["tar@0.0001"])
+    best = _best_of_each(tried, "tar@0.0001", "hardness")
+    found = {(one.arm, one.point["hardness"]): one.mean("tar@0.0001") for one in best}
+    assert found == places and len(found) == 10
+    assert len(_best_of_each(tried, "eer", "hardness")) == 10
+    files = write_figures(tried, "tar@0.0001", tmp_path)
+    assert [path.name for path in files] == ["sensitivity.svg", "sensitivity.pdf"]
+
+
 @pytest.mark.parametrize("name", ["arcface", "adaface", "magface", "sampled", "q_margin"])
 def test_losses_of_a_study_learn(tmp_path: Path, name: str) -> None:
     size = SIZE._replace(
         num_classes=60, samples_per_class=4, epochs=1, batch_size=32, width=8, depth=0,
-        embedding_dim=32,
+        embedding_dim=128,
     )  # fmt: skip
     made = study("toy", "toy", "?", "", size=size).with_arms([name])
     arm = made.arms[name]

@@ -86,7 +86,7 @@ class Compare(Running):
             return
         if self.experiment is None or self.out is None:
             raise ConfigError("an experiment and --out are needed: qmargin compare NAME --out DIR")
-        from qmargin.experiments.tables import results_page
+        from qmargin.experiments.tables import FIGURES, STEMS, results_page
         from qmargin.training.checkpoint import check_writable
 
         experiment = self._find(self.experiment)
@@ -97,9 +97,16 @@ class Compare(Running):
         if finished.paths:
             tell(finished)
         if self.page is not None:
-            command = command_line(url=self.storage)
-            text = results_page(finished, command=command, commit=self.commit)
-            guard_of(self, ("page", "out")).write_all({self.page: text.encode()})
+            drawn = self.out / FIGURES / f"{STEMS[0]}.svg"
+            figure = self.page.with_suffix(".svg")
+            found = {figure: drawn.read_bytes()} if drawn.exists() else {}
+            text = results_page(
+                finished,
+                command=command_line(url=self.storage),
+                commit=self.commit,
+                figure=figure.name if found else None,
+            )
+            guard_of(self, ("page", "out")).write_all({self.page: text.encode(), **found})
             sys.stdout.write(f"{self.page}\n")
 
     def _find(self, name: str) -> Experiment:

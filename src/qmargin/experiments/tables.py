@@ -62,6 +62,7 @@ LABELS = {
     HARDNESS: "Hardness",
 }
 REACHABLE = 2.0  # cosines differ by at most this
+MOST_LINES = 20  # of a figure; of more settings each arm has one line, of the best
 FOCUS = "Q-Margin"  # compared with the best of the others
 VERDICT_FARS = (1e-3, 1e-4, 1e-5)
 HEADLINE = 1e-4  # FAR of the verdict, on the terminal and on the page
@@ -248,6 +249,14 @@ def write_figures(tried: Sequence[Tried], measure: str, folder: Path) -> list[Pa
             return ", ".join([one.arm] * several + texts) or measure
 
         lines = _lines(tried, measure, lambda one: _float(one.point[key]), label)
+        if len(lines) > MOST_LINES:
+            key = HARDNESS if HARDNESS in numbers else key
+            lines = _lines(
+                _best_of_each(tried, measure, key),
+                measure,
+                lambda one: _float(one.point[key]),
+                lambda one: f"{one.arm}, the best of each",
+            )
         written += write_lines(folder / STEMS[0], {LABELS.get(key, key): lines}, height)
     panels = margin_panels(tried, measure, [key for key in varied if key not in SHOWN])
     if panels:
@@ -261,7 +270,7 @@ def margin_panels(
     """The measure over m and over m_eff, a line for each alpha, scale and value of other keys.
 
     Where the effective margin is what matters, the lines of the second panel lie on each other. It
-    takes two lines and two gaps to see that; with fewer there is nothing to draw.
+    takes two lines and two gaps to see that; with fewer, or very many lines, nothing is drawn.
     """
     known = [one for one in tried if one.recipe.loss.effective_margin is not None]
 
@@ -273,7 +282,21 @@ def margin_panels(
     by_margin = _lines(known, measure, lambda one: one.recipe.loss.margin, label)
     by_gap = _lines(known, measure, lambda one: one.recipe.loss.effective_margin, label)
     gaps = {f"{one.recipe.loss.effective_margin:.6g}" for one in known}
-    return {} if min(len(by_margin), len(gaps)) < 2 else {MARGIN: by_margin, GAP: by_gap}
+    is_drawn = 2 <= len(by_margin) <= MOST_LINES and len(gaps) >= 2
+    return {MARGIN: by_margin, GAP: by_gap} if is_drawn else {}
+
+
+def _best_of_each(tried: Sequence[Tried], measure: str, key: str) -> list[Tried]:
+    """Of each arm and value of a key, the point with the best mean; in the order of values."""
+    best: dict[tuple[str, float | None], Tried] = {}
+    sign = -1.0 if measure == EER else 1.0
+    for one in tried:
+        place = (one.arm, _float(one.point[key]))
+        if one.known(measure) and (
+            place not in best or sign * one.mean(measure) > sign * best[place].mean(measure)
+        ):
+            best[place] = one
+    return sorted(best.values(), key=lambda one: float(one.point[key]))
 
 
 def _lines(
@@ -359,8 +382,13 @@ def verdict(repeats: Repeats, fars: Sequence[float], *, bold: str = "{}") -> lis
     return lines
 
 
-def results_page(finished: Finished, *, command: str, commit: str = "") -> str:
-    """Markdown page of an experiment: what was trained, found, and which settings were chosen."""
+def results_page(
+    finished: Finished, *, command: str, commit: str = "", figure: str | None = None
+) -> str:
+    """Markdown page of an experiment: what was trained, found, and which settings were chosen.
+
+    ``figure`` is where the page finds that of the search.
+    """
     import torch
 
     experiment = finished.experiment
@@ -378,7 +406,8 @@ def results_page(finished: Finished, *, command: str, commit: str = "") -> str:
         if finished.paths.get(name):
             parts += [*heads, *_found(repeats_of(finished.paths[name], title))]
     if finished.rounds:
-        parts += ["## Settings", *_choice(finished)]
+        drawn = f"![{_measure_text(finished.measure or EER)} of the settings]({figure})"
+        parts += ["## Settings", *([drawn] if figure else []), *_choice(finished)]
     return "\n\n".join(part.strip() for part in parts) + "\n"
 
 
