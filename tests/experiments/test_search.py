@@ -129,7 +129,7 @@ def test_points_of_an_arm_may_name_what_they_aim_at(executed: list[Run], tmp_pat
     run(experiment, tmp_path, search_only=True)
     assert [one.recipe.loss.reach for one in executed] == pytest.approx([1.0, 1.5])
     impossible = replace(arm, points=(point, {**point, "reach": "0.01"}))
-    with pytest.raises(ConfigError, match="arms.q_margin: reach is 0.01, but with alpha 1.5"):
+    with pytest.raises(ConfigError, match=r"arms\.q_margin: reach is 0.01, but with alpha 1.5"):
         replace(experiment, arms={"q_margin": impossible})
 
 

@@ -143,8 +143,8 @@ def test_a_reach_is_met_after_the_hardness(kind: str) -> None:
 
 
 def test_a_sum_or_class_margins_have_no_axis_of_their_own() -> None:
-    for given in ("[{prior: 0.1}, {angular: 0.1}]", "{prior: {per_class: [1, 2]}}"):
-        recipe = apply_settings(get_recipe("debug"), [f"loss.margin={given}"])
+    for margin in ("[{prior: 0.1}, {angular: 0.1}]", "{prior: {per_class: [1, 2]}}"):
+        recipe = apply_settings(get_recipe("debug"), [f"loss.margin={margin}"])
         for key in ("reach", "m_eff"):
             with pytest.raises(ConfigError, match="a sum or per class"):
                 with_point(recipe, {key: "0.9", "loss.alpha": "1.5"})
@@ -162,7 +162,7 @@ def test_a_grid_leaves_out_what_no_margin_reaches() -> None:
         assert least[point["loss.alpha"], point["loss.scale"]] <= float(point["reach"])
         found = with_point(recipe, point).loss.reach
         assert found == pytest.approx(float(point["reach"]))
-    with pytest.raises(ConfigError, match="no point of the grid is possible: reach is 0.02"):
+    with pytest.raises(ConfigError, match=r"no point of the grid is possible: reach is 0\.02"):
         reachable(recipe, grid([parse_axis("loss.alpha=1.5"), parse_axis("reach=0.01,0.02")]))
 
 

@@ -1,5 +1,6 @@
 """The hardness of a loss: against drawn classes, and as a scale."""
 
+import itertools
 import math
 import time
 
@@ -87,7 +88,7 @@ def test_it_never_falls_with_the_scale(alpha, num_classes):
     sizes = {"num_classes": num_classes, "embedding_dim": 64}
     scales = torch.logspace(-3, 3, 61).tolist()
     means = [qmargin.hardness(alpha, scale, **sizes).mean for scale in scales]
-    assert all(later >= earlier - 1e-9 for earlier, later in zip(means, means[1:], strict=False))
+    assert all(later >= earlier - 1e-9 for earlier, later in itertools.pairwise(means))
 
 
 @pytest.mark.parametrize("num_classes", [2, 10, 1000, 100_000_000])

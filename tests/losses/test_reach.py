@@ -1,6 +1,7 @@
 """The reach of a loss: against the solver, by bisection, and as a margin (M12)."""
 
 import math
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from qmargin import (
     PriorMargin,
 )
 from qmargin.errors import ConfigError
+from qmargin.losses.margins import StatelessMargin, geometric_term
 
 MARGINS = {
     "none": PriorMargin(0.0),
@@ -98,6 +100,24 @@ def test_up_to_alpha_one_no_loss_is_ever_zero(alpha):
 )
 def test_where_rows_differ_there_is_no_number(margin):
     assert qmargin.reach(1.5, 16.0, margin) is None
+
+
+@dataclass(frozen=True, eq=False)
+class Mine(StatelessMargin):
+    """A user's margin; with ``by_norm`` it cannot do without norms."""
+
+    shift: float = 0.3
+    by_norm: bool = False
+
+    def term(self, cosines, scale, labels, norms):
+        shift = self.shift * (norms.mean() if self.by_norm else 1.0)
+        return geometric_term(cosines - shift * cosines.square(), scale)
+
+
+def test_any_margin_without_state_has_a_reach():
+    assert qmargin.reach(1.5, 10.0, Mine()) == pytest.approx(0.3 + 0.2)
+    assert qmargin.reach(1.5, 10.0, Mine(), target_cosine=0.5) == pytest.approx(0.075 + 0.2)
+    assert qmargin.reach(1.5, 10.0, Mine(by_norm=True)) is None
 
 
 def test_a_loss_knows_its_reach():

@@ -26,6 +26,7 @@ from qmargin.report.plots import (
     curve_points,
     det_geometry,
     histogram_chart,
+    outcome_charts,
     point_below,
     probit,
     round_ticks,
@@ -437,6 +438,64 @@ def test_broken_journals_are_named_and_nothing_is_written(tmp_path, text, messag
 def test_one_step_can_be_drawn(tmp_path, row):
     chart = support_chart([journal_of(tmp_path / "j.jsonl", [{"step": 0, **row}])])
     assert all(math.isfinite(x + y) for line in chart.shapes["lines"][0].values() for x, y in line)
+
+
+def outcome_rows(count=5, reach=0.6):
+    return [
+        {"step": i, "support_mean": 9.0, "satisfied_share": i / 10, "target_posterior": None}
+        | {"cosine_gap": 0.1 * i - 0.1, "reach": reach}
+        for i in range(count)
+    ]
+
+
+def test_outcomes_are_read_and_averaged_like_the_support(tmp_path):
+    journal = journal_of(tmp_path / "journal.jsonl", outcome_rows(900))
+    assert len(journal.steps) == 300 and journal.reach == 0.6
+    assert journal.outcomes["satisfied_share"][:2] == pytest.approx((0.1, 0.4))
+    assert set(journal.outcomes["target_posterior"]) == {None}
+    assert journal_of(tmp_path / "j.jsonl", [{"step": 1, "support_mean": 4}]).reach is None
+
+
+def test_outcomes_are_small_charts_and_the_reach_is_marked(tmp_path):
+    first = journal_of(tmp_path / "a.jsonl", outcome_rows())
+    plain = journal_of(tmp_path / "b.jsonl", [{"step": 3, "support_mean": 4.0}])
+    far = journal_of(tmp_path / "c.jsonl", outcome_rows(reach=7.8))
+    shares, gaps = outcome_charts([first, plain, far])
+    assert (shares.up_title, gaps.up_title) == ("Share of satisfied rows", "Cosine gap")
+    assert shares.shapes["marks"] == [None, None, None]
+    assert [len(line) for line in gaps.shapes["lines"]] == [5, 0, 5]
+    mark, *others = gaps.shapes["marks"]
+    assert others == [None, None]  # no embedding has the gap of the last
+    last = gaps.shapes["lines"][0][-1][1]
+    assert gaps.box.top < mark < last < gaps.box.bottom  # 0.6 is above 0.3
+    for chart in (shares, gaps):
+        for line in chart.shapes["lines"]:
+            assert all(chart.box.top <= y <= chart.box.bottom for _, y in line)
+    assert outcome_charts([plain]) == []
+
+
+def test_the_page_tells_where_a_run_ended(tmp_path):
+    paths, journal = write_results(tmp_path, synthetic_result()), tmp_path / "journal.jsonl"
+    journal_of(journal, outcome_rows())
+    write_report(paths, tmp_path / "out", replace(PLAIN, journals=(journal,)))
+    page = (tmp_path / "out" / "index.html").read_text(encoding="utf-8")
+    section = page[page.index('id="sparsity"') :]
+    assert section.count('class="plot small"') >= 2 and "Cosine gap over training steps" in section
+    assert ">Satisfied</th>" in section and ">Target posterior</th>" not in section
+    row = section[section.index('data-label="Satisfied"') :]
+    assert [float(text) for text in re.findall(r"<span>([\d.]+)</span>", row)[:3]] == [
+        0.4,
+        0.3,
+        0.6,
+    ]
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0, -0.5])
+def test_one_step_of_outcomes_can_be_drawn(tmp_path, value):
+    row = {"step": 0, "support_mean": 1.0, "cosine_gap": value, "satisfied_share": abs(value)}
+    for chart in outcome_charts([journal_of(tmp_path / "j.jsonl", [row])]):
+        (line,) = chart.shapes["lines"]
+        assert all(math.isfinite(x + y) for x, y in line) and len(chart.left) >= 2
 
 
 # -- files ----------------------------------------------------------------------------------------

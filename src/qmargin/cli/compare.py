@@ -139,8 +139,8 @@ class Sweep(Running):
     recipe: str = argument("name of a recipe, or a .yaml file", metavar="NAME|FILE")
     out: Path = option("folder of the sweep", metavar="DIR")
     axes: tuple[str, ...] = option(
-        "values of a setting, as in loss.scale=10,16, of m_eff, the effective margin, or of "
-        "hardness, which decides the scale; a search also takes LOW:HIGH and LOW:HIGH:log",
+        "values of a setting, as in loss.scale=10,16, of hardness, which decides the scale, or of "
+        "m_eff or reach, which decide the margin; a search also takes LOW:HIGH and LOW:HIGH:log",
         name="--grid",
         metavar="KEY=V1,V2",
         repeated=True,

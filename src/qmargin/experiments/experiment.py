@@ -478,9 +478,7 @@ is_log=True),))
         if is_searched(value) or key in space.DECIDES
     )
     points: tuple[Point, ...] = ()
-    if not any(
-        is_searched(value) for _, value in given
-    ):  # one hardness or reach: nothing to search
+    if not any(is_searched(value) for _, value in given):  # one reach is nothing to search
         points, axes = tuple(point for point in space.grid(axes) if point), ()
     settings = [
         f"{key}={value_text(value)}"

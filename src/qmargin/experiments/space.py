@@ -235,7 +235,9 @@ def _scale_of(recipe: Recipe, hardness: float) -> float:
     classes, dim = recipe.data.num_classes, recipe.model.embedding_dim
     if classes is None:
         raise ConfigError(f"{HARDNESS} is an axis; give data.num_classes, or use loss.scale")
-    return scale_of_hardness(hardness, recipe.loss.order, num_classes=classes, embedding_dim=dim)
+    sizes = {"num_classes": classes, "embedding_dim": dim}
+    # Rounded, so that the hash of a run does not depend on the machine's rounding.
+    return float(f"{scale_of_hardness(hardness, recipe.loss.order, **sizes):.7g}")
 
 
 def _margin_of(recipe: Recipe, key: str, gap: float) -> float:

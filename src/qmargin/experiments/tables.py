@@ -218,7 +218,7 @@ def _settings(recipe: Recipe) -> tuple[CellValue, ...]:
         mean = hardness(loss.alpha, loss.scale, num_classes=classes, embedding_dim=dim).mean
     return (
         None if loss.alpha in (None, 1.0) else f"{loss.alpha:g}",
-        f"{loss.scale:g}",
+        f"{loss.scale:.4g}",
         f"{loss.margin:.3g}",
         None if gap is None else f"{gap:.3g}",
         Number(mean),

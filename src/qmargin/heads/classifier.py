@@ -66,8 +66,8 @@ ROW_LOSSES: dict[str, Callable[..., tuple[Tensor, StepRecord]]] = {
 # Attributes that change in every step: nn.Module need not look for parameters in them.
 CHANGING = frozenset(
     (
-        *("_labels", "_num_resting", "_num_watched", "_reading", "_reason", "_stamp", "_step", "_unverified"),
-        *("_was_chunked", "fused_gradient", "list_lengths"),
+        *("_labels", "_num_resting", "_num_watched", "_reading", "_reason", "_stamp", "_step"),
+        *("_unverified", "_was_chunked", "fused_gradient", "list_lengths"),
     )
 )
 PADDING = 256  # the screen's tiles: a copy of the prototypes has a multiple of this many rows
@@ -654,7 +654,9 @@ class MarginClassifier(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy or a pickle holds: no step in flight, and no copy that can be made again."""
-        names = "fused_gradient _labels _step _unverified _home _kernels _kernels_key _stamp _reading"
+        names = (
+            "fused_gradient _labels _step _unverified _home _kernels _kernels_key _stamp _reading"
+        )
         fresh = {**dict.fromkeys(names.split()), "has_optimizer": False}
         fresh["captured_steps"] = CapturedSteps()
         state = {**self.__dict__, **fresh, "_shares": deque(self._shares, NUM_MEASURED)}

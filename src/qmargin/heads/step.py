@@ -64,7 +64,8 @@ class RowOutcome(NamedTuple):
     @classmethod
     def of_others(cls, support: Tensor, mass_error: Tensor, others_mass: Tensor) -> RowOutcome:
         """From the posterior mass of all classes but the target, which is exactly zero or not."""
-        return cls(support, mass_error, 1.0 - others_mass, others_mass == 0.0)
+        target = (1.0 - others_mass).clamp_min(0.0)  # rounding may leave the others more than one
+        return cls(support, mass_error, target, others_mass == 0.0)
 
 
 def step_stats(

@@ -8,11 +8,10 @@ weighs, in deviations, averaged over rows:
     h = E\left[\sum_{j=1}^{k} p_j z_j\right], \qquad
     p_j = \left[1 + b\,(s\, d^{-1/2} z_j - \tau)\right]_+^{1/b}, \qquad \sum_j p_j = 1
 
-with ``z`` standard normal and ``b = alpha - 1``. The target takes no part: its posterior is zero, as
-in a row whose target is far from its prototype. Within a row :math:`\sum_j p_j z_j` is the slope of
-a convex function of the scale (the conjugate of the regulariser), so ``h`` never falls with the
-scale. It ends at the expected maximum of ``k`` normal numbers, which is below
-:math:`\sqrt{2 \ln k}`.
+with ``z`` standard normal and ``b = alpha - 1``. The target takes no part: its posterior is zero,
+as in a row whose target is far from its prototype. Within a row :math:`\sum_j p_j z_j` is the slope
+of a convex function of the scale (the conjugate of the regulariser), so ``h`` never falls with the
+scale. It ends at the expected maximum of ``k`` normal numbers, below :math:`\sqrt{2 \ln k}`.
 
 ``h`` is computed on a fixed sample of rows: the largest cosines of each are drawn as order
 statistics (:math:`U_{(i)} = \Gamma_i / \Gamma_{k+1}` with sums of exponential spacings, in equal
@@ -56,8 +55,8 @@ def hardness(alpha: float, scale: float, *, num_classes: int, embedding_dim: int
     """How hard the negatives are that a loss looks at, before anything is learned.
 
     Losses of equal hardness look at the same negatives, whatever their alpha. The nearest of ``k``
-    classes is a little less than ``sqrt(2 log k)`` deviations away: a loss near that looks at single
-    classes. At ``alpha = 1`` the hardness is ``scale / sqrt(d)`` until it comes near that limit.
+    classes is a little less than ``sqrt(2 log k)`` deviations away: a loss near that looks at
+    single classes. At ``alpha = 1`` the hardness is ``scale / sqrt(d)`` far below that limit.
 
     Args:
         alpha: Of the divergence, at least 1.
@@ -179,7 +178,7 @@ def _sharpness(mean: float, b: float, num_classes: int) -> float | None:
         low, high, step = high, high + step, 2.0 * step
     if step >= _WIDEST:
         return None
-    return math.exp(float(brentq(excess, low, high, xtol=1e-9)) if low < high else low)
+    return math.exp(float(brentq(excess, low, high, xtol=1e-10)) if low < high else low)
 
 
 def _alpha_minus_one(alpha: float) -> float:

@@ -89,21 +89,23 @@ def reach(
     ):
         return None
 
+    @torch.no_grad()
     def gaps(cosines: Tensor) -> Tensor:
         term = given(cosines, scale)
         return cosines - term.logits / scale + (-b * term.log_reference).exp() / (b * scale)
 
+    like = {"dtype": torch.float64, "device": "cpu"}
     try:
         if target_cosine is not None:
-            return float(gaps(torch.tensor([target_cosine], dtype=torch.float64, device="cpu")))
+            return float(gaps(torch.tensor([target_cosine], **like)))
         low, high = 0.0, math.pi
         for _ in range(_ZOOMS):
-            angles = torch.linspace(low, high, _ANGLES, dtype=torch.float64, device="cpu")
+            angles = torch.linspace(low, high, _ANGLES, **like)
             found, place = gaps(angles.cos()).max(0)
             step, best = (high - low) / (_ANGLES - 1), float(angles[place])
             low, high = max(0.0, best - step), min(math.pi, best + step)
         return float(found)
-    except ConfigError:  # it follows norms or labels
+    except Exception:  # a margin, perhaps a user's, that cannot do without norms or labels
         return None
 
 
@@ -142,8 +144,8 @@ def margin_of_reach(gap: float, alpha: float, scale: float, *, kind: str = "prio
         )
     if gap < least * (1.0 - 1e-12):
         raise UnreachableError(
-            f"reach is {gap:g}, but with alpha {alpha:g} and scale {scale:.4g} a row needs a gap of "
-            f"{least:.4g} without any margin; choose a reach of at least that, or a larger scale"
+            f"reach is {gap:g}, but with alpha {alpha:g} and scale {scale:.4g} a row needs a gap "
+            f"of {least:.4g} without any margin; choose at least that, or a larger scale"
         )
     added = max(0.0, gap - least)
     if kind == "angular":

@@ -260,8 +260,10 @@ def _step_record(
         record["loss_scale"] = session.scaler.get_scale()
     if device.type == "cuda":
         record["peak_gib"] = torch.cuda.max_memory_allocated(device) / 2**30  # of this rank
-    names = ("support_mean", "support_max", "satisfied_share", "target_posterior")
-    names += ("path", "mass_error", "num_overflowed")
+    names = (
+        *("support_mean", "support_max", "satisfied_share", "target_posterior"),
+        *("path", "mass_error", "num_overflowed"),
+    )
     return record | {name: None if stats is None else getattr(stats, name) for name in names}
 
 
