@@ -124,7 +124,7 @@ def test_sections_of_a_file() -> None:
         "question": "Which?",
         "expected": "The first.",
         "search": {
-            **{"method": "random", "points": 4, "seeds": 2, "finalist_seeds": [7]},
+            "method": "random", "points": 4, "seeds": 2, "finalist_seeds": [7],
             "set": {"run.epochs": 1},
         },
         "protocol": {"far": ["1e-2", 1.0e-3]},
