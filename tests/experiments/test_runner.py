@@ -24,6 +24,7 @@ from qmargin.experiments.experiment import Arm, TestProtocol, make_arm
 from qmargin.experiments.run import RESULT, Run, Task
 from qmargin.experiments.runner import RECORD
 from qmargin.experiments.tables import results_page, summary
+from qmargin.experiments.worlds import Made
 from qmargin.report.systems import Primary
 from qmargin.training import loop
 from qmargin.training.signals import Interrupted, StopRequest
@@ -96,6 +97,68 @@ def test_an_arm_may_take_the_settings_of_another(tmp_path: Path) -> None:
     assert finished.chosen["sampled"] == finished.chosen["cosface"]
     with pytest.raises(ConfigError, match="add cosface"):
         experiment.with_arms(["sampled"])
+
+
+def test_arms_may_have_seeds_of_their_own_and_finalists_too(tmp_path: Path) -> None:
+    base = small_comparison(seeds=(0, 1, 2))
+    few = replace(base.arms["q_margin"], seeds=(0, 1))
+    search = replace(base.search, finalists=1, finalist_seeds=(7, 8))
+    made = replace(base, arms={**base.arms, "q_margin": few}, search=search)
+    finished, said = run(made, tmp_path)
+    names = [path.parent.name.rpartition("-")[0] for path in finished.paths[RESULT]]
+    assert names == [
+        *("cosface-seed0", "q_margin-seed0", "cosface-seed1", "q_margin-seed1", "cosface-seed2")
+    ]
+    assert "5 runs, 0 of them complete" in said
+    assert [one.num_wanted for tried in finished.rounds for one in tried] == [1, 1, 2]
+    assert finished.rounds[1][0].recipe.seed == 7
+    page = results_page(finished, command="compare")
+    assert "2 or 3 seeds" in page
+    alike = made.with_seeds((0, 1))
+    assert {alike.seeds_of(name) for name in alike.arms} == {(0, 1)}
+    again, said = run(alike, tmp_path)
+    assert "4 runs, 4 of them complete" in said and len(again.results) == 4
+
+
+def test_seeds_of_an_arm_are_checked() -> None:
+    base = small_comparison()
+    for seeds, text in (((), "seeds is empty"), ((0, 0), "each seed once"), ((-1,), "below 0")):
+        arm = replace(base.arms["cosface"], seeds=seeds)
+        with pytest.raises(ConfigError, match=f"arms.cosface: .*{text}"):
+            replace(base, arms={"cosface": arm})
+    with pytest.raises(ConfigError, match="each seed once"):
+        replace(base.search, finalist_seeds=(1, 1))
+
+
+def test_settings_reach_the_recipe_the_data_and_the_protocol() -> None:
+    base = replace(small_comparison(), world=Made())
+    made = base.with_settings(
+        ["data.num_test=7", "data.batch_size=9", "protocol.far=1e-2", "protocol.replicates=3"]
+    )
+    assert (made.world.num_test, made.recipe.data.batch_size) == (7, 9)
+    assert (made.protocol.fars, made.protocol.num_replicates) == ((0.01,), 3)
+    many = base.with_settings(["protocol.far=[1e-3, 1e-2]"])
+    assert many.protocol.fars == (0.01, 0.001)
+    for setting, text in (
+        ("data.num_tests=7", "did you mean 'num_test'"),
+        ("data.bach_size=7", "did you mean 'batch_size'"),
+        ("protocol.fars=1", "did you mean 'far'"),
+        ("data.num_test=some", "data.num_test"),
+        ("protocol.far=2", "between 0 and 1"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            base.with_settings([setting])
+
+
+def test_a_page_has_the_question_and_what_was_expected(tmp_path: Path) -> None:
+    asked = small_comparison(question="Which is better?", expected="Q-Margin is ahead.")
+    finished, _ = run(asked, tmp_path)
+    page = results_page(finished, command="compare")
+    start = page.partition("## Found")[0]
+    assert "## Question\n\nWhich is better?\n\n[Expected before any run]" in start
+    assert start.index("Q-Margin is ahead.") < start.index("## Set-up") < start.index("- training")
+    silent = replace(finished, experiment=replace(asked, question="", expected=""))
+    assert "## Question" not in results_page(silent, command="compare")
 
 
 # -- resuming -------------------------------------------------------------------------------------

@@ -120,22 +120,32 @@ def test_sections_of_a_file() -> None:
         "recipe": "debug",
         "set": {"loss": {"scale": 8}, "run.epochs": 2},
         "arms": {
-            "entmax": None,
+            "entmax": {"seeds": 4},
             "wide": {"title": "Wide", "loss": {"preset": "q_margin", "scale": "8:64:log"}},
             "same": {"like": "wide", "head.path": "dense"},
         },
         "seeds": [3, 5],
-        "search": {"method": "random", "points": 4, "seeds": 2, "set": {"run.epochs": 1}},
+        "question": "Which?",
+        "expected": "The first.",
+        "search": {
+            "method": "random",
+            "points": 4,
+            "seeds": 2,
+            "finalist_seeds": [7],
+            "set": {"run.epochs": 1},
+        },
         "protocol": {"far": ["1e-2", 1.0e-3]},
         "data": {"num_test": 20},
     }
     experiment = from_mapping(content)
     assert experiment.recipe.loss.scale == 8.0 and experiment.seeds == (3, 5)
     assert experiment.arms["entmax"].settings == ("loss.preset=entmax_face",)
+    assert experiment.seeds_of("entmax") == (0, 1, 2, 3) and experiment.seeds_of("same") == (3, 5)
+    assert (experiment.question, experiment.expected) == ("Which?", "The first.")
     assert experiment.arms["wide"].title == "Wide" and experiment.arms["same"].like == "wide"
     assert set(experiment.searched) == {"wide"}
     search = experiment.search
-    assert (search.seeds, search.num_points) == ((1000, 1001), 4)
+    assert (search.seeds, search.finalist_seeds, search.num_points) == ((1000, 1001), (7,), 4)
     assert search.settings == ("run.epochs=1",)
     assert experiment.protocol.fars == (0.01, 0.001) and experiment.world == Made(num_test=20)
     assert from_mapping({**content, "data": None}).world == Made()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -88,7 +88,7 @@ class Compare(Running):
             return
         if self.experiment is None or self.out is None:
             raise ConfigError("an experiment and --out are needed: qmargin compare NAME --out DIR")
-        from qmargin.experiments.tables import results_page
+        from qmargin.experiments.tables import FIGURES, STEMS, results_page
         from qmargin.training.checkpoint import check_writable
 
         experiment = self._find(self.experiment)
@@ -99,16 +99,22 @@ class Compare(Running):
         if finished.paths:
             tell(finished)
         if self.page is not None:
-            command = command_line(url=self.storage)
-            text = results_page(finished, command=command, commit=self.commit)
-            guard_of(self, ("page", "out")).write_all({self.page: text.encode()})
+            drawn = self.out / FIGURES / f"{STEMS[0]}.svg"
+            figure = self.page.with_suffix(".svg")
+            found = {figure: drawn.read_bytes()} if drawn.exists() else {}
+            text = results_page(
+                finished,
+                command=command_line(url=self.storage),
+                commit=self.commit,
+                figure=figure.name if found else None,
+            )
+            guard_of(self, ("page", "out")).write_all({self.page: text.encode(), **found})
             sys.stdout.write(f"{self.page}\n")
 
     def _find(self, name: str) -> Experiment:
         from qmargin.experiments.experiment import read_experiment
         from qmargin.experiments.named import get_experiment
         from qmargin.training.distributed import choose_device
-        from qmargin.training.recipe_files import apply_settings
 
         if name.endswith((".yaml", ".yml")):
             if self.data is not None:
@@ -117,9 +123,9 @@ class Compare(Running):
         else:
             device = choose_device(0, self.devices[0]).type
             made = get_experiment(name, device=device, data=self.data)
-        made = replace(made, recipe=apply_settings(made.recipe, self.settings))
+        made = made.with_settings(self.settings)
         if self.seeds is not None:
-            made = replace(made, seeds=tuple(range(self.seeds)))
+            made = made.with_seeds(range(self.seeds))
         return made.with_arms(self.arms) if self.arms else made
 
 

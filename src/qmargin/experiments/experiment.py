@@ -20,11 +20,13 @@ from qmargin.schema import (
     decode_settings,
     load_yaml,
     read_text,
+    set_value,
     short,
+    split_setting,
     suggest,
 )
 from qmargin.training.loss_part import PRESETS
-from qmargin.training.recipe import Recipe
+from qmargin.training.recipe import DataPart, Recipe
 from qmargin.training.recipe_files import apply_settings, read_recipe
 
 Kind = TypeVar("Kind")
@@ -43,12 +45,15 @@ TITLES = {
     "sparsemax": "SparseMax",
     "q_margin": "Q-Margin",
     "sampled": "ArcFace, 10 % of classes",
+    "adaface": "AdaFace",
+    "magface": "MagFace",
 }
 _PARTS = ("margin", "loss.margin", "loss.divergence")
 FOCUS, RIVALS = "q_margin", ("cosface", "arcface")  # compared where an experiment says nothing
 HEADLINE = 1e-4  # FAR of that comparison
 _SECTIONS = (
-    *("name", "title", "recipe", "set", "data", "arms", "seeds", "protocol", "search", "primary"),
+    *("name", "title", "question", "expected", "recipe", "set", "data", "arms", "seeds"),
+    *("protocol", "search", "primary"),
 )
 
 
@@ -62,6 +67,7 @@ class Arm:
         axes: Lists and ranges of values to search.
         points: Combinations to try instead of all combinations of ``axes``.
         like: Arm whose chosen settings this one takes.
+        seeds: Of its runs that are tested; None for those of the experiment.
         left_out: Combinations of ``axes`` whose reach no margin makes; found by the experiment.
     """
 
@@ -70,6 +76,7 @@ class Arm:
     axes: tuple[Axis, ...] = ()
     points: tuple[Point, ...] = ()
     like: str | None = None
+    seeds: tuple[int, ...] | None = None
     left_out: tuple[Point, ...] = ()
 
     @property
@@ -96,6 +103,7 @@ class Search:
         settings: Of the recipe during the search, such as ``("run.epochs=2",)``.
         finalists: Combinations of each arm that are trained by the full recipe before one is
             chosen; 0 to choose at once.
+        finalist_seeds: Of the runs of finalists; empty for ``seeds``.
         prune: Stop runs that are behind, by Optuna's median rule.
     """
 
@@ -105,6 +113,7 @@ class Search:
     num_points: int = 40
     settings: tuple[str, ...] = ()
     finalists: int = 0
+    finalist_seeds: tuple[int, ...] = ()
     prune: bool = False
 
     def __post_init__(self) -> None:
@@ -112,7 +121,8 @@ class Search:
         for name, least in (("num_points", 1), ("finalists", 0)):
             if (value := getattr(self, name)) < least:
                 raise ConfigError(f"{name} is {value}; it must be at least {least}")
-        _check_seeds(self.seeds)
+        for seeds in (self.seeds, self.finalist_seeds):
+            _check_seeds(seeds)
         if not self.seeds:
             raise ConfigError("seeds is empty; give at least 1 seed")
 
@@ -164,9 +174,12 @@ class Experiment:
         title: Of the report.
         protocol: How models are measured.
         search: How arms choose their settings; arms without a choice need none.
-        seeds: Of the runs that are tested; empty for a search alone.
+        seeds: Of the runs that are tested, where an arm has none of its own; empty for a search
+            alone.
         primary: The comparison that is fixed before the test; None for Q-Margin minus CosFace, and
             minus ArcFace, at FAR 1e-4, or for the first arm minus the others.
+        question: What it is to find out, for its page.
+        expected: What was expected before any run, for its page.
         details: More facts for the record of the experiment.
     """
 
@@ -179,6 +192,8 @@ class Experiment:
     search: Search = field(default_factory=Search)
     seeds: tuple[int, ...] = (0, 1, 2)
     primary: Primary | None = None
+    question: str = ""
+    expected: str = ""
     details: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
@@ -258,6 +273,50 @@ class Experiment:
                 f"{', '.join(f'{far:g}' for far in fars)}; add it there"
             )
 
+    def with_seeds(self, seeds: Sequence[int]) -> Experiment:
+        """The experiment with the same seeds for all arms."""
+        arms = {name: replace(arm, seeds=None) for name, arm in self.arms.items()}
+        return replace(self, arms=arms, seeds=tuple(seeds))
+
+    def with_settings(self, settings: Sequence[str]) -> Experiment:
+        """With settings of its recipe, data or protocol, such as ``data.test=DIR``."""
+        records: dict[str, Any] = {"data": self.world, "protocol": self.protocol}
+        keys = {section: _keys_of(type(record)) for section, record in records.items()}
+        given: dict[str, dict[str, Any]] = {section: {} for section in records}
+        of_recipe = []
+        for setting in settings:
+            key, text = split_setting(setting)
+            section, _, name = key.partition(".")
+            if name in keys.get(section, {}):
+                set_value(given[section], type(records[section]), keys[section][name], text)
+                continue
+            if section in keys and name:
+                others = [one.name for one in fields(DataPart)] if section == "data" else []
+                known = [*keys[section], *others]
+                check_known(name.partition(".")[0], known, f"a key of {section}")
+            of_recipe.append(setting)
+        if isinstance(path := given["data"].get("validation"), str):
+            given["data"]["validation"] = [f"data.path={path}"]
+        if not isinstance(fars := given["protocol"].get("fars", []), list):
+            given["protocol"]["fars"] = [fars]
+        for section, changed in given.items():
+            kind, record = type(records[section]), records[section]
+            whole = {name: getattr(record, name) for name in keys[section].values()} | changed
+            made = decode_settings(kind, whole, section)
+            changes = {name: getattr(made, name) for name in changed}
+            records[section] = replace(record, **changes)
+        return replace(
+            self,
+            recipe=apply_settings(self.recipe, of_recipe),
+            world=records["data"],
+            protocol=_sorted(records["protocol"]),
+        )
+
+    def seeds_of(self, name: str) -> tuple[int, ...]:
+        """Seeds of the runs of an arm that are tested."""
+        own = self.arms[name].seeds
+        return self.seeds if own is None or not self.seeds else own
+
     def _leave_out_unreachable(self, name: str) -> None:
         """Make the points of a grid explicit where the reach of some is that of no margin."""
         arm = self.arms[name]
@@ -272,6 +331,9 @@ class Experiment:
 
     def _check_arm(self, name: str) -> None:
         arm, recipe = self.arms[name], self.arm_recipe(name)
+        _check_seeds(arm.seeds or ())
+        if arm.seeds == ():
+            raise ConfigError("seeds is empty; give at least 1 seed, or leave the loss out")
         if arm.like is not None:
             if arm.like not in self.arms:
                 raise ConfigError(f"it takes the settings that {arm.like} chose; add {arm.like}")
@@ -352,6 +414,12 @@ def sweep_experiment(
     )
 
 
+_SHOWN: dict[type, dict[str, str]] = {  # keys that are not the names of fields
+    Drawn: {"path": "pictures"},
+    Stored: {"train_path": "train", "test_path": "test"},
+    TestProtocol: {"fars": "far", "num_replicates": "replicates"},
+}
+
 # -- YAML -----------------------------------------------------------------------------------------
 
 
@@ -387,6 +455,8 @@ def from_mapping(content: Mapping[str, Any], folder: Path = Path()) -> Experimen
     return Experiment(
         name=name,
         title=str(content.get("title", name)),
+        question=str(content.get("question", "")),
+        expected=str(content.get("expected", "")),
         recipe=apply_settings(
             find_recipe(str(content["recipe"]), folder), _settings(content.get("set", {}), "set")
         ),
@@ -443,7 +513,11 @@ is_log=True),))
     where = f"arms.{name}"
     rest = {str(key): value for key, value in _mapping(values, where).items()}
     title, like = str(rest.pop("title", TITLES.get(name, name))), rest.pop("like", None)
-    known = (*SHORT_KEYS, *space.DECIDES, "title", "like", *(one.name for one in fields(Recipe)))
+    seeds = _seeds(rest.pop("seeds"), f"{where}.seeds") if "seeds" in rest else None
+    known = (
+        *(*SHORT_KEYS, *space.DECIDES, "title", "like", "seeds"),
+        *(one.name for one in fields(Recipe)),
+    )
     for key in rest:
         if key.partition(".")[0] not in known:
             raise ConfigError(f"{where}: {key} is unknown, {suggest(key, known)}")
@@ -468,7 +542,8 @@ is_log=True),))
             f"{where}: no loss has this name, {suggest(name, LOSSES)}; other arms give whole keys, "
             "as in loss.preset or loss.scale"
         )
-    return Arm(title, tuple(settings), axes, points, like=None if like is None else str(like))
+    like = None if like is None else str(like)
+    return Arm(title, tuple(settings), axes, points, like, seeds)
 
 
 def _says_loss(settings: Mapping[str, Any]) -> bool:
@@ -496,13 +571,20 @@ def _seeds(value: Any, name: str, *, first: int = 0) -> tuple[int, ...]:
     raise ConfigError(f"{name} is {short(value)}; give how many, at least 1, or a list of seeds")
 
 
+def _keys_of(kind: type, shown: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Fields of a record by the names under which people give them."""
+    if shown is None:
+        shown = next((_SHOWN[one] for one in kind.__mro__ if one in _SHOWN), {})
+    return {
+        shown.get(one.name, one.name): one.name for one in fields(cast(Any, kind)) if one.compare
+    }
+
+
 def _section(
     kind: type[Kind], values: Mapping[str, Any], where: str, shown: Mapping[str, str]
 ) -> Kind:
     """A record from a section, where some fields are shown under other names."""
-    names = {
-        shown.get(one.name, one.name): one.name for one in fields(cast(Any, kind)) if one.compare
-    }
+    names = _keys_of(kind, shown)
     for key in values:
         check_known(key, names, f"a key of {where}")
     made: Kind = decode_settings(kind, {names[key]: value for key, value in values.items()}, where)
@@ -518,9 +600,9 @@ def _world(content: Any, folder: Path) -> World:
     if isinstance(values.get("validation"), str):
         values["validation"] = [f"data.path={folder / values['validation']}"]
     if "pictures" in values:
-        return _section(Drawn, values, "data", {"path": "pictures"})
+        return _section(Drawn, values, "data", _SHOWN[Drawn])
     if "train" in values or "test" in values:
-        return _section(Stored, values, "data", {"train_path": "train", "test_path": "test"})
+        return _section(Stored, values, "data", _SHOWN[Stored])
     return _section(Made, values, "data", {})
 
 
@@ -532,11 +614,15 @@ def _protocol(content: Any, world: World) -> TestProtocol:
     }
     if "far" in values and not isinstance(values["far"], list):
         values["far"] = [values["far"]]
-    shown = {"fars": "far", "num_replicates": "replicates"}
-    made = _section(TestProtocol, values, "protocol", shown)
+    made = _section(TestProtocol, values, "protocol", _SHOWN[TestProtocol])
     if (made.kind == "trials") != (trials is not None):
         raise ConfigError(f"protocol.kind is {made.kind!r} and data.trials is {trials}; give both")
-    return made if made.fars is None else replace(made, fars=tuple(sorted(made.fars)[::-1]))
+    return _sorted(made)
+
+
+def _sorted(protocol: TestProtocol) -> TestProtocol:
+    fars = protocol.fars
+    return protocol if fars is None else replace(protocol, fars=tuple(sorted(fars)[::-1]))
 
 
 def _primary(content: Any) -> Primary | None:
@@ -553,6 +639,7 @@ def _search(content: Any) -> Search:
     values = {str(key): value for key, value in given.items()}
     if "set" in values:
         values["set"] = _settings(values["set"], "search.set")
-    if "seeds" in values:
-        values["seeds"] = _seeds(values["seeds"], "search.seeds", first=SEARCH_SEED)
+    for key in ("seeds", "finalist_seeds"):
+        if key in values:
+            values[key] = _seeds(values[key], f"search.{key}", first=SEARCH_SEED)
     return _section(Search, values, "search", {"settings": "set", "num_points": "points"})

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -238,7 +239,7 @@ class _Conductor:
                 raise ConfigError("the validation data do not list their labels")
             check_pairs(labels)
             measure = choose_measure(experiment.search.measure, num_pairs(labels)[1])
-        for seed in experiment.seeds[:1]:
+        for seed in experiment.seeds_of(name)[:1]:
             recipe = experiment.run_recipe(name, point, seed=seed, is_search=False)
             if unchecked := world.check(recipe):
                 self.say(f"warning: {unchecked}")
@@ -315,8 +316,9 @@ class _Conductor:
             return finished
         runs = [
             self._run(name, chosen[name], seed, is_search=False)
-            for seed in experiment.seeds
+            for seed in dict.fromkeys(chain(*map(experiment.seeds_of, experiment.arms)))
             for name in experiment.arms
+            if seed in experiment.seeds_of(name)
         ]
         outcomes = self._work(Source(runs), runs, is_search=False)
         _check_failed([(run.name, outcomes[run]) for run in runs])
@@ -340,13 +342,13 @@ class _Conductor:
             for name, arm in experiment.searched.items()
             if search.method == "grid" or arm.points or not arm.axes
         }
-        tried = self._round(listed, search.settings)
+        tried = self._round(listed, search.settings, search.seeds)
         sampled = {name: arm for name, arm in experiment.searched.items() if name not in listed}
         if sampled:
             assert self.book is not None
 
             def make_runs(name: str, point: Point) -> list[Run]:
-                return self._search_runs(name, point, search.settings)
+                return self._search_runs(name, point, search.settings, search.seeds)
 
             recipes = {name: experiment.arm_recipe(name) for name in sampled}
             source = Sampled(sampled, search, recipes, make_runs, self.book)
@@ -364,18 +366,19 @@ class _Conductor:
         rounds = [tuple(tried)]
         if search.finalists:
             best = finalists_of(tried, self.measure, search.finalists)
-            rounds.append(tuple(self._round(best, ())))
+            rounds.append(tuple(self._round(best, (), search.finalist_seeds or search.seeds)))
         return tuple(rounds)
 
-    def _search_runs(self, name: str, point: Point, settings: Sequence[str]) -> list[Run]:
-        return [
-            self._run(name, point, seed, is_search=True, settings=settings)
-            for seed in self.experiment.search.seeds
-        ]
+    def _search_runs(
+        self, name: str, point: Point, settings: Sequence[str], seeds: Sequence[int]
+    ) -> list[Run]:
+        return [self._run(name, point, seed, is_search=True, settings=settings) for seed in seeds]
 
-    def _round(self, points: Mapping[str, Sequence[Point]], settings: Sequence[str]) -> list[Tried]:
+    def _round(
+        self, points: Mapping[str, Sequence[Point]], settings: Sequence[str], seeds: Sequence[int]
+    ) -> list[Tried]:
         by_point = [
-            self._search_runs(name, point, settings)
+            self._search_runs(name, point, settings, seeds)
             for name, own in points.items()
             for point in own
         ]
@@ -624,6 +627,7 @@ def keep_record(out: Path, record: Mapping[str, Any], experiment: Experiment, co
         "details": dict(experiment.details),
         "seeds": list(experiment.seeds),
         "arms": {name: list(arm.settings) for name, arm in experiment.arms.items()},
+        "arm_seeds": {n: list(arm.seeds) for n, arm in experiment.arms.items() if arm.seeds},
         "record": dict(record),
     }
     write_atomically(out / RECORD, dump_yaml(content).encode())

@@ -52,6 +52,7 @@ LABELS = {
     HARDNESS: "Hardness",
 }
 REACHABLE = 2.0  # cosines differ by at most this
+MOST_LINES = 20  # of a figure; of more settings each arm has one line, of the best
 VERDICT_FARS = (1e-3, 1e-4, 1e-5)
 COORDINATES = ("loss.alpha", "loss.scale", "loss.margin")  # each has its range given those before
 NEAR = 0.05  # of a range that is searched: this near to an end is at its edge
@@ -88,12 +89,15 @@ def write_final(
     overwrite: bool = False,
 ) -> None:
     """Write the report of the runs that were tested; ``notes`` are shown below its verdict."""
-    first, journals = min(run.recipe.seed for run in runs), []
+    first: dict[str, int] = {}  # seed of each arm
+    for run in runs:
+        first[run.arm] = min(run.recipe.seed, first.get(run.arm, run.recipe.seed))
+    journals = []
     (out / JOURNALS).mkdir(parents=True, exist_ok=True)
     for run in runs:
         path = out / JOURNALS / f"{run.title.replace('/', '-')}.jsonl"
         with suppress(DataError, OSError):  # a report needs none
-            if run.recipe.seed == first:
+            if run.recipe.seed == first[run.arm]:
                 read_journal(run.folder / JOURNAL)
                 shutil.copyfile(run.folder / JOURNAL, path)
                 journals.append(path)
@@ -136,9 +140,7 @@ def search_table(
     """Points and their measures on validation identities."""
     found = {name for one in tried for outcome in one.outcomes for name in outcome.measures}
     names = sorted(found, key=lambda name: -(far_of(name) or 0.0))  # the EER last
-    others = [
-        key for key in dict.fromkeys(k for one in tried for k in one.point) if key not in SHOWN
-    ]
+    others = _telling([one.point for one in tried])
     has_lengths = len({one.recipe.run.epochs for one in tried}) > 1
     columns = [
         Column("Loss", align="left"),
@@ -175,6 +177,16 @@ def search_table(
     )
     title = f"Settings of {experiment.title or experiment.name}"
     return Table(title, tuple(columns), tuple(rows), words, label="qmargin-search")
+
+
+def _telling(points: Sequence[Point]) -> list[str]:
+    """Keys of further columns: one of those that always change together."""
+    found: dict[tuple[int, ...] | str, str] = {}
+    for key in dict.fromkeys(key for point in points for key in point if key not in SHOWN):
+        texts = [point.get(key) for point in points]
+        alike = tuple(map(texts.index, texts))
+        found.setdefault(alike if any(alike) else key, key)
+    return list(found.values())
 
 
 def _mean(values: Sequence[float]) -> tuple[float, float | None]:
@@ -242,6 +254,14 @@ def write_figures(tried: Sequence[Tried], measure: str, folder: Path) -> list[Pa
             return ", ".join([one.arm] * several + texts) or measure
 
         lines = _lines(tried, measure, lambda one: _float(one.point[key]), label)
+        if len(lines) > MOST_LINES:
+            key = HARDNESS if HARDNESS in numbers else key
+            lines = _lines(
+                _best_of_each(tried, measure, key),
+                measure,
+                lambda one: _float(one.point[key]),
+                lambda one: f"{one.arm}, the best of each",
+            )
         written += write_lines(folder / STEMS[0], {LABELS.get(key, key): lines}, height)
     panels = margin_panels(tried, measure, [key for key in varied if key not in SHOWN])
     if panels:
@@ -255,7 +275,7 @@ def margin_panels(
     """The measure over m and over m_eff, a line for each alpha, scale and value of other keys.
 
     Where the effective margin is what matters, the lines of the second panel lie on each other. It
-    takes two lines and two gaps to see that; with fewer there is nothing to draw.
+    takes two lines and two gaps to see that; with fewer, or very many lines, nothing is drawn.
     """
     known = [one for one in tried if one.recipe.loss.effective_margin is not None]
 
@@ -267,7 +287,21 @@ def margin_panels(
     by_margin = _lines(known, measure, lambda one: one.recipe.loss.margin, label)
     by_gap = _lines(known, measure, lambda one: one.recipe.loss.effective_margin, label)
     gaps = {f"{one.recipe.loss.effective_margin:.6g}" for one in known}
-    return {} if min(len(by_margin), len(gaps)) < 2 else {MARGIN: by_margin, GAP: by_gap}
+    is_drawn = 2 <= len(by_margin) <= MOST_LINES and len(gaps) >= 2
+    return {MARGIN: by_margin, GAP: by_gap} if is_drawn else {}
+
+
+def _best_of_each(tried: Sequence[Tried], measure: str, key: str) -> list[Tried]:
+    """Of each arm and value of a key, the point with the best mean; in the order of values."""
+    best: dict[tuple[str, float | None], Tried] = {}
+    sign = -1.0 if measure == EER else 1.0
+    for one in tried:
+        place = (one.arm, _float(one.point[key]))
+        if one.known(measure) and (
+            place not in best or sign * one.mean(measure) > sign * best[place].mean(measure)
+        ):
+            best[place] = one
+    return sorted(best.values(), key=lambda one: float(one.point[key]))
 
 
 def _lines(
@@ -321,8 +355,13 @@ def _cover(repeats: Repeats) -> str:
     return COVER if repeats.has_seeds else f"{ONE_RUN.capitalize()}."
 
 
-def results_page(finished: Finished, *, command: str, commit: str = "") -> str:
-    """Markdown page of an experiment: what was trained, found, and which settings were chosen."""
+def results_page(
+    finished: Finished, *, command: str, commit: str = "", figure: str | None = None
+) -> str:
+    """Markdown page of an experiment: what was trained, found, and which settings were chosen.
+
+    ``figure`` is where the page finds that of the search.
+    """
     import torch
 
     experiment = finished.experiment
@@ -331,7 +370,8 @@ def results_page(finished: Finished, *, command: str, commit: str = "") -> str:
     code = f"commit `{commit}`, " if commit else ""
     machine = f"{code}{date.today().isoformat()}, {device}, torch {torch.__version__}"
     facts = [f"`{command}`", machine, *_training(finished)]
-    parts = [f"# {title[0].upper()}{title[1:]}", "\n".join(f"- {fact}" for fact in facts)]
+    parts = [f"# {title[0].upper()}{title[1:]}", *_question(experiment)]
+    parts.append("\n".join(f"- {fact}" for fact in facts))
     for name, heads in (
         (RESULT, ["## Found"]),
         (NORMALISED, ["## With scores normalised by the prototypes", AS_NORM]),
@@ -341,13 +381,24 @@ def results_page(finished: Finished, *, command: str, commit: str = "") -> str:
             repeats = replace(repeats, stands_alone=name == RESULT)
             parts += [*heads, *_found(repeats)]
     if finished.rounds:
-        parts += ["## Settings", *_choice(finished)]
+        drawn = f"![{_measure_text(finished.measure or EER)} of the settings]({figure})"
+        parts += ["## Settings", *([drawn] if figure else []), *_choice(finished)]
     return "\n\n".join(part.strip() for part in parts) + "\n"
+
+
+def _question(experiment: Experiment) -> list[str]:
+    """What an experiment asks, and what was expected before any run."""
+    parts = [f"## Question\n\n{experiment.question}"] if experiment.question else []
+    if experiment.expected:
+        parts.append(f"[Expected before any run](expectations.md): {experiment.expected}")
+    return [*parts, "## Set-up"] if parts else []
 
 
 def _training(finished: Finished) -> list[str]:
     experiment, results = finished.experiment, finished.results
-    recipe, seeds = experiment.recipe, experiment.seeds or experiment.search.seeds
+    recipe = experiment.recipe
+    seeds = sorted({len(experiment.seeds_of(name)) for name in experiment.arms} - {0})
+    counts = " or ".join(map(str, seeds or [len(experiment.search.seeds)]))
     classes = recipe.data.num_classes
     if results and results[0].run is not None:
         classes = results[0].run.num_classes
@@ -356,7 +407,7 @@ def _training(finished: Finished) -> list[str]:
     facts = [
         f"training: {counted}{recipe.run.epochs} epochs in batches of {recipe.data.batch_size}, "
         f"one recipe for all losses ({recipe.optimizer.kind}, {recipe.schedule.kind} schedule), "
-        f"{len(seeds)} seed{'s' * (len(seeds) > 1)}",
+        f"{counts} seed{'s' * (counts != '1')}",
         f"network: `{recipe.model.backbone}`{options}, {recipe.model.embedding_dim} dimensions",
     ]
     if isinstance(experiment.world, Made):
