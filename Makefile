@@ -17,7 +17,7 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --quiet
 
 help:
 	@echo "make setup   virtual environment, package in editable mode, development extras"
-	@echo "make check   format, lint, types, layers, fast tests: what every change must pass"
+	@echo "make check   format, lint, spelling, types, fast tests: what every change must pass"
 	@echo "make test    all CPU tests, including slow ones"
 	@echo "make browser install Debian's chromium where there is no browser, for the report's tests"
 	@echo "make format  rewrite the code in the house format"
@@ -46,6 +46,7 @@ check: lint types test-fast
 lint: $(DEV)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/codespell
 
 format: $(DEV)
 	$(BIN)/ruff format .
@@ -75,7 +76,7 @@ api: $(DEV)
 
 docs: $(DOCS)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
-	@echo "site/index.html"
+	@echo "site/index.html; its search needs a server: python3 -m http.server --directory site"
 
 # Benchmarks at the size of their pages, which they rewrite; ARGS has further options.
 BENCH := $(BIN)/python -m benchmarks

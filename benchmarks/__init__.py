@@ -24,6 +24,7 @@ MODULES = (
     "protocols",
     "trials",
     "synthetic",
+    "coverage",
     "train",
     "packing",
     "precision",

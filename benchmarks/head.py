@@ -531,7 +531,7 @@ def _row_errors(workbench: Workbench, path: str, truth: LossOutput, facts: dict[
         loss, record = _solved(head, path, workbench.leaf.detach(), workbench.labels)
     except ListOverflow:
         return Row(path, "tau and loss", failed="too many for lists, takes chunked", facts=facts)
-    stats = record.stats()
+    stats = record.stats(workbench.labels >= 0)
     tau = _tau(record)[:CHECKED_ROWS].double()
     loss = loss.detach()[:CHECKED_ROWS].double()
     found = {

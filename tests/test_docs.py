@@ -1,5 +1,6 @@
 """Every Python block of the README and the documentation runs; other links lead somewhere."""
 
+import inspect
 import itertools
 import re
 import shlex
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import qmargin
 from helpers.commands import PROGRAMS, parse_command
 from helpers.registries import forget_registered
 
@@ -30,6 +32,9 @@ INLINE = re.compile(rf"`((?:{'|'.join(STARTS)})[^`]+)`")
 BEFORE = ["qmargin", "bench"]  # what benchmarks were when the numbers of their pages were measured
 STUDY = ["qmargin", "study"]  # what experiments were, likewise
 LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
+DIRECTIVE = re.compile(
+    r"^::: (\S+)\n(?:    (?!  members).*\n|      members: \[(.*)\]\n)*", re.MULTILINE
+)
 
 
 def python_blocks(path: Path) -> list[tuple[int, str]]:
@@ -116,3 +121,37 @@ def test_formulas_of_docstrings_become_text(monkeypatch):
     assert with_text_formulas(docstring) == (
         "Of `a`.\n\n    ```text\n    x = (a + 1)/2\n    y\n    ```\n\nEnd"
     )
+
+
+def test_public_names_in_docstrings_become_links(monkeypatch):
+    pytest.importorskip("griffe", reason="comes with the docs extra")
+    monkeypatch.syspath_prepend(str(ROOT / "docs" / "extensions"))
+    from links import public_names, with_links
+
+    names = public_names()
+    assert names["MarginLoss"] == "qmargin.losses.margin_loss.MarginLoss"
+    docstring = "``MarginLoss``, :func:`as_norm`, ``train`` and ```Alpha```"
+    assert with_links(docstring, names) == (
+        "[`MarginLoss`][qmargin.losses.margin_loss.MarginLoss], "
+        "[`as_norm`][qmargin.metrics.normalise.as_norm], ``train`` and ```Alpha```"
+    )
+
+
+def test_every_public_name_is_in_the_reference():
+    pages = (ROOT / "docs" / "reference").glob("*.md")
+    blocks = [block for page in pages for block in DIRECTIVE.findall(page.read_text("utf-8"))]
+    shown = {(module, name) for module, names in blocks for name in re.findall(r"\w+", names)}
+    whole = {module for module, names in blocks if not names}
+    values = [
+        *(getattr(qmargin, name) for name in qmargin.__all__ if name != "metrics"),
+        *(getattr(qmargin.metrics, name) for name in qmargin.metrics.__all__),
+    ]
+    places = [(value.__module__, value.__name__) for value in values if not inspect.ismethod(value)]
+    assert len(places) > 100
+    assert [place for place in places if place not in shown and place[0] not in whole] == []
+
+
+def test_every_decision_is_in_the_list():
+    folder = ROOT / "docs" / "decisions"
+    listed = LINK.findall((folder / "index.md").read_text(encoding="utf-8"))
+    assert listed == sorted(path.name for path in folder.glob("0*.md"))

@@ -15,7 +15,7 @@ HEADER = (
     "# Names and signatures of qmargin.__all__ and qmargin.metrics.__all__.\n"
     "# Rewrite with `make api`, then read the diff.\n"
 )
-INTERNAL = (  # what the parts of a head call on each other; docs/reference/api.md leaves it out too
+INTERNAL = (  # what the parts of a head call on each other; docs/reference/heads.md omits them too
     "kernels may_have_moved next_seed alpha_minus_one chunk_dtype list_capacity note_current "
     "screen_dtype_for"
 )

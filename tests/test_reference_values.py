@@ -112,7 +112,7 @@ def study_numbers(folder: Path) -> dict[str, float]:
         num_classes=12, samples_per_class=8, epochs=2, batch_size=32, width=4, depth=0,
         embedding_dim=16,
     )  # fmt: skip
-    alpha, scale, _ = DEMO_SETTINGS["cpu"]["q_margin"]
+    alpha, scale, _ = DEMO_SETTINGS["people"]["cpu"]["q_margin"]
     grid = {key: [(alpha, scale, m) for m in (0.1, 0.2)] for key in ("arcface", "q_margin")}
     experiment = Experiment(
         "reference",

@@ -92,6 +92,10 @@ from qmargin.losses.margins import (
     SumMargin as SumMargin,
     TargetTerm as TargetTerm,
 )
+from qmargin.losses.reach import (
+    margin_of_reach as margin_of_reach,
+    reach as reach,
+)
 from qmargin.losses.references import (
     ClassPrior as ClassPrior,
     LookAlike as LookAlike,

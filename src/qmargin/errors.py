@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 
 class QMarginError(Exception):
-    """Base of all our errors; catch it to catch every mistake we can name."""
+    """Base class of all errors that qmargin raises on purpose."""
 
 
 class ConfigError(QMarginError, ValueError):
@@ -42,7 +42,7 @@ class RankError(QMarginError, RuntimeError):
 
 
 class MarginWarning(UserWarning):
-    """A loss is well defined, but its margin cannot be reached by any embedding."""
+    """No embedding can reach the margin of a loss; the loss itself is well defined."""
 
 
 LONGEST_COMPARED = 100  # characters of a name: the comparison takes their square

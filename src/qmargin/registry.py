@@ -85,7 +85,7 @@ class Registry(Generic[T]):
     @overload
     def register(self, name: str, value: T | str) -> None: ...
     def register(self, name: str, value: T | str | None = None) -> Callable[[V], V] | None:
-        """Give an object a name; without an object, return a decorator.
+        """Register an object under a name; without an object, return a decorator.
 
         Args:
             name: Letters, digits, ``-`` and ``_``; not yet taken.
@@ -144,7 +144,8 @@ class Registry(Generic[T]):
 
     def _register(self, name: str, entry: _Entry) -> None:
         if not _NAME.fullmatch(name):
-            raise ConfigError(f"{name!r} cannot name a {self.kind}; use letters, digits, - and _")
+            found = f"{name!r} is no valid name for a {self.kind}"
+            raise ConfigError(f"{found}; use letters, digits, - and _")
         if not f"{entry.module}.".startswith(f"{self._home}."):
             self._import_home()  # so that a built-in name is refused here and now
         held = self._entries.get(name)

@@ -373,7 +373,7 @@ def load_yaml(text: str) -> Any:
         raise
     except (yaml.YAMLError, ValueError) as error:
         message = " ".join(str(error).split())
-        raise ConfigError(f"the YAML cannot be read ({message}); mend it there") from error
+        raise ConfigError(f"the YAML cannot be read ({message}); correct it there") from error
 
 
 def dump_yaml(values: Any) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from benchmarks import protocols
+from benchmarks.coverage import CoverageBenchmark
 from benchmarks.data import DataBenchmark
 from benchmarks.features import FeaturesBenchmark
 from benchmarks.protocols import ProtocolsBenchmark, make_release
@@ -55,6 +56,16 @@ def test_synthetic(tmp_path, capsys):
     record = measured("synthetic", tmp_path, portraits=3, utterances=1, repeats=1)
     assert "portraits of 112 x 112" in capsys.readouterr().out
     assert min(record["rates"].values()) > 0 and len(record["rates"]) == 3
+
+
+def test_coverage(tmp_path, capsys):
+    record = measured("coverage", tmp_path, studies=20, subjects=20, replicates=20)
+    assert "identities alone" in capsys.readouterr().out
+    assert record["seeds vary much, 2"]["used"] == record["seeds vary much, 2"]["apart"]
+    assert record["seeds vary much, 6"]["used"] == record["seeds vary much, 6"]["by_seed"]
+    assert "by_seed" not in record["seeds alone, 6 and 3"]
+    with pytest.raises(ConfigError, match="studies is 0"):
+        CoverageBenchmark(studies=0)
 
 
 def test_protocols(tmp_path, capsys):

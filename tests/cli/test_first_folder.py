@@ -80,6 +80,16 @@ def test_the_page_for_recordings(tmp_path, monkeypatch, capsys):
     check(follow("your-recordings.md", "speakers", capsys), "speakers", 0.3)
 
 
+@pytest.mark.parametrize("kind", [People, Voices])
+def test_made_data_of_two_splits_have_no_name_in_common(kind, tmp_path):
+    """Otherwise ``qmargin compare`` takes them for the same identities, and refuses them."""
+    folders = [tmp_path / split for split in ("train", "test")]
+    for folder in folders:
+        kind(2, 1, split=folder.name).write(folder)
+    names = [{path.name for path in folder.iterdir()} for folder in folders]
+    assert len(names[0]) == len(names[1]) == 2 and not names[0] & names[1]
+
+
 def train(kind: str, path: Path) -> None:
     out = path.with_name("run")
     run("train", f"{kind}_tiny", "--set", f"data.path={path}", "--device", "cpu", "--out", out)

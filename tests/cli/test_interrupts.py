@@ -93,7 +93,7 @@ def check(words: Sequence[str], folder: Path, number: signal.Signals, delay: flo
     assert "Traceback" not in errors and "Exception ignored" not in errors, told
     if process.returncode:
         lines = errors.splitlines()
-        assert f"interrupted by {number.name}" in lines[-1] or "go on with" in lines[-1], told
+        assert f"interrupted by {number.name}" in lines[-1] or "continue with" in lines[-1], told
     rubbish = [
         path
         for path in folder.rglob("*")

@@ -58,7 +58,7 @@ def test_thresholds_of_a_result_are_added(tmp_path, model, capsys):
     card = read_card(model).to_texts()
     (result,) = write_results(tmp_path / "results", synthetic_result(card=card))
     run("export", model, "--result", result, "--flip", "none")
-    assert "thresholds at FAR 0.01, 0.001, 0.0001, 1e-05" in capsys.readouterr().out
+    assert "thresholds at FAR 1 %, 0.1 %, 0.01 %, 0.001 %" in capsys.readouterr().out
     assert load_model(model).verify(*pictures(2), far=1e-3).is_same is not None
     run("export", model, "--result", unknown, "--flip", "none", "--trust-result")
 
@@ -197,7 +197,7 @@ def test_verify_without_and_with_thresholds(model, faces, capsys):
     run("verify", pair[0], pair[0], "--model", model)
     threshold = load_model(model).thresholds.at(1e-3).threshold
     printed = capsys.readouterr().out
-    expected = f"one identity (threshold {threshold:.4f} at FAR 0.001, measured on LFW\\x1b[31m)"
+    expected = f"one identity (threshold {threshold:.4f} at FAR 0.1 %, measured on LFW\\x1b[31m)"
     assert "score     1.0000" in printed and expected in printed and "LLR       +" in printed
     with pytest.raises(ProtocolError, match="no threshold was measured at FAR 1e-09"):
         run("verify", *pair, "--model", model, "--far", 1e-9)

@@ -229,11 +229,14 @@ def test_two_ranks_by_torchrun(tmp_path):
 
 def test_exit_statuses_are_documented(capsys):
     page = Path(__file__).parents[2] / "docs" / "reference" / "command-line.md"
-    section = page.read_text("utf-8").partition("## qmargin train")[2].partition("\n## ")[0]
+    section = page.read_text("utf-8").partition("## Exit status")[2].partition("\n## ")[0]
+    told = re.findall(
+        r"\d+", " ".join(line.split("|")[1] for line in section.split("\n") if "|" in line)
+    )
     with pytest.raises(SystemExit):
         main(["train", "--help"])
     statuses = re.findall(r"^  (\d+)  ", capsys.readouterr().out, re.MULTILINE)
-    assert len(statuses) == 6 and all(f"| {status} |" in section for status in statuses)
+    assert len(statuses) == 6 and set(statuses) <= set(told)
 
 
 def test_the_doctor_says_what_runs_and_what_is_missing(capsys, tmp_path, monkeypatch):

@@ -10,7 +10,7 @@ from qmargin.data.drawings import Drawings, variants_of, warped
 from qmargin.data.loader import build_loader
 from qmargin.data.order import GlobalOrder
 from qmargin.data.strokes import StrokeIdentities, moved
-from qmargin.errors import ConfigError, ShapeError
+from qmargin.errors import ConfigError, DataError, ShapeError
 
 
 def some_drawings(**options: int) -> Drawings:
@@ -62,6 +62,32 @@ def test_copies_that_look_alike_are_one_identity() -> None:
         assert {turned.names[index].partition("-")[2] for index in np.flatnonzero(same)} == {
             name.partition("-")[2]
         }
+
+
+def test_identities_that_pixels_cannot_tell_apart_are_left_out() -> None:
+    """Of strokes and two copies of one of them, written by the same hand: one copy is kept."""
+    strokes = StrokeIdentities(12, 8, size=32, seed=3)
+    pictures = strokes.images(np.arange(96))
+    twin = np.stack([warped(picture, 0.3, seed) for seed, picture in enumerate(pictures[:8])])
+    labels = np.append(strokes.labels, np.full(8, 12))
+    names = tuple(f"row-{row}" for row in range(104))
+    drawings = Drawings(np.concatenate([pictures, twin]), labels, names, "here")
+    kept = drawings.distinct(0.5)
+    assert len({0, 12} & set(kept)) == 1 and len(kept) >= 11
+    assert drawings.distinct(0.05) == sorted(drawings.distinct(0.05))
+    assert len(drawings.distinct(0.05)) <= len(kept)  # a lower standard leaves more out
+    apart = Drawings(pictures, strokes.labels, names[:96], "here").distinct(0.5)
+    assert apart == list(range(12))
+
+
+def test_look_alikes_need_two_pictures_of_each_and_a_share() -> None:
+    drawings = some_drawings()
+    for share in (0.0, 1.0, -0.5):
+        with pytest.raises(ConfigError, match="distinct is"):
+            drawings.distinct(share)
+    lone = Drawings(drawings.pictures[:1], drawings.labels[:1] * 0, drawings.names[:1], "here")
+    with pytest.raises(DataError, match="alone in its identity"):
+        lone.distinct(0.5)
 
 
 def test_variants_of_a_picture_follow_from_its_number() -> None:

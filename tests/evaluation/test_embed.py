@@ -6,6 +6,7 @@ import json
 import os
 import re
 import stat
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,12 +19,13 @@ from torch import nn
 from helpers.faces import ArrayImages, PatchModel, embedded, face
 from helpers.model_directories import make_model, pictures, write_pictures
 from helpers.recordings import encoded, real_speech, speaker_folders, tone
+from qmargin.data.audio import LEAST_SAMPLES
 from qmargin.data.open import open_index
 from qmargin.errors import ConfigError, CorruptSample, DataError, ShapeError
 from qmargin.evaluation import embed
 from qmargin.evaluation.embeddings import map_embeddings, read_embeddings, read_seconds, stored_flip
 from qmargin.evaluation.evaluate import EvaluationOptions
-from qmargin.evaluation.model import load_model
+from qmargin.evaluation.model import Inputs, load_model
 from qmargin.evaluation.protocols.speakers import evaluate_speakers
 from qmargin.evaluation.trials import read_trials
 from qmargin.models.speaker import SpeakerInput, SpeakerResNet
@@ -268,6 +270,17 @@ def test_a_very_short_recording_is_repeated(tmp_path):
     assert len(samples) == 2400
     assert seconds == 0.05
     np.testing.assert_array_equal(samples[:800], samples[800:1600])
+
+
+@pytest.mark.parametrize("seconds", [0.05, 0.104, 0.106, 0.12, 0.2])
+def test_trials_and_single_files_repeat_alike(seconds, tmp_path):
+    """The threshold of an evaluation is that of ``verify``: both embed the same samples."""
+    path = tmp_path / "short.wav"
+    path.write_bytes(encoded(tone(seconds)))
+    samples, _ = embed.Recordings(tmp_path, ["short.wav"])[0]
+    card = SimpleNamespace(modality="audio")
+    np.testing.assert_array_equal(samples, Inputs(card).sample(path, "it"))
+    assert len(samples) >= LEAST_SAMPLES
 
 
 @pytest.mark.parametrize(

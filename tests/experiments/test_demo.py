@@ -1,6 +1,7 @@
 """The demo: its length is decided once, it reports, resumes and tells who is ahead."""
 
 import shlex
+from html import unescape
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ from qmargin.experiments import named, tables
 from qmargin.experiments.named import Size, demo
 from qmargin.experiments.named.demo import find_size, fitted
 from qmargin.experiments.runner import RECORD, Finished
+from qmargin.report.verdicts import planned_verdicts
 from qmargin.training import dry_run
 
 TINY_PEOPLE = TINY_DEMO._replace(kind="people")
@@ -31,7 +33,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(named.SIZES, "cpu", TINY_DEMO)
     monkeypatch.setitem(named.PEOPLE_SIZES, "cpu", TINY_PEOPLE)
     monkeypatch.setitem(named.VOICE_SIZES, "cpu", TINY_VOICES)
-    monkeypatch.setattr(demo, "seconds_per_step", lambda size, device, num_threads: 0.001)
+    monkeypatch.setattr(demo, "step_times", lambda size, device, num_threads: [0.001])
     monkeypatch.setattr(tables, "has_matplotlib", lambda: False)  # figures take seconds
 
 
@@ -71,11 +73,18 @@ def test_a_demo_trains_tests_and_reports(
         assert (tmp_path / "pictures" / f"{pair.enrol}.png").exists()
     finished = run_demo(tmp_path, seeds=2)
     assert "4 runs, 4 of them complete" in capsys.readouterr().out
-    repeats = tables.repeats_of(finished.paths["result.json"], "x")
-    (line,) = tables.verdict(repeats, [1e-2], bold="**{}**")
-    assert line.startswith("At FAR 1 %, Q-Margin **") and " CosFace, the best of the others" in line
-    one_loss = tables.repeats_of(finished.paths["result.json"][::2], "x")
-    assert tables.verdict(one_loss, [1e-2]) == []
+    plan = finished.experiment.comparison
+    assert plan is not None and (plan.focus, plan.rivals) == ("q_margin", ("cosface",))
+    repeats = tables.repeats_of(finished.paths["result.json"], "x", plan)
+    (line,) = planned_verdicts(repeats, 1e-2, bold="**{}**")
+    assert line.startswith("At FAR 1 %, Q-Margin **") and "** CosFace: " in line
+    one_loss = tables.repeats_of(finished.paths["result.json"][::2], "x", plan)
+    assert planned_verdicts(one_loss, 1e-2) == []
+    # the terminal and the page say the same of the same comparison
+    (told,) = planned_verdicts(repeats, repeats.headline_far)
+    assert told in said and told in unescape(html)
+    _, _, words = tables.summary(finished)
+    assert words == [told, "Intervals cover training seeds and test identities."]
 
 
 def test_voices_are_another_world(tmp_path: Path) -> None:
@@ -103,10 +112,10 @@ def test_the_length_counts_the_time_to_speak() -> None:
 def test_the_length_is_decided_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "MOST_EPOCHS", 2)
     run_demo(tmp_path, "cosface", minutes=2.0)
-    monkeypatch.setattr(demo, "seconds_per_step", lambda size, device, num_threads: 1e3)
+    monkeypatch.setattr(demo, "step_times", lambda size, device, num_threads: [1e3])
     for minutes in (None, 2.0):
-        size, planned = find_size(tmp_path, TINY_PEOPLE, "cpu", minutes, None)
-        assert (size.epochs, planned) == (2, 2.0)
+        size, *others = find_size(tmp_path, TINY_PEOPLE, "cpu", minutes, None)
+        assert (size.epochs, *others) == (2, 2.0, None)
     with pytest.raises(ConfigError, match="--minutes is 3"):
         find_size(tmp_path, TINY_PEOPLE, "cpu", 3.0, None)
     (tmp_path / RECORD).write_text("{}")
@@ -123,17 +132,28 @@ def test_time_buys_epochs_only_where_it_is_asked_to() -> None:
     assert fitted(size, 1e9, minutes=1.0).epochs == 1
 
 
-def test_the_length_is_that_of_the_fastest_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_length_is_that_of_the_fastest_step_and_the_time_that_of_the_median(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.undo()
     timed = []
 
     def dry(recipe: Any, **options: Any) -> SimpleNamespace:
         timed.append(recipe.loss)
-        return SimpleNamespace(seconds=(0.001, 0.5, 0.1, 3.0))
+        return SimpleNamespace(seconds=[0.001, 0.5, 0.1, 3.0])
 
     monkeypatch.setattr(dry_run, "dry_run", dry)
     for size in (TINY_DEMO, TINY_VOICES):
-        assert demo.seconds_per_step(size, "cpu", num_threads=1) == 0.1
+        assert demo.step_times(size, "cpu", num_threads=1) == [0.5, 0.1, 3.0]
+    standard = TINY_PEOPLE._replace(epochs=1000, num_classes=100)
+    size, _, pace = find_size(tmp_path, standard, "cpu", None, None)
+    rounds = -(-5 // demo.jobs_on("cpu", 5))
+    assert size == fitted(standard, 0.1, minutes=None, rounds=rounds) and size.epochs < 1000
+    assert pace == (0.5, 0.0)
+    each = size.total_steps * 0.5 + demo.SECONDS_PER_TEST
+    assert pace.seconds(size, rounds=rounds) == demo.SECONDS_BESIDES + rounds * each
+    assert pace.share_of_training(size) == pytest.approx(1.0 - demo.SECONDS_PER_TEST / each)
+    timed.pop()
     assert [(loss.margin_kind, loss.alpha) for loss in timed] == 2 * [("prior", 1.25)]
 
 
@@ -141,10 +161,12 @@ def test_a_demo_that_was_shortened_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(named.PEOPLE_SIZES, "cpu", TINY_PEOPLE._replace(epochs=3))
-    monkeypatch.setattr(demo, "seconds_per_step", lambda size, device, num_threads: 1e3)
+    monkeypatch.setattr(demo, "step_times", lambda size, device, num_threads: [1e3])
     assert main(["demo", f"--out={tmp_path}", "--device=cpu", "--losses", "cosface"]) == 0
     said = capsys.readouterr().out
     assert "1 loss, 1 seed, 1 epoch, on cpu; the standard length is 3 epochs" in said
+    seconds = TINY_PEOPLE.total_steps * 1e3 + demo.SECONDS_PER_TEST + demo.SECONDS_BESIDES
+    assert f"; about {seconds / 60:.0f} min at the present speed of this machine\n" in said
     assert "nothing to compare" in said
 
 

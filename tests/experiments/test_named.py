@@ -3,20 +3,39 @@
 import csv
 import itertools
 import json
+import math
 import re
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from helpers.experiments import run
 from qmargin.cli.paper import EXPERIMENTS
-from qmargin.experiments.named import get_experiment, list_experiments, setting_point
+from qmargin.experiments.experiment import Arm, Search, TestProtocol, make_arm
+from qmargin.experiments.named import (
+    MARGIN_KINDS,
+    get_experiment,
+    list_experiments,
+    setting_point,
+)
 from qmargin.experiments.named.demo import DEMO_GRID, DEMO_SETTINGS, VOICE_GRID, demo_experiment
-from qmargin.experiments.tables import edges_of
-from qmargin.report.numbers import rate_text
+from qmargin.experiments.named.people import SIZE, study
+from qmargin.experiments.run import Outcome
+from qmargin.experiments.search import Tried
+from qmargin.experiments.space import Point
+from qmargin.experiments.tables import _best_of_each, edges_of, write_figures
 from qmargin.report.paper_layouts import FACE_ROWS, SEEDS_ROW, SPEAKER_ROWS, Setting
 
 ROOT = Path(__file__).parents[2]
-MADE = ("demo", "demo-search", "demo-voices", "voices-search", "strokes-10k", "strokes-1m")
+MADE = ("demo", "demo-search", "demo-voices", "voices-search", "strokes-1m")
+STUDIES = {  # and where their data are
+    **dict.fromkeys(("people-10k", "people-10k-flips", "people-10k-splits", "people-100k"), None),
+    **dict.fromkeys(("strokes-10k", "voices"), None),
+    "omniglot": "omniglot32",
+    "audiomnist": "audiomnist60",
+}
 PEOPLE = DEMO_SETTINGS["people"]
 
 
@@ -25,7 +44,9 @@ PEOPLE = DEMO_SETTINGS["people"]
     [
         name
         for name in list_experiments()
-        if "paper-" not in name and "-growth" not in name  # one loss, more and more identities
+        if "paper-" not in name
+        and "-growth" not in name  # one loss, more and more identities
+        and name not in STUDIES
     ],
 )
 def test_every_loss_gets_the_same_effort(tmp_path: Path, name: str) -> None:
@@ -37,9 +58,126 @@ def test_every_loss_gets_the_same_effort(tmp_path: Path, name: str) -> None:
     for key in ("arcface", "cosface", "sparsemax"):  # whose alpha is given
         alphas = {point["loss.alpha"] for point in arms[key].points}
         assert alphas == {"2" if key == "sparsemax" else "1"}
-    recipe = experiment.recipe
-    if name.startswith("strokes"):  # of the size of a GPU
-        assert recipe.precision.dtype == "bf16" and recipe.model.options["batch_norm"] is True
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_every_loss_of_a_study_searches_the_same_region(tmp_path: Path, name: str) -> None:
+    """As many points, the same hardness and updates; each meets each margin equally often."""
+    experiment = get_experiment(name, data=None if STUDIES[name] is None else tmp_path)
+    assert set(experiment.arms) >= {"arcface", "cosface", "q_margin", "entmax"}
+    levels: set[tuple[str, ...]] = set()
+    for key, arm in experiment.arms.items():
+        assert len(arm.points) == 20 and arm.like is None
+        levels.add(tuple(sorted({point["hardness"] for point in arm.points})))
+        margin = "reach" if key == "q_margin" else "loss.margin"
+        update = ("optimizer.kind", "head.lr_ratio")
+        for axes in (("hardness", margin), ("hardness", *update)):
+            assert len({tuple(point[axis] for axis in axes) for point in arm.points}) == 20
+        if key == "q_margin":  # whose alphas and reaches are those that a hardness has
+            reaches = [float(point["reach"]) for point in arm.points]
+            assert 0.2 < min(reaches) < 0.4 and 1.2 <= max(reaches) < 1.7
+            assert len({point["loss.alpha"] for point in arm.points}) >= 2
+        else:
+            assert len({tuple(point[a] for a in (margin, *update)) for point in arm.points}) == 16
+        for axis in ("loss.alpha", "head.sample_rate") if key != "q_margin" else ():
+            shares = Counter(point[axis] for point in arm.points if axis in point)
+            assert len(set(shares.values())) <= 1  # as many of each
+        wanted = 6 if key in ("arcface", "cosface", "q_margin") else 3
+        assert experiment.seeds_of(key) == tuple(range(wanted))
+    assert len(levels) == 1 and len(levels.pop()) == 5
+    margins = {key: [float(p["loss.margin"]) for p in experiment.arms[key].points]
+               for key in ("arcface", "cosface")}  # fmt: skip
+    assert (min(margins["arcface"]), max(margins["arcface"])) == (0.05, 0.5)
+    assert (min(margins["cosface"]), max(margins["cosface"])) == (0.1, 0.6)
+
+
+def test_points_of_a_study_are_the_updates_and_losses_that_they_say() -> None:
+    experiment = get_experiment("people-10k")
+    recipes = {
+        key: [experiment.run_recipe(key, point, seed=0, is_search=True) for point in arm.points]
+        for key, arm in experiment.arms.items()
+    }
+    for key, made in recipes.items():
+        assert {recipe.head.lr_ratio for recipe in made} == {1.0, 10.0}
+        sgd = {recipe.optimizer for recipe in made if recipe.optimizer.kind == "sgd"}
+        (one,) = sgd
+        found = (one.lr, one.momentum, one.weight_decay, one.clip_norm, one.clip_head)
+        assert found == (0.1, 0.9, 5e-4, 5.0, False)
+        (adamw,) = {recipe.optimizer for recipe in made} - sgd
+        assert (adamw.kind, adamw.clip_norm) == ("adamw", None)
+        kind = {"adaface": "adaface", "magface": "magface"}.get(key, MARGIN_KINDS.get(key))
+        assert {recipe.loss.margin_kind for recipe in made} == {kind or "angular"}
+    assert {recipe.head.sample_rate for recipe in recipes["sampled"]} == {0.1, 0.3}
+    assert {recipe.head.path for recipe in recipes["sampled"]} == {"sampled"}
+    upper = {recipe.loss.margin: recipe.loss.options["upper_margin"]
+             for recipe in recipes["magface"]}  # fmt: skip
+    assert upper[0.45] == 0.8  # as published
+    for recipe, point in zip(recipes["q_margin"], experiment.arms["q_margin"].points, strict=True):
+        rate = (recipe.loss.order - 1.0) * recipe.loss.scale
+        reach = math.exp(rate * recipe.loss.margin) / rate
+        assert reach == pytest.approx(float(point["reach"])) and recipe.loss.margin >= 0.0
+
+
+def test_noise_of_a_study_is_in_its_training_alone() -> None:
+    clean, flips, splits = (get_experiment(f"people-10k{end}") for end in ("", "-flips", "-splits"))
+    options = [one.recipe.data.options for one in (clean, flips, splits)]
+    assert [one.get("flips") for one in options] == [None, 0.1, None]
+    assert [one.get("splits") for one in options] == [None, None, 0.02]
+    tested = {
+        repr(replace(one.world, num_test=4).measured(one.recipe, is_search=False))
+        for one in (clean, flips, splits)
+    }
+    assert len(tested) == 1
+
+
+def test_expectations_stand_on_their_page() -> None:
+    page = (ROOT / "docs" / "results" / "expectations.md").read_text()
+    for name, folder in STUDIES.items():
+        experiment = get_experiment(name, data=None if folder is None else Path(folder))
+        assert experiment.question.endswith("?") and experiment.expected
+        assert f"| `{name}` | {experiment.expected} |" in page
+
+
+def test_a_figure_of_many_settings_has_a_line_for_each_loss(tmp_path: Path) -> None:
+    """At each hardness the best of the settings that have it."""
+    experiment, places = get_experiment("people-10k").with_arms(["cosface", "q_margin"]), {}
+    tried = []
+    for key, arm in experiment.arms.items():
+        for number, point in enumerate(arm.points):
+            recipe = experiment.run_recipe(key, point, seed=0, is_search=True)
+            outcome = Outcome("finished", {"eer": 0.1, "tar@0.0001": (7 * number % 20) / 20})
+            tried.append(Tried(key, point, recipe, (outcome,), 1))
+            place = (key, point["hardness"])
+            places[place] = max(places.get(place, 0.0), outcome.measures["tar@0.0001"])
+    best = _best_of_each(tried, "tar@0.0001", "hardness")
+    found = {(one.arm, one.point["hardness"]): one.mean("tar@0.0001") for one in best}
+    assert found == places and len(found) == 10
+    assert len(_best_of_each(tried, "eer", "hardness")) == 10
+    files = write_figures(tried, "tar@0.0001", tmp_path)
+    assert [path.name for path in files] == ["sensitivity.svg", "sensitivity.pdf"]
+
+
+@pytest.mark.parametrize("name", ["arcface", "adaface", "magface", "sampled", "q_margin"])
+def test_losses_of_a_study_learn(tmp_path: Path, name: str) -> None:
+    size = SIZE._replace(
+        num_classes=60, samples_per_class=4, epochs=1, batch_size=32, width=8, depth=0,
+        embedding_dim=128,
+    )  # fmt: skip
+    made = study("toy", "toy", "?", "", size=size).with_arms([name])
+    arm = made.arms[name]
+    toy = replace(
+        made.with_settings(["precision.dtype=fp32", "data.num_test=20", "data.num_validation=20"]),
+        arms={name: replace(arm, points=arm.points[5:7], seeds=(0, 1))},
+        search=Search(
+            measure="eer", settings=("run.max_steps=2",), finalists=1, finalist_seeds=(1001,)
+        ),
+        protocol=TestProtocol(num_replicates=0),
+    )
+    finished, _ = run(toy, tmp_path)
+    assert [one.count("finished") for tried in finished.rounds for one in tried] == [1, 1, 1]
+    assert finished.rounds[1][0].recipe.seed == 1001
+    assert [result.run.seed for result in finished.results] == [0, 1]
+    assert len(list((tmp_path / "data").iterdir())) == 3  # of all seeds: train, validate, test
 
 
 @pytest.mark.parametrize("kind", ["people", "voices"])
@@ -122,10 +260,37 @@ def test_settings_for_a_gpu_are_those_of_the_results_page() -> None:
 def test_a_choice_at_an_edge_is_named() -> None:
     grid = [setting_point(one) for one in
             ((1.25, 7.0, 0.2), (1.25, 7.0, 0.4), (1.25, 10.0, 0.3), (1.5, 4.0, 0.3))]  # fmt: skip
-    assert edges_of(grid[1], grid) == ["smallest scale", "largest margin"]
-    assert edges_of(grid[2], grid) == ["largest scale"]
-    assert edges_of(grid[3], grid) == []  # nothing beside it was tried
-    assert edges_of(grid[2], [*grid, setting_point((1.25, 16.0, 0.3))]) == []
+
+    def edges(chosen: Point, *more: tuple[float, float, float]) -> list[str]:
+        return edges_of(chosen, Arm("x", points=(*grid, *map(setting_point, more))))
+
+    assert edges(grid[1]) == ["smallest alpha", "smallest scale", "largest margin"]
+    assert edges(grid[2]) == ["smallest alpha", "largest scale"]
+    assert edges(grid[3]) == ["largest alpha"]  # no other scale or margin was tried there
+    assert edges(grid[2], (1.25, 16.0, 0.3), (1.1, 10.0, 0.3)) == []
+
+
+@pytest.mark.parametrize(
+    ("values", "chosen", "edges"),
+    [
+        ({"hardness": [2.0, 3.0, 4.0], "m_eff": [0.3, 0.6]}, ("4", "0.3"),
+         ["largest hardness", "smallest m_eff"]),
+        ({"hardness": [2.0, 3.0], "reach": [0.3, 0.6, 1.2], "alpha": 1.25}, ("3", "1.2"),
+         ["largest hardness", "largest reach"]),
+        ({"head.lr_ratio": [1, 5, 10], "scale": "8:64:log"}, ("5", "62.1"), ["largest scale"]),
+        ({"head.lr_ratio": [1, 5, 10], "scale": "8:64:log"}, ("1", "50"), ["smallest lr_ratio"]),
+        ({"head.lr_ratio": [1, 10], "scale": "8:64"}, ("10", "11"), ["largest lr_ratio"]),
+        ({"head.path": ["dense", "auto"], "scale": [8, 16, 32]}, ("auto", "16"), []),
+        ({"scale": [16], "alpha": [1.1, 1.25, 1.5]}, ("16", "1.25"), []),
+        ({"scale": 16, "alpha": [1.1, 1.25, 1.5]}, ("1.1",), ["smallest alpha"]),
+    ],
+)  # fmt: skip
+def test_edges_of_every_axis(
+    values: dict[str, object], chosen: tuple[str, ...], edges: list[str]
+) -> None:
+    arm = make_arm("q_margin", values)
+    point = dict(zip((axis.key for axis in arm.axes), chosen, strict=True))
+    assert edges_of(point, arm) == edges
 
 
 def tables_in(text: str) -> list[list[list[str]]]:
@@ -141,24 +306,25 @@ def tables_in(text: str) -> list[list[list[str]]]:
 
 def test_the_readme_says_what_the_pages_found() -> None:
     readme = (ROOT / "README.md").read_text()
-    (heads, *rows) = next(rows for rows in tables_in(readme) if rows[0][:2] == ["data", "FAR"])
-    found: list[list[list[str]]] = []
-    for data, far, *cells, ahead, behind in rows:
-        if data:
-            (target,) = re.findall(r"\((.*?)\)", data)
-            found = tables_in((ROOT / target).read_text())
-        power = "10⁻" + "⁰¹²³⁴⁵⁶"[int(far.removeprefix("1e-"))]
-        names = (power, rate_text(float(far)))
-        place = next(n for n, head in enumerate(found[0][0]) if head.endswith(names))
-        tars = {row[0]: row[place] for row in found[0][1:]}
-        assert dict(zip(heads[2:-2], cells, strict=True)) == tars
-        minus = next(table for table in found if table[0][0] == "Q-Margin minus")
-        place = next(n for n, head in enumerate(minus[0]) if head.endswith(names))
-        compared: dict[str, list[str]] = {"ahead": [], "behind": []}
-        for row in minus[1:]:
-            bounds = re.findall(r"[+\u2212][0-9.]+", row[place])[1:]
-            low, high = (float(text.replace("\u2212", "-")) for text in bounds)
-            name = "ArcFace 10 %" if row[0].startswith("ArcFace, 10") else row[0]
-            compared["ahead"] += [name] * (low > 0.0)
-            compared["behind"] += [name] * (high < 0.0)
-        assert [ahead, behind] == [", ".join(names) or "nobody" for names in compared.values()]
+    heads, *rows = next(rows for rows in tables_in(readme) if rows[0][0] == "data, FAR")
+    names = heads[1:4]
+    for data, *cells, difference in rows:
+        far = data.rpartition(", ")[2]
+        target, _, anchor = re.findall(r"\((.*?)\)", data)[0].partition("#")
+        text = (ROOT / target).read_text()
+        power = "10⁻" + "⁰¹²³⁴⁵⁶"[-round(math.log10(float(far.removesuffix(" %")) / 100.0))]
+        ends = (power, far)
+        tables = tables_in(text)
+        if anchor:  # the demo: people, then voices
+            is_voices = "voices" in data
+            found = [table for table in tables if table[0][0] == "loss"][is_voices]
+            expected = re.findall(r"Q-Margin minus CosFace is (.*?\)) points", text)[is_voices]
+        else:
+            found = tables[0]
+            minus = next(table for table in tables if table[0][0] == "Q-Margin minus")
+            column = next(n for n, head in enumerate(minus[0]) if head.endswith(ends))
+            expected = next(row[column] for row in minus[1:] if row[0] == "CosFace")
+        assert difference == expected
+        place = next(n for n, head in enumerate(found[0]) if head.endswith(ends))
+        tars = {row[0]: row[place].replace("*", "") for row in found[1:]}
+        assert cells == [tars[name] for name in names]

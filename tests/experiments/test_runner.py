@@ -20,9 +20,12 @@ from qmargin.errors import CheckpointError, ConfigError, DataError
 from qmargin.evaluation.result import read_result
 from qmargin.experiments import run as run_module
 from qmargin.experiments import slots
-from qmargin.experiments.experiment import Arm, TestProtocol
+from qmargin.experiments.experiment import Arm, TestProtocol, make_arm
 from qmargin.experiments.run import RESULT, Run, Task
 from qmargin.experiments.runner import RECORD
+from qmargin.experiments.tables import results_page, summary
+from qmargin.experiments.worlds import Made
+from qmargin.report.systems import Primary
 from qmargin.training import loop
 from qmargin.training.signals import Interrupted, StopRequest
 from qmargin.training.start import RunLock
@@ -65,7 +68,8 @@ def test_a_grid_is_trained_measured_and_written(tmp_path: Path) -> None:
     assert float(row["EER deviation"]) == pytest.approx(100 * statistics.stdev(values))
     assert "8 runs, 0 of them complete" in said
     assert any(line.startswith("[1/8] debug, scale 10, m_eff 0.2, seed 0: ") for line in said)
-    assert said[-1].startswith("debug: best by tar@0.01 is scale ")
+    assert said[-2].startswith("debug: best is scale ")
+    assert said[-1].startswith("At an edge of what was tried: debug (")
 
 
 def test_arms_choose_are_trained_and_tested(tmp_path: Path) -> None:
@@ -95,6 +99,68 @@ def test_an_arm_may_take_the_settings_of_another(tmp_path: Path) -> None:
         experiment.with_arms(["sampled"])
 
 
+def test_arms_may_have_seeds_of_their_own_and_finalists_too(tmp_path: Path) -> None:
+    base = small_comparison(seeds=(0, 1, 2))
+    few = replace(base.arms["q_margin"], seeds=(0, 1))
+    search = replace(base.search, finalists=1, finalist_seeds=(7, 8))
+    made = replace(base, arms={**base.arms, "q_margin": few}, search=search)
+    finished, said = run(made, tmp_path)
+    names = [path.parent.name.rpartition("-")[0] for path in finished.paths[RESULT]]
+    assert names == [
+        *("cosface-seed0", "q_margin-seed0", "cosface-seed1", "q_margin-seed1", "cosface-seed2")
+    ]
+    assert "5 runs, 0 of them complete" in said
+    assert [one.num_wanted for tried in finished.rounds for one in tried] == [1, 1, 2]
+    assert finished.rounds[1][0].recipe.seed == 7
+    page = results_page(finished, command="compare")
+    assert "2 or 3 seeds" in page
+    alike = made.with_seeds((0, 1))
+    assert {alike.seeds_of(name) for name in alike.arms} == {(0, 1)}
+    again, said = run(alike, tmp_path)
+    assert "4 runs, 4 of them complete" in said and len(again.results) == 4
+
+
+def test_seeds_of_an_arm_are_checked() -> None:
+    base = small_comparison()
+    for seeds, text in (((), "seeds is empty"), ((0, 0), "each seed once"), ((-1,), "below 0")):
+        arm = replace(base.arms["cosface"], seeds=seeds)
+        with pytest.raises(ConfigError, match=f"arms.cosface: .*{text}"):
+            replace(base, arms={"cosface": arm})
+    with pytest.raises(ConfigError, match="each seed once"):
+        replace(base.search, finalist_seeds=(1, 1))
+
+
+def test_settings_reach_the_recipe_the_data_and_the_protocol() -> None:
+    base = replace(small_comparison(), world=Made())
+    made = base.with_settings(
+        ["data.num_test=7", "data.batch_size=9", "protocol.far=1e-2", "protocol.replicates=3"]
+    )
+    assert (made.world.num_test, made.recipe.data.batch_size) == (7, 9)
+    assert (made.protocol.fars, made.protocol.num_replicates) == ((0.01,), 3)
+    many = base.with_settings(["protocol.far=[1e-3, 1e-2]"])
+    assert many.protocol.fars == (0.01, 0.001)
+    for setting, text in (
+        ("data.num_tests=7", "did you mean 'num_test'"),
+        ("data.bach_size=7", "did you mean 'batch_size'"),
+        ("protocol.fars=1", "did you mean 'far'"),
+        ("data.num_test=some", "data.num_test"),
+        ("protocol.far=2", "between 0 and 1"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            base.with_settings([setting])
+
+
+def test_a_page_has_the_question_and_what_was_expected(tmp_path: Path) -> None:
+    asked = small_comparison(question="Which is better?", expected="Q-Margin is ahead.")
+    finished, _ = run(asked, tmp_path)
+    page = results_page(finished, command="compare")
+    start = page.partition("## Found")[0]
+    assert "## Question\n\nWhich is better?\n\n[Expected before any run]" in start
+    assert start.index("Q-Margin is ahead.") < start.index("## Set-up") < start.index("- training")
+    silent = replace(finished, experiment=replace(asked, question="", expected=""))
+    assert "## Question" not in results_page(silent, command="compare")
+
+
 # -- resuming -------------------------------------------------------------------------------------
 
 
@@ -105,6 +171,83 @@ def test_what_is_there_is_kept_and_more_is_added(tmp_path: Path) -> None:
     finished, said = run(small_sweep("loss.scale=10,16", seeds=2), tmp_path)
     assert "4 runs, 1 of them complete" in said
     assert (first / RESULT).stat().st_mtime_ns == before and len(finished.rounds[0]) == 2
+
+
+def test_runs_are_measured_over_their_training_time_and_train_alike(tmp_path: Path) -> None:
+    protocol = TestProtocol(num_replicates=20, every_epochs=1)
+    arms = {"q_margin": make_arm("q_margin", {"scale": 16})}
+    settings = ("run.max_steps=null", "run.epochs=3")
+    finished, _ = run(small_comparison(*settings, protocol=protocol, arms=arms), tmp_path / "a")
+    (result,) = finished.results
+    assert result.run is not None and result.run.train_seconds is not None
+    points, steps = result.run.progress, result.run.steps
+    assert steps is not None and [point.step for point in points] == [
+        steps // 3,
+        2 * steps // 3,
+        steps,
+    ]
+    seconds = [point.train_seconds for point in points]
+    assert 0.0 < seconds[0] < seconds[1] < seconds[2] <= result.run.train_seconds
+    assert points[-1].eer == result.measures.eer.value
+    last = {repr(point.far_target): point.tar for point in result.measures.tar if point.allowed}
+    assert points[-1].tar == last and len(last) >= 2
+    assert "To TAR" in finished.page.read_text(encoding="utf-8")
+    plain, _ = run(small_comparison(*settings, arms=arms), tmp_path / "b")
+    (other,) = plain.results
+    assert other.run is not None and other.run.progress == ()
+    assert other.run.checkpoint_sha256 == result.run.checkpoint_sha256  # measuring changes nothing
+    with pytest.raises(ConfigError, match="every_epochs is 0"):
+        TestProtocol(every_epochs=0)
+    with pytest.raises(ConfigError, match="every_epochs measures all pairs"):
+        TestProtocol("trials", every_epochs=1)
+
+
+def test_the_primary_comparison_cannot_be_changed_after_the_test(tmp_path: Path) -> None:
+    first = Primary("q_margin", ("cosface",), 1e-2)
+    run(small_comparison(primary=first), tmp_path)
+    for changed, message in (
+        (replace(first, far=1e-3), r"primary\.far is 0\.01 there, 0\.001 here"),
+        (
+            replace(first, focus="cosface", rivals=("q_margin",)),
+            r"primary\.focus is q_margin there",
+        ),
+        (None, "primary"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            run(small_comparison(primary=changed), tmp_path)
+
+
+def test_a_choice_at_an_edge_is_told_on_the_terminal_and_the_page(tmp_path: Path) -> None:
+    finished, said = run(small_comparison(), tmp_path)
+    side = {"10": "smallest", "16": "largest"}[finished.chosen["cosface"]["loss.scale"]]
+    (note,) = [line for line in said if line.startswith("At an edge")]
+    assert note == (
+        f"At an edge of what was tried: CosFace ({side} scale). Beyond it there may be better "
+        "settings."
+    )
+    assert note in finished.page.read_text(encoding="utf-8")
+    assert note in results_page(finished, command="x")
+
+
+@pytest.mark.parametrize("count", [0, 20])
+def test_the_results_page_has_the_verdict_of_the_terminal(tmp_path: Path, count: int) -> None:
+    protocol = TestProtocol(num_replicates=count)
+    arms = {name: make_arm(name, {"scale": 16}) for name in ("q_margin", "cosface", "arcface")}
+    made = small_comparison(
+        arms=arms, seeds=(0, 1), protocol=protocol, primary=Primary("cosface", ("q_margin",), 1e-3)
+    )
+    finished, _ = run(made, tmp_path)
+    page, (_, rows, words) = results_page(finished, command="x"), summary(finished)
+    assert "| q_margin |" not in page and "| Q-Margin | 2 |" in page and len(rows) == 3
+    if not count:  # without replicates there are no intervals
+        assert words == ["There is nothing to compare."] and "**ties with**" not in page
+        return
+    line, cover = words
+    assert line.startswith("At FAR 0.1 %, CosFace ") and "primary comparison" in line
+    plain = page.replace("**", "")
+    assert f"- {line}" in plain and cover == "Intervals cover training seeds and test identities."
+    assert "| CosFace minus |" in page and "| ArcFace |" in page.partition("CosFace minus")[2]
+    assert "corrected for 11 comparisons" in plain  # 3 pairs by 3 TARs and the EER, but for one
 
 
 @pytest.mark.parametrize("damage", [None, b'{"format": "qmargin-res'])

@@ -12,6 +12,7 @@ from qmargin.experiments import slots, storage
 from qmargin.experiments.experiment import Experiment, Search, make_arm
 from qmargin.experiments.run import Outcome, Run, Task
 from qmargin.experiments.search import Tried, finalists_of, gather, ranked
+from qmargin.losses.hardness import hardness
 
 MEASURE = "tar@0.01"
 RECIPE = tiny_recipe()
@@ -90,6 +91,59 @@ def test_finalists_are_trained_by_the_recipe_as_it_is(executed: list[Run], tmp_p
     assert gather(executed[:1], {}) and not (tmp_path / "runs").exists()
 
 
+def test_hardness_reach_and_the_prototypes_rate_are_axes(
+    executed: list[Run], tmp_path: Path
+) -> None:
+    """Of 2 x 3 x 2 points those of an easy alpha 1.25 cannot have the small reach."""
+    axes = {"alpha": [1.25, 2.0], "hardness": [0.8, 1.6, 2.2], "reach": [1.0, 1.6]}
+    arm = make_arm("q_margin", {**axes, "head.lr_ratio": [1, 10]})
+    search = Search(measure=MEASURE)
+    experiment = replace(small_comparison(), arms={"q_margin": arm}, search=search)
+    left_out = experiment.arms["q_margin"].left_out
+    finished, said = run(experiment, tmp_path, search_only=True)
+    assert 0 < len(left_out) < 24 and len(executed) == 24 - len(left_out)
+    for one in executed:
+        recipe, loss = one.recipe, one.recipe.loss
+        assert loss.reach == pytest.approx(float(one.point["reach"])) and loss.margin >= 0.0
+        sizes = {"num_classes": recipe.data.num_classes}
+        sizes["embedding_dim"] = recipe.model.embedding_dim
+        found = hardness(loss.order, loss.scale, **sizes).mean
+        assert found == pytest.approx(float(one.point["hardness"]))
+        assert recipe.head.lr_ratio == float(one.point["head.lr_ratio"])
+    (told,) = [line for line in said if "are left out" in line]
+    assert told.startswith(f"q_margin: {len(left_out)} of 24 settings are left out")
+    assert "alpha 1.25, hardness 0.8, reach 1" in told
+    table = (tmp_path / "search.md").read_text(encoding="utf-8").splitlines()
+    heads = [head.strip() for head in next(line for line in table if "hardness" in line).split("|")]
+    assert heads[heads.index("hardness") + 1] == "reach"
+    assert finished.chosen["q_margin"] in [one.point for one in executed]
+    finalists = finalists_of(finished.rounds[0], MEASURE, 2)["q_margin"]
+    keys = ("loss.alpha", "hardness", "head.lr_ratio")
+    assert len({tuple(point[key] for key in keys) for point in finalists}) == 2
+
+
+def test_points_of_an_arm_may_name_what_they_aim_at(executed: list[Run], tmp_path: Path) -> None:
+    point = {"loss.alpha": "1.5", "hardness": "2.2", "reach": "1"}
+    arm = replace(make_arm("q_margin", {}), points=(point, {**point, "reach": "1.5"}))
+    experiment = replace(small_comparison(), arms={"q_margin": arm}, search=Search(measure=MEASURE))
+    run(experiment, tmp_path, search_only=True)
+    assert [one.recipe.loss.reach for one in executed] == pytest.approx([1.0, 1.5])
+    impossible = replace(arm, points=(point, {**point, "reach": "0.01"}))
+    with pytest.raises(ConfigError, match=r"arms\.q_margin: reach is 0.01, but with alpha 1.5"):
+        replace(experiment, arms={"q_margin": impossible})
+
+
+def test_one_hardness_and_reach_are_nothing_to_search(executed: list[Run], tmp_path: Path) -> None:
+    arm = make_arm("q_margin", {"alpha": 1.5, "hardness": 2.2, "reach": 1.0})
+    assert arm.is_fixed and arm.points == ({"hardness": "2.2", "reach": "1"},)
+    experiment = replace(small_comparison(), arms={"q_margin": arm})
+    assert not experiment.searched
+    recipe = experiment.run_recipe("q_margin", arm.points[0], seed=0, is_search=False)
+    assert recipe.loss.reach == pytest.approx(1.0) and recipe.loss.alpha == 1.5
+    mixed = make_arm("q_margin", {"alpha": [1.5, 2.0], "hardness": 2.2, "reach": 1.0})
+    assert [point["hardness"] for point in mixed.candidates] == ["2.2", "2.2"]
+
+
 # -- Optuna ---------------------------------------------------------------------------------------
 
 needs_optuna = pytest.mark.skipif(
@@ -119,6 +173,19 @@ def test_points_lie_in_the_ranges(executed: list[Run], tmp_path: Path, method: s
     for one in finished.rounds[0]:
         assert 8.0 <= float(one.point["loss.scale"]) <= 64.0
         assert one.point["loss.alpha"] in ("1.25", "1.5") and 2 <= int(one.point["run.epochs"]) <= 9
+
+
+@needs_optuna
+def test_a_reach_that_is_drawn_out_of_reach_is_drawn_again(
+    executed: list[Run], tmp_path: Path
+) -> None:
+    axes = ("loss.alpha=1.25,2", "loss.scale=2:16:log", "reach=0.2:1.2")
+    finished, said = run(searched("random", 8, *axes), tmp_path)
+    assert 0 < len(finished.rounds[0]) <= 8
+    for one in finished.rounds[0]:
+        assert one.recipe.loss.reach == pytest.approx(float(one.point["reach"]))
+    narrow = [line for line in said if "narrow the ranges" in line]
+    assert len(narrow) == (len(finished.rounds[0]) < 8)
 
 
 @needs_optuna

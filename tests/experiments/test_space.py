@@ -14,10 +14,12 @@ from qmargin.experiments.space import (
     check_points,
     grid,
     parse_axis,
+    reachable,
     with_point,
 )
 from qmargin.losses.hardness import hardness
 from qmargin.recipes import get_recipe
+from qmargin.training.recipe_files import apply_settings
 
 
 @pytest.mark.parametrize(
@@ -63,6 +65,13 @@ def test_brackets_hold_lists_together() -> None:
         (["hardness=2", "loss.scale=16"], "hardness and loss.scale"),
         (["hardness=far"], "hardness is 'far'"),
         (["hardness=9"], "hardness is 9"),
+        (["reach=0.5", "loss.margin=0.1"], "reach and loss.margin"),
+        (["reach=0.5", "m_eff=0.1"], "m_eff and reach"),
+        (["reach=wide"], "reach is 'wide'"),
+        (["reach=0.5", "loss.alpha=1,1.5"], "alpha is 1: the loss of a row is never"),
+        (["loss.alpha=1.5", "reach=2.5"], "differ by at most 2"),
+        (["loss.preset=magface", "reach=0.5"], "the margin is magface"),
+        (["loss.alpha=1.5", "reach=0.05"], "needs a gap of 0.0625 without any margin"),
         (["precision.compile=0:1"], "precision.compile is False"),
         (["loss.margn=0:1"], "did you mean 'margin'"),
     ],
@@ -81,6 +90,7 @@ def test_axes_that_do_not_fit_are_refused(texts: list[str], message: str) -> Non
         ("loss.scale=8:64", " loss.scale = 3", "loss.scale is an axis"),
         ("m_eff=0.3", "loss.margin=0.3", "loss.margin follows from the axis m_eff"),
         ("hardness=2", "loss.scale=16", "loss.scale follows from the axis hardness"),
+        ("reach=0.6", "loss.margin=0.3", "loss.margin follows from the axis reach"),
         ("loss.preset=arcface", "loss.scale=16", "loss follows from the axis loss.preset"),
     ],
 )
@@ -120,6 +130,40 @@ def test_a_hardness_is_met_before_the_margin_is_chosen(alpha: str) -> None:
     )
     assert found.mean == pytest.approx(1.5)
     assert recipe.loss.effective_margin == pytest.approx(0.4)
+
+
+@pytest.mark.parametrize("kind", ["prior", "cosine", "angular"])
+def test_a_reach_is_met_after_the_hardness(kind: str) -> None:
+    point = {"reach": "0.9", "hardness": "2.2", "loss.alpha": "1.5", "loss.margin_kind": kind}
+    recipe = with_point(get_recipe("debug"), point)
+    sizes = {"num_classes": recipe.data.num_classes, "embedding_dim": recipe.model.embedding_dim}
+    assert hardness(1.5, recipe.loss.scale, **sizes).mean == pytest.approx(2.2)
+    assert recipe.loss.reach == pytest.approx(0.9)
+    assert recipe.loss.margin > 0.0
+
+
+def test_a_sum_or_class_margins_have_no_axis_of_their_own() -> None:
+    for margin in ("[{prior: 0.1}, {angular: 0.1}]", "{prior: {per_class: [1, 2]}}"):
+        recipe = apply_settings(get_recipe("debug"), [f"loss.margin={margin}"])
+        for key in ("reach", "m_eff"):
+            with pytest.raises(ConfigError, match="a sum or per class"):
+                with_point(recipe, {key: "0.9", "loss.alpha": "1.5"})
+
+
+def test_a_grid_leaves_out_what_no_margin_reaches() -> None:
+    recipe = get_recipe("debug")
+    axes = [parse_axis(text) for text in ("loss.alpha=1.25,1.5", "loss.scale=8,16", "reach=0.3,1")]
+    check_axes(recipe, axes)
+    kept, left_out = reachable(recipe, grid(axes))
+    least = {("1.25", "8"): 0.5, ("1.25", "16"): 0.25, ("1.5", "8"): 0.25, ("1.5", "16"): 0.125}
+    assert len(kept) == 7
+    assert left_out == [{"loss.alpha": "1.25", "loss.scale": "8", "reach": "0.3"}]
+    for point in kept:
+        assert least[point["loss.alpha"], point["loss.scale"]] <= float(point["reach"])
+        found = with_point(recipe, point).loss.reach
+        assert found == pytest.approx(float(point["reach"]))
+    with pytest.raises(ConfigError, match=r"no point of the grid is possible: reach is 0\.02"):
+        reachable(recipe, grid([parse_axis("loss.alpha=1.5"), parse_axis("reach=0.01,0.02")]))
 
 
 def test_what_decides_the_loss_needs_to_know_it() -> None:

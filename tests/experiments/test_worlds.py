@@ -81,7 +81,7 @@ def test_strokes_are_drawn_once_and_measured_in_other_splits(tmp_path: Path) -> 
     recipe = replace(RECIPE, seed=5)
     assert world.train(recipe, is_search=False) is None
     drawn = world.prepare(tmp_path, [recipe, RECIPE], is_search=False, request=request)
-    assert len(list(tmp_path.glob("strokes-*.npy"))) == 2
+    assert len(list(tmp_path.glob("strokeidentities-*.npy"))) == 4  # to train and to test
     train = drawn.train(recipe, is_search=False)
     assert isinstance(train, StrokeIdentities)
     expected = StrokeIdentities(12, 8, seed=5, shift=SHIFT)
@@ -91,6 +91,20 @@ def test_strokes_are_drawn_once_and_measured_in_other_splits(tmp_path: Path) -> 
         other = drawn.measured(recipe, is_search=is_search)
         assert isinstance(other, StrokeIdentities) and len(other) == count
         assert (other.split, other.shift, other.seed) == (split, 0, 5)
+
+
+def test_identities_of_the_data_are_drawn_once_for_all_seeds(tmp_path: Path) -> None:
+    data = replace(RECIPE.data, options={**RECIPE.data.options, "seed": 7})
+    recipes = [replace(RECIPE, data=data, seed=seed) for seed in range(3)]
+    drawn = Made(5, 2, 6, 3).prepare(tmp_path, recipes, is_search=False, request=StopRequest())
+    assert len(list(tmp_path.iterdir())) == 2
+    tested = [drawn.measured(recipe, is_search=False) for recipe in recipes]
+    assert all(isinstance(one, StrokeIdentities) and one.seed == 7 for one in tested)
+    plain = Made(5, 2, 6, 3).measured(recipes[0], is_search=False)
+    rows = np.arange(18)
+    for one in tested:
+        read = one.read_many(rows, [0] * 18)[0]
+        assert np.array_equal(read, plain.read_many(rows, [0] * 18)[0])
 
 
 @pytest.mark.parametrize("number", SIGNALS)
@@ -119,6 +133,21 @@ def test_a_split_of_the_data_is_kept(tmp_path: Path) -> None:
     stored = read_pictures(Path(world.path))
     row = stored.names.index(test.sample_id(5))
     assert np.array_equal(test.images(np.array([5]))[0], stored.pictures[row])
+
+
+def test_look_alikes_are_left_out_of_what_is_measured_alone(tmp_path: Path) -> None:
+    world = Drawn(stored_npz(tmp_path)).opened()
+    clear = replace(world, distinct=0.5)
+    for is_search in (True, False):
+        every = world.measured(RECIPE, is_search=is_search)
+        some = clear.measured(RECIPE, is_search=is_search)
+        kept = every.distinct(0.5)
+        assert some.num_classes == len(kept)
+        rows = np.isin(every.labels, kept)
+        assert np.array_equal(some.pictures, every.pictures[rows])
+        train = [one.train(RECIPE, is_search=is_search) for one in (world, clear)]
+        assert len(train[0]) == len(train[1])
+    assert clear.record["distinct"] == 0.5
 
 
 def test_without_a_split_identities_are_divided_by_the_seed(tmp_path: Path) -> None:
@@ -252,7 +281,9 @@ def test_omniglot_has_the_classes_that_its_experiment_says() -> None:
     experiment = get_experiment("omniglot", data=shared_data("omniglot32"))
     train, test = experiment.world._parts(0, is_search=False)
     assert train.num_classes == experiment.recipe.data.num_classes == 6368
-    assert test.num_classes == 659 and len(test) == 6590
+    assert test.num_classes == 609 and len(test) == 6090  # without 50 of 659 that look alike
+    every = replace(experiment.world, distinct=None)._parts(0, is_search=False)[1]
+    assert every.num_classes == 659
 
 
 # -- pictures and recordings of the readers -------------------------------------------------------

@@ -4,6 +4,7 @@ import itertools
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 
@@ -13,8 +14,11 @@ from qmargin.cli.main import main
 from qmargin.errors import ConfigError, DataError
 from qmargin.evaluation.result import read_result
 from qmargin.experiments.experiment import from_mapping, read_experiment
+from qmargin.experiments.measure import identities_for, num_pairs
 from qmargin.experiments.runner import run_experiment
 from qmargin.experiments.worlds import Drawn, Made, Stored
+from qmargin.metrics.operating import sufficiency
+from qmargin.report.systems import Primary
 
 FACES = {
     "name": "my-faces",
@@ -116,22 +120,32 @@ def test_sections_of_a_file() -> None:
         "recipe": "debug",
         "set": {"loss": {"scale": 8}, "run.epochs": 2},
         "arms": {
-            "entmax": None,
+            "entmax": {"seeds": 4},
             "wide": {"title": "Wide", "loss": {"preset": "q_margin", "scale": "8:64:log"}},
             "same": {"like": "wide", "head.path": "dense"},
         },
         "seeds": [3, 5],
-        "search": {"method": "random", "points": 4, "seeds": 2, "set": {"run.epochs": 1}},
+        "question": "Which?",
+        "expected": "The first.",
+        "search": {
+            "method": "random",
+            "points": 4,
+            "seeds": 2,
+            "finalist_seeds": [7],
+            "set": {"run.epochs": 1},
+        },
         "protocol": {"far": ["1e-2", 1.0e-3]},
         "data": {"num_test": 20},
     }
     experiment = from_mapping(content)
     assert experiment.recipe.loss.scale == 8.0 and experiment.seeds == (3, 5)
     assert experiment.arms["entmax"].settings == ("loss.preset=entmax_face",)
+    assert experiment.seeds_of("entmax") == (0, 1, 2, 3) and experiment.seeds_of("same") == (3, 5)
+    assert (experiment.question, experiment.expected) == ("Which?", "The first.")
     assert experiment.arms["wide"].title == "Wide" and experiment.arms["same"].like == "wide"
     assert set(experiment.searched) == {"wide"}
     search = experiment.search
-    assert (search.seeds, search.num_points) == ((1000, 1001), 4)
+    assert (search.seeds, search.finalist_seeds, search.num_points) == ((1000, 1001), (7,), 4)
     assert search.settings == ("run.epochs=1",)
     assert experiment.protocol.fars == (0.01, 0.001) and experiment.world == Made(num_test=20)
     assert from_mapping({**content, "data": None}).world == Made()
@@ -160,6 +174,23 @@ def test_an_arm_takes_a_loss_as_recipes_write_it(
     experiment = from_mapping({"recipe": "debug", "arms": {"mine": {**values, "scale": [8, 16]}}})
     assert list(experiment.arm_recipe("mine").loss.margins) == expected
     assert [axis.key for axis in experiment.arms["mine"].axes] == ["loss.scale"]
+
+
+def test_the_primary_comparison_is_known_before_any_result() -> None:
+    arms: dict[str, Any] = dict.fromkeys(("arcface", "cosface", "entmax", "q_margin"))
+    made = from_mapping({"recipe": "debug", "arms": arms})
+    assert made.comparison == Primary("q_margin", ("cosface", "arcface"), 1e-4)
+    assert made.with_arms(["entmax", "q_margin"]).comparison == Primary(
+        "q_margin", ("entmax",), 1e-4
+    )
+    assert made.with_arms(["entmax", "cosface"]).comparison == Primary("entmax", ("cosface",), 1e-4)
+    assert made.with_arms(["entmax"]).comparison is None
+    said = {"focus": "entmax", "rivals": ["arcface", "cosface"], "far": 1e-3}
+    made = from_mapping({"recipe": "debug", "arms": arms, "primary": said})
+    assert made.comparison == Primary("entmax", ("arcface", "cosface"), 1e-3)
+    fewer = made.with_arms(["cosface", "entmax"])
+    assert fewer.comparison == Primary("entmax", ("cosface",), 1e-3)
+    assert made.with_arms(["cosface", "arcface"]).primary is None
 
 
 @pytest.mark.parametrize(
@@ -192,6 +223,23 @@ def test_an_arm_takes_a_loss_as_recipes_write_it(
         ({"protocol": {"far": "x"}}, r"protocol.fars\[0\] is 'x'"),
         ({"protocol": {"kind": "trials"}}, "data.trials is None"),
         ({"protocol": {"fars": 0.1}}, "did you mean 'far'"),
+        ({"primary": 3}, "primary is 3"),
+        ({"primary": {"focus": "q_margin"}}, "primary.rivals is missing"),
+        ({"primary": {"focus": "q_margin", "rival": "cosface"}}, "did you mean 'rivals'"),
+        ({"primary": {"focus": "q_margn", "rivals": "cosface"}}, "did you mean 'q_margin'"),
+        ({"primary": {"focus": "cosface", "rivals": "cosface"}}, "primary compares cosface with"),
+        (
+            {"primary": {"focus": "q_margin", "rivals": []}},
+            "q_margin with nothing",
+        ),
+        (
+            {"primary": {"focus": "q_margin", "rivals": "cosface", "far": 2}},
+            "primary.far is 2; give a rate",
+        ),
+        (
+            {"primary": {"focus": "q_margin", "rivals": "cosface"}},
+            "primary.far is 0.0001 and protocol.far has 0.1; add it",
+        ),
         ({"search": "optun"}, "did you mean 'optuna'"),
         ({"search": {"points": 0}}, "search.num_points is 0"),
         ({"search": {"points": "many"}}, "search.num_points is 'many'"),
@@ -208,10 +256,20 @@ def test_a_file_that_cannot_be_meant_is_refused(
 
 def test_data_that_cannot_be_used_is_refused_before_training(tmp_path: Path) -> None:
     faces(tmp_path, train=8, test=4, one=1)
+    both, plain = {"focus": "q_margin", "rivals": ["cosface"]}, {"replicates": 20}
     for changes, message in (
         ({"data": {"train": "train", "test": "train"}}, "identities are in .*such as 'person0'"),
         ({"data": {"train": "train", "test": "gone"}}, "data.test is .*gone"),
-        ({"protocol": {"far": [1e-6]}}, "protocol.far has 1e-06 .* 96 impostor pairs"),
+        (
+            {"protocol": {"far": [1e-6]}},
+            "FAR 1e-06 .* 96 impostor pairs of 4 identities.* about 355 identities of 4 samples, "
+            "and 30, for a sound number, 1,937 identities",
+        ),
+        ({"protocol": plain, "primary": both}, "FAR 0.0001 .* 96 impostor pairs of 4 identities"),
+        (
+            {"protocol": plain, "primary": {**both, "far": 1e-5}},
+            "primary.far is 1e-05; name it in protocol.far",
+        ),
         ({"data": {"train": "train", "test": "one"}}, "one has 1 identity; give at least 2"),
         ({"search": {"measure": "tar@1e-6"}}, "the measure is 'tar@1e-6'"),
     ):
@@ -224,13 +282,25 @@ def test_data_that_cannot_be_used_is_refused_before_training(tmp_path: Path) -> 
 def test_trials_that_cannot_be_used_are_refused_before_training(tmp_path: Path) -> None:
     content, out = voices(tmp_path, trials=True), tmp_path / "out"
     few = write(tmp_path, {**content, "protocol": {"far": 1e-3}})
-    with pytest.raises(DataError, match=r"protocol.far has 0.001 .* 54 impostor pairs"):
+    with pytest.raises(DataError, match=r"FAR 0.001 .* 54 impostor pairs.* 1,000 impostor pairs"):
         run_experiment(read_experiment(few), out)
     with (tmp_path / "trials.txt").open("a") as file:
         file.write("1 test/gone.wav test/gone.wav\n")
     with pytest.raises(DataError, match=r"test/gone\.wav: there is no such file"):
         run_experiment(read_experiment(write(tmp_path, content)), out)
     assert not out.exists()
+
+
+@pytest.mark.parametrize("each", [1, 2, 4, 10])
+@pytest.mark.parametrize("accepts", [1, 30])
+def test_so_many_identities_resolve_a_far_and_fewer_do_not(each: int, accepts: int) -> None:
+    for far in (0.3, 1e-2, 1e-3):
+        count = identities_for(far, each, accepts)
+        enough, fewer = (
+            sufficiency(far, num_pairs(np.repeat(np.arange(n), each))[1]).allowed
+            for n in (count, max(2, count - 1))
+        )
+        assert enough >= accepts and (fewer < accepts or count == 2)
 
 
 @pytest.mark.parametrize("text", ["- a", "name: [", "a: 1\na: 2", "x" * 200_000])

@@ -98,7 +98,10 @@ def outcome(case, group=None, sizes=None):
     stats = head.last_step
     gradients = {"rows": embeddings.grad, "prototypes": head.prototypes.grad}
     support = (stats.support_mean, stats.support_max)
-    return {"loss": loss.item(), **gradients, "path": stats.path, "support": support}
+    shares = (stats.satisfied_share, stats.target_posterior)
+    gaps = head.gaps(embeddings, batch.labels[mine], *told)
+    found = {"support": support, "shares": shares, "gaps": gaps}
+    return {"loss": loss.item(), **gradients, "path": stats.path, **found}
 
 
 def optimized(case, group=None):
@@ -254,6 +257,10 @@ def test_ranks_agree_with_one(case, found):
     if case[0] != "sampled":
         for part in parts:
             assert part["support"] == pytest.approx(truth["support"])
+            assert part["shares"] == pytest.approx(truth["shares"], rel=1e-4, abs=1e-6)
+    gaps = torch.cat([part["gaps"] for part in parts])
+    torch.testing.assert_close(gaps, truth["gaps"], rtol=tolerance, atol=tolerance, equal_nan=True)
+    assert gaps.isnan().nonzero().tolist() == [[3]]
 
 
 @pytest.mark.parametrize("path", ["sparse", "chunked", "dense"])

@@ -25,9 +25,10 @@ from qmargin.data.images import encode_image
 from qmargin.evaluation import export
 from qmargin.models import create_backbone
 from qmargin.models.directory import THRESHOLDS, ModelCard, write_model
-from qmargin.serve.app import Service, build_app, model_for_service
+from qmargin.serve.app import build_app
 from qmargin.serve.gate import Rules
 from qmargin.serve.server import listen, server_of
+from qmargin.serve.service import Service, model_for_service
 
 JSON = {"Content-Type": "application/json"}
 

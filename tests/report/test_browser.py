@@ -31,6 +31,22 @@ BROKEN_WORDS = """(() => {
 })()"""
 
 
+OVERLAPPING_LABELS = """(() => {
+  const overlapping = [], seen = [];
+  for (const svg of document.querySelectorAll("svg.plot")) {
+    const labels = [...svg.querySelectorAll("text.tick, text.axis")]
+      .filter((e) => e.textContent && e.getClientRects().length)
+      .map((e) => [e.textContent, e.getBoundingClientRect()]);
+    seen.push(...labels);
+    labels.forEach(([a, one], place) => labels.slice(place + 1).forEach(([b, other]) => {
+      if (one.left < other.right && other.left < one.right && one.top + 3 < other.bottom
+        && other.top + 3 < one.bottom) overlapping.push(`${a} | ${b}`);
+    }));
+  }
+  return {seen: seen.length, overlapping};
+})()"""
+
+
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     executable = find_browser()
@@ -142,6 +158,34 @@ def test_page_fits_the_screen_and_text_has_contrast(browser, page, scheme, width
     assert len(drawn.getcolors(1 << 24)) > 100
     browser.evaluate("document.querySelectorAll('details').forEach((d) => { d.open = true; })")
     assert browser.evaluate(LOW_CONTRAST) == []
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_labels_of_an_axis_do_not_overlap(browser, page, width):
+    browser.resize(width, 900, is_mobile=width < 1000)
+    browser.open(page)
+    found = browser.evaluate(OVERLAPPING_LABELS)
+    assert found["seen"] > 20 and found["overlapping"] == []
+
+
+def test_tables_and_differences_have_room_on_a_desktop(browser, page):
+    browser.resize(1100, 900)
+    browser.open(page)
+    browser.evaluate("document.querySelectorAll('details').forEach((d) => { d.open = true; })")
+    hidden = (
+        "[...document.querySelectorAll('.scroll')].filter((e) => e.scrollWidth > e.clientWidth)"
+        ".map((e) => e.ariaLabel)"
+    )
+    assert browser.evaluate(hidden) == []
+    places = [
+        browser.evaluate(
+            f"(({{left, top, right, bottom}}) => [left, top, right, bottom])"
+            f"(document.querySelector('.det .{name}').getBoundingClientRect())"
+        )
+        for name in ("det-plot", "differences")
+    ]
+    (_, _, right, bottom), (left, top, _, _) = places
+    assert left > right and top < bottom  # beside the curves, not below them
 
 
 def test_a_phone_shows_every_column_and_breaks_no_word(browser, page):

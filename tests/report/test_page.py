@@ -8,6 +8,7 @@ import math
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
+from itertools import pairwise
 
 import pytest
 from PIL import Image
@@ -15,24 +16,37 @@ from scipy.special import ndtri
 
 from helpers.results import FARS, HOSTILE, hostile_result, some_run, synthetic_result, write_results
 from qmargin.errors import ConfigError, DataError
-from qmargin.evaluation.result import Det, HardPair, Histogram, Value
+from qmargin.evaluation.result import (
+    Det,
+    GroupSpread,
+    HardPair,
+    Histogram,
+    TrainingPoint,
+    Value,
+    read_result,
+    write_result,
+)
 from qmargin.report import ReportOptions, write, write_report
+from qmargin.report.figures import draw_figures, has_matplotlib
 from qmargin.report.journal import MOST_POINTS, Journal, read_journal
 from qmargin.report.media import MediaFolder
-from qmargin.report.numbers import LONGEST_NAME, LONGEST_TEXT, cleaned
-from qmargin.report.page import _environment, render_page
+from qmargin.report.numbers import LONGEST_NAME, LONGEST_TEXT, cleaned, rate_text
+from qmargin.report.page import _environment, _examples, _shown, render_page
 from qmargin.report.plots import (
+    LETTERS,
+    RATES,
     Scale,
     curve_points,
     det_geometry,
     histogram_chart,
+    outcome_charts,
     point_below,
     probit,
     round_ticks,
     support_chart,
 )
 from qmargin.report.systems import arrange, paired_differences
-from qmargin.report.tables import tar_table
+from qmargin.report.tables import spread_table, tar_table, time_table
 
 JOURNAL = Journal("journal", (0.0, 10.0), (900.0, 30.0), (5000.0, 700.0), 2, 2_059_906)
 SECTIONS = ["world", "verdict", "data", "det", "scores", "points", "pairs"]
@@ -119,7 +133,7 @@ def test_headline_in_plain_words(page):
 
 def test_a_tie_is_headlined_as_a_tie_and_nothing_is_bold():
     results = [synthetic_result("A"), synthetic_result("B")]
-    assert "A tie: A and B cannot be told apart" in verdict_of(*results).text
+    assert "A tie: A is ahead of B by no more than chance. A accepts" in verdict_of(*results).text
     page = page_of(*results)
     points = page.partition('id="points"')[2].partition("</section>")[0]
     assert "<b>" not in points
@@ -140,12 +154,12 @@ def test_without_paired_replicates_nothing_is_claimed():
 def test_differences_to_the_best_baseline_have_intervals_and_axes(page):
     runs = {"soft": some_run("soft", alpha=1.0), "weak": some_run("weak", alpha=1.0)}
     results = [
-        synthetic_result("ours", separation=5.6, run=some_run("ours")),
-        synthetic_result("soft", separation=5.2, run=runs["soft"]),
+        synthetic_result("ours", separation=5.0, run=some_run("ours")),
+        synthetic_result("soft", separation=4.5, run=runs["soft"]),
         synthetic_result("weak", separation=4.0, run=runs["weak"]),
     ]
     part = page_of(*results).partition('class="differences"')[2].partition("</svg>")[0]
-    assert "minus that of <b><bdi>soft</bdi>" in part
+    assert re.search("minus that of <b><bdi[^>]*>soft</bdi>", part)
     assert part.count('class="whisker') == 2 and "percentage points</text>" in part
     assert part.index(">ours<") < part.index(">weak<")
 
@@ -179,12 +193,103 @@ def test_digits_grow_where_scores_lie_close_together():
     assert cells == ["99.99000", "99.99010"]
 
 
+def test_labels_of_an_axis_do_not_meet():
+    scale = Scale(1e-9, 0.4, 74.0, 624.0, probit)
+    for letter, kept in zip(LETTERS, (lambda t: t.label, lambda t: not t.is_minor), strict=True):
+        ticks = [tick for tick in scale.spaced_ticks(RATES[:-8], rate_text) if kept(tick)]
+        assert len(ticks) > 4 and ticks[-1].label == "10 %"
+        for left, right in pairwise(ticks):
+            room = 0.5 * letter * (len(left.label) + len(right.label))
+            assert right.place - left.place > room
+    every = Scale(0.01, 0.4, 0.0, 2000.0, probit).spaced_ticks((0.01, 0.1, 0.4), rate_text)
+    assert [(tick.label, tick.is_minor) for tick in every] == [
+        (label, False) for label in ("1 %", "10 %", "40 %")
+    ]
+
+
+def test_scores_of_pairs_have_the_digits_of_the_threshold():
+    (panel,) = arrange([synthetic_result("A")])
+    (entry,) = panel.entries
+    pairs = [HardPair("a", "b", score) for score in (0.5, -0.25, 0.123456789, 0.123456781)]
+    shown = [score for score, _ in _shown(entry, pairs[:2], None)]
+    assert shown == [entry.score_text(0.5), entry.score_text(-0.25)]
+    assert shown[1].startswith("\u22120.25") and len(shown[1]) == len(shown[0]) + 1
+    close = [score for score, _ in _shown(entry, pairs[2:], None)]
+    assert close[0] != close[1] and len(close[0]) == len(close[1])
+
+
+def test_examples_are_of_several_identities():
+    keys = ("x/ada/1", "x/ada/2"), ("x/ada/1", "x/ada/3"), ("x/bea/1", "x/cid/1")
+    pairs = [HardPair(*key, 0.5) for key in keys]
+    assert _examples(pairs) == [pairs[0], pairs[2]]
+    assert _examples(pairs[:2]) == pairs[:2]  # better than a single one
+    plain = [HardPair("1.wav", "2.wav", 0.5), HardPair("3.wav", "4.wav", 0.4)]
+    assert _examples(plain) == plain
+
+
+def test_lists_of_pairs_have_no_table_of_spreads():
+    result = synthetic_result("A", groups=("a", "b"))
+    assert "GARBE" in page_of(result) and spread_table(result.groups) is not None
+    none = GroupSpread(None, None, None)
+    lists = replace(
+        result.groups, fmr=none, fnmr=None, ineq=None, garbe=None, note="lists of pairs"
+    )
+    page = page_of(replace(result, groups=lists))
+    assert "GARBE" not in page and '<p class="hint">lists of pairs.</p>' in page
+
+
+def test_groups_of_the_leader_are_open_and_others_folded():
+    results = [
+        synthetic_result(n, groups=("a", "b"), separation=s) for n, s in (("A", 4), ("B", 6))
+    ]
+    part = page_of(*results).partition('id="groups"')[2].partition("</section>")[0]
+    first, _, others = part.partition("<details>")
+    assert ">B</bdi>" in first and ">A</bdi>" not in first and ">A</bdi>" in others
+
+
+def test_a_note_on_the_data_is_in_the_opening():
+    page = page_of(synthetic_result("A"), data_note="All data are <drawn>")
+    opening = page.partition('id="world"')[2].partition("</section>")[0]
+    assert " All data are &lt;drawn&gt;.</p>" in opening
+
+
 def test_time_and_memory_of_each_loss():
     run = some_run("a", train_seconds=90.0, steps=1000, peak_bytes=3 * 2**30, device="cpu")
     part = page_of(synthetic_result("A", run=run)).partition('id="cost"')[2]
-    for text in (">90.0<", ">3.00<", "<bdi>cpu</bdi>"):
+    for text in (">90.0<", ">3.00<", ">cpu</bdi>"):
         assert text in part.partition("</section>")[0]
     assert 'id="cost"' not in page_of(synthetic_result("A", run=some_run("a")))
+
+
+def test_tar_over_training_time(tmp_path):
+    """The time to a TAR is that of a line between the points around it."""
+
+    def run(name, seed, *tars):
+        points = [
+            TrainingPoint(10 * n, 100.0 * n, 0.1, {"0.001": t}) for n, t in enumerate(tars, 1)
+        ]
+        return some_run(name, seed, train_seconds=100.0 * len(tars), progress=tuple(points))
+
+    results = [
+        synthetic_result("A", run=run("a", 0, 0.5, 0.7, 0.9)),
+        synthetic_result("A", seed=1, run=run("a", 1, 0.6, 0.8, 0.82)),
+        synthetic_result("B", seed=2, run=run("b", 0, 0.8)),
+    ]
+    (panel,) = arrange(results)
+    table = time_table({"A": panel.entries[:2], "B": panel.entries[2:]}, 1e-3)
+    assert table.columns[2].title == "To TAR 80.00 %, s"  # B never had more
+    # from 0.7 to 0.9 at 250 s, and at 200 s; B at its only point
+    assert [row[2].text for row in table.body] == ["225.0 ± 35.4", "100.0"]
+    assert [row[3].text for row in table.body] == ["300.0", "100.0"]
+    assert time_table({"A": arrange([synthetic_result()])[0].entries}, 1e-3) is None
+    page = page_of(*results)
+    part = page.partition('id="cost"')[2].partition("</section>")[0]
+    assert "TAR at FAR 0.1 %, %" in part and part.count('class="curve c') == 3 + 2  # and the legend
+    assert "To TAR 80.00 %, s" in part and "Per step, ms" in part
+    if has_matplotlib():
+        assert {"time.svg", "time.pdf"} <= set(draw_figures([panel], None))
+    write_result(tmp_path / "r.json", results[0])
+    assert read_result(tmp_path / "r.json").run.progress == results[0].run.progress
 
 
 def test_opening_shows_easy_and_hard_pairs(tmp_path):
@@ -437,6 +542,64 @@ def test_broken_journals_are_named_and_nothing_is_written(tmp_path, text, messag
 def test_one_step_can_be_drawn(tmp_path, row):
     chart = support_chart([journal_of(tmp_path / "j.jsonl", [{"step": 0, **row}])])
     assert all(math.isfinite(x + y) for line in chart.shapes["lines"][0].values() for x, y in line)
+
+
+def outcome_rows(count=5, reach=0.6):
+    return [
+        {"step": i, "support_mean": 9.0, "satisfied_share": i / 10, "target_posterior": None}
+        | {"cosine_gap": 0.1 * i - 0.1, "reach": reach}
+        for i in range(count)
+    ]
+
+
+def test_outcomes_are_read_and_averaged_like_the_support(tmp_path):
+    journal = journal_of(tmp_path / "journal.jsonl", outcome_rows(900))
+    assert len(journal.steps) == 300 and journal.reach == 0.6
+    assert journal.outcomes["satisfied_share"][:2] == pytest.approx((0.1, 0.4))
+    assert set(journal.outcomes["target_posterior"]) == {None}
+    assert journal_of(tmp_path / "j.jsonl", [{"step": 1, "support_mean": 4}]).reach is None
+
+
+def test_outcomes_are_small_charts_and_the_reach_is_marked(tmp_path):
+    first = journal_of(tmp_path / "a.jsonl", outcome_rows())
+    plain = journal_of(tmp_path / "b.jsonl", [{"step": 3, "support_mean": 4.0}])
+    far = journal_of(tmp_path / "c.jsonl", outcome_rows(reach=7.8))
+    shares, gaps = outcome_charts([first, plain, far])
+    assert (shares.up_title, gaps.up_title) == ("Share of satisfied rows", "Cosine gap")
+    assert shares.shapes["marks"] == [None, None, None]
+    assert [len(line) for line in gaps.shapes["lines"]] == [5, 0, 5]
+    mark, *others = gaps.shapes["marks"]
+    assert others == [None, None]  # no embedding has the gap of the last
+    last = gaps.shapes["lines"][0][-1][1]
+    assert gaps.box.top < mark < last < gaps.box.bottom  # 0.6 is above 0.3
+    for chart in (shares, gaps):
+        for line in chart.shapes["lines"]:
+            assert all(chart.box.top <= y <= chart.box.bottom for _, y in line)
+    assert outcome_charts([plain]) == []
+
+
+def test_the_page_tells_where_a_run_ended(tmp_path):
+    paths, journal = write_results(tmp_path, synthetic_result()), tmp_path / "journal.jsonl"
+    journal_of(journal, outcome_rows())
+    write_report(paths, tmp_path / "out", replace(PLAIN, journals=(journal,)))
+    page = (tmp_path / "out" / "index.html").read_text(encoding="utf-8")
+    section = page[page.index('id="sparsity"') :]
+    assert section.count('class="plot small"') >= 2 and "Cosine gap over training steps" in section
+    assert ">Satisfied</th>" in section and ">Target posterior</th>" not in section
+    row = section[section.index('data-label="Satisfied"') :]
+    assert [float(text) for text in re.findall(r"<span>([\d.]+)</span>", row)[:3]] == [
+        0.4,
+        0.3,
+        0.6,
+    ]
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0, -0.5])
+def test_one_step_of_outcomes_can_be_drawn(tmp_path, value):
+    row = {"step": 0, "support_mean": 1.0, "cosine_gap": value, "satisfied_share": abs(value)}
+    for chart in outcome_charts([journal_of(tmp_path / "j.jsonl", [row])]):
+        (line,) = chart.shapes["lines"]
+        assert all(math.isfinite(x + y) for x, y in line) and len(chart.left) >= 2
 
 
 # -- files ----------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from helpers.commands import run_command
 from helpers.results import synthetic_result
 from helpers.runs import tiny_recipe
 from helpers.serving import (
@@ -22,7 +23,7 @@ from helpers.serving import (
     voice_model,
     wav,
 )
-from qmargin.errors import ConfigError, DataError, ProtocolError
+from qmargin.errors import BackendError, ConfigError, DataError, ProtocolError
 from qmargin.evaluation import export
 from qmargin.evaluation.export import read_thresholds, write_thresholds
 from qmargin.evaluation.model import cosine, load_model
@@ -31,11 +32,11 @@ from qmargin.experiments.measure import embed_dataset, load_backbone
 from qmargin.experiments.named import PEOPLE_SIZES, drawn_recipe
 from qmargin.models.directory import THRESHOLDS, ModelCard
 from qmargin.serve import api
-from qmargin.serve.app import model_for_service
 from qmargin.serve.batching import Batcher
 from qmargin.serve.gallery import Entry, Gallery, checked_name, name_in
 from qmargin.serve.made import find_made
 from qmargin.serve.operating import Decisions
+from qmargin.serve.service import model_for_service
 from qmargin.training.build import build_dataset
 from qmargin.training.loop import train
 from qmargin.training.recipe_files import apply_settings
@@ -142,6 +143,26 @@ def test_a_model_without_thresholds_scores_and_says_how_to_decide(tmp_path):
         assert found["results"][0]["candidates"][0]["is_accepted"] is None
 
 
+@pytest.mark.parametrize("make", [face_model, voice_model])
+def test_the_commands_that_a_model_without_thresholds_shows_give_it_thresholds(
+    make, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    plain = make(tmp_path / "MODEL", thresholds=False)
+    files = {face_model: (picture, "png"), voice_model: (recording, "wav")}
+    make_file, suffix = files[make]
+    for number in range(8):
+        place = tmp_path / "DIR" / f"person-{number // 2}" / f"{number}.{suffix}"
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_bytes(make_file(number))
+    commands = re.findall("`qmargin (.*?)`", Decisions(None, fit="resize").how_to)
+    assert len(commands) == 2 and "--fit resize" in commands[0]
+    run_command(*commands[0].split(), "--fars", "0.1", "--replicates", "0")
+    run_command(*commands[1].split())
+    assert Decisions(load_model(plain).thresholds).at(0.1).far <= 0.1
+    assert "--fit" not in Decisions(None).how_to
+
+
 def test_a_bad_file_of_a_batch_is_an_error_in_its_place(server):
     files = [b64(picture()), b64(b"no picture"), "!", b64(picture(1))]
     results = server.post("embed", {"inputs": files})["results"]
@@ -171,6 +192,16 @@ def test_bad_requests_are_refused_in_words(server, path, body, status, message):
     assert found[0] == status and message in found[1]
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"),
+    [("GET", "/v1/embed", "POST"), ("PUT", "/v1/gallery", "GET, POST"), ("POST", "/", "GET")],
+)
+def test_a_wrong_method_is_refused_with_the_right_ones(server, method, path, allowed):
+    status, content, headers = server.ask(method, path, {} if method == "POST" else None)
+    assert status == 405 and f"{path} takes {allowed}" in content["error"]["message"]
+    assert headers["allow"].startswith(allowed)
+
+
 @pytest.mark.parametrize("raw", [b"", b"{", b"\xff", b"[" * 100_000, b'{"inputs": NaN}'])
 def test_rubbish_is_refused(server, raw):
     status, content, _ = server.ask("POST", "/v1/embed", raw=raw)
@@ -181,15 +212,17 @@ def test_a_model_of_voices_refuses_pictures_and_silence(voices):
     with serving(voices) as server:
         good = b64(recording())
         for content, message in (
-            (picture(), "one of pictures (PNG) and small compares recordings"),
-            (wav(np.zeros(16_000)), "input 1 is silent: its largest sample is 0.0e+00"),
+            (picture(), "a picture (PNG) and small compares recordings"),
+            (wav(np.zeros(16_000)), "input 1 is silent: its largest sample is 0 of full scale"),
             (recording()[:-500], "the file is truncated"),
             (b"hello", "it is not audio, or damaged"),
         ):
             status, said = server.refusal("embed", {"inputs": [b64(content)]})
             assert status == 422 and message in said
         status, said = server.refusal("verify", {"pairs": [[good, b64(picture())]]})
-        assert status == 422 and "file B of pair 1 is one of pictures" in said
+        assert status == 422 and "file B is a picture" in said
+        found = server.post("verify", {"pairs": [[good, good], [good, b64(picture())]]})
+        assert "file B of pair 2 is a picture" in found["results"][1]["error"]["message"]
         found = server.post("verify", {"pairs": [[good, b64(recording(1))]], "show": True})
         view = found["results"][0]["shown"][0]
         assert view["seconds"] == 1.0 and len(view["peaks"]) == 400 and view["filter_bank"]
@@ -197,9 +230,9 @@ def test_a_model_of_voices_refuses_pictures_and_silence(voices):
 
 def test_a_model_of_faces_refuses_recordings_and_empty_pictures(server, monkeypatch):
     for content, message in (
-        (recording(), "one of recordings (WAV) and small compares pictures"),
+        (recording(), "a recording (WAV) and small compares pictures"),
         (picture()[:100], "input 1 cannot be read"),
-        (picture(size=8), "no faces can be found in photos"),
+        (picture(size=8), "input 1 cannot be used: only pictures of 16 x 16 pixels"),
     ):
         status, said = server.refusal("embed", {"inputs": [b64(content)]})
         assert status in (422, 501)
@@ -210,7 +243,26 @@ def test_a_model_of_faces_refuses_recordings_and_empty_pictures(server, monkeypa
 
     plain = encode_image(np.array(Image.new("RGB", (16, 16), (9, 9, 9))), format="PNG")
     status, said = server.refusal("embed", {"inputs": [b64(plain)]})
-    assert status == 422 and "input 1 is of a single colour (9, 9, 9)" in said
+    assert status == 422 and "input 1 has a single colour (9, 9, 9)" in said
+
+
+def test_a_server_without_a_detector_says_which_pictures_it_takes(directory, monkeypatch, capsys):
+    monkeypatch.setattr("qmargin.data.alignment.why_no_detector", lambda: "dlib is missing")
+    note = (
+        "only pictures of 16 x 16 pixels can be used: dlib is missing; install the extra "
+        "qmargin[detector], or start with --fit resize"
+    )
+    with serving(directory) as server:
+        status, said = server.refusal("embed", {"inputs": [b64(picture(size=8))]})
+        assert status == 501 and said == f"input 1 cannot be used: {note}"
+        assert server.post("embed", {"inputs": [b64(picture())]})
+    monkeypatch.setattr("qmargin.serve.server.run", lambda app, listener: None)
+    run_command("serve", directory, "--no-open", "--port", 0)
+    assert note in capsys.readouterr().out
+    run_command("serve", directory, "--no-open", "--port", 0, "--fit", "resize")
+    assert "dlib" not in capsys.readouterr().out
+    with pytest.raises(BackendError, match="--fit align finds the face in every picture, and dlib"):
+        run_command("serve", directory, "--no-open", "--port", 0, "--fit", "align")
 
 
 def test_a_photo_without_a_face_is_refused(directory, monkeypatch):
@@ -260,7 +312,7 @@ def test_who_is_enrolled_is_found_and_forgotten(directory):
         status, content, _ = server.ask("DELETE", "/v1/gallery/Person%203")
         assert status == 200 and "Person 3" not in content["names"]
         status, content, _ = server.ask("DELETE", "/v1/gallery/Person%203")
-        assert status == 404 and "nobody in the gallery is named" in content["error"]["message"]
+        assert status == 404 and "the gallery has no 'Person 3'" in content["error"]["message"]
 
 
 def test_nobody_is_named_below_the_threshold(directory):
@@ -318,6 +370,30 @@ def test_a_folder_is_a_gallery_and_the_store_spares_its_embedding(directory, tmp
         assert server.service._batcher.num_batches == 0
 
 
+def test_the_store_of_a_large_folder_is_written_few_times(directory, tmp_path, monkeypatch):
+    """Every time all of it is written, so that a write for every few files would take hours."""
+    folder = tmp_path / "people"
+    folder.mkdir()
+    for number in range(40):
+        (folder / f"{number}.png").write_bytes(picture(number))
+    names = sorted(path.name for path in folder.iterdir())
+    (folder / "copy").mkdir()
+    (folder / "copy" / "0.png").write_bytes(picture(0))
+    monkeypatch.setattr("qmargin.serve.service.ENROLLED_TOGETHER", 2)
+    written, done = [], []
+    monkeypatch.setattr(
+        "qmargin.serve.gallery.write_embedding_file",
+        lambda path, keys, matrix, *, metadata: written.append(len(keys)),
+    )
+    with serving(directory, store=tmp_path / "g.safetensors") as server:
+        again = [*names, "copy/0.png", "copy/0.png"]
+        progress = lambda *counts: done.append(counts)  # noqa: E731
+        assert server.service.enrol_folder(folder, again, progress) == []
+        assert server.service.gallery.names == {"copy": 1, **{str(n): 1 for n in range(40)}}
+    assert written[-1] == 41 and len(written) <= 6
+    assert done[-1] == (42, 42) and len(done) == 21
+
+
 def test_names_of_the_gallery():
     assert name_in("Ada Lovelace/x/1.png") == "Ada Lovelace" and name_in("Bea.jpg") == "Bea"
     assert checked_name("  Émilie  du Châtelet ") == "Émilie du Châtelet"
@@ -363,6 +439,18 @@ def test_an_exported_model_of_people_scores_as_it_was_evaluated(tmp_path):
         pair = server.post("generate", {"same": True, "number": 3})["files"]
         assert pair != server.post("generate", {"same": False, "number": 3})["files"]
         assert server.post("verify", {"pairs": [pair]})["results"][0]["score"] <= 1.0
+
+
+def test_generated_voices_can_be_tried(voices, monkeypatch):
+    recipe = tiny_recipe()
+    data = replace(recipe.data, kind="voices", options={"seed": 1})
+    monkeypatch.setattr(export, "recipe_of", lambda model: replace(recipe, data=data))
+    made = find_made(voices, None)
+    assert made is not None and made.noun == "voice"
+    with serving(voices, made=made) as server:
+        assert server.ask("GET", "/v1/model")[1]["generated"] == "voice"
+        pair = server.post("generate", {"same": False, "number": 5})["files"]
+        assert -1.0 <= server.post("verify", {"pairs": [pair]})["results"][0]["score"] < 1.0
 
 
 def test_files_beyond_the_largest_gallery_are_left_out_and_the_others_enrolled(

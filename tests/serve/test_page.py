@@ -119,6 +119,26 @@ def test_two_files_are_compared(browser, faces, files):
     assert outside == []
 
 
+def test_files_are_dropped(browser, faces, files):
+    """On a slot, where they are compared, and beside it, where the page stays."""
+    visit(browser, faces)
+
+    def drop(selector: str, path: Path):
+        box = f"document.querySelector('{selector}').getBoundingClientRect()"
+        place = {axis: browser.evaluate(f"{box}.{axis} + 20") for axis in ("x", "y")}
+        data = {"items": [], "files": [str(path)], "dragOperationsMask": 1}
+        for kind in ("dragEnter", "dragOver", "drop"):
+            browser.call("Input.dispatchDragEvent", type=kind, data=data, **place)
+
+    drop("h2", files / "a.png")
+    assert browser.evaluate("location.href").rstrip("/") == faces.url.rstrip("/")
+    for slot in "ab":
+        drop(f".slot[data-slot={slot}]", files / f"{slot}.png")
+        browser.wait_until(f"document.querySelector('.slot[data-slot={slot}] .view img')")
+    wait_for_outcome(browser)
+    assert text(browser, "sentence").startswith("The score ")
+
+
 def test_the_slider_moves_the_threshold_and_the_decision(browser, faces, files):
     visit(browser, faces)
     verify(browser, files / "a.png", files / "b.png")
@@ -146,7 +166,7 @@ def test_the_slider_moves_the_threshold_and_the_decision(browser, faces, files):
     ("name", "message"),
     [
         ("notes.txt", "not an image of a known format"),
-        ("voice.wav", "is one of recordings (WAV) and small compares pictures"),
+        ("voice.wav", "is a recording (WAV) and small compares pictures"),
         ("cut.png", "cannot be read"),
         ("huge.png", "at most 50,000,000 are decoded"),
     ],
@@ -191,9 +211,12 @@ def test_a_gallery_is_enrolled_searched_and_forgotten(browser, faces, files):
     assert text(browser, "found") == "Bea <b>"  # a text, not markup
     assert "reaches the threshold" in text(browser, "found-words")
     assert browser.evaluate("document.querySelectorAll('#candidates b').length") == 0
-    for left in (1, 0):
+    for left in (1, 0):  # the search is made again
         browser.evaluate("document.querySelector('#gallery button').click()")
         browser.wait_until(f"document.querySelectorAll('#gallery li').length === {left}")
+        browser.wait_until(f"document.querySelectorAll('#candidates li').length === {left}")
+    browser.wait_until("!document.getElementById('identify-problem').hidden")
+    assert text(browser, "identify-problem").startswith("The gallery is empty")
     assert browser.problems() == []
 
 
@@ -209,7 +232,7 @@ def test_recordings_are_compared_and_shown(browser, voices, files):
     assert "is silent" in text(browser, "verify-problem")
     choose(browser, "a", files / "a.png")
     browser.wait_until("document.getElementById('verify-problem').textContent.includes('PNG')")
-    assert "is one of pictures (PNG)" in text(browser, "verify-problem")
+    assert "is a picture (PNG)" in text(browser, "verify-problem")
 
 
 def test_the_camera_is_asked_for_on_a_click_alone(browser, faces):
@@ -276,6 +299,7 @@ def test_a_model_without_thresholds_says_how_to_get_one(browser, tmp_path, files
         verify(browser, files / "a.png", files / "a.png")
         assert text(browser, "decision") == "Score 1.0000"
         assert not is_shown(browser, "rate")
+        assert text(browser, "scale-text") == ""
 
 
 def test_an_injected_script_does_not_run(browser, faces, monkeypatch):
@@ -293,6 +317,26 @@ def test_an_injected_script_does_not_run(browser, faces, monkeypatch):
     monkeypatch.setattr(gate, "HEADERS", {})
     visit(browser, faces)
     assert browser.evaluate(attack) is True
+
+
+@pytest.mark.parametrize(("impostor", "genuine"), [(0, 0), (1, 2), (2, 1), (31, 31), (0, 31)])
+def test_the_labels_of_the_distributions_do_not_overlap(browser, faces, impostor, genuine):
+    visit(browser, faces)
+    apart = browser.evaluate(
+        "import('/scale.js').then(({drawScale}) => {"
+        f"const peaks = {{impostor: {impostor}, genuine: {genuine}}};"
+        "const histogram = {edges: [...Array(33)].map((_, i) => -1 + i / 16)};"
+        "for (const kind in peaks) histogram[kind] = "
+        "[...Array(32)].map((_, i) => i === peaks[kind] ? 9 : 1);"
+        "const svg = document.querySelector('#scale svg');"
+        "drawScale(svg, {thresholds: {histogram, protocol: '', num_genuine: 1, num_impostors: 1},"
+        "score: null});"
+        "const [a, b] = ['impostor', 'genuine'].map((kind) => "
+        "svg.querySelector(`.${kind}-label`).getBBox());"
+        "return [a.x, b.x, 660 - a.x - a.width, 660 - b.x - b.width,"
+        "Math.max(a.x - b.x - b.width, b.x - a.x - a.width)];})"
+    )
+    assert min(apart) > 0
 
 
 def test_a_server_that_is_gone_is_said_on_the_page(browser, tmp_path, files):

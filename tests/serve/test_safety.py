@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import sys
 import time
 
@@ -13,7 +14,7 @@ from helpers.serving import b64, face_model, huge_png, picture, recording, servi
 from qmargin.data import images
 from qmargin.errors import ConfigError
 from qmargin.evaluation import model as models
-from qmargin.serve import app, gate
+from qmargin.serve import app, gate, service
 from qmargin.serve.gate import Rules
 from qmargin.serve.inputs import Limits
 
@@ -46,6 +47,9 @@ ATTACKS = {  # the check, the headers of the attack, and the status of its refus
     "another server here": (gate.check_site, {"Sec-Fetch-Site": "same-site"}, 403),
     "no token": (gate.check_token, {"Authorization": ""}, 401),
     "a wrong token": (gate.check_token, {"Authorization": "Bearer guess"}, 401),
+    "a part of the token": (gate.check_token, {"Authorization": f"Bearer {TOKEN[:-1]}"}, 401),
+    "more than the token": (gate.check_token, {"Authorization": f"Bearer {TOKEN}x"}, 401),
+    "another scheme": (gate.check_token, {"Authorization": f"Basic {TOKEN}"}, 401),
     "a form": (gate.check_type, {"Content-Type": FORM}, 415),
     "plain text": (gate.check_type, {"Content-Type": "text/plain"}, 415),
 }
@@ -94,6 +98,16 @@ def test_it_listens_on_the_loopback_address(directory, monkeypatch, capsys):
     run_command("serve", directory, "--no-open", "--port", 0)
     assert places == ["127.0.0.1"]
     assert "http://127.0.0.1:" in capsys.readouterr().out
+
+
+def test_the_address_of_all_addresses_is_one_that_a_browser_can_open(
+    directory, monkeypatch, capsys
+):
+    monkeypatch.setattr("qmargin.serve.server.run", lambda app, listener: None)
+    run_command("serve", directory, "--host", "0.0.0.0", "--token", TOKEN, "--no-open", "--port", 0)
+    shown = capsys.readouterr().out
+    assert re.search(rf"^http://127\.0\.0\.1:\d+/#token={TOKEN}$", shown, re.M)
+    assert "on other machines, put this machine's IP address into it" in shown
 
 
 def test_a_server_with_a_token_takes_addresses_and_its_own_name(directory):
@@ -293,4 +307,4 @@ def test_memory_for_inputs_is_limited(directory):
 
 def test_models_are_read_with_limits_of_their_own(directory):
     assert models.Inputs(models.load_model(directory).card).max_pixels == images.MAX_PIXELS
-    assert app.COPIES * Limits().upload_bytes < app.BUDGET
+    assert app.COPIES * Limits().upload_bytes < service.BUDGET

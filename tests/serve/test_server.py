@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 import qmargin
+from helpers.commands import run_command
 from helpers.serving import b64, face_model, picture, serving
 from qmargin.errors import ConfigError
 from qmargin.serve import app, server
@@ -164,6 +165,12 @@ def test_a_port_that_is_in_use_is_named(directory):
             server.listen("127.0.0.1", port)
     with pytest.raises(ConfigError, match=r"cannot be opened .* choose another --host"):
         server.listen("203.0.113.7", 0)
+
+
+def test_a_number_that_is_no_port_is_refused(directory, capsys):
+    with pytest.raises(SystemExit):
+        run_command("serve", directory, "--port", 65536)
+    assert "argument --port: 65536 is not a port; give 0 to 65535" in capsys.readouterr().err
 
 
 def test_no_browser_is_no_error(monkeypatch):

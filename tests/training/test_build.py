@@ -96,6 +96,8 @@ def test_bad_options_are_refused(folder: Path) -> None:
         ({"samples_per_class": 3, "noize": 1.0}, "data.options.noize .*did you mean 'noise'"),
         ({"noise": 1.0}, "data.options.samples_per_class is missing"),
         ({"samples_per_class": 3, "num_classes": 4}, "data.options.num_classes is unknown"),
+        ({"samples_per_class": "few"}, "data.options.samples_per_class is 'few', not an integer"),
+        ({"samples_per_class": 3, "noise": "low"}, "data.options.noise is 'low', not a finite"),
     ):
         with pytest.raises(ConfigError, match=message):
             build_dataset(replace(recipe, data=replace(recipe.data, options=options)))
@@ -115,6 +117,17 @@ def test_bad_options_are_refused(folder: Path) -> None:
     (folder / "empty").mkdir()
     with pytest.raises(DataError, match="empty"):
         build_dataset(recipe_of(folder / "empty"))
+
+
+def test_options_become_the_types_that_a_kind_of_data_says() -> None:
+    options = {"samples_per_class": 3, "size": 32, "flips": "1e-1", "difficulty": 1}
+    recipe = replace(get_recipe("debug"), data=DataPart("people", 2, None, 4, options))
+    people = build_dataset(recipe)
+    assert (people.flips, people.difficulty) == (0.1, 1.0)  # YAML 1.1 takes 1e-1 for a text
+    for name, value in (("mirror", 2), ("flips", "abc"), ("size", 64.5)):
+        wrong = replace(recipe, data=replace(recipe.data, options=options | {name: value}))
+        with pytest.raises(ConfigError, match=rf"data\.options\.{name} is {value!r}, not"):
+            build_dataset(wrong)
 
 
 def test_kinds_of_data_of_users_work_by_name(

@@ -12,6 +12,7 @@ import torch._dynamo
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+import qmargin
 from helpers.registries import forget_registered
 from helpers.runs import (
     FaultyIdentities,
@@ -91,6 +92,10 @@ def test_journal_and_status_say_what_was_promised(tmp_path: Path) -> None:
     assert [record["step"] for record in steps] == [2, 4, 5]
     names = "step epoch loss lr margin effective_margin support_mean support_max path mass_error"
     assert {*names.split(), "samples_per_s", "seconds"} <= set(steps[0])
+    for record in steps:
+        assert 0.0 <= record["satisfied_share"] <= 1.0 and 0.0 <= record["target_posterior"] <= 1.0
+        assert -2.0 <= record["cosine_gap"] <= 2.0
+        assert record["reach"] == pytest.approx(qmargin.reach(1.25, 32.0, 0.2))
     assert steps[0]["margin"] == 0.2 and steps[0]["path"] in ("sparse", "chunked")
     start, *_, end = events(tmp_path)
     assert (start["event"], start["num_classes"], start["steps_per_epoch"]) == ("start", 200, 50)
@@ -102,6 +107,41 @@ def test_journal_and_status_say_what_was_promised(tmp_path: Path) -> None:
     assert found["recipe_sha256"] == recipe.sha256
     files = {"checkpoints", "journal.jsonl", "lock", "status.json"}
     assert {path.name for path in tmp_path.iterdir()} == files
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_the_gap_of_a_record_is_that_before_the_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parts: int
+) -> None:
+    """Of all rows of the batch, and measured in recorded steps only."""
+    seen: list[Tensor] = []
+    original = MarginClassifier.gaps
+
+    def gaps(self: MarginClassifier, embeddings: Tensor, labels: Tensor, sizes: Any) -> Tensor:
+        cosines = self.cosines(embeddings).detach()
+        own = cosines.gather(1, labels[:, None])
+        seen.append(own - cosines.scatter(1, labels[:, None], -2.0).amax(1, keepdim=True))
+        return original(self, embeddings, labels, sizes)
+
+    monkeypatch.setattr(MarginClassifier, "gaps", gaps)
+    recipe = tiny_recipe(
+        "run.max_steps=5", "run.log_every=3", f"optimizer.accumulation={parts}", "head.update=torch"
+    )
+    train(recipe, tmp_path, device="cpu")
+    records = events(tmp_path, "step")
+    assert [record["step"] for record in records] == [3, 5] and len(seen) == 2 * parts
+    batch = recipe.data.batch_size
+    for record, group in zip(records, (seen[:parts], seen[parts:]), strict=True):
+        rows = torch.cat(group)
+        assert len(rows) == batch
+        assert record["cosine_gap"] == pytest.approx(float(rows.mean()), abs=1e-6)
+
+
+def test_softmax_has_no_reach(tmp_path: Path) -> None:
+    train(tiny_recipe("run.max_steps=1", "loss.preset=cosface"), tmp_path / "cos", device="cpu")
+    (record,) = events(tmp_path / "cos", "step")
+    assert record["reach"] is None and record["satisfied_share"] == 0.0
+    assert -2.0 <= record["cosine_gap"] <= 2.0
 
 
 def test_a_complete_run_is_left_alone_and_not_overwritten(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -42,7 +42,7 @@ class Running(Overwriting, RecipeSettings):
     resumes: ClassVar[bool] = True
     epilog: ClassVar[str] = EXIT_CODES
 
-    jobs: Count | None = option("runs at once (one on each device)")
+    jobs: Count | None = option("number of parallel runs (one per device)")
     devices: tuple[str, ...] = option("cpu, or cuda:0 cuda:1", default=("auto",), metavar="NAME")
     storage: str | None = option(
         "shared Optuna storage: sqlite:///FILE, journal:FILE, redis:// or postgresql://",
@@ -64,18 +64,20 @@ class Compare(Running):
     """Compare losses: search settings, train with several seeds, test, report.
 
     Every loss chooses its settings on validation identities, is trained with several seeds and is
-    measured on test identities. Interrupted or killed and run again, it continues.
+    evaluated on test identities. If it is stopped, run it again to continue.
     """
 
-    experiment: str | None = argument("one of --list, or a .yaml file", metavar="NAME|FILE")
+    experiment: str | None = argument("name from --list, or a .yaml file", metavar="NAME|FILE")
     list: bool = option("list the experiments that have a name")
     out: Path | None = option("folder of the experiment", metavar="DIR")
-    data: Path | None = option("pictures or recordings, where they are read", metavar="PATH")
-    arms: tuple[str, ...] = option("some of the losses (all)", metavar="NAME")
-    seeds: Count | None = option("runs of each loss that are tested (those of the experiment)")
-    search_only: bool = option("only let losses choose their settings")
-    page: Path | None = option("also write what was found as Markdown")
-    commit: str = option("of the code, for the page", default="", metavar="HASH")
+    data: Path | None = option(
+        "pictures or recordings, for named experiments that read data", metavar="PATH"
+    )
+    arms: tuple[str, ...] = option("losses to compare (all)", metavar="NAME")
+    seeds: Count | None = option("number of seeds per loss (as in the experiment)")
+    search_only: bool = option("stop after the search for settings")
+    page: Path | None = option("also write the results as Markdown to FILE")
+    commit: str = option("commit of the code, shown on the page", default="", metavar="HASH")
 
     def run(self) -> None:
         if self.list:
@@ -86,7 +88,7 @@ class Compare(Running):
             return
         if self.experiment is None or self.out is None:
             raise ConfigError("an experiment and --out are needed: qmargin compare NAME --out DIR")
-        from qmargin.experiments.tables import results_page
+        from qmargin.experiments.tables import FIGURES, STEMS, results_page
         from qmargin.training.checkpoint import check_writable
 
         experiment = self._find(self.experiment)
@@ -97,16 +99,22 @@ class Compare(Running):
         if finished.paths:
             tell(finished)
         if self.page is not None:
-            command = command_line(url=self.storage)
-            text = results_page(finished, command=command, commit=self.commit)
-            guard_of(self, ("page", "out")).write_all({self.page: text.encode()})
+            drawn = self.out / FIGURES / f"{STEMS[0]}.svg"
+            figure = self.page.with_suffix(".svg")
+            found = {figure: drawn.read_bytes()} if drawn.exists() else {}
+            text = results_page(
+                finished,
+                command=command_line(url=self.storage),
+                commit=self.commit,
+                figure=figure.name if found else None,
+            )
+            guard_of(self, ("page", "out")).write_all({self.page: text.encode(), **found})
             sys.stdout.write(f"{self.page}\n")
 
     def _find(self, name: str) -> Experiment:
         from qmargin.experiments.experiment import read_experiment
         from qmargin.experiments.named import get_experiment
         from qmargin.training.distributed import choose_device
-        from qmargin.training.recipe_files import apply_settings
 
         if name.endswith((".yaml", ".yml")):
             if self.data is not None:
@@ -115,9 +123,9 @@ class Compare(Running):
         else:
             device = choose_device(0, self.devices[0]).type
             made = get_experiment(name, device=device, data=self.data)
-        made = replace(made, recipe=apply_settings(made.recipe, self.settings))
+        made = made.with_settings(self.settings)
         if self.seeds is not None:
-            made = replace(made, seeds=tuple(range(self.seeds)))
+            made = made.with_seeds(range(self.seeds))
         return made.with_arms(self.arms) if self.arms else made
 
 
@@ -125,30 +133,32 @@ class Compare(Running):
 class Sweep(Running):
     """Train a recipe with many settings and compare them.
 
-    Every combination of some settings is trained, or those that a search proposes, and measured on
-    validation identities; a table and figures are written. Interrupted or killed and run again, it
-    continues.
+    Trains every combination of the given values, or those that a search proposes, evaluates them on
+    validation identities, and writes a table and figures. If it is stopped, run it again to
+    continue.
     """
 
     recipe: str = argument("name of a recipe, or a .yaml file", metavar="NAME|FILE")
     out: Path = option("folder of the sweep", metavar="DIR")
     axes: tuple[str, ...] = option(
-        "values of a setting, as in loss.scale=10,16, of m_eff, the effective margin, or of "
-        "hardness, which decides the scale; a search also takes LOW:HIGH and LOW:HIGH:log",
+        "values of a setting, as in loss.scale=10,16, of hardness, which decides the scale, or of "
+        "m_eff or reach, which decide the margin; a search also takes LOW:HIGH and LOW:HIGH:log",
         name="--grid",
         metavar="KEY=V1,V2",
         repeated=True,
     )
-    seeds: Count = option("runs of each combination", default=1)
-    search: Literal["grid", "random", "optuna"] = option("how to choose points", default="grid")
-    trials: Count | None = option("combinations of a search (40)")
+    seeds: Count = option("number of seeds per combination", default=1)
+    search: Literal["grid", "random", "optuna"] = option("search method", default="grid")
+    trials: Count | None = option("number of combinations of a random or optuna search (40)")
     validation: tuple[str, ...] = option(
         "data of other identities, or settings such as data.options.split=dev; not for made data",
         metavar="PATH",
         repeated=True,
     )
-    measure: str | None = option("eer, or a TAR such as tar@1e-3 (the strictest measured well)")
-    prune: bool = option("stop runs that are behind the median, by Optuna")
+    measure: str | None = option(
+        "selection measure: eer, or a TAR such as tar@1e-3 (the strictest measurable TAR)"
+    )
+    prune: bool = option("stop runs below the median early, with Optuna")
 
     def run(self) -> None:
         from qmargin.experiments.experiment import sweep_experiment
@@ -171,22 +181,26 @@ class Sweep(Running):
 class Demo(Command):
     """Train five losses on synthetic identities and compare them.
 
-    ArcFace, CosFace, EntMax, SparseMax and Q-Margin are trained by one recipe on drawn portraits of
-    synthetic people, or on speech of synthetic speakers, and tested on all pairs of others; a
-    report is written. On two CPU cores it takes at most six minutes. Interrupted and run again, it
-    continues.
+    Trains ArcFace, CosFace, EntMax, SparseMax and Q-Margin by one recipe on drawn portraits of
+    synthetic people, or on synthetic speech, tests them on all pairs of other identities, and
+    writes a report. It takes at most six minutes on two CPU cores. If it is stopped, run it again
+    to continue.
     """
 
     resumes: ClassVar[bool] = True
 
     out: Path = option("folder of the demo", default=Path("qmargin-demo"), metavar="DIR")
-    seeds: Count = option("seeds of each loss", default=1)
+    seeds: Count = option("number of seeds per loss", default=1)
     losses: tuple[str, ...] = option(
         "arcface cosface entmax sparsemax q_margin (all)", metavar="NAME"
     )
-    minutes: float | None = option("for five losses, one seed (the standard length)", metavar="M")
-    voices: bool = option("synthetic voices instead of people")
-    data: Path | None = option("pictures instead: as of `qmargin train`, or NPZ", metavar="PATH")
+    minutes: float | None = option(
+        "training time of five losses with one seed (the standard length)", metavar="M"
+    )
+    voices: bool = option("use synthetic voices instead of people")
+    data: Path | None = option(
+        "your pictures: a folder as for `qmargin train`, or an NPZ file", metavar="PATH"
+    )
     device: Literal["auto", "cpu", "cuda"] = option("where to train", default="auto")
 
     def run(self) -> None:

@@ -45,7 +45,7 @@ class Completion(Command):
 
     epilog: ClassVar[str] = _HOW
 
-    shell: Literal["bash", "zsh", "fish"] = argument("whose language the script is in")
+    shell: Literal["bash", "zsh", "fish"] = argument("shell to write the script for")
     words: tuple[str, ...] | None = option(argparse.SUPPRESS, nargs=argparse.REMAINDER)
 
     def run(self) -> None:

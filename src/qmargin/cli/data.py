@@ -25,7 +25,7 @@ class Get(Command):
     """Download a public dataset.
 
     Downloads the official archives, checks their fingerprints, and makes an image folder that
-    `qmargin demo --data` and `qmargin train` read. Interrupted and run again, it goes on.
+    `qmargin demo --data` and `qmargin train` read. If it is interrupted, run it again to continue.
     """
 
     resumes: ClassVar[bool] = True
@@ -50,9 +50,11 @@ class _Indexed(IndexPlace):
     """A dataset with an index; lists take further options."""
 
     path: Path = argument(_FORMATS, metavar="PATH")
-    root: Path | None = option("where relative paths of a list start", metavar="DIR")
-    split: str | None = option("rows of a CSV whose column split has this", metavar="NAME")
-    threads: Count = option("threads that decode", default=2)
+    root: Path | None = option("folder that relative paths of a list start from", metavar="DIR")
+    split: str | None = option(
+        "use the rows of a CSV with this value in the column split", metavar="NAME"
+    )
+    threads: Count = option("number of decoding threads", default=2)
 
     def open_index(
         self, index: Path | None, progress: StageProgress, *, rebuild: bool = False
@@ -77,7 +79,7 @@ class Index(_Indexed):
     """Build the index of a dataset.
 
     Writes where every sample is, with its label and a checksum, and of recordings their duration
-    and loudness. An interrupted index goes on. Training builds the index it needs by itself.
+    and loudness. An interrupted build continues. Training builds the index it needs by itself.
     """
 
     out: Path | None = option("index (PATH with .qmindex)")

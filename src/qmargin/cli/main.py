@@ -172,7 +172,7 @@ def _interrupted(number: int, arguments: argparse.Namespace) -> int:
 
 
 def _failed(error: Exception, arguments: argparse.Namespace) -> int:
-    """Say what happened and what to do, in one line; only the unforeseen has a traceback."""
+    """Say what happened and what to do, in one line; only an unexpected error has a traceback."""
     is_runtime = isinstance(error, RuntimeError)
     if isinstance(error, QMarginError):
         text = str(error)
@@ -188,7 +188,7 @@ def _failed(error: Exception, arguments: argparse.Namespace) -> int:
     else:
         sys.stderr.write("".join(traceback.format_exception(error)))
         kind, place = type(error).__name__, _place_in_extension(error)
-        text = f"unforeseen {kind}; report it with the traceback above, the command and the output "
+        text = f"unexpected {kind}; report it with the traceback above, the command and the output "
         text += "of `qmargin doctor`"
         if place:
             text = f"{kind} in {place}, which is not part of qmargin: {error}"

@@ -34,7 +34,7 @@ Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
 class Command:
     """Base of all commands: a dataclass of options, and what is done with them."""
 
-    resumes: ClassVar[bool] = False  # run again after an interruption, it goes on
+    resumes: ClassVar[bool] = False  # run again after an interruption, it continues
     epilog: ClassVar[str] = ""  # shown below the options
 
     def run(self) -> None:
@@ -316,14 +316,14 @@ class Overwriting(Command):
 class KeepingPaths(Command):
     """Whether absolute paths are kept in what is written."""
 
-    keep_paths: bool = option("write absolute paths, not only names of files")
+    keep_paths: bool = option("write absolute paths instead of file names")
 
 
 @dataclass(frozen=True, kw_only=True)
 class IndexPlace(Command):
     """Where indexes of data go."""
 
-    index_dir: Path | None = option("folder for indexes, not beside the data", metavar="DIR")
+    index_dir: Path | None = option("folder for indexes (next to the data)", metavar="DIR")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,12 +35,12 @@ class Recipes(Command):
 
 @dataclass(frozen=True, kw_only=True)
 class List(Command):
-    """List what recipes, commands and experiments know by name.
+    """List registered names: margins, backbones, readers, recipes and others.
 
-    Names that your own packages add are among them.
+    The list includes names that your own packages register.
     """
 
-    kind: str = argument("of what to list the names", choices=tuple(sorted(KINDS)))
+    kind: str = argument("kind of names", choices=tuple(sorted(KINDS)))
 
     def run(self) -> None:
         described = KINDS[self.kind].describe()

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import sys
+from argparse import ArgumentTypeError
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 from urllib.parse import quote
 
 from qmargin.cli.options import Count, ModelUse, argument, option
+from qmargin.cli.tables import stage_progress
 from qmargin.errors import BackendError, ConfigError
 from qmargin.terminal import printable
 
 if TYPE_CHECKING:
-    from qmargin.serve.app import Service
+    from qmargin.serve.service import Service
 
 LOOPBACK = "127.0.0.1"
+WILDCARDS = {"0.0.0.0": LOOPBACK, "::": "::1"}  # all addresses; where this machine finds them
 LEAST_TOKEN = 16  # characters
 _PACKAGES = ("starlette", "uvicorn")
 _SHOWN = 5
@@ -26,7 +30,7 @@ def port(text: str) -> int:
     """A number of a port; 0 for any that is free."""
     value = int(text)
     if not 0 <= value < 1 << 16:
-        raise ValueError(text)
+        raise ArgumentTypeError(f"{value} is not a port; give 0 to 65535")
     return value
 
 
@@ -46,16 +50,18 @@ class Serve(ModelUse):
     )
     port: Annotated[int, port] = option("port, 0 for any that is free", default=8765, metavar="N")
     token: str | None = option(
-        f"what programs and pages have to know, {LEAST_TOKEN} characters or more", metavar="TEXT"
+        f"secret that clients must send, {LEAST_TOKEN} characters or more", metavar="TEXT"
     )
-    gallery: Path | None = option("people to search: a folder with a folder of each", metavar="DIR")
+    gallery: Path | None = option(
+        "people to search: a folder with one sub-folder per person", metavar="DIR"
+    )
     store: Path | None = option(
         "keep the embeddings of the gallery in this .safetensors file (in memory only)",
         metavar="FILE",
     )
-    max_upload: Count = option("mebibytes of a request", default=32)
-    max_pixels: Count = option("pixels of a picture", default=50_000_000)
-    max_seconds: Count = option("seconds of a recording", default=60)
+    max_upload: Count = option("largest request, in MiB", default=32)
+    max_pixels: Count = option("largest picture, in pixels", default=50_000_000)
+    max_seconds: Count = option("longest recording, in seconds", default=60)
     open: bool = option("open the page in a browser", default=True)
 
     def run(self) -> None:
@@ -85,6 +91,8 @@ class Serve(ModelUse):
                 app = build_app(service, rules)
                 url = self._url(listener.getsockname()[1])
                 sys.stdout.write(f"{self._summary(service)}\n{url}\n")
+                if self.host in WILDCARDS:
+                    sys.stdout.write("on other machines, put this machine's IP address into it\n")
                 if self.open and not open_page(url):
                     sys.stdout.write("no browser was found here; open this address in one\n")
                 sys.stdout.write("Ctrl-C stops the server\n")
@@ -95,9 +103,10 @@ class Serve(ModelUse):
 
     def _service(self) -> Service:
         from qmargin.evaluation.embed import find_files
-        from qmargin.serve.app import BUDGET, COPIES, Service, model_for_service
+        from qmargin.serve.app import COPIES
         from qmargin.serve.inputs import Limits
         from qmargin.serve.made import find_made
+        from qmargin.serve.service import BUDGET, Service, model_for_service
 
         model = model_for_service(self.model, device=self.device)
         card = model.card
@@ -114,9 +123,13 @@ class Serve(ModelUse):
         )
         if self.gallery is not None:
             names = find_files(self.gallery, card.modality)
-            problems = service.enrol_folder(self.gallery, names)
+            with stage_progress() as progress:
+                problems = service.enrol_folder(
+                    self.gallery, names, partial(progress, "embedding the gallery")
+                )
             for name, problem in problems[:_SHOWN]:
-                sys.stderr.write(f"left out {printable(name)}: {printable(problem)}\n")
+                text = problem if name in problem else f"{name}: {problem}"
+                sys.stderr.write(f"left out: {printable(text)}\n")
             if len(problems) > _SHOWN:
                 sys.stderr.write(f"and {len(problems) - _SHOWN} more\n")
         return service
@@ -127,10 +140,12 @@ class Serve(ModelUse):
         if thresholds is not None:
             known = f"thresholds of {printable(thresholds.protocol)}"
         gallery = f"; gallery: {len(service.gallery.names):,} names" if len(service.gallery) else ""
-        return f"{printable(card.name)}, a model of {card.modality}, {known}{gallery}"
+        note = f"\n{service.reader.note}" if service.reader.note else ""
+        return f"{printable(card.name)}, a model of {card.modality}, {known}{gallery}{note}"
 
     def _url(self, port: int) -> str:
-        host = f"[{self.host}]" if ":" in self.host else self.host
+        host = WILDCARDS.get(self.host, self.host)
+        host = f"[{host}]" if ":" in host else host
         return f"http://{host}:{port}/" + (
             "" if self.token is None else f"#token={quote(self.token, safe='')}"
         )

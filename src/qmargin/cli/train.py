@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 EXIT_CODES = """exit status:
   0    the run is complete
-  1    an error that nobody foresaw, with its traceback
+  1    an unexpected error, with its traceback
   2    refused, or stopped by one of the run's own checks; the last line says why
   75   another rank was lost or failed; start again with --resume
-  130  stopped by Ctrl-C after saving; go on with --resume
-  143  stopped by SIGTERM after saving; go on with --resume
+  130  stopped by Ctrl-C after saving; continue with --resume
+  143  stopped by SIGTERM after saving; continue with --resume
 """
 _NO_FOLDER = "--out is missing; name the folder of this run, as in --out runs/mine"
 
@@ -39,17 +39,17 @@ class Train(RecipeSettings, IndexPlace):
 
     recipe: str | None = argument("name of a recipe, or a .yaml file", metavar="NAME_OR_FILE")
     out: Path | None = option("folder of checkpoints, journal and status", metavar="DIR")
-    resume: bool = option("resume from the newest good checkpoint in DIR")
+    resume: bool = option("resume from the newest valid checkpoint in DIR")
     resume_from: Path | None = option(
         "resume from this checkpoint of DIR; later ones are set aside", metavar="CHECKPOINT"
     )
     allow_changes: bool = option("resume even if recipe or settings change the outcome")
     device: Literal["auto", "cpu", "cuda"] = option("where to train", default="auto")
     trackers: tuple[str, ...] = option(
-        "also send numbers to tensorboard or wandb", name="--track", metavar="NAME", repeated=True
+        "also log to tensorboard or wandb", name="--track", metavar="NAME", repeated=True
     )
-    print_recipe: bool = option("write the recipe, settings applied, as YAML and stop")
-    dry_run: bool = option("take two steps, report memory and time, write nothing, and stop")
+    print_recipe: bool = option("print the recipe with its settings as YAML, then stop")
+    dry_run: bool = option("take two steps, report memory and time, then stop; write nothing")
 
     def run(self) -> None:
         if self.print_recipe and self.dry_run:
@@ -76,11 +76,11 @@ class Train(RecipeSettings, IndexPlace):
             raise
 
     def _find_recipe(self) -> Recipe:
-        """The recipe to train by: of a run that goes on the stored one, with the settings given."""
+        """The recipe to train by; with ``--resume``, the stored one with the given settings."""
         resume = self.resume_from or self.resume
         named = load_recipe(self.recipe, self.settings) if self.recipe else None
         if self.allow_changes and not resume:
-            raise ConfigError("--allow-changes is for a run that goes on; add --resume, or drop it")
+            raise ConfigError("--allow-changes needs a run to resume; add --resume, or drop it")
         if named is not None and (self.allow_changes or not resume):
             return named
         if not resume:
@@ -121,7 +121,7 @@ class Train(RecipeSettings, IndexPlace):
             trackers=self.trackers,
         )
         if outcome.signal:
-            _say_once("go on with --resume")
+            _say_once("continue with --resume")
             raise SystemExit(exit_status(outcome.signal))
 
 

@@ -29,7 +29,9 @@ class Verify(ModelUse):
     first: Path = argument("an image or a recording", metavar="A")
     second: Path = argument("another", metavar="B")
     model: Path = option()
-    far: float | None = option(f"decide at this rate ({DEFAULT_FAR:g})", metavar="FAR")
+    far: float | None = option(
+        f"false accept rate of the decision ({DEFAULT_FAR:g})", metavar="FAR"
+    )
     json: bool = option("print one JSON object")
 
     def run(self) -> None:
@@ -53,6 +55,8 @@ class Verify(ModelUse):
 
 
 def _decision(model: Model, found: Verification, digits: int) -> str:
+    from qmargin.report.numbers import rate_text
+
     thresholds = model.thresholds
     if found.far is None or thresholds is None:
         return "none: the model has no thresholds, add them with `qmargin export DIR --result FILE`"
@@ -62,4 +66,4 @@ def _decision(model: Model, found: Verification, digits: int) -> str:
     point, protocol = thresholds.at(found.far), printable(thresholds.protocol)
     note = f"; {printable(point.note)}" if point.status != "ok" and point.note else ""
     words = "one identity" if found.is_same else "two identities"
-    return f"{words} ({limit} at FAR {found.far:g}, measured on {protocol}{note})"
+    return f"{words} ({limit} at FAR {rate_text(found.far)}, measured on {protocol}{note})"

@@ -25,6 +25,7 @@ RATES = (1_000, 768_000)
 MAX_CHANNELS = 16
 MAX_SECONDS = 4 * 3600.0
 MAX_SAMPLES = 1 << 28  # decoded at once: 4.6 hours at 16 kHz
+LEAST_SAMPLES = 1_680  # at 16 kHz: nine frames, the fewest that speaker networks take
 _BLOCK_VALUES = 1 << 22  # of all channels
 _EXACT_SEEK = ("WAV", "WAVEX", "FLAC", "AIFF", "RF64", "W64")
 _UNKNOWN_SIZES = (0, 0x7FFFFFFF, 0x7FFFF000, 0xFFFFFFFF)  # left by programs that write to a pipe
@@ -51,6 +52,16 @@ def read_info(source: Source) -> AudioInfo:
     """Header of a file or of encoded bytes, or ``CorruptSample``; nothing is decoded."""
     with _opened(source, MAX_SECONDS) as (_, info):
         return info
+
+
+def repeated(samples: Samples) -> Samples:
+    """Repeat a waveform at 16 kHz that is too short for a speaker network.
+
+    Examples:
+        >>> len(repeated(np.zeros(1_000, np.float32))), len(repeated(np.zeros(1_700, np.float32)))
+        (2000, 1700)
+    """
+    return np.tile(samples, -(-LEAST_SAMPLES // len(samples)))
 
 
 def decode_audio(

@@ -1,7 +1,7 @@
 """Build the index of a dataset: list its samples, read each once, write the columns.
 
-Measuring recordings takes long. What was measured is appended to a file beside the index, so that
-a build that was interrupted goes on where it was.
+Measuring recordings takes long. Measurements are appended to a file next to the index, so that
+an interrupted build continues.
 """
 
 from __future__ import annotations

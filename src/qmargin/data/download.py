@@ -68,7 +68,7 @@ def shown(url: str) -> str:
 def fetch(remote: Remote, base: str, folder: Path, *, progress: Progress | None = None) -> Path:
     """A file in ``folder`` with exactly the bytes that were expected.
 
-    What has come is kept in a file with the suffix ``.part``, and the next call goes on behind it.
+    What has come is kept in a file with the suffix ``.part``, and the next call continues after it.
     """
     path = folder / remote.name
     if path.exists() and describe_file(path) == (remote.size, remote.sha256):
@@ -91,7 +91,7 @@ def fetch(remote: Remote, base: str, folder: Path, *, progress: Progress | None 
 
 
 def _receive(remote: Remote, url: str, part: Path, progress: Progress | None) -> None:
-    """Append what is missing; a server that cannot go on in the middle starts again."""
+    """Append what is missing; a server that cannot resume starts again."""
     have = part.stat().st_size if part.exists() else 0
     request, url = _request(url), shown(url)
     if have:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from qmargin.data.order import check_count, derived_seed
 from qmargin.data.strokes import as_inputs
-from qmargin.errors import ConfigError, ShapeError
+from qmargin.errors import ConfigError, DataError, ShapeError
 
 # How far a warp of 1 goes, in deviations of a bell curve.
 TURN = 0.1  # radians
@@ -115,6 +115,45 @@ class Drawings:
         return replace(
             self, pictures=np.concatenate(pictures), labels=np.concatenate(new), names=tuple(names)
         )
+
+    def distinct(self, share: float) -> list[int]:
+        """Labels without those whose pictures cannot be told from another's, by pixels alone.
+
+        The pictures of each identity are dealt into two halves. Two identities are alike if their
+        halves correlate, in the mean over both ways, at least as much as the two halves of an
+        identity do that has this share of the identities below it. Of those that are alike the one
+        with the most others is left out first, until none are.
+        """
+        counts = np.bincount(self.labels)
+        if not 0.0 < share < 1.0:
+            raise ConfigError(f"distinct is {share:g}; give a share between 0 and 1")
+        if counts.min() < 2:
+            name = self.names[int(np.argmin(counts[self.labels]))]
+            raise DataError(
+                f"{name} of {self.origin} is alone in its identity; look-alikes are found by "
+                "halves, give 2 pictures or more of each"
+            )
+        order = np.argsort(self.labels, kind="stable")
+        numbers = np.arange(len(order)) - np.searchsorted(self.labels[order], self.labels[order])
+        halves = [
+            replace(
+                self,
+                pictures=self.pictures[rows],
+                labels=self.labels[rows],
+                names=tuple(self.names[row] for row in rows),
+                variants=None,
+            )._outlines()
+            for rows in (order[numbers % 2 == 0], order[numbers % 2 == 1])
+        ]
+        first, second = (half.reshape(len(counts), -1) for half in halves)
+        crossed = first @ second.T
+        is_alike = (crossed + crossed.T) / 2 >= np.quantile(np.diagonal(crossed), share)
+        np.fill_diagonal(is_alike, False)
+        is_kept = np.ones(len(counts), dtype=np.bool_)
+        while is_alike.any():
+            worst = int(np.argmax(is_alike.sum(0)))
+            is_alike[worst] = is_alike[:, worst] = is_kept[worst] = False
+        return [int(label) for label in np.flatnonzero(is_kept)]
 
     def _outlines(self) -> NDArray[np.float64]:
         """Mean picture of every identity, blurred, less its mean, of length one."""

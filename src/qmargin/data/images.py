@@ -71,7 +71,9 @@ def _with_pillow(
             _check_size(image.width, image.height, max_pixels)
             if image.mode[0] in "IF":
                 raise CorruptSample(f"mode {image.mode}; convert the image to 8 bits per channel")
-            turned: Image.Image = ImageOps.exif_transpose(image) if upright else image
+            if upright:
+                ImageOps.exif_transpose(image, in_place=True)
+            turned: Image.Image = image
             if turned.mode != "RGB":
                 turned = turned.convert("RGB")
             if mirror:

@@ -44,9 +44,13 @@ def open_dataset(
     index_dir: str | Path | None = None,
     verify: bool = False,
     progress: Progress | None = None,
-    **options: Any,
+    root: str | Path | None = None,
+    split: str | None = None,
+    decoder: Decoder | None = None,
+    channels: Channels | None = None,
+    sample_rate: int | None = None,
 ) -> ImageDataset | AudioDataset:
-    """Samples with labels from a path, whose format is recognised.
+    """Open labelled images or recordings; the format is recognised from the path.
 
     A path is a ``.rec`` file or a folder with one, a ``.tar`` file, a folder or a list of them, a
     ``.csv`` or ``.tsv`` manifest, a folder with one folder per identity, Kaldi's ``wav.scp`` and
@@ -59,18 +63,21 @@ def open_dataset(
 
     Args:
         path: The data, or its index.
-        index: Where the index is, or is to be; beside the data where it is left out.
-        index_dir: Folder of indices, instead of beside the data.
-        verify: Compare every sample with its checksum, and its label with that of the data, when
-            it is read.
+        index: Path of the index; by default it is next to the data.
+        index_dir: Folder for the index; by default the folder of the data.
+        verify: Check the checksum and the label of every sample when it is read.
         progress: Called while an index is built.
-        options: ``root``, the folder that relative paths in a list start from, and ``split``, rows
-            of a CSV whose column ``split`` has this value. Of images: ``decoder``, ``"pillow"`` or
-            ``"simplejpeg"``, which gives the same bits faster, and ``channels``, the stored order,
-            ``"rgb"`` or ``"bgr"``; pictures are RGB either way. Of recordings: ``sample_rate``.
+        root: Folder that relative paths in a list start from.
+        split: Take the rows of a CSV file whose column ``split`` has this value.
+        decoder: Of images: ``"pillow"``, the default, or ``"simplejpeg"``, which is faster and
+            gives the same pixels.
+        channels: Of images: channel order of the stored data, ``"rgb"`` (the default) or
+            ``"bgr"``. Images are returned in RGB.
+        sample_rate: Of recordings: samples per second, 16,000 by default.
 
     Raises:
         DataError: The format is unknown, or the data cannot be read.
+        ConfigError: An option does not apply to this kind of data.
 
     Examples:
         >>> import tempfile
@@ -88,10 +95,19 @@ def open_dataset(
         kind = KINDS[read_index(path).kind]
     else:
         kind = recognise(path).kind or IMAGES
+    given = {
+        "root": root,
+        "split": split,
+        "decoder": decoder,
+        "channels": channels,
+        "sample_rate": sample_rate,
+    }
+    options = {name: value for name, value in given.items() if value is not None}
     for name in options:
         if name not in _OPTIONS[kind.name]:
-            found = f"{path} has {kind.name}, and {name} is no option of them"
-            raise ConfigError(f"{found}; known: {', '.join(_OPTIONS[kind.name])}")
+            known = ", ".join(_OPTIONS[kind.name])
+            found = f"{path} has {kind.name}, to which {name} does not apply"
+            raise ConfigError(f"{found}; choose from {known}")
     opener: Any = open_images if kind is IMAGES else open_audio
     dataset: ImageDataset | AudioDataset = opener(
         path, index=index, index_dir=index_dir, verify=verify, progress=progress, **options

@@ -36,7 +36,7 @@ BATCH_PIXELS = 1 << 16  # of the portraits drawn together: their planes stay in 
 POPULATIONS = (0.30, 0.20, 0.15, 0.12, 0.09, 0.07, 0.04, 0.03)  # shares
 APART = 0.9  # of a population's mean from the origin, in deviations of a trait
 BLOCK = 30  # identities with one family of 2 to 4 in the mean: a tenth of all
-TWIN_BLOCKS = 22  # of so many families one is a pair of twins: 0.3 % of all identities
+TWIN_BLOCKS = 22  # one family in this number is a pair of twins: 0.3 % of all identities
 KINSHIP = 0.5  # correlation of traits within a family
 TWINSHIP = 0.97
 MOST_MODES = 3  # appearances of an identity: hair, glasses, beard, age
@@ -260,9 +260,9 @@ class People(DrawnIdentities):
         return np.ascontiguousarray(pictures.transpose(0, 3, 1, 2)) * np.float32(1.0 / 255.0)
 
     def write(self, folder: str | Path) -> None:
-        """Write every portrait as a PNG file below a folder of its label."""
+        """Write every portrait as a PNG file; folders are named by split and label."""
         for index in range(len(self)):
-            path = Path(folder) / f"{self.sample_id(index)}.png"
+            path = Path(folder) / f"{self.split}-{self.sample_id(index)}.png"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(encode_image(self.images(np.array([index]))[0], format="PNG"))
 

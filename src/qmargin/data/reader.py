@@ -82,7 +82,7 @@ class Scan:
     kind: Kind
     options: Mapping[str, str] = field(default_factory=dict)  # that were given, such as split
     progress: Progress = lambda done, total: None
-    hasher: Hasher | None = None  # for readers that go on with the fingerprint on the way
+    hasher: Hasher | None = None  # for readers that update the fingerprint while they read
     classes: Sequence[str] = ()  # identities that have a label even without a sample
     num_classes: int | None = None  # where the data says it
     notes: list[str] = field(default_factory=list)  # what was left out, for people

@@ -372,8 +372,8 @@ def plan_min_dcf(counts: ImpostorCounts, genuine: Floats, p_target: float) -> Ca
 
 
 def plan_det(counts: ImpostorCounts, genuine: Floats) -> Callable[[], DetCurve]:
-    """Open the ranks of points evenly spaced on a probit axis, densely where FAR is low."""
-    probits = np.concatenate([np.arange(-6.0, -3.0, 0.05), np.arange(-3.0, 3.01, 0.2)])
+    """Open the ranks of points evenly spaced on a probit axis, densely where FAR is below 50 %."""
+    probits = np.concatenate([np.arange(-6.0, 0.0, 0.05), np.arange(0.0, 3.01, 0.2)])
     fars = [NormalDist().cdf(probit) for probit in probits.tolist()]
     allowed = {0, *(num_allowed(far, len(counts)) for far in fars)}
     ranks = sorted(k + 1 for k in allowed if k < len(counts))

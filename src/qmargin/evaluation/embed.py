@@ -44,7 +44,6 @@ IMAGE_SIZE = 112
 MAX_HEADER_BYTES = 100_000_000  # what safetensors reads
 MAX_IMAGE_BYTES = 1 << 26
 SAMPLE_RATE = 16_000
-SHORTEST = 2_000  # samples: shorter recordings are repeated, or no network could take them
 LONGEST_UTTERANCE = 1_200.0  # seconds
 EXTENSIONS = {
     "images": frozenset({"jpg", "jpeg", "png", "webp", "bmp", "ppm"}),
@@ -145,13 +144,10 @@ class Recordings:
 
     def __getitem__(self, index: int) -> tuple[NDArray[np.float32], float]:
         """Samples and seconds; a very short recording is repeated, its duration is as it was."""
-        from qmargin.data.audio import decode_audio
+        from qmargin.data.audio import decode_audio, repeated
 
         samples = decode_audio(self._path(self.names[index]), max_seconds=self.max_seconds)
-        seconds = len(samples) / SAMPLE_RATE
-        if len(samples) < SHORTEST:
-            samples = np.tile(samples, -(-SHORTEST // len(samples)))
-        return samples, seconds
+        return repeated(samples), len(samples) / SAMPLE_RATE
 
     def check(self) -> None:
         """Refuse the first name without a file, before anything is decoded."""

@@ -151,7 +151,7 @@ def evaluate_scores(
     command: str = "",
     progress: StageProgress | None = None,
 ) -> Result:
-    """Measure everything that the trials can answer.
+    """Compute all metrics that the trials can resolve, with intervals.
 
     A FAR that they cannot resolve is "not measurable", not an error.
 

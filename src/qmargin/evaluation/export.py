@@ -338,8 +338,8 @@ def thresholds_of(
     normalised = [source.role for source in result.sources if source.role in ("cohort", "center")]
     if normalised:
         raise DataError(
-            f"the scores of {protocol.name} were changed by a {normalised[0]}, which a comparison "
-            "of two samples has not; evaluate plain cosines"
+            f"the scores of {protocol.name} were changed by a {normalised[0]}, which `verify` "
+            "does not apply; evaluate plain cosines"
         )
     points = tuple(point for point in result.measures.tar if point.tar is not None)
     if not points:

@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 FITS = ("auto", "exact", "resize", "align")
 MAX_FILE_BYTES = 256 * 1024**2
 SAMPLE_RATE = 16_000
-LEAST_SAMPLES = 1_680  # nine frames, the fewest that speaker networks take
 Pixels = NDArray[np.uint8]  # [H, W, 3]
 
 
@@ -117,6 +116,7 @@ class Inputs:
                     f"{width} x {height}; align the faces first, or choose another fit for a "
                     "square model"
                 )
+            del pixels  # of a large photo, one copy at a time
             upright = self._pixels(item, name, upright=True)
         except CorruptSample as error:
             raise CorruptSample(f"{name} cannot be read: {error}") from error
@@ -163,9 +163,9 @@ class Inputs:
 
     def _waveform(self, item: Any, name: str) -> NDArray[np.float32]:
         """Samples at 16 kHz; what is too short for a network is repeated."""
-        if isinstance(item, str | Path | bytes):
-            from qmargin.data.audio import decode_audio
+        from qmargin.data.audio import decode_audio, repeated
 
+        if isinstance(item, str | Path | bytes):
             try:
                 samples = decode_audio(item, sample_rate=SAMPLE_RATE, max_seconds=self.max_seconds)
             except CorruptSample as error:
@@ -176,8 +176,7 @@ class Inputs:
                 raise ShapeError(
                     f"{name} is a {samples.dtype} array {samples.shape}; give floats [n] at 16 kHz"
                 )
-        times = -(-LEAST_SAMPLES // len(samples))
-        return np.tile(samples.astype(np.float32, copy=False), times)
+        return repeated(samples.astype(np.float32, copy=False))
 
 
 @dataclass(frozen=True)
@@ -293,7 +292,7 @@ class Model:
 def load_model(
     directory: str | Path, *, device: torch.device | str = "cpu", fit: str = "auto"
 ) -> Model:
-    """Read a model directory, as ``qmargin export`` makes it, or the newest weights of a run.
+    """Load a model directory of ``qmargin export``, or the newest weights of a training run.
 
     Args:
         directory: With ``backbone.safetensors``, ``card.json`` and perhaps ``thresholds.json``; or
@@ -346,5 +345,5 @@ def cosine(first: NDArray[Any], second: NDArray[Any]) -> float:
     first, second = first.astype(np.float64), second.astype(np.float64)
     norms = float(np.linalg.norm(first) * np.linalg.norm(second))
     if norms == 0.0:
-        raise DataError("an embedding is zero, which has no direction; look at the two samples")
+        raise DataError("an embedding is zero, which has no direction; check both samples")
     return float(first @ second) / norms

@@ -48,6 +48,16 @@ class MarginInfo:
 
 
 @dataclass(frozen=True)
+class TrainingPoint:
+    """Test measures of a run after a part of its training."""
+
+    step: int
+    train_seconds: float  # without the time to measure
+    eer: float
+    tar: dict[str, float]  # by far_key
+
+
+@dataclass(frozen=True)
 class RunInfo:
     """The training run behind a result. Reports group by these fields."""
 
@@ -67,6 +77,7 @@ class RunInfo:
     peak_bytes: int | None = None  # of memory while training: of the GPU, or of the process
     device: str | None = None  # such as "NVIDIA H200"
     code_version: str = qmargin.__version__
+    progress: tuple[TrainingPoint, ...] = ()  # of a run that was measured while it trained
 
 
 def run_info(recipe: Recipe, *, arm: str | None = None, **known: Any) -> RunInfo:

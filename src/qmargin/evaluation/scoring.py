@@ -101,9 +101,10 @@ def score_trials(
 ) -> Path:
     """Score every trial and write ``out``: a table with the columns enrol, test, score, label.
 
-    A run that was killed goes on where its last block ended, and the finished file is the same,
-    byte for byte. Scores are written in full precision and do not depend on ``block``. A quote
-    goes before a name that a spreadsheet would take for a formula; ``read_scores`` removes it.
+    After a kill, call it again: it continues after the last complete block, and the finished
+    file is the same, byte for byte. Scores are written in full precision and do
+    not depend on ``block``. A quote precedes a name that a spreadsheet would take for a formula;
+    ``read_scores`` removes it.
 
     Args:
         embeddings: One for every name in ``trials``.

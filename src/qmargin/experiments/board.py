@@ -13,7 +13,7 @@ from qmargin.terminal import rich_console, start_live
 from qmargin.training.reporting import duration, read_status
 
 SECONDS_BETWEEN_LINES = 20.0  # where there is no terminal
-SHARE_OF_TRAINING = 0.93  # of a run; the test is the rest
+SHARE_OF_TRAINING = 0.93  # of a run where nothing better is known; the test is the rest
 LEAST_SHARE = 0.03  # of a run that tells how long it takes
 
 
@@ -47,7 +47,10 @@ def seconds_left(
 class Board:
     """Shares of the runs that are under way: bars on a terminal, otherwise a line now and then."""
 
-    def __init__(self, stream: TextIO | None = None) -> None:
+    def __init__(
+        self, stream: TextIO | None = None, *, share_of_training: float = SHARE_OF_TRAINING
+    ) -> None:
+        self._share_of_training = share_of_training
         self._stream = sys.stderr if stream is None else stream
         self._began: dict[Run, float] = {}
         self._said = time.monotonic()
@@ -64,7 +67,7 @@ class Board:
     def running(self) -> list[tuple[float, float]]:
         """Seconds and share of every run that is under way."""
         now = time.monotonic()
-        return [(now - began, _share(run)) for run, began in self._began.items()]
+        return [(now - began, self._share(run)) for run, began in self._began.items()]
 
     def look(self, left: float | None) -> None:
         """Show where the runs are, and the seconds left."""
@@ -72,7 +75,7 @@ class Board:
         if self._bars is None and now - self._said < SECONDS_BETWEEN_LINES:
             return
         self._said = now
-        shares = {run.name: _share(run) for run in self._began}
+        shares = {run.name: self._share(run) for run in self._began}
         about = "" if left is None else f"about {duration(left)} left"
         if self._bars is not None:
             self._bars.show(shares, about)
@@ -80,6 +83,14 @@ class Board:
         text = ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
         self._stream.write(f"{'; '.join(filter(None, (text, about)))}\n")
         self._stream.flush()
+
+    def _share(self, run: Run) -> float:
+        """Of the work of a run that is done, by the status that its training writes."""
+        status = read_status(run.folder)
+        step, total = status.get("step"), status.get("total_steps")
+        if not isinstance(step, int) or not isinstance(total, int) or total < 1:
+            return 0.0
+        return self._share_of_training * min(1.0, step / total)
 
     def close(self) -> None:
         """Leave the terminal as it was."""
@@ -118,12 +129,3 @@ class _Bars:
     def close(self) -> None:
         """Remove the bars."""
         self._live.stop()
-
-
-def _share(run: Run) -> float:
-    """Of the work of a run that is done, by the status that its training writes."""
-    status = read_status(run.folder)
-    step, total = status.get("step"), status.get("total_steps")
-    if not isinstance(step, int) or not isinstance(total, int) or total < 1:
-        return 0.0
-    return SHARE_OF_TRAINING * min(1.0, step / total)

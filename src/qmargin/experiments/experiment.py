@@ -9,21 +9,24 @@ from typing import Any, Literal, TypeVar, cast
 
 from qmargin.errors import ConfigError
 from qmargin.experiments import space
-from qmargin.experiments.space import PRESET, Axis, Point, value_text
+from qmargin.experiments.space import PRESET, REACH, Axis, Point, value_text
 from qmargin.experiments.worlds import Drawn, Made, Stored, World
 from qmargin.recipes import get_recipe, list_recipes
 from qmargin.registry import divergences, margins
+from qmargin.report.systems import Primary
 from qmargin.schema import (
     check_fields,
     check_known,
     decode_settings,
     load_yaml,
     read_text,
+    set_value,
     short,
+    split_setting,
     suggest,
 )
 from qmargin.training.loss_part import PRESETS
-from qmargin.training.recipe import Recipe
+from qmargin.training.recipe import DataPart, Recipe
 from qmargin.training.recipe_files import apply_settings, read_recipe
 
 Kind = TypeVar("Kind")
@@ -42,9 +45,16 @@ TITLES = {
     "sparsemax": "SparseMax",
     "q_margin": "Q-Margin",
     "sampled": "ArcFace, 10 % of classes",
+    "adaface": "AdaFace",
+    "magface": "MagFace",
 }
 _PARTS = ("margin", "loss.margin", "loss.divergence")
-_SECTIONS = ("name", "title", "recipe", "set", "data", "arms", "seeds", "protocol", "search")
+FOCUS, RIVALS = "q_margin", ("cosface", "arcface")  # compared where an experiment says nothing
+HEADLINE = 1e-4  # FAR of that comparison
+_SECTIONS = (
+    *("name", "title", "question", "expected", "recipe", "set", "data", "arms", "seeds"),
+    *("protocol", "search", "primary"),
+)
 
 
 @dataclass(frozen=True)
@@ -57,6 +67,8 @@ class Arm:
         axes: Lists and ranges of values to search.
         points: Combinations to try instead of all combinations of ``axes``.
         like: Arm whose chosen settings this one takes.
+        seeds: Of its runs that are tested; None for those of the experiment.
+        left_out: Combinations of ``axes`` whose reach no margin makes; found by the experiment.
     """
 
     title: str
@@ -64,6 +76,8 @@ class Arm:
     axes: tuple[Axis, ...] = ()
     points: tuple[Point, ...] = ()
     like: str | None = None
+    seeds: tuple[int, ...] | None = None
+    left_out: tuple[Point, ...] = ()
 
     @property
     def candidates(self) -> tuple[Point, ...]:
@@ -89,6 +103,7 @@ class Search:
         settings: Of the recipe during the search, such as ``("run.epochs=2",)``.
         finalists: Combinations of each arm that are trained by the full recipe before one is
             chosen; 0 to choose at once.
+        finalist_seeds: Of the runs of finalists; empty for ``seeds``.
         prune: Stop runs that are behind, by Optuna's median rule.
     """
 
@@ -98,6 +113,7 @@ class Search:
     num_points: int = 40
     settings: tuple[str, ...] = ()
     finalists: int = 0
+    finalist_seeds: tuple[int, ...] = ()
     prune: bool = False
 
     def __post_init__(self) -> None:
@@ -105,7 +121,8 @@ class Search:
         for name, least in (("num_points", 1), ("finalists", 0)):
             if (value := getattr(self, name)) < least:
                 raise ConfigError(f"{name} is {value}; it must be at least {least}")
-        _check_seeds(self.seeds)
+        for seeds in (self.seeds, self.finalist_seeds):
+            _check_seeds(seeds)
         if not self.seeds:
             raise ConfigError("seeds is empty; give at least 1 seed")
 
@@ -120,6 +137,7 @@ class TestProtocol:
         views: Quarter turns of a picture over which scores are averaged.
         normalise: Also measure scores normalised by the prototypes (AS-norm).
         num_replicates: Of the bootstrap over identities.
+        every_epochs: Also measure TAR over training time, every N epochs.
     """
 
     __test__ = False  # not for pytest
@@ -129,9 +147,14 @@ class TestProtocol:
     views: int = 1
     normalise: bool = False
     num_replicates: int = 1000
+    every_epochs: int | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.every_epochs is not None and self.every_epochs < 1:
+            raise ConfigError(f"every_epochs is {self.every_epochs}; it must be at least 1")
+        if self.every_epochs is not None and self.kind != "all-pairs":
+            raise ConfigError(f"every_epochs measures all pairs, and kind is {self.kind!r}")
         for far in self.fars or ():
             if not 0.0 < far < 1.0:
                 raise ConfigError(f"far has {far:g}; give rates between 0 and 1")
@@ -141,7 +164,7 @@ class TestProtocol:
 
 @dataclass(frozen=True)
 class Experiment:
-    """Arms that are trained by one recipe on the same identities and tested on others.
+    """Comparison of several losses: one recipe, the same training and test identities.
 
     Args:
         name: On the command line and in records.
@@ -151,7 +174,12 @@ class Experiment:
         title: Of the report.
         protocol: How models are measured.
         search: How arms choose their settings; arms without a choice need none.
-        seeds: Of the runs that are tested; empty for a search alone.
+        seeds: Of the runs that are tested, where an arm has none of its own; empty for a search
+            alone.
+        primary: The comparison that is fixed before the test; None for Q-Margin minus CosFace, and
+            minus ArcFace, at FAR 1e-4, or for the first arm minus the others.
+        question: What it is to find out, for its page.
+        expected: What was expected before any run, for its page.
         details: More facts for the record of the experiment.
     """
 
@@ -163,6 +191,9 @@ class Experiment:
     protocol: TestProtocol = field(default_factory=TestProtocol)
     search: Search = field(default_factory=Search)
     seeds: tuple[int, ...] = (0, 1, 2)
+    primary: Primary | None = None
+    question: str = ""
+    expected: str = ""
     details: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
@@ -173,9 +204,21 @@ class Experiment:
             if not name or name[0] in "-." or name != _file_name(name):
                 raise ConfigError(f"an arm is named {name!r}; use letters, digits and _-+.")
             try:
+                self._leave_out_unreachable(name)
                 self._check_arm(name)
             except ConfigError as error:
                 raise ConfigError(f"arms.{name}: {error}") from error
+        self._check_primary()
+
+    @property
+    def comparison(self) -> Primary | None:
+        """The primary comparison, named or usual; None with a single arm."""
+        if self.primary is not None or len(self.arms) < 2:
+            return self.primary
+        focus = FOCUS if FOCUS in self.arms else next(iter(self.arms))
+        others = tuple(name for name in self.arms if name != focus)
+        usual = tuple(name for name in RIVALS if name in others) if focus == FOCUS else ()
+        return Primary(focus, usual or others, HEADLINE)
 
     @property
     def searched(self) -> dict[str, Arm]:
@@ -202,10 +245,95 @@ class Experiment:
             check_known(name, self.arms, "an arm")
         if not names or len(set(names)) < len(names):
             raise ConfigError(f"arms are {', '.join(names) or 'none'}; name each one once")
-        return replace(self, arms={name: self.arms[name] for name in names})
+        primary = self.primary
+        if primary is not None:  # the part of it that is left
+            rivals = tuple(name for name in primary.rivals if name in names)
+            has_focus = primary.focus in names and bool(rivals)
+            primary = replace(primary, rivals=rivals) if has_focus else None
+        return replace(self, arms={name: self.arms[name] for name in names}, primary=primary)
+
+    def _check_primary(self) -> None:
+        primary = self.primary
+        if primary is None:
+            return
+        compared = (primary.focus, *primary.rivals)
+        for name in compared:
+            check_known(name, self.arms, "an arm")
+        if not primary.rivals or len(set(compared)) < len(compared):
+            raise ConfigError(
+                f"primary compares {primary.focus} with {', '.join(primary.rivals) or 'nothing'}; "
+                "give a focus and other arms as rivals, each once"
+            )
+        if not 0.0 < primary.far < 1.0:
+            raise ConfigError(f"primary.far is {primary.far:g}; give a rate between 0 and 1")
+        fars = self.protocol.fars
+        if fars is not None and primary.far not in fars:
+            raise ConfigError(
+                f"primary.far is {primary.far:g} and protocol.far has "
+                f"{', '.join(f'{far:g}' for far in fars)}; add it there"
+            )
+
+    def with_seeds(self, seeds: Sequence[int]) -> Experiment:
+        """The experiment with the same seeds for all arms."""
+        arms = {name: replace(arm, seeds=None) for name, arm in self.arms.items()}
+        return replace(self, arms=arms, seeds=tuple(seeds))
+
+    def with_settings(self, settings: Sequence[str]) -> Experiment:
+        """With settings of its recipe, data or protocol, such as ``data.test=DIR``."""
+        records: dict[str, Any] = {"data": self.world, "protocol": self.protocol}
+        keys = {section: _keys_of(type(record)) for section, record in records.items()}
+        given: dict[str, dict[str, Any]] = {section: {} for section in records}
+        of_recipe = []
+        for setting in settings:
+            key, text = split_setting(setting)
+            section, _, name = key.partition(".")
+            if name in keys.get(section, {}):
+                set_value(given[section], type(records[section]), keys[section][name], text)
+                continue
+            if section in keys and name:
+                others = [one.name for one in fields(DataPart)] if section == "data" else []
+                known = [*keys[section], *others]
+                check_known(name.partition(".")[0], known, f"a key of {section}")
+            of_recipe.append(setting)
+        if isinstance(path := given["data"].get("validation"), str):
+            given["data"]["validation"] = [f"data.path={path}"]
+        if not isinstance(fars := given["protocol"].get("fars", []), list):
+            given["protocol"]["fars"] = [fars]
+        for section, changed in given.items():
+            kind, record = type(records[section]), records[section]
+            whole = {name: getattr(record, name) for name in keys[section].values()} | changed
+            made = decode_settings(kind, whole, section)
+            changes = {name: getattr(made, name) for name in changed}
+            records[section] = replace(record, **changes)
+        return replace(
+            self,
+            recipe=apply_settings(self.recipe, of_recipe),
+            world=records["data"],
+            protocol=_sorted(records["protocol"]),
+        )
+
+    def seeds_of(self, name: str) -> tuple[int, ...]:
+        """Seeds of the runs of an arm that are tested."""
+        own = self.arms[name].seeds
+        return self.seeds if own is None or not self.seeds else own
+
+    def _leave_out_unreachable(self, name: str) -> None:
+        """Make the points of a grid explicit where the reach of some is that of no margin."""
+        arm = self.arms[name]
+        if self.search.method != "grid" or arm.points or REACH not in {a.key for a in arm.axes}:
+            return
+        recipe = self.arm_recipe(name)
+        space.check_axes(recipe, arm.axes)
+        kept, left_out = space.reachable(recipe, space.grid(arm.axes))
+        if left_out:
+            found = replace(arm, points=tuple(kept), left_out=tuple(left_out))
+            object.__setattr__(self, "arms", {**self.arms, name: found})
 
     def _check_arm(self, name: str) -> None:
         arm, recipe = self.arms[name], self.arm_recipe(name)
+        _check_seeds(arm.seeds or ())
+        if arm.seeds == ():
+            raise ConfigError("seeds is empty; give at least 1 seed, or leave the loss out")
         if arm.like is not None:
             if arm.like not in self.arms:
                 raise ConfigError(f"it takes the settings that {arm.like} chose; add {arm.like}")
@@ -286,6 +414,12 @@ def sweep_experiment(
     )
 
 
+_SHOWN: dict[type, dict[str, str]] = {  # keys that are not the names of fields
+    Drawn: {"path": "pictures"},
+    Stored: {"train_path": "train", "test_path": "test"},
+    TestProtocol: {"fars": "far", "num_replicates": "replicates"},
+}
+
 # -- YAML -----------------------------------------------------------------------------------------
 
 
@@ -321,6 +455,8 @@ def from_mapping(content: Mapping[str, Any], folder: Path = Path()) -> Experimen
     return Experiment(
         name=name,
         title=str(content.get("title", name)),
+        question=str(content.get("question", "")),
+        expected=str(content.get("expected", "")),
         recipe=apply_settings(
             find_recipe(str(content["recipe"]), folder), _settings(content.get("set", {}), "set")
         ),
@@ -329,6 +465,7 @@ def from_mapping(content: Mapping[str, Any], folder: Path = Path()) -> Experimen
         protocol=_protocol(content.get("protocol", {}), world),
         search=_search(content.get("search", {})),
         seeds=_seeds(content.get("seeds", 3), "seeds"),
+        primary=_primary(content.get("primary")),
     )
 
 
@@ -376,13 +513,28 @@ is_log=True),))
     where = f"arms.{name}"
     rest = {str(key): value for key, value in _mapping(values, where).items()}
     title, like = str(rest.pop("title", TITLES.get(name, name))), rest.pop("like", None)
-    known = (*SHORT_KEYS, *space.DECIDES, "title", "like", *(one.name for one in fields(Recipe)))
+    seeds = _seeds(rest.pop("seeds"), f"{where}.seeds") if "seeds" in rest else None
+    known = (
+        *(*SHORT_KEYS, *space.DECIDES, "title", "like", "seeds"),
+        *(one.name for one in fields(Recipe)),
+    )
     for key in rest:
         if key.partition(".")[0] not in known:
             raise ConfigError(f"{where}: {key} is unknown, {suggest(key, known)}")
     given = [(SHORT_KEYS.get(key, key), value) for key, value in _flat(rest, where)]
-    axes = tuple(space.make_axis(key, value) for key, value in given if is_searched(value))
-    settings = [f"{key}={value_text(value)}" for key, value in given if not is_searched(value)]
+    axes = tuple(
+        space.make_axis(key, value if is_searched(value) else [value])
+        for key, value in given
+        if is_searched(value) or key in space.DECIDES
+    )
+    points: tuple[Point, ...] = ()
+    if not any(is_searched(value) for _, value in given):  # one reach is nothing to search
+        points, axes = tuple(point for point in space.grid(axes) if point), ()
+    settings = [
+        f"{key}={value_text(value)}"
+        for key, value in given
+        if not is_searched(value) and key not in space.DECIDES
+    ]
     if name in LOSSES and not any(key == PRESET for key, _ in given):
         settings.insert(0, f"{PRESET}={LOSSES[name]}")
     elif like is None and not _says_loss(rest):
@@ -390,7 +542,8 @@ is_log=True),))
             f"{where}: no loss has this name, {suggest(name, LOSSES)}; other arms give whole keys, "
             "as in loss.preset or loss.scale"
         )
-    return Arm(title, tuple(settings), axes, like=None if like is None else str(like))
+    like = None if like is None else str(like)
+    return Arm(title, tuple(settings), axes, points, like, seeds)
 
 
 def _says_loss(settings: Mapping[str, Any]) -> bool:
@@ -418,13 +571,20 @@ def _seeds(value: Any, name: str, *, first: int = 0) -> tuple[int, ...]:
     raise ConfigError(f"{name} is {short(value)}; give how many, at least 1, or a list of seeds")
 
 
+def _keys_of(kind: type, shown: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Fields of a record by the names under which people give them."""
+    if shown is None:
+        shown = next((_SHOWN[one] for one in kind.__mro__ if one in _SHOWN), {})
+    return {
+        shown.get(one.name, one.name): one.name for one in fields(cast(Any, kind)) if one.compare
+    }
+
+
 def _section(
     kind: type[Kind], values: Mapping[str, Any], where: str, shown: Mapping[str, str]
 ) -> Kind:
     """A record from a section, where some fields are shown under other names."""
-    names = {
-        shown.get(one.name, one.name): one.name for one in fields(cast(Any, kind)) if one.compare
-    }
+    names = _keys_of(kind, shown)
     for key in values:
         check_known(key, names, f"a key of {where}")
     made: Kind = decode_settings(kind, {names[key]: value for key, value in values.items()}, where)
@@ -440,9 +600,9 @@ def _world(content: Any, folder: Path) -> World:
     if isinstance(values.get("validation"), str):
         values["validation"] = [f"data.path={folder / values['validation']}"]
     if "pictures" in values:
-        return _section(Drawn, values, "data", {"path": "pictures"})
+        return _section(Drawn, values, "data", _SHOWN[Drawn])
     if "train" in values or "test" in values:
-        return _section(Stored, values, "data", {"train_path": "train", "test_path": "test"})
+        return _section(Stored, values, "data", _SHOWN[Stored])
     return _section(Made, values, "data", {})
 
 
@@ -454,11 +614,24 @@ def _protocol(content: Any, world: World) -> TestProtocol:
     }
     if "far" in values and not isinstance(values["far"], list):
         values["far"] = [values["far"]]
-    shown = {"fars": "far", "num_replicates": "replicates"}
-    made = _section(TestProtocol, values, "protocol", shown)
+    made = _section(TestProtocol, values, "protocol", _SHOWN[TestProtocol])
     if (made.kind == "trials") != (trials is not None):
         raise ConfigError(f"protocol.kind is {made.kind!r} and data.trials is {trials}; give both")
-    return made if made.fars is None else replace(made, fars=tuple(sorted(made.fars)[::-1]))
+    return _sorted(made)
+
+
+def _sorted(protocol: TestProtocol) -> TestProtocol:
+    fars = protocol.fars
+    return protocol if fars is None else replace(protocol, fars=tuple(sorted(fars)[::-1]))
+
+
+def _primary(content: Any) -> Primary | None:
+    if content is None:
+        return None
+    values = {"far": HEADLINE, **_mapping(content, "primary")}
+    if isinstance(values.get("rivals"), str):
+        values["rivals"] = [values["rivals"]]
+    return _section(Primary, values, "primary", {})
 
 
 def _search(content: Any) -> Search:
@@ -466,6 +639,7 @@ def _search(content: Any) -> Search:
     values = {str(key): value for key, value in given.items()}
     if "set" in values:
         values["set"] = _settings(values["set"], "search.set")
-    if "seeds" in values:
-        values["seeds"] = _seeds(values["seeds"], "search.seeds", first=SEARCH_SEED)
+    for key in ("seeds", "finalist_seeds"):
+        if key in values:
+            values[key] = _seeds(values[key], f"search.{key}", first=SEARCH_SEED)
     return _section(Search, values, "search", {"settings": "set", "num_points": "points"})

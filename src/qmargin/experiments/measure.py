@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import math
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -24,10 +26,10 @@ from qmargin.evaluation.all_pairs import evaluate_all_pairs
 from qmargin.evaluation.embed import Recordings, embed_turned
 from qmargin.evaluation.evaluate import EvaluationOptions
 from qmargin.evaluation.protocols.all_pairs import PairSamples, measure_pairs
-from qmargin.evaluation.result import Result
+from qmargin.evaluation.result import Result, TrainingPoint, far_key
 from qmargin.evaluation.trials import read_trials
 from qmargin.experiments.worlds import names_in, stored_in
-from qmargin.metrics.operating import sufficiency
+from qmargin.metrics.operating import ENOUGH_FALSE_ACCEPTS, sufficiency
 from qmargin.training.build import build_backbone
 from qmargin.training.checkpoint import open_checkpoint, read_backbone
 from qmargin.training.distributed import choose_device
@@ -62,7 +64,7 @@ def far_of(measure: str) -> float | None:
 
 
 def fars_for(num_impostors: int) -> list[float]:
-    """FARs that so many impostor pairs measure well."""
+    """FARs that ``num_impostors`` pairs measure well."""
     return [far for far in VALIDATION_FARS if sufficiency(far, num_impostors).status == "ok"]
 
 
@@ -95,7 +97,8 @@ def measures_of(result: Result) -> dict[str, float]:
 
 def check_pairs(labels: Labels, fars: Sequence[float] = ()) -> None:
     """Refuse data without pairs of a kind, or with too few for a FAR."""
-    _check_counts("the data to measure", *num_pairs(labels), fars)
+    found = np.unique(np.asarray(labels))
+    _check_counts("the data to measure", *num_pairs(labels), fars, (len(found), len(labels)))
 
 
 def check_trials(path: Path, fars: Sequence[float]) -> None:
@@ -108,17 +111,50 @@ def check_trials(path: Path, fars: Sequence[float]) -> None:
     Recordings(path.parent, trials.keys.names).check()
 
 
-def _check_counts(where: str, genuine: int, impostors: int, fars: Sequence[float]) -> None:
+def _check_counts(
+    where: str,
+    genuine: int,
+    impostors: int,
+    fars: Sequence[float],
+    sizes: tuple[int, int] | None = None,
+) -> None:
+    """``sizes`` are the numbers of identities and of samples, where all pairs are measured."""
     if not genuine or not impostors:
         raise DataError(
             f"{where} has {genuine:,} pairs of one identity and {impostors:,} of two; give both"
         )
     for far in fars:
-        if not sufficiency(far, impostors).allowed:
-            raise DataError(
-                f"protocol.far has {far:g} and the test has {impostors:,} impostor pairs, too few "
-                "for it; ask for a larger FAR, or give more test identities"
+        if sufficiency(far, impostors).allowed:
+            continue
+        has, least, enough = "", "", ""
+        if sizes is not None:
+            each = sizes[1] / sizes[0]
+            has = f" of {sizes[0]:,} identities"
+            least, enough = (
+                f"{identities_for(far, each, accepts):,} identities of {each:.3g} samples"
+                for accepts in (1, ENOUGH_FALSE_ACCEPTS)
             )
+        else:
+            least, enough = (
+                f"{math.ceil(accepts / far):,} impostor pairs"
+                for accepts in (1, ENOUGH_FALSE_ACCEPTS)
+            )
+        raise DataError(
+            f"FAR {far:g} is asked for and the test has {impostors:,} impostor pairs{has}, too few "
+            f"for it: one false accept needs about {least}, and {ENOUGH_FALSE_ACCEPTS}, for a "
+            f"sound number, {enough}; give more, or ask for a larger FAR"
+        )
+
+
+def identities_for(far: float, samples_each: float, false_accepts: int = 1) -> int:
+    """Number of identities whose impostor pairs allow a number of false accepts.
+
+    Examples:
+        >>> identities_for(1e-4, 10.0)  # 15 * 14 / 2 * 100 pairs are 10,500
+        15
+    """
+    pairs = 2.0 * false_accepts / far / samples_each**2  # at most count * (count - 1)
+    return max(2, math.ceil(0.5 + math.sqrt(0.25 + pairs)))
 
 
 def recordings_in(dataset: Dataset) -> tuple[Path, list[str], list[str]]:
@@ -235,8 +271,10 @@ class ValidationHook:
     ``report`` is called with the step and the measures; it may raise to stop the run.
     """
 
-    def __init__(self, dataset: Dataset, *, views: int = 1) -> None:
-        self.dataset, self.views = dataset, views
+    def __init__(
+        self, dataset: Dataset, *, views: int = 1, fars: Sequence[float] | None = None
+    ) -> None:
+        self.dataset, self.views, self.fars = dataset, views, fars
         self.report: Callable[[int, dict[str, float]], None] | None = None
         self._embedded: Embedded | None = None  # samples of the last call
 
@@ -246,7 +284,7 @@ class ValidationHook:
         found = embed_dataset(state.backbone, self.dataset, views=self.views, device=device)
         self._embedded = found
         check_pairs(found.labels)
-        fars = fars_for(num_pairs(found.labels)[1])
+        fars = fars_for(num_pairs(found.labels)[1]) if self.fars is None else self.fars
         pairs = evaluate_all_pairs(
             found.matrix, found.labels, fars, num_hardest=0, device=device.type
         )
@@ -262,6 +300,31 @@ class ValidationHook:
         samples = pair_samples(self._embedded, self.dataset, options.protocol)
         options = replace(options, fars=fars, num_replicates=0, num_hardest=0)
         return measure_pairs(samples, options, command=command)
+
+
+class ProgressHook:
+    """Measures all pairs of test samples during training, and the time that its steps took."""
+
+    def __init__(self, dataset: Dataset, *, views: int, fars: Sequence[float]) -> None:
+        self._measure = ValidationHook(dataset, views=views, fars=fars)
+        self.points: list[TrainingPoint] = []
+        self.start()
+
+    def start(self) -> None:
+        """Begin to count, right before the first step."""
+        self._began, self.seconds = time.monotonic(), 0.0  # seconds that measuring took
+
+    def __call__(self, state: HookState) -> dict[str, float]:
+        """Measures by name: ``eer``, ``tar@0.001`` and the like."""
+        if state.process.device.type == "cuda":
+            torch.cuda.synchronize(state.process.device)
+        began = time.monotonic()
+        trained = began - self._began - self.seconds
+        found = self._measure(state)
+        tar = {far_key(far): found[tar_name(far)] for far in self._measure.fars or ()}
+        self.points.append(TrainingPoint(state.step, round(trained, 3), found[EER], tar))
+        self.seconds += time.monotonic() - began
+        return found
 
 
 class PeakMemory:

@@ -1,4 +1,4 @@
-"""One run of an experiment: a training in a folder of its own, and what was measured.
+"""One run of an experiment: a training run in its own folder, with its evaluation.
 
 The folder is named by arm, seed and recipe hash. The run is complete when its results name that
 hash; they are written last.
@@ -39,9 +39,10 @@ from qmargin.evaluation.protocols.speakers import evaluate_speakers
 from qmargin.evaluation.result import Result, RunInfo, Source, read_result, run_info, write_result
 from qmargin.evaluation.scoring import nearest_moments
 from qmargin.evaluation.trials import read_trials
-from qmargin.experiments.experiment import TestProtocol
+from qmargin.experiments.experiment import HEADLINE, TestProtocol
 from qmargin.experiments.measure import (
     PeakMemory,
+    ProgressHook,
     ValidationHook,
     embed_dataset,
     load_backbone,
@@ -65,7 +66,7 @@ from qmargin.training.checkpoint import (
     read_backbone,
     read_prototypes,
 )
-from qmargin.training.loop import open_run
+from qmargin.training.loop import Hook, open_run
 from qmargin.training.recipe import Recipe
 from qmargin.training.signals import Interrupted
 
@@ -122,7 +123,7 @@ class Task:
     title: str  # of the protocol
     command: str  # for the record
     pictures: Path  # folder of drawings of the hardest pairs
-    show: bool = False  # whether the progress of a training is shown, not logged
+    show: bool = False  # whether training progress is shown, not logged
 
     def result_names(self, run: Run) -> tuple[str, ...]:
         """Files of a complete run, the last to be written last."""
@@ -185,26 +186,43 @@ def execute(run: Run, task: Task, *, device: str = "auto") -> Outcome:
 
 
 def _executed(run: Run, task: Task, device: str) -> Outcome:
-    world, recipe, hook = task.world, run.recipe, None
+    world, recipe, every = task.world, run.recipe, task.protocol.every_epochs
+    hook: ValidationHook | None = None
+    progress: ProgressHook | None = None
     train = world.train(recipe, is_search=run.is_search)
+
+    def steps_per_epoch() -> int:
+        samples = len(build_dataset(recipe) if train is None else train)
+        return max(1, samples // recipe.data.batch_size)
+
     if run.is_search:
         hook = ValidationHook(world.measured(recipe, is_search=True), views=task.protocol.views)
         if run.trial is not None and run.trial.prune:
-            samples = len(build_dataset(recipe) if train is None else train)
-            total = recipe.run.epochs * max(1, samples // recipe.data.batch_size)
+            total = recipe.run.epochs * steps_per_epoch()
             total = min(total, recipe.run.max_steps or total)
-            every = recipe.run.validate_every or max(1, total // VALIDATIONS)
-            recipe = replace(recipe, run=replace(recipe.run, validate_every=every))  # trains alike
+            validate = recipe.run.validate_every or max(1, total // VALIDATIONS)
+            recipe = _validated_every(recipe, validate)
             hook.report = PruningReport(run.trial, total)
+    elif every is not None:
+        tested = world.measured(recipe, is_search=False)
+        assert tested.labels is not None  # checked before
+        pairs = num_pairs(tested.labels)[1]
+        fars = [f for f in _test_fars(task.protocol, pairs) if sufficiency(f, pairs).allowed]
+        progress = ProgressHook(tested, views=task.protocol.views, fars=fars)
+        recipe = _validated_every(recipe, every * steps_per_epoch())
     began, checkpoints, stopped = time.monotonic(), run.folder / CHECKPOINTS, ""
     is_new = not checkpoints.exists()
     try:
         with PeakMemory(device) as peak:
-            checkpoint = _trained(recipe, run.folder, hook, train, device)
+            checkpoint = _trained(recipe, run.folder, hook or progress, train, device)
     except Pruned as stop:
         stopped = str(stop)
         checkpoint = next(iter(list_steps(checkpoints).values()), None)
-    seconds = round(time.monotonic() - began, 3) if is_new else None
+    measured: dict[str, Any] = {}  # a part of a training has no time
+    if is_new:
+        spent = 0.0 if progress is None else progress.seconds
+        measured["train_seconds"] = round(time.monotonic() - began - spent, 3)
+        measured["progress"] = () if progress is None else tuple(progress.points)
     gap = recipe.loss.effective_margin
     seed = f", seed {recipe.seed}" if world.differs(recipe) else ""
     options = EvaluationOptions(
@@ -217,9 +235,7 @@ def _executed(run: Run, task: Task, device: str) -> Outcome:
             "backbone": recipe.model.backbone,
             **({STOPPED: stopped} if stopped else {}),
         },
-        run=_describe(
-            run, checkpoint, train_seconds=seconds, peak_bytes=peak.bytes, device=peak.device
-        ),
+        run=_describe(run, checkpoint, **measured, peak_bytes=peak.bytes, device=peak.device),
     )
     if hook is not None:
         results = [hook.result(options, task.command)]
@@ -229,6 +245,17 @@ def _executed(run: Run, task: Task, device: str) -> Outcome:
     for name, result in zip(task.result_names(run), reversed(results), strict=True):
         write_result(run.folder / name, result)
     return _outcome(results[0])
+
+
+def _validated_every(recipe: Recipe, steps: int) -> Recipe:
+    """The recipe with calls of hooks; it trains alike."""
+    return replace(recipe, run=replace(recipe.run, validate_every=steps))
+
+
+def _test_fars(protocol: TestProtocol, num_impostors: int) -> tuple[float, ...]:
+    """FARs of the test: those asked for, or those that the pairs allow."""
+    allowed = tuple(far for far in TEST_FARS if sufficiency(far, num_impostors).allowed > 0)
+    return protocol.fars or allowed or TEST_FARS
 
 
 def _describe(run: Run, checkpoint: Path | None, **measured: Any) -> RunInfo:
@@ -249,7 +276,7 @@ def _describe(run: Run, checkpoint: Path | None, **measured: Any) -> RunInfo:
 
 
 def _trained(
-    recipe: Recipe, folder: Path, hook: ValidationHook | None, dataset: Dataset | None, device: str
+    recipe: Recipe, folder: Path, hook: Hook | None, dataset: Dataset | None, device: str
 ) -> Path | None:
     """Train from the newest checkpoint on; the last checkpoint."""
     checkpoints = folder / CHECKPOINTS
@@ -264,7 +291,9 @@ def _trained(
     try:
         with opened as training:
             if training.step == training.session.total_steps:
-                training.validated_step = None  # measure a training again that was saved at its end
+                training.validated_step = None  # validate again
+            if isinstance(hook, ProgressHook):
+                hook.start()
             outcome = training.go()
     except CheckpointError as error:
         if not is_damaged(checkpoints):
@@ -298,11 +327,13 @@ def evaluate_run(
     prefix = f"seed-{recipe.seed}/" if world.differs(recipe) else ""
     samples = pair_samples(embedded, dataset, options.protocol, prefix)
     impostors = num_pairs(samples.labels)[1]
-    allowed = tuple(far for far in TEST_FARS if sufficiency(far, impostors).allowed > 0)
+    fars = _test_fars(protocol, impostors)
+    has_headline = HEADLINE in fars and sufficiency(HEADLINE, impostors).allowed > 0
     corrupt = f"{embedded.num_corrupt} samples cannot be read and are left out"
     options = replace(
         options,
-        fars=protocol.fars or allowed or TEST_FARS,
+        fars=fars,
+        group_far=HEADLINE if has_headline else None,
         notes=(corrupt,) if embedded.num_corrupt else (),
         sources=(Source("all pairs of the test identities", samples.sha256, "trials"),),
     )

@@ -13,12 +13,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from qmargin.errors import ConfigError, DataError
 from qmargin.evaluation.result import Result, read_result
-from qmargin.experiments.board import Board, seconds_left
+from qmargin.experiments.board import SHARE_OF_TRAINING, Board, seconds_left
 from qmargin.experiments.experiment import Experiment
 from qmargin.experiments.measure import (
     EER,
@@ -32,6 +33,7 @@ from qmargin.experiments.run import (
     FINAL,
     RESULT,
     SEARCH,
+    TEST_FARS,
     Outcome,
     Run,
     Task,
@@ -39,11 +41,19 @@ from qmargin.experiments.run import (
 )
 from qmargin.experiments.search import Sampled, Source, Tried, finalists_of, gather, ranked
 from qmargin.experiments.slots import Slots, open_slots
-from qmargin.experiments.space import Point, described
+from qmargin.experiments.space import REACH, Point, described
 from qmargin.experiments.storage import JOURNAL, RunBook, check_optuna, open_storage
-from qmargin.experiments.tables import PICTURES, check_outputs, write_final, write_search
+from qmargin.experiments.tables import (
+    PICTURES,
+    check_outputs,
+    edge_notes,
+    measure_text,
+    write_final,
+    write_search,
+)
 from qmargin.experiments.worlds import Stored
 from qmargin.files import write_atomically
+from qmargin.metrics.operating import sufficiency
 from qmargin.schema import dump_yaml, flatten, load_yaml, read_text
 from qmargin.training.checkpoint import check_writable
 from qmargin.training.distributed import choose_device
@@ -94,9 +104,10 @@ class RunOptions:
         storage: URL of an Optuna storage that processes and machines share.
         search_only: Only choose settings.
         overwrite: Replace files that no experiment wrote.
-        show: Show the progress of trainings; otherwise it is logged in their folders.
+        show: Show training progress; otherwise it is logged in the folder of each run.
         command: For the record.
         say: Gets lines for the user; standard output by default.
+        share_of_training: Of the time of a run, to tell how much is left; its test takes the rest.
     """
 
     devices: Sequence[str] = ("auto",)
@@ -107,6 +118,7 @@ class RunOptions:
     show: bool = False
     command: str = "qmargin compare"
     say: Callable[[str], object] = SAY
+    share_of_training: float = SHARE_OF_TRAINING
 
     def __post_init__(self) -> None:
         if not self.devices:
@@ -115,13 +127,30 @@ class RunOptions:
             raise ConfigError(f"jobs is {self.jobs}; it must be at least 1")
 
 
-def run_experiment(experiment: Experiment, out: str | Path, **options: Any) -> list[Result]:
-    """Do what is missing of an experiment; returns the results of the runs that were tested.
+def run_experiment(
+    experiment: Experiment,
+    out: str | Path,
+    *,
+    devices: Sequence[str] = ("auto",),
+    jobs: int | None = None,
+    storage: str | None = None,
+    search_only: bool = False,
+    overwrite: bool = False,
+    show: bool = False,
+    say: Callable[[str], object] | None = None,
+) -> list[Result]:
+    """Run an experiment, or the rest of one, and return the results of its tested runs.
 
     Args:
         experiment: What to run.
-        out: Its folder; one that holds a part of it is completed.
-        **options: Fields of ``RunOptions``: ``devices``, ``jobs``, ``storage`` and others.
+        out: Output folder. Runs that are complete there are not repeated.
+        devices: Such as ``("cuda:0", "cuda:1")``.
+        jobs: Number of parallel runs, spread over the devices; None for one per device.
+        storage: URL of an Optuna storage that processes and machines share.
+        search_only: Stop after the search for settings.
+        overwrite: Replace files in ``out`` that no experiment wrote.
+        show: Show training progress; by default it is logged in the folder of each run.
+        say: Called with each line of output; None prints it.
 
     Raises:
         Interrupted: By Ctrl-C or SIGTERM, after saving; run again to continue.
@@ -141,7 +170,16 @@ def run_experiment(experiment: Experiment, out: str | Path, **options: Any) -> l
         >>> result.system.name, result.protocol.num_genuine
         ('CosFace', 120)
     """
-    return complete(experiment, out, RunOptions(**options)).results
+    options = RunOptions(
+        devices=devices,
+        jobs=jobs,
+        storage=storage,
+        search_only=search_only,
+        overwrite=overwrite,
+        show=show,
+        say=say or SAY,
+    )
+    return complete(experiment, out, options).results
 
 
 def complete(
@@ -186,6 +224,10 @@ class _Conductor:
         """Look at all data before anything is trained; the measure of the search."""
         experiment, measure = self.experiment, None
         world, fars = experiment.world, experiment.protocol.fars or ()
+        if experiment.primary is not None and not fars:
+            fars = (experiment.primary.far,)
+            if fars[0] not in TEST_FARS[:3]:  # that every test has
+                raise ConfigError(f"primary.far is {fars[0]:g}; name it in protocol.far as well")
         name = next(iter(experiment.searched or experiment.arms))
         arm = experiment.arms[name]
         point = dict(arm.points[0]) if arm.points else {}
@@ -197,7 +239,7 @@ class _Conductor:
                 raise ConfigError("the validation data do not list their labels")
             check_pairs(labels)
             measure = choose_measure(experiment.search.measure, num_pairs(labels)[1])
-        for seed in experiment.seeds[:1]:
+        for seed in experiment.seeds_of(name)[:1]:
             recipe = experiment.run_recipe(name, point, seed=seed, is_search=False)
             if unchecked := world.check(recipe):
                 self.say(f"warning: {unchecked}")
@@ -207,9 +249,20 @@ class _Conductor:
                 continue
             if recipe.data.kind == "audio":
                 recordings_in(tested)
+                if experiment.protocol.every_epochs is not None:
+                    raise ConfigError("protocol.every_epochs is not for recordings; leave it out")
             if tested.labels is not None:
                 check_pairs(tested.labels, fars)
+                self._warn_of_few(num_pairs(tested.labels)[1])
         return measure
+
+    def _warn_of_few(self, num_impostors: int) -> None:
+        """Say where the primary comparison would rest on few false accepts."""
+        primary = self.experiment.primary
+        if primary is not None:
+            enough = sufficiency(primary.far, num_impostors)
+            if enough.status == "few":
+                self.say(f"warning: at primary.far {primary.far:g} {enough.message}")
 
     @contextmanager
     def working(self) -> Iterator[None]:
@@ -240,20 +293,32 @@ class _Conductor:
         experiment = self.experiment
         if experiment.world.note:
             self.say(experiment.world.note)
+        for name, arm in experiment.arms.items():
+            if arm.left_out:
+                total = len(arm.left_out) + len(arm.points)
+                self.say(
+                    f"{name}: {len(arm.left_out)} of {total} settings are left out, because their "
+                    f"reach is below that of no margin: {'; '.join(map(described, arm.left_out))}"
+                )
         rounds = self._search() if experiment.searched else ()
         chosen = self._chosen(rounds)
+        notes: list[str] = []
         if rounds:
             for path in write_search(self.out, experiment, rounds, chosen, self.measure or EER):
                 self.say(f"wrote {path}")
             self._tell_search(rounds[-1])
+            notes = edge_notes(experiment, rounds, self.measure or EER)
+            for note in notes:
+                self.say(note)
         finished = Finished(experiment, self.out, rounds, chosen, self.measure, {})
         if not experiment.seeds:
             _check_failed([(described(t.point), o) for t in rounds[-1] for o in t.outcomes])
             return finished
         runs = [
             self._run(name, chosen[name], seed, is_search=False)
-            for seed in experiment.seeds
+            for seed in dict.fromkeys(chain(*map(experiment.seeds_of, experiment.arms)))
             for name in experiment.arms
+            if seed in experiment.seeds_of(name)
         ]
         outcomes = self._work(Source(runs), runs, is_search=False)
         _check_failed([(run.name, outcomes[run]) for run in runs])
@@ -264,7 +329,7 @@ class _Conductor:
         names = self.task.result_names(runs[0])[::-1]
         paths = {name: tuple(run.folder / name for run in here) for name in names}
         if here:
-            write_final(self.out, experiment, here, names, overwrite=self.options.overwrite)
+            write_final(self.out, experiment, here, names, notes, overwrite=self.options.overwrite)
         return replace(finished, paths=paths)
 
     # -- the search -------------------------------------------------------------------------------
@@ -277,34 +342,43 @@ class _Conductor:
             for name, arm in experiment.searched.items()
             if search.method == "grid" or arm.points or not arm.axes
         }
-        tried = self._round(listed, search.settings)
+        tried = self._round(listed, search.settings, search.seeds)
         sampled = {name: arm for name, arm in experiment.searched.items() if name not in listed}
         if sampled:
             assert self.book is not None
 
             def make_runs(name: str, point: Point) -> list[Run]:
-                return self._search_runs(name, point, search.settings)
+                return self._search_runs(name, point, search.settings, search.seeds)
 
             recipes = {name: experiment.arm_recipe(name) for name in sampled}
             source = Sampled(sampled, search, recipes, make_runs, self.book)
             samples = [make_runs(name, {})[0] for name in sampled]
             outcomes = self._work(source, samples, is_search=True)
-            tried += gather(source.runs, outcomes)
+            found = gather(source.runs, outcomes)
+            for name, arm in sampled.items():
+                count = sum(one.arm == name for one in found)
+                if count < search.num_points and any(axis.key == REACH for axis in arm.axes):
+                    self.say(
+                        f"{name}: {count} of {search.num_points} settings were tried; the reach of "
+                        "others is below that of no margin, narrow the ranges"
+                    )
+            tried += found
         rounds = [tuple(tried)]
         if search.finalists:
             best = finalists_of(tried, self.measure, search.finalists)
-            rounds.append(tuple(self._round(best, ())))
+            rounds.append(tuple(self._round(best, (), search.finalist_seeds or search.seeds)))
         return tuple(rounds)
 
-    def _search_runs(self, name: str, point: Point, settings: Sequence[str]) -> list[Run]:
-        return [
-            self._run(name, point, seed, is_search=True, settings=settings)
-            for seed in self.experiment.search.seeds
-        ]
+    def _search_runs(
+        self, name: str, point: Point, settings: Sequence[str], seeds: Sequence[int]
+    ) -> list[Run]:
+        return [self._run(name, point, seed, is_search=True, settings=settings) for seed in seeds]
 
-    def _round(self, points: Mapping[str, Sequence[Point]], settings: Sequence[str]) -> list[Tried]:
+    def _round(
+        self, points: Mapping[str, Sequence[Point]], settings: Sequence[str], seeds: Sequence[int]
+    ) -> list[Tried]:
         by_point = [
-            self._search_runs(name, point, settings)
+            self._search_runs(name, point, settings, seeds)
             for name, own in points.items()
             for point in own
         ]
@@ -328,8 +402,8 @@ class _Conductor:
         measure = self.measure or EER
         for name, points in ranked([one for one in tried if one.is_complete], measure).items():
             self.say(
-                f"{self.experiment.arms[name].title}: best by {measure} is "
-                f"{described(points[0].point)}, {100 * points[0].mean(measure):.2f} %"
+                f"{self.experiment.arms[name].title}: best is {described(points[0].point)}, "
+                f"{measure_text(measure, points[0].mean(measure))}"
             )
 
     # -- runs -------------------------------------------------------------------------------------
@@ -363,7 +437,9 @@ class _Conductor:
             task = replace(task, world=world)
         jobs = self.jobs if missing else 1  # nothing to train needs no processes
         with open_slots(task, devices=self.devices, jobs=jobs, request=self.request) as slots:
-            board = Board() if self.options.show and jobs > 1 and not is_search else None
+            board = None
+            if self.options.show and jobs > 1 and not is_search:
+                board = Board(share_of_training=self.options.share_of_training)
             return _Queue(source, slots, task, self.book, self.request, self.say, board).outcomes()
 
     def _warn(self, runs: Sequence[Run]) -> None:
@@ -477,7 +553,7 @@ class _Queue:
         self.source.tell(run, outcome)
 
     def _tell(self, run: Run, outcome: Outcome, where: str = "") -> None:
-        shown = ", ".join(f"{name} {100 * value:.2f} %" for name, value in outcome.measures.items())
+        shown = ", ".join(measure_text(name, value) for name, value in outcome.measures.items())
         reason = {"failed": "failed", "pruned": "stopped early"}.get(outcome.state, "")
         texts = [f"{reason}: {outcome.error}" if reason else "", shown]
         self.say(
@@ -521,6 +597,8 @@ def _record(experiment: Experiment, measure: str | None) -> dict[str, Any]:
             "measure": measure or search.measure,
         },
     }
+    if experiment.primary is not None:  # fixed before the test: no other one afterwards
+        found["primary"] = asdict(experiment.primary)
     plain: dict[str, Any] = json.loads(json.dumps(found))
     return plain
 
@@ -549,6 +627,7 @@ def keep_record(out: Path, record: Mapping[str, Any], experiment: Experiment, co
         "details": dict(experiment.details),
         "seeds": list(experiment.seeds),
         "arms": {name: list(arm.settings) for name, arm in experiment.arms.items()},
+        "arm_seeds": {n: list(arm.seeds) for n, arm in experiment.arms.items() if arm.seeds},
         "record": dict(record),
     }
     write_atomically(out / RECORD, dump_yaml(content).encode())

@@ -14,14 +14,14 @@ from qmargin.errors import ConfigError, DataError
 from qmargin.experiments.experiment import Arm, Search
 from qmargin.experiments.measure import EER
 from qmargin.experiments.run import Outcome, Run
-from qmargin.experiments.space import Axis, Point, Range, axis_text
+from qmargin.experiments.space import EFFECTIVE, REACH, Axis, Point, Range, axis_text
 from qmargin.experiments.storage import RunBook, load_study
 from qmargin.training.recipe import Recipe
 
 if TYPE_CHECKING:
     import optuna
 
-MARGINS = ("loss.margin", "m_eff")  # what finalists of one arm may share last
+MARGINS = ("loss.margin", EFFECTIVE, REACH)  # what finalists of one arm may share last
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def ranked(tried: Sequence[Tried], measure: str) -> dict[str, list[Tried]]:
 
 
 def finalists_of(tried: Sequence[Tried], measure: str, count: int) -> dict[str, list[Point]]:
-    """At most so many points of each arm: the best of every setting but the margin, best first.
+    """At most ``count`` points of each arm: the best of every setting but the margin, best first.
 
     Second ones follow only where these are too few. Margins alone often tie after a short training,
     and points that differ in nothing else would leave little to choose.

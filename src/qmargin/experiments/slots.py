@@ -147,7 +147,7 @@ def num_cores() -> int:
 
 
 def open_slots(task: Task, *, devices: Sequence[str], jobs: int, request: StopRequest) -> Slots:
-    """Slots for so many runs at once, spread over devices."""
+    """Slots for parallel runs, spread over devices."""
     places = [devices[slot % len(devices)] for slot in range(jobs)]
     return (Slots if jobs == 1 else Workers)(task, places, request)
 

@@ -6,18 +6,21 @@ import itertools
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 from qmargin.errors import ConfigError
 from qmargin.losses.hardness import scale_of_hardness
 from qmargin.losses.margins import PriorMargin
+from qmargin.losses.reach import REACH_KINDS, UnreachableError, margin_of_reach
 from qmargin.training.recipe import Recipe, flatten, is_under
 from qmargin.training.recipe_files import apply_settings
 
 EFFECTIVE = "m_eff"  # effective margin: the cosine gap that a margin adds
 HARDNESS = "hardness"  # of the negatives, comparable over alpha and numbers of classes
-DECIDES = {EFFECTIVE: "loss.margin", HARDNESS: "loss.scale"}
+REACH = "reach"  # cosine gap of a zero loss
+DECIDES = {EFFECTIVE: "loss.margin", HARDNESS: "loss.scale", REACH: "loss.margin"}
 PRESET = "loss.preset"  # replaces the whole section
 
 Point = dict[str, str]
@@ -116,19 +119,48 @@ def check_axes(recipe: Recipe, axes: Sequence[Axis], settings: Sequence[str] = (
     for key, decided in DECIDES.items():
         if key in keys and decided in keys:
             raise ConfigError(f"{key} and {decided} are both given; each decides the other")
+    if EFFECTIVE in keys and REACH in keys:
+        raise ConfigError(f"{EFFECTIVE} and {REACH} are both given; each decides the margin")
     if "seed" in keys:
         raise ConfigError("seed is an axis; say how many seeds instead")
+    firsts = {axis.key: axis_text(recipe, axis, _first(axis)) for axis in axes}
     for axis in axes:
-        first: Any = axis.low if isinstance(axis, Range) else axis.texts[0]
         value = flatten(recipe).get(axis.key)
         if isinstance(axis, Range) and isinstance(value, bool | str | tuple):
             raise ConfigError(f"{axis.key} is {value!r} and has no range; list its values")
-        with_point(recipe, {axis.key: axis_text(recipe, axis, first)})  # refuses unknown keys
+        # What decides a margin is looked at with the alpha and the scale that go with it.
+        with suppress(UnreachableError):  # other values of the axes may go together
+            with_point(recipe, firsts if axis.key == REACH else {axis.key: firsts[axis.key]})
         decided = "loss" if axis.key == PRESET else DECIDES.get(axis.key, axis.key)
         for setting in settings:
             if is_under(setting.partition("=")[0].strip(), (decided,)):
                 why = "is an axis" if decided == axis.key else f"follows from the axis {axis.key}"
                 raise ConfigError(f"{setting} is set, and {decided} {why}; leave one of them out")
+
+
+def _first(axis: Axis) -> Any:
+    return axis.low if isinstance(axis, Range) else axis.texts[0]
+
+
+def reachable(recipe: Recipe, points: Sequence[Point]) -> tuple[list[Point], list[Point]]:
+    """Points of a grid that a margin makes, and those whose reach is below that of no margin.
+
+    Raises:
+        ConfigError: No point is left.
+    """
+    kept: list[Point] = []
+    left_out: list[Point] = []
+    for point in points:
+        try:
+            if REACH in point:
+                with_point(recipe, point)
+            kept.append(point)
+        except UnreachableError as error:
+            left_out.append(point)
+            reason = error
+    if not kept:
+        raise ConfigError(f"no point of the grid is possible: {reason}") from reason
+    return kept, left_out
 
 
 def check_points(recipe: Recipe, points: Sequence[Point]) -> None:
@@ -172,7 +204,7 @@ def axis_text(recipe: Recipe, axis: Axis, value: Any) -> str:
 
 
 def with_point(recipe: Recipe, point: Mapping[str, str], *, seed: int | None = None) -> Recipe:
-    """The recipe of a run: ``hardness`` decides the scale, and then ``m_eff`` the margin.
+    """The recipe of a run: ``hardness`` decides the scale, then ``m_eff`` or ``reach`` the margin.
 
     Examples:
         >>> from qmargin.recipes.debug import debug
@@ -185,9 +217,10 @@ def with_point(recipe: Recipe, point: Mapping[str, str], *, seed: int | None = N
     if HARDNESS in point:
         scale = _scale_of(changed, _number(point, HARDNESS, such_as=3.0))
         changed = replace(changed, loss=replace(changed.loss, scale=scale))
-    if EFFECTIVE in point:
-        margin = _margin_of(changed, _number(point, EFFECTIVE, such_as=0.5))
-        changed = replace(changed, loss=replace(changed.loss, margin=margin))
+    for key in (EFFECTIVE, REACH):
+        if key in point:
+            margin = _margin_of(changed, key, _number(point, key, such_as=0.5))
+            changed = replace(changed, loss=replace(changed.loss, margin=margin))
     return changed if seed is None else replace(changed, seed=seed)
 
 
@@ -202,17 +235,21 @@ def _scale_of(recipe: Recipe, hardness: float) -> float:
     classes, dim = recipe.data.num_classes, recipe.model.embedding_dim
     if classes is None:
         raise ConfigError(f"{HARDNESS} is an axis; give data.num_classes, or use loss.scale")
-    return scale_of_hardness(hardness, recipe.loss.order, num_classes=classes, embedding_dim=dim)
+    sizes = {"num_classes": classes, "embedding_dim": dim}
+    # Rounded, so that the hash of a run does not depend on the machine's rounding.
+    return float(f"{scale_of_hardness(hardness, recipe.loss.order, **sizes):.7g}")
 
 
-def _margin_of(recipe: Recipe, gap: float) -> float:
+def _margin_of(recipe: Recipe, key: str, gap: float) -> float:
     loss = recipe.loss
-    if loss.margin_kind == "cosine":
+    if len(loss.margins) > 1 or loss.class_sources:
+        raise ConfigError(f"{key} is an axis and the margin is a sum or per class; use loss.margin")
+    if key == REACH and loss.margin_kind in REACH_KINDS:
+        return margin_of_reach(gap, loss.order, loss.scale, kind=loss.margin_kind)
+    if key == EFFECTIVE and loss.margin_kind == "cosine":
         return gap
-    if loss.margin_kind == "prior":
+    if key == EFFECTIVE and loss.margin_kind == "prior":
         margin = PriorMargin.from_effective(gap, alpha=loss.order, scale=loss.scale).margin
         assert isinstance(margin, float)  # one for all rows
         return margin
-    raise ConfigError(
-        f"{EFFECTIVE} is an axis and the margin is {loss.margin_kind}; use loss.margin"
-    )
+    raise ConfigError(f"{key} is an axis and the margin is {loss.margin_kind}; use loss.margin")

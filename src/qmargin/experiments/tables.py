@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import platform
 import shutil
 import statistics
@@ -9,35 +10,25 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import date
-from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qmargin.errors import ConfigError, DataError
-from qmargin.experiments.experiment import Experiment
+from qmargin.experiments.experiment import Arm, Experiment
 from qmargin.experiments.measure import EER, far_of
 from qmargin.experiments.run import MAX_COHORT, NEAREST, NORMALISED, RESULT, Run
 from qmargin.experiments.search import Tried, ranked
-from qmargin.experiments.space import EFFECTIVE, HARDNESS, Point
+from qmargin.experiments.space import EFFECTIVE, HARDNESS, REACH, Axis, Point, Range
 from qmargin.experiments.worlds import Made
 from qmargin.files import MADE_BY, Guard, write_atomically
 from qmargin.losses.hardness import hardness
-from qmargin.metrics.operating import sufficiency
 from qmargin.report.figures import LinePoint, has_matplotlib, write_lines
 from qmargin.report.journal import read_journal
-from qmargin.report.numbers import MISSING, probability, rate_text, signed
-from qmargin.report.systems import (
-    SIGNIFICANT,
-    Repeats,
-    difference_of_means,
-    find_repeats,
-    holm,
-    interval_of_mean,
-    load_panels,
-    spread,
-)
+from qmargin.report.numbers import MISSING, rate_text, signed
+from qmargin.report.systems import Primary, Repeats, find_repeats, load_panels, spread
 from qmargin.report.table import CellValue, Column, Number, Table
 from qmargin.report.tables import repeats_table
+from qmargin.report.verdicts import ONE_RUN, planned_verdicts
 from qmargin.report.write import ReportOptions, write_report
 from qmargin.training.recipe import Recipe
 from qmargin.training.reporting import JOURNAL
@@ -49,15 +40,23 @@ SEARCH = "search"  # stem of its tables
 FIGURES, JOURNALS, PICTURES, REPORT = "figures", "journals", "pictures", "report"
 OLD_RECORDS = ("plan.json", "sweep.json", "chosen.json")
 STEMS = ("sensitivity", "effective-margin")
-SHOWN = ("loss.alpha", "loss.scale", "loss.margin", EFFECTIVE, HARDNESS, "loss.preset")
+SHOWN = ("loss.alpha", "loss.scale", "loss.margin", EFFECTIVE, HARDNESS, REACH, "loss.preset")
 SIGNS = {"loss.alpha": "\u03b1", "loss.scale": "s", "loss.margin": "m", EFFECTIVE: "m_eff"}
 MARGIN, GAP = "Margin m", "Effective margin"
-LABELS = {"loss.scale": "Scale", "loss.margin": "Margin", EFFECTIVE: GAP, "loss.alpha": "\u03b1"}
+LABELS = {
+    "loss.scale": "Scale",
+    "loss.margin": "Margin",
+    EFFECTIVE: GAP,
+    "loss.alpha": "\u03b1",
+    REACH: "Reach",
+    HARDNESS: "Hardness",
+}
 REACHABLE = 2.0  # cosines differ by at most this
-FOCUS = "Q-Margin"  # compared with the best of the others
+MOST_LINES = 20  # of a figure; of more settings each arm has one line, of the best
 VERDICT_FARS = (1e-3, 1e-4, 1e-5)
-HEADLINE = 1e-4  # FAR of the verdict, on the terminal and on the page
-COVER = "Intervals cover test identities; the standard deviation covers training seeds."
+COORDINATES = ("loss.alpha", "loss.scale", "loss.margin")  # each has its range given those before
+NEAR = 0.05  # of a range that is searched: this near to an end is at its edge
+COVER = "Intervals cover training seeds and test identities."
 AS_NORM = (
     "The same runs and pairs. AS-norm measures a cosine in standard deviations above the mean of "
     f"the {NEAREST} prototypes that are nearest to a sample, averaged over the two samples. The "
@@ -85,25 +84,33 @@ def write_final(
     experiment: Experiment,
     runs: Sequence[Run],
     names: Sequence[str],
+    notes: Sequence[str] = (),
     *,
     overwrite: bool = False,
 ) -> None:
-    """Write the report of the runs that were tested."""
-    first, journals = min(run.recipe.seed for run in runs), []
+    """Write the report of the runs that were tested; ``notes`` are shown below its verdict."""
+    first: dict[str, int] = {}  # seed of each arm
+    for run in runs:
+        first[run.arm] = min(run.recipe.seed, first.get(run.arm, run.recipe.seed))
+    journals = []
     (out / JOURNALS).mkdir(parents=True, exist_ok=True)
     for run in runs:
         path = out / JOURNALS / f"{run.title.replace('/', '-')}.jsonl"
         with suppress(DataError, OSError):  # a report needs none
-            if run.recipe.seed == first:
+            if run.recipe.seed == first[run.arm]:
                 read_journal(run.folder / JOURNAL)
                 shutil.copyfile(run.folder / JOURNAL, path)
                 journals.append(path)
+    title = experiment.title or experiment.name
     options = ReportOptions(
-        title=experiment.title or experiment.name,
+        title=title[0].upper() + title[1:],
+        data_note=experiment.world.note,
         media=out / PICTURES if (out / PICTURES).is_dir() else None,
         journals=tuple(journals),
         has_figures=has_matplotlib(),
-        headline=HEADLINE,
+        primary=experiment.comparison,
+        experiment=experiment.title or experiment.name,
+        notes=tuple(notes),
         overwrite=overwrite,
     )
     write_report([run.folder / name for name in names for run in runs], out / REPORT, options)
@@ -133,9 +140,7 @@ def search_table(
     """Points and their measures on validation identities."""
     found = {name for one in tried for outcome in one.outcomes for name in outcome.measures}
     names = sorted(found, key=lambda name: -(far_of(name) or 0.0))  # the EER last
-    others = [
-        key for key in dict.fromkeys(k for one in tried for k in one.point) if key not in SHOWN
-    ]
+    others = _telling([one.point for one in tried])
     has_lengths = len({one.recipe.run.epochs for one in tried}) > 1
     columns = [
         Column("Loss", align="left"),
@@ -144,6 +149,7 @@ def search_table(
         Column("m", latex="$m$"),
         Column("m_eff", latex=r"$m_{\mathrm{eff}}$"),
         Column("hardness"),
+        Column("reach"),
         *map(Column, others),
         *([Column("epochs")] if has_lengths else []),
         *(Column(_measure_text(n, rate=""), best="min" if n == EER else "max") for n in names),
@@ -167,10 +173,20 @@ def search_table(
     words = (
         "Rates in per cent over all pairs of validation samples: mean and standard deviation over "
         "seeds, the best mean of complete rows in bold.",
-        "m_eff is what the margin adds to the cosine gap of a zero loss.",
+        "m_eff is what the margin adds to the cosine gap of a zero loss; reach is that gap.",
     )
     title = f"Settings of {experiment.title or experiment.name}"
     return Table(title, tuple(columns), tuple(rows), words, label="qmargin-search")
+
+
+def _telling(points: Sequence[Point]) -> list[str]:
+    """Keys of further columns: one of those that always change together."""
+    found: dict[tuple[int, ...] | str, str] = {}
+    for key in dict.fromkeys(key for point in points for key in point if key not in SHOWN):
+        texts = [point.get(key) for point in points]
+        alike = tuple(map(texts.index, texts))
+        found.setdefault(alike if any(alike) else key, key)
+    return list(found.values())
 
 
 def _mean(values: Sequence[float]) -> tuple[float, float | None]:
@@ -189,19 +205,30 @@ def _measured(one: Tried, name: str) -> CellValue:
 
 
 def _settings(recipe: Recipe) -> tuple[CellValue, ...]:
-    """Alpha, scale, margin, effective margin and hardness; softmax has no alpha in the paper."""
-    loss, gap = recipe.loss, recipe.loss.effective_margin
+    """Alpha, scale, margin, effective margin, hardness and reach; of softmax alpha is not shown."""
+    loss, gap, reach = recipe.loss, recipe.loss.effective_margin, recipe.loss.reach
     classes, mean = recipe.data.num_classes, None
     if classes is not None and classes > 1 and loss.alpha is not None:
         dim = recipe.model.embedding_dim
         mean = hardness(loss.alpha, loss.scale, num_classes=classes, embedding_dim=dim).mean
     return (
         None if loss.alpha in (None, 1.0) else f"{loss.alpha:g}",
-        f"{loss.scale:g}",
+        f"{loss.scale:.4g}",
         f"{loss.margin:.3g}",
         None if gap is None else f"{gap:.3g}",
         Number(mean),
+        None if reach is None or math.isinf(reach) else f"{reach:.3g}",
     )
+
+
+def measure_text(measure: str, value: float) -> str:
+    """A measure by its name, and its value.
+
+    Examples:
+        >>> measure_text("tar@0.001", 0.5), measure_text("eer", 0.0123)
+        ('TAR 50.00 % at FAR 0.1 %', 'EER 1.23 %')
+    """
+    return _measure_text(measure, percent=f" {100.0 * value:.2f} %")
 
 
 def _measure_text(measure: str, *, percent: str = "", rate: str = "FAR ") -> str:
@@ -227,6 +254,14 @@ def write_figures(tried: Sequence[Tried], measure: str, folder: Path) -> list[Pa
             return ", ".join([one.arm] * several + texts) or measure
 
         lines = _lines(tried, measure, lambda one: _float(one.point[key]), label)
+        if len(lines) > MOST_LINES:
+            key = HARDNESS if HARDNESS in numbers else key
+            lines = _lines(
+                _best_of_each(tried, measure, key),
+                measure,
+                lambda one: _float(one.point[key]),
+                lambda one: f"{one.arm}, the best of each",
+            )
         written += write_lines(folder / STEMS[0], {LABELS.get(key, key): lines}, height)
     panels = margin_panels(tried, measure, [key for key in varied if key not in SHOWN])
     if panels:
@@ -240,7 +275,7 @@ def margin_panels(
     """The measure over m and over m_eff, a line for each alpha, scale and value of other keys.
 
     Where the effective margin is what matters, the lines of the second panel lie on each other. It
-    takes two lines and two gaps to see that; with fewer there is nothing to draw.
+    takes two lines and two gaps to see that; with fewer, or very many lines, nothing is drawn.
     """
     known = [one for one in tried if one.recipe.loss.effective_margin is not None]
 
@@ -252,7 +287,21 @@ def margin_panels(
     by_margin = _lines(known, measure, lambda one: one.recipe.loss.margin, label)
     by_gap = _lines(known, measure, lambda one: one.recipe.loss.effective_margin, label)
     gaps = {f"{one.recipe.loss.effective_margin:.6g}" for one in known}
-    return {} if min(len(by_margin), len(gaps)) < 2 else {MARGIN: by_margin, GAP: by_gap}
+    is_drawn = 2 <= len(by_margin) <= MOST_LINES and len(gaps) >= 2
+    return {MARGIN: by_margin, GAP: by_gap} if is_drawn else {}
+
+
+def _best_of_each(tried: Sequence[Tried], measure: str, key: str) -> list[Tried]:
+    """Of each arm and value of a key, the point with the best mean; in the order of values."""
+    best: dict[tuple[str, float | None], Tried] = {}
+    sign = -1.0 if measure == EER else 1.0
+    for one in tried:
+        place = (one.arm, _float(one.point[key]))
+        if one.known(measure) and (
+            place not in best or sign * one.mean(measure) > sign * best[place].mean(measure)
+        ):
+            best[place] = one
+    return sorted(best.values(), key=lambda one: float(one.point[key]))
 
 
 def _lines(
@@ -279,15 +328,16 @@ def _float(text: str) -> float | None:
 # -- words ----------------------------------------------------------------------------------------
 
 
-def repeats_of(paths: Sequence[Path], title: str) -> Repeats:
+def repeats_of(paths: Sequence[Path], title: str, primary: Primary | None = None) -> Repeats:
     """Results of one experiment by system, the seeds of each in order."""
-    (found,) = find_repeats(load_panels(paths), experiment=title)
+    (found,) = find_repeats(load_panels(paths, primary=primary), experiment=title)
     return found
 
 
 def summary(finished: Finished) -> tuple[list[str], list[list[str]], list[str]]:
-    """Heads and rows of a table of EERs and TARs, and who is ahead at the headline's FAR."""
-    repeats = repeats_of(finished.paths[RESULT], finished.experiment.title)
+    """Heads and rows of a table of EERs and TARs, and the comparisons fixed beforehand."""
+    experiment = finished.experiment
+    repeats = repeats_of(finished.paths[RESULT], experiment.title, experiment.comparison)
     heads = ["", "EER %", *(f"TAR % at {rate_text(far)}" for far in repeats.fars)]
     rows = [
         [
@@ -297,49 +347,21 @@ def summary(finished: Finished) -> tuple[list[str], list[list[str]], list[str]]:
         ]
         for name in repeats.systems
     ]
-    known = [far for far in repeats.fars if far >= HEADLINE]
-    words = verdict(repeats, known[-1:]) or ["There is nothing to compare."]
-    return heads, rows, [*words, COVER]
+    words = planned_verdicts(repeats, repeats.headline_far)
+    return heads, rows, [*words, _cover(repeats)] if words else ["There is nothing to compare."]
 
 
-def verdict(repeats: Repeats, fars: Sequence[float], *, bold: str = "{}") -> list[str]:
-    """At each FAR, Q-Margin (or else the best arm) against the best of the others.
+def _cover(repeats: Repeats) -> str:
+    return COVER if repeats.has_seeds else f"{ONE_RUN.capitalize()}."
 
-    P-values are corrected for all pairs, as on the page.
+
+def results_page(
+    finished: Finished, *, command: str, commit: str = "", figure: str | None = None
+) -> str:
+    """Markdown page of an experiment: what was trained, found, and which settings were chosen.
+
+    ``figure`` is where the page finds that of the search.
     """
-    lines = []
-    first = next(iter(repeats.systems.values()))[0].result.protocol
-    for far in fars:
-        ranked = repeats.ranked(far)
-        if len(ranked) < 2:
-            continue
-        focus = FOCUS if FOCUS in ranked else ranked[0]
-        rival = next(name for name in ranked if name != focus)
-        pairs = [(focus, rival), *(p for p in combinations(ranked, 2) if {*p} != {focus, rival})]
-        differences = [difference_of_means(repeats, *pair, far) for pair in pairs]
-        known = [made for made in differences if made is not None]
-        made = differences[0]
-        if made is None:
-            continue
-        adjusted = holm([one.p_value for one in known])[0]
-        word = "ties with"
-        if adjusted < SIGNIFICANT and not made.low <= 0.0 <= made.high:
-            word = "is ahead of" if made.low > 0.0 else "is behind"
-        enough = sufficiency(far, first.num_impostors)
-        few = "" if enough.status == "ok" else f" That is a rough number: {enough.message}."
-        values = [spread(repeats.values(name, far), sign="+-") for name in (focus, rival)]
-        corrected = f" corrected for {len(known)} comparisons" if len(known) > 1 else ""
-        lines.append(
-            f"At FAR {rate_text(far)}, {focus} {bold.format(word)} {rival}, the best of the "
-            f"others: {signed(100 * made.difference)} points of TAR ({signed(100 * made.low)} to "
-            f"{signed(100 * made.high)}, p = {probability(adjusted)}{corrected}); {values[0]} "
-            f"against {values[1]} %.{few}"
-        )
-    return lines
-
-
-def results_page(finished: Finished, *, command: str, commit: str = "") -> str:
-    """Markdown page of an experiment: what was trained, found, and which settings were chosen."""
     import torch
 
     experiment = finished.experiment
@@ -348,21 +370,35 @@ def results_page(finished: Finished, *, command: str, commit: str = "") -> str:
     code = f"commit `{commit}`, " if commit else ""
     machine = f"{code}{date.today().isoformat()}, {device}, torch {torch.__version__}"
     facts = [f"`{command}`", machine, *_training(finished)]
-    parts = [f"# {title[0].upper()}{title[1:]}", "\n".join(f"- {fact}" for fact in facts)]
+    parts = [f"# {title[0].upper()}{title[1:]}", *_question(experiment)]
+    parts.append("\n".join(f"- {fact}" for fact in facts))
     for name, heads in (
         (RESULT, ["## Found"]),
         (NORMALISED, ["## With scores normalised by the prototypes", AS_NORM]),
     ):
         if finished.paths.get(name):
-            parts += [*heads, *_found(repeats_of(finished.paths[name], title))]
+            repeats = repeats_of(finished.paths[name], title, experiment.comparison)
+            repeats = replace(repeats, stands_alone=name == RESULT)
+            parts += [*heads, *_found(repeats)]
     if finished.rounds:
-        parts += ["## Settings", *_choice(finished)]
+        drawn = f"![{_measure_text(finished.measure or EER)} of the settings]({figure})"
+        parts += ["## Settings", *([drawn] if figure else []), *_choice(finished)]
     return "\n\n".join(part.strip() for part in parts) + "\n"
+
+
+def _question(experiment: Experiment) -> list[str]:
+    """What an experiment asks, and what was expected before any run."""
+    parts = [f"## Question\n\n{experiment.question}"] if experiment.question else []
+    if experiment.expected:
+        parts.append(f"[Expected before any run](expectations.md): {experiment.expected}")
+    return [*parts, "## Set-up"] if parts else []
 
 
 def _training(finished: Finished) -> list[str]:
     experiment, results = finished.experiment, finished.results
-    recipe, seeds = experiment.recipe, experiment.seeds or experiment.search.seeds
+    recipe = experiment.recipe
+    seeds = sorted({len(experiment.seeds_of(name)) for name in experiment.arms} - {0})
+    counts = " or ".join(map(str, seeds or [len(experiment.search.seeds)]))
     classes = recipe.data.num_classes
     if results and results[0].run is not None:
         classes = results[0].run.num_classes
@@ -371,7 +407,7 @@ def _training(finished: Finished) -> list[str]:
     facts = [
         f"training: {counted}{recipe.run.epochs} epochs in batches of {recipe.data.batch_size}, "
         f"one recipe for all losses ({recipe.optimizer.kind}, {recipe.schedule.kind} schedule), "
-        f"{len(seeds)} seed{'s' * (len(seeds) > 1)}",
+        f"{counts} seed{'s' * (counts != '1')}",
         f"network: `{recipe.model.backbone}`{options}, {recipe.model.embedding_dim} dimensions",
     ]
     if isinstance(experiment.world, Made):
@@ -389,8 +425,9 @@ def _training(finished: Finished) -> list[str]:
 
 
 def _found(repeats: Repeats) -> list[str]:
-    lines = verdict(repeats, [far for far in VERDICT_FARS if far in repeats.fars], bold="**{}**")
-    found = ["\n".join(f"- {line}" for line in lines), COVER] if lines else []
+    fars = [far for far in VERDICT_FARS if far in repeats.fars]
+    lines = [line for far in fars for line in planned_verdicts(repeats, far, bold="**{}**")]
+    found = ["\n".join(f"- {line}" for line in lines), _cover(repeats)] if lines else []
     found.append(_markdown(repeats_table(repeats)))
 
     def by_far(title: str, names: Sequence[str], cell: Callable[[str, float], str]) -> str:
@@ -399,21 +436,31 @@ def _found(repeats: Repeats) -> list[str]:
         return _markdown(Table("", columns, rows))
 
     def interval(name: str, far: float) -> str:
-        ends = interval_of_mean(repeats, name, far)
+        ends = repeats.interval(name, far)
         return MISSING if ends is None else f"{100 * ends[0]:.2f} to {100 * ends[1]:.2f}"
 
+    found.append(by_far("95 % interval, TAR %", list(repeats.systems), interval))
+    planned = repeats.planned(repeats.headline_far)
+    if not planned or not repeats.differences:
+        return found
+    focus = planned[0][0]
+
     def difference(name: str, far: float) -> str:
-        made = difference_of_means(repeats, FOCUS, name, far)
+        made = repeats.difference(focus, name, far)
         if made is None:
             return MISSING
-        low, high = signed(100 * made.low), signed(100 * made.high)
-        return f"{signed(100 * made.difference)} ({low} to {high})"
+        low, high = (signed(100 * end) for end in made.interval)
+        reading = "" if made.is_shown else ", not shown"
+        return f"{signed(100 * made.difference)} ({low} to {high}){reading}"
 
-    found.append(by_far("95 % interval, TAR %", list(repeats.systems), interval))
-    others = [name for name in repeats.systems if name != FOCUS]
-    if FOCUS in repeats.systems and others:
-        found.append(by_far(f"{FOCUS} minus", others, difference))
-        found.append("Points of TAR with 95 % intervals of a paired bootstrap over identities.")
+    others = [name for name in repeats.systems if name != focus]
+    found.append(by_far(f"{focus} minus", others, difference))
+    count = max(made.num_compared for made in repeats.differences)
+    found.append(
+        f"Points of TAR with 95 % intervals. Of {count} comparisons, every pair of losses at every "
+        "FAR and by EER, those are not shown whose interval holds zero or whose p-value, corrected "
+        "for all of them (Holm), is 0.05 or more. The comparison fixed beforehand stands alone."
+    )
     return found
 
 
@@ -442,34 +489,72 @@ def _choice(finished: Finished) -> list[str]:
         f"identities, {held_out}. Failed runs count as TAR 0. Hardness tells which negatives a "
         "loss looks at, see `qmargin.hardness`."
     ]
-    edges = []
-    for name, arm in experiment.arms.items():
+    for arm in experiment.arms.values():
+        if arm.left_out:
+            parts.append(
+                f"{arm.title}: {len(arm.left_out)} combinations are left out, because their reach "
+                "is below that of no margin."
+            )
         if arm.like is not None:
             parts.append(f"{arm.title} has the settings of {experiment.arms[arm.like].title}.")
-        elif name in experiment.searched and (arm.points or search.method == "grid"):
-            at = edges_of(finished.chosen[name], arm.candidates)
-            edges += [f"{arm.title} ({', '.join(at)})"] if at else []
     for tried in reversed(finished.rounds):
         best = ranked(tried, measure)
         rows = [one for name in experiment.arms for one in best.get(name, ())]
         parts.append(_markdown(search_table(experiment, rows, finished.chosen)))
-    if edges:
-        parts.append(
-            f"At an edge of what was tried: {', '.join(edges)}. Beyond it there may be better ones."
-        )
-    return parts
+    return [*parts, *edge_notes(experiment, finished.rounds, measure)]
 
 
-def edges_of(chosen: Point, grid: Sequence[Point]) -> list[str]:
-    """Directions in which an arm could not have chosen a more extreme value."""
+def edge_notes(
+    experiment: Experiment, rounds: Sequence[Sequence[Tried]], measure: str
+) -> list[str]:
+    """Which arms have chosen a value at an edge of what they tried, of which axis and side."""
+    edges = []
+    tried = [one for one in rounds[-1] if one.known(measure)] if rounds else []
+    for name, points in ranked(tried, measure).items():
+        arm = experiment.arms[name]
+        if at := edges_of(points[0].point, arm):
+            edges.append(f"{arm.title} ({', '.join(at)})")
+    if not edges:
+        return []
+    words = f"At an edge of what was tried: {', '.join(edges)}."
+    return [f"{words} Beyond it there may be better settings."]
+
+
+def edges_of(chosen: Point, arm: Arm) -> list[str]:
+    """Axes of which an arm chose the smallest or largest value that it tried.
+
+    Examples:
+        >>> from qmargin.experiments.experiment import make_arm
+        >>> arm = make_arm("q_margin", {"alpha": [1.25, 1.5, 2], "scale": [8, 16]})
+        >>> edges_of({"loss.alpha": "1.5", "loss.scale": "16"}, arm)
+        ['largest scale']
+    """
+    axes: dict[str, Axis] = {} if arm.points else {axis.key: axis for axis in arm.axes}
     names = []
-    for key in ("loss.scale", "loss.margin"):
-        # with all settings that come before it in a grid of alpha, scale and margin
-        before = ["loss.alpha", *(["loss.scale"] if key == "loss.margin" else [])]
-        same = [p for p in grid if all(p.get(k) == chosen.get(k) for k in before)]
-        values = {float(point[key]) for point in same if key in point}
-        if len(values) > 1 and key in chosen:
-            value, name = float(chosen[key]), key.rpartition(".")[2]
-            if value in (min(values), max(values)):
-                names.append(f"{'smallest' if value == min(values) else 'largest'} {name}")
+    for key, text in chosen.items():
+        value, axis, tolerance = _float(text), axes.get(key), 0.0
+        if isinstance(axis, Range):
+            ends = [axis.low, axis.high]
+            if axis.is_log and value is not None:
+                value, *ends = (math.log(number) for number in (value, *ends))
+            tolerance = NEAR * (ends[1] - ends[0])
+        else:
+            texts = _beside(chosen, key, arm.points) if axis is None else axis.texts
+            known = [_float(one) for one in texts]
+            if None in known:  # a choice of words has no ends
+                continue
+            ends = sorted({one for one in known if one is not None})
+        if value is None or len(ends) < 2:
+            continue
+        for side, end in (("smallest", ends[0]), ("largest", ends[-1])):
+            if abs(value - end) <= tolerance:
+                names.append(f"{side} {key.rpartition('.')[2]}")
     return names
+
+
+def _beside(chosen: Point, key: str, points: Sequence[Point]) -> list[str]:
+    """Values of a key in the points that agree in the coordinates before it."""
+    place = COORDINATES.index(key) if key in COORDINATES else 0
+    before = COORDINATES[:place]
+    same = [p for p in points if all(p.get(k) == chosen.get(k) for k in before)]
+    return [point[key] for point in same if key in point]

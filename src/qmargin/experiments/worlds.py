@@ -35,6 +35,7 @@ from qmargin.training.build import STORED as STORED_OPTIONS
 from qmargin.training.build import build_dataset
 from qmargin.training.recipe import Recipe
 from qmargin.training.recipe_files import apply_settings
+from qmargin.training.reporting import duration
 from qmargin.training.signals import StopRequest
 
 VALIDATION, TEST = 0x76616C, 0x746573  # seeds of made identities
@@ -50,7 +51,7 @@ PLAIN_SPEECH = {
     "dither": 0.0,
     "mask_probability": 0.0,
 }
-_BLOCK = 1 << 16  # pictures that a process draws at a time
+_BLOCK = 1 << 12  # pictures that a process draws at a time
 _SPOKEN = 1 << 9  # utterances
 BYTES = np.dtype(np.uint8)
 Block = Callable[[], NDArray[Any]]
@@ -162,11 +163,8 @@ class Made(World):
         say: Say = silent,
     ) -> Made:
         made = replace(self, folder=folder)
-        datasets = [made._kept(recipe, build_dataset(recipe)) for recipe in recipes]
-        for recipe in recipes:
-            measured = made._measured(recipe, is_search=is_search)
-            if isinstance(measured, VoiceChunks):  # speech takes longer than pictures
-                datasets.append(made._kept(recipe, measured))
+        datasets = [made._kept(build_dataset(recipe)) for recipe in recipes]
+        datasets += [made._kept(made._measured(recipe, is_search=is_search)) for recipe in recipes]
         found = {file: dataset for file, dataset in filter(None, datasets) if not file.exists()}
         for number, (file, dataset) in enumerate(found.items(), 1):
             draw: Callable[[NDArray[Any]], NDArray[Any]]
@@ -175,7 +173,8 @@ class Made(World):
                 shape: tuple[int, ...] = (int(dataset.recordings.ends[-1]),)
                 dtype: np.dtype[Any] = np.dtype(np.int16)
             else:
-                draw, step, dtype = dataset.images, _BLOCK, BYTES
+                draw, dtype = dataset.images, BYTES
+                step = _BLOCK
                 shape = (len(dataset), *draw(np.arange(0)).shape[1:])
             rows = np.arange(len(dataset))
             blocks = [
@@ -186,15 +185,13 @@ class Made(World):
         return made
 
     def train(self, recipe: Recipe, *, is_search: bool) -> Dataset | None:
-        found = self._kept(recipe, build_dataset(recipe))
+        found = self._kept(build_dataset(recipe))
         return found[1].kept_in(found[0]) if found is not None and found[0].exists() else None
 
     def measured(self, recipe: Recipe, *, is_search: bool) -> Dataset:
         dataset = self._measured(recipe, is_search=is_search)
-        if isinstance(dataset, VoiceChunks):
-            found = self._kept(recipe, dataset)
-            return dataset.kept_in(found[0]) if found and found[0].exists() else dataset
-        return dataset
+        found = self._kept(dataset)
+        return found[1].kept_in(found[0]) if found and found[0].exists() else dataset
 
     def _measured(self, recipe: Recipe, *, is_search: bool) -> Dataset:
         count, samples = self.num_test, self.samples_test
@@ -211,18 +208,13 @@ class Made(World):
         data = replace(recipe.data, options=options, num_classes=count)
         return build_dataset(replace(recipe, data=data))
 
-    def _kept(
-        self, recipe: Recipe, dataset: Dataset
-    ) -> tuple[Path, DrawnIdentities | VoiceChunks] | None:
-        """File of the pictures or speech that all runs of a recipe share, and what makes them."""
+    def _kept(self, dataset: Dataset) -> tuple[Path, DrawnIdentities | VoiceChunks] | None:
+        """File of the pictures or speech that runs share, and what makes them."""
         if self.folder is None or not isinstance(dataset, DrawnIdentities | VoiceChunks):
             return None
-        part = recipe.data
-        text = f"{part.num_classes} {sorted(part.options.items())} {recipe.seed}"
-        if isinstance(dataset, VoiceChunks):
-            text = str(dataset.recordings)
-        digest = hashlib.sha256(text.encode()).hexdigest()[:12]
-        return self.folder / f"{part.kind}-{digest}.npy", dataset
+        made = dataset.recordings if isinstance(dataset, VoiceChunks) else dataset
+        digest = hashlib.sha256(repr(made).encode()).hexdigest()[:12]
+        return self.folder / f"{type(made).__name__.lower()}-{digest}.npy", dataset
 
 
 @dataclass(frozen=True)
@@ -230,13 +222,15 @@ class Stored(World):
     """Pictures or recordings in the layouts that ``qmargin train`` reads.
 
     ``validation`` is the share of the training identities that a search holds out, or settings of
-    the data that have others, such as ``("data.path=faces/validation",)``.
+    the data that have others, such as ``("data.path=faces/validation",)``. A path that is empty has
+    yet to be given.
     """
 
     train_path: str | None = None  # None for that of the recipe
     test_path: str | None = None  # None where nothing is tested
     validation: float | tuple[str, ...] = 0.1
     trials: str | None = None  # list, with names relative to its folder; None for all pairs
+    budget: int | None = None  # samples that a run reads in all; None for the recipe's epochs
 
     def __post_init__(self) -> None:
         if isinstance(self.validation, tuple):
@@ -249,11 +243,12 @@ class Stored(World):
     def opened(self) -> Stored:
         changes: dict[str, Any] = {}
         for name in ("train_path", "test_path", "trials"):
-            given = getattr(self, name)
+            given, key = getattr(self, name), name.removesuffix("_path")
+            if given == "":
+                raise ConfigError(f"data.{key} is missing; give a path, --set data.{key}=PATH")
             if given is not None:
                 path = Path(given).expanduser()
                 if not path.exists():
-                    key = name.removesuffix("_path")
                     raise DataError(f"data.{key} is {given}, which does not exist; check the path")
                 changes[name] = str(path.resolve())
         return replace(self, **changes)
@@ -266,7 +261,10 @@ class Stored(World):
         if self.train_path is None:
             return recipe
         # counted anew: a search trains on a part of them
-        return replace(recipe, data=replace(recipe.data, path=self.train_path, num_classes=None))
+        recipe = replace(recipe, data=replace(recipe.data, path=self.train_path, num_classes=None))
+        if self.budget is None:
+            return recipe
+        return fitted(recipe, self.budget, len(build_dataset(recipe)))
 
     def train(self, recipe: Recipe, *, is_search: bool) -> Dataset | None:
         if not is_search or isinstance(self.validation, tuple):
@@ -318,6 +316,12 @@ class Stored(World):
                 f"as {both[0]!r}; test other identities than are trained on"
             )
         return ""
+
+
+def fitted(recipe: Recipe, budget: int, count: int) -> Recipe:
+    """A recipe for a number of samples, with the epochs that a total number of samples allows."""
+    data = replace(recipe.data, batch_size=min(recipe.data.batch_size, count))
+    return replace(recipe, data=data, run=replace(recipe.run, epochs=max(1, round(budget / count))))
 
 
 def plain_recipe(recipe: Recipe, settings: Sequence[str] = ()) -> Recipe:
@@ -398,6 +402,7 @@ class Drawn(World):
     alike: float | None = None  # correlation from which two of them are one
     warp: float = 0.0  # distortion of training pictures, see ``variants_of``
     num_variants: int = 16  # distorted variants of each training picture
+    distinct: float | None = None  # leaves out measured identities that look alike, by this share
     digest: str = ""  # of the pictures; set by ``opened``
 
     @property
@@ -418,12 +423,7 @@ class Drawn(World):
         if self.budget is None:
             return replace(recipe, data=data)
         count = len(self._parts(recipe.seed, is_search=is_search)[0])
-        epochs = max(1, round(self.budget / count))
-        return replace(
-            recipe,
-            data=replace(data, batch_size=min(data.batch_size, count)),
-            run=replace(recipe.run, epochs=epochs),
-        )
+        return fitted(replace(recipe, data=data), self.budget, count)
 
     def prepare(
         self,
@@ -471,6 +471,9 @@ class Drawn(World):
         train, test = divided(stored, seed if self.seed is None else self.seed)
         if is_search:
             train, test = held_out(train, stored.groups, self.validation)
+        if self.distinct is not None:
+            chosen = part_of(stored, test, None).distinct(self.distinct)
+            test = [test[label] for label in chosen]
         learned = part_of(stored, train, self.budget)
         if self.turns:
             learned = learned.with_turns(has_mirrors=self.mirrors, alike=self.alike)
@@ -536,7 +539,7 @@ def held_out(
 def part_of(
     stored: StoredPictures, labels: Sequence[int], most: int | None, each: int | None = None
 ) -> Drawings:
-    """Pictures of some identities: at most so many in whole identities, and of each of them."""
+    """Pictures of some identities: at most ``most`` in total and ``each`` per identity."""
     counts, kept = np.bincount(stored.labels), list(labels)
     if most is not None:
         totals = np.cumsum(counts[kept])
@@ -571,13 +574,15 @@ def draw_to(
     file.parent.mkdir(parents=True, exist_ok=True)
     with replacing(file) as temporary:
         pictures = np.lib.format.open_memmap(temporary, mode="w+", dtype=dtype, shape=shape)
-        start, said = 0, time.monotonic()
+        start, began = 0, time.monotonic()
+        said = began
         for block in _in_processes(blocks, request):
             pictures[start : start + len(block)] = block
             start += len(block)
-            if time.monotonic() - said > SECONDS_BETWEEN_LINES:
-                say(f"{what}: {start / shape[0]:.0%}")
-                said = time.monotonic()
+            if time.monotonic() - said > SECONDS_BETWEEN_LINES and start < shape[0]:
+                said, share = time.monotonic(), start / shape[0]
+                left = (said - began) * (1.0 - share) / share
+                say(f"{what}: {share:.0%}; about {duration(left)} left")
         pictures.flush()
 
 

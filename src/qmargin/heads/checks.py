@@ -176,7 +176,7 @@ def check_data_parallel(head: MarginClassifier) -> None:
 
 
 def exclude_from_ddp(model: nn.Module) -> nn.Module:
-    """Have ``DistributedDataParallel(model)`` leave sharded prototypes inside the model alone.
+    """Exclude sharded prototypes of a model from ``DistributedDataParallel``.
 
     Call it before wrapping a model that contains a ``MarginClassifier(group=...)``. Every rank has
     prototypes of its own there, which must not be overwritten by those of rank 0 or averaged.

@@ -25,7 +25,14 @@ from torch.nn.functional import pad
 
 from qmargin.heads.gradients import PrototypeGradient, deliver, element_bound
 from qmargin.heads.reference import row_reference
-from qmargin.heads.step import RowSolution, StepStats, own_labels, step_stats, sum_target_cosines
+from qmargin.heads.step import (
+    RowOutcome,
+    RowSolution,
+    StepStats,
+    own_labels,
+    step_stats,
+    sum_target_cosines,
+)
 from qmargin.kernels.head_reference import (
     GROUP,
     ClassGradient,
@@ -445,7 +452,7 @@ class FusedChunks(Chunks):
         maxima, self.group_maxima = self.group_maxima, None
         few, num_classes, measures = self.batch, len(self.prototypes), self.measures
         step = max(1, num_classes // SAMPLE)
-        if step > 1:  # every so many rows of the copy, where they are
+        if step > 1:  # a view of every ``step``-th row of the copy
             copy = self.copy[:num_classes:step]
             few = (self.operand, copy, self.sampled_labels(step), len(copy))
             measures = None if measures is None else measures[::step].contiguous()
@@ -525,7 +532,7 @@ def solve(chunks: Chunks, target: Target, *, pulls: bool, is_certain: bool = Tru
     rounding = chunks.rounding
     search = RootSearch.start(chunks, target)
     # Newton squares a small error, so the first search leaves its last step to `sum_up` to
-    # check. Where many classes lie at the edge that can fail, and a second search goes on.
+    # check. Where many classes lie at the edge that can fail, and a second search follows.
     search.run(rounding**0.5)
     solved = sum_up(chunks, target, search.anchor, search.level, pulls=pulls)
     if bool((solved.mass_error > 64 * rounding).any()):
@@ -708,12 +715,12 @@ class ChunkedStep:
     def owns(self, gradient: object) -> bool:
         return isinstance(gradient, ChunkedGradient) and gradient.solved is self.solved
 
-    def stats(self) -> StepStats:
+    def stats(self, counts: Tensor) -> StepStats:
         solved, num_classes = self.solved, self.head.num_classes
         return step_stats(
             "chunked",
-            solved.support_size,
-            solved.mass_error,
+            RowOutcome.of_others(solved.support_size, solved.mass_error, solved.others_mass),
+            counts,
             num_candidates=float(num_classes),
             active_share=float(solved.num_active) / num_classes,
             num_overflowed=self.num_overflowed,

@@ -37,9 +37,16 @@ from qmargin.heads.sharding import (
     gather_rows,
 )
 from qmargin.heads.sparse import SparseStep, fused_sparse_step, sparse_step
-from qmargin.heads.step import StepRecord, StepStats, reduce_rows, step_loss, unit_rows
+from qmargin.heads.step import (
+    StepRecord,
+    StepStats,
+    own_labels,
+    reduce_rows,
+    step_loss,
+    unit_rows,
+)
 from qmargin.kernels.dispatch import load_backend
-from qmargin.kernels.head_reference import BLOCK_CLASSES, Lengths, ListOverflow
+from qmargin.kernels.head_reference import BLOCK_CLASSES, Lengths, ListOverflow, drop_targets_
 from qmargin.losses.checks import check_label_tensor, checked_labels
 from qmargin.losses.divergences import Alpha
 from qmargin.losses.margin_loss import MarginLoss
@@ -59,8 +66,8 @@ ROW_LOSSES: dict[str, Callable[..., tuple[Tensor, StepRecord]]] = {
 # Attributes that change in every step: nn.Module need not look for parameters in them.
 CHANGING = frozenset(
     (
-        *("_num_resting", "_num_watched", "_reading", "_reason", "_stamp", "_step", "_unverified"),
-        *("_was_chunked", "fused_gradient", "list_lengths"),
+        *("_labels", "_num_resting", "_num_watched", "_reading", "_reason", "_stamp", "_step"),
+        *("_unverified", "_was_chunked", "fused_gradient", "list_lengths"),
     )
 )
 PADDING = 256  # the screen's tiles: a copy of the prototypes has a multiple of this many rows
@@ -70,7 +77,7 @@ REST = 4096  # steps that go by lists after a row had more candidates than a mat
 
 
 class MarginClassifier(nn.Module):
-    """Prototypes of ``num_classes`` identities and the loss over them.
+    """Classification head: prototypes of ``num_classes`` identities and the loss over all of them.
 
     Args:
         embedding_dim: ``d``.
@@ -138,6 +145,7 @@ class MarginClassifier(nn.Module):
         self._num_samples = 0
         self.fused_gradient: PrototypeGradient | None = None  # for a fused optimizer to apply
         self._step: StepRecord | None = None
+        self._labels: Tensor | None = None  # of the last pass, over all ranks
         # A speculative step, and what puts margin and reference back into their state before it.
         self._unverified: tuple[SparseStep | ChunkedStep, Callable[[], object]] | None = None
         self._reason = ""
@@ -149,7 +157,7 @@ class MarginClassifier(nn.Module):
         self.may_have_moved = False
         self.has_optimizer = False  # of heads/optimizers.py
         self.captured_steps = CapturedSteps()
-        # Candidates of the rows of a step, on their way, and whether it was by one matrix.
+        # Non-blocking copy of the candidates of a step, and whether it was by one matrix.
         self._reading: tuple[Reading, bool] | None = None
         self._num_watched = self._num_resting = 0
         self.checked_wrapper = 0  # id of the last DistributedDataParallel that excludes them
@@ -187,7 +195,7 @@ class MarginClassifier(nn.Module):
         divergence = self.loss.divergence
         if not isinstance(divergence, Alpha) or _is_learned(divergence):
             raise ConfigError(
-                f"path is {self.path.name!r}, which takes Alpha with an alpha that is not learned, "
+                f"path is {self.path.name!r}, which needs Alpha with a fixed alpha, "
                 f"and this is {divergence}; use path='dense'"
             )
         return divergence.alpha_minus_one
@@ -227,7 +235,8 @@ class MarginClassifier(nn.Module):
         """What the last forward pass did, None for one that is not verified; waits for a GPU."""
         if self._step is None or not self.is_verified:
             return None
-        stats = self._step.stats()
+        assert self._labels is not None  # of the same pass
+        stats = self._step.stats(self._labels != self.loss.ignore_index)
         reasons = [reason for reason in (self._reason, stats.reason) if reason]
         return replace(stats, reason="; ".join(reasons))
 
@@ -238,7 +247,7 @@ class MarginClassifier(nn.Module):
         if force or home != self._home or not self._is_current():
             self._refresh(home)
 
-    @torch.inference_mode(False)  # training goes on with what an evaluation made
+    @torch.inference_mode(False)  # training continues with what an evaluation made
     def _refresh(self, home: tuple[Any, ...]) -> None:
         prototypes = self.prototypes.detach()
         if home != self._home:
@@ -293,7 +302,7 @@ class MarginClassifier(nn.Module):
         checks.check_data_parallel(self)
         loss = self.captured_steps.replay(self, embeddings, labels)
         if loss is not None:
-            self._step = self.captured_steps.step
+            self._step, self._labels = self.captured_steps.step, labels
             self._note_share()
             return loss
         checks.check_settings(self, self.prototypes.dtype)
@@ -320,6 +329,7 @@ class MarginClassifier(nn.Module):
                 "head.verify() or head.discard() before the next"
             )
         self._step = self._unverified = None  # what they kept is free for this step
+        self._labels = labels
         form = closed_form(self.loss.margin)
         has_reference = self.loss.active_reference is not None
         is_step = choice.path in STEPS and not self.loss.debug
@@ -397,8 +407,8 @@ class MarginClassifier(nn.Module):
     def _note_share(self) -> None:
         """Note the support of the last step, for ``auto`` to choose by.
 
-        On one GPU nothing waits: every so many steps the numbers of its rows are copied to the
-        host, and looked at in a later step, when they have arrived.
+        On one GPU nothing waits: at intervals the numbers of its rows are copied to the host,
+        and read in a later step, when the copy is complete.
         """
         step = self._step
         if not isinstance(self.path, Auto) or not isinstance(
@@ -553,18 +563,57 @@ class MarginClassifier(nn.Module):
         if ranks.world > 1:
             sizes = [size for (size,) in ranks.integers(len(rows), device=rows.device)]
             rows = ranks.gather(rows, sizes)
-        best = rows.new_full((len(rows),), -torch.inf)
-        found = torch.full_like(best, self.num_classes, dtype=torch.int64)
-        for start in range(0, len(self.shard), BLOCK_CLASSES):
-            block = nn.functional.normalize(self.prototypes[start : start + BLOCK_CLASSES])
-            value, index = (rows @ block.t()).max(1)  # lengths of rows do not change the order
-            is_better = value > best
-            found = torch.where(is_better, self.shard.start + start + index, found)
-            best = torch.where(is_better, value, best)
+        best, found = self._nearest(rows)  # lengths of rows do not change the order
         if ranks.world > 1:
             is_best = best == ranks.max_(best.clone())
             found = -ranks.max_(-torch.where(is_best, found, self.num_classes))
         return ranks.part(found, sizes)
+
+    @torch.no_grad()
+    def gaps(
+        self, embeddings: Tensor, labels: Tensor, sizes: Sequence[int] | None = None
+    ) -> Tensor:
+        """Cosine of each row with its own class minus the largest other one, ``[B]``.
+
+        A row has zero loss where its gap is at least ``qmargin.reach`` of the loss at its cosine.
+        All classes are compared, also where the path samples them, by one product with blocks of
+        prototypes. Ignored rows are NaN. With several ranks all have to call it, each with its own
+        rows; ``sizes``, how many rows each has, saves asking them.
+        """
+        rows = checks.check_embeddings(self, embeddings).detach().to(self.prototypes.dtype)
+        check_label_tensor(labels, embeddings, "embeddings")
+        ranks = self.ranks
+        if sizes is None:
+            sizes = [size for (size,) in ranks.integers(len(rows), device=rows.device)]
+        rows, labels = ranks.gather(rows, sizes), ranks.gather(labels, sizes)
+        with torch.autocast(rows.device.type, enabled=False):
+            rows = nn.functional.normalize(rows)
+            local, columns = own_labels(self, labels)
+            targets = rows.new_zeros(len(rows))
+            if len(self.shard):
+                own = nn.functional.normalize(self.prototypes[columns])
+                targets = torch.where(local >= 0, (rows * own).sum(1), 0.0)
+            others, _ = self._nearest(rows, local)
+        gaps = ranks.sum_(targets) - ranks.max_(others)
+        return ranks.part(gaps.masked_fill(labels == self.loss.ignore_index, torch.nan), sizes)
+
+    def _nearest(self, rows: Tensor, left_out: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Largest product with a unit prototype of this rank, ``[B]``, and the class that has it.
+
+        ``left_out`` ``[B]`` is a class of this rank that is passed over, or -1.
+        """
+        best = rows.new_full((len(rows),), -torch.inf)
+        found = torch.full_like(best, self.num_classes, dtype=torch.int64)
+        for start in range(0, len(self.shard), BLOCK_CLASSES):
+            block = nn.functional.normalize(self.prototypes[start : start + BLOCK_CLASSES])
+            products = rows @ block.t()
+            if left_out is not None:
+                drop_targets_(products, left_out - start)
+            value, index = products.max(1)
+            is_better = value > best
+            found = torch.where(is_better, self.shard.start + start + index, found)
+            best = torch.where(is_better, value, best)
+        return best, found
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *arguments: Any
@@ -594,7 +643,7 @@ class MarginClassifier(nn.Module):
         return torch.cat([torch.tensor(numbers, dtype=torch.int64), shares])
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Go on where ``get_extra_state`` was called."""
+        """Restore the state of ``get_extra_state``."""
         seed, self._num_samples, was_chunked = (int(number) for number in state[:3])
         if isinstance(self.path, Sampled):
             self.path = replace(self.path, seed=seed)
@@ -613,7 +662,9 @@ class MarginClassifier(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy or a pickle holds: no step in flight, and no copy that can be made again."""
-        names = "fused_gradient _step _unverified _home _kernels _kernels_key _stamp _reading"
+        names = (
+            "fused_gradient _labels _step _unverified _home _kernels _kernels_key _stamp _reading"
+        )
         fresh = {**dict.fromkeys(names.split()), "has_optimizer": False}
         fresh["captured_steps"] = CapturedSteps()
         state = {**self.__dict__, **fresh, "_shares": deque(self._shares, NUM_MEASURED)}

@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 from qmargin.heads.gradients import RowsGradient, deliver
 from qmargin.heads.paths import Sampled, TopK
 from qmargin.heads.sharding import ClassShard, gather_rows
-from qmargin.heads.step import StepStats, step_stats
+from qmargin.heads.step import RowOutcome, StepStats, step_stats
 from qmargin.kernels.head_reference import inverse_lengths
 from qmargin.kernels.solver import (
     label_loss,
@@ -100,14 +100,16 @@ class DenseStep:
         """Share of the classes that are active in a row."""
         return int(self.output.support_size.sum()) / max(1, self.cosines.numel())
 
-    def stats(self) -> StepStats:
+    def stats(self, counts: Tensor) -> StepStats:
         is_active = self.cosines * self.scale > (self.output.tau + self.edge)[:, None]
         has_gradient = is_active.any(0)
         has_gradient[self.labels[self.labels >= 0]] = True
+        _, _, support, posterior, error = self.output
+        is_satisfied = (support == 1) & (posterior > 0.5)
         return step_stats(
             self.path,
-            self.output.support_size,
-            self.output.mass_error,
+            RowOutcome(support, error, posterior, is_satisfied),
+            counts,
             num_candidates=float(self.cosines.shape[1]),
             active_share=int(has_gradient.sum()) / self.num_classes,
         )
@@ -231,7 +233,7 @@ class TopKStep:
     num_widened: int = 0  # times that K was doubled
     num_violated: int = 0  # rows that failed the first check
 
-    def stats(self) -> StepStats:
+    def stats(self, counts: Tensor) -> StepStats:
         solved = self.solved
         is_active = solved.posterior > 0
         if self.index is None:
@@ -244,8 +246,8 @@ class TopKStep:
             reason += f", which was doubled {self.num_widened} times"
         return step_stats(
             "top_k",
-            solved.support_size,
-            solved.mass_error,
+            RowOutcome.of_others(solved.support_size, solved.mass_error, solved.others_mass),
+            counts,
             num_candidates=float(self.num_kept),
             active_share=len(torch.cat([active, self.labels]).unique()) / self.num_classes,
             num_overflowed=self.num_violated,

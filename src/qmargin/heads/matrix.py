@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from qmargin.heads.gradients import PrototypeGradient, deliver
-from qmargin.heads.step import RowSolution, StepStats, step_stats
+from qmargin.heads.step import RowOutcome, RowSolution, StepStats, step_stats
 from qmargin.kernels.head_reference import UPDATE_CLASSES, PrototypeState, SgdRule, Target
 from qmargin.losses.margins import ClosedForm
 from qmargin.losses.references import only_scales_margins
@@ -122,15 +122,16 @@ class MatrixStep:
     def class_share(self) -> float:
         return float(self.candidates().mean()) / self.head.num_classes
 
-    def stats(self) -> StepStats:
+    def stats(self, counts: Tensor) -> StepStats:
         rows, kernels, num_classes = self.rows, _kernels(), self.head.num_classes
         active = num_classes
         if self.b > 0.0:
             active = 0 if rows.bits is None else int((rows.bits != 0).any(1).sum())
+        found = (rows.field(number) for number in (kernels.SUPPORT, kernels.ERROR, kernels.OTHERS))
         return step_stats(
             "sparse" if self.b > 0.0 else "chunked",
-            rows.field(kernels.SUPPORT),
-            rows.field(kernels.ERROR),
+            RowOutcome.of_others(*found),
+            counts,
             num_candidates=float(rows.field(kernels.COUNT).mean()),
             active_share=active / num_classes,
             num_overflowed=int((rows.field(kernels.COUNT) > CAPACITY).sum()) if self.b else 0,

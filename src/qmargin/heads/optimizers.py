@@ -217,7 +217,7 @@ class _FusedSGD(torch.optim.Optimizer):
 
 
 class ExactSGD(_FusedSGD):
-    """Momentum SGD with weight decay over all classes, in one sweep without a gradient matrix.
+    """Momentum SGD with weight decay over all classes, without a gradient matrix.
 
     Equal to ``torch.optim.SGD`` on the dense gradient, to rounding: a class without a gradient
     still moves along its momentum and decays.

@@ -24,7 +24,7 @@ class StepPath:
 
 @dataclass(frozen=True, kw_only=True)
 class Sparse(StepPath):
-    """Exact lists of the classes that can be active, for ``alpha > 1``.
+    """Compute only the classes that can be active; exact, for ``alpha > 1``.
 
     Args:
         screen_dtype: Precision of the screened copy of the prototypes; by default that of the
@@ -54,7 +54,7 @@ class Sparse(StepPath):
 
 @dataclass(frozen=True, kw_only=True)
 class Auto(Sparse):
-    """The fastest of ``Sparse``, ``Chunked`` and ``Dense`` for the loss and the support so far.
+    """Choose ``Sparse``, ``Chunked`` or ``Dense`` by loss, support size and speed.
 
     The settings are those of ``Sparse``; ``chunk_dtype`` is that of all steps taken by blocks.
     """
@@ -64,7 +64,7 @@ class Auto(Sparse):
 
 @dataclass(frozen=True, kw_only=True)
 class Chunked(StepPath):
-    """All classes, in blocks that are computed and discarded; any alpha.
+    """Compute all classes block by block, without storing the logits; any alpha.
 
     Args:
         dtype: Operands of the products; by default the prototypes' own precision on a CPU and that
@@ -93,14 +93,14 @@ class Chunked(StepPath):
 
 @dataclass(frozen=True)
 class Dense(StepPath):
-    """All cosines ``[B, k]`` in plain PyTorch; any divergence, and an alpha that is learned."""
+    """Compute all cosines ``[B, k]`` in plain PyTorch; any divergence, learnable alpha."""
 
     name: ClassVar[str] = "dense"
 
 
 @dataclass(frozen=True)
 class Sampled(StepPath):
-    """Partial FC: the classes of the batch and a random sample of the others, an estimate.
+    """Partial FC: the classes of the batch and a random sample of the others; approximate.
 
     Args:
         rate: Share of the classes that a step takes, in (0, 1].
@@ -118,7 +118,7 @@ class Sampled(StepPath):
 
 @dataclass(frozen=True)
 class TopK(StepPath):
-    """The paper's procedure: the largest K percent of the logits, bisection, a check; exact.
+    """The paper's procedure: bisection on the largest K percent of the logits, with a check; exact.
 
     Args:
         percent: Of the classes, in (0, 100]; doubled while the check fails.
@@ -158,7 +158,7 @@ def _check_matrix(matrix_logits: int) -> None:
 
 
 SMALL_LOGITS = 1 << 22  # below this, all cosines of a batch cost less than going without them
-# On a CPU they always do, and so many fit in memory: 256 MiB each for cosines, posterior, gradient.
+# On a CPU they always do, up to the memory limit: 256 MiB each for cosines, posterior, gradient.
 CPU_LOGITS = 1 << 26
 # Share of all classes that a row's list may hold on a CPU: above the first it loses to `chunked`,
 # below the second it is tried again. Two numbers, so that a share in between changes nothing, and

@@ -19,7 +19,14 @@ from qmargin.heads.gradients import ListedGradient, deliver, element_bound
 from qmargin.heads.matrix import loss_of_rows, needs_gradient, prepared_rows, prototype_state
 from qmargin.heads.reference import row_reference
 from qmargin.heads.sharding import Ranks
-from qmargin.heads.step import RowSolution, StepStats, own_labels, step_stats, sum_target_cosines
+from qmargin.heads.step import (
+    RowOutcome,
+    RowSolution,
+    StepStats,
+    own_labels,
+    step_stats,
+    sum_target_cosines,
+)
 from qmargin.kernels.head_reference import (
     Batch,
     Candidates,
@@ -245,7 +252,7 @@ class SparseStep:
         support = self.support.others_support
         return (self.num_candidates if support is None else int(support.sum())) / num_logits
 
-    def stats(self) -> StepStats:
+    def stats(self, counts: Tensor) -> StepStats:
         solved = self.solved
         is_active = solved.posterior > 0
         support = self.support.others_support
@@ -258,8 +265,8 @@ class SparseStep:
         classes = torch.cat([solved.columns[is_active].long(), labels]).unique()
         return step_stats(
             "sparse",
-            support,
-            solved.mass_error,
+            RowOutcome.of_others(support, solved.mass_error, solved.others_mass),
+            counts,
             num_candidates=len(solved.rows) / max(1, len(self.labels)),
             active_share=len(classes) / max(1, len(self.head.shard)),
         )

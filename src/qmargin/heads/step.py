@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepStats:
-    """What the last step did.
+    """Statistics of the last step.
 
     Attributes:
         path: The path taken.
@@ -36,6 +36,9 @@ class StepStats:
             checks of the paper's.
         mass_error: Largest ``|sum of the posterior - 1|``.
         active_share: Share of all classes that are in the support of a row, or its target.
+        satisfied_share: Share of rows whose posterior is that of the target alone: their loss is
+            exactly zero, apart from a penalty of the margin. Ignored rows do not count.
+        target_posterior: Posterior of the target, mean over the rows that are not ignored.
     """
 
     path: str
@@ -46,28 +49,55 @@ class StepStats:
     num_overflowed: int
     mass_error: float
     active_share: float
+    satisfied_share: float
+    target_posterior: float
+
+
+class RowOutcome(NamedTuple):
+    """What became of each row, ``[B]``."""
+
+    support: Tensor  # sizes
+    mass_error: Tensor
+    target_posterior: Tensor
+    is_satisfied: Tensor
+
+    @classmethod
+    def of_others(cls, support: Tensor, mass_error: Tensor, others_mass: Tensor) -> RowOutcome:
+        """From the posterior mass of all classes but the target, which is exactly zero or not."""
+        target = (1.0 - others_mass).clamp_min(0.0)  # rounding may leave the others more than one
+        return cls(support, mass_error, target, others_mass == 0.0)
 
 
 def step_stats(
     path: str,
-    support: Tensor,
-    mass_error: Tensor,
+    rows: RowOutcome,
+    counts: Tensor,
     *,
     num_candidates: float,
     active_share: float,
     num_overflowed: int = 0,
     reason: str = "",
 ) -> StepStats:
-    """Statistics from the support sizes and the mass errors of the rows, ``[B]`` each."""
-    sizes = (float(support.double().mean()), int(support.max()), num_candidates, num_overflowed)
-    return StepStats(path, reason, *sizes, float(mass_error.max()), active_share)
+    """Statistics of rows, ``counts`` ``[B]`` saying which are not ignored; waits for the device."""
+    support, weight = rows.support.double(), counts.double()
+    posterior = torch.where(counts, rows.target_posterior.double(), 0.0)
+    numbers = (
+        support.mean(),
+        support.max(),
+        rows.mass_error.max().double(),
+        torch.where(counts, rows.is_satisfied, False).double().sum() / weight.sum(),
+        posterior.sum() / weight.sum(),
+    )
+    mean, largest, error, satisfied, target = torch.stack(numbers).tolist()
+    sizes = (mean, int(largest), num_candidates, num_overflowed)
+    return StepStats(path, reason, *sizes, error, active_share, satisfied, target)
 
 
 class StepRecord(Protocol):
     """What a path keeps of a step; reading it may wait for the device, keeping it does not."""
 
-    def stats(self) -> StepStats:
-        """Summarise the step."""
+    def stats(self, counts: Tensor) -> StepStats:
+        """Summarise the step; ``counts`` ``[B]`` says which rows are not ignored."""
 
 
 class UnitRows(torch.autograd.Function):

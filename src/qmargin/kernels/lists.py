@@ -375,7 +375,7 @@ def last_classes(values: Tensor, labels: Tensor) -> Tensor:
 
 
 def pieces(num_rows: int, width: int, most: int = PIECE) -> Iterator[slice]:
-    """Ranges of rows that have at most so many numbers together, and at least one row."""
+    """Ranges of rows with at most ``most`` numbers together, and at least one row."""
     size = max(1, most // width)
     return (slice(start, start + size) for start in range(0, num_rows, size))
 

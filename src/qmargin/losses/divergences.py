@@ -20,7 +20,7 @@ from qmargin.registry import register_divergence
 
 
 class Divergence(Protocol):
-    """Five elementwise functions and one number, ``edge``: the shape of the posterior."""
+    """Interface of a divergence: five elementwise functions and the number ``edge``."""
 
     @property
     def edge(self) -> float:

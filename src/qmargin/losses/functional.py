@@ -29,7 +29,7 @@ from qmargin.losses.margins import ClosedForm
 
 
 class TauSolution(NamedTuple):
-    """The normaliser of each row and how well it normalises; no gradients."""
+    """Normaliser of each row with its residual; carries no gradients."""
 
     tau: Tensor  # [...]
     support_size: Tensor  # [...] number of classes with positive posterior
@@ -81,7 +81,7 @@ def log_partition(
     log_reference: Tensor | float | None = None,
     divergence: Divergence | None = None,
 ) -> Tensor:
-    """The generalised log-sum-exp, ``[...]``; its gradient is ``softargmax``.
+    """Compute the generalised log-sum-exp, ``[...]``; its gradient is ``softargmax``.
 
     It is ``max_p <p, theta> - D(p:q)`` with ``D(p:q) = sum_j p_j f'(p_j / q_j) / alpha``:
     log-sum-exp at ``alpha = 1``, and the paper's operator for a reference measure that sums to one.
@@ -112,7 +112,7 @@ def fenchel_young_loss(
     divergence: Divergence | None = None,
     debug: bool = False,
 ) -> Tensor:
-    """Fenchel-Young loss of each row, ``[...]``, never negative (M6).
+    """Compute the Fenchel-Young loss of each row, ``[...]``; it is never negative (M6).
 
     Args:
         logits: ``[..., k]``.
@@ -199,7 +199,7 @@ def solve_tau(
     solver: str = "auto",
     bracket: str = "tight",
 ) -> TauSolution:
-    """The normaliser ``tau`` of each row, with support size and residual (M2). No gradients.
+    """Solve for the normaliser ``tau`` of each row (M2); the result carries no gradients.
 
     It is the alpha-divergence's solver, so it takes no other divergence.
 

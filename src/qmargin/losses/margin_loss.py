@@ -24,6 +24,7 @@ from qmargin.losses.margins import (
     register_learnable,
     warn_if_unreachable,
 )
+from qmargin.losses.reach import reach
 from qmargin.losses.references import (
     Reference,
     ReferencedMargin,
@@ -38,7 +39,7 @@ REDUCTIONS = ("mean", "sum", "none")
 
 
 class LossOutput(NamedTuple):
-    """What the solver knows about each row; only the loss carries gradients."""
+    """Loss and solver statistics of each row; only ``loss`` carries gradients."""
 
     loss: Tensor  # [B]
     tau: Tensor  # [B]
@@ -59,7 +60,7 @@ def margin_loss_with_stats(
     debug: bool = False,
     log_reference: Tensor | None = None,
 ) -> LossOutput:
-    """Loss of each row with threshold, support size and target posterior.
+    """Compute the loss of each row with tau, support size and target posterior.
 
     The margin turns the target's cosine into a logit and a log reference; every other class has
     reference measure one, or the given one. No mask of shape ``[B, k]`` is built.
@@ -205,7 +206,7 @@ def margin_loss(
     ignore_index: int = -100,
     debug: bool = False,
 ) -> Tensor:
-    """Loss of each row, ``[B]``; arguments as for ``margin_loss_with_stats``."""
+    """Compute the loss of each row, ``[B]``; arguments as for ``margin_loss_with_stats``."""
     settings = scale, norms, ignore_index, debug
     found = _fused(cosines, labels, divergence, margin, *settings, "none")
     if found is not None:
@@ -223,7 +224,7 @@ def margin_loss(
 
 
 class MarginLoss(nn.Module):
-    """A loss is a divergence times a margin, at a scale, and perhaps a reference measure.
+    """Loss with any divergence, any margin and any reference measure, at a scale.
 
     It holds no state of its own. An alpha or a margin that is a parameter, a margin that is a
     module (AdaFace keeps running statistics) and the reference are registered, so that an optimizer
@@ -325,6 +326,16 @@ class MarginLoss(nn.Module):
         if self.alpha_value is None:
             return None
         return self.margin.effective(self.alpha_value, self.scale)
+
+    @property
+    def reach(self) -> float | None:
+        """The cosine gap from which on a row has zero loss, see ``qmargin.reach`` (M12).
+
+        None with a reference, which may give each row another one.
+        """
+        if self.alpha_value is None or self.active_reference is not None:
+            return None
+        return reach(self.alpha_value, self.scale, self.margin)
 
     def with_stats(
         self,

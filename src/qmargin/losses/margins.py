@@ -196,7 +196,7 @@ def widened_cosines(cosines: Tensor, margin: float | Tensor) -> Tensor:
 
 
 class TargetTerm(NamedTuple):
-    """What a margin makes of the target: one number per row in each field."""
+    """Output of a margin; each field has one number per row."""
 
     logits: Tensor  # [B]
     log_reference: Tensor  # [B]
@@ -204,7 +204,7 @@ class TargetTerm(NamedTuple):
 
 
 class Margin(Protocol):
-    """Target cosine in, target logit and log reference out."""
+    """Interface of a margin: maps target cosines to target logits and log references."""
 
     def __call__(
         self,
@@ -511,7 +511,7 @@ class CombinedMargin(StatelessMargin):
 
 @dataclass(frozen=True, eq=False)
 class SumMargin(StatelessMargin):
-    """A prior margin and a geometric one at once: the reference of one, the logit of the other.
+    """Sum of a prior margin and a geometric margin.
 
     Args:
         prior: Gives ``log q_y``.
@@ -582,7 +582,7 @@ def ordered_summands(left: Margin, right: Margin) -> tuple[PriorMargin, Margin]:
 
 @register_margin("adaface")
 class AdaFaceMargin(StatefulMargin):
-    r"""AdaFace: the norm of an embedding, taken as image quality, turns the margin (CVPR 2022).
+    r"""AdaFace: the margin depends on the embedding norm, a proxy of image quality (CVPR 2022).
 
     With the norm's score :math:`z`, clipped to [-1, 1], relative to running statistics of norms,
 
@@ -672,7 +672,7 @@ class AdaFaceMargin(StatefulMargin):
 @register_margin("magface")
 @dataclass(frozen=True, eq=False, kw_only=True)
 class MagFaceMargin(StatelessMargin):
-    r"""MagFace: an angular margin and a penalty that follow the norm of an embedding (CVPR 2021).
+    r"""MagFace: angular margin and penalty depend on the embedding norm (CVPR 2021).
 
     With the norm :math:`a` clamped to ``[lower_norm, upper_norm]``,
 
@@ -748,7 +748,7 @@ def _lengths(norms: Tensor | None, cosines: Tensor, name: str) -> Tensor:
 
 @register_margin("elastic")
 class ElasticMargin(StatefulMargin):
-    """ElasticFace: a margin drawn anew for every row from a Gaussian (CVPR workshops 2022).
+    """ElasticFace: a margin sampled from a Gaussian for every row (CVPR workshops 2022).
 
     In training mode each row gets ``margin + std * noise``, in evaluation mode the mean. An angular
     draw is kept in [0, pi). With ``plus=True`` (ElasticFace+) the draws of a batch are handed out

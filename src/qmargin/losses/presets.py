@@ -1,8 +1,8 @@
-"""Published losses by name: each is two parts and a scale.
+"""Published losses with their settings; each returns a ``MarginLoss``.
 
-Defaults are the settings its authors, or the Q-Margin paper, recommend. The ``_face`` and
-``_speaker`` presets are the best rows of the paper's tables. ``reduction``, ``ignore_index`` and
-``debug`` are those of ``MarginLoss``.
+Defaults are the settings that the authors of the loss or the Q-Margin paper recommend. The
+``_face`` and ``_speaker`` presets have the best settings of the paper's tables. ``reduction``,
+``ignore_index`` and ``debug`` are passed on to ``MarginLoss``.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def q_margin(
     ignore_index: int = -100,
     debug: bool = False,
 ) -> MarginLoss:
-    """Q-Margin with the settings where the paper advises to start; its effective margin is 0.49.
+    """Q-Margin; the defaults are the starting point that the paper recommends.
 
     Examples:
         >>> q_margin()
@@ -53,21 +53,21 @@ def q_margin(
 def q_margin_face(
     *, reduction: Reduction = "mean", ignore_index: int = -100, debug: bool = False
 ) -> MarginLoss:
-    """Q-Margin as it was best on faces: alpha 1.25, scale 35, margin 0.2 (WebFace42M table)."""
+    """Q-Margin with the paper's best settings for faces: alpha 1.25, scale 35, margin 0.2."""
     return _loss(1.25, PriorMargin(0.2), 35.0, reduction, ignore_index, debug)
 
 
 def q_margin_speaker(
     *, reduction: Reduction = "mean", ignore_index: int = -100, debug: bool = False
 ) -> MarginLoss:
-    """Q-Margin as it was best on speakers at FAR 1e-3: alpha 1.5, scale 10, margin 0.1."""
+    """Q-Margin with the paper's best settings for speakers at FAR 1e-3: alpha 1.5, s 10, m 0.1."""
     return _loss(1.5, PriorMargin(0.1), 10.0, reduction, ignore_index, debug)
 
 
 def q_margin_speaker_strict(
     *, reduction: Reduction = "mean", ignore_index: int = -100, debug: bool = False
 ) -> MarginLoss:
-    """Q-Margin as it was best on speakers at FAR 1e-4: alpha 1.75, scale 5, margin 0.1."""
+    """Q-Margin with the paper's best settings for speakers at FAR 1e-4: alpha 1.75, s 5, m 0.1."""
     return _loss(1.75, PriorMargin(0.1), 5.0, reduction, ignore_index, debug)
 
 
@@ -79,14 +79,14 @@ def cosface(
     ignore_index: int = -100,
     debug: bool = False,
 ) -> MarginLoss:
-    """CosFace: cross-entropy with a cosine margin; the paper's settings for faces."""
+    """CosFace: cross-entropy with a cosine margin; the defaults are for faces."""
     return _loss(1.0, CosineMargin(margin), scale, reduction, ignore_index, debug)
 
 
 def cosface_speaker(
     *, reduction: Reduction = "mean", ignore_index: int = -100, debug: bool = False
 ) -> MarginLoss:
-    """CosFace as in the paper's speaker table: scale 32, margin 0.2."""
+    """CosFace with the paper's settings for speakers: scale 32, margin 0.2."""
     return _loss(1.0, CosineMargin(0.2), 32.0, reduction, ignore_index, debug)
 
 
@@ -99,10 +99,10 @@ def arcface(
     ignore_index: int = -100,
     debug: bool = False,
 ) -> MarginLoss:
-    """ArcFace: cross-entropy with an angular margin in radians; the settings for faces.
+    """ArcFace: cross-entropy with an angular margin in radians; the defaults are for faces.
 
-    ``gradient="straight_through"`` matches code that leaves the factor sin(angle + m) / sin(angle)
-    out of the gradient.
+    ``gradient="straight_through"`` omits the factor sin(angle + m) / sin(angle) from the gradient,
+    as InsightFace does.
     """
     angular = AngularMargin(margin, gradient=gradient)
     return _loss(1.0, angular, scale, reduction, ignore_index, debug)
@@ -115,7 +115,7 @@ def arcface_speaker(
     ignore_index: int = -100,
     debug: bool = False,
 ) -> MarginLoss:
-    """ArcFace as in the paper's speaker table: scale 32, margin 0.2."""
+    """ArcFace with the paper's settings for speakers: scale 32, margin 0.2."""
     margin = AngularMargin(0.2, gradient=gradient)
     return _loss(1.0, margin, 32.0, reduction, ignore_index, debug)
 
@@ -129,14 +129,14 @@ def entmax_face(
     ignore_index: int = -100,
     debug: bool = False,
 ) -> MarginLoss:
-    """EntMax with an angular margin in radians, as in the paper's comparison on faces."""
+    """EntMax with an angular margin in radians; the defaults are the paper's for faces."""
     return _loss(alpha, AngularMargin(margin), scale, reduction, ignore_index, debug)
 
 
 def entmax_speaker(
     *, reduction: Reduction = "mean", ignore_index: int = -100, debug: bool = False
 ) -> MarginLoss:
-    """EntMax with an angular margin as in the speaker table: alpha 1.75, scale 5, margin 0.1."""
+    """EntMax with the paper's settings for speakers: alpha 1.75, scale 5, angular margin 0.1."""
     return _loss(1.75, AngularMargin(0.1), 5.0, reduction, ignore_index, debug)
 
 
@@ -148,7 +148,7 @@ def sparsemax_face(
     ignore_index: int = -100,
     debug: bool = False,
 ) -> MarginLoss:
-    """SparseMax with an angular margin in radians, as in the paper's comparison on faces."""
+    """SparseMax with an angular margin in radians; the defaults are the paper's for faces."""
     return _loss(2.0, AngularMargin(margin), scale, reduction, ignore_index, debug)
 
 
@@ -160,7 +160,7 @@ def sphereface(
     ignore_index: int = -100,
     debug: bool = False,
 ) -> MarginLoss:
-    """SphereFace: cross-entropy with a multiplied angle; settings of OpenSphere (SphereFace-R)."""
+    """SphereFace: cross-entropy with a multiplied angle; defaults of OpenSphere (SphereFace-R)."""
     margin = CombinedMargin(multiplier=multiplier)
     return _loss(1.0, margin, scale, reduction, ignore_index, debug)
 
@@ -173,7 +173,7 @@ def adaface(
     ignore_index: int = -100,
     debug: bool = False,
 ) -> MarginLoss:
-    """AdaFace: margins that follow the norm of the embedding; pass ``norms`` to the loss."""
+    """AdaFace: margins depend on the embedding norm; pass ``norms`` to the loss."""
     return _loss(1.0, AdaFaceMargin(margin), scale, reduction, ignore_index, debug)
 
 
@@ -184,7 +184,7 @@ def magface(
     ignore_index: int = -100,
     debug: bool = False,
 ) -> MarginLoss:
-    """MagFace: a margin and a penalty that grow with the norm; pass ``norms`` to the loss."""
+    """MagFace: margin and penalty grow with the embedding norm; pass ``norms`` to the loss."""
     return _loss(1.0, MagFaceMargin(), scale, reduction, ignore_index, debug)
 
 
@@ -196,5 +196,5 @@ def elasticface(
     ignore_index: int = -100,
     debug: bool = False,
 ) -> MarginLoss:
-    """ElasticFace: an angular margin drawn anew for every sample in training."""
+    """ElasticFace: an angular margin sampled for every row in each training step."""
     return _loss(1.0, ElasticMargin(margin), scale, reduction, ignore_index, debug)

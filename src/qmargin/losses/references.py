@@ -90,7 +90,7 @@ class Reference(nn.Module):
         return not (self.scales_margins or self.has_classes or has_pairs)
 
     def check_classes(self, num_classes: int) -> None:
-        """Raise unless it fits so many classes."""
+        """Raise unless it fits this number of classes."""
         values = self.per_class()
         if values is not None and values.shape != (num_classes,):
             raise ShapeError(
@@ -586,7 +586,7 @@ def check_reference(reference: Reference | None, margin: Margin, b: float | None
             f"1, and the loss has {given}"
         )
     is_prior = isinstance(margin, PriorMargin | SumMargin | ModuleSumMargin)
-    if not is_prior and type(margin).__module__.startswith("qmargin."):  # of others nobody knows
+    if not is_prior and type(margin).__module__.startswith("qmargin."):  # others are not known here
         raise ConfigError(
             f"{name} multiplies the effective margin of a PriorMargin, and the margin is a "
             f"{type(margin).__name__}; add a PriorMargin to it"

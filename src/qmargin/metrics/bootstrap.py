@@ -93,7 +93,7 @@ def make_trials(
     enrol_subjects: Sequence[str],
     test_subjects: Sequence[str],
 ) -> Trials:
-    """Trials from the name of the subject on each side.
+    """Build trials from scores and the subject on each side.
 
     Examples:
         >>> trials = make_trials(
@@ -369,7 +369,7 @@ def bootstrap(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Replicates:
-    """Operating points in replicates that draw subjects with replacement.
+    """Compute operating points in a bootstrap over subjects.
 
     The threshold is chosen anew in every replicate, by the rule of `tar_at_far`. Replicates follow
     from the subjects' names and the seed, so two systems on the same trials can be compared pair
@@ -436,7 +436,7 @@ def bootstrap(
 
 
 def interval(values: ArrayLike, level: float = 0.95) -> tuple[float, float]:
-    """Percentile interval of replicates, ``[R]``.
+    """Compute the percentile interval of bootstrap replicates, ``[R]``.
 
     Examples:
         >>> interval([0.1, 0.2, 0.3, 0.4, 0.5], level=0.5)
@@ -461,7 +461,7 @@ def _defined(values: ArrayLike) -> Floats:
 
 @dataclass(frozen=True)
 class Difference:
-    """System A minus system B.
+    """Difference of a measure, system A minus system B.
 
     Attributes:
         difference: On the trials as they are; ``low`` and ``high`` end its percentile interval.
@@ -494,7 +494,7 @@ class Comparison:
 
 
 def compare(replicates_a: Replicates, replicates_b: Replicates, level: float = 0.95) -> Comparison:
-    """Paired comparison of two systems over the same draws of subjects.
+    """Compare two systems over the same bootstrap draws.
 
     Both systems are measured in every replicate, so what is hard for both cancels. Replicates of
     other trials, subjects or seeds are a ``ProtocolError``.
@@ -533,7 +533,7 @@ def paired_difference(
     *,
     level: float = 0.95,
 ) -> Difference:
-    """Difference of one measure, from its value and its replicates in both systems.
+    """Compute the paired difference of one measure between two systems.
 
     Replicates ``[R]`` are from the same draws. The p-value is the smallest ``1 - level`` whose
     percentile interval leaves zero out, up to the one replicate that is added to both sides so that

@@ -39,7 +39,7 @@ class Calibration:
 
 
 def cllr(genuine: ArrayLike, impostor: ArrayLike) -> float:
-    """Cost of log-likelihood ratios in bits: 0 at best, 1 for ratios that say nothing.
+    """Compute Cllr, the cost of log-likelihood ratios in bits: 0 is best, 1 is uninformative.
 
     Examples:
         >>> cllr([0.0, 0.0], [0.0])
@@ -52,7 +52,7 @@ def cllr(genuine: ArrayLike, impostor: ArrayLike) -> float:
 
 
 def min_cllr(genuine: ArrayLike, impostor: ArrayLike) -> float:
-    """Cost in bits after the best map that never decreases: what calibration cannot mend.
+    """Compute minCllr: Cllr after the best monotone calibration, in bits.
 
     Pool adjacent violators finds that map; equal scores stay together.
 
@@ -105,7 +105,7 @@ def actual_dcf(
     c_miss: float = 1.0,
     c_fa: float = 1.0,
 ) -> float:
-    """Normalised detection cost of log-likelihood ratios at the threshold that theory gives.
+    """Compute the normalised detection cost of log-likelihood ratios at the Bayes threshold.
 
     Examples:
         >>> actual_dcf([5.0, 6.0], [-7.0, 1.0], p_target=0.5)
@@ -117,7 +117,7 @@ def actual_dcf(
 
 
 def calibrate(genuine: ArrayLike, impostor: ArrayLike, *, prior: float = 0.5) -> Calibration:
-    """The affine map to log-likelihood ratios that logistic regression finds.
+    """Fit an affine map from scores to log-likelihood ratios by logistic regression.
 
     Genuine scores together weigh ``prior`` and impostor scores the rest, however many there are.
 

@@ -14,7 +14,7 @@ PIECE = 1 << 16  # scores processed together: temporaries stay in the cache
 
 
 def checked_scores(scores: ArrayLike, name: str, *, may_be_empty: bool = False) -> Scores:
-    """Scores as a float32 or float64 array of one dimension, without NaN; not copied if they are.
+    """Check scores and return them as a float array of one dimension, without NaN.
 
     Args:
         scores: Scores of trials; float32 and float64 stay as they are, others become float64.

@@ -100,7 +100,7 @@ def rejecting_threshold(*scores: Scores) -> float:
 
 @dataclass(frozen=True, eq=False)
 class DetCurve:
-    """Error rates at every threshold that makes a difference, the lowest threshold first.
+    """DET curve: error rates at every distinct threshold, in ascending order.
 
     The first point accepts everything and the last nothing.
 
@@ -146,7 +146,7 @@ class DetCurve:
 
 
 def det_curve(genuine: ArrayLike, impostor: ArrayLike) -> DetCurve:
-    """The exact curve over the distinct scores and both ends.
+    """Compute the exact DET curve over all distinct scores.
 
     Examples:
         >>> curve = det_curve([2.0, 3.0], [1.0, 2.0])

@@ -105,7 +105,7 @@ def crossing_point(
 
 
 def eer(genuine: ArrayLike, impostor: ArrayLike) -> Eer:
-    """Equal error rate: where the polyline of FAR and FRR over distinct scores meets the diagonal.
+    """Compute the equal error rate, by linear interpolation between distinct scores.
 
     The value is the exact ratio of two whole numbers, rounded once.
 
@@ -146,7 +146,7 @@ def min_dcf(
     c_miss: float = 1.0,
     c_fa: float = 1.0,
 ) -> MinDcf:
-    """Least detection cost over all thresholds, including those that accept all and nothing.
+    """Compute minDCF over all thresholds, including those that accept all or nothing.
 
     Args:
         genuine: Scores of trials of one subject.

@@ -35,7 +35,7 @@ def kfold_accuracy(
     num_folds: int = 10,
     folds: ArrayLike | None = None,
 ) -> KFoldAccuracy:
-    """Accuracy of each fold at the threshold that is best on the others.
+    """Compute k-fold accuracy; the threshold of each fold comes from the others.
 
     It lies halfway between two neighbouring scores of the other folds, the lowest two between which
     the errors are fewest.

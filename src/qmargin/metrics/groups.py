@@ -96,7 +96,7 @@ def group_rates(
     beta: float = 0.5,
     alpha: float = 0.5,
 ) -> GroupRates:
-    """FMR and FNMR of every group at one threshold, INEQ and GARBE.
+    """Compute FMR and FNMR of every group at one threshold, with INEQ and GARBE.
 
     Args:
         trials: Scores, labels and subjects.

@@ -30,7 +30,7 @@ class FnirAtFpir:
 
 @dataclass(frozen=True)
 class Identification:
-    """What :func:`identify` found.
+    """Result of ``identify``.
 
     ``rank_rates`` are the shares of the searches with a mate whose mate is at that rank or better;
     ``fnirs`` has a record for every ``fpir``.
@@ -56,7 +56,7 @@ def identify(
     *,
     ranks: Sequence[int] = (1,),
 ) -> Identification:
-    """Rank rates, and false negatives at a limited rate of false positives.
+    """Compute rank rates, and FNIR at FPIR.
 
     A subject with several gallery entries has the score of the best of them. The rank of a mate
     counts every other subject that scores as high or higher, so ties are never in its favour. The

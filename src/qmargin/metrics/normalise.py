@@ -23,7 +23,7 @@ class Moments(NamedTuple):
 def z_norm(
     scores: ArrayLike, enrol_cohort: ArrayLike, *, enrol_index: ArrayLike | None = None
 ) -> Floats:
-    """Scores in standard deviations above what the enrolled model gives to a cohort.
+    """Compute Z-norm: normalise by the enrolment sample's scores against a cohort.
 
     The arguments are those of :func:`as_norm`.
 
@@ -37,7 +37,7 @@ def z_norm(
 def t_norm(
     scores: ArrayLike, test_cohort: ArrayLike, *, test_index: ArrayLike | None = None
 ) -> Floats:
-    """Scores in standard deviations above what the cohort's models give to the test.
+    """Compute T-norm: normalise by the cohort's scores against the test sample.
 
     The arguments are those of :func:`as_norm`.
 
@@ -56,7 +56,7 @@ def s_norm(
     enrol_index: ArrayLike | None = None,
     test_index: ArrayLike | None = None,
 ) -> Floats:
-    """Mean of Z-norm and T-norm: :func:`as_norm` with the whole cohort."""
+    """Compute S-norm, the mean of Z-norm and T-norm with the whole cohort."""
     index = {"enrol_index": enrol_index, "test_index": test_index}
     return as_norm(scores, enrol_cohort, test_cohort, top_n=None, **index)
 
@@ -70,7 +70,7 @@ def as_norm(
     enrol_index: ArrayLike | None = None,
     test_index: ArrayLike | None = None,
 ) -> Floats:
-    """S-norm in which every model and every test sees only the cohort members nearest to it.
+    """Compute AS-norm: S-norm with the nearest cohort members of each side.
 
     Args:
         scores: Scores of trials ``[n]`` with both indices, or of all pairs ``[E, T]`` without.

@@ -73,7 +73,7 @@ def check_measurable(far: float, num_impostors: int) -> int:
 
 @dataclass(frozen=True)
 class Sufficiency:
-    """Whether a false acceptance rate can be measured, and how well.
+    """Result of ``sufficiency``: whether a FAR can be measured, and how well.
 
     ``status`` is ``"ok"``, ``"few"`` (fewer than 30 false accepts are allowed) or
     ``"not measurable"``, and ``message`` says it to a reader.
@@ -85,7 +85,7 @@ class Sufficiency:
 
 
 def sufficiency(far: float, num_impostors: int) -> Sufficiency:
-    """Whether ``num_impostors`` trials can measure a false acceptance rate of ``far``.
+    """Check whether ``num_impostors`` trials can resolve a FAR.
 
     Examples:
         >>> sufficiency(1e-5, 15_658_489)
@@ -211,7 +211,7 @@ def tar_at_far(
 def tars_at_fars(
     genuine: ArrayLike, impostor: ArrayLike, fars: Sequence[float], *, rule: str = "conservative"
 ) -> list[TarAtFar]:
-    """:func:`tar_at_far` for several rates, which share one search for the largest impostors."""
+    """Compute ``tar_at_far`` for several rates at once."""
     if rule not in RULES:
         raise ConfigError(f"rule {rule!r} is unknown: choose one of {', '.join(RULES)}")
     genuine, impostor = checked_pair(genuine, impostor)
@@ -271,7 +271,7 @@ def _point(
 
 
 def rates_at(genuine: ArrayLike, impostor: ArrayLike, threshold: float) -> Rates:
-    """Error rates of accepting the scores at or above a threshold.
+    """Error rates at a threshold; scores at or above it are accepted.
 
     Examples:
         >>> rates = rates_at([0.9, 0.8, 0.4], [0.5, 0.3, 0.2, 0.1], threshold=0.5)
@@ -348,7 +348,7 @@ def largest_below(scores: Scores, value: float) -> float | None:
 
 
 class ImpostorTail:
-    """The largest impostor scores: all that TAR at FAR needs to know of them.
+    """The largest impostor scores, which are enough for TAR at FAR.
 
     Scores come in any order and in any chunks; tails of several processes or files are merged. The
     result is exactly that of :func:`qmargin.metrics.tar_at_far` on all the scores at once, in
@@ -428,14 +428,14 @@ class ImpostorTail:
         return check_measurable(far, self.num_impostors)
 
     def state_dict(self) -> dict[str, NDArray[np.generic]]:
-        """Everything to save or send, as arrays; :meth:`from_state_dict` makes the tail again."""
+        """Everything to save or send, as arrays; ``from_state_dict`` restores the tail."""
         numbers = {name: getattr(self, name) for name in ("max_far", "num_impostors", "num_seen")}
         arrays = {name: np.array(value) for name, value in numbers.items()}
         return {**arrays, "scores": self._largest.descending()}
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, NDArray[np.generic]]) -> ImpostorTail:
-        """The tail that :meth:`state_dict` described."""
+        """Restore a tail from ``state_dict``."""
         if missing := {"max_far", "num_impostors", "num_seen", "scores"} - set(state):
             raise DataError(f"the state of a tail lacks {sorted(missing)}: pass a whole state_dict")
         tail = cls(float(state["max_far"]), int(state["num_impostors"]))

@@ -13,7 +13,7 @@ __all__ = ["create_backbone", "list_backbones", "register_backbone"]
 
 
 def create_backbone(name: str, *, embedding_dim: int = 512, **options: Any) -> nn.Module:
-    """Build a backbone with fresh weights.
+    """Build a backbone with random weights.
 
     Examples:
         >>> create_backbone("iresnet18", embedding_dim=128).embedding_dim
@@ -24,7 +24,7 @@ def create_backbone(name: str, *, embedding_dim: int = 512, **options: Any) -> n
 
 
 def list_backbones() -> list[str]:
-    """Names that ``create_backbone`` knows.
+    """List the names for ``create_backbone``.
 
     Examples:
         >>> [name for name in list_backbones() if name.startswith("iresnet")]

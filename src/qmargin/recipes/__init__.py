@@ -19,7 +19,7 @@ START = ("faces_tiny", "speakers_tiny", "debug")
 
 
 def get_recipe(name: str) -> Recipe:
-    """Build a recipe.
+    """Return a built-in or registered recipe by name.
 
     Examples:
         >>> get_recipe("debug").data.kind

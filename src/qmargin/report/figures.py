@@ -69,6 +69,7 @@ def draw_figures(panels: Sequence[Panel], media: MediaFolder | None) -> dict[str
                 "det": det_plot(panel),
                 "sensitivity": sensitivity_plot(panel),
                 "identities": identities_plot(panel),
+                "time": time_plot(panel),
                 "groups": groups_plot(panel),
                 "hardest": None if media is None else hardest_plot(panel.leader(), media),
             }
@@ -96,6 +97,7 @@ def det_plot(panel: Panel) -> Figure:
     axes.set(xlim=(det.box.left, det.box.right), ylim=(det.box.bottom, det.box.top))
     axes.set_xticks([tick.place for tick in det.bottom], [tick.label for tick in det.bottom])
     axes.set_yticks([tick.place for tick in det.left], [tick.label for tick in det.left])
+    axes.tick_params(axis="x", labelsize="small")  # as far apart as on the page
     axes.set(xlabel="False accept rate", ylabel="False reject rate")
     axes.grid(color="0.9", linewidth=0.6)
     _legend(axes, panel.entries)
@@ -152,6 +154,18 @@ def identities_plot(panel: Panel) -> Figure | None:
                 lines.setdefault(name, []).append((count, 100.0 * tar, None))
     ylabel = "TAR %" if has_one_loss else f"TAR % at FAR {rate_text(far)}"
     return lines_plot({"Training identities": lines}, ylabel)
+
+
+def time_plot(panel: Panel) -> Figure | None:
+    """TAR over training seconds, a line for each run; None without runs measured meanwhile."""
+    far = panel.headline_far
+    lines: dict[str, list[LinePoint]] = {}
+    for entry in panel.entries if far is not None else ():
+        if points := entry.progress(far):
+            lines[_short(entry.label)] = [(s, 100.0 * tar, None) for s, tar in points]
+    if far is None or not lines:
+        return None
+    return lines_plot({"Training, s": lines}, f"TAR % at FAR {rate_text(far)}")
 
 
 def _loss_name(run: RunInfo) -> str:

@@ -103,7 +103,7 @@ def _image(path: Path) -> Medium:
                 image.draft("RGB", (2 * IMAGE_SIDE, 2 * IMAGE_SIDE))
                 small = ImageOps.exif_transpose(image).convert("RGB")
                 small.thumbnail((IMAGE_SIDE, IMAGE_SIDE))
-    except Exception:  # a decoder may fail in any way on a broken file; the page goes on
+    except Exception:  # decoders raise many kinds of errors on a broken file
         return Medium(problem="unreadable image")
     buffer = io.BytesIO()
     small.save(buffer, "JPEG", quality=82, optimize=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import unicodedata
 from collections.abc import Iterable
+from decimal import Decimal
 
 LONGEST_NAME = 120  # characters of a name that are shown
 LONGEST_TEXT = 2000  # of a note, a path or a command
@@ -46,7 +47,7 @@ def signed_interval(low: float, high: float) -> str:
 
 
 def number(value: float | None, digits: int = 4) -> str:
-    """A score, a threshold or a cost with so many significant digits.
+    """A score, a threshold or a cost with ``digits`` significant digits.
 
     Examples:
         >>> number(0.41234567), number(12345.678), number(None)
@@ -84,15 +85,15 @@ def rate_text(value: float) -> str:
     """A rate in per cent with three significant digits: the one notation of reports.
 
     Examples:
-        >>> rate_text(0.05), rate_text(1e-4), rate_text(1e-7), rate_text(0.0)
-        ('5 %', '0.01 %', '0.00001 %', '0 %')
+        >>> rate_text(0.05), rate_text(0.932), rate_text(1e-4), rate_text(1e-7), rate_text(0.0)
+        ('5 %', '93.2 %', '0.01 %', '0.00001 %', '0 %')
     """
-    text = f"{float(f'{100.0 * value:.3g}'):.15f}".rstrip("0").rstrip(".")
-    return f"{text} %"
+    text = f"{Decimal(f'{100.0 * value:.3g}'):f}"  # of the decimal digits: a float has others
+    return f"{text.rstrip('0').rstrip('.') if '.' in text else text} %"
 
 
 def one_in(value: float, size: int, whom: str) -> str:
-    """A rate of ``size`` trials in plain words, as one of so many.
+    """A rate of ``size`` trials in plain words, such as one in 1,000.
 
     Examples:
         >>> one_in(9.996e-5, 10**6, "impostor"), one_in(0.0, 50, "impostor")

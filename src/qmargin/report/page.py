@@ -23,7 +23,7 @@ from qmargin.evaluation.result import HardPair, ProtocolInfo
 from qmargin.files import MADE_BY
 from qmargin.metrics.operating import ENOUGH_FALSE_ACCEPTS
 from qmargin.report import plots, tables
-from qmargin.report.journal import Journal
+from qmargin.report.journal import OUTCOMES, Journal
 from qmargin.report.media import MediaFolder
 from qmargin.report.numbers import (
     LONGEST_TEXT,
@@ -36,22 +36,18 @@ from qmargin.report.numbers import (
     out_of,
     percent,
     percent_interval,
-    probability,
     rate_text,
-    signed,
-    signed_interval,
 )
 from qmargin.report.systems import (
     Entry,
     PairedDifference,
     Panel,
     Repeats,
-    difference_of_means,
-    find_repeats,
-    interval_of_mean,
     margin_of,
+    name_of,
 )
 from qmargin.report.table import Column, Table
+from qmargin.report.verdicts import ONE_RUN, effect_text, planned_verdicts
 
 MOST_SHOWN = 12  # hardest pairs of each kind
 NUM_EXAMPLES = 2  # pairs of each kind in the opening
@@ -63,18 +59,24 @@ def render_page(
     panels: Sequence[Panel],
     differences: Sequence[list[PairedDifference]],
     *,
+    repeats: Sequence[Repeats] = (),
     level: float = 0.95,
     media: MediaFolder | None = None,
     journals: Sequence[Journal] = (),
+    data_note: str = "",
+    notes: Sequence[str] = (),
 ) -> str:
-    """The whole page as text; ``differences`` has a list for each panel."""
+    """The whole page as text; ``differences`` has a list for each panel, ``notes`` are cautions."""
     style, script = (
         (files("qmargin.report") / "templates" / name).read_text(encoding="utf-8")
         for name in ("page.css", "page.js")
     )
-    repeats = find_repeats(panels)
+    whole, repeats = repeats, [each for each in repeats if each.has_seeds]
+    # A protocol's verdict is about means where its systems have several runs.
+    covered = {id(e) for each in repeats for group in each.systems.values() for e in group}
+    single = [panel for panel in panels if not all(id(e) in covered for e in panel.entries)]
     dets = [plots.det_geometry(panel) for panel in panels]
-    baselines = [_to_baseline(panel, differences[panel.index], repeats, level) for panel in panels]
+    baselines = [_to_baseline(panel, differences[panel.index], repeats) for panel in panels]
     blocks: dict[str, Callable[[Panel], Any]] = {
         "data": lambda panel: (*tables.sufficiency_table(panel), plots.gauge),
         "det": lambda panel: (dets[panel.index], baselines[panel.index]),
@@ -85,9 +87,11 @@ def render_page(
             tables.threshold_table(panel),
             tables.other_table(panel),
         ),
-        "cost": lambda panel: tables.cost_table(panel.entries),
-        "pairs": lambda panel: _pairs(panel, differences[panel.index], level),
-        "groups": lambda panel: [_groups(e) for e in panel.entries if e.result.groups is not None],
+        "cost": _cost,
+        "pairs": lambda panel: (
+            _pairs(panel, differences[panel.index], level) if panel in single else None
+        ),
+        "groups": lambda panel: [_groups(e) for e in _leader_first(panel) if e.result.groups],
         "hardest": lambda panel: _hardest(panel, media),
         "calibration": lambda panel: [
             (entry, plots.reliability_chart(found.reliability), found)
@@ -101,17 +105,11 @@ def render_page(
         found = [(panel.title if len(panels) > 1 else "", block(panel)) for panel in panels]
         views[key] = [(heading, view) for heading, view in found if view]
     views["repeats"] = [
-        ("", (tables.repeats_table(each), tables.mean_difference_table(each, level)))
-        for each in repeats
+        ("", (tables.repeats_table(each), tables.mean_difference_table(each))) for each in repeats
     ]
     views["sparsity"] = [("", _sparsity(journals))] if journals else []
-    # A protocol's verdict is about means where its systems have several runs.
-    covered = {id(e) for each in repeats for group in each.systems.values() for e in group}
-    verdicts = [_mean_verdict(each, level) for each in repeats] + [
-        _verdict(panel, differences[panel.index])
-        for panel in panels
-        if not all(id(entry) in covered for entry in panel.entries)
-    ]
+    verdicts = [_mean_verdict(each) for each in repeats]
+    verdicts += [_verdict(panel, differences[panel.index], whole) for panel in single]
     views["next"] = [(v.title if len(verdicts) > 1 else "", v) for v in verdicts if v.steps]
     return (
         _environment()
@@ -122,8 +120,9 @@ def render_page(
             policy=_policy(style, script),
             style=Markup(style),
             script=Markup(script),
-            opening=_opening(panels, media),
+            opening=_opening(panels, media, data_note),
             verdicts=verdicts,
+            notes=notes,
             views=views,
             det_data=[det.data for det in dets],
         )
@@ -197,6 +196,7 @@ class Verdict:
     lead: str = ""
     num_runs: int = 1  # of all systems
     num_seeds: int = 1  # of the leader
+    planned: Sequence[str] = ()  # comparisons that were fixed beforehand
     steps: Sequence[str] = ()  # what to do next
 
     @property
@@ -205,23 +205,26 @@ class Verdict:
         return len(self.tied) > 1
 
 
-Rivals = Mapping[str, tuple[float, tuple[float, float], float, bool]]
+Rivals = Mapping[str, PairedDifference]  # the leader minus each of the others
 
 
-def _verdict(panel: Panel, differences: Sequence[PairedDifference]) -> Verdict:
+def _verdict(
+    panel: Panel, differences: Sequence[PairedDifference], repeats: Sequence[Repeats]
+) -> Verdict:
     """Of single results."""
     leader, far = panel.leader(), panel.headline_far
     protocol, point, eer = leader.result.protocol, leader.point_at(far), leader.result.measures.eer
     start = (panel.title, protocol, leader.label)
-    rivals = {}
-    for made in (made.seen_from(leader.label) for made in differences if made.far == far):
-        if made.first == leader.label:
-            is_ahead = made.reading == "first is better"
-            rivals[made.second] = (made.difference, made.interval, made.adjusted, is_ahead)
+    seen = (made.seen_from(leader.label) for made in differences if made.far == far)
+    rivals = {made.second: made for made in seen if made.first == leader.label}
+    own = [r for r in repeats if any(leader in entries for entries in r.systems.values())]
+    planned = [line for one in own for line in planned_verdicts(one, far)]
     how = f"{100 * protocol.interval.level:g} % interval, {protocol.interval.method}"
     if far is None or point is None or point.tar is None or point.far is None:
         facts = [_interval_fact(eer.interval, how)]
-        verdict = Verdict(*start, percent(eer.value), None, _eer_words(eer.value), facts)
+        verdict = Verdict(
+            *start, percent(eer.value), None, _eer_words(eer.value), facts, planned=planned
+        )
         return _with_rivals(verdict, rivals, len(panel.entries) - 1)
     facts = [
         _interval_fact(point.interval, how),
@@ -231,7 +234,8 @@ def _verdict(panel: Panel, differences: Sequence[PairedDifference]) -> Verdict:
         (leader.score_text(point.threshold), "threshold"),
     ]
     words = _words(point.far, point.tar, protocol)
-    verdict = Verdict(*start, percent(point.tar), far, words, facts, _caution(panel.entries, far))
+    caution = _caution(panel.entries, far)
+    verdict = Verdict(*start, percent(point.tar), far, words, facts, caution, planned=planned)
     verdict = _with_rivals(verdict, rivals, len(panel.entries) - 1)
     use = (
         f"To use {leader.label}, accept a pair if its score is at least {facts[-1][0]}, and set "
@@ -240,19 +244,16 @@ def _verdict(panel: Panel, differences: Sequence[PairedDifference]) -> Verdict:
     return replace(verdict, steps=(*verdict.steps, use))
 
 
-def _mean_verdict(repeats: Repeats, level: float) -> Verdict:
+def _mean_verdict(repeats: Repeats) -> Verdict:
     """Of means over runs."""
     far = repeats.headline_far
     leader, *others = repeats.ranked(far)
     values, mean_eer = repeats.values(leader, far), statistics.fmean(repeats.values(leader, None))
     entries, mean = repeats.systems[leader], statistics.fmean(values)
-    rivals = {}
-    for name in others:
-        if made := difference_of_means(repeats, leader, name, far, level=level):
-            is_ahead = made.high < 0.0 if far is None else made.low > 0.0
-            rivals[name] = (made.difference, (made.low, made.high), made.p_value, is_ahead)
-    how = f"{100 * level:g} % interval of the mean over subjects"
-    facts = [_interval_fact(interval_of_mean(repeats, leader, far, level=level), how)]
+    rivals = {n: made for n in others if (made := repeats.difference(leader, n, far)) is not None}
+    covers = "seeds and identities" if len(values) > 1 else ONE_RUN
+    how = f"{100 * repeats.level:g} % interval of the mean, {covers}"
+    facts = [_interval_fact(repeats.interval(leader, far), how)]
     if len(values) > 1:
         deviation = f"{100 * statistics.stdev(values):.2f} points"
         facts.append((deviation, f"standard deviation over {len(values)} seeds"))
@@ -266,6 +267,7 @@ def _mean_verdict(repeats: Repeats, level: float) -> Verdict:
         _caution([entry for group in repeats.systems.values() for entry in group], far),
         num_runs=sum(map(len, repeats.systems.values())),
         num_seeds=len(values),
+        planned=planned_verdicts(repeats, far),
     )
     return _with_rivals(verdict, rivals, len(repeats.systems) - 1)
 
@@ -302,12 +304,10 @@ def _with_rivals(verdict: Verdict, rivals: Rivals, num_others: int) -> Verdict:
     """Add what is known of the others: differences, intervals, p-values, who is behind."""
     verdict = replace(verdict, num_unknown=num_others - len(rivals))
     if rivals:
-        rival = min(rivals, key=lambda name: abs(rivals[name][0]))
-        difference, ends, p_value, _ = rivals[rival]
-        words = f"p = {probability(p_value)}".replace("= <", "<")
-        lead = f"{signed(100 * difference)} points (interval {signed_interval(*ends)}, {words})"
-        tied = (verdict.leader, *(name for name, found in rivals.items() if not found[-1]))
-        verdict = replace(verdict, rival=rival, lead=lead, tied=tied)
+        rival = min(rivals, key=lambda name: abs(rivals[name].difference))
+        behind = {name for name, made in rivals.items() if made.reading == "first is better"}
+        tied = (verdict.leader, *(name for name in rivals if name not in behind))
+        verdict = replace(verdict, rival=rival, lead=effect_text(rivals[rival]), tied=tied)
     return replace(verdict, steps=_steps(verdict, rivals))
 
 
@@ -323,15 +323,21 @@ def _steps(verdict: Verdict, rivals: Rivals) -> tuple[str, ...]:
     if verdict.num_unknown:
         steps.append(
             "Evaluate all systems on the same trials with --replicates: without paired replicates "
-            "nobody knows whether a difference is chance."
+            "chance cannot be excluded as the cause of a difference."
         )
     if verdict.is_tie:
-        low, high = rivals[verdict.tied[1]][1]
+        made = rivals[verdict.tied[1]]
+        low, high = made.interval
         now = "" if protocol.num_subjects is None else f" (now {protocol.num_subjects:,})"
+        more, much = f"test more identities{now}", "four times as many identities halve it"
+        if made.run_share is not None and made.run_share > 0.5:
+            more, much = (
+                f"train with more seeds (now {verdict.num_seeds})",
+                f"{100 * made.run_share:.0f} % of its variance come from training",
+            )
         steps.append(
-            f"To break the tie, test more identities{now}: the interval of the difference to "
-            f"{verdict.tied[1]} is {100 * (high - low):.2g} points wide, and four times as many "
-            "identities halve it."
+            f"To break the tie, {more}: the interval of the difference to {verdict.tied[1]} is "
+            f"{100 * (high - low):.2g} points wide, and {much}."
         )
     elif rivals and not verdict.num_unknown:
         steps.append(
@@ -349,38 +355,59 @@ def _steps(verdict: Verdict, rivals: Rivals) -> tuple[str, ...]:
 # -- sections -------------------------------------------------------------------------------------
 
 
-def _opening(panels: Sequence[Panel], media: MediaFolder | None) -> dict[str, Any]:
+def _opening(panels: Sequence[Panel], media: MediaFolder | None, note: str) -> dict[str, Any]:
     """The task in plain words, with easy and hard pairs of the first panel's leader."""
-    hardest = panels[0].leader().result.hardest
+    leader = panels[0].leader()
+    hardest, protocol = leader.result.hardest, leader.result.protocol
     kinds = {} if media is None or hardest is None else {
         "Easy: one identity": hardest.easy_genuine,
         "Easy: two identities": hardest.easy_impostors,
         "Hard: one identity": hardest.false_rejects,
         "Hard: two identities": hardest.false_accepts,
     }  # fmt: skip
-    examples = {title: _shown(pairs[:NUM_EXAMPLES], media) for title, pairs in kinds.items()}
+    examples = {title: _shown(leader, _examples(pairs), media) for title, pairs in kinds.items()}
     return {
         "examples": {title: pairs for title, pairs in examples.items() if pairs},
-        "protocol": panels[0].entries[0].result.protocol,
+        "protocol": protocol,
+        "note": note,
         "num_panels": len(panels),
         "num_systems": len({entry.label for panel in panels for entry in panel.entries}),
     }
 
 
-def _shown(pairs: Sequence[HardPair], media: MediaFolder | None) -> list[tuple[str, Any]]:
+def _shown(
+    entry: Entry, pairs: Sequence[HardPair], media: MediaFolder | None
+) -> list[tuple[str, Any]]:
     """Score and both sides of pairs."""
-    found, digits = [], digits_to_differ(pair.score for pair in pairs)
+    found, least = [], entry.score_digits
+    digits = digits_to_differ((pair.score for pair in pairs), least, form="f")
     for pair in pairs:
         sides = [(key, media and media.embedded(key)) for key in (pair.enrol, pair.test)]
-        found.append((number(pair.score, digits), sides))
+        found.append((entry.score_text(pair.score, digits), sides))
     return found
+
+
+def _examples(pairs: Sequence[HardPair]) -> list[HardPair]:
+    """A few pairs, of folders that no earlier one has: those of an identity look alike."""
+    seen: set[str] = set()
+    new: list[HardPair] = []
+    others: list[HardPair] = []
+    for pair in pairs:
+        folders = {key.rpartition("/")[0] or key for key in (pair.enrol, pair.test)}
+        (others if folders & seen else new).append(pair)
+        seen |= folders
+    return [*new, *others][:NUM_EXAMPLES]
+
+
+def _leader_first(panel: Panel) -> list[Entry]:
+    leader = panel.leader()
+    return sorted(panel.entries, key=lambda entry: entry is not leader)
 
 
 def _to_baseline(
     panel: Panel,
     differences: Sequence[PairedDifference],
     repeats: Sequence[Repeats],
-    level: float,
 ) -> tuple[plots.Chart, str, str] | None:
     """Differences of all others to the best softmax loss, or to the leader where there is none.
 
@@ -404,14 +431,11 @@ def _to_baseline(
     for name in (name for name in ranked if name != baseline):
         if means is None:
             pairs = (made.seen_from(name) for made in differences if made.far == far)
-            same = [d for d in pairs if (d.first, d.second) == (name, baseline)]
-            found = [(d.difference, d.interval, d.is_shown) for d in same]
+            found = [d for d in pairs if (d.first, d.second) == (name, baseline)]
         else:
-            made = difference_of_means(means, name, baseline, far, level=level)
-            found = [] if made is None else [
-                (made.difference, (made.low, made.high), not made.low <= 0.0 <= made.high)
-            ]  # fmt: skip
-        rows += [(name, first[name].colour, *one) for one in found]
+            found = [d for d in [means.difference(name, baseline, far)] if d is not None]
+        colour = first[name].colour
+        rows += [(name, colour, d.difference, d.interval, d.is_shown) for d in found]
     measure = "EER" if far is None else f"TAR at FAR {rate_text(far)}"
     return (plots.difference_chart(rows, measure), measure, baseline) if rows else None
 
@@ -423,6 +447,25 @@ def _scores(panel: Panel) -> list[tuple[Entry, Any]]:
         threshold = None if point is None else point.threshold
         found.append((entry, plots.histogram_chart(entry.result.histogram, threshold)))
     return found
+
+
+def _cost(panel: Panel) -> dict[str, Any] | None:
+    """Time and memory of the training, and TAR over time of runs that were measured meanwhile."""
+    table, far = tables.cost_table(panel.entries), panel.headline_far
+    systems: dict[str, list[Entry]] = {}
+    for entry in panel.entries:
+        if far is not None and entry.progress(far):
+            systems.setdefault(name_of(entry.result), []).append(entry)
+    if far is None or not systems:
+        return None if table is None else {"table": table, "plot": None}
+    colours = {name: entries[0].colour for name, entries in systems.items()}
+    lines = [(colours[n], entry.progress(far)) for n, own in systems.items() for entry in own]
+    return {
+        "table": table,
+        "plot": plots.time_chart(lines, f"TAR at FAR {rate_text(far)}"),
+        "times": tables.time_table(systems, far),
+        "entries": [{"colour": colour, "label": name} for name, colour in colours.items()],
+    }
 
 
 def _pairs(panel: Panel, differences: Sequence[PairedDifference], level: float) -> dict[str, Any]:
@@ -454,6 +497,7 @@ def _groups(entry: Entry) -> dict[str, Any]:
         "rows": audit.rows,
         "table": tables.group_table(audit),
         "spreads": tables.spread_table(audit),
+        "note": audit.note,
         "target": across(audit.far_target),
         "match": [None if rate is None else across(rate) for rate in match],
         "miss": [None if rate is None else beside(rate) for rate in miss],
@@ -462,15 +506,16 @@ def _groups(entry: Entry) -> dict[str, Any]:
 
 def _hardest(panel: Panel, media: MediaFolder | None) -> dict[str, Any] | None:
     """Pairs of the leading system first, those of others folded away."""
-    leader = panel.leader()
     systems = []
-    for entry in sorted(panel.entries, key=lambda entry: entry is not leader):
+    for entry in _leader_first(panel):
         if (hardest := entry.result.hardest) is not None:
             kinds = {
                 "False accepts: impostor pairs with the highest scores": hardest.false_accepts,
                 "False rejects: genuine pairs with the lowest scores": hardest.false_rejects,
             }
-            shown = [(title, _shown(pairs[:MOST_SHOWN], media)) for title, pairs in kinds.items()]
+            shown = [
+                (title, _shown(entry, pairs[:MOST_SHOWN], media)) for title, pairs in kinds.items()
+            ]
             systems.append((entry, shown))
     return {"systems": systems, "has_media": media is not None} if systems else None
 
@@ -484,12 +529,25 @@ def _sparsity(journals: Sequence[Journal]) -> dict[str, Any]:
         largest = count(int(max(peaks))) if peaks else MISSING
         if peaks and journal.num_classes:
             largest += f" ({100 * max(peaks) / journal.num_classes:.3g} %)"
-        rows.append((journal.name, number(means[-1] if means else None), largest))
-    heads = (Column("Run", "left"), Column("Mean at the end"), Column("Largest of all steps"))
+        ends = (_last(journal.outcomes.get(name, ())) for name in OUTCOMES)
+        shown = (*map(number, ends), number(journal.reach))
+        rows.append((journal.name, number(means[-1] if means else None), largest, *shown))
+    titles = ("Active at the end", "Largest of all steps", "Satisfied", "Target posterior", "Gap")
+    heads = (Column("Run", "left"), *map(Column, (*titles, "Reach")))
+    # of journals of other programs, which have none of these
+    kept = [i for i in range(len(heads)) if i < 3 or any(row[i] != MISSING for row in rows)]
     names = [journal.name for journal in journals]
     return {
         "plot": plots.support_chart(journals),
         "names": names,
         "entries": [{"colour": colour, "label": name} for colour, name in enumerate(names)],
-        "table": Table("", heads, tuple(rows)),
+        "outcomes": plots.outcome_charts(journals),
+        "table": Table(
+            "", tuple(heads[i] for i in kept), tuple(tuple(row[i] for i in kept) for row in rows)
+        ),
     }
+
+
+def _last(values: Sequence[float | None]) -> float | None:
+    """The last known of some values."""
+    return next((value for value in reversed(values) if value is not None), None)

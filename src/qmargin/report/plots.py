@@ -30,11 +30,13 @@ from qmargin.report.numbers import (
 from qmargin.report.systems import Entry, Panel
 
 NUM_COLOURS = 8
+LARGEST_GAP = 2.0  # between two cosines
 RATES = (
     *(10.0**exponent for exponent in range(-9, -2)),
     *(0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 0.9, 0.95, 0.98, 0.99),
 )
 MANTISSAS = (1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0)
+LETTERS = (7.0, 11.5)  # widths of a letter of a label, on a screen and on a phone
 Place = tuple[float, float]
 probit = NormalDist().inv_cdf  # the axis of a DET plot
 
@@ -75,6 +77,25 @@ class Scale:
     def ticks(self, values: Iterable[float], label: Callable[[float], str]) -> list[Tick]:
         """Ticks at values; every second one is minor."""
         return [Tick(self(value), label(value), bool(i % 2)) for i, value in enumerate(values)]
+
+    def spaced_ticks(self, values: Iterable[float], label: Callable[[float], str]) -> list[Tick]:
+        """Ticks of an axis to the right whose labels do not meet, the largest values first.
+
+        Labels that would meet have no text, or are minor where they meet in large letters only.
+        """
+        found: list[Tick] = []
+        ends = dict.fromkeys(LETTERS, math.inf)  # where the label on the right begins
+        for value in sorted(values, reverse=True):
+            place, text = self(value), label(value)
+            fits = {}
+            for letter in LETTERS:
+                half = 0.5 * letter * (len(text) + 1)  # and a space
+                fits[letter] = place + half <= ends[letter]
+                if fits[letter]:
+                    ends[letter] = place - half
+            small, large = LETTERS
+            found.append(Tick(place, text if fits[small] else "", not fits[large]))
+        return found[::-1]
 
 
 def round_ticks(low: float, high: float, wanted: int = 5) -> list[float]:
@@ -151,7 +172,7 @@ class DetGeometry:
         }
 
 
-DET_BOX = Box(left=74.0, right=624.0, top=32.0, bottom=412.0)
+DET_BOX = Box(left=74.0, right=624.0, top=32.0, bottom=542.0)
 
 
 def det_geometry(panel: Panel) -> DetGeometry:
@@ -179,7 +200,7 @@ def det_geometry(panel: Panel) -> DetGeometry:
         across=across,
         up=up,
         box=DET_BOX,
-        bottom=across.ticks(shown, rate_text),
+        bottom=across.spaced_ticks(shown, rate_text),
         left=up.ticks(up.within(RATES), rate_text),
         few=[across.clamped(ENOUGH_FALSE_ACCEPTS / size) for size in sizes],
         diagonal=((across(first), up(first)), (across(last), up(last))) if first < last else None,
@@ -347,11 +368,68 @@ def support_chart(journals: Sequence[Journal]) -> Chart:
     return Chart(640.0, 290.0, box, bottom, left, {"lines": lines}, "Step", "Active classes")
 
 
+def time_chart(lines: Sequence[tuple[int, Sequence[Place]]], measure: str) -> Chart:
+    """TAR in per cent over training seconds: the colour and the points of each run."""
+    box = Box(left=62.0, right=624.0, top=26.0, bottom=232.0)
+    tars = [100.0 * tar for _, line in lines for _, tar in line]
+    room = 0.06 * (max(tars) - min(tars)) or 1.0
+    up = Scale(min(tars) - room, max(tars) + room, box.bottom, box.top)
+    longest = max(seconds for _, line in lines for seconds, _ in line)
+    across = Scale(0.0, 1.02 * longest or 1.0, box.left, box.right)
+    drawn = [
+        (colour, [(across(seconds), up(100.0 * tar)) for seconds, tar in line])
+        for colour, line in lines
+    ]
+    bottom = across.ticks(round_ticks(across.low, across.high, 6), short_count)
+    left = up.ticks(round_ticks(up.low, up.high, 5), lambda value: number(value, 3))
+    return Chart(640.0, 290.0, box, bottom, left, {"lines": drawn}, "Training, s", f"{measure}, %")
+
+
+OUTCOME_TITLES = {
+    "satisfied_share": "Share of satisfied rows",
+    "target_posterior": "Posterior of the target",
+    "cosine_gap": "Cosine gap",
+}
+
+
+def outcome_charts(journals: Sequence[Journal]) -> list[Chart]:
+    """A small chart for each mean that some run has over its steps; gaps beside the reach."""
+    box = SMALL._replace(left=44.0)
+    steps = [step for journal in journals for step in journal.steps]
+    across = Scale(min(steps), max(*steps, min(steps) + 1), box.left, box.right)
+    bottom = across.ticks(round_ticks(across.low, across.high, 4), short_count)
+    charts = []
+    for name, title in OUTCOME_TITLES.items():
+        columns = [journal.outcomes.get(name, ()) for journal in journals]
+        values = [value for column in columns for value in column if value is not None]
+        if not values:
+            continue
+        is_gap = name == "cosine_gap"
+        reaches = [journal.reach if is_gap else None for journal in journals]
+        shown = [reach for reach in reaches if reach is not None and reach <= LARGEST_GAP]
+        low, high = min(*values, 0.0), max(*values, *shown, 0.0)
+        room = 0.05 * (high - low) or 0.05
+        up = Scale(low - (room if low < 0.0 else 0.0), high + room, box.bottom, box.top)
+        lines = [
+            [
+                (across(step), up(value))
+                for step, value in zip(journal.steps, column, strict=False)
+                if value is not None
+            ]
+            for journal, column in zip(journals, columns, strict=True)
+        ]
+        marks = [None if reach not in shown else up(reach) for reach in reaches]
+        left = up.ticks(round_ticks(up.low, up.high, 4), "{:g}".format)
+        shapes = {"lines": lines, "marks": marks}
+        charts.append(Chart(340.0, 220.0, box, bottom, left, shapes, "Step", title))
+    return charts
+
+
 def difference_chart(
     rows: Sequence[tuple[str, int, float, tuple[float, float], bool]], measure: str
 ) -> Chart:
     """Differences to one system: name, colour, difference, interval, beyond chance; in points."""
-    box = Box(left=14.0, right=326.0, top=8.0, bottom=16.0 + 36.0 * len(rows))
+    box = Box(left=10.0, right=270.0, top=8.0, bottom=16.0 + 40.0 * len(rows))
     ends = [100.0 * end for _, _, _, interval, _ in rows for end in interval] + [0.0]
     room = 0.06 * (max(ends) - min(ends)) or 1.0
     across = Scale(min(ends) - room, max(ends) + room, box.left, box.right)
@@ -362,7 +440,7 @@ def difference_chart(
             "at": across(100.0 * difference),
             "ends": [across(100.0 * end) for end in interval],
             "is_shown": is_shown,
-            "up": box.top + 26.0 + 36.0 * index,
+            "up": box.top + 28.0 + 40.0 * index,
         }
         for index, (name, colour, difference, interval, is_shown) in enumerate(rows)
     ]
@@ -371,7 +449,7 @@ def difference_chart(
     ticks = across.ticks(places, lambda value: number(value, digits))
     title = f"Difference of {measure.partition(' ')[0]}, percentage points"
     found = {"rows": shapes, "zero": across(0.0)}
-    return Chart(340.0, box.bottom + 50.0, box, ticks, [], found, title, "")
+    return Chart(280.0, box.bottom + 50.0, box, ticks, [], found, title, "")
 
 
 # -- drawings in tables ---------------------------------------------------------------------------

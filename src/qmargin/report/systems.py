@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,11 +23,33 @@ from qmargin.evaluation.result import (
     read_result,
     without_paths,
 )
-from qmargin.metrics.bootstrap import Difference, interval, paired_difference
+from qmargin.metrics.runs import (
+    LEAST_PAIRS,
+    Estimate,
+    Runs,
+    difference_over_runs,
+    logits,
+    mean_over_runs,
+    rate_difference,
+    rate_of,
+)
 from qmargin.report.numbers import MINUS, MISSING, cleaned, number, spread_digits
 
 MOST_PAIRS = 15  # beyond, only pairs with the first system or the leader
 SIGNIFICANT = 0.05
+POWER = 0.8  # with which the detectable difference would have been shown
+
+
+@dataclass(frozen=True)
+class Primary:
+    """The comparison that is fixed before any test result is seen: an arm minus its first rival.
+
+    Its p-value stands alone; those of all other comparisons are corrected together.
+    """
+
+    focus: str  # an arm
+    rivals: tuple[str, ...]  # other arms; all are reported
+    far: float
 
 
 @dataclass(frozen=True)
@@ -48,12 +71,23 @@ class Entry:
         point = self.point_at(far)
         return None if point is None else point.tar
 
-    def score_text(self, score: float | None) -> str:
+    @cached_property
+    def score_digits(self) -> int:
+        """Digits after the point that the spread of the scores asks for."""
+        return spread_digits(self.result.histogram.edges, 0, 9) + 3
+
+    def score_text(self, score: float | None, digits: int | None = None) -> str:
         """A score, or a threshold, with digits for the spread of the scores."""
         if score is None or math.isinf(score):
             return number(score)
-        digits = spread_digits(self.result.histogram.edges, 0, 9) + 3
-        return f"{score:.{digits}f}".replace("-", MINUS)
+        return f"{score:.{digits or self.score_digits}f}".replace("-", MINUS)
+
+    def progress(self, far: float | None) -> list[tuple[float, float]]:
+        """Training seconds and TAR at a FAR, or EER, while the run was trained."""
+        run = self.result.run
+        points = () if run is None else run.progress
+        known = [(p, p.eer if far is None else p.tar.get(far_key(far))) for p in points]
+        return [(p.train_seconds, value) for p, value in known if value is not None]
 
     def drawn(self, far: float | None) -> NDArray[np.float64] | None:
         """The same in every replicate, NaN where it could not be measured."""
@@ -70,15 +104,18 @@ def _fars(entries: Iterable[Entry]) -> tuple[float, ...]:
     return tuple(sorted({point.far_target for point in points}, reverse=True))
 
 
-def _headline_far(entries: Sequence[Entry], wanted: float | None = None) -> float | None:
-    """The wanted FAR, or the strictest that all measured, with enough false accepts if possible."""
+def _headline_far(entries: Sequence[Entry], primary: Primary | None = None) -> float | None:
+    """The FAR of the primary comparison where all measured it, or the strictest that all did.
+
+    One with enough false accepts is preferred to a stricter one.
+    """
 
     def is_measured(far: float, accepted: tuple[str, ...]) -> bool:
         points = [entry.point_at(far) for entry in entries]
         return all(point is not None and point.status in accepted for point in points)
 
-    if wanted is not None and is_measured(wanted, ("ok", "few")):
-        return wanted
+    if primary is not None and is_measured(primary.far, ("ok", "few")):
+        return primary.far
     choices = ((far, status) for status in (("ok",), ("ok", "few")) for far in _fars(entries)[::-1])
     return next((far for far, status in choices if is_measured(far, status)), None)
 
@@ -90,7 +127,7 @@ class Panel:
     title: str
     entries: tuple[Entry, ...]
     index: int = 0
-    headline: float | None = None  # FAR that the verdict should be about
+    primary: Primary | None = None
 
     @property
     def fars(self) -> tuple[float, ...]:
@@ -100,7 +137,7 @@ class Panel:
     @cached_property
     def headline_far(self) -> float | None:
         """The FAR of the verdict."""
-        return _headline_far(self.entries, self.headline)
+        return _headline_far(self.entries, self.primary)
 
     @property
     def rules(self) -> list[str]:
@@ -123,20 +160,17 @@ class Panel:
 
     def has_winner(self, far: float | None) -> bool:
         """Whether the best system is ahead of every other by more than chance."""
-        best = self.best(far).label
-        pairs = [made.seen_from(best) for made in self.differences if made.far == far]
-        shown = [made.reading == "first is better" for made in pairs if made.first == best]
-        return len(shown) == len(self.entries) - 1 > 0 and all(shown)
+        return _has_winner(self.best(far).label, len(self.entries), far, self.differences)
 
 
 def load_panels(
-    paths: Sequence[str | Path], *, headline: float | None = None, keep_paths: bool = False
+    paths: Sequence[str | Path], *, primary: Primary | None = None, keep_paths: bool = False
 ) -> list[Panel]:
     """Read results and arrange them; absolute paths become file names unless ``keep_paths``."""
     if not paths:
         raise ConfigError("a report needs at least 1 result, got 0: name a result.json")
     results = [_checked(read_result(path), path) for path in paths]
-    return arrange(results if keep_paths else map(without_paths, results), headline=headline)
+    return arrange(results if keep_paths else map(without_paths, results), primary=primary)
 
 
 def _checked(result: Result, path: str | Path) -> Result:
@@ -167,7 +201,7 @@ def _checked(result: Result, path: str | Path) -> Result:
     return result
 
 
-def arrange(results: Iterable[Result], *, headline: float | None = None) -> list[Panel]:
+def arrange(results: Iterable[Result], *, primary: Primary | None = None) -> list[Panel]:
     """Panels of results on the same trials, in the order given.
 
     Results under one name are told apart by the seed of their run, or by a number, and so are
@@ -189,7 +223,7 @@ def arrange(results: Iterable[Result], *, headline: float | None = None) -> list
             place = titles[:index].count(title)
             has_seeds = None not in seeds and len(set(seeds)) == len(same)
             title += f", seed {seeds[place]}" if has_seeds else f", trial set {place + 1}"
-        panels.append(Panel(title, _entries(group, colours), index, headline))
+        panels.append(Panel(title, _entries(group, colours), index, primary))
     return panels
 
 
@@ -241,12 +275,16 @@ def margin_of(run: RunInfo) -> tuple[str, str]:
     return " + ".join(cleaned(margin.kind) for margin in run.margins), " + ".join(values)
 
 
-# -- paired differences ---------------------------------------------------------------------------
+# -- differences ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class PairedDifference:
-    """First minus second: a TAR at ``far``, or the EER where that is None."""
+    """First minus second: a TAR at ``far``, or the EER where that is None.
+
+    The two are single results, or means over runs that differ in their seed. It is tested on the
+    logit of the rate; the ends of the interval are put back on the scale of rates.
+    """
 
     first: str
     second: str
@@ -254,15 +292,29 @@ class PairedDifference:
     difference: float
     interval: tuple[float, float]
     p_value: float
-    adjusted: float  # with Holm's correction for all pairs of the same measure
+    adjusted: float  # with Holm's correction for all pairs and measures but the primary one
+    logit: float
+    logit_interval: tuple[float, float]
+    detectable: float  # difference that would have been shown with 80 % power
+    num_runs: int  # of the side that has fewer; with 1 the training is not in the interval
+    run_share: float | None  # of the variance, that more runs would lower
+    num_compared: int  # comparisons that were corrected together; 1 for the primary one
+    is_primary: bool
 
     def seen_from(self, label: str) -> PairedDifference:
         """The same difference with ``label`` as the first of the two."""
         if label == self.first:
             return self
-        ends, difference = (-self.interval[1], -self.interval[0]), -self.difference
-        first, second = self.second, self.first
-        return replace(self, first=first, second=second, difference=difference, interval=ends)
+        ends, other = ((-high, -low) for low, high in (self.interval, self.logit_interval))
+        return replace(
+            self,
+            first=self.second,
+            second=self.first,
+            difference=-self.difference,
+            interval=ends,
+            logit=-self.logit,
+            logit_interval=other,
+        )
 
     @property
     def is_shown(self) -> bool:
@@ -293,29 +345,110 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return adjusted
 
 
-def paired_differences(panel: Panel, level: float = 0.95) -> list[PairedDifference]:
-    """Every pair of systems with common replicates, at each FAR and for the EER.
+class _Compared(NamedTuple):
+    """A difference before it is corrected for the others."""
 
-    Runs of one arm, which differ in their seed, are not compared with each other.
+    first: str
+    second: str
+    far: float | None
+    estimate: Estimate  # of logits
+    middle: float  # logit half way between the two
+    is_primary: bool
+
+
+def _corrected(found: Sequence[_Compared], level: float) -> list[PairedDifference]:
+    """Differences with p-values for all of them together; the primary one stands alone."""
+    corrections = holm([one.estimate.p_value for one in found if not one.is_primary])
+    remaining, made = iter(corrections), []
+    for one in found:
+        estimate = one.estimate
+        count = 1 if one.is_primary else len(corrections)
+        ends = estimate.interval(level)
+        value, low, high, detectable = (
+            rate_difference(number, one.middle)
+            for number in (
+                *(estimate.value, *ends),
+                estimate.detectable(1.0 - SIGNIFICANT / count, POWER),
+            )
+        )
+        made.append(
+            PairedDifference(
+                one.first,
+                one.second,
+                one.far,
+                difference=value,
+                interval=(low, high),
+                p_value=estimate.p_value,
+                adjusted=estimate.p_value if one.is_primary else next(remaining),
+                logit=estimate.value,
+                logit_interval=ends,
+                detectable=detectable,
+                num_runs=estimate.num_runs,
+                run_share=estimate.run_share,
+                num_compared=count,
+                is_primary=one.is_primary,
+            )
+        )
+    return made
+
+
+def _compared(
+    systems: Mapping[str, Sequence[Entry]],
+    pairs: Iterable[tuple[str, str]],
+    fars: Sequence[float | None],
+    primary: tuple[Primary | None, float | None],
+    level: float,
+) -> list[PairedDifference]:
+    """Differences of pairs of systems, by every measure; what cannot be compared is left out."""
+    plan, headline = primary
+    found = []
+    for a, b in pairs:
+        arms = [_arm_of(systems[name]) for name in (a, b)]
+        is_planned = plan is not None and {*arms} == {plan.focus, plan.rivals[0]}
+        for far in fars:
+            made = _difference(systems[a], systems[b], far)
+            if made is not None:
+                found.append(_Compared(a, b, far, *made, is_planned and far == headline))
+    return _corrected(found, level)
+
+
+def _arm_of(entries: Sequence[Entry]) -> str | None:
+    run = entries[0].result.run
+    return None if run is None else run.arm
+
+
+def paired_differences(panel: Panel, level: float = 0.95) -> list[PairedDifference]:
+    """Pairs of single results with common replicates, at each FAR and for the EER.
+
+    Runs of one arm, which differ in their seed, are not compared with each other. Of many pairs,
+    those with the first system or the leader are returned; p-values are corrected for all.
     """
     pairs = [pair for pair in combinations(panel.entries, 2) if not _is_one_arm(*pair)]
+    names = [(a.label, b.label) for a, b in pairs if are_paired(a, b)]
+    arms = Counter(_arm_of([entry]) for entry in panel.entries)
+    # one pair of results is the primary comparison, of the first protocol
+    is_fixed = panel.primary is not None and panel.index == 0 and max(arms.values()) == 1
+    found = _compared(
+        {entry.label: [entry] for entry in panel.entries},
+        names,
+        [*panel.fars, None],
+        (panel.primary if is_fixed else None, panel.headline_far),
+        level,
+    )
     if len(pairs) > MOST_PAIRS:
-        wanted = (panel.entries[0].label, panel.leader().label)
-        pairs = [pair for pair in pairs if {entry.label for entry in pair} & {*wanted}]
-    pairs = [pair for pair in pairs if are_paired(*pair)]
-    found = []
-    for far in [*panel.fars, None]:
-        family = [
-            PairedDifference(
-                *(a.label, b.label, far, made.difference),
-                *((made.low, made.high), made.p_value, made.p_value),
-            )
-            for a, b in pairs
-            if (made := _mean_difference([a], [b], far, level)) is not None
-        ]
-        adjusted = holm([made.p_value for made in family])
-        found += [replace(made, adjusted=p) for made, p in zip(family, adjusted, strict=True)]
-    return found
+        wanted = {panel.entries[0].label, panel.leader().label}
+        found = [made for made in found if {made.first, made.second} & wanted]
+    order = {far: place for place, far in enumerate([*panel.fars, None])}
+    return sorted(found, key=lambda made: order[made.far])
+
+
+def _has_winner(
+    best: str, num_systems: int, far: float | None, found: Sequence[PairedDifference]
+) -> bool:
+    """Whether one system is ahead of every other by more than chance."""
+    pairs = [made.seen_from(best) for made in found if made.far == far]
+    shown = [made.reading == "first is better" for made in pairs if made.first == best]
+    return len(shown) == num_systems - 1 > 0 and all(shown)
 
 
 def _is_one_arm(first: Entry, second: Entry) -> bool:
@@ -323,41 +456,75 @@ def _is_one_arm(first: Entry, second: Entry) -> bool:
     return a is not None and b is not None and a.arm == b.arm and a.seed != b.seed
 
 
+def _drawn_from(entry: Entry) -> tuple[object, ...] | None:
+    """The trials of a result and the draws of their subjects; None where they are not known."""
+    protocol, replicates = entry.result.protocol, entry.result.replicates
+    if replicates is None or protocol.data_sha256 is None:
+        return None
+    trials = (protocol.data_sha256, protocol.rule)
+    return (*trials, replicates.subjects_sha256, replicates.seed, len(replicates.eer))
+
+
 def are_paired(first: Entry, second: Entry) -> bool:
     """Whether two results drew the same subjects over the same trials."""
-
-    def draws(entry: Entry) -> tuple[object, ...] | None:
-        protocol, replicates = entry.result.protocol, entry.result.replicates
-        if replicates is None or protocol.data_sha256 is None:
-            return None
-        trials = (protocol.data_sha256, protocol.rule)
-        return (*trials, replicates.subjects_sha256, replicates.seed)
-
-    return draws(first) is not None and draws(first) == draws(second)
+    return _drawn_from(first) is not None and _drawn_from(first) == _drawn_from(second)
 
 
-def _mean_draws(entries: Sequence[Entry], far: float | None) -> NDArray[np.float64] | None:
-    """Mean over runs in every replicate; None unless all runs have as many replicates."""
-    drawn = [values for entry in entries if (values := entry.drawn(far)) is not None]
-    if len(drawn) < len(entries) or len(set(map(len, drawn))) != 1:
+def _share_subjects(entries: Sequence[Entry]) -> bool:
+    return all(are_paired(entries[0], entry) for entry in entries)
+
+
+def _runs(*sides: Sequence[Entry], far: float | None) -> list[Runs] | None:
+    """Logits of a rate in every run and replicate of systems; None where a run lacks them."""
+    entries = [entry for side in sides for entry in side]
+    observed = {id(entry): entry.observed(far) for entry in entries}
+    drawn = {id(e): values for e in entries if (values := e.drawn(far)) is not None}
+    lengths = {len(values) for values in drawn.values()}
+    if None in observed.values() or len(drawn) < len(observed) or len(lengths) > 1:
         return None
-    return np.asarray(np.mean(drawn, axis=0))
+    count = min(entry.result.protocol.num_genuine for entry in entries)
+    return [
+        Runs(
+            logits(np.array([observed[id(e)] for e in side], dtype=np.float64), count),
+            logits([drawn[id(e)] for e in side], count),
+        )
+        for side in sides
+    ]
 
 
-def _mean_difference(
-    first: Sequence[Entry], second: Sequence[Entry], far: float | None, level: float
-) -> Difference | None:
-    """Difference of means over runs; None where a run, or too many replicates, have no value."""
-    sides = (first, second)
-    observed = [[entry.observed(far) for entry in side] for side in sides]
-    a, b = (_mean_draws(side, far) for side in sides)
-    if a is None or b is None or len(a) != len(b) or any(None in side for side in observed):
+def _num_subjects(entries: Sequence[Entry]) -> int:
+    """Test identities of a run; at least the two that it takes to draw them."""
+    known = [n for entry in entries if (n := entry.result.protocol.num_subjects) is not None]
+    return max(2, min(known, default=entries[0].result.protocol.num_genuine))
+
+
+def _difference(
+    first: Sequence[Entry], second: Sequence[Entry], far: float | None
+) -> tuple[Estimate, float] | None:
+    """Difference of mean logits and their middle; None where they cannot be compared.
+
+    Runs of both with the same seeds, if there are enough, are paired. Others are independent, and
+    must all have the same test identities.
+    """
+    seeds = [[seed_of(entry.result) for entry in side] for side in (first, second)]
+    has_pairs = seeds[0] == seeds[1] and None not in seeds[0]
+    shares_subjects = _share_subjects([*first, *second])
+    if not shares_subjects and not (has_pairs and all(map(are_paired, first, second))):
         return None
-    means = [float(np.mean(np.array(side, dtype=float))) for side in observed]
+    both = _runs(first, second, far=far)
+    if both is None:
+        return None
+    count = _num_subjects([*first, *second])
     try:
-        return paired_difference(means[0], means[1], a, b, level=level)
-    except ProtocolError:
+        made = difference_over_runs(
+            *both,
+            num_subjects=count,
+            shares_subjects=shares_subjects,
+            are_paired=has_pairs and len(first) >= LEAST_PAIRS,
+        )
+    except ProtocolError:  # too few replicates, or no spread
         return None
+    return made, float(np.mean([np.mean(one.observed) for one in both]))
 
 
 # -- means over seeds -----------------------------------------------------------------------------
@@ -370,7 +537,9 @@ class Repeats:
     title: str
     fars: tuple[float, ...]
     systems: dict[str, tuple[Entry, ...]]
-    headline: float | None = None  # FAR that the verdict should be about
+    primary: Primary | None = None
+    level: float = 0.95
+    stands_alone: bool = True  # whether the primary comparison is not corrected for the others
 
     @property
     def measures(self) -> tuple[float | None, ...]:
@@ -381,7 +550,12 @@ class Repeats:
     def headline_far(self) -> float | None:
         """The FAR of the verdict."""
         entries = [entry for group in self.systems.values() for entry in group]
-        return _headline_far(entries, self.headline)
+        return _headline_far(entries, self.primary)
+
+    @property
+    def has_seeds(self) -> bool:
+        """Whether a system has several runs."""
+        return any(len(entries) > 1 for entries in self.systems.values())
 
     def values(self, name: str, far: float | None) -> list[float]:
         """TARs at a FAR, or EERs where that is None, of the runs in which they are known."""
@@ -399,27 +573,84 @@ class Repeats:
 
     def has_winner(self, far: float | None) -> bool:
         """Whether the best mean is ahead of every other by more than chance."""
-        best, *others = self.ranked(far) or [""]
-        made = [difference_of_means(self, best, name, far) for name in others]
-        shown = [d is not None and (d.high < 0.0 if far is None else d.low > 0.0) for d in made]
-        return len(shown) == len(self.systems) - 1 > 0 and all(shown)
+        best = (self.ranked(far) or [""])[0]
+        return _has_winner(best, len(self.systems), far, self.differences)
+
+    @cached_property
+    def differences(self) -> list[PairedDifference]:
+        """Every pair of systems by every measure, with p-values that are corrected together."""
+        primary = (self.primary if self.stands_alone else None, self.headline_far)
+        pairs = combinations(self.systems, 2)
+        return _compared(self.systems, pairs, self.measures, primary, self.level)
+
+    def difference(self, first: str, second: str, far: float | None) -> PairedDifference | None:
+        """First minus second, over all runs; None where they cannot be compared."""
+        for made in self.differences:
+            if made.far == far and {made.first, made.second} == {first, second}:
+                return made.seen_from(first)
+        return None
+
+    def planned(self, far: float | None) -> list[tuple[str, str]]:
+        """Pairs of systems that are compared whatever the test says, the primary one first."""
+        if self.primary is None:
+            return []
+        names = {_arm_of(entries): name for name, entries in self.systems.items()}
+        focus = names.get(self.primary.focus)
+        rivals = [names[arm] for arm in self.primary.rivals if arm in names]
+        known = self.ranked(far)
+        return [(focus, rival) for rival in rivals if focus in known and rival in known and focus]
+
+    def interval(self, name: str, far: float | None) -> tuple[float, float] | None:
+        """Interval of a system's mean over runs and test identities; None if unknown."""
+        entries = self.systems[name]
+        runs = _runs(entries, far=far)
+        if runs is None:
+            return None
+        shares, count = _share_subjects(entries), _num_subjects(entries)
+        try:
+            made = mean_over_runs(runs[0], num_subjects=count, shares_subjects=shares)
+        except ProtocolError:
+            return None
+        low, high = (rate_of(end) for end in made.interval(self.level))
+        return low, high
 
 
-def find_repeats(panels: Sequence[Panel], *, experiment: str | None = None) -> list[Repeats]:
+def seconds_to(points: Sequence[tuple[float, float]], tar: float) -> float | None:
+    """Training seconds at which a TAR was first reached, by lines between points.
+
+    Examples:
+        >>> seconds_to([(10.0, 0.2), (20.0, 0.4)], 0.3), seconds_to([(10.0, 0.2)], 0.3)
+        (15.0, None)
+    """
+    before = (0.0, 0.0)
+    for seconds, value in points:
+        if value >= tar:
+            share = (tar - before[1]) / (value - before[1]) if value > before[1] else 1.0
+            return before[0] + share * (seconds - before[0])
+        before = (seconds, value)
+    return None
+
+
+def find_repeats(
+    panels: Sequence[Panel], *, experiment: str | None = None, level: float = 0.95
+) -> list[Repeats]:
     """Every protocol on which a system has results of several runs.
 
     Runs of one arm with different seeds belong together; where the run is unknown, results under
-    one name do. With the title of an experiment all results are its own, whatever each seed tests.
+    one name do. With the title of an experiment all results are its own, whatever each seed tests
+    and however many there are.
     """
-    families: dict[tuple[str, object], dict[tuple[bool, str], list[Entry]]] = {}
+    Key = tuple[str, tuple[str | None, str, str | None]]
+    families: dict[Key, dict[tuple[bool, str], list[Entry]]] = {}
     for entry in (entry for panel in panels for entry in panel.entries):
         protocol, run = entry.result.protocol, entry.result.run
         family = (protocol.name, (protocol.kind, protocol.rule, protocol.scoring))
-        family = family if experiment is None else (experiment, (None, "", None))
+        if experiment is not None:
+            family = (experiment, (None, "", protocol.scoring))
         arm = (False, name_of(entry.result)) if run is None else (True, run.arm)
         families.setdefault(family, {}).setdefault(arm, []).append(entry)
-    found = []
-    for (title, _), arms in families.items():
+    found: list[Repeats] = []
+    for (title, (_, _, scoring)), arms in families.items():
         systems: dict[str, tuple[Entry, ...]] = {}
         for (has_run, _), entries in arms.items():
             results = [entry.result for entry in entries]
@@ -431,34 +662,9 @@ def find_repeats(panels: Sequence[Panel], *, experiment: str | None = None) -> l
             systems[label] = tuple(sorted(entries, key=lambda entry: seed_of(entry.result) or 0))
         if experiment is not None or any(len(entries) > 1 for entries in systems.values()):
             fars = _fars(entry for entries in systems.values() for entry in entries)
-            found.append(Repeats(cleaned(title), fars, systems, panels[0].headline))
+            name = cleaned(f"{title}, {scoring}" if experiment and found else title)
+            found.append(Repeats(name, fars, systems, panels[0].primary, level, not found))
     return found
-
-
-def interval_of_mean(
-    repeats: Repeats, name: str, far: float | None, *, level: float = 0.95
-) -> tuple[float, float] | None:
-    """Bootstrap interval of a system's mean over runs, of subjects, not seeds; None if unknown."""
-    drawn = _mean_draws(repeats.systems[name], far)
-    try:
-        return None if drawn is None else interval(drawn, level)
-    except ProtocolError:
-        return None
-
-
-def difference_of_means(
-    repeats: Repeats, first: str, second: str, far: float | None, *, level: float = 0.95
-) -> Difference | None:
-    """First minus second, over all runs, with a paired bootstrap over subjects.
-
-    Runs are paired by their seeds and measured on the same draws of subjects; None where a pair has
-    no common draws.
-    """
-    a, b = repeats.systems[first], repeats.systems[second]
-    if [seed_of(entry.result) for entry in a] != [seed_of(entry.result) for entry in b]:
-        return None
-    is_paired = all(are_paired(*pair) for pair in zip(a, b, strict=True))
-    return _mean_difference(a, b, far, level) if is_paired else None
 
 
 def spread(values: Sequence[float], digits: int = 2, *, sign: str = "±") -> str:

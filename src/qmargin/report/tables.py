@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from qmargin.evaluation.result import GroupAudit, GroupSpread, Measures, RunInfo, TarPoint
@@ -22,15 +22,16 @@ from qmargin.report.numbers import (
     spread_digits,
 )
 from qmargin.report.systems import (
+    POWER,
     Entry,
     PairedDifference,
     Panel,
     Repeats,
-    difference_of_means,
-    find_repeats,
     margin_of,
+    seconds_to,
 )
 from qmargin.report.table import CellValue, Column, Number, Row, Table, csv_text, markdown_text
+from qmargin.report.verdicts import ONE_RUN
 
 BOLD = "the best is bold where it is ahead of all others by more than chance"
 CSV_COLUMNS = (
@@ -180,22 +181,42 @@ def sufficiency_table(panel: Panel) -> tuple[Table, list[int]]:
 
 
 def difference_table(found: Sequence[PairedDifference], title: str, *, level: float) -> Table:
-    """Paired differences in percentage points, with a column for the measure if it differs."""
+    """Differences in percentage points, with a column for the measure if it differs."""
     has_measures = len({made.far for made in found}) > 1
     rows: list[Row] = []
     for made in found:
         measure = "EER" if made.far is None else f"TAR at {rate_text(made.far)}"
         difference = Number(100 * made.difference, signed=True)
-        shown = (signed_interval(*made.interval), probability(made.adjusted), made.reading)
-        rows.append((*[measure] * has_measures, made.first, made.second, difference, *shown))
+        p_value = probability(made.adjusted) + " (alone)" * made.is_primary
+        shown = (Number(100 * made.detectable, 2), p_value, made.reading)
+        ends = signed_interval(*made.interval)
+        rows.append((*[measure] * has_measures, made.first, made.second, difference, ends, *shown))
     words = (*["Measure"] * has_measures, "First", "Second")
-    note = (
-        f"Paired bootstrap over subjects, {100 * level:g} % intervals; p-values are two-sided and "
-        "corrected for the number of pairs (Holm). The same subjects are drawn for both systems, "
-        "so what they have in common cancels."
+    heads = (*words, "Difference", "Interval", "Detectable", "p", "Reading")
+    return Table(
+        title, _columns(*heads, left=(*words, "Reading")), tuple(rows), (_how(found, level),)
     )
-    heads = (*words, "Difference", "Interval", "p", "Reading")
-    return Table(title, _columns(*heads, left=(*words, "Reading")), tuple(rows), (note,))
+
+
+def _how(found: Sequence[PairedDifference], level: float) -> str:
+    """How differences were tested."""
+    count = max((made.num_compared for made in found), default=1)
+    corrected = f" and corrected for all {count} comparisons (Holm)" if count > 1 else ""
+    covered = {made.num_runs > 1 for made in found}
+    covers = "training seeds and test identities" if covered == {True} else "test identities"
+    if covered == {False}:
+        covers += f"; {ONE_RUN}"
+    elif len(covered) > 1:
+        covers += ", and training seeds where both have several"
+    alone = (
+        ", but for the one that was fixed beforehand" if any(m.is_primary for m in found) else ""
+    )
+    return (
+        f"{100 * level:g} % intervals of differences of mean logits, written as points, cover "
+        f"{covers}. p-values are two-sided{corrected}"
+        f"{alone}. Detectable is the difference that would have been shown with {100 * POWER:g} % "
+        "power."
+    )
 
 
 def repeats_table(repeats: Repeats) -> Table:
@@ -210,37 +231,40 @@ def repeats_table(repeats: Repeats) -> Table:
         far: spread_digits(100.0 * v for name in repeats.systems for v in repeats.values(name, far))
         for far in repeats.measures
     }
+
+    def seconds(runs: Sequence[Entry]) -> Number:
+        known = [run.train_seconds for e in runs if (run := e.result.run) and run.train_seconds]
+        mean = statistics.fmean(known) if known else None
+        return Number(mean, 1 if mean is not None and mean < 100.0 else 0)
+
+    times = {name: seconds(runs) for name, runs in repeats.systems.items()}
+    has_times = any(time.value is not None for time in times.values())
     columns = (
         *(Column("System", "left"), Column("Runs")),
         *(*_tar_columns(repeats), Column("EER %", best=_best(repeats, None))),
+        *[Column("Training, s")] * has_times,
     )
     rows: list[Row] = [
-        (name, len(runs), *(cell(name, far) for far in repeats.measures))
+        (
+            name,
+            len(runs),
+            *(cell(name, far) for far in repeats.measures),
+            *[times[name]] * has_times,
+        )
         for name, runs in repeats.systems.items()
     ]
     title = f"{repeats.title}: mean and standard deviation over runs"
     return Table(title, columns, tuple(rows), (f"{BOLD.capitalize()}.",))
 
 
-def mean_difference_table(repeats: Repeats, level: float) -> Table:
-    """The best mean at each FAR minus the others."""
-    rows: list[Row] = []
-    for far in repeats.fars:
+def mean_difference_table(repeats: Repeats) -> Table:
+    """The best mean by each measure minus the others."""
+    found = []
+    for far in repeats.measures:
         best, *rivals = repeats.ranked(far) or [""]
-        for rival in rivals:
-            made = difference_of_means(repeats, best, rival, far, level=level)
-            if made is not None:
-                difference = Number(100 * made.difference, signed=True)
-                shown = (signed_interval(made.low, made.high), probability(made.p_value))
-                rows.append((f"TAR at {rate_text(far)}", best, rival, difference, *shown))
-    words = ("Measure", "Best", "Other")
-    note = (
-        f"Paired bootstrap over subjects of the means, {100 * level:g} % intervals; p-values are "
-        "two-sided and not corrected for their number. Intervals cover subjects; the standard "
-        "deviation covers seeds."
-    )
-    columns = _columns(*words, "Difference", "Interval", "p", left=words)
-    return Table("Best mean minus the others, in percentage points", columns, tuple(rows), (note,))
+        found += [made for name in rivals if (made := repeats.difference(best, name, far))]
+    title = "Best mean minus the others, in percentage points"
+    return difference_table(found, title, level=repeats.level)
 
 
 def cost_table(entries: Sequence[Entry]) -> Table | None:
@@ -256,10 +280,38 @@ def cost_table(entries: Sequence[Entry]) -> Table | None:
         rows.append((label, Number(seconds, 1), Number(step, 1), gib, run.device))
     heads = ("System", "Training, s", "Per step, ms", "Peak memory, GiB", "Device")
     note = (
-        "Time includes reading the data and saving. Peak memory is what the training allocated on "
-        "a GPU; on a CPU it is that of the whole process. A resumed run has no time."
+        "Time includes reading the data and saving, and waiting for whatever else ran on the "
+        "machine: the runs of an experiment run side by side. Peak memory is what the training "
+        "allocated on a GPU; on a CPU it is that of the whole process. A resumed run has no time."
     )
     return Table("", _columns(*heads, left=("System", "Device")), tuple(rows), (note,))
+
+
+def time_table(systems: Mapping[str, Sequence[Entry]], far: float) -> Table | None:
+    """Training seconds to the largest TAR that every run reached; None without measured runs."""
+    found = {
+        name: [points for entry in entries if (points := entry.progress(far))]
+        for name, entries in systems.items()
+    }
+    found = {name: runs for name, runs in found.items() if runs}
+    if not found:
+        return None
+    common = min(max(tar for _, tar in points) for runs in found.values() for points in runs)
+    rows: list[Row] = []
+    for name, runs in found.items():
+        seconds = [s for points in runs if (s := seconds_to(points, common)) is not None]
+        deviation = statistics.stdev(seconds) if len(seconds) > 1 else None
+        last = statistics.fmean(points[-1][0] for points in runs)
+        rows.append(
+            (name, len(runs), Number(statistics.fmean(seconds), 1, deviation), Number(last, 1))
+        )
+    heads = ("System", "Runs", f"To TAR {100 * common:.2f} %, s", "Whole training, s")
+    note = (
+        f"Training time until TAR at FAR {rate_text(far)} reached the largest value that every run "
+        "did, by lines between the measured epochs: mean and standard deviation over "
+        "runs. Start and evaluation are not counted. Runs that share a device slow each other."
+    )
+    return Table("", _columns(*heads, left=("System",)), tuple(rows), (note,))
 
 
 # -- groups ---------------------------------------------------------------------------------------
@@ -282,8 +334,12 @@ def group_table(audit: GroupAudit) -> Table:
     )
 
 
-def spread_table(audit: GroupAudit) -> Table:
-    """How far the rates differ between groups."""
+def spread_table(audit: GroupAudit) -> Table | None:
+    """How far the rates differ between groups; None where no such number is defined."""
+    spreads = (audit.fmr, audit.fnmr or GroupSpread(None, None, None))
+    numbers = (value for one in spreads for value in vars(one).values())
+    if all(value is None for value in (audit.ineq, audit.garbe, *numbers)):
+        return None
     rows = [("FMR", audit.fmr, "not defined")]
     if audit.fnmr is not None:
         rows.append(("FNMR", audit.fnmr, "not defined"))
@@ -301,19 +357,22 @@ def spread_table(audit: GroupAudit) -> Table:
 # -- files ----------------------------------------------------------------------------------------
 
 
-def markdown_tables(panels: Sequence[Panel]) -> str:
-    """Tables of each panel, and means over runs."""
+def markdown_tables(panels: Sequence[Panel], repeats: Sequence[Repeats] = ()) -> str:
+    """Tables of each panel, and means over runs with their differences."""
     parts = []
     for panel in panels:
         parts.append(f"## {markdown_text(panel.title)}\n")
         parts += [table.to_markdown(level=3) for table in (tar_table(panel), other_table(panel))]
-    parts += [repeats_table(found).to_markdown() for found in find_repeats(panels)]
+    for found in (each for each in repeats if each.has_seeds):
+        parts += [repeats_table(found).to_markdown()]
+        if found.differences:
+            parts += [mean_difference_table(found).to_markdown(level=3)]
     return "\n".join(parts)
 
 
-def latex_tables(panels: Sequence[Panel]) -> str:
+def latex_tables(panels: Sequence[Panel], repeats: Sequence[Repeats] = ()) -> str:
     """One table in the layout of the paper, and means over runs."""
-    tables = [paper_layout(panels), *map(repeats_table, find_repeats(panels))]
+    tables = [paper_layout(panels), *(repeats_table(each) for each in repeats if each.has_seeds)]
     return "\n".join(table.to_latex() for table in tables)
 
 

@@ -19,6 +19,7 @@ from qmargin.report.systems import (
     Entry,
     PairedDifference,
     Panel,
+    Primary,
     Repeats,
     find_repeats,
     load_panels,
@@ -38,7 +39,10 @@ class ReportOptions:
     media: Path | None = None  # folder under which keys of trials name images or recordings
     journals: tuple[Path, ...] = ()  # of training runs whose sparsity is shown
     has_figures: bool | None = None  # None: draw figures where matplotlib is installed
-    headline: float | None = None  # FAR of the verdict; None: the strictest the trials allow
+    primary: Primary | None = None  # comparison that was fixed beforehand, at the verdict's FAR
+    experiment: str | None = None  # title, where all results are of one experiment
+    data_note: str = ""  # what a reader should know about the data, without a full stop
+    notes: tuple[str, ...] = ()  # cautions that are shown below the verdict
     overwrite: bool = False  # replace files in the folder that no report wrote
     keep_paths: bool = False  # show absolute paths of results, not names of files alone
 
@@ -69,17 +73,19 @@ def write_report(
         ConfigError: If a file in the folder was not written by a report; nor then.
     """
     options = options or ReportOptions()
-    panels = load_panels(results, headline=options.headline, keep_paths=options.keep_paths)
+    panels = load_panels(results, primary=options.primary, keep_paths=options.keep_paths)
+    repeats = find_repeats(panels, experiment=options.experiment, level=options.level)
     differences = [paired_differences(panel, options.level) for panel in panels]
     media = None if options.media is None else MediaFolder(options.media)
     journals = list(map(read_journal, options.journals))
     shown: Any = {"level": options.level, "media": media, "journals": journals}
-    metrics = _metrics(options.title, panels, differences)
+    shown |= {"repeats": repeats, "notes": options.notes, "data_note": options.data_note}
+    metrics = _metrics(options.title, panels, differences, repeats)
     texts = {
         "index.html": render_page(options.title, panels, differences, **shown),
         "metrics.json": json.dumps(metrics, indent=1, allow_nan=False) + "\n",
-        "tables.md": markdown_tables(panels),
-        "tables.tex": latex_tables(panels),
+        "tables.md": markdown_tables(panels, repeats),
+        "tables.tex": latex_tables(panels, repeats),
         "tables.csv": csv_table(panels),
     }
     files = {Path(out) / name: text.encode("utf-8") for name, text in texts.items()}
@@ -91,7 +97,10 @@ def write_report(
 
 
 def _metrics(
-    title: str, panels: Sequence[Panel], differences: Sequence[list[PairedDifference]]
+    title: str,
+    panels: Sequence[Panel],
+    differences: Sequence[list[PairedDifference]],
+    repeats: Sequence[Repeats],
 ) -> dict[str, Any]:
     """What the page shows, for programs; numbers as in ``result.json``."""
     parts = ("run", "protocol", "measures", "groups", "sources", "created")
@@ -121,7 +130,12 @@ def _metrics(
             for panel, found in zip(panels, differences, strict=True)
         ],
         "repeats": [
-            {"title": found.title, "systems": [runs(found, name) for name in found.systems]}
-            for found in find_repeats(panels)
+            {
+                "title": found.title,
+                "headline_far": found.headline_far,
+                "systems": [runs(found, name) for name in found.systems],
+                "differences": [encode(asdict(made), "differences") for made in found.differences],
+            }
+            for found in repeats
         ],
     }

@@ -155,7 +155,7 @@ class Identified:
     """A search, or why there is none."""
 
     candidates: tuple[Named, ...] | None = field(
-        default=None, metadata={"about": "the best first; nobody is meant unless accepted"}
+        default=None, metadata={"about": "the best first; only accepted ones are a match"}
     )
     shown: View | None = None
     error: Failure | None = None

@@ -6,6 +6,8 @@ import hashlib
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
@@ -43,11 +45,17 @@ class Candidate(NamedTuple):
     score: float
 
 
-class _Content(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class _Content:
     """Entries and embeddings of length 1; replaced as a whole, so that searches need no lock."""
 
     entries: tuple[Entry, ...]
     matrix: NDArray[np.float32]  # [n, d]
+
+    @cached_property
+    def known(self) -> frozenset[Entry]:
+        """The entries, to look one up."""
+        return frozenset(self.entries)
 
 
 class Gallery:
@@ -73,19 +81,23 @@ class Gallery:
 
     def has(self, entry: Entry) -> bool:
         """Whether a sample is enrolled."""
-        return entry in self._content.entries
+        return entry in self._content.known
+
+    def check_room(self, number: int) -> None:
+        """``ConfigError`` if the gallery cannot hold that number of further samples."""
+        size = len(self) + number
+        if size > MOST_ENTRIES:
+            raise ConfigError(
+                f"the gallery would have {size:,} samples and at most {MOST_ENTRIES:,} are held; "
+                "remove some, or search in a program of your own"
+            )
 
     def add(self, entries: Sequence[Entry], rows: Sequence[Row]) -> None:
         """Enrol samples; one that is there already stays as it is."""
         with self._lock:
             old = self._content
-            known = set(old.entries)
-            fresh = {e: row for e, row in zip(entries, rows, strict=True) if e not in known}
-            if len(old.entries) + len(fresh) > MOST_ENTRIES:
-                raise ConfigError(
-                    f"the gallery would have {len(old.entries) + len(fresh):,} samples and at most "
-                    f"{MOST_ENTRIES:,} are held; remove some, or search in a program of your own"
-                )
+            fresh = {e: row for e, row in zip(entries, rows, strict=True) if e not in old.known}
+            self.check_room(len(fresh))
             if fresh:
                 added = np.stack([unit(row, entry.name) for entry, row in fresh.items()])
                 self._replace(_Content((*old.entries, *fresh), np.concatenate([old.matrix, added])))

@@ -47,9 +47,9 @@ class Refusal(Exception):
         self.status, self.code, self.message = status, code, message
         self.headers = {name.replace("_", "-"): value for name, value in headers.items()}
 
-    def content(self) -> bytes:
+    def content(self) -> dict[str, Any]:
         """The body of the answer."""
-        return json.dumps({"error": {"code": self.code, "message": self.message}}).encode()
+        return {"error": {"code": self.code, "message": self.message}}
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ class Gate:
 
 async def refuse(refusal: Refusal, send: Send) -> None:
     """Send an error as the whole answer."""
-    content = refusal.content()
+    content = json.dumps(refusal.content()).encode()
     headers = {
         "content-type": "application/json",
         "content-length": str(len(content)),

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from qmargin.data.images import MAX_PIXELS, encode_image
-from qmargin.errors import ConfigError, DataError
+from qmargin.errors import BackendError, ConfigError, DataError
 from qmargin.evaluation.model import SAMPLE_RATE, Inputs, Model
 from qmargin.models.features import FilterBank
 
@@ -27,6 +27,7 @@ SILENCE = (
 MOST_COLUMNS = 600  # of the drawing of a filter bank
 NUM_PEAKS = 400  # of the drawing of a waveform
 KINDS = {"images": "pictures", "audio": "recordings"}
+_A = {"images": "a picture", "audio": "a recording"}
 FORMATS = {
     "images": "a JPEG, PNG, WebP, BMP or PPM file",
     "audio": "a WAV, FLAC, Ogg, MP3 or AIFF file",
@@ -75,6 +76,21 @@ class Reader:
         found = copy.deepcopy(next(banks, None))  # the model's own may be on a GPU
         self._bank = (found or FilterBank(subtract_mean=True)).cpu().eval()
         self.new_inputs()  # refuses an unknown fit at once
+        self.note = self._without_detector()
+
+    def _without_detector(self) -> str | None:
+        """Which pictures cannot be used because no faces can be found; None if all can."""
+        if self.card.modality != "images" or self.fit not in ("auto", "align"):
+            return None
+        from qmargin.data.alignment import why_no_detector
+
+        reason, size = why_no_detector(), self.card.input_shape[-1]
+        if reason is None:
+            return None
+        remedy = f"{reason}; install the extra qmargin[detector], or start with --fit resize"
+        if self.fit == "align":
+            raise BackendError(f"--fit align finds the face in every picture, and {remedy}")
+        return f"only pictures of {size} x {size} pixels can be used: {remedy}"
 
     def new_inputs(self) -> Inputs:
         """What decodes for one thread."""
@@ -99,12 +115,15 @@ class Reader:
         found = format_of(content)
         if found is not None and found[0] == other:
             raise DataError(
-                f"{name} is one of {KINDS[other]} ({found[1]}) and {self.card.name} compares "
+                f"{name} is {_A[other]} ({found[1]}) and {self.card.name} compares "
                 f"{KINDS[self.card.modality]}; give {FORMATS[self.card.modality]}"
             )
         if not hasattr(self._local, "inputs"):
             self._local.inputs = self.new_inputs()
-        array = self._local.inputs.sample(content, name)
+        try:
+            array = self._local.inputs.sample(content, name)
+        except BackendError as error:
+            raise BackendError(f"{name} cannot be used: {self.note}") from error
         self._check_content(array, name)
         return Sample(array, self._shown(array) if show else None)
 
@@ -114,12 +133,12 @@ class Reader:
             loudest = float(np.abs(array).max())
             if loudest < SILENCE:
                 raise DataError(
-                    f"{name} is silent: its largest sample is {loudest:.1e} of full scale, and at "
+                    f"{name} is silent: its largest sample is {loudest:.2g} of full scale, and at "
                     f"least {SILENCE:g} is needed; check the microphone and record again"
                 )
         elif (array == array[0, 0]).all():
             colour = ", ".join(map(str, array[0, 0].tolist()))
-            raise DataError(f"{name} is of a single colour ({colour}); give a picture of a face")
+            raise DataError(f"{name} has a single colour ({colour}); give a picture of a face")
 
     def _shown(self, array: NDArray[Any]) -> dict[str, Any]:
         if self.card.modality == "images":

@@ -15,11 +15,6 @@ LARGEST_FAR = 0.5  # of the slider
 CHOSEN_FAR, CHOSEN_FPIR = 1e-3, 1e-2  # where the page begins, or as near to them as there is
 MANTISSAS = (1, 1.5, 2, 3, 5, 7)
 _CLOSE = 1e-9  # relative: 1e-3 may have been written as 0.001
-HOW_TO = (
-    "The model has no thresholds, so scores cannot be turned into decisions. Evaluate it on pairs "
-    "of your own data, for example with `qmargin evaluate pairs pairs.csv --images DIR --model "
-    "MODEL --out result.json`, and add the result with `qmargin export MODEL --result result.json`"
-)
 
 
 class Point(NamedTuple):
@@ -53,8 +48,15 @@ class Decisions:
     never above the one that was asked for.
     """
 
-    def __init__(self, thresholds: Thresholds | None) -> None:
+    def __init__(self, thresholds: Thresholds | None, *, fit: str = "auto") -> None:
         self.thresholds = thresholds
+        option = "" if fit == "auto" else f" --fit {fit}"
+        self.how_to = (
+            "The model has no thresholds, so scores cannot be turned into decisions. Evaluate it "
+            "on your own data, a folder with a folder for each person: `qmargin evaluate all-pairs "
+            f"DIR --model MODEL{option} --out result.json`. Then add the result: `qmargin export "
+            "MODEL --result result.json`; a training run also needs --out, the model to make"
+        )
         points = [] if thresholds is None else _points_of(thresholds)
         self._points = sorted(points, key=lambda point: (point.far, point.tar))
         stops = [float(f"{mantissa}e{e}") for e in range(-9, 0) for mantissa in MANTISSAS]
@@ -68,7 +70,7 @@ class Decisions:
             ProtocolError: Its evaluation cannot resolve this rate.
         """
         if self.thresholds is None:
-            raise ConfigError(HOW_TO)
+            raise ConfigError(self.how_to)
         if not 0.0 < far <= 1.0:
             raise ConfigError(f"far is {far:g}; give a rate above 0 and at most 1")
         impostors = self.thresholds.num_impostors

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import UnionType
+from typing import TYPE_CHECKING, Any, Union, get_args, get_origin
 
 import numpy as np
 import torch
@@ -46,6 +47,7 @@ STORED: dict[str, type] = {
     "verify": bool,
 }
 """Options of ``qmargin.data.open.open_images``; all others are of ``FaceImages``."""
+_PLAIN = {bool, int, float, str, type(None)}
 _LOOKED_AT = 16  # pictures whose size is looked at
 _LEAST_SHARE = 4  # a picture may be scaled up by this
 _TOO_LARGE = ("can't allocate memory", "not enough memory", "overflow")  # in torch's words
@@ -115,8 +117,28 @@ def build_dataset(recipe: Recipe) -> Dataset:
     if "seed" in taken:
         options.setdefault("seed", recipe.seed)
     check_options(options, maker, "data.options", given=tuple(given))
-    dataset: Dataset = maker(**given, **options)
+    dataset: Dataset = maker(**given, **_typed(options, maker))
     return dataset
+
+
+def _typed(options: dict[str, Any], maker: Any) -> dict[str, Any]:
+    """Options as plain types of a function's annotations; refuse what is none of these."""
+    try:
+        parameters = inspect.signature(maker, eval_str=True).parameters
+    except (NameError, TypeError):  # a function of others, whose annotations cannot be read
+        return options
+    plain = {name: one.annotation for name, one in parameters.items() if _is_plain(one.annotation)}
+    return {
+        name: decode_settings(plain[name], value, f"data.options.{name}")
+        if name in plain
+        else value
+        for name, value in options.items()
+    }
+
+
+def _is_plain(hint: Any) -> bool:
+    is_union = get_origin(hint) in (UnionType, Union)
+    return {*(get_args(hint) if is_union else [hint])} <= _PLAIN
 
 
 def build_backbone(recipe: Recipe, *, device: torch.device | str = "cpu") -> nn.Module:

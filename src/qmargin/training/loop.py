@@ -98,7 +98,7 @@ def train(
     device: str = "auto",
     trackers: Sequence[str] = (),
 ) -> Outcome:
-    """Train by a recipe; on several GPUs or machines, call it in every process of ``torchrun``.
+    """Train by a recipe; with ``torchrun``, call it in every process.
 
     ``out`` gets ``checkpoints/``, ``journal.jsonl``, ``status.json`` and ``lock``. SIGTERM and
     Ctrl-C save and return; see ``Outcome.signal``.
@@ -106,7 +106,7 @@ def train(
     Args:
         recipe: What to train; None for the stored recipe of a run that is resumed.
         out: Folder of this run alone, on a file system that all ranks share.
-        resume: Go on from the newest whole checkpoint in ``out``, or from one that is named.
+        resume: Continue from the newest complete checkpoint in ``out``, or from one that is named.
         allow_changes: Resume even if the recipe differs from the stored one in what decides the
             outcome. Other differences, such as the number of workers, need no permission.
         hooks: Called every ``recipe.run.validate_every`` steps, and at the end, on every rank.
@@ -238,6 +238,7 @@ def _step_record(
     """A record of the step that was just taken; every rank must call, and it waits for the GPU."""
     head, step, device = session.head, session.progress.step, session.process.device
     stats, per_epoch = head.last_step, session.order.steps_per_epoch
+    reach = head.loss.reach
     record: dict[str, Any] = {
         "step": step,
         "total_steps": session.total_steps,
@@ -245,6 +246,8 @@ def _step_record(
         "loss": result.loss,
         "lr": session.optimizers.backbone.param_groups[0]["lr"],
         "effective_margin": head.loss.effective_margin,
+        "reach": None if reach is None or math.isinf(reach) else reach,
+        "cosine_gap": result.gap,
         **loss_settings(session.recipe, step - 1, per_epoch).as_record(),
         "grad_norm": result.grad_norm,
         "num_skipped": session.progress.num_skipped,
@@ -257,7 +260,10 @@ def _step_record(
         record["loss_scale"] = session.scaler.get_scale()
     if device.type == "cuda":
         record["peak_gib"] = torch.cuda.max_memory_allocated(device) / 2**30  # of this rank
-    names = ("support_mean", "support_max", "path", "mass_error", "num_overflowed")
+    names = (
+        *("support_mean", "support_max", "satisfied_share", "target_posterior"),
+        *("path", "mass_error", "num_overflowed"),
+    )
     return record | {name: None if stats is None else getattr(stats, name) for name in names}
 
 
@@ -354,7 +360,7 @@ class Run:
             self.saver.reserve(snapshot(session))
             self.has_room = True
         self.signal = result.stop if self.step < session.total_steps else 0
-        if self.step % run.log_every == 0 or self.is_over:
+        if session.is_recorded(self.step) or self.is_over:
             rates = self.meter.read(self.step, session.total_steps)
             self.reporter.step(_step_record(session, result, rates))
         if self.step % run.save_every_steps == 0:
@@ -418,7 +424,7 @@ class Run:
         self.reporter.event("rollback", step=spike, loss=loss, **places)
         self.reporter.note(
             f"the loss of step {spike} spiked to {loss:.4g}: restored the weights of step "
-            f"{checkpoint.step}, going on with step {progress.step}"
+            f"{checkpoint.step}, continuing with step {progress.step}"
         )
 
     def end(self) -> Outcome:

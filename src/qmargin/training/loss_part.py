@@ -35,6 +35,7 @@ from qmargin.losses import presets
 from qmargin.losses.divergences import Divergence
 from qmargin.losses.margin_loss import MarginLoss
 from qmargin.losses.margins import Margin, ModuleSumMargin, PerClass, main_number
+from qmargin.losses.reach import reach
 from qmargin.losses.references import Reference, parts_of
 from qmargin.registry import Registry, divergences, margins, references
 from qmargin.schema import NEW, NUMBER, Options, check_fields, check_known, check_options, short
@@ -181,6 +182,13 @@ class LossPart:
         if self.divergence != "alpha" or self.class_sources:
             return None
         return self.build_margin().effective(self.order, self.scale)
+
+    @property
+    def reach(self) -> float | None:
+        """Cosine gap of zero loss; None where that is not one number."""
+        if self.divergence != "alpha" or self.class_sources:
+            return None
+        return reach(self.order, self.scale, self.build_margin())
 
     @property
     def margins(self) -> tuple[tuple[str, float | None], ...]:

@@ -198,7 +198,7 @@ class MovingAverage:
         return {"decay": self.decay, "num_updates": self.num_updates, "tensors": tensors}
 
     def load_state_dict(self, state: Mapping[str, Any], *, device: Any = None) -> None:
-        """Go on where ``state_dict`` was called; the decay stays that of this object."""
+        """Restore the state of ``state_dict``; the decay stays that of this object."""
         self.num_updates = int(state["num_updates"])
         saved = state["tensors"].items()
         self.tensors = {name: tensor.to(device, copy=True) for name, tensor in saved}

@@ -265,7 +265,7 @@ FIXED = (  # with another of these, saved weights and positions would mean somet
 
 @dataclass(frozen=True)
 class Recipe:
-    """A run: what it reads, what it trains, by which rule and for how long.
+    """Settings of a training run: data, model, loss, optimizer, schedule.
 
     Parts are frozen; a variant is made with ``dataclasses.replace``, a file with
     ``qmargin.training.recipe_files``.

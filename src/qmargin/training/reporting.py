@@ -97,7 +97,7 @@ class BarDisplay(Display):
         start_live(self._live)
 
     def moved(self, step: int, eta_s: float | None) -> None:
-        """Move the bar; it is drawn a few times a second, so this costs next to nothing."""
+        """Move the bar; it is drawn a few times a second, so this is cheap."""
         self.task.completed = step
         self.task.fields["speed"] = f"{self._rate}{duration(eta_s)} left"
 
@@ -210,7 +210,7 @@ class _TensorBoard:
 
 
 class _Wandb:
-    """A run of Weights & Biases, with which a resumed training run goes on."""
+    """A run of Weights & Biases, which a resumed training run continues."""
 
     def __init__(self, recipe: Recipe, folder: Path, step: int) -> None:
         import wandb  # type: ignore[import-not-found,unused-ignore]

@@ -53,7 +53,7 @@ def _decayed(schedule: SchedulePart, lr: float, progress: float, *, epoch: float
 
 
 def scheduled_value(schedule: ValueSchedule, epoch: float, *, final: float) -> float:
-    r"""Value of a schedule after so many epochs; ``final`` where it leaves :math:`v_1` to the loss.
+    r"""Value of a schedule at ``epoch``; ``final`` is :math:`v_1` where the schedule has none.
 
     With :math:`p` the part of the way between the two epochs, a linear move is at
     :math:`v_0 + (v_1 - v_0) p`, and an exponential one, as in WeSpeaker, at

@@ -111,6 +111,10 @@ class Session:
         steps = run.epochs * self.order.steps_per_epoch
         return steps if run.max_steps is None else min(steps, run.max_steps)
 
+    def is_recorded(self, step: int) -> bool:
+        """Whether the journal gets a record once this many steps have been taken."""
+        return step % self.recipe.run.log_every == 0 or step >= self.total_steps
+
     @property
     def unreached(self) -> list[str]:
         """What the recipe schedules and this run never does, see ``schedules.unreached``."""

@@ -200,7 +200,7 @@ def stored_recipe(folder: Path, *, resume: bool | str | Path = True) -> Recipe |
 def recipe_to_train(
     recipe: Recipe | None, folder: Path, *, resume: bool | str | Path = False
 ) -> Recipe:
-    """The recipe that was asked for, or the stored one of a run that goes on."""
+    """The recipe that was asked for, or the stored one of a resumed run."""
     if recipe is not None:
         return recipe
     if resume is False:
@@ -251,7 +251,7 @@ def find_start(
         )
     saved = from_yaml(read_recipe(search.checkpoint))
     changes = check_resume(saved, recipe, allow_changes=allow_changes)
-    notes.append(f"going on from {search.checkpoint.path}")
+    notes.append(f"resuming from {search.checkpoint.path}")
     notes += [f"the recipe has changed: {line}" for line in changes]
     return Start(search.checkpoint, tuple(notes), tuple(changes))
 

@@ -35,11 +35,20 @@ class StepResult:
 
     loss: float = math.nan
     grad_norm: float = math.nan
+    gap: float | None = None  # mean over the rows of all ranks, of steps that are recorded
     skipped: str | None = None  # why nothing was updated
     samples: tuple[str, ...] = ()  # of this rank: those to blame for a step that was skipped
     replaced: tuple[str, ...] = ()  # of this rank: corrupt ones
     num_corrupt: int = 0
     stop: int = 0
+
+
+@dataclass(frozen=True)
+class _Passed:
+    """Forward and backward of a whole batch, on the device."""
+
+    loss: Tensor
+    gap: Tensor | None  # mean, in steps that are recorded
 
 
 def take_step(
@@ -80,8 +89,8 @@ def take_step(
 
 def _backpropagate(
     session: Session, batch: Batch, *, speculative: bool = False
-) -> Tensor | tuple[str, ...] | None:
-    """Loss after forward and backward, part by part; None if the batch has to be repeated.
+) -> _Passed | tuple[str, ...] | None:
+    """Loss and gap after forward and backward, part by part; None if the batch has to be repeated.
 
     If a row of any rank is unusable, it is the samples of this rank to blame. A speculative pass
     launches everything before the host reads a result, so that a GPU does not wait for it. With
@@ -91,7 +100,8 @@ def _backpropagate(
     num_rows, first = batch_rows(session.order, session.progress.step), 0
     parts = session.recipe.optimizer.accumulation
     shares = [share for share in part_sizes(num_rows, process.world, parts) if sum(share)]
-    losses = []
+    losses, gaps = [], []
+    is_recorded = session.is_recorded(session.progress.step + 1)
 
     def refused(part: slice, usable: Reading) -> tuple[str, ...]:
         return tuple(compress(batch.ids[part], (~usable.wait()).tolist()))
@@ -107,6 +117,8 @@ def _backpropagate(
             labels = batch.labels[part].to(process.device, non_blocking=True)
             loss = head(embeddings, labels, share, speculative=speculative)
             loss = loss * (sum(share) / num_rows)
+            if is_recorded:  # before the prototypes move
+                gaps.append(head.gaps(embeddings, labels, share).sum())
             session.scaler.scale(loss).backward()
         if speculative and not bool(usable.wait().all()):
             head.discard()
@@ -114,7 +126,8 @@ def _backpropagate(
         if not head.verify():
             return None
         losses.append(loss.detach())
-    return torch.stack(losses).sum()
+    gap = head.ranks.sum_(torch.stack(gaps).sum()) / num_rows if is_recorded else None
+    return _Passed(torch.stack(losses).sum(), gap)
 
 
 def prepare_step_(session: Session) -> None:
@@ -186,15 +199,18 @@ def _explained(session: Session, error: Exception) -> Exception:
     return explained
 
 
-def _update(session: Session, result: StepResult, loss: Tensor) -> StepResult:
+def _update(session: Session, result: StepResult, passed: _Passed) -> StepResult:
     """Clip and step, if every rank's gradient is finite."""
     optimizers, scaler = session.optimizers, session.scaler
     for optimizer in optimizers:
         scaler.unscale_(optimizer)
     norm, is_fine = _clip(session)
-    numbers = torch.stack([number.to(loss.device).double() for number in (loss, norm, is_fine)])
-    value, size, is_fine_here = numbers.tolist()  # the step's second wait for a GPU
-    result = replace(result, loss=value, grad_norm=size)
+    loss, gap = passed.loss, passed.gap
+    parts = (loss, norm, is_fine, torch.full_like(loss, math.nan) if gap is None else gap)
+    numbers = torch.stack([number.to(loss.device).double() for number in parts])
+    value, size, is_fine_here, mean_gap = numbers.tolist()  # the step's second wait for a GPU
+    known = mean_gap if math.isfinite(mean_gap) else None  # infinite for a single class
+    result = replace(result, loss=value, grad_norm=size, gap=known)
     if not all_agree(session.process, is_fine_here == 1.0 and math.isfinite(value)):
         if scaler.is_enabled():
             # set by hand: the prototypes of another rank may be the only ones that overflowed

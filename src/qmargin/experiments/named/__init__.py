@@ -27,6 +27,8 @@ MARGIN_KINDS = {
     "entmax": "angular",
     "sparsemax": "angular",
     "q_margin": "prior",
+    "adaface": "adaface",
+    "magface": "magface",
 }
 Setting = tuple[float, float, float]  # alpha, scale, margin
 Grid = Mapping[str, Sequence[Setting]]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import statistics
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from qmargin.errors import ConfigError
 from qmargin.experiments.experiment import SEARCH_SEED, Experiment, Search, TestProtocol
@@ -206,7 +208,7 @@ def run_demo(
         raise ConfigError(f"voices are synthetic and data are pictures of {data}; give one of them")
     kind = choose_device(0, device).type
     standard = (SIZES if data is not None else VOICE_SIZES if voices else PEOPLE_SIZES)[kind]
-    size, planned = find_size(out, standard, kind, minutes, data)
+    size, planned, pace = find_size(out, standard, kind, minutes, data)
     made = replace(
         demo_experiment(kind, data, size=size),
         seeds=tuple(range(seeds)),
@@ -220,11 +222,32 @@ def run_demo(
     text += f"{length}, on {kind}"
     if size.epochs < standard.epochs:
         text += f"; the standard length is {usual} (--minutes gives it more time)"
-    if minutes is not None and size.epochs == 1:
-        text += f"; the shortest demo, even if it takes more than {minutes:g} minutes"
+    jobs = jobs_on(kind, num_runs := len(made.arms) * seeds)
+    if pace is not None:
+        expected = max(1, round(pace.seconds(size, rounds=-(-num_runs // jobs)) / 60.0))
+        text += f"; about {expected} min at the present speed of this machine"
     sys.stdout.write(f"{text}\n")
-    jobs = jobs_on(kind, len(made.arms) * seeds)
-    return complete(made, out, RunOptions(devices=(device,), jobs=jobs, show=True, command=command))
+    options = RunOptions(devices=(device,), jobs=jobs, show=True, command=command)
+    if pace is not None:
+        options = replace(options, share_of_training=pace.share_of_training(size))
+    return complete(made, out, options)
+
+
+class Pace(NamedTuple):
+    """How fast a machine is."""
+
+    step: float  # seconds of a step
+    speech: float  # seconds to synthesise all speech
+
+    def seconds(self, size: Size, *, rounds: int) -> float:
+        """Seconds of a demo with this number of runs per slot."""
+        each = size.total_steps * self.step + SECONDS_PER_TEST
+        return SECONDS_BESIDES + self.speech + rounds * each
+
+    def share_of_training(self, size: Size) -> float:
+        """Of the time of a run; the rest is its test."""
+        seconds = size.total_steps * self.step
+        return seconds / (seconds + SECONDS_PER_TEST)
 
 
 def jobs_on(device: str, num_runs: int) -> int:
@@ -234,24 +257,29 @@ def jobs_on(device: str, num_runs: int) -> int:
 
 def find_size(
     out: Path, standard: Size, device: str, minutes: float | None, data: Path | None
-) -> tuple[Size, float | None]:
-    """The size of the demo in its folder, or of a new one, and the minutes it was planned for."""
+) -> tuple[Size, float | None, Pace | None]:
+    """The size of the demo in its folder, or of a new one, and the minutes it was planned for.
+
+    The pace of the machine is that of a new one; None for one that is continued.
+    """
     details = (read_record(out) or {}).get("details", {})
     epochs, planned = details.get("epochs"), details.get("minutes")
     if not isinstance(epochs, int):
         demo_experiment(device, data, size=standard).world.opened()  # refused at once
         num_losses = len(settings_of(standard.kind, device))
         jobs = jobs_on(device, num_losses)
-        seconds = seconds_per_step(standard, device, num_threads=max(1, num_cores() // jobs))
-        speech = seconds_of_speech(standard)
-        rounds = -(-num_losses // jobs)
-        return fitted(standard, seconds, minutes=minutes, rounds=rounds, speech=speech), minutes
+        threads, rounds = max(1, num_cores() // jobs), -(-num_losses // jobs)
+        times = step_times(standard, device, num_threads=threads)
+        pace = Pace(statistics.median(times), seconds_of_speech(standard))
+        # By the fastest step: a machine that is busy just now trains as long as an idle one.
+        size = fitted(standard, min(times), minutes=minutes, rounds=rounds, speech=pace.speech)
+        return size, minutes, pace
     if minutes is not None and minutes != planned:
         raise ConfigError(
             f"--minutes is {minutes:g} and {out} holds a demo of {epochs} epochs; leave it out to "
             "continue, or choose another --out"
         )
-    return standard._replace(epochs=epochs), planned
+    return standard._replace(epochs=epochs), planned, None
 
 
 def fitted(
@@ -286,8 +314,8 @@ def seconds_of_speech(size: Size) -> float:
     return fastest * count / num_cores()
 
 
-def seconds_per_step(size: Size, device: str, *, num_threads: int) -> float:
-    """Of the slowest loss; the fastest of a few steps, for a machine that is busy just now."""
+def step_times(size: Size, device: str, *, num_threads: int) -> list[float]:
+    """Seconds of a few steps of the slowest loss."""
     import torch
 
     from qmargin.training.dry_run import dry_run
@@ -305,6 +333,6 @@ def seconds_per_step(size: Size, device: str, *, num_threads: int) -> float:
     threads = torch.get_num_threads()
     torch.set_num_threads(min(threads, num_threads))
     try:
-        return min(dry_run(recipe, device=device, num_steps=NUM_TIMED).seconds[1:])
+        return dry_run(recipe, device=device, num_steps=NUM_TIMED).seconds[1:]
     finally:
         torch.set_num_threads(threads)

@@ -485,7 +485,7 @@ class TileSums(NamedTuple):
 
     @classmethod
     def empty(cls, batch: Operands, num_classes: int, b: float) -> TileSums:
-        """Room for the tiles of so many classes, whose blocks begin at whole tiles."""
+        """Allocate the tiles of ``num_classes`` classes; blocks begin at whole tiles."""
         launch, device = Launch.of(*batch[:2], num_classes), batch[1].device
         shape = (1 if b == 0.0 else 3, len(batch[0]), launch.class_tiles)
         sums = torch.empty(shape, dtype=torch.float32, device=device)

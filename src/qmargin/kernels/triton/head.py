@@ -914,7 +914,7 @@ def _state(
 def _keep(prototype, place, is_kept, classes, dimension, INVERSE_NORMS, COPY, LARGEST, depth):
     """Rewrite what is kept of a few prototypes: inverse norms, rounded unit vectors, the error."""
     # In float64 the order of the sum does not show: an update leaves what a refresh would, and a
-    # training that goes on has the copy that it had. Memory is what these kernels wait for.
+    # resumed run has the same copy as before. Memory is what these kernels wait for.
     wide = prototype.to(tl.float64)
     length = tl.sqrt(tl.sum(wide * wide, 1).to(tl.float32))
     inverse = 1.0 / tl.where(is_kept, length, 1.0)

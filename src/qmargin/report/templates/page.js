@@ -80,7 +80,7 @@
     plot.addEventListener("pointermove", follow);
     plot.addEventListener("pointerdown", (event) => {
       follow(event);
-      slider.focus({ preventScroll: true }); // so that the arrow keys go on from here
+      slider.focus({ preventScroll: true }); // the arrow keys continue from here
     });
     slider.addEventListener("input", () => show(Number(slider.value)));
     show(data.start);

@@ -1,558 +1,432 @@
-"use strict";
-(function () {
-  const SVG = "http://www.w3.org/2000/svg";
-  const MOST_RECORDED_S = 10;
-  const byId = (id) => document.getElementById(id);
-  const slots = {};
-  let model = null;
-  let verified = null; // the last answer of /v1/verify
-  let token = new URLSearchParams(window.location.hash.slice(1)).get("token") || "";
-  if (token) window.history.replaceState(null, "", "/"); // out of the address bar
+// The page of `qmargin serve`: two inputs are compared, one is searched in the gallery.
 
-  // -- small helpers ------------------------------------------------------------------------------
+import { capturePicture, captureSound, deviceProblem } from "./capture.js";
+import { element, drawn, signed } from "./dom.js";
+import { drawScale } from "./scale.js";
 
-  function element(name, options, ...children) {
-    const made = Object.assign(document.createElement(name), options);
-    made.append(...children);
-    return made;
+const byId = (id) => document.getElementById(id);
+const slots = {};
+let model = null;
+let verified = null; // the last answer of /v1/verify
+let token = new URLSearchParams(window.location.hash.slice(1)).get("token") || "";
+if (token) window.history.replaceState(null, "", "/"); // out of the address bar
+
+// -- small helpers ------------------------------------------------------------------------------
+
+function show(id, text) {
+  const place = byId(id);
+  place.textContent = text;
+  place.hidden = !text;
+}
+
+async function ask(method, path, body) {
+  const headers = { "Content-Type": "application/json" };
+  if (token) headers.Authorization = `Bearer ${token}`;
+  const content = body && JSON.stringify(body);
+  if (content && content.length > model.limits.upload_bytes) {
+    const most = model.limits.upload_bytes / (1 << 20);
+    throw new Error(`The files make a request of ${(content.length / (1 << 20)).toFixed(1)} MiB; at most ${most} are taken. Send fewer at once`);
   }
-
-  function drawn(name, attributes, text) {
-    const made = document.createElementNS(SVG, name);
-    Object.entries(attributes).forEach(([key, value]) => made.setAttribute(key, value));
-    if (text !== undefined) made.textContent = text;
-    return made;
+  let answer;
+  try {
+    answer = await fetch(`/v1/${path}`, { method, headers, body: content });
+  } catch (error) {
+    throw new Error("The server does not answer; look at the terminal in which it was started");
   }
-
-  function show(id, text) {
-    const place = byId(id);
-    place.textContent = text;
-    place.hidden = !text;
+  if (answer.status === 401) byId("token-form").hidden = false;
+  const found = await answer.json().catch(() => ({}));
+  if (!answer.ok) {
+    throw new Error(found.error ? found.error.message : `The server answered ${answer.status}; try again`);
   }
+  return found;
+}
 
-  async function ask(method, path, body) {
-    const headers = { "Content-Type": "application/json" };
-    if (token) headers.Authorization = `Bearer ${token}`;
-    const content = body && JSON.stringify(body);
-    if (content && content.length > model.limits.upload_bytes) {
-      const most = model.limits.upload_bytes / (1 << 20);
-      throw new Error(`The files make a request of ${(content.length / (1 << 20)).toFixed(1)} MiB; at most ${most} are taken. Send fewer at once`);
-    }
-    let answer;
-    try {
-      answer = await fetch(`/v1/${path}`, { method, headers, body: content });
-    } catch (error) {
-      throw new Error("The server does not answer; look at the terminal in which it was started");
-    }
-    if (answer.status === 401) byId("token-form").hidden = false;
-    const found = await answer.json().catch(() => ({}));
-    if (!answer.ok) {
-      throw new Error(found.error ? found.error.message : `The server answered ${answer.status}; try again`);
-    }
-    return found;
+async function encoded(blob) {
+  if (blob.size * 1.4 > model.limits.upload_bytes) {
+    const most = Math.floor(model.limits.upload_bytes / 1.4 / (1 << 20));
+    throw new Error(`The file has ${(blob.size / (1 << 20)).toFixed(1)} MiB; at most ${most} are taken`);
   }
-
-  async function encoded(blob) {
-    if (blob.size * 1.4 > model.limits.upload_bytes) {
-      const most = Math.floor(model.limits.upload_bytes / 1.4 / (1 << 20));
-      throw new Error(`The file has ${(blob.size / (1 << 20)).toFixed(1)} MiB; at most ${most} are taken`);
-    }
-    const bytes = new Uint8Array(await blob.arrayBuffer());
-    const parts = [];
-    for (let i = 0; i < bytes.length; i += 32768) {
-      parts.push(String.fromCharCode(...bytes.subarray(i, i + 32768)));
-    }
-    return window.btoa(parts.join(""));
+  const bytes = new Uint8Array(await blob.arrayBuffer());
+  const parts = [];
+  for (let i = 0; i < bytes.length; i += 32768) {
+    parts.push(String.fromCharCode(...bytes.subarray(i, i + 32768)));
   }
+  return window.btoa(parts.join(""));
+}
 
-  function reported(id, work, isCurrent = () => true) {
-    show(id, "");
-    return work().catch((error) => {
-      if (isCurrent()) show(id, error.message);
-    });
-  }
-
-  // -- theme --------------------------------------------------------------------------------------
-
-  const root = document.documentElement;
-  const dark = window.matchMedia("(prefers-color-scheme: dark)");
-
-  function stored(value) {
-    try {
-      if (value !== undefined) window.localStorage.setItem("qmargin-theme", value);
-      return window.localStorage.getItem("qmargin-theme");
-    } catch (error) {
-      return null;
-    }
-  }
-
-  function showTheme(name) {
-    root.dataset.theme = name;
-    const other = name === "dark" ? "Light" : "Dark";
-    byId("theme").textContent = other;
-    byId("theme").setAttribute("aria-label", `${other} theme`);
-  }
-
-  const chosenTheme = stored();
-  showTheme(["dark", "light"].includes(chosenTheme) ? chosenTheme : dark.matches ? "dark" : "light");
-  dark.addEventListener("change", () => {
-    if (stored() === null) showTheme(dark.matches ? "dark" : "light");
+function reported(id, work, isCurrent = () => true) {
+  show(id, "");
+  return work().catch((error) => {
+    if (isCurrent()) show(id, error.message);
   });
-  byId("theme").addEventListener("click", () => {
-    const name = root.dataset.theme === "dark" ? "light" : "dark";
-    stored(name);
-    showTheme(name);
+}
+
+// -- theme --------------------------------------------------------------------------------------
+
+const root = document.documentElement;
+const dark = window.matchMedia("(prefers-color-scheme: dark)");
+
+function stored(value) {
+  try {
+    if (value !== undefined) window.localStorage.setItem("qmargin-theme", value);
+    return window.localStorage.getItem("qmargin-theme");
+  } catch (error) {
+    return null;
+  }
+}
+
+function showTheme(name) {
+  root.dataset.theme = name;
+  const other = name === "dark" ? "Light" : "Dark";
+  byId("theme").textContent = other;
+  byId("theme").setAttribute("aria-label", `${other} theme`);
+}
+
+const chosenTheme = stored();
+showTheme(["dark", "light"].includes(chosenTheme) ? chosenTheme : dark.matches ? "dark" : "light");
+dark.addEventListener("change", () => {
+  if (stored() === null) showTheme(dark.matches ? "dark" : "light");
+});
+byId("theme").addEventListener("click", () => {
+  const name = root.dataset.theme === "dark" ? "light" : "dark";
+  stored(name);
+  showTheme(name);
+});
+
+// -- inputs -------------------------------------------------------------------------------------
+
+const isAudio = () => model.modality === "audio";
+const noun = () => (isAudio() ? "recording" : "picture");
+
+function makeSlot(place, title, changed) {
+  const view = element("div", { className: "view" });
+  const name = element("p", { className: "title", textContent: title });
+  const file = element("input", { type: "file" });
+  const live = element("button", { type: "button" });
+  const choose = element("label", {}, "Choose a file", file);
+  place.append(name, view, element("div", { className: "buttons" }, choose, live));
+  const slot = { data: null };
+
+  slot.ready = () => {
+    file.accept = isAudio() ? "audio/*" : "image/*";
+    file.setAttribute("aria-label", `${title}: choose a ${noun()}`);
+    live.textContent = isAudio() ? "Microphone" : "Camera";
+    view.replaceChildren(`Drop a ${noun()} here`);
+  };
+  slot.set = (data, label) => {
+    if (slot.stop) slot.stop(); // a file is chosen while the camera runs
+    slot.data = data;
+    name.textContent = `${title}: ${label}`;
+    place.classList.add("filled");
+    view.replaceChildren(`Reading the ${noun()}`);
+  };
+  slot.fill = (data, label) => {
+    slot.set(data, label);
+    return changed();
+  };
+  slot.show = (shown) => view.replaceChildren(...pictured(shown, title));
+  slot.fail = () => view.replaceChildren(`This ${noun()} cannot be used; see the message`);
+  slot.take = (blob, label) =>
+    encoded(blob).then((data) => slot.fill(data, label), (error) => slot.problem(error.message));
+  slot.problem = (text) => view.replaceChildren(text);
+
+  file.addEventListener("change", () => {
+    if (file.files.length) slot.take(file.files[0], file.files[0].name);
+    file.value = "";
   });
+  place.addEventListener("dragover", (event) => {
+    event.preventDefault();
+    place.classList.add("over");
+  });
+  place.addEventListener("dragleave", () => place.classList.remove("over"));
+  place.addEventListener("drop", (event) => {
+    event.preventDefault();
+    place.classList.remove("over");
+    const dropped = event.dataTransfer.files[0];
+    if (dropped) slot.take(dropped, dropped.name);
+  });
+  live.addEventListener("click", () => {
+    const capture = isAudio() ? captureSound : capturePicture;
+    live.disabled = true;
+    const other = new Promise((stop) => { slot.stop = () => stop("other"); });
+    capture(view, other)
+      .then((blob) => blob && slot.take(blob, isAudio() ? "microphone" : "camera"))
+      .catch((error) => slot.problem(deviceProblem(error)))
+      .finally(() => { live.disabled = false; slot.stop = null; });
+  });
+  return slot;
+}
 
-  // -- inputs -------------------------------------------------------------------------------------
-
-  const isAudio = () => model.modality === "audio";
-  const noun = () => (isAudio() ? "recording" : "picture");
-
-  function makeSlot(place, title, changed) {
-    const view = element("div", { className: "view" });
-    const name = element("p", { className: "title", textContent: title });
-    const file = element("input", { type: "file" });
-    const live = element("button", { type: "button" });
-    const choose = element("label", {}, "Choose a file", file);
-    place.append(name, view, element("div", { className: "buttons" }, choose, live));
-    const slot = { data: null };
-
-    slot.ready = () => {
-      file.accept = isAudio() ? "audio/*" : "image/*";
-      file.setAttribute("aria-label", `${title}: choose a ${noun()}`);
-      live.textContent = isAudio() ? "Microphone" : "Camera";
-      view.replaceChildren(`Drop a ${noun()} here`);
-    };
-    slot.set = (data, label) => {
-      if (slot.stop) slot.stop(); // a file is chosen while the camera runs
-      slot.data = data;
-      name.textContent = `${title}: ${label}`;
-      place.classList.add("filled");
-      view.replaceChildren(`Reading the ${noun()}`);
-    };
-    slot.fill = (data, label) => {
-      slot.set(data, label);
-      return changed();
-    };
-    slot.show = (shown) => view.replaceChildren(...pictured(shown, title));
-    slot.fail = () => view.replaceChildren(`This ${noun()} cannot be used; see the message`);
-    slot.take = (blob, label) =>
-      encoded(blob).then((data) => slot.fill(data, label), (error) => slot.problem(error.message));
-    slot.problem = (text) => view.replaceChildren(text);
-
-    file.addEventListener("change", () => {
-      if (file.files.length) slot.take(file.files[0], file.files[0].name);
-      file.value = "";
-    });
-    place.addEventListener("dragover", (event) => {
-      event.preventDefault();
-      place.classList.add("over");
-    });
-    place.addEventListener("dragleave", () => place.classList.remove("over"));
-    place.addEventListener("drop", (event) => {
-      event.preventDefault();
-      place.classList.remove("over");
-      const dropped = event.dataTransfer.files[0];
-      if (dropped) slot.take(dropped, dropped.name);
-    });
-    live.addEventListener("click", () => {
-      const capture = isAudio() ? captureSound : capturePicture;
-      live.disabled = true;
-      const other = new Promise((stop) => { slot.stop = () => stop("other"); });
-      capture(view, other)
-        .then((blob) => blob && slot.take(blob, isAudio() ? "microphone" : "camera"))
-        .catch((error) => slot.problem(deviceProblem(error)))
-        .finally(() => { live.disabled = false; slot.stop = null; });
-    });
-    return slot;
+function pictured(shown, title) {
+  if (shown.image) {
+    const source = `data:image/png;base64,${shown.image}`;
+    const face = element("img", { className: "face", src: source, alt: `${title} as the model sees it` });
+    return [face, `As the model sees it, ${model.input_shape[2]} × ${model.input_shape[1]} pixels`];
   }
+  const wave = drawn("svg", { viewBox: `0 -1 ${shown.peaks.length} 2`, preserveAspectRatio: "none", role: "img", "aria-label": `${title}: waveform` });
+  const most = Math.max(...shown.peaks.map(([low, high]) => Math.max(-low, high)), 1e-6);
+  const tops = shown.peaks.map(([, high], x) => `${x} ${(-high / most).toFixed(3)}`);
+  const bottoms = shown.peaks.map(([low], x) => `${x} ${(-low / most).toFixed(3)}`).reverse();
+  wave.append(drawn("path", { d: `M${[...tops, ...bottoms].join("L")}Z` }));
+  const bank = element("img", { className: "bank", src: `data:image/png;base64,${shown.filter_bank}`, alt: `${title}: log-mel filter bank` });
+  return [wave, bank, `As the model sees it: waveform and filter bank, ${shown.seconds.toFixed(1)} s`];
+}
 
-  function pictured(shown, title) {
-    if (shown.image) {
-      const source = `data:image/png;base64,${shown.image}`;
-      const face = element("img", { className: "face", src: source, alt: `${title} as the model sees it` });
-      return [face, `As the model sees it, ${model.input_shape[2]} × ${model.input_shape[1]} pixels`];
-    }
-    const wave = drawn("svg", { viewBox: `0 -1 ${shown.peaks.length} 2`, preserveAspectRatio: "none", role: "img", "aria-label": `${title}: waveform` });
-    const most = Math.max(...shown.peaks.map(([low, high]) => Math.max(-low, high)), 1e-6);
-    const tops = shown.peaks.map(([, high], x) => `${x} ${(-high / most).toFixed(3)}`);
-    const bottoms = shown.peaks.map(([low], x) => `${x} ${(-low / most).toFixed(3)}`).reverse();
-    wave.append(drawn("path", { d: `M${[...tops, ...bottoms].join("L")}Z` }));
-    const bank = element("img", { className: "bank", src: `data:image/png;base64,${shown.filter_bank}`, alt: `${title}: log-mel filter bank` });
-    return [wave, bank, `As the model sees it: waveform and filter bank, ${shown.seconds.toFixed(1)} s`];
+// -- verify -------------------------------------------------------------------------------------
+
+let turns = 0; // comparisons that were begun
+const points = () => (model.thresholds ? model.thresholds.points : []);
+const point = () => points()[Number(byId("far").value)];
+
+function verify() {
+  const { a, b } = slots;
+  const turn = (turns += 1);
+  const isCurrent = () => turn === turns; // no other file came meanwhile
+  verified = null;
+  if (!a.data || !b.data) {
+    const filled = a.data ? a : b;
+    showOutcome();
+    return reported("verify-problem", () => preview(filled), isCurrent);
   }
-
-  function deviceProblem(error) {
-    if (error.name === "NotAllowedError") return "The browser did not allow it; allow it beside the address, or choose a file";
-    if (error.name === "NotFoundError") return "No such device was found; connect one, or choose a file";
-    return error.message;
-  }
-
-  async function devices(wanted) {
-    if (!navigator.mediaDevices) {
-      throw new Error("The browser gives the camera and the microphone to pages of this machine or of https only; choose a file");
-    }
-    return navigator.mediaDevices.getUserMedia(wanted);
-  }
-
-  async function capturePicture(view, other) {
-    const stream = await devices({ video: { facingMode: "user" } });
-    const video = element("video", { autoplay: true, muted: true, playsInline: true, srcObject: stream });
-    const take = element("button", { type: "button", className: "take", textContent: "Take the picture" });
-    view.replaceChildren(video, take);
+  return reported("verify-problem", async () => {
     try {
-      const taken = new Promise((done) => { take.addEventListener("click", done, { once: true }); });
-      if ((await Promise.race([taken, other])) === "other") return null;
-      const canvas = element("canvas", { width: video.videoWidth, height: video.videoHeight });
-      canvas.getContext("2d").drawImage(video, 0, 0);
-      return await new Promise((done) => { canvas.toBlob(done, "image/png"); });
-    } finally {
-      stream.getTracks().forEach((track) => track.stop());
-    }
-  }
-
-  async function captureSound(view, other) {
-    const stream = await devices({ audio: true });
-    const context = new AudioContext();
-    try {
-      await context.audioWorklet.addModule("/recorder.js");
-      const node = new AudioWorkletNode(context, "recorder", { numberOfOutputs: 0 });
-      const stop = element("button", { type: "button", className: "take", textContent: "Stop" });
-      const level = element("meter", { className: "level", max: 1 });
-      level.setAttribute("aria-label", "Level");
-      const parts = [];
-      node.port.onmessage = ({ data }) => {
-        parts.push(data);
-        level.value = Math.max(...data.map(Math.abs));
-      };
-      view.replaceChildren("Recording, speak now", level, stop);
-      context.createMediaStreamSource(stream).connect(node);
-      const taken = new Promise((done) => {
-        stop.addEventListener("click", done, { once: true });
-        window.setTimeout(done, 1000 * MOST_RECORDED_S);
-      });
-      if ((await Promise.race([taken, other])) === "other") return null;
-      return waveFile(parts, context.sampleRate);
-    } finally {
-      stream.getTracks().forEach((track) => track.stop());
-      await context.close();
-    }
-  }
-
-  function waveFile(parts, rate) {
-    const size = parts.reduce((sum, part) => sum + part.length, 0);
-    const view = new DataView(new ArrayBuffer(44 + 2 * size));
-    const write = (place, text) => [...text].forEach((sign, i) => view.setUint8(place + i, sign.charCodeAt(0)));
-    write(0, "RIFF");
-    view.setUint32(4, 36 + 2 * size, true);
-    write(8, "WAVEfmt ");
-    view.setUint32(16, 16, true);
-    view.setUint16(20, 1, true);
-    view.setUint16(22, 1, true);
-    view.setUint32(24, rate, true);
-    view.setUint32(28, 2 * rate, true);
-    view.setUint16(32, 2, true);
-    view.setUint16(34, 16, true);
-    write(36, "data");
-    view.setUint32(40, 2 * size, true);
-    let place = 44;
-    parts.forEach((part) => part.forEach((value) => {
-      view.setInt16(place, 32767 * Math.max(-1, Math.min(1, value)), true);
-      place += 2;
-    }));
-    return new Blob([view], { type: "audio/wav" });
-  }
-
-  // -- verify -------------------------------------------------------------------------------------
-
-  let turns = 0; // comparisons that were begun
-  const points = () => (model.thresholds ? model.thresholds.points : []);
-  const point = () => points()[Number(byId("far").value)];
-
-  function verify() {
-    const { a, b } = slots;
-    const turn = (turns += 1);
-    const isCurrent = () => turn === turns; // no other file came meanwhile
-    verified = null;
-    if (!a.data || !b.data) {
-      const filled = a.data ? a : b;
-      showOutcome();
-      return reported("verify-problem", () => preview(filled), isCurrent);
-    }
-    return reported("verify-problem", async () => {
-      try {
-        const answer = await ask("POST", "verify", { pairs: [[a.data, b.data]], show: true });
-        if (!isCurrent()) return;
-        verified = answer.results[0];
-        [a, b].forEach((slot, side) => slot.show(verified.shown[side]));
-      } catch (error) {
-        await Promise.all([a, b].map((slot) => preview(slot).catch(() => slot.fail())));
-        throw error;
-      } finally {
-        showOutcome();
-      }
-    }, isCurrent);
-  }
-
-  async function preview(slot) {
-    const { data } = slot;
-    try {
-      const answer = await ask("POST", "embed", { inputs: [data], show: true });
-      if (slot.data === data) slot.show(answer.results[0].shown);
+      const answer = await ask("POST", "verify", { pairs: [[a.data, b.data]], show: true });
+      if (!isCurrent()) return;
+      verified = answer.results[0];
+      [a, b].forEach((slot, side) => slot.show(verified.shown[side]));
     } catch (error) {
-      if (slot.data === data) slot.fail();
+      await Promise.all([a, b].map((slot) => preview(slot).catch(() => slot.fail())));
       throw error;
+    } finally {
+      showOutcome();
+    }
+  }, isCurrent);
+}
+
+async function preview(slot) {
+  const { data } = slot;
+  try {
+    const answer = await ask("POST", "embed", { inputs: [data], show: true });
+    if (slot.data === data) slot.show(answer.results[0].shown);
+  } catch (error) {
+    if (slot.data === data) slot.fail();
+    throw error;
+  }
+}
+
+function showOutcome() {
+  const at = point();
+  byId("outcome").hidden = verified === null;
+  if (verified !== null) {
+    const score = signed(verified.score, 4);
+    const decision = byId("decision");
+    decision.className = "headline";
+    if (at === undefined) {
+      decision.textContent = `Score ${score}`;
+      show("sentence", "A score is a cosine between −1 and 1. A decision needs a threshold.");
+    } else {
+      const isSame = at.threshold !== null && verified.score >= at.threshold;
+      const who = isAudio() ? "speaker" : "person";
+      decision.classList.add(isSame ? "yes" : "no");
+      decision.textContent = isSame ? `The same ${who}` : isAudio() ? "Two speakers" : "Two people";
+      const limit = at.threshold === null ? "no score is enough" : signed(at.threshold, 4);
+      const relation = isSame ? "reaches" : "is below";
+      show("sentence", `The score ${score} ${relation} the threshold ${limit}. ${at.words}.`);
     }
   }
+  const { thresholds } = model;
+  const score = verified && verified.score;
+  byId("scale").hidden = !thresholds && score === null;
+  const svg = byId("scale").querySelector("svg");
+  byId("scale-text").textContent = drawScale(svg, { thresholds, at, score, isAudio: isAudio() });
+}
 
-  function showOutcome() {
-    const at = point();
-    byId("outcome").hidden = verified === null;
-    if (verified !== null) {
-      const score = signed(verified.score, 4);
-      const decision = byId("decision");
-      decision.className = "headline";
-      if (at === undefined) {
-        decision.textContent = `Score ${score}`;
-        show("sentence", "A score is a cosine between −1 and 1; without a threshold it is no decision.");
-      } else {
-        const isSame = at.threshold !== null && verified.score >= at.threshold;
-        const who = isAudio() ? "speaker" : "person";
-        decision.classList.add(isSame ? "yes" : "no");
-        decision.textContent = isSame ? `The same ${who}` : isAudio() ? "Two speakers" : "Two people";
-        const limit = at.threshold === null ? "no score is enough" : signed(at.threshold, 4);
-        const relation = isSame ? "reaches" : "is below";
-        show("sentence", `The score ${score} ${relation} the threshold ${limit}. ${at.words}.`);
-      }
-    }
-    drawScale();
-  }
+function showRate() {
+  const at = point();
+  if (!at) return;
+  byId("far-text").textContent = at.far_text;
+  byId("far").setAttribute("aria-valuetext", `FAR ${at.far_text}`);
+  byId("far-words").textContent = at.note ? `This rate is rough: ${at.note}` : "";
+  showOutcome();
+}
 
-  const signed = (value, digits) => value.toFixed(digits).replace("-", "−");
+byId("far").addEventListener("input", showRate);
 
-  function drawScale() {
-    const found = model.thresholds;
-    const svg = byId("scale").querySelector("svg");
-    const histogram = found && found.histogram;
-    byId("scale").hidden = !found && verified === null;
-    const at = point();
-    const values = histogram ? histogram.edges : [-1, 1];
-    const marks = [at && at.threshold, verified && verified.score].filter((v) => typeof v === "number");
-    const low = Math.min(values[0], ...marks);
-    const high = Math.max(values[values.length - 1], ...marks);
-    const x = (value) => 20 + (640 * (value - low)) / (high - low);
-    svg.replaceChildren();
-    if (histogram) {
-      ["impostor", "genuine"].forEach((kind) => {
-        const counts = histogram[kind];
-        const most = Math.max(...counts, 1);
-        const steps = counts.map((count, i) => {
-          const y = (205 - (150 * count) / most).toFixed(1);
-          return `${x(histogram.edges[i]).toFixed(1)} ${y}L${x(histogram.edges[i + 1]).toFixed(1)} ${y}`;
-        });
-        const [first, last] = [histogram.edges[0], histogram.edges[counts.length]].map((e) => x(e).toFixed(1));
-        svg.append(drawn("path", { class: `area ${kind}`, d: `M${first} 205L${steps.join("L")}L${last} 205Z` }));
-        const peak = x(histogram.edges[counts.indexOf(most)]);
-        const label = isAudio() ? { impostor: "two speakers", genuine: "one speaker" } : { impostor: "two people", genuine: "one person" };
-        svg.append(drawn("text", { class: `${kind}-label`, x: Math.min(Math.max(peak, 70), 600).toFixed(1), y: 46, "text-anchor": "middle" }, label[kind]));
-      });
-    }
-    svg.append(drawn("line", { class: "frame", x1: 20, x2: 660, y1: 205, y2: 205 }));
-    const step = high - low > 1.1 ? 0.5 : 0.25;
-    for (let value = Math.ceil(low / step) * step; value <= high; value += step) {
-      svg.append(drawn("text", { x: x(value), y: 224, "text-anchor": "middle" }, signed(value, 2)));
-    }
-    if (at && at.threshold !== null) {
-      const place = x(at.threshold);
-      svg.append(drawn("line", { class: "threshold-line", x1: place, x2: place, y1: 52, y2: 205 }));
-      svg.append(drawn("text", { class: "threshold-label", x: Math.min(Math.max(place, 80), 580), y: 18, "text-anchor": "middle" }, `threshold ${signed(at.threshold, 3)}`));
-    }
-    if (verified !== null) {
-      const place = x(verified.score);
-      svg.append(drawn("line", { class: "score-line", x1: place, x2: place, y1: 60, y2: 205 }));
-      svg.append(drawn("text", { class: "score-label", x: Math.min(Math.max(place, 60), 600), y: 246, "text-anchor": "middle" }, `score ${signed(verified.score, 3)}`));
-    }
-    byId("scale-text").textContent = histogram
-      ? `Scores of the evaluation on ${found.protocol}: ${found.num_genuine.toLocaleString("en")} genuine and ${found.num_impostors.toLocaleString("en")} impostor pairs, each kind drawn to the same height.`
-      : "The model has no distribution of scores; export its result again to add one.";
-  }
+function generate(button) {
+  return reported("verify-problem", async () => {
+    const number = Math.floor(Math.random() * 1e9);
+    const made = await ask("POST", "generate", { same: button.dataset.same === "true", number });
+    slots.a.set(made.files[0], "generated");
+    await slots.b.fill(made.files[1], "generated");
+  });
+}
 
-  function showRate() {
-    const at = point();
-    if (!at) return;
-    byId("far-text").textContent = at.far_text;
-    byId("far").setAttribute("aria-valuetext", `FAR ${at.far_text}`);
-    byId("far-words").textContent = at.note ? `This rate is rough: ${at.note}` : "";
-    showOutcome();
-  }
+// -- identify -----------------------------------------------------------------------------------
 
-  byId("far").addEventListener("input", showRate);
+const FPIRS = [0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5];
+const MOST_LISTED = 500; // names
+let isEmpty = true; // the gallery
+const fpir = () => FPIRS[Number(byId("fpir").value)];
 
-  function generate(button) {
-    return reported("verify-problem", async () => {
-      const number = Math.floor(Math.random() * 1e9);
-      const made = await ask("POST", "generate", { same: button.dataset.same === "true", number });
-      slots.a.set(made.files[0], "generated");
-      await slots.b.fill(made.files[1], "generated");
-    });
-  }
-
-  // -- identify -----------------------------------------------------------------------------------
-
-  const FPIRS = [0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5];
-  const fpir = () => FPIRS[Number(byId("fpir").value)];
-
-  function showGallery(gallery) {
-    const names = Object.entries(gallery.names);
-    byId("gallery-size").textContent = `${names.length} names, ${gallery.num_samples} samples`;
-    byId("gallery-note").textContent = gallery.is_stored
-      ? "Embeddings are kept in the file that the server was started with."
-      : "Embeddings are kept in memory, and are gone when the server ends.";
-    byId("gallery").replaceChildren(...names.slice(0, 500).map(([name, count]) => {
-      const forget = element("button", { type: "button", textContent: "Forget" });
-      forget.setAttribute("aria-label", `Forget ${name}`);
-      forget.addEventListener("click", () => reported("gallery-problem", async () => {
-        showGallery(await ask("DELETE", `gallery/${encodeURIComponent(name)}`));
-      }));
-      const label = element("span", {}, element("bdi", { textContent: name }), ` (${count})`);
-      return element("li", {}, label, forget);
+function showGallery(gallery) {
+  isEmpty = gallery.num_samples === 0;
+  const names = Object.entries(gallery.names);
+  byId("gallery-size").textContent = `${names.length} names, ${gallery.num_samples} samples${names.length > MOST_LISTED ? `; the first ${MOST_LISTED} are listed` : ""}`;
+  byId("gallery-note").textContent = gallery.is_stored
+    ? "Embeddings are kept in the file that the server was started with."
+    : "Embeddings are kept in memory, and are gone when the server ends.";
+  byId("gallery").replaceChildren(...names.slice(0, MOST_LISTED).map(([name, count]) => {
+    const forget = element("button", { type: "button", textContent: "Forget" });
+    forget.setAttribute("aria-label", `Forget ${name}`);
+    forget.addEventListener("click", () => reported("gallery-problem", async () => {
+      showGallery(await ask("DELETE", `gallery/${encodeURIComponent(name)}`));
+      await identify();
     }));
-  }
+    const label = element("span", {}, element("bdi", { textContent: name }), ` (${count})`);
+    return element("li", {}, label, forget);
+  }));
+}
 
-  byId("enrol").addEventListener("submit", (event) => {
-    event.preventDefault();
-    const files = [...byId("enrol-files").files];
-    reported("gallery-problem", async () => {
-      const inputs = await Promise.all(files.map(encoded));
-      const answer = await ask("POST", "gallery", { name: byId("enrol-name").value, inputs });
-      showGallery(answer);
-      event.target.reset();
-      const failed = answer.results.filter((one) => one.error);
-      if (failed.length) throw new Error(failed.map((one) => one.error.message).join("; "));
-      if (slots.probe.data) await identify();
-    });
+byId("enrol").addEventListener("submit", (event) => {
+  event.preventDefault();
+  const files = [...byId("enrol-files").files];
+  reported("gallery-problem", async () => {
+    const inputs = await Promise.all(files.map(encoded));
+    const answer = await ask("POST", "gallery", { name: byId("enrol-name").value, inputs });
+    showGallery(answer);
+    event.target.reset();
+    const failed = answer.results.filter((one) => one.error);
+    if (failed.length) throw new Error(failed.map((one) => one.error.message).join("; "));
+    await identify();
   });
+});
 
-  let searches = 0;
+let searches = 0;
 
-  function identify() {
-    byId("found").textContent = "";
-    show("found-words", "");
-    byId("candidates").replaceChildren();
-    if (!slots.probe.data) return Promise.resolve();
-    const turn = (searches += 1);
-    const isCurrent = () => turn === searches; // a later question has a later answer
-    return reported("identify-problem", async () => {
-      await preview(slots.probe);
-      if (!isCurrent()) return;
-      const answer = await ask("POST", "identify", { inputs: [slots.probe.data], fpir: fpir() });
-      if (!isCurrent()) return;
-      const { candidates } = answer.results[0];
-      const best = candidates[0];
-      const found = byId("found");
-      found.replaceChildren();
-      const limit = answer.threshold === null ? "no score is enough" : signed(answer.threshold, 4);
-      const relation = best.is_accepted ? "reaches" : "is below";
-      show("found-words", best.is_accepted === null ? "" : `The best score ${signed(best.score, 4)} ${relation} the threshold ${limit} of one comparison. ${answer.words}.`);
-      if (best.is_accepted === null) {
-        found.append("Without a threshold nobody can be named");
-      } else if (best.is_accepted) {
-        found.append(element("bdi", { textContent: best.name }));
-      } else {
-        found.append("Nobody in the gallery");
-      }
-      byId("candidates").replaceChildren(...candidates.map((one) => {
-        const meter = element("meter", { min: 0, max: 1, value: Math.max(0, one.score) });
-        meter.setAttribute("aria-label", `Score of ${one.name}`);
-        const number = element("span", { className: "number", textContent: signed(one.score, 4) });
-        const item = element("li", {}, element("bdi", { textContent: one.name }), meter, number);
-        item.classList.toggle("accepted", one.is_accepted === true);
-        return item;
-      }));
-    }, isCurrent);
-  }
-
-  function showFpir() {
-    const text = `${Number((100 * fpir()).toPrecision(3))} %`;
-    byId("fpir-text").textContent = text;
-    byId("fpir").setAttribute("aria-valuetext", `FPIR ${text}`);
-  }
-
-  byId("fpir").addEventListener("input", showFpir);
-  byId("fpir").addEventListener("change", identify);
-
-  // -- start --------------------------------------------------------------------------------------
-
-  function nearest(values, wanted) {
-    const distance = (value) => Math.abs(Math.log(value / wanted));
-    return values.reduce((best, value, i) => (distance(value) < distance(values[best]) ? i : best), 0);
-  }
-
-  function showModel() {
-    byId("model-name").textContent = model.name;
-    document.title = `qmargin: ${model.name}`;
-    byId("intended").textContent = `${model.intended_use}.`;
-    byId("limits-of-use").textContent = `${model.limits_of_use}.`;
-    const { limits } = model;
-    const facts = {
-      Model: model.name,
-      Takes: isAudio() ? "recordings" : `pictures of ${model.input_shape[2]} × ${model.input_shape[1]} pixels; of other sizes: ${model.fit}`,
-      Embedding: `${model.embedding_dim} numbers`,
-      Weights: model.weights_sha256,
-      Evaluation: model.thresholds ? model.thresholds.protocol : "none",
-      Limits: `${limits.upload_bytes / (1 << 20)} MiB and ${limits.batch} files a request, ` + (isAudio() ? `${limits.seconds} s a recording` : `${limits.pixels.toLocaleString("en")} pixels a picture`),
-    };
-    byId("facts").replaceChildren(...Object.entries(facts).map(([name, text]) =>
-      element("div", {}, element("dt", { textContent: name }), element("dd", { textContent: text }))));
-    if (model.generated) {
-      const row = byId("generated");
-      const many = model.generated === "person" ? "people" : "voices";
-      row.querySelector(".hint-inline").textContent = `The model was trained on generated ${many}. Try`;
-      const [same, two] = row.querySelectorAll("button");
-      same.textContent = `One ${model.generated}, twice`;
-      two.textContent = `Two ${many}`;
-      row.hidden = false;
+function identify() {
+  byId("found").textContent = "";
+  show("found-words", "");
+  byId("candidates").replaceChildren();
+  if (!slots.probe.data) return Promise.resolve();
+  const turn = (searches += 1);
+  const isCurrent = () => turn === searches; // a later question has a later answer
+  return reported("identify-problem", async () => {
+    await preview(slots.probe);
+    if (!isCurrent()) return;
+    if (isEmpty) throw new Error("The gallery is empty; enrol a person, or start the server with --gallery DIR");
+    const answer = await ask("POST", "identify", { inputs: [slots.probe.data], fpir: fpir() });
+    if (!isCurrent()) return;
+    const { candidates } = answer.results[0];
+    const best = candidates[0];
+    const found = byId("found");
+    found.replaceChildren();
+    const limit = answer.threshold === null ? "no score is enough" : signed(answer.threshold, 4);
+    const relation = best.is_accepted ? "reaches" : "is below";
+    show("found-words", best.is_accepted === null ? "" : `The best score ${signed(best.score, 4)} ${relation} the threshold ${limit} of one comparison. ${answer.words}.`);
+    if (best.is_accepted === null) {
+      found.append("No decision without a threshold");
+    } else if (best.is_accepted) {
+      found.append(element("bdi", { textContent: best.name }));
+    } else {
+      found.append("No match in the gallery");
     }
-    byId("enrol-files").accept = isAudio() ? "audio/*" : "image/*";
-    if (points().length) {
-      byId("far").max = points().length - 1;
-      byId("far").value = nearest(points().map((one) => one.far_target), model.chosen.far);
-      byId("rate").hidden = false;
-      byId("fpir").max = FPIRS.length - 1;
-      byId("fpir").value = nearest(FPIRS, model.chosen.fpir);
-      byId("fpir-rate").hidden = false;
-    }
-    show("no-threshold", model.how_to ? `${model.how_to}.` : "");
-    Object.values(slots).forEach((slot) => slot.ready());
-    showOutcome();
-    showRate();
-    showFpir();
-  }
+    byId("candidates").replaceChildren(...candidates.map((one) => {
+      const meter = element("meter", { min: 0, max: 1, value: Math.max(0, one.score) });
+      meter.setAttribute("aria-label", `Score of ${one.name}`);
+      const number = element("span", { className: "number", textContent: signed(one.score, 4) });
+      const item = element("li", {}, element("bdi", { textContent: one.name }), meter, number);
+      item.classList.toggle("accepted", one.is_accepted === true);
+      return item;
+    }));
+  }, isCurrent);
+}
 
-  function start() {
-    return reported("problem", async () => {
-      model = await ask("GET", "model");
-      byId("token-form").hidden = true;
-      showModel();
-      showGallery(await ask("GET", "gallery"));
-      root.dataset.ready = "true";
-    });
-  }
+function showFpir() {
+  const text = `${Number((100 * fpir()).toPrecision(3))} %`;
+  byId("fpir-text").textContent = text;
+  byId("fpir").setAttribute("aria-valuetext", `FPIR ${text}`);
+}
 
-  document.querySelectorAll(".slot").forEach((place) => {
-    const titles = { a: ["A", verify], b: ["B", verify], probe: ["Who is it", identify] };
-    slots[place.dataset.slot] = makeSlot(place, ...titles[place.dataset.slot]);
+byId("fpir").addEventListener("input", showFpir);
+byId("fpir").addEventListener("change", identify);
+
+// -- start --------------------------------------------------------------------------------------
+
+function nearest(values, wanted) {
+  const distance = (value) => Math.abs(Math.log(value / wanted));
+  return values.reduce((best, value, i) => (distance(value) < distance(values[best]) ? i : best), 0);
+}
+
+const FITS = {
+  auto: "in pictures of other sizes, the face is found and aligned",
+  align: "in every picture, the face is found and aligned",
+  resize: "pictures of other sizes are scaled",
+  exact: "pictures of other sizes are refused",
+};
+
+function showModel() {
+  byId("model-name").textContent = model.name;
+  document.title = `qmargin: ${model.name}`;
+  byId("intended").textContent = `Intended use: ${model.intended_use}.`;
+  byId("limits-of-use").textContent = `Limits: ${model.limits_of_use}.`;
+  const { limits } = model;
+  const facts = {
+    Model: model.name,
+    Takes: isAudio() ? "recordings" : `pictures of ${model.input_shape[2]} × ${model.input_shape[1]} pixels; ${FITS[model.fit]}`,
+    Embedding: `${model.embedding_dim} numbers`,
+    Weights: model.weights_sha256,
+    Evaluation: model.thresholds ? model.thresholds.protocol : "none",
+    Limits: `${limits.upload_bytes / (1 << 20)} MiB and ${limits.batch} files a request, ` + (isAudio() ? `${limits.seconds} s a recording` : `${limits.pixels.toLocaleString("en")} pixels a picture`),
+  };
+  byId("facts").replaceChildren(...Object.entries(facts).map(([name, text]) =>
+    element("div", {}, element("dt", { textContent: name }), element("dd", { textContent: text }))));
+  if (model.generated) {
+    const row = byId("generated");
+    const many = model.generated === "person" ? "people" : "voices";
+    row.querySelector(".hint-inline").textContent = `The model was trained on generated ${many}. Try`;
+    const [same, two] = row.querySelectorAll("button");
+    same.textContent = `One ${model.generated}, twice`;
+    two.textContent = `Two ${many}`;
+    row.hidden = false;
+  }
+  byId("enrol-files").accept = isAudio() ? "audio/*" : "image/*";
+  if (points().length) {
+    byId("far").max = points().length - 1;
+    byId("far").value = nearest(points().map((one) => one.far_target), model.chosen.far);
+    byId("rate").hidden = false;
+    byId("fpir").max = FPIRS.length - 1;
+    byId("fpir").value = nearest(FPIRS, model.chosen.fpir);
+    byId("fpir-rate").hidden = false;
+  }
+  show("no-threshold", model.how_to ? `${model.how_to}.` : "");
+  Object.values(slots).forEach((slot) => slot.ready());
+  showOutcome();
+  showRate();
+  showFpir();
+}
+
+function start() {
+  return reported("problem", async () => {
+    model = await ask("GET", "model");
+    byId("token-form").hidden = true;
+    showModel();
+    showGallery(await ask("GET", "gallery"));
+    root.dataset.ready = "true";
   });
-  byId("generated").querySelectorAll("button").forEach((button) => {
-    button.addEventListener("click", () => generate(button));
-  });
-  byId("token-form").addEventListener("submit", (event) => {
-    event.preventDefault();
-    token = byId("token").value.trim();
-    start();
-  });
-  window.addEventListener("dragover", (event) => event.preventDefault());
-  window.addEventListener("drop", (event) => event.preventDefault()); // a miss does not leave the page
+}
+
+document.querySelectorAll(".slot").forEach((place) => {
+  const titles = { a: ["A", verify], b: ["B", verify], probe: ["Probe", identify] };
+  slots[place.dataset.slot] = makeSlot(place, ...titles[place.dataset.slot]);
+});
+byId("generated").querySelectorAll("button").forEach((button) => {
+  button.addEventListener("click", () => generate(button));
+});
+byId("token-form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  token = byId("token").value.trim();
   start();
-})();
+});
+window.addEventListener("dragover", (event) => event.preventDefault());
+window.addEventListener("drop", (event) => event.preventDefault()); // a miss does not leave the page
+start();
