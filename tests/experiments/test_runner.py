@@ -516,7 +516,7 @@ def test_compare_lists_and_refuses(tmp_path: Path, capsys: pytest.CaptureFixture
         (["omniglot"], "--data PATH"),
         (["strokes-10k", "--data", str(tmp_path)], "leave --data out"),
         (["strokes-10k", "--arms", "arcfase"], "did you mean 'arcface'"),
-        (["strokes-10k", "--arms", "sampled"], "add arcface"),
+        (["strokes-1m", "--arms", "sampled"], "add arcface"),
         (["strokes-10k", "--set", "run.epoch=3"], "did you mean 'epochs'"),
     ):
         assert main(["compare", *words, "--devices", "cpu", f"--out={tmp_path / 'new'}"]) == 2
