@@ -163,7 +163,7 @@ def test_options_are_of_one_kind_and_one_format(tmp_path: Path) -> None:
         write_files(tmp_path / "f", "images"),
     )
     assert open_dataset(wavs, sample_rate=8000)[0][0].shape == (4000,)
-    with pytest.raises(ConfigError, match="recordings, and decoder"):
+    with pytest.raises(ConfigError, match="recordings, to which decoder does not apply"):
         open_dataset(wavs, decoder="pillow")
     with pytest.raises(ConfigError, match="images, and sample_rate"):
         open_dataset(faces, sample_rate=8000)
