@@ -165,7 +165,7 @@ def test_options_are_of_one_kind_and_one_format(tmp_path: Path) -> None:
     assert open_dataset(wavs, sample_rate=8000)[0][0].shape == (4000,)
     with pytest.raises(ConfigError, match="recordings, to which decoder does not apply"):
         open_dataset(wavs, decoder="pillow")
-    with pytest.raises(ConfigError, match="images, and sample_rate"):
+    with pytest.raises(ConfigError, match="images, to which sample_rate does not apply"):
         open_dataset(faces, sample_rate=8000)
     for path in (wavs, faces):
         with pytest.raises(ConfigError, match=r"split is 'train'.*folder"):
