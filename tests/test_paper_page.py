@@ -59,7 +59,8 @@ def test_every_table_and_figure_has_its_command():
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_links_lead_to_pages(path):
     targets = {target for target in LINK.findall(path.read_text("utf-8")) if "://" not in target}
-    assert targets and {target for target in targets if not (path.parent / target).is_file()} == set()
+    assert len(targets) > 3
+    assert {target for target in targets if not (path.parent / target).is_file()} == set()
 
 
 def test_numbers_are_on_the_pages_they_link():
