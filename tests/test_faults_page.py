@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 TESTS = Path(__file__).parent
-PAGE = TESTS.parent / "docs" / "guide" / "faults.md"
+PAGE = TESTS.parent / "docs" / "results" / "faults.md"
 NAMED = re.compile(r"`([\w/]+\.py)::(\w+)`")
 
 

@@ -1,4 +1,4 @@
-"""``docs/paper.md``: code, tests, commands, links and numbers that it names exist."""
+"""The paper, mapped and measured: code, tests, commands, links and numbers of both pages exist."""
 
 import ast
 import re
@@ -13,7 +13,9 @@ from helpers.pages import ROOT, code_in, missing, spans
 from qmargin.report.paper import FIGURES
 from qmargin.report.paper_layouts import TABLES
 
-PAGE = (ROOT / "docs" / "paper.md").read_text(encoding="utf-8")
+CLAIMS = ROOT / "docs" / "results" / "paper-claims.md"
+PAGES = (ROOT / "docs" / "paper.md", CLAIMS)
+PAGE = "\n".join(path.read_text(encoding="utf-8") for path in PAGES)
 SPANS = spans(PAGE)
 TESTS = sorted({span for span in SPANS if span.startswith("tests/")})
 COMMANDS = sorted({s for s in SPANS if re.match(r"(qmargin|python -m benchmarks) (?!.*NAME)", s)})
@@ -54,20 +56,25 @@ def test_every_table_and_figure_has_its_command():
     assert shown - {"--list"} == TABLES.keys() | FIGURES.keys()
 
 
-def test_links_lead_to_pages():
-    targets = {target for target in LINK.findall(PAGE) if "://" not in target}
-    assert {target for target in targets if not (ROOT / "docs" / target).is_file()} == set()
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_links_lead_to_pages(path):
+    targets = {target for target in LINK.findall(path.read_text("utf-8")) if "://" not in target}
+    assert len(targets) > 3
+    assert {target for target in targets if not (path.parent / target).is_file()} == set()
 
 
 def test_numbers_are_on_the_pages_they_link():
     """Numbers with two or three decimals in a sentence or table row with links to results."""
-    prose = re.sub(r"(?<!\n)\n(?![\n|#-])", " ", PAGE.partition("## Claims")[2])
+    prose = re.sub(r"(?<!\n)\n(?![\n|#-])", " ", CLAIMS.read_text(encoding="utf-8"))
+    num_checked = 0
     for part in re.split(r"(?<=[a-z)%])\. (?=[A-Z\[`])|\n", prose):
-        pages = [target for target in LINK.findall(part) if target.startswith(("results", "bench"))]
-        if pages:
-            text = " ".join((ROOT / "docs" / page).read_text(encoding="utf-8") for page in pages)
+        paths = [(CLAIMS.parent / target).resolve() for target in LINK.findall(part)]
+        if paths := [path for path in paths if path.parent.name in ("results", "benchmarks")]:
+            text = " ".join(path.read_text(encoding="utf-8") for path in paths)
             numbers = set(re.findall(r"(?<![\d.(])\d+\.\d{2,3}(?!\d)", part)) - {"1.25", "0.07"}
             assert {number for number in numbers if number not in text} == set(), part
+            num_checked += len(numbers)
+    assert num_checked > 20
 
 
 def test_every_label_of_the_paper_is_on_the_page():
