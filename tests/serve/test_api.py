@@ -80,7 +80,12 @@ def test_a_comparison_is_that_of_the_model(server, directory, tmp_path):
     assert first["score"] == pytest.approx(expected.score, abs=1e-6)
     assert first["is_same"] == expected.is_same
     assert same["score"] == pytest.approx(1.0) and same["is_same"] is True
-    assert "impostor pair" in found["words"]
+    assert found["words"].startswith(
+        "In the evaluation, this threshold accepts 1 pair of different people in 100 and "
+    )
+    assert found["note"] == ""  # 200 false accepts
+    strict = server.post("verify", {"pairs": [pair], "far": 1e-4})
+    assert strict["note"] == "it rests on 2 false accepts, and 30 are needed"
     assert [set(view) for view in first["shown"]] == [{"image"}] * 2
 
 
@@ -106,7 +111,7 @@ def test_thresholds_without_a_curve_still_decide(directory):
     older = replace(read_thresholds(directory / THRESHOLDS), det=None, histogram=None)
     decisions = Decisions(older)
     assert {stop.threshold for stop in decisions.stops} <= {p.threshold for p in older.points}
-    assert decisions.described()["histogram"] is None
+    assert decisions.described().histogram is None
 
 
 def test_a_file_of_thresholds_without_a_curve_is_read(directory, tmp_path):
@@ -123,6 +128,11 @@ def test_the_rate_of_a_search_is_a_bound_by_the_number_of_comparisons(directory)
     assert decisions.search_at(0.1, 100) == decisions.at(0.1 / 100)
     with pytest.raises(ProtocolError, match=r"among 5,000 samples needs a FAR of 0\.00002 %"):
         decisions.search_at(0.001, 5_000)
+    with pytest.raises(ProtocolError, match=r"allow an FPIR of 50 % or more, use a smaller gal"):
+        decisions.search_at(0.01, 5_000)
+    assert decisions.search_at(0.5, 5_000)
+    with pytest.raises(ProtocolError, match=r"resolves none below 0\.005 %; use a smaller gallery"):
+        decisions.search_at(0.5, 20_000)
     generator = np.random.default_rng(0)  # by trial: dependent scores do not break the bound
     strangers = generator.normal(size=(4_000, 1)) + generator.normal(size=(4_000, 50))
     threshold = np.quantile(strangers, 1.0 - 0.05 / 50)
@@ -555,6 +565,12 @@ def test_the_description_is_of_what_is_answered(server):
         schema = responses["200"]["content"]["application/json"]["schema"]
         assert list(mismatches(answer, schema, described)) == []
     assert list(mismatches({"results": [{"score": "x"}]}, {"$ref": VERIFY}, described))
+    schemas = described["components"]["schemas"]
+    assert schemas["IdentifyRequest"]["properties"]["fpir"]["default"] == 0.01
+    for name, schema in schemas.items():  # nothing is left open
+        for key, one in schema["properties"].items():
+            assert {"type", "$ref", "anyOf"} & set(one), (name, key)
+            assert one.get("additionalProperties") != {}, (name, key)
 
 
 VERIFY = "#/components/schemas/VerifyAnswer"

@@ -107,7 +107,9 @@ def test_two_files_are_compared(browser, faces, files):
     verify(browser, files / "a.png", files / "a.png")
     assert text(browser, "decision") == "The same person"
     assert re.search(
-        r"The score 1\.0000 reaches the threshold .* 1 impostor pair in ", text(browser, "sentence")
+        r"The score 1\.0000 reaches the threshold .* accepts 1 pair of different people in 1,000 "
+        r"and \d+ of 100 pairs of the same person\.$",
+        text(browser, "sentence"),
     )
     sizes = "[...document.querySelectorAll('#verify img.face')].map((i) => i.naturalWidth)"
     assert browser.evaluate(sizes) == [16, 16]  # as the model sees them
@@ -151,7 +153,7 @@ def test_the_slider_moves_the_threshold_and_the_decision(browser, faces, files):
             f"(() => {{const s = document.getElementById('far'); s.value = {place}; "
             "s.dispatchEvent(new Event('input'))})()"
         )
-        expected = "The same person" if score >= limit else "Two people"
+        expected = "The same person" if score >= limit else "Different people"
         assert text(browser, "decision") == expected
         assert f"threshold {limit:.4f}".replace("-", MINUS) in text(browser, "sentence")
     browser.evaluate("document.getElementById('far').focus()")
@@ -187,11 +189,44 @@ def verify_after(browser, files):
     assert not is_shown(browser, "verify-problem")
 
 
-def test_generated_people_can_be_tried(browser, faces):
+def attempt(browser, kind: str):
+    browser.evaluate(f"document.querySelector('[data-try={kind}]').click()")
+
+
+def test_generated_people_can_be_compared(browser, faces, files):
     visit(browser, faces)
-    browser.evaluate("document.querySelector('#generated [data-same=true]').click()")
+    attempt(browser, "same")
     wait_for_outcome(browser)
     assert text(browser, "decision") == "The same person"
+    truth = "These pictures were generated as the same person, so the decision is right."
+    assert text(browser, "truth") == truth
+    browser.evaluate("document.getElementById('outcome').hidden = true")
+    attempt(browser, "different")
+    wait_for_outcome(browser)
+    is_right = text(browser, "decision") == "Different people"
+    assert text(browser, "truth").endswith("right." if is_right else "wrong.")
+    browser.evaluate("document.getElementById('outcome').hidden = true")
+    choose(browser, "b", files / "b.png")  # one of the two is not generated
+    wait_for_outcome(browser)
+    assert not is_shown(browser, "truth")
+
+
+def test_generated_people_can_be_enrolled_and_searched(browser, tmp_path):
+    made = Made("person", lambda index: picture(index // 20))
+    with serving(face_model(tmp_path / "m"), made=made) as server:
+        visit(browser, server)
+        for _ in range(2):  # the same ten
+            attempt(browser, "enrol")
+            browser.wait_until("document.querySelectorAll('#gallery li').length === 10")
+        assert text(browser, "gallery-size") == "10 names, 10 samples"
+        browser.evaluate("document.getElementById('fpir').value = 11")  # 50 %
+        attempt(browser, "member")
+        browser.wait_until("document.querySelectorAll('#candidates li').length === 10")
+        name = text(browser, "found")
+        assert text(browser, "found-truth") == f"The picture was generated as {name}."
+        attempt(browser, "stranger")
+        browser.wait_until("document.getElementById('found-truth').textContent.includes('outside')")
+        assert browser.problems() == []
 
 
 def test_a_gallery_is_enrolled_searched_and_forgotten(browser, faces, files):
@@ -210,6 +245,8 @@ def test_a_gallery_is_enrolled_searched_and_forgotten(browser, faces, files):
     browser.wait_until("document.querySelectorAll('#candidates li').length === 2")
     assert text(browser, "found") == "Bea <b>"  # a text, not markup
     assert "reaches the threshold" in text(browser, "found-words")
+    assert text(browser, "gallery-size") == "2 names, 2 samples"
+    assert text(browser, "fpir-note") == ""
     assert browser.evaluate("document.querySelectorAll('#candidates b').length") == 0
     for left in (1, 0):  # the search is made again
         browser.evaluate("document.querySelector('#gallery button').click()")
@@ -223,7 +260,7 @@ def test_a_gallery_is_enrolled_searched_and_forgotten(browser, faces, files):
 def test_recordings_are_compared_and_shown(browser, voices, files):
     visit(browser, voices)
     verify(browser, files / "voice.wav", files / "other.wav")
-    assert text(browser, "decision") in ("The same speaker", "Two speakers")
+    assert text(browser, "decision") in ("The same speaker", "Different speakers")
     drawn = "document.querySelector('.slot[data-slot=a] svg path').getTotalLength() > 300"
     assert browser.evaluate(drawn)
     assert browser.evaluate("document.querySelector('.slot img.bank').naturalHeight") == 80
@@ -247,6 +284,24 @@ def test_the_camera_is_asked_for_on_a_click_alone(browser, faces):
     browser.wait_until("document.querySelector('.slot[data-slot=a] img.face')")
     assert "camera" in browser.evaluate("document.querySelector('.slot .title').textContent")
     assert browser.problems() == []
+
+
+def test_a_capture_can_be_cancelled(browser, faces, files):
+    visit(browser, faces)
+    choose(browser, "a", files / "a.png")
+    browser.wait_until("document.querySelector('.slot[data-slot=a] img.face')")
+    device = "document.querySelector('.slot[data-slot=a] .buttons button')"
+    browser.evaluate(f"{device}.click()")
+    browser.wait_until("document.querySelector('video')")
+    assert browser.evaluate("document.activeElement.className") == "take"
+    assert browser.evaluate(f"{device}.textContent") == "Cancel"
+    browser.evaluate(
+        f"window.track = document.querySelector('video').srcObject.getTracks()[0]; {device}.click()"
+    )
+    browser.wait_until("document.querySelector('.slot[data-slot=a] img.face')")
+    assert browser.evaluate("window.track.readyState") == "ended"
+    assert browser.evaluate(f"{device}.textContent") == "Camera"
+    assert browser.evaluate(f"document.activeElement === {device}")
 
 
 def test_the_microphone_is_asked_for_on_a_click_alone(browser, voices):
@@ -319,8 +374,10 @@ def test_an_injected_script_does_not_run(browser, faces, monkeypatch):
     assert browser.evaluate(attack) is True
 
 
+@pytest.mark.parametrize("width", [1280, 390])
 @pytest.mark.parametrize(("impostor", "genuine"), [(0, 0), (1, 2), (2, 1), (31, 31), (0, 31)])
-def test_the_labels_of_the_distributions_do_not_overlap(browser, faces, impostor, genuine):
+def test_the_labels_of_the_distributions_do_not_overlap(browser, faces, impostor, genuine, width):
+    browser.resize(width, 844, is_mobile=width < 1000)
     visit(browser, faces)
     apart = browser.evaluate(
         "import('/scale.js').then(({drawScale}) => {"
@@ -330,10 +387,10 @@ def test_the_labels_of_the_distributions_do_not_overlap(browser, faces, impostor
         "[...Array(32)].map((_, i) => i === peaks[kind] ? 9 : 1);"
         "const svg = document.querySelector('#scale svg');"
         "drawScale(svg, {thresholds: {histogram, protocol: '', num_genuine: 1, num_impostors: 1},"
-        "score: null});"
+        "score: null, nouns: {one: 'speaker', many: 'speakers'}});"
         "const [a, b] = ['impostor', 'genuine'].map((kind) => "
         "svg.querySelector(`.${kind}-label`).getBBox());"
-        "return [a.x, b.x, 660 - a.x - a.width, 660 - b.x - b.width,"
+        "return [a.x, b.x, 680 - a.x - a.width, 680 - b.x - b.width,"
         "Math.max(a.x - b.x - b.width, b.x - a.x - a.width)];})"
     )
     assert min(apart) > 0

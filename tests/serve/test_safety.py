@@ -84,6 +84,9 @@ def test_only_this_machine_is_served_unless_there_is_a_token(directory, monkeypa
         run_command("serve", directory, "--host", "0.0.0.0", "--no-open", "--port", 0)
     with pytest.raises(ConfigError, match="--token has 5 characters; give 16"):
         run_command("serve", directory, "--host", "0.0.0.0", "--token", "short", "--no-open")
+    for sign in "é\n":  # no header can have it
+        with pytest.raises(ConfigError, match="--token has characters other than printable ASCII"):
+            run_command("serve", directory, "--token", 20 * sign, "--no-open")
     assert started == []
     run_command("serve", directory, "--no-open", "--port", 0)
     run_command("serve", directory, "--host", "0.0.0.0", "--token", TOKEN, "--no-open", "--port", 0)
@@ -211,16 +214,36 @@ def test_files_are_decoded_by_the_hardened_readers_alone(directory, monkeypatch)
     assert calls == [9_999]
 
 
+POLICY = {  # nothing but files of this server and pictures inside its answers
+    "default-src": "'none'",
+    "script-src": "'self'",
+    "style-src": "'self'",
+    "img-src": "data:",
+    "connect-src": "'self'",
+    "base-uri": "'none'",
+    "form-action": "'none'",
+    "frame-ancestors": "'none'",
+    "require-trusted-types-for": "'script'",
+    "trusted-types": "'none'",
+}
+OTHER_HEADERS = {
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "permissions-policy": "camera=(self), microphone=(self), geolocation=()",
+    "cache-control": "no-store",
+}
+
+
 @pytest.mark.parametrize("path", ["/", "/serve.js", "/v1/model", "/nowhere", "/v1/embed"])
 def test_every_answer_has_the_policy(directory, path, monkeypatch):
     with serving(directory) as server:
         _, content, headers = server.ask("GET", path)
         policy = headers["content-security-policy"]
-        assert policy.startswith("default-src 'none'; script-src 'self'; style-src 'self'")
-        assert "unsafe" not in policy and "http" not in policy
-        assert headers["x-content-type-options"] == "nosniff"
-        assert headers["cross-origin-resource-policy"] == "same-origin"
-        assert headers["cache-control"] == "no-store"
+        assert dict(rule.split(" ", 1) for rule in policy.split("; ")) == POLICY
+        assert {name: headers[name] for name in OTHER_HEADERS} == OTHER_HEADERS
         assert "access-control-allow-origin" not in headers and "server" not in headers
         if isinstance(content, bytes):
             assert b"http://" not in content.replace(b"http://www.w3.org/", b"")

@@ -21,7 +21,7 @@ import qmargin
 from helpers.commands import run_command
 from helpers.serving import b64, face_model, picture, serving
 from qmargin.errors import ConfigError
-from qmargin.serve import app, server
+from qmargin.serve import app, gate, server
 
 NUM_REQUESTS, NUM_CONNECTIONS = 2_000, 32
 MOST_GROWTH = 200 * 1024**2  # bytes
@@ -109,6 +109,51 @@ def test_a_connection_that_is_in_use_stays_open(directory, monkeypatch):
             time.sleep(0.3)
         assert connection.sock is kept
         connection.close()
+
+
+def test_connections_without_requests_make_room_for_others(directory, monkeypatch):
+    monkeypatch.setattr(server, "MOST_CONNECTIONS", 8)
+    with serving(directory) as running:
+        used = http.client.HTTPConnection("127.0.0.1", running.port, timeout=10)
+        used.request("GET", "/v1/gallery")
+        assert used.getresponse().read()
+        kept = used.sock
+        silent = [socket.create_connection(("127.0.0.1", running.port)) for _ in range(20)]
+        assert running.post("embed", {"inputs": [b64(picture())]})
+        used.request("GET", "/v1/gallery")
+        assert used.getresponse().read() and used.sock is kept
+        used.close()
+        for one in silent[:12]:  # the oldest
+            one.settimeout(5)
+            with suppress(ConnectionError):
+                assert one.recv(1) == b""
+        for one in silent:
+            one.close()
+
+
+def test_more_requests_than_are_answered_at_once_are_refused_in_words(directory, monkeypatch):
+    monkeypatch.setattr(gate, "MOST_ACTIVE", 2)
+    content = json.dumps({"inputs": [b64(picture())]}).encode()
+    head = (
+        "POST /v1/embed HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(content)}\r\n\r\n"
+    ).encode()
+    with serving(directory) as running:
+        slow = [socket.create_connection(("127.0.0.1", running.port)) for _ in range(2)]
+        for one in slow:
+            one.sendall(head + content[:9])
+        while (answer := running.ask("GET", "/v1/model"))[0] == 200:
+            time.sleep(0.01)  # until both have arrived
+        status, refused, headers = answer
+        assert status == 503 and headers["retry-after"] == "1"
+        assert refused["error"]["code"] == "busy"
+        assert refused["error"]["message"] == "the server answers 2 requests at once; try again"
+        for one in slow:
+            one.sendall(content[9:])
+            one.settimeout(20)
+            assert one.recv(65536).startswith(b"HTTP/1.1 200")
+            one.close()
+        assert running.ask("GET", "/v1/model")[0] == 200
 
 
 def started(directory, tmp_path, *options: str, **environment: str):

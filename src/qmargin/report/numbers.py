@@ -98,10 +98,12 @@ def one_in(value: float, size: int, whom: str) -> str:
     Examples:
         >>> one_in(9.996e-5, 10**6, "impostor"), one_in(0.0, 50, "impostor")
         ('1 impostor in 10,000', 'no impostor of 50')
+        >>> one_in(0.147, 10**6, "impostor")
+        '1 impostor in 7'
     """
     if value <= 0.0:
         return f"no {whom} of {size:,}"
-    return f"1 {whom} in {int(float(f'{1.0 / value:.1e}')):,}"  # two significant digits
+    return f"1 {whom} in {round(float(f'{1.0 / value:.1e}')):,}"  # two significant digits
 
 
 def out_of(value: float, whom: str) -> str:

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any, get_args, get_origin
 
 import qmargin
+from qmargin.serve.inputs import Limits
+from qmargin.serve.operating import Evaluation
 
 BASE64 = {"contentEncoding": "base64"}  # schema of a file
 
@@ -136,6 +138,7 @@ class VerifyAnswer:
     threshold: float | None = field(
         default=None, metadata={"about": "scores at or above it are of one identity"}
     )
+    note: str | None = field(default=None, metadata={"about": "why far is rough, or empty"})
     words: str | None = field(default=None, metadata={"about": "what the threshold means"})
 
 
@@ -169,8 +172,11 @@ class IdentifyAnswer:
     fpir: float
     num_samples: int = field(metadata={"about": "of the gallery"})
     far: float | None = field(default=None, metadata={"about": "of one comparison"})
-    threshold: float | None = None
-    words: str | None = None
+    threshold: float | None = field(
+        default=None, metadata={"about": "candidates with a score at or above it are a match"}
+    )
+    note: str | None = field(default=None, metadata={"about": "why far is rough, or empty"})
+    words: str | None = field(default=None, metadata={"about": "what the threshold means"})
 
 
 @dataclass(frozen=True)
@@ -194,21 +200,32 @@ class GenerateAnswer:
 
 
 @dataclass(frozen=True)
+class Rates:
+    """Rates with which the page begins, or as near to them as there is."""
+
+    far: float
+    fpir: float
+
+
+@dataclass(frozen=True)
 class ModelAnswer:
     """The model, its thresholds and the limits of the server."""
 
     name: str
-    modality: str
-    input_shape: tuple[int, ...]
+    modality: str = field(metadata={"about": "images or audio"})
+    input_shape: tuple[int, ...] = field(
+        metadata={"about": "channels, height and width of pictures; empty for recordings"}
+    )
     embedding_dim: int
     weights_sha256: str
-    fit: str
+    fit: str = field(metadata={"about": "how pictures get the size of the model"})
     intended_use: str
     limits_of_use: str
-    thresholds: dict[str, Any] | None
+    thresholds: Evaluation | None
     how_to: str | None = field(metadata={"about": "how to get thresholds, where there are none"})
-    chosen: dict[str, float]
-    limits: dict[str, float]
+    chosen: Rates
+    fpirs: tuple[float, ...] = field(metadata={"about": "of the page's slider"})
+    limits: Limits
     generated: str | None = field(metadata={"about": "what can be generated to try, if anything"})
     qmargin: str
 
@@ -308,6 +325,8 @@ def _object(record: Any, schemas: dict[str, Any]) -> dict[str, Any]:
         properties[one.name] = {**schema, **({"description": about} if about else {})}
         if one.default is dataclasses.MISSING:
             required.append(one.name)
+        elif one.default is not None:
+            properties[one.name]["default"] = one.default
     return {
         "type": "object",
         "description": _about(record),

@@ -23,11 +23,12 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 Headers = dict[str, str]
 
 API = "/v1/"
+MOST_ACTIVE = 256  # requests that are answered at once
 HEADERS = {
     "content-security-policy": (
-        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; "
-        "media-src blob:; connect-src 'self'; base-uri 'none'; form-action 'none'; "
-        "frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src data:; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+        "require-trusted-types-for 'script'; trusted-types 'none'"
     ),
     "x-content-type-options": "nosniff",
     "x-frame-options": "DENY",
@@ -171,6 +172,7 @@ class Gate:
 
     def __init__(self, app: App, rules: Rules) -> None:
         self._app, self._rules = app, rules
+        self._active = 0  # requests
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -185,10 +187,17 @@ class Gate:
         try:
             for check in CHECKS:
                 check(scope, headers, self._rules)
+            if self._active >= MOST_ACTIVE:
+                message = f"the server answers {MOST_ACTIVE:,} requests at once; try again"
+                raise Refusal(503, "busy", message, retry_after="1", connection="close")
         except Refusal as refusal:
             await refuse(refusal, guarded)
             return
-        await self._app(scope, receive, guarded)
+        self._active += 1
+        try:
+            await self._app(scope, receive, guarded)
+        finally:
+            self._active -= 1
 
 
 async def refuse(refusal: Refusal, send: Send) -> None:

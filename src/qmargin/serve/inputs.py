@@ -7,7 +7,7 @@ import binascii
 import copy
 import threading
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,10 +40,10 @@ _SOUNDS = ((b"fLaC", "FLAC"), (b"OggS", "Ogg"), (b"ID3", "MP3"), (b"FORM", "AIFF
 class Limits:
     """The largest inputs that are taken."""
 
-    upload_bytes: int = 32 * MEBIBYTE  # of a request
-    pixels: int = MAX_PIXELS
-    seconds: float = 60.0
-    batch: int = 64  # files of a request
+    upload_bytes: int = field(default=32 * MEBIBYTE, metadata={"about": "of a request"})
+    pixels: int = field(default=MAX_PIXELS, metadata={"about": "of a picture"})
+    seconds: float = field(default=60.0, metadata={"about": "of a recording"})
+    batch: int = field(default=64, metadata={"about": "files of a request"})
 
     def __post_init__(self) -> None:
         for name in ("upload_bytes", "pixels", "seconds", "batch"):

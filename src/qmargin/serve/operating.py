@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from qmargin.errors import ConfigError, ProtocolError
-from qmargin.evaluation.export import Thresholds
-from qmargin.metrics.operating import sufficiency
+from qmargin.evaluation.export import AffineMap, Thresholds
+from qmargin.evaluation.result import Histogram
+from qmargin.metrics.operating import ENOUGH_FALSE_ACCEPTS
 from qmargin.report.numbers import one_in, out_of, rate_text
 
 LARGEST_FAR = 0.5  # of the slider
+FPIRS = tuple(float(f"{mantissa}e{e}") for e in range(-4, 0) for mantissa in (1, 2, 5))
 CHOSEN_FAR, CHOSEN_FPIR = 1e-3, 1e-2  # where the page begins, or as near to them as there is
 MANTISSAS = (1, 1.5, 2, 3, 5, 7)
+NOUNS = {"images": ("people", "person"), "audio": ("speakers", "speaker")}
 _CLOSE = 1e-9  # relative: 1e-3 may have been written as 0.001
 
 
@@ -29,16 +32,31 @@ class Point(NamedTuple):
 class Operating:
     """The threshold for one false accept rate."""
 
-    far_target: float
-    far: float  # measured, at most the target
-    tar: float
-    threshold: float | None  # scores at or above it are accepted; None: no score is enough
-    note: str  # why the rate is rough, or empty
-    words: str  # what it means, for people who know no rates
+    far_text: str = field(metadata={"about": "the rate that was asked for, in per cent"})
+    far_target: float = field(metadata={"about": "the rate that was asked for"})
+    far: float = field(metadata={"about": "measured false accept rate, at most far_target"})
+    tar: float = field(metadata={"about": "measured true accept rate"})
+    threshold: float | None = field(
+        metadata={"about": "scores at or above it are accepted; null: no score is enough"}
+    )
+    note: str = field(metadata={"about": "why the rate is rough, or empty"})
+    words: str = field(metadata={"about": "what the threshold means"})
 
     def accepts(self, score: float) -> bool:
         """Whether a score is enough."""
         return self.threshold is not None and score >= self.threshold
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The evaluation that gave the thresholds."""
+
+    protocol: str
+    num_genuine: int = field(metadata={"about": "pairs of one identity"})
+    num_impostors: int = field(metadata={"about": "pairs of two identities"})
+    points: tuple[Operating, ...] = field(metadata={"about": "by rising false accept rate"})
+    histogram: Histogram | None = field(metadata={"about": "of the scores; null in older models"})
+    calibration: AffineMap | None = field(metadata={"about": "of the log-likelihood ratio"})
 
 
 class Decisions:
@@ -48,8 +66,11 @@ class Decisions:
     never above the one that was asked for.
     """
 
-    def __init__(self, thresholds: Thresholds | None, *, fit: str = "auto") -> None:
+    def __init__(
+        self, thresholds: Thresholds | None, *, fit: str = "auto", modality: str = "images"
+    ) -> None:
         self.thresholds = thresholds
+        self._nouns = NOUNS[modality]
         option = "" if fit == "auto" else f" --fit {fit}"
         self.how_to = (
             "The model has no thresholds, so scores cannot be turned into decisions. Evaluate it "
@@ -80,18 +101,22 @@ class Decisions:
                 f"{self.thresholds.protocol} has {impostors:,} impostor pairs, which resolve no "
                 f"rate below {rate_text(self._least)}; ask for a larger one"
             )
-        enough = sufficiency(far, impostors)
         place = bisect_right(self._points, far * (1.0 + _CLOSE), key=lambda point: point.far)
         point = self._points[place - 1]
-        impostor = one_in(point.far, impostors, "impostor pair")
-        genuine = out_of(point.tar, "genuine pairs")
+        different, same = self._nouns
+        impostor = one_in(point.far, impostors, f"pair of different {different}")
+        genuine = out_of(point.tar, f"pairs of the same {same}")
+        accepts = round(point.far * impostors)
+        rests = f"it rests on {accepts} false accept{'s' * (accepts != 1)}"
+        is_rough = accepts < ENOUGH_FALSE_ACCEPTS
         return Operating(
+            far_text=rate_text(far),
             far_target=far,
             far=point.far,
             tar=point.tar,
             threshold=point.threshold,
-            note="" if enough.status == "ok" else enough.message,
-            words=f"In the evaluation this threshold accepts {impostor} and {genuine}",
+            note=f"{rests}, and {ENOUGH_FALSE_ACCEPTS} are needed" if is_rough else "",
+            words=f"In the evaluation, this threshold accepts {impostor} and {genuine}",
         )
 
     def search_at(self, fpir: float, size: int) -> Operating:
@@ -100,18 +125,20 @@ class Decisions:
         Whoever is not in the gallery is identified if one of ``size`` comparisons is accepted. The
         probability of that is at most the sum of theirs, ``size * FAR``, however the comparisons
         depend on each other (Boole's inequality). So a FAR of ``fpir / size`` keeps the FPIR at
-        or below its target on data like the evaluation's; the FPIR that results is often lower.
+        or below its target, on average over galleries and on data like the evaluation's. At
+        large rates the FPIR is lower, because the scores of one probe are correlated; that of one
+        gallery may be above, because some people are more alike than others.
         """
         if not 0.0 < fpir <= 1.0:
             raise ConfigError(f"fpir is {fpir:g}; give a rate above 0 and at most 1")
         if self.thresholds is not None and not self._resolves(fpir / size):
-            least = rate_text(min(1.0, size * self._least))
+            enough = next((rate for rate in FPIRS if self._resolves(rate / size)), None)
+            allow = "" if enough is None else f"allow an FPIR of {rate_text(enough)} or more, "
             raise ProtocolError(
                 f"an FPIR of {rate_text(fpir)} among {size:,} samples needs a FAR of "
                 f"{rate_text(fpir / size)}, and the evaluation with "
                 f"{self.thresholds.num_impostors:,} impostor pairs resolves none below "
-                f"{rate_text(self._least)}; allow an FPIR of {least} or more, use a smaller "
-                "gallery, or evaluate on more pairs"
+                f"{rate_text(self._least)}; {allow}use a smaller gallery, or evaluate on more pairs"
             )
         return self.at(fpir / size)
 
@@ -125,22 +152,19 @@ class Decisions:
     def _resolves(self, far: float) -> bool:
         return self.thresholds is not None and far >= self._least * (1.0 - _CLOSE)
 
-    def described(self) -> dict[str, Any] | None:
+    def described(self) -> Evaluation | None:
         """What the page and programs need to know of the evaluation; None without one."""
         found = self.thresholds
         if found is None:
             return None
-        histogram = found.histogram
-        return {
-            "protocol": found.protocol,
-            "num_genuine": found.num_genuine,
-            "num_impostors": found.num_impostors,
-            "points": [
-                {"far_text": rate_text(stop.far_target), **vars(stop)} for stop in self.stops
-            ],
-            "histogram": None if histogram is None else vars(histogram),
-            "calibration": None if found.calibration is None else vars(found.calibration),
-        }
+        return Evaluation(
+            found.protocol,
+            found.num_genuine,
+            found.num_impostors,
+            tuple(self.stops),
+            found.histogram,
+            found.calibration,
+        )
 
 
 def _points_of(thresholds: Thresholds) -> list[Point]:

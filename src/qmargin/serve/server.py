@@ -20,29 +20,43 @@ from qmargin.serve.gate import App
 IDLE_S = 10.0  # after which a connection without a whole request is looked at again, and closed
 ANSWER_S = 300.0  # in which a request has to be answered, and the answer taken
 GRACE_S = 30  # seconds in which requests in flight are finished
-MOST_CONNECTIONS = 512
+MOST_CONNECTIONS = 512  # more than requests that are answered at once: some can be closed
 
 
 class PatientProtocol(H11Protocol):
     """Closes connections that send nothing, or a request that never ends its headers."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Look at the connection from time to time."""
+        """Look at the connection from time to time; one too many ends the least useful one."""
         super().connection_made(transport)
         self._seen: Any = None
         self._since = self.loop.time()
         self._timer = self.loop.call_later(IDLE_S, self._look)
+        if len(self.connections) > MOST_CONNECTIONS:
+            others: Any = self.connections - {self}
+            last = min(others, key=PatientProtocol._use)
+            self.connections.discard(last)
+            last.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop looking."""
         self._timer.cancel()
         super().connection_lost(exc)
 
+    @property
+    def _is_idle(self) -> bool:
+        """Whether no request is answered and no answer is on its way."""
+        cycle: Any = self.cycle  # the last request whose headers have arrived
+        is_answered = cycle is None or cycle.response_complete
+        return is_answered and not self.transport.get_write_buffer_size()
+
+    def _use(self) -> tuple[bool, bool, float]:
+        """Sorts connections: those that sent nothing yet first, and the oldest of them."""
+        return not self._is_idle, self.cycle is not None, self._since
+
     def _look(self) -> None:
         """Close it if nothing has happened for too long."""
-        cycle: Any = self.cycle  # the last request whose headers have arrived
-        is_idle = cycle is None or cycle.response_complete
-        is_idle = is_idle and not self.transport.get_write_buffer_size()
+        cycle, is_idle = self.cycle, self._is_idle
         if (cycle, is_idle) != self._seen:
             self._seen, self._since = (cycle, is_idle), self.loop.time()
         if self.loop.time() - self._since >= (IDLE_S if is_idle else ANSWER_S) - 0.1:
@@ -91,7 +105,6 @@ def server_of(app: App) -> uvicorn.Server:
         access_log=False,
         server_header=False,
         proxy_headers=False,
-        limit_concurrency=MOST_CONNECTIONS,
         timeout_keep_alive=int(IDLE_S),
         timeout_graceful_shutdown=GRACE_S,
     )

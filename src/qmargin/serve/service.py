@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import dataclasses
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -27,7 +28,7 @@ from qmargin.serve.gallery import Entry, Gallery, Row, checked_name, digest_of, 
 from qmargin.serve.gate import Refusal
 from qmargin.serve.inputs import Limits, Reader, Sample
 from qmargin.serve.made import Made
-from qmargin.serve.operating import CHOSEN_FAR, CHOSEN_FPIR, Decisions, Operating
+from qmargin.serve.operating import CHOSEN_FAR, CHOSEN_FPIR, FPIRS, Decisions, Operating
 from qmargin.terminal import printable
 
 BUDGET = 512 * 1024**2  # bytes of inputs that are held at once
@@ -57,7 +58,7 @@ class Service:
     ) -> None:
         self.model, self.limits, self.made = model, limits or Limits(), made
         self.reader = Reader(model, self.limits, fit=fit)
-        self.decisions = Decisions(model.thresholds, fit=fit)
+        self.decisions = Decisions(model.thresholds, fit=fit, modality=model.card.modality)
         self.flip = "none" if model.thresholds is None else model.thresholds.flip
         self.is_stored = store is not None
         about = {"model": model.card.weights_sha256, "flip": self.flip, "fit": fit}
@@ -148,6 +149,7 @@ class Service:
     async def describe(self) -> Payload:
         """``GET /v1/model``."""
         card, limits, decisions = self.model.card, self.limits, self.decisions
+        evaluation = decisions.described()
         return {
             "name": card.name,
             "modality": card.modality,
@@ -157,10 +159,11 @@ class Service:
             "fit": self.reader.fit,
             "intended_use": card.facts.get("intended_use", INTENDED_USE),
             "limits_of_use": card.facts.get("limits", LIMITS),
-            "thresholds": decisions.described(),
+            "thresholds": None if evaluation is None else dataclasses.asdict(evaluation),
             "how_to": decisions.how_to if decisions.thresholds is None else None,
             "chosen": {"far": CHOSEN_FAR, "fpir": CHOSEN_FPIR},
-            "limits": vars(limits),
+            "fpirs": FPIRS,
+            "limits": dataclasses.asdict(limits),
             "generated": None if self.made is None else self.made.noun,
             "qmargin": qmargin.__version__,
         }
@@ -339,6 +342,7 @@ def _decided(at: Operating | None) -> Payload:
     return {
         "far": None if at is None else at.far_target,
         "threshold": None if at is None else at.threshold,
+        "note": None if at is None else at.note,
         "words": None if at is None else at.words,
     }
 

@@ -20,8 +20,10 @@ async function devices(wanted) {
 export async function capturePicture(view, other) {
   const stream = await devices({ video: { facingMode: "user" } });
   const video = element("video", { autoplay: true, muted: true, playsInline: true, srcObject: stream });
+  video.setAttribute("aria-label", "Camera");
   const take = element("button", { type: "button", className: "take", textContent: "Take the picture" });
   view.replaceChildren(video, take);
+  take.focus();
   try {
     const taken = new Promise((done) => { take.addEventListener("click", done, { once: true }); });
     if ((await Promise.race([taken, other])) === "other") return null;
@@ -48,6 +50,7 @@ export async function captureSound(view, other) {
       level.value = Math.max(...data.map(Math.abs));
     };
     view.replaceChildren("Recording, speak now", level, stop);
+    stop.focus();
     context.createMediaStreamSource(stream).connect(node);
     const taken = new Promise((done) => {
       stop.addEventListener("click", done, { once: true });

@@ -15,4 +15,6 @@ export function drawn(name, attributes, text) {
   return made;
 }
 
+export const counted = (number, one, many) => `${number.toLocaleString("en")} ${number === 1 ? one : many}`;
+
 export const signed = (value, digits) => value.toFixed(digits).replace("-", "−");

@@ -3,22 +3,26 @@
 import { drawn, signed } from "./dom.js";
 
 const FLOOR = 205; // of the histograms
-const APART = 150; // least distance of the two labels
+const WIDTH = 680;
+const half = (text) => text.getComputedTextLength() / 2 + 4; // phones have larger letters
+const within = (value, margin) => Math.min(Math.max(value, margin), WIDTH - margin);
 
 // Draws into `svg`; `at` is the operating point and `score` a number or null. Returns the caption.
-export function drawScale(svg, { thresholds, at, score, isAudio }) {
+export function drawScale(svg, { thresholds, at, score, nouns }) {
   const histogram = thresholds && thresholds.histogram;
   const values = histogram ? histogram.edges : [-1, 1];
   const marks = [at && at.threshold, score].filter((v) => typeof v === "number");
   const low = Math.min(values[0], ...marks);
   const high = Math.max(values[values.length - 1], ...marks);
   const x = (value) => 20 + (640 * (value - low)) / (high - low);
+  const label = (kind, y, text) => {
+    const made = drawn("text", { class: `${kind}-label`, y, "text-anchor": "middle" }, text);
+    svg.append(made);
+    return made;
+  };
   svg.replaceChildren();
   if (histogram) {
-    const noun = isAudio ? ["speaker", "speakers"] : ["person", "people"];
-    const labels = { impostor: `two ${noun[1]}`, genuine: `one ${noun[0]}` };
-    const places = labelPlaces(histogram, x);
-    Object.keys(labels).forEach((kind) => {
+    ["impostor", "genuine"].forEach((kind) => {
       const counts = histogram[kind];
       const most = Math.max(...counts, 1);
       const steps = counts.map((count, i) => {
@@ -27,7 +31,6 @@ export function drawScale(svg, { thresholds, at, score, isAudio }) {
       });
       const [first, last] = [histogram.edges[0], histogram.edges[counts.length]].map((e) => x(e).toFixed(1));
       svg.append(drawn("path", { class: `area ${kind}`, d: `M${first} ${FLOOR}L${steps.join("L")}L${last} ${FLOOR}Z` }));
-      svg.append(drawn("text", { class: `${kind}-label`, x: places[kind].toFixed(1), y: 46, "text-anchor": "middle" }, labels[kind]));
     });
   }
   svg.append(drawn("line", { class: "frame", x1: 20, x2: 660, y1: FLOOR, y2: FLOOR }));
@@ -37,27 +40,38 @@ export function drawScale(svg, { thresholds, at, score, isAudio }) {
   }
   if (at && at.threshold !== null) {
     const place = x(at.threshold);
-    svg.append(drawn("line", { class: "threshold-line", x1: place, x2: place, y1: 52, y2: FLOOR }));
-    svg.append(drawn("text", { class: "threshold-label", x: Math.min(Math.max(place, 80), 580), y: 18, "text-anchor": "middle" }, `threshold ${signed(at.threshold, 3)}`));
+    svg.append(drawn("line", { class: "threshold-line", x1: place, x2: place, y1: 24, y2: FLOOR }));
+    const text = label("threshold", 18, `threshold ${signed(at.threshold, 3)}`);
+    text.setAttribute("x", within(place, half(text)));
   }
   if (score !== null) {
     const place = x(score);
     svg.append(drawn("line", { class: "score-line", x1: place, x2: place, y1: 60, y2: FLOOR }));
-    svg.append(drawn("text", { class: "score-label", x: Math.min(Math.max(place, 60), 600), y: 246, "text-anchor": "middle" }, `score ${signed(score, 3)}`));
+    const text = label("score", 248, `score ${signed(score, 3)}`);
+    text.setAttribute("x", within(place, half(text)));
+  }
+  if (histogram) {
+    const texts = { impostor: label("impostor", 46, `different ${nouns.many}`), genuine: label("genuine", 46, `same ${nouns.one}`) };
+    placeLabels(histogram, x, texts);
   }
   if (!thresholds) return "";
   if (!histogram) return "The model has no distribution of scores; export its result again to add one.";
   const [genuine, impostors] = [thresholds.num_genuine, thresholds.num_impostors].map((n) => n.toLocaleString("en"));
-  return `Scores of the evaluation on ${thresholds.protocol}: ${genuine} genuine and ${impostors} impostor pairs, each kind drawn to the same height.`;
+  return `The score is the cosine of the two embeddings, from −1 to 1. Behind it are the scores of the evaluation on ${thresholds.protocol}: ${genuine} pairs of the same ${nouns.one} and ${impostors} of different ${nouns.many}, each kind drawn to the same height.`;
 }
 
-// Where the labels go: at the peaks, far enough from each other and from the edges.
-function labelPlaces(histogram, x) {
-  const peak = (counts) => x(histogram.edges[counts.indexOf(Math.max(...counts))]);
-  const [impostor, genuine] = [peak(histogram.impostor), peak(histogram.genuine)];
-  const within = (value) => Math.min(Math.max(value, 70), 600);
-  const side = impostor <= genuine ? 1 : -1;
-  if (Math.abs(within(genuine) - within(impostor)) >= APART) return { impostor: within(impostor), genuine: within(genuine) };
-  const middle = Math.min(Math.max((impostor + genuine) / 2, 70 + APART / 2), 600 - APART / 2);
-  return { impostor: middle - (side * APART) / 2, genuine: middle + (side * APART) / 2 };
+// Puts the labels of the two kinds at their peaks, or beside each other where these are close.
+function placeLabels(histogram, x, texts) {
+  const peaks = Object.keys(texts).map((kind) => {
+    const counts = histogram[kind];
+    return { text: texts[kind], at: within(x(histogram.edges[counts.indexOf(Math.max(...counts))]), half(texts[kind])) };
+  });
+  const [left, right] = peaks[0].at <= peaks[1].at ? peaks : [peaks[1], peaks[0]];
+  const apart = half(left.text) + half(right.text);
+  if (right.at - left.at < apart) {
+    const middle = within((left.at + right.at) / 2, apart);
+    left.at = middle - apart + half(left.text);
+    right.at = middle + apart - half(right.text);
+  }
+  peaks.forEach(({ text, at }) => text.setAttribute("x", at));
 }

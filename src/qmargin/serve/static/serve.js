@@ -1,7 +1,7 @@
 // The page of `qmargin serve`: two inputs are compared, one is searched in the gallery.
 
 import { capturePicture, captureSound, deviceProblem } from "./capture.js";
-import { element, drawn, signed } from "./dom.js";
+import { counted, element, drawn, signed } from "./dom.js";
 import { drawScale } from "./scale.js";
 
 const byId = (id) => document.getElementById(id);
@@ -25,7 +25,7 @@ async function ask(method, path, body) {
   const content = body && JSON.stringify(body);
   if (content && content.length > model.limits.upload_bytes) {
     const most = model.limits.upload_bytes / (1 << 20);
-    throw new Error(`The files make a request of ${(content.length / (1 << 20)).toFixed(1)} MiB; at most ${most} are taken. Send fewer at once`);
+    throw new Error(`The files make a request of ${(content.length / (1 << 20)).toFixed(1)} MiB; at most ${most} MiB are taken. Send fewer at once`);
   }
   let answer;
   try {
@@ -44,7 +44,7 @@ async function ask(method, path, body) {
 async function encoded(blob) {
   if (blob.size * 1.4 > model.limits.upload_bytes) {
     const most = Math.floor(model.limits.upload_bytes / 1.4 / (1 << 20));
-    throw new Error(`The file has ${(blob.size / (1 << 20)).toFixed(1)} MiB; at most ${most} are taken`);
+    throw new Error(`The file has ${(blob.size / (1 << 20)).toFixed(1)} MiB; at most ${most} MiB are taken; choose a smaller one`);
   }
   const bytes = new Uint8Array(await blob.arrayBuffer());
   const parts = [];
@@ -97,31 +97,33 @@ byId("theme").addEventListener("click", () => {
 
 const isAudio = () => model.modality === "audio";
 const noun = () => (isAudio() ? "recording" : "picture");
+const nouns = () => (isAudio() ? { one: "speaker", many: "speakers" } : { one: "person", many: "people" });
 
 function makeSlot(place, title, changed) {
   const view = element("div", { className: "view" });
   const name = element("p", { className: "title", textContent: title });
   const file = element("input", { type: "file" });
   const live = element("button", { type: "button" });
+  const device = () => (isAudio() ? "Microphone" : "Camera");
   const choose = element("label", {}, "Choose a file", file);
   place.append(name, view, element("div", { className: "buttons" }, choose, live));
-  const slot = { data: null };
+  const slot = { data: null, made: null }; // made: what is known of a generated file
 
   slot.ready = () => {
     file.accept = isAudio() ? "audio/*" : "image/*";
     file.setAttribute("aria-label", `${title}: choose a ${noun()}`);
-    live.textContent = isAudio() ? "Microphone" : "Camera";
+    live.textContent = device();
     view.replaceChildren(`Drop a ${noun()} here`);
   };
-  slot.set = (data, label) => {
+  slot.set = (data, label, made = null) => {
     if (slot.stop) slot.stop(); // a file is chosen while the camera runs
-    slot.data = data;
+    Object.assign(slot, { data, made });
     name.textContent = `${title}: ${label}`;
     place.classList.add("filled");
     view.replaceChildren(`Reading the ${noun()}`);
   };
-  slot.fill = (data, label) => {
-    slot.set(data, label);
+  slot.fill = (...given) => {
+    slot.set(...given);
     return changed();
   };
   slot.show = (shown) => view.replaceChildren(...pictured(shown, title));
@@ -146,13 +148,26 @@ function makeSlot(place, title, changed) {
     if (dropped) slot.take(dropped, dropped.name);
   });
   live.addEventListener("click", () => {
+    if (slot.stop) {
+      slot.stop();
+      return;
+    }
     const capture = isAudio() ? captureSound : capturePicture;
-    live.disabled = true;
+    const [before, { data }] = [[...view.childNodes], slot];
     const other = new Promise((stop) => { slot.stop = () => stop("other"); });
+    live.textContent = "Cancel";
     capture(view, other)
-      .then((blob) => blob && slot.take(blob, isAudio() ? "microphone" : "camera"))
-      .catch((error) => slot.problem(deviceProblem(error)))
-      .finally(() => { live.disabled = false; slot.stop = null; });
+      .then((blob) => {
+        if (blob) return slot.take(blob, device().toLowerCase());
+        if (slot.data === data) view.replaceChildren(...before);
+        return null;
+      })
+      .catch((error) => view.replaceChildren(deviceProblem(error), ...(data ? before : [])))
+      .finally(() => {
+        live.textContent = device();
+        slot.stop = null;
+        if (document.activeElement === document.body) live.focus({ preventScroll: true });
+      });
   });
   return slot;
 }
@@ -217,6 +232,7 @@ async function preview(slot) {
 function showOutcome() {
   const at = point();
   byId("outcome").hidden = verified === null;
+  show("truth", "");
   if (verified !== null) {
     const score = signed(verified.score, 4);
     const decision = byId("decision");
@@ -226,52 +242,48 @@ function showOutcome() {
       show("sentence", "A score is a cosine between −1 and 1. A decision needs a threshold.");
     } else {
       const isSame = at.threshold !== null && verified.score >= at.threshold;
-      const who = isAudio() ? "speaker" : "person";
       decision.classList.add(isSame ? "yes" : "no");
-      decision.textContent = isSame ? `The same ${who}` : isAudio() ? "Two speakers" : "Two people";
+      decision.textContent = isSame ? `The same ${nouns().one}` : `Different ${nouns().many}`;
       const limit = at.threshold === null ? "no score is enough" : signed(at.threshold, 4);
       const relation = isSame ? "reaches" : "is below";
       show("sentence", `The score ${score} ${relation} the threshold ${limit}. ${at.words}.`);
+      const { made } = slots.a;
+      if (made !== null && made === slots.b.made) {
+        const truth = made.same ? `the same ${nouns().one}` : `different ${nouns().many}`;
+        show("truth", `These ${noun()}s were generated as ${truth}, so the decision is ${isSame === made.same ? "right" : "wrong"}.`);
+      }
     }
   }
   const { thresholds } = model;
   const score = verified && verified.score;
   byId("scale").hidden = !thresholds && score === null;
   const svg = byId("scale").querySelector("svg");
-  byId("scale-text").textContent = drawScale(svg, { thresholds, at, score, isAudio: isAudio() });
+  byId("scale-text").textContent = drawScale(svg, { thresholds, at, score, nouns: nouns() });
 }
+
+const rough = (note) => (note ? `This rate is rough: ${note}.` : "");
 
 function showRate() {
   const at = point();
   if (!at) return;
   byId("far-text").textContent = at.far_text;
   byId("far").setAttribute("aria-valuetext", `FAR ${at.far_text}`);
-  byId("far-words").textContent = at.note ? `This rate is rough: ${at.note}` : "";
+  byId("far-note").textContent = rough(at.note);
   showOutcome();
 }
 
 byId("far").addEventListener("input", showRate);
 
-function generate(button) {
-  return reported("verify-problem", async () => {
-    const number = Math.floor(Math.random() * 1e9);
-    const made = await ask("POST", "generate", { same: button.dataset.same === "true", number });
-    slots.a.set(made.files[0], "generated");
-    await slots.b.fill(made.files[1], "generated");
-  });
-}
-
 // -- identify -----------------------------------------------------------------------------------
 
-const FPIRS = [0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5];
 const MOST_LISTED = 500; // names
 let isEmpty = true; // the gallery
-const fpir = () => FPIRS[Number(byId("fpir").value)];
+const fpir = () => model.fpirs[Number(byId("fpir").value)];
 
 function showGallery(gallery) {
   isEmpty = gallery.num_samples === 0;
   const names = Object.entries(gallery.names);
-  byId("gallery-size").textContent = `${names.length} names, ${gallery.num_samples} samples${names.length > MOST_LISTED ? `; the first ${MOST_LISTED} are listed` : ""}`;
+  byId("gallery-size").textContent = `${counted(names.length, "name", "names")}, ${counted(gallery.num_samples, "sample", "samples")}${names.length > MOST_LISTED ? `; the first ${MOST_LISTED} are listed` : ""}`;
   byId("gallery-note").textContent = gallery.is_stored
     ? "Embeddings are kept in the file that the server was started with."
     : "Embeddings are kept in memory, and are gone when the server ends.";
@@ -305,7 +317,7 @@ let searches = 0;
 
 function identify() {
   byId("found").textContent = "";
-  show("found-words", "");
+  ["found-words", "found-truth"].forEach((id) => show(id, ""));
   byId("candidates").replaceChildren();
   if (!slots.probe.data) return Promise.resolve();
   const turn = (searches += 1);
@@ -323,6 +335,8 @@ function identify() {
     const limit = answer.threshold === null ? "no score is enough" : signed(answer.threshold, 4);
     const relation = best.is_accepted ? "reaches" : "is below";
     show("found-words", best.is_accepted === null ? "" : `The best score ${signed(best.score, 4)} ${relation} the threshold ${limit} of one comparison. ${answer.words}.`);
+    show("found-truth", slots.probe.made || "");
+    byId("fpir-note").textContent = rough(answer.note);
     if (best.is_accepted === null) {
       found.append("No decision without a threshold");
     } else if (best.is_accepted) {
@@ -349,6 +363,60 @@ function showFpir() {
 
 byId("fpir").addEventListener("input", showFpir);
 byId("fpir").addEventListener("change", identify);
+
+// -- generated files to try ---------------------------------------------------------------------
+
+const NUM_MADE = 10; // identities that are enrolled
+const random = (most) => Math.floor(Math.random() * most);
+
+async function generated(number, same) {
+  return (await ask("POST", "generate", { same, number })).files;
+}
+
+async function tryPair(same) {
+  const [made, files] = [{ same }, await generated(random(1e9), same)];
+  slots.a.set(files[0], "generated", made);
+  await slots.b.fill(files[1], "generated", made);
+}
+
+async function enrolMade() {
+  for (let number = 0; number < NUM_MADE; number += 1) {
+    const [file] = await generated(number, true);
+    showGallery(await ask("POST", "gallery", { name: `Generated ${number + 1}`, inputs: [file] }));
+  }
+  await identify();
+}
+
+async function searchMade(number, who) {
+  const [, file] = await generated(number, true);
+  await slots.probe.fill(file, "generated", `The ${noun()} was generated as ${who}.`);
+}
+
+const TRIES = {
+  same: ["verify-problem", () => tryPair(true)],
+  different: ["verify-problem", () => tryPair(false)],
+  enrol: ["gallery-problem", enrolMade],
+  member: ["identify-problem", () => {
+    const number = random(NUM_MADE);
+    return searchMade(number, `Generated ${number + 1}`);
+  }],
+  stranger: ["identify-problem", () => searchMade(NUM_MADE + random(1e9), `a ${nouns().one} outside the gallery`)],
+};
+
+function showTries() {
+  const { one, many } = nouns();
+  const kind = model.generated === "person" ? "people" : "voices";
+  document.querySelector("#verify .hint-inline").textContent = `The model was trained on generated ${kind}. Try`;
+  const labels = { same: `The same ${one}`, different: `Different ${many}`, enrol: `Enrol ten generated ${kind}` };
+  Object.entries(labels).forEach(([name, label]) => {
+    document.querySelector(`[data-try="${name}"]`).textContent = label;
+  });
+  document.querySelectorAll(".generated").forEach((row) => { row.hidden = false; });
+}
+
+document.querySelectorAll("[data-try]").forEach((button) => {
+  button.addEventListener("click", () => reported(...TRIES[button.dataset.try]));
+});
 
 // -- start --------------------------------------------------------------------------------------
 
@@ -380,22 +448,15 @@ function showModel() {
   };
   byId("facts").replaceChildren(...Object.entries(facts).map(([name, text]) =>
     element("div", {}, element("dt", { textContent: name }), element("dd", { textContent: text }))));
-  if (model.generated) {
-    const row = byId("generated");
-    const many = model.generated === "person" ? "people" : "voices";
-    row.querySelector(".hint-inline").textContent = `The model was trained on generated ${many}. Try`;
-    const [same, two] = row.querySelectorAll("button");
-    same.textContent = `One ${model.generated}, twice`;
-    two.textContent = `Two ${many}`;
-    row.hidden = false;
-  }
+  if (model.generated) showTries();
+  document.querySelectorAll(".many").forEach((place) => { place.textContent = nouns().many; });
   byId("enrol-files").accept = isAudio() ? "audio/*" : "image/*";
   if (points().length) {
     byId("far").max = points().length - 1;
     byId("far").value = nearest(points().map((one) => one.far_target), model.chosen.far);
     byId("rate").hidden = false;
-    byId("fpir").max = FPIRS.length - 1;
-    byId("fpir").value = nearest(FPIRS, model.chosen.fpir);
+    byId("fpir").max = model.fpirs.length - 1;
+    byId("fpir").value = nearest(model.fpirs, model.chosen.fpir);
     byId("fpir-rate").hidden = false;
   }
   show("no-threshold", model.how_to ? `${model.how_to}.` : "");
@@ -418,9 +479,6 @@ function start() {
 document.querySelectorAll(".slot").forEach((place) => {
   const titles = { a: ["A", verify], b: ["B", verify], probe: ["Probe", identify] };
   slots[place.dataset.slot] = makeSlot(place, ...titles[place.dataset.slot]);
-});
-byId("generated").querySelectorAll("button").forEach((button) => {
-  button.addEventListener("click", () => generate(button));
 });
 byId("token-form").addEventListener("submit", (event) => {
   event.preventDefault();
