@@ -178,6 +178,7 @@ def test_a_wrong_file_is_explained_and_the_next_one_works(browser, faces, files,
     choose(browser, "a", files / name)
     browser.wait_until("!document.getElementById('verify-problem').hidden")
     assert message in text(browser, "verify-problem")
+    assert text(browser, "verify-problem").startswith("file A ")  # as the page calls it
     verify_after(browser, files)
 
 
@@ -255,6 +256,19 @@ def test_a_gallery_is_enrolled_searched_and_forgotten(browser, faces, files):
     browser.wait_until("!document.getElementById('identify-problem').hidden")
     assert text(browser, "identify-problem").startswith("The gallery is empty")
     assert browser.problems() == []
+
+
+def test_files_that_cannot_be_enrolled_are_named(browser, tmp_path, files):
+    with serving(face_model(tmp_path / "m")) as server:
+        visit(browser, server)
+        for names, left in ((("cut.png",), 0), (("a.png", "cut.png"), 1)):
+            browser.evaluate("document.getElementById('enrol-name').value = 'Ada'")
+            browser.upload("#enrol-files", *(files / name for name in names))
+            browser.evaluate("document.querySelector('#enrol button').click()")
+            browser.wait_until("!document.getElementById('gallery-problem').hidden")
+            assert text(browser, "gallery-problem").startswith("cut.png cannot be read")
+            assert browser.evaluate("document.querySelectorAll('#gallery li').length") == left
+            browser.evaluate("document.getElementById('gallery-problem').hidden = true")
 
 
 def test_recordings_are_compared_and_shown(browser, voices, files):

@@ -170,7 +170,7 @@ def test_pixels_are_limited_by_the_header(directory):
         status, message = server.refusal("embed", {"inputs": [b64(content)]})
         assert status == 422 and "64 x 64 pixels; at most 4,095" in message
         status, message = server.refusal("embed", {"inputs": [b64(huge_png())]})
-        assert status == 422 and "at most 4,095 are decoded" in message
+        assert status == 422 and "at most 4,095 are decoded, scale the picture down" in message
     with serving(directory, limits=Limits(pixels=64 * 64), fit="resize") as server:
         assert server.post("embed", {"inputs": [b64(content)]})
 
@@ -187,7 +187,10 @@ def test_seconds_are_limited_by_the_header(voices):
     content = {"inputs": [b64(recording(seconds=3.0))]}
     with serving(voices, limits=Limits(seconds=2.0)) as server:
         status, message = server.refusal("embed", content)
-        assert status == 422 and "the header says 3 s; at most 2 are read" in message
+        assert (
+            status == 422
+            and "the header says 3 s; at most 2 are read, cut the recording" in message
+        )
     with serving(voices, limits=Limits(seconds=3.0)) as server:
         assert server.post("embed", content)
 

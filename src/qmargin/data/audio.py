@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from fractions import Fraction
@@ -190,9 +191,8 @@ def _check_info(info: AudioInfo, max_seconds: float) -> None:
         raise CorruptSample("the file has no samples")
     seconds = info.num_samples / rate
     if seconds > max_seconds:
-        raise CorruptSample(
-            f"the header says {seconds:,.0f} s; at most {max_seconds:,.0f} are read"
-        )
+        found = f"the header says {math.ceil(seconds):,} s"
+        raise CorruptSample(f"{found}; at most {max_seconds:,.0f} are read, cut the recording")
 
 
 def _check_container(stream: BinaryIO) -> None:

@@ -84,7 +84,8 @@ def _with_pillow(
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         limit = Image.MAX_IMAGE_PIXELS or 0  # Pillow looks at the header before we do
         said = f"the header says over {limit:,} pixels"
-        raise CorruptSample(f"{said}; at most {min(max_pixels, limit):,} are decoded") from error
+        most = f"at most {min(max_pixels, limit):,} are decoded"
+        raise CorruptSample(f"{said}; {most}, scale the picture down") from error
     except Exception as error:  # decoders raise OSError, SyntaxError, struct.error and many others
         raise CorruptSample(_reason(data, error)) from error
 
@@ -118,7 +119,7 @@ def _with_simplejpeg(data: bytes, max_pixels: int, mirror: bool) -> Pixels | Non
 def _check_size(width: int, height: int, max_pixels: int) -> None:
     if width * height > max_pixels:
         said = f"the header says {width} x {height} pixels"
-        raise CorruptSample(f"{said}; at most {max_pixels:,} are decoded")
+        raise CorruptSample(f"{said}; at most {max_pixels:,} are decoded, scale the picture down")
 
 
 def _reason(data: bytes, error: Exception) -> str:

@@ -99,7 +99,8 @@ const isAudio = () => model.modality === "audio";
 const noun = () => (isAudio() ? "recording" : "picture");
 const nouns = () => (isAudio() ? { one: "speaker", many: "speakers" } : { one: "person", many: "people" });
 
-function makeSlot(place, title, changed) {
+// `called` stands in messages, where the server can only count files.
+function makeSlot(place, title, called, changed) {
   const view = element("div", { className: "view" });
   const name = element("p", { className: "title", textContent: title });
   const file = element("input", { type: "file" });
@@ -107,7 +108,7 @@ function makeSlot(place, title, changed) {
   const device = () => (isAudio() ? "Microphone" : "Camera");
   const choose = element("label", {}, "Choose a file", file);
   place.append(name, view, element("div", { className: "buttons" }, choose, live));
-  const slot = { data: null, made: null }; // made: what is known of a generated file
+  const slot = { called, data: null, made: null }; // made: what is known of a generated file
 
   slot.ready = () => {
     file.accept = isAudio() ? "audio/*" : "image/*";
@@ -225,7 +226,7 @@ async function preview(slot) {
     if (slot.data === data) slot.show(answer.results[0].shown);
   } catch (error) {
     if (slot.data === data) slot.fail();
-    throw error;
+    throw new Error(error.message.replace("input 1", slot.called));
   }
 }
 
@@ -304,12 +305,14 @@ byId("enrol").addEventListener("submit", (event) => {
   const files = [...byId("enrol-files").files];
   reported("gallery-problem", async () => {
     const inputs = await Promise.all(files.map(encoded));
-    const answer = await ask("POST", "gallery", { name: byId("enrol-name").value, inputs });
+    const name = (message) => message.replace(/\binput (\d+)\b/, (text, i) => files[i - 1].name);
+    const answer = await ask("POST", "gallery", { name: byId("enrol-name").value, inputs })
+      .catch((error) => { throw new Error(name(error.message)); });
     showGallery(answer);
     event.target.reset();
-    const failed = answer.results.filter((one) => one.error);
-    if (failed.length) throw new Error(failed.map((one) => one.error.message).join("; "));
     await identify();
+    const failed = answer.results.flatMap(({ error }) => (error ? [name(error.message)] : []));
+    if (failed.length) throw new Error(failed.join("; "));
   });
 });
 
@@ -477,7 +480,7 @@ function start() {
 }
 
 document.querySelectorAll(".slot").forEach((place) => {
-  const titles = { a: ["A", verify], b: ["B", verify], probe: ["Probe", identify] };
+  const titles = { a: ["A", "file A", verify], b: ["B", "file B", verify], probe: ["Probe", "the probe", identify] };
   slots[place.dataset.slot] = makeSlot(place, ...titles[place.dataset.slot]);
 });
 byId("token-form").addEventListener("submit", (event) => {
