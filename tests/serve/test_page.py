@@ -365,10 +365,12 @@ def test_a_model_without_thresholds_says_how_to_get_one(browser, tmp_path, files
     with serving(face_model(tmp_path / "plain", thresholds=False)) as server:
         visit(browser, server)
         assert "qmargin export MODEL --result" in text(browser, "no-threshold")
+        assert browser.evaluate("document.querySelectorAll('#no-threshold code').length") == 2
         verify(browser, files / "a.png", files / "a.png")
         assert text(browser, "decision") == "Score 1.0000"
         assert not is_shown(browser, "rate")
         assert text(browser, "scale-text") == ""
+        assert browser.evaluate("document.querySelector('#scale svg').clientHeight") < 250
 
 
 def test_an_injected_script_does_not_run(browser, faces, monkeypatch):

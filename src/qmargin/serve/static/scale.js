@@ -20,6 +20,8 @@ export function drawScale(svg, { thresholds, at, score, nouns }) {
     svg.append(made);
     return made;
   };
+  const top = histogram ? 0 : 130; // low without anything behind the score
+  svg.setAttribute("viewBox", `0 ${top} ${WIDTH} ${256 - top}`);
   svg.replaceChildren();
   if (histogram) {
     ["impostor", "genuine"].forEach((kind) => {
@@ -40,13 +42,13 @@ export function drawScale(svg, { thresholds, at, score, nouns }) {
   }
   if (at && at.threshold !== null) {
     const place = x(at.threshold);
-    svg.append(drawn("line", { class: "threshold-line", x1: place, x2: place, y1: 24, y2: FLOOR }));
-    const text = label("threshold", 18, `threshold ${signed(at.threshold, 3)}`);
+    svg.append(drawn("line", { class: "threshold-line", x1: place, x2: place, y1: top + 24, y2: FLOOR }));
+    const text = label("threshold", top + 18, `threshold ${signed(at.threshold, 3)}`);
     text.setAttribute("x", within(place, half(text)));
   }
   if (score !== null) {
     const place = x(score);
-    svg.append(drawn("line", { class: "score-line", x1: place, x2: place, y1: 60, y2: FLOOR }));
+    svg.append(drawn("line", { class: "score-line", x1: place, x2: place, y1: Math.max(60, top + 24), y2: FLOOR }));
     const text = label("score", 248, `score ${signed(score, 3)}`);
     text.setAttribute("x", within(place, half(text)));
   }

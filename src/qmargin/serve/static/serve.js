@@ -19,6 +19,11 @@ function show(id, text) {
   place.hidden = !text;
 }
 
+// A text whose commands are between backticks.
+function coded(text) {
+  return text.split("`").map((part, i) => (i % 2 ? element("code", { textContent: part }) : part));
+}
+
 async function ask(method, path, body) {
   const headers = { "Content-Type": "application/json" };
   if (token) headers.Authorization = `Bearer ${token}`;
@@ -462,7 +467,8 @@ function showModel() {
     byId("fpir").value = nearest(model.fpirs, model.chosen.fpir);
     byId("fpir-rate").hidden = false;
   }
-  show("no-threshold", model.how_to ? `${model.how_to}.` : "");
+  byId("no-threshold").hidden = !model.how_to;
+  byId("no-threshold").replaceChildren(...coded(`${model.how_to}.`));
   Object.values(slots).forEach((slot) => slot.ready());
   showOutcome();
   showRate();
