@@ -45,7 +45,7 @@ class PatientProtocol(H11Protocol):
 
     @property
     def _is_idle(self) -> bool:
-        """Whether no request is answered and no answer is on its way."""
+        """Whether no request is being answered and all of the last answer is sent."""
         cycle: Any = self.cycle  # the last request whose headers have arrived
         is_answered = cycle is None or cycle.response_complete
         return is_answered and not self.transport.get_write_buffer_size()

@@ -375,6 +375,7 @@ byId("fpir").addEventListener("change", identify);
 // -- generated files to try ---------------------------------------------------------------------
 
 const NUM_MADE = 10; // identities that are enrolled
+const madeName = (number) => `Generated ${String(number + 1).padStart(2, "0")}`;
 const random = (most) => Math.floor(Math.random() * most);
 
 async function generated(number, same) {
@@ -390,7 +391,7 @@ async function tryPair(same) {
 async function enrolMade() {
   for (let number = 0; number < NUM_MADE; number += 1) {
     const [file] = await generated(number, true);
-    showGallery(await ask("POST", "gallery", { name: `Generated ${number + 1}`, inputs: [file] }));
+    showGallery(await ask("POST", "gallery", { name: madeName(number), inputs: [file] }));
   }
   await identify();
 }
@@ -406,7 +407,7 @@ const TRIES = {
   enrol: ["gallery-problem", enrolMade],
   member: ["identify-problem", () => {
     const number = random(NUM_MADE);
-    return searchMade(number, `Generated ${number + 1}`);
+    return searchMade(number, madeName(number));
   }],
   stranger: ["identify-problem", () => searchMade(NUM_MADE + random(1e9), `a ${nouns().one} outside the gallery`)],
 };
