@@ -6,7 +6,9 @@ import os
 import re
 import sys
 import time
+import warnings
 
+import numpy as np
 import pytest
 
 from helpers.commands import run_command
@@ -283,6 +285,26 @@ def test_nothing_of_an_input_is_written_or_logged(directory, tmp_path, monkeypat
     shown = capfd.readouterr()
     assert shown.out == "" and secret not in shown.err
     assert shown.err.startswith("unforeseen ValueError in ")
+
+
+def damaged_exif() -> bytes:
+    """A photo whose orientation cannot be read, of which Pillow warns."""
+    from PIL import Image
+
+    buffer = io.BytesIO()
+    pixels = np.random.default_rng(0).integers(0, 256, (20, 20, 3), dtype=np.uint8)
+    content = b"Exif\0\0II*\0\x08\0\0\0\x05\0\x12\x01"
+    Image.fromarray(pixels).save(buffer, format="JPEG", exif=content)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize("make", [lambda: huge_png(12_000), damaged_exif], ids=["large", "exif"])
+def test_warnings_about_an_input_are_not_shown(make, directory):
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        with serving(directory, fit="resize") as server:
+            server.ask("POST", "/v1/embed", {"inputs": [b64(make())]})
+    assert [str(one.message) for one in seen] == []
 
 
 def _writes(given) -> bool:

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import Image
 
 from qmargin.data.images import MAX_PIXELS, encode_image
 from qmargin.errors import BackendError, ConfigError, DataError
@@ -69,7 +68,6 @@ class Reader:
                 "of pictures or of recordings"
             )
         # The reader's own limit is stricter; a warning would be a trace of an input.
-        warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
         warnings.filterwarnings("ignore", module=r"PIL\.")
         self._local = threading.local()
         banks = (part for part in model.backbone.modules() if isinstance(part, FilterBank))
