@@ -532,12 +532,25 @@ def test_a_fault_of_the_model_reaches_everybody_who_waits():
     batcher.close()
 
 
-def test_the_client_of_the_guide(server, tmp_path):
-    page = Path(__file__).parents[2] / "docs" / "guide" / "serve.md"
-    (code,) = re.findall(r"^```python\n(.*?)^```", page.read_text("utf-8"), re.M | re.S)
+def client_of(page: str) -> dict[str, Any]:
+    """What the code of a page of the docs defines."""
+    text = (Path(__file__).parents[2] / "docs" / page).read_text("utf-8")
+    (code,) = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
     assert len([line for line in code.splitlines() if line.strip()]) < 15
     client: dict[str, Any] = {}
     exec(code, client)
+    return client
+
+
+def test_the_client_of_the_tutorial(server, tmp_path):
+    (tmp_path / "a.png").write_bytes(picture())
+    verify = client_of("tutorial/serve-a-model.md")["verify"]
+    answer = verify(*[tmp_path / "a.png"] * 2, url=server.url.rstrip("/"))
+    assert answer["score"] == pytest.approx(1.0) and answer["is_same"] is True
+
+
+def test_the_client_of_the_guide(server, tmp_path):
+    client = client_of("guide/serve.md")
     (tmp_path / "a.png").write_bytes(picture())
     file = client["encoded"](tmp_path / "a.png")
     answer = client["ask"]("verify", {"pairs": [[file, file]]}, url=server.url.rstrip("/"))
