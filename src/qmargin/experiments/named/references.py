@@ -43,7 +43,7 @@ SCALES = {
     "cpu": Scale(
         PEOPLE_SIZES["cpu"]._replace(num_classes=1000, epochs=5),
         pixels=32,
-        world=Made(500, 10, 500, 10),
+        world=Made(300, 10, 1000, 8),
         far=1e-3,
         dtype="fp32",
     ),
