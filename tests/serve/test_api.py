@@ -216,6 +216,7 @@ def test_a_wrong_method_is_refused_with_the_right_ones(server, method, path, all
 def test_rubbish_is_refused(server, raw):
     status, content, _ = server.ask("POST", "/v1/embed", raw=raw)
     assert status == 422 and content["error"]["code"] == "input"
+    assert b"NaN" not in raw or "NaN is not a JSON number" in content["error"]["message"]
 
 
 def test_a_model_of_voices_refuses_pictures_and_silence(voices):

@@ -111,6 +111,19 @@ def test_a_connection_that_is_in_use_stays_open(directory, monkeypatch):
         connection.close()
 
 
+def test_a_request_that_takes_long_is_answered(directory, monkeypatch):
+    monkeypatch.setattr(server, "IDLE_S", 0.2)
+    with serving(directory) as running:
+        embed = running.service._batcher._embed
+
+        def slow(samples):
+            time.sleep(1.0)
+            return embed(samples)
+
+        monkeypatch.setattr(running.service._batcher, "_embed", slow)
+        assert running.post("embed", {"inputs": [b64(picture())]})
+
+
 def test_connections_without_requests_make_room_for_others(directory, monkeypatch):
     monkeypatch.setattr(server, "MOST_CONNECTIONS", 8)
     with serving(directory) as running:
@@ -142,8 +155,10 @@ def test_more_requests_than_are_answered_at_once_are_refused_in_words(directory,
         slow = [socket.create_connection(("127.0.0.1", running.port)) for _ in range(2)]
         for one in slow:
             one.sendall(head + content[:9])
-        while (answer := running.ask("GET", "/v1/model"))[0] == 200:
-            time.sleep(0.01)  # until both have arrived
+        deadline = time.monotonic() + 10.0
+        while (answer := running.ask("GET", "/v1/model"))[0] == 200:  # until both have arrived
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
         status, refused, headers = answer
         assert status == 503 and headers["retry-after"] == "1"
         assert refused["error"]["code"] == "busy"
