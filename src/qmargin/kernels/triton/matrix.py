@@ -102,7 +102,7 @@ def _prepare_rows(
     own = own * tl.load(INVERSE_NORMS + column)
     cosine = tl.sum(unit * own, 0).to(tl.float64)
     copy_error = tl.load(COPY_ERROR).to(tl.float64)
-    # A prototype without a direction spoils every row, a label out of range its own.
+    # A prototype without a direction makes every row NaN, a label out of range its own row.
     is_wrong = is_wrong | (copy_error != copy_error)
     cosine = tl.where(is_wrong, float("nan"), cosine)
     slack = rounding * (1.0 + copy_error) + (copy_error + accumulated)
@@ -195,7 +195,7 @@ def _settle(
     STATE, SUMS, row, num_rows, level, best, power, b, scale, gap, log_reference, alone,
     others, excess, along, support,
 ):  # fmt: skip
-    """Store what is known of a solved row; ``along`` is the sum of posterior times cosine."""
+    """Store the results of a solved row; ``along`` is the sum of posterior times cosine."""
     own = level + gap
     own_mass, _slope = _powers(own, power, log_reference)
     target = tl.where(others < 0.5, 1.0 - others, own_mass)
@@ -840,7 +840,7 @@ def _note_update(
 
 @dataclass
 class Rows:
-    """A batch, and everything a step knows of its rows."""
+    """A batch, and the results of a step for its rows."""
 
     labels: Tensor  # [B] int64
     ignored: int
@@ -859,7 +859,7 @@ class Rows:
     def empty(
         cls, num_rows: int, depth: int, dtype: torch.dtype, device: torch.device, **options: Any
     ) -> Rows:
-        """Rows of nothing yet; options are ``ignored`` and ``has_factors``."""
+        """Allocate rows; options are ``ignored`` and ``has_factors``."""
         return cls(
             torch.empty(num_rows, dtype=torch.int64, device=device),
             options["ignored"],
@@ -1059,7 +1059,7 @@ def scale_rows(rows: Rows, grad: Tensor, dtype: torch.dtype, *, repeats: bool) -
 
 
 class Pushed(NamedTuple):
-    """What a gradient of the prototypes is made of."""
+    """Inputs of a gradient of the prototypes."""
 
     rows: Rows
     state: PrototypeState
@@ -1098,8 +1098,8 @@ def sgd_update(
     """Step the prototypes, unless the scale or the gradient is not finite.
 
     ``rates`` are learning rate, momentum and weight decay, float32. The copy's error and the count
-    of skipped steps are brought up to date in place; ``largest`` is a float32 scalar that is zero,
-    and zero again afterwards.
+    of skipped steps are updated in place; ``largest`` is a float32 scalar that is zero before and
+    after.
     """
     flags = {"nesterov": nesterov, "only_active": only_active}
     _launch_update(pushed, 0, largest, grad_scale=grad_scale, rates=rates, **flags)
