@@ -359,7 +359,7 @@ def test_validation_data_may_have_a_place_of_their_own() -> None:
 def test_worlds_refuse_recipes_of_other_data(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"data\.kind is 'images'"):
         Made().adapt(small_faces(), is_search=False)
-    with pytest.raises(ConfigError, match="makes its own data"):
+    with pytest.raises(ConfigError, match="generates its data"):
         Stored(str(tmp_path), str(tmp_path)).adapt(get_recipe("debug"), is_search=False)
     with pytest.raises(DataError, match=r"data\.test is .*missing"):
         Stored(str(tmp_path), str(tmp_path / "missing")).opened()

@@ -1,4 +1,4 @@
-"""Data of an experiment: identities to train, to validate and to test, which are disjoint.
+"""Data of an experiment: disjoint identities for training, validation and test.
 
 ``Made`` identities come from a recipe itself, ``Stored`` ones are pictures or recordings in the
 layouts that ``qmargin train`` reads, and ``Drawn`` ones are small grey pictures held in memory.
@@ -72,8 +72,7 @@ class World:
     identities and are measured on the test identities.
 
     Args:
-        folder: Of what runs share; set by ``prepare``.
-        note: What a user should know about the data.
+        folder: Folder of shared files; set by ``prepare``. note: A note on the data for users.
     """
 
     folder: Path | None = field(default=None, compare=False, kw_only=True)
@@ -95,11 +94,11 @@ class World:
         return False
 
     def opened(self) -> World:
-        """The same data after a look at them; refuse data that cannot be read."""
+        """Return the data after opening and checking them."""
         return self
 
     def adapt(self, recipe: Recipe, *, is_search: bool) -> Recipe:
-        """A recipe with what the data decide; refuse one for other data."""
+        """Adapt a recipe to the data; refuse one for other data."""
         raise NotImplementedError
 
     def prepare(
@@ -111,14 +110,14 @@ class World:
         request: StopRequest,
         say: Say = silent,
     ) -> World:
-        """Write to a folder what runs share; returns data that read it.
+        """Write files that runs share to a folder; return data that read them.
 
-        ``say`` gets a line now and then where this takes longer.
+        ``say`` gets lines of progress if this takes long.
         """
         return self
 
     def train(self, recipe: Recipe, *, is_search: bool) -> Dataset | None:
-        """Training data of a run; None for those of the recipe itself."""
+        """Training data of a run; None for those of the recipe."""
         return None
 
     def measured(self, recipe: Recipe, *, is_search: bool) -> Dataset:
@@ -126,13 +125,13 @@ class World:
         raise NotImplementedError
 
     def check(self, recipe: Recipe) -> str:
-        """Refuse identities that are trained on and tested; returns what could not be checked."""
+        """Refuse identities in both training and test; return notes on what was not checked."""
         return ""
 
 
 @dataclass(frozen=True)
 class Made(World):
-    """Synthetic identities that a recipe describes; others of the same kind are measured.
+    """Synthetic identities of a recipe; the test uses others of the same kind.
 
     Numbers are those of identities, and of samples of each of them.
     """
@@ -209,7 +208,7 @@ class Made(World):
         return build_dataset(replace(recipe, data=data))
 
     def _kept(self, dataset: Dataset) -> tuple[Path, DrawnIdentities | VoiceChunks] | None:
-        """File of the pictures or speech that runs share, and what makes them."""
+        """File of the pictures or speech that runs share, and their generator."""
         if self.folder is None or not isinstance(dataset, DrawnIdentities | VoiceChunks):
             return None
         made = dataset.recordings if isinstance(dataset, VoiceChunks) else dataset
@@ -222,15 +221,15 @@ class Stored(World):
     """Pictures or recordings in the layouts that ``qmargin train`` reads.
 
     ``validation`` is the share of the training identities that a search holds out, or settings of
-    the data that have others, such as ``("data.path=faces/validation",)``. A path that is empty has
-    yet to be given.
+    the data that have others, such as ``("data.path=faces/validation",)``. An empty path is not set
+    yet.
     """
 
     train_path: str | None = None  # None for that of the recipe
     test_path: str | None = None  # None where nothing is tested
     validation: float | tuple[str, ...] = 0.1
     trials: str | None = None  # list, with names relative to its folder; None for all pairs
-    budget: int | None = None  # samples that a run reads in all; None for the recipe's epochs
+    budget: int | None = None  # samples that a run reads in total; None for the recipe's epochs
 
     def __post_init__(self) -> None:
         if isinstance(self.validation, tuple):
@@ -256,11 +255,11 @@ class Stored(World):
     def adapt(self, recipe: Recipe, *, is_search: bool) -> Recipe:
         if not recipe.data.is_stored:
             raise ConfigError(
-                f"the recipe makes its own data ({recipe.data.kind}); leave data.train out"
+                f"the recipe generates its data ({recipe.data.kind}); leave data.train out"
             )
         if self.train_path is None:
             return recipe
-        # counted anew: a search trains on a part of them
+        # counted again: a search trains on a part of them
         recipe = replace(recipe, data=replace(recipe.data, path=self.train_path, num_classes=None))
         if self.budget is None:
             return recipe
@@ -275,7 +274,7 @@ class Stored(World):
     def measured(self, recipe: Recipe, *, is_search: bool) -> Dataset:
         if not is_search:
             if self.test_path is None:
-                raise ConfigError("data.test is missing; say where the test identities are")
+                raise ConfigError("data.test is missing; give the path of the test identities")
             return build_dataset(plain_recipe(recipe, [f"data.path={self.test_path}"]))
         if not isinstance(self.validation, tuple):
             dataset = build_dataset(plain_recipe(recipe))
@@ -283,7 +282,7 @@ class Stored(World):
         changed = plain_recipe(recipe, self.validation)
         if changed.data == plain_recipe(recipe).data:
             raise ConfigError(
-                f"the validation data are those of the training, {recipe.data.path}; name others"
+                f"validation and training both use {recipe.data.path}; give other validation data"
             )
         return build_dataset(changed)
 
@@ -306,14 +305,14 @@ class Stored(World):
         tested = stored_in(self.measured(recipe, is_search=False))
         if not (trained.has_names or tested.has_names or trained.index.root == tested.index.root):
             return (
-                f"identities of {recipe.data.path} and {self.test_path} have numbers and no names: "
+                f"identities of {recipe.data.path} and {self.test_path} have numbers but no names: "
                 "whether they are disjoint was not checked"
             )
         both = sorted(set(names_in(trained)) & set(names_in(tested)))
         if both:
             raise DataError(
                 f"{len(both)} identities are in {recipe.data.path} and in {self.test_path}, such "
-                f"as {both[0]!r}; test other identities than are trained on"
+                f"as {both[0]!r}; training and test must not share identities"
             )
         return ""
 
@@ -337,7 +336,7 @@ def plain_recipe(recipe: Recipe, settings: Sequence[str] = ()) -> Recipe:
 
 
 def stored_in(dataset: Dataset) -> StoredSamples:
-    """The pictures or recordings behind a dataset of a loader."""
+    """The pictures or recordings of a loader's dataset."""
     if isinstance(dataset, FaceImages):
         return dataset.images
     if isinstance(dataset, SpeechDataset) and isinstance(dataset.recordings, AudioDataset):
@@ -394,15 +393,15 @@ class Drawn(World):
     path: str
     seed: int | None = None  # divides identities; None for the seed of each run
     validation: float = 0.2  # share that a search holds out, whole groups where they are known
-    budget: int | None = None  # pictures that a run reads in all; None for the recipe's epochs
+    budget: int | None = None  # pictures that a run reads in total; None for the recipe's epochs
     most_test: int | None = None  # test pictures
     samples_test: int | None = None  # of an identity
-    turns: bool = False  # quarter turns of a training identity are identities of their own
-    mirrors: bool = False  # so are its mirror images
+    turns: bool = False  # quarter turns of a training identity count as new identities
+    mirrors: bool = False  # so do its mirror images
     alike: float | None = None  # correlation from which two of them are one
     warp: float = 0.0  # distortion of training pictures, see ``variants_of``
     num_variants: int = 16  # distorted variants of each training picture
-    distinct: float | None = None  # leaves out measured identities that look alike, by this share
+    distinct: float | None = None  # leaves out test identities that look alike, by this share
     digest: str = ""  # of the pictures; set by ``opened``
 
     @property
@@ -515,8 +514,8 @@ def held_out(
 ) -> tuple[list[int], list[int]]:
     """Labels that a search trains on, and those that it validates on.
 
-    Where labels have groups, whole groups are held out: a network learns what the members of a
-    group have in common, and the groups of the test are others, too.
+    If labels have groups, whole groups are held out: a network learns the common features of a
+    group, and the test also has other groups.
     """
     least = share * len(train)
     if groups is None:
@@ -565,9 +564,9 @@ def draw_to(
     say: Say = silent,
     what: str = "making data",
 ) -> None:
-    """Draw blocks of pictures or speech into a file, with all cores, unless it is there.
+    """Draw blocks of pictures or speech into a file, with all cores, unless it exists.
 
-    A signal ends it, and leaves no file.
+    A signal stops this and leaves no file.
     """
     if file.exists():
         return
