@@ -290,7 +290,7 @@ def test_short_and_missing_lists(release, tmp_path):
     [
         (b"1,a\n1,b\n", "line 3: template 1 is of subject 'b', but was of 'a'"),
         (b"1\n", "line 2: '1'"),
-        (b"1,a\rb\n", "line 2 is no CSV"),
+        (b"1,a\rb\n", "line 2 is not CSV"),
         (b"", "has no templates"),
     ],
 )

@@ -142,7 +142,7 @@ def test_a_tie_is_headlined_as_a_tie_and_nothing_is_bold():
 
 def test_few_false_accepts_are_cautioned_in_the_headline():
     text = verdict_of(synthetic_result(num_impostors=2_000)).text
-    assert "Caution: this rests on 2 false accepts, 30 are needed" in text
+    assert "Caution: this rests on 2 false accepts; 30 are needed" in text
     assert "Caution" not in verdict_of(synthetic_result(num_impostors=200_000)).text
 
 
