@@ -360,7 +360,7 @@ def csv(text: str) -> dict[str, str]:
 X = ("0.jpg", b"x")
 REFUSED = [  # files, of which the first is opened, and what is said
     ({"gone": None}, "does not exist"),
-    ({".": None}, "a folder of their own"),
+    ({".": None}, "a separate folder"),
     ({"a.bin": ""}, "read_bin"),
     ({"a.zip": ""}, "no known"),
     ({"a.idx": ""}, "a.rec does"),
