@@ -55,7 +55,7 @@ def test_a_demo_trains_tests_and_reports(
     ]
     assert main(words) == 0
     said, page = capsys.readouterr().out, tmp_path / "report" / "index.html"
-    report, _, offered = said.rpartition("see it decide: ")
+    report, _, offered = said.rpartition("try the model: ")
     assert report.endswith(f"report: {page}\nfile://{page}\n")
     arguments = parse_command(shlex.split(offered))
     assert (arguments.model / "result.json").is_file() and arguments.fit == "resize"

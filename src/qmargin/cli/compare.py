@@ -37,7 +37,7 @@ EXIT_CODES = """exit status:
 
 @dataclass(frozen=True, kw_only=True)
 class Running(Overwriting, RecipeSettings):
-    """What every command that runs an experiment takes."""
+    """Options of every command that runs an experiment."""
 
     resumes: ClassVar[bool] = True
     epilog: ClassVar[str] = EXIT_CODES
@@ -50,7 +50,7 @@ class Running(Overwriting, RecipeSettings):
     )
 
     def complete(self, experiment: Experiment, out: Path, **options: Any) -> Finished:
-        """Do what is missing."""
+        """Run or continue the experiment."""
         from qmargin.experiments.runner import RunOptions, complete
 
         for name in ("devices", "jobs", "storage", "overwrite"):
@@ -68,7 +68,7 @@ class Compare(Running):
     """
 
     experiment: str | None = argument("name from --list, or a .yaml file", metavar="NAME|FILE")
-    list: bool = option("list the experiments that have a name")
+    list: bool = option("list the named experiments")
     out: Path | None = option("folder of the experiment", metavar="DIR")
     data: Path | None = option(
         "pictures or recordings, for named experiments that read data", metavar="PATH"
@@ -141,8 +141,8 @@ class Sweep(Running):
     recipe: str = argument("name of a recipe, or a .yaml file", metavar="NAME|FILE")
     out: Path = option("folder of the sweep", metavar="DIR")
     axes: tuple[str, ...] = option(
-        "values of a setting, as in loss.scale=10,16, of hardness, which decides the scale, or of "
-        "m_eff or reach, which decide the margin; a search also takes LOW:HIGH and LOW:HIGH:log",
+        "values of a setting (loss.scale=10,16), of hardness (sets the scale), or of m_eff or "
+        "reach (set the margin); a search also takes LOW:HIGH and LOW:HIGH:log",
         name="--grid",
         metavar="KEY=V1,V2",
         repeated=True,
@@ -211,7 +211,7 @@ class Demo(Command):
         if self.data is None:  # pictures of a path are small drawings in memory
             run = shlex.quote(str(best_run(finished)))
             fit = "" if self.voices else " --fit resize"
-            sys.stdout.write(f"see it decide: qmargin serve {run}{fit}\n")
+            sys.stdout.write(f"try the model: qmargin serve {run}{fit}\n")
             sys.stdout.flush()
 
 
@@ -225,7 +225,7 @@ def best_run(finished: Finished) -> Path:
 
 
 def tell(finished: Finished, note: str = "") -> None:
-    """Print what an experiment found and where its report is."""
+    """Print the results of an experiment and the address of its report."""
     from qmargin.experiments.tables import summary
 
     heads, rows, words = summary(finished)

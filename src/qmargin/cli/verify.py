@@ -1,4 +1,4 @@
-"""``qmargin verify``: are two samples of one identity?"""
+"""``qmargin verify``: compare two samples."""
 
 from __future__ import annotations
 
@@ -21,9 +21,8 @@ DEFAULT_FAR = 1e-3
 class Verify(ModelUse):
     """Compare two samples with a model.
 
-    Prints the score of two images or recordings, the decision at the threshold that the model's
-    own evaluation found for a false accept rate, and, where the model is calibrated, the
-    log-likelihood ratio.
+    Prints the score of two images or recordings, the decision at a false accept rate, by the
+    threshold of the model's evaluation, and, if the model is calibrated, the log-likelihood ratio.
     """
 
     first: Path = argument("an image or a recording", metavar="A")
