@@ -387,7 +387,7 @@ REFUSED = [  # files, of which the first is opened, and what is said
     (kaldi("a a.wav\nb\n", "a x\nb y\n"), "wav.scp, line 2: the path is empty"),
     (kaldi("a a.wav\na b.wav\n", "a x\n"), "line 2: 'a' was given before, in .*line 1"),
     (kaldi("a feats.ark:123\n", "a x\n"), "points into a Kaldi archive"),
-    (kaldi("a sox a.sph -t wav - |\n", "a x\n"), "wav.scp, line 1: .* never start one"),
+    (kaldi("a sox a.sph -t wav - |\n", "a x\n"), "wav.scp, line 1: .* never run"),
     (kaldi("a | cat a.wav\n", "a x\n"), "is a command"),
     (kaldi("a pipe:cat a.wav\n", "a x\n"), "is a command"),
     (kaldi("", "a x\n"), "no samples"),

@@ -344,7 +344,7 @@ def test_speeds_of_recordings_stay_classes_of_their_own(tmp_path: Path) -> None:
 
 def test_validation_data_may_have_a_place_of_their_own() -> None:
     recipe = get_recipe("faces_r18_q_margin")
-    with pytest.raises(ConfigError, match="are those of the training"):
+    with pytest.raises(ConfigError, match="and training both use"):
         Stored(validation=("data.path=data/faces",)).measured(recipe, is_search=True)
     with pytest.raises(ConfigError, match=r"'loss\.margin=0\.1'"):
         Stored(validation=("loss.margin=0.1",))

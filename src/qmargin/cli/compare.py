@@ -151,7 +151,7 @@ class Sweep(Running):
     search: Literal["grid", "random", "optuna"] = option("search method", default="grid")
     trials: Count | None = option("number of combinations of a random or optuna search (40)")
     validation: tuple[str, ...] = option(
-        "data of other identities, or settings such as data.options.split=dev; not for made data",
+        "validation data, or settings such as data.options.split=dev; not for synthetic data",
         metavar="PATH",
         repeated=True,
     )
