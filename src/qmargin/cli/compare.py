@@ -43,7 +43,9 @@ class Running(Overwriting, RecipeSettings):
     epilog: ClassVar[str] = EXIT_CODES
 
     jobs: Count | None = option("number of parallel runs (one per device)")
-    devices: tuple[str, ...] = option("cpu, or cuda:0 cuda:1", default=("auto",), metavar="NAME")
+    devices: tuple[str, ...] = option(
+        "devices to train on: cpu, or cuda:0 cuda:1", default=("auto",), metavar="NAME"
+    )
     storage: str | None = option(
         "shared Optuna storage: sqlite:///FILE, journal:FILE, redis:// or postgresql://",
         metavar="URL",
@@ -192,7 +194,7 @@ class Demo(Command):
     out: Path = option("folder of the demo", default=Path("qmargin-demo"), metavar="DIR")
     seeds: Count = option("number of seeds per loss", default=1)
     losses: tuple[str, ...] = option(
-        "arcface cosface entmax sparsemax q_margin (all)", metavar="NAME"
+        "losses to train: arcface cosface entmax sparsemax q_margin (all)", metavar="NAME"
     )
     minutes: float | None = option(
         "training time of five losses with one seed (the standard length)", metavar="M"

@@ -64,7 +64,9 @@ def _devices() -> Iterator[Row]:
     yield "cpu", f"{os.cpu_count()} cores; threads that torch uses: {torch.get_num_threads()}"
     if not torch.cuda.is_available():
         has_cuda = torch.version.cuda is not None
-        why = "check the driver and CUDA_VISIBLE_DEVICES" if has_cuda else "torch is built without"
+        why = (
+            "check the driver and CUDA_VISIBLE_DEVICES" if has_cuda else "torch has no CUDA support"
+        )
         yield "gpu", f"none: {why}"
     for index in range(torch.cuda.device_count()):
         facts = torch.cuda.get_device_properties(index)
@@ -73,7 +75,7 @@ def _devices() -> Iterator[Row]:
         yield f"gpu {index}", f"{facts.name}, {capability}, {gib(free)} of {gib(total)} free"
     kinds = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
     found = [name for name, is_available in kinds.items() if is_available]
-    others = [f"not {name}: torch is built without" for name in kinds if name not in found]
+    others = [f"not {name}: torch is built without it" for name in kinds if name not in found]
     runs = f"with {' and '.join(found)}" if found else "not possible"
     yield "several ranks", "; ".join([runs, *others])
 
@@ -90,7 +92,7 @@ def _backends() -> Iterator[Row]:
             continue
         screen = torch.float16 if device == "cuda" else torch.float32  # as the head chooses
         reason = why_not_triton(device, torch.float32, screen)
-        runs = f"reference runs; not triton: {reason}" if reason else "triton runs"
+        runs = f"plain PyTorch; no Triton kernels: {reason}" if reason else "Triton kernels"
         yield f"head on {device}", runs
     if torch.cuda.is_available():
         yield "loss on cuda", _loss_on_cuda()
@@ -107,14 +109,14 @@ def _loss_on_cuda() -> str:
     from qmargin.kernels.rows import kernel_faults
 
     if not has_triton():
-        return "float64 code of torch runs; not kernels: triton is not installed"
+        return "plain PyTorch in float64; no kernels: triton is not installed"
     cosines = torch.zeros(2, 4, device="cuda", requires_grad=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # its reason is returned
         qmargin.q_margin()(cosines, torch.tensor([0, 1], device="cuda")).backward()
     if kernel_faults:
-        return f"float64 code of torch runs; not kernels: {kernel_faults[-1]}"
-    return "kernels run"
+        return f"plain PyTorch in float64; no kernels: {kernel_faults[-1]}"
+    return "Triton kernels"
 
 
 def _extras() -> Iterator[Row]:

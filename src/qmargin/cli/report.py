@@ -25,7 +25,7 @@ class Report(Overwriting, KeepingPaths):
         "show the sparsity of the run of this journal.jsonl", name="--journal", repeated=True
     )
     level: Share = option("confidence level of intervals of differences", default=0.95)
-    figures: bool | None = option("draw SVG and PDF figures (if matplotlib is installed)")
+    figures: bool | None = option("draw SVG and PDF figures (default: if matplotlib is installed)")
 
     def run(self) -> None:
         from qmargin.report import ReportOptions, write_report

@@ -62,7 +62,7 @@ class Serve(ModelUse):
     max_upload: Count = option("largest request, in MiB", default=32)
     max_pixels: Count = option("largest picture, in pixels", default=50_000_000)
     max_seconds: Count = option("longest recording, in seconds", default=60)
-    open: bool = option("open the page in a browser", default=True)
+    open: bool = option("open the page in a browser (default: --open)", default=True)
 
     def run(self) -> None:
         check_packages()

@@ -26,7 +26,7 @@ class Verify(ModelUse):
     """
 
     first: Path = argument("an image or a recording", metavar="A")
-    second: Path = argument("another", metavar="B")
+    second: Path = argument("a second image or recording", metavar="B")
     model: Path = option()
     far: float | None = option(
         f"false accept rate of the decision ({DEFAULT_FAR:g})", metavar="FAR"

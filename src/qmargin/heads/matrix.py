@@ -315,7 +315,7 @@ class CapturedSteps:
         self.pending: weakref.ref[Any] | None = None  # to the loss of the last replay
 
     def replay(self, head: MarginClassifier, embeddings: Tensor, labels: Tensor) -> Tensor | None:
-        """Loss of a batch by the graph; None where it is one of another kind, or in use."""
+        """Loss of a batch by the graph; None where it is one of a different kind, or in use."""
         graph, step, inputs = self.graph, self.step, self.inputs
         if graph is None or step is None or inputs is None:
             return None
@@ -344,7 +344,7 @@ class CapturedSteps:
         key = self._key(head, embeddings, labels)
         if key != self.key:
             self.key, self.count, self.pending = key, 0, None
-            self.graph = self.inputs = self.step = None  # frees the memory of another kind
+            self.graph = self.inputs = self.step = None  # frees the memory of a different kind
         self.count += 1
         return self.graph is None and self.count > STEPS_BEFORE_CAPTURE
 

@@ -230,7 +230,7 @@ ROUTES = (
     Route("POST", "/v1/identify", "Look for files in the gallery", IdentifyRequest, IdentifyAnswer),
     Route("GET", "/v1/gallery", "List the gallery", None, GalleryAnswer),
     Route("POST", "/v1/gallery", "Enrol files in the gallery", EnrolRequest, GalleryAnswer),
-    Route("DELETE", "/v1/gallery/{name}", "Forget somebody", None, GalleryAnswer),
+    Route("DELETE", "/v1/gallery/{name}", "Delete a person", None, GalleryAnswer),
     Route("POST", "/v1/generate", "Generate a pair to try", GenerateRequest, GenerateAnswer),
 )
 

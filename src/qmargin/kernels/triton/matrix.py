@@ -175,7 +175,7 @@ def _row_sums(
     level, best, rate, power, log_reference, gap,
     POWER: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """As ``_listed_sums``, over all classes that can be active; their cosines are made anew."""
+    """As ``_listed_sums``, over all classes that can be active; cosines are computed again."""
     mass, slope = _powers(level + gap, power, log_reference)
     masses = tl.zeros((TILE,), tl.float64)
     slopes = tl.zeros((TILE,), tl.float64)
@@ -478,7 +478,7 @@ def _solve_row(
     HAS_GRADIENT: tl.constexpr, IS_FINISHED: tl.constexpr, TILE: tl.constexpr,
     DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """A row with more candidates than a list holds: passes over the row, cosines made anew."""
+    """A row with more candidates than a list holds: passes over the row, cosines computed again."""
     row = tl.program_id(0)
     state = STATE + row
     count = tl.load(state + COUNT * num_rows)
