@@ -24,7 +24,7 @@ MADE_BY = "Made by qmargin"  # a mark near the start or the end of files without
 READING = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 """How files are opened: without waiting for the other end of a pipe."""
 
-_EDGE_BYTES = 4096  # where marks are looked for
+_EDGE_BYTES = 4096  # where marks are searched
 _KINDS = {
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a named pipe",

@@ -139,7 +139,7 @@ def _request(url: str) -> urllib.request.Request:
 
 
 class _WebOnly(urllib.request.HTTPRedirectHandler):
-    """Follows redirects to ``http`` and ``https``, and to nothing else."""
+    """Follow redirects to ``http`` and ``https`` only."""
 
     def http_error_302(
         self, req: urllib.request.Request, fp: Any, code: int, msg: str, headers: Any

@@ -82,7 +82,7 @@ def _with_pillow(
     except CorruptSample:
         raise
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        limit = Image.MAX_IMAGE_PIXELS or 0  # Pillow looks at the header before we do
+        limit = Image.MAX_IMAGE_PIXELS or 0  # Pillow checks the header first
         said = f"the header says over {limit:,} pixels"
         raise CorruptSample(f"{said}; at most {min(max_pixels, limit):,} are decoded") from error
     except Exception as error:  # decoders raise OSError, SyntaxError, struct.error and many others

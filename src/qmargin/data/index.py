@@ -129,7 +129,7 @@ def hash_files(paths: Sequence[Path], started: int | None = None) -> Hasher:
 
 
 def hash_lists(paths: Sequence[Path]) -> Hasher:
-    """All bytes of lists and nothing else: lists may be copied, and samples have checksums."""
+    """Hash all bytes of lists only: lists may be copied, and samples have checksums."""
     hasher = Hasher("lists")
     with _readable():
         for path in paths:

@@ -346,7 +346,7 @@ class SpectrumMasks:
 SPEEDS = (1.0, 0.9, 1.1)
 MAX_BYTES = 16 << 30  # of samples in memory
 _MOST_THREADS = 8
-_BLOCK = 256  # recordings between two looks at the memory
+_BLOCK = 256  # recordings between two checks of the memory
 
 
 class AudioMemory:

@@ -466,7 +466,7 @@ def embed_files(
             if num_bad > max_corrupt:
                 raise DataError(
                     f"{num_bad} files cannot be embedded and {max_corrupt} may be left out, the "
-                    f"last because {problem}; look at them, or allow more"
+                    f"last because {problem}; check them, or allow more"
                 )
         if progress is not None:
             progress(len(files), len(names))

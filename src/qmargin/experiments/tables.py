@@ -459,7 +459,7 @@ def _found(repeats: Repeats) -> list[str]:
     found.append(
         f"Points of TAR with 95 % intervals. Of {count} comparisons, every pair of losses at every "
         "FAR and by EER, those are not shown whose interval holds zero or whose p-value, corrected "
-        "for all of them (Holm), is 0.05 or more. The comparison fixed beforehand stands alone."
+        "for all of them (Holm), is 0.05 or more. The comparison fixed beforehand is not corrected."
     )
     return found
 

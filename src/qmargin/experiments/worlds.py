@@ -350,7 +350,7 @@ def names_in(stored: StoredSamples) -> list[str]:
 
 
 class SomeIdentities:
-    """Samples of some identities of a dataset, which are numbered anew in the order of ``kept``.
+    """Samples of some identities of a dataset, renumbered in the order of ``kept``.
 
     Recordings at several speeds have classes for each speed; these stay apart.
     """

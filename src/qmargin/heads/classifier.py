@@ -63,7 +63,7 @@ ROW_LOSSES: dict[str, Callable[..., tuple[Tensor, StepRecord]]] = {
     "sampled": sampled_rows,
     "top_k": top_k_rows,
 }
-# Attributes that change in every step: nn.Module need not look for parameters in them.
+# Attributes that change in every step, which nn.Module need not search for parameters.
 CHANGING = frozenset(
     (
         *("_labels", "_num_resting", "_num_watched", "_reading", "_reason", "_stamp", "_step"),
@@ -105,7 +105,7 @@ class MarginClassifier(nn.Module):
     memory, a stored view of ``.data``), call ``refresh(force=True)``.
 
     A prototype that is zero or not finite has no direction, so the loss of every row is NaN, and so
-    are the gradients of the rows and of their classes, on every path that looks at the class. A
+    are the gradients of the rows and of their classes, on every path that uses the class. A
     loss with ``debug=True`` raises instead and names the class.
 
     Examples:

@@ -29,7 +29,7 @@ from qmargin.losses.references import only_scales_margins
 if TYPE_CHECKING:
     from qmargin.heads.classifier import MarginClassifier
 
-CAPACITY = 8192  # classes that a row can list; a longer list costs time, nothing else
+CAPACITY = 8192  # classes that a row can list; a longer list only costs time
 CAPTURED_LOGITS = 1 << 27  # of larger steps the launches do not show
 STEPS_BEFORE_CAPTURE = 3  # of one kind, one after the other
 

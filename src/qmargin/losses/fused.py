@@ -48,7 +48,7 @@ def serves(values: Tensor, divergence: Divergence, scale: float) -> bool:
     """Whether kernels support rows of these values with this divergence."""
     if not isinstance(divergence, Alpha) or isinstance(divergence.alpha, Tensor):
         return False
-    if torch.compiler.is_compiling():  # shapes may be symbolic: the operator looks at them
+    if torch.compiler.is_compiling():  # shapes may be symbolic: the operator checks them
         is_there = values.device.type == "cuda" or dispatch.may_interpret
         return is_there and values.dtype in row_kernels.FUSED_DTYPES and values.numel() > 0
     if torch._C._are_functorch_transforms_active():

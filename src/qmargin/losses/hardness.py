@@ -113,7 +113,7 @@ def scale_of_hardness(mean: float, alpha: float, *, num_classes: int, embedding_
 class _Rows(NamedTuple):
     """A sample of rows: cosines in deviations from the row's mean, and how many classes have each.
 
-    Entries beyond the drawn ones stand for cells of many classes each.
+    Entries beyond the drawn ones represent cells of many classes each.
     """
 
     cosines: Tensor  # [B, n] float64

@@ -33,7 +33,7 @@ from qmargin.losses.margins import (
 )
 
 REACH_KINDS = ("prior", "cosine", "angular")
-_ANGLES = 1025  # looked at for the largest gap, and again between the best of them
+_ANGLES = 1025  # evaluated for the largest gap, and again between the best of them
 _ZOOMS = 3
 
 

@@ -37,7 +37,7 @@ class VerifyRequest:
 
 @dataclass(frozen=True)
 class IdentifyRequest:
-    """Files to look for in the gallery."""
+    """Files to search in the gallery."""
 
     inputs: tuple[str, ...] = field(metadata={"about": "files, as base64", "item": BASE64})
     fpir: float = field(

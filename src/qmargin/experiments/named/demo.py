@@ -216,7 +216,7 @@ def run_demo(
     )
     made = made.with_arms(losses) if losses else made
     length, usual = (f"{one.epochs} epoch{'s' * (one.epochs > 1)}" for one in (size, standard))
-    if data is not None:  # whose epochs are as long as there are pictures
+    if data is not None:  # the number of pictures sets the length of epochs
         length, usual = (f"{one.total_steps:,} steps each" for one in (size, standard))
     text = f"{len(made.arms)} loss{'es' * (len(made.arms) > 1)}, {seeds} seed{'s' * (seeds > 1)}, "
     text += f"{length}, on {kind}"

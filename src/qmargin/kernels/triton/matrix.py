@@ -697,7 +697,7 @@ def _reduce(STATE, LABELS, SUMS, LOSS_OUT, num_rows, ignored, depth, BLOCK: tl.c
 
 @triton.jit
 def _scale_rows(GRADIENT, GRAD, OUT, FACTOR, depth, HAS_FACTORS: tl.constexpr, DEPTH: tl.constexpr):
-    """Gradient of a row's embedding times what came into the loss, which is kept as well."""
+    """Gradient of a row's embedding times the incoming one of the loss, which is kept as well."""
     row = tl.program_id(0).to(tl.int64)
     dimension = tl.arange(0, DEPTH)
     inside = dimension < depth
@@ -848,7 +848,7 @@ class Rows:
     rounded: Tensor  # [B, d]
     state: Tensor  # [FIELDS, B] float64
     sums: Tensor  # [4] float64: share, the same or NaN, share times scale, the gradient's bound
-    factor: Tensor  # scalar or [B]: what came into the loss
+    factor: Tensor  # scalar or [B]: incoming gradient of the loss
     loss: Tensor  # scalar
     bits: Tensor | None = None  # [k, words] int32
     gradient: Tensor | None = None  # [B, d]: of the embeddings, or what the other classes pull
