@@ -97,7 +97,7 @@ def train(kind: str, path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["faces", "speakers"])
 def test_folders_without_samples_are_refused(kind, tmp_path):
-    with pytest.raises((ConfigError, DataError), match=r"there is nothing|does not exist"):
+    with pytest.raises((ConfigError, DataError), match="does not exist"):
         train(kind, tmp_path / "nowhere")
     (tmp_path / "data").mkdir()
     with pytest.raises(DataError, match="samples of each identity into a separate folder"):

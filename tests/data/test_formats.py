@@ -418,7 +418,7 @@ REFUSED = [  # files, of which the first is opened, and what is said
     (tar(("a.wav", b"x"), ("a.spk", b"")), "'a.spk' is empty"),
     (tar(("a.wav", b"x"), ("a.flac", b"y"), ("a.spk", b"s")), "two recordings"),
     ({"tars.txt": "none.tar\n"}, "No such file"),
-    ({"tars.txt": "none.tar\nb.tar.gz\n"}, "line 2: 'b.tar.gz' is no .tar"),
+    ({"tars.txt": "none.tar\nb.tar.gz\n"}, "line 2: 'b.tar.gz' is not a .tar"),
 ]
 
 

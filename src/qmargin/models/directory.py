@@ -31,8 +31,8 @@ _OWN = (  # entries that are not facts
 )  # fmt: skip
 
 INTENDED_USE = (
-    "Comparing two samples of people who know of it and have agreed, with a threshold measured on "
-    "similar data; not for identifying people in public or without their consent"
+    "Comparing two samples of people who know about it and have agreed to it, with a threshold "
+    "measured on similar data; not for identifying people in public or without their consent"
 )
 LIMITS = (
     "Error rates differ between groups of people and between conditions; those on the data that "
