@@ -375,14 +375,13 @@ class CapturedSteps:
     def _key(head: MarginClassifier, embeddings: Tensor, labels: Tensor) -> tuple[Any, ...]:
         """All that a graph depends on, apart from the contents of tensors."""
         loss, prototypes, divergence = head.loss, head.prototypes, head.loss.divergence
-        is_alpha = isinstance(divergence, Alpha)  # whose tensor may be written to
+        order = divergence.alpha_minus_one if isinstance(divergence, Alpha) else None
         return (
             embeddings.shape, embeddings.dtype, embeddings.device, embeddings.requires_grad,
             labels.shape, labels.dtype, labels.device, torch.is_grad_enabled(),
             torch.is_inference_mode_enabled(),  # whose tensors cannot be written to outside of it
             prototypes.requires_grad, prototypes.data_ptr(), head.path, head.gradient,
-            divergence.alpha_minus_one if is_alpha else divergence, loss.margin, loss.scale,
-            loss.reduction, loss.ignore_index, loss.debug,
+            order, loss.margin, loss.scale, loss.reduction, loss.ignore_index, loss.debug,
             loss.active_reference,
         )  # fmt: skip
 
