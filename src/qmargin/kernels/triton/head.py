@@ -915,6 +915,7 @@ def _keep(prototype, place, is_kept, classes, dimension, INVERSE_NORMS, COPY, LA
     """Rewrite what is kept of a few prototypes: inverse norms, rounded unit vectors, the error."""
     # In float64 the order of the sum does not show: an update leaves what a refresh would, and a
     # resumed run has the same copy as before. Memory is what these kernels wait for.
+    known = tl.load(LARGEST)  # mostly enough: a million programs need not queue at one address
     wide = prototype.to(tl.float64)
     length = tl.sqrt(tl.sum(wide * wide, 1).to(tl.float32))
     inverse = 1.0 / tl.where(is_kept, length, 1.0)
@@ -927,7 +928,7 @@ def _keep(prototype, place, is_kept, classes, dimension, INVERSE_NORMS, COPY, LA
     error = tl.sum(lost * lost, 1)
     error = tl.where(error == error, error, float("inf"))  # a maximum would pass NaN over
     error = tl.max(tl.where(is_kept, error, 0.0), 0)
-    tl.atomic_max(LARGEST, error)  # a maximum does not depend on the order
+    tl.atomic_max(LARGEST, error, mask=error > known)  # a maximum does not depend on the order
 
 
 @triton.jit
