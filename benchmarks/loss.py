@@ -314,7 +314,7 @@ def shape_blocks(record: dict[str, Any]) -> dict[str, str]:
     """The places of a page: the machine, and a table with a column for each matrix of cosines."""
     machine = record["machine"]
     cells: dict[str, dict[str, str]] = {}
-    headings = {}
+    headings: dict[str, None] = {}
     for row in record["shapes"]:
         heading = f"[{row['rows']}, {row['classes']:,}] {row['dtype']}"
         headings[heading] = None

@@ -80,6 +80,8 @@ def _devices() -> Iterator[Row]:
 
 def _backends() -> Iterator[Row]:
     """For each device, the backend of the head that would run, and why not the kernels."""
+    import warnings
+
     import torch
 
     from qmargin.kernels.dispatch import why_not_triton
@@ -89,7 +91,9 @@ def _backends() -> Iterator[Row]:
             yield f"head on {device}", "no such device"
             continue
         screen = torch.float16 if device == "cuda" else torch.float32  # as the head chooses
-        reason = why_not_triton(device, torch.float32, screen)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what it says is what is returned
+            reason = why_not_triton(device, torch.float32, screen)
         runs = f"reference runs; not triton: {reason}" if reason else "triton runs"
         yield f"head on {device}", runs
     if torch.cuda.is_available():
