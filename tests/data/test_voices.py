@@ -123,3 +123,12 @@ def test_a_folder_of_voices_is_read_as_speech(tmp_path):
 def test_what_cannot_be_spoken_is_refused(given, key):
     with pytest.raises(ConfigError, match=key):
         Voices(**{"num_classes": 10, "samples_per_class": 2, **given})
+
+
+def test_speakers_and_utterances_that_there_are_not_are_refused():
+    voices = Voices(10, 2)
+    for label in (-1, 10):
+        with pytest.raises(IndexError, match=r"a label is outside \[0, 10\)"):
+            voices.speaker(label)
+    with pytest.raises(IndexError, match="sample 20 of 20"):
+        voices.sample_id(20)

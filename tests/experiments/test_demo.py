@@ -19,6 +19,7 @@ from qmargin.experiments import named, tables
 from qmargin.experiments.named import Size, demo
 from qmargin.experiments.named.demo import find_size, fitted
 from qmargin.experiments.runner import RECORD, Finished
+from qmargin.report.numbers import rate_text
 from qmargin.report.verdicts import planned_verdicts
 from qmargin.training import dry_run
 
@@ -84,7 +85,13 @@ def test_a_demo_trains_tests_and_reports(
     (told,) = planned_verdicts(repeats, repeats.headline_far)
     assert told in said and told in unescape(html)
     _, _, words = tables.summary(finished)
-    assert words == [told, "Intervals cover training seeds and test identities."]
+    plain, *others = words
+    assert others == [told, "Intervals cover training seeds and test identities."]
+    far = rate_text(repeats.headline_far)
+    leader = repeats.ranked(repeats.headline_far)[0]
+    assert plain.startswith(f"{leader} at FAR {far} in plain words: 1 impostor in ")
+    assert "genuine attempts are refused." in plain
+    assert plain in " ".join(said.split())
 
 
 def test_voices_are_another_world(tmp_path: Path) -> None:

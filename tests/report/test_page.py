@@ -27,7 +27,7 @@ from qmargin.evaluation.result import (
     write_result,
 )
 from qmargin.report import ReportOptions, write, write_report
-from qmargin.report.figures import draw_figures, has_matplotlib
+from qmargin.report.figures import DASHES, draw_figures, has_matplotlib
 from qmargin.report.journal import MOST_POINTS, Journal, read_journal
 from qmargin.report.media import MediaFolder
 from qmargin.report.numbers import LONGEST_NAME, LONGEST_TEXT, cleaned, rate_text
@@ -372,6 +372,15 @@ def test_many_systems_and_panels_fit_one_page():
     assert page.count('<figure class="det') == 2
     looks = re.findall(r'class="curve (c\d dash\d)"', page.partition("det-body")[2])
     assert len(set(looks)) == 12  # twelve systems, eight colours
+
+
+def test_the_first_systems_differ_in_their_lines_without_colours():
+    page = page_of(*[synthetic_result(f"s{i}", seed=i, num_replicates=20) for i in range(8)])
+    drawn = re.findall(r'class="curve c\d (dash\d)"', page.partition("det-body")[2])
+    assert len(set(drawn)) == 8
+    patterns = dict(re.findall(r"\.(dash\d) \{ stroke-dasharray: ([\d ]+); \}", page))
+    assert len({patterns.get(name, "solid") for name in drawn}) == 8
+    assert len(set(map(str, DASHES))) == 8  # of figures
 
 
 def contrast(one, other):

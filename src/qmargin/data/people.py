@@ -213,11 +213,11 @@ class People(DrawnIdentities):
 
     def families(self, labels: NDArray[np.integer]) -> Ints:
         """Number of each label's family, -1 for people without relatives in the data."""
-        return _kin(self._world, self._numbers(labels)).family
+        return _kin(self._world, self._numbers(self._checked_labels(labels))).family
 
     def populations(self, labels: NDArray[np.integer]) -> Ints:
         """Number of each label's population, the largest first."""
-        numbers = self._numbers(labels)
+        numbers = self._numbers(self._checked_labels(labels))
         return _population(self._keys(numbers), _kin(self._world, numbers))
 
     def qualities(self, indices: NDArray[np.integer]) -> Floats:
@@ -279,7 +279,7 @@ class People(DrawnIdentities):
 
     def sample_id(self, index: int) -> str:
         """Label and number of a sample."""
-        label, number = self.places(np.array([index]))
+        label, number = self.places(self._checked(np.array([index])))
         return f"identity-{label[0]}/sample-{number[0]}"
 
     def _labels_of(self, indices: NDArray[np.integer]) -> Ints:

@@ -19,10 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qmargin.data.audio import AudioInfo, Samples, Span, change_rate, played_rate
-from qmargin.data.order import check_samples, derived_seed
+from qmargin.data.order import MAX_BYTES, check_samples, derived_seed
 from qmargin.data.people import People, kin_lists, set_by_traits, traits_of
 from qmargin.data.speech import (
-    MAX_BYTES,
     SPEEDS,
     SpectrumMasks,
     SpeechDataset,
@@ -181,7 +180,7 @@ class Voices(SyntheticDataset):
 
     def speaker(self, label: int) -> Speaker:
         """What a speaker sounds like."""
-        number = numbers_in_world(np.array([label]), self.split)
+        number = numbers_in_world(self._checked_labels(np.array([label])), self.split)
         world = np.uint64(derived_seed(self.seed))
         traits, _ = traits_of(world, number)
         traits = traits.astype(np.float64)
@@ -258,7 +257,7 @@ class Voices(SyntheticDataset):
 
     def sample_id(self, index: int) -> str:
         """Split, speaker and number: names of the splits never meet."""
-        label, number = divmod(index, self.samples_per_class)
+        label, number = self._label(index), index % self.samples_per_class
         return f"{self.split}-speaker-{label}/utterance-{number}"
 
     def _seconds(self, key: Keys) -> float:

@@ -32,7 +32,6 @@ from qmargin.report.numbers import (
     count,
     digits_to_differ,
     number,
-    one_in,
     out_of,
     percent,
     percent_interval,
@@ -47,7 +46,7 @@ from qmargin.report.systems import (
     name_of,
 )
 from qmargin.report.table import Column, Table
-from qmargin.report.verdicts import ONE_RUN, effect_text, planned_verdicts
+from qmargin.report.verdicts import ONE_RUN, effect_text, plain_text, planned_verdicts
 
 MOST_SHOWN = 12  # hardest pairs of each kind
 NUM_EXAMPLES = 2  # pairs of each kind in the opening
@@ -273,9 +272,7 @@ def _mean_verdict(repeats: Repeats) -> Verdict:
 
 
 def _words(far: float, tar: float, protocol: ProtocolInfo) -> str:
-    accepted = one_in(far, protocol.num_impostors, "impostor")
-    refused = out_of(1.0 - tar, "genuine attempts")
-    return f"At this threshold {accepted} is accepted, and {refused} are refused."
+    return f"At this threshold {plain_text(far, tar, protocol.num_impostors)}"
 
 
 def _eer_words(eer: float) -> str:
@@ -450,7 +447,7 @@ def _scores(panel: Panel) -> list[tuple[Entry, Any]]:
 
 
 def _cost(panel: Panel) -> dict[str, Any] | None:
-    """Time and memory of the training, and TAR over time of runs that were measured meanwhile."""
+    """Time and memory of training, and TAR over time of runs that were measured meanwhile."""
     table, far = tables.cost_table(panel.entries), panel.headline_far
     systems: dict[str, list[Entry]] = {}
     for entry in panel.entries:
