@@ -31,7 +31,7 @@ from qmargin.report.figures import DASHES, draw_figures, has_matplotlib
 from qmargin.report.journal import MOST_POINTS, Journal, read_journal
 from qmargin.report.media import MediaFolder
 from qmargin.report.numbers import LONGEST_NAME, LONGEST_TEXT, cleaned, rate_text
-from qmargin.report.page import _environment, _examples, _shown, render_page
+from qmargin.report.page import _environment, _examples, _kept, _shown, render_page
 from qmargin.report.plots import (
     LETTERS,
     RATES,
@@ -649,3 +649,9 @@ def test_the_page_of_five_systems_of_many_trials_is_small(tmp_path):
     ]
     written = write_report(write_results(tmp_path, *results), tmp_path / "out", PLAIN)
     assert written[0].stat().st_size < 600_000
+
+
+def test_a_number_stays_on_a_line_with_its_unit():
+    assert _kept("At FAR 0.01 %: p < 0.001, p = 1.000") == (
+        "At FAR 0.01\u00a0%: p\u00a0<\u00a00.001, p\u00a0=\u00a01.000"
+    )

@@ -356,7 +356,7 @@ def test_the_same_comparison_is_told_everywhere(tmp_path):
     assert made.is_primary
     (line,) = planned_verdicts(repeats, FAR)
     assert effect_text(made) in line
-    page = html.unescape(texts["index.html"])
+    page = html.unescape(texts["index.html"]).replace("\u00a0", " ")
     assert line in page and "Fixed beforehand" in page
     ends = f"{signed(100 * made.interval[0])} to {signed(100 * made.interval[1])}"
     assert ends in line and ends in texts["tables.md"] and ends in page.partition('id="repeats"')[2]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import math
+import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -50,6 +51,7 @@ from qmargin.report.verdicts import ONE_RUN, effect_text, plain_text, planned_ve
 
 MOST_SHOWN = 12  # hardest pairs of each kind
 NUM_EXAMPLES = 2  # pairs of each kind in the opening
+NO_BREAK = "\u00a0"  # a space that stays on its line
 EER_FACT = "equal error rate (EER)"
 
 
@@ -154,12 +156,18 @@ def _environment() -> Environment:
         count=count,
         rate=rate_text,
         number=number,
+        kept=_kept,
         place="{:.1f}".format,
         path=lambda points: Markup(plots.path_data(points)),  # numbers alone
         outline=outline,
     )
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
     return environment
+
+
+def _kept(text: str) -> str:
+    """A sentence whose numbers stay on a line with their units and signs."""
+    return re.sub(r" (?=%)|(?<=\bp) (?=[=<])|(?<=p.[=<]) ", NO_BREAK, text)
 
 
 def _policy(style: str, script: str) -> str:
