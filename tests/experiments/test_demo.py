@@ -13,7 +13,7 @@ from helpers.commands import parse_command
 from helpers.experiments import TINY_DEMO
 from qmargin.cli.main import main
 from qmargin.data.strokes import StrokeIdentities
-from qmargin.errors import ConfigError, DataError
+from qmargin.errors import CheckpointError, ConfigError, DataError
 from qmargin.evaluation.result import read_result
 from qmargin.experiments import named, tables
 from qmargin.experiments.named import Size, demo
@@ -214,6 +214,17 @@ def test_impossible_options_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict, words: str
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr(demo, "step_times", lambda *_, **__: pytest.fail("steps were timed"))
     with pytest.raises(ConfigError, match=words):
         run_demo(tmp_path / "new", **changes)
     assert not (tmp_path / "new").exists()
+
+
+def test_a_file_in_place_of_the_folder_is_refused_before_steps_are_timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo, "step_times", lambda *_, **__: pytest.fail("steps were timed"))
+    (tmp_path / "notes").write_text("mine")
+    with pytest.raises(CheckpointError, match="notes cannot be written to"):
+        run_demo(tmp_path / "notes")
+    assert (tmp_path / "notes").read_text() == "mine"
