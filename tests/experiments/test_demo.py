@@ -1,7 +1,6 @@
 """The demo: its length is decided once, it reports, resumes and tells who is ahead."""
 
 import shlex
-from html import unescape
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +10,7 @@ import pytest
 
 from helpers.commands import parse_command
 from helpers.experiments import TINY_DEMO
+from helpers.results import words_of
 from qmargin.cli.main import main
 from qmargin.data.strokes import StrokeIdentities
 from qmargin.errors import CheckpointError, ConfigError, DataError
@@ -83,7 +83,7 @@ def test_a_demo_trains_tests_and_reports(
     assert planned_verdicts(one_loss, 1e-2) == []
     # the terminal and the page say the same of the same comparison
     (told,) = planned_verdicts(repeats, repeats.headline_far)
-    assert told in said and told in unescape(html).replace("\u00a0", " ")
+    assert told in said and told in words_of(html)
     _, _, words = tables.summary(finished)
     plain, *others = words
     assert others == [told, "Intervals cover training seeds and test identities."]

@@ -653,5 +653,6 @@ def test_the_page_of_five_systems_of_many_trials_is_small(tmp_path):
 
 def test_a_number_stays_on_a_line_with_its_unit():
     assert _kept("At FAR 0.01 %: p < 0.001, p = 1.000") == (
-        "At FAR 0.01\u00a0%: p\u00a0<\u00a00.001, p\u00a0=\u00a01.000"
+        "At FAR 0.01\u00a0%: p\u00a0&lt;\u00a00.001, p\u00a0=\u00a01.000"
     )
+    assert _kept("Q-Margin - <b>") == '<span class="few-letters">Q-Margin</span> - &lt;b&gt;'

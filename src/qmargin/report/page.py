@@ -18,7 +18,7 @@ from importlib.resources import files
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from qmargin.evaluation.result import HardPair, ProtocolInfo
 from qmargin.files import MADE_BY
@@ -51,6 +51,7 @@ from qmargin.report.verdicts import ONE_RUN, effect_text, plain_text, planned_ve
 
 MOST_SHOWN = 12  # hardest pairs of each kind
 NUM_EXAMPLES = 2  # pairs of each kind in the opening
+FEW_LETTERS = 16  # of a name that stays on its line
 NO_BREAK = "\u00a0"  # a space that stays on its line
 EER_FACT = "equal error rate (EER)"
 
@@ -150,7 +151,9 @@ def _environment() -> Environment:
         lstrip_blocks=True,
         finalize=printable,
     )
-    environment.globals.update(num_colours=plots.NUM_COLOURS, margin_of=margin_of)
+    environment.globals.update(
+        num_colours=plots.NUM_COLOURS, few_letters=FEW_LETTERS, margin_of=margin_of
+    )
     environment.filters.update(
         short=cleaned,
         count=count,
@@ -165,9 +168,14 @@ def _environment() -> Environment:
     return environment
 
 
-def _kept(text: str) -> str:
-    """A sentence whose numbers stay on a line with their units and signs."""
-    return re.sub(r" (?=%)|(?<=\bp) (?=[=<])|(?<=p.[=<]) ", NO_BREAK, text)
+def _kept(text: str) -> Markup:
+    """A sentence whose numbers stay on a line with their units, and names with their hyphens."""
+    held = re.sub(r" (?=%)|(?<=\bp) (?=[=<])|(?<=p.[=<]) ", NO_BREAK, cleaned(text, LONGEST_TEXT))
+    whole = Markup('<span class="few-letters">{}</span>').format
+    return Markup(" ").join(
+        whole(word) if "-" in word.strip("-") and len(word) <= FEW_LETTERS else escape(word)
+        for word in held.split(" ")
+    )
 
 
 def _policy(style: str, script: str) -> str:
