@@ -12,7 +12,7 @@ from qmargin.data.audio import decode_audio
 from qmargin.data.open import open_audio
 from qmargin.data.people import People
 from qmargin.data.speech import open_speech
-from qmargin.data.voices import FRAME, RATE, Speaker, Voices, spoken
+from qmargin.data.voices import FRAME, RATE, Speaker, Voices, open_voices, spoken
 from qmargin.errors import ConfigError
 from qmargin.models.features import FilterBank
 
@@ -132,3 +132,9 @@ def test_speakers_and_utterances_that_there_are_not_are_refused():
             voices.speaker(label)
     with pytest.raises(IndexError, match="sample 20 of 20"):
         voices.sample_id(20)
+
+
+@pytest.mark.parametrize("share", [-0.1, 2.0, float("nan")])
+def test_an_impossible_share_is_refused_without_noise_too(share):
+    with pytest.raises(ConfigError, match="augment is"):
+        open_voices(4, augment=share)
