@@ -179,13 +179,13 @@ def test_wandb_goes_on_with_the_same_run(tmp_path, monkeypatch):
 
 def test_a_lost_rank_has_an_exit_status_of_its_own(tmp_path, monkeypatch, capsys):
     def lose(*details: object, **options: object) -> None:
-        raise RankError("rank 3 gave no sign of life")
+        raise RankError("rank 3 sent no heartbeat")
 
     monkeypatch.setattr(loop, "train", lose)
     with pytest.raises(SystemExit) as stop:
         run("train", "debug", "--out", tmp_path)
     assert stop.value.code == 75
-    assert capsys.readouterr().err == "qmargin: error: rank 3 gave no sign of life\n"
+    assert capsys.readouterr().err == "qmargin: error: rank 3 sent no heartbeat\n"
 
 
 @pytest.mark.dist
@@ -244,7 +244,7 @@ def test_the_doctor_says_what_runs_and_what_is_missing(capsys, tmp_path, monkeyp
     lines = capsys.readouterr().out.splitlines()
     table = {name: text.strip() for name, text in (line.split("  ", 1) for line in lines)}
     assert table["torch"] == torch.__version__ and "threads" in table["cpu"]
-    assert "not triton: tensors are on cpu" in table["head on cpu"]
+    assert "no Triton kernels: tensors are on cpu" in table["head on cpu"]
     assert "GiB" in table["free memory"] and f"GiB at {tmp_path}" in table["free disk"]
     assert {"extra triton", "extra wandb", "several ranks"} <= set(table)
     monkeypatch.setattr(doctor, "installed_version", lambda name: None)

@@ -159,7 +159,7 @@ class DetGeometry:
     diagonal: tuple[Place, Place] | None
     curves: list[DetCurve]
     stops: list[Tick]  # of the read-out
-    start: int  # the stop where it begins
+    start: int  # the first stop
 
     @property
     def data(self) -> dict[str, Any]:
@@ -176,7 +176,7 @@ DET_BOX = Box(left=74.0, right=624.0, top=32.0, bottom=542.0)
 
 
 def det_geometry(panel: Panel) -> DetGeometry:
-    """Axes that show everything from one false accept to beyond the equal error rate."""
+    """Axes from one false accept to beyond the equal error rate."""
     points = [curve_points(entry) for entry in panel.entries]
     sizes = sorted({entry.result.protocol.num_impostors for entry in panel.entries})
     eer = max(entry.result.measures.eer.value for entry in panel.entries)
@@ -295,7 +295,7 @@ SMALL = Box(left=14.0, right=326.0, top=26.0, bottom=172.0)
 
 
 def histogram_chart(histogram: Histogram, threshold: float | None) -> Chart:
-    """Genuine and impostor scores, each as shares of its own count, linear and logarithmic."""
+    """Genuine and impostor scores, each on a scale of its own, linear and logarithmic."""
     edges = histogram.edges
     across = Scale(edges[0], max(edges[-1], edges[0] + 1e-12), SMALL.left, SMALL.right)
 
@@ -324,7 +324,7 @@ def histogram_chart(histogram: Histogram, threshold: float | None) -> Chart:
     digits = digits_to_differ(places, 3)  # scores may lie close together
     ticks = across.ticks(places, lambda value: number(value, digits))
     shapes = {"areas": areas, "threshold": place}
-    return Chart(340.0, 220.0, SMALL, ticks, [], shapes, "Score", "Share of pairs")
+    return Chart(340.0, 220.0, SMALL, ticks, [], shapes, "Score", "Share of pairs, own scale")
 
 
 def reliability_chart(reliability: Reliability) -> Chart:

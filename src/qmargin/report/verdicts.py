@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from qmargin.metrics.operating import sufficiency
-from qmargin.report.numbers import probability, rate_text, signed
+from qmargin.report.numbers import one_in, out_of, probability, rate_text, signed
 from qmargin.report.systems import POWER, PairedDifference, Repeats, spread
 
 ONE_RUN = "one seed: training variance is not in the interval"
 
 
+def plain_text(far: float, tar: float, num_impostors: int) -> str:
+    """Both errors at a threshold, for people who know no rates."""
+    accepted = one_in(far, num_impostors, "impostor")
+    refused = out_of(1.0 - tar, "genuine attempts")
+    return f"{accepted} is accepted, and {refused} are refused."
+
+
 def effect_text(made: PairedDifference) -> str:
-    """A difference with its interval, its p-value and what it would have taken to show one."""
+    """A difference with its interval, its p-value and the detectable difference."""
     points = "EER" if made.far is None else "TAR"
     low, high = (signed(100 * end) for end in made.interval)
     p_value = f"p = {probability(made.adjusted)}".replace("= <", "<")
@@ -44,7 +51,7 @@ def planned_verdicts(repeats: Repeats, far: float | None, *, bold: str = "{}") -
         if far is not None:
             protocol = repeats.systems[focus][0].result.protocol
             enough = sufficiency(far, protocol.num_impostors)
-            few = "" if enough.status == "ok" else f" That is a rough number: {enough.message}."
+            few = "" if enough.status == "ok" else f" The number is rough: {enough.message}."
             sentence = f"At FAR {rate_text(far)}, {sentence}{few}"
         lines.append(sentence)
     return lines

@@ -14,7 +14,7 @@ from qmargin.report.numbers import one_in, out_of, rate_text
 
 LARGEST_FAR = 0.5  # of the slider
 FPIRS = tuple(float(f"{mantissa}e{e}") for e in range(-4, 0) for mantissa in (1, 2, 5))
-CHOSEN_FAR, CHOSEN_FPIR = 1e-3, 1e-2  # where the page begins, or as near to them as there is
+CHOSEN_FAR, CHOSEN_FPIR = 1e-3, 1e-2  # initial rates of the page, or the nearest available ones
 MANTISSAS = (1, 1.5, 2, 3, 5, 7)
 NOUNS = {"images": ("people", "person"), "audio": ("speakers", "speaker")}
 _CLOSE = 1e-9  # relative: 1e-3 may have been written as 0.001
@@ -32,18 +32,18 @@ class Point(NamedTuple):
 class Operating:
     """The threshold for one false accept rate."""
 
-    far_text: str = field(metadata={"about": "the rate that was asked for, in per cent"})
-    far_target: float = field(metadata={"about": "the rate that was asked for"})
+    far_text: str = field(metadata={"about": "the requested rate in per cent"})
+    far_target: float = field(metadata={"about": "the requested rate"})
     far: float = field(metadata={"about": "measured false accept rate, at most far_target"})
     tar: float = field(metadata={"about": "measured true accept rate"})
     threshold: float | None = field(
         metadata={"about": "scores at or above it are accepted; null: no score is enough"}
     )
-    note: str = field(metadata={"about": "why the rate is rough, or empty"})
-    words: str = field(metadata={"about": "what the threshold means"})
+    note: str = field(metadata={"about": "reason why the rate is rough, or empty"})
+    words: str = field(metadata={"about": "its meaning in plain words"})
 
     def accepts(self, score: float) -> bool:
-        """Whether a score is enough."""
+        """Whether a score reaches the threshold."""
         return self.threshold is not None and score >= self.threshold
 
 
@@ -62,8 +62,8 @@ class Evaluation:
 class Decisions:
     """Operating points of a model's own evaluation.
 
-    Between stored points the one with the next smaller FAR counts, so that the FAR of a decision is
-    never above the one that was asked for.
+    Between stored points the one with the next smaller FAR is used, so that the FAR of a decision
+    is never above the requested one.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Decisions:
         """The threshold for a FAR.
 
         Raises:
-            ConfigError: The model has no thresholds, or the rate is none.
+            ConfigError: The model has no thresholds, or the rate is invalid.
             ProtocolError: Its evaluation cannot resolve this rate.
         """
         if self.thresholds is None:
@@ -99,7 +99,7 @@ class Decisions:
             raise ProtocolError(
                 f"no threshold is known for FAR {rate_text(far)}: the evaluation on "
                 f"{self.thresholds.protocol} has {impostors:,} impostor pairs, which resolve no "
-                f"rate below {rate_text(self._least)}; ask for a larger one"
+                f"rate below {rate_text(self._least)}; choose a larger rate"
             )
         place = bisect_right(self._points, far * (1.0 + _CLOSE), key=lambda point: point.far)
         point = self._points[place - 1]
@@ -122,12 +122,11 @@ class Decisions:
     def search_at(self, fpir: float, size: int) -> Operating:
         """The threshold of a search among ``size`` samples, for a rate of false identifications.
 
-        Whoever is not in the gallery is identified if one of ``size`` comparisons is accepted. The
-        probability of that is at most the sum of theirs, ``size * FAR``, however the comparisons
-        depend on each other (Boole's inequality). So a FAR of ``fpir / size`` keeps the FPIR at
-        or below its target, on average over galleries and on data like the evaluation's. At
-        large rates the FPIR is lower, because the scores of one probe are correlated; that of one
-        gallery may be above, because some people are more alike than others.
+        A person outside the gallery is identified if one of ``size`` comparisons is accepted. The
+        probability of this is at most the sum ``size * FAR``, whether or not the comparisons are
+        independent (Boole's inequality). So a FAR of ``fpir / size`` keeps the FPIR at or below its
+        target, on average over galleries and on data like the evaluation's. At large rates it is
+        lower, because the scores of one probe are correlated; that of one gallery may be higher.
         """
         if not 0.0 < fpir <= 1.0:
             raise ConfigError(f"fpir is {fpir:g}; give a rate above 0 and at most 1")
@@ -153,7 +152,7 @@ class Decisions:
         return self.thresholds is not None and far >= self._least * (1.0 - _CLOSE)
 
     def described(self) -> Evaluation | None:
-        """What the page and programs need to know of the evaluation; None without one."""
+        """Facts about the evaluation for page and programs; None without one."""
         found = self.thresholds
         if found is None:
             return None
@@ -168,7 +167,7 @@ class Decisions:
 
 
 def _points_of(thresholds: Thresholds) -> list[Point]:
-    """The curve, where the model directory has it, and measured points, which win over it."""
+    """Points of the stored curve, if any, and measured points, which take precedence."""
     points = []
     if thresholds.det is not None:
         det = thresholds.det
