@@ -244,3 +244,28 @@ def test_measures_far_from_one_keep_rows_finite(batch):
         found = step(make_head(loss, batch, path=path, dtype=torch.float64), batch)
         assert_same(found, truth_of(loss, batch), tolerance=1e-8)
         assert bool(found.loss.isfinite())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("alpha", [0.5, 0.9, 1.02, 1.25, 1.5, 2.0, 3.0])
+def test_measures_far_below_one_leave_their_classes_out(alpha, dtype, batch):
+    """As if these classes were not there; a search that began at the smallest would find NaN."""
+    scale = 3.0 if alpha == 3.0 else 16.0
+    counts = COUNTS.clone()
+    counts[::40] = 10**9  # the mean: the others are rare, and some of them the rows' own
+    counts[batch.labels] = 10**9
+    references = (
+        qmargin.LookAlike(0.0, damping=8.0, split_threshold=-0.5),
+        qmargin.ClassPrior(counts, 4.0),
+        qmargin.ClassPrior(counts, 2.0) + qmargin.LookAlike(0.0, damping=4.0, split_threshold=0.0),
+    )
+    for reference in references:
+        options = (qmargin.Alpha(alpha), qmargin.PriorMargin(0.03))
+        loss = qmargin.MarginLoss(*options, scale=scale, reference=reference)
+        truth = truth_of(copy.deepcopy(loss), batch)
+        assert bool(truth.loss.isfinite())
+        for path in ("chunked", "dense", *(("sparse", "top_k") if alpha > 1.0 else ())):
+            found = step(make_head(copy.deepcopy(loss), batch, path=path, dtype=dtype), batch)
+            tolerance = 1e-9 if dtype == torch.float64 else 1e-4
+            assert_same(found, truth, tolerance=tolerance, note=(path, reference))
+            assert found.stats.mass_error < tolerance

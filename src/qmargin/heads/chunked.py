@@ -52,10 +52,12 @@ from qmargin.kernels.solver import (
     posterior_rows,
     reference_gradient,
     row_sums,
+    slacks,
     solve_rows,
     uses_slack,
 )
 from qmargin.losses.hardness import hardness
+from qmargin.losses.references import MOST_STEEP
 from qmargin.transfers import Reading
 
 if TYPE_CHECKING:
@@ -85,6 +87,27 @@ class SoftmaxSums(NamedTuple):
     def verify(self) -> bool:
         """Wait for the device; True if the sums hold."""
         return self.is_doubtful is None or not bool(self.is_doubtful.wait())
+
+
+class Bounds(NamedTuple):
+    """Classes that bound each row's root from below."""
+
+    cosines: Tensor  # [B, n]
+    measures: Tensor | None  # [B, n] or [1, n]: log reference measures; None for zero
+    largest: Tensor | None = None  # [B]: cosine of any class, where it is none of these
+
+    def best(self, group: int, scale: float, b: float) -> Bounds:
+        """Of each group of consecutive ones the best bound on its own (M4), ``[B, n / group]``."""
+        spare = (0, -self.cosines.shape[1] % group)
+        cosines = pad(self.cosines, spare, value=-torch.inf).unflatten(1, (-1, group))
+        if self.measures is None:
+            return Bounds(cosines.amax(2), None)
+        measures = pad(self.measures.expand_as(self.cosines), spare).unflatten(1, (-1, group))
+        bounds = cosines - slacks(level_cost(-measures, b), b) / scale
+        bounds = bounds.masked_fill_(cosines == -torch.inf, -torch.inf)  # not infinity less itself
+        index = bounds.argmax(2, keepdim=True)
+        found, measured = (part.gather(2, index).squeeze(2) for part in (cosines, measures))
+        return Bounds(found, measured, self.largest)
 
 
 class SolvedBlocks(NamedTuple):
@@ -235,15 +258,22 @@ class Chunks:
             mass, slope = mass + sums.mass.double(), slope + sums.slope.double()
         return RowSums(mass, slope)
 
-    def maxima(self) -> Tensor:
-        """Largest cosine of each group of consecutive classes, targets left out."""
-        parts = [self.embeddings.new_empty((len(self.embeddings), 0), dtype=self.dtype)]
+    def bounds(self) -> Bounds:
+        """Of each group of consecutive classes the best bound of the root, targets left out."""
+        nothing = self.embeddings.new_empty((len(self.embeddings), 0), dtype=self.dtype)
+        found, measured = [nothing], [nothing]
+        largest = torch.full_like(self.embeddings[:, 0], -torch.inf, dtype=self.dtype)
         for where, unit in self.blocks():
             cosines = self.cosines(where, unit)
-            if missing := -cosines.shape[1] % self.group:
-                cosines = pad(cosines, (0, missing), value=-torch.inf)
-            parts.append(cosines.unflatten(1, (-1, self.group)).amax(2))
-        return torch.cat(parts, 1)
+            block = Bounds(cosines, self.log_reference(where, unit))
+            best = block.best(self.group, self.scale, self.b)
+            found.append(best.cosines)
+            if best.measures is not None:
+                measured.append(best.measures)
+                largest = torch.maximum(largest, cosines.amax(1))
+        if self.reference is None:
+            return Bounds(torch.cat(found, 1), None)
+        return Bounds(torch.cat(found, 1), torch.cat(measured, 1), largest)
 
     def sums_at(
         self, anchor: Tensor, level: Tensor, *, pulls: bool
@@ -411,18 +441,20 @@ class FusedChunks(Chunks):
         given = (shift, level, self.scale, self.b, self.measures)
         return RowSums(*self.kernels.row_sums(self.batch, *given))
 
-    def maxima(self) -> Tensor:
+    def bounds(self) -> Bounds:
         """Maxima of sets of groups: fewer than of groups, and almost as good a bound."""
         maxima, self.group_maxima = self.group_maxima, None
         if maxima is None:
             maxima = self.head.kernels.group_maxima(*self.batch)
         whole = maxima.shape[1] // NUM_COARSE * NUM_COARSE
-        if whole == 0:
-            return maxima
-        coarse = maxima[:, :whole].reshape(len(maxima), -1, NUM_COARSE).amax(1)
-        rest = maxima[:, whole:]
-        coarse[:, : rest.shape[1]] = torch.maximum(coarse[:, : rest.shape[1]], rest)
-        return coarse
+        if whole:
+            coarse = maxima[:, :whole].reshape(len(maxima), -1, NUM_COARSE).amax(1)
+            rest = maxima[:, whole:]
+            coarse[:, : rest.shape[1]] = torch.maximum(coarse[:, : rest.shape[1]], rest)
+            maxima = coarse
+        if self.reference is None:
+            return Bounds(maxima, None)
+        return Bounds(maxima, torch.full_like(maxima[:1], self.reference.bounds[0]))
 
     def sums_at(
         self, anchor: Tensor, level: Tensor, *, pulls: bool
@@ -557,10 +589,12 @@ class RootSearch:
         """Begin rows at the root of a sample if enough of it is active, else at the maxima's."""
         step = _step_of_sample(chunks)
         if step is None:
-            return cls.from_maxima(chunks, target, chunks.maxima())
+            return cls.from_bounds(chunks, target, chunks.bounds())
         few = chunks.sample(step)
-        # One maximum: a few steps more on the sample cost less than a root over many of them.
-        search = cls.from_maxima(few, target, few.maxima().amax(1, keepdim=True))
+        # One bound: a few steps more on the sample cost less than a root over many of them.
+        bounds = few.bounds()
+        bounds = bounds.best(bounds.cosines.shape[1], chunks.scale, chunks.b)
+        search = cls.from_bounds(few, target, bounds)
         sums = search.run(1e-2)  # about as far as a sample can be trusted
         search.chunks = chunks
         # How many classes would be active, were all equally so: the mass is a sum of x^n and the
@@ -569,26 +603,30 @@ class RootSearch:
         num_effective = ((sums.slope.log() - (1.0 - b) * sums.mass.log()) / b).exp()
         is_enough = num_effective >= step * MIN_SUPPORT
         if not bool(is_enough.all()):
-            other = cls.from_maxima(chunks, target, chunks.maxima())
+            other = cls.from_bounds(chunks, target, chunks.bounds())
             search.anchor = torch.where(is_enough, search.anchor, other.anchor)
             search.level = torch.where(is_enough, search.level, other.level)
         return search
 
     @classmethod
-    def from_maxima(cls, chunks: Chunks, target: Target, maxima: Tensor) -> RootSearch:
-        """Begin at the root over group maxima and the target, a lower bound of ``tau`` (M13)."""
+    def from_bounds(cls, chunks: Chunks, target: Target, bounds: Bounds) -> RootSearch:
+        """Begin at the root over some classes and the target, a lower bound of ``tau`` (M13)."""
         b = chunks.b
-        logits = torch.cat([maxima.double() * chunks.scale, target.logits[:, None]], 1)
-        least, most = (0.0, 0.0) if chunks.reference is None else chunks.reference.bounds
-        reference = torch.full_like(logits, math.log(chunks.weight) + least)
+        logits = torch.cat([bounds.cosines.double() * chunks.scale, target.logits[:, None]], 1)
+        reference = torch.full_like(logits, math.log(chunks.weight))
+        if bounds.measures is not None:
+            reference[:, :-1] += bounds.measures
         reference[:, -1] = target.log_reference
         tolerance = 1e-6 if b <= 1.0 else 1e-14  # above alpha = 2 it must not pass the root
         anchor, level, _ = solve_rows(logits, reference, b, tolerance=tolerance)
         best = logits.amax(1)
+        if bounds.largest is not None:
+            best = torch.maximum(best, bounds.largest.double() * chunks.scale)
         if chunks.ranks.world > 1:  # the largest bound of any rank, seen from a common anchor
             common, best = chunks.ranks.max_(anchor.clone()), chunks.ranks.max_(best)
             level = level - level_step(b) * (anchor - common)
             anchor, level = common, -chunks.ranks.max_(-level)
+        most = 0.0 if chunks.reference is None else chunks.reference.bounds[1]
         measure = torch.full_like(level, chunks.head.num_classes - 1.0).log() + most
         measure = torch.logaddexp(measure, target.log_reference)
         low = level_step(b) * (anchor - best) + level_cost(-measure, b)  # M4
@@ -764,6 +802,12 @@ class ChunkedGradient(PrototypeGradient):
         return self.bound < torch.finfo(self.chunks.embeddings.dtype).max  # false for NaN
 
 
+def _is_mild(reference: RowReference, b: float) -> bool:
+    """Whether kernels take it: they compare no prototypes, and their levels are float32."""
+    steepness = abs(b) * max(-reference.bounds[0], reference.bounds[1])
+    return reference.pair is None and steepness <= math.log(MOST_STEEP)
+
+
 def chunked_step(
     head: MarginClassifier,
     embeddings: Tensor,
@@ -788,8 +832,7 @@ def chunked_step(
     if head.ranks.world > 1:
         targets = torch.where((local >= 0)[:, None], targets, 0.0)
     reference = row_reference(head, targets)
-    # Nor do they compare prototypes.
-    has_kernels = has_kernels and (reference is None or reference.pair is None)
+    has_kernels = has_kernels and (reference is None or _is_mild(reference, b))
     if is_half and has_kernels and (b == 0.0 or MIN_FUSED <= b <= 1.0):
         chunks: Chunks = FusedChunks(head, embeddings.detach(), local, reference)
         chunks.group_maxima = maxima
