@@ -249,7 +249,7 @@ class ClassPrior(Reference):
         """``strength * log(n_j / mean n)``; None where that is zero for all classes."""
         if not self.has_classes:
             return None
-        return (self.counts.double() / self.extremes()[1]).log().mul_(self.strength)
+        return self.counts.double().div_(self.extremes()[1]).log_().mul_(self.strength)
 
     def class_bounds(self) -> tuple[float, float]:
         """From the smallest and the largest count."""

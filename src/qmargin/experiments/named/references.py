@@ -2,7 +2,7 @@
 
 Margin and scale of CosFace and AdaFace are those of the demo. Q-Margin has a reach of 0.66, which a
 short run can attain: the demo's Q-Margin has 1.35, where no row is ever satisfied and what changes
-the target's measure changes next to nothing. What an arm chooses is the strength of its reference,
+the target's measure changes little. What an arm chooses is the strength of its reference,
 or without one the margin; each tries three. Worlds in which every person has the same number of
 portraits have no ``ClassPrior``: its measures are one there, and it changes no bit.
 """
