@@ -1,7 +1,7 @@
 """The chunked step: any alpha, over blocks of classes that are computed and discarded.
 
-Forward solves every row by passes over the blocks, and pulls the embeddings' gradient out of the
-posterior while it is at hand. Backward computes the blocks once more, for the prototypes' gradient.
+Forward solves every row by passes over the blocks, and computes the embeddings' gradient from the
+posterior in the same pass. Backward computes the blocks again, for the prototypes' gradient.
 
 **Which logits.** The others' cosines are products of operands in ``Chunked.dtype``. With half
 operands the loss is that of the *rounded* unit vectors, summed in float32, and its gradient is
@@ -64,10 +64,10 @@ if TYPE_CHECKING:
     from qmargin.heads.classifier import MarginClassifier
 
 CHUNK_LOGITS = {"cpu": 1 << 21, "cuda": 1 << 25}  # in a block; about six such tensors live at once
-HALF_FACTOR = 2.0**15  # posteriors are at most one: so scaled they use the range of float16
+HALF_FACTOR = 2.0**15  # posteriors are at most one; this factor uses the range of float16
 FUSED_LOGITS = {"cuda": 1 << 27}  # of a block only its half posterior and gradient rows live
 NUM_COARSE = 8192  # sets of classes whose maxima bound the root
-PULL_BLOCKS = 2  # at a time in passes that make no gradient rows: fewer launches, as much memory
+PULL_BLOCKS = 2  # at a time in passes without gradient rows: fewer launches, same memory
 TILE = 256  # classes: a block of whole tiles wastes none
 # Weights of the softmax pass are relative to a guess of the largest cosine, times this: room for
 # cosines above the guess, and for the many far below it.
@@ -85,7 +85,7 @@ class SoftmaxSums(NamedTuple):
     is_doubtful: Reading | None = None  # whether the guess of the largest cosine was too low
 
     def verify(self) -> bool:
-        """Wait for the device; True if the sums hold."""
+        """Wait for the device; True if the sums are valid."""
         return self.is_doubtful is None or not bool(self.is_doubtful.wait())
 
 
@@ -132,7 +132,7 @@ class Chunks:
     """A batch against all prototypes, block by block."""
 
     limits, tile = CHUNK_LOGITS, 1  # logits in a block, by device; classes that are not split
-    weight = 1.0  # how many classes each of these stands for: one, except in a sample
+    weight = 1.0  # classes that each of these represents: one, except in a sample
     group_maxima: Tensor | None = None  # of a sparse step before this one, if there was one
 
     def __init__(
@@ -160,7 +160,7 @@ class Chunks:
         self.size = max(self.tile, size // self.tile * self.tile)
 
     def sample(self, step: int) -> Chunks:
-        """The same batch against every ``step``-th class, which stands for all of them."""
+        """The same batch against every ``step``-th class, as a sample of all classes."""
         few = copy(self)
         few.weight, few.group_maxima = float(step), None
         few.prototypes, few.inverse_norms = self.prototypes[::step], self.inverse_norms[::step]
@@ -228,7 +228,7 @@ class Chunks:
             yield where, unit, *posterior_rows(logits, measure, zero, level, self.b)
 
     def softmax_sums(self, *, pulls: bool, is_certain: bool = False) -> SoftmaxSums:
-        """Everything that ``alpha = 1`` needs of the others, in one pass."""
+        """Sums over the others that ``alpha = 1`` needs, in one pass."""
         scale, embeddings = self.scale, self.embeddings
         top = embeddings.new_full((len(embeddings),), -torch.inf)
         mass = torch.zeros_like(top, dtype=torch.float64)
@@ -364,7 +364,7 @@ class FusedChunks(Chunks):
 
     @property
     def kernels(self) -> Any:
-        """Loaded where they can run only."""
+        """Import the kernels, which is only possible where they can run."""
         return import_module("qmargin.kernels.triton.blocks")
 
     @property
@@ -387,7 +387,7 @@ class FusedChunks(Chunks):
         given = ((shift, level), self.scale, self.b)
         options["measures"] = self.measures
         for where in self.ranges(num_blocks):
-            # No name for the block here: it must be gone before the next is made.
+            # Keep no reference to the block: it must be freed before the next is made.
             yield where, self.kernels.posterior_block(self.batch, where, *given, **options)
 
     def add_pull_(self, pulled: Tensor, weights: Tensor, where: slice, factor: float) -> None:
@@ -400,7 +400,7 @@ class FusedChunks(Chunks):
     ) -> Callable[[], None]:
         """Fill ``tiles`` with sums and ``pulled`` with all but the last blocks; return their pull.
 
-        It is for later: while it runs, the host can read whether the sums hold.
+        It is returned for later use: while it runs, the host can check the sums.
         """
         for where, block in self.weighed(*root, PULL_BLOCKS, factor=factor, into=tiles):
             if pulled is None:
@@ -431,7 +431,7 @@ class FusedChunks(Chunks):
         # Where the guess was far too low, weights were cut off and masses may have overflowed.
         room = min(torch.finfo(self.operand_dtype).max / GUESS_FACTOR, 2.0**100)
         is_doubtful = (~(masses < room)).any().to(torch.int32)
-        is_doubtful = self.ranks.max_(is_doubtful)  # all ranks begin again, or none
+        is_doubtful = self.ranks.max_(is_doubtful)  # all ranks start again, or none
         reading = Reading(is_doubtful)
         pull_rest()
         return SoftmaxSums(guess, masses.sum(1, dtype=torch.float64), pulled, reading)
@@ -549,7 +549,7 @@ def log_sum_exp(chunks: Chunks, target: Target, sums: SoftmaxSums) -> SolvedBloc
 
 cached_hardness = lru_cache(hardness)
 MAX_PASSES = 96
-NUM_PASSES = 8  # that are launched without a look at their results; those not needed do nothing
+NUM_PASSES = 8  # launched before their results are known; unneeded ones do nothing
 SAMPLE = 1 << 16  # classes that a sample of many has; of fewer it has one in `MIN_STEP`
 MIN_STEP = 16
 MIN_SUPPORT = 64  # active classes in a sample for its root to be a better start than the maxima's
@@ -667,7 +667,7 @@ class RootSearch:
 
 
 def _step_of_sample(chunks: Chunks) -> int | None:
-    """One in how many classes a sample has; None where too few of it can be expected active."""
+    """Stride of a sample of classes; None if too few of them can be expected to be active."""
     num_classes, dim = chunks.head.num_classes, chunks.head.embedding_dim
     step = max(MIN_STEP, num_classes // SAMPLE)
     if chunks.b > 1.0 or num_classes < step * MIN_SUPPORT or dim < 2:
@@ -818,7 +818,7 @@ def chunked_step(
 ) -> ChunkedStep:
     """A step for unit embeddings, with ``maxima`` of a sparse step's groups if there was one.
 
-    A certain step takes no short cut that would have to be verified.
+    A certain step takes no shortcut that has to be verified.
     """
     local, columns = own_labels(head, labels)
     dtype = head.chunk_dtype

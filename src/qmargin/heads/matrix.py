@@ -1,10 +1,10 @@
 """Steps on one half-precision ``[B, k]`` matrix: few launches, and no host wait.
 
-For one GPU and as many classes as make the matrix affordable. Above ``alpha = 1`` the matrix has
-screened cosines: candidates are scored against the master prototypes and solved in float64, as in
-``heads.sparse``, and a row whose list is too short is solved without one, so that nothing has to be
-verified. At ``alpha = 1`` it has posteriors, which are multiplied as in ``heads.chunked``. Steps of
-one shape are captured as CUDA graphs.
+For one GPU and a number of classes for which the matrix fits into memory. Above ``alpha = 1`` the
+matrix has screened cosines: candidates are scored against the master prototypes and solved in
+float64, as in ``heads.sparse``, and a row whose list is too short is solved without one, so no step
+has to be verified. At ``alpha = 1`` it has posteriors, which are multiplied as in
+``heads.chunked``. Steps of one shape are captured as CUDA graphs.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from qmargin.losses.references import only_scales_margins
 if TYPE_CHECKING:
     from qmargin.heads.classifier import MarginClassifier
 
-CAPACITY = 8192  # classes that a row can list; a longer list costs time, nothing else
+CAPACITY = 8192  # classes that a row can list; a longer list only costs time
 CAPTURED_LOGITS = 1 << 27  # of larger steps the launches do not show
 STEPS_BEFORE_CAPTURE = 3  # of one kind, one after the other
 
 
 @cache
 def _kernels() -> Any:
-    """The module is loaded where Triton is, and nowhere else."""
+    """Import the kernels, which needs Triton."""
     return import_module("qmargin.kernels.triton.matrix")
 
 
 def fits(head: MarginClassifier, path: str, num_rows: int) -> bool:
-    """Whether a sparse or chunked step of this head goes by one matrix."""
+    """Whether a sparse or chunked step of this head uses one matrix."""
     limit, b = getattr(head.path, "matrix_logits", 0), head.alpha_minus_one
     reference = head.loss.active_reference
     if reference is not None and not only_scales_margins(reference, head.loss.scale):
@@ -253,7 +253,7 @@ class MatrixLoss(torch.autograd.Function):
 
 
 def _solve(head: MarginClassifier, rows: Any, has_gradient: bool) -> None:
-    """All that follows ``_prepare``."""
+    """Everything after ``_prepare``."""
     kernels, state = _kernels(), prototype_state(head)
     settings = {"scale": head.loss.scale, "has_gradient": has_gradient}
     b = head.alpha_minus_one
@@ -315,7 +315,7 @@ class CapturedSteps:
         self.pending: weakref.ref[Any] | None = None  # to the loss of the last replay
 
     def replay(self, head: MarginClassifier, embeddings: Tensor, labels: Tensor) -> Tensor | None:
-        """Loss of a batch by the graph; None where it is one of another kind, or in use."""
+        """Loss of a batch by the graph; None where it is one of a different kind, or in use."""
         graph, step, inputs = self.graph, self.step, self.inputs
         if graph is None or step is None or inputs is None:
             return None
@@ -344,7 +344,7 @@ class CapturedSteps:
         key = self._key(head, embeddings, labels)
         if key != self.key:
             self.key, self.count, self.pending = key, 0, None
-            self.graph = self.inputs = self.step = None  # frees the memory of another kind
+            self.graph = self.inputs = self.step = None  # frees the memory of a different kind
         self.count += 1
         return self.graph is None and self.count > STEPS_BEFORE_CAPTURE
 
@@ -370,7 +370,7 @@ class CapturedSteps:
 
     @staticmethod
     def _key(head: MarginClassifier, embeddings: Tensor, labels: Tensor) -> tuple[Any, ...]:
-        """All that a graph depends on, apart from the contents of tensors."""
+        """Everything that a graph depends on, apart from the contents of tensors."""
         loss, prototypes = head.loss, head.prototypes
         return (
             embeddings.shape, embeddings.dtype, embeddings.device, embeddings.requires_grad,

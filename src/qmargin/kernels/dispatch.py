@@ -1,4 +1,4 @@
-"""Whether Triton kernels can serve a call, or why not."""
+"""Choice between Triton kernels and their plain reference."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import ModuleType
 
 import torch
 
-may_interpret = False  # tests run the kernels in Triton's interpreter: right, and very slow
+may_interpret = False  # tests run the kernels in Triton's interpreter: correct, but very slow
 
 
 @cache
@@ -21,7 +21,7 @@ def has_triton() -> bool:
 def why_not_triton(
     device: str, dtype: torch.dtype, screen_dtype: torch.dtype, num_classes: int = 1
 ) -> str | None:
-    """Why kernels cannot take the steps of a head; None if they can."""
+    """Reason why kernels cannot compute the steps of a head; None if they can."""
     if device != "cuda" and not may_interpret:
         return f"tensors are on {device}, not cuda"
     if not has_triton():

@@ -218,7 +218,7 @@ def _repair(
     EMBEDDINGS, COPY, LABELS, MAXIMA, num_classes, num_groups, depth,
     GROUP: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Maxima without what does not belong: of a row's own group, and of a last one cut short.
+    """Maxima of a row's own group and of an incomplete last group, without target and padding.
 
     A product that compares every class with every label would take a tenth longer.
     """
@@ -288,7 +288,7 @@ def _count_above(base, floor, num_groups, BOUND_BLOCK: tl.constexpr):
 
 @triton.jit
 def _moved(level, mass, slope, b):
-    """Newton on the norm of the mass: climb towards the root, never fall."""
+    """Newton on the norm of the mass, monotone towards the root."""
     move = mass / slope * (tl.exp2(-b * tl.log2(mass)) - 1.0)
     return tl.where(mass > 1.0, level + move, level)
 
@@ -587,7 +587,7 @@ def _score_listed(
     lengths = Reading(totals)
     room = int(lengths.wait()[1]) if room is None else room
     columns = torch.full((room,), num_classes, dtype=torch.int32, device=device)
-    rows = torch.zeros_like(columns)  # what is made of spare entries is dropped, but must be safe
+    rows = torch.zeros_like(columns)  # results of spare entries are dropped, but must be safe
     if room and num_pairs:
         _expand[(triton.cdiv(num_pairs, PAIRS),)](
             masks, ends, groups, pairs.rows, rows, columns, num_pairs, room, GROUP, PAIRS,
@@ -898,7 +898,7 @@ def _state(
 ):  # fmt: skip
     """Prototypes, momentum and inverse norms of a few classes, and where they are.
 
-    Asked for before the gradient is summed up, so that both ways to memory overlap.
+    They are loaded before the gradient is summed up, so that both memory accesses overlap.
     """
     place = classes[:, None].to(tl.int64) * depth + dimension[None, :]
     mask = is_read[:, None] & (dimension[None, :] < depth)
@@ -1038,7 +1038,7 @@ def _active(
     following = tl.load(COLUMNS + tl.minimum(entry + 1, num_entries - 1))
     is_first = (entry == 0) | (before != column)
     is_last = (entry == num_entries - 1) | (following != column)
-    # Not even the prototype of a lone candidate that turned out inactive is read.
+    # The prototype of a single inactive candidate is not read.
     has_work = is_first & ((tl.load(VALUES + entry) != 0.0) | (is_last == 0))
     grad_scale = tl.load(GRAD_SCALE)
     if has_work & (tl.abs(grad_scale) < float("inf")):
@@ -1082,7 +1082,7 @@ def _error(largest: Tensor) -> Tensor:
 
 
 def _arguments(state: PrototypeState, rule: SgdRule) -> tuple[tuple[Tensor, ...], Tensor]:
-    """What every update kernel takes, and where it writes the largest squared error."""
+    """Arguments of every update kernel, and the tensor for the largest squared error."""
     prototypes, momentum, inverse_norms, copy = state
     largest = torch.zeros((), dtype=torch.float32, device=prototypes.device)
     buffer = prototypes if momentum is None else momentum
@@ -1144,7 +1144,7 @@ def find_support(
     expected: Lengths | None,
     has_gradient: bool,
 ) -> Support:
-    """As ``heads.sparse.find_support``, without waiting for the device where that can be avoided.
+    """Like ``heads.sparse.find_support``, but without waiting for the device where possible.
 
     ``expected`` are lengths of an earlier batch's lists. Wrong lengths cost time, not correctness:
     ``Support.verify`` finds out, and raises ``ListOverflow`` beyond the limit.
