@@ -26,6 +26,7 @@ from qmargin.experiments.named import (
 )
 from qmargin.experiments.named.demo import DEMO_GRID, DEMO_SETTINGS, VOICE_GRID, demo_experiment
 from qmargin.experiments.named.people import SIZE, study
+from qmargin.experiments.named.references import Q_MARGIN
 from qmargin.experiments.run import Outcome
 from qmargin.experiments.search import Tried
 from qmargin.experiments.space import Point
@@ -160,7 +161,7 @@ def test_arms_with_and_without_a_reference_try_as_many_settings(name: str, devic
     assert {"q_margin", "adaface", "cosface", "q_margin_look_alike", "q_margin_quality"} <= set(
         experiment.arms
     )
-    demo = {**PEOPLE[device], "adaface": PEOPLE[device]["cosface"]}
+    demo = {**PEOPLE[device], "adaface": PEOPLE[device]["cosface"], "q_margin": Q_MARGIN}
     counts = torch.from_numpy(np.bincount(People(1000, 20, count_spread=0.9).labels))
     for key, arm in experiment.arms.items():
         assert len(arm.points) == 3 and arm.like is None and arm.seeds is None
