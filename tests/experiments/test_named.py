@@ -26,7 +26,6 @@ from qmargin.experiments.named import (
 )
 from qmargin.experiments.named.demo import DEMO_GRID, DEMO_SETTINGS, VOICE_GRID, demo_experiment
 from qmargin.experiments.named.people import SIZE, study
-from qmargin.experiments.named.references import Q_MARGIN
 from qmargin.experiments.run import Outcome
 from qmargin.experiments.search import Tried
 from qmargin.experiments.space import Point
@@ -161,7 +160,8 @@ def test_arms_with_and_without_a_reference_try_as_many_settings(name: str, devic
     assert {"q_margin", "adaface", "cosface", "q_margin_look_alike", "q_margin_quality"} <= set(
         experiment.arms
     )
-    demo = {**PEOPLE[device], "adaface": PEOPLE[device]["cosface"], "q_margin": Q_MARGIN}
+    cosface = PEOPLE[device]["cosface"]
+    fixed = {"q_margin": (1.25, 10.0, 0.2), "cosface": cosface, "adaface": cosface}
     counts = torch.from_numpy(np.bincount(People(1000, 20, count_spread=0.9).labels))
     for key, arm in experiment.arms.items():
         assert len(arm.points) == 3 and arm.like is None and arm.seeds is None
@@ -169,7 +169,7 @@ def test_arms_with_and_without_a_reference_try_as_many_settings(name: str, devic
         (loss,) = {replace(recipe.loss, reference={}) for recipe in recipes[1:2]}
         base = next(one for one in ("q_margin", "adaface", "cosface") if key.startswith(one))
         found = (loss.alpha, loss.scale, loss.margin)
-        assert loss.margin_kind == MARGIN_KINDS[base] and found == demo[base]
+        assert loss.margin_kind == MARGIN_KINDS[base] and found == fixed[base]
         assert len({replace(recipe, loss=loss) for recipe in recipes}) == 1
         if key == base:
             assert not any(recipe.loss.reference for recipe in recipes)

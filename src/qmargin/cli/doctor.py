@@ -82,6 +82,8 @@ def _devices() -> Iterator[Row]:
 
 def _backends() -> Iterator[Row]:
     """The backend of the head on each device, with the reason if kernels cannot run."""
+    import warnings
+
     import torch
 
     from qmargin.kernels.dispatch import why_not_triton
@@ -91,7 +93,9 @@ def _backends() -> Iterator[Row]:
             yield f"head on {device}", "no such device"
             continue
         screen = torch.float16 if device == "cuda" else torch.float32  # as the head chooses
-        reason = why_not_triton(device, torch.float32, screen)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what it says is what is returned
+            reason = why_not_triton(device, torch.float32, screen)
         runs = f"plain PyTorch; no Triton kernels: {reason}" if reason else "Triton kernels"
         yield f"head on {device}", runs
     if torch.cuda.is_available():

@@ -150,6 +150,16 @@ def check_prototypes(head: MarginClassifier) -> None:
         )
 
 
+def check_layout(head: MarginClassifier) -> None:
+    """Refuse prototypes whose numbers kernels would look for elsewhere."""
+    prototypes = head.prototypes
+    if not prototypes.is_contiguous() and "triton" in head.kernels.__name__:
+        raise ShapeError(
+            f"the prototypes have strides {prototypes.stride()}, and kernels read whole rows of "
+            "them; assign a contiguous tensor: head.prototypes.data = weights.contiguous()"
+        )
+
+
 def check_data_parallel(head: MarginClassifier) -> None:
     """Refuse a shard, or a fused gradient, that ``DistributedDataParallel`` would average."""
     wrapper = getattr(DistributedDataParallel, "_active_ddp_module", None)

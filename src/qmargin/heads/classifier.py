@@ -244,14 +244,19 @@ class MarginClassifier(nn.Module):
     def refresh(self, *, force: bool = False) -> None:
         """Update the screened copy if the prototypes have changed or moved since."""
         prototypes = self.prototypes
-        home = (prototypes.data_ptr(), prototypes.device, prototypes.dtype, self.screen_dtype)
+        home = (
+            *(prototypes.data_ptr(), prototypes.stride()),
+            *(prototypes.device, prototypes.dtype, self.screen_dtype),
+        )
         if force or home != self._home or not self._is_current():
-            self._refresh(home)
+            with torch.cuda.device_of(prototypes):
+                self._refresh(home)
 
     @torch.inference_mode(False)  # training reuses a copy made in evaluation
     def _refresh(self, home: tuple[Any, ...]) -> None:
         prototypes = self.prototypes.detach()
         if home != self._home:
+            checks.check_layout(self)
             k, d = prototypes.shape
             padded = -(-k // PADDING) * PADDING
             self.copy = prototypes.new_zeros((padded, d), dtype=self.screen_dtype)
@@ -300,6 +305,12 @@ class MarginClassifier(nn.Module):
         launch the backward pass, and must call ``verify`` before it uses the loss or steps an
         optimizer.
         """
+        with torch.cuda.device_of(self.prototypes):  # Triton launches on the current device
+            return self._forward(embeddings, labels, sizes, speculative)
+
+    def _forward(
+        self, embeddings: Tensor, labels: Tensor, sizes: Sequence[int] | None, speculative: bool
+    ) -> Tensor:
         checks.check_data_parallel(self)
         loss = self.captured_steps.replay(self, embeddings, labels)
         if loss is not None:

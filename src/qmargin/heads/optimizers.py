@@ -109,7 +109,7 @@ class _FusedSGD(torch.optim.Optimizer):
         gradient, scale = self._attach(), self._scale.grad
         if gradient is None or scale is None:
             return torch.zeros_like(self._scale.detach())
-        with torch.no_grad():
+        with torch.no_grad(), torch.cuda.device_of(scale):
             norm = gradient.norm()
             if self.head.ranks.world > 1:
                 norm = self.head.ranks.sum_(norm.square()).sqrt()
@@ -164,7 +164,8 @@ class _FusedSGD(torch.optim.Optimizer):
     def _consume(self, gradient: PrototypeGradient, scale: Tensor) -> None:
         head = self.head
         head.refresh()  # does nothing unless the prototypes changed since forward
-        self._update(gradient, scale)
+        with torch.cuda.device_of(scale):  # Triton launches on the current device
+            self._update(gradient, scale)
         torch.autograd.graph.increment_version(head.prototypes)  # kernels write without changing it
         head.note_current()
         self.zero_grad()
@@ -214,6 +215,9 @@ class _FusedSGD(torch.optim.Optimizer):
                     raise ConfigError(f"the saved {name} is {group[name]}; it must be 0 here")
         groups = [{**group, "params": [0, 1]} for group in state_dict["param_groups"]]
         super().load_state_dict({**state_dict, "param_groups": groups})
+        own = self.state[self.head.prototypes]
+        if own.get("momentum_buffer") is not None:  # kernels read whole rows
+            own["momentum_buffer"] = own["momentum_buffer"].contiguous()
 
 
 class ExactSGD(_FusedSGD):

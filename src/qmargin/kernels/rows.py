@@ -45,6 +45,7 @@ GROUP = 32  # strided classes, represented by their maximum
 FUSED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LARGEST_SCALE = 1e30  # of kernels, whose settings are sums of two float32
 SMALLEST_PART = 2048  # classes of a long row that one program writes
+MOST_CLASSES = (1 << 31) - (1 << 13)  # of kernels, which count in 32 bits, a block beyond the last
 WORTH_PACKING = 4  # pack candidates when at most 1 in 4 classes is one
 
 
@@ -190,7 +191,7 @@ def may_fuse(values: Tensor, scale: float) -> bool:
     return (
         values.dtype in FUSED_DTYPES
         and num_rows > 0
-        and 0 < k < 1 << 31
+        and 0 < k <= MOST_CLASSES
         and num_rows * -(-k // SMALLEST_PART) < 1 << 31  # programs of a launch
         and scale < LARGEST_SCALE
         and not kernel_faults

@@ -138,7 +138,7 @@ class Plan:
         self, settings: Settings, values: Tensor, labels: Tensor, owners: tuple[Any, ...]
     ) -> None:
         self.settings, self.num_rows, self.owners = settings, len(labels), owners
-        self.device, self.capacity = values.device, 0
+        self.device, self.capacity, self.layout = values.device, 0, _layout(values, labels)
         self.forward: Any = None
         self.backward: Any = None
 
@@ -182,7 +182,9 @@ class Plan:
     def gradient(self, values: Tensor, labels: Tensor, numbers: Tensor, grad: Tensor) -> Tensor:
         """Gradient in the values for the gradient of the loss."""
         out = torch.empty(values.shape, dtype=values.dtype, device=self.device)
-        if self.backward is not None and grad.data_ptr() % 16 == 0:
+        # Hooks on saved tensors may bring back a copy that is laid out otherwise.
+        is_same = grad.data_ptr() % 16 == 0 and _layout(values, labels) == self.layout
+        if self.backward is not None and is_same:
             count, first = self.num_rows, numbers.data_ptr()
             self.backward(
                 self.device.index, values.data_ptr(), labels.data_ptr(), first, first + 8 * count,
@@ -199,7 +201,7 @@ class Plan:
             kernels.write_gradient(
                 values, scale, b, labels, solution, grad, ignore_index=ignore_index, out=out
             )
-        if grad.data_ptr() % 16 == 0:
+        if is_same:
             roles = (values, labels, anchor, level, gradient, share, grad, out)
             self.backward = recording.between(*roles)
         return out
@@ -245,11 +247,15 @@ def may_plan(values: object) -> bool:
     )
 
 
+def _layout(values: Tensor, labels: Tensor) -> tuple[Any, ...]:
+    """Where the numbers are, as far as launches depend on it."""
+    return values.stride(), labels.stride(), values.data_ptr() % 16, labels.data_ptr() % 16
+
+
 def plan_key(values: Tensor, labels: Tensor, *settings: Any) -> tuple[Any, ...]:
     """Everything that the launches of a loss depend on."""
-    aligned = values.data_ptr() % 16, labels.data_ptr() % 16
     kinds = values.dtype, values.device, labels.dtype, labels.device
-    return values.shape, values.stride(), labels.shape, labels.stride(), *kinds, *aligned, *settings
+    return values.shape, labels.shape, *_layout(values, labels), *kinds, *settings
 
 
 def planned_loss(key: tuple[Any, ...], values: Tensor, labels: Tensor) -> Tensor | None:

@@ -58,6 +58,18 @@ CLASSES = 2  # prototypes per program of the sweep over all of them
 CLASSES_KEPT = 8  # and of the one that only rewrites what is kept of them
 
 
+WIDE_TILES = 213_528  # bytes of shared memory that posteriors of wide tiles take, three stages
+
+
+def has_room(properties: Any) -> bool:
+    """Whether a GPU's shared memory holds wide tiles: not a desktop's with a copy engine.
+
+    Without one, before compute capability 9, tiles are not staged.
+    """
+    room = getattr(properties, "shared_memory_per_block_optin", WIDE_TILES)
+    return bool(properties.major < 9 or room >= WIDE_TILES)
+
+
 class Launch(NamedTuple):
     """Operands and tiles of a product of all rows with some classes."""
 
@@ -73,16 +85,18 @@ class Launch(NamedTuple):
         """Wide tiles for full batches, narrow ones when a tile would be mostly padding."""
         num_rows, device = len(embeddings), embeddings.device
         rows = next((size for size in (16, 32, 64) if num_rows <= size), 128)
-        classes, warps = (256, 8) if rows == 128 else (128, 4)
+        (classes, warps), stages, most = (256, 8) if rows == 128 else (128, 4), 3, 2
+        if device.type == "cuda":  # persistent programs, one per multiprocessor; else a few
+            properties = torch.cuda.get_device_properties(device)
+            most = properties.multi_processor_count
+            if rows == 128 and not has_room(properties):
+                classes, stages = 128, 2
         row_tiles, class_tiles = triton.cdiv(num_rows, rows), triton.cdiv(num_classes, classes)
         operands = (
             TensorDescriptor.from_tensor(embeddings, [rows, 64]),
             TensorDescriptor.from_tensor(copy, [classes, 64]),
         )
-        most = 2  # persistent programs: one per multiprocessor, a few in the interpreter
-        if device.type == "cuda":
-            most = torch.cuda.get_device_properties(device).multi_processor_count
-        options, sizes = {"num_warps": warps, "num_stages": 3}, (rows, classes, 64)
+        options, sizes = {"num_warps": warps, "num_stages": stages}, (rows, classes, 64)
         programs = min(most, row_tiles * class_tiles)
         return cls(operands, row_tiles, class_tiles, programs, sizes, options)
 
@@ -915,6 +929,7 @@ def _keep(prototype, place, is_kept, classes, dimension, INVERSE_NORMS, COPY, LA
     """Rewrite what is kept of a few prototypes: inverse norms, rounded unit vectors, the error."""
     # In float64 the order of the sum does not show: an update leaves what a refresh would, and a
     # resumed run has the same copy as before. Memory is what these kernels wait for.
+    known = tl.load(LARGEST)  # mostly enough: a million programs need not queue at one address
     wide = prototype.to(tl.float64)
     length = tl.sqrt(tl.sum(wide * wide, 1).to(tl.float32))
     inverse = 1.0 / tl.where(is_kept, length, 1.0)
@@ -927,7 +942,7 @@ def _keep(prototype, place, is_kept, classes, dimension, INVERSE_NORMS, COPY, LA
     error = tl.sum(lost * lost, 1)
     error = tl.where(error == error, error, float("inf"))  # a maximum would pass NaN over
     error = tl.max(tl.where(is_kept, error, 0.0), 0)
-    tl.atomic_max(LARGEST, error)  # a maximum does not depend on the order
+    tl.atomic_max(LARGEST, error, mask=error > known)  # a maximum does not depend on the order
 
 
 @triton.jit

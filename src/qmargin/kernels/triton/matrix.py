@@ -1042,11 +1042,11 @@ def scale_rows(rows: Rows, grad: Tensor, dtype: torch.dtype, *, repeats: bool) -
     assert rows.gradient is not None
     (num_rows, depth), factor = rows.gradient.shape, rows.factor
     out = torch.empty((num_rows, depth), dtype=dtype, device=grad.device)
-    kinds = (dtype, grad.dtype, grad.stride(), grad.data_ptr() % 16)
+    grad = grad.contiguous()  # a mean of rows has the same gradient for all: one number, expanded
+    kinds = (dtype, grad.dtype, grad.data_ptr() % 16)
     if rows.scaling is not None and rows.scaling[0] == kinds:
         rows.scaling[1](grad.device.index, grad.data_ptr(), out.data_ptr())
         return out
-    grad = grad.contiguous()
     with Recording() as recording:
         launch(
             _scale_rows, (num_rows,), rows.gradient, grad, out, factor, depth, factor.ndim > 0,
