@@ -10,14 +10,16 @@ import torch
 import qmargin
 from helpers.heads import (
     Batch,
+    Outcome,
     assert_same,
     every_class,
+    fused_gradient,
     make_head,
     random_batch,
     step,
     truth_of,
 )
-from qmargin.errors import ConfigError, ShapeError
+from qmargin.errors import ConfigError, DataError, ShapeError
 from qmargin.heads.classifier import MarginClassifier
 from qmargin.heads.optimizers import ExactSGD
 from qmargin.heads.reference import row_reference
@@ -198,6 +200,37 @@ def test_a_reference_may_change_between_steps_and_not_inside_one(path, batch):
     assert_same(step(head, batch), truth_of(head.loss, batch), tolerance=1e-10)
 
 
+@pytest.mark.parametrize("gradient", ["dense", "fused"])
+@pytest.mark.parametrize("path", ["sparse", "chunked"])
+def test_a_backward_pass_has_the_numbers_of_its_forward_pass(path, gradient, batch):
+    loss = make_loss(1.25, "all")
+    truth = truth_of(copy.deepcopy(loss), batch)
+    head = make_head(loss, batch, path=path, gradient=gradient, dtype=torch.float64)
+    embeddings = batch.embeddings.double().requires_grad_()
+    value = head(embeddings, batch.labels)
+    for part in loss.reference.parts:
+        part.strength = 5.0
+    loss.reference.parts[0].counts[:100] = 7
+    value.backward()
+    gradient = head.prototypes.grad if gradient == "dense" else fused_gradient(head)
+    found = Outcome(value.detach(), embeddings.grad, gradient.to_dense())
+    assert_same(found, truth, tolerance=1e-10)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("path", ["sparse", "chunked"])
+def test_measures_that_are_no_numbers_are_refused(path, value, batch):
+    class Own(qmargin.Reference):
+        def per_class(self):
+            return torch.zeros(CLASSES).double().index_fill_(0, torch.tensor([3]), value)
+
+    loss = qmargin.MarginLoss(
+        qmargin.Alpha(1.25), qmargin.PriorMargin(0.1), scale=4.0, reference=Own()
+    )
+    with pytest.raises(DataError, match="log references of the classes are between"):
+        step(make_head(loss, batch, path=path), batch)
+
+
 def test_a_sample_of_the_classes_takes_their_own_measures(batch):
     loss = make_loss(1.25, "all")
     head = make_head(copy.deepcopy(loss), batch, path=qmargin.Sampled(0.3), dtype=torch.float64)
@@ -244,3 +277,28 @@ def test_measures_far_from_one_keep_rows_finite(batch):
         found = step(make_head(loss, batch, path=path, dtype=torch.float64), batch)
         assert_same(found, truth_of(loss, batch), tolerance=1e-8)
         assert bool(found.loss.isfinite())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("alpha", [0.5, 0.9, 1.02, 1.25, 1.5, 2.0, 3.0])
+def test_measures_far_below_one_leave_their_classes_out(alpha, dtype, batch):
+    """As if these classes were not there; a search that began at the smallest would find NaN."""
+    scale = 3.0 if alpha == 3.0 else 16.0
+    counts = COUNTS.clone()
+    counts[::40] = 10**9  # the mean: the others are rare, and some of them the rows' own
+    counts[batch.labels] = 10**9
+    references = (
+        qmargin.LookAlike(0.0, damping=8.0, split_threshold=-0.5),
+        qmargin.ClassPrior(counts, 4.0),
+        qmargin.ClassPrior(counts, 2.0) + qmargin.LookAlike(0.0, damping=4.0, split_threshold=0.0),
+    )
+    for reference in references:
+        options = (qmargin.Alpha(alpha), qmargin.PriorMargin(0.03))
+        loss = qmargin.MarginLoss(*options, scale=scale, reference=reference)
+        truth = truth_of(copy.deepcopy(loss), batch)
+        assert bool(truth.loss.isfinite())
+        for path in ("chunked", "dense", *(("sparse", "top_k") if alpha > 1.0 else ())):
+            found = step(make_head(copy.deepcopy(loss), batch, path=path, dtype=dtype), batch)
+            tolerance = 1e-9 if dtype == torch.float64 else 1e-4
+            assert_same(found, truth, tolerance=tolerance, note=(path, reference))
+            assert found.stats.mass_error < tolerance

@@ -47,10 +47,10 @@ def test_rows_with_few_active_classes_start_at_the_maxima():
     batch.embeddings[2] = batch.prototypes[batch.labels[2]]
     loss = make_loss(1.5, 3.0, qmargin.PriorMargin(0.0))
     head = make_head(loss, batch, path="chunked", dtype=torch.float64)
-    begin = mock.patch.object(RootSearch, "from_maxima", side_effect=RootSearch.from_maxima)
-    with mock.patch.object(chunked, "MIN_SUPPORT", 2), begin as from_maxima:
+    begin = mock.patch.object(RootSearch, "from_bounds", side_effect=RootSearch.from_bounds)
+    with mock.patch.object(chunked, "MIN_SUPPORT", 2), begin as from_bounds:
         outcome = step(head, batch)
-    assert [call.args[0].weight for call in from_maxima.call_args_list] == [16.0, 1.0]
+    assert [call.args[0].weight for call in from_bounds.call_args_list] == [16.0, 1.0]
     assert_same(outcome, truth_of(loss, batch), tolerance=1e-9)
 
 

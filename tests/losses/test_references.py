@@ -306,6 +306,25 @@ def test_counts_survive_casts_and_are_read_again_when_they_change():
         other.per_class()
 
 
+@pytest.mark.parametrize(
+    "dtype", ["uint8", "int8", "int16", "int32", "int64", "float16", "float64"]
+)
+def test_counts_of_any_type(dtype):
+    expected = (torch.tensor([1, 2, 100]).double() / (103 / 3)).log()
+    given = (torch.tensor([1, 2, 100], dtype=getattr(torch, dtype)), np.array([1, 2, 100], dtype))
+    for counts in given:
+        torch.testing.assert_close(qmargin.ClassPrior(counts).per_class(), expected)
+    with pytest.raises(DataError, match="class 1 has the count 0"):
+        qmargin.ClassPrior(torch.tensor([1, 0], dtype=getattr(torch, dtype)))
+
+
+def test_counts_of_unsigned_types():
+    for dtype in (np.uint16, np.uint32, np.uint64):
+        assert qmargin.ClassPrior(np.array([1, 2, 3], dtype)).counts.tolist() == [1, 2, 3]
+        with pytest.raises(DataError, match="class 0 has the count 0"):
+            qmargin.ClassPrior(np.array([0, 2, 3], dtype))
+
+
 def test_pair_bounds_hold():
     at = torch.linspace(-1.0, 1.0, 2001, dtype=torch.float64)
     for given in ((0.3, 0.1), (0.0, 0.1), (0.3, 0.1, 2.0, 0.5), (0.0, 0.9, 0.2, -0.3)):
@@ -381,6 +400,8 @@ def test_settings_that_cannot_be_are_refused(batch):
         ([], ShapeError, "one number per class"),
         ([[1, 2]], ShapeError, "one number per class"),
         ("many", ShapeError, "one number per class"),
+        (torch.tensor([1, 2]).to_sparse(), ShapeError, "one number per class"),
+        ([1, 2**60], DataError, "class 1 has the count 1"),
     ):
         with pytest.raises(error, match=match):
             qmargin.ClassPrior(counts)

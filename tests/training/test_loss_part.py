@@ -382,3 +382,44 @@ def test_the_counts_are_those_of_the_labels() -> None:
 
     with pytest.raises(ConfigError, match="no list of labels"):
         build_loss(recipe, num_classes=5, dataset=Unlisted())  # type: ignore[arg-type]
+
+
+def test_a_reference_of_ones_own_trains_by_its_name_and_resumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its state, which moves in every step, is in checkpoints; its main number is scheduled."""
+    forget_registered(monkeypatch)
+
+    @references.register("rising")
+    class Rising(Reference):
+        """Counts the rows of each class, and expects the frequent ones."""
+
+        main_number = "power"
+        changes_in_training = True
+
+        def __init__(self, counts: torch.Tensor, power: float = 0.5) -> None:
+            super().__init__()
+            self.power = power
+            self.register_buffer("seen", torch.ones(len(counts), dtype=torch.float64))
+
+        def per_class(self) -> torch.Tensor:
+            return self.power * self.seen.log()
+
+        def margin_factor(self, labels: torch.Tensor, norms: Any) -> torch.Tensor:
+            if self.training:
+                used = labels[labels >= 0]
+                self.seen = self.seen.index_add(0, used, torch.ones(len(used)).double())
+            return torch.ones(len(labels), dtype=torch.float64)
+
+    recipe = tiny_recipe(
+        "loss.reference=[{rising: 0.5}]", "reference_schedule.kind=linear",
+        "reference_schedule.initial=0.1", "reference_schedule.end_epoch=2",
+        "run.max_steps=6", "run.save_every_steps=3",
+    )  # fmt: skip
+    short = replace(recipe, run=replace(recipe.run, max_steps=3))
+    train(recipe, tmp_path / "whole", device="cpu")
+    train(short, tmp_path / "cut", device="cpu")
+    train(recipe, tmp_path / "cut", device="cpu", resume=True, allow_changes=True)
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+    train(tiny_recipe("run.max_steps=6"), tmp_path / "plain", device="cpu")
+    assert losses(tmp_path / "plain") != losses(tmp_path / "whole")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from functools import partial
+import math
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from qmargin.errors import DataError
 from qmargin.kernels.head_reference import RowReference
-from qmargin.losses.references import on_device_of
+from qmargin.losses.references import on_device_of, pairs_now
 
 if TYPE_CHECKING:
     from qmargin.heads.classifier import MarginClassifier
@@ -27,13 +28,19 @@ def row_reference(head: MarginClassifier, targets: Tensor) -> RowReference | Non
     if reference.has_classes:
         classes = reference.per_class()
     if classes is not None:
-        reference.check_classes(head.num_classes)
+        if classes.shape != (head.num_classes,):
+            reference.check_classes(head.num_classes)
         classes = on_device_of(classes.detach(), head.prototypes).double()
         classes = classes[head.shard.start : head.shard.stop]
         low, high = reference.class_bounds()
+        if math.isnan(low) or not high < math.inf:
+            raise DataError(
+                f"log references of the classes are between {low:g} and {high:g}; return numbers "
+                "below infinity, or -inf for a class that is left out"
+            )
     bounds = reference.pair_bounds(scale)
     if bounds is not None:
-        pair = partial(reference.per_pair, scale=scale)
+        pair = pairs_now(reference, scale)
         targets = head.ranks.sum_(targets.clone()) if head.ranks.world > 1 else targets
         low, high = low + bounds[0], high + bounds[1]
     if classes is None and pair is None:

@@ -15,6 +15,8 @@ from __future__ import annotations
 import math
 import reprlib
 from collections.abc import Callable, Iterable, Sequence
+from copy import copy
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -171,6 +173,9 @@ class SumReference(Reference):
             part.check_classes(num_classes)
 
 
+MOST_COUNTS = 2**53  # whole numbers from there on are not all numbers of float64
+
+
 @register_reference("class_prior")
 class ClassPrior(Reference):
     r"""Prior of the class frequencies: ``log q_j = strength * log(n_j / mean n)`` (M14).
@@ -212,7 +217,8 @@ class ClassPrior(Reference):
                 f"counts of ClassPrior are {reprlib.repr(counts)}; give one number per class "
                 "[num_classes]"
             ) from None
-        if given.ndim != 1 or not len(given) or given.is_complex() or given.dtype == torch.bool:
+        is_odd = given.is_complex() or given.dtype == torch.bool or given.layout != torch.strided
+        if given.ndim != 1 or not len(given) or is_odd:
             raise ShapeError(
                 f"counts of ClassPrior are {describe(given)}; give one number per class "
                 "[num_classes]"
@@ -243,7 +249,7 @@ class ClassPrior(Reference):
         """``strength * log(n_j / mean n)``; None where that is zero for all classes."""
         if not self.has_classes:
             return None
-        return (self.counts.double() / self.extremes()[1]).log().mul_(self.strength)
+        return self.counts.double().div_(self.extremes()[1]).log_().mul_(self.strength)
 
     def class_bounds(self) -> tuple[float, float]:
         """From the smallest and the largest count."""
@@ -277,9 +283,11 @@ class ClassPrior(Reference):
 
 
 def _check_counts(counts: Tensor) -> None:
-    is_bad = ~((counts > 0) & (counts < 2**53))
     if counts.is_floating_point():
-        is_bad |= counts != counts.floor()
+        is_bad = ~((counts > 0) & (counts.double() < MOST_COUNTS) & (counts == counts.floor()))
+    else:  # narrow integers cannot be compared with the limit, unsigned ones with nothing
+        wide = counts.long()
+        is_bad = (wide <= 0) | (wide >= MOST_COUNTS)
     if bool(is_bad.any()):
         place = int(is_bad.nonzero()[0])
         raise DataError(
@@ -591,6 +599,16 @@ def check_reference(reference: Reference | None, margin: Margin, b: float | None
             f"{name} multiplies the effective margin of a PriorMargin, and the margin is a "
             f"{type(margin).__name__}; add a PriorMargin to it"
         )
+
+
+def pairs_now(reference: Reference, scale: float) -> Callable[[Tensor], Tensor]:
+    """``per_pair`` of a reference, with the numbers that it has now.
+
+    A backward pass may compare prototypes once more, after a schedule has changed a strength.
+    """
+    parts = [copy(part) for part in parts_of(reference) if part.pair_bounds(scale) is not None]
+    kept = parts[0] if len(parts) == 1 else SumReference(parts)
+    return partial(kept.per_pair, scale=scale)
 
 
 def only_scales_margins(reference: Reference, scale: float) -> bool:
