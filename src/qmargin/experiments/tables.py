@@ -476,16 +476,18 @@ def _choice(finished: Finished) -> list[str]:
     is_made = isinstance(experiment.world, Made)
     held_out = "other ones" if is_made else "a part of the training identities that it holds out"
     counts = sorted({sum(other.arm == one.arm for other in first) for one in first})
-    length, longer = first[0].recipe.run.epochs, ""
+    length, longer, part = first[0].recipe.run.epochs, "", ""
     seeds = "" if len(search.seeds) == 1 else f" with each of {len(search.seeds)} seeds"
+    if is_made and first[0].recipe.data.num_classes != experiment.recipe.data.num_classes:
+        part = f" on {first[0].recipe.data.num_classes:,} classes"
     if search.finalists:
         longer = (
             f", and with the best {search.finalists} of different alpha or scale for "
-            f"{experiment.recipe.run.epochs} epochs"
+            f"{experiment.recipe.run.epochs} epochs{' on all classes' if part else ''}"
         )
     parts = [
         f"Each loss was trained with {' or '.join(map(str, counts))} settings for {length} "
-        f"epoch{'s' * (length > 1)}{seeds}{longer}, and has the one with {aim} on validation "
+        f"epoch{'s' * (length > 1)}{part}{seeds}{longer}, and has the one with {aim} on validation "
         f"identities, {held_out}. Failed runs count as TAR 0. Hardness tells which negatives a "
         "loss looks at, see `qmargin.hardness`."
     ]
