@@ -169,7 +169,9 @@ def test_a_figure_of_many_settings_has_a_line_for_each_loss(tmp_path: Path) -> N
     found = {(one.arm, one.point["hardness"]): one.mean("tar@0.0001") for one in best}
     assert found == places and len(found) == 10
     assert len(_best_of_each(tried, "eer", "hardness")) == 10
-    files = write_figures(tried, "tar@0.0001", tmp_path)
+    titles = {key: arm.title for key, arm in experiment.arms.items()}
+    files = write_figures(tried, "tar@0.0001", tmp_path, titles)
+    assert "Q-Margin, best at each hardness" in files[0].read_text()
     assert [path.name for path in files] == ["sensitivity.svg", "sensitivity.pdf"]
 
 
