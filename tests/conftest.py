@@ -1,4 +1,4 @@
-"""What every test gets: a seed, one thread per worker, NaN in uninitialised memory, GPU skips."""
+"""What every test gets: a seed, one thread, NaN in uninitialised memory, GPU skips."""
 
 import os
 import random
@@ -13,8 +13,10 @@ if not torch.cuda.is_available():
 
 
 def pytest_configure() -> None:
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        torch.set_num_threads(1)  # workers already fill the cores; more threads only wait
+    if not torch.cuda.is_available():
+        # Workers fill the cores already, and processes of the tests, which have one thread, are
+        # compared bit for bit.
+        torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -114,6 +114,21 @@ def test_qualities_and_counts_follow_their_distributions():
     assert places[1].tolist() == [0, counts[0] - 1, 0, counts[-1] - 1]
 
 
+def test_poor_samples_have_half_the_quality_in_every_split():
+    people, usual = People(400, 50, poor=0.3), People(400, 50)
+    rows = np.arange(len(people))
+    ratios = people.qualities(rows) / usual.qualities(rows)
+    assert set(np.unique(ratios).tolist()) == {0.5, 1.0}
+    assert np.mean(ratios == 0.5) == pytest.approx(0.3, abs=0.02)
+    np.testing.assert_array_equal(people.identities(rows), usual.identities(rows))
+    first = rows[:40]
+    is_same = (people.images(first) == usual.images(first)).all(axis=(1, 2, 3))
+    np.testing.assert_array_equal(is_same, ratios[first] == 1.0)
+    tested = people.held_out("test", 50, 20)
+    plain = usual.held_out("test", 50, 20)
+    assert (tested.qualities(rows[:1000]) < plain.qualities(rows[:1000])).mean() > 0.2
+
+
 @pytest.mark.parametrize("kind", ["flips", "outliers", "splits", "merges"])
 def test_label_noise_has_its_share(kind):
     people, clean = People(4_000, 10, **{kind: 0.2}), People(4_000, 10)
@@ -160,6 +175,7 @@ def test_readings_are_moved_and_mirrored_by_their_seeds():
         ({"split": "dev"}, "split"),
         ({"flips": 1.2}, "flips"),
         ({"merges": -0.1}, "merges"),
+        ({"poor": 1.1}, "poor"),
         ({"flips": 0.6, "outliers": 0.6}, "flips"),
         ({"count_spread": -1.0}, "count_spread"),
         ({"shift": 64}, "shift"),

@@ -5,14 +5,18 @@ import itertools
 import json
 import math
 import re
+import warnings
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from helpers.experiments import run
 from qmargin.cli.paper import EXPERIMENTS
+from qmargin.data.people import People
 from qmargin.experiments.experiment import Arm, Search, TestProtocol, make_arm
 from qmargin.experiments.named import (
     MARGIN_KINDS,
@@ -21,6 +25,7 @@ from qmargin.experiments.named import (
     setting_point,
 )
 from qmargin.experiments.named.demo import DEMO_GRID, DEMO_SETTINGS, VOICE_GRID, demo_experiment
+from qmargin.experiments.named.design import COMPARED
 from qmargin.experiments.named.people import SIZE, study
 from qmargin.experiments.run import Outcome
 from qmargin.experiments.search import Tried
@@ -37,6 +42,9 @@ STUDIES = {  # and where their data are
     "omniglot": "omniglot32",
     "audiomnist": "audiomnist60",
 }
+REFERENCES = tuple(
+    f"references-{world}" for world in ("clean", "long-tail", "flips", "splits", "quality")
+)
 PEOPLE = DEMO_SETTINGS["people"]
 
 
@@ -48,6 +56,7 @@ PEOPLE = DEMO_SETTINGS["people"]
         if "paper-" not in name
         and "-growth" not in name  # one loss, more and more identities
         and name not in STUDIES
+        and name not in REFERENCES
     ],
 )
 def test_every_loss_gets_the_same_effort(tmp_path: Path, name: str) -> None:
@@ -134,6 +143,36 @@ def test_settings_of_many_people_are_tried_on_a_tenth_of_them() -> None:
     assert few.data == many.data and few.model == many.model and few.loss != many.loss
 
 
+def test_the_page_has_the_sizes_of_the_studies() -> None:
+    page = (ROOT / "docs" / "results" / "named-experiments.md").read_text()
+    _, *rows = next(table for table in tables_in(page) if "steps, full" in table[0])
+    found = {}
+    for cell, *numbers in rows:
+        for name in re.findall("`(.*?)`", cell):
+            found[name, "five" in cell] = numbers
+    assert {name for name, _ in found} == set(STUDIES)
+    for (name, is_other), (epochs, steps, *millions) in found.items():
+        if STUDIES[name] is not None:
+            continue  # needs the data
+        experiment = get_experiment(name)
+        recipe, search = experiment.recipe, experiment.search
+        tried = apply_settings(recipe, search.settings)
+        arms = {key: arm for key, arm in experiment.arms.items() if (key in COMPARED) != is_other}
+        samples, few = (
+            one.data.num_classes * one.data.options["samples_per_class"] * one.run.epochs / 1e6
+            for one in (recipe, tried)
+        )
+        parts = [
+            sum(len(arm.points) for arm in arms.values()) * few,
+            len(arms) * search.finalists * samples,
+            sum(len(experiment.seeds_of(key)) for key in arms) * samples,
+        ]
+        assert [float(one) for one in millions] == pytest.approx([*parts, sum(parts)], abs=0.05)
+        assert epochs == f"{tried.run.epochs}, {recipe.run.epochs}"
+        per_epoch = round(1e6 * samples / recipe.run.epochs) // recipe.data.batch_size
+        assert steps == f"{recipe.run.epochs * per_epoch:,}"
+
+
 def test_noise_of_a_study_is_in_its_training_alone() -> None:
     clean, flips, splits = (get_experiment(f"people-10k{end}") for end in ("", "-flips", "-splits"))
     options = [one.recipe.data.options for one in (clean, flips, splits)]
@@ -152,6 +191,77 @@ def test_expectations_stand_on_their_page() -> None:
         experiment = get_experiment(name, data=None if folder is None else Path(folder))
         assert experiment.question.endswith("?") and experiment.expected
         assert f"| `{name}` | {experiment.expected} |" in page
+    for name in REFERENCES:
+        experiment = get_experiment(name)
+        focus, rival = experiment.comparison.focus, experiment.comparison.rivals[0]
+        compared = f"{experiment.arms[focus].title} minus {experiment.arms[rival].title}"
+        assert f"| `{name}` | {compared} | {experiment.expected} |" in page
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("name", REFERENCES)
+def test_arms_with_and_without_a_reference_try_as_many_settings(name: str, device: str) -> None:
+    """Everything but the reference is as it is without one."""
+    experiment = get_experiment(name, device=device)
+    assert experiment.question.endswith("?") and len(experiment.seeds) >= 3
+    assert {"q_margin", "adaface", "cosface", "q_margin_look_alike", "q_margin_quality"} <= set(
+        experiment.arms
+    )
+    demo = {**PEOPLE[device], "adaface": PEOPLE[device]["cosface"]}
+    counts = torch.from_numpy(np.bincount(People(1000, 20, count_spread=0.9).labels))
+    for key, arm in experiment.arms.items():
+        assert len(arm.points) == 3 and arm.like is None and arm.seeds is None
+        recipes = [experiment.run_recipe(key, p, seed=0, is_search=True) for p in arm.points]
+        (loss,) = {replace(recipe.loss, reference={}) for recipe in recipes[1:2]}
+        base = next(one for one in ("q_margin", "adaface", "cosface") if key.startswith(one))
+        found = (loss.alpha, loss.scale, loss.margin)
+        assert loss.margin_kind == MARGIN_KINDS[base] and found == demo[base]
+        assert len({replace(recipe, loss=loss) for recipe in recipes}) == 1
+        if key == base:
+            assert not any(recipe.loss.reference for recipe in recipes)
+            assert len({recipe.loss.margin for recipe in recipes}) == 3
+        else:
+            assert all(len(recipe.loss.reference) == 1 for recipe in recipes)
+            assert {replace(recipe.loss, reference={}) for recipe in recipes} == {loss}
+        for recipe in recipes:
+            with warnings.catch_warnings():  # a strength within reach of the rarest person
+                warnings.simplefilter("error")
+                recipe.loss.build(counts=counts)
+    has_counts = "count_spread" in experiment.recipe.data.options
+    assert ("q_margin_class_prior" in experiment.arms) == has_counts
+    assert ("cosface_class_prior" in experiment.arms) == has_counts
+    if has_counts:  # logit adjustment, at its own strength
+        loss = experiment.arm_recipe("cosface_class_prior").loss
+        strengths = [next(iter(p.values())) for p in experiment.arms["cosface_class_prior"].points]
+        assert loss.order == 1.0 and "1" in strengths
+
+
+@pytest.mark.parametrize(
+    ("name", "arms"),
+    [
+        ("references-long-tail", ("q_margin", "q_margin_class_prior", "cosface_class_prior")),
+        ("references-splits", ("q_margin_look_alike", "q_margin_damped")),
+        ("references-quality", ("q_margin_quality", "adaface")),
+    ],
+)
+def test_references_learn(tmp_path: Path, name: str, arms: tuple[str, ...]) -> None:
+    made = get_experiment(name).with_arms(arms).with_settings(
+        ["data.num_test=20", "data.num_validation=60", "data.samples_validation=6",
+         "data.num_classes=60", "data.options.samples_per_class=4", "data.batch_size=32",
+         "model.options.width=8", "model.options.depth=0", "run.epochs=1", "run.max_steps=2"]
+    )  # fmt: skip
+    toy = replace(
+        made,
+        arms={key: replace(arm, points=arm.points[1:]) for key, arm in made.arms.items()},
+        seeds=(0, 1),
+        protocol=TestProtocol(num_replicates=20),
+        search=replace(made.search, measure="eer"),
+    )
+    finished, _ = run(toy, tmp_path)
+    assert [one.count("finished") for one in finished.rounds[0]] == [1] * (2 * len(arms))
+    assert sorted(result.run.seed for result in finished.results) == [0] * len(arms) + [1] * len(
+        arms
+    )
 
 
 def test_a_figure_of_many_settings_has_a_line_for_each_loss(tmp_path: Path) -> None:

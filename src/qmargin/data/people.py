@@ -131,6 +131,7 @@ class People(DrawnIdentities):
     splits: float = 0.0  # share of labels
     merges: float = 0.0
     mirror: bool = False  # whether a reading may mirror a sample
+    poor: float = 0.0  # share of samples with half the quality, in all splits
     smallest = 24
 
     def __post_init__(self) -> None:
@@ -143,7 +144,7 @@ class People(DrawnIdentities):
             )
         if not 0.0 <= self.count_spread < math.inf:
             raise ConfigError(f"count_spread is {self.count_spread}; give a finite number from 0")
-        for name in ("flips", "outliers", "splits", "merges"):
+        for name in ("flips", "outliers", "splits", "merges", "poor"):
             value = getattr(self, name)
             if not 0.0 <= value <= 1.0:
                 raise ConfigError(f"{name} is {value}; give a share from 0 to 1")
@@ -219,8 +220,8 @@ class People(DrawnIdentities):
         return _population(self._keys(numbers), _kin(self._world, numbers))
 
     def qualities(self, indices: NDArray[np.integer]) -> Floats:
-        """Quality of each sample: from 0 to 1, of the distribution Beta(5, 2)."""
-        return _quality(self._sample_keys(*self.places(self._checked(indices))))
+        """Quality of each sample: from 0 to 1, of the distribution Beta(5, 2) if none is poor."""
+        return _quality(self._sample_keys(*self.places(self._checked(indices))), self.poor)
 
     def pair_lists(self, indices: NDArray[np.integer]) -> dict[str, Ints]:
         """Lists of the pairs of some samples, see ``measure_lists``."""
@@ -240,7 +241,9 @@ class People(DrawnIdentities):
         step = max(1, BATCH_PIXELS // self.size**2)
         for start in range(0, len(identities), step):
             part = slice(start, start + step)
-            looks = _Looks(self._world, identities[part], sample_keys[part], self.difficulty)
+            looks = _Looks(
+                self._world, identities[part], sample_keys[part], self.difficulty, self.poor
+            )
             pictures[part] = _portraits(looks, self.size)
         return pictures
 
@@ -333,9 +336,13 @@ def _population(keys: Keys, kin: _Kin) -> Ints:
     return found
 
 
-def _quality(sample_keys: Keys) -> Floats:
-    """The second largest of six uniform numbers."""
-    return np.sort(uniforms(joined_keys(sample_keys, _branch(1)), 6), axis=1)[:, 4]
+def _quality(sample_keys: Keys, poor: float) -> Floats:
+    """The second largest of six uniform numbers; half of it where a sample is poor."""
+    quality: Floats = np.sort(uniforms(joined_keys(sample_keys, _branch(1)), 6), axis=1)[:, 4]
+    if poor:
+        is_poor = uniforms(joined_keys(sample_keys, _branch(6)), 1)[:, 0] < np.float32(poor)
+        quality = np.where(is_poor, np.float32(0.5) * quality, quality)
+    return quality
 
 
 @cache
@@ -390,7 +397,12 @@ class _Looks:
     """What a batch of portraits shows: numbers ``[n, 1, 1]`` and colours ``[3, n, 1, 1]``."""
 
     def __init__(
-        self, world: np.uint64, identities: Ints, sample_keys: Keys, difficulty: float
+        self,
+        world: np.uint64,
+        identities: Ints,
+        sample_keys: Keys,
+        difficulty: float,
+        poor: float,
     ) -> None:
         traits, population = traits_of(world, identities)
         set_by = set_by_traits(traits, SHAPES, 0x5A)
@@ -405,7 +417,7 @@ class _Looks:
         self.chance = uniforms(joined_keys(sample_keys, _branch(3)), 24).T[:, :, None, None]
         bell = normals(joined_keys(sample_keys, _branch(4)), 16) * np.float32(difficulty)
         self.bell = bell.T[:, :, None, None]
-        self.quality = _quality(sample_keys)
+        self.quality = _quality(sample_keys, poor)
         self.grain_keys = joined_keys(sample_keys, _branch(5))
         self._set_colours(population)
 

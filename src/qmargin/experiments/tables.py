@@ -131,7 +131,10 @@ def write_search(
     files = search_table(experiment, rows, chosen).files(SEARCH)
     for name, content in files.items():
         write_atomically(out / name, content)
-    return [*(out / name for name in files), *write_figures(rounds[0], measure, out / FIGURES, _titles(experiment))]
+    return [
+        *(out / name for name in files),
+        *write_figures(rounds[0], measure, out / FIGURES, _titles(experiment)),
+    ]
 
 
 def search_table(
