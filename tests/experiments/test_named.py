@@ -17,6 +17,7 @@ import torch
 from helpers.experiments import run
 from qmargin.cli.paper import EXPERIMENTS
 from qmargin.data.people import People
+from qmargin.errors import ConfigError, DataError
 from qmargin.experiments.experiment import Arm, Search, TestProtocol, make_arm
 from qmargin.experiments.named import (
     MARGIN_KINDS,
@@ -25,9 +26,10 @@ from qmargin.experiments.named import (
     setting_point,
 )
 from qmargin.experiments.named.demo import DEMO_GRID, DEMO_SETTINGS, VOICE_GRID, demo_experiment
-from qmargin.experiments.named.design import COMPARED
+from qmargin.experiments.named.design import COMPARED, LOSSES
 from qmargin.experiments.named.people import SIZE, study
 from qmargin.experiments.run import Outcome
+from qmargin.experiments.runner import _record
 from qmargin.experiments.search import Tried
 from qmargin.experiments.space import Point
 from qmargin.experiments.tables import _best_of_each, edges_of, write_figures
@@ -100,6 +102,34 @@ def test_every_loss_of_a_study_searches_the_same_region(tmp_path: Path, name: st
                for key in ("arcface", "cosface")}  # fmt: skip
     assert (min(margins["arcface"]), max(margins["arcface"])) == (0.05, 0.5)
     assert (min(margins["cosface"]), max(margins["cosface"])) == (0.1, 0.6)
+
+
+@pytest.mark.parametrize(
+    ("setting", "text"),
+    [
+        (
+            "data.num_test=3",
+            r"FAR 0\.0001 is asked .* 3 identities, .* about 15 identities of 10",
+        ),
+        ("data.num_validation=50", r"tar@0\.0001.* about 78 identities of 10 samples \(now 50\)"),
+    ],
+)
+def test_a_study_that_cannot_resolve_its_rate_is_refused(
+    tmp_path: Path, setting: str, text: str
+) -> None:
+    """Before anything is drawn or trained, with the number of identities that it needs."""
+    small = get_experiment("people-10k", device="cpu").with_settings([setting])
+    with pytest.raises((ConfigError, DataError), match=text):
+        run(small, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_comparison_of_a_study_is_fixed_and_more_losses_may_follow() -> None:
+    experiment = get_experiment("people-10k")
+    fixed = {"focus": "q_margin", "rivals": ["cosface"], "far": 1e-4}
+    for arms in (["cosface", "q_margin"], list(COMPARED), list(experiment.arms)):
+        assert _record(experiment.with_arms(arms), None)["primary"] == fixed
+    assert _record(experiment.with_arms(["arcface", "q_margin"]), None)["primary"] != fixed
 
 
 def test_points_of_a_study_are_the_updates_and_losses_that_they_say() -> None:
@@ -291,7 +321,7 @@ def test_losses_of_a_study_learn(tmp_path: Path, name: str) -> None:
         num_classes=60, samples_per_class=4, epochs=1, batch_size=32, width=8, depth=0,
         embedding_dim=128,
     )  # fmt: skip
-    made = study("toy", "toy", "?", "", size=size, losses=[name])
+    made = study("toy", "toy", "?", "", size=size, losses=LOSSES).with_arms([name])
     arm = made.arms[name]
     toy = replace(
         made.with_settings(["precision.dtype=fp32", "data.num_test=20", "data.num_validation=20"]),

@@ -8,6 +8,7 @@ from pathlib import Path
 from qmargin.experiments.experiment import Experiment, TestProtocol
 from qmargin.experiments.named import SIZES, drawn_recipe, needed
 from qmargin.experiments.named.design import (
+    PRIMARY,
     REPLICATES,
     SEEDS,
     study_arms,
@@ -56,6 +57,7 @@ def audiomnist(device: str = "cuda", data: Path | None = None) -> Experiment:
         TestProtocol("trials", fars=(1e-2, 1e-3, 1e-4), num_replicates=REPLICATES),
         study_search(*(f"{key}={short[key]}" for key in SCALED), measure="tar@0.01"),
         seeds=SEEDS,
+        primary=PRIMARY,
         question="Does Q-Margin verify a handful of real speakers better than CosFace?",
         expected="No difference between Q-Margin and CosFace is shown: 120 classes are few.",
     )

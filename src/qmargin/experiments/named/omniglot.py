@@ -7,6 +7,7 @@ from pathlib import Path
 from qmargin.experiments.experiment import Experiment, TestProtocol
 from qmargin.experiments.named import Size, drawn_recipe, needed
 from qmargin.experiments.named.design import (
+    PRIMARY,
     REPLICATES,
     SEEDS,
     study_arms,
@@ -45,6 +46,7 @@ def omniglot(device: str = "cuda", data: Path | None = None) -> Experiment:
         TestProtocol(views=4, normalise=True, num_replicates=REPLICATES),
         study_search("run.epochs=3"),
         seeds=SEEDS,
+        primary=PRIMARY,
         question=(
             "Does Q-Margin verify handwritten characters of other alphabets better than CosFace, "
             "once those that cannot be told apart by their pixels are left out?"

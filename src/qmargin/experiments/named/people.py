@@ -11,6 +11,7 @@ from qmargin.experiments.named import PEOPLE_SIZES, Size, drawn_recipe
 from qmargin.experiments.named.design import (
     COMPARED,
     LOSSES,
+    PRIMARY,
     REPLICATES,
     SEEDS,
     study_arms,
@@ -104,6 +105,7 @@ def study(
         TestProtocol(num_replicates=REPLICATES),
         study_search(SHORT),
         seeds=SEEDS,
+        primary=PRIMARY,
         question=question,
         expected=expected,
     )

@@ -7,6 +7,7 @@ from pathlib import Path
 from qmargin.experiments.experiment import Experiment, Search, TestProtocol
 from qmargin.experiments.named import SIZES, Grid, Size, drawn_recipe, grid_arms
 from qmargin.experiments.named.design import (
+    PRIMARY,
     REPLICATES,
     SEEDS,
     study_arms,
@@ -49,6 +50,7 @@ def strokes_10k(device: str = "cuda", data: Path | None = None) -> Experiment:
         TestProtocol(normalise=True, num_replicates=REPLICATES),
         study_search("run.epochs=2"),
         seeds=SEEDS,
+        primary=PRIMARY,
         question="Does Q-Margin tell scribbles, which have no families, apart better than CosFace?",
         expected="No difference between Q-Margin and CosFace is shown: there are no look-alikes.",
     )

@@ -7,6 +7,7 @@ from pathlib import Path
 from qmargin.experiments.experiment import Experiment, TestProtocol
 from qmargin.experiments.named import VOICE_SIZES, voice_recipe
 from qmargin.experiments.named.design import (
+    PRIMARY,
     REPLICATES,
     SEEDS,
     study_arms,
@@ -30,6 +31,7 @@ def voices(device: str = "cuda", data: Path | None = None) -> Experiment:
         TestProtocol(num_replicates=REPLICATES),
         study_search("run.epochs=3"),
         seeds=SEEDS,
+        primary=PRIMARY,
         question="Does Q-Margin verify speakers better than CosFace, with thousands of classes?",
         expected="No difference between Q-Margin and CosFace is shown: training is short.",
     )
